@@ -1,0 +1,73 @@
+// Errors inside the library: an Error is thrown where something fails and turned into a status code
+// and the thread's error text in one place, guarded(), at the C boundary.
+#pragma once
+
+#include <crossdock/status.h>
+
+#include <exception>
+#include <sstream>
+#include <string>
+#include <utility>
+
+namespace xd {
+
+class Error : public std::exception {
+ public:
+  Error(xd_status status, std::string text) : status_(status), text_(std::move(text)) {}
+  xd_status status() const { return status_; }
+  const std::string& text() const { return text_; }
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  xd_status status_;
+  std::string text_;
+};
+
+template <class... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+template <class... Parts>
+[[noreturn]] void fail(xd_status status, const Parts&... parts) {
+  throw Error(status, concat(parts...));
+}
+
+// An operating system call failed: throws XD_ERROR_SYSTEM with the call's name and errno's text.
+[[noreturn]] void fail_errno(const std::string& call, int error_number);
+
+// Checks that stay in release builds. The text names the argument, what was expected and what came.
+#define XD_REQUIRE(condition, ...)                                        \
+  do {                                                                    \
+    if (!(condition)) ::xd::fail(XD_ERROR_INVALID_ARGUMENT, __VA_ARGS__); \
+  } while (0)
+
+// A promise of the library to itself; failing means a bug here, not a mistake of the caller.
+#define XD_CHECK(condition)                                                                     \
+  do {                                                                                          \
+    if (!(condition))                                                                           \
+      ::xd::fail(XD_ERROR_INTERNAL, "internal check failed: " #condition " at ", __FILE__, ":", \
+                 __LINE__);                                                                     \
+  } while (0)
+
+// Stores "<function>: <text>" as the calling thread's last error; never throws.
+void set_last_error(const char* function, const char* text) noexcept;
+const char* last_error() noexcept;
+
+// Status of the exception in flight; call it inside a catch block only.
+xd_status current_exception_status(const char* function) noexcept;
+
+// Runs body() behind the C boundary: no exception passes it.
+template <class Body>
+xd_status guarded(const char* function, Body&& body) noexcept {
+  try {
+    std::forward<Body>(body)();
+    return XD_SUCCESS;
+  } catch (...) {
+    return current_exception_status(function);
+  }
+}
+
+}  // namespace xd

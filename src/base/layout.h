@@ -1,0 +1,21 @@
+// Placing typed areas one after another in a shared buffer: the one way layouts are written here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace xd {
+
+// place<T>(n) aligns, returns the byte offset of an array of n T, and moves on.
+struct LayoutCursor {
+  std::uint64_t at = 0;
+
+  template <class T>
+  constexpr std::uint64_t place(std::uint64_t count, std::uint64_t align = alignof(T)) {
+    const std::uint64_t offset = (at + align - 1) / align * align;
+    at = offset + count * sizeof(T);
+    return offset;
+  }
+};
+
+}  // namespace xd

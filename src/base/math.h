@@ -1,0 +1,23 @@
+// Arithmetic on sizes. Everything is 64-bit; what might not fit is checked.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "base/error.h"
+
+namespace xd {
+
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// a * b; throws INVALID_ARGUMENT naming `what` if it does not fit into 63 bits.
+inline std::uint64_t checked_mul(std::uint64_t a, std::uint64_t b, const char* what) {
+  std::uint64_t product = 0;
+  XD_REQUIRE(!__builtin_mul_overflow(a, b, &product) && product <= INT64_MAX, what, " = ", a, " * ",
+             b, " does not fit into 63 bits");
+  return product;
+}
+
+}  // namespace xd

@@ -1,0 +1,40 @@
+// Reading a versioned struct that crossed the C boundary.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace xd {
+
+// A copy of *user as this library knows the struct. An older caller passes fewer bytes: the rest
+// keep the values of `defaults`. A newer one may pass more, as long as those bytes are zero.
+template <class T>
+T read_struct(const char* name, const T* user, T defaults) {
+  XD_REQUIRE(user != nullptr, name, " = NULL, expected a struct");
+  const std::size_t size = user->struct_size;
+  XD_REQUIRE(size >= sizeof(std::size_t) && size <= 65536, name, ".struct_size = ", size,
+             ", expected ", sizeof(T), ": start from the struct's _INIT");
+  const auto* bytes = reinterpret_cast<const unsigned char*>(user);
+  for (std::size_t i = sizeof(T); i < size; ++i) {
+    XD_REQUIRE(bytes[i] == 0, name, ".struct_size = ", size,
+               " sets fields that this library does not have (it knows ", sizeof(T), " bytes)");
+  }
+  std::memcpy(&defaults, user, std::min(size, sizeof(T)));
+  return defaults;
+}
+
+// Fills the caller's output struct, no further than the caller's version of it goes.
+template <class T>
+void write_struct(const char* name, T* user, T value) {
+  XD_REQUIRE(user != nullptr, name, " = NULL, expected a struct");
+  const std::size_t size = user->struct_size;
+  XD_REQUIRE(size >= sizeof(std::size_t) && size <= 65536, name, ".struct_size = ", size,
+             ", expected ", sizeof(T), ": start from the struct's _INIT");
+  value.struct_size = size;
+  std::memcpy(user, &value, std::min(size, sizeof(T)));
+}
+
+}  // namespace xd

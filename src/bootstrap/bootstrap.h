@@ -1,0 +1,47 @@
+// How ranks find one another: one exchange of a small blob per rank, before anything is shared.
+//
+// Three ways in, one result: a TCP meeting point named by a unique id, the same meeting point named
+// by torchrun's environment, or a caller's all-gather.
+#pragma once
+
+#include <crossdock/comm.h>
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/deadline.h"
+
+namespace xd {
+
+using Bytes = std::vector<std::byte>;
+
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+  int rank() const { return rank_; }
+  int num_ranks() const { return num_ranks_; }
+
+  // result[r] = the blob of rank r. Equal sizes on all ranks, at most kMaxBlob bytes. May be called
+  // once. Throws TIMEOUT naming the ranks that did not come, MISMATCH, SYSTEM.
+  virtual std::vector<Bytes> all_gather(std::span<const std::byte> blob,
+                                        const Deadline& deadline) = 0;
+
+  static constexpr std::size_t kMaxBlob = 4096;
+
+ protected:
+  Bootstrap(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
+
+ private:
+  int rank_, num_ranks_;
+};
+
+// Validates the bootstrap part of `config` (already read with read_struct) and prepares; connects
+// to nothing yet. Throws INVALID_ARGUMENT.
+std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config);
+
+// xd_unique_id_create, with its config read and its timeout resolved.
+xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms);
+
+}  // namespace xd

@@ -1,0 +1,88 @@
+// Fatal errors: what finishes a communicator, and where it is written down.
+//
+// Every rank has one error board in shared memory. A rank that meets a fatal error (timeout, abort,
+// busy group) writes it to its own board and to every peer's; a lost peer is written to the own
+// board only, since every rank notices it by itself. The first writer of a board wins:
+//   writer s: fill slot[s] -> first: compare-and-swap 0 -> s + 1 (release)
+//   reader:   first (acquire) != 0 -> slot[first - 1] is complete and never changes again
+// Slot s of a board has one writer, rank s, which writes it at most once.
+#pragma once
+
+#include <crossdock/comm.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "base/layout.h"
+#include "comm/doorbell.h"
+
+namespace xd {
+
+struct FatalError {
+  std::int32_t status = XD_SUCCESS;
+  std::int32_t phase = XD_PHASE_NONE;
+  std::int32_t rank = -1;  // raised by
+  std::int32_t peer = -1;  // about
+  std::int32_t group = -1;
+  std::int32_t operation = -1;
+  std::int32_t left = 0;        // PEER_LOST: 1 = said goodbye, 0 = its process ended
+  std::int32_t timeout_ms = 0;  // TIMEOUT
+  std::uint64_t expected_epoch = 0;
+  std::uint64_t seen_epoch = 0;
+};
+
+// One sentence with all of it.
+std::string describe(const FatalError& error);
+
+// Offsets inside a rank's control segment: bell, then error board.
+struct ControlMap {
+  std::uint64_t bell, first, slots, end;
+
+  static constexpr ControlMap make(int num_ranks) {
+    LayoutCursor cursor;
+    ControlMap map{};
+    map.bell = cursor.place<Doorbell>(1);
+    map.first = cursor.place<std::atomic<std::uint32_t>>(1, 64);
+    map.slots = cursor.place<FatalError>(static_cast<std::uint64_t>(num_ranks), 64);
+    map.end = cursor.at;
+    return map;
+  }
+};
+
+// One rank's control segment, seen from this process.
+class Control {
+ public:
+  Control() = default;
+  Control(std::byte* base, int num_ranks) : base_(base), map_(ControlMap::make(num_ranks)) {}
+
+  Doorbell& bell() const { return *at<Doorbell>(map_.bell); }
+
+  // Writes as rank `writer`; false if another error came first. Rings the bell.
+  bool post(int writer, const FatalError& error) const {
+    at<FatalError>(map_.slots)[writer] = error;
+    std::uint32_t none = 0;
+    const bool won = first().compare_exchange_strong(none, static_cast<std::uint32_t>(writer) + 1,
+                                                     std::memory_order_acq_rel);
+    bell().ring();
+    return won;
+  }
+
+  // The error of this board, or nullptr.
+  const FatalError* error() const {
+    const std::uint32_t writer = first().load(std::memory_order_acquire);
+    return writer == 0 ? nullptr : &at<FatalError>(map_.slots)[writer - 1];
+  }
+
+ private:
+  template <class T>
+  T* at(std::uint64_t offset) const {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+  std::atomic<std::uint32_t>& first() const { return *at<std::atomic<std::uint32_t>>(map_.first); }
+
+  std::byte* base_ = nullptr;
+  ControlMap map_{};
+};
+
+}  // namespace xd
