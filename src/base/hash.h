@@ -16,7 +16,8 @@ constexpr std::uint64_t hash_combine(std::uint64_t hash, std::uint64_t word) {
 
 inline std::uint64_t hash_bytes(std::uint64_t hash, const void* data, std::size_t bytes) {
   const auto* at = static_cast<const unsigned char*>(data);
-  for (; bytes >= sizeof(std::uint64_t); at += sizeof(std::uint64_t), bytes -= sizeof(std::uint64_t)) {
+  for (; bytes >= sizeof(std::uint64_t);
+       at += sizeof(std::uint64_t), bytes -= sizeof(std::uint64_t)) {
     std::uint64_t word;
     std::memcpy(&word, at, sizeof(word));
     hash = hash_combine(hash, word);

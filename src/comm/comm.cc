@@ -1,0 +1,169 @@
+#include "comm/comm.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/env.h"
+#include "base/log.h"
+#include "base/math.h"
+
+namespace xd {
+namespace {
+
+int resolve_timeout(int timeout_ms) {
+  XD_REQUIRE(timeout_ms >= 0, "config.timeout_ms = ", timeout_ms, ", expected >= 0");
+  return timeout_ms > 0 ? timeout_ms : std::max(1, env().timeout_ms);
+}
+
+// Spinning pays while every rank has a core of its own; beyond that it only keeps the peer that is
+// waited for from running.
+std::chrono::nanoseconds spin_time(int ranks_on_host) {
+  if (env().spin_us >= 0) return std::chrono::microseconds(env().spin_us);
+  cpu_set_t cores;
+  const int available = ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  return std::chrono::microseconds(ranks_on_host <= available ? 50 : 2);
+}
+
+// A contribution's frame: one byte, 1 = failed, then the blob or the error's text.
+Bytes frame(bool failed, std::span<const std::byte> body) {
+  Bytes bytes(1 + body.size());
+  bytes[0] = std::byte{failed};
+  std::ranges::copy(body, bytes.begin() + 1);
+  return bytes;
+}
+
+std::string text_of(std::span<const std::byte> body) {
+  return {reinterpret_cast<const char*>(body.data()), body.size()};
+}
+
+}  // namespace
+
+std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
+  XD_REQUIRE(config.device.device_type == kDLCPU || config.device.device_type == kDLCUDA,
+             "config.device.device_type = ", int{config.device.device_type},
+             ", expected kDLCPU or kDLCUDA");
+  if (config.device.device_type == kDLCUDA) {
+    const char* reason = "";
+    xd_feature_available(XD_FEATURE_CUDA, &reason);
+    fail(XD_ERROR_UNSUPPORTED, "config.device is a CUDA device: ", reason);
+  }
+  const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
+  std::shared_ptr<Comm> comm(new Comm(config, *bootstrap));
+
+  comm->mesh_ = Mesh::connect(*bootstrap, comm->deadline());
+  comm->local_ranks_ = comm->mesh_->local_ranks();
+  comm->mesh_->start(*comm);
+  comm->control_segments_ = comm->share(ControlMap::make(comm->num_ranks_).end, "control memory");
+  for (int r = 0; r < comm->num_ranks_; ++r) {
+    comm->controls_[index(r)] =
+        Control(comm->control_segments_[index(r)]->base(), comm->num_ranks_);
+  }
+  comm->connected_.store(true, std::memory_order_release);
+  comm->grow_heap(config.heap_bytes);
+  log_topic("comm", "rank ", comm->rank_, " of ", comm->num_ranks_, " joined '", comm->name_, "', ",
+            comm->local_ranks_, " in this process");
+  return comm;
+}
+
+Comm::Comm(const xd_comm_config& config, Bootstrap& bootstrap)
+    : rank_(bootstrap.rank()),
+      num_ranks_(bootstrap.num_ranks()),
+      device_(config.device),
+      timeout_ms_(resolve_timeout(config.timeout_ms)),
+      name_(config.name != nullptr ? config.name : ""),
+      process_(::getpid()),
+      spin_(spin_time(bootstrap.num_ranks())),
+      controls_(index(bootstrap.num_ranks())),
+      left_(index(bootstrap.num_ranks())),
+      heap_(bootstrap.rank()) {}
+
+Comm::~Comm() { close(); }
+
+void Comm::close() {
+  closed_.store(true, std::memory_order_release);
+  mesh_.reset();
+}
+
+std::vector<Mesh::Item> Comm::gather(std::span<const std::byte> blob, int fd) {
+  try {
+    return mesh_->all_gather(blob, fd, deadline());
+  } catch (const Error& error) {
+    throw_if_failed();  // what the watch thread has recorded is the cause of this failure
+    if (error.status() == XD_ERROR_TIMEOUT) {
+      raise({.status = XD_ERROR_TIMEOUT,
+             .phase = XD_PHASE_HOST,
+             .rank = rank_,
+             .timeout_ms = timeout_ms_},
+            Spread::everywhere);
+    }
+    throw;
+  }
+}
+
+std::vector<Mesh::Item> Comm::agree(const std::function<Contribution()>& work) {
+  const std::lock_guard lock(collective_mutex_);
+  Contribution mine;
+  std::optional<Error> mistake;
+  try {
+    mine = work();
+  } catch (const Error& error) {
+    mistake = error;
+  }
+  const Bytes framed =
+      mistake ? frame(true, std::as_bytes(std::span(mistake->text()))) : frame(false, mine.blob);
+  auto items = gather(framed, mistake ? -1 : mine.fd);
+  if (mistake) throw *mistake;
+  for (int r = 0; r < num_ranks_; ++r) {
+    Bytes& blob = items[index(r)].blob;
+    if (blob.empty() || blob[0] != std::byte{0}) {
+      fail(XD_ERROR_MISMATCH, "rank ", r,
+           " failed: ", blob.empty() ? "malformed message" : text_of(std::span(blob).subspan(1)));
+    }
+    blob.erase(blob.begin());
+  }
+  return items;
+}
+
+std::vector<std::shared_ptr<Segment>> Comm::share(std::size_t bytes, const char* what) {
+  Segment::Created own;
+  auto items = agree([&] {
+    if (bytes > 0) own = Segment::create(bytes, what);
+    const std::uint64_t size = own.segment ? own.segment->bytes() : 0;
+    Contribution contribution{.blob = Bytes(sizeof(size)), .fd = own.fd.get()};
+    std::memcpy(contribution.blob.data(), &size, sizeof(size));
+    return contribution;
+  });
+  std::vector<std::shared_ptr<Segment>> segments(items.size());
+  agree([&] {
+    for (std::size_t r = 0; r < items.size(); ++r) {
+      std::uint64_t size = 0;
+      if (items[r].blob.size() != sizeof(size)) {
+        fail(XD_ERROR_MISMATCH, "rank ", r, " sent a malformed segment description");
+      }
+      std::memcpy(&size, items[r].blob.data(), sizeof(size));
+      if (r == index(rank_)) {
+        segments[r] = own.segment;
+      } else if (size > 0) {
+        segments[r] = Segment::open(std::move(items[r].fd), size);
+      }
+    }
+    return Contribution{};
+  });
+  return segments;
+}
+
+void Comm::barrier() {
+  agree([] { return Contribution{}; });
+}
+
+void Comm::grow_heap(std::size_t bytes) {
+  auto segments = share(bytes, "symmetric memory");
+  if (std::ranges::any_of(segments, [](const auto& s) { return s != nullptr; })) {
+    heap_.add(std::move(segments));
+  }
+}
+
+}  // namespace xd

@@ -1,0 +1,158 @@
+// The communicator: one rank's membership in a set of ranks.
+//
+// It owns the connections to the peers (mesh), the control segments with doorbells and error boards,
+// and the symmetric heaps. Executors wait for peers through wait_for() alone, which is bounded by
+// the timeout and ends at once on a fatal error.
+#pragma once
+
+#include <crossdock/comm.h>
+#include <crossdock/version.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "comm/fatal.h"
+#include "comm/mesh.h"
+#include "comm/symmetric_heap.h"
+
+namespace xd {
+
+// Where an executor waits, for error texts.
+struct WaitSite {
+  xd_phase phase;
+  int group;
+  int operation;
+  std::uint64_t epoch;
+};
+
+class Comm final : private MeshEvents {
+ public:
+  // Collective; see xd_comm_create. `config` has been read with read_struct.
+  static std::shared_ptr<Comm> create(const xd_comm_config& config);
+  ~Comm() override;
+
+  int rank() const { return rank_; }
+  int num_ranks() const { return num_ranks_; }
+  DLDevice device() const { return device_; }
+  int timeout_ms() const { return timeout_ms_; }
+  int local_ranks() const { return local_ranks_; }
+  Deadline deadline() const { return Deadline::after_ms(timeout_ms_); }
+
+  // xd_comm_destroy: says goodbye. Groups may keep the object alive, but nothing works any more.
+  void close();
+
+  // ---- Collective host calls ----
+
+  struct Contribution {
+    Bytes blob;
+    int fd = -1;
+  };
+  // Every rank does `work` and gives its contribution to all. If it throws on some rank, that rank
+  // rethrows and all others throw MISMATCH naming the lowest such rank and its text: so after
+  // agree() has returned, `work` has succeeded everywhere.
+  std::vector<Mesh::Item> agree(const std::function<Contribution()>& work);
+
+  // Allocates `bytes` of shared memory here (0 = none), maps every rank's. Null for ranks with none.
+  std::vector<std::shared_ptr<Segment>> share(std::size_t bytes, const char* what);
+
+  void barrier();
+  void grow_heap(std::size_t bytes);
+  int next_group_number() { return groups_++; }
+
+  // ---- Memory ----
+
+  SymmetricHeap& heap() { return heap_; }
+  const SymmetricHeap& heap() const { return heap_; }
+
+  // ---- Errors ----
+
+  // Throws if the communicator is finished, closed, or was made by a parent process.
+  void check_usable() const;
+  void check_process() const;
+
+  // Records a fatal error; on each rank the first one wins. Any thread. What every rank notices by
+  // itself (a lost peer) is recorded here only.
+  enum class Spread { here, everywhere };
+  void raise(const FatalError& error, Spread spread);
+  void abort();
+
+  // The fatal error, or nullptr.
+  const FatalError* fatal_error() const;
+  std::string fatal_text() const;
+
+  // ---- Waiting for peers (CPU executor) ----
+
+  // Call after storing flags (release) into that peer's memory.
+  void ring(int peer) const { controls_[index(peer)].bell().ring(); }
+
+  // Returns when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
+  // epoch last seen of it, for the error text. Throws the fatal error that ends the wait.
+  template <class Ready, class Seen>
+  void wait_for(int peer, const WaitSite& site, Ready&& ready, Seen&& seen) {
+    if (ready()) return;
+    Doorbell& bell = controls_[index(rank_)].bell();
+    const Deadline deadline = this->deadline();
+    const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
+    for (;;) {
+      const std::uint32_t rings = bell.value();  // before the flags: see Doorbell
+      if (ready()) return;
+      throw_if_failed();
+      // The goodbye came after the peer's last flag, so the flags are looked at once more.
+      if (left(peer) && !ready()) fail_left(peer, site);
+      if (deadline.passed()) fail_timeout(peer, site, seen());
+      if (spin.passed()) {
+        bell.sleep(rings, deadline);
+      } else {
+        relax();
+      }
+    }
+  }
+
+ private:
+  Comm(const xd_comm_config& config, Bootstrap& bootstrap);
+  static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+
+  std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);
+  void on_lost(std::span<const int> ranks) override;
+  void on_left(int rank) override;
+  void on_abort(int rank) override;
+
+  bool left(int peer) const { return left_[index(peer)].load(std::memory_order_acquire); }
+  void throw_if_failed() const;
+  [[noreturn]] void fail_left(int peer, const WaitSite& site);
+  [[noreturn]] void fail_timeout(int peer, const WaitSite& site, std::uint64_t seen);
+  static void relax();
+
+  const int rank_;
+  const int num_ranks_;
+  const DLDevice device_;
+  const int timeout_ms_;
+  const std::string name_;
+  const int process_;  // getpid() at creation
+  int local_ranks_ = 1;
+  std::chrono::nanoseconds spin_{};
+  std::atomic<int> groups_{0};
+  std::atomic<bool> closed_{false};
+
+  std::vector<std::shared_ptr<Segment>> control_segments_;
+  std::vector<Control> controls_;
+  std::vector<std::atomic<bool>> left_;
+  std::atomic<bool> connected_{false};  // controls_ is complete
+  mutable std::mutex raise_mutex_;
+  bool raised_ = false;    // this rank writes its slots at most once
+  std::string lost_text_;  // names all lost ranks; under raise_mutex_
+
+  SymmetricHeap heap_;
+  std::mutex collective_mutex_;
+  std::unique_ptr<Mesh> mesh_;  // last: its watch thread uses all of the above
+};
+
+}  // namespace xd

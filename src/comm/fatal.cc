@@ -1,0 +1,64 @@
+#include "comm/fatal.h"
+
+#include <array>
+
+#include "base/error.h"
+
+namespace xd {
+namespace {
+
+// xd_ep_operation; the names are those of the C functions without their prefix.
+constexpr std::array kOperations = {"prepare", "dispatch", "combine", "dispatch_bwd",
+                                    "combine_bwd"};
+
+std::string site(const FatalError& error) {
+  if (error.operation < 0 || static_cast<std::size_t>(error.operation) >= kOperations.size()) {
+    return "a collective host call";
+  }
+  return concat("xd_ep_", kOperations[static_cast<std::size_t>(error.operation)], " of group ",
+                error.group, ", epoch ", error.expected_epoch);
+}
+
+const char* awaited(std::int32_t phase) {
+  switch (phase) {
+    case XD_PHASE_ENTRY:
+      return "to enter the operation";
+    case XD_PHASE_COUNTS:
+      return "to send its counts";
+    case XD_PHASE_DONE:
+      return "to finish with this rank's memory";
+    default:
+      return "to take part";
+  }
+}
+
+}  // namespace
+
+std::string describe(const FatalError& error) {
+  switch (error.status) {
+    case XD_SUCCESS:
+      return "";
+    case XD_ERROR_TIMEOUT:
+      if (error.peer < 0) {
+        return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ", site(error),
+                      " for ranks that did not take part");
+      }
+      return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ", site(error),
+                    " for rank ", error.peer, " ", awaited(error.phase), ": expected epoch ",
+                    error.expected_epoch, ", seen ", error.seen_epoch);
+    case XD_ERROR_PEER_LOST:
+      return error.left != 0 ? concat("rank ", error.peer,
+                                      " has left the communicator and is needed by ", site(error))
+                             : concat("rank ", error.peer, " was lost: its process has ended");
+    case XD_ERROR_ABORTED:
+      return concat("rank ", error.peer, " called xd_comm_abort");
+    case XD_ERROR_BUSY:
+      return concat("rank ", error.rank, " used group ", error.group,
+                    " from two threads at once; the operations of a group form one sequence");
+    default:
+      return concat("fatal error ", xd_status_name(static_cast<xd_status>(error.status)),
+                    " raised by rank ", error.rank);
+  }
+}
+
+}  // namespace xd
