@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 namespace xd {
@@ -21,27 +20,32 @@ class Heap {
  public:
   static constexpr std::size_t kAlignment = 256;
 
-  // Adds the next segment.
+  // Adds the next segment; an empty one counts, too.
   void add_segment(std::size_t bytes);
 
-  // Throws OUT_OF_MEMORY with asked, largest free and total bytes. bytes = 0 counts as 1.
+  // Throws OUT_OF_MEMORY with asked, largest free and total bytes. bytes = 0 counts as 1. Takes the
+  // smallest range that fits; the lowest of equals.
   Place allocate(std::size_t bytes);
 
   // False if no live allocation starts there.
   bool release(Place place);
 
-  struct Usage {
+  struct Usage {  // bytes, rounding included
     std::size_t total, used, largest_free;
     int segments;
   };
   Usage usage() const;
 
  private:
-  struct Zone {  // one segment: free ranges and allocations, offset -> bytes
+  using Ranges = std::map<std::uint64_t, std::uint64_t>;  // offset -> bytes
+  struct Zone {                                           // one segment
     std::size_t bytes = 0;
-    std::map<std::uint64_t, std::uint64_t> free;
-    std::map<std::uint64_t, std::uint64_t> live;
+    Ranges free;  // no two of them touch
+    Ranges live;
   };
+
+  Usage usage_locked() const;
+
   mutable std::mutex mutex_;
   std::vector<Zone> zones_;
 };

@@ -20,8 +20,8 @@ class Segment {
  public:
   struct Created;
 
-  // Allocates, seals and maps `bytes` (> 0, rounded up to pages). Huge pages where the system has
-  // them, silently ordinary ones otherwise. Content: zero. `what` appears in error texts.
+  // Allocates, seals and maps `bytes` (> 0, rounded up to pages: see bytes()). Huge pages where the
+  // system has them, silently ordinary ones otherwise. Content: zero. `what` appears in error texts.
   // Throws OUT_OF_MEMORY with asked and available bytes; SYSTEM.
   static Created create(std::size_t bytes, const char* what);
 
@@ -35,6 +35,8 @@ class Segment {
 
   std::byte* base() const { return base_; }
   std::size_t bytes() const { return bytes_; }
+  // True if the pages come from the system's pool of huge pages; ordinary memory that the kernel
+  // happens to merge into huge pages does not count.
   bool huge_pages() const { return huge_pages_; }
   bool contains(const void* ptr) const {
     const auto* p = static_cast<const std::byte*>(ptr);
@@ -43,10 +45,9 @@ class Segment {
 
  private:
   friend class SegmentTable;
-  Segment(std::byte* base, std::size_t bytes, bool huge_pages)
-      : base_(base), bytes_(bytes), huge_pages_(huge_pages) {}
+  Segment(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
 
-  std::byte* base_;
+  std::byte* base_ = nullptr;
   std::size_t bytes_;
   bool huge_pages_;
 };
