@@ -1,0 +1,60 @@
+# What all targets of this tree share. Nothing here is global: a target gets it by linking xd_build.
+
+if(PROJECT_IS_TOP_LEVEL)
+  if(NOT CMAKE_BUILD_TYPE)
+    set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "Debug, Release, RelWithDebInfo" FORCE)
+  endif()
+  find_program(CCACHE ccache)
+  if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+    set(CMAKE_C_COMPILER_LAUNCHER ${CCACHE})
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE})
+  endif()
+  set(CMAKE_EXPORT_COMPILE_COMMANDS ON)  # clang-tidy reads it
+endif()
+
+add_library(xd_build INTERFACE)
+target_compile_features(xd_build INTERFACE cxx_std_20 c_std_11)
+target_compile_options(xd_build INTERFACE
+  -Wall -Wextra -Wpedantic -Wshadow $<$<BOOL:${CROSSDOCK_WERROR}>:-Werror>)
+target_include_directories(xd_build INTERFACE ${PROJECT_SOURCE_DIR}/include)
+
+if(CROSSDOCK_SANITIZE STREQUAL "address")
+  set(xd_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+elseif(CROSSDOCK_SANITIZE STREQUAL "thread")
+  set(xd_sanitize -fsanitize=thread -fno-omit-frame-pointer)
+elseif(CROSSDOCK_SANITIZE)
+  message(FATAL_ERROR "CROSSDOCK_SANITIZE = ${CROSSDOCK_SANITIZE}, expected address, thread or nothing")
+endif()
+target_compile_options(xd_build INTERFACE ${xd_sanitize})
+target_link_options(xd_build INTERFACE ${xd_sanitize})
+
+# xd_layer(<name> SOURCES <file>... [DEPENDS <target>...]): one folder of src/ as a static library
+# that goes into the shared one. DEPENDS may only name layers below.
+function(xd_layer name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
+  xd_existing(sources ${arg_SOURCES})
+  if(sources)
+    add_library(${name} STATIC ${sources})
+    set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON
+      C_VISIBILITY_PRESET hidden CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+    target_include_directories(${name} PUBLIC ${PROJECT_SOURCE_DIR}/src)
+    target_link_libraries(${name} PUBLIC xd_build crossdock::dlpack ${arg_DEPENDS})
+  else()
+    add_library(${name} INTERFACE)
+    target_include_directories(${name} INTERFACE ${PROJECT_SOURCE_DIR}/src)
+    target_link_libraries(${name} INTERFACE xd_build crossdock::dlpack ${arg_DEPENDS})
+  endif()
+endfunction()
+
+# Sources that are still being written: those listed that exist.
+function(xd_existing result)
+  set(found)
+  foreach(file ${ARGN})
+    if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/${file})
+      list(APPEND found ${file})
+    else()
+      message(STATUS "not there yet: ${file}")
+    endif()
+  endforeach()
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
