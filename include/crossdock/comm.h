@@ -1,8 +1,9 @@
 /* Crossdock: communicators and symmetric memory.
  *
- * A communicator is one rank's membership in a set of ranks. Ranks may be threads of one process, processes of one host, or
- * a mixture; one thread may even hold several ranks, as long as each collective call of each rank runs on its own thread.
- * A process may have any number of communicators.
+ * A communicator is one rank's membership in a set of ranks. Ranks may be threads of one process,
+ * processes of one host, or a mixture; one thread may even hold several ranks, as long as each
+ * collective call of each rank runs on its own thread. A process may have any number of
+ * communicators.
  */
 #ifndef CROSSDOCK_COMM_H_
 #define CROSSDOCK_COMM_H_
@@ -16,13 +17,14 @@ extern "C" {
 
 typedef struct xd_comm xd_comm;
 
-/* A CUDA stream (cudaStream_t, CUstream). The CPU executor ignores it and has finished when a call returns: pass NULL. */
+/* A CUDA stream (cudaStream_t, CUstream). The CPU executor ignores it and has finished when a call
+ * returns: pass NULL. */
 typedef struct CUstream_st* xd_stream;
 
-/* ---- How ranks meet ------------------------------------------------------------------------------------------------ */
+/* ---- How ranks meet -------------------------------------------------------------------------- */
 
-/* Meeting point of one communicator: address, port and a random secret. Plain bytes: copy it to the other ranks by any
- * means that strangers cannot read. Good for one communicator. */
+/* Meeting point of one communicator: address, port and a random secret. Plain bytes: copy it to the
+ * other ranks by any means that strangers cannot read. Good for one communicator. */
 #define XD_UNIQUE_ID_BYTES 128
 typedef struct xd_unique_id {
   unsigned char bytes[XD_UNIQUE_ID_BYTES];
@@ -30,63 +32,81 @@ typedef struct xd_unique_id {
 
 typedef struct xd_unique_id_config {
   size_t struct_size;
-  const char* address; /* numeric address or host name to listen on, and on no other; NULL = "127.0.0.1" */
+  const char* address; /* numeric address or host name to listen on, and on no other;
+                          NULL = "127.0.0.1" */
   int32_t port;        /* TCP port; 0 = any free one */
-  int32_t timeout_ms;  /* how long the meeting point waits for all ranks; 0 = XD_TIMEOUT_MS, else 600000 */
+  int32_t timeout_ms;  /* how long the meeting point waits for all ranks;
+                          0 = XD_TIMEOUT_MS, else 600000 */
 } xd_unique_id_config;
-#define XD_UNIQUE_ID_CONFIG_INIT {sizeof(xd_unique_id_config), NULL, 0, 0}
+#define XD_UNIQUE_ID_CONFIG_INIT \
+  { sizeof(xd_unique_id_config), NULL, 0, 0 }
 
-/* Opens a meeting point in this process and describes it in *id. The caller need not be a rank. A background thread serves
- * the meeting and ends with it, or after timeout_ms. `config` may be NULL. Does not block.
+/* Opens a meeting point in this process and describes it in *id. The caller need not be a rank. A
+ * background thread serves the meeting and ends with it, or after timeout_ms. `config` may be NULL.
+ * Does not block.
  * Errors: INVALID_ARGUMENT; SYSTEM (the address is not this host's, the port is taken). */
 XD_API xd_status xd_unique_id_create(const xd_unique_id_config* config, xd_unique_id* id);
 
-/* Gathers `bytes` bytes from every rank: recv[r * bytes, (r + 1) * bytes) = what rank r sent. Blocking; returns 0 on
- * success. Called a small, fixed number of times (the same on all ranks) with equal `bytes`, during xd_comm_create only.
- * The caller bounds its waiting. What it carries is secret: other users must not be able to read it. */
+/* Gathers `bytes` bytes from every rank: recv[r * bytes, (r + 1) * bytes) = what rank r sent.
+ * Blocking; returns 0 on success. Called a small, fixed number of times (the same on all ranks)
+ * with equal `bytes`, during xd_comm_create only. The caller bounds its waiting. What it carries is
+ * secret: other users must not be able to read it. */
 typedef int (*xd_all_gather_fn)(void* context, const void* send, void* recv, size_t bytes);
 
 typedef enum xd_bootstrap {
   XD_BOOTSTRAP_UNIQUE_ID = 0,   /* meet at `unique_id` */
-  XD_BOOTSTRAP_ENVIRONMENT = 1, /* RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, as torchrun sets them */
+  XD_BOOTSTRAP_ENVIRONMENT = 1, /* RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, as
+                                   torchrun sets them */
   XD_BOOTSTRAP_ALL_GATHER = 2   /* through `all_gather`: MPI, or a framework's process group */
 } xd_bootstrap;
 
 typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;
-  int32_t rank;                 /* 0 <= rank < num_ranks. ENVIRONMENT with num_ranks = 0: both from the environment */
-  int32_t num_ranks;            /* 1 to 1024 */
+  int32_t rank;                  /* 0 <= rank < num_ranks. ENVIRONMENT with num_ranks = 0: both
+                                    from the environment */
+  int32_t num_ranks;             /* 1 to 1024 */
   const xd_unique_id* unique_id; /* UNIQUE_ID only */
-  xd_all_gather_fn all_gather;  /* ALL_GATHER only, with the context it gets */
+  xd_all_gather_fn all_gather;   /* ALL_GATHER only, with the context it gets */
   void* all_gather_context;
-  DLDevice device;              /* what this rank computes on. {kDLCPU, 0}; {kDLCUDA, n}; {kDLCUDA, -1} = LOCAL_RANK */
-  size_t heap_bytes;            /* this rank's symmetric memory, rounded up to pages; may differ per rank; 0 = none yet */
-  int32_t timeout_ms;           /* longest wait for a peer, here and in every later call; 0 = XD_TIMEOUT_MS, else 600000 */
-  const char* name;             /* shown in errors and logs; tells apart communicators that meet through the same
-                                   environment at the same time. Equal on all ranks. NULL = "" */
+  DLDevice device;    /* what this rank computes on. {kDLCPU, 0}; {kDLCUDA, n};
+                         {kDLCUDA, -1} = LOCAL_RANK */
+  size_t heap_bytes;  /* this rank's symmetric memory, rounded up to pages; may differ per rank;
+                         0 = none yet */
+  int32_t timeout_ms; /* longest wait for a peer, here and in every later call;
+                         0 = XD_TIMEOUT_MS, else 600000 */
+  const char* name;   /* shown in errors and logs; tells apart communicators that meet through
+                         the same environment at the same time. Equal on all ranks. NULL = "" */
 } xd_comm_config;
+/* clang-format off */
 #define XD_COMM_CONFIG_INIT \
-  {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, NULL}
+  {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
+   NULL}
+/* clang-format on */
 
-/* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps. Collective.
- * Environment: the meeting point is the first free port of MASTER_PORT .. MASTER_PORT + 15 on MASTER_ADDR (torchrun keeps
- * MASTER_PORT itself busy). Set XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users.
- * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks or protocol version, a
- * rank taken twice, a peer that failed); UNSUPPORTED (no such executor here; ranks on different hosts); OUT_OF_MEMORY;
- * SYSTEM. On error *comm is NULL, nothing is left behind, and the peers get an error too. */
+/* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps.
+ * Collective.
+ * Environment: the meeting point is the first free port of MASTER_PORT .. MASTER_PORT + 15 on
+ * MASTER_ADDR (torchrun keeps MASTER_PORT itself busy). Set XD_JOB_SECRET to the same unguessable
+ * text on all ranks when the host has other users.
+ * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks
+ * or protocol version, a rank taken twice, a peer that failed); UNSUPPORTED (no such executor here;
+ * ranks on different hosts); OUT_OF_MEMORY; SYSTEM. On error *comm is NULL, nothing is left behind,
+ * and the peers get an error too. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
-/* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank later get PEER_LOST
- * ('left'). Call it when no operation of this rank is running. Groups that are still alive keep what they need until they
- * are destroyed, but their operations fail; pointers from xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
+/* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank
+ * later get PEER_LOST ('left'). Call it when no operation of this rank is running. Groups that are
+ * still alive keep what they need until they are destroyed, but their operations fail; pointers
+ * from xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 
-/* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the communicator on all
- * ranks. Any thread, any time before xd_comm_destroy; does not block. */
+/* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the
+ * communicator on all ranks. Any thread, any time before xd_comm_destroy; does not block. */
 XD_API xd_status xd_comm_abort(xd_comm* comm);
 
-/* Returns when all ranks have called it. Collective. For set-up and tests: no operation needs it. Errors: the fatal ones. */
+/* Returns when all ranks have called it. Collective. For set-up and tests: no operation needs it.
+ * Errors: the fatal ones. */
 XD_API xd_status xd_comm_barrier(xd_comm* comm);
 
 typedef struct xd_comm_info {
@@ -97,7 +117,8 @@ typedef struct xd_comm_info {
   int32_t timeout_ms;
   int32_t local_ranks; /* ranks of this communicator that live in this process */
 } xd_comm_info;
-#define XD_COMM_INFO_INIT {sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0}
+#define XD_COMM_INFO_INIT \
+  { sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0 }
 
 /* Never blocks. Any thread. */
 XD_API xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info);
@@ -113,38 +134,46 @@ typedef enum xd_phase {
 
 typedef struct xd_error_info {
   size_t struct_size;
-  xd_status status;        /* XD_SUCCESS = no fatal error */
+  xd_status status; /* XD_SUCCESS = no fatal error */
   xd_phase phase;
   int32_t rank;            /* rank that raised the error */
   int32_t peer;            /* rank it is about: lost, waited for, or that aborted; -1 = none */
-  int32_t group;           /* number of the group on this communicator, in order of creation; -1 = none */
+  int32_t group;           /* number of the group on this communicator, in order of creation;
+                              -1 = none */
   int32_t operation;       /* an xd_ep_operation; -1 = none */
   uint64_t expected_epoch; /* TIMEOUT: the epoch waited for ... */
   uint64_t seen_epoch;     /* ... and the last one seen of that peer */
   char text[256];          /* all of it as one sentence */
 } xd_error_info;
-#define XD_ERROR_INFO_INIT {sizeof(xd_error_info), XD_SUCCESS, XD_PHASE_NONE, -1, -1, -1, -1, 0, 0, {0}}
+/* clang-format off */
+#define XD_ERROR_INFO_INIT \
+  {sizeof(xd_error_info), XD_SUCCESS, XD_PHASE_NONE, -1, -1, -1, -1, 0, 0, {0}}
+/* clang-format on */
 
 /* The fatal error of this communicator, if it has one. Never blocks. Any thread. */
 XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 
-/* ---- Symmetric memory ---------------------------------------------------------------------------------------------- */
-/* Memory that every peer of the host has mapped already, so that operations move rows straight into and out of tensors
- * that lie in it ("zero-copy"): operations find such tensors by address. Other tensors work too, through the group's
- * staging memory. On the CPU it is anonymous shared memory: it has no name, and vanishes with the last process. */
+/* ---- Symmetric memory ------------------------------------------------------------------------ */
+/* Memory that every peer of the host has mapped already, so that operations move rows straight into
+ * and out of tensors that lie in it ("zero-copy"): operations find such tensors by address. Other
+ * tensors work too, through the group's staging memory. On the CPU it is anonymous shared memory:
+ * it has no name, and vanishes with the last process. */
 
-/* Allocates from this rank's heap. Local and cheap; calls need not match across ranks. *ptr is 256-byte aligned, its
- * content undefined. bytes = 0 gives a valid pointer. Any thread.
+/* Allocates from this rank's heap. Local and cheap; calls need not match across ranks. *ptr is
+ * 256-byte aligned, its content undefined. bytes = 0 gives a valid pointer. Any thread.
  * Errors: OUT_OF_MEMORY with asked, largest free and total bytes; nothing is grown. */
 XD_API xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr);
 
-/* Gives it back, in any order. No operation that uses it may be running on any rank. NULL is allowed. Any thread.
+/* Gives it back, in any order. No operation that uses it may be running on any rank. NULL is
+ * allowed. Any thread.
  * Errors: INVALID_ARGUMENT if `ptr` is not the start of a live allocation of this communicator. */
 XD_API xd_status xd_mem_free(xd_comm* comm, void* ptr);
 
-/* Adds `bytes` (rounded up to pages; may differ per rank; 0 is allowed) to this rank's heap. Collective, blocking. Nothing
- * moves: old pointers stay good. An allocation never spans two growths.
- * Errors: OUT_OF_MEMORY on the rank that has none, MISMATCH naming it on the others; then no heap has grown. */
+/* Adds `bytes` (rounded up to pages; may differ per rank; 0 is allowed) to this rank's heap.
+ * Collective, blocking. Nothing moves: old pointers stay good. An allocation never spans two
+ * growths.
+ * Errors: OUT_OF_MEMORY on the rank that has none, MISMATCH naming it on the others; then no heap
+ * has grown. */
 XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
 
 typedef struct xd_mem_info {
@@ -155,23 +184,27 @@ typedef struct xd_mem_info {
   int32_t segments;          /* creation and growths */
   int32_t huge_pages;        /* 1 if all of it is in huge pages */
 } xd_mem_info;
-#define XD_MEM_INFO_INIT {sizeof(xd_mem_info), 0, 0, 0, 0, 0}
+#define XD_MEM_INFO_INIT \
+  { sizeof(xd_mem_info), 0, 0, 0, 0, 0 }
 
 /* Never blocks. Any thread. */
 XD_API xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info);
 
-/* Name of a place in some rank's symmetric memory: good on every rank of the communicator. Plain bytes. */
+/* Name of a place in some rank's symmetric memory: good on every rank of the communicator. Plain
+ * bytes. */
 typedef struct xd_mem_handle {
   int32_t rank;
   int32_t segment;
   uint64_t offset;
 } xd_mem_handle;
 
-/* The handle of an address inside this rank's heap. INVALID_ARGUMENT if it is not. Never blocks. Any thread. */
+/* The handle of an address inside this rank's heap. INVALID_ARGUMENT if it is not. Never blocks.
+ * Any thread. */
 XD_API xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle);
 
-/* The address at which this process sees that place; it stays good until xd_comm_destroy. The caller orders its accesses
- * with the owner's. INVALID_ARGUMENT if the place does not exist. Never blocks. Any thread. */
+/* The address at which this process sees that place; it stays good until xd_comm_destroy. The
+ * caller orders its accesses with the owner's. INVALID_ARGUMENT if the place does not exist. Never
+ * blocks. Any thread. */
 XD_API xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr);
 
 #ifdef __cplusplus

@@ -3,15 +3,19 @@
  *   status.h   status codes, error text           read first
  *   version.h  version and feature queries
  *   comm.h     communicators, symmetric memory
- *   ep.h       expert parallelism: dispatch tokens to experts, combine the results, and both backward
+ *   ep.h       expert parallelism: dispatch tokens to experts, combine the results, and both
+ *              backward
  *
  * Conventions that hold for all of them:
  *   - C11 and C++; the only foreign header is DLPack's (struct DLTensor, DLDevice).
- *   - Structs start with `struct_size` and have an XD_..._INIT initialiser: always start from it. A zero field means its
- *     default. Structs grow at their end only, so code compiled against an older header keeps working.
- *   - Handles are opaque. A handle may be used by one thread at a time unless its functions say otherwise.
+ *   - Structs start with `struct_size` and have an XD_..._INIT initialiser: always start from it. A
+ *     zero field means its default. Structs grow at their end only, so code compiled against an
+ *     older header keeps working.
+ *   - Handles are opaque. A handle may be used by one thread at a time unless its functions say
+ *     otherwise.
  *   - "Collective" means: all ranks of the communicator call it, in the same order.
- *   - Pointers in argument structs are read during the call only; the caller keeps ownership of what they point to.
+ *   - Pointers in argument structs are read during the call only; the caller keeps ownership of
+ *     what they point to.
  */
 #ifndef CROSSDOCK_CROSSDOCK_H_
 #define CROSSDOCK_CROSSDOCK_H_

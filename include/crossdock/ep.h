@@ -1,48 +1,58 @@
 /* Crossdock: expert parallelism (EP).
  *
- * A batch of tokens lies spread over W ranks, and so do the E experts: rank d holds the L = E / W experts d*L .. d*L + L-1.
- * A router has chosen up to K experts for each token. `dispatch` copies every token's row to the ranks that hold its
- * experts; `combine` brings the experts' results back and sums them per token; dispatch_bwd and combine_bwd are their
- * derivatives. `prepare` exchanges counts first and puts the whole routing of the batch into a plan, so that each row's final
- * place is known before a row moves.
+ * A batch of tokens lies spread over W ranks, and so do the E experts: rank d holds the L = E / W
+ * experts d*L .. d*L + L-1. A router has chosen up to K experts for each token. `dispatch` copies
+ * every token's row to the ranks that hold its experts; `combine` brings the experts' results back
+ * and sums them per token; dispatch_bwd and combine_bwd are their derivatives. `prepare` exchanges
+ * counts first and puts the whole routing of the batch into a plan, so that each row's final place
+ * is known before a row moves.
  *
  *   xd_ep_prepare(topk_idx) -> plan
- *   xd_ep_dispatch(plan, tokens [T,H], topk_weights [T,K])    -> recv_tokens [R,H], recv_weights
+ *   xd_ep_dispatch(plan, tokens [T,H], topk_weights [T,K]) -> recv_tokens [R,H], recv_weights
  *     ... the caller's experts: recv_tokens -> expert_out [R,H]
- *   xd_ep_combine(plan, expert_out, weights [R])              -> out [T,H]
- *   xd_ep_combine_bwd(plan, grad_out, expert_out, weights)    -> grad_expert_out [R,H], grad_weights [R]
- *   xd_ep_dispatch_bwd(plan, grad_recv_tokens, grad_recv_weights) -> grad_tokens [T,H], grad_topk_weights [T,K]
+ *   xd_ep_combine(plan, expert_out, weights [R]) -> out [T,H]
+ *   xd_ep_combine_bwd(plan, grad_out, expert_out, weights)
+ *     -> grad_expert_out [R,H], grad_weights [R]
+ *   xd_ep_dispatch_bwd(plan, grad_recv_tokens, grad_recv_weights)
+ *     -> grad_tokens [T,H], grad_topk_weights [T,K]
  *
- * Sizes: T = tokens of this rank (0 <= T <= max_tokens_per_rank; may differ per rank and call), K = top-k, H = hidden,
- * R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
+ * Sizes: T = tokens of this rank (0 <= T <= max_tokens_per_rank; may differ per rank and call),
+ * K = top-k, H = hidden, R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
  *
- * Tensors are const DLTensor*: on this rank's device, rows contiguous (strides NULL or those of a C-contiguous tensor), data
- * 16-byte aligned (data may be NULL where the tensor has no elements), rows of tokens a multiple of 16 bytes. The pointer to
- * the struct is const; whether the elements are read or written is said at each field. Inputs and outputs do not overlap.
- * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10), float8_e5m2 (12),
- * float8_e8m0fnu (14), whether or not the DLPack header at hand has a name for them.
+ * Tensors are const DLTensor*: on this rank's device, rows contiguous (strides NULL or those of a
+ * C-contiguous tensor), data 16-byte aligned (data may be NULL where the tensor has no elements),
+ * rows of tokens a multiple of 16 bytes. The pointer to the struct is const; whether the elements
+ * are read or written is said at each field. Inputs and outputs do not overlap.
+ * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
+ * float8_e5m2 (12), float8_e8m0fnu (14), whether or not the DLPack header at hand has a name for
+ * them.
  *
- * Operations are collective, in one order per group, also on a rank with T = 0. They allocate nothing. Every operation of a
- * rank first tells every peer what it is about to do; if anything disagrees, or a peer's arguments are bad, no row moves, all
- * ranks get an error at once, and the group stays usable. The content of outputs after an error is undefined.
+ * Operations are collective, in one order per group, also on a rank with T = 0. They allocate
+ * nothing. Every operation of a rank first tells every peer what it is about to do; if anything
+ * disagrees, or a peer's arguments are bad, no row moves, all ranks get an error at once, and the
+ * group stays usable. The content of outputs after an error is undefined.
  * Waits are bounded by the communicator's timeout.
  *
  * Layouts of receive tensors:
- *   XD_EP_EXPERT_MAJOR  one row per (token, expert). Local expert e owns rows offsets[e] .. offsets[e] + padded[e] - 1; zones
- *                       follow one another; padded = count rounded up to `alignment`. In a zone: by source rank, then token.
- *                       Padding rows are zero and have weight 0 in every output.
- *   XD_EP_RANK_MAJOR    one row per (token, rank), by source rank, then token; recv_topk_idx [R,K] has the local expert of
- *                       each k that this rank holds, else -1; recv_topk_weights likewise has the weight, else 0; past the
- *                       last row they are -1 and 0. counts and offsets then describe (token, expert) pairs per expert, for
- *                       callers that permute rows themselves.
+ *   XD_EP_EXPERT_MAJOR  one row per (token, expert). Local expert e owns rows offsets[e] ..
+ *                       offsets[e] + padded[e] - 1; zones follow one another; padded = count
+ *                       rounded up to `alignment`. In a zone: by source rank, then token. Padding
+ *                       rows are zero and have weight 0 in every output.
+ *   XD_EP_RANK_MAJOR    one row per (token, rank), by source rank, then token; recv_topk_idx [R,K]
+ *                       has the local expert of each k that this rank holds, else -1;
+ *                       recv_topk_weights likewise has the weight, else 0; past the last row they
+ *                       are -1 and 0. counts and offsets then describe (token, expert) pairs per
+ *                       expert, for callers that permute rows themselves.
  * Rows past the last zone or row are left untouched, unless the group has `zero_tail`.
  *
- * Receive tensors need at least min(total, recv_capacity) rows, and may have more. All tensors named recv_*, grad_recv_*,
- * expert_out, grad_expert_out and the weights beside them are receive tensors.
+ * Receive tensors need at least min(total, recv_capacity) rows, and may have more. All tensors
+ * named recv_*, grad_recv_*, expert_out, grad_expert_out and the weights beside them are receive
+ * tensors.
  *
- * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending k in float32, rounded once
- * to the payload type; then the ranks' partial sums by ascending rank in float32, rounded once. A weight multiplies its row
- * in float32 (product rounded, then added). Rounding is to nearest, ties to even; NaN stays quiet NaN.
+ * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
+ * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank in
+ * float32, rounded once. A weight multiplies its row in float32 (product rounded, then added).
+ * Rounding is to nearest, ties to even; NaN stays quiet NaN.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_
@@ -59,13 +69,17 @@ typedef enum xd_ep_layout { XD_EP_EXPERT_MAJOR = 0, XD_EP_RANK_MAJOR = 1 } xd_ep
 
 /* What happens to a plan under which some rank would receive more rows than its capacity. */
 typedef enum xd_ep_overflow {
-  XD_EP_OVERFLOW_ERROR = 0, /* all ranks: the plan's operations move nothing and report XD_ERROR_OVERFLOW */
-  XD_EP_OVERFLOW_DROP = 1   /* the last rows in zone order are dropped; combine treats them as absent */
+  XD_EP_OVERFLOW_ERROR = 0, /* all ranks: the plan's operations move nothing and report
+                               XD_ERROR_OVERFLOW */
+  XD_EP_OVERFLOW_DROP = 1   /* the last rows in zone order are dropped; combine treats them as
+                               absent */
 } xd_ep_overflow;
 
 typedef enum xd_ep_staging {
-  XD_EP_STAGING_AUTO = 0, /* tensors outside symmetric memory are copied through memory that the group owns */
-  XD_EP_STAGING_NONE = 1  /* no such memory: receive tensors outside symmetric memory are XD_ERROR_INVALID_ARGUMENT */
+  XD_EP_STAGING_AUTO = 0, /* tensors outside symmetric memory are copied through memory that the
+                             group owns */
+  XD_EP_STAGING_NONE = 1  /* no such memory: receive tensors outside symmetric memory are
+                             XD_ERROR_INVALID_ARGUMENT */
 } xd_ep_staging;
 
 typedef enum xd_ep_operation {
@@ -76,32 +90,43 @@ typedef enum xd_ep_operation {
   XD_EP_COMBINE_BWD = 4
 } xd_ep_operation;
 
-/* Sizes of one kind of EP traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail and num_sms. */
+/* Sizes of one kind of EP traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail
+ * and num_sms. */
 typedef struct xd_ep_config {
   size_t struct_size;
-  int32_t num_ranks;           /* W. For the pure functions below; xd_ep_group_create also takes 0 = the communicator's */
+  int32_t num_ranks;           /* W. For the pure functions below; xd_ep_group_create also takes
+                                  0 = the communicator's */
   int32_t num_experts;         /* E: a multiple of num_ranks, at most 65536 */
   int32_t max_topk;            /* largest K, 1 to 32 */
   int32_t max_tokens_per_rank; /* largest T, at least 1 */
-  int32_t hidden;              /* largest H, in elements of `dtype`; a row of a call may be shorter, never more bytes */
-  DLDataType dtype;            /* widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, or an fp8 type */
+  int32_t hidden;              /* largest H, in elements of `dtype`; a row of a call may be
+                                  shorter, never more bytes */
+  DLDataType dtype;            /* widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, or
+                                  an fp8 type */
   int32_t max_scale_bytes;     /* largest scale row beside a token row, in bytes; 0 = no scales */
   xd_ep_layout layout;
-  int32_t alignment;           /* of zones, in rows: a power of two; 0 = 1 (none) */
-  int64_t recv_capacity;       /* R of this rank: a multiple of alignment; 0 = xd_ep_recv_bound */
+  int32_t alignment;     /* of zones, in rows: a power of two; 0 = 1 (none) */
+  int64_t recv_capacity; /* R of this rank: a multiple of alignment; 0 = xd_ep_recv_bound */
   xd_ep_overflow overflow;
   xd_ep_staging staging;
-  int32_t zero_tail;           /* 1 = rows past the last one are zeroed in every receive tensor that is written */
-  int32_t num_sms;             /* CUDA: multiprocessors to use, 0 = chosen by the library. The CPU executor ignores it */
+  int32_t zero_tail; /* 1 = rows past the last one are zeroed in every receive tensor that is
+                        written */
+  int32_t num_sms;   /* CUDA: multiprocessors to use, 0 = chosen by the library. The CPU executor
+                        ignores it */
 } xd_ep_config;
-#define XD_EP_CONFIG_INIT                                                                                              \
-  {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, XD_EP_OVERFLOW_ERROR,         \
-   XD_EP_STAGING_AUTO, 0, 0}
+/* clang-format off */
+#define XD_EP_CONFIG_INIT \
+  {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
+   XD_EP_OVERFLOW_ERROR, XD_EP_STAGING_AUTO, 0, 0}
+/* clang-format on */
 
-/* ---- Sizes: pure functions of a config; no communicator, no memory, any thread. INVALID_ARGUMENT for a bad config ---- */
+/* ---- Sizes ----------------------------------------------------------------------------------- */
+/* Pure functions of a config; no communicator, no memory, any thread. INVALID_ARGUMENT for a bad
+ * config. */
 
-/* The smallest recv_capacity that no routing can overflow, in rows: EXPERT_MAJOR W * max_tokens * min(K, L) and worst-case
- * padding; RANK_MAJOR W * max_tokens rounded up to the alignment. */
+/* The smallest recv_capacity that no routing can overflow, in rows: EXPERT_MAJOR
+ * W * max_tokens * min(K, L) and worst-case padding; RANK_MAJOR W * max_tokens rounded up to the
+ * alignment. */
 XD_API xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows);
 
 /* Bytes of a plan: at most 4*T*K + 12*R + a term of W and E, with T, K and R at their bounds. */
@@ -113,20 +138,24 @@ typedef struct xd_ep_memory {
   size_t staging_bytes;   /* the part of it that staging = NONE would save */
   size_t private_bytes;   /* working memory of this rank */
 } xd_ep_memory;
-#define XD_EP_MEMORY_INIT {sizeof(xd_ep_memory), 0, 0, 0}
+#define XD_EP_MEMORY_INIT \
+  { sizeof(xd_ep_memory), 0, 0, 0 }
 
-/* What a group with this config will take on one rank, to within a page and a few kilobytes of handles. */
+/* What a group with this config will take on one rank, to within a page and a few kilobytes of
+ * handles. */
 XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory);
 
-/* ---- Groups -------------------------------------------------------------------------------------------------------- */
+/* ---- Groups ---------------------------------------------------------------------------------- */
 
-/* Makes a group: allocates, maps and exchanges all that its operations will need (its memory is its own, not the heap's).
- * Collective, blocking. Many groups may live on one communicator.
- * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH naming the field in which
- * configs differ; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
+/* Makes a group: allocates, maps and exchanges all that its operations will need (its memory is its
+ * own, not the heap's). Collective, blocking. Many groups may live on one communicator.
+ * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH
+ * naming the field in which configs differ; OUT_OF_MEMORY; the fatal ones. On error *group is
+ * NULL. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
-/* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is running. NULL is allowed. */
+/* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
+ * running. NULL is allowed. */
 XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {
@@ -135,43 +164,57 @@ typedef struct xd_ep_status {
   xd_ep_operation operation; /* the operation that met it ... */
   uint64_t epoch;            /* ... and its number in the group, from 1 */
   int32_t rank;              /* the lowest rank it is about; -1 = none */
-  int64_t bad_ids;           /* expert ids out of range or repeated in a row, over all ranks, in plans made since */
+  int64_t bad_ids;           /* expert ids out of range or repeated in a row, over all ranks, in
+                                plans made since */
   int64_t needed_rows;       /* OVERFLOW: padded rows that `rank` would have received ... */
   int64_t capacity_rows;     /* ... and its capacity */
-  int64_t dropped_rows;      /* rows this rank did not receive under XD_EP_OVERFLOW_DROP, in plans made since */
+  int64_t dropped_rows;      /* rows this rank did not receive under XD_EP_OVERFLOW_DROP, in
+                                plans made since */
   char text[256];
 } xd_ep_status;
-#define XD_EP_STATUS_INIT {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}}
+/* clang-format off */
+#define XD_EP_STATUS_INIT \
+  {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}}
+/* clang-format on */
 
-/* Reads and clears the group's non-fatal error state (overflow, bad ids, bad arguments, mismatch): needed where operations
- * are asynchronous, useful everywhere. Never blocks. Any thread. */
+/* Reads and clears the group's non-fatal error state (overflow, bad ids, bad arguments, mismatch):
+ * needed where operations are asynchronous, useful everywhere. Never blocks. Any thread. */
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
-/* ---- Operations ---------------------------------------------------------------------------------------------------- */
+/* ---- Operations ------------------------------------------------------------------------------ */
 
-/* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device): it may be copied, moved,
- * saved and sliced out of a larger buffer, stays constant after prepare, and holds no pointer. It serves any number of
- * operations, interleaved with those of other plans, in any group of the same sizes on the same rank. 16-byte aligned. */
+/* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device):
+ * it may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
+ * and holds no pointer. It serves any number of operations, interleaved with those of other plans,
+ * in any group of the same sizes on the same rank. 16-byte aligned. */
 
 typedef struct xd_ep_prepare_args {
   size_t struct_size;
-  const DLTensor* topk_idx; /* in  [T,K] int32 or int64: expert of each choice; -1 = none. K is equal on all ranks.
-                               Ids < -1 or >= E, and an expert's second and later mentions in a row, count as -1 and as bad */
+  const DLTensor* topk_idx; /* in  [T,K] int32 or int64: expert of each choice; -1 = none. K is
+                               equal on all ranks. Ids < -1 or >= E, and an expert's second and
+                               later mentions in a row, count as -1 and as bad */
   void* plan;               /* out, plan_bytes >= xd_ep_plan_size */
   size_t plan_bytes;
   /* Optional outputs, int32 or int64 each: */
-  const DLTensor* counts;        /* [L]   rows (RANK_MAJOR: pairs) per local expert, without padding and dropped rows */
-  const DLTensor* padded_counts; /* [L]   the same with padding; under DROP the cut zone ends at R */
+  const DLTensor* counts;        /* [L]   rows (RANK_MAJOR: pairs) per local expert, without
+                                    padding and dropped rows */
+  const DLTensor* padded_counts; /* [L]   the same with padding; under DROP the cut zone ends
+                                    at R */
   const DLTensor* offsets;       /* [L+1] first row of each zone, and the end of the last */
-  const DLTensor* total;         /* [1]   rows this rank would need, padding included, before any drop */
-  const DLTensor* rank_rows;     /* [W,W] rows that source s puts into the receive tensor of destination d, after drops */
+  const DLTensor* total;         /* [1]   rows this rank would need, padding included, before any
+                                    drop */
+  const DLTensor* rank_rows;     /* [W,W] rows that source s puts into the receive tensor of
+                                    destination d, after drops */
 } xd_ep_prepare_args;
-#define XD_EP_PREPARE_ARGS_INIT {sizeof(xd_ep_prepare_args), NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL}
+#define XD_EP_PREPARE_ARGS_INIT \
+  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL }
 
-/* Exchanges counts and writes the plan. Bad expert ids anywhere: the plan is complete and usable, and on every rank the
- * status is INVALID_ARGUMENT (CPU: returned; CUDA: in xd_ep_group_status) with the lowest rank and the number of bad ids.
- * Overflow under XD_EP_OVERFLOW_ERROR: OVERFLOW, likewise, with rank, rows and capacity; the outputs are still written. */
-XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_stream stream);
+/* Exchanges counts and writes the plan. Bad expert ids anywhere: the plan is complete and usable,
+ * and on every rank the status is INVALID_ARGUMENT (CPU: returned; CUDA: in xd_ep_group_status)
+ * with the lowest rank and the number of bad ids. Overflow under XD_EP_OVERFLOW_ERROR: OVERFLOW,
+ * likewise, with rank, rows and capacity; the outputs are still written. */
+XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args,
+                               xd_stream stream);
 
 typedef struct xd_ep_dispatch_args {
   size_t struct_size;
@@ -180,47 +223,61 @@ typedef struct xd_ep_dispatch_args {
   const DLTensor* tokens;        /* in  [T,H] any payload or fp8 type */
   const DLTensor* scales;        /* in  [T,S] optional; float32, or a 1-byte type */
   const DLTensor* topk_weights;  /* in  [T,K] optional; float32 */
-  const DLTensor* recv_tokens;   /* out [R,H] type of tokens; or float8_e4m3fn where tokens are bf16: rows are quantised on
-                                    the way in blocks of 128 columns (H a multiple of 128): scale = max|x| / 448 (1 where
-                                    the block is all zero), element = x * (1 / scale) rounded to nearest */
-  const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or float32 [R,H/128] when quantising */
-  const DLTensor* recv_weights;  /* out iff topk_weights is given. EXPERT_MAJOR [R], RANK_MAJOR [R,K]; float32 */
-  const DLTensor* recv_topk_idx; /* out optional, RANK_MAJOR only: [R,K] int32 or int64 local expert or -1 */
+  const DLTensor* recv_tokens;   /* out [R,H] type of tokens; or float8_e4m3fn where tokens are
+                                    bf16: rows are quantised on the way in blocks of 128 columns
+                                    (H a multiple of 128): scale = max|x| / 448 (1 where the
+                                    block is all zero), element = x * (1 / scale) rounded to
+                                    nearest */
+  const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or
+                                    float32 [R,H/128] when quantising */
+  const DLTensor* recv_weights;  /* out iff topk_weights is given. EXPERT_MAJOR [R],
+                                    RANK_MAJOR [R,K]; float32 */
+  const DLTensor* recv_topk_idx; /* out optional, RANK_MAJOR only: [R,K] int32 or int64 local
+                                    expert or -1 */
 } xd_ep_dispatch_args;
 #define XD_EP_DISPATCH_ARGS_INIT \
-  {sizeof(xd_ep_dispatch_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+  { sizeof(xd_ep_dispatch_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
-/* Copies each token's row to every rank that holds one of its experts. Which optional tensors are given must agree. */
-XD_API xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args, xd_stream stream);
+/* Copies each token's row to every rank that holds one of its experts. Which optional tensors are
+ * given must agree. */
+XD_API xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args,
+                                xd_stream stream);
 
 typedef struct xd_ep_combine_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
   const DLTensor* expert_out; /* in  [R,H] bf16, fp16 or fp32 */
-  const DLTensor* weights;    /* in  [R] optional, EXPERT_MAJOR only; float32, usually dispatch's recv_weights */
-  const DLTensor* out;        /* out [T,H] type of expert_out: sum over the token's rows, weighted if weights are given;
-                                 zero for a token without rows */
+  const DLTensor* weights;    /* in  [R] optional, EXPERT_MAJOR only; float32, usually dispatch's
+                                 recv_weights */
+  const DLTensor* out;        /* out [T,H] type of expert_out: sum over the token's rows,
+                                 weighted if weights are given; zero for a token without rows */
 } xd_ep_combine_args;
-#define XD_EP_COMBINE_ARGS_INIT {sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL}
+#define XD_EP_COMBINE_ARGS_INIT \
+  { sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL }
 
-/* Sums the experts' results per token. In RANK_MAJOR a row stands for several experts and the caller has reduced it
- * already, so weights are INVALID_ARGUMENT there. */
-XD_API xd_status xd_ep_combine(xd_ep_group* group, const xd_ep_combine_args* args, xd_stream stream);
+/* Sums the experts' results per token. In RANK_MAJOR a row stands for several experts and the
+ * caller has reduced it already, so weights are INVALID_ARGUMENT there. */
+XD_API xd_status xd_ep_combine(xd_ep_group* group, const xd_ep_combine_args* args,
+                               xd_stream stream);
 
 typedef struct xd_ep_dispatch_bwd_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
   const DLTensor* grad_recv_tokens;  /* in  [R,H] bf16, fp16 or fp32; optional, with grad_tokens */
-  const DLTensor* grad_recv_weights; /* in  EXPERT_MAJOR [R], RANK_MAJOR [R,K]; float32; optional, with grad_topk_weights */
+  const DLTensor* grad_recv_weights; /* in  EXPERT_MAJOR [R], RANK_MAJOR [R,K]; float32;
+                                        optional, with grad_topk_weights */
   const DLTensor* grad_tokens;       /* out [T,H] sum over the token's rows, in combine's order */
-  const DLTensor* grad_topk_weights; /* out [T,K] float32: the gradient of that very choice; 0 for -1 and dropped rows */
+  const DLTensor* grad_topk_weights; /* out [T,K] float32: the gradient of that very choice;
+                                        0 for -1 and dropped rows */
 } xd_ep_dispatch_bwd_args;
-#define XD_EP_DISPATCH_BWD_ARGS_INIT {sizeof(xd_ep_dispatch_bwd_args), NULL, 0, NULL, NULL, NULL, NULL}
+#define XD_EP_DISPATCH_BWD_ARGS_INIT \
+  { sizeof(xd_ep_dispatch_bwd_args), NULL, 0, NULL, NULL, NULL, NULL }
 
 /* Derivative of dispatch. At least one of the two pairs is given. */
-XD_API xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args, xd_stream stream);
+XD_API xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args,
+                                    xd_stream stream);
 
 typedef struct xd_ep_combine_bwd_args {
   size_t struct_size;
@@ -228,22 +285,30 @@ typedef struct xd_ep_combine_bwd_args {
   size_t plan_bytes;
   const DLTensor* grad_out;        /* in  [T,H] bf16, fp16 or fp32 */
   const DLTensor* expert_out;      /* in  [R,H] optional, with grad_weights: as combine had it */
-  const DLTensor* weights;         /* in  [R] iff combine was weighted; EXPERT_MAJOR only; float32 */
-  const DLTensor* grad_expert_out; /* out [R,H] row r of token t: weights[r] * grad_out[t] (1 without weights); padding 0 */
-  const DLTensor* grad_weights;    /* out [R] float32: dot product of expert_out[r] and grad_out[t]; padding 0. Optional,
-                                      needs weights and expert_out. It is what dispatch_bwd takes as grad_recv_weights */
+  const DLTensor* weights;         /* in  [R] iff combine was weighted; EXPERT_MAJOR only;
+                                      float32 */
+  const DLTensor* grad_expert_out; /* out [R,H] row r of token t: weights[r] * grad_out[t]
+                                      (1 without weights); padding 0 */
+  const DLTensor* grad_weights;    /* out [R] float32: dot product of expert_out[r] and
+                                      grad_out[t]; padding 0. Optional, needs weights and
+                                      expert_out. It is what dispatch_bwd takes as
+                                      grad_recv_weights */
 } xd_ep_combine_bwd_args;
-#define XD_EP_COMBINE_BWD_ARGS_INIT {sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL}
+#define XD_EP_COMBINE_BWD_ARGS_INIT \
+  { sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL }
 
 /* Derivative of combine. */
-XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args, xd_stream stream);
+XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
+                                   xd_stream stream);
 
-/* Takes this rank's turn in `operation` with a failure, for callers that find a mistake before they can make the call: every
- * peer's call returns MISMATCH with this rank and `text` (cut to 255 bytes) is what this rank gets back, as
- * INVALID_ARGUMENT. Collective with the peers' calls of `operation`. */
-XD_API xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text, xd_stream stream);
+/* Takes this rank's turn in `operation` with a failure, for callers that find a mistake before they
+ * can make the call: every peer's call returns MISMATCH with this rank and `text` (cut to 255
+ * bytes) is what this rank gets back, as INVALID_ARGUMENT. Collective with the peers' calls of
+ * `operation`. */
+XD_API xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
+                                   xd_stream stream);
 
-/* ---- Plans --------------------------------------------------------------------------------------------------------- */
+/* ---- Plans ----------------------------------------------------------------------------------- */
 
 typedef struct xd_ep_plan_info {
   size_t struct_size;
@@ -254,20 +319,23 @@ typedef struct xd_ep_plan_info {
   int32_t topk;       /* K */
   xd_ep_layout layout;
   int32_t alignment;
-  int64_t recv_rows;     /* rows of the receive tensor in use: min(total, capacity) */
-  int64_t total_rows;    /* before any drop */
+  int64_t recv_rows;  /* rows of the receive tensor in use: min(total, capacity) */
+  int64_t total_rows; /* before any drop */
   int64_t capacity_rows;
   int64_t bad_ids;       /* over all ranks */
   int32_t bad_id_rank;   /* lowest rank that has some; -1 = none */
   int32_t overflow_rank; /* lowest rank whose capacity is exceeded; -1 = none */
-  uint64_t fingerprint;  /* equal on all ranks for one batch, different for any other batch of the group */
+  uint64_t fingerprint;  /* equal on all ranks for one batch, different for any other batch of
+                            the group */
   uint64_t epoch;        /* number of the prepare in its group */
 } xd_ep_plan_info;
+/* clang-format off */
 #define XD_EP_PLAN_INFO_INIT \
   {sizeof(xd_ep_plan_info), 0, 0, 0, 0, 0, XD_EP_EXPERT_MAJOR, 0, 0, 0, 0, 0, -1, -1, 0, 0}
+/* clang-format on */
 
-/* Reads a plan that lies in host memory. INVALID_ARGUMENT if the bytes are no plan of this library version, cut short, or
- * damaged in the header. Never blocks. Any thread. */
+/* Reads a plan that lies in host memory. INVALID_ARGUMENT if the bytes are no plan of this library
+ * version, cut short, or damaged in the header. Never blocks. Any thread. */
 XD_API xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info);
 
 #ifdef __cplusplus

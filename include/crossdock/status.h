@@ -1,4 +1,5 @@
-/* Crossdock: status codes and error text. Every fallible function returns an xd_status; none throws, exits or aborts. */
+/* Crossdock: status codes and error text. Every fallible function returns an xd_status; none
+ * throws, exits or aborts. */
 #ifndef CROSSDOCK_STATUS_H_
 #define CROSSDOCK_STATUS_H_
 
@@ -15,29 +16,37 @@
 extern "C" {
 #endif
 
-/* A number once given keeps its meaning for ever; new codes are appended. "Fatal" errors finish the communicator: every
- * later call on it returns the same error, only xd_comm_error and the destroy functions remain useful. After any other
- * error nothing is lost, started or leaked and the next call works. */
+/* A number once given keeps its meaning for ever; new codes are appended. "Fatal" errors finish the
+ * communicator: every later call on it returns the same error, only xd_comm_error and the destroy
+ * functions remain useful. After any other error nothing is lost, started or leaked and the next
+ * call works. */
 typedef enum xd_status {
   XD_SUCCESS = 0,
-  XD_ERROR_INVALID_ARGUMENT = 1, /* an argument of this rank; the text says argument, expected and got */
-  XD_ERROR_MISMATCH = 2,         /* ranks disagree on operation, plan, shapes, dtypes or version, or a peer's call failed */
+  XD_ERROR_INVALID_ARGUMENT = 1, /* an argument of this rank; the text says argument, expected
+                                    and got */
+  XD_ERROR_MISMATCH = 2,         /* ranks disagree on operation, plan, shapes, dtypes or version,
+                                    or a peer's call failed */
   XD_ERROR_OVERFLOW = 3,         /* more rows than a receive capacity, under XD_EP_OVERFLOW_ERROR */
-  XD_ERROR_TIMEOUT = 4,          /* a bounded wait ran out (fatal, except while a communicator is being created) */
+  XD_ERROR_TIMEOUT = 4,          /* a bounded wait ran out (fatal, except while a communicator is
+                                    being created) */
   XD_ERROR_PEER_LOST = 5,        /* a peer's process ended, or the peer has left (fatal) */
   XD_ERROR_ABORTED = 6,          /* some rank called xd_comm_abort (fatal) */
   XD_ERROR_BUSY = 7,             /* a group was used by two threads at once (fatal) */
   XD_ERROR_OUT_OF_MEMORY = 8,    /* memory exhausted; the text has the sizes */
-  XD_ERROR_UNSUPPORTED = 9,      /* not built in, or not possible on this machine; the text says which need is missing */
-  XD_ERROR_SYSTEM = 10,          /* an operating system call failed; the text has the call and the reason */
+  XD_ERROR_UNSUPPORTED = 9,      /* not built in, or not possible on this machine; the text says
+                                    which need is missing */
+  XD_ERROR_SYSTEM = 10,          /* an operating system call failed; the text has the call and
+                                    the reason */
   XD_ERROR_INTERNAL = 11         /* a bug in the library: please report it with the text */
 } xd_status;
 
-/* "XD_ERROR_TIMEOUT" and so on; "XD_UNKNOWN_STATUS" for a number that this library does not know. Static text. */
+/* "XD_ERROR_TIMEOUT" and so on; "XD_UNKNOWN_STATUS" for a number that this library does not know.
+ * Static text. */
 XD_API const char* xd_status_name(xd_status status);
 
-/* Text of the calling thread's last failed call: function, argument, expected, got, rank. Empty if none failed. Valid
- * until this thread's next call into the library; a call that succeeds leaves it as it is. Never NULL. */
+/* Text of the calling thread's last failed call: function, argument, expected, got, rank. Empty if
+ * none failed. Valid until this thread's next call into the library; a call that succeeds leaves it
+ * as it is. Never NULL. */
 XD_API const char* xd_last_error(void);
 
 #ifdef __cplusplus

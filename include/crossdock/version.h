@@ -1,4 +1,5 @@
-/* Crossdock: version of the library. CMake reads the three numbers from this file; they stand nowhere else. */
+/* Crossdock: version of the library. CMake reads the three numbers from this file; they stand
+ * nowhere else. */
 #ifndef CROSSDOCK_VERSION_H_
 #define CROSSDOCK_VERSION_H_
 
@@ -11,21 +12,23 @@ extern "C" {
 #define XD_VERSION_MAJOR 0
 #define XD_VERSION_MINOR 1
 #define XD_VERSION_PATCH 0
-#define XD_VERSION (XD_VERSION_MAJOR * 10000 + XD_VERSION_MINOR * 100 + XD_VERSION_PATCH)
+#define XD_VERSION       (XD_VERSION_MAJOR * 10000 + XD_VERSION_MINOR * 100 + XD_VERSION_PATCH)
 
-/* Version of the library that is loaded, as XD_VERSION spells it; it may be newer than the header. Never fails. */
+/* Version of the library that is loaded, as XD_VERSION spells it; it may be newer than the header.
+ * Never fails. */
 XD_API int32_t xd_version(void);
 
 /* Parts of the library that may be absent from a build or unable to run on this machine. */
 typedef enum xd_feature {
-  XD_FEATURE_CPU = 0,      /* the CPU executor */
-  XD_FEATURE_CUDA = 1,     /* the CUDA executor */
-  XD_FEATURE_NETWORK = 2,  /* ranks on several hosts */
-  XD_FEATURE_GEMM = 3      /* communication overlapped with GEMM */
+  XD_FEATURE_CPU = 0,     /* the CPU executor */
+  XD_FEATURE_CUDA = 1,    /* the CUDA executor */
+  XD_FEATURE_NETWORK = 2, /* ranks on several hosts */
+  XD_FEATURE_GEMM = 3     /* communication overlapped with GEMM */
 } xd_feature;
 
-/* 1 if the feature can be used in this process now, else 0. With `reason` not NULL, *reason gets a static text: what is
- * missing, or "available". An unknown feature answers 0. Never fails, never blocks. */
+/* 1 if the feature can be used in this process now, else 0. With `reason` not NULL, *reason gets a
+ * static text: what is missing, or "available". An unknown feature answers 0. Never fails, never
+ * blocks. */
 XD_API int32_t xd_feature_available(xd_feature feature, const char** reason);
 
 #ifdef __cplusplus
