@@ -148,7 +148,7 @@ Segment::Created Segment::create(std::size_t bytes, const char* what) {
   }
   if (bytes > available_memory()) fail_out_of_memory(what, bytes, 0);
   const auto size = round_up(bytes, static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)));
-  if (size > limit) {
+  if (std::max<std::uint64_t>(bytes, size) > limit) {  // `size` may have wrapped
     fail(XD_ERROR_OUT_OF_MEMORY, what, ": asked ", bytes, " bytes of shared memory, available ",
          limit, " bytes, this process's limit on the size of files (ulimit -f)");
   }

@@ -1,0 +1,27 @@
+// What ranks are told through their environment.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace xd::run {
+
+struct JobEnvironment {
+  int ranks = 0;
+  bool threads = false;
+  int master_port = 0;
+  std::string secret;
+};
+
+// `inherited` ("NAME=value" each) with the rank's own variables added or replaced.
+std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
+                                          const std::vector<std::string>& inherited);
+
+// A TCP port that nobody listens on now. Ranks look for the meeting point from this port upwards,
+// so there are some above it. Throws std::system_error.
+int find_free_port();
+
+// A secret that cannot be guessed, in hexadecimal digits. Throws std::system_error.
+std::string make_secret();
+
+}  // namespace xd::run

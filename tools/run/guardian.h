@@ -1,0 +1,34 @@
+// A helper process that ends the ranks, with all they have started, if the launcher is killed.
+//
+// The kernel's parent-death signal reaches a launcher's children only. The guardian reaches their
+// children, too: it knows the session of each rank, and notices the launcher's end by its socket.
+#pragma once
+
+#include <sys/types.h>
+
+#include "base/fd.h"
+
+namespace xd::run {
+
+class Guardian {
+ public:
+  Guardian();   // throws std::system_error
+  ~Guardian();  // to be called when no rank is left
+  Guardian(const Guardian&) = delete;
+  Guardian& operator=(const Guardian&) = delete;
+
+  // A rank, as leader of its process group, does this itself before it runs the program: so no
+  // process of it is ever unknown here. Safe between fork and exec.
+  void watch_this_process() const noexcept;
+
+  // The launcher does this before the number can be given to another process.
+  void forget(pid_t group) const noexcept;
+
+ private:
+  void tell(pid_t message) const noexcept;
+
+  pid_t pid_ = -1;
+  UniqueFd socket_;
+};
+
+}  // namespace xd::run

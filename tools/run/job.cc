@@ -1,0 +1,231 @@
+#include "job.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "environment.h"
+
+namespace xd::run {
+namespace {
+
+constexpr std::int64_t kKillAfterMs = 2'000;
+// Output of processes that have ended is in the pipe already; only one that has left its session
+// could still hold the pipe open.
+constexpr std::int64_t kDrainMs = 1'000;
+
+std::vector<std::string> inherited_environment() {
+  std::vector<std::string> result;
+  for (char** entry = ::environ; *entry != nullptr; ++entry) result.emplace_back(*entry);
+  return result;
+}
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+std::string seconds(std::chrono::milliseconds time) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g s", static_cast<double>(time.count()) / 1000);
+  return text.data();
+}
+
+// Writes all of it, or gives up at the deadline or when nobody reads any more. A pipe that polls
+// as writable takes PIPE_BUF bytes without blocking.
+void write_all(int fd, std::string_view text, Deadline deadline) {
+  while (!text.empty()) {
+    pollfd writable{.fd = fd, .events = POLLOUT, .revents = 0};
+    if (::poll(&writable, 1, deadline.remaining_ms()) == 0) return;
+    const ssize_t bytes = ::write(fd, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
+    if (bytes < 0 && errno != EINTR && errno != EAGAIN) return;
+    if (bytes > 0) text.remove_prefix(static_cast<std::size_t>(bytes));
+  }
+}
+
+}  // namespace
+
+Job::Signals::Signals() {
+  ::signal(SIGCHLD, SIG_DFL);  // Ignored, as some parents leave it, children could not be reaped.
+  sigset_t handled;
+  sigemptyset(&handled);
+  for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&handled, number);
+  if (::sigprocmask(SIG_BLOCK, &handled, &mask_before) != 0) {
+    throw std::system_error(errno, std::generic_category(), "sigprocmask");
+  }
+  fd.reset(::signalfd(-1, &handled, SFD_CLOEXEC | SFD_NONBLOCK));
+  if (!fd) throw std::system_error(errno, std::generic_category(), "signalfd");
+}
+
+Job::Job(const Options& options)
+    : options_(options), timeout_(Deadline::after_ms(options.timeout.count())), end_at_(timeout_) {
+  start_ranks();
+}
+
+void Job::start_ranks() {
+  const JobEnvironment job{.ranks = options_.ranks,
+                           .threads = options_.threads,
+                           .master_port = find_free_port(),
+                           .secret = make_secret()};
+  const auto inherited = inherited_environment();
+  const bool capture = options_.processes() > 1;
+  for (int rank = 0; rank < options_.processes(); ++rank) {
+    const auto environment = rank_environment(job, rank, inherited);
+    const Start start{.command = options_.command,
+                      .environment = environment,
+                      .signal_mask = signals_.mask_before,
+                      .capture = capture};
+    auto& process = *ranks_.emplace_back(std::make_unique<Process>(start, guardian_));
+    if (!capture) continue;
+    const std::string prefix = options_.prefix ? "[" + std::to_string(rank) + "] " : "";
+    streams_.push_back({std::move(process.out), STDOUT_FILENO, Lines(prefix)});
+    streams_.push_back({std::move(process.err), STDERR_FILENO, Lines(prefix)});
+  }
+}
+
+int Job::run() {
+  while (!running().empty()) {
+    wait_for_event();
+    for (Stream& stream : streams_) pump(stream);
+    read_signals();
+    reap_ranks();
+    keep_deadlines();
+  }
+  drain();
+  return report();
+}
+
+void Job::wait_for_event() {
+  std::vector<pollfd> polled{{.fd = signals_.fd.get(), .events = POLLIN, .revents = 0}};
+  for (const Stream& stream : streams_) {
+    if (stream.from) polled.push_back({.fd = stream.from.get(), .events = POLLIN, .revents = 0});
+  }
+  ::poll(polled.data(), polled.size(), (kill_at_ ? *kill_at_ : end_at_).remaining_ms());
+}
+
+// Reads what is there, without blocking, and passes whole lines on.
+void Job::pump(Stream& stream) {
+  std::array<char, 65536> chunk;
+  const Deadline patience(timeout_.when() + std::chrono::milliseconds(kKillAfterMs));
+  while (stream.from) {
+    const ssize_t bytes = ::read(stream.from.get(), chunk.data(), chunk.size());
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes < 0 && errno == EAGAIN) return;
+    if (bytes <= 0) {
+      stream.from.reset();
+      write_all(stream.to, stream.lines.finish(), patience);
+      return;
+    }
+    const std::string_view read(chunk.data(), static_cast<std::size_t>(bytes));
+    write_all(stream.to, stream.lines.feed(read), patience);
+    // Less than asked: the pipe is empty, and the other ranks have their turn.
+    if (read.size() < chunk.size()) return;
+  }
+}
+
+void Job::read_signals() {
+  signalfd_siginfo info{};
+  while (::read(signals_.fd.get(), &info, sizeof(info)) == sizeof(info)) {
+    const int number = static_cast<int>(info.ssi_signo);
+    if (number == SIGCHLD) continue;  // reap_ranks() looks at each of them anyway.
+    const bool first = !outcome_;
+    if (first) outcome_ = {128 + number, std::string("interrupted by ") + ::strsignal(number)};
+    // Who asks again does not want to wait.
+    signal_all(first ? number : SIGKILL);
+    end_by(Deadline::after_ms(options_.grace.count()));
+  }
+}
+
+void Job::reap_ranks() {
+  bool by_signal = false;
+  bool failed = false;
+  Outcome failure;
+  for (int rank = 0; rank < options_.processes(); ++rank) {
+    const auto end = ranks_[static_cast<std::size_t>(rank)]->reap();
+    if (!end || end->code == 0 || options_.expendable.contains(rank)) continue;
+    // Of several found at once, one that crashed is the likely cause of the others.
+    if (failed && (by_signal || !end->by_signal)) continue;
+    failed = true;
+    by_signal = end->by_signal;
+    failure = {end->code, "rank " + std::to_string(rank) + " failed: " + end->text};
+  }
+  if (failed && !outcome_) {
+    outcome_ = failure;
+    end_by(Deadline::after_ms(options_.grace.count()));
+  }
+}
+
+void Job::keep_deadlines() {
+  const auto left = running();
+  if (left.empty()) return;
+  if (only_expendable_run()) end_by(Deadline::after_ms(options_.grace.count()));
+  if (!kill_at_ && end_at_.passed()) {
+    ended_ = left;
+    if (!outcome_ && !only_expendable_run()) {
+      outcome_ = {124, "not finished after " + seconds(options_.timeout)};
+    }
+    signal_all(SIGTERM);
+    kill_at_ = Deadline::after_ms(kKillAfterMs);
+  } else if (kill_at_ && kill_at_->passed()) {
+    signal_all(SIGKILL);
+    kill_at_ = Deadline::after_ms(kKillAfterMs);  // Only for the next look: nothing survives this.
+  }
+}
+
+void Job::end_by(Deadline deadline) {
+  if (deadline.when() < end_at_.when()) end_at_ = deadline;
+}
+
+void Job::signal_all(int number) {
+  for (const auto& rank : ranks_) rank->signal(number);
+}
+
+std::vector<int> Job::running() const {
+  std::vector<int> result;
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank]->running()) result.push_back(static_cast<int>(rank));
+  }
+  return result;
+}
+
+bool Job::only_expendable_run() const {
+  const auto left = running();
+  return std::all_of(left.begin(), left.end(),
+                     [this](int rank) { return options_.expendable.contains(rank); });
+}
+
+void Job::drain() {
+  const auto deadline = Deadline::after_ms(kDrainMs);
+  for (Stream& stream : streams_) {
+    while (stream.from && !deadline.passed()) {
+      pollfd readable{.fd = stream.from.get(), .events = POLLIN, .revents = 0};
+      ::poll(&readable, 1, deadline.remaining_ms());
+      pump(stream);
+    }
+    write_all(stream.to, stream.lines.finish(), deadline);
+  }
+}
+
+int Job::report() const {
+  if (!outcome_) return 0;
+  std::string line = "crossdock-run: " + outcome_->text;
+  if (!ended_.empty()) line += "; ended " + join(ended_);
+  std::fprintf(stderr, "%s\n", line.c_str());
+  return outcome_->code;
+}
+
+}  // namespace xd::run

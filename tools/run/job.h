@@ -1,0 +1,72 @@
+// All ranks of one launch, from start to exit code.
+#pragma once
+
+#include <signal.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "guardian.h"
+#include "lines.h"
+#include "options.h"
+#include "process.h"
+
+namespace xd::run {
+
+class Job {
+ public:
+  // Starts the ranks. Throws StartError; std::system_error.
+  explicit Job(const Options& options);
+
+  // Waits until all are gone, tells on standard error what went wrong, and returns the exit code.
+  int run();
+
+ private:
+  struct Stream {  // one captured output of one rank
+    UniqueFd from;
+    int to;
+    Lines lines;
+  };
+  struct Outcome {
+    int code = 0;
+    std::string text;
+  };
+
+  // Blocks the signals that the launcher handles, and reads them from `fd`.
+  struct Signals {
+    Signals();
+    sigset_t mask_before;
+    UniqueFd fd;
+  };
+
+  void start_ranks();
+  void wait_for_event();
+  void read_signals();
+  void reap_ranks();
+  void keep_deadlines();
+  void end_by(Deadline deadline);
+  void signal_all(int number);
+  std::vector<int> running() const;
+  bool only_expendable_run() const;
+  void pump(Stream& stream);
+  void drain();
+  int report() const;
+
+  const Options options_;
+  Signals signals_;
+  Guardian guardian_;
+  std::vector<std::unique_ptr<Process>> ranks_;
+  std::vector<Stream> streams_;
+  const Deadline timeout_;
+  // The first thing that went wrong decides; what follows from it does not count.
+  std::optional<Outcome> outcome_;
+  Deadline end_at_;                  // running ranks get SIGTERM ...
+  std::optional<Deadline> kill_at_;  // ... and later SIGKILL
+  std::vector<int> ended_;           // ranks that had to be told
+};
+
+}  // namespace xd::run
