@@ -1,0 +1,233 @@
+#include "ep/calls.h"
+
+#include <array>
+
+#include "base/error.h"
+#include "base/options.h"
+#include "ep/plan.h"
+
+namespace xd::ep {
+namespace {
+
+constexpr std::array kIndexTypes = {DType::i32, DType::i64};
+constexpr std::array kWeightTypes = {DType::f32};
+constexpr std::array kReducibleTypes = {DType::bf16, DType::f16, DType::f32};
+constexpr std::array kPayloadTypes = {DType::bf16, DType::f16, DType::f32, DType::e4m3,
+                                      DType::e5m2, DType::i8,  DType::u8};
+constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8};
+
+// Reads the tensors of one call, which differ in name, dimensions and types only.
+class Reader {
+ public:
+  explicit Reader(const CallContext& context) : context_(context) {}
+
+  Tensor required(const DLTensor* t, const char* name, int ndim,
+                  std::span<const DType> types) const {
+    return read_tensor(t, {name, ndim, types, context_.device, false});
+  }
+  Tensor optional(const DLTensor* t, const char* name, int ndim,
+                  std::span<const DType> types) const {
+    return read_tensor(t, {name, ndim, types, context_.device, true});
+  }
+  Tensor reducible(const DLTensor* t, const char* name) const {
+    return required(t, name, 2, kReducibleTypes);
+  }
+  // A weight per receive row: [R] in EXPERT_MAJOR, [R,K] in RANK_MAJOR.
+  Tensor recv_weights(const DLTensor* t, const char* name) const {
+    return optional(t, name, context_.config->expert_major() ? 1 : 2, kWeightTypes);
+  }
+  // Weights that EXPERT_MAJOR alone knows.
+  Tensor row_weights(const DLTensor* t, const char* name) const {
+    XD_REQUIRE(t == nullptr || context_.config->expert_major(), name,
+               ": given in RANK_MAJOR, expected NULL: a row there stands for several experts, "
+               "whose results the caller has already weighted and summed");
+    return optional(t, name, 1, kWeightTypes);
+  }
+
+ private:
+  const CallContext& context_;
+};
+
+PlanBytes read_plan(const void* plan, std::size_t bytes) {
+  XD_REQUIRE(plan != nullptr, "plan = NULL");
+  return {plan, bytes};
+}
+
+void require_tokens_fit(const Tensor& tensor, const Config& config) {
+  XD_REQUIRE(tensor.rows <= config.max_tokens, tensor.name, ": has ", tensor.rows,
+             " rows, expected at most max_tokens_per_rank = ", config.max_tokens);
+}
+
+void require_topk_fits(const Tensor& tensor, const Config& config) {
+  XD_REQUIRE(tensor.cols >= 1 && tensor.cols <= config.max_topk, tensor.name, ": has ", tensor.cols,
+             " columns, expected 1 to max_topk = ", config.max_topk);
+}
+
+void require_row_fits(const Tensor& tensor, const Config& config) {
+  XD_REQUIRE(tensor.row_bytes() > 0 && tensor.row_bytes() % kRowAlignment == 0, tensor.name,
+             ": a row has ", tensor.row_bytes(), " bytes, expected a positive multiple of ",
+             kRowAlignment);
+  XD_REQUIRE(tensor.row_bytes() <= config.max_row_bytes, tensor.name, ": a row has ",
+             tensor.row_bytes(), " bytes, expected at most the group's ", config.max_row_bytes);
+}
+
+void require_vector(const Tensor& tensor, std::int64_t size, const char* what) {
+  if (tensor) require_rows(tensor, size, what);
+}
+
+void read_dispatch_scales(const xd_ep_dispatch_args& a, const Reader& reader, const Config& config,
+                          DispatchCall& call) {
+  call.scales = reader.optional(a.scales, "scales", 2, kScaleTypes);
+  call.recv_scales = reader.optional(a.recv_scales, "recv_scales", 2, kScaleTypes);
+  if (call.quantise) {
+    XD_REQUIRE(!call.scales, "scales: given, expected NULL where bfloat16 tokens are quantised");
+    XD_REQUIRE(call.tokens.cols % kQuantiseBlock == 0, "tokens: has ", call.tokens.cols,
+               " columns, expected a multiple of ", kQuantiseBlock, " to be quantised");
+    XD_REQUIRE(call.recv_scales, "recv_scales = NULL, expected a tensor: rows are quantised");
+    XD_REQUIRE(call.recv_scales.type == DType::f32, "recv_scales: is ",
+               dtype_name(call.recv_scales.type), ", expected float32");
+    require_cols(call.recv_scales, call.tokens.cols / kQuantiseBlock, "hidden / 128");
+  } else if (call.scales || call.recv_scales) {
+    require_together(call.scales, call.recv_scales);
+    require_same_type(call.recv_scales, call.scales);
+    require_rows(call.scales, call.tokens.rows, "rows of tokens");
+    require_cols(call.recv_scales, call.scales.cols, "columns of scales");
+  }
+  if (call.recv_scales) {
+    XD_REQUIRE(
+        call.recv_scales.row_bytes() >= 1 && call.recv_scales.row_bytes() <= config.max_scale_bytes,
+        "recv_scales: a row has ", call.recv_scales.row_bytes(),
+        " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);
+  }
+}
+
+void read_dispatch_weights(const xd_ep_dispatch_args& a, const Reader& reader, const Config& config,
+                           DispatchCall& call) {
+  call.topk_weights = reader.optional(a.topk_weights, "topk_weights", 2, kWeightTypes);
+  call.recv_weights = reader.recv_weights(a.recv_weights, "recv_weights");
+  require_together(call.topk_weights, call.recv_weights);
+  XD_REQUIRE(a.recv_topk_idx == nullptr || !config.expert_major(),
+             "recv_topk_idx: given in EXPERT_MAJOR, expected NULL: a row's zone is its expert");
+  call.recv_topk_idx = reader.optional(a.recv_topk_idx, "recv_topk_idx", 2, kIndexTypes);
+  if (call.topk_weights) {
+    require_rows(call.topk_weights, call.tokens.rows, "rows of tokens");
+    require_topk_fits(call.topk_weights, config);
+  }
+}
+
+}  // namespace
+
+PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context) {
+  const auto a = read_struct("args", args, xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
+  const Config& config = *context.config;
+  const Reader reader(context);
+  PrepareCall call{
+      .topk_idx = reader.required(a.topk_idx, "topk_idx", 2, kIndexTypes),
+      .plan = static_cast<std::byte*>(a.plan),
+      .counts = reader.optional(a.counts, "counts", 1, kIndexTypes),
+      .padded_counts = reader.optional(a.padded_counts, "padded_counts", 1, kIndexTypes),
+      .offsets = reader.optional(a.offsets, "offsets", 1, kIndexTypes),
+      .total = reader.optional(a.total, "total", 1, kIndexTypes),
+      .rank_rows = reader.optional(a.rank_rows, "rank_rows", 2, kIndexTypes)};
+  require_tokens_fit(call.topk_idx, config);
+  require_topk_fits(call.topk_idx, config);
+  XD_REQUIRE(a.plan != nullptr, "plan = NULL, expected ", plan_size(config), " bytes");
+  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(a.plan) % 16 == 0, "plan is at ", a.plan,
+             ", expected a 16-byte aligned address");
+  XD_REQUIRE(a.plan_bytes >= plan_size(config), "plan_bytes = ", a.plan_bytes,
+             ", expected at least xd_ep_plan_size = ", plan_size(config));
+  require_vector(call.counts, config.local_experts, "local experts");
+  require_vector(call.padded_counts, config.local_experts, "local experts");
+  require_vector(call.offsets, config.local_experts + 1, "local experts + 1");
+  require_vector(call.total, 1, "one number");
+  if (call.rank_rows) {
+    require_rows(call.rank_rows, config.ranks, "ranks");
+    require_cols(call.rank_rows, config.ranks, "ranks");
+  }
+  return call;
+}
+
+DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& context) {
+  const auto a = read_struct("args", args, xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
+  const Config& config = *context.config;
+  const Reader reader(context);
+  DispatchCall call;
+  call.plan = read_plan(a.plan, a.plan_bytes);
+  call.tokens = reader.required(a.tokens, "tokens", 2, kPayloadTypes);
+  call.recv_tokens = reader.required(a.recv_tokens, "recv_tokens", 2, kPayloadTypes);
+  call.quantise = call.tokens.type == DType::bf16 && call.recv_tokens.type == DType::e4m3;
+  if (!call.quantise) require_same_type(call.recv_tokens, call.tokens);
+  require_tokens_fit(call.tokens, config);
+  require_row_fits(call.tokens, config);
+  require_cols(call.recv_tokens, call.tokens.cols, "columns of tokens");
+  read_dispatch_scales(a, reader, config, call);
+  read_dispatch_weights(a, reader, config, call);
+  return call;
+}
+
+CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& context) {
+  const auto a = read_struct("args", args, xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
+  const Reader reader(context);
+  CombineCall call{.plan = read_plan(a.plan, a.plan_bytes),
+                   .expert_out = reader.reducible(a.expert_out, "expert_out"),
+                   .weights = reader.row_weights(a.weights, "weights"),
+                   .out = reader.reducible(a.out, "out")};
+  require_row_fits(call.expert_out, *context.config);
+  require_same_type(call.out, call.expert_out);
+  require_cols(call.out, call.expert_out.cols, "columns of expert_out");
+  require_tokens_fit(call.out, *context.config);
+  return call;
+}
+
+DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const CallContext& context) {
+  const auto a = read_struct("args", args, xd_ep_dispatch_bwd_args XD_EP_DISPATCH_BWD_ARGS_INIT);
+  const Config& config = *context.config;
+  const Reader reader(context);
+  DispatchBwdCall call{
+      .plan = read_plan(a.plan, a.plan_bytes),
+      .grad_recv_tokens =
+          reader.optional(a.grad_recv_tokens, "grad_recv_tokens", 2, kReducibleTypes),
+      .grad_recv_weights = reader.recv_weights(a.grad_recv_weights, "grad_recv_weights"),
+      .grad_tokens = reader.optional(a.grad_tokens, "grad_tokens", 2, kReducibleTypes),
+      .grad_topk_weights =
+          reader.optional(a.grad_topk_weights, "grad_topk_weights", 2, kWeightTypes)};
+  require_together(call.grad_recv_tokens, call.grad_tokens);
+  require_together(call.grad_recv_weights, call.grad_topk_weights);
+  XD_REQUIRE(call.grad_tokens || call.grad_topk_weights,
+             "grad_tokens and grad_topk_weights are both NULL, expected at least one");
+  if (call.grad_tokens) {
+    require_row_fits(call.grad_recv_tokens, config);
+    require_same_type(call.grad_tokens, call.grad_recv_tokens);
+    require_cols(call.grad_tokens, call.grad_recv_tokens.cols, "columns of grad_recv_tokens");
+    require_tokens_fit(call.grad_tokens, config);
+  }
+  if (call.grad_topk_weights) {
+    require_tokens_fit(call.grad_topk_weights, config);
+    require_topk_fits(call.grad_topk_weights, config);
+  }
+  return call;
+}
+
+CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallContext& context) {
+  const auto a = read_struct("args", args, xd_ep_combine_bwd_args XD_EP_COMBINE_BWD_ARGS_INIT);
+  const Reader reader(context);
+  CombineBwdCall call{.plan = read_plan(a.plan, a.plan_bytes),
+                      .grad_out = reader.reducible(a.grad_out, "grad_out"),
+                      .expert_out = reader.optional(a.expert_out, "expert_out", 2, kReducibleTypes),
+                      .weights = reader.row_weights(a.weights, "weights"),
+                      .grad_expert_out = reader.reducible(a.grad_expert_out, "grad_expert_out"),
+                      .grad_weights = reader.row_weights(a.grad_weights, "grad_weights")};
+  require_tokens_fit(call.grad_out, *context.config);
+  require_row_fits(call.grad_out, *context.config);
+  require_same_type(call.grad_expert_out, call.grad_out);
+  require_cols(call.grad_expert_out, call.grad_out.cols, "columns of grad_out");
+  require_together(call.expert_out, call.grad_weights);
+  if (call.expert_out) {
+    XD_REQUIRE(call.weights, "weights = NULL, expected a tensor: grad_weights is given");
+    require_same_type(call.expert_out, call.grad_out);
+    require_cols(call.expert_out, call.grad_out.cols, "columns of grad_out");
+  }
+  return call;
+}
+
+}  // namespace xd::ep

@@ -1,0 +1,59 @@
+// The operations' arguments after their checks: all that can be checked without reading the plan or
+// any tensor, so every executor does it alike. Each read_* throws INVALID_ARGUMENT.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include "ep/config.h"
+#include "ep/tensor.h"
+
+namespace xd::ep {
+
+inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
+
+struct CallContext {
+  const Config* config;
+  DLDeviceType device;
+};
+
+struct PlanBytes {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+struct PrepareCall {
+  Tensor topk_idx;
+  std::byte* plan;
+  Tensor counts, padded_counts, offsets, total, rank_rows;
+};
+PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context);
+
+struct DispatchCall {
+  PlanBytes plan;
+  Tensor tokens, scales, topk_weights;
+  Tensor recv_tokens, recv_scales, recv_weights, recv_topk_idx;
+  bool quantise = false;
+};
+DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& context);
+
+struct CombineCall {
+  PlanBytes plan;
+  Tensor expert_out, weights, out;
+};
+CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& context);
+
+struct DispatchBwdCall {
+  PlanBytes plan;
+  Tensor grad_recv_tokens, grad_recv_weights;
+  Tensor grad_tokens, grad_topk_weights;
+};
+DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const CallContext& context);
+
+struct CombineBwdCall {
+  PlanBytes plan;
+  Tensor grad_out, expert_out, weights;
+  Tensor grad_expert_out, grad_weights;
+};
+CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallContext& context);
+
+}  // namespace xd::ep

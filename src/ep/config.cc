@@ -1,0 +1,116 @@
+#include "ep/config.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/error.h"
+#include "base/math.h"
+#include "base/options.h"
+
+namespace xd::ep {
+namespace {
+
+void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
+  XD_REQUIRE(value >= low && value <= high, "config.", field, " = ", value, ", expected ", low,
+             " to ", high);
+}
+
+bool is_payload(DType type) {
+  switch (type) {
+    case DType::bf16:
+    case DType::f16:
+    case DType::f32:
+    case DType::e4m3:
+    case DType::e5m2:
+    case DType::i8:
+    case DType::u8:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {
+  if (comm_ranks > 0) {
+    XD_REQUIRE(user.num_ranks == 0 || user.num_ranks == comm_ranks,
+               "config.num_ranks = ", user.num_ranks, ", expected 0 or the communicator's ",
+               comm_ranks);
+  } else {
+    require_range("num_ranks", user.num_ranks, 1, kMaxRanks);
+  }
+  config.ranks = comm_ranks > 0 ? comm_ranks : user.num_ranks;
+  require_range("num_experts", user.num_experts, 1, kMaxExperts);
+  XD_REQUIRE(user.num_experts % config.ranks == 0, "config.num_experts = ", user.num_experts,
+             ", expected a multiple of num_ranks = ", config.ranks);
+  config.experts = user.num_experts;
+  config.local_experts = user.num_experts / config.ranks;
+  require_range("max_topk", user.max_topk, 1, kMaxTopk);
+  config.max_topk = user.max_topk;
+  // 2^26 tokens * 32 choices: every index into a plan fits into 31 bits.
+  require_range("max_tokens_per_rank", user.max_tokens_per_rank, 1, std::int64_t{1} << 26);
+  config.max_tokens = user.max_tokens_per_rank;
+}
+
+void read_rows(const xd_ep_config& user, Config& config) {
+  const auto type = dtype_of(user.dtype);
+  XD_REQUIRE(type && is_payload(*type), "config.dtype = ", describe_dtype(user.dtype),
+             ", expected bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8");
+  require_range("hidden", user.hidden, 1, std::int64_t{1} << 24);
+  config.max_row_bytes = static_cast<std::uint64_t>(user.hidden) * dtype_bytes(*type);
+  XD_REQUIRE(config.max_row_bytes % kRowAlignment == 0, "config.hidden = ", user.hidden,
+             ": a row of ", dtype_name(*type), " has ", config.max_row_bytes,
+             " bytes, expected a multiple of ", kRowAlignment);
+  require_range("max_scale_bytes", user.max_scale_bytes, 0, std::int64_t{1} << 26);
+  config.max_scale_bytes = static_cast<std::uint64_t>(user.max_scale_bytes);
+}
+
+void read_receive(const xd_ep_config& user, Config& config) {
+  require_range("layout", user.layout, XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR);
+  require_range("overflow", user.overflow, XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
+  require_range("staging", user.staging, XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
+  require_range("zero_tail", user.zero_tail, 0, 1);
+  require_range("num_sms", user.num_sms, 0, 4096);
+  XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&
+                 std::popcount(static_cast<unsigned>(user.alignment)) <= 1,
+             "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
+  config.layout = user.layout;
+  config.overflow = user.overflow;
+  config.staging = user.staging == XD_EP_STAGING_AUTO;
+  config.zero_tail = user.zero_tail != 0;
+  config.alignment = std::max(1, user.alignment);
+  const std::int64_t bound = recv_bound(config);
+  // Row numbers are 31-bit.
+  XD_REQUIRE(user.recv_capacity != 0 || bound < INT32_MAX, "config.recv_capacity = 0 stands for ",
+             bound, " rows, more than ", INT32_MAX - 1, ": set it");
+  require_range("recv_capacity", user.recv_capacity, 0, INT32_MAX - 1);
+  XD_REQUIRE(user.recv_capacity % config.alignment == 0,
+             "config.recv_capacity = ", user.recv_capacity,
+             ", expected a multiple of alignment = ", config.alignment);
+  config.capacity = user.recv_capacity != 0 ? user.recv_capacity : bound;
+}
+
+}  // namespace
+
+Config read_config(const xd_ep_config* user, int comm_ranks) {
+  const xd_ep_config read = read_struct("config", user, xd_ep_config XD_EP_CONFIG_INIT);
+  Config config;
+  read_sizes(read, comm_ranks, config);
+  read_rows(read, config);
+  read_receive(read, config);
+  return config;
+}
+
+std::int64_t recv_bound(const Config& config) {
+  const std::int64_t tokens = std::int64_t{config.ranks} * config.max_tokens;
+  if (!config.expert_major()) {
+    return static_cast<std::int64_t>(
+        round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));
+  }
+  const std::int64_t rows = tokens * std::min(config.max_topk, config.local_experts);
+  // Only a zone that has rows is padded, by at most alignment - 1; the sum is a multiple of it.
+  const std::int64_t zones = std::min<std::int64_t>(config.local_experts, rows);
+  const std::int64_t padded = rows + zones * (config.alignment - 1);
+  return padded / config.alignment * config.alignment;
+}
+
+}  // namespace xd::ep

@@ -1,0 +1,122 @@
+#include "ep/placement.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/math.h"
+
+namespace xd::ep {
+namespace {
+
+std::int64_t pad(std::int64_t count, std::int64_t alignment) {
+  return static_cast<std::int64_t>(
+      round_up(static_cast<std::uint64_t>(count), static_cast<std::uint64_t>(alignment)));
+}
+
+// How many of `count` rows from `first` on lie below `limit`.
+std::int64_t kept_rows(std::int64_t first, std::int64_t count, std::int64_t limit) {
+  return std::clamp<std::int64_t>(limit - first, 0, count);
+}
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+// One destination as place() goes through them.
+struct Placement::Target {
+  int rank;            // the destination
+  int self;            // the rank that computes
+  std::int64_t limit;  // rows from here on are dropped; no limit under ERROR
+};
+
+void Placement::reserve(const Config& config) {
+  count.resize(at(config.local_experts));
+  offset.resize(at(config.local_experts) + 1);
+  first_row.resize(at(config.expert_major() ? config.experts : config.ranks));
+  total.resize(at(config.ranks));
+  rank_rows.resize(at(config.ranks) * at(config.ranks));
+}
+
+void Placement::place(const CountTable& counts, const Config& config,
+                      std::span<const std::int64_t> capacities, int rank) {
+  bad_ids = 0;
+  bad_id_rank = -1;
+  overflow_rank = -1;
+  std::ranges::fill(rank_rows, 0);
+  for (int d = config.ranks - 1; d >= 0; --d) {
+    const std::int64_t capacity = capacities[at(d)];
+    const bool drop = config.overflow == XD_EP_OVERFLOW_DROP;
+    const Target target{.rank = d,
+                        .self = rank,
+                        .limit = drop ? capacity : std::numeric_limits<std::int64_t>::max()};
+    if (config.expert_major()) {
+      place_zones(counts, config, target);
+    } else {
+      place_rows(counts, config, target);
+    }
+    if (total[at(d)] > capacity) overflow_rank = d;
+    if (counts.bad_ids(d) > 0) bad_id_rank = d;
+    bad_ids += counts.bad_ids(d);
+  }
+  recv_rows = std::min(total[at(rank)], capacities[at(rank)]);
+}
+
+// EXPERT_MAJOR: zones of the destination's experts follow one another, each padded; in a zone the
+// sources follow one another.
+void Placement::place_zones(const CountTable& counts, const Config& config, const Target& target) {
+  std::int64_t zone = 0;
+  if (target.rank == target.self) dropped_rows = 0;
+  for (int e = 0; e < config.local_experts; ++e) {
+    const int expert = target.rank * config.local_experts + e;
+    std::int64_t row = zone;
+    for (int s = 0; s < config.ranks; ++s) {
+      if (s == target.self) first_row[at(expert)] = row;
+      const std::int64_t rows = counts.choices(s, expert);
+      rank_rows[at(s) * at(config.ranks) + at(target.rank)] += kept_rows(row, rows, target.limit);
+      row += rows;
+    }
+    if (target.rank == target.self) {
+      count[at(e)] = kept_rows(zone, row - zone, target.limit);
+      offset[at(e)] = std::min(zone, target.limit);
+      dropped_rows += row - zone - count[at(e)];
+    }
+    zone += pad(row - zone, config.alignment);
+  }
+  total[at(target.rank)] = zone;
+  if (target.rank == target.self) offset[at(config.local_experts)] = std::min(zone, target.limit);
+}
+
+// RANK_MAJOR: the sources follow one another.
+void Placement::place_rows(const CountTable& counts, const Config& config, const Target& target) {
+  std::int64_t row = 0;
+  for (int s = 0; s < config.ranks; ++s) {
+    if (s == target.self) first_row[at(target.rank)] = row;
+    const std::int64_t rows = counts.rows(s, target.rank);
+    rank_rows[at(s) * at(config.ranks) + at(target.rank)] = kept_rows(row, rows, target.limit);
+    row += rows;
+  }
+  total[at(target.rank)] = row;
+  if (target.rank != target.self) return;
+  dropped_rows = row - kept_rows(0, row, target.limit);
+  for (int e = 0; e < config.local_experts; ++e) {
+    count[at(e)] = 0;
+    for (int s = 0; s < config.ranks; ++s) {
+      count[at(e)] += counts.choices(s, target.rank * config.local_experts + e);
+    }
+  }
+  lay_out_pairs(config);
+}
+
+void Placement::cut_pairs(std::span<const std::int64_t> kept, const Config& config) {
+  std::ranges::copy(kept, count.begin());
+  lay_out_pairs(config);
+}
+
+void Placement::lay_out_pairs(const Config& config) {
+  offset[0] = 0;
+  for (std::size_t e = 0; e < count.size(); ++e) {
+    offset[e + 1] = offset[e] + pad(count[e], config.alignment);
+  }
+}
+
+}  // namespace xd::ep

@@ -1,0 +1,71 @@
+// From counts to places: pure arithmetic that every rank does alike on the same numbers, so all
+// agree on every row's final place, and on every rank's overflow, without another message.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ep/config.h"
+
+namespace xd::ep {
+
+// What one rank says about its batch, as 32-bit values: choices per expert [E], rows per
+// destination if each token is sent there once [W], bad ids [1].
+struct CountLayout {
+  int experts, ranks;
+
+  std::size_t size() const { return static_cast<std::size_t>(experts) + ranks + 1; }
+  std::size_t expert(int e) const { return static_cast<std::size_t>(e); }
+  std::size_t rank(int d) const { return static_cast<std::size_t>(experts) + d; }
+  std::size_t bad_ids() const { return size() - 1; }
+};
+
+// The counts of all ranks: row s is what rank s said.
+struct CountTable {
+  CountLayout layout;
+  std::span<const std::uint32_t> values;
+
+  std::span<const std::uint32_t> of(int source) const {
+    return values.subspan(static_cast<std::size_t>(source) * layout.size(), layout.size());
+  }
+  std::int64_t choices(int source, int expert) const { return of(source)[layout.expert(expert)]; }
+  std::int64_t rows(int source, int rank) const { return of(source)[layout.rank(rank)]; }
+  std::int64_t bad_ids(int source) const { return of(source)[layout.bad_ids()]; }
+};
+
+// Everything that follows from the counts. Sized once by reserve(); place() allocates nothing.
+struct Placement {
+  // Receive side of this rank. Under DROP the zones are cut at the capacity; under ERROR they are
+  // whole, also where they do not fit. In RANK_MAJOR they describe (token, expert) pairs, which the
+  // counts alone cannot cut: see cut_pairs().
+  std::vector<std::int64_t> count;   // [L]
+  std::vector<std::int64_t> offset;  // [L+1]; offset[e+1] - offset[e] is the padded count
+  std::int64_t recv_rows = 0;        // min(total, capacity)
+  std::int64_t dropped_rows = 0;
+
+  // Send side of this rank: first row for its tokens, by expert [E] or by destination [W].
+  std::vector<std::int64_t> first_row;
+
+  // All ranks.
+  std::vector<std::int64_t> total;      // [W] padded rows each would need
+  std::vector<std::int64_t> rank_rows;  // [W*W] rows that source s puts into destination d
+  std::int64_t bad_ids = 0;
+  int bad_id_rank = -1;    // lowest rank that has some
+  int overflow_rank = -1;  // lowest rank whose capacity is exceeded
+
+  void reserve(const Config& config);
+  void place(const CountTable& counts, const Config& config,
+             std::span<const std::int64_t> capacities, int rank);
+
+  // RANK_MAJOR under DROP: replaces the pairs per local expert by what the sources kept.
+  void cut_pairs(std::span<const std::int64_t> kept, const Config& config);
+
+ private:
+  struct Target;
+  void place_zones(const CountTable& counts, const Config& config, const Target& target);
+  void place_rows(const CountTable& counts, const Config& config, const Target& target);
+  void lay_out_pairs(const Config& config);
+};
+
+}  // namespace xd::ep

@@ -1,0 +1,104 @@
+#include "ep/plan.h"
+
+#include <cstring>
+
+#include "base/error.h"
+#include "base/hash.h"
+
+namespace xd::ep {
+namespace {
+
+PlanMap map_of(const PlanHeader& header) {
+  return PlanMap::make(header.experts / header.ranks, header.tokens, header.topk);
+}
+
+std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
+  const std::uint64_t of_header = hash_bytes(0, plan, offsetof(PlanHeader, checksum));
+  return hash_bytes(of_header, plan + sizeof(PlanHeader), map.code - sizeof(PlanHeader));
+}
+
+// Sizes that are safe to compute a PlanMap with.
+bool sane(const PlanHeader& h) {
+  return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
+         h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
+         h.topk <= kMaxTopk;
+}
+
+}  // namespace
+
+RowCodec::RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout, int local_experts)
+    : base_(1, 0),
+      experts_(layout == XD_EP_RANK_MAJOR ? static_cast<std::uint32_t>(local_experts) : 1) {
+  for (const std::int64_t rows : capacities) {
+    base_.push_back(base_.back() + static_cast<std::uint64_t>(rows));
+  }
+  XD_REQUIRE(base_.back() < kNone / experts_, "config.recv_capacity: ", base_.back(),
+             " rows over all ranks", experts_ > 1 ? " (times local experts)" : "",
+             " do not fit into 32-bit row numbers, expected less than ", kNone / experts_);
+}
+
+PlanView PlanView::open(const void* plan, std::size_t bytes) {
+  XD_REQUIRE(plan != nullptr, "plan = NULL");
+  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(plan) % 16 == 0, "plan is not 16-byte aligned");
+  XD_REQUIRE(bytes >= sizeof(PlanHeader), "plan_bytes = ", bytes, ", expected at least ",
+             sizeof(PlanHeader), ": the plan is cut short");
+  const auto* at = static_cast<const std::byte*>(plan);
+  PlanView view;
+  std::memcpy(&view.header_, at, sizeof(PlanHeader));
+  const PlanHeader& h = view.header_;
+  XD_REQUIRE(h.magic == PlanHeader::kMagic,
+             "plan: these bytes are no plan (or were never prepared)");
+  XD_REQUIRE(h.version == PlanHeader::kVersion, "plan has format version ", h.version,
+             ", expected ", PlanHeader::kVersion);
+  XD_REQUIRE(sane(h), "plan: its header is damaged");
+  const PlanMap map = map_of(h);
+  XD_REQUIRE(h.bytes == map.end, "plan: its header is damaged");
+  XD_REQUIRE(bytes >= map.end, "plan_bytes = ", bytes, ", expected at least ", map.end,
+             ": the plan is cut short");
+  XD_REQUIRE(h.checksum == checksum_of(at, map), "plan: its header is damaged (checksum)");
+  view.counts_ = reinterpret_cast<const std::int32_t*>(at + map.count);
+  view.offsets_ = reinterpret_cast<const std::int32_t*>(at + map.offset);
+  view.codes_ = reinterpret_cast<const std::uint32_t*>(at + map.code);
+  return view;
+}
+
+void PlanView::require_binding(const PlanBinding& binding) const {
+  const Config& c = *binding.config;
+  const auto require = [](const char* what, std::int64_t plan, std::int64_t group) {
+    XD_REQUIRE(plan == group, "plan: made for ", what, " = ", plan, ", used with ", what, " = ",
+               group);
+  };
+  require("rank", header_.rank, binding.rank);
+  require("num_ranks", header_.ranks, c.ranks);
+  require("num_experts", header_.experts, c.experts);
+  require("layout", header_.layout, c.layout);
+  require("alignment", header_.alignment, c.alignment);
+  require("recv_capacity", header_.capacity, c.capacity);
+  XD_REQUIRE(header_.capacities == binding.capacities,
+             "plan: made for other receive capacities of the peers than this group's");
+  XD_REQUIRE(header_.tokens <= c.max_tokens && header_.topk <= c.max_topk, "plan: made for ",
+             header_.tokens, " tokens and top-", header_.topk, ", the group's bounds are ",
+             c.max_tokens, " and ", c.max_topk);
+}
+
+void seal_plan(std::byte* plan) {
+  PlanHeader header;
+  std::memcpy(&header, plan, sizeof(header));
+  const PlanMap map = map_of(header);
+  header.magic = PlanHeader::kMagic;
+  header.version = PlanHeader::kVersion;
+  header.bytes = map.end;
+  std::memcpy(plan, &header, sizeof(header));
+  header.checksum = checksum_of(plan, map);
+  std::memcpy(plan, &header, sizeof(header));
+}
+
+std::size_t plan_size(const Config& config) {
+  return PlanMap::make(config.local_experts, config.max_tokens, config.max_topk).end;
+}
+
+std::uint64_t hash_capacities(std::span<const std::int64_t> capacities) {
+  return hash_bytes(1, capacities.data(), capacities.size_bytes());
+}
+
+}  // namespace xd::ep

@@ -1,0 +1,142 @@
+// The plan: routing of one batch as plain bytes.
+//
+//   PlanHeader   sizes, results and a checksum over header and zones
+//   count[L]     int32: rows per local expert in this rank's receive tensor, without padding, after
+//                drops (RANK_MAJOR: pairs)
+//   offset[L+1]  int32: first row of each zone, and the end of the last, after drops
+//   code[T][K]   uint32: where the row of (token, k) lies, see RowCodec
+//
+// A plan is bound to its rank and to the sizes of its group, and to nothing else: it holds no
+// pointer and no identity of the group. Header and zones are covered by a checksum; codes are
+// bounds-checked when they are used.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/layout.h"
+#include "ep/config.h"
+
+namespace xd::ep {
+
+struct PlanHeader {
+  static constexpr std::uint64_t kMagic = 0x314E4C5044585858;  // "XXXDPLN1"
+  static constexpr std::uint32_t kVersion = 1;
+
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::int32_t rank;
+  std::int32_t ranks;
+  std::int32_t experts;
+  std::int32_t tokens;
+  std::int32_t topk;
+  std::int32_t layout;
+  std::int32_t alignment;
+  std::int32_t bad_id_rank;
+  std::int32_t overflow_rank;
+  std::int64_t recv_rows;          // min(total_rows, capacity)
+  std::int64_t total_rows;         // before any drop
+  std::int64_t bad_ids;            // over all ranks
+  std::int64_t overflow_needed;    // of overflow_rank
+  std::int64_t overflow_capacity;  // of overflow_rank
+  std::uint64_t capacities;        // hash of all ranks' capacities
+  std::int64_t capacity;           // of this rank
+  std::uint64_t fingerprint;
+  std::uint64_t epoch;
+  std::uint64_t bytes;     // of the whole plan
+  std::uint64_t checksum;  // of all before it, and of the zones
+};
+static_assert(sizeof(PlanHeader) == 136);
+
+struct PlanMap {
+  std::uint64_t count, offset, code, end;
+
+  static constexpr PlanMap make(int local_experts, int tokens, int topk) {
+    LayoutCursor cursor;
+    PlanMap map{};
+    cursor.place<PlanHeader>(1);
+    map.count = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts));
+    map.offset = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts) + 1);
+    map.code = cursor.place<std::uint32_t>(
+        static_cast<std::uint64_t>(tokens) * static_cast<std::uint64_t>(topk), 16);
+    map.end = cursor.place<std::byte>(0, 16);
+    return map;
+  }
+};
+
+// What a code says: the row's place, and in RANK_MAJOR the local expert of this choice there.
+struct RowRef {
+  int rank;
+  std::int64_t row;
+  int expert;
+};
+
+// Packs rank, row and (RANK_MAJOR) local expert of one choice into 32 bits. All ranks' receive
+// capacities laid end to end give every row a number of its own; RANK_MAJOR multiplies it by L and
+// adds the local expert. Throws INVALID_ARGUMENT if that does not fit.
+class RowCodec {
+ public:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+
+  RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout, int local_experts);
+
+  std::uint32_t encode(RowRef ref) const {
+    const auto global =
+        base_[static_cast<std::size_t>(ref.rank)] + static_cast<std::uint64_t>(ref.row);
+    return static_cast<std::uint32_t>(global * experts_ + static_cast<std::uint64_t>(ref.expert));
+  }
+
+  // False for kNone and for every number that is no row: damaged plans stay inside the tensors.
+  bool decode(std::uint32_t code, RowRef& ref) const {
+    const std::uint64_t global = code / experts_;
+    if (global >= base_.back()) return false;
+    const auto next = std::upper_bound(base_.begin(), base_.end(), global);
+    ref.rank = static_cast<int>(next - base_.begin()) - 1;
+    ref.row = static_cast<std::int64_t>(global - *(next - 1));
+    ref.expert = static_cast<int>(code % experts_);
+    return true;
+  }
+
+ private:
+  std::vector<std::uint64_t> base_;  // [W+1] prefix sums of the capacities
+  std::uint32_t experts_;            // L in RANK_MAJOR, else 1
+};
+
+// What a plan must agree with: the group it is used in.
+struct PlanBinding {
+  int rank;
+  const Config* config;
+  std::uint64_t capacities;
+};
+
+// A checked plan in the caller's memory.
+class PlanView {
+ public:
+  // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version.
+  static PlanView open(const void* plan, std::size_t bytes);
+
+  // Throws INVALID_ARGUMENT unless the plan is of this rank and of a group of these sizes.
+  void require_binding(const PlanBinding& binding) const;
+
+  const PlanHeader& header() const { return header_; }
+  std::int32_t count(int e) const { return counts_[e]; }
+  std::int32_t offset(int e) const { return offsets_[e]; }
+  const std::uint32_t* codes(std::int64_t token) const { return codes_ + token * header_.topk; }
+
+ private:
+  PlanHeader header_{};
+  const std::int32_t* counts_ = nullptr;
+  const std::int32_t* offsets_ = nullptr;
+  const std::uint32_t* codes_ = nullptr;
+};
+
+// Fills in magic, version, size and checksum of a plan whose other fields and zones are written.
+void seal_plan(std::byte* plan);
+
+std::size_t plan_size(const Config& config);
+std::uint64_t hash_capacities(std::span<const std::int64_t> capacities);
+
+}  // namespace xd::ep

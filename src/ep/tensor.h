@@ -1,0 +1,51 @@
+// A tensor of a call: a DLTensor after its checks.
+#pragma once
+
+#include <dlpack/dlpack.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+
+namespace xd::ep {
+
+struct Tensor {
+  const char* name = "";
+  std::byte* data = nullptr;
+  DType type = DType::u8;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;  // 1 for a one-dimensional tensor
+  bool given = false;
+
+  explicit operator bool() const { return given; }
+  std::uint64_t row_bytes() const { return static_cast<std::uint64_t>(cols) * dtype_bytes(type); }
+  std::uint64_t bytes() const { return static_cast<std::uint64_t>(rows) * row_bytes(); }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data);
+  }
+};
+
+// What a tensor argument must look like; everything else is INVALID_ARGUMENT with name, expected
+// and got.
+struct TensorSpec {
+  const char* name;
+  int ndim;
+  std::span<const DType> types;
+  DLDeviceType device;
+  bool optional = false;
+};
+
+// A tensor with `given` = false for an optional one that is NULL.
+Tensor read_tensor(const DLTensor* tensor, const TensorSpec& spec);
+
+// Checks a dimension: `what` says what it must equal.
+void require_rows(const Tensor& tensor, std::int64_t rows, const char* what);
+void require_cols(const Tensor& tensor, std::int64_t cols, const char* what);
+void require_same_type(const Tensor& tensor, const Tensor& other);
+// Two optional tensors of which one makes no sense without the other.
+void require_together(const Tensor& a, const Tensor& b);
+
+}  // namespace xd::ep

@@ -1,0 +1,125 @@
+// What the ranks of a group write into one another's memory, and where.
+//
+//   area of rank r     written by        means
+//   record[slot][src]  src, once per op  src has entered operation `epoch`: what it is about to do,
+//                                        and where its receive tensors lie. Released by its epoch.
+//   done[slot][src]    src, once per op  src touches r's memory no more in operation `epoch`
+//   counts[slot][src]  src, in prepare   src's counts; each word carries the epoch's low half
+//   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that src
+//                                        still sends after drops; before its done flag
+//   rows, scales,      peers             staging for receive tensors outside symmetric memory
+//   weights, indices
+//
+// slot = epoch mod 2. Nothing is ever cleared: every flag and word says which epoch it belongs to.
+// A slot is free again when it comes round: a rank enters operation n + 2 only after all peers' done
+// flags of n + 1, and a peer raises that one only after it has read everything of operation n.
+//
+// Order, for every flag: its writer stores what it announces, then the flag with release; a reader
+// loads the flag with acquire, then reads. Count words need no order: each is whole by itself.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/layout.h"
+#include "ep/config.h"
+#include "ep/placement.h"
+
+namespace xd::ep {
+
+// Where a receive tensor of the writer lies, in 64 bits: what it lies in (0 = not given, 1 = the
+// group's memory, 2 + s = segment s of the heap) above 48 bits of offset.
+class TensorPlace {
+ public:
+  static constexpr std::uint64_t kNone = 0, kGroup = 1, kHeap = 2;
+  static constexpr int kOffsetBits = 48;
+
+  TensorPlace() = default;
+  TensorPlace(std::uint64_t base, std::uint64_t offset) : bits_(base << kOffsetBits | offset) {}
+  explicit operator bool() const { return bits_ != 0; }
+  std::uint64_t base() const { return bits_ >> kOffsetBits; }
+  std::uint64_t offset() const { return bits_ & ((std::uint64_t{1} << kOffsetBits) - 1); }
+
+ private:
+  std::uint64_t bits_ = 0;
+};
+
+enum RecordFlags : std::uint8_t {
+  kHasScales = 1 << 0,
+  kHasWeights = 1 << 1,
+  kHasIndices = 1 << 2,
+  kQuantised = 1 << 3,
+  kHasRows = 1 << 4,
+  kHasExpertOut = 1 << 5,
+  kHasGradWeights = 1 << 6,
+  kWideIndices = 1 << 7,  // recv_topk_idx is int64 here: the owner's choice, not compared
+};
+
+// What a rank says when it enters an operation. Everything but the places, the number of rows and
+// kWideIndices must be equal on all ranks.
+struct Record {
+  std::uint8_t status = 0;  // an xd_status: what is wrong with this rank's call
+  std::uint8_t operation = 0;
+  std::uint8_t dtype = 0;  // a DType
+  std::uint8_t flags = 0;
+  std::uint32_t row_bytes = 0;
+  std::uint32_t extra = 0;  // dispatch: bytes of a scale row; prepare: top-k
+  std::uint32_t rows = 0;   // of each receive tensor
+  std::uint64_t fingerprint = 0;
+  TensorPlace rows_in;     // receive rows that peers read or write
+  TensorPlace scales_in;   // dispatch: receive scales; combine_bwd: expert_out
+  TensorPlace weights_in;  // receive weights that peers read or write
+  TensorPlace extra_in;    // dispatch: receive indices; combine_bwd: grad_weights
+};
+
+struct EntryRecord {
+  Record record;
+  std::atomic<std::uint64_t> epoch;
+};
+static_assert(sizeof(EntryRecord) == 64 && alignof(EntryRecord) == 8);
+
+struct alignas(64) DoneFlag {
+  std::atomic<std::uint64_t> epoch;
+};
+
+// A count and the epoch it belongs to, in one word that is written and read whole.
+constexpr std::uint64_t count_word(std::uint32_t count, std::uint64_t epoch) {
+  return std::uint64_t{count} << 32 | (epoch & 0xFFFFFFFF);
+}
+constexpr bool count_is_of(std::uint64_t word, std::uint64_t epoch) {
+  return (word & 0xFFFFFFFF) == (epoch & 0xFFFFFFFF);
+}
+constexpr std::uint32_t count_of(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> 32);
+}
+
+// Byte offsets inside the memory that a rank of a group shares.
+struct GroupMap {
+  std::uint64_t record, done, counts, kept, staging, rows, scales, weights, indices, end;
+
+  // `config` is that of the rank whose memory this is.
+  static GroupMap make(const Config& config) {
+    const auto ranks = static_cast<std::uint64_t>(config.ranks);
+    const auto local = static_cast<std::uint64_t>(config.local_experts);
+    const bool keeps = !config.expert_major() && config.overflow == XD_EP_OVERFLOW_DROP;
+    const std::uint64_t staged = config.staging ? static_cast<std::uint64_t>(config.capacity) : 0;
+    const std::uint64_t values = staged * config.weights_per_row();
+    LayoutCursor cursor;
+    GroupMap map{};
+    map.record = cursor.place<EntryRecord>(2 * ranks, 64);
+    map.done = cursor.place<DoneFlag>(2 * ranks);
+    map.counts = cursor.place<std::atomic<std::uint64_t>>(
+        2 * ranks * CountLayout{config.experts, config.ranks}.size(), 64);
+    map.kept = cursor.place<std::uint32_t>(keeps ? ranks * local : 0, 64);
+    map.staging = cursor.place<std::byte>(0, 256);
+    map.rows = cursor.place<std::byte>(staged * config.max_row_bytes, 256);
+    map.scales = cursor.place<std::byte>(staged * config.max_scale_bytes, 256);
+    map.weights = cursor.place<float>(values, 256);
+    map.indices = cursor.place<std::int64_t>(config.expert_major() ? 0 : values, 256);
+    map.end = cursor.place<std::byte>(0, 256);
+    return map;
+  }
+};
+
+}  // namespace xd::ep
