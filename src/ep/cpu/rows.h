@@ -1,0 +1,69 @@
+// Arithmetic and copies of the CPU executor, on single rows, with equal bits on every SIMD target.
+//
+// Rows of payload types start at a multiple of 16 bytes and are a multiple of 16 bytes long.
+//
+// Rounding is to nearest, ties to even, as IEEE 754 defines it: overflow gives infinity, results
+// below the smallest normal number are denormal. NaN:
+//   - a row that is only copied (one unweighted term) keeps sign and payload of a NaN, as far as
+//     the payload fits the type, and a signalling NaN becomes quiet;
+//   - a NaN that comes out of arithmetic (any weight, two terms or more) is the quiet NaN without
+//     sign and payload: 0x7fc0, 0x7e00, 0x7fc00000. Processors differ in which operand's payload
+//     they would pass on.
+// Conversions do not depend on the thread's flush-to-zero modes (FTZ, DAZ); float32 sums and
+// products of denormal numbers do, as does everything on a rounding mode other than nearest.
+#pragma once
+
+#include <cstddef>
+
+namespace xd::rows {
+
+enum class Type { bf16, f16, f32 };
+
+// Where stores go. `streaming` bypasses the caches: for outputs that are larger than these. Such
+// stores are weakly ordered: call flush() before a flag says that they have happened.
+enum class Store { cached, streaming };
+
+// Copies any number of bytes between any addresses; the ranges do not overlap.
+void copy(void* dst, const void* src, std::size_t bytes, Store store);
+
+// The same to `count` destinations; the source is fetched from memory once.
+void copy_to_many(void* const* dsts, int count, const void* src, std::size_t bytes, Store store);
+
+void zero(void* dst, std::size_t bytes, Store store);
+
+// Makes this thread's streaming stores visible before any later store of its own.
+void flush();
+
+// The terms of a sum: rows in order, divided into partial sums of at least one row each. Partial p
+// has rows [partial_ends[p - 1], partial_ends[p]), the first one starts at 0; num_partials >= 1.
+struct Terms {
+  const void* const* rows;
+  const float* weights;  // one per row; nullptr: unweighted
+  const int* partial_ends;
+  int num_partials;
+};
+
+// out[i] = the sum over partials, in order, of round(sum over the partial's rows, in order), in
+// float32, rounded once to `type`. A weight multiplies its element first; that product is rounded
+// to float32 before it is added. The first term starts a sum (nothing is added to a zero), so that
+// a sum of one -0 is -0. `out` may be one of the rows.
+void sum(Type type, void* out, const Terms& terms, std::size_t n, Store store);
+
+// out[i] = weight * row[i], rounded. `out` may be `row`.
+void scale(Type type, void* out, const void* row, float weight, std::size_t n, Store store);
+
+// Sum over i of a[i] * b[i] in float32. Sixteen sums start at +0; sum i mod 16 takes product i,
+// rounded before it is added. They are then added pairwise, j and j + 8, j + 4, j + 2, j + 1.
+float dot(Type type, const void* a, const void* b, std::size_t n);
+
+// Columns that share one scale in quantise_e4m3.
+inline constexpr std::size_t kQuantiseBlock = 128;
+
+// Quantises n bf16 elements, a multiple of 128, to float8_e4m3fn bytes with n / 128 scales.
+// Per block: amax = the largest finite |x|; scale = amax / 448 in float32, at least 2^-126, and 1
+// if amax is 0; element = x * (1 / scale) in float32, limited to [-448, 448], rounded to nearest,
+// ties to even. Infinities become +-448; NaN becomes 0x7f with its sign. Scales need no alignment
+// beyond a float's. x * (1 / scale) of a denormal x depends on DAZ, nothing else does.
+void quantise_e4m3(void* out, float* scales, const void* bf16_row, std::size_t n, Store store);
+
+}  // namespace xd::rows

@@ -1,0 +1,179 @@
+// Conversions between payload types and float32 on vectors of 32-bit words, once per SIMD target.
+//
+// A word holds two 16-bit elements, even index in the low half, or one float32. Elements of a word
+// are unpacked to one float vector per half, so no lane ever moves: sums are elementwise.
+//
+// Integer arithmetic throughout, with one exception: denormal results are rounded by adding a
+// constant whose last place is the format's, which is exact and out of reach of FTZ and DAZ.
+
+// Per-target include guard.
+#if defined(CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_
+#undef CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_
+#else
+#define CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_
+#endif
+
+#include <hwy/highway.h>
+
+#include <cstdint>
+
+HWY_BEFORE_NAMESPACE();
+namespace xd::rows::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// D is always a tag of uint32_t lanes; its float vector has the same lanes.
+template <class D>
+using FloatTag = hn::RebindToFloat<D>;
+template <class D>
+using Words = hn::Vec<D>;
+template <class D>
+using Floats = hn::Vec<FloatTag<D>>;
+
+template <class D>
+HWY_INLINE Words<D> bits(D d, Floats<D> v) {
+  return hn::BitCast(d, v);
+}
+
+template <class D>
+HWY_INLINE Floats<D> floats(D, Words<D> v) {
+  return hn::BitCast(FloatTag<D>(), v);
+}
+
+template <class D>
+HWY_INLINE hn::Mask<D> is_nan(D d, Floats<D> v) {
+  return hn::RebindMask(d, hn::IsNaN(v));
+}
+
+// a < b for words below 2^31: signed comparison is the cheap one.
+template <class D>
+HWY_INLINE hn::Mask<D> less(D d, Words<D> a, Words<D> b) {
+  const hn::RebindToSigned<D> di;
+  return hn::RebindMask(d, hn::Lt(hn::BitCast(di, a), hn::BitCast(di, b)));
+}
+
+// word + half of the last place that stays when kDropped low bits are cut; ties go to even.
+template <int kDropped, class D>
+HWY_INLINE Words<D> round_up_bits(D d, Words<D> word) {
+  const auto odd = hn::And(hn::ShiftRight<kDropped>(word), hn::Set(d, 1u));
+  return hn::Add(hn::Add(word, hn::Set(d, (1u << (kDropped - 1)) - 1)), odd);
+}
+
+// A small float format by its bits: kMantissa mantissa bits, exponent bias kBias.
+template <int kMantissa, int kBias>
+struct SmallFloat {
+  static constexpr int kDropped = 23 - kMantissa;
+  static constexpr std::uint32_t kRebias = 127u - kBias;
+  static constexpr std::uint32_t kMinNormal = (kRebias + 1) << 23;  // as float32 bits
+  // The power of two whose last place in float32 is the format's smallest denormal.
+  static constexpr std::uint32_t kDenormalMagic = (kRebias + 1 + kDropped) << 23;
+
+  // Magnitude bits of |v|, given as float32 bits; right up to where the exponent overflows.
+  template <class D>
+  static HWY_INLINE Words<D> round(D d, Words<D> magnitude) {
+    const auto normal = hn::Sub(hn::ShiftRight<kDropped>(round_up_bits<kDropped>(d, magnitude)),
+                                hn::Set(d, kRebias << kMantissa));
+    const auto magic = hn::Set(d, kDenormalMagic);
+    const auto denormal = hn::Sub(bits(d, hn::Add(floats(d, magnitude), floats(d, magic))), magic);
+    return hn::IfThenElse(less(d, magnitude, hn::Set(d, kMinNormal)), denormal, normal);
+  }
+};
+
+struct Bf16 {
+  static constexpr std::size_t kPerWord = 2;
+
+  template <class D>
+  static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& even, Floats<D>& odd) {
+    even = floats(d, hn::ShiftLeft<16>(words));
+    odd = floats(d, hn::And(words, hn::Set(d, 0xffff0000u)));
+  }
+  template <class D>
+  static HWY_INLINE Words<D> pack(D d, Floats<D> even, Floats<D> odd) {
+    return hn::Or(hn::ShiftRight<16>(rounded_bits(d, even)), bits(d, round(d, odd)));
+  }
+  template <class D>
+  static HWY_INLINE Floats<D> round(D d, Floats<D> v) {
+    return floats(d, hn::And(rounded_bits(d, v), hn::Set(d, 0xffff0000u)));
+  }
+
+ private:
+  // The result is in the upper half; the lower one is not cleared.
+  template <class D>
+  static HWY_INLINE Words<D> rounded_bits(D d, Floats<D> v) {
+    const auto quiet = hn::Or(bits(d, v), hn::Set(d, 0x00400000u));
+    return hn::IfThenElse(is_nan(d, v), quiet, round_up_bits<16>(d, bits(d, v)));
+  }
+};
+
+struct F16 {
+  static constexpr std::size_t kPerWord = 2;
+
+  template <class D>
+  static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& even, Floats<D>& odd) {
+    even = widen(d, hn::And(words, hn::Set(d, 0xffffu)));
+    odd = widen(d, hn::ShiftRight<16>(words));
+  }
+  template <class D>
+  static HWY_INLINE Words<D> pack(D d, Floats<D> even, Floats<D> odd) {
+    return hn::Or(narrow(d, even), hn::ShiftLeft<16>(narrow(d, odd)));
+  }
+  template <class D>
+  static HWY_INLINE Floats<D> round(D d, Floats<D> v) {
+    return widen(d, narrow(d, v));
+  }
+
+ private:
+  template <class D>
+  static HWY_INLINE Floats<D> widen(D d, Words<D> half) {
+    const auto magnitude = hn::And(half, hn::Set(d, 0x7fffu));
+    const auto rebias = hn::Set(d, 112u << 23);
+    const auto normal = hn::Add(hn::ShiftLeft<13>(magnitude), rebias);
+    // Exponent 31, infinity and NaN, goes to 255: the same step once more.
+    const auto large =
+        hn::IfThenElse(less(d, magnitude, hn::Set(d, 0x7c00u)), normal, hn::Add(normal, rebias));
+    const hn::RebindToSigned<D> di;
+    const auto denormal = hn::Mul(hn::ConvertTo(FloatTag<D>(), hn::BitCast(di, magnitude)),
+                                  hn::Set(FloatTag<D>(), 0x1p-24f));
+    const auto value =
+        hn::IfThenElse(less(d, magnitude, hn::Set(d, 0x400u)), bits(d, denormal), large);
+    const auto sign = hn::ShiftLeft<16>(hn::And(half, hn::Set(d, 0x8000u)));
+    return floats(d, hn::Or(value, sign));
+  }
+  template <class D>
+  static HWY_INLINE Words<D> narrow(D d, Floats<D> v) {
+    const auto magnitude = hn::And(bits(d, v), hn::Set(d, 0x7fffffffu));
+    const auto sign = hn::And(hn::ShiftRight<16>(bits(d, v)), hn::Set(d, 0x8000u));
+    const auto infinity = hn::Set(d, 0x7c00u);
+    const auto payload = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(d, 0x3ffu));
+    const auto nan = hn::Or(payload, hn::Set(d, 0x7e00u));
+    // From 2^16 on; what rounds up to 2^16 from below carries into infinity by itself.
+    const auto overflow = hn::IfThenElse(is_nan(d, v), nan, infinity);
+    const auto finite = SmallFloat<10, 15>::round(d, magnitude);
+    const auto value =
+        hn::IfThenElse(less(d, magnitude, hn::Set(d, 0x47800000u)), finite, overflow);
+    return hn::Or(value, sign);
+  }
+};
+
+struct F32 {
+  static constexpr std::size_t kPerWord = 1;
+
+  template <class D>
+  static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& v, Floats<D>&) {
+    v = floats(d, words);
+  }
+  template <class D>
+  static HWY_INLINE Words<D> pack(D d, Floats<D> v, Floats<D>) {
+    const auto quiet = hn::IfThenElseZero(is_nan(d, v), hn::Set(d, 0x00400000u));
+    return hn::Or(bits(d, v), quiet);
+  }
+  template <class D>
+  static HWY_INLINE Floats<D> round(D, Floats<D> v) {
+    return v;
+  }
+};
+
+}  // namespace xd::rows::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

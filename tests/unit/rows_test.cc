@@ -1,0 +1,346 @@
+// Row arithmetic: every SIMD target of this machine gives the bits of the scalar definition.
+#include "ep/cpu/rows.h"
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <cstring>
+#include <random>
+
+#include "unit/rows_reference.h"
+
+#if HWY_ARCH_X86
+#include <xmmintrin.h>
+#endif
+
+namespace {
+
+namespace ref = rows_reference;
+using xd::rows::Store;
+using xd::rows::Type;
+
+struct Payload {
+  Type type;
+  ref::Format format;
+  const char* name;
+  std::size_t bytes() const { return static_cast<std::size_t>(format.bits) / 8; }
+  std::size_t granule() const { return 16 / bytes(); }  // elements of 16 bytes
+};
+const Payload kPayloads[] = {
+    {Type::bf16, ref::kBf16, "bf16"}, {Type::f16, ref::kF16, "f16"}, {Type::f32, ref::kF32, "f32"}};
+constexpr Store kStores[] = {Store::cached, Store::streaming};
+
+// A 16-byte aligned row that is not 32-byte aligned, with guards around it that must not change.
+class Row {
+ public:
+  explicit Row(std::size_t bytes) : bytes_(bytes), memory_((bytes + 3 * kGuard) / 16, poison()) {}
+  Row(const Payload& p, const std::vector<std::uint32_t>& codes) : Row(codes.size() * p.bytes()) {
+    for (std::size_t i = 0; i < codes.size(); ++i) {
+      std::memcpy(data() + i * p.bytes(), &codes[i], p.bytes());  // little endian
+    }
+  }
+  unsigned char* data() {
+    const auto start = reinterpret_cast<std::uintptr_t>(memory_.data());
+    auto* const bytes = reinterpret_cast<unsigned char*>(memory_.data());
+    return bytes + ((start + kGuard + 31) / 32 * 32 + 16 - start);
+  }
+  std::uint32_t code(const Payload& p, std::size_t i) {
+    std::uint32_t code = 0;
+    std::memcpy(&code, data() + i * p.bytes(), p.bytes());
+    return code;
+  }
+  bool guards_intact() {
+    for (const unsigned char* b = data() - kGuard / 2; b < data() + bytes_ + kGuard / 2; ++b) {
+      if (b == data()) b += bytes_;
+      if (*b != 0xa5) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::size_t kGuard = 64;
+  struct alignas(16) Chunk {
+    unsigned char bytes[16];
+  };
+  static Chunk poison() {
+    Chunk chunk;
+    std::memset(chunk.bytes, 0xa5, sizeof(chunk.bytes));
+    return chunk;
+  }
+  std::size_t bytes_;
+  std::vector<Chunk> memory_;
+};
+
+class RowsOnTarget : public testing::TestWithParam<std::int64_t> {
+ protected:
+  void SetUp() override { choose(GetParam()); }
+  void TearDown() override { choose(0); }
+
+ private:
+  static void choose(std::int64_t target) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(All, RowsOnTarget, testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
+                         [](const auto& target) { return hwy::TargetName(target.param); });
+
+// Random codes of a format: half of them of moderate size, so that sums round instead of
+// saturating, the others any pattern at all.
+std::vector<std::uint32_t> random_codes(const Payload& p, std::size_t n, std::mt19937& random) {
+  std::normal_distribution<double> moderate(0.0, 2.0);
+  std::vector<std::uint32_t> codes(n);
+  for (auto& code : codes) {
+    const std::uint32_t any = random() >> (32 - p.format.bits);
+    code = random() % 2 != 0 ? ref::encode(p.format, moderate(random)) : any;
+  }
+  return codes;
+}
+
+TEST_P(RowsOnTarget, EveryValueOf16BitsWidensExactly) {
+  for (const Payload& p : {kPayloads[0], kPayloads[1]}) {
+    for (std::uint32_t code = 0; code < 0x10000; ++code) {
+      Row value(p, std::vector<std::uint32_t>(16, 0)), one = value;
+      const std::uint32_t at = code % 16;
+      const std::uint32_t unit = ref::encode(p.format, 1.0);
+      std::memcpy(value.data() + at * 2, &code, 2);
+      std::memcpy(one.data() + at * 2, &unit, 2);
+      const double got = xd::rows::dot(p.type, value.data(), one.data(), 16);
+      const double want = ref::decode(p.format, code);
+      ASSERT_TRUE(got == want || (std::isnan(got) && std::isnan(want)))
+          << p.name << " 0x" << std::hex << code << ": got " << got << ", want " << want;
+    }
+  }
+}
+
+// Sets the processor's flush-to-zero modes, where it has them, for one scope.
+class FlushDenormals {
+ public:
+#if HWY_ARCH_X86
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#endif
+};
+
+void expect_one_row_is_copied(const Payload& p) {
+  std::mt19937 random(1);
+  std::vector<std::uint32_t> codes(0x10000);
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    codes[i] = p.format.bits == 16 ? static_cast<std::uint32_t>(i) : random();
+    if (p.format.bits == 32 && i % 4 == 0) codes[i] |= 0x7f800000u;   // infinities and NaNs
+    if (p.format.bits == 32 && i % 4 == 1) codes[i] &= ~0x7f800000u;  // denormals
+  }
+  Row in(p, codes), out(codes.size() * p.bytes());
+  const void* row = in.data();
+  const int end = 1;
+  xd::rows::sum(p.type, out.data(), {&row, nullptr, &end, 1}, codes.size(), Store::streaming);
+  xd::rows::flush();
+  EXPECT_TRUE(out.guards_intact());
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    ASSERT_EQ(out.code(p, i), ref::quieted(p.format, codes[i])) << p.name << " " << i;
+  }
+}
+
+TEST_P(RowsOnTarget, OneUnweightedRowIsCopiedWithNaNsMadeQuiet) {
+  for (const Payload& p : kPayloads) expect_one_row_is_copied(p);
+}
+
+TEST_P(RowsOnTarget, ConversionsKeepDenormalsWhereTheThreadFlushesThem) {
+  const FlushDenormals flush;
+  for (const Payload& p : kPayloads) expect_one_row_is_copied(p);
+}
+
+// scale(1.0, weight) rounds the weight itself: each value, the midpoint to its upper neighbour, and
+// the float32 numbers on both sides of that.
+TEST_P(RowsOnTarget, Float32RoundsToNearestEvenAtEveryMidpoint) {
+  for (const Payload& p : {kPayloads[0], kPayloads[1]}) {
+    const std::vector<std::uint32_t> ones(p.granule(), ref::encode(p.format, 1.0));
+    Row in(p, ones), out(16);
+    const std::uint32_t infinity = ref::encode(p.format, INFINITY);
+    for (std::uint32_t code = 0; code < 0x10000; ++code) {
+      const std::uint32_t magnitude = code & 0x7fff;
+      // Past the largest finite value, the neighbour is where the next power of two would be.
+      const double low = ref::decode(p.format, code);
+      const double high = magnitude + 1 == infinity ? 2 * low - ref::decode(p.format, code - 1)
+                                                    : ref::decode(p.format, code + 1);
+      const auto middle = static_cast<float>(magnitude < infinity ? (low + high) / 2 : low);
+      for (const float x : {static_cast<float>(low), middle, std::nextafterf(middle, INFINITY),
+                            std::nextafterf(middle, -INFINITY)}) {
+        xd::rows::scale(p.type, out.data(), in.data(), x, p.granule(), Store::cached);
+        ASSERT_EQ(out.code(p, code % p.granule()), ref::encode(p.format, x))
+            << p.name << " of " << std::hexfloat << x;
+      }
+    }
+  }
+}
+
+TEST_P(RowsOnTarget, SumsMatchTheDefinitionBitForBit) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 300; ++round) {
+    const Payload& p = kPayloads[round % 3];
+    const std::size_t n = p.granule() * (1 + random() % 40);
+    const bool weighted = random() % 2 != 0;
+    std::vector<int> ends;
+    int rows = 0;
+    for (std::size_t i = 0, count = 1 + random() % 4; i < count; ++i) {
+      ends.push_back(rows += 1 + static_cast<int>(random() % 4));
+    }
+    std::vector<Row> inputs;
+    std::vector<const void*> pointers;
+    std::vector<float> weights;
+    inputs.reserve(static_cast<std::size_t>(rows));
+    for (int r = 0; r < rows; ++r) {
+      inputs.emplace_back(p, random_codes(p, n, random));
+      pointers.push_back(inputs.back().data());
+      weights.push_back(static_cast<float>(random() % 2000) / 1000.0f - 1.0f);
+    }
+    Row out(n * p.bytes());
+    xd::rows::sum(p.type, out.data(),
+                  {pointers.data(), weighted ? weights.data() : nullptr, ends.data(),
+                   static_cast<int>(ends.size())},
+                  n, kStores[random() % 2]);
+    xd::rows::flush();
+    EXPECT_TRUE(out.guards_intact());
+    for (std::size_t i = 0; i < n; ++i) {
+      std::vector<std::vector<ref::Term>> partials;
+      for (std::size_t r = 0, q = 0; q < ends.size(); ++q) {
+        partials.emplace_back();
+        for (; r < static_cast<std::size_t>(ends[q]); ++r) {
+          partials.back().push_back({inputs[r].code(p, i), weights[r]});
+        }
+      }
+      ASSERT_EQ(out.code(p, i), ref::sum(p.format, partials, weighted))
+          << p.name << " round " << round << " element " << i;
+    }
+  }
+}
+
+TEST_P(RowsOnTarget, SumOfOneNegativeZeroIsNegativeZero) {
+  for (const Payload& p : kPayloads) {
+    const std::uint32_t minus_zero = 1u << (p.format.bits - 1);
+    Row in(p, std::vector<std::uint32_t>(p.granule(), minus_zero)), out(16);
+    const void* row = in.data();
+    const int end = 1;
+    const float one = 1.0f;
+    for (const float* weight : {static_cast<const float*>(nullptr), &one}) {
+      xd::rows::sum(p.type, out.data(), {&row, weight, &end, 1}, p.granule(), Store::cached);
+      EXPECT_EQ(out.code(p, 0), minus_zero) << p.name;
+    }
+  }
+}
+
+TEST_P(RowsOnTarget, ScaleWorksInPlace) {
+  std::mt19937 random(3);
+  for (const Payload& p : kPayloads) {
+    const auto codes = random_codes(p, p.granule() * 37, random);
+    Row row(p, codes);
+    xd::rows::scale(p.type, row.data(), row.data(), -0.7f, codes.size(), Store::cached);
+    for (std::size_t i = 0; i < codes.size(); ++i) {
+      ASSERT_EQ(row.code(p, i), ref::sum(p.format, {{{codes[i], -0.7f}}}, true)) << p.name;
+    }
+    EXPECT_TRUE(row.guards_intact());
+  }
+}
+
+TEST_P(RowsOnTarget, DotMatchesTheDefinitionBitForBit) {
+  std::mt19937 random(4);
+  std::normal_distribution<double> normal;
+  for (const Payload& p : kPayloads) {
+    for (std::size_t n = 0; n <= 300; n += p.granule()) {
+      std::vector<std::uint32_t> a(n), b(n);
+      for (auto* codes : {&a, &b}) {
+        for (auto& code : *codes) code = ref::encode(p.format, normal(random));
+      }
+      if (n % 5 == 4) a[n / 2] = ref::encode(p.format, n % 2 == 0 ? NAN : INFINITY);
+      const float got = xd::rows::dot(p.type, Row(p, a).data(), Row(p, b).data(), n);
+      ASSERT_EQ(std::bit_cast<std::uint32_t>(got),
+                std::bit_cast<std::uint32_t>(ref::dot(p.format, a, b)))
+          << p.name << " n = " << n;
+    }
+  }
+}
+
+// Reference for one block; the scale comes out through *scale.
+std::vector<std::uint8_t> quantised(const std::vector<std::uint32_t>& codes, float* scale) {
+  double amax = 0;
+  for (const auto code : codes) {
+    const double x = std::fabs(ref::decode(ref::kBf16, code));
+    if (std::isfinite(x)) amax = std::fmax(amax, x);
+  }
+  const double wanted = std::fmax(ref::div(amax, 448.0), std::ldexp(1.0, -126));
+  *scale = static_cast<float>(amax == 0 ? 1.0 : wanted);
+  std::vector<std::uint8_t> out;
+  for (const auto code : codes) {
+    const double x = ref::decode(ref::kBf16, code);
+    const double sign = (code & 0x8000) != 0 ? -1.0 : 1.0;
+    out.push_back(
+        ref::e4m3(std::isnan(x) ? sign : ref::mul(x, ref::div(1.0, *scale)), std::isnan(x)));
+  }
+  return out;
+}
+
+TEST_P(RowsOnTarget, QuantisedBlocksMatchTheDefinition) {
+  std::mt19937 random(5);
+  constexpr std::size_t kBlock = xd::rows::kQuantiseBlock;
+  for (int round = 0; round < 3000; ++round) {
+    const std::size_t blocks = 1 + random() % 3;
+    std::vector<std::uint32_t> codes(blocks * kBlock);
+    // Blocks of one magnitude, 2^-133 to 2^127; some with any pattern, some all zero.
+    std::normal_distribution<double> normal(
+        0.0, std::ldexp(1.0, static_cast<int>(random() % 261) - 134));
+    for (auto& code : codes) {
+      code = round % 7 == 0    ? random() >> 16
+             : round % 11 == 0 ? (random() % 2) << 15
+                               : ref::encode(ref::kBf16, normal(random));
+    }
+    Row in(kPayloads[0], codes), out(codes.size());
+    std::vector<float> scales(blocks + 1, -1.0f);
+    xd::rows::quantise_e4m3(out.data(), scales.data(), in.data(), codes.size(),
+                            kStores[random() % 2]);
+    xd::rows::flush();
+    for (std::size_t b = 0; b < blocks; ++b) {
+      const auto begin = codes.begin() + static_cast<std::ptrdiff_t>(b * kBlock);
+      float scale = 0;
+      const auto want = quantised({begin, begin + kBlock}, &scale);
+      ASSERT_EQ(std::bit_cast<std::uint32_t>(scales[b]), std::bit_cast<std::uint32_t>(scale));
+      for (std::size_t i = 0; i < kBlock; ++i) {
+        ASSERT_EQ(out.data()[b * kBlock + i], want[i])
+            << std::hex << "0x" << codes[b * kBlock + i] << " with scale " << scale;
+      }
+    }
+    EXPECT_EQ(scales[blocks], -1.0f);
+    EXPECT_TRUE(out.guards_intact());
+  }
+}
+
+TEST_P(RowsOnTarget, CopyAndZeroTakeAnySizeAndAlignment) {
+  std::mt19937 random(6);
+  std::vector<unsigned char> source(20000);
+  for (auto& byte : source) byte = static_cast<unsigned char>(random());
+  for (int round = 0; round < 2000; ++round) {
+    const std::size_t bytes = random() % (round % 10 == 0 ? 19000 : 300);
+    const std::size_t shift = random() % 70, from = random() % 500;
+    const Store store = kStores[random() % 2];
+    const int count = 1 + static_cast<int>(random() % 5);
+    std::vector<std::vector<unsigned char>> outs(
+        static_cast<std::size_t>(count), std::vector<unsigned char>(shift + bytes + 70, 0xa5));
+    auto want = outs[0];
+    std::vector<void*> starts;
+    for (auto& out : outs) starts.push_back(out.data() + shift);
+    xd::rows::copy_to_many(starts.data(), count, source.data() + from, bytes, store);
+    xd::rows::flush();
+    std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(from), bytes,
+                want.begin() + static_cast<std::ptrdiff_t>(shift));
+    for (const auto& out : outs) ASSERT_EQ(out, want) << bytes << " bytes at " << shift;
+    xd::rows::zero(starts[0], bytes, store);
+    xd::rows::flush();
+    std::fill_n(want.begin() + static_cast<std::ptrdiff_t>(shift), bytes, 0);
+    ASSERT_EQ(outs[0], want) << bytes << " zero bytes at " << shift;
+  }
+}
+
+}  // namespace
