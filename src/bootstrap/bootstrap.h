@@ -12,10 +12,9 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "bootstrap/wire.h"
 
 namespace xd {
-
-using Bytes = std::vector<std::byte>;
 
 class Bootstrap {
  public:

@@ -1,0 +1,97 @@
+#include "bootstrap/bootstrap.h"
+
+#include "base/error.h"
+#include "bootstrap/environment.h"
+#include "bootstrap/meeting_messages.h"
+#include "bootstrap/rendezvous.h"
+#include "bootstrap/unique_id.h"
+
+namespace xd {
+namespace {
+
+// A communicator of one rank has nobody to meet.
+class AloneBootstrap final : public Bootstrap {
+ public:
+  AloneBootstrap() : Bootstrap(0, 1) {}
+  std::vector<Bytes> all_gather(std::span<const std::byte> blob, const Deadline&) override {
+    return {Bytes(blob.begin(), blob.end())};
+  }
+};
+
+// Through the caller's all-gather, which bounds its own waiting.
+class CallbackBootstrap final : public Bootstrap {
+ public:
+  explicit CallbackBootstrap(const xd_comm_config& config)
+      : Bootstrap(config.rank, config.num_ranks),
+        call_(config.all_gather),
+        context_(config.all_gather_context) {}
+
+  // Every rank sends the same number of bytes whatever its blob: a size, then the blob, then zeros.
+  std::vector<Bytes> all_gather(std::span<const std::byte> blob, const Deadline&) override {
+    constexpr std::size_t kSlotBytes = sizeof(std::uint64_t) + kMaxBlob;
+    XD_CHECK(blob.size() <= kMaxBlob);
+    WireWriter slot;
+    slot.put(std::uint64_t{blob.size()});
+    slot.put_bytes(blob);
+    Bytes send = slot.take();
+    send.resize(kSlotBytes);
+    Bytes received(kSlotBytes * static_cast<std::size_t>(num_ranks()));
+    const int error = call_(context_, send.data(), received.data(), send.size());
+    if (error != 0)
+      fail(XD_ERROR_SYSTEM, "config.all_gather returned ", error, " on rank ", rank());
+
+    std::vector<Bytes> blobs;
+    WireReader in(received);
+    for (int r = 0; r < num_ranks(); ++r) {
+      WireReader from_rank(in.take_bytes(kSlotBytes));
+      const auto size = from_rank.take<std::uint64_t>();
+      if (size != blob.size())
+        fail(XD_ERROR_MISMATCH, "config.all_gather brought ", size, " bytes of rank ", r,
+             ", expected ", blob.size(), ": it mixes up calls, or rank ", r,
+             " runs another version of the library");
+      const auto bytes = from_rank.take_bytes(size);
+      blobs.emplace_back(bytes.begin(), bytes.end());
+    }
+    return blobs;
+  }
+
+ private:
+  xd_all_gather_fn call_;
+  void* context_;
+};
+
+void check_ranks(const xd_comm_config& config) {
+  XD_REQUIRE(config.num_ranks >= 1 && config.num_ranks <= kMaxRanks,
+             "config.num_ranks = ", config.num_ranks, ", expected 1 to ", kMaxRanks);
+  XD_REQUIRE(config.rank >= 0 && config.rank < config.num_ranks, "config.rank = ", config.rank,
+             ", expected 0 to ", config.num_ranks - 1);
+}
+
+std::unique_ptr<Bootstrap> by_environment(const xd_comm_config& config) {
+  if (config.num_ranks != 0) check_ranks(config);
+  if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  RankEnvironment environment = read_rank_environment(config);
+  if (environment.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  return meet_by_environment(std::move(environment));
+}
+
+}  // namespace
+
+std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
+  if (config.bootstrap == XD_BOOTSTRAP_ENVIRONMENT) return by_environment(config);
+  check_ranks(config);
+  if (config.bootstrap == XD_BOOTSTRAP_UNIQUE_ID) {
+    if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+    XD_REQUIRE(config.unique_id != nullptr,
+               "config.unique_id = NULL, expected an id from xd_unique_id_create");
+    return meet_at(decode_unique_id(*config.unique_id), config.rank, config.num_ranks);
+  }
+  XD_REQUIRE(config.bootstrap == XD_BOOTSTRAP_ALL_GATHER,
+             "config.bootstrap = ", static_cast<int>(config.bootstrap),
+             ", expected one of xd_bootstrap");
+  XD_REQUIRE(config.all_gather != nullptr, "config.all_gather = NULL, expected a function");
+  if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  return std::make_unique<CallbackBootstrap>(config);
+}
+
+}  // namespace xd

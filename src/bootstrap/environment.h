@@ -1,0 +1,26 @@
+// The environment that torchrun and its like give to each rank.
+#pragma once
+
+#include <crossdock/comm.h>
+
+#include <cstdint>
+#include <string>
+
+#include "bootstrap/secret.h"
+
+namespace xd {
+
+struct RankEnvironment {
+  int rank = 0;
+  int num_ranks = 0;
+  std::string master_address;
+  std::uint16_t first_port = 0;  // of those on which rank 0 may serve
+  std::uint16_t last_port = 0;
+  Secret secret{};
+};
+
+// Reads RANK and WORLD_SIZE (unless config.num_ranks > 0 gives both), MASTER_ADDR and MASTER_PORT.
+// Throws INVALID_ARGUMENT naming the variable that is missing or malformed.
+RankEnvironment read_rank_environment(const xd_comm_config& config);
+
+}  // namespace xd

@@ -1,0 +1,113 @@
+// How two ends of a connection convince each other that they know the same secret, without sending
+// it, and the frames that follow. No input or output happens here: bytes go in, bytes and a verdict
+// come out, so that sockets, tests and the fuzzer drive the same code.
+//
+//   client -> server   Hello   protocol version, sender, meeting, client's nonce
+//   server -> client   Hello   the same of the server
+//   client -> server   Proof   HMAC-SHA512-256(secret, "client" | client's Hello | server's Hello)
+//   server -> client   Proof   the same over "server"
+//
+// Until the client's proof holds, the server reads nothing but these two fixed-size frames and
+// proves nothing itself. The proofs cover both hellos, hence also who the ends say they are. They
+// do not cover what is sent afterwards: like the rest of the library, they keep strangers out of a
+// connection, not somebody who can rewrite packets on the way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "bootstrap/secret.h"
+#include "bootstrap/wire.h"
+
+namespace xd {
+
+// Raised whenever any message of the bootstrap or the mesh changes. The layout of Hello up to and
+// including `version` never changes, so that versions can tell each other apart.
+inline constexpr std::uint32_t kProtocolVersion = 1;
+
+enum class Side : std::uint32_t { client = 1, server = 2 };
+
+struct Hello {
+  std::array<char, 8> magic;
+  std::uint32_t version;
+  Side side;
+  std::uint64_t sender;  // who speaks, in the terms of the protocol above; the mesh puts its rank
+  Tag meeting;           // says which of several meetings is meant, before any proof
+  Nonce nonce;
+};
+static_assert(sizeof(Hello) == 72);
+
+enum class Refusal {
+  none,
+  not_crossdock,  // the bytes are no hello of the other side
+  version,        // crossdock, but another protocol version
+  other_meeting,  // a hello for something that another secret protects
+  wrong_proof
+};
+
+class Handshake {
+ public:
+  Handshake(Side side, const Secret& secret, std::uint64_t sender = 0,
+            std::uint32_t version = kProtocolVersion);
+
+  // Bytes to send now; empty if there are none. After a refusal there may still be some, so that
+  // the other end learns the version spoken here.
+  Bytes take_output();
+  // Bytes still missing of the frame expected next; 0 = the handshake is over.
+  std::size_t wanted() const;
+  // Takes at most wanted() bytes, as they come, and returns how many.
+  std::size_t receive(std::span<const std::byte> bytes);
+
+  bool proven() const { return step_ == Step::proven; }
+  Refusal refusal() const { return refusal_; }
+  const std::string& refusal_text() const { return refusal_text_; }  // "" = not refused
+  bool peer_greeted() const { return step_ != Step::hello && step_ != Step::refused; }
+  std::uint64_t peer_sender() const { return peer_.sender; }  // vouched for once proven()
+
+ private:
+  enum class Step { hello, proof, proven, refused };
+
+  void on_hello();
+  void on_proof();
+  void refuse(Refusal refusal, std::string text);
+  template <class T>
+  void send(const T& frame);
+  Bytes transcript(Side prover) const;
+
+  Side side_;
+  Secret secret_;
+  Hello own_;
+  Hello peer_{};
+  Step step_ = Step::hello;
+  Bytes input_;
+  Bytes output_;
+  Refusal refusal_ = Refusal::none;
+  std::string refusal_text_;
+};
+
+// Reads one frame: a 32-bit length, then that many bytes. The length is checked before anything is
+// allocated.
+class FrameReader {
+ public:
+  explicit FrameReader(std::size_t max_bytes) : max_bytes_(max_bytes) {}
+
+  std::size_t wanted() const;  // 0 = complete, or refused
+  std::size_t receive(std::span<const std::byte> bytes);
+  bool complete() const { return length_ && payload_.size() == *length_; }
+  const std::string& refusal_text() const { return refusal_text_; }  // "" = not refused
+  const Bytes& payload() const { return payload_; }
+
+ private:
+  std::size_t max_bytes_;
+  Bytes prefix_;
+  std::optional<std::size_t> length_;
+  Bytes payload_;
+  std::string refusal_text_;
+};
+
+Bytes make_frame(std::span<const std::byte> payload);
+
+}  // namespace xd

@@ -1,0 +1,278 @@
+#include "bootstrap/meeting.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "bootstrap/rank_list.h"
+#include "bootstrap/tcp.h"
+
+namespace xd {
+namespace {
+
+constexpr int kOutOfDescriptorsPauseMs = 50;
+constexpr int kStrangerGraceMs = 1000;
+constexpr std::size_t kMaxRefusedTexts = 4;
+
+// Ranks are told shortly before their own patience ends, so that they get the names of the missing.
+Deadline answer_before(int remaining_ms) {
+  return Deadline::after_ms(remaining_ms - std::min(remaining_ms / 4, 250));
+}
+
+}  // namespace
+
+Meeting::Guest::Guest(UniqueFd connection, std::string peer, const Secret& secret)
+    : fd(std::move(connection)),
+      name(std::move(peer)),
+      handshake(Side::server, secret),
+      limit(Deadline::after_ms(kGuestLimitMs)) {}
+
+Meeting::Meeting(UniqueFd listener, MeetingOptions options)
+    : listener_(std::move(listener)), options_(options), accept_again_(Deadline::Clock::now()) {}
+
+void Meeting::run() noexcept {
+  try {
+    collect();
+    // From here on a rank that comes finds the port closed, not a meeting that will not have it.
+    listener_.reset();
+    answer_all();
+  } catch (const std::exception& error) {
+    log_warning("meeting point: ", error.what());
+  }
+}
+
+void Meeting::collect() {
+  while (!complete() && !stopped_) {
+    const Deadline end = end_of_waiting();
+    if (end.passed()) return;
+    wait_and_serve(end);
+  }
+}
+
+void Meeting::answer_all() {
+  const AnswerMessage message = result();
+  for (const auto& guest : guests_) {
+    if (guest->seated)
+      answer(*guest, message);
+    else if (!guest->answered)
+      refuse(*guest, "had not joined when the meeting ended", options_.expects_strangers);
+  }
+  const Deadline end = Deadline::after_ms(kGuestLimitMs);
+  while (wait_and_serve(end) && !end.passed()) {
+  }
+}
+
+int Meeting::num_seated() const {
+  return static_cast<int>(
+      std::count_if(guests_.begin(), guests_.end(), [](const auto& g) { return g->seated; }));
+}
+
+Deadline Meeting::end_of_waiting() const {
+  auto end = options_.deadline.when();
+  for (const auto& guest : guests_)
+    if (guest->seated) end = std::min(end, guest->limit.when());
+  return Deadline(end);
+}
+
+// Waits for something to happen and deals with it. False = there is nobody left to serve.
+bool Meeting::wait_and_serve(const Deadline& until) {
+  std::erase_if(guests_, [](const auto& guest) { return guest->closed(); });
+  auto wake = until.when();
+  std::vector<pollfd> items;
+  for (const auto& guest : guests_) {
+    if (!guest->seated) wake = std::min(wake, guest->limit.when());
+    const bool writes = !guest->output.empty();
+    items.push_back({guest->fd.get(), static_cast<short>(writes ? POLLIN | POLLOUT : POLLIN), 0});
+  }
+  if (listener_) {
+    const bool accepts = has_room();
+    if (!accepts) wake = std::min(wake, Deadline::after_ms(kOutOfDescriptorsPauseMs).when());
+    items.push_back({accepts ? listener_.get() : -1, POLLIN, 0});
+    items.push_back({options_.stop_fd, POLLIN, 0});
+  } else if (guests_.empty()) {
+    return false;
+  }
+  if (::poll(items.data(), items.size(), Deadline(wake).remaining_ms()) < 0 && errno != EINTR)
+    fail_errno("poll", errno);
+
+  for (std::size_t i = 0; i < guests_.size(); ++i) {
+    Guest& guest = *guests_[i];
+    if ((items[i].revents & POLLOUT) != 0) flush(guest);
+    if ((items[i].revents & ~POLLOUT) != 0 && !guest.closed()) read(guest);
+  }
+  if (listener_) {
+    stopped_ = items[items.size() - 1].revents != 0;
+    if (items[items.size() - 2].revents != 0) accept_guests();
+  }
+  close_overdue_guests();
+  return true;
+}
+
+// With many strangers at the door, those who have had their chance make room. Ranks need a few
+// milliseconds, so a flood of silent connections delays them and does not shut them out.
+bool Meeting::has_room() {
+  if (!accept_again_.passed()) return false;
+  const auto is_stranger = [](const auto& guest) { return guest->is_stranger(); };
+  const auto count = std::count_if(guests_.begin(), guests_.end(), is_stranger);
+  if (static_cast<std::size_t>(count) < kMaxStrangers) return true;
+  // Guests are kept in the order of their coming: the first stranger is the oldest.
+  Guest& oldest = **std::find_if(guests_.begin(), guests_.end(), is_stranger);
+  const auto latest = Deadline::after_ms(kGuestLimitMs - kStrangerGraceMs);
+  if (oldest.limit.when() < latest.when()) oldest.limit = Deadline(Deadline::Clock::now());
+  return false;
+}
+
+void Meeting::accept_guests() {
+  TcpAddress peer;
+  peer.size = sizeof(peer.storage);
+  UniqueFd fd(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.size,
+                        SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (fd) {
+    guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_.secret));
+    return;
+  }
+  // Out of descriptors or memory, the connection stays in the queue, and so does its event.
+  if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+    accept_again_ = Deadline::after_ms(kOutOfDescriptorsPauseMs);
+}
+
+void Meeting::read(Guest& guest) {
+  std::array<std::byte, 1024> buffer;
+  while (!guest.closed() && !guest.answered) {
+    const std::size_t wanted =
+        guest.handshake.wanted() != 0 ? guest.handshake.wanted() : guest.join.wanted();
+    // Somebody who is seated has nothing more to say: one byte is read to notice that it has.
+    const std::size_t room = std::clamp<std::size_t>(wanted, 1, buffer.size());
+    std::size_t count = 0;
+    if (!receive_some(guest.fd.get(), std::span(buffer).first(room), count)) {
+      if (guest.seated) return leave(guest);
+      return refuse(guest, "closed the connection before it had joined",
+                    options_.expects_strangers);
+    }
+    if (count == 0) return;
+    if (guest.seated) return refuse(guest, "spoke after it had joined", false);
+    const auto bytes = std::span<const std::byte>(buffer).first(count);
+    if (guest.handshake.wanted() != 0)
+      guest.handshake.receive(bytes);
+    else
+      guest.join.receive(bytes);
+    advance(guest);
+  }
+  // What an answered guest still sends is thrown away, until it closes.
+  std::size_t count = 0;
+  if (!guest.closed() && !receive_some(guest.fd.get(), std::span(buffer), count)) guest.fd.reset();
+}
+
+void Meeting::leave(Guest& guest) {
+  guest.seated = false;
+  guest.fd.reset();
+}
+
+void Meeting::advance(Guest& guest) {
+  const Bytes output = guest.handshake.take_output();
+  guest.output.insert(guest.output.end(), output.begin(), output.end());
+  flush(guest);
+  if (guest.closed()) return;
+  if (guest.handshake.refusal() != Refusal::none) {
+    const bool other = guest.handshake.refusal() == Refusal::other_meeting;
+    return refuse(guest, guest.handshake.refusal_text(), other && options_.expects_strangers);
+  }
+  if (!guest.join.refusal_text().empty()) return refuse(guest, guest.join.refusal_text(), false);
+  if (guest.join.complete()) seat(guest);
+}
+
+void Meeting::seat(Guest& guest) {
+  const auto wish = decode_join(guest.join.payload());
+  if (!wish) return refuse(guest, "sent no valid request to join", false);
+  if (num_seated() == 0) num_ranks_ = wish->num_ranks;
+  if (!make_way(guest, *wish)) return;
+  guest.message = *wish;
+  guest.seated = true;
+  guest.limit = answer_before(wish->remaining_ms);
+}
+
+// False = the newcomer cannot have the place it wants, and has been told so.
+bool Meeting::make_way(Guest& newcomer, const JoinMessage& wish) {
+  const auto turn_away = [&](const std::string& reason) {
+    const std::string text = concat("rank ", wish.rank, " (", newcomer.name, ") ", reason);
+    if (refused_ranks_.size() < kMaxRefusedTexts) refused_ranks_.push_back(text);
+    answer(newcomer, {XD_ERROR_MISMATCH, text, {}});
+    return false;
+  };
+  for (const auto& other : guests_) {
+    if (!other->seated) continue;
+    // A rank that gave up and tries again may be seen here before the end of its first connection.
+    if (other->message.rank == wish.rank) read(*other);
+    if (other->closed()) continue;
+    if (wish.num_ranks != num_ranks_)
+      return turn_away(concat("has num_ranks = ", wish.num_ranks, ", expected ", num_ranks_,
+                              " as rank ", other->message.rank, " (", other->name, ") has"));
+    if (other->message.rank == wish.rank)
+      return turn_away(concat("has come twice: ", other->name, " has joined as this rank already"));
+    if (other->message.blob.size() != wish.blob.size())
+      return turn_away(concat("brings ", wish.blob.size(), " bytes, expected ",
+                              other->message.blob.size(), " as rank ", other->message.rank));
+  }
+  return true;
+}
+
+void Meeting::answer(Guest& guest, const AnswerMessage& message) {
+  const Bytes frame = make_frame(encode(message));
+  guest.output.insert(guest.output.end(), frame.begin(), frame.end());
+  guest.seated = false;
+  guest.answered = true;
+  guest.limit = Deadline::after_ms(kGuestLimitMs);
+  flush(guest);
+}
+
+void Meeting::flush(Guest& guest) {
+  if (guest.output.empty()) return;
+  std::size_t count = 0;
+  const bool open = send_some(guest.fd.get(), guest.output, count);
+  guest.output.erase(guest.output.begin(),
+                     guest.output.begin() + static_cast<std::ptrdiff_t>(count));
+  if (!open || (guest.answered && guest.output.empty())) leave(guest);
+}
+
+void Meeting::refuse(Guest& guest, const std::string& reason, bool is_normal_here) {
+  const std::string text = concat("refused ", guest.name, " at the meeting point: it ", reason);
+  if (is_normal_here)
+    log_topic("comm", text);
+  else
+    log_warning(text);
+  leave(guest);
+}
+
+void Meeting::close_overdue_guests() {
+  for (const auto& guest : guests_) {
+    if (guest->closed() || guest->seated || !guest->limit.passed()) continue;
+    refuse(*guest, guest->answered ? "did not take its answer in time" : "was silent for too long",
+           false);
+  }
+}
+
+AnswerMessage Meeting::result() const {
+  AnswerMessage message;
+  message.blobs.resize(static_cast<std::size_t>(num_ranks_));
+  std::vector<bool> present(message.blobs.size());
+  for (const auto& guest : guests_) {
+    if (!guest->seated) continue;
+    const auto rank = static_cast<std::size_t>(guest->message.rank);
+    message.blobs[rank] = guest->message.blob;
+    present[rank] = true;
+  }
+  std::vector<int> missing;
+  for (int r = 0; r < num_ranks_; ++r)
+    if (!present[static_cast<std::size_t>(r)]) missing.push_back(r);
+  if (missing.empty()) return message;
+  std::string text = concat(rank_list(missing), " of ", num_ranks_, " did not come in time");
+  for (const std::string& refused : refused_ranks_) text += "; refused: " + refused;
+  return {XD_ERROR_TIMEOUT, text, {}};
+}
+
+}  // namespace xd

@@ -1,0 +1,91 @@
+// The meeting point: collects one blob of every rank, gives all of them to all.
+//
+// One thread serves one meeting. Whoever connects has a few seconds to prove the secret and say who
+// it is; a connection that is silent, slow or talks nonsense is closed with one log line, and the
+// others do not notice. A rank that has joined and closes its connection has left: its place is
+// free again.
+#pragma once
+
+#include <crossdock/comm.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "bootstrap/handshake.h"
+#include "bootstrap/meeting_messages.h"
+
+namespace xd {
+
+struct MeetingOptions {
+  Secret secret{};
+  Deadline deadline;  // gives up then, whoever is there
+  // Connections for other meetings are normal here (ports found by trying): mention them on request
+  // only (XD_LOG=comm), not as warnings.
+  bool expects_strangers = false;
+  int stop_fd = -1;  // ends the waiting when it becomes readable
+};
+
+class Meeting {
+ public:
+  static constexpr int kGuestLimitMs = 5000;  // from connecting to having joined; for an answer
+  static constexpr std::size_t kMaxStrangers = 128;  // connections that have not proved the secret
+
+  // `listener` listens, and is non-blocking.
+  Meeting(UniqueFd listener, MeetingOptions options);
+
+  // Serves until all ranks have their answer, or the waiting has ended and those present know who
+  // is missing. Never throws: what ends it early is logged.
+  void run() noexcept;
+
+ private:
+  // One connection. Steps: handshake, then its JoinMessage, then seated until it is answered.
+  struct Guest {
+    Guest(UniqueFd fd, std::string name, const Secret& secret);
+
+    UniqueFd fd;
+    std::string name;  // address and port, for texts
+    Handshake handshake;
+    FrameReader join{max_join_bytes()};
+    Deadline limit;
+    bool seated = false;
+    bool answered = false;  // `output` ends with the answer: close when it is sent
+    JoinMessage message;
+    Bytes output;
+
+    bool is_stranger() const { return !handshake.proven(); }
+    bool closed() const { return !fd; }
+  };
+
+  void collect();
+  void answer_all();
+  bool complete() const { return num_ranks_ > 0 && num_seated() == num_ranks_; }
+  int num_seated() const;
+  Deadline end_of_waiting() const;
+  bool wait_and_serve(const Deadline& until);
+
+  void accept_guests();
+  bool has_room();
+  void read(Guest& guest);
+  void advance(Guest& guest);
+  void seat(Guest& guest);
+  bool make_way(Guest& newcomer, const JoinMessage& wish);
+  void answer(Guest& guest, const AnswerMessage& message);
+  void flush(Guest& guest);
+  static void leave(Guest& guest);
+  void refuse(Guest& guest, const std::string& reason, bool is_normal_here);
+  void close_overdue_guests();
+  AnswerMessage result() const;
+
+  UniqueFd listener_;
+  MeetingOptions options_;
+  int num_ranks_ = 0;  // as the first rank to join says
+  bool stopped_ = false;
+  Deadline accept_again_;
+  std::vector<std::unique_ptr<Guest>> guests_;
+  std::vector<std::string> refused_ranks_;  // texts, for the error of those who waited for them
+};
+
+}  // namespace xd

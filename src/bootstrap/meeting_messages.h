@@ -1,0 +1,40 @@
+// The two messages of a meeting: what a rank brings, and what all of them take home.
+#pragma once
+
+#include <crossdock/status.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bootstrap/wire.h"
+
+namespace xd {
+
+struct JoinMessage {
+  std::int32_t rank = 0;
+  std::int32_t num_ranks = 0;
+  std::int32_t remaining_ms = 0;  // how long this rank is going to wait
+  Bytes blob;
+};
+
+struct AnswerMessage {
+  xd_status status = XD_SUCCESS;
+  std::string text;          // of a failure
+  std::vector<Bytes> blobs;  // of a success: by rank
+};
+
+inline constexpr std::int32_t kMaxRanks = 1024;
+std::size_t max_join_bytes();
+std::size_t max_answer_bytes(int num_ranks);
+
+Bytes encode(const JoinMessage& join);
+Bytes encode(const AnswerMessage& answer);
+
+// Empty if the bytes are no such message: wrong size, a rank out of range, an unknown status.
+std::optional<JoinMessage> decode_join(std::span<const std::byte> bytes);
+std::optional<AnswerMessage> decode_answer(std::span<const std::byte> bytes, int num_ranks);
+
+}  // namespace xd

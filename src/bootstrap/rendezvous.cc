@@ -1,0 +1,172 @@
+#include "bootstrap/rendezvous.h"
+
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <thread>
+
+#include "base/error.h"
+#include "bootstrap/meeting.h"
+#include "bootstrap/meeting_client.h"
+#include "bootstrap/tcp.h"
+#include "bootstrap/thread.h"
+
+namespace xd {
+namespace {
+
+// How long somebody who listens on a port of the range may take to turn out to be rank 0.
+constexpr int kGreetingMs = 300;
+constexpr int kFirstPauseMs = 10;
+constexpr int kLongestPauseMs = 200;
+
+class UniqueIdBootstrap final : public Bootstrap {
+ public:
+  UniqueIdBootstrap(const MeetingPoint& point, int rank, int num_ranks)
+      : Bootstrap(rank, num_ranks), point_(point) {}
+
+  std::vector<Bytes> all_gather(std::span<const std::byte> blob,
+                                const Deadline& deadline) override {
+    const TcpAddress address =
+        resolve(point_.address, "config.unique_id: address").front().with_port(point_.port);
+    return join_meeting(enter_meeting(address, point_.secret, deadline.remaining_ms(), deadline),
+                        {.rank = rank(), .num_ranks = num_ranks(), .blob = blob}, deadline);
+  }
+
+ private:
+  MeetingPoint point_;
+};
+
+// The meeting that rank 0 serves, for as long as this object lives: its destructor waits until
+// every rank that came has its answer, which takes at most Meeting::kGuestLimitMs.
+class ServedMeeting {
+ public:
+  ServedMeeting(UniqueFd listener, const Secret& secret, const Deadline& deadline)
+      : stop_(::eventfd(0, EFD_CLOEXEC)) {
+    if (!stop_) fail_errno("eventfd", errno);
+    const MeetingOptions options{
+        .secret = secret, .deadline = deadline, .expects_strangers = true, .stop_fd = stop_.get()};
+    auto meeting = std::make_unique<Meeting>(std::move(listener), options);
+    thread_ = start_thread("xd-meeting", [meeting = std::move(meeting)] { meeting->run(); });
+  }
+  ServedMeeting(const ServedMeeting&) = delete;
+  ServedMeeting& operator=(const ServedMeeting&) = delete;
+  ~ServedMeeting() {
+    // Without effect on a meeting that is complete; otherwise this rank has given up waiting.
+    ::eventfd_write(stop_.get(), 1);
+    thread_.join();
+  }
+
+ private:
+  UniqueFd stop_;
+  std::thread thread_;
+};
+
+class EnvironmentBootstrap final : public Bootstrap {
+ public:
+  explicit EnvironmentBootstrap(RankEnvironment environment)
+      : Bootstrap(environment.rank, environment.num_ranks), env_(std::move(environment)) {}
+
+  std::vector<Bytes> all_gather(std::span<const std::byte> blob,
+                                const Deadline& deadline) override {
+    const std::vector<TcpAddress> addresses = resolve(env_.master_address, "MASTER_ADDR");
+    const JoinRequest request{.rank = rank(), .num_ranks = num_ranks(), .blob = blob};
+    if (rank() != 0) return find_meeting(addresses, request, deadline);
+    UniqueFd listener = listen(addresses);
+    const TcpAddress here = local_address(listener.get());
+    const ServedMeeting meeting(std::move(listener), env_.secret, deadline);
+    return join_meeting(enter_meeting(here, env_.secret, deadline.remaining_ms(), deadline),
+                        request, deadline);
+  }
+
+ private:
+  UniqueFd listen(const std::vector<TcpAddress>& addresses) const {
+    int error = 0;
+    for (int port = env_.first_port; port <= env_.last_port; ++port) {
+      for (const TcpAddress& address : addresses) {
+        UniqueFd fd = tcp_listen(address.with_port(static_cast<std::uint16_t>(port)));
+        if (fd) return fd;
+        error = errno;
+      }
+    }
+    fail_errno(concat("rank 0: listen on ", env_.master_address, " (MASTER_ADDR), ports ",
+                      env_.first_port, " to ", env_.last_port),
+               error);
+  }
+
+  std::vector<Bytes> find_meeting(const std::vector<TcpAddress>& addresses,
+                                  const JoinRequest& request, const Deadline& deadline) const {
+    std::string obstacle;
+    for (int pause = kFirstPauseMs;; pause = std::min(2 * pause, kLongestPauseMs)) {
+      for (int port = env_.first_port; port <= env_.last_port; ++port) {
+        for (const TcpAddress& address : addresses) {
+          UniqueFd door =
+              knock(address.with_port(static_cast<std::uint16_t>(port)), deadline, obstacle);
+          if (!door) continue;
+          try {
+            return join_meeting(std::move(door), request, deadline);
+          } catch (const MeetingGone& gone) {
+            // The end of an earlier meeting of the same ranks, perhaps: the next one will open.
+            obstacle = gone.text();
+          }
+        }
+      }
+      if (deadline.passed())
+        fail(XD_ERROR_TIMEOUT, "rank ", rank(), " of ", num_ranks(), " did not find rank 0 on ",
+             env_.master_address, " (MASTER_ADDR), ports ", env_.first_port, " to ", env_.last_port,
+             ", in time: rank 0 did not come; last obstacle: ", obstacle);
+      std::this_thread::sleep_for(
+          std::chrono::milliseconds(std::min(pause, deadline.remaining_ms())));
+    }
+  }
+
+  // No descriptor, and the reason, if our meeting is not (yet) there.
+  UniqueFd knock(const TcpAddress& address, const Deadline& deadline, std::string& obstacle) const {
+    try {
+      return enter_meeting(address, env_.secret, kGreetingMs, deadline);
+    } catch (const Error& error) {
+      obstacle = error.text();
+      return UniqueFd();
+    }
+  }
+
+  RankEnvironment env_;
+};
+
+}  // namespace
+
+std::unique_ptr<Bootstrap> meet_at(const MeetingPoint& point, int rank, int num_ranks) {
+  return std::make_unique<UniqueIdBootstrap>(point, rank, num_ranks);
+}
+
+std::unique_ptr<Bootstrap> meet_by_environment(RankEnvironment environment) {
+  return std::make_unique<EnvironmentBootstrap>(std::move(environment));
+}
+
+xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms) {
+  const std::string host = config.address != nullptr ? config.address : "127.0.0.1";
+  XD_REQUIRE(config.port >= 0 && config.port <= 65535, "config.port = ", config.port,
+             ", expected 0 to 65535");
+  XD_REQUIRE(timeout_ms > 0, "config.timeout_ms = ", timeout_ms, ", expected at least 1");
+  UniqueFd listener;
+  int error = 0;
+  for (const TcpAddress& address : resolve(host, "config.address")) {
+    XD_REQUIRE(!address.is_wildcard(), "config.address = ", host,
+               ", expected one address that the other ranks can connect to");
+    listener = tcp_listen(address.with_port(static_cast<std::uint16_t>(config.port)));
+    if (listener) break;
+    error = errno;
+  }
+  if (!listener) fail_errno(concat("listen on ", host, " port ", config.port), error);
+
+  const TcpAddress here = local_address(listener.get());
+  const MeetingPoint point{here.host(), here.port(), make_random<Secret>()};
+  auto meeting = std::make_unique<Meeting>(
+      std::move(listener),
+      MeetingOptions{.secret = point.secret, .deadline = Deadline::after_ms(timeout_ms)});
+  // The thread owns all it uses, and ends with the meeting or its time: nobody has to join it.
+  start_thread("xd-meeting", [meeting = std::move(meeting)] { meeting->run(); }).detach();
+  return encode_unique_id(point);
+}
+
+}  // namespace xd

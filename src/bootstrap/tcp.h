@@ -1,0 +1,52 @@
+// TCP sockets, all of them non-blocking and close-on-exec; every wait has a deadline.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+
+namespace xd {
+
+struct TcpAddress {
+  sockaddr_storage storage{};
+  socklen_t size = 0;
+
+  std::string host() const;  // numeric
+  std::uint16_t port() const;
+  std::string text() const;  // "127.0.0.1:4711", "[::1]:4711"
+  bool is_wildcard() const;  // 0.0.0.0 or ::
+  TcpAddress with_port(std::uint16_t port) const;
+};
+
+// The addresses of a host name or numeric address, in the system's order of preference. The look-up
+// of a name takes as long as the system's resolver takes. Throws INVALID_ARGUMENT naming `what`.
+std::vector<TcpAddress> resolve(const std::string& host, const char* what);
+
+// Listens on exactly this address; port 0 = any free one. Returns no descriptor and sets errno if
+// that is impossible.
+UniqueFd tcp_listen(const TcpAddress& address);
+
+// Throws SYSTEM (refused, unreachable) or TIMEOUT.
+UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline);
+
+TcpAddress local_address(int fd);
+
+enum class Io { done, closed, timed_out };
+
+Io wait_readable(int fd, const Deadline& deadline);
+Io send_all(int fd, std::span<const std::byte> bytes, const Deadline& deadline);
+
+// Reads what is there, at most bytes.size() > 0. `count` = 0 if nothing is there yet; false = the
+// connection is over.
+bool receive_some(int fd, std::span<std::byte> bytes, std::size_t& count);
+// Sends what fits now; false = the connection is over.
+bool send_some(int fd, std::span<const std::byte> bytes, std::size_t& count);
+
+}  // namespace xd
