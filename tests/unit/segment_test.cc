@@ -1,0 +1,364 @@
+// Shared memory segments: sharing, identity within a process, exhaustion, and what is left behind.
+#include "memory/segment.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "memory/available.h"
+
+namespace xd {
+namespace {
+
+constexpr std::size_t kKiB = 1024;
+constexpr std::size_t kMiB = 1024 * kKiB;
+
+UniqueFd duplicate(const UniqueFd& fd) { return UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)); }
+
+ino_t inode_of(const UniqueFd& fd) {
+  struct stat status {};
+  EXPECT_EQ(::fstat(fd.get(), &status), 0);
+  return status.st_ino;
+}
+
+std::size_t open_descriptors() {
+  return static_cast<std::size_t>(
+      std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
+}
+
+// Lines of a process's maps that show the memory file `inode`; of any such file if it is 0.
+std::size_t mappings(const std::string& process, ino_t inode) {
+  std::ifstream maps("/proc/" + process + "/maps");
+  std::size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    const bool ours = line.find("/memfd:crossdock") != std::string::npos;
+    const bool wanted = inode == 0 || line.find(" " + std::to_string(inode) + " ") != line.npos;
+    if (ours && wanted) ++count;
+  }
+  return count;
+}
+
+std::vector<std::string> processes_mapping(ino_t inode) {
+  std::vector<std::string> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const std::string name = entry.path().filename();
+    const bool process = std::all_of(name.begin(), name.end(), ::isdigit);
+    if (process && mappings(name, inode) > 0) found.push_back(name);
+  }
+  return found;
+}
+
+// The error of a call that must fail.
+Error error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "no error";
+  return Error(XD_SUCCESS, "");
+}
+
+// A child process that executes body and exits with 0 if that returns true.
+pid_t start_child(const std::function<bool()>& body) {
+  const pid_t pid = ::fork();
+  if (pid != 0) return pid;
+  bool good = false;
+  try {
+    good = body();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "child: %s\n", error.what());
+  }
+  ::_exit(good ? 0 : 1);
+}
+
+int exit_status(pid_t pid) {
+  int status = -1;
+  EXPECT_EQ(::waitpid(pid, &status, 0), pid);
+  return status;
+}
+
+struct Channel {  // from one process to another
+  Channel() { EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0); }
+  ~Channel() {
+    ::close(ends[0]);
+    ::close(ends[1]);
+  }
+  template <class T>
+  void send(const T& value) const {
+    EXPECT_EQ(::write(ends[1], &value, sizeof(value)), static_cast<ssize_t>(sizeof(value)));
+  }
+  template <class T>
+  T receive() const {
+    pollfd readable{.fd = ends[0], .events = POLLIN, .revents = 0};
+    T value{};
+    if (::poll(&readable, 1, 20'000) != 1 ||
+        ::read(ends[0], &value, sizeof(value)) != static_cast<ssize_t>(sizeof(value))) {
+      throw std::runtime_error("the other process sent nothing");
+    }
+    return value;
+  }
+  int ends[2] = {-1, -1};
+};
+
+TEST(Segment, IsZeroWritableAndOfWholePages) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const auto created = Segment::create(3 * page + 1, "test");
+  const Segment& segment = *created.segment;
+  EXPECT_EQ(segment.bytes(), 4 * page);
+  EXPECT_TRUE(std::all_of(segment.base(), segment.base() + segment.bytes(),
+                          [](std::byte byte) { return byte == std::byte{0}; }));
+  std::memset(segment.base(), 0x5a, segment.bytes());
+  EXPECT_TRUE(segment.contains(segment.base()));
+  EXPECT_TRUE(segment.contains(segment.base() + segment.bytes() - 1));
+  EXPECT_FALSE(segment.contains(segment.base() + segment.bytes()));
+  EXPECT_FALSE(segment.contains(segment.base() - 1));
+}
+
+TEST(Segment, AllPagesExistFromTheStart) {
+  const auto created = Segment::create(100 * kMiB + 1, "test");
+  struct stat status {};
+  ASSERT_EQ(::fstat(created.fd.get(), &status), 0);
+  EXPECT_EQ(static_cast<std::size_t>(status.st_size), created.segment->bytes());
+  EXPECT_GE(static_cast<std::size_t>(status.st_blocks) * 512, created.segment->bytes());
+}
+
+TEST(Segment, SizeCannotChange) {
+  const auto created = Segment::create(1 * kMiB, "test");
+  EXPECT_NE(::ftruncate(created.fd.get(), 4096), 0);
+  EXPECT_NE(::ftruncate(created.fd.get(), 2 * kMiB), 0);
+  EXPECT_NE(::fcntl(created.fd.get(), F_ADD_SEALS, F_SEAL_WRITE), 0);
+}
+
+TEST(Segment, UsesHugePagesExactlyWhereTheSystemHasThem) {
+  std::size_t free_pages = 0, page_kib = 0, reserved = 0;
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key; meminfo >> key;) {
+    if (key == "HugePages_Free:") meminfo >> free_pages;
+    if (key == "HugePages_Rsvd:") meminfo >> reserved;
+    if (key == "Hugepagesize:") meminfo >> page_kib;
+  }
+  const bool enough = page_kib == 2048 && free_pages >= reserved + 2;
+  const auto created = Segment::create(3 * kMiB, "test");
+  EXPECT_EQ(created.segment->huge_pages(), enough);
+  EXPECT_EQ(created.segment->bytes(), enough ? 4 * kMiB : 3 * kMiB);
+  EXPECT_FALSE(Segment::create(1 * kMiB, "test").segment->huge_pages());
+  // The mapping of one who opens it says the same.
+  auto created_bytes = created.segment->bytes();
+  EXPECT_EQ(Segment::open(duplicate(created.fd), created_bytes)->huge_pages(), enough);
+}
+
+TEST(Segment, IsSharedBetweenProcesses) {
+  struct Offer {
+    pid_t owner;
+    int fd;
+    std::size_t bytes;
+  };
+  const Channel to_child, to_parent;
+  // Started before there is a segment, so that it has no mapping of it by birth.
+  const pid_t child = start_child([&] {
+    const auto offer = to_child.receive<Offer>();
+    const std::string path =
+        "/proc/" + std::to_string(offer.owner) + "/fd/" + std::to_string(offer.fd);
+    const auto segment =
+        Segment::open(UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC)), offer.bytes);
+    const bool seen = segment->base()[12345] == std::byte{42};
+    segment->base()[offer.bytes - 1] = std::byte{43};
+    to_parent.send('x');
+    return seen;
+  });
+  const auto created = Segment::create(5 * kMiB, "test");
+  created.segment->base()[12345] = std::byte{42};
+  to_child.send(Offer{::getpid(), created.fd.get(), created.segment->bytes()});
+  to_parent.receive<char>();
+  EXPECT_EQ(created.segment->base()[created.segment->bytes() - 1], std::byte{43});
+  EXPECT_EQ(exit_status(child), 0) << "the child did not see the parent's write";
+}
+
+TEST(Segment, IsMappedOncePerProcess) {
+  auto created = Segment::create(1 * kMiB, "test");
+  const ino_t inode = inode_of(created.fd);
+  std::byte* const base = created.segment->base();
+  auto second = Segment::open(duplicate(created.fd), 1 * kMiB);
+  EXPECT_EQ(second->base(), base);
+  EXPECT_EQ(mappings("self", inode), 1u);
+
+  created.segment.reset();
+  EXPECT_EQ(mappings("self", inode), 1u) << "the second holder still needs it";
+  EXPECT_EQ(Segment::open(duplicate(created.fd), 1 * kMiB)->base(), base);
+  second.reset();
+  EXPECT_EQ(mappings("self", inode), 0u);
+
+  const auto again = Segment::open(duplicate(created.fd), 1 * kMiB);
+  EXPECT_EQ(mappings("self", inode), 1u);
+}
+
+TEST(Segment, ThreadsThatHoldItTogetherHaveOneBase) {
+  constexpr int kThreads = 4;
+  auto created = Segment::create(64 * kKiB, "test");
+  created.segment.reset();
+  std::vector<std::byte*> bases(kThreads);
+  std::barrier sync(kThreads);
+  std::atomic<int> differences = 0;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int round = 0; round < 300; ++round) {
+        const auto segment = Segment::open(duplicate(created.fd), 64 * kKiB);
+        bases[static_cast<std::size_t>(thread)] = segment->base();
+        sync.arrive_and_wait();
+        if (bases[0] != segment->base()) ++differences;
+        sync.arrive_and_wait();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(differences, 0);
+  EXPECT_EQ(mappings("self", inode_of(created.fd)), 0u);
+}
+
+TEST(Segment, NothingIsLeftOfAKilledProcess) {
+  const Channel to_parent;
+  const pid_t child = start_child([&] {
+    const auto created = Segment::create(8 * kMiB, "test");
+    to_parent.send(inode_of(created.fd));
+    ::pause();
+    return false;
+  });
+  const auto inode = to_parent.receive<ino_t>();
+  EXPECT_EQ(processes_mapping(inode), std::vector<std::string>{std::to_string(child)});
+  ::kill(child, SIGKILL);
+  EXPECT_TRUE(WIFSIGNALED(exit_status(child)));
+  EXPECT_EQ(processes_mapping(inode), std::vector<std::string>{});
+  // It never had a name.
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    EXPECT_EQ(entry.path().string().find("crossdock"), std::string::npos) << entry.path();
+  }
+}
+
+TEST(Segment, MoreThanThereIsIsAnErrorWithBothSizes) {
+  const std::uint64_t available = available_memory();
+  for (const std::size_t bytes :
+       {SIZE_MAX, SIZE_MAX - 4095, SIZE_MAX / 2, SIZE_MAX / 2 + 1, std::size_t{1} << 50,
+        static_cast<std::size_t>(available) + 1024 * kMiB}) {
+    const Error error = error_of([bytes] { Segment::create(bytes, "heap of rank 3"); });
+    EXPECT_EQ(error.status(), XD_ERROR_OUT_OF_MEMORY) << bytes;
+    const auto& text = error.text();
+    EXPECT_TRUE(text.starts_with("heap of rank 3: asked " + std::to_string(bytes) + " bytes"))
+        << text;
+    EXPECT_NE(text.find("available "), std::string::npos) << text;
+  }
+  EXPECT_EQ(mappings("self", 0), 0u) << "a failed call must leave nothing behind";
+}
+
+// Growing a file past the limit would end the process by SIGXFSZ.
+TEST(Segment, TheLimitOnFileSizesIsAnError) {
+  const pid_t child = start_child([] {
+    const rlimit limit{.rlim_cur = 64 * kKiB, .rlim_max = 64 * kKiB};
+    if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return false;
+    for (const std::size_t bytes : {64 * kKiB + 1, 4 * kMiB}) {
+      if (error_of([bytes] { Segment::create(bytes, "test"); }).status() !=
+          XD_ERROR_OUT_OF_MEMORY) {
+        return false;
+      }
+    }
+    return Segment::create(64 * kKiB, "test").segment->bytes() == 64 * kKiB;
+  });
+  EXPECT_EQ(exit_status(child), 0);
+}
+
+TEST(Segment, NoBytesAreAnInvalidArgument) {
+  EXPECT_EQ(error_of([] { Segment::create(0, "test"); }).status(), XD_ERROR_INVALID_ARGUMENT);
+  const auto created = Segment::create(4096, "test");
+  EXPECT_EQ(error_of([&] { Segment::open(duplicate(created.fd), 0); }).status(),
+            XD_ERROR_INVALID_ARGUMENT);
+}
+
+void expect_refused(UniqueFd fd, std::size_t bytes, const std::string& reason) {
+  ASSERT_TRUE(fd);
+  const Error error = error_of([&] { Segment::open(std::move(fd), bytes); });
+  EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(error.text().find(reason), std::string::npos) << error.text();
+}
+
+UniqueFd memory_file(std::size_t bytes, int seals) {
+  UniqueFd fd(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  EXPECT_EQ(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0);
+  EXPECT_EQ(::fcntl(fd.get(), F_ADD_SEALS, seals), 0);
+  return fd;
+}
+
+TEST(Segment, FilesWhoseSizeMayChangeAreRefused) {
+  expect_refused(memory_file(8192, 0), 8192, "sealed");
+  expect_refused(memory_file(8192, F_SEAL_SHRINK), 8192, "sealed");
+  expect_refused(memory_file(8192, F_SEAL_SHRINK | F_SEAL_GROW), 8192, "sealed");
+}
+
+TEST(Segment, FilesOfAnotherSizeAreRefused) {
+  constexpr int kAll = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  for (const std::size_t bytes : {4096, 8191, 8193, 12288}) {
+    expect_refused(memory_file(8192, kAll), bytes, "8192 bytes, expected " + std::to_string(bytes));
+  }
+}
+
+TEST(Segment, OtherThingsThanMemoryFilesAreRefused) {
+  const std::string temporary = testing::TempDir();
+  UniqueFd regular(::open(temporary.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  ASSERT_EQ(::ftruncate(regular.get(), 8192), 0);
+  // Where the directory is itself in memory, the file can be told by its seals only.
+  expect_refused(std::move(regular), 8192, "memory segment: ");
+  UniqueFd in_memory(::open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  ASSERT_EQ(::ftruncate(in_memory.get(), 8192), 0);
+  expect_refused(std::move(in_memory), 8192, "sealed");
+  expect_refused(UniqueFd(::open("/dev/zero", O_RDWR | O_CLOEXEC)), 8192, "not a memory file");
+  expect_refused(UniqueFd(::open("/", O_RDONLY | O_CLOEXEC)), 8192, "not a memory file");
+  Channel pipe;
+  expect_refused(UniqueFd(std::exchange(pipe.ends[0], -1)), 8192, "not a memory file");
+}
+
+TEST(Segment, FilesThatCannotBeWrittenAreRefused) {
+  constexpr int kAll = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
+  const Error error = error_of([] { Segment::open(memory_file(8192, kAll), 8192); });
+  EXPECT_EQ(error.status(), XD_ERROR_SYSTEM);
+  EXPECT_NE(error.text().find("mmap"), std::string::npos) << error.text();
+}
+
+TEST(Segment, DescriptorsAndMappingsStayConstant) {
+  const auto round = [] {
+    auto created = Segment::create(2 * kMiB + 1, "test");
+    const std::size_t bytes = created.segment->bytes();
+    const auto peer = Segment::open(std::move(created.fd), bytes);
+    try {
+      Segment::open(memory_file(4096, 0), 4096);
+    } catch (const Error&) {
+    }
+  };
+  round();
+  const std::size_t before = open_descriptors();
+  for (int i = 0; i < 200; ++i) round();
+  EXPECT_EQ(open_descriptors(), before);
+  EXPECT_EQ(mappings("self", 0), 0u);
+}
+
+}  // namespace
+}  // namespace xd
