@@ -26,5 +26,9 @@ install(FILES
 
 file(RELATIVE_PATH xd_pc_prefix
   ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
+set(xd_pc_dlpack)
+if(NOT DLPACK_INCLUDE_DIR IN_LIST CMAKE_C_IMPLICIT_INCLUDE_DIRECTORIES)
+  set(xd_pc_dlpack -I${DLPACK_INCLUDE_DIR})
+endif()
 configure_file(cmake/crossdock.pc.in crossdock.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/crossdock.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

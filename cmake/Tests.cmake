@@ -1,0 +1,56 @@
+# How tests are declared. Sanitizers make programs slower: their time limits are wider.
+
+find_package(GTest REQUIRED)
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+include(GoogleTest)
+include(ProcessorCount)
+ProcessorCount(xd_cores)
+
+if(CROSSDOCK_SANITIZE)
+  set(xd_time_factor 10)
+else()
+  set(xd_time_factor 1)
+endif()
+math(EXPR xd_unit_timeout "60 * ${xd_time_factor}")
+
+# xd_test(<name> LABEL <label> [TIMEOUT <seconds>] [CORES <n>] COMMAND <command>...)
+function(xd_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT;CORES" "COMMAND")
+  xd_default(arg_TIMEOUT 60)
+  xd_default(arg_CORES 1)
+  math(EXPR timeout "${arg_TIMEOUT} * ${xd_time_factor}")
+  add_test(NAME ${name} COMMAND ${arg_COMMAND})
+  set_tests_properties(${name} PROPERTIES
+    LABELS ${arg_LABEL} TIMEOUT ${timeout} PROCESSORS ${arg_CORES})
+endfunction()
+
+# xd_rank_test(<name> LABEL <label> RANKS <n>... [KINDS processes|threads...] [TIMEOUT <seconds>]
+#   COMMAND <program> <argument>...): one launch per number of ranks and kind, <name>.<kind>.<n>.
+# More ranks than cores is normal; a launch takes all cores it can use, so that its limit holds.
+function(xd_rank_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "RANKS;KINDS;COMMAND")
+  xd_default(arg_TIMEOUT 60)
+  xd_default(arg_KINDS processes threads)
+  math(EXPR limit "${arg_TIMEOUT} * ${xd_time_factor} - 5")
+  foreach(kind ${arg_KINDS})
+    set(option)
+    if(kind STREQUAL "threads")
+      set(option --threads)
+    endif()
+    foreach(ranks ${arg_RANKS})
+      set(cores ${ranks})
+      if(xd_cores AND cores GREATER xd_cores)
+        set(cores ${xd_cores})
+      endif()
+      xd_test(${name}.${kind}.${ranks} LABEL ${arg_LABEL} TIMEOUT ${arg_TIMEOUT} CORES ${cores}
+        COMMAND crossdock-run -n ${ranks} ${option} --timeout ${limit} -- ${arg_COMMAND})
+    endforeach()
+  endforeach()
+endfunction()
+
+# Sets a variable of the caller that has no value yet.
+macro(xd_default variable)
+  if(NOT ${variable})
+    set(${variable} ${ARGN})
+  endif()
+endmacro()

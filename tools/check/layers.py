@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Checks that #include points down only, between the folders of the tree.
+
+A folder of src/ may include itself and folders of a lower level. src/ep and src/gemm do not know
+each other; an executor (src/ep/cpu) knows src/ep, and src/ep knows of it the FACTORIES only. Public
+headers stand on DLPack and two C headers; programs and the tests of the C API stand on the public
+headers alone.
+"""
+
+import pathlib
+import re
+import sys
+
+LEVELS = [{"base"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "gemm"}, {"capi"}]
+LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
+FACTORIES = {"ep/cpu/executor.h"}
+PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
+API_ONLY = ["tests/conformance", "tests/faults", "tests/support", "bench", "examples"]
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def includes(root, folder):
+    """(file, bracket, included name) of all C and C++ files below a folder."""
+    for path in sorted((root / folder).rglob("*")):
+        if path.suffix in {".h", ".c", ".cc"}:
+            for bracket, name in INCLUDE.findall(path.read_text()):
+                yield path.relative_to(root), bracket, name
+
+
+def source_problem(root, file, name):
+    """Why a file of src/ may not include src/<name>, or None."""
+    if not (root / "src" / name).is_file():
+        return "there is no such file in src/"
+    own, other = file.parts[1], name.split("/")[0]
+    if own != other and LEVEL_OF[own] <= LEVEL_OF[other]:
+        return f"{other} is not below {own}"
+    own_room, other_room = "/".join(file.parts[1:-1]), name.rpartition("/")[0]
+    if own == other and other_room != own_room and other_room != own and name not in FACTORIES:
+        return f"{own_room} includes of {other_room} only {sorted(FACTORIES)}"
+    return None
+
+
+def problems(root):
+    for file, bracket, name in includes(root, "src"):
+        if file.parts[1] not in LEVEL_OF:
+            yield file, name, f"src/{file.parts[1]} has no level in {__file__}"
+        elif bracket == '"' and (why := source_problem(root, file, name)):
+            yield file, name, why
+    for file, _, name in includes(root, "include"):
+        if name not in PUBLIC_SYSTEM and not name.startswith("crossdock/"):
+            yield file, name, "public headers include DLPack, stddef, stdint and one another only"
+    for folder in API_ONLY:
+        for file, bracket, name in includes(root, folder):
+            if bracket == '"' and (root / "src" / name).is_file():
+                yield file, name, "this folder uses the public headers only"
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    found = list(problems(root))
+    for file, name, why in found:
+        print(f"{file}: includes {name}: {why}")
+    print(f"layers: {len(found)} includes in a wrong direction")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
