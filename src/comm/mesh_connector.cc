@@ -1,0 +1,175 @@
+#include "comm/mesh_connector.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <numeric>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "bootstrap/rank_list.h"
+#include "comm/mesh_socket.h"
+
+namespace xd {
+namespace {
+
+constexpr int kRedialMs = 5;             // a listener that had no room
+constexpr std::size_t kSpareCalls = 64;  // connections beyond those that the ranks need
+
+std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+
+}  // namespace
+
+MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductions,
+                             const PeerProcesses& processes, UniqueFd listener)
+    : rank_(rank),
+      introductions_(introductions),
+      processes_(processes),
+      secret_(mesh_secret(introductions)),
+      listener_(std::move(listener)),
+      to_dial_(index(rank)),
+      links_(introductions.size()),
+      hung_up_(introductions.size()) {
+  std::iota(to_dial_.begin(), to_dial_.end(), 0);
+}
+
+std::vector<UniqueFd> MeshConnector::run(const Deadline& deadline) {
+  while (true) {
+    dial();
+    const std::vector<int> absent = missing();
+    if (absent.empty()) return std::move(links_);
+    if (deadline.passed())
+      fail(XD_ERROR_TIMEOUT, rank_list(absent), " did not connect to rank ", rank_, " in time");
+    wait(deadline);
+  }
+}
+
+std::vector<int> MeshConnector::missing() const {
+  std::vector<int> result;
+  for (int r = 0; r < static_cast<int>(links_.size()); ++r)
+    if (r != rank_ && !connected(r)) result.push_back(r);
+  return result;
+}
+
+void MeshConnector::dial() {
+  std::erase_if(to_dial_, [this](int rank) {
+    UniqueFd fd = connect_link(introductions_[index(rank)].socket_name);
+    if (!fd && errno == EAGAIN) return false;
+    // Every rank listens before it introduces itself.
+    if (!fd && errno == ECONNREFUSED)
+      fail(XD_ERROR_PEER_LOST, "rank ", rank, " has gone while the ranks were connecting");
+    if (!fd) fail_errno(concat("connect to rank ", rank), errno);
+    if (!peer_has_our_user(fd.get()))
+      fail(XD_ERROR_MISMATCH, "rank ", rank, " runs as another user than rank ", rank_);
+    calls_.push_back(std::make_unique<Call>(
+        Call{std::move(fd), Handshake(Side::client, secret_, index(rank_)), rank}));
+    advance(*calls_.back());
+    return true;
+  });
+}
+
+void MeshConnector::wait(const Deadline& deadline) {
+  std::vector<pollfd> items;
+  items.push_back({listener_.get(), POLLIN, 0});
+  for (const auto& call : calls_) items.push_back({call->fd.get(), POLLIN, 0});
+  const std::size_t first_process = items.size();
+  for (const PeerProcess& process : processes_.processes)
+    items.push_back({is_awaited(process) ? process.pidfd.get() : -1, POLLIN, 0});
+  const std::size_t first_link = items.size();
+  // What peers say over finished links is for later; that they hang up is for now.
+  for (std::size_t r = 0; r < links_.size(); ++r)
+    items.push_back({hung_up_[r] ? -1 : links_[r].get(), 0, 0});
+
+  const int patience =
+      to_dial_.empty() ? deadline.remaining_ms() : std::min(kRedialMs, deadline.remaining_ms());
+  if (::poll(items.data(), items.size(), patience) < 0) {
+    if (errno != EINTR) fail_errno("poll", errno);
+    return;
+  }
+  const std::size_t num_calls = calls_.size();
+  for (std::size_t i = 0; i < num_calls; ++i)
+    if (items[1 + i].revents != 0) read(*calls_[i]);
+  for (std::size_t p = 0; p < processes_.processes.size(); ++p)
+    if (items[first_process + p].revents != 0 && is_awaited(processes_.processes[p]))
+      fail(XD_ERROR_PEER_LOST, rank_list(processes_.processes[p].ranks),
+           ": the process ended while the ranks were connecting");
+  for (std::size_t r = 0; r < links_.size(); ++r)
+    if (items[first_link + r].revents != 0) check_link(static_cast<int>(r));
+  std::erase_if(calls_, [](const auto& call) { return !call->fd; });
+  if (items[0].revents != 0) accept();
+}
+
+void MeshConnector::accept() {
+  UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!fd) {
+    if (errno == EMFILE || errno == ENFILE) fail_errno("accept of a peer's connection", errno);
+    return;
+  }
+  if (!peer_has_our_user(fd.get()))
+    return log_warning("refused a connection to rank ", rank_, ": it comes from another user");
+  if (calls_.size() >= links_.size() + kSpareCalls)
+    return log_warning("refused a connection to rank ", rank_, ": ", calls_.size(),
+                       " others have not said who they are");
+  calls_.push_back(std::make_unique<Call>(
+      Call{std::move(fd), Handshake(Side::server, secret_, index(rank_)), -1}));
+}
+
+void MeshConnector::read(Call& call) {
+  std::array<std::byte, sizeof(Hello)> buffer;
+  const Packet packet = receive_packet(call.fd.get(), buffer);
+  if (packet.kind == Packet::Kind::nothing_yet) return;
+  if (packet.kind == Packet::Kind::end)
+    return fail_or_drop(call, "closed the connection before it had said who it is");
+  // Each frame of the handshake is one packet.
+  if (packet.kind == Packet::Kind::malformed || packet.fd ||
+      packet.bytes.size() != call.handshake.wanted())
+    return fail_or_drop(call, "does not speak this library's protocol");
+  call.handshake.receive(packet.bytes);
+  advance(call);
+}
+
+void MeshConnector::advance(Call& call) {
+  const Bytes output = call.handshake.take_output();
+  if (!output.empty() && send_packet(call.fd.get(), output) != Sent::done)
+    return fail_or_drop(call, "closed the connection before it had said who it is");
+  if (call.handshake.refusal() != Refusal::none)
+    return fail_or_drop(call, call.handshake.refusal_text());
+  if (call.handshake.proven()) establish(call);
+}
+
+void MeshConnector::establish(Call& call) {
+  const std::uint64_t sender = call.handshake.peer_sender();
+  const bool valid =
+      call.rank >= 0 ? sender == index(call.rank) : sender > index(rank_) && sender < links_.size();
+  if (!valid) return fail_or_drop(call, concat("says it is rank ", sender));
+  if (links_[sender]) return fail_or_drop(call, concat("is a second rank ", sender));
+  links_[sender] = std::move(call.fd);
+}
+
+// A rank that was called must answer; somebody who has called may be a stranger.
+void MeshConnector::fail_or_drop(Call& call, const std::string& reason) {
+  if (call.rank >= 0)
+    fail(XD_ERROR_PEER_LOST, "rank ", call.rank, " is lost: what listens in its place ", reason);
+  log_warning("refused a connection to rank ", rank_, ": it ", reason);
+  call.fd.reset();
+}
+
+// Ranks that are connected may have done their work and left: the watch thread will tell.
+bool MeshConnector::is_awaited(const PeerProcess& process) const {
+  return std::any_of(process.ranks.begin(), process.ranks.end(),
+                     [this](int r) { return !connected(r); });
+}
+
+void MeshConnector::check_link(int rank) {
+  std::byte first;
+  const ssize_t count =
+      ::recv(links_[index(rank)].get(), &first, sizeof(first), MSG_PEEK | MSG_DONTWAIT);
+  if (count <= 0)
+    fail(XD_ERROR_PEER_LOST, "rank ", rank, " has gone while the ranks were connecting");
+  hung_up_[index(rank)] = true;
+}
+
+}  // namespace xd

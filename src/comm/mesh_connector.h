@@ -1,0 +1,59 @@
+// Setting up the connections of a mesh: each rank calls the lower ones and is called by the higher.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "bootstrap/handshake.h"
+#include "comm/mesh_introduction.h"
+#include "comm/mesh_peers.h"
+
+namespace xd {
+
+class MeshConnector {
+ public:
+  MeshConnector(int rank, std::span<const Introduction> introductions,
+                const PeerProcesses& processes, UniqueFd listener);
+
+  // One proven connection per rank, none for this one. Throws TIMEOUT naming the ranks that are
+  // missing, PEER_LOST naming one that is gone, MISMATCH.
+  std::vector<UniqueFd> run(const Deadline& deadline);
+
+ private:
+  // A connection whose handshake is under way.
+  struct Call {
+    UniqueFd fd;
+    Handshake handshake;
+    int rank;  // who was called; -1 = somebody has called here, and will say who
+  };
+
+  bool connected(int rank) const {
+    return static_cast<bool>(links_[static_cast<std::size_t>(rank)]);
+  }
+  std::vector<int> missing() const;
+  void dial();
+  void wait(const Deadline& deadline);
+  void accept();
+  void advance(Call& call);
+  void read(Call& call);
+  void establish(Call& call);
+  void fail_or_drop(Call& call, const std::string& reason);
+  bool is_awaited(const PeerProcess& process) const;
+  void check_link(int rank);
+
+  int rank_;
+  std::span<const Introduction> introductions_;
+  const PeerProcesses& processes_;
+  Secret secret_;
+  UniqueFd listener_;
+  std::vector<int> to_dial_;
+  std::vector<std::unique_ptr<Call>> calls_;
+  std::vector<UniqueFd> links_;
+  std::vector<bool> hung_up_;  // links that a peer has closed after saying something
+};
+
+}  // namespace xd

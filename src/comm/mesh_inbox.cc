@@ -1,0 +1,110 @@
+#include "comm/mesh_inbox.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "bootstrap/rank_list.h"
+
+namespace xd {
+namespace {
+
+std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+
+}  // namespace
+
+MeshInbox::MeshInbox(int rank, int num_ranks) : rank_(rank), peers_(index(num_ranks)) {}
+
+bool MeshInbox::deliver(int rank, std::uint64_t round, Mesh::Item item) {
+  const std::lock_guard lock(mutex_);
+  Peer& peer = peers_[index(rank)];
+  if (round != peer.rounds_received || round > rounds_begun_) return false;
+  ++peer.rounds_received;
+  peer.letters.push_back({round, std::move(item)});
+  changed_.notify_all();
+  return true;
+}
+
+void MeshInbox::mark_lost(std::span<const int> ranks) {
+  const std::lock_guard lock(mutex_);
+  for (const int rank : ranks) peers_[index(rank)].lost = true;
+  changed_.notify_all();
+}
+
+void MeshInbox::mark_left(int rank) {
+  const std::lock_guard lock(mutex_);
+  peers_[index(rank)].left = true;
+  changed_.notify_all();
+}
+
+void MeshInbox::mark_aborted(int rank) {
+  const std::lock_guard lock(mutex_);
+  if (!aborted_by_) aborted_by_ = rank;
+  changed_.notify_all();
+}
+
+void MeshInbox::cancel() {
+  const std::lock_guard lock(mutex_);
+  cancelled_ = true;
+  changed_.notify_all();
+}
+
+std::uint64_t MeshInbox::begin_round() {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t round = rounds_begun_++;
+  // Letters of a round that was given up are of no use to this one.
+  for (Peer& peer : peers_)
+    while (!peer.letters.empty() && peer.letters.front().round < round) peer.letters.pop_front();
+  return round;
+}
+
+std::vector<Mesh::Item> MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline) {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    const std::vector<int> absent = missing(round);
+    if (absent.empty()) break;
+    check_locked(round);
+    if (deadline.passed())
+      fail(XD_ERROR_TIMEOUT, "rank ", rank_, " waited too long for ", rank_list(absent));
+    changed_.wait_until(lock, deadline.when());
+  }
+  std::vector<Mesh::Item> items(peers_.size());
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+    if (r == rank_) continue;
+    Peer& peer = peers_[index(r)];
+    items[index(r)] = std::move(peer.letters.front().item);
+    peer.letters.pop_front();
+  }
+  return items;
+}
+
+void MeshInbox::check(std::uint64_t round) {
+  const std::lock_guard lock(mutex_);
+  check_locked(round);
+}
+
+bool MeshInbox::has_letter(const Peer& peer, std::uint64_t round) const {
+  return !peer.letters.empty() && peer.letters.front().round == round;
+}
+
+std::vector<int> MeshInbox::missing(std::uint64_t round) const {
+  std::vector<int> result;
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
+    if (r != rank_ && !has_letter(peers_[index(r)], round)) result.push_back(r);
+  return result;
+}
+
+void MeshInbox::check_locked(std::uint64_t round) const {
+  if (cancelled_) fail(XD_ERROR_ABORTED, "the wait of rank ", rank_, " for its peers was ended");
+  if (aborted_by_) fail(XD_ERROR_ABORTED, "rank ", *aborted_by_, " has aborted");
+  std::vector<int> lost;
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
+    if (peers_[index(r)].lost) lost.push_back(r);
+  if (!lost.empty())
+    fail(XD_ERROR_PEER_LOST, rank_list(lost), ": the process ended without saying goodbye");
+  // Who left after it had sent its part is not missed.
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
+    if (peers_[index(r)].left && !has_letter(peers_[index(r)], round))
+      fail(XD_ERROR_PEER_LOST, "rank ", r, " has left");
+}
+
+}  // namespace xd

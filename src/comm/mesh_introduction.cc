@@ -1,0 +1,96 @@
+#include "comm/mesh_introduction.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "bootstrap/handshake.h"
+
+namespace xd {
+namespace {
+
+HostIdentity this_host() {
+  HostIdentity host{};
+  const char* const boot_id = "/proc/sys/kernel/random/boot_id";
+  const UniqueFd fd(::open(boot_id, O_RDONLY | O_CLOEXEC));
+  if (!fd || ::read(fd.get(), host.boot_id.data(), host.boot_id.size()) !=
+                 static_cast<ssize_t>(host.boot_id.size()))
+    fail_errno(concat("read ", boot_id), errno);
+  struct stat status;
+  if (::stat("/proc/self/ns/net", &status) != 0) fail_errno("stat /proc/self/ns/net", errno);
+  host.network_namespace = status.st_ino;
+  return host;
+}
+
+ProcessIdentity this_process() {
+  // Made once per process; a forked child has the same, and another pid.
+  static const auto random = make_random<std::array<unsigned char, 16>>();
+  struct stat status;
+  if (::stat("/proc/self/ns/pid", &status) != 0) fail_errno("stat /proc/self/ns/pid", errno);
+  return {status.st_ino, ::getpid(), random};
+}
+
+std::string_view boot_id(const HostIdentity& host) {
+  return {host.boot_id.data(), host.boot_id.size()};
+}
+
+}  // namespace
+
+Introduction make_introduction(int num_ranks) {
+  return {.version = kProtocolVersion,
+          .num_ranks = num_ranks,
+          .host = this_host(),
+          .process = this_process(),
+          .socket_name = make_random<Tag>(),
+          .nonce = make_random<Nonce>()};
+}
+
+Bytes encode(const Introduction& introduction) {
+  WireWriter out;
+  out.put(introduction);
+  return out.take();
+}
+
+std::optional<Introduction> decode_introduction(std::span<const std::byte> bytes) {
+  Introduction result{};
+  result.version = WireReader(bytes).take<std::uint32_t>();
+  if (result.version != kProtocolVersion && bytes.size() >= sizeof(result.version)) return result;
+  WireReader in(bytes);
+  result = in.take<Introduction>();
+  if (!in.at_end()) return std::nullopt;
+  return result;
+}
+
+void check_peer(int rank, const Introduction& own, int peer, const Introduction& theirs) {
+  if (theirs.version != own.version)
+    fail(XD_ERROR_MISMATCH, "rank ", peer, " speaks protocol version ", theirs.version,
+         ", expected ", own.version, " as rank ", rank, " does");
+  if (theirs.num_ranks != own.num_ranks)
+    fail(XD_ERROR_MISMATCH, "rank ", peer, " has num_ranks = ", theirs.num_ranks, ", expected ",
+         own.num_ranks, " as rank ", rank, " has");
+  if (theirs.host.boot_id != own.host.boot_id)
+    fail(XD_ERROR_UNSUPPORTED, "ranks ", rank, " and ", peer, " are on different hosts (boot ids ",
+         boot_id(own.host), " and ", boot_id(theirs.host),
+         "); all ranks of a communicator must be on one");
+  if (!(theirs.host == own.host))
+    fail(XD_ERROR_UNSUPPORTED, "ranks ", rank, " and ", peer,
+         " are in different network namespaces (", own.host.network_namespace, " and ",
+         theirs.host.network_namespace, "), perhaps of two containers; they must share one");
+}
+
+Secret mesh_secret(std::span<const Introduction> introductions) {
+  std::vector<std::string_view> parts{"crossdock mesh"};
+  for (const Introduction& introduction : introductions)
+    parts.emplace_back(reinterpret_cast<const char*>(introduction.nonce.data()),
+                       introduction.nonce.size());
+  return derive_secret(parts);
+}
+
+}  // namespace xd

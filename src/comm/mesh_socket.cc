@@ -1,0 +1,149 @@
+#include "comm/mesh_socket.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace xd {
+namespace {
+
+struct LinkAddress {
+  sockaddr_un storage{};
+  socklen_t size = 0;
+
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+};
+
+// Abstract: the first byte of the path is zero, and the size counts.
+LinkAddress address_of(const Tag& name) {
+  std::string path(1, '\0');
+  path += "crossdock-";
+  for (const unsigned char byte : name) {
+    path += "0123456789abcdef"[byte >> 4];
+    path += "0123456789abcdef"[byte & 15];
+  }
+  LinkAddress address;
+  address.storage.sun_family = AF_UNIX;
+  std::memcpy(address.storage.sun_path, path.data(), path.size());
+  address.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
+  return address;
+}
+
+UniqueFd link_socket() {
+  UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) fail_errno("socket", errno);
+  return fd;
+}
+
+// Takes all descriptors out of a received message, so that none is left open unnoticed.
+int take_descriptors(msghdr& message, UniqueFd& first) {
+  int count = 0;
+  for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr;
+       part = CMSG_NXTHDR(&message, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t bytes = part->cmsg_len - CMSG_LEN(0);
+    for (std::size_t at = 0; at + sizeof(int) <= bytes; at += sizeof(int)) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(part) + at, sizeof(fd));
+      UniqueFd owner(fd);
+      if (count++ == 0) first = std::move(owner);
+    }
+  }
+  return count;
+}
+
+}  // namespace
+
+UniqueFd listen_for_links(const Tag& name, int backlog) {
+  UniqueFd fd = link_socket();
+  const LinkAddress address = address_of(name);
+  if (::bind(fd.get(), address.get(), address.size) != 0)
+    fail_errno("bind of an abstract Unix socket", errno);
+  if (::listen(fd.get(), backlog) != 0) fail_errno("listen on an abstract Unix socket", errno);
+  return fd;
+}
+
+UniqueFd connect_link(const Tag& name) {
+  UniqueFd fd = link_socket();
+  const LinkAddress address = address_of(name);
+  if (::connect(fd.get(), address.get(), address.size) == 0) return fd;
+  const int error = errno;
+  fd.reset();
+  errno = error;
+  return fd;
+}
+
+bool peer_has_our_user(int fd) {
+  ucred credentials{};
+  socklen_t size = sizeof(credentials);
+  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &size) == 0 &&
+         (credentials.uid == ::geteuid() || credentials.uid == 0);
+}
+
+Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::byte> body,
+                 int passed) {
+  std::array<iovec, 2> parts{iovec{const_cast<std::byte*>(head.data()), head.size()},
+                             iovec{const_cast<std::byte*>(body.data()), body.size()}};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = parts.size();
+  if (passed >= 0) {
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* part = CMSG_FIRSTHDR(&message);
+    part->cmsg_level = SOL_SOCKET;
+    part->cmsg_type = SCM_RIGHTS;
+    part->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(part), &passed, sizeof(passed));
+  }
+  while (::sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return Sent::full;
+    if (errno == EPIPE || errno == ECONNRESET) return Sent::closed;
+    fail_errno("sendmsg to a peer", errno);
+  }
+  return Sent::done;
+}
+
+Packet receive_packet(int fd, std::span<std::byte> buffer) {
+  iovec part{buffer.data(), buffer.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  ssize_t count = -1;
+  do {
+    count = ::recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  } while (count < 0 && errno == EINTR);
+
+  Packet packet;
+  if (count < 0) {
+    const bool later = errno == EAGAIN || errno == EWOULDBLOCK;
+    packet.kind = later ? Packet::Kind::nothing_yet : Packet::Kind::end;
+    return packet;
+  }
+  const int descriptors = take_descriptors(message, packet.fd);
+  // No message of the mesh is empty, so no bytes mean the end of the connection.
+  if (count == 0 && descriptors == 0) {
+    packet.kind = Packet::Kind::end;
+  } else if (count == 0 || descriptors > 1 || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+    packet.kind = Packet::Kind::malformed;
+  } else {
+    packet.kind = Packet::Kind::data;
+    packet.bytes = buffer.first(static_cast<std::size_t>(count));
+  }
+  return packet;
+}
+
+}  // namespace xd
