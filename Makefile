@@ -1,27 +1,61 @@
-# Front door: each target brings the machine to where it can run (tools/setup.sh) and does the rest.
+# Front door: every target brings the machine to where it can run (tools/setup.sh) and does the rest.
 
-BUILD := build
-JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
-LOAD  := --output-on-failure --no-tests=error -j $(JOBS)
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+# Not under sanitizers: the build that people run.
+RELEASE := build/release
 
 .DEFAULT_GOAL := help
-.PHONY: help build test bench check sanitize install clean
+.PHONY: help test bench format check sanitize clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# $(call configure,<folder>,<options>): quiet unless it fails.
-define configure
-	@mkdir -p $(BUILD)/$(1)
-	@cmake -S . -B $(BUILD)/$(1) -G Ninja $(2) >$(BUILD)/$(1)/configure.log 2>&1 \
-	  || { cat $(BUILD)/$(1)/configure.log; exit 1; }
+# $(call build,<folder>,<CMake options>,<targets, or nothing for all>)
+define build
+	@mkdir -p $(1)
+	@cmake -S . -B $(1) -G Ninja $(2) >$(1)/configure.log 2>&1 || { cat $(1)/configure.log; exit 1; }
+	@grep '^-- Skipped' $(1)/configure.log || true
+	@cmake --build $(1) -j $(JOBS) $(if $(3),--target $(3))
 endef
+
+CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
 test:  ## build everything and run the test suite
 	@tools/setup.sh test
-	$(call configure,release,-DCROSSDOCK_BUILD_TESTS=ON)
-	@cmake --build $(BUILD)/release -j $(JOBS)
-	@ctest --test-dir $(BUILD)/release $(LOAD)
+	$(call build,$(RELEASE))
+	@$(CTEST) --test-dir $(RELEASE)
+
+bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
+	@tools/setup.sh bench
+	$(call build,$(RELEASE),,crossdock-bench crossdock-run)
+	@$(RELEASE)/tools/run/crossdock-run -n 4 --no-prefix -- $(RELEASE)/bench/crossdock-bench ep
+
+# The build with clang-tidy beside the compiler: what has not changed is not looked at again.
+TIDY := -DCROSSDOCK_WERROR=ON -DCMAKE_CXX_CLANG_TIDY="$(CURDIR)/.venv/bin/clang-tidy;--quiet"
+FORMATTED = $(shell find include src tests bench examples tools -name '*.h' -o -name '*.c' \
+  -o -name '*.cc')
+
+format:  ## format all C and C++ files in place
+	@tools/setup.sh check --python
+	@.venv/bin/clang-format -i $(FORMATTED)
+
+check:  ## format, lint, include directions, lengths, headers, exported symbols
+	@tools/setup.sh check --python
+	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
+	@.venv/bin/shellcheck .ci/run $(shell find tools tests -name '*.sh')
+	$(call build,build/tidy,$(TIDY))
+	@$(CTEST) --test-dir build/tidy -L check --verbose | grep -E '^[0-9]+: [a-z]|tests passed|Failed'
+
+# ThreadSanitizer wants addresses that are not too random.
+FIXED_ADDRESSES = $(shell setarch $(shell uname -m) -R true 2>/dev/null && echo setarch -R)
+
+sanitize:  ## the full product of cases under ASan + UBSan, then under TSan with ranks as threads
+	@tools/setup.sh sanitize
+	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address)
+	@XD_TEST_FULL=1 UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -LE check
+	$(call build,build/tsan,-DCROSSDOCK_SANITIZE=thread)
+	@XD_TEST_FULL=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan -LE check
 
 clean:  ## remove what was built; installed packages stay
-	@rm -rf $(BUILD) .venv
+	@rm -rf build .venv

@@ -36,10 +36,100 @@ static const DLTensor* view(tensor* t, void* data, DLDataType type, int64_t rows
   return &t->dl;
 }
 
-static void* allocate(xd_comm* comm, size_t bytes) {
+static void* allocate(xd_comm* comm, int64_t count, size_t bytes) {
   void* memory = NULL;
-  check(xd_mem_alloc(comm, bytes, &memory));
+  check(xd_mem_alloc(comm, (size_t)count * bytes, &memory));
   return memory;
+}
+
+/* One batch: this rank's tokens and their experts, and the rows that this rank receives. */
+typedef struct batch {
+  float (*tokens)[HIDDEN];
+  float (*out)[HIDDEN];
+  float (*topk_weights)[TOPK];
+  int32_t (*topk_idx)[TOPK];
+  int64_t rows; /* of recv */
+  float (*recv)[HIDDEN];
+  float* recv_weights;
+  int32_t* offsets; /* expert e has rows offsets[e] to offsets[e + 1] - 1 */
+  void* plan;
+  size_t plan_bytes;
+} batch;
+
+static batch make_batch(xd_comm* comm, const xd_ep_config* config, int rank) {
+  batch b = {0};
+  check(xd_ep_recv_bound(config, &b.rows));
+  check(xd_ep_plan_size(config, &b.plan_bytes));
+  b.tokens = allocate(comm, TOKENS, sizeof(*b.tokens));
+  b.out = allocate(comm, TOKENS, sizeof(*b.out));
+  b.topk_weights = allocate(comm, TOKENS, sizeof(*b.topk_weights));
+  b.topk_idx = allocate(comm, TOKENS, sizeof(*b.topk_idx));
+  b.recv = allocate(comm, b.rows, sizeof(*b.recv));
+  b.recv_weights = allocate(comm, b.rows, sizeof(*b.recv_weights));
+  b.offsets = allocate(comm, LOCAL_EXPERTS + 1, sizeof(*b.offsets));
+  b.plan = allocate(comm, 1, b.plan_bytes);
+  for (int t = 0; t < TOKENS; ++t) {
+    for (int h = 0; h < HIDDEN; ++h) b.tokens[t][h] = (float)(1000 * rank + 10 * t + h % 10);
+    for (int k = 0; k < TOPK; ++k) {
+      b.topk_idx[t][k] = (rank + 3 * t + k) % config->num_experts;
+      b.topk_weights[t][k] = k == 0 ? 0.75f : 0.25f;
+    }
+  }
+  return b;
+}
+
+static void run_experts(batch* b, int rank) {
+  for (int e = 0; e < LOCAL_EXPERTS; ++e) {
+    const float factor = (float)(rank * LOCAL_EXPERTS + e + 1);
+    for (int32_t r = b->offsets[e]; r < b->offsets[e + 1]; ++r) {
+      for (int h = 0; h < HIDDEN; ++h) b->recv[r][h] *= factor;
+    }
+  }
+}
+
+static void round_trip(xd_ep_group* group, batch* b, int rank) {
+  tensor topk_idx, offsets, tokens, weights, recv, recv_weights, out;
+
+  /* Where will every row go? */
+  xd_ep_prepare_args prepare = XD_EP_PREPARE_ARGS_INIT;
+  prepare.topk_idx = view(&topk_idx, b->topk_idx, kInt, TOKENS, TOPK);
+  prepare.plan = b->plan;
+  prepare.plan_bytes = b->plan_bytes;
+  prepare.offsets = view(&offsets, b->offsets, kInt, LOCAL_EXPERTS + 1, 0);
+  check(xd_ep_prepare(group, &prepare, NULL));
+
+  /* Tokens go to their experts, */
+  xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
+  dispatch.plan = b->plan;
+  dispatch.plan_bytes = b->plan_bytes;
+  dispatch.tokens = view(&tokens, b->tokens, kFloat, TOKENS, HIDDEN);
+  dispatch.topk_weights = view(&weights, b->topk_weights, kFloat, TOKENS, TOPK);
+  dispatch.recv_tokens = view(&recv, b->recv, kFloat, b->rows, HIDDEN);
+  dispatch.recv_weights = view(&recv_weights, b->recv_weights, kFloat, b->rows, 0);
+  check(xd_ep_dispatch(group, &dispatch, NULL));
+
+  run_experts(b, rank);
+
+  /* and the results come back, weighted and summed per token. */
+  xd_ep_combine_args combine = XD_EP_COMBINE_ARGS_INIT;
+  combine.plan = b->plan;
+  combine.plan_bytes = b->plan_bytes;
+  combine.expert_out = dispatch.recv_tokens;
+  combine.weights = dispatch.recv_weights;
+  combine.out = view(&out, b->out, kFloat, TOKENS, HIDDEN);
+  check(xd_ep_combine(group, &combine, NULL));
+}
+
+static int count_wrong(const batch* b) {
+  int wrong = 0;
+  for (int t = 0; t < TOKENS; ++t) {
+    float factor = 0;
+    for (int k = 0; k < TOPK; ++k) {
+      factor += b->topk_weights[t][k] * (float)(b->topk_idx[t][k] + 1);
+    }
+    for (int h = 0; h < HIDDEN; ++h) wrong += b->out[t][h] != b->tokens[t][h] * factor;
+  }
+  return wrong;
 }
 
 int main(void) {
@@ -62,70 +152,12 @@ int main(void) {
   config.dtype = kFloat;
   xd_ep_group* group = NULL;
   check(xd_ep_group_create(comm, &config, &group));
-  int64_t rows = 0;
-  check(xd_ep_recv_bound(&config, &rows));
-  size_t plan_bytes = 0;
-  check(xd_ep_plan_size(&config, &plan_bytes));
 
-  /* This rank's tokens, and the experts that a router has chosen for them. */
-  float(*tokens)[HIDDEN] = allocate(comm, sizeof(float[TOKENS][HIDDEN]));
-  float(*out)[HIDDEN] = allocate(comm, sizeof(float[TOKENS][HIDDEN]));
-  float(*topk_weights)[TOPK] = allocate(comm, sizeof(float[TOKENS][TOPK]));
-  int32_t(*topk_idx)[TOPK] = allocate(comm, sizeof(int32_t[TOKENS][TOPK]));
-  for (int t = 0; t < TOKENS; ++t) {
-    for (int h = 0; h < HIDDEN; ++h) tokens[t][h] = (float)(1000 * info.rank + 10 * t + h % 10);
-    for (int k = 0; k < TOPK; ++k) {
-      topk_idx[t][k] = (info.rank + 3 * t + k) % config.num_experts;
-      topk_weights[t][k] = k == 0 ? 0.75f : 0.25f;
-    }
-  }
-
-  /* What this rank receives: rows by expert; expert e has rows offsets[e] to offsets[e + 1] - 1. */
-  void* plan = allocate(comm, plan_bytes);
-  int32_t* offsets = allocate(comm, sizeof(int32_t[LOCAL_EXPERTS + 1]));
-  float(*recv)[HIDDEN] = allocate(comm, (size_t)rows * sizeof(float[HIDDEN]));
-  float* recv_weights = allocate(comm, (size_t)rows * sizeof(float));
-  tensor views[6];
-
-  xd_ep_prepare_args prepare = XD_EP_PREPARE_ARGS_INIT;
-  prepare.topk_idx = view(&views[0], topk_idx, kInt, TOKENS, TOPK);
-  prepare.plan = plan;
-  prepare.plan_bytes = plan_bytes;
-  prepare.offsets = view(&views[1], offsets, kInt, LOCAL_EXPERTS + 1, 0);
-  check(xd_ep_prepare(group, &prepare, NULL));
-
-  xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
-  dispatch.plan = plan;
-  dispatch.plan_bytes = plan_bytes;
-  dispatch.tokens = view(&views[2], tokens, kFloat, TOKENS, HIDDEN);
-  dispatch.topk_weights = view(&views[3], topk_weights, kFloat, TOKENS, TOPK);
-  dispatch.recv_tokens = view(&views[4], recv, kFloat, rows, HIDDEN);
-  dispatch.recv_weights = view(&views[5], recv_weights, kFloat, rows, 0);
-  check(xd_ep_dispatch(group, &dispatch, NULL));
-
-  for (int e = 0; e < LOCAL_EXPERTS; ++e) {
-    const float factor = (float)(info.rank * LOCAL_EXPERTS + e + 1);
-    for (int32_t r = offsets[e]; r < offsets[e + 1]; ++r) {
-      for (int h = 0; h < HIDDEN; ++h) recv[r][h] *= factor;
-    }
-  }
-
-  xd_ep_combine_args combine = XD_EP_COMBINE_ARGS_INIT;
-  combine.plan = plan;
-  combine.plan_bytes = plan_bytes;
-  combine.expert_out = dispatch.recv_tokens;
-  combine.weights = dispatch.recv_weights;
-  combine.out = view(&views[2], out, kFloat, TOKENS, HIDDEN);
-  check(xd_ep_combine(group, &combine, NULL));
-
-  int wrong = 0;
-  for (int t = 0; t < TOKENS; ++t) {
-    float factor = 0;
-    for (int k = 0; k < TOPK; ++k) factor += topk_weights[t][k] * (float)(topk_idx[t][k] + 1);
-    for (int h = 0; h < HIDDEN; ++h) wrong += out[t][h] != tokens[t][h] * factor;
-  }
+  batch b = make_batch(comm, &config, info.rank);
+  round_trip(group, &b, info.rank);
+  const int wrong = count_wrong(&b);
   printf("rank %d of %d: %d tokens out and back, %d rows here, %d wrong elements\n", (int)info.rank,
-         (int)info.num_ranks, TOKENS, (int)offsets[LOCAL_EXPERTS], wrong);
+         (int)info.num_ranks, TOKENS, (int)b.offsets[LOCAL_EXPERTS], wrong);
 
   check(xd_ep_group_destroy(group));
   check(xd_comm_destroy(comm));

@@ -3,7 +3,7 @@
 
 A folder of src/ may include itself and folders of a lower level. src/ep and src/gemm do not know
 each other; an executor (src/ep/cpu) knows src/ep, and src/ep knows of it the FACTORIES only. Public
-headers stand on DLPack and two C headers; programs and the tests of the C API stand on the public
+headers stand on DLPack and two C headers; examples and the tests of the C API stand on the public
 headers alone.
 """
 
@@ -15,7 +15,7 @@ LEVELS = [{"base"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "gemm"}, {"
 LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 FACTORIES = {"ep/cpu/executor.h"}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
-API_ONLY = ["tests/conformance", "tests/faults", "tests/support", "bench", "examples"]
+API_ONLY = ["tests/conformance", "tests/faults", "tests/support", "examples"]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -18,7 +18,7 @@ C_FILES = {".h", ".c", ".cc"}
 NOT_CODE = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"'
     r"|(?<!\w)'(?:\\.|[^'\\\n])+'|^\s*#(?:\\\n|[^\n])*", re.DOTALL | re.MULTILINE)
-# A brace after these is part of an expression: = {...}, a call's {...}, a constructor's member{...}.
+# A brace after these is part of an expression: = {...}, f({...}), a constructor's member{...}.
 EXPRESSION = re.compile(r"[=,(]\s*$|\)[^()]*[^:]:[^:].*[\w>]$", re.DOTALL)
 CONTAINER = re.compile(r"\b(namespace|class|struct|union)\b|\bextern\s*$")
 
