@@ -15,6 +15,7 @@
 #include <atomic>
 #include <barrier>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -81,6 +82,7 @@ Error error_of(const std::function<void()>& call) {
 
 // A child process that executes body and exits with 0 if that returns true.
 pid_t start_child(const std::function<bool()>& body) {
+  std::fflush(nullptr);  // or both processes would print what is waiting
   const pid_t pid = ::fork();
   if (pid != 0) return pid;
   bool good = false;

@@ -1,0 +1,285 @@
+// crossdock-run as a whole: real launches of small shell programs.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/types.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "command.h"
+
+namespace xd::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Program and options of a launch of `script` in a shell.
+std::vector<std::string> launch(std::vector<std::string> options, const std::string& script) {
+  std::vector<std::string> all{XD_CROSSDOCK_RUN};
+  all.insert(all.end(), options.begin(), options.end());
+  all.insert(all.end(), {"--", "sh", "-c", script});
+  return all;
+}
+
+Finished run(const std::vector<std::string>& options, const std::string& script) {
+  return Command(launch(options, script)).wait();
+}
+
+std::vector<std::string> sorted_lines(const std::string& text) {
+  auto lines = lines_of(text);
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+using Texts = std::vector<std::string>;
+
+TEST(Launcher, SucceedsWhenAllRanksDo) {
+  const auto result = run({"-n", "3"}, "exit 0");
+  EXPECT_EQ(result.code, 0);
+  EXPECT_EQ(result.out + result.err, "");
+}
+
+TEST(Launcher, PrefixesLinesWithTheRankAndKeepsStreamsApart) {
+  const auto result = run({"-n", "2"}, "echo out $RANK; echo err $RANK >&2; echo; printf last");
+  EXPECT_EQ(result.code, 0);
+  EXPECT_EQ(sorted_lines(result.out),
+            (Texts{"[0] ", "[0] last", "[0] out 0", "[1] ", "[1] last", "[1] out 1"}));
+  EXPECT_EQ(sorted_lines(result.err), (Texts{"[0] err 0", "[1] err 1"}));
+}
+
+TEST(Launcher, HasNoPrefixWhereThatIsWantedOrOneProcessWrites) {
+  EXPECT_EQ(sorted_lines(run({"-n", "2", "--no-prefix"}, "echo $RANK").out), (Texts{"0", "1"}));
+  EXPECT_EQ(run({"-n", "1"}, "echo $RANK; printf x").out, "0\nx");
+  EXPECT_EQ(run({"-n", "4", "--threads"}, "echo $RANK; printf x").out, "0\nx");
+}
+
+TEST(Launcher, NeverTearsALine) {
+  // Each line is written in pieces by all of eight ranks at once.
+  const auto result = run({"-n", "8"},
+                          "i=0; while [ $i -lt 300 ]; do "
+                          "printf 'abcdefghij'; printf 'klmnopqrst'; echo $i; i=$((i+1)); done");
+  EXPECT_EQ(result.code, 0);
+  std::map<char, int> next;
+  for (const std::string& line : lines_of(result.out)) {
+    ASSERT_GT(line.size(), 4u);
+    const char rank = line[1];
+    ASSERT_EQ(line,
+              std::string("[") + rank + "] abcdefghijklmnopqrst" + std::to_string(next[rank]++));
+  }
+  ASSERT_EQ(next.size(), 8u);
+  for (const auto& [rank, lines] : next) EXPECT_EQ(lines, 300) << rank;
+}
+
+TEST(Launcher, PassesMuchOutputOnCompletely) {
+  const auto result = run({"-n", "2"}, "seq 200000");
+  EXPECT_EQ(result.code, 0);
+  EXPECT_EQ(lines_of(result.out).size(), 400000u);
+}
+
+TEST(Launcher, TellsRanksWhoTheyAre) {
+  const auto result = run({"-n", "3"},
+                          "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR "
+                          "$XD_RUN_KIND");
+  EXPECT_EQ(sorted_lines(result.out),
+            (Texts{"[0] 0 0 3 3 127.0.0.1 processes", "[1] 1 1 3 3 127.0.0.1 processes",
+                   "[2] 2 2 3 3 127.0.0.1 processes"}));
+  EXPECT_EQ(run({"-n", "5", "--threads"}, "echo $RANK $WORLD_SIZE $XD_RUN_KIND").out,
+            "0 5 threads\n");
+}
+
+TEST(Launcher, MakesOneMeetingPointAndSecretPerLaunch) {
+  std::set<std::string> secrets;
+  for (int i = 0; i < 2; ++i) {
+    const auto result = run({"-n", "4", "--no-prefix"}, "echo $MASTER_PORT $XD_JOB_SECRET");
+    const auto lines = lines_of(result.out);
+    ASSERT_EQ(lines.size(), 4u);
+    EXPECT_EQ(std::set<std::string>(lines.begin(), lines.end()).size(), 1u);
+    const auto space = lines[0].find(' ');
+    const int port = std::stoi(lines[0].substr(0, space));
+    EXPECT_GE(port, 1024);
+    EXPECT_LE(port, 65535 - 15);
+    secrets.insert(lines[0].substr(space + 1));
+    EXPECT_GE(secrets.begin()->size(), 32u);
+  }
+  EXPECT_EQ(secrets.size(), 2u) << "the secret of one launch must not open another";
+}
+
+TEST(Launcher, GivesRanksNoInputAndNoDescriptorsOfItsOwn) {
+  const auto result = run({"-n", "2", "--no-prefix"}, "cat; ls -1 /proc/self/fd");
+  const auto alone = Command({"ls", "-1", "/proc/self/fd"}).wait();
+  EXPECT_EQ(sorted_lines(result.out), sorted_lines(alone.out + alone.out));
+}
+
+TEST(Launcher, ReturnsTheFirstFailureAndEndsTheOthers) {
+  const auto result = run({"-n", "3", "--grace", "1"},
+                          "case $RANK in 1) exit 7;; 2) sleep 0.5; exit 9;; esac; sleep 100");
+  EXPECT_EQ(result.code, 7);
+  EXPECT_EQ(result.err, "crossdock-run: rank 1 failed: exit code 7; ended rank 0\n");
+  EXPECT_GE(result.time, 1s);
+  EXPECT_LT(result.time, 20s);
+}
+
+TEST(Launcher, NamesTheSignalThatEndedARank) {
+  const auto result = run({"-n", "2"}, "[ $RANK = 0 ] || kill -SEGV $$");
+  EXPECT_EQ(result.code, 128 + SIGSEGV);
+  EXPECT_EQ(result.err, "crossdock-run: rank 1 failed: killed by signal 11 (Segmentation fault)\n");
+}
+
+TEST(Launcher, LetsOthersEndByThemselvesInTheGracePeriod) {
+  const auto result =
+      run({"-n", "2", "--grace", "30"}, "[ $RANK = 0 ] && exit 3; sleep 0.5; echo done");
+  EXPECT_EQ(result.code, 3);
+  EXPECT_EQ(result.out, "[1] done\n");
+  EXPECT_EQ(result.err, "crossdock-run: rank 0 failed: exit code 3\n");
+  EXPECT_LT(result.time, 20s);
+}
+
+TEST(Launcher, KillsARankThatIgnoresBeingAskedToEnd) {
+  const auto result =
+      run({"-n", "2", "--grace", "0"},
+          "[ $RANK = 0 ] && sleep 0.5 && exit 3; trap '' TERM; while :; do sleep 1; done");
+  EXPECT_EQ(result.code, 3);
+  EXPECT_EQ(result.err, "crossdock-run: rank 0 failed: exit code 3; ended rank 1\n");
+  EXPECT_GE(result.time, 2s);
+  EXPECT_LT(result.time, 20s);
+}
+
+TEST(Launcher, EndsEverythingAtTheDeadlineAndNamesWhoStillRan) {
+  const auto result = run({"-n", "3", "--timeout", "0.7"}, "[ $RANK = 1 ] || sleep 100");
+  EXPECT_EQ(result.code, 124);
+  EXPECT_EQ(result.err, "crossdock-run: not finished after 0.7 s; ended ranks 0, 2\n");
+  EXPECT_GE(result.time, 700ms);
+  EXPECT_LT(result.time, 20s);
+}
+
+TEST(Launcher, TheDeadlineAlsoEndsAStoppedSingleProcess) {
+  const auto result = run({"-n", "2", "--threads", "--timeout", "0.5"}, "kill -STOP $$");
+  EXPECT_EQ(result.code, 124);
+  EXPECT_EQ(result.err, "crossdock-run: not finished after 0.5 s; ended rank 0\n");
+}
+
+TEST(Launcher, ExpendableRanksMayFail) {
+  const auto killed = run({"-n", "4", "--expendable", "1,3"},
+                          "case $RANK in 1) kill -KILL $$;; 3) exit 5;; esac; sleep 0.3; echo ok");
+  EXPECT_EQ(killed.code, 0);
+  EXPECT_EQ(killed.err, "");
+  EXPECT_EQ(sorted_lines(killed.out), (Texts{"[0] ok", "[2] ok"}));
+
+  const auto another = run({"-n", "2", "--expendable", "1"}, "[ $RANK = 1 ] && exit 5; exit 6");
+  EXPECT_EQ(another.code, 6);
+}
+
+TEST(Launcher, AnExpendableRankThatHangsIsEndedAfterTheOthers) {
+  const auto result =
+      run({"-n", "2", "--grace", "0.3", "--expendable", "1"}, "[ $RANK = 0 ] || kill -STOP $$");
+  EXPECT_EQ(result.code, 0);
+  EXPECT_EQ(result.err, "");
+  EXPECT_LT(result.time, 20s);
+}
+
+// The process numbers that a script has printed, once there are `count`.
+std::vector<pid_t> printed_pids(const Command& command, std::size_t count) {
+  EXPECT_TRUE(eventually([&] { return lines_of(command.out()).size() >= count; }));
+  std::vector<pid_t> pids;
+  for (const std::string& line : lines_of(command.out())) pids.push_back(std::stoi(line));
+  return pids;
+}
+
+bool all_gone(const std::vector<pid_t>& pids) {
+  return eventually([&] { return std::none_of(pids.begin(), pids.end(), alive); });
+}
+
+// Prints the numbers of the rank and of two generations below it; all of them ignore SIGTERM and
+// SIGHUP.
+constexpr const char* kFamily =
+    "trap '' TERM HUP; sh -c 'sleep 1000 & echo $!; wait' & echo $!; echo $$; wait; wait";
+
+TEST(Launcher, EndsWhatRanksHaveStarted) {
+  Command command(launch({"-n", "2", "--no-prefix", "--timeout", "3"}, kFamily));
+  const auto pids = printed_pids(command, 6);
+  ASSERT_TRUE(std::all_of(pids.begin(), pids.end(), alive));
+  EXPECT_EQ(command.wait().code, 124);
+  EXPECT_TRUE(all_gone(pids));
+}
+
+TEST(Launcher, EndsWhatARankLeavesBehind) {
+  const auto result = run({"-n", "2", "--no-prefix"}, "sleep 1000 & echo $!");
+  EXPECT_EQ(result.code, 0);
+  EXPECT_LT(result.time, 20s);
+  std::vector<pid_t> pids;
+  for (const std::string& line : lines_of(result.out)) pids.push_back(std::stoi(line));
+  ASSERT_EQ(pids.size(), 2u);
+  EXPECT_TRUE(all_gone(pids));
+}
+
+TEST(Launcher, NothingSurvivesWhenItIsKilled) {
+  Command command(launch({"-n", "2", "--no-prefix"}, kFamily));
+  auto pids = printed_pids(command, 6);
+  const auto children = command.children();
+  ASSERT_GE(children.size(), 2u);
+  pids.insert(pids.end(), children.begin(), children.end());
+  ASSERT_TRUE(std::all_of(pids.begin(), pids.end(), alive));
+  command.signal(SIGKILL);
+  EXPECT_EQ(command.wait().code, 128 + SIGKILL);
+  EXPECT_TRUE(all_gone(pids));
+}
+
+TEST(Launcher, ForwardsInterrupts) {
+  for (const auto& [number, name] : {std::pair(SIGINT, "INT"), std::pair(SIGTERM, "TERM")}) {
+    const std::string trap = std::string("trap 'echo got ") + name + "; exit 3' " + name;
+    Command command(launch({"-n", "2"}, trap + "; echo ready; while :; do sleep 0.05; done"));
+    ASSERT_TRUE(eventually([&] { return lines_of(command.out()).size() == 2; }));
+    command.signal(number);
+    const auto result = command.wait();
+    EXPECT_EQ(result.code, 128 + number);
+    EXPECT_NE(result.out.find(std::string("[0] got ") + name), std::string::npos) << result.out;
+    EXPECT_NE(result.out.find(std::string("[1] got ") + name), std::string::npos) << result.out;
+    EXPECT_NE(result.err.find("crossdock-run: interrupted by "), std::string::npos) << result.err;
+  }
+}
+
+TEST(Launcher, ASecondInterruptDoesNotWait) {
+  Command command(launch({"-n", "2", "--grace", "100"},
+                         "trap '' INT TERM; echo ready; while :; do sleep 1; done"));
+  ASSERT_TRUE(eventually([&] { return lines_of(command.out()).size() == 2; }));
+  command.signal(SIGINT);
+  command.signal(SIGTERM);
+  EXPECT_EQ(command.wait().code, 128 + SIGINT);
+}
+
+TEST(Launcher, EndsOnlyItsOwn) {
+  Command bystander({"sleep", "1000"});
+  EXPECT_EQ(run({"-n", "2", "--timeout", "0.3"}, "sleep 100").code, 124);
+  bystander.signal(SIGTERM);
+  EXPECT_EQ(bystander.wait().code, 128 + SIGTERM) << "ended before this test ended it";
+}
+
+TEST(Launcher, TellsWhyAProgramCannotStart) {
+  const auto missing = Command({XD_CROSSDOCK_RUN, "-n", "2", "/no/such/program"}).wait();
+  EXPECT_EQ(missing.code, 127);
+  EXPECT_EQ(missing.err,
+            "crossdock-run: cannot run '/no/such/program': No such file or directory\n");
+  const auto no_program = Command({XD_CROSSDOCK_RUN, "-n", "2", "/etc/passwd"}).wait();
+  EXPECT_EQ(no_program.code, 126);
+  EXPECT_NE(no_program.err.find("Permission denied"), std::string::npos) << no_program.err;
+}
+
+TEST(Launcher, ExplainsUsageErrorsHelpAndVersion) {
+  const auto usage = Command({XD_CROSSDOCK_RUN, "-n", "many", "true"}).wait();
+  EXPECT_EQ(usage.code, 2);
+  EXPECT_NE(usage.err.find("-n many: expected a whole number"), std::string::npos) << usage.err;
+  const auto help = Command({XD_CROSSDOCK_RUN, "--help"}).wait();
+  EXPECT_EQ(help.code, 0);
+  EXPECT_TRUE(help.out.starts_with("usage: crossdock-run")) << help.out;
+  const auto version = Command({XD_CROSSDOCK_RUN, "--version"}).wait();
+  EXPECT_EQ(version.code, 0);
+  EXPECT_EQ(version.out, "crossdock-run " XD_PROJECT_VERSION "\n");
+}
+
+}  // namespace
+}  // namespace xd::test
