@@ -40,7 +40,9 @@ std::optional<DType> dtype_of(DLDataType type) {
 }
 
 std::size_t dtype_bytes(DType type) { return entry(type).bits / 8u; }
-const char* dtype_name(DType type) { return entry(type).name; }
+const char* dtype_name(DType type) {
+  return static_cast<std::size_t>(type) < kEntries.size() ? entry(type).name : "unknown type";
+}
 
 std::string describe_dtype(DLDataType type) {
   if (const auto known = dtype_of(type)) return dtype_name(*known);

@@ -1,9 +1,11 @@
 #include "base/env.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
 
+#include "base/error.h"
 #include "base/log.h"
 
 namespace xd {
@@ -35,6 +37,11 @@ const Env& env() {
 #undef XD_ENV
   };
   return values;
+}
+
+int resolve_timeout(int timeout_ms) {
+  XD_REQUIRE(timeout_ms >= 0, "config.timeout_ms = ", timeout_ms, ", expected >= 0");
+  return timeout_ms > 0 ? timeout_ms : std::max(1, env().timeout_ms);
 }
 
 }  // namespace xd

@@ -14,4 +14,7 @@ struct Env {
 // Values of this process. A variable that does not parse keeps its default, with one warning.
 const Env& env();
 
+// A timeout as configs have it: milliseconds, 0 = the environment's. Throws INVALID_ARGUMENT.
+int resolve_timeout(int timeout_ms);
+
 }  // namespace xd

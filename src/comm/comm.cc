@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/env.h"
 #include "base/log.h"
@@ -12,11 +13,6 @@
 
 namespace xd {
 namespace {
-
-int resolve_timeout(int timeout_ms) {
-  XD_REQUIRE(timeout_ms >= 0, "config.timeout_ms = ", timeout_ms, ", expected >= 0");
-  return timeout_ms > 0 ? timeout_ms : std::max(1, env().timeout_ms);
-}
 
 // Spinning pays while every rank has a core of its own; beyond that it only keeps the peer that is
 // waited for from running.
@@ -111,6 +107,8 @@ std::vector<Mesh::Item> Comm::agree(const std::function<Contribution()>& work) {
     mine = work();
   } catch (const Error& error) {
     mistake = error;
+  } catch (const std::bad_alloc&) {
+    mistake = Error(XD_ERROR_OUT_OF_MEMORY, "out of host memory");
   }
   const Bytes framed =
       mistake ? frame(true, std::as_bytes(std::span(mistake->text()))) : frame(false, mine.blob);

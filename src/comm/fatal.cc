@@ -7,16 +7,13 @@
 namespace xd {
 namespace {
 
-// xd_ep_operation; the names are those of the C functions without their prefix.
 constexpr std::array kOperations = {"prepare", "dispatch", "combine", "dispatch_bwd",
                                     "combine_bwd"};
 
 std::string site(const FatalError& error) {
-  if (error.operation < 0 || static_cast<std::size_t>(error.operation) >= kOperations.size()) {
-    return "a collective host call";
-  }
-  return concat("xd_ep_", kOperations[static_cast<std::size_t>(error.operation)], " of group ",
-                error.group, ", epoch ", error.expected_epoch);
+  if (error.operation < 0) return "a collective host call";
+  return concat("xd_ep_", operation_name(error.operation), " of group ", error.group, ", epoch ",
+                error.expected_epoch);
 }
 
 const char* awaited(std::int32_t phase) {
@@ -33,6 +30,11 @@ const char* awaited(std::int32_t phase) {
 }
 
 }  // namespace
+
+const char* operation_name(std::int32_t operation) {
+  const auto index = static_cast<std::size_t>(operation);
+  return index < kOperations.size() ? kOperations[index] : "?";
+}
 
 std::string describe(const FatalError& error) {
   switch (error.status) {

@@ -32,6 +32,9 @@ struct FatalError {
   std::uint64_t seen_epoch = 0;
 };
 
+// Name of an xd_ep_operation: that of the C function without its prefix; "?" for other numbers.
+const char* operation_name(std::int32_t operation);
+
 // One sentence with all of it.
 std::string describe(const FatalError& error);
 

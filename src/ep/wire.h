@@ -67,10 +67,10 @@ struct Record {
   std::uint32_t extra = 0;  // dispatch: bytes of a scale row; prepare: top-k
   std::uint32_t rows = 0;   // of each receive tensor
   std::uint64_t fingerprint = 0;
-  TensorPlace rows_in;     // receive rows that peers read or write
-  TensorPlace scales_in;   // dispatch: receive scales; combine_bwd: expert_out
-  TensorPlace weights_in;  // receive weights that peers read or write
-  TensorPlace extra_in;    // dispatch: receive indices; combine_bwd: grad_weights
+  TensorPlace rows_in{};     // receive rows that peers read or write
+  TensorPlace scales_in{};   // dispatch: receive scales; combine_bwd: expert_out
+  TensorPlace weights_in{};  // receive weights that peers read or write
+  TensorPlace extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
 };
 
 struct EntryRecord {

@@ -1,0 +1,45 @@
+// Entering the library through the C API on behalf of a rank.
+#pragma once
+
+#include <crossdock/comm.h>
+#include <crossdock/ep.h>
+
+#include <memory>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/comm.h"
+#include "ep/group.h"
+
+struct xd_comm {
+  std::shared_ptr<xd::Comm> comm;
+};
+
+struct xd_ep_group {
+  std::unique_ptr<xd::ep::Group> group;
+};
+
+namespace xd {
+
+// guarded(), with "[rank r of W]" behind every error's text.
+template <class Body>
+xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexcept {
+  return guarded(function, [&] {
+    try {
+      std::forward<Body>(body)();
+    } catch (const Error& error) {
+      fail(error.status(), error.text(), " [rank ", comm.rank(), " of ", comm.num_ranks(), "]");
+    }
+  });
+}
+
+// For a handle or pointer that the caller must not leave out.
+#define XD_REQUIRE_GIVEN(function, pointer)                                   \
+  do {                                                                        \
+    if ((pointer) == nullptr) {                                               \
+      ::xd::set_last_error(function, #pointer " = NULL, expected a pointer"); \
+      return XD_ERROR_INVALID_ARGUMENT;                                       \
+    }                                                                         \
+  } while (0)
+
+}  // namespace xd

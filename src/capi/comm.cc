@@ -1,0 +1,155 @@
+#include <crossdock/comm.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/env.h"
+#include "base/options.h"
+#include "bootstrap/bootstrap.h"
+#include "capi/boundary.h"
+
+using xd::guarded;
+using xd::guarded_on;
+
+xd_status xd_unique_id_create(const xd_unique_id_config* config, xd_unique_id* id) {
+  XD_REQUIRE_GIVEN("xd_unique_id_create", id);
+  return guarded("xd_unique_id_create", [&] {
+    xd_unique_id_config read XD_UNIQUE_ID_CONFIG_INIT;
+    if (config != nullptr) read = xd::read_struct("config", config, read);
+    *id = xd::create_unique_id(read, xd::resolve_timeout(read.timeout_ms));
+  });
+}
+
+xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm) {
+  XD_REQUIRE_GIVEN("xd_comm_create", comm);
+  *comm = nullptr;
+  return guarded("xd_comm_create", [&] {
+    auto handle = std::make_unique<xd_comm>();
+    handle->comm =
+        xd::Comm::create(xd::read_struct("config", config, xd_comm_config XD_COMM_CONFIG_INIT));
+    *comm = handle.release();
+  });
+}
+
+xd_status xd_comm_destroy(xd_comm* comm) {
+  if (comm == nullptr) return XD_SUCCESS;
+  return guarded("xd_comm_destroy", [&] {
+    const std::unique_ptr<xd_comm> owned(comm);
+    owned->comm->close();
+  });
+}
+
+xd_status xd_comm_abort(xd_comm* comm) {
+  XD_REQUIRE_GIVEN("xd_comm_abort", comm);
+  return guarded_on("xd_comm_abort", *comm->comm, [&] { comm->comm->abort(); });
+}
+
+xd_status xd_comm_barrier(xd_comm* comm) {
+  XD_REQUIRE_GIVEN("xd_comm_barrier", comm);
+  return guarded_on("xd_comm_barrier", *comm->comm, [&] {
+    comm->comm->check_usable();
+    comm->comm->barrier();
+  });
+}
+
+xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
+  XD_REQUIRE_GIVEN("xd_comm_get_info", comm);
+  return guarded("xd_comm_get_info", [&] {
+    const xd::Comm& c = *comm->comm;
+    xd_comm_info value XD_COMM_INFO_INIT;
+    value.rank = c.rank();
+    value.num_ranks = c.num_ranks();
+    value.device = c.device();
+    value.timeout_ms = c.timeout_ms();
+    value.local_ranks = c.local_ranks();
+    xd::write_struct("info", info, value);
+  });
+}
+
+xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
+  XD_REQUIRE_GIVEN("xd_comm_error", comm);
+  return guarded("xd_comm_error", [&] {
+    xd_error_info value XD_ERROR_INFO_INIT;
+    if (const xd::FatalError* error = comm->comm->fatal_error()) {
+      value.status = static_cast<xd_status>(error->status);
+      value.phase = static_cast<xd_phase>(error->phase);
+      value.rank = error->rank;
+      value.peer = error->peer;
+      value.group = error->group;
+      value.operation = error->operation;
+      value.expected_epoch = error->expected_epoch;
+      value.seen_epoch = error->seen_epoch;
+      std::strncpy(value.text, comm->comm->fatal_text().c_str(), sizeof(value.text) - 1);
+    }
+    xd::write_struct("info", info, value);
+  });
+}
+
+xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr) {
+  XD_REQUIRE_GIVEN("xd_mem_alloc", comm);
+  XD_REQUIRE_GIVEN("xd_mem_alloc", ptr);
+  *ptr = nullptr;
+  return guarded_on("xd_mem_alloc", *comm->comm, [&] {
+    comm->comm->check_process();
+    *ptr = comm->comm->heap().allocate(bytes);
+  });
+}
+
+xd_status xd_mem_free(xd_comm* comm, void* ptr) {
+  XD_REQUIRE_GIVEN("xd_mem_free", comm);
+  if (ptr == nullptr) return XD_SUCCESS;
+  return guarded_on("xd_mem_free", *comm->comm, [&] {
+    XD_REQUIRE(comm->comm->heap().release(ptr), "ptr = ", ptr,
+               ", expected the start of a live allocation of this rank");
+  });
+}
+
+xd_status xd_mem_grow(xd_comm* comm, size_t bytes) {
+  XD_REQUIRE_GIVEN("xd_mem_grow", comm);
+  return guarded_on("xd_mem_grow", *comm->comm, [&] {
+    comm->comm->check_usable();
+    comm->comm->grow_heap(bytes);
+  });
+}
+
+xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info) {
+  XD_REQUIRE_GIVEN("xd_mem_get_info", comm);
+  return guarded("xd_mem_get_info", [&] {
+    const auto usage = comm->comm->heap().usage();
+    xd_mem_info value XD_MEM_INFO_INIT;
+    value.total_bytes = usage.total;
+    value.used_bytes = usage.used;
+    value.largest_free_bytes = usage.largest_free;
+    value.segments = usage.segments;
+    value.huge_pages = comm->comm->heap().huge_pages() ? 1 : 0;
+    xd::write_struct("info", info, value);
+  });
+}
+
+xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle) {
+  XD_REQUIRE_GIVEN("xd_mem_export", comm);
+  XD_REQUIRE_GIVEN("xd_mem_export", handle);
+  return guarded_on("xd_mem_export", *comm->comm, [&] {
+    const auto place = comm->comm->heap().find(ptr, 1);
+    XD_REQUIRE(place, "ptr = ", ptr, ", expected an address in this rank's symmetric memory");
+    *handle = {.rank = comm->comm->rank(),
+               .segment = static_cast<int32_t>(place->segment),
+               .offset = place->offset};
+  });
+}
+
+xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr) {
+  XD_REQUIRE_GIVEN("xd_mem_import", comm);
+  XD_REQUIRE_GIVEN("xd_mem_import", handle);
+  XD_REQUIRE_GIVEN("xd_mem_import", ptr);
+  *ptr = nullptr;
+  return guarded_on("xd_mem_import", *comm->comm, [&] {
+    XD_REQUIRE(handle->rank >= 0 && handle->rank < comm->comm->num_ranks(),
+               "handle.rank = ", handle->rank, ", expected 0 to ", comm->comm->num_ranks() - 1);
+    *ptr = comm->comm->heap().address(
+        handle->rank, {.segment = static_cast<uint32_t>(handle->segment), .offset = handle->offset},
+        1);
+    XD_REQUIRE(*ptr != nullptr, "handle: rank ", handle->rank, " has no place at segment ",
+               handle->segment, ", offset ", handle->offset);
+  });
+}

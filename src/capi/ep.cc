@@ -1,0 +1,117 @@
+#include <crossdock/ep.h>
+
+#include "base/options.h"
+#include "capi/boundary.h"
+#include "ep/cpu/cpu_group.h"
+
+using xd::guarded;
+using xd::guarded_on;
+
+xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows) {
+  XD_REQUIRE_GIVEN("xd_ep_recv_bound", rows);
+  return guarded("xd_ep_recv_bound",
+                 [&] { *rows = xd::ep::recv_bound(xd::ep::read_config(config, 0)); });
+}
+
+xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes) {
+  XD_REQUIRE_GIVEN("xd_ep_plan_size", bytes);
+  return guarded("xd_ep_plan_size",
+                 [&] { *bytes = xd::ep::plan_size(xd::ep::read_config(config, 0)); });
+}
+
+xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory) {
+  return guarded("xd_ep_group_memory", [&] {
+    xd::write_struct("memory", memory, xd::ep::cpu::group_memory(xd::ep::read_config(config, 0)));
+  });
+}
+
+xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group) {
+  XD_REQUIRE_GIVEN("xd_ep_group_create", comm);
+  XD_REQUIRE_GIVEN("xd_ep_group_create", group);
+  *group = nullptr;
+  return guarded_on("xd_ep_group_create", *comm->comm, [&] {
+    comm->comm->check_usable();
+    auto handle = std::make_unique<xd_ep_group>();
+    handle->group = xd::ep::cpu::make_group(comm->comm, config);
+    *group = handle.release();
+  });
+}
+
+xd_status xd_ep_group_destroy(xd_ep_group* group) {
+  return guarded("xd_ep_group_destroy", [&] { delete group; });
+}
+
+xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status) {
+  XD_REQUIRE_GIVEN("xd_ep_group_status", group);
+  XD_REQUIRE_GIVEN("xd_ep_group_status", status);
+  return guarded_on("xd_ep_group_status", group->group->comm(), [&] {
+    // The state is taken only once the struct it goes into is known to be good.
+    xd::write_struct("status", status, xd_ep_status XD_EP_STATUS_INIT);
+    xd::write_struct("status", status, group->group->take_status());
+  });
+}
+
+namespace {
+
+// Every operation enters the same way.
+template <class Args>
+xd_status operate(const char* function, xd_ep_group* group, const Args* args, xd_stream stream,
+                  void (xd::ep::Group::*operation)(const Args*, xd_stream)) {
+  XD_REQUIRE_GIVEN(function, group);
+  xd::ep::Group& g = *group->group;
+  return guarded_on(function, g.comm(), [&] { (g.*operation)(args, stream); });
+}
+
+}  // namespace
+
+xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_stream stream) {
+  return operate("xd_ep_prepare", group, args, stream, &xd::ep::Group::prepare);
+}
+
+xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args, xd_stream stream) {
+  return operate("xd_ep_dispatch", group, args, stream, &xd::ep::Group::dispatch);
+}
+
+xd_status xd_ep_combine(xd_ep_group* group, const xd_ep_combine_args* args, xd_stream stream) {
+  return operate("xd_ep_combine", group, args, stream, &xd::ep::Group::combine);
+}
+
+xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args,
+                             xd_stream stream) {
+  return operate("xd_ep_dispatch_bwd", group, args, stream, &xd::ep::Group::dispatch_bwd);
+}
+
+xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
+                            xd_stream stream) {
+  return operate("xd_ep_combine_bwd", group, args, stream, &xd::ep::Group::combine_bwd);
+}
+
+xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
+                            xd_stream stream) {
+  XD_REQUIRE_GIVEN("xd_ep_join_failed", group);
+  xd::ep::Group& g = *group->group;
+  return guarded_on("xd_ep_join_failed", g.comm(), [&] { g.join_failed(operation, text, stream); });
+}
+
+xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info) {
+  return guarded("xd_ep_plan_get_info", [&] {
+    const xd::ep::PlanHeader h = xd::ep::PlanView::open(plan, plan_bytes).header();
+    xd_ep_plan_info value XD_EP_PLAN_INFO_INIT;
+    value.rank = h.rank;
+    value.num_ranks = h.ranks;
+    value.num_experts = h.experts;
+    value.num_tokens = h.tokens;
+    value.topk = h.topk;
+    value.layout = static_cast<xd_ep_layout>(h.layout);
+    value.alignment = h.alignment;
+    value.recv_rows = h.recv_rows;
+    value.total_rows = h.total_rows;
+    value.capacity_rows = h.capacity;
+    value.bad_ids = h.bad_ids;
+    value.bad_id_rank = h.bad_id_rank;
+    value.overflow_rank = h.overflow_rank;
+    value.fingerprint = h.fingerprint;
+    value.epoch = h.epoch;
+    xd::write_struct("info", info, value);
+  });
+}

@@ -1,0 +1,127 @@
+// combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums them.
+//
+// Reading a peer's memory costs what reading its own does, so partial sums are formed by the rank
+// that needs them; the order and the roundings are those of partial sums formed by the peers.
+#include "ep/cpu/operations.h"
+
+namespace xd::ep::cpu {
+
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted) {
+  const std::uint64_t bytes = out.row_bytes();
+  const rows::Store store = store_for(out.bytes());
+  TokenRows rows;
+  std::array<const void*, kMaxTopk> terms;
+  std::array<float, kMaxTopk> weights;
+  std::array<int, kMaxTopk> ends;
+  for (std::int64_t t = 0; t < plan.header().tokens; ++t) {
+    std::byte* sum = out.data + static_cast<std::uint64_t>(t) * bytes;
+    rows.gather(context, plan, t);
+    int partials = 0;
+    for (int i = 0; i < rows.count; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      const RowRef& ref = rows.list[at].ref;
+      const RankTensors& from = context.scratch.ranks[static_cast<std::size_t>(ref.rank)];
+      terms[at] = from.rows + static_cast<std::uint64_t>(ref.row) * bytes;
+      if (weighted) weights[at] = reinterpret_cast<const float*>(from.weights)[ref.row];
+      // A rank's rows follow one another and form one partial sum.
+      if (i > 0 && rows.list[at - 1].ref.rank == ref.rank) --partials;
+      ends[static_cast<std::size_t>(partials++)] = i + 1;
+    }
+    if (partials == 0) {
+      rows::zero(sum, bytes, store);
+      continue;
+    }
+    rows::sum(row_type(out.type), sum,
+              {.rows = terms.data(),
+               .weights = weighted ? weights.data() : nullptr,
+               .partial_ends = ends.data(),
+               .num_partials = partials},
+              static_cast<std::size_t>(out.cols), store);
+  }
+  rows::flush();
+}
+
+CombineOp::CombineOp(const Context& context, const CombineCall& call)
+    : PlanOperation(context, call.plan), call_(call) {
+  require_tokens(call_.out, plan_);
+  expert_out_ = receive(call_.expert_out, own_map().rows);
+  weights_ = receive(call_.weights, own_map().weights);
+}
+
+Record CombineOp::record() const {
+  Record record = plan_record(XD_EP_COMBINE);
+  record.dtype = static_cast<std::uint8_t>(call_.out.type);
+  record.row_bytes = static_cast<std::uint32_t>(call_.out.row_bytes());
+  record.flags = static_cast<std::uint8_t>(call_.weights ? kHasWeights : 0);
+  record.rows_in = expert_out_.place();
+  record.weights_in = weights_.place();
+  return record;
+}
+
+void CombineOp::stage_in() {
+  expert_out_.copy_in(plan_, config());
+  weights_.copy_in(plan_, config());
+}
+
+void CombineOp::move() {
+  resolve_tensors(context_, {.row = call_.out.row_bytes(), .weights = call_.weights.row_bytes()});
+  sum_rows(context_, plan_, call_.out, static_cast<bool>(call_.weights));
+}
+
+DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
+    : PlanOperation(context, call.plan), call_(call) {
+  require_tokens(call_.grad_tokens, plan_);
+  require_tokens(call_.grad_topk_weights, plan_);
+  require_topk(call_.grad_topk_weights, plan_);
+  if (!config().expert_major()) require_topk(call_.grad_recv_weights, plan_);
+  grad_recv_tokens_ = receive(call_.grad_recv_tokens, own_map().rows);
+  grad_recv_weights_ = receive(call_.grad_recv_weights, own_map().weights);
+}
+
+Record DispatchBwdOp::record() const {
+  Record record = plan_record(XD_EP_DISPATCH_BWD);
+  if (call_.grad_tokens) {
+    record.dtype = static_cast<std::uint8_t>(call_.grad_tokens.type);
+    record.row_bytes = static_cast<std::uint32_t>(call_.grad_tokens.row_bytes());
+  }
+  record.flags = static_cast<std::uint8_t>((call_.grad_tokens ? kHasRows : 0) |
+                                           (call_.grad_topk_weights ? kHasWeights : 0));
+  record.rows_in = grad_recv_tokens_.place();
+  record.weights_in = grad_recv_weights_.place();
+  return record;
+}
+
+void DispatchBwdOp::stage_in() {
+  grad_recv_tokens_.copy_in(plan_, config());
+  grad_recv_weights_.copy_in(plan_, config());
+}
+
+void DispatchBwdOp::move() {
+  resolve_tensors(context_, {.row = call_.grad_tokens.row_bytes(),
+                             .weights = call_.grad_recv_weights.row_bytes()});
+  if (call_.grad_tokens) sum_rows(context_, plan_, call_.grad_tokens, false);
+  if (call_.grad_topk_weights) read_weights();
+}
+
+// Each choice's gradient comes from its own row (and in RANK_MAJOR from its own k there); choices
+// without a row have none.
+void DispatchBwdOp::read_weights() const {
+  const int topk = plan_.header().topk;
+  const bool expert_major = config().expert_major();
+  float* out = call_.grad_topk_weights.as<float>();
+  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
+    const std::uint32_t* codes = plan_.codes(t);
+    for (int k = 0; k < topk; ++k) {
+      RowRef ref{};
+      float& grad = out[t * topk + k];
+      grad = 0.0f;
+      if (!context_.group.codec().decode(codes[k], ref)) continue;
+      const RankTensors& from = tensors(ref.rank);
+      if (ref.row >= from.num_rows) continue;
+      const std::int64_t at = expert_major ? ref.row : ref.row * topk + k;
+      grad = reinterpret_cast<const float*>(from.weights)[at];
+    }
+  }
+}
+
+}  // namespace xd::ep::cpu

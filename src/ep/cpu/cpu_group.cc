@@ -1,0 +1,158 @@
+#include "ep/cpu/cpu_group.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+
+#include "base/error.h"
+#include "ep/cpu/operations.h"
+
+namespace xd::ep::cpu {
+namespace {
+
+class CpuGroup final : public Group {
+ public:
+  CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
+      : Group(std::move(comm), config), lockstep_(*this) {
+    this->comm().agree([this] {
+      scratch_.reserve(this->config());
+      return Comm::Contribution{};
+    });
+  }
+
+  void prepare(const xd_ep_prepare_args* args, xd_stream) override {
+    run(XD_EP_PREPARE, [&](const Context& context) { return PrepareOp(context, args); });
+  }
+  void dispatch(const xd_ep_dispatch_args* args, xd_stream) override {
+    run(XD_EP_DISPATCH, [&](const Context& context) { return DispatchOp(context, args); });
+  }
+  void combine(const xd_ep_combine_args* args, xd_stream) override {
+    run(XD_EP_COMBINE, [&](const Context& context) { return CombineOp(context, args); });
+  }
+  void dispatch_bwd(const xd_ep_dispatch_bwd_args* args, xd_stream) override {
+    run(XD_EP_DISPATCH_BWD, [&](const Context& context) { return DispatchBwdOp(context, args); });
+  }
+  void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream) override {
+    run(XD_EP_COMBINE_BWD, [&](const Context& context) { return CombineBwdOp(context, args); });
+  }
+
+  void join_failed(xd_ep_operation operation, const char* text, xd_stream) override {
+    XD_REQUIRE(operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD,
+               "operation = ", int{operation}, ", expected an xd_ep_operation");
+    const std::string cause(text != nullptr ? text : "",
+                            text != nullptr ? ::strnlen(text, 255) : 0);
+    // Any operation will do: it fails before there is one.
+    run(operation, [&](const Context& context) -> PrepareOp {
+      static_cast<void>(context);
+      fail(XD_ERROR_INVALID_ARGUMENT, cause);
+    });
+  }
+
+ private:
+  // Marks the group as in use by this thread; finding it in use is fatal.
+  class Turn {
+   public:
+    Turn(CpuGroup& group, xd_ep_operation operation) : group_(group) {
+      group.comm().check_usable();
+      if (group.busy_.exchange(true, std::memory_order_acquire)) group.fail_busy(operation);
+    }
+    ~Turn() { group_.busy_.store(false, std::memory_order_release); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    CpuGroup& group_;
+  };
+
+  [[noreturn]] void fail_busy(xd_ep_operation operation) {
+    comm().raise({.status = XD_ERROR_BUSY,
+                  .rank = rank(),
+                  .peer = rank(),
+                  .group = number(),
+                  .operation = operation},
+                 Comm::Spread::everywhere);
+    comm().check_usable();
+    fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded");
+  }
+
+  template <class Make>
+  void run(xd_ep_operation operation, Make&& make);
+  template <Operation Op>
+  Setback carry_out(std::optional<Op>& op, Setback setback);
+  template <Operation Op>
+  Setback move(Op& op);
+
+  Lockstep lockstep_;
+  Scratch scratch_;
+  std::atomic<bool> busy_{false};
+};
+
+// A rank whose arguments are bad goes through the same steps with nothing but its failure, so that
+// its peers learn it at once and the epochs stay together. Fatal errors leave from any step.
+template <class Make>
+void CpuGroup::run(xd_ep_operation operation, Make&& make) {
+  const Turn turn(*this, operation);
+  const Context context{*this, lockstep_, scratch_};
+  using Op = decltype(make(context));
+  std::optional<Op> op;
+  Setback setback;
+  try {
+    op.emplace(make(context));
+  } catch (const Error& error) {
+    setback = {.status = error.status(), .text = error.text(), .rank = rank()};
+  }
+  lockstep_.begin(operation);
+  setback = carry_out(op, std::move(setback));
+  if (!setback) return;
+  remember(setback, operation, lockstep_.epoch());
+  fail(setback.status, setback.text);
+}
+
+template <Operation Op>
+Setback CpuGroup::carry_out(std::optional<Op>& op, Setback setback) {
+  if (op) {
+    op->stage_in();
+    lockstep_.enter(op->record());
+    op->announce();
+  } else {
+    lockstep_.enter({.status = static_cast<std::uint8_t>(setback.status)});
+  }
+  lockstep_.await();
+  if (!setback) setback = disagreement(lockstep_, rank(), config().ranks);
+  if (!setback) setback = op->obstacle();
+  if (!setback) setback = move(*op);
+  lockstep_.leave();
+  if (!setback) setback = op->finish();
+  return setback;
+}
+
+// What goes wrong here without being fatal (a peer's record that names no memory of its) is this
+// rank's setback alone, and it still leaves together with the others.
+template <Operation Op>
+Setback CpuGroup::move(Op& op) {
+  try {
+    op.move();
+    return {};
+  } catch (const Error& error) {
+    if (comm().fatal_error() != nullptr) throw;
+    return {.status = error.status(), .text = error.text(), .rank = rank()};
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
+  return std::make_unique<CpuGroup>(std::move(comm), config);
+}
+
+xd_ep_memory group_memory(const Config& config) {
+  xd_ep_memory memory XD_EP_MEMORY_INIT;
+  const GroupMap map = GroupMap::make(config);
+  memory.symmetric_bytes = map.end;
+  memory.staging_bytes = map.end - map.staging;
+  memory.private_bytes = Scratch::bytes(config);
+  return memory;
+}
+
+}  // namespace xd::ep::cpu

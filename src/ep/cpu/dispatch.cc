@@ -1,0 +1,157 @@
+// dispatch: every rank writes its tokens' rows into their final places in the peers' tensors.
+//
+// A token's row is read once and stored to all its places, here and on other ranks. Nobody else
+// writes those rows; the receiver itself zeroes padding and tail, which no peer touches.
+#include <algorithm>
+
+#include "ep/cpu/operations.h"
+
+namespace xd::ep::cpu {
+
+DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
+    : PlanOperation(context, call.plan), call_(call) {
+  require_tokens(call_.tokens, plan_);
+  require_topk(call_.topk_weights, plan_);
+  if (!config().expert_major()) {
+    require_topk(call_.recv_weights, plan_);
+    require_topk(call_.recv_topk_idx, plan_);
+  }
+  recv_tokens_ = receive(call_.recv_tokens, own_map().rows);
+  recv_scales_ = receive(call_.recv_scales, own_map().scales);
+  recv_weights_ = receive(call_.recv_weights, own_map().weights);
+  recv_topk_idx_ = receive(call_.recv_topk_idx, own_map().indices);
+}
+
+Record DispatchOp::record() const {
+  Record record = plan_record(XD_EP_DISPATCH);
+  record.dtype = static_cast<std::uint8_t>(call_.tokens.type);
+  record.row_bytes = static_cast<std::uint32_t>(call_.tokens.row_bytes());
+  record.extra = static_cast<std::uint32_t>(call_.recv_scales.row_bytes());
+  record.flags = static_cast<std::uint8_t>(
+      (call_.quantise ? kQuantised : 0) | (call_.scales ? kHasScales : 0) |
+      (call_.topk_weights ? kHasWeights : 0) | (call_.recv_topk_idx ? kHasIndices : 0) |
+      (call_.recv_topk_idx && call_.recv_topk_idx.type == DType::i64 ? kWideIndices : 0));
+  record.rows_in = recv_tokens_.place();
+  record.scales_in = recv_scales_.place();
+  record.weights_in = recv_weights_.place();
+  record.extra_in = recv_topk_idx_.place();
+  return record;
+}
+
+void DispatchOp::move() {
+  resolve_tensors(
+      context_,
+      {.row = call_.recv_tokens.row_bytes(),
+       .scales = call_.recv_scales.row_bytes(),
+       .weights = call_.recv_weights.row_bytes(),
+       .extra = call_.recv_topk_idx ? call_.recv_topk_idx.cols * sizeof(std::int32_t) : 0});
+  store_ = store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) *
+                     call_.recv_tokens.row_bytes());
+  TokenRows rows;
+  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
+    rows.gather(context_, plan_, t);
+    if (rows.count == 0) continue;
+    if (call_.quantise) {
+      send_quantised(t, rows);
+    } else {
+      send_row(t, rows);
+    }
+    if (config().expert_major()) {
+      send_weights(t, rows);
+    } else {
+      send_choices(t, rows);
+    }
+  }
+  rows::flush();
+}
+
+void DispatchOp::send_row(std::int64_t token, const TokenRows& rows) const {
+  const auto t = static_cast<std::uint64_t>(token);
+  const std::uint64_t bytes = call_.tokens.row_bytes();
+  store_row(rows, call_.tokens.data + t * bytes, bytes, store_,
+            [&](int r) { return tensors(r).rows; });
+  if (!call_.scales) return;
+  const std::uint64_t scale_bytes = call_.scales.row_bytes();
+  store_row(rows, call_.scales.data + t * scale_bytes, scale_bytes, rows::Store::cached,
+            [&](int r) { return tensors(r).scales; });
+}
+
+void DispatchOp::send_quantised(std::int64_t token, const TokenRows& rows) const {
+  Scratch& scratch = context_.scratch;
+  const auto columns = static_cast<std::uint64_t>(call_.tokens.cols);
+  const std::byte* row =
+      call_.tokens.data + static_cast<std::uint64_t>(token) * call_.tokens.row_bytes();
+  rows::quantise_e4m3(scratch.quantised.data(), scratch.quantised_scales.data(), row, columns,
+                      rows::Store::cached);
+  store_row(rows, scratch.quantised.data(), columns, store_,
+            [&](int r) { return tensors(r).rows; });
+  store_row(rows, scratch.quantised_scales.data(), call_.recv_scales.row_bytes(),
+            rows::Store::cached, [&](int r) { return tensors(r).scales; });
+}
+
+// EXPERT_MAJOR: one weight per row.
+void DispatchOp::send_weights(std::int64_t token, const TokenRows& rows) const {
+  if (!call_.topk_weights) return;
+  const float* weights = call_.topk_weights.as<float>() + token * call_.topk_weights.cols;
+  for (int i = 0; i < rows.count; ++i) {
+    const auto& [ref, k] = rows.list[static_cast<std::size_t>(i)];
+    reinterpret_cast<float*>(tensors(ref.rank).weights)[ref.row] = weights[k];
+  }
+}
+
+// RANK_MAJOR: per row, local expert and weight of each k that the row's rank holds.
+void DispatchOp::send_choices(std::int64_t token, const TokenRows& rows) const {
+  if (!call_.topk_weights && !call_.recv_topk_idx) return;
+  const int topk = plan_.header().topk;
+  const std::uint32_t* codes = plan_.codes(token);
+  const float* weights =
+      call_.topk_weights ? call_.topk_weights.as<float>() + token * topk : nullptr;
+  for (int i = 0; i < rows.count; ++i) {
+    const RowRef& row = rows.list[static_cast<std::size_t>(i)].ref;
+    const RankTensors& to = tensors(row.rank);
+    for (int k = 0; k < topk; ++k) {
+      RowRef choice{};
+      const bool here = context_.group.codec().decode(codes[k], choice) &&
+                        choice.rank == row.rank && choice.row == row.row;
+      const std::int64_t at = row.row * topk + k;
+      if (weights != nullptr) {
+        reinterpret_cast<float*>(to.weights)[at] = here ? weights[k] : 0.0f;
+      }
+      const int expert = here ? choice.expert : -1;
+      if (to.extra == nullptr) continue;
+      if (to.wide_indices) {
+        reinterpret_cast<std::int64_t*>(to.extra)[at] = expert;
+      } else {
+        reinterpret_cast<std::int32_t*>(to.extra)[at] = expert;
+      }
+    }
+  }
+}
+
+Setback DispatchOp::finish() {
+  for (const ReceiveTensor* tensor :
+       {&recv_tokens_, &recv_scales_, &recv_weights_, &recv_topk_idx_}) {
+    tensor->copy_out(plan_, config());
+    tensor->zero_gaps(plan_, config());
+  }
+  if (!config().expert_major()) end_choices();
+  return {};
+}
+
+// RANK_MAJOR: past the last row indices are -1 and weights 0, with and without zero_tail.
+void DispatchOp::end_choices() const {
+  const std::int64_t rows = plan_.header().recv_rows;
+  const auto fill = [&](const Tensor& tensor, auto value) {
+    if (tensor)
+      std::fill_n(tensor.as<decltype(value)>() + rows * tensor.cols,
+                  (tensor.rows - rows) * tensor.cols, value);
+  };
+  fill(call_.recv_weights, 0.0f);
+  if (call_.recv_topk_idx.type == DType::i64) {
+    fill(call_.recv_topk_idx, std::int64_t{-1});
+  } else {
+    fill(call_.recv_topk_idx, std::int32_t{-1});
+  }
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,142 @@
+#include "ep/cpu/lockstep.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace xd::ep::cpu {
+namespace {
+
+template <class T>
+T* as(std::byte* address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+Lockstep::Lockstep(const Group& group)
+    : comm_(group.comm()),
+      group_(group.number()),
+      rank_(group.rank()),
+      ranks_(group.config().ranks),
+      count_layout_{group.config().experts, group.config().ranks},
+      records_(at(group.config().ranks)) {
+  for (int r = 0; r < ranks_; ++r) maps_.push_back(GroupMap::make(group.config_of(r)));
+  segments_ = comm_.share(map_of(rank_).end, "group memory");
+}
+
+// Peers in the order in which this rank turns to them: the next one first, so that all ranks do not
+// turn to the same one at once.
+template <class Body>
+void Lockstep::for_each_peer(Body&& body) const {
+  for (int i = 1; i < ranks_; ++i) body((rank_ + i) % ranks_);
+}
+
+void Lockstep::begin(xd_ep_operation operation) {
+  operation_ = operation;
+  ++epoch_;
+}
+
+void Lockstep::enter(const Record& record) {
+  records_[at(rank_)] = record;
+  for_each_peer([&](int peer) {
+    EntryRecord& theirs = entry(peer, rank_);
+    theirs.record = record;
+    // Release: who sees this epoch also sees the record, and staged input rows.
+    theirs.epoch.store(epoch_, std::memory_order_release);
+  });
+  ring_peers();
+}
+
+void Lockstep::await() {
+  for_each_peer([&](int peer) {
+    const EntryRecord& mine = entry(rank_, peer);
+    const auto seen = [&] { return mine.epoch.load(std::memory_order_acquire); };
+    comm_.wait_for(
+        peer, site(XD_PHASE_ENTRY), [&] { return seen() == epoch_; }, seen);
+    records_[at(peer)] = mine.record;
+  });
+}
+
+void Lockstep::leave() {
+  for_each_peer([&](int peer) {
+    // Release: who sees this epoch also sees every row written there, and none is read any more.
+    done(peer, rank_).epoch.store(epoch_, std::memory_order_release);
+  });
+  ring_peers();
+  for_each_peer([&](int peer) {
+    const auto seen = [&] { return done(rank_, peer).epoch.load(std::memory_order_acquire); };
+    comm_.wait_for(
+        peer, site(XD_PHASE_DONE), [&] { return seen() == epoch_; }, seen);
+  });
+}
+
+void Lockstep::send_counts(std::span<const std::uint32_t> values) {
+  for_each_peer([&](int peer) {
+    std::atomic<std::uint64_t>* words = counts(peer, rank_);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      words[i].store(count_word(values[i], epoch_), std::memory_order_relaxed);
+    }
+  });
+  ring_peers();
+}
+
+void Lockstep::await_counts(std::span<std::uint32_t> table) {
+  for_each_peer([&](int peer) {
+    const std::atomic<std::uint64_t>* words = counts(rank_, peer);
+    std::uint32_t* row = table.data() + at(peer) * count_layout_.size();
+    std::size_t taken = 0;
+    const auto take = [&] {
+      for (; taken < count_layout_.size(); ++taken) {
+        const std::uint64_t word = words[taken].load(std::memory_order_relaxed);
+        if (!count_is_of(word, epoch_)) return false;
+        row[taken] = count_of(word);
+      }
+      return true;
+    };
+    comm_.wait_for(peer, site(XD_PHASE_COUNTS), take, [&] { return epoch_ - 1; });
+  });
+}
+
+std::byte* Lockstep::tensor_of(int rank, TensorPlace place, std::uint64_t bytes) const {
+  if (!place) return nullptr;
+  if (place.base() == TensorPlace::kGroup) {
+    const Segment& segment = *segments_[at(rank)];
+    if (place.offset() <= segment.bytes() && bytes <= segment.bytes() - place.offset()) {
+      return area_of(rank, place.offset());
+    }
+  } else {
+    const Place in_heap{.segment = static_cast<std::uint32_t>(place.base() - TensorPlace::kHeap),
+                        .offset = place.offset()};
+    std::byte* address = comm_.heap().address(rank, in_heap, bytes);
+    if (address != nullptr) return address;
+  }
+  fail(XD_ERROR_MISMATCH, "rank ", rank, " offers a tensor outside its shared memory");
+}
+
+EntryRecord& Lockstep::entry(int owner, int source) const {
+  auto* records = as<EntryRecord>(area_of(owner, map_of(owner).record));
+  return records[slot() * at(ranks_) + at(source)];
+}
+
+DoneFlag& Lockstep::done(int owner, int source) const {
+  auto* flags = as<DoneFlag>(area_of(owner, map_of(owner).done));
+  return flags[slot() * at(ranks_) + at(source)];
+}
+
+std::atomic<std::uint64_t>* Lockstep::counts(int owner, int source) const {
+  auto* words = as<std::atomic<std::uint64_t>>(area_of(owner, map_of(owner).counts));
+  return words + (slot() * at(ranks_) + at(source)) * count_layout_.size();
+}
+
+WaitSite Lockstep::site(xd_phase phase) const {
+  return {.phase = phase, .group = group_, .operation = operation_, .epoch = epoch_};
+}
+
+void Lockstep::ring_peers() const {
+  for_each_peer([&](int peer) { comm_.ring(peer); });
+}
+
+}  // namespace xd::ep::cpu

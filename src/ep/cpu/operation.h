@@ -1,0 +1,68 @@
+// How an operation of the CPU executor runs, step by step; see CpuGroup::run().
+#pragma once
+
+#include <concepts>
+
+#include "ep/cpu/transfer.h"
+
+namespace xd::ep::cpu {
+
+// An operation is made from its arguments (and throws INVALID_ARGUMENT if they are bad), then:
+template <class Op>
+concept Operation = requires(Op op, const Op& c) {
+  // What this rank tells its peers.
+  { c.record() } -> std::same_as<Record>;
+  // Before entering: fills what peers will read.
+  op.stage_in();
+  // After entering: sends what peers wait for inside the operation.
+  op.announce();
+  // All ranks agree: a reason, alike on all ranks, to move nothing all the same.
+  { c.obstacle() } -> std::same_as<Setback>;
+  // Every peer has entered: reads and writes their memory.
+  op.move();
+  // Every peer has left: completes this rank's outputs, reports.
+  { op.finish() } -> std::same_as<Setback>;
+};
+
+// Stores one row to all its places: `address` gives the tensor in which it has them.
+template <class Address>
+void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows::Store store,
+               Address&& address) {
+  std::array<void*, kMaxTopk> places;
+  for (int i = 0; i < rows.count; ++i) {
+    const RowRef& ref = rows.list[static_cast<std::size_t>(i)].ref;
+    places[static_cast<std::size_t>(i)] =
+        address(ref.rank) + static_cast<std::uint64_t>(ref.row) * bytes;
+  }
+  rows::copy_to_many(places.data(), rows.count, row, bytes, store);
+}
+
+// What operations on a plan have in common.
+class PlanOperation {
+ public:
+  void announce() {}
+  Setback obstacle() const { return overflow_of(plan_, config()); }
+
+ protected:
+  PlanOperation(const Context& context, PlanBytes plan)
+      : context_(context), plan_(open_plan(context, plan)) {}
+
+  const Config& config() const { return context_.group.config(); }
+  RankTensors& tensors(int rank) const {
+    return context_.scratch.ranks[static_cast<std::size_t>(rank)];
+  }
+  const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.rank()); }
+  ReceiveTensor receive(const Tensor& tensor, std::uint64_t staging_offset) const {
+    return ReceiveTensor(context_, plan_, tensor, staging_offset);
+  }
+  Record plan_record(xd_ep_operation operation) const {
+    return {.operation = static_cast<std::uint8_t>(operation),
+            .rows = static_cast<std::uint32_t>(plan_.header().recv_rows),
+            .fingerprint = plan_.header().fingerprint};
+  }
+
+  Context context_;
+  PlanView plan_;
+};
+
+}  // namespace xd::ep::cpu

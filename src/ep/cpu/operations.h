@@ -1,0 +1,116 @@
+// The five operations of the CPU executor; the steps are described at the concept Operation.
+#pragma once
+
+#include "ep/cpu/operation.h"
+
+namespace xd::ep::cpu {
+
+class PrepareOp {
+ public:
+  PrepareOp(const Context& context, const xd_ep_prepare_args* args);
+  Record record() const;
+  void stage_in();
+  void announce();
+  Setback obstacle() const { return {}; }
+  void move();
+  Setback finish();
+
+ private:
+  std::uint32_t* codes() const;
+  void normalise_ids();
+  void assign_rows();
+  void send_kept() const;
+  void collect_kept();
+  void write_plan();
+  void write_outputs() const;
+  void hash_plan();
+  Setback report() const;
+  const Config& config() const { return context_.group.config(); }
+
+  Context context_;
+  PrepareCall call_;
+  int tokens_;
+  int topk_;
+  std::uint64_t fingerprint_ = 0;
+};
+
+class DispatchOp : public PlanOperation {
+ public:
+  DispatchOp(const Context& context, const xd_ep_dispatch_args* args)
+      : DispatchOp(context, read_dispatch(args, context.group.call_context())) {}
+  Record record() const;
+  void stage_in() {}
+  void move();
+  Setback finish();
+
+ private:
+  DispatchOp(const Context& context, const DispatchCall& call);
+  void send_row(std::int64_t token, const TokenRows& rows) const;
+  void send_quantised(std::int64_t token, const TokenRows& rows) const;
+  void send_weights(std::int64_t token, const TokenRows& rows) const;
+  void send_choices(std::int64_t token, const TokenRows& rows) const;
+  void end_choices() const;
+
+  DispatchCall call_;
+  ReceiveTensor recv_tokens_, recv_scales_, recv_weights_, recv_topk_idx_;
+  rows::Store store_ = rows::Store::cached;
+};
+
+// combine, and dispatch_bwd's tokens: sums of rows that this rank reads from its peers.
+class CombineOp : public PlanOperation {
+ public:
+  CombineOp(const Context& context, const xd_ep_combine_args* args)
+      : CombineOp(context, read_combine(args, context.group.call_context())) {}
+  Record record() const;
+  void stage_in();
+  void move();
+  Setback finish() { return {}; }
+
+ private:
+  CombineOp(const Context& context, const CombineCall& call);
+
+  CombineCall call_;
+  ReceiveTensor expert_out_, weights_;
+};
+
+class DispatchBwdOp : public PlanOperation {
+ public:
+  DispatchBwdOp(const Context& context, const xd_ep_dispatch_bwd_args* args)
+      : DispatchBwdOp(context, read_dispatch_bwd(args, context.group.call_context())) {}
+  Record record() const;
+  void stage_in();
+  void move();
+  Setback finish() { return {}; }
+
+ private:
+  DispatchBwdOp(const Context& context, const DispatchBwdCall& call);
+  void read_weights() const;
+
+  DispatchBwdCall call_;
+  ReceiveTensor grad_recv_tokens_, grad_recv_weights_;
+};
+
+class CombineBwdOp : public PlanOperation {
+ public:
+  CombineBwdOp(const Context& context, const xd_ep_combine_bwd_args* args)
+      : CombineBwdOp(context, read_combine_bwd(args, context.group.call_context())) {}
+  Record record() const;
+  void stage_in();
+  void move();
+  Setback finish();
+
+ private:
+  CombineBwdOp(const Context& context, const CombineBwdCall& call);
+  void send_scaled(std::int64_t token, const TokenRows& rows) const;
+  void send_copies(std::int64_t token, const TokenRows& rows) const;
+
+  CombineBwdCall call_;
+  ReceiveTensor grad_expert_out_, expert_out_, weights_, grad_weights_;
+  rows::Store store_ = rows::Store::cached;
+};
+
+// out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted` multiplies
+// each row by its weight there.
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted);
+
+}  // namespace xd::ep::cpu

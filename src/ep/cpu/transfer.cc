@@ -1,0 +1,149 @@
+#include "ep/cpu/transfer.h"
+
+#include "base/error.h"
+
+namespace xd::ep::cpu {
+namespace {
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+// Where `tensor` lies in this rank's heap, if it does.
+TensorPlace place_in_heap(const Comm& comm, const Tensor& tensor) {
+  const auto place = comm.heap().find(tensor.data, tensor.bytes());
+  return place ? TensorPlace(TensorPlace::kHeap + place->segment, place->offset) : TensorPlace();
+}
+
+}  // namespace
+
+void Scratch::reserve(const Config& config) {
+  const CountLayout layout{config.experts, config.ranks};
+  const std::size_t ranks_count = at(config.ranks), experts = at(config.experts);
+  ranks.resize(ranks_count);
+  counts.resize(layout.size());
+  table.resize(ranks_count * layout.size());
+  seen.resize(experts + ranks_count);
+  row_of.resize(ranks_count);
+  kept.resize(experts);
+  kept_pairs.resize(at(config.local_experts));
+  quantised.resize(config.max_row_bytes);
+  quantised_scales.resize(config.max_row_bytes / sizeof(float));
+  placement.reserve(config);
+}
+
+std::size_t Scratch::bytes(const Config& config) {
+  Scratch scratch;
+  const auto size = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
+  scratch.reserve(config);
+  const Placement& p = scratch.placement;
+  return size(scratch.ranks) + size(scratch.counts) + size(scratch.table) + size(scratch.seen) +
+         size(scratch.row_of) + size(scratch.kept) + size(scratch.kept_pairs) +
+         size(scratch.quantised) + size(scratch.quantised_scales) + size(p.count) + size(p.offset) +
+         size(p.first_row) + size(p.total) + size(p.rank_rows);
+}
+
+ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
+                             std::uint64_t staging_offset)
+    : tensor_(tensor) {
+  if (!tensor) return;
+  const Group& group = context.group;
+  const std::int64_t rows = plan.header().recv_rows;
+  XD_REQUIRE(tensor.rows >= rows, tensor.name, ": has ", tensor.rows, " rows, expected at least ",
+             rows, ", which the plan brings to this rank");
+  place_ = place_in_heap(group.comm(), tensor);
+  if (place_) return;
+  XD_REQUIRE(group.config().staging, tensor.name,
+             ": lies outside symmetric memory, expected memory from xd_mem_alloc: the group was "
+             "made with XD_EP_STAGING_NONE");
+  place_ = TensorPlace(TensorPlace::kGroup, staging_offset);
+  staged_ = context.lockstep.area_of(group.rank(), staging_offset);
+}
+
+void ReceiveTensor::copy_in(const PlanView& plan, const Config& config) const {
+  if (staged_ == nullptr) return;
+  const std::uint64_t bytes = tensor_.row_bytes();
+  for_each_run(plan, config, [&](std::int64_t first, std::int64_t count) {
+    const std::uint64_t begin = at(first) * bytes, size = at(count) * bytes;
+    rows::copy(staged_ + begin, tensor_.data + begin, size, store_for(size));
+  });
+  rows::flush();
+}
+
+void ReceiveTensor::copy_out(const PlanView& plan, const Config& config) const {
+  if (staged_ == nullptr) return;
+  const std::uint64_t bytes = tensor_.row_bytes();
+  for_each_run(plan, config, [&](std::int64_t first, std::int64_t count) {
+    const std::uint64_t begin = at(first) * bytes, size = at(count) * bytes;
+    rows::copy(tensor_.data + begin, staged_ + begin, size, store_for(size));
+  });
+  rows::flush();
+}
+
+void ReceiveTensor::zero_gaps(const PlanView& plan, const Config& config) const {
+  if (!tensor_) return;
+  const std::uint64_t bytes = tensor_.row_bytes();
+  for_each_gap(plan, config, tensor_.rows, [&](std::int64_t first, std::int64_t count) {
+    rows::zero(tensor_.data + at(first) * bytes, at(count) * bytes, rows::Store::cached);
+  });
+}
+
+PlanView open_plan(const Context& context, PlanBytes bytes) {
+  const PlanView plan = PlanView::open(bytes.data, bytes.bytes);
+  plan.require_binding(context.group.plan_binding());
+  return plan;
+}
+
+void require_tokens(const Tensor& tensor, const PlanView& plan) {
+  if (tensor) require_rows(tensor, plan.header().tokens, "tokens of the plan");
+}
+
+void require_topk(const Tensor& tensor, const PlanView& plan) {
+  if (tensor) require_cols(tensor, plan.header().topk, "top-k of the plan");
+}
+
+Setback overflow_of(const PlanView& plan, const Config& config) {
+  const PlanHeader& h = plan.header();
+  if (h.overflow_rank < 0 || config.overflow == XD_EP_OVERFLOW_DROP) return {};
+  return {.status = XD_ERROR_OVERFLOW,
+          .text = concat("rank ", h.overflow_rank, " would receive ", h.overflow_needed,
+                         " rows, expected at most its recv_capacity = ", h.overflow_capacity,
+                         "; no row has moved"),
+          .rank = h.overflow_rank,
+          .needed_rows = h.overflow_needed,
+          .capacity_rows = h.overflow_capacity};
+}
+
+void resolve_tensors(const Context& context, const RowSizes& sizes) {
+  for (int r = 0; r < context.group.config().ranks; ++r) {
+    const Record& record = context.lockstep.record_of(r);
+    const bool wide = (record.flags & kWideIndices) != 0;
+    const auto find = [&](TensorPlace place, std::uint64_t bytes) {
+      return context.lockstep.tensor_of(r, place, record.rows * bytes);
+    };
+    context.scratch.ranks[at(r)] = {
+        .rows = find(record.rows_in, sizes.row),
+        .scales = find(record.scales_in, sizes.scales),
+        .weights = find(record.weights_in, sizes.weights),
+        .extra = find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra),
+        .num_rows = record.rows,
+        .wide_indices = wide};
+  }
+}
+
+void TokenRows::gather(const Context& context, const PlanView& plan, std::int64_t token) {
+  count = 0;
+  const bool one_per_rank = !context.group.config().expert_major();
+  const std::uint32_t* codes = plan.codes(token);
+  for (int k = 0; k < plan.header().topk; ++k) {
+    Row row{.ref = {}, .k = k};
+    if (!context.group.codec().decode(codes[k], row.ref)) continue;
+    if (row.ref.row >= context.scratch.ranks[at(row.ref.rank)].num_rows) continue;
+    int place = count;
+    while (place > 0 && list[at(place - 1)].ref.rank > row.ref.rank) --place;
+    if (one_per_rank && place > 0 && list[at(place - 1)].ref.rank == row.ref.rank) continue;
+    for (int i = count; i > place; --i) list[at(i)] = list[at(i - 1)];
+    list[at(place)] = row;
+    ++count;
+  }
+}
+
+}  // namespace xd::ep::cpu

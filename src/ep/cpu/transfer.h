@@ -1,0 +1,138 @@
+// What the row-moving operations share: receive tensors of this rank as peers reach them, the peers'
+// tensors as this rank reaches them, and the rows of one token.
+#pragma once
+
+#include <array>
+#include <span>
+#include <vector>
+
+#include "ep/cpu/lockstep.h"
+#include "ep/cpu/rows.h"
+#include "ep/group.h"
+
+namespace xd::ep::cpu {
+
+// A rank's receive tensors of the current operation, at this process' addresses.
+struct RankTensors {
+  std::byte* rows = nullptr;
+  std::byte* scales = nullptr;
+  std::byte* weights = nullptr;
+  std::byte* extra = nullptr;
+  std::int64_t num_rows = 0;
+  bool wide_indices = false;
+};
+
+// Working memory of a group; all of it is allocated when the group is made.
+struct Scratch {
+  std::vector<RankTensors> ranks;        // [W]
+  std::vector<std::uint32_t> counts;     // [E + W + 1] this rank's counts
+  std::vector<std::uint32_t> table;      // [W][E + W + 1] everybody's
+  std::vector<std::uint32_t> seen;       // [E + W] token that last named an expert or a rank
+  std::vector<std::uint32_t> row_of;     // [W] code of the current token's row per rank
+  std::vector<std::uint32_t> kept;       // [E] choices that survive drops
+  std::vector<std::int64_t> kept_pairs;  // [L]
+  std::vector<std::byte> quantised;      // one quantised row
+  std::vector<float> quantised_scales;   // and its scales
+  Placement placement;
+
+  void reserve(const Config& config);
+  static std::size_t bytes(const Config& config);
+};
+
+struct Context {
+  Group& group;
+  Lockstep& lockstep;
+  Scratch& scratch;
+};
+
+// Rows of the receive tensor that hold a token's row, in runs: body(first, count).
+template <class Body>
+void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
+  const std::int64_t rows = plan.header().recv_rows;
+  if (!config.expert_major() || config.alignment == 1) {
+    if (rows > 0) body(std::int64_t{0}, rows);
+    return;
+  }
+  for (int e = 0; e < config.local_experts; ++e) {
+    if (plan.count(e) > 0) body(std::int64_t{plan.offset(e)}, std::int64_t{plan.count(e)});
+  }
+}
+
+// Rows that hold none and must read as zero, in runs: padding, and the tail with zero_tail.
+template <class Body>
+void for_each_gap(const PlanView& plan, const Config& config, std::int64_t tensor_rows,
+                  Body&& body) {
+  if (config.expert_major() && config.alignment > 1) {
+    for (int e = 0; e < config.local_experts; ++e) {
+      const std::int64_t end = std::int64_t{plan.offset(e)} + plan.count(e);
+      if (plan.offset(e + 1) > end) body(end, plan.offset(e + 1) - end);
+    }
+  }
+  const std::int64_t rows = plan.header().recv_rows;
+  if (config.zero_tail && tensor_rows > rows) body(rows, tensor_rows - rows);
+}
+
+// A receive tensor of this rank: used where it lies if that is symmetric memory, else through the
+// group's staging memory.
+class ReceiveTensor {
+ public:
+  ReceiveTensor() = default;
+  // `staging_offset` from GroupMap. Throws INVALID_ARGUMENT if the tensor has fewer rows than the
+  // plan needs, or would have to be staged in a group without staging.
+  ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
+                std::uint64_t staging_offset);
+
+  TensorPlace place() const { return place_; }
+  void copy_in(const PlanView& plan, const Config& config) const;   // tensor -> staging
+  void copy_out(const PlanView& plan, const Config& config) const;  // staging -> tensor
+  void zero_gaps(const PlanView& plan, const Config& config) const;
+
+ private:
+  Tensor tensor_;
+  TensorPlace place_;
+  std::byte* staged_ = nullptr;  // null = used in place, or not given
+};
+
+// Opens the plan and checks it against the group.
+PlanView open_plan(const Context& context, PlanBytes plan);
+
+// Throws INVALID_ARGUMENT unless the tensor has a row per token, or a column per choice.
+void require_tokens(const Tensor& tensor, const PlanView& plan);
+void require_topk(const Tensor& tensor, const PlanView& plan);
+
+// OVERFLOW if the plan's operations move nothing.
+Setback overflow_of(const PlanView& plan, const Config& config);
+
+struct RowSizes {
+  std::uint64_t row = 0, scales = 0, weights = 0;  // bytes per receive row
+  std::uint64_t extra = 0;                         // likewise; indices: as int32
+};
+// Fills scratch.ranks from the records of all ranks. After await().
+void resolve_tensors(const Context& context, const RowSizes& sizes);
+
+// The rows of one token: by ascending rank, then ascending k; in RANK_MAJOR one per rank.
+struct TokenRows {
+  struct Row {
+    RowRef ref;
+    int k;
+  };
+  std::array<Row, kMaxTopk> list;
+  int count = 0;
+
+  // Only rows that the peers' tensors have.
+  void gather(const Context& context, const PlanView& plan, std::int64_t token);
+};
+
+inline rows::Type row_type(DType type) {
+  return type == DType::bf16  ? rows::Type::bf16
+         : type == DType::f16 ? rows::Type::f16
+                              : rows::Type::f32;
+}
+
+// Outputs larger than the caches are not read again soon from there.
+inline rows::Store store_for(std::uint64_t bytes) {
+  constexpr std::uint64_t kStreamingBytes = std::uint64_t{4} << 20;
+  return bytes >= kStreamingBytes ? rows::Store::streaming : rows::Store::cached;
+}
+
+}  // namespace xd::ep::cpu
