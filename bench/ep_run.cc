@@ -1,0 +1,222 @@
+#include "ep_run.h"
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <numeric>
+
+#include "routing.h"
+#include "tensor.h"
+
+namespace bench {
+namespace {
+
+DLDataType payload_type(Element element) {
+  switch (element) {
+    case Element::bf16:
+      return {kDLBfloat, 16, 1};
+    case Element::fp16:
+      return {kDLFloat, 16, 1};
+    case Element::fp32:
+      return {kDLFloat, 32, 1};
+  }
+  return {};
+}
+
+// What this rank sends and receives.
+struct Traffic {
+  Choices choices;
+  std::int64_t recv_rows = 0;      // used rows of the receive tensor
+  std::int64_t recv_capacity = 0;  // the same as a multiple of the alignment, at least one of it
+  std::int64_t sent_rows = 0;      // to other ranks
+};
+
+Traffic traffic_of(const Workload& w, int rank) {
+  const auto me = static_cast<std::size_t>(rank);
+  const std::vector<Choices> routing = make_routing(w);
+  const std::vector<std::int64_t> sent = count_rows(w, routing)[me];
+  Traffic traffic;
+  traffic.choices = routing[me];
+  traffic.recv_rows = place(w, routing, rank).total;
+  const std::int64_t zones = (traffic.recv_rows + w.alignment - 1) / w.alignment;
+  traffic.recv_capacity = std::max<std::int64_t>(zones, 1) * w.alignment;
+  traffic.sent_rows = std::accumulate(sent.begin(), sent.end(), -sent[me]);
+  return traffic;
+}
+
+xd_ep_config group_config(const Workload& w, const Traffic& traffic, bool staged) {
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  config.num_ranks = w.ranks;
+  config.num_experts = w.experts;
+  config.max_topk = w.topk;
+  config.max_tokens_per_rank = std::max(w.tokens, 1);
+  config.hidden = w.hidden;
+  config.dtype = payload_type(w.element);
+  config.layout = w.layout == Layout::expert ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
+  config.alignment = w.alignment;
+  config.recv_capacity = traffic.recv_capacity;
+  config.staging = staged ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
+  return config;
+}
+
+class EpRun {
+ public:
+  EpRun(const Workload& w, int rank, xd_comm* comm, bool staged)
+      : w_(w),
+        rank_(rank),
+        comm_(comm),
+        traffic_(traffic_of(w, rank)),
+        board_(comm, board_bytes(w)),
+        floor_(comm, floor_bytes(w)),
+        topk_idx_(nullptr, {kDLInt, 32, 1}, {w.tokens, w.topk}),
+        tokens_(staged ? nullptr : comm, payload_type(w.element), {w.tokens, w.hidden}),
+        out_(staged ? nullptr : comm, payload_type(w.element), {w.tokens, w.hidden}),
+        recv_(staged ? nullptr : comm, payload_type(w.element),
+              {traffic_.recv_capacity, w.hidden}) {
+    std::copy(traffic_.choices.begin(), traffic_.choices.end(),
+              static_cast<std::int32_t*>(topk_idx_.data()));
+    fill_tokens(w, rank, tokens_.data());
+    const xd_ep_config config = group_config(w, traffic_, staged);
+    xd_ep_group* group = nullptr;
+    ok(xd_ep_group_create(comm_, &config, &group));
+    group_.reset(group);
+    std::size_t plan_bytes = 0;
+    ok(xd_ep_plan_size(&config, &plan_bytes));
+    plan_.resize((plan_bytes + sizeof(PlanUnit) - 1) / sizeof(PlanUnit));
+  }
+
+  // What the heap must hold, with some room for rounding.
+  static std::size_t heap_bytes(const Workload& w, int rank, bool staged) {
+    const auto rows =
+        staged ? 0 : static_cast<std::size_t>(2 * w.tokens + traffic_of(w, rank).recv_capacity);
+    return board_bytes(w) + floor_bytes(w) + rows * w.row_bytes() + (std::size_t{1} << 20);
+  }
+
+  EpResults run() {
+    measure(0, [&] { prepare(); });
+    measure(1, [&] { dispatch(); });
+    measure(2, [&] { combine(); });
+    // Before the backward operations reuse the tensors.
+    const auto used = static_cast<std::size_t>(traffic_.recv_rows) * w_.row_bytes();
+    sums()[0] = checksum(recv_.data(), used, 1);
+    sums()[1] = checksum(out_.data(), static_cast<std::size_t>(w_.tokens) * w_.row_bytes(), 1);
+    measure(3, [&] { dispatch_bwd(); });
+    measure(4, [&] { combine_bwd(); });
+    const auto sent = static_cast<std::size_t>(traffic_.sent_rows) * w_.row_bytes();
+    const std::vector<std::byte> source(sent, std::byte{1});
+    void* const neighbour = floor_.of((rank_ + 1) % w_.ranks);
+    measure(kFloorStep, [&] { std::memcpy(neighbour, source.data(), sent); });
+    ok(xd_comm_barrier(comm_));
+    EpResults results = rank_ == 0 ? collect() : EpResults{};
+    ok(xd_comm_barrier(comm_));  // rank 0 has read the boards
+    return results;
+  }
+
+ private:
+  struct alignas(64) PlanUnit {
+    std::byte bytes[64];
+  };
+
+  // A board holds the seconds of every step and iteration, then two checksums.
+  static std::size_t board_bytes(const Workload& w) {
+    return (kSteps.size() * static_cast<std::size_t>(w.iters) + 2) * 8;
+  }
+  static std::size_t floor_bytes(const Workload& w) {
+    return static_cast<std::size_t>(w.tokens) * static_cast<std::size_t>(w.ranks) * w.row_bytes();
+  }
+  double* seconds(int rank, std::size_t step) const {
+    return static_cast<double*>(board_.of(rank)) + step * static_cast<std::size_t>(w_.iters);
+  }
+  std::uint64_t* sums(int rank) const {
+    return reinterpret_cast<std::uint64_t*>(seconds(rank, kSteps.size()));
+  }
+  std::uint64_t* sums() const { return sums(rank_); }
+
+  void measure(std::size_t step, const std::function<void()>& body) {
+    using Clock = std::chrono::steady_clock;
+    double* const seconds_of_step = seconds(rank_, step);
+    for (int i = -w_.warmup; i < w_.iters; ++i) {
+      ok(xd_comm_barrier(comm_));
+      const Clock::time_point start = Clock::now();
+      body();
+      const std::chrono::duration<double> took = Clock::now() - start;
+      if (i >= 0) seconds_of_step[i] = took.count();
+    }
+  }
+
+  EpResults collect() const {
+    EpResults results;
+    for (std::size_t step = 0; step < kSteps.size(); ++step) {
+      for (int i = 0; i < w_.iters; ++i) {
+        double slowest = 0;
+        for (int rank = 0; rank < w_.ranks; ++rank) {
+          slowest = std::max(slowest, seconds(rank, step)[i]);
+        }
+        results.seconds[step].push_back(slowest);
+      }
+    }
+    for (int rank = 0; rank < w_.ranks; ++rank) {
+      results.recv_checksums.push_back(sums(rank)[0]);
+      results.out_checksums.push_back(sums(rank)[1]);
+    }
+    return results;
+  }
+
+  // Fills in what all args structs have in common.
+  template <class Args>
+  Args with_plan(Args args) {
+    args.plan = plan_.data();
+    args.plan_bytes = plan_.size() * sizeof(PlanUnit);
+    return args;
+  }
+
+  void prepare() {
+    xd_ep_prepare_args args = with_plan(xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
+    args.topk_idx = topk_idx_.dl();
+    ok(xd_ep_prepare(group_.get(), &args, nullptr));
+  }
+  void dispatch() {
+    auto args = with_plan(xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
+    args.tokens = tokens_.dl();
+    args.recv_tokens = recv_.dl();
+    ok(xd_ep_dispatch(group_.get(), &args, nullptr));
+  }
+  // The experts return what they got.
+  void combine() {
+    auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
+    args.expert_out = recv_.dl();
+    args.out = out_.dl();
+    ok(xd_ep_combine(group_.get(), &args, nullptr));
+  }
+  void dispatch_bwd() {
+    auto args = with_plan(xd_ep_dispatch_bwd_args XD_EP_DISPATCH_BWD_ARGS_INIT);
+    args.grad_recv_tokens = recv_.dl();
+    args.grad_tokens = out_.dl();
+    ok(xd_ep_dispatch_bwd(group_.get(), &args, nullptr));
+  }
+  void combine_bwd() {
+    auto args = with_plan(xd_ep_combine_bwd_args XD_EP_COMBINE_BWD_ARGS_INIT);
+    args.grad_out = tokens_.dl();
+    args.grad_expert_out = recv_.dl();
+    ok(xd_ep_combine_bwd(group_.get(), &args, nullptr));
+  }
+
+  const Workload& w_;
+  const int rank_;
+  xd_comm* const comm_;
+  const Traffic traffic_;
+  const SharedBlock board_, floor_;  // first: see SharedBlock
+  Matrix topk_idx_, tokens_, out_, recv_;
+  Group group_;
+  std::vector<PlanUnit> plan_;
+};
+
+}  // namespace
+
+EpResults run_ep(const Launch& launch, int rank, const Workload& workload, bool staged) {
+  const Comm comm = make_comm(launch, rank, staged ? "bench-staged" : "bench-zero-copy",
+                              EpRun::heap_bytes(workload, rank, staged));
+  return EpRun(workload, rank, comm.get(), staged).run();
+}
+
+}  // namespace bench

@@ -1,0 +1,17 @@
+// What a reader must know to judge a table: machine, build, and reasons to doubt the numbers.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace bench {
+
+struct Machine {
+  std::string processor;  // name, cores that this process may use, system
+  std::string build;      // commit, build type, compiler
+  std::vector<std::string> doubts;
+};
+
+Machine describe_machine(int ranks);
+
+}  // namespace bench

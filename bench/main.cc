@@ -1,0 +1,126 @@
+// crossdock-bench: how long the library's operations take, beside MPI and a plain memcpy.
+#include <cstdio>
+#include <map>
+#include <stdexcept>
+
+#include "ep_run.h"
+#include "peer.h"
+#include "report.h"
+
+namespace {
+
+using namespace bench;
+
+TableRow table_row(const char* operation, const char* by, const std::vector<double>& seconds) {
+  return {.operation = operation,
+          .by = by,
+          .p50 = percentile(seconds, 0.50),
+          .p99 = percentile(seconds, 0.99),
+          .moves_rows = std::string(operation) != "prepare"};
+}
+
+void add_library(Report& report, const char* by, const EpResults& results) {
+  const double floor = percentile(results.seconds[kFloorStep], 0.50);
+  for (std::size_t step = 0; step < kSteps.size(); ++step) {
+    TableRow row = table_row(kSteps[step], by, results.seconds[step]);
+    if (row.moves_rows && floor > 0) row.floor_ratio = row.p50 / floor;
+    report.rows.push_back(row);
+  }
+}
+
+// The faster of the two kinds of store.
+const std::vector<double>& faster(const std::vector<std::vector<double>>& variants) {
+  return percentile(variants[0], 0.5) <= percentile(variants[1], 0.5) ? variants[0] : variants[1];
+}
+
+void add_peer(Report& report, const PeerResults& peer) {
+  if (!peer.unavailable.empty()) {
+    report.notes.push_back("MPI peer skipped: " + peer.unavailable);
+    return;
+  }
+  for (const auto& [operation, variants] :
+       {std::pair{"dispatch", &peer.dispatch}, std::pair{"combine", &peer.combine}}) {
+    const TableRow row = table_row(operation, "MPI", faster(*variants));
+    for (TableRow& ours : report.rows) {
+      if (ours.operation == operation && ours.by != "MPI") ours.mpi_ratio = row.p50 / ours.p50;
+    }
+    report.rows.push_back(row);
+  }
+  double sent = 0;
+  for (const std::int64_t rows : peer.sent_rows) sent += static_cast<double>(rows);
+  char text[256];
+  std::snprintf(
+      text, sizeof(text),
+      "MPI: %s, shared memory; pack + MPI_Alltoallv + unpack, %.0f rows sent per rank, %s.",
+      peer.version.c_str(), sent / report.workload.ranks,
+      report.workload.layout == Layout::expert
+          ? "unpacked into the same expert zones, rows summed before they go back"
+          : "received in the final order, nothing to unpack");
+  report.notes.emplace_back(text);
+}
+
+// True if the peer moved and summed the same rows, bit for bit.
+bool same_results(const EpResults& ours, const PeerResults& peer) {
+  return !peer.unavailable.empty() ||
+         (ours.recv_checksums == peer.recv_checksums && ours.out_checksums == peer.out_checksums);
+}
+
+// Completes the report of what rank 0 has measured; returns the exit code.
+int finish(Report report, const DriverOptions& driver, const std::vector<std::string>& arguments,
+           const std::map<std::string, EpResults>& measured) {
+  for (const auto& [by, results] : measured) add_library(report, by.c_str(), results);
+  bool right = true;
+  if (driver.peer) {
+    const PeerResults peer = run_peer(report.workload.ranks, arguments);
+    add_peer(report, peer);
+    for (const auto& [by, results] : measured) right = right && same_results(results, peer);
+    if (peer.unavailable.empty()) {
+      report.notes.emplace_back(
+          right ? "Checked: MPI and the library end with equal bits on every rank."
+                : "WRONG: MPI and the library end with different bits.");
+    }
+  }
+  print(report);
+  if (!driver.json.empty()) write_json(report, driver.json);
+  return right ? 0 : 1;
+}
+
+int run(const std::vector<std::string>& arguments) {
+  const Launch launch = read_launch();
+  const Options options = parse_options(arguments, launch.num_ranks);
+  Report report{.machine = describe_machine(launch.num_ranks),  // before this run is its load
+                .workload = options.workload,
+                .volume = volume_of(options.workload),
+                .threads = launch.threads};
+  std::map<std::string, EpResults> measured;  // of rank 0
+  const int failures = run_ranks(launch, [&](int rank) {
+    for (const bool staged : {false, true}) {
+      if (!(staged ? options.driver.staged : options.driver.zero_copy)) continue;
+      EpResults results = run_ep(launch, rank, options.workload, staged);
+      if (rank == 0) measured[staged ? "staged" : "zero-copy"] = std::move(results);
+    }
+  });
+  if (failures != 0) return 1;
+  if (launch.first_rank != 0) return 0;
+  return finish(std::move(report), options.driver, arguments, measured);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.empty() || words[0] != "ep") {
+    const bool help = !words.empty() && (words[0] == "--help" || words[0] == "-h");
+    std::fputs(options_help(), help ? stdout : stderr);
+    return help ? 0 : 2;
+  }
+  try {
+    return run({words.begin() + 1, words.end()});
+  } catch (const std::invalid_argument& error) {
+    std::fprintf(stderr, "crossdock-bench ep: %s\n", error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "crossdock-bench ep: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,41 @@
+// Ranks of a launch by crossdock-run: processes, or threads of one process.
+#pragma once
+
+#include <crossdock/crossdock.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+namespace bench {
+
+// Throws std::runtime_error with the library's text.
+void ok(xd_status status);
+
+struct DestroyComm {
+  void operator()(xd_comm* comm) const { xd_comm_destroy(comm); }
+};
+using Comm = std::unique_ptr<xd_comm, DestroyComm>;
+
+struct DestroyGroup {
+  void operator()(xd_ep_group* group) const { xd_ep_group_destroy(group); }
+};
+using Group = std::unique_ptr<xd_ep_group, DestroyGroup>;
+
+struct Launch {
+  int num_ranks;
+  bool threads;
+  int first_rank;  // of this process
+};
+
+// From the environment; throws std::runtime_error if this is not a launch by crossdock-run.
+Launch read_launch();
+
+// Runs body(rank) for every rank of this process, each on its own thread, and returns how many
+// failed; each failure is one line on standard error.
+int run_ranks(const Launch& launch, const std::function<void(int rank)>& body);
+
+// `name` keeps apart the communicators that meet one after another. Collective.
+Comm make_comm(const Launch& launch, int rank, const char* name, std::size_t heap_bytes);
+
+}  // namespace bench

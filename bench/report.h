@@ -1,0 +1,43 @@
+// The table and the JSON file.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "machine.h"
+#include "workload.h"
+
+namespace bench {
+
+// Rows that cross between ranks, as means over the ranks.
+struct Volume {
+  double sent_rows = 0;  // unique (token, rank) pairs, without those that stay on their rank
+  double all_rows = 0;   // with them: what DeepEP counts
+};
+Volume volume_of(const Workload& workload);
+
+struct TableRow {
+  std::string operation;
+  std::string by;           // "zero-copy", "staged", "MPI", "memcpy"
+  double p50 = 0, p99 = 0;  // seconds
+  bool moves_rows = false;
+  double floor_ratio = 0;  // p50 over that of the memcpy; 0: none
+  double mpi_ratio = 0;    // MPI's p50 over this one; 0: none
+};
+
+double percentile(std::vector<double> values, double fraction);
+
+struct Report {
+  Machine machine;
+  Workload workload;
+  Volume volume;
+  bool threads = false;
+  std::vector<TableRow> rows{};
+  std::vector<std::string> notes{};  // below the table
+};
+
+void print(const Report& report);
+void write_json(const Report& report, const std::string& path);
+
+}  // namespace bench
