@@ -229,6 +229,18 @@ TEST(Launcher, NothingSurvivesWhenItIsKilled) {
   EXPECT_TRUE(all_gone(pids));
 }
 
+TEST(Launcher, NothingSurvivesWhenNobodyReadsTheOutput) {
+  const auto result = Command({"sh", "-c",
+                               "trap '' PIPE; " XD_CROSSDOCK_RUN
+                               " -n 2 --no-prefix -- sh -c 'echo $$; exec yes' | head -n 2"})
+                          .wait();
+  EXPECT_EQ(result.code, 0);
+  EXPECT_LT(result.time, 20s);
+  const auto lines = lines_of(result.out);
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_TRUE(all_gone({std::stoi(lines[0])}));
+}
+
 TEST(Launcher, ForwardsInterrupts) {
   for (const auto& [number, name] : {std::pair(SIGINT, "INT"), std::pair(SIGTERM, "TERM")}) {
     const std::string trap = std::string("trap 'echo got ") + name + "; exit 3' " + name;

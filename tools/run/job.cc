@@ -60,7 +60,10 @@ void write_all(int fd, std::string_view text, Deadline deadline) {
 }  // namespace
 
 Job::Signals::Signals() {
-  ::signal(SIGCHLD, SIG_DFL);  // Ignored, as some parents leave it, children could not be reaped.
+  // Some parents leave these ignored. Then ranks could not be reaped, and would run on although
+  // nobody reads their output any more.
+  ::signal(SIGCHLD, SIG_DFL);
+  ::signal(SIGPIPE, SIG_DFL);
   sigset_t handled;
   sigemptyset(&handled);
   for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&handled, number);
@@ -144,7 +147,7 @@ void Job::read_signals() {
     if (number == SIGCHLD) continue;  // reap_ranks() looks at each of them anyway.
     const bool first = !outcome_;
     if (first) outcome_ = {128 + number, std::string("interrupted by ") + ::strsignal(number)};
-    // Who asks again does not want to wait.
+    // Who asks when the job is already ending does not want to wait.
     signal_all(first ? number : SIGKILL);
     end_by(Deadline::after_ms(options_.grace.count()));
   }
