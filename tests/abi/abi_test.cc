@@ -1,0 +1,157 @@
+// Callers compiled against an older or a newer header than the library's.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "abi/frozen.h"
+#include "support/handles.h"
+
+extern "C" int wrong_initialisers_in_c();
+
+namespace xd::test {
+namespace {
+
+TEST(Abi, InitialisersKnowTheSizeOfTheirStruct) { EXPECT_EQ(wrong_initialisers_in_c(), 0); }
+
+TEST(Abi, TheLoadedLibraryIsTheHeadersVersion) { EXPECT_EQ(xd_version(), XD_VERSION); }
+
+TEST(Abi, StatusNamesAreTheConstantsNames) {
+  EXPECT_STREQ(xd_status_name(XD_SUCCESS), "XD_SUCCESS");
+  EXPECT_STREQ(xd_status_name(XD_ERROR_PEER_LOST), "XD_ERROR_PEER_LOST");
+  EXPECT_STREQ(xd_status_name(XD_ERROR_INTERNAL), "XD_ERROR_INTERNAL");
+  EXPECT_STREQ(xd_status_name(static_cast<xd_status>(12)), "XD_UNKNOWN_STATUS");
+}
+
+TEST(Abi, UnknownFeaturesAreUnavailable) {
+  const char* reason = nullptr;
+  EXPECT_EQ(xd_feature_available(static_cast<xd_feature>(99), &reason), 0);
+  EXPECT_EQ(xd_feature_available(XD_FEATURE_CPU, &reason), 1);
+  EXPECT_STREQ(reason, "available");
+  EXPECT_EQ(xd_feature_available(XD_FEATURE_GEMM, nullptr), 0);
+}
+
+xd_ep_config small_config() {
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  config.num_ranks = 1;
+  config.num_experts = 2;
+  config.max_topk = 1;
+  config.max_tokens_per_rank = 4;
+  config.hidden = 8;
+  config.alignment = 8;
+  return config;
+}
+
+// A copy of a config as a caller with `size` bytes of it would pass it, in memory of just that size
+// so that a sanitizer sees any access past it.
+struct OtherVersion {
+  OtherVersion(const xd_ep_config& config, std::size_t size) : bytes(size) {
+    std::memcpy(bytes.data(), &config, std::min(size, sizeof(config)));
+    std::memcpy(bytes.data(), &size, sizeof(size));
+  }
+  const xd_ep_config* get() const { return reinterpret_cast<const xd_ep_config*>(bytes.data()); }
+  std::vector<unsigned char> bytes;
+};
+
+std::int64_t bound_of(const xd_ep_config* config) {
+  std::int64_t rows = -1;
+  ok(xd_ep_recv_bound(config, &rows));
+  return rows;
+}
+
+TEST(Abi, AnOlderCallersMissingFieldsHaveTheirDefaults) {
+  // K = 1, so 4 rows in at most 2 zones. The older caller's `alignment` must not be read.
+  const OtherVersion older(small_config(), offsetof(xd_ep_config, alignment));
+  EXPECT_EQ(bound_of(older.get()), 4);
+  EXPECT_EQ(bound_of(OtherVersion(small_config(), sizeof(xd_ep_config)).get()), 16);
+}
+
+TEST(Abi, ANewerCallerMayPassFieldsThatAreZero) {
+  EXPECT_EQ(bound_of(OtherVersion(small_config(), sizeof(xd_ep_config) + 24).get()), 16);
+}
+
+TEST(Abi, ANewerCallersUnknownFieldIsRefusedAndNotIgnored) {
+  OtherVersion newer(small_config(), sizeof(xd_ep_config) + 24);
+  newer.bytes[sizeof(xd_ep_config) + 23] = 1;
+  std::int64_t rows = -1;
+  EXPECT_EQ(xd_ep_recv_bound(newer.get(), &rows), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(xd_last_error()).find("struct_size"), std::string::npos) << xd_last_error();
+  EXPECT_EQ(rows, -1);
+}
+
+TEST(Abi, AStructThatWasNotInitialisedIsRefused) {
+  xd_ep_config config = small_config();
+  std::int64_t rows = -1;
+  for (const std::size_t size : {std::size_t{0}, std::size_t{7}, std::size_t{1} << 40}) {
+    config.struct_size = size;
+    EXPECT_EQ(xd_ep_recv_bound(&config, &rows), XD_ERROR_INVALID_ARGUMENT) << size;
+    EXPECT_NE(std::string(xd_last_error()).find("struct_size"), std::string::npos)
+        << xd_last_error();
+  }
+  EXPECT_EQ(xd_ep_recv_bound(nullptr, &rows), XD_ERROR_INVALID_ARGUMENT);
+}
+
+TEST(Abi, OutputsAreWrittenNoFurtherThanTheCallersVersionGoes) {
+  const xd_ep_config config = small_config();
+  xd_ep_memory memory = XD_EP_MEMORY_INIT;
+  memory.struct_size = offsetof(xd_ep_memory, private_bytes);
+  memory.private_bytes = 0x5A5A5A5A;
+  ok(xd_ep_group_memory(&config, &memory));
+  EXPECT_GT(memory.symmetric_bytes, 0u);
+  EXPECT_EQ(memory.private_bytes, 0x5A5A5A5Au);
+  EXPECT_EQ(memory.struct_size, offsetof(xd_ep_memory, private_bytes));
+}
+
+TEST(Abi, OutputsLeaveTheFieldsOfNewerCallersAlone) {
+  const xd_ep_config config = small_config();
+  struct Newer {
+    xd_ep_memory known;
+    std::uint64_t unknown;
+  };
+  Newer memory{XD_EP_MEMORY_INIT, 0};
+  memory.known.struct_size = sizeof(Newer);
+  ok(xd_ep_group_memory(&config, &memory.known));
+  EXPECT_GT(memory.known.symmetric_bytes, 0u);
+  EXPECT_EQ(memory.unknown, 0u);
+}
+
+// Handles of ranks are made through structs too: one rank is enough to see that their versions are
+// read in the same way.
+TEST(Abi, CommunicatorsAndOperationsReadOlderCallersStructs) {
+  xd_unique_id id;
+  xd_unique_id_config id_config = XD_UNIQUE_ID_CONFIG_INIT;
+  id_config.struct_size = offsetof(xd_unique_id_config, address);
+  ok(xd_unique_id_create(&id_config, &id));
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.struct_size = offsetof(xd_comm_config, heap_bytes);
+  config.num_ranks = 1;
+  config.unique_id = &id;
+  config.heap_bytes = ~std::size_t{0};  // past the older caller's end: must not be read
+  const Comm comm = make_comm(config);
+  const xd_ep_config ep_config = small_config();
+  const Group group = make_group(comm.get(), ep_config);
+  std::size_t plan_bytes = 0;
+  ok(xd_ep_plan_size(&ep_config, &plan_bytes));
+  alignas(16) std::byte plan[4096];
+  ASSERT_LE(plan_bytes, sizeof(plan));
+  std::int64_t shape[2] = {0, 1};
+  DLTensor topk_idx{};
+  topk_idx.device = {kDLCPU, 0};
+  topk_idx.ndim = 2;
+  topk_idx.dtype = {kDLInt, 32, 1};
+  topk_idx.shape = shape;
+  xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
+  args.struct_size = offsetof(xd_ep_prepare_args, counts);
+  args.topk_idx = &topk_idx;
+  args.plan = plan;
+  args.plan_bytes = plan_bytes;
+  args.counts = reinterpret_cast<const DLTensor*>(std::uintptr_t{1});  // must not be read
+  EXPECT_EQ(xd_ep_prepare(group.get(), &args, nullptr), XD_SUCCESS) << xd_last_error();
+}
+
+}  // namespace
+}  // namespace xd::test

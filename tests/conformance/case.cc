@@ -1,0 +1,216 @@
+#include "conformance/case.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <sstream>
+#include <string_view>
+
+#include "conformance/pairwise.h"
+#include "support/random.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+namespace {
+
+constexpr std::array kLayouts{XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR};
+constexpr std::array kDtypes{kBf16, kF16, kF32};
+constexpr std::array kCargoes{Cargo::payload, Cargo::e4m3_with_floats, Cargo::e5m2_with_e8m0,
+                              Cargo::quantised};
+constexpr std::array kAlignments{1, 4, 16, 128};
+constexpr std::array kIndexTypes{kI32, kI64};
+constexpr std::array kPatterns{Pattern::uniform,  Pattern::zipf,        Pattern::holes,
+                               Pattern::one_hot,  Pattern::one_rank,    Pattern::empty_ranks,
+                               Pattern::nobody};
+constexpr std::array kTokens{Tokens::full, Tokens::differ, Tokens::some_zero, Tokens::all_zero};
+constexpr std::array kMaxTokens{24, 1, 7, 64};
+constexpr std::array kTopks{2, 1, 3, 8, 32};
+constexpr std::array kLocalExperts{2, 1, 5, 32};
+constexpr std::array kRowUnits{3, 1, 15, 32, 125};
+constexpr std::array kWeights{false, true};
+constexpr std::array kPlacings{Placing::ordinary, Placing::symmetric, Placing::mixed,
+                               Placing::unstaged};
+constexpr std::array kCapacities{Capacity::bound, Capacity::exact, Capacity::larger,
+                                 Capacity::refusing, Capacity::dropping};
+constexpr std::array kReceiveRows{ReceiveRows::exact, ReceiveRows::capacity, ReceiveRows::more};
+constexpr std::array kZeroTails{ZeroTail::off, ZeroTail::on, ZeroTail::differ};
+
+// Rows of all ranks' receive tensors stay below this, so that a case takes milliseconds.
+constexpr std::int64_t kMaxReceiveBytes = std::int64_t{2} << 20;
+
+// Calls visit(field, table) for every dimension, always in the same order.
+template <class Visit>
+void for_each_dimension(Case& c, Visit&& visit) {
+  visit(c.layout, kLayouts);
+  visit(c.dtype, kDtypes);
+  visit(c.cargo, kCargoes);
+  visit(c.alignment, kAlignments);
+  visit(c.index_type, kIndexTypes);
+  visit(c.output_type, kIndexTypes);
+  visit(c.pattern, kPatterns);
+  visit(c.tokens, kTokens);
+  visit(c.max_tokens, kMaxTokens);
+  visit(c.topk, kTopks);
+  visit(c.local_experts, kLocalExperts);
+  visit(c.row_units, kRowUnits);
+  visit(c.weights, kWeights);
+  visit(c.placing, kPlacings);
+  visit(c.capacity, kCapacities);
+  visit(c.receive_rows, kReceiveRows);
+  visit(c.zero_tail, kZeroTails);
+}
+
+std::vector<int> dimension_sizes() {
+  Case unused;
+  std::vector<int> sizes;
+  for_each_dimension(unused, [&](const auto&, const auto& table) {
+    sizes.push_back(static_cast<int>(table.size()));
+  });
+  return sizes;
+}
+
+Case make_case(int num_ranks, const std::vector<int>& values, std::uint64_t seed) {
+  Case c;
+  c.num_ranks = num_ranks;
+  c.seed = seed;
+  std::size_t dimension = 0;
+  for_each_dimension(c, [&](auto& field, const auto& table) {
+    field = table[static_cast<std::size_t>(values[dimension++])];
+  });
+  c.row_units = std::max(c.row_units, c.least_row_units());
+  const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
+  const std::int64_t bytes_per_token = c.num_ranks * std::min(c.topk, c.local_experts) * row_bytes;
+  c.max_tokens = static_cast<int>(
+      std::clamp<std::int64_t>(kMaxReceiveBytes / bytes_per_token, 1, c.max_tokens));
+  return c;
+}
+
+std::int64_t bound_of(const Case& c) {
+  std::int64_t rows = 0;
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  config.num_ranks = c.num_ranks;
+  config.num_experts = c.num_ranks * c.local_experts;
+  config.max_topk = c.topk;
+  config.max_tokens_per_rank = c.max_tokens;
+  config.hidden = 8;
+  config.layout = c.layout;
+  config.alignment = c.alignment;
+  ok(xd_ep_recv_bound(&config, &rows));
+  return rows;
+}
+
+bool flag(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value && std::string_view(value) == "1";
+}
+
+}  // namespace
+
+std::uint64_t test_seed() {
+  const char* value = std::getenv("XD_TEST_SEED");
+  return value ? std::strtoull(value, nullptr, 0) : 1;
+}
+
+RoutingShape Case::routing() const {
+  return {num_ranks, num_ranks * local_experts, topk, max_tokens, pattern, tokens};
+}
+
+std::vector<Choices> Case::choices(int step) const {
+  return make_routing(routing(), mix(seed, static_cast<std::uint64_t>(step)));
+}
+
+Placement Case::placement() const {
+  const std::int64_t bound = bound_of(*this);
+  Placement result{num_ranks, local_experts, layout, alignment, {}, XD_EP_OVERFLOW_ERROR};
+  // Where nothing overflows, the policy must not matter.
+  const bool drop = capacity == Capacity::dropping ||
+                    (capacity == Capacity::exact && mix(seed) % 2 == 0);
+  if (drop) result.overflow = XD_EP_OVERFLOW_DROP;
+  result.capacity.assign(static_cast<std::size_t>(num_ranks), bound);
+  if (capacity == Capacity::bound) return result;
+  const Placement roomy = result;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    std::int64_t& rows = result.capacity[static_cast<std::size_t>(rank)];
+    std::int64_t most = 0;
+    for (int step = 0; step < kSteps; ++step) {
+      most = std::max(most, Routed(roomy, choices(step)).received(rank).total);
+    }
+    const std::int64_t padded = (most + alignment - 1) / alignment * alignment;
+    const bool scarce = rank == 0 || mix(seed, static_cast<std::uint64_t>(rank)) % 2 == 0;
+    if (capacity == Capacity::exact) rows = std::max<std::int64_t>(padded, alignment);
+    if (capacity == Capacity::larger) rows = bound + 3 * alignment;
+    if ((capacity == Capacity::refusing || capacity == Capacity::dropping) && scarce) {
+      rows = std::max<std::int64_t>(most * 2 / 3 / alignment * alignment, alignment);
+    }
+  }
+  return result;
+}
+
+// A row of quantised cargo is one block of 128 bf16 columns at least.
+int Case::least_row_units() const { return cargo == Cargo::quantised ? 16 : 1; }
+
+bool Case::zeroes_tail(int rank) const {
+  return zero_tail == ZeroTail::on || (zero_tail == ZeroTail::differ && rank % 2 == 1);
+}
+
+xd_ep_config Case::config(int rank) const {
+  const Placement rows = placement();
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  config.num_ranks = num_ranks;
+  config.num_experts = num_ranks * local_experts;
+  config.max_topk = topk;
+  config.max_tokens_per_rank = max_tokens;
+  config.dtype = dtype;
+  config.hidden = 16 * row_units / static_cast<int>(element_bytes(dtype));
+  config.max_scale_bytes = cargo == Cargo::payload ? 0 : 4 * row_units;
+  config.layout = layout;
+  config.alignment = alignment;
+  config.recv_capacity =
+      capacity == Capacity::bound ? 0 : rows.capacity[static_cast<std::size_t>(rank)];
+  config.overflow = rows.overflow;
+  config.staging = placing == Placing::unstaged ? XD_EP_STAGING_NONE : XD_EP_STAGING_AUTO;
+  config.zero_tail = zeroes_tail(rank) ? 1 : 0;
+  return config;
+}
+
+std::string Case::description() const {
+  constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised"};
+  constexpr const char* kPlacingNames[] = {"ordinary", "symmetric", "mixed", "unstaged"};
+  constexpr const char* kCapacityNames[] = {"bound", "exact", "larger", "refusing", "dropping"};
+  constexpr const char* kRowsNames[] = {"exact", "capacity", "more"};
+  constexpr const char* kTailNames[] = {"off", "on", "differ"};
+  std::ostringstream text;
+  text << "seed " << seed << ": W=" << num_ranks << " L=" << local_experts << " K=" << topk
+       << " T<=" << max_tokens << (layout == XD_EP_EXPERT_MAJOR ? " expert-major" : " rank-major")
+       << (dtype.code == kDLBfloat ? " bf" : " f") << int{dtype.bits} << " rows of "
+       << 16 * row_units << " bytes, dispatch " << kCargoNames[static_cast<int>(cargo)]
+       << ", alignment " << alignment << ", int" << int{index_type.bits} << " in, int"
+       << int{output_type.bits} << " out, routing " << name_of(pattern) << ", tokens "
+       << name_of(tokens) << (weights ? ", weights" : ", no weights") << ", memory "
+       << kPlacingNames[static_cast<int>(placing)] << ", capacity "
+       << kCapacityNames[static_cast<int>(capacity)] << ", receive rows "
+       << kRowsNames[static_cast<int>(receive_rows)] << ", zero tail "
+       << kTailNames[static_cast<int>(zero_tail)];
+  return text.str();
+}
+
+std::vector<Case> all_cases(int num_ranks) {
+  const std::vector<int> sizes = dimension_sizes();
+  const std::uint64_t seed = test_seed();
+  std::vector<std::vector<int>> values = cover_pairs(sizes, seed);
+  const int samples = flag("XD_TEST_FULL") ? 2000 : 24;
+  Random random(mix(seed, 0x5A));
+  for (int i = 0; i < samples; ++i) {
+    std::vector<int>& row = values.emplace_back();
+    for (const int size : sizes) {
+      row.push_back(static_cast<int>(random.below(static_cast<std::uint64_t>(size))));
+    }
+  }
+  std::vector<Case> cases;
+  for (const std::vector<int>& row : values) {
+    cases.push_back(make_case(num_ranks, row, mix(seed, cases.size())));
+  }
+  return cases;
+}
+
+}  // namespace xd::test

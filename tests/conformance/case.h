@@ -1,0 +1,79 @@
+// One case of the conformance grid: a value in each dimension, and what follows from them.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conformance/reference.h"
+#include "conformance/routing.h"
+
+namespace xd::test {
+
+// What dispatch carries; the other operations carry `dtype`.
+enum class Cargo {
+  payload,            // rows of `dtype`
+  e4m3_with_floats,   // opaque e4m3 rows with float32 scales
+  e5m2_with_e8m0,     // opaque e5m2 rows with e8m0 scales
+  quantised,          // bf16 rows become e4m3 rows with float32 scales on the way
+};
+
+enum class Placing {
+  ordinary,   // all tensors outside symmetric memory: staged
+  symmetric,  // all inside: zero-copy
+  mixed,      // differs per tensor and per rank
+  unstaged,   // groups without staging; receive tensors symmetric, the others ordinary
+};
+
+enum class Capacity {
+  bound,     // the default: no routing overflows it
+  exact,     // the most rows any step needs
+  larger,    // more than the bound
+  refusing,  // some ranks have too little, under XD_EP_OVERFLOW_ERROR
+  dropping,  // some ranks have too little, under XD_EP_OVERFLOW_DROP
+};
+
+enum class ReceiveRows { exact, capacity, more };
+enum class ZeroTail { off, on, differ };
+
+struct Case {
+  std::uint64_t seed = 0;
+  int num_ranks = 1;
+  xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
+  DLDataType dtype{};
+  Cargo cargo = Cargo::payload;
+  int alignment = 1;
+  DLDataType index_type{};   // of topk_idx
+  DLDataType output_type{};  // of prepare's outputs and recv_topk_idx
+  Pattern pattern = Pattern::uniform;
+  Tokens tokens = Tokens::full;
+  int max_tokens = 1;
+  int topk = 1;
+  int local_experts = 1;
+  int row_units = 1;  // bytes of the largest row, in units of 16
+  bool weights = false;
+  Placing placing = Placing::ordinary;
+  Capacity capacity = Capacity::bound;
+  ReceiveRows receive_rows = ReceiveRows::exact;
+  ZeroTail zero_tail = ZeroTail::off;
+
+  static constexpr int kSteps = 2;  // batches that go through the group
+
+  RoutingShape routing() const;
+  std::vector<Choices> choices(int step) const;
+  Placement placement() const;  // with the capacities of all ranks
+  xd_ep_config config(int rank) const;
+  bool zeroes_tail(int rank) const;
+  int least_row_units() const;  // of the shortest row that dispatch can carry
+  std::string description() const;
+};
+
+// The cases of a launch with this number of ranks: all pairs of values, then random samples. The
+// seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
+std::vector<Case> all_cases(int num_ranks);
+
+std::uint64_t test_seed();
+
+}  // namespace xd::test

@@ -1,0 +1,160 @@
+#include "conformance/step.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "support/random.h"
+
+namespace xd::test {
+namespace {
+
+// What inputs hold where nothing may be read: NaN in every floating-point type.
+constexpr std::byte kForbidden{0xFF};
+
+std::int64_t columns_of(const std::vector<std::int64_t>& shape) {
+  return shape.size() > 1 ? shape[1] : 1;
+}
+
+}  // namespace
+
+Step::Step(const Rank& rank, const Case& c, xd_ep_group* group, int number)
+    : rank_(rank), case_(c), group_(group),
+      seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
+      routed_(c.placement(), c.choices(number)), row_units_(c.row_units) {
+  std::size_t plan_bytes = 0;
+  const xd_ep_config config = c.config(rank.rank);
+  ok(xd_ep_plan_size(&config, &plan_bytes));
+  plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+  plan_.fill(kPoison);
+  // Every other batch has rows that may be shorter than the group's.
+  const int least = c.least_row_units();
+  if (number % 2 == 1) {
+    row_units_ = least + static_cast<int>(common_chance(1) %
+                                          static_cast<std::uint64_t>(c.row_units - least + 1));
+  }
+}
+
+void Step::run_all() {
+  prepare();
+  dispatch();
+  combine();
+  combine_bwd();
+  dispatch_bwd();
+}
+
+std::uint64_t Step::common_chance(std::uint64_t salt) const { return mix(seed_, 0xC4, salt); }
+
+std::uint64_t Step::own_chance(std::uint64_t salt) const {
+  return mix(seed_, 0x0E, salt, static_cast<std::uint64_t>(rank_.rank));
+}
+
+Element Step::element(Content content, int rank, std::int64_t row, std::int64_t column) const {
+  return {seed_, content, rank, row, column};
+}
+
+float Step::weight(const Row& row, int k) const {
+  return weight_value(element(Content::topk_weights, row.source, row.token, k));
+}
+
+float Step::weight_at(int rank, std::int64_t row) const {
+  return weight_value(element(Content::weights, rank, row, 0));
+}
+
+std::int64_t Step::capacity() const {
+  return routed_.placement().capacity[static_cast<std::size_t>(rank_.rank)];
+}
+
+std::int64_t Step::receive_rows(std::uint64_t salt) const {
+  const std::int64_t least = std::min(received().total, capacity());
+  switch (case_.receive_rows) {
+    case ReceiveRows::exact: return least;
+    case ReceiveRows::capacity: return capacity();
+    case ReceiveRows::more: return least + 1 + static_cast<std::int64_t>(own_chance(salt) % 9);
+  }
+  return least;
+}
+
+Step::Shape Step::choice_shape(std::int64_t rows) const {
+  return case_.layout == XD_EP_EXPERT_MAJOR ? Shape{rows} : Shape{rows, case_.topk};
+}
+
+Tensor Step::output(DLDataType type, Shape shape, bool receive) {
+  ++tensors_;
+  const bool symmetric = case_.placing == Placing::symmetric ||
+                         (case_.placing == Placing::unstaged && receive) ||
+                         (case_.placing == Placing::mixed && own_chance(tensors_) % 2 == 0);
+  return Tensor(rank_, type, std::move(shape), symmetric ? Place::symmetric : Place::ordinary);
+}
+
+Tensor Step::token_input(DLDataType type, Shape shape, const CodeAt& code) {
+  Image image(shape[0], columns_of(shape), type, kForbidden);
+  for (std::int64_t row = 0; row < image.rows(); ++row) image.set_row(row, code);
+  Tensor tensor = output(type, std::move(shape), false);
+  tensor.write(image.bytes());
+  return tensor;
+}
+
+Tensor Step::receive_input(DLDataType type, Shape shape, const CodeAt& code) {
+  Image image(shape[0], columns_of(shape), type, kForbidden);
+  const std::int64_t used =
+      std::min(image.rows(), static_cast<std::int64_t>(received().rows.size()));
+  for (std::int64_t row = 0; row < used; ++row) {
+    if (!row_at(row).padding()) image.set_row(row, code);
+  }
+  Tensor tensor = output(type, std::move(shape), true);
+  tensor.write(image.bytes());
+  return tensor;
+}
+
+void Step::expect_received(const char* name, const Tensor& tensor, const CodeAt& code) const {
+  Image image(tensor.shape()[0], columns_of(tensor.shape()), tensor.type(), kPoison);
+  const auto used = static_cast<std::int64_t>(received().rows.size());
+  for (std::int64_t row = 0; row < image.rows() && !routed_.refused(); ++row) {
+    if (row < used && !row_at(row).padding()) {
+      image.set_row(row, code);
+    } else if (row < used || case_.zeroes_tail(rank_.rank)) {
+      image.fill_row(row, std::byte{0});
+    }
+  }
+  expect_image(name, tensor, image);
+}
+
+void Step::expect_tokens(const char* name, const Tensor& tensor, const CodeAt& code) const {
+  Image image(tokens(), columns_of(tensor.shape()), tensor.type(), kPoison);
+  for (std::int64_t row = 0; row < image.rows() && !routed_.refused(); ++row) {
+    image.set_row(row, code);
+  }
+  expect_image(name, tensor, image);
+}
+
+// RANK_MAJOR: local expert or weight of each choice that is here, else -1 or 0; also past the last
+// row, whether or not the group zeroes tails.
+void Step::expect_choices(const char* name, const Tensor& tensor, ChoiceField field) const {
+  const bool weights = field == ChoiceField::weight;
+  Image image(tensor.shape()[0], case_.topk, tensor.type(), kPoison);
+  for (std::int64_t r = 0; r < image.rows() && !routed_.refused(); ++r) {
+    image.fill_row(r, weights ? std::byte{0} : std::byte{0xFF});
+    if (r >= static_cast<std::int64_t>(received().rows.size())) continue;
+    for (int k = 0; k < case_.topk; ++k) {
+      const std::int64_t id = routed_.choices(row_at(r).source).id(row_at(r).token, k);
+      if (id < 0 || routed_.owner(id) != rank_.rank) continue;
+      image.set(r, k, weights ? encode(weight(row_at(r), k), kFormatF32)
+                              : static_cast<std::uint64_t>(routed_.local_expert(id)));
+    }
+  }
+  expect_image(name, tensor, image);
+}
+
+// Throws where an operation did not end as it must, so that all ranks start afresh.
+void Step::expect_status(const char* operation, xd_status status) const {
+  const xd_status expected = routed_.refused() ? XD_ERROR_OVERFLOW : XD_SUCCESS;
+  if (status == expected) return;
+  if (status != XD_SUCCESS) throw CallFailed(status);
+  throw std::runtime_error(std::string(operation) + " succeeded, expected " +
+                           xd_status_name(expected));
+}
+
+}  // namespace xd::test

@@ -1,0 +1,84 @@
+// One batch through a group: all five operations, every element of every output compared with the
+// reference.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "conformance/case.h"
+#include "conformance/image.h"
+#include "conformance/reference.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+
+class Step {
+ public:
+  // `number` selects the batch of the case.
+  Step(const Rank& rank, const Case& c, xd_ep_group* group, int number);
+
+  void prepare();
+  void dispatch();
+  void combine();
+  void combine_bwd();
+  void dispatch_bwd();
+  void run_all();  // in the order of a training step
+
+  const Routed& routed() const { return routed_; }
+  Buffer& plan() { return plan_; }
+  // Makes the operations read another plan; returns the one they read so far.
+  Buffer exchange_plan(Buffer plan) { return std::exchange(plan_, std::move(plan)); }
+
+ private:
+  using Shape = std::vector<std::int64_t>;  // one or two extents
+  using CodeAt = std::function<std::uint64_t(std::int64_t row, std::int64_t column)>;
+  struct Payload;  // what dispatch carries
+
+  // Numbers that follow from the batch: equal on all ranks, and this rank's own.
+  std::uint64_t common_chance(std::uint64_t salt) const;
+  std::uint64_t own_chance(std::uint64_t salt) const;
+  Element element(Content content, int rank, std::int64_t row, std::int64_t column) const;
+  float weight(const Row& row, int k) const;  // of a token's choice
+  float weight_at(int rank, std::int64_t row) const;  // of combine
+
+  int tokens() const { return routed_.choices(rank_.rank).tokens; }
+  const Received& received() const { return routed_.received(rank_.rank); }
+  const Row& row_at(std::int64_t row) const {
+    return received().rows[static_cast<std::size_t>(row)];
+  }
+  std::int64_t capacity() const;
+  std::int64_t receive_rows(std::uint64_t salt) const;
+  Shape choice_shape(std::int64_t rows) const;  // of receive weights: [R] or [R,K]
+  Payload payload() const;
+
+  // Poisoned tensors, and tensors that hold `code`. `receive`: on the receive side, where padding
+  // and tail of an input hold what must not be read.
+  Tensor output(DLDataType type, Shape shape, bool receive);
+  Tensor token_input(DLDataType type, Shape shape, const CodeAt& code);
+  Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code);
+
+  // Where the plan is refused nothing may have been written. Otherwise rows are as `code` says, and
+  // on the receive side padding is zero and the tail is zero or untouched.
+  void expect_received(const char* name, const Tensor& tensor, const CodeAt& code) const;
+  void expect_tokens(const char* name, const Tensor& tensor, const CodeAt& code) const;
+  enum class ChoiceField { weight, local_expert };
+  void expect_choices(const char* name, const Tensor& tensor, ChoiceField field) const;
+  void expect_plan_info() const;
+  void expect_dispatched(const Payload& payload, const Tensor& rows, const Tensor& scales) const;
+  void expect_status(const char* operation, xd_status status) const;
+
+  const Rank& rank_;
+  const Case& case_;
+  xd_ep_group* group_;
+  std::uint64_t seed_;
+  Routed routed_;
+  Buffer plan_;
+  int row_units_;  // of this batch's rows, at most the case's
+  std::uint64_t tensors_ = 0;
+};
+
+}  // namespace xd::test

@@ -1,0 +1,91 @@
+// Step: combine and combine_bwd.
+#include <gtest/gtest.h>
+
+#include "conformance/step.h"
+
+namespace xd::test {
+
+void Step::combine() {
+  const Format format = format_of(case_.dtype);
+  const int me = rank_.rank;
+  const std::int64_t rows = receive_rows(10);
+  const std::int64_t columns = 16 * row_units_ / format.bytes;
+  const bool weighted = case_.weights && case_.layout == XD_EP_EXPERT_MAJOR;
+  const auto code = [&](int rank, std::int64_t r, std::int64_t column) {
+    return float_code(element(Content::expert_out, rank, r, column), format);
+  };
+  Tensor expert_out = receive_input(case_.dtype, {rows, columns},
+                                    [&](auto r, auto column) { return code(me, r, column); });
+  Tensor weights = receive_input(
+      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); });
+  Tensor out = output(case_.dtype, {tokens(), columns}, false);
+
+  xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  args.expert_out = expert_out.dl();
+  args.weights = weighted ? weights.dl() : nullptr;
+  args.out = out.dl();
+  expect_status("combine", xd_ep_combine(group_, &args, nullptr));
+
+  const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
+    return decode(code(rank, r, column), format);
+  };
+  const WeightAt weight_of = [&](int rank, std::int64_t r) { return weight_at(rank, r); };
+  expect_tokens("out", out, [&](auto t, auto column) {
+    return combined(routed_, {me, static_cast<int>(t)}, column, format, value,
+                    weighted ? &weight_of : nullptr);
+  });
+}
+
+void Step::combine_bwd() {
+  const Format format = format_of(case_.dtype);
+  const int me = rank_.rank;
+  const std::int64_t rows = receive_rows(11);
+  const std::int64_t columns = 16 * row_units_ / format.bytes;
+  const bool weighted = case_.weights && case_.layout == XD_EP_EXPERT_MAJOR;
+  const bool dot = weighted && common_chance(12) % 2 == 0;
+  const auto code = [&](Content content, int rank, std::int64_t r, std::int64_t column) {
+    const Element at = element(content, rank, r, column);
+    return dot ? small_integer_code(at, format) : float_code(at, format);
+  };
+  Tensor grad_out = token_input(case_.dtype, {tokens(), columns}, [&](auto t, auto column) {
+    return code(Content::grad_out, me, t, column);
+  });
+  Tensor expert_out = receive_input(case_.dtype, {rows, columns}, [&](auto r, auto column) {
+    return code(Content::expert_out, me, r, column);
+  });
+  Tensor weights = receive_input(
+      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); });
+  Tensor grad_expert_out = output(case_.dtype, {rows, columns}, true);
+  Tensor grad_weights = output(kF32, {rows}, true);
+
+  xd_ep_combine_bwd_args args = XD_EP_COMBINE_BWD_ARGS_INIT;
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  args.grad_out = grad_out.dl();
+  args.weights = weighted ? weights.dl() : nullptr;
+  args.expert_out = dot ? expert_out.dl() : nullptr;
+  args.grad_expert_out = grad_expert_out.dl();
+  args.grad_weights = dot ? grad_weights.dl() : nullptr;
+  expect_status("combine_bwd", xd_ep_combine_bwd(group_, &args, nullptr));
+
+  const auto grad = [&](std::int64_t r, std::int64_t column) {
+    return code(Content::grad_out, row_at(r).source, row_at(r).token, column);
+  };
+  expect_received("grad_expert_out", grad_expert_out, [&](auto r, auto column) {
+    if (!weighted) return grad(r, column);
+    return encode(weight_at(me, r) * decode(grad(r, column), format), format);
+  });
+  if (!dot) return;
+  expect_received("grad_weights", grad_weights, [&](auto r, auto) {
+    float sum = 0;
+    for (std::int64_t column = 0; column < columns; ++column) {
+      sum += decode(code(Content::expert_out, me, r, column), format) *
+             decode(grad(r, column), format);
+    }
+    return encode(sum, kFormatF32);
+  });
+}
+
+}  // namespace xd::test

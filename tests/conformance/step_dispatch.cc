@@ -1,0 +1,195 @@
+// Step: dispatch and dispatch_bwd.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "conformance/step.h"
+#include "support/random.h"
+
+namespace xd::test {
+namespace {
+
+constexpr std::int64_t kBlock = 128;  // columns that share a scale
+
+// A bf16 number as quantisation meets it: magnitudes spread over e4m3's range and below, and blocks
+// that are all zero.
+std::uint32_t quantisable_code(Element at) {
+  const std::int64_t block = at.column / kBlock;
+  if ((at.row + block) % 4 == 3) return at.column % 2 == 0 ? 0 : kFormatBf16.sign_bit();
+  const std::uint64_t random = any_code(at);
+  at.column *= 16;  // ordinary magnitudes only
+  const std::uint32_t code = float_code(at, kFormatBf16);
+  const std::uint32_t smaller = random % 4 == 0 ? static_cast<std::uint32_t>(random >> 32) % 20 : 0;
+  return code - (smaller << kFormatBf16.mantissa_bits);
+}
+
+float quantisable_value(const Element& at) { return decode(quantisable_code(at), kFormatBf16); }
+
+// The scale of the block of 128 columns that `at` lies in.
+float block_scale(Element at) {
+  float largest = 0;
+  const std::int64_t first = at.column / kBlock * kBlock;
+  for (at.column = first; at.column < first + kBlock; ++at.column) {
+    largest = std::max(largest, std::fabs(quantisable_value(at)));
+  }
+  return largest == 0 ? 1.0f : largest / 448.0f;
+}
+
+}  // namespace
+
+struct Step::Payload {
+  DLDataType type, recv_type, scale_type;
+  std::int64_t columns, scale_columns;
+  bool quantised;
+  bool scaled;  // scales travel with the rows
+};
+
+Step::Payload Step::payload() const {
+  Payload p{case_.dtype, case_.dtype, kF32, 0, 0, false, false};
+  const std::int64_t row_bytes = std::int64_t{16} * row_units_;
+  switch (case_.cargo) {
+    case Cargo::payload: break;
+    case Cargo::e4m3_with_floats:
+      p.type = p.recv_type = kE4m3;
+      p.scale_columns = 1 + static_cast<std::int64_t>(common_chance(3)) % row_units_;
+      p.scaled = true;
+      break;
+    case Cargo::e5m2_with_e8m0:
+      p.type = p.recv_type = kE5m2;
+      p.scale_type = kE8m0;
+      p.scale_columns = 1 + static_cast<std::int64_t>(common_chance(3) % 4) * row_units_;
+      p.scaled = true;
+      break;
+    case Cargo::quantised:
+      p.type = kBf16;
+      p.recv_type = kE4m3;
+      p.scale_columns = row_bytes / 2 / kBlock;
+      p.columns = p.scale_columns * kBlock;
+      p.quantised = true;
+      return p;
+  }
+  p.columns = row_bytes / static_cast<std::int64_t>(element_bytes(p.type));
+  return p;
+}
+
+void Step::dispatch() {
+  const Payload p = payload();
+  const int me = rank_.rank;
+  const std::int64_t rows = receive_rows(4);
+  Tensor tokens_in = token_input(p.type, {tokens(), p.columns}, [&](auto t, auto column) {
+    const Element at = element(Content::tokens, me, t, column);
+    return p.quantised ? quantisable_code(at) : any_code(at);
+  });
+  Tensor scales = token_input(
+      p.scale_type, {tokens(), p.scale_columns},
+      [&](auto t, auto column) { return any_code(element(Content::scales, me, t, column)); });
+  Tensor weights = token_input(kF32, {tokens(), case_.topk}, [&](auto t, auto k) {
+    return encode(weight({me, static_cast<int>(t), -1}, static_cast<int>(k)), kFormatF32);
+  });
+  Tensor recv_tokens = output(p.recv_type, {rows, p.columns}, true);
+  Tensor recv_scales = output(p.scale_type, {rows, p.scale_columns}, true);
+  Tensor recv_weights = output(kF32, choice_shape(rows), true);
+  // The width of the indices is each rank's own choice.
+  Tensor recv_idx = output(own_chance(5) % 2 == 0 ? kI32 : kI64, {rows, case_.topk}, true);
+  const bool with_idx = case_.layout == XD_EP_RANK_MAJOR && common_chance(6) % 4 != 0;
+
+  xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  args.tokens = tokens_in.dl();
+  args.scales = p.scaled ? scales.dl() : nullptr;
+  args.topk_weights = case_.weights ? weights.dl() : nullptr;
+  args.recv_tokens = recv_tokens.dl();
+  args.recv_scales = p.scaled || p.quantised ? recv_scales.dl() : nullptr;
+  args.recv_weights = case_.weights ? recv_weights.dl() : nullptr;
+  args.recv_topk_idx = with_idx ? recv_idx.dl() : nullptr;
+  expect_status("dispatch", xd_ep_dispatch(group_, &args, nullptr));
+
+  expect_dispatched(p, recv_tokens, recv_scales);
+  if (case_.weights && case_.layout == XD_EP_EXPERT_MAJOR) {
+    expect_received("recv_weights", recv_weights, [&](auto r, auto) {
+      return encode(weight(row_at(r), row_at(r).k), kFormatF32);
+    });
+  }
+  if (case_.weights && case_.layout == XD_EP_RANK_MAJOR) {
+    expect_choices("recv_weights", recv_weights, ChoiceField::weight);
+  }
+  if (with_idx) expect_choices("recv_topk_idx", recv_idx, ChoiceField::local_expert);
+}
+
+void Step::expect_dispatched(const Payload& p, const Tensor& rows, const Tensor& scales) const {
+  const auto source = [&](Content content, std::int64_t r, std::int64_t column) {
+    return element(content, row_at(r).source, row_at(r).token, column);
+  };
+  if (p.quantised) {
+    expect_received("recv_tokens", rows, [&](auto r, auto column) {
+      const Element at = source(Content::tokens, r, column);
+      return encode(quantisable_value(at) * (1.0f / block_scale(at)), kFormatE4m3);
+    });
+    expect_received("recv_scales", scales, [&](auto r, auto block) {
+      return encode(block_scale(source(Content::tokens, r, block * kBlock)), kFormatF32);
+    });
+    return;
+  }
+  expect_received("recv_tokens", rows, [&](auto r, auto column) {
+    return any_code(source(Content::tokens, r, column));
+  });
+  if (p.scaled) {
+    expect_received("recv_scales", scales, [&](auto r, auto column) {
+      return any_code(source(Content::scales, r, column));
+    });
+  }
+}
+
+void Step::dispatch_bwd() {
+  const Format format = format_of(case_.dtype);
+  const int me = rank_.rank;
+  const std::int64_t rows = receive_rows(7);
+  const std::int64_t columns = 16 * row_units_ / format.bytes;
+  const auto grad = [&](int rank, std::int64_t r, std::int64_t column) {
+    return float_code(element(Content::grad_recv_tokens, rank, r, column), format);
+  };
+  const auto weight_grad = [&](int rank, std::int64_t r, std::int64_t k) {
+    return any_code(element(Content::grad_recv_weights, rank, r, k));
+  };
+  Tensor grad_recv_tokens = receive_input(case_.dtype, {rows, columns},
+                                          [&](auto r, auto column) { return grad(me, r, column); });
+  Tensor grad_recv_weights = receive_input(kF32, choice_shape(rows),
+                                           [&](auto r, auto k) { return weight_grad(me, r, k); });
+  Tensor grad_tokens = output(case_.dtype, {tokens(), columns}, false);
+  Tensor grad_topk_weights = output(kF32, {tokens(), case_.topk}, false);
+  const bool with_tokens = common_chance(8) % 4 != 0;
+  const bool with_weights = !with_tokens || common_chance(9) % 2 == 0;
+
+  xd_ep_dispatch_bwd_args args = XD_EP_DISPATCH_BWD_ARGS_INIT;
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  args.grad_recv_tokens = with_tokens ? grad_recv_tokens.dl() : nullptr;
+  args.grad_tokens = with_tokens ? grad_tokens.dl() : nullptr;
+  args.grad_recv_weights = with_weights ? grad_recv_weights.dl() : nullptr;
+  args.grad_topk_weights = with_weights ? grad_topk_weights.dl() : nullptr;
+  expect_status("dispatch_bwd", xd_ep_dispatch_bwd(group_, &args, nullptr));
+
+  if (with_tokens) {
+    const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
+      return decode(grad(rank, r, column), format);
+    };
+    expect_tokens("grad_tokens", grad_tokens, [&](auto t, auto column) {
+      return combined(routed_, {me, static_cast<int>(t)}, column, format, value, nullptr);
+    });
+  }
+  if (!with_weights) return;
+  expect_tokens("grad_topk_weights", grad_topk_weights,
+                [&](auto t, auto k) -> std::uint64_t {
+                  const int token = static_cast<int>(t);
+                  const std::optional<std::int64_t> row =
+                      routed_.row_of(me, token, static_cast<int>(k));
+                  if (!row) return 0;
+                  const int owner = routed_.owner(routed_.choices(me).id(token, static_cast<int>(k)));
+                  return weight_grad(owner, *row, case_.layout == XD_EP_RANK_MAJOR ? k : 0);
+                });
+}
+
+}  // namespace xd::test

@@ -1,0 +1,92 @@
+// Step: prepare, and what it says about the batch.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "conformance/step.h"
+
+namespace xd::test {
+namespace {
+
+struct CountOutput {
+  const char* name;
+  const DLTensor* xd_ep_prepare_args::*field;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> values;
+};
+
+std::vector<CountOutput> count_outputs(const Routed& routed, int rank) {
+  const int ranks = routed.placement().num_ranks;
+  const std::int64_t experts = routed.placement().local_experts;
+  const Received& received = routed.received(rank);
+  std::vector<std::int64_t> rank_rows;
+  for (int source = 0; source < ranks; ++source) {
+    for (int destination = 0; destination < ranks; ++destination) {
+      rank_rows.push_back(routed.rows_between(source, destination));
+    }
+  }
+  return {
+      {"counts", &xd_ep_prepare_args::counts, {experts}, received.counts},
+      {"padded_counts", &xd_ep_prepare_args::padded_counts, {experts}, received.padded},
+      {"offsets", &xd_ep_prepare_args::offsets, {experts + 1}, received.offsets},
+      {"total", &xd_ep_prepare_args::total, {1}, {received.total}},
+      {"rank_rows", &xd_ep_prepare_args::rank_rows, {ranks, ranks}, rank_rows},
+  };
+}
+
+}  // namespace
+
+void Step::prepare() {
+  const Choices& mine = routed_.choices(rank_.rank);
+  Tensor topk_idx =
+      token_input(case_.index_type, {tokens(), case_.topk}, [&](std::int64_t t, std::int64_t k) {
+        return static_cast<std::uint64_t>(mine.id(static_cast<int>(t), static_cast<int>(k)));
+      });
+  xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
+  args.topk_idx = topk_idx.dl();
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  // In some batches each rank leaves out which outputs it likes.
+  const std::uint64_t left_out = common_chance(2) % 4 == 0 ? own_chance(2) : 0;
+  const std::vector<CountOutput> outputs = count_outputs(routed_, rank_.rank);
+  std::vector<Tensor> tensors;
+  tensors.reserve(outputs.size());  // args point into them
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    tensors.push_back(output(case_.output_type, outputs[i].shape, false));
+    if ((left_out >> i) % 2 == 0) args.*outputs[i].field = tensors[i].dl();
+  }
+  expect_status("prepare", xd_ep_prepare(group_, &args, nullptr));
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const std::vector<std::int64_t>& values = outputs[i].values;
+    Image image(1, static_cast<std::int64_t>(values.size()), case_.output_type, kPoison);
+    if ((left_out >> i) % 2 == 0) {
+      image.set_row(0, [&](std::int64_t, std::int64_t column) {
+        return static_cast<std::uint64_t>(values[static_cast<std::size_t>(column)]);
+      });
+    }
+    expect_image(outputs[i].name, tensors[i], image);
+  }
+  EXPECT_TRUE(plan_.guards_intact()) << "bytes beside the plan were written";
+  expect_plan_info();
+}
+
+void Step::expect_plan_info() const {
+  const std::vector<std::byte> plan = plan_.read();
+  xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+  ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
+  EXPECT_EQ(info.rank, rank_.rank);
+  EXPECT_EQ(info.num_ranks, case_.num_ranks);
+  EXPECT_EQ(info.num_experts, case_.num_ranks * case_.local_experts);
+  EXPECT_EQ(info.num_tokens, tokens());
+  EXPECT_EQ(info.topk, case_.topk);
+  EXPECT_EQ(info.layout, case_.layout);
+  EXPECT_EQ(info.alignment, case_.alignment);
+  EXPECT_EQ(info.recv_rows, std::min(received().total, capacity()));
+  EXPECT_EQ(info.total_rows, received().total);
+  EXPECT_EQ(info.capacity_rows, capacity());
+  EXPECT_EQ(info.bad_ids, routed_.bad_ids());
+  EXPECT_EQ(info.bad_id_rank, routed_.bad_id_rank());
+  EXPECT_EQ(info.overflow_rank, routed_.overflow_rank());
+}
+
+}  // namespace xd::test

@@ -1,0 +1,70 @@
+// main() of GoogleTest programs started by crossdock-run: --executor=cpu beside GoogleTest's options.
+#include "support/gtest_main.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace xd::test {
+namespace {
+
+std::unique_ptr<World> the_world;
+
+// All processes of a launch run the same tests: one tells the story, the others only what is theirs.
+class FailuresOnly final : public testing::EmptyTestEventListener {
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (!result.failed()) return;
+    const testing::TestInfo* test = testing::UnitTest::GetInstance()->current_test_info();
+    std::fprintf(stderr, "%s:%d: %s.%s\n%s\n", result.file_name() ? result.file_name() : "?",
+                 result.line_number(), test ? test->test_suite_name() : "?",
+                 test ? test->name() : "?", result.message());
+    std::fflush(stderr);
+  }
+};
+
+std::string executor_option(int argc, char** argv) {
+  constexpr std::string_view kOption = "--executor=";
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument.starts_with(kOption)) return std::string(argument.substr(kOption.size()));
+  }
+  return "cpu";
+}
+
+int run_tests(int argc, char** argv) {
+  the_world = std::make_unique<World>(executor_option(argc, argv));
+  testing::InitGoogleTest(&argc, argv);
+  if (!world().reports()) {
+    testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
+    delete listeners.Release(listeners.default_result_printer());
+    listeners.Append(new FailuresOnly);  // owned by GoogleTest
+  }
+  const int result = RUN_ALL_TESTS();
+  the_world.reset();
+  return result;
+}
+
+}  // namespace
+
+World& world() { return *the_world; }
+
+void on_every_rank(const std::function<void(Rank&)>& body) {
+  for (const RankFailure& failure : world().run(body)) {
+    ADD_FAILURE() << "rank " << failure.rank << ": " << failure.text;
+  }
+}
+
+}  // namespace xd::test
+
+int main(int argc, char** argv) {
+  try {
+    return xd::test::run_tests(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,16 @@
+// What a GoogleTest program over several ranks shares: its World, and running a body on all ranks.
+#pragma once
+
+#include <functional>
+
+#include "support/world.h"
+
+namespace xd::test {
+
+// The launch this program is part of; made by main before any test.
+World& world();
+
+// Executes body on every rank of this process; a rank that fails, fails the test.
+void on_every_rank(const std::function<void(Rank&)>& body);
+
+}  // namespace xd::test

@@ -1,0 +1,100 @@
+// Tensors and plans for tests: device memory with guard zones on both sides, described by DLPack.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "support/world.h"
+
+namespace xd::test {
+
+inline constexpr DLDataType kBf16{kDLBfloat, 16, 1};
+inline constexpr DLDataType kF16{kDLFloat, 16, 1};
+inline constexpr DLDataType kF32{kDLFloat, 32, 1};
+inline constexpr DLDataType kI32{kDLInt, 32, 1};
+inline constexpr DLDataType kI64{kDLInt, 64, 1};
+inline constexpr DLDataType kU8{kDLUInt, 8, 1};
+// Codes of DLPack 1.1, which older headers do not name.
+inline constexpr DLDataType kE4m3{10, 8, 1};
+inline constexpr DLDataType kE5m2{12, 8, 1};
+inline constexpr DLDataType kE8m0{14, 8, 1};
+
+constexpr std::size_t element_bytes(DLDataType type) { return type.bits / 8u; }
+
+// Where a tensor lies: in the device's ordinary memory, or in the communicator's symmetric memory.
+enum class Place { ordinary, symmetric };
+
+// Bytes in device memory between two guard zones.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Rank& rank, std::size_t bytes, Place place);
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Buffer();
+
+  void* data() const { return base_ + kGuard; }
+  std::size_t bytes() const { return bytes_; }
+  void write(std::span<const std::byte> bytes);
+  void fill(std::byte value);
+  std::vector<std::byte> read() const;
+  bool guards_intact() const;
+
+ private:
+  void swap(Buffer& other) noexcept;
+
+  // A multiple of 16 and of nothing larger: data is aligned as little as the library allows.
+  static constexpr std::size_t kGuard = 16 * 9;
+
+  Memory* memory_ = nullptr;
+  xd_comm* comm_ = nullptr;  // set for symmetric memory
+  std::byte* base_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// What an output holds before the call, and what no input of the library should pass on.
+inline constexpr std::byte kPoison{0xA5};
+
+class Tensor {
+ public:
+  // Poisoned. A tensor without elements has data = NULL in ordinary memory.
+  Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape,
+         Place place = Place::ordinary);
+  Tensor(Tensor&& other) noexcept = default;
+
+  // Points into this object: valid until it is moved or destroyed.
+  const DLTensor* dl();
+  const std::vector<std::int64_t>& shape() const { return shape_; }
+  DLDataType type() const { return type_; }
+  Buffer& buffer() { return buffer_; }
+  const Buffer& buffer() const { return buffer_; }
+  std::vector<std::byte> read() const { return buffer_.read(); }
+  bool untouched() const;  // still poisoned all over
+
+  template <class T>
+  Tensor& write(const std::vector<T>& values) {
+    buffer_.write(std::as_bytes(std::span(values)));
+    return *this;
+  }
+  template <class T>
+  std::vector<T> read_as() const {
+    const std::vector<std::byte> bytes = buffer_.read();
+    std::vector<T> values(bytes.size() / sizeof(T));
+    std::copy(bytes.begin(), bytes.end(), std::as_writable_bytes(std::span(values)).begin());
+    return values;
+  }
+
+ private:
+  DLDataType type_;
+  std::vector<std::int64_t> shape_;
+  Place place_;
+  Buffer buffer_;
+  DLTensor dl_{};
+};
+
+}  // namespace xd::test

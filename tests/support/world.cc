@@ -1,0 +1,98 @@
+#include "support/world.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+namespace xd::test {
+namespace {
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  if (!value) {
+    throw std::runtime_error(std::string(name) +
+                             " is not set: start this program with crossdock-run -n N");
+  }
+  return value;
+}
+
+int int_variable(const char* name) {
+  const std::string text = variable(name);
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    throw std::runtime_error(std::string(name) + " = '" + text + "', expected a number");
+  }
+  return value;
+}
+
+}  // namespace
+
+Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes,
+                        std::int32_t timeout_ms) const {
+  const std::string full_name = run_name + "." + name;
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+  config.rank = rank;
+  config.num_ranks = num_ranks;
+  config.device = memory->device();
+  config.heap_bytes = heap_bytes;
+  config.timeout_ms = timeout_ms;
+  config.name = full_name.c_str();
+  return make_comm(config);
+}
+
+World::World(const std::string& executor) : memory_(make_memory(executor)) {
+  const std::string kind = variable("XD_RUN_KIND");
+  if (kind != "processes" && kind != "threads") {
+    throw std::runtime_error("XD_RUN_KIND = '" + kind + "', expected processes or threads");
+  }
+  threads_ = kind == "threads";
+  num_ranks_ = int_variable("WORLD_SIZE");
+  first_rank_ = threads_ ? 0 : int_variable("RANK");
+  comms_.resize(threads_ ? static_cast<std::size_t>(num_ranks_) : 1);
+}
+
+void World::run_rank(int local, const std::function<void(Rank&)>& body) {
+  Comm& comm = comms_[static_cast<std::size_t>(local)];
+  Rank rank{first_rank_ + local, num_ranks_, threads_, nullptr, memory_.get(),
+            "run" + std::to_string(runs_)};
+  try {
+    if (!comm) comm = rank.another_comm("shared", kHeapBytes);
+    rank.comm = comm.get();
+    body(rank);
+    // Nobody starts the next body, or gives up the communicator, while a peer is still in this one.
+    ok(xd_comm_barrier(comm.get()));
+  } catch (...) {
+    comm.reset();
+    throw;
+  }
+}
+
+std::vector<RankFailure> World::run(const std::function<void(Rank&)>& body) {
+  ++runs_;
+  std::mutex mutex;
+  std::vector<RankFailure> failures;
+  const auto run_one = [&](int local) {
+    try {
+      run_rank(local, body);
+    } catch (const std::exception& error) {
+      const std::lock_guard lock(mutex);
+      failures.push_back({first_rank_ + local, error.what()});
+    }
+  };
+  if (!threads_) {
+    run_one(0);
+    return failures;
+  }
+  std::vector<std::thread> ranks;
+  for (int local = 0; local < num_ranks_; ++local) ranks.emplace_back(run_one, local);
+  for (std::thread& rank : ranks) rank.join();
+  return failures;
+}
+
+}  // namespace xd::test

@@ -1,0 +1,68 @@
+// How a program that crossdock-run started gets its ranks.
+//
+// As processes, each process is one rank, described by torchrun's variables. As threads, one process
+// is told WORLD_SIZE and runs all ranks itself. run() hides the difference: it executes a body on
+// every rank of this process. A body that throws leaves the shared communicator, so that its peers
+// fail at once instead of waiting; the next run() makes a new one on all ranks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "support/handles.h"
+#include "support/memory.h"
+
+namespace xd::test {
+
+// One rank inside a body.
+struct Rank {
+  int rank;
+  int num_ranks;
+  bool threads;  // all ranks live in this process
+  xd_comm* comm;
+  Memory* memory;
+  std::string run_name;  // the same on all ranks, different in every run
+
+  // Another communicator of the same ranks. Collective. `name` tells apart those of one body.
+  Comm another_comm(const std::string& name, std::size_t heap_bytes,
+                    std::int32_t timeout_ms = kTimeoutMs) const;
+
+  static constexpr std::int32_t kTimeoutMs = 20000;
+};
+
+struct RankFailure {
+  int rank;
+  std::string text;
+};
+
+class World {
+ public:
+  // Throws std::runtime_error if crossdock-run's variables are missing or wrong.
+  explicit World(const std::string& executor);
+
+  int num_ranks() const { return num_ranks_; }
+  bool threads() const { return threads_; }
+  // One process of the launch prints what all have in common.
+  bool reports() const { return threads_ || first_rank_ == 0; }
+
+  // Executes body on every rank of this process and returns those that failed, also because a peer
+  // did. Every process must make the same calls of run().
+  std::vector<RankFailure> run(const std::function<void(Rank&)>& body);
+
+  static constexpr std::size_t kHeapBytes = std::size_t{48} << 20;
+
+ private:
+  void run_rank(int local, const std::function<void(Rank&)>& body);
+
+  std::unique_ptr<Memory> memory_;
+  bool threads_ = false;
+  int num_ranks_ = 0;
+  int first_rank_ = 0;        // of this process
+  std::vector<Comm> comms_;   // one per rank of this process
+  std::uint64_t runs_ = 0;
+};
+
+}  // namespace xd::test
