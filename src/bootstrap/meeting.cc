@@ -120,10 +120,10 @@ bool Meeting::has_room() {
   const auto is_stranger = [](const auto& guest) { return guest->is_stranger(); };
   const auto count = std::count_if(guests_.begin(), guests_.end(), is_stranger);
   if (static_cast<std::size_t>(count) < kMaxStrangers) return true;
-  // Guests are kept in the order of their coming: the first stranger is the oldest.
-  Guest& oldest = **std::find_if(guests_.begin(), guests_.end(), is_stranger);
-  const auto latest = Deadline::after_ms(kGuestLimitMs - kStrangerGraceMs);
-  if (oldest.limit.when() < latest.when()) oldest.limit = Deadline(Deadline::Clock::now());
+  const auto patience = Deadline::after_ms(kGuestLimitMs - kStrangerGraceMs).when();
+  for (const auto& guest : guests_)
+    if (guest->is_stranger() && guest->limit.when() < patience)
+      guest->limit = Deadline(Deadline::Clock::now());
   return false;
 }
 

@@ -38,9 +38,11 @@ UniqueFd enter_meeting(const TcpAddress& address, const Secret& secret, int gree
   if (send_all(fd.get(), handshake.take_output(), greeting) != Io::done)
     fail(XD_ERROR_MISMATCH, address.text(), " closed the connection: no meeting point");
   // Who does not greet soon is somebody else; who does may be busy with many ranks.
-  const Deadline rest(std::min(Deadline::after_ms(kHandshakeMs).when(), deadline.when()));
   Io end = wait_readable(fd.get(), greeting);
-  if (end == Io::done) end = read_what_it_wants(fd.get(), handshake, rest);
+  if (end == Io::done) {
+    const Deadline rest(std::min(Deadline::after_ms(kHandshakeMs).when(), deadline.when()));
+    end = read_what_it_wants(fd.get(), handshake, rest);
+  }
   if (handshake.proven()) return fd;
   if (handshake.refusal() != Refusal::none)
     fail(XD_ERROR_MISMATCH, "what listens at ", address.text(), " ", handshake.refusal_text());

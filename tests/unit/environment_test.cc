@@ -1,0 +1,143 @@
+// Ranks meeting through the environment that a launcher sets.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "bootstrap/tcp.h"
+#include "unit/net_support.h"
+
+namespace xd::test {
+namespace {
+
+// A port range that nobody uses at the moment, below those that the system gives out by itself.
+int free_port() {
+  static int next = 20000 + static_cast<int>(::getpid()) % 8000;
+  const TcpAddress loopback = resolve("127.0.0.1", "address").front();
+  for (;; next += 16) {
+    bool all_free = true;
+    for (int port = next; port < next + 16; ++port)
+      all_free = all_free && tcp_listen(loopback.with_port(static_cast<std::uint16_t>(port)));
+    if (all_free) {
+      next += 16;
+      return next - 16;
+    }
+  }
+}
+
+class EnvironmentTest : public testing::Test {
+ protected:
+  EnvironmentTest() : port_(free_port()) {
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"})
+      ::unsetenv(name);
+    ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+    ::setenv("MASTER_PORT", std::to_string(port_).c_str(), 1);
+  }
+
+  // Ranks are threads here, so rank and num_ranks come from the config.
+  static xd_comm_config config(int rank, int num_ranks, const char* name = nullptr) {
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+    config.rank = rank;
+    config.num_ranks = num_ranks;
+    config.name = name;
+    return config;
+  }
+
+  UniqueFd occupy(int port) const {
+    UniqueFd fd = tcp_listen(
+        resolve("127.0.0.1", "address").front().with_port(static_cast<std::uint16_t>(port)));
+    EXPECT_TRUE(fd) << port;
+    return fd;
+  }
+
+  int port_;
+};
+
+TEST_F(EnvironmentTest, RanksMeet) {
+  for (const int n : {1, 2, 5}) {
+    LogCapture log;
+    expect_no_errors(on_threads(n, [&](int r) { expect_all_came(meet(config(r, n)), n); }));
+    EXPECT_TRUE(log.end().empty());
+  }
+}
+
+TEST_F(EnvironmentTest, OccupiedPortsArePassedBy) {
+  const UniqueFd silent = occupy(port_), also_silent = occupy(port_ + 1);
+  expect_no_errors(on_threads(3, [&](int r) { expect_all_came(meet(config(r, 3)), 3); }));
+}
+
+TEST_F(EnvironmentTest, TheAgentsStoreIsLeftAlone) {
+  const UniqueFd store = occupy(port_);
+  ::setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+  expect_no_errors(on_threads(2, [&](int r) { expect_all_came(meet(config(r, 2)), 2); }));
+  EXPECT_LT(::accept4(store.get(), nullptr, nullptr, SOCK_CLOEXEC), 0)
+      << "somebody tried the store";
+}
+
+TEST_F(EnvironmentTest, RankZeroMayComeLate) {
+  expect_no_errors(on_threads(3, [&](int r) {
+    if (r == 0) std::this_thread::sleep_for(std::chrono::milliseconds(700));
+    expect_all_came(meet(config(r, 3)), 3);
+  }));
+}
+
+TEST_F(EnvironmentTest, TwoHundredMeetingsOneAfterAnother) {
+  LogCapture log;
+  const auto errors = on_threads(3, [&](int r) {
+    for (int i = 0; i < 200; ++i) expect_all_came(meet(config(r, 3)), 3);
+  });
+  EXPECT_TRUE(log.end().empty());
+  expect_no_errors(errors);
+}
+
+TEST_F(EnvironmentTest, MeetingsOfDifferentNamesAtTheSameTime) {
+  const std::vector<std::string> names{"a", "b", "c"};
+  LogCapture log;
+  const auto errors = on_threads(9, [&](int thread) {
+    const std::string& name = names[static_cast<std::size_t>(thread % 3)];
+    for (int i = 0; i < 10; ++i) expect_all_came(meet(config(thread / 3, 3, name.c_str())), 3);
+  });
+  EXPECT_TRUE(log.end().empty());
+  expect_no_errors(errors);
+}
+
+TEST_F(EnvironmentTest, MissingRanksAreNamed) {
+  const auto errors = on_threads(3, [&](int r) {
+    if (r != 1) meet(config(r, 3), 1000);
+  });
+  for (const std::size_t r : {0U, 2U})
+    expect_error(errors[r], XD_ERROR_TIMEOUT, "rank 1 of 3 did not come");
+  expect_error(error_of([&] { meet(config(1, 2), 300); }), XD_ERROR_TIMEOUT, "did not find rank 0");
+}
+
+TEST_F(EnvironmentTest, APassedDeadlineLeavesNothingBehind) {
+  const int descriptors = open_descriptors(), threads = running_threads();
+  expect_error(error_of([&] { meet(config(0, 2), 100); }), XD_ERROR_TIMEOUT, "rank 1 of 2");
+  EXPECT_EQ(open_descriptors(), descriptors);
+  EXPECT_EQ(running_threads(), threads);
+}
+
+TEST_F(EnvironmentTest, VariablesAreReadAndChecked) {
+  ::setenv("WORLD_SIZE", "1", 1);
+  ::setenv("RANK", "0", 1);
+  expect_all_came(meet(config(0, 0)), 1);
+  const auto expect_complaint = [&](const std::string& text) {
+    expect_error(error_of([&] { make_bootstrap(config(0, 0)); }), XD_ERROR_INVALID_ARGUMENT, text);
+  };
+  ::setenv("RANK", "1", 1);
+  expect_complaint("RANK = 1, expected a number from 0 to 0");
+  ::setenv("WORLD_SIZE", "two", 1);
+  expect_complaint("WORLD_SIZE = two, expected a number");
+  ::setenv("WORLD_SIZE", "2", 1);
+  ::setenv("MASTER_PORT", "4x", 1);
+  expect_complaint("MASTER_PORT = 4x");
+  ::unsetenv("MASTER_ADDR");
+  expect_complaint("MASTER_ADDR is not set");
+  ::unsetenv("RANK");
+  expect_complaint("RANK is not set");
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,148 @@
+// What the tests of bootstrap and mesh share.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "bootstrap/bootstrap.h"
+
+namespace xd::test {
+
+// Collects standard error. Whatever is not one of the library's lines is passed on when the
+// collecting ends, so that a sanitizer's report is not swallowed.
+class LogCapture {
+ public:
+  LogCapture() { testing::internal::CaptureStderr(); }
+  ~LogCapture() {
+    if (!ended_) end();
+  }
+  LogCapture(const LogCapture&) = delete;
+  LogCapture& operator=(const LogCapture&) = delete;
+
+  std::vector<std::string> end() {
+    ended_ = true;
+    std::istringstream text(testing::internal::GetCapturedStderr());
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(text, line);) {
+      if (line.starts_with("crossdock: "))
+        lines.push_back(line);
+      else
+        std::fprintf(stderr, "%s\n", line.c_str());
+    }
+    return lines;
+  }
+
+ private:
+  bool ended_ = false;
+};
+
+// Runs body(rank) on one thread per rank; result[rank] is its error, if it threw one.
+inline std::vector<std::optional<Error>> on_threads(int ranks,
+                                                    const std::function<void(int)>& body) {
+  std::vector<std::optional<Error>> errors(static_cast<std::size_t>(ranks));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        body(r);
+      } catch (const Error& error) {
+        errors[static_cast<std::size_t>(r)] = error;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+inline void expect_no_errors(const std::vector<std::optional<Error>>& errors) {
+  for (std::size_t r = 0; r < errors.size(); ++r)
+    EXPECT_FALSE(errors[r]) << "rank " << r << ": " << errors[r]->text();
+}
+
+inline void expect_error(const std::optional<Error>& error, xd_status status,
+                         const std::string& part) {
+  ASSERT_TRUE(error) << "expected an error with: " << part;
+  EXPECT_EQ(error->status(), status) << error->text();
+  EXPECT_NE(error->text().find(part), std::string::npos) << error->text();
+}
+
+template <class Body>
+std::optional<Error> error_of(Body&& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+inline bool eventually(const std::function<bool()>& condition, int within_ms = 10000) {
+  const Deadline deadline = Deadline::after_ms(within_ms);
+  while (!condition()) {
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
+}
+
+inline int ms_since(std::chrono::steady_clock::time_point start) {
+  return static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(
+                              std::chrono::steady_clock::now() - start)
+                              .count());
+}
+
+inline int entries_of(const char* folder) {
+  return static_cast<int>(std::distance(std::filesystem::directory_iterator(folder),
+                                        std::filesystem::directory_iterator()));
+}
+inline int open_descriptors() { return entries_of("/proc/self/fd"); }
+inline int running_threads() { return entries_of("/proc/self/task"); }
+
+inline Bytes bytes_of(const std::string& text) {
+  const auto bytes = std::as_bytes(std::span(text));
+  return Bytes(bytes.begin(), bytes.end());
+}
+inline std::string text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+inline xd_unique_id new_id(int timeout_ms = 60000) {
+  xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
+  return create_unique_id(config, timeout_ms);
+}
+
+inline xd_comm_config id_config(const xd_unique_id& id, int rank, int num_ranks) {
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.unique_id = &id;
+  config.rank = rank;
+  config.num_ranks = num_ranks;
+  return config;
+}
+
+// Meets the others with the blob "rank <r>" and returns what all brought.
+inline std::vector<std::string> meet(const xd_comm_config& config, int timeout_ms = 20000) {
+  const auto bootstrap = make_bootstrap(config);
+  const Bytes blob = bytes_of("rank " + std::to_string(bootstrap->rank()));
+  std::vector<std::string> texts;
+  for (const Bytes& bytes : bootstrap->all_gather(blob, Deadline::after_ms(timeout_ms)))
+    texts.push_back(text_of(bytes));
+  return texts;
+}
+
+inline void expect_all_came(const std::vector<std::string>& texts, int num_ranks) {
+  ASSERT_EQ(texts.size(), static_cast<std::size_t>(num_ranks));
+  for (int r = 0; r < num_ranks; ++r)
+    EXPECT_EQ(texts[static_cast<std::size_t>(r)], "rank " + std::to_string(r));
+}
+
+}  // namespace xd::test
