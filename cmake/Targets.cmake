@@ -32,18 +32,11 @@ target_link_options(xd_build INTERFACE ${xd_sanitize})
 # that goes into the shared one. DEPENDS may only name layers below.
 function(xd_layer name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
-  xd_existing(sources ${arg_SOURCES})
-  if(sources)
-    add_library(${name} STATIC ${sources})
-    set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON
-      C_VISIBILITY_PRESET hidden CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
-    target_include_directories(${name} PUBLIC ${PROJECT_SOURCE_DIR}/src)
-    target_link_libraries(${name} PUBLIC xd_build crossdock::dlpack ${arg_DEPENDS})
-  else()
-    add_library(${name} INTERFACE)
-    target_include_directories(${name} INTERFACE ${PROJECT_SOURCE_DIR}/src)
-    target_link_libraries(${name} INTERFACE xd_build crossdock::dlpack ${arg_DEPENDS})
-  endif()
+  add_library(${name} STATIC ${arg_SOURCES})
+  set_target_properties(${name} PROPERTIES
+    POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  target_include_directories(${name} PUBLIC ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(${name} PUBLIC xd_build crossdock::dlpack ${arg_DEPENDS})
 endfunction()
 
 # Sources that are still being written: those listed that exist.
