@@ -13,6 +13,36 @@ thread_local std::array<char, 1024> g_last_error{};
 
 }  // namespace
 
+const char* status_name(xd_status status) {
+  switch (status) {
+    case XD_SUCCESS:
+      return "XD_SUCCESS";
+    case XD_ERROR_INVALID_ARGUMENT:
+      return "XD_ERROR_INVALID_ARGUMENT";
+    case XD_ERROR_MISMATCH:
+      return "XD_ERROR_MISMATCH";
+    case XD_ERROR_OVERFLOW:
+      return "XD_ERROR_OVERFLOW";
+    case XD_ERROR_TIMEOUT:
+      return "XD_ERROR_TIMEOUT";
+    case XD_ERROR_PEER_LOST:
+      return "XD_ERROR_PEER_LOST";
+    case XD_ERROR_ABORTED:
+      return "XD_ERROR_ABORTED";
+    case XD_ERROR_BUSY:
+      return "XD_ERROR_BUSY";
+    case XD_ERROR_OUT_OF_MEMORY:
+      return "XD_ERROR_OUT_OF_MEMORY";
+    case XD_ERROR_UNSUPPORTED:
+      return "XD_ERROR_UNSUPPORTED";
+    case XD_ERROR_SYSTEM:
+      return "XD_ERROR_SYSTEM";
+    case XD_ERROR_INTERNAL:
+      return "XD_ERROR_INTERNAL";
+  }
+  return "XD_UNKNOWN_STATUS";
+}
+
 void fail_errno(const std::string& call, int error_number) {
   fail(XD_ERROR_SYSTEM, call, ": ", std::strerror(error_number), " (errno ", error_number, ")");
 }

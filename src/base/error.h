@@ -11,6 +11,9 @@
 
 namespace xd {
 
+// What xd_status_name returns.
+const char* status_name(xd_status status);
+
 class Error : public std::exception {
  public:
   Error(xd_status status, std::string text) : status_(status), text_(std::move(text)) {}

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "base/env.h"
+#include "base/feature.h"
 #include "base/log.h"
 #include "base/math.h"
 
@@ -42,9 +43,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
              "config.device.device_type = ", int{config.device.device_type},
              ", expected kDLCPU or kDLCUDA");
   if (config.device.device_type == kDLCUDA) {
-    const char* reason = "";
-    xd_feature_available(XD_FEATURE_CUDA, &reason);
-    fail(XD_ERROR_UNSUPPORTED, "config.device is a CUDA device: ", reason);
+    fail(XD_ERROR_UNSUPPORTED, "config.device is a CUDA device: ", feature(XD_FEATURE_CUDA).reason);
   }
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
   std::shared_ptr<Comm> comm(new Comm(config, *bootstrap));

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <crossdock/comm.h>
-#include <crossdock/version.h>
 
 #include <atomic>
 #include <functional>

@@ -58,7 +58,7 @@ std::string describe(const FatalError& error) {
       return concat("rank ", error.rank, " used group ", error.group,
                     " from two threads at once; the operations of a group form one sequence");
     default:
-      return concat("fatal error ", xd_status_name(static_cast<xd_status>(error.status)),
+      return concat("fatal error ", status_name(static_cast<xd_status>(error.status)),
                     " raised by rank ", error.rank);
   }
 }

@@ -21,6 +21,10 @@ constexpr std::size_t kSpareCalls = 64;  // connections beyond those that the ra
 
 std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
+[[noreturn]] void fail_gone(std::uint64_t rank) {
+  fail(XD_ERROR_PEER_LOST, "rank ", rank, " has gone while the ranks were connecting");
+}
+
 }  // namespace
 
 MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductions,
@@ -32,7 +36,7 @@ MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductio
       listener_(std::move(listener)),
       to_dial_(index(rank)),
       links_(introductions.size()),
-      hung_up_(introductions.size()) {
+      closed_(introductions.size()) {
   std::iota(to_dial_.begin(), to_dial_.end(), 0);
 }
 
@@ -59,8 +63,7 @@ void MeshConnector::dial() {
     UniqueFd fd = connect_link(introductions_[index(rank)].socket_name);
     if (!fd && errno == EAGAIN) return false;
     // Every rank listens before it introduces itself.
-    if (!fd && errno == ECONNREFUSED)
-      fail(XD_ERROR_PEER_LOST, "rank ", rank, " has gone while the ranks were connecting");
+    if (!fd && errno == ECONNREFUSED) fail_gone(index(rank));
     if (!fd) fail_errno(concat("connect to rank ", rank), errno);
     if (!peer_has_our_user(fd.get()))
       fail(XD_ERROR_MISMATCH, "rank ", rank, " runs as another user than rank ", rank_);
@@ -81,7 +84,7 @@ void MeshConnector::wait(const Deadline& deadline) {
   const std::size_t first_link = items.size();
   // What peers say over finished links is for later; that they hang up is for now.
   for (std::size_t r = 0; r < links_.size(); ++r)
-    items.push_back({hung_up_[r] ? -1 : links_[r].get(), 0, 0});
+    items.push_back({closed_[r] ? -1 : links_[r].get(), 0, 0});
 
   const int patience =
       to_dial_.empty() ? deadline.remaining_ms() : std::min(kRedialMs, deadline.remaining_ms());
@@ -121,8 +124,7 @@ void MeshConnector::read(Call& call) {
   std::array<std::byte, sizeof(Hello)> buffer;
   const Packet packet = receive_packet(call.fd.get(), buffer);
   if (packet.kind == Packet::Kind::nothing_yet) return;
-  if (packet.kind == Packet::Kind::end)
-    return fail_or_drop(call, "closed the connection before it had said who it is");
+  if (packet.kind == Packet::Kind::end) return hung_up(call);
   // Each frame of the handshake is one packet.
   if (packet.kind == Packet::Kind::malformed || packet.fd ||
       packet.bytes.size() != call.handshake.wanted())
@@ -133,8 +135,7 @@ void MeshConnector::read(Call& call) {
 
 void MeshConnector::advance(Call& call) {
   const Bytes output = call.handshake.take_output();
-  if (!output.empty() && send_packet(call.fd.get(), output) != Sent::done)
-    return fail_or_drop(call, "closed the connection before it had said who it is");
+  if (!output.empty() && send_packet(call.fd.get(), output) != Sent::done) return hung_up(call);
   if (call.handshake.refusal() != Refusal::none)
     return fail_or_drop(call, call.handshake.refusal_text());
   if (call.handshake.proven()) establish(call);
@@ -147,6 +148,14 @@ void MeshConnector::establish(Call& call) {
   if (!valid) return fail_or_drop(call, concat("says it is rank ", sender));
   if (links_[sender]) return fail_or_drop(call, concat("is a second rank ", sender));
   links_[sender] = std::move(call.fd);
+}
+
+// Who greeted as one of the ranks knows what only they know: it is one that has failed meanwhile.
+void MeshConnector::hung_up(Call& call) {
+  const bool called_here = call.rank < 0;
+  if (called_here && !call.handshake.peer_greeted())
+    return fail_or_drop(call, "closed the connection before it had said who it is");
+  fail_gone(called_here ? call.handshake.peer_sender() : index(call.rank));
 }
 
 // A rank that was called must answer; somebody who has called may be a stranger.
@@ -167,9 +176,8 @@ void MeshConnector::check_link(int rank) {
   std::byte first;
   const ssize_t count =
       ::recv(links_[index(rank)].get(), &first, sizeof(first), MSG_PEEK | MSG_DONTWAIT);
-  if (count <= 0)
-    fail(XD_ERROR_PEER_LOST, "rank ", rank, " has gone while the ranks were connecting");
-  hung_up_[index(rank)] = true;
+  if (count <= 0) fail_gone(index(rank));
+  closed_[index(rank)] = true;
 }
 
 }  // namespace xd

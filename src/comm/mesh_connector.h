@@ -41,6 +41,7 @@ class MeshConnector {
   void advance(Call& call);
   void read(Call& call);
   void establish(Call& call);
+  void hung_up(Call& call);
   void fail_or_drop(Call& call, const std::string& reason);
   bool is_awaited(const PeerProcess& process) const;
   void check_link(int rank);
@@ -53,7 +54,7 @@ class MeshConnector {
   std::vector<int> to_dial_;
   std::vector<std::unique_ptr<Call>> calls_;
   std::vector<UniqueFd> links_;
-  std::vector<bool> hung_up_;  // links that a peer has closed after saying something
+  std::vector<bool> closed_;  // links that a peer has closed after saying something
 };
 
 }  // namespace xd

@@ -106,11 +106,13 @@ std::int64_t recv_bound(const Config& config) {
     return static_cast<std::int64_t>(
         round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));
   }
+  // Any numbers of rows per expert, each at most `tokens` and together at most `rows`, are some
+  // routing. In units of `alignment` rows, an expert's first unit takes one row to fill, every
+  // further one `alignment` rows: so each expert gets one, and the rest go where there is room.
   const std::int64_t rows = tokens * std::min(config.max_topk, config.local_experts);
-  // Only a zone that has rows is padded, by at most alignment - 1; the sum is a multiple of it.
-  const std::int64_t zones = std::min<std::int64_t>(config.local_experts, rows);
-  const std::int64_t padded = rows + zones * (config.alignment - 1);
-  return padded / config.alignment * config.alignment;
+  const std::int64_t experts = std::min<std::int64_t>(config.local_experts, rows);
+  const std::int64_t room = experts * ((tokens - 1) / config.alignment);
+  return config.alignment * (experts + std::min(room, (rows - experts) / config.alignment));
 }
 
 }  // namespace xd::ep

@@ -22,7 +22,7 @@
 
 namespace xd {
 
-// What this process has mapped. The entries are weak: a mapping lives as long as some rank holds it.
+// What this process has mapped. Entries are weak: a mapping lives as long as some rank holds it.
 class SegmentTable {
  public:
   // Never destroyed, so that segments may be dropped at any time, also by other static destructors.

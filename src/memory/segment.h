@@ -21,7 +21,7 @@ class Segment {
   struct Created;
 
   // Allocates, seals and maps `bytes` (> 0, rounded up to pages: see bytes()). Huge pages where the
-  // system has them, silently ordinary ones otherwise. Content: zero. `what` appears in error texts.
+  // system has them, silently ordinary ones otherwise. Content: zero. `what` starts error texts.
   // Throws OUT_OF_MEMORY with asked and available bytes; SYSTEM.
   static Created create(std::size_t bytes, const char* what);
 

@@ -16,7 +16,7 @@ std::string difference(const Record& mine, const Record& theirs) {
     return concat(what, " ", a, ", here ", b);
   };
   if (theirs.status != XD_SUCCESS) {
-    return concat("its call failed with ", xd_status_name(static_cast<xd_status>(theirs.status)),
+    return concat("its call failed with ", status_name(static_cast<xd_status>(theirs.status)),
                   " (its own error text says why)");
   }
   if (theirs.operation != mine.operation) {

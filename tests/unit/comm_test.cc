@@ -1,0 +1,116 @@
+// The doorbell and the error board, by threads of this process.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include <crossdock/ep.h>
+
+#include "comm/doorbell.h"
+#include "comm/fatal.h"
+
+namespace xd {
+namespace {
+
+TEST(DoorbellTest, NoRingIsMissed) {
+  Doorbell bell;
+  std::atomic<int> flag{0};
+  constexpr int kRounds = 20000;
+  std::thread ringer([&] {
+    for (int i = 1; i <= kRounds; ++i) {
+      while (flag.load(std::memory_order_acquire) != -i + 1) std::this_thread::yield();
+      flag.store(i, std::memory_order_release);
+      bell.ring();
+    }
+  });
+  // A missed ring would sleep until the deadline.
+  const Deadline deadline = Deadline::after_ms(60000);
+  for (int i = 1; i <= kRounds; ++i) {
+    for (;;) {
+      const std::uint32_t rings = bell.value();
+      if (flag.load(std::memory_order_acquire) == i) break;
+      ASSERT_FALSE(deadline.passed()) << "round " << i;
+      bell.sleep(rings, deadline);
+    }
+    flag.store(-i, std::memory_order_release);
+  }
+  ringer.join();
+}
+
+TEST(DoorbellTest, SleepEndsAtTheDeadline) {
+  Doorbell bell;
+  const auto start = Deadline::Clock::now();
+  bell.sleep(bell.value(), Deadline::after_ms(50));
+  EXPECT_GE(Deadline::Clock::now() - start, std::chrono::milliseconds(49));
+}
+
+TEST(DoorbellTest, ARingBeforeSleepingIsNotSleptThrough) {
+  Doorbell bell;
+  const std::uint32_t rings = bell.value();
+  bell.ring();
+  const auto start = Deadline::Clock::now();
+  bell.sleep(rings, Deadline::after_ms(30000));
+  EXPECT_LT(Deadline::Clock::now() - start, std::chrono::seconds(10));
+}
+
+class ErrorBoardTest : public testing::Test {
+ protected:
+  static constexpr int kRanks = 4;
+  ErrorBoardTest() : memory_(ControlMap::make(kRanks).end / sizeof(Block) + 1) {}
+
+  struct alignas(64) Block {
+    std::byte bytes[64] = {};
+  };
+  std::vector<Block> memory_;
+  Control control_{memory_.data()->bytes, kRanks};
+};
+
+TEST_F(ErrorBoardTest, StartsEmpty) { EXPECT_EQ(control_.error(), nullptr); }
+
+TEST_F(ErrorBoardTest, TheFirstErrorStays) {
+  EXPECT_TRUE(control_.post(2, {.status = XD_ERROR_TIMEOUT, .rank = 2, .peer = 1}));
+  EXPECT_FALSE(control_.post(0, {.status = XD_ERROR_ABORTED, .rank = 0, .peer = 0}));
+  ASSERT_NE(control_.error(), nullptr);
+  EXPECT_EQ(control_.error()->status, XD_ERROR_TIMEOUT);
+  EXPECT_EQ(control_.error()->peer, 1);
+}
+
+TEST_F(ErrorBoardTest, ConcurrentWritersLeaveOneWholeError) {
+  std::vector<std::thread> writers;
+  for (int writer = 0; writer < kRanks; ++writer) {
+    writers.emplace_back([this, writer] {
+      control_.post(writer, {.status = XD_ERROR_TIMEOUT,
+                             .rank = writer,
+                             .peer = writer + 100,
+                             .expected_epoch = static_cast<std::uint64_t>(writer) + 1000});
+    });
+  }
+  const FatalError* error = nullptr;
+  while ((error = control_.error()) == nullptr) std::this_thread::yield();
+  EXPECT_EQ(error->peer, error->rank + 100);
+  EXPECT_EQ(error->expected_epoch, static_cast<std::uint64_t>(error->rank) + 1000);
+  for (std::thread& writer : writers) writer.join();
+  EXPECT_EQ(control_.error(), error);
+}
+
+TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
+  const FatalError timeout{.status = XD_ERROR_TIMEOUT,
+                           .phase = XD_PHASE_COUNTS,
+                           .rank = 1,
+                           .peer = 3,
+                           .group = 2,
+                           .operation = XD_EP_PREPARE,
+                           .timeout_ms = 250,
+                           .expected_epoch = 7,
+                           .seen_epoch = 6};
+  EXPECT_EQ(describe(timeout),
+            "rank 1 waited 250 ms in xd_ep_prepare of group 2, epoch 7 for rank 3 to send its "
+            "counts: expected epoch 7, seen 6");
+  EXPECT_EQ(describe({.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2}),
+            "rank 2 was lost: its process has ended");
+  EXPECT_EQ(describe({}), "");
+}
+
+}  // namespace
+}  // namespace xd

@@ -1,0 +1,204 @@
+// Configs and tensor arguments: what is refused, and in which words.
+#include "ep/config.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <string>
+
+#include "base/error.h"
+#include "ep/tensor.h"
+
+namespace xd::ep {
+namespace {
+
+xd_ep_config good_config() {
+  xd_ep_config config XD_EP_CONFIG_INIT;
+  config.num_ranks = 4;
+  config.num_experts = 16;
+  config.max_topk = 3;
+  config.max_tokens_per_rank = 10;
+  config.hidden = 64;
+  return config;
+}
+
+std::string refusal(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
+    return error.text();
+  }
+  return "";
+}
+
+TEST(ConfigTest, FillsInDefaults) {
+  const xd_ep_config user = good_config();
+  const Config config = read_config(&user, 0);
+  EXPECT_EQ(config.local_experts, 4);
+  EXPECT_EQ(config.alignment, 1);
+  EXPECT_EQ(config.max_row_bytes, 128u);
+  EXPECT_EQ(config.capacity, 4 * 10 * 3);
+  EXPECT_TRUE(config.staging);
+}
+
+struct BadField {
+  const char* text;
+  void (*spoil)(xd_ep_config&);
+};
+
+TEST(ConfigTest, NamesTheFieldThatIsWrong) {
+  const std::array bad = {
+      BadField{"config.num_ranks = 0", [](xd_ep_config& c) { c.num_ranks = 0; }},
+      BadField{"config.num_experts = 18, expected a multiple of num_ranks = 4",
+               [](xd_ep_config& c) { c.num_experts = 18; }},
+      BadField{"config.max_topk = 33, expected 1 to 32", [](xd_ep_config& c) { c.max_topk = 33; }},
+      BadField{"config.max_tokens_per_rank = 0",
+               [](xd_ep_config& c) { c.max_tokens_per_rank = 0; }},
+      BadField{"config.hidden = 63", [](xd_ep_config& c) { c.hidden = 63; }},
+      BadField{"config.dtype = int32",
+               [](xd_ep_config& c) {
+                 c.dtype = {kDLInt, 32, 1};
+               }},
+      BadField{"config.dtype = type (code 8",
+               [](xd_ep_config& c) {
+                 c.dtype = {8, 8, 1};
+               }},
+      BadField{"config.alignment = 3", [](xd_ep_config& c) { c.alignment = 3; }},
+      BadField{"config.recv_capacity = 6, expected a multiple of alignment = 4",
+               [](xd_ep_config& c) {
+                 c.alignment = 4;
+                 c.recv_capacity = 6;
+               }},
+      BadField{"config.max_scale_bytes = -1", [](xd_ep_config& c) { c.max_scale_bytes = -1; }},
+      BadField{"config.layout = 7",
+               [](xd_ep_config& c) { c.layout = static_cast<xd_ep_layout>(7); }},
+      BadField{"config.zero_tail = 2", [](xd_ep_config& c) { c.zero_tail = 2; }},
+      BadField{"config.struct_size = 3", [](xd_ep_config& c) { c.struct_size = 3; }},
+  };
+  for (const BadField& field : bad) {
+    xd_ep_config config = good_config();
+    field.spoil(config);
+    const std::string text = refusal([&] { read_config(&config, 0); });
+    EXPECT_NE(text.find(field.text), std::string::npos) << "got: " << text;
+  }
+  const xd_ep_config config = good_config();
+  EXPECT_NE(refusal([&] { read_config(&config, 3); }).find("the communicator's 3"),
+            std::string::npos);
+}
+
+// The largest padded sum that `experts` zones can reach: every zone's count is tried.
+std::int64_t largest_padded(int experts, std::int64_t tokens, std::int64_t rows,
+                            std::int64_t alignment) {
+  if (experts == 0) return 0;
+  std::int64_t largest = 0;
+  for (std::int64_t here = 0; here <= std::min(tokens, rows); ++here) {
+    const std::int64_t padded = (here + alignment - 1) / alignment * alignment;
+    largest =
+        std::max(largest, padded + largest_padded(experts - 1, tokens, rows - here, alignment));
+  }
+  return largest;
+}
+
+TEST(ConfigTest, RecvBoundIsWhatTheWorstRoutingNeeds) {
+  for (const int alignment : {1, 2, 4, 8, 128}) {
+    for (const int local : {1, 2, 4}) {
+      for (const int topk : {1, 2, 3, 8}) {
+        for (const int tokens : {1, 2, 3}) {
+          xd_ep_config user = good_config();
+          user.alignment = alignment;
+          user.num_experts = 4 * local;
+          user.max_topk = topk;
+          user.max_tokens_per_rank = tokens;
+          const std::int64_t all = 4 * tokens;
+          EXPECT_EQ(recv_bound(read_config(&user, 0)),
+                    largest_padded(local, all, all * std::min(topk, local), alignment))
+              << "alignment " << alignment << " local experts " << local << " topk " << topk
+              << " tokens " << tokens;
+        }
+      }
+    }
+  }
+}
+
+class TensorTest : public testing::Test {
+ protected:
+  DLTensor tensor() {
+    return {.data = data_,
+            .device = {kDLCPU, 0},
+            .ndim = 2,
+            .dtype = {kDLFloat, 32, 1},
+            .shape = shape_.data(),
+            .strides = nullptr,
+            .byte_offset = 0};
+  }
+  Tensor read(const DLTensor* t, bool optional = false) {
+    static constexpr std::array types = {DType::f32, DType::bf16};
+    return read_tensor(t, {"x", 2, types, kDLCPU, optional});
+  }
+  std::string refused(const DLTensor& t) {
+    return refusal([&] { read(&t); });
+  }
+
+  alignas(16) float data_[64] = {};
+  std::array<std::int64_t, 2> shape_ = {3, 4};
+  std::array<std::int64_t, 2> strides_ = {4, 1};
+};
+
+TEST_F(TensorTest, ReadsWhatIsThere) {
+  DLTensor t = tensor();
+  t.strides = strides_.data();
+  t.byte_offset = 16;
+  const Tensor got = read(&t);
+  EXPECT_EQ(got.rows, 3);
+  EXPECT_EQ(got.cols, 4);
+  EXPECT_EQ(got.data, reinterpret_cast<std::byte*>(data_) + 16);
+  EXPECT_EQ(got.row_bytes(), 16u);
+  EXPECT_FALSE(read(nullptr, true));
+}
+
+TEST_F(TensorTest, StridesOfExtentOneAreNotLookedAt) {
+  DLTensor t = tensor();
+  shape_ = {1, 4};
+  strides_ = {77, 1};
+  t.strides = strides_.data();
+  EXPECT_TRUE(read(&t));
+}
+
+TEST_F(TensorTest, EmptyTensorsNeedNoData) {
+  DLTensor t = tensor();
+  shape_ = {0, 4};
+  t.data = nullptr;
+  EXPECT_TRUE(read(&t));
+}
+
+TEST_F(TensorTest, NamesWhatIsWrong) {
+  DLTensor t = tensor();
+  EXPECT_EQ(refusal([&] { read(nullptr); }), "x = NULL, expected a tensor");
+  t.dtype = {kDLInt, 64, 1};
+  EXPECT_EQ(refused(t), "x: is int64, expected float32 or bfloat16");
+  t = tensor();
+  t.ndim = 1;
+  EXPECT_EQ(refused(t), "x: has 1 dimensions, expected 2");
+  t = tensor();
+  strides_ = {1, 3};
+  t.strides = strides_.data();
+  EXPECT_NE(refused(t).find("not contiguous"), std::string::npos);
+  t = tensor();
+  t.byte_offset = 4;
+  EXPECT_NE(refused(t).find("16-byte aligned"), std::string::npos);
+  t = tensor();
+  t.device.device_type = kDLCUDA;
+  EXPECT_NE(refused(t).find("device type 2, expected 1"), std::string::npos);
+  t = tensor();
+  t.data = nullptr;
+  EXPECT_NE(refused(t).find("x.data = NULL"), std::string::npos);
+  t = tensor();
+  shape_ = {-1, 4};
+  EXPECT_NE(refused(t).find("x.shape[0] = -1"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace xd::ep

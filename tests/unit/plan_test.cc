@@ -1,0 +1,189 @@
+// Plans as bytes: codes, binding, damage.
+#include "ep/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "ep/wire.h"
+
+namespace xd::ep {
+namespace {
+
+constexpr std::array<std::int64_t, 4> kCapacities = {7, 0, 1, 100};
+
+TEST(RowCodecTest, EveryRowOfEveryRankComesBackInBothLayouts) {
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    const RowCodec codec(kCapacities, layout, 5);
+    const int experts = layout == XD_EP_RANK_MAJOR ? 5 : 1;
+    std::uint32_t expected = 0;  // codes are dense: no two rows share one
+    for (int rank = 0; rank < 4; ++rank) {
+      for (std::int64_t row = 0; row < kCapacities[static_cast<std::size_t>(rank)]; ++row) {
+        for (int expert = 0; expert < experts; ++expert, ++expected) {
+          const std::uint32_t code = codec.encode({rank, row, expert});
+          ASSERT_EQ(code, expected);
+          RowRef ref{};
+          ASSERT_TRUE(codec.decode(code, ref));
+          ASSERT_EQ(ref.rank, rank);
+          ASSERT_EQ(ref.row, row);
+          ASSERT_EQ(ref.expert, expert);
+        }
+      }
+    }
+    RowRef ref{};
+    EXPECT_FALSE(codec.decode(expected, ref));
+    EXPECT_FALSE(codec.decode(RowCodec::kNone, ref));
+  }
+}
+
+TEST(RowCodecTest, RefusesCapacitiesThatDoNotFit) {
+  const std::array<std::int64_t, 2> large = {INT32_MAX - 1, INT32_MAX - 1};
+  EXPECT_NO_THROW(RowCodec(large, XD_EP_EXPERT_MAJOR, 64));
+  try {
+    const RowCodec codec(large, XD_EP_RANK_MAJOR, 64);
+    FAIL() << "64 experts times 2^32 rows fit into 32 bits?";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(error.text().find("recv_capacity"), std::string::npos) << error.text();
+  }
+}
+
+class PlanTest : public testing::Test {
+ protected:
+  PlanTest() : bytes_(PlanMap::make(2, 3, 2).end / sizeof(Block)) {
+    PlanHeader header{};
+    header.rank = 1;
+    header.ranks = 2;
+    header.experts = 4;
+    header.tokens = 3;
+    header.topk = 2;
+    header.alignment = 1;
+    header.capacity = 16;
+    header.capacities = 99;
+    std::memcpy(data(), &header, sizeof(header));
+    seal_plan(data());
+    config_.ranks = 2;
+    config_.experts = 4;
+    config_.local_experts = 2;
+    config_.max_tokens = 3;
+    config_.max_topk = 2;
+    config_.capacity = 16;
+  }
+
+  std::byte* data() { return bytes_.data()->bytes; }
+  std::size_t size() const { return bytes_.size() * sizeof(Block); }
+
+  std::string open_error(std::size_t size) {
+    try {
+      PlanView::open(data(), size);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
+      return error.text();
+    }
+    return "";
+  }
+
+  struct alignas(16) Block {
+    std::byte bytes[16];
+  };
+  std::vector<Block> bytes_;
+  Config config_;
+};
+
+TEST_F(PlanTest, OpensWhatWasSealed) {
+  EXPECT_EQ(open_error(size()), "");
+  PlanView::open(data(), size()).require_binding({1, &config_, 99});
+}
+
+TEST_F(PlanTest, EveryChangedBitOfHeaderAndZonesIsNoticed) {
+  const std::size_t covered = PlanMap::make(2, 3, 2).code;
+  for (std::size_t i = 0; i < covered; ++i) {
+    // Between the zones and the codes there may be padding: covered all the same.
+    for (int bit = 0; bit < 8; ++bit) {
+      data()[i] ^= std::byte(1 << bit);
+      EXPECT_NE(open_error(size()), "") << "byte " << i << " bit " << bit;
+      data()[i] ^= std::byte(1 << bit);
+    }
+  }
+  EXPECT_EQ(open_error(size()), "");
+}
+
+TEST_F(PlanTest, EveryTruncationIsNoticed) {
+  for (std::size_t cut = 0; cut < size(); ++cut) {
+    EXPECT_NE(open_error(cut).find("cut short"), std::string::npos) << cut;
+  }
+}
+
+TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
+  const PlanView plan = PlanView::open(data(), size());
+  const auto refusal = [&](PlanBinding binding) {
+    try {
+      plan.require_binding(binding);
+    } catch (const Error& error) {
+      return error.text();
+    }
+    return std::string();
+  };
+  EXPECT_NE(refusal({0, &config_, 99}).find("rank = 1, used with rank = 0"), std::string::npos);
+  EXPECT_NE(refusal({1, &config_, 98}).find("capacities of the peers"), std::string::npos);
+  Config other = config_;
+  other.alignment = 2;
+  EXPECT_NE(refusal({1, &other, 99}).find("alignment = 1"), std::string::npos);
+  other = config_;
+  other.max_tokens = 2;
+  EXPECT_NE(refusal({1, &other, 99}).find("3 tokens"), std::string::npos);
+}
+
+TEST(PlanSizeTest, StaysWithinItsDocumentedBound) {
+  for (const int tokens : {1, 7, 4096}) {
+    for (const int topk : {1, 3, 8, 32}) {
+      for (const int local : {1, 8, 256}) {
+        Config config;
+        config.max_tokens = tokens;
+        config.max_topk = topk;
+        config.local_experts = local;
+        const std::size_t fixed = sizeof(PlanHeader) + 8u * static_cast<std::size_t>(local) + 64;
+        EXPECT_LE(plan_size(config), 4u * static_cast<std::size_t>(tokens * topk) + fixed);
+      }
+    }
+  }
+}
+
+TEST(WireTest, CountWordsBelongToOneEpoch) {
+  const std::uint64_t word = count_word(0xFFFFFFFF, 0x5'00000007);
+  EXPECT_EQ(count_of(word), 0xFFFFFFFF);
+  EXPECT_TRUE(count_is_of(word, 0x5'00000007));
+  EXPECT_FALSE(count_is_of(word, 0x5'00000008));
+  EXPECT_FALSE(count_is_of(0, 1));  // memory as it is created
+}
+
+TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
+  Config config;
+  config.ranks = 3;
+  config.experts = 6;
+  config.local_experts = 2;
+  config.max_topk = 4;
+  config.max_row_bytes = 48;
+  config.max_scale_bytes = 5;
+  config.layout = XD_EP_RANK_MAJOR;
+  config.overflow = XD_EP_OVERFLOW_DROP;
+  config.capacity = 10;
+  const GroupMap map = GroupMap::make(config);
+  EXPECT_GE(map.done, map.record + 6 * sizeof(EntryRecord));
+  EXPECT_GE(map.counts, map.done + 6 * sizeof(DoneFlag));
+  EXPECT_GE(map.kept, map.counts + 6 * (6 + 3 + 1) * sizeof(std::uint64_t));
+  EXPECT_GE(map.rows, map.kept + 6 * sizeof(std::uint32_t));
+  EXPECT_GE(map.scales, map.rows + 480);
+  EXPECT_GE(map.weights, map.scales + 50);
+  EXPECT_GE(map.indices, map.weights + 40 * sizeof(float));
+  EXPECT_GE(map.end, map.indices + 40 * sizeof(std::int64_t));
+  config.staging = false;
+  EXPECT_EQ(GroupMap::make(config).end, map.staging);
+}
+
+}  // namespace
+}  // namespace xd::ep
