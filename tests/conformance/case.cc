@@ -99,6 +99,17 @@ std::int64_t bound_of(const Case& c) {
   return rows;
 }
 
+// Makes about every fifth id bad: too large, too small, or equal to the one before it.
+void spoil(std::vector<Choices>& ranks, std::int64_t experts, std::uint64_t seed) {
+  Random random(seed);
+  for (Choices& choices : ranks) {
+    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
+      const std::int64_t bad[] = {experts, -2, choices.ids[i - 1], INT32_MAX};
+      if (random.one_in(5)) choices.ids[i] = bad[random.below(std::size(bad))];
+    }
+  }
+}
+
 bool flag(const char* variable) {
   const char* value = std::getenv(variable);
   return value && std::string_view(value) == "1";
@@ -116,7 +127,10 @@ RoutingShape Case::routing() const {
 }
 
 std::vector<Choices> Case::choices(int step) const {
-  return make_routing(routing(), mix(seed, static_cast<std::uint64_t>(step)));
+  const std::uint64_t batch = mix(seed, static_cast<std::uint64_t>(step));
+  std::vector<Choices> ranks = make_routing(routing(), batch);
+  if (bad_ids) spoil(ranks, num_ranks * local_experts, batch);
+  return ranks;
 }
 
 Placement Case::placement() const {

@@ -58,6 +58,7 @@ struct Case {
   Capacity capacity = Capacity::bound;
   ReceiveRows receive_rows = ReceiveRows::exact;
   ZeroTail zero_tail = ZeroTail::off;
+  bool bad_ids = false;  // some ids are out of range or repeated
 
   static constexpr int kSteps = 2;  // batches that go through the group
 

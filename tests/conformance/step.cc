@@ -21,7 +21,7 @@ std::int64_t columns_of(const std::vector<std::int64_t>& shape) {
 }  // namespace
 
 Step::Step(const Rank& rank, const Case& c, xd_ep_group* group, int number)
-    : rank_(rank), case_(c), group_(group),
+    : rank_(rank), case_(c), group_(group), number_(number),
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
       routed_(c.placement(), c.choices(number)), row_units_(c.row_units) {
   std::size_t plan_bytes = 0;
@@ -149,11 +149,14 @@ void Step::expect_choices(const char* name, const Tensor& tensor, ChoiceField fi
 }
 
 // Throws where an operation did not end as it must, so that all ranks start afresh.
-void Step::expect_status(const char* operation, xd_status status) const {
-  const xd_status expected = routed_.refused() ? XD_ERROR_OVERFLOW : XD_SUCCESS;
+void Step::expect_status(xd_ep_operation operation, xd_status status) const {
+  const bool bad_ids = operation == XD_EP_PREPARE && routed_.bad_ids() > 0;
+  const xd_status expected = routed_.refused() ? XD_ERROR_OVERFLOW
+                             : bad_ids         ? XD_ERROR_INVALID_ARGUMENT
+                                               : XD_SUCCESS;
   if (status == expected) return;
   if (status != XD_SUCCESS) throw CallFailed(status);
-  throw std::runtime_error(std::string(operation) + " succeeded, expected " +
+  throw std::runtime_error("operation " + std::to_string(operation) + " succeeded, expected " +
                            xd_status_name(expected));
 }
 

@@ -69,11 +69,12 @@ class Step {
   void expect_choices(const char* name, const Tensor& tensor, ChoiceField field) const;
   void expect_plan_info() const;
   void expect_dispatched(const Payload& payload, const Tensor& rows, const Tensor& scales) const;
-  void expect_status(const char* operation, xd_status status) const;
+  void expect_status(xd_ep_operation operation, xd_status status) const;
 
   const Rank& rank_;
   const Case& case_;
   xd_ep_group* group_;
+  int number_;
   std::uint64_t seed_;
   Routed routed_;
   Buffer plan_;

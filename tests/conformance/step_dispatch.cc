@@ -105,7 +105,7 @@ void Step::dispatch() {
   args.recv_scales = p.scaled || p.quantised ? recv_scales.dl() : nullptr;
   args.recv_weights = case_.weights ? recv_weights.dl() : nullptr;
   args.recv_topk_idx = with_idx ? recv_idx.dl() : nullptr;
-  expect_status("dispatch", xd_ep_dispatch(group_, &args, nullptr));
+  expect_status(XD_EP_DISPATCH, xd_ep_dispatch(group_, &args, nullptr));
 
   expect_dispatched(p, recv_tokens, recv_scales);
   if (case_.weights && case_.layout == XD_EP_EXPERT_MAJOR) {
@@ -170,7 +170,7 @@ void Step::dispatch_bwd() {
   args.grad_tokens = with_tokens ? grad_tokens.dl() : nullptr;
   args.grad_recv_weights = with_weights ? grad_recv_weights.dl() : nullptr;
   args.grad_topk_weights = with_weights ? grad_topk_weights.dl() : nullptr;
-  expect_status("dispatch_bwd", xd_ep_dispatch_bwd(group_, &args, nullptr));
+  expect_status(XD_EP_DISPATCH_BWD, xd_ep_dispatch_bwd(group_, &args, nullptr));
 
   if (with_tokens) {
     const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {

@@ -37,7 +37,7 @@ std::vector<CountOutput> count_outputs(const Routed& routed, int rank) {
 }  // namespace
 
 void Step::prepare() {
-  const Choices& mine = routed_.choices(rank_.rank);
+  const Choices mine = case_.choices(number_)[static_cast<std::size_t>(rank_.rank)];  // bad ids too
   Tensor topk_idx =
       token_input(case_.index_type, {tokens(), case_.topk}, [&](std::int64_t t, std::int64_t k) {
         return static_cast<std::uint64_t>(mine.id(static_cast<int>(t), static_cast<int>(k)));
@@ -55,7 +55,7 @@ void Step::prepare() {
     tensors.push_back(output(case_.output_type, outputs[i].shape, false));
     if ((left_out >> i) % 2 == 0) args.*outputs[i].field = tensors[i].dl();
   }
-  expect_status("prepare", xd_ep_prepare(group_, &args, nullptr));
+  expect_status(XD_EP_PREPARE, xd_ep_prepare(group_, &args, nullptr));
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const std::vector<std::int64_t>& values = outputs[i].values;
     Image image(1, static_cast<std::int64_t>(values.size()), case_.output_type, kPoison);

@@ -1,0 +1,297 @@
+// A bad argument of one rank: INVALID_ARGUMENT there, naming it; MISMATCH naming that rank on all
+// others, at once; nothing written; and the group goes on.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+#include "conformance/batch.h"
+#include "conformance/step.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr xd_ep_operation kOperations[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
+                                           XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
+
+bool mentions(const std::string& text) {
+  return std::string(xd_last_error()).find(text) != std::string::npos;
+}
+
+// The highest rank makes the mistake; a launch with one rank has no peers to tell.
+int guilty_rank(const Rank& rank) { return rank.num_ranks - 1; }
+
+// Calls `operation` and expects it to fail as the guilty rank's fault. `named`: what the guilty
+// rank's text must mention.
+void expect_refused(const Rank& rank, xd_ep_group* group, Batch& batch, xd_ep_operation operation,
+                    const std::string& named) {
+  const auto start = Clock::now();
+  const xd_status status = batch.call(group, operation);
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10)) << "waited for the timeout";
+  if (rank.rank == guilty_rank(rank)) {
+    EXPECT_EQ(status, XD_ERROR_INVALID_ARGUMENT) << xd_last_error();
+    EXPECT_TRUE(mentions(named)) << "expected '" << named << "' in: " << xd_last_error();
+  } else {
+    EXPECT_EQ(status, XD_ERROR_MISMATCH) << xd_last_error();
+    EXPECT_TRUE(mentions("rank " + std::to_string(guilty_rank(rank)))) << xd_last_error();
+  }
+  EXPECT_TRUE(batch.untouched(operation)) << "an output was written";
+  EXPECT_TRUE(batch.guards_intact());
+}
+
+void expect_group_works(const Rank& rank, const Case& c, xd_ep_group* group) {
+  Step(rank, c, group, 1).run_all();
+}
+
+// A copy of a tensor argument that lives as long as the call, to be damaged.
+struct DamagedTensor {
+  explicit DamagedTensor(const DLTensor& original) : tensor(original) {
+    for (int i = 0; i < tensor.ndim; ++i) shape[i] = original.shape[i];
+    tensor.shape = shape;
+  }
+  std::int64_t* last() { return &shape[tensor.ndim - 1]; }
+
+  std::int64_t shape[8] = {};
+  std::int64_t strides[8] = {};
+  DLTensor tensor;
+};
+
+struct Damage {
+  const char* name;
+  std::function<void(DamagedTensor&)> apply;
+};
+
+const Damage kDamages[] = {
+    {"WrongType", [](DamagedTensor& d) { d.tensor.dtype = {kDLFloat, 64, 1}; }},
+    {"Vectors", [](DamagedTensor& d) { d.tensor.dtype.lanes = 2; }},
+    {"Float8WithoutVariant", [](DamagedTensor& d) { d.tensor.dtype = {8, 8, 1}; }},
+    {"TooManyExtents",
+     [](DamagedTensor& d) {
+       d.shape[d.tensor.ndim] = 1;
+       ++d.tensor.ndim;
+     }},
+    {"NoExtents", [](DamagedTensor& d) { d.tensor.ndim = 0; }},
+    {"NegativeExtent", [](DamagedTensor& d) { *d.last() = -1; }},
+    {"NoShape", [](DamagedTensor& d) { d.tensor.shape = nullptr; }},
+    {"Misaligned",
+     [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 8; }},
+    {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 8; }},
+    {"NoData", [](DamagedTensor& d) { d.tensor.data = nullptr; }},
+    {"OtherDevice", [](DamagedTensor& d) { d.tensor.device = {kDLVulkan, 0}; }},
+    {"NotContiguous",
+     [](DamagedTensor& d) {
+       for (int i = 0; i < d.tensor.ndim; ++i) d.strides[i] = 2;
+       d.tensor.strides = d.strides;
+       // A stride means nothing along an extent of 1.
+       if (*d.last() == 1) d.tensor.ndim = 0;
+     }},
+};
+
+class BadTensor : public testing::TestWithParam<xd_ep_layout> {};
+
+TEST_P(BadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
+  Case c = plain_case(world().num_ranks());
+  c.layout = GetParam();
+  c.cargo = Cargo::e4m3_with_floats;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    batch.poison_outputs();
+    for (Batch::Field& field : batch.fields()) {
+      for (const Damage& damage : kDamages) {
+        SCOPED_TRACE(std::string(damage.name) + " " + field.name + " of operation " +
+                     std::to_string(field.operation));
+        const DLTensor* original = *field.slot;
+        DamagedTensor damaged(*original);
+        damage.apply(damaged);
+        if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
+        expect_refused(rank, group.get(), batch, field.operation, field.name);
+        *field.slot = original;
+      }
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST_P(BadTensor, WithWrongExtentsIsRefused) {
+  Case c = plain_case(world().num_ranks());
+  c.layout = GetParam();
+  c.cargo = Cargo::e4m3_with_floats;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    batch.poison_outputs();
+    for (Batch::Field& field : batch.fields()) {
+      if (field.operation == XD_EP_PREPARE && field.role == Batch::Role::token_input) continue;
+      SCOPED_TRACE(std::string(field.name) + " of operation " + std::to_string(field.operation));
+      const DLTensor* original = *field.slot;
+      DamagedTensor damaged(*original);
+      // One token too many, or one receive row too few.
+      const bool receive = field.role == Batch::Role::receive_input ||
+                           field.role == Batch::Role::receive_output;
+      damaged.shape[0] += receive ? -1 : 1;
+      if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
+      expect_refused(rank, group.get(), batch, field.operation, field.name);
+      *field.slot = original;
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+// Every tensor is either needed itself, or by another that is given.
+TEST_P(BadTensor, ThatIsMissingIsRefused) {
+  Case c = plain_case(world().num_ranks());
+  c.layout = GetParam();
+  c.cargo = Cargo::e4m3_with_floats;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    batch.poison_outputs();
+    for (Batch::Field& field : batch.fields()) {
+      const std::string name = field.name;
+      const bool optional_alone =
+          (field.operation == XD_EP_PREPARE && field.output()) || name == "recv_topk_idx" ||
+          (field.operation == XD_EP_COMBINE && name == "weights") ||
+          (field.operation == XD_EP_COMBINE_BWD && name == "grad_weights");
+      if (optional_alone) continue;
+      SCOPED_TRACE(name + " of operation " + std::to_string(field.operation));
+      const DLTensor* original = *field.slot;
+      if (rank.rank == guilty_rank(rank)) *field.slot = nullptr;
+      expect_refused(rank, group.get(), batch, field.operation, name);
+      *field.slot = original;
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, BadTensor,
+                         testing::Values(XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR));
+
+// Arguments beside the tensors: struct, version, plan.
+struct Mistake {
+  const char* named;
+  std::function<void(Batch&)> make;
+};
+
+TEST(BadArguments, BesideTensorsAreRefused) {
+  const Case c = plain_case(world().num_ranks());
+  const Mistake mistakes[] = {
+      {"struct_size", [](Batch& b) { b.dispatch_args.struct_size = 0; }},
+      {"plan", [](Batch& b) { b.dispatch_args.plan = nullptr; }},
+      {"plan", [](Batch& b) { b.dispatch_args.plan_bytes = 0; }},
+      {"plan", [](Batch& b) { b.dispatch_args.plan_bytes = 64; }},
+      {"plan",
+       [](Batch& b) {
+         b.dispatch_args.plan = static_cast<const std::byte*>(b.dispatch_args.plan) + 4;
+       }},
+  };
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    const xd_ep_dispatch_args good = batch.dispatch_args;
+    for (const Mistake& mistake : mistakes) {
+      SCOPED_TRACE("mistake " + std::to_string(&mistake - mistakes));
+      if (rank.rank == guilty_rank(rank)) mistake.make(batch);
+      expect_refused(rank, group.get(), batch, XD_EP_DISPATCH, mistake.named);
+      batch.dispatch_args = good;
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, APrepareThatCannotHoldThePlanIsRefused) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    if (rank.rank == guilty_rank(rank)) batch.prepare_args.plan_bytes -= 16;
+    expect_refused(rank, group.get(), batch, XD_EP_PREPARE, "plan_bytes");
+    batch.prepare_args.plan_bytes += rank.rank == guilty_rank(rank) ? 16 : 0;
+    if (rank.rank == guilty_rank(rank)) batch.prepare_args.plan = nullptr;
+    expect_refused(rank, group.get(), batch, XD_EP_PREPARE, "plan");
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, MoreTokensOrChoicesThanTheGroupHoldsAreRefused) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    const Batch::Field& field = batch.field(XD_EP_PREPARE, "topk_idx");
+    const DLTensor* original = *field.slot;
+    Tensor too_many(rank, kI64, {c.max_tokens + 1, c.topk});
+    if (rank.rank == guilty_rank(rank)) *field.slot = too_many.dl();
+    expect_refused(rank, group.get(), batch, XD_EP_PREPARE, "topk_idx");
+    Tensor too_wide(rank, kI64, {1, c.topk + 1});
+    if (rank.rank == guilty_rank(rank)) *field.slot = too_wide.dl();
+    expect_refused(rank, group.get(), batch, XD_EP_PREPARE, "topk_idx");
+    *field.slot = original;
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, WeightsOfARankMajorCombineAreRefused) {
+  Case c = plain_case(world().num_ranks());
+  c.layout = XD_EP_RANK_MAJOR;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    Tensor weights(rank, kF32, {1000});
+    if (rank.rank == guilty_rank(rank)) batch.combine_args.weights = weights.dl();
+    expect_refused(rank, group.get(), batch, XD_EP_COMBINE, "weights");
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, PlainReceiveTensorsInAGroupWithoutStagingAreRefused) {
+  Case c = plain_case(world().num_ranks());
+  c.placing = Placing::unstaged;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const Place place = rank.rank == guilty_rank(rank) ? Place::ordinary : Place::symmetric;
+    Batch batch(rank, c, 0, place);
+    batch.prepare(group.get());
+    expect_refused(rank, group.get(), batch, XD_EP_DISPATCH, "recv_tokens");
+    expect_refused(rank, group.get(), batch, XD_EP_COMBINE, "expert_out");
+    expect_refused(rank, group.get(), batch, XD_EP_COMBINE_BWD, "expert_out");
+    expect_refused(rank, group.get(), batch, XD_EP_DISPATCH_BWD, "grad_recv_tokens");
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, ARankThatJoinsWithAFailureIsNamedToItsPeers) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    batch.poison_outputs();
+    for (const xd_ep_operation operation : kOperations) {
+      SCOPED_TRACE("operation " + std::to_string(operation));
+      if (rank.rank == guilty_rank(rank)) {
+        EXPECT_EQ(xd_ep_join_failed(group.get(), operation, "gate must be float32, got int8", nullptr),
+                  XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_TRUE(mentions("gate must be float32, got int8")) << xd_last_error();
+      } else {
+        expect_refused(rank, group.get(), batch, operation, "");
+      }
+    }
+    EXPECT_EQ(group_status(group.get()).status, rank.rank == guilty_rank(rank)
+                                                    ? XD_ERROR_INVALID_ARGUMENT
+                                                    : XD_ERROR_MISMATCH);
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+}  // namespace
+}  // namespace xd::test

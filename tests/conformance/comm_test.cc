@@ -1,0 +1,103 @@
+// Communicators from the caller's side: information, barrier, bad arguments.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+TEST(Communicator, KnowsItsRanks) {
+  on_every_rank([](Rank& rank) {
+    xd_comm_info info = XD_COMM_INFO_INIT;
+    ok(xd_comm_get_info(rank.comm, &info));
+    EXPECT_EQ(info.rank, rank.rank);
+    EXPECT_EQ(info.num_ranks, rank.num_ranks);
+    EXPECT_EQ(info.device.device_type, rank.memory->device().device_type);
+    EXPECT_EQ(info.timeout_ms, Rank::kTimeoutMs);
+    EXPECT_EQ(info.local_ranks, rank.threads ? rank.num_ranks : 1);
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+  });
+}
+
+TEST(Communicator, BarrierHoldsUntilAllHaveCome) {
+  on_every_rank([](Rank& rank) {
+    void* mine = nullptr;
+    ok(xd_mem_alloc(rank.comm, sizeof(int), &mine));
+    xd_mem_handle handle{};
+    ok(xd_mem_export(rank.comm, mine, &handle));
+    for (int round = 1; round <= 20; ++round) {
+      rank.memory->copy_in(mine, &round, sizeof(round));
+      ok(xd_comm_barrier(rank.comm));
+      for (int peer = 0; peer < rank.num_ranks; ++peer) {
+        const xd_mem_handle there{peer, handle.segment, handle.offset};
+        void* seen = nullptr;
+        ok(xd_mem_import(rank.comm, &there, &seen));
+        int value = 0;
+        rank.memory->copy_out(&value, seen, sizeof(value));
+        EXPECT_EQ(value, round) << "rank " << peer;
+      }
+      ok(xd_comm_barrier(rank.comm));
+    }
+    ok(xd_mem_free(rank.comm, mine));
+  });
+}
+
+TEST(Communicator, ConfigsThatNameNoRankAreRefused) {
+  on_every_rank([](Rank& rank) {
+    const auto refused = [&](auto change) {
+      xd_comm_config config = XD_COMM_CONFIG_INIT;
+      config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+      config.rank = rank.rank;
+      config.num_ranks = rank.num_ranks;
+      config.device = rank.memory->device();
+      change(config);
+      xd_comm* comm = nullptr;
+      EXPECT_EQ(xd_comm_create(&config, &comm), XD_ERROR_INVALID_ARGUMENT) << xd_last_error();
+      EXPECT_EQ(comm, nullptr);
+    };
+    refused([](xd_comm_config& config) { config.rank = -1; });
+    refused([](xd_comm_config& config) { config.rank = config.num_ranks; });
+    refused([](xd_comm_config& config) { config.num_ranks = 1025; });
+    refused([](xd_comm_config& config) { config.bootstrap = static_cast<xd_bootstrap>(3); });
+    refused([](xd_comm_config& config) { config.bootstrap = XD_BOOTSTRAP_UNIQUE_ID; });
+    refused([](xd_comm_config& config) { config.bootstrap = XD_BOOTSTRAP_ALL_GATHER; });
+    refused([](xd_comm_config& config) { config.timeout_ms = -1; });
+    refused([](xd_comm_config& config) { config.struct_size = 0; });
+    EXPECT_EQ(xd_comm_create(nullptr, nullptr), XD_ERROR_INVALID_ARGUMENT);
+  });
+}
+
+TEST(Communicator, AnExecutorThatIsNotThereIsUnsupported) {
+  const char* reason = nullptr;
+  if (xd_feature_available(XD_FEATURE_CUDA, &reason)) GTEST_SKIP() << "CUDA is there";
+  on_every_rank([](Rank& rank) {
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+    config.rank = rank.rank;
+    config.num_ranks = rank.num_ranks;
+    config.device = {kDLCUDA, 0};
+    config.timeout_ms = Rank::kTimeoutMs;
+    config.name = "cuda";
+    xd_comm* comm = nullptr;
+    EXPECT_EQ(xd_comm_create(&config, &comm), XD_ERROR_UNSUPPORTED) << xd_last_error();
+    EXPECT_EQ(comm, nullptr);
+  });
+}
+
+TEST(Communicator, NullHandlesAreRefusedOrIgnored) {
+  if (!world().reports()) return;  // no rank is needed
+  xd_comm_info info = XD_COMM_INFO_INIT;
+  EXPECT_EQ(xd_comm_destroy(nullptr), XD_SUCCESS);
+  EXPECT_EQ(xd_ep_group_destroy(nullptr), XD_SUCCESS);
+  EXPECT_EQ(xd_comm_barrier(nullptr), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_comm_abort(nullptr), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_comm_get_info(nullptr, &info), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_mem_alloc(nullptr, 1, nullptr), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_ep_dispatch(nullptr, nullptr, nullptr), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_ep_group_create(nullptr, nullptr, nullptr), XD_ERROR_INVALID_ARGUMENT);
+}
+
+}  // namespace
+}  // namespace xd::test

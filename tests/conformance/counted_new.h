@@ -1,0 +1,11 @@
+// Replaces operator new of the program, library included, by one that counts.
+#pragma once
+
+#include <cstddef>
+
+namespace xd::test {
+
+std::size_t allocations_of_this_thread();
+std::size_t live_bytes();  // of the process
+
+}  // namespace xd::test

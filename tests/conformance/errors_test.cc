@@ -1,0 +1,277 @@
+// Errors that cost nothing but the call: bad expert ids, disagreement between ranks, and the group's
+// memory of them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <string>
+
+#include "conformance/batch.h"
+#include "conformance/step.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+bool mentions(const std::string& text) {
+  return std::string(xd_last_error()).find(text) != std::string::npos;
+}
+
+// Ids that no rank may use, given to the last rank and, one of them, to the one before it.
+struct BadIds {
+  std::vector<std::int64_t> last_rank;  // replaces that rank's first token
+  std::int64_t count;                   // bad ids among them
+};
+
+TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
+  Case c = plain_case(world().num_ranks());
+  const std::int64_t experts = c.num_ranks * c.local_experts;
+  const BadIds kinds[] = {
+      {{experts, -1, -1}, 1},        {{0, 0, 1}, 1},
+      {{-2, INT32_MIN, 0}, 2},       {{INT32_MAX, 2, 2}, 2},
+      {{experts, experts, -5}, 3},   {{1, 1, 1}, 2},
+  };
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const int guilty = rank.num_ranks - 1;
+    for (const BadIds& bad : kinds) {
+      SCOPED_TRACE("ids " + testing::PrintToString(bad.last_rank));
+      Batch batch(rank, c);
+      std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
+      if (rank.rank == guilty) std::copy(bad.last_rank.begin(), bad.last_rank.end(), ids.begin());
+      batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
+      EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_INVALID_ARGUMENT);
+      EXPECT_TRUE(mentions("rank " + std::to_string(guilty))) << xd_last_error();
+      EXPECT_TRUE(mentions(std::to_string(bad.count))) << xd_last_error();
+      const std::vector<std::byte> plan = batch.plan().read();
+      xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+      ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
+      EXPECT_EQ(info.bad_ids, bad.count);
+      EXPECT_EQ(info.bad_id_rank, guilty);
+      const xd_ep_status status = group_status(group.get());
+      EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
+      EXPECT_EQ(status.operation, XD_EP_PREPARE);
+      EXPECT_EQ(status.rank, guilty);
+      EXPECT_EQ(status.bad_ids, bad.count);
+    }
+  });
+}
+
+// The grid's routing is clean; here the same operations run on one that is not.
+TEST(BadIds, ActAsNoExpert) {
+  Case c = plain_case(world().num_ranks());
+  c.bad_ids = true;
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    c.layout = layout;
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(c.description());
+      const Group group = make_group(rank.comm, c.config(rank.rank));
+      for (int number = 0; number < 4; ++number) Step(rank, c, group.get(), number).run_all();
+    });
+  }
+}
+
+// What rank 0 does differently from all others.
+struct Disagreement {
+  const char* name;
+  xd_ep_operation operation;
+  std::function<void(Batch&, const Rank&)> apply;
+};
+
+// Replaces a tensor argument by one of other shape or type that is good in itself.
+void replace(Batch& batch, const Rank& rank, xd_ep_operation operation, const char* name,
+             std::deque<Tensor>& keep, DLDataType type, std::int64_t columns) {
+  Batch::Field& field = batch.field(operation, name);
+  keep.emplace_back(rank, type, std::vector{field.tensor->shape()[0], columns});
+  *field.slot = keep.back().dl();
+}
+
+TEST(Disagreement, IsAMismatchOnEveryRankAtOnce) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    std::deque<Tensor> keep;
+    const Disagreement kinds[] = {
+        {"hidden", XD_EP_DISPATCH,
+         [&](Batch& b, const Rank& r) {
+           replace(b, r, XD_EP_DISPATCH, "tokens", keep, kBf16, 16);
+           replace(b, r, XD_EP_DISPATCH, "recv_tokens", keep, kBf16, 16);
+         }},
+        {"dtype", XD_EP_COMBINE,
+         [&](Batch& b, const Rank& r) {
+           replace(b, r, XD_EP_COMBINE, "expert_out", keep, kF16, 32);
+           replace(b, r, XD_EP_COMBINE, "out", keep, kF16, 32);
+         }},
+        {"weights of dispatch", XD_EP_DISPATCH,
+         [](Batch& b, const Rank&) {
+           b.dispatch_args.topk_weights = b.dispatch_args.recv_weights = nullptr;
+         }},
+        {"scales", XD_EP_DISPATCH,
+         [&](Batch& b, const Rank& r) {
+           const std::int64_t tokens = b.dispatch_args.tokens->shape[0];
+           const std::int64_t rows = b.dispatch_args.recv_tokens->shape[0];
+           keep.emplace_back(r, kF32, std::vector<std::int64_t>{tokens, 1});
+           b.dispatch_args.scales = keep.back().dl();
+           keep.emplace_back(r, kF32, std::vector<std::int64_t>{rows, 1});
+           b.dispatch_args.recv_scales = keep.back().dl();
+         }},
+        {"weights of combine_bwd", XD_EP_COMBINE_BWD,
+         [](Batch& b, const Rank&) {
+           b.combine_bwd_args.weights = b.combine_bwd_args.expert_out =
+               b.combine_bwd_args.grad_weights = nullptr;
+         }},
+        {"weights of dispatch_bwd", XD_EP_DISPATCH_BWD,
+         [](Batch& b, const Rank&) {
+           b.dispatch_bwd_args.grad_recv_weights = b.dispatch_bwd_args.grad_topk_weights = nullptr;
+         }},
+    };
+    // dispatch carries scales in one of the cases: the group must allow them.
+    Case roomy = c;
+    roomy.cargo = Cargo::e4m3_with_floats;
+    const Group group = make_group(rank.comm, roomy.config(rank.rank));
+    for (const Disagreement& kind : kinds) {
+      SCOPED_TRACE(kind.name);
+      Batch batch(rank, c);
+      batch.prepare(group.get());
+      if (rank.rank == 0) kind.apply(batch, rank);
+      const auto start = std::chrono::steady_clock::now();
+      EXPECT_EQ(batch.call(group.get(), kind.operation), XD_ERROR_MISMATCH) << xd_last_error();
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+      EXPECT_TRUE(mentions("rank")) << xd_last_error();
+      EXPECT_TRUE(batch.untouched(kind.operation));
+    }
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
+TEST(Disagreement, OnTheOperationIsAMismatchOnEveryRank) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  constexpr xd_ep_operation kAll[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
+                                      XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
+  Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    for (const xd_ep_operation mine : kAll) {
+      for (const xd_ep_operation theirs : kAll) {
+        if (mine == theirs) continue;
+        SCOPED_TRACE("operation " + std::to_string(mine) + " against " + std::to_string(theirs));
+        Batch batch(rank, c);
+        batch.prepare(group.get());
+        batch.poison_outputs();
+        const xd_ep_operation operation = rank.rank == 0 ? mine : theirs;
+        EXPECT_EQ(batch.call(group.get(), operation), XD_ERROR_MISMATCH) << xd_last_error();
+        EXPECT_TRUE(batch.untouched(operation));
+      }
+    }
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
+TEST(Disagreement, OnTheNumberOfChoicesIsAMismatchOnEveryRank) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    Tensor narrow(rank, kI64, {1, 1});
+    narrow.write(std::vector<std::int64_t>{0});
+    if (rank.rank == 0) batch.prepare_args.topk_idx = narrow.dl();
+    EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_MISMATCH) << xd_last_error();
+    EXPECT_TRUE(batch.untouched(XD_EP_PREPARE));
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
+struct ConfigField {
+  const char* name;
+  std::function<void(xd_ep_config&)> change;
+};
+
+TEST(Disagreement, OnAGroupsConfigNamesTheField) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const Case c = plain_case(world().num_ranks());
+  const ConfigField fields[] = {
+      {"num_experts", [](xd_ep_config& config) { config.num_experts *= 2; }},
+      {"max_topk", [](xd_ep_config& config) { config.max_topk += 1; }},
+      {"max_tokens_per_rank", [](xd_ep_config& config) { config.max_tokens_per_rank += 1; }},
+      {"hidden", [](xd_ep_config& config) { config.hidden += 8; }},
+      {"max_scale_bytes", [](xd_ep_config& config) { config.max_scale_bytes += 4; }},
+      {"layout", [](xd_ep_config& config) { config.layout = XD_EP_RANK_MAJOR; }},
+      {"alignment", [](xd_ep_config& config) { config.alignment = 8; }},
+      {"overflow", [](xd_ep_config& config) { config.overflow = XD_EP_OVERFLOW_DROP; }},
+  };
+  on_every_rank([&](Rank& rank) {
+    for (const ConfigField& field : fields) {
+      SCOPED_TRACE(field.name);
+      xd_ep_config config = c.config(rank.rank);
+      if (rank.rank == 0) field.change(config);
+      xd_ep_group* group = nullptr;
+      EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group), XD_ERROR_MISMATCH)
+          << xd_last_error();
+      EXPECT_TRUE(mentions(field.name)) << xd_last_error();
+      EXPECT_EQ(group, nullptr);
+    }
+    // A config that is bad by itself.
+    xd_ep_config config = c.config(rank.rank);
+    if (rank.rank == 0) config.num_experts += 1;
+    const bool guilty = rank.rank == 0 && rank.num_ranks > 1;
+    xd_ep_group* group = nullptr;
+    EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group),
+              guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH)
+        << xd_last_error();
+    EXPECT_TRUE(mentions(guilty ? "num_experts" : "rank 0")) << xd_last_error();
+    // What may differ, and the communicator after all of this.
+    config = c.config(rank.rank);
+    config.zero_tail = rank.rank % 2;
+    config.num_sms = rank.rank;
+    config.staging = rank.rank % 2 == 0 ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
+    config.recv_capacity = 4 * (100 + rank.rank);
+    const Group good = make_group(rank.comm, config);
+    EXPECT_NE(good, nullptr);
+  });
+}
+
+TEST(GroupStatus, KeepsTheFirstErrorUntilItIsRead) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    xd_ep_status status = group_status(group.get());
+    EXPECT_EQ(status.status, XD_SUCCESS);
+    EXPECT_EQ(status.rank, -1);
+    EXPECT_STREQ(status.text, "");
+    Step(rank, c, group.get(), 0).run_all();  // epochs 1 to 5
+    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_COMBINE, "first", nullptr),
+              XD_ERROR_INVALID_ARGUMENT);
+    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_DISPATCH, "second", nullptr),
+              XD_ERROR_INVALID_ARGUMENT);
+    Step(rank, c, group.get(), 1).run_all();
+    status = group_status(group.get());
+    EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(status.operation, XD_EP_COMBINE);
+    EXPECT_EQ(status.epoch, 6u);
+    EXPECT_NE(std::string(status.text).find("first"), std::string::npos) << status.text;
+    status = group_status(group.get());
+    EXPECT_EQ(status.status, XD_SUCCESS);
+    EXPECT_STREQ(status.text, "");
+  });
+}
+
+TEST(GroupStatus, JoinFailedCutsLongTexts) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const std::string text(1000, 'x');
+    EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, text.c_str(), nullptr),
+              XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_LT(std::string(group_status(group.get()).text).size(), 256u);
+    EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, nullptr, nullptr),
+              XD_ERROR_INVALID_ARGUMENT);
+    Step(rank, c, group.get(), 0).run_all();
+  });
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,144 @@
+// Ten thousand steps on end, ranks out of step by random delays: what one step leaves behind must
+// never be taken for part of another.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/numeric.h"
+#include "conformance/routing.h"
+#include "support/gtest_main.h"
+#include "support/random.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+namespace {
+
+constexpr int kSteps = 10000;
+constexpr int kMaxTokens = 5;
+constexpr int kTopk = 3;
+constexpr int kLocalExperts = 2;
+constexpr int kHidden = 8;
+
+// Mostly none, sometimes a moment, rarely long enough for all peers to fall asleep.
+void random_delay(Random& random) {
+  if (random.one_in(500)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  } else if (random.one_in(8)) {
+    std::this_thread::sleep_for(std::chrono::microseconds(random.below(200)));
+  }
+}
+
+// Small enough that n <= K copies of it add up exactly.
+float token_value(int step, int rank, int token, int column) {
+  return static_cast<float>(mix(static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(rank),
+                                static_cast<std::uint64_t>(token),
+                                static_cast<std::uint64_t>(column)) %
+                            2000);
+}
+
+class LongRun {
+ public:
+  explicit LongRun(const Rank& rank) : rank_(rank), delays_(static_cast<std::uint64_t>(rank.rank)) {
+    config_.num_experts = rank.num_ranks * kLocalExperts;
+    config_.max_topk = kTopk;
+    config_.max_tokens_per_rank = kMaxTokens;
+    config_.hidden = kHidden;
+    config_.dtype = kF32;
+    config_.num_ranks = rank.num_ranks;
+    group_ = make_group(rank.comm, config_);
+    ok(xd_ep_recv_bound(&config_, &bound_));
+    std::size_t plan_bytes = 0;
+    ok(xd_ep_plan_size(&config_, &plan_bytes));
+    plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+  }
+
+  // Dispatch, then combine what arrived: each token comes back as often as it was sent.
+  void step(int number) {
+    const RoutingShape shape{rank_.num_ranks, config_.num_experts, kTopk,
+                             kMaxTokens,      Pattern::holes,      Tokens::differ};
+    const Choices mine = make_routing(shape, static_cast<std::uint64_t>(
+                                                 number))[static_cast<std::size_t>(rank_.rank)];
+    prepare(mine);
+    Tensor tokens(rank_, kF32, {mine.tokens, kHidden});
+    std::vector<float> values;
+    for (int token = 0; token < mine.tokens; ++token) {
+      for (int column = 0; column < kHidden; ++column) {
+        values.push_back(token_value(number, rank_.rank, token, column));
+      }
+    }
+    tokens.write(values);
+    const std::vector<float> back = round_trip(tokens, number);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const int token = static_cast<int>(i) / kHidden;
+      int copies = 0;
+      for (int k = 0; k < kTopk; ++k) copies += mine.id(token, k) >= 0 ? 1 : 0;
+      if (back[i] != static_cast<float>(copies) * values[i]) {
+        throw std::runtime_error("step " + std::to_string(number) + " token " +
+                                 std::to_string(token) + ": got " + std::to_string(back[i]) +
+                                 ", expected " + std::to_string(copies) + " x " +
+                                 std::to_string(values[i]));
+      }
+    }
+  }
+
+ private:
+  void prepare(const Choices& choices) {
+    Tensor topk_idx(rank_, kI64, {choices.tokens, kTopk});
+    topk_idx.write(choices.ids);
+    xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
+    args.topk_idx = topk_idx.dl();
+    args.plan = plan_.data();
+    args.plan_bytes = plan_.bytes();
+    random_delay(delays_);
+    ok(xd_ep_prepare(group_.get(), &args, nullptr));
+  }
+
+  std::vector<float> round_trip(Tensor& tokens, int number) {
+    // Ranks change between staging and zero-copy, each at its own pace.
+    const Place place = (number / (rank_.rank + 1)) % 2 == 0 ? Place::ordinary : Place::symmetric;
+    Tensor rows(rank_, kF32, {bound_, kHidden}, place);
+    Tensor out(rank_, kF32, tokens.shape());
+    xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
+    dispatch.plan = plan_.data();
+    dispatch.plan_bytes = plan_.bytes();
+    dispatch.tokens = tokens.dl();
+    dispatch.recv_tokens = rows.dl();
+    random_delay(delays_);
+    ok(xd_ep_dispatch(group_.get(), &dispatch, nullptr));
+    xd_ep_combine_args combine = XD_EP_COMBINE_ARGS_INIT;
+    combine.plan = plan_.data();
+    combine.plan_bytes = plan_.bytes();
+    combine.expert_out = rows.dl();
+    combine.out = out.dl();
+    random_delay(delays_);
+    ok(xd_ep_combine(group_.get(), &combine, nullptr));
+    return out.read_as<float>();
+  }
+
+  const Rank& rank_;
+  Random delays_;
+  xd_ep_config config_ = XD_EP_CONFIG_INIT;
+  Group group_;
+  std::int64_t bound_ = 0;
+  Buffer plan_;
+};
+
+TEST(LongRun, TenThousandStepsWithRandomDelays) {
+  on_every_rank([](Rank& rank) {
+    LongRun run(rank);
+    for (int number = 0; number < kSteps; ++number) {
+      run.step(number);
+      if (rank.rank == 0 && (number + 1) % 2000 == 0) {
+        std::printf("%d of %d steps\n", number + 1, kSteps);
+        std::fflush(stdout);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace xd::test

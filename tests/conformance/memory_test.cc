@@ -1,0 +1,190 @@
+// Symmetric memory: one rank's allocations, seen by all.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "support/gtest_main.h"
+#include "support/random.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+namespace {
+
+constexpr std::size_t kHeap = std::size_t{1} << 20;
+
+xd_mem_info memory_info(xd_comm* comm) {
+  xd_mem_info info = XD_MEM_INFO_INIT;
+  ok(xd_mem_get_info(comm, &info));
+  return info;
+}
+
+void* allocate(xd_comm* comm, std::size_t bytes) {
+  void* ptr = nullptr;
+  ok(xd_mem_alloc(comm, bytes, &ptr));
+  return ptr;
+}
+
+std::vector<std::byte> pattern(int rank, std::size_t bytes) {
+  std::vector<std::byte> values(bytes);
+  for (std::size_t i = 0; i < bytes; ++i) {
+    values[i] = static_cast<std::byte>(mix(static_cast<std::uint64_t>(rank), i));
+  }
+  return values;
+}
+
+TEST(SymmetricMemory, IsFreedInAnyOrderAndComesTogetherAgain) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", kHeap);
+    const xd_mem_info empty = memory_info(comm.get());
+    EXPECT_GE(empty.total_bytes, kHeap);
+    EXPECT_EQ(empty.used_bytes, 0u);
+    EXPECT_EQ(empty.largest_free_bytes, empty.total_bytes);
+    Random random(static_cast<std::uint64_t>(rank.rank) + 1);  // ranks need not do the same
+    for (int round = 0; round < 4; ++round) {
+      std::vector<std::byte*> live;
+      std::vector<std::size_t> sizes;
+      for (int i = 0; i < 50; ++i) {
+        sizes.push_back(random.below(8192));
+        live.push_back(static_cast<std::byte*>(allocate(comm.get(), sizes.back())));
+        EXPECT_EQ(reinterpret_cast<std::uintptr_t>(live.back()) % 256, 0u);
+      }
+      for (std::size_t a = 0; a < live.size(); ++a) {
+        for (std::size_t b = 0; b < a; ++b) {
+          EXPECT_TRUE(live[a] + sizes[a] <= live[b] || live[b] + sizes[b] <= live[a]);
+          EXPECT_NE(live[a], live[b]);
+        }
+      }
+      while (!live.empty()) {
+        const auto at = static_cast<std::ptrdiff_t>(random.below(live.size()));
+        ok(xd_mem_free(comm.get(), live[static_cast<std::size_t>(at)]));
+        live.erase(live.begin() + at);
+      }
+      EXPECT_EQ(memory_info(comm.get()).used_bytes, 0u);
+      EXPECT_EQ(memory_info(comm.get()).largest_free_bytes, empty.total_bytes);
+    }
+  });
+}
+
+TEST(SymmetricMemory, IsSeenByEveryRankThroughHandles) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", kHeap);
+    constexpr std::size_t kBytes = 10000;
+    void* mine = allocate(comm.get(), kBytes);
+    const std::vector<std::byte> own = pattern(rank.rank, kBytes);
+    rank.memory->copy_in(mine, own.data(), kBytes);
+    xd_mem_handle handle{};
+    ok(xd_mem_export(comm.get(), static_cast<std::byte*>(mine) + 100, &handle));
+    EXPECT_EQ(handle.rank, rank.rank);
+    ok(xd_comm_barrier(comm.get()));
+    for (int peer = 0; peer < rank.num_ranks; ++peer) {
+      const xd_mem_handle there{peer, handle.segment, handle.offset};
+      void* seen = nullptr;
+      ok(xd_mem_import(comm.get(), &there, &seen));
+      std::vector<std::byte> got(kBytes - 100);
+      rank.memory->copy_out(got.data(), seen, got.size());
+      const std::vector<std::byte> theirs = pattern(peer, kBytes);
+      EXPECT_TRUE(std::equal(got.begin(), got.end(), theirs.begin() + 100)) << "rank " << peer;
+    }
+    ok(xd_comm_barrier(comm.get()));
+  });
+}
+
+TEST(SymmetricMemory, GrowsByDifferentAmountsAndMovesNothing) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", rank.rank % 2 == 0 ? 0 : kHeap);
+    void* before = nullptr;
+    if (rank.rank % 2 == 1) {
+      before = allocate(comm.get(), 1000);
+      const std::vector<std::byte> own = pattern(rank.rank, 1000);
+      rank.memory->copy_in(before, own.data(), own.size());
+    }
+    const std::size_t grown = std::size_t{4096} * static_cast<std::size_t>(rank.rank + 1);
+    const xd_mem_info first = memory_info(comm.get());
+    ok(xd_mem_grow(comm.get(), grown));
+    EXPECT_GE(memory_info(comm.get()).total_bytes, first.total_bytes + grown);
+    EXPECT_EQ(memory_info(comm.get()).segments, first.segments + 1);
+    void* after = allocate(comm.get(), grown);
+    const std::vector<std::byte> own = pattern(rank.rank, grown);
+    rank.memory->copy_in(after, own.data(), own.size());
+    xd_mem_handle handle{};
+    ok(xd_mem_export(comm.get(), after, &handle));
+    // Peers publish their handle where all can read it: in a growth of one page that all share.
+    ok(xd_mem_grow(comm.get(), 4096));
+    ok(xd_comm_barrier(comm.get()));
+    void* back = nullptr;
+    ok(xd_mem_import(comm.get(), &handle, &back));
+    EXPECT_EQ(back, after);
+    if (before) {
+      std::vector<std::byte> still(1000);
+      rank.memory->copy_out(still.data(), before, still.size());
+      EXPECT_EQ(still, pattern(rank.rank, 1000));
+    }
+    ok(xd_mem_grow(comm.get(), 0));
+  });
+}
+
+TEST(SymmetricMemory, ExhaustionIsAStatusWithTheSizes) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", kHeap);
+    void* big = allocate(comm.get(), kHeap / 2);
+    const xd_mem_info info = memory_info(comm.get());
+    void* ptr = nullptr;
+    const std::size_t asked = info.largest_free_bytes + 1;
+    EXPECT_EQ(xd_mem_alloc(comm.get(), asked, &ptr), XD_ERROR_OUT_OF_MEMORY);
+    const std::string text = xd_last_error();
+    for (const std::size_t size : {asked, info.largest_free_bytes, info.total_bytes}) {
+      EXPECT_NE(text.find(std::to_string(size)), std::string::npos) << size << " in: " << text;
+    }
+    EXPECT_EQ(ptr, nullptr);
+    EXPECT_EQ(xd_mem_alloc(comm.get(), SIZE_MAX, &ptr), XD_ERROR_OUT_OF_MEMORY);
+    ok(xd_mem_free(comm.get(), allocate(comm.get(), info.largest_free_bytes)));
+    ok(xd_mem_free(comm.get(), big));
+    EXPECT_EQ(memory_info(comm.get()).used_bytes, 0u);
+  });
+}
+
+TEST(SymmetricMemory, AGrowthThatOneRankCannotAffordGrowsNowhere) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", kHeap);
+    const bool guilty = rank.rank == rank.num_ranks - 1;
+    const std::size_t bytes = guilty ? std::size_t{1} << 50 : 4096;
+    EXPECT_EQ(xd_mem_grow(comm.get(), bytes), guilty ? XD_ERROR_OUT_OF_MEMORY : XD_ERROR_MISMATCH)
+        << xd_last_error();
+    if (!guilty) {
+      EXPECT_NE(std::string(xd_last_error()).find("rank " + std::to_string(rank.num_ranks - 1)),
+                std::string::npos)
+          << xd_last_error();
+    }
+    EXPECT_EQ(memory_info(comm.get()).segments, 1);
+    ok(xd_mem_grow(comm.get(), 4096));
+    EXPECT_EQ(memory_info(comm.get()).segments, 2);
+  });
+}
+
+TEST(SymmetricMemory, WrongPointersAndPlacesAreRefused) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", kHeap);
+    auto* ptr = static_cast<std::byte*>(allocate(comm.get(), 1000));
+    int local = 0;
+    EXPECT_EQ(xd_mem_free(comm.get(), ptr + 256), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(xd_mem_free(comm.get(), &local), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(xd_mem_free(comm.get(), nullptr), XD_SUCCESS);
+    ok(xd_mem_free(comm.get(), ptr));
+    EXPECT_EQ(xd_mem_free(comm.get(), ptr), XD_ERROR_INVALID_ARGUMENT) << "freed twice";
+    xd_mem_handle handle{};
+    EXPECT_EQ(xd_mem_export(comm.get(), &local, &handle), XD_ERROR_INVALID_ARGUMENT);
+    ok(xd_mem_export(comm.get(), ptr, &handle));
+    void* seen = nullptr;
+    for (const xd_mem_handle& bad :
+         {xd_mem_handle{rank.num_ranks, 0, 0}, xd_mem_handle{-1, 0, 0}, xd_mem_handle{0, 1, 0},
+          xd_mem_handle{0, -1, 0}, xd_mem_handle{0, 0, std::uint64_t{1} << 40}}) {
+      EXPECT_EQ(xd_mem_import(comm.get(), &bad, &seen), XD_ERROR_INVALID_ARGUMENT);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,149 @@
+// More rows than a receive capacity. (The grid checks every element; here are the promises about
+// capacities themselves.)
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "conformance/batch.h"
+#include "conformance/step.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+// The routing that needs the most rows on rank 0: every token of every rank chooses as many experts
+// of rank 0 as it can, one expert of each zone gets a single row past a multiple of the alignment.
+struct Worst {
+  xd_ep_layout layout;
+  int topk;
+  int alignment;
+};
+
+void PrintTo(const Worst& worst, std::ostream* out) {
+  *out << (worst.layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major") << " K=" << worst.topk
+       << " alignment " << worst.alignment;
+}
+
+constexpr int kTokens = 6;
+
+class WorstRouting : public testing::TestWithParam<Worst> {
+ protected:
+  WorstRouting() {
+    config.num_ranks = world().num_ranks();
+    config.num_experts = 2 * config.num_ranks;
+    config.max_topk = GetParam().topk;
+    config.max_tokens_per_rank = kTokens;
+    config.hidden = 8;
+    config.layout = GetParam().layout;
+    config.alignment = GetParam().alignment;
+    ok(xd_ep_recv_bound(&config, &bound));
+  }
+
+  // With one choice per token the first zone gets one row and the second all others; with two, both
+  // zones get all tokens.
+  xd_status prepare(const Rank& rank, xd_ep_group* group) const {
+    std::vector<std::int32_t> ids;
+    for (int token = 0; token < kTokens; ++token) {
+      if (GetParam().topk == 1) {
+        ids.push_back(rank.rank == 0 && token == 0 ? 0 : 1);
+      } else {
+        ids.insert(ids.end(), {0, 1});
+      }
+    }
+    Tensor topk_idx(rank, kI32, {kTokens, GetParam().topk});
+    topk_idx.write(ids);
+    std::size_t plan_bytes = 0;
+    ok(xd_ep_plan_size(&config, &plan_bytes));
+    Buffer plan(rank, plan_bytes, Place::ordinary);
+    Tensor total(rank, kI64, {1});
+    xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
+    args.topk_idx = topk_idx.dl();
+    args.plan = plan.data();
+    args.plan_bytes = plan.bytes();
+    args.total = total.dl();
+    const xd_status status = xd_ep_prepare(group, &args, nullptr);
+    if (rank.rank == 0) {
+      EXPECT_LE(total.read_as<std::int64_t>()[0], bound);
+    }
+    return status;
+  }
+
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  std::int64_t bound = 0;
+};
+
+TEST_P(WorstRouting, NeverOverflowsTheBound) {
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, config);
+    EXPECT_EQ(prepare(rank, group.get()), XD_SUCCESS) << xd_last_error();
+  });
+}
+
+TEST_P(WorstRouting, OverflowsTheNextSmallerCapacity) {
+  config.recv_capacity = bound - std::max(1, GetParam().alignment);
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, config);
+    EXPECT_EQ(prepare(rank, group.get()), XD_ERROR_OVERFLOW);
+    const std::string text = xd_last_error();
+    EXPECT_NE(text.find("rank 0"), std::string::npos) << text;
+    EXPECT_NE(text.find(std::to_string(config.recv_capacity)), std::string::npos) << text;
+    const xd_ep_status status = group_status(group.get());
+    EXPECT_EQ(status.status, XD_ERROR_OVERFLOW);
+    EXPECT_EQ(status.rank, 0);
+    EXPECT_EQ(status.needed_rows, GetParam().layout == XD_EP_RANK_MAJOR
+                                      ? std::int64_t{kTokens} * rank.num_ranks
+                                      : bound);
+    EXPECT_EQ(status.capacity_rows, config.recv_capacity);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, WorstRouting,
+                         testing::Values(Worst{XD_EP_EXPERT_MAJOR, 1, 1},
+                                         Worst{XD_EP_EXPERT_MAJOR, 1, 4},
+                                         Worst{XD_EP_EXPERT_MAJOR, 2, 1},
+                                         Worst{XD_EP_RANK_MAJOR, 2, 1},
+                                         Worst{XD_EP_RANK_MAJOR, 2, 4}));
+
+TEST(Overflow, UnderErrorMovesNothingAndTheNextBatchWorks) {
+  Case c = plain_case(world().num_ranks());
+  c.capacity = Capacity::refusing;
+  c.pattern = Pattern::one_hot;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Step refused(rank, c, group.get(), 0);
+    ASSERT_EQ(refused.routed().refused(), c.placement().capacity[0] > 0 &&
+                                              refused.routed().overflow_rank() >= 0);
+    refused.run_all();
+    Case fits = c;
+    fits.tokens = Tokens::all_zero;
+    Step(rank, fits, group.get(), 1).run_all();
+  });
+}
+
+TEST(Overflow, UnderDropCountsTheRowsThatThisRankDidNotReceive) {
+  Case c = plain_case(world().num_ranks());
+  c.capacity = Capacity::dropping;
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    c.layout = layout;
+    on_every_rank([&](Rank& rank) {
+      const Group group = make_group(rank.comm, c.config(rank.rank));
+      std::int64_t dropped = 0;
+      bool someone_dropped = false;
+      for (int number = 0; number < 3; ++number) {
+        Step step(rank, c, group.get(), number);
+        step.run_all();
+        dropped += step.routed().received(rank.rank).dropped;
+        someone_dropped = someone_dropped || step.routed().overflow_rank() >= 0;
+      }
+      EXPECT_TRUE(someone_dropped) << "the case tests nothing";
+      const xd_ep_status status = group_status(group.get());
+      EXPECT_EQ(status.status, XD_SUCCESS) << status.text;
+      EXPECT_EQ(status.dropped_rows, dropped);
+      EXPECT_EQ(group_status(group.get()).dropped_rows, 0);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,142 @@
+// What the library takes from the process: nothing per step, what it said per group, and everything
+// given back in the end.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <string>
+
+#include "conformance/batch.h"
+#include "conformance/counted_new.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+std::size_t entries(const char* folder) {
+  std::size_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  return count;
+}
+
+// Bytes of shared memory that this process has mapped, each segment once.
+std::size_t shared_bytes() {
+  std::ifstream maps("/proc/self/maps");
+  std::map<std::string, std::size_t> segments;  // by inode
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:") == std::string::npos) continue;
+    std::istringstream fields(line);
+    std::string range, permissions, offset, device, inode;
+    fields >> range >> permissions >> offset >> device >> inode;
+    const std::size_t dash = range.find('-');
+    segments[inode] += std::stoull(range.substr(dash + 1), nullptr, 16) -
+                       std::stoull(range.substr(0, dash), nullptr, 16);
+  }
+  std::size_t bytes = 0;
+  for (const auto& [inode, size] : segments) bytes += size;
+  return bytes;
+}
+
+TEST(Resources, StepsAllocateNothing) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    for (const Place place : {Place::ordinary, Place::symmetric}) {
+      Batch batch(rank, c, 0, place);
+      for (int round = 0; round < 3; ++round) {
+        for (const xd_ep_operation operation :
+             {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
+          const std::size_t before = allocations_of_this_thread();
+          const xd_status status = batch.call(group.get(), operation);
+          EXPECT_EQ(allocations_of_this_thread(), before)
+              << "operation " << operation << " in round " << round;
+          ok(status);
+        }
+      }
+    }
+  });
+}
+
+// Peers' segments are mapped here as well: with equal configs, as many as there are ranks.
+TEST(Resources, AGroupTakesWhatItSaid) {
+  constexpr std::size_t kPage = 4096;
+  constexpr std::size_t kHandles = 8192;
+  Case c = plain_case(world().num_ranks());
+  c.max_tokens = 500;
+  std::size_t shared_before = 0, private_before = 0;
+  on_every_rank([&](Rank& rank) {
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank == 0 || !rank.threads) {
+      shared_before = shared_bytes();
+      private_before = live_bytes();
+    }
+    ok(xd_comm_barrier(rank.comm));
+    const xd_ep_config config = c.config(rank.rank);
+    xd_ep_memory memory = XD_EP_MEMORY_INIT;
+    ok(xd_ep_group_memory(&config, &memory));
+    EXPECT_GT(memory.symmetric_bytes, memory.staging_bytes);
+    const Group group = make_group(rank.comm, config);
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank == 0 || !rank.threads) {
+      const auto ranks = static_cast<std::size_t>(rank.num_ranks);
+      const std::size_t local = rank.threads ? ranks : 1;
+      const std::size_t shared = shared_bytes() - shared_before;
+      EXPECT_GE(shared, ranks * memory.symmetric_bytes);
+      EXPECT_LE(shared, ranks * (memory.symmetric_bytes + kPage));
+      const std::size_t own = live_bytes() - private_before;
+      EXPECT_LE(own, local * (memory.private_bytes + kHandles + kPage));
+      EXPECT_GE(own + local * kPage, local * memory.private_bytes);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+TEST(Resources, GroupsWithoutStagingSaveWhatWasSaid) {
+  xd_ep_config config = plain_case(world().num_ranks()).config(0);
+  xd_ep_memory staged = XD_EP_MEMORY_INIT;
+  ok(xd_ep_group_memory(&config, &staged));
+  config.staging = XD_EP_STAGING_NONE;
+  xd_ep_memory unstaged = XD_EP_MEMORY_INIT;
+  ok(xd_ep_group_memory(&config, &unstaged));
+  EXPECT_EQ(staged.symmetric_bytes - staged.staging_bytes, unstaged.symmetric_bytes);
+  EXPECT_EQ(unstaged.staging_bytes, 0u);
+}
+
+struct Usage {
+  std::size_t descriptors = entries("/proc/self/fd");
+  std::size_t threads = entries("/proc/self/task");
+  std::size_t shared = shared_bytes();
+  std::size_t bytes = live_bytes();
+};
+
+void create_and_destroy(int rounds) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    for (int round = 0; round < rounds; ++round) {
+      const Comm comm = rank.another_comm("round" + std::to_string(round), 65536);
+      Rank there = rank;
+      there.comm = comm.get();
+      const Group group = make_group(comm.get(), c.config(rank.rank));
+      Batch batch(there, c, round, Place::symmetric);
+      batch.prepare(group.get());
+      ok(batch.call(group.get(), XD_EP_DISPATCH));
+      ok(xd_comm_barrier(comm.get()));
+    }
+  });
+}
+
+TEST(Resources, TwoHundredCommunicatorsAndGroupsLeaveNothing) {
+  create_and_destroy(5);
+  const Usage before;
+  create_and_destroy(200);
+  const Usage after;
+  EXPECT_EQ(after.descriptors, before.descriptors);
+  EXPECT_EQ(after.threads, before.threads);
+  EXPECT_EQ(after.shared, before.shared);
+  EXPECT_LE(after.bytes, before.bytes + 1024);
+}
+
+}  // namespace
+}  // namespace xd::test
