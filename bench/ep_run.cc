@@ -1,15 +1,20 @@
 #include "ep_run.h"
 
 #include <algorithm>
-#include <chrono>
+#include <atomic>
 #include <functional>
 #include <numeric>
+#include <stdexcept>
 
+#include "ep/cpu/rows.h"
 #include "routing.h"
+#include "start_line.h"
 #include "tensor.h"
 
 namespace bench {
 namespace {
+
+using xd::rows::Store;
 
 DLDataType payload_type(Element element) {
   switch (element) {
@@ -66,6 +71,7 @@ class EpRun {
         rank_(rank),
         comm_(comm),
         traffic_(traffic_of(w, rank)),
+        start_(comm, sizeof(std::int64_t)),
         board_(comm, board_bytes(w)),
         floor_(comm, floor_bytes(w)),
         topk_idx_(nullptr, {kDLInt, 32, 1}, {w.tokens, w.topk}),
@@ -105,7 +111,12 @@ class EpRun {
     const auto sent = static_cast<std::size_t>(traffic_.sent_rows) * w_.row_bytes();
     const std::vector<std::byte> source(sent, std::byte{1});
     void* const neighbour = floor_.of((rank_ + 1) % w_.ranks);
-    measure(kFloorStep, [&] { std::memcpy(neighbour, source.data(), sent); });
+    for (const Store store : {Store::cached, Store::streaming}) {
+      measure(kOperations + (store == Store::streaming), [&] {
+        xd::rows::copy(neighbour, source.data(), sent, store);
+        xd::rows::flush();
+      });
+    }
     ok(xd_comm_barrier(comm_));
     EpResults results = rank_ == 0 ? collect() : EpResults{};
     ok(xd_comm_barrier(comm_));  // rank 0 has read the boards
@@ -133,15 +144,28 @@ class EpRun {
   std::uint64_t* sums() const { return sums(rank_); }
 
   void measure(std::size_t step, const std::function<void()>& body) {
-    using Clock = std::chrono::steady_clock;
     double* const seconds_of_step = seconds(rank_, step);
     for (int i = -w_.warmup; i < w_.iters; ++i) {
-      ok(xd_comm_barrier(comm_));
-      const Clock::time_point start = Clock::now();
+      const std::int64_t start = agree_on_start();
+      wait_for_start(start);
       body();
-      const std::chrono::duration<double> took = Clock::now() - start;
-      if (i >= 0) seconds_of_step[i] = took.count();
+      if (i >= 0) seconds_of_step[i] = seconds_since(start);
     }
+  }
+
+  std::int64_t agree_on_start() {
+    ok(xd_comm_barrier(comm_));
+    const std::atomic_ref<std::int64_t> named(*static_cast<std::int64_t*>(start_.of(0)));
+    if (rank_ == 0) named.store(choose_start(), std::memory_order_relaxed);
+    // The barrier has ended the last round: a value that differs from its start is this round's.
+    const std::int64_t give_up = nanoseconds_now() + 60'000'000'000;
+    std::int64_t start = named.load(std::memory_order_relaxed);
+    while (start == last_start_) {
+      if (nanoseconds_now() > give_up) throw std::runtime_error("rank 0 named no start in 60 s");
+      ::sched_yield();
+      start = named.load(std::memory_order_relaxed);
+    }
+    return last_start_ = start;
   }
 
   EpResults collect() const {
@@ -205,7 +229,8 @@ class EpRun {
   const int rank_;
   xd_comm* const comm_;
   const Traffic traffic_;
-  const SharedBlock board_, floor_;  // first: see SharedBlock
+  const SharedBlock start_, board_, floor_;  // first: see SharedBlock
+  std::int64_t last_start_ = 0;
   Matrix topk_idx_, tokens_, out_, recv_;
   Group group_;
   std::vector<PlanUnit> plan_;

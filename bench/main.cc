@@ -1,4 +1,4 @@
-// crossdock-bench: how long the library's operations take, beside MPI and a plain memcpy.
+// crossdock-bench: how long the library's operations take, beside MPI and a plain copy.
 #include <cstdio>
 #include <map>
 #include <stdexcept>
@@ -19,13 +19,15 @@ TableRow table_row(const char* operation, const char* by, const std::vector<doub
           .moves_rows = std::string(operation) != "prepare"};
 }
 
-void add_library(Report& report, const char* by, const EpResults& results) {
-  const double floor = percentile(results.seconds[kFloorStep], 0.50);
-  for (std::size_t step = 0; step < kSteps.size(); ++step) {
-    TableRow row = table_row(kSteps[step], by, results.seconds[step]);
-    if (row.moves_rows && floor > 0) row.floor_ratio = row.p50 / floor;
-    report.rows.push_back(row);
+// Returns the floor, the faster of the two kinds of copy.
+TableRow add_library(Report& report, const char* by, const EpResults& results) {
+  TableRow floor = table_row("copy", "cached", results.seconds[kOperations]);
+  const TableRow streaming = table_row("copy", "streaming", results.seconds[kOperations + 1]);
+  if (streaming.p50 < floor.p50) floor = streaming;
+  for (std::size_t step = 0; step < kOperations; ++step) {
+    report.rows.push_back(table_row(kSteps[step], by, results.seconds[step]));
   }
+  return floor;
 }
 
 // The faster of the two kinds of store.
@@ -42,7 +44,7 @@ void add_peer(Report& report, const PeerResults& peer) {
        {std::pair{"dispatch", &peer.dispatch}, std::pair{"combine", &peer.combine}}) {
     const TableRow row = table_row(operation, "MPI", faster(*variants));
     for (TableRow& ours : report.rows) {
-      if (ours.operation == operation && ours.by != "MPI") ours.mpi_ratio = row.p50 / ours.p50;
+      if (ours.operation == operation) ours.mpi_ratio = row.p50 / ours.p50;
     }
     report.rows.push_back(row);
   }
@@ -68,7 +70,12 @@ bool same_results(const EpResults& ours, const PeerResults& peer) {
 // Completes the report of what rank 0 has measured; returns the exit code.
 int finish(Report report, const DriverOptions& driver, const std::vector<std::string>& arguments,
            const std::map<std::string, EpResults>& measured) {
-  for (const auto& [by, results] : measured) add_library(report, by.c_str(), results);
+  TableRow floor;
+  floor.p50 = 1e9;
+  for (const auto& [by, results] : measured) {
+    const TableRow copy = add_library(report, by.c_str(), results);
+    if (copy.p50 < floor.p50) floor = copy;
+  }
   bool right = true;
   if (driver.peer) {
     const PeerResults peer = run_peer(report.workload.ranks, arguments);
@@ -79,6 +86,10 @@ int finish(Report report, const DriverOptions& driver, const std::vector<std::st
           right ? "Checked: MPI and the library end with equal bits on every rank."
                 : "WRONG: MPI and the library end with different bits.");
     }
+  }
+  report.rows.push_back(floor);
+  for (TableRow& row : report.rows) {
+    if (row.moves_rows) row.floor_ratio = row.p50 / floor.p50;
   }
   print(report);
   if (!driver.json.empty()) write_json(report, driver.json);

@@ -21,6 +21,7 @@
 
 #include "ep/cpu/rows.h"
 #include "routing.h"
+#include "start_line.h"
 
 namespace {
 
@@ -250,9 +251,11 @@ void measure(const Workload& w, int rank, const char* name, const std::function<
   std::vector<double> seconds;
   for (int i = 0; i < w.warmup + w.iters; ++i) {
     MPI_Barrier(MPI_COMM_WORLD);
-    const double start = MPI_Wtime();
+    std::int64_t start = choose_start();
+    MPI_Bcast(&start, 1, MPI_INT64_T, 0, MPI_COMM_WORLD);
+    wait_for_start(start);
     body();
-    if (i >= w.warmup) seconds.push_back(MPI_Wtime() - start);
+    if (i >= w.warmup) seconds.push_back(seconds_since(start));
   }
   std::vector<double> slowest(seconds.size());
   MPI_Reduce(seconds.data(), slowest.data(), w.iters, MPI_DOUBLE, MPI_MAX, 0, MPI_COMM_WORLD);

@@ -99,7 +99,7 @@ void print(const Report& report) {
               report.volume.sent_rows, report.volume.sent_rows * row_bytes * 1e-6,
               report.volume.all_rows);
   std::printf("%-13s %-10s %11s %11s %10s %10s %9s %9s\n", "operation", "by", "p50 us", "p99 us",
-              "wire GB/s", "rows GB/s", "x memcpy", "MPI takes");
+              "wire GB/s", "rows GB/s", "x copy", "MPI takes");
   for (const TableRow& row : report.rows) {
     const auto speed = [&](double rows) {
       return row.moves_rows ? number(gigabytes_per_second(rows, report, row.p50), 2) : "-";
@@ -110,11 +110,11 @@ void print(const Report& report) {
                 ratio(row.floor_ratio).c_str(), ratio(row.mpi_ratio).c_str());
   }
   std::printf(
-      "\nTimes are of the slowest rank in each iteration. GB/s per rank: wire counts rows that "
-      "leave\n"
-      "the rank, once per destination rank; rows also those that stay. x memcpy: p50 over that of\n"
-      "all ranks copying the wire bytes to a neighbour at once. MPI takes: its p50 over this "
-      "one.\n");
+      "\nTimes run from a common start to the end of the slowest rank. GB/s per rank: wire counts "
+      "the\n"
+      "rows that leave it, once per destination rank; rows also those that stay. x copy: p50 over\n"
+      "that of the floor, all ranks copying their wire bytes into a neighbour's memory at once.\n"
+      "MPI takes: its p50 over this one.\n");
   for (const std::string& note : report.notes) std::printf("%s\n", note.c_str());
   std::printf("\n");
 }

@@ -19,10 +19,10 @@ Volume volume_of(const Workload& workload);
 
 struct TableRow {
   std::string operation;
-  std::string by;           // "zero-copy", "staged", "MPI", "memcpy"
+  std::string by;           // "zero-copy", "staged", "MPI", "copy"
   double p50 = 0, p99 = 0;  // seconds
   bool moves_rows = false;
-  double floor_ratio = 0;  // p50 over that of the memcpy; 0: none
+  double floor_ratio = 0;  // p50 over that of the plain copy; 0: none
   double mpi_ratio = 0;    // MPI's p50 over this one; 0: none
 };
 

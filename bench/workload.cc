@@ -85,8 +85,8 @@ const char* options_help() {
   return R"(usage: crossdock-run -n N [--threads] crossdock-bench ep [options]
 
 Times prepare, dispatch, combine and both backward operations, every iteration
-aligned by a barrier; a time is the maximum over the ranks. Beside it: the same
-dispatch and combine through MPI_Alltoallv, and a plain memcpy of the same bytes.
+with a common start; a time is the maximum over the ranks. Beside it: the same
+dispatch and combine through MPI_Alltoallv, and a plain copy of the same bytes.
 
   --tokens N      per rank (1024)            --experts N     in all (64)
   --hidden N      elements of a row (4096)   --topk N        experts of a token (8)
