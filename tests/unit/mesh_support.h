@@ -1,0 +1,71 @@
+// Meshes of threads and of processes, for tests.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/mesh.h"
+#include "unit/net_support.h"
+
+namespace xd::test {
+
+// Writes down what the watch thread reports, in order: "lost 1 2", "left 3", "abort 0".
+class Diary final : public MeshEvents {
+ public:
+  void on_lost(std::span<const int> ranks) override {
+    std::string text = "lost";
+    for (const int rank : ranks) text += " " + std::to_string(rank);
+    add(text);
+  }
+  void on_left(int rank) override { add("left " + std::to_string(rank)); }
+  void on_abort(int rank) override { add("abort " + std::to_string(rank)); }
+
+  std::vector<std::string> entries() const {
+    const std::lock_guard lock(mutex_);
+    return entries_;
+  }
+  bool has(const std::string& entry) const {
+    const auto all = entries();
+    return std::find(all.begin(), all.end(), entry) != all.end();
+  }
+
+ private:
+  void add(const std::string& entry) {
+    const std::lock_guard lock(mutex_);
+    entries_.push_back(entry);
+  }
+  mutable std::mutex mutex_;
+  std::vector<std::string> entries_;
+};
+
+// One rank: its diary outlives its mesh.
+struct Member {
+  Diary diary;
+  std::unique_ptr<Mesh> mesh;
+
+  void connect(const xd_unique_id& id, int rank, int num_ranks, int timeout_ms = 20000) {
+    const auto bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
+    mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms));
+  }
+  void join(const xd_unique_id& id, int rank, int num_ranks) {
+    connect(id, rank, num_ranks);
+    mesh->start(diary);
+  }
+  std::vector<Mesh::Item> gather(const std::string& text, int fd = -1, int timeout_ms = 20000) {
+    return mesh->all_gather(bytes_of(text), fd, Deadline::after_ms(timeout_ms));
+  }
+};
+
+// All ranks of a communicator as threads of this process, started.
+inline std::vector<Member> threads_mesh(int num_ranks) {
+  std::vector<Member> members(static_cast<std::size_t>(num_ranks));
+  const xd_unique_id id = new_id();
+  expect_no_errors(on_threads(num_ranks, [&](int rank) {
+    members[static_cast<std::size_t>(rank)].join(id, rank, num_ranks);
+  }));
+  return members;
+}
+
+}  // namespace xd::test

@@ -1,0 +1,311 @@
+// The mesh between threads of one process.
+#include "comm/mesh.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "comm/mesh_connector.h"
+#include "comm/mesh_introduction.h"
+#include "comm/mesh_message.h"
+#include "comm/mesh_peers.h"
+#include "comm/mesh_socket.h"
+#include "unit/mesh_support.h"
+
+namespace xd::test {
+namespace {
+
+UniqueFd memfd_with(const std::string& text) {
+  UniqueFd fd(::memfd_create("test", MFD_CLOEXEC));
+  EXPECT_EQ(::write(fd.get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  return fd;
+}
+
+std::string content_of(int fd) {
+  char buffer[64];
+  const ssize_t count = ::pread(fd, buffer, sizeof(buffer), 0);
+  return {buffer, static_cast<std::size_t>(std::max<ssize_t>(count, 0))};
+}
+
+class Meshes : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Meshes, testing::Values(1, 2, 3, 8));
+
+TEST_P(Meshes, AllGatherCarriesBlobsAndDescriptors) {
+  const int n = GetParam();
+  std::vector<Member> members = threads_mesh(n);
+  expect_no_errors(on_threads(n, [&](int rank) {
+    Member& member = members[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(member.mesh->local_ranks(), n);
+    for (int round = 0; round < 20; ++round) {
+      const auto text = [round](int r) {
+        return std::to_string(r) + " in " + std::to_string(round);
+      };
+      const UniqueFd fd = memfd_with(text(rank));
+      // Even ranks send a descriptor; sizes differ.
+      const auto items =
+          member.gather(text(rank) + std::string(static_cast<std::size_t>(rank), '.'),
+                        rank % 2 == 0 ? fd.get() : -1);
+      ASSERT_EQ(items.size(), static_cast<std::size_t>(n));
+      for (int r = 0; r < n; ++r) {
+        const Mesh::Item& item = items[static_cast<std::size_t>(r)];
+        EXPECT_EQ(text_of(item.blob), text(r) + std::string(static_cast<std::size_t>(r), '.'));
+        ASSERT_EQ(static_cast<bool>(item.fd), r != rank && r % 2 == 0);
+        if (!item.fd) continue;
+        EXPECT_EQ(content_of(item.fd.get()), text(r));
+        EXPECT_TRUE((::fcntl(item.fd.get(), F_GETFD) & FD_CLOEXEC) != 0);
+      }
+    }
+  }));
+}
+
+TEST(Mesh, BlobsMayBeEmptyOrAsLargeAsAllowed) {
+  std::vector<Member> members = threads_mesh(2);
+  expect_no_errors(on_threads(2, [&](int rank) {
+    for (const std::size_t size : {std::size_t{0}, Mesh::kMaxBlob}) {
+      const auto items = members[static_cast<std::size_t>(rank)].gather(std::string(size, 'x'));
+      EXPECT_EQ(items[0].blob.size() + items[1].blob.size(), 2 * size);
+    }
+  }));
+}
+
+TEST(Mesh, MessagesThatComeEarlyWait) {
+  std::vector<Member> members = threads_mesh(3);
+  expect_no_errors(on_threads(3, [&](int rank) {
+    for (int round = 0; round < 10; ++round) {
+      if (rank == round % 3) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      const auto items = members[static_cast<std::size_t>(rank)].gather(std::to_string(round));
+      for (const Mesh::Item& item : items) EXPECT_EQ(text_of(item.blob), std::to_string(round));
+    }
+  }));
+}
+
+TEST(Mesh, MissingRanksAreNamed) {
+  std::vector<Member> members = threads_mesh(4);
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = on_threads(4, [&](int rank) {
+    if (rank < 2) members[static_cast<std::size_t>(rank)].gather("", -1, 200);
+  });
+  EXPECT_LT(ms_since(start), 1000);
+  expect_error(errors[0], XD_ERROR_TIMEOUT, "rank 0 waited too long for ranks 2, 3");
+  expect_error(errors[1], XD_ERROR_TIMEOUT, "rank 1 waited too long for ranks 2, 3");
+}
+
+TEST(Mesh, GoodbyeIsReportedOnceAndEndsWaits) {
+  std::vector<Member> members = threads_mesh(3);
+  const auto errors = on_threads(3, [&](int rank) {
+    if (rank != 1) return static_cast<void>(members[static_cast<std::size_t>(rank)].gather(""));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    members[1].mesh.reset();
+  });
+  expect_error(errors[0], XD_ERROR_PEER_LOST, "rank 1 has left");
+  expect_error(errors[2], XD_ERROR_PEER_LOST, "rank 1 has left");
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(members[0].diary.entries(), std::vector<std::string>{"left 1"});
+  EXPECT_EQ(members[2].diary.entries(), std::vector<std::string>{"left 1"});
+}
+
+TEST(Mesh, WhatWasSentBeforeAGoodbyeCounts) {
+  const xd_unique_id id = new_id();
+  Member zero, one;
+  expect_no_errors(on_threads(2, [&](int rank) {
+    if (rank == 0) zero.connect(id, 0, 2);
+    if (rank == 1) one.join(id, 1, 2);
+  }));
+  // Rank 0 reads nothing before it starts: rank 1 gets no answer, but what it sent is on its way.
+  expect_error(error_of([&] { one.gather("early", -1, 50); }), XD_ERROR_TIMEOUT, "rank 0");
+  one.mesh.reset();
+  EXPECT_TRUE(zero.diary.entries().empty());
+  zero.mesh->start(zero.diary);
+  EXPECT_TRUE(eventually([&] { return zero.diary.has("left 1"); }));
+  EXPECT_EQ(text_of(zero.gather("late")[1].blob), "early");
+  expect_error(error_of([&] { zero.gather("later"); }), XD_ERROR_PEER_LOST, "rank 1 has left");
+}
+
+TEST(Mesh, AbortReachesEveryPeer) {
+  std::vector<Member> members = threads_mesh(3);
+  const auto errors = on_threads(3, [&](int rank) {
+    if (rank != 2) return static_cast<void>(members[static_cast<std::size_t>(rank)].gather(""));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    members[2].mesh->send_abort();
+    members[2].mesh->send_abort();
+  });
+  for (const std::size_t r : {0U, 1U}) {
+    expect_error(errors[r], XD_ERROR_ABORTED, "rank 2 has aborted");
+    EXPECT_EQ(members[r].diary.entries(), std::vector<std::string>{"abort 2"});
+  }
+}
+
+TEST(Mesh, CancelEndsTheWaitHere) {
+  std::vector<Member> members = threads_mesh(2);
+  const auto errors = on_threads(2, [&](int thread) {
+    if (thread == 0) return static_cast<void>(members[0].gather(""));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    members[0].mesh->cancel();
+  });
+  expect_error(errors[0], XD_ERROR_ABORTED, "rank 0");
+  EXPECT_TRUE(members[1].diary.entries().empty());
+}
+
+TEST(Mesh, TwoHundredRoundsLeaveNothingBehind) {
+  const auto round = [] {
+    std::vector<Member> members = threads_mesh(3);
+    expect_no_errors(on_threads(3, [&](int rank) {
+      const UniqueFd fd = memfd_with("x");
+      members[static_cast<std::size_t>(rank)].gather("hello", fd.get());
+    }));
+  };
+  round();
+  const int descriptors = open_descriptors(), threads = running_threads();
+  for (int i = 0; i < 200; ++i) round();
+  EXPECT_TRUE(eventually([&] { return open_descriptors() <= descriptors; })) << open_descriptors();
+  EXPECT_TRUE(eventually([&] { return running_threads() <= threads; })) << running_threads();
+}
+
+TEST(Mesh, AForkedChildMayDestroyItsCopySilently) {
+  std::vector<Member> members = threads_mesh(2);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    members.clear();
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  expect_no_errors(on_threads(2, [&](int r) { members[static_cast<std::size_t>(r)].gather(""); }));
+  EXPECT_TRUE(members[0].diary.entries().empty());
+  EXPECT_TRUE(members[1].diary.entries().empty());
+}
+
+// ---- A rank that follows the protocol as far as the test likes ----
+
+struct OddRank {
+  OddRank(const xd_unique_id& id, int own_rank, int num_ranks)
+      : rank(own_rank), own(make_introduction(num_ranks)) {
+    listener = listen_for_links(own.socket_name, num_ranks);
+    bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
+  }
+  void introduce() {
+    for (const Bytes& blob : bootstrap->all_gather(encode(own), Deadline::after_ms(20000)))
+      introductions.push_back(decode_introduction(blob).value());
+  }
+  void connect() {
+    processes = find_processes(rank, introductions);
+    MeshConnector connector(rank, introductions, processes, std::move(listener));
+    links = connector.run(Deadline::after_ms(20000));
+  }
+
+  int rank;
+  Introduction own;
+  UniqueFd listener;
+  std::unique_ptr<Bootstrap> bootstrap;
+  std::vector<Introduction> introductions;
+  PeerProcesses processes;
+  std::vector<UniqueFd> links;
+};
+
+TEST(Mesh, ARankThatSendsNonsenseIsGivenUpWithOneLine) {
+  const auto head = [](MeshMessageType type, std::uint32_t has_descriptor, std::uint64_t round) {
+    const MeshHeader header{type, has_descriptor, round};
+    const auto bytes = std::as_bytes(std::span(&header, 1));
+    return Bytes(bytes.begin(), bytes.end());
+  };
+  const std::vector<Bytes> nonsense{
+      bytes_of("?"),
+      Bytes(70000),                                 // larger than any message
+      head(static_cast<MeshMessageType>(9), 0, 0),  // unknown
+      head(MeshMessageType::exchange, 1, 0),        // announces a descriptor that is not there
+      head(MeshMessageType::exchange, 0, 1),        // a round that nobody can have reached
+      head(MeshMessageType::goodbye, 0, 7)};
+  for (std::size_t i = 0; i < nonsense.size(); ++i) {
+    const xd_unique_id id = new_id();
+    Member zero;
+    LogCapture log;
+    expect_no_errors(on_threads(2, [&](int rank) {
+      if (rank == 0) return zero.join(id, 0, 2);
+      OddRank odd(id, 1, 2);
+      odd.introduce();
+      odd.connect();
+      EXPECT_EQ(send_packet(odd.links[0].get(), nonsense[i]), Sent::done);
+      EXPECT_TRUE(eventually([&] { return zero.diary.has("lost 1"); })) << i;
+      send_packet(odd.links[0].get(), head(MeshMessageType::goodbye, 0, 0));
+    }));
+    expect_error(error_of([&] { zero.gather(""); }), XD_ERROR_PEER_LOST, "rank 1");
+    EXPECT_EQ(zero.diary.entries().size(), 1U);
+    EXPECT_EQ(log.end().size(), 1U) << i;
+  }
+}
+
+TEST(Mesh, StrangersOnTheSocketAreRefused) {
+  const xd_unique_id id = new_id();
+  Member zero, one;
+  LogCapture log;
+  const auto errors = on_threads(3, [&](int rank) {
+    if (rank == 0) return zero.join(id, 0, 3);
+    if (rank == 1) return one.join(id, 1, 3);
+    OddRank odd(id, 2, 3);
+    odd.introduce();
+    const UniqueFd garbage = connect_link(odd.introductions[0].socket_name);
+    send_packet(garbage.get(), bytes_of("let me in"));
+    const UniqueFd wrong_secret = connect_link(odd.introductions[0].socket_name);
+    send_packet(wrong_secret.get(),
+                Handshake(Side::client, make_random<Secret>(), 2).take_output());
+    const UniqueFd silent = connect_link(odd.introductions[0].socket_name);
+    pollfd ends[]{{garbage.get(), 0, 0}, {wrong_secret.get(), 0, 0}};
+    EXPECT_TRUE(eventually([&] { return ::poll(ends, 2, 0) == 2; }));
+    odd.connect();
+  });
+  const auto lines = log.end();
+  expect_no_errors(errors);
+  ASSERT_EQ(lines.size(), 2U) << testing::PrintToString(lines);
+  EXPECT_NE(lines[0].find("does not speak this library's protocol"), std::string::npos) << lines[0];
+  EXPECT_NE(lines[1].find("knows another secret"), std::string::npos) << lines[1];
+}
+
+TEST(Mesh, ARankLostBeforeItIsConnectedIsNamed) {
+  const xd_unique_id id = new_id();
+  const auto errors = on_threads(3, [&](int rank) {
+    Member member;
+    if (rank != 1) return member.connect(id, rank, 3, 3000);
+    OddRank odd(id, 1, 3);
+    odd.introduce();  // and is gone
+  });
+  // Rank 2 calls rank 1 and finds nobody. Rank 0, which rank 1 would have called, hears of it when
+  // rank 2 gives up.
+  expect_error(errors[2], XD_ERROR_PEER_LOST, "rank 1 has gone");
+  expect_error(errors[0], XD_ERROR_PEER_LOST, "rank 2");
+}
+
+TEST(Mesh, ARankThatNeverConnectsIsNamedInTime) {
+  const xd_unique_id id = new_id();
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = on_threads(2, [&](int rank) {
+    Member member;
+    if (rank == 0) return member.connect(id, 0, 2, 500);
+    OddRank odd(id, 1, 2);
+    odd.introduce();
+  });
+  expect_error(errors[0], XD_ERROR_TIMEOUT, "rank 1 did not connect to rank 0");
+  EXPECT_LT(ms_since(start), 1500);
+}
+
+TEST(Mesh, OnlyMeetingRanksCanBePeers) {
+  const Introduction own = make_introduction(4);
+  EXPECT_FALSE(error_of([&] { check_peer(0, own, 1, make_introduction(4)); }));
+  const auto error_with = [&](auto change) {
+    Introduction theirs = make_introduction(4);
+    change(theirs);
+    return error_of([&] { check_peer(0, own, 1, theirs); });
+  };
+  expect_error(error_with([](auto& i) { i.version = 9; }), XD_ERROR_MISMATCH,
+               "rank 1 speaks protocol version 9, expected 1");
+  expect_error(error_with([](auto& i) { i.num_ranks = 5; }), XD_ERROR_MISMATCH, "num_ranks = 5");
+  expect_error(error_with([](auto& i) { i.host.boot_id[0] = '!'; }), XD_ERROR_UNSUPPORTED,
+               "ranks 0 and 1 are on different hosts");
+  expect_error(error_with([](auto& i) { ++i.host.network_namespace; }), XD_ERROR_UNSUPPORTED,
+               "different network namespaces");
+}
+
+}  // namespace
+}  // namespace xd::test
