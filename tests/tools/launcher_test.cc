@@ -115,6 +115,15 @@ TEST(Launcher, GivesRanksNoInputAndNoDescriptorsOfItsOwn) {
   EXPECT_EQ(sorted_lines(result.out), sorted_lines(alone.out + alone.out));
 }
 
+TEST(Launcher, BlocksNoSignalsOfRanks) {
+  // Without a shell between them, which would unblock all signals itself.
+  const std::vector<std::string> program{"grep", "SigBlk", "/proc/self/status"};
+  std::vector<std::string> launched{XD_CROSSDOCK_RUN, "-n", "2", "--no-prefix"};
+  launched.insert(launched.end(), program.begin(), program.end());
+  const auto alone = Command(program).wait();
+  EXPECT_EQ(Command(launched).wait().out, alone.out + alone.out);
+}
+
 TEST(Launcher, ReturnsTheFirstFailureAndEndsTheOthers) {
   const auto result = run({"-n", "3", "--grace", "1"},
                           "case $RANK in 1) exit 7;; 2) sleep 0.5; exit 9;; esac; sleep 100");

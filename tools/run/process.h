@@ -39,7 +39,7 @@ class Process {
     std::string text;  // "exit code 3"
   };
 
-  // Returns when the program runs. Throws StartError; std::system_error. `guardian` must outlive it.
+  // Returns when the program runs. Throws StartError; std::system_error. `guardian` outlives it.
   Process(const Start& start, const Guardian& guardian);
   Process(Process&&) = delete;
   ~Process();  // kills what still runs
