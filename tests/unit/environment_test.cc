@@ -11,8 +11,9 @@ namespace xd::test {
 namespace {
 
 // A port range that nobody uses at the moment, below those that the system gives out by itself.
+// Test programs that run side by side start from different ones.
 int free_port() {
-  static int next = 20000 + static_cast<int>(::getpid()) % 8000;
+  static int next = 20000 + 16 * (static_cast<int>(::getpid()) % 700);
   const TcpAddress loopback = resolve("127.0.0.1", "address").front();
   for (;; next += 16) {
     bool all_free = true;
