@@ -28,8 +28,8 @@ test:  ## build everything and run the test suite
 
 bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	@tools/setup.sh bench
-	$(call build,$(RELEASE),,crossdock-bench crossdock-run)
-	@$(RELEASE)/tools/run/crossdock-run -n 4 --no-prefix -- $(RELEASE)/bench/crossdock-bench ep
+	$(call build,$(RELEASE),,bench/all crossdock-run)
+	@bench/all.sh $(RELEASE)
 
 # The build with clang-tidy beside the compiler: what has not changed is not looked at again.
 TIDY := -DCROSSDOCK_WERROR=ON -DCMAKE_CXX_CLANG_TIDY="$(CURDIR)/.venv/bin/clang-tidy;--quiet"

@@ -25,12 +25,17 @@ function(xd_test name)
 endfunction()
 
 # xd_rank_test(<name> LABEL <label> RANKS <n>... [KINDS processes|threads...] [TIMEOUT <seconds>]
-#   COMMAND <program> <argument>...): one launch per number of ranks and kind, <name>.<kind>.<n>.
+#   COMMAND <target> <argument>...): one launch per number of ranks and kind, <name>.<kind>.<n>.
 # More ranks than cores is normal; a launch takes all cores it can use, so that its limit holds.
+# ThreadSanitizer sees one process only, so its ranks are threads.
 function(xd_rank_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "RANKS;KINDS;COMMAND")
   xd_default(arg_TIMEOUT 60)
   xd_default(arg_KINDS processes threads)
+  if(CROSSDOCK_SANITIZE STREQUAL "thread")
+    list(REMOVE_ITEM arg_KINDS processes)
+  endif()
+  list(POP_FRONT arg_COMMAND program)
   math(EXPR limit "${arg_TIMEOUT} * ${xd_time_factor} - 5")
   foreach(kind ${arg_KINDS})
     set(option)
@@ -43,7 +48,8 @@ function(xd_rank_test name)
         set(cores ${xd_cores})
       endif()
       xd_test(${name}.${kind}.${ranks} LABEL ${arg_LABEL} TIMEOUT ${arg_TIMEOUT} CORES ${cores}
-        COMMAND crossdock-run -n ${ranks} ${option} --timeout ${limit} -- ${arg_COMMAND})
+        COMMAND crossdock-run -n ${ranks} ${option} --timeout ${limit}
+          -- $<TARGET_FILE:${program}> ${arg_COMMAND})
     endforeach()
   endforeach()
 endfunction()
