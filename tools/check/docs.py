@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Checks what the documentation says twice or points to.
+
+Links between pages, with their anchors; the table of environment variables against src/base/env.def;
+statuses against status.h; make targets against the Makefile; excerpts of code (blocks whose info
+string is "<language> from=<file>") against the file they come from.
+"""
+
+import pathlib
+import re
+import sys
+
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+EXCERPT = re.compile(r"^```\w+ from=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r'^XD_ENV\(\w+, [\w:]+, ("\w+"), (.+?), "(.*)"\)$', re.MULTILINE)
+ROW = re.compile(r"^\| `(XD_\w+)` \| (.*?) \| (.*) \|$", re.MULTILINE)
+STATUS = re.compile(r"^\s+(XD_(?:SUCCESS|ERROR_\w+)) = \d+", re.MULTILINE)
+TARGET = re.compile(r"`make (\w+)`")
+
+
+def anchors(page):
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def broken_links(page):
+    for path, anchor in LINK.findall(page.read_text()):
+        if "://" in path:
+            continue
+        target = (page.parent / path) if path else page
+        if not target.exists():
+            yield f"there is no {path}"
+        elif anchor and anchor not in anchors(target):
+            yield f"{path or page.name} has no heading for #{anchor}"
+
+
+def altered_excerpts(root, page):
+    for name, block in EXCERPT.findall(page.read_text()):
+        lines = [line.strip() for line in block.splitlines()]
+        source = [line.strip() for line in (root / name).read_text().splitlines()]
+        if not any(source[i:i + len(lines)] == lines for i in range(len(source))):
+            yield f"the excerpt of {name} is not what stands there"
+
+
+def unknown_targets(root, page):
+    known = set(re.findall(r"^(\w+):", (root / "Makefile").read_text(), re.MULTILINE))
+    for target in sorted(set(TARGET.findall(page.read_text())) - known):
+        yield f"the Makefile has no target {target}"
+
+
+def wrong_tables(root):
+    text = (root / "docs/errors.md").read_text()
+    described = {(name, default, meaning) for name, default, meaning in ROW.findall(text)}
+    for name, default, meaning in VARIABLE.findall((root / "src/base/env.def").read_text()):
+        default = default.strip('"') or "(empty)"
+        if (name.strip('"'), default, meaning) not in described:
+            yield f"expected the row | `{name.strip(chr(34))}` | {default} | {meaning} |"
+    for status in STATUS.findall((root / "include/crossdock/status.h").read_text()):
+        if not re.search(rf"^\| `{status}` \|", text, re.MULTILINE):
+            yield f"the table of statuses lacks {status}"
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    found = [(root / "docs/errors.md", what) for what in wrong_tables(root)]
+    for page in pages:
+        for check in (broken_links(page), altered_excerpts(root, page), unknown_targets(root, page)):
+            found += [(page, what) for what in check]
+    for page, what in found:
+        print(f"{page.relative_to(root)}: {what}")
+    print(f"docs: {len(pages)} pages, {len(found)} mistakes")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
