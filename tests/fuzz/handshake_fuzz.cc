@@ -102,9 +102,11 @@ void read_packet(std::span<const std::byte> input, bool has_descriptor) {
 }
 
 Bytes seed(unsigned char reader, std::span<const std::byte> input) {
-  Bytes bytes{std::byte{reader}, std::byte{16}};
-  bytes.insert(bytes.end(), input.begin(), input.end());
-  return bytes;
+  WireWriter out;
+  out.put(reader);
+  out.put(static_cast<unsigned char>(16));
+  out.put_bytes(input);
+  return out.take();
 }
 
 }  // namespace
