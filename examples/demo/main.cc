@@ -146,7 +146,7 @@ class Report {
   }
 
  private:
-  const Screen screen_;
+  Screen screen_;
   const Worker& worker_;
   const Text& text_;
   const int steps_;

@@ -12,9 +12,9 @@ class Screen {
 
   void heading(const std::string& text) const;
   // A line that is drawn over on a terminal, and left out elsewhere.
-  void progress(int done, int total, const std::string& text) const;
+  void progress(int done, int total, const std::string& text);
   // Puts a text that stays in place of the progress line.
-  void finish_progress(const std::string& text) const;
+  void finish_progress(const std::string& text);
 
   struct Bar {
     std::string label;
@@ -29,8 +29,11 @@ class Screen {
  private:
   std::string coloured(const char* code, const std::string& text) const;
 
-  bool terminal_;
-  int width_;
+  void rewrite(const std::string& line);
+
+  bool terminal_ = false;
+  int width_ = 80;
+  bool progress_shown_ = false;
 };
 
 }  // namespace demo
