@@ -73,6 +73,7 @@ void PlanView::require_binding(const PlanBinding& binding) const {
   require("num_experts", header_.experts, c.experts);
   require("layout", header_.layout, c.layout);
   require("alignment", header_.alignment, c.alignment);
+  require("overflow policy", header_.overflow, c.overflow);
   require("recv_capacity", header_.capacity, c.capacity);
   XD_REQUIRE(header_.capacities == binding.capacities,
              "plan: made for other receive capacities of the peers than this group's");

@@ -35,6 +35,8 @@ struct PlanHeader {
   std::int32_t topk;
   std::int32_t layout;
   std::int32_t alignment;
+  std::int32_t overflow;  // an xd_ep_overflow
+  std::int32_t unused;
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
   std::int64_t recv_rows;          // min(total_rows, capacity)
@@ -49,7 +51,7 @@ struct PlanHeader {
   std::uint64_t bytes;     // of the whole plan
   std::uint64_t checksum;  // of all before it, and of the zones
 };
-static_assert(sizeof(PlanHeader) == 136);
+static_assert(sizeof(PlanHeader) == 144);
 
 struct PlanMap {
   std::uint64_t count, offset, code, end;

@@ -112,7 +112,8 @@ void CpuGroup::run(xd_ep_operation operation, Make&& make) {
 template <Operation Op>
 Setback CpuGroup::carry_out(std::optional<Op>& op, Setback setback) {
   if (op) {
-    op->stage_in();
+    // A plan that moves nothing (an overflow) may name rows that the tensors do not have.
+    if (!op->obstacle()) op->stage_in();
     lockstep_.enter(op->record());
     op->announce();
   } else {

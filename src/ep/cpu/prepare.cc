@@ -192,6 +192,7 @@ void PrepareOp::write_plan() {
   header.topk = topk_;
   header.layout = config().layout;
   header.alignment = static_cast<std::int32_t>(config().alignment);
+  header.overflow = config().overflow;
   header.bad_id_rank = p.bad_id_rank;
   header.overflow_rank = p.overflow_rank;
   header.recv_rows = p.recv_rows;

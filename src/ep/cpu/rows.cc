@@ -136,8 +136,8 @@ void sum_f32(void* out, const Terms& t, std::size_t n, Store s) { sum_as<F32>(ou
 
 using Sums = hn::CappedTag<std::uint32_t, 8>;
 
-// Adds the products of 16 elements. sums[0, 8) belong to even elements and [8, 16) to odd ones
-// where a word holds two, else sums[i] belongs to element i.
+// Adds the products of 16 elements. Where a codec interleaves, sums[0, 8) belong to the even ones and
+// sums[8, 16) to the odd ones; else, sums[i] belongs to element i.
 template <class Codec>
 HWY_INLINE void add_products(const std::uint32_t* a, const std::uint32_t* b, float* sums) {
   const Sums d;
@@ -173,7 +173,7 @@ float dot_as(const void* a, const void* b, std::size_t n) {
   }
   float in_order[16];
   for (std::size_t i = 0; i < 16; ++i) {
-    in_order[i] = Codec::kPerWord == 2 ? sums[i / 2 + i % 2 * 8] : sums[i];
+    in_order[i] = Codec::kInterleaved ? sums[i / 2 + i % 2 * 8] : sums[i];
   }
   for (std::size_t half = 8; half > 0; half /= 2) {
     for (std::size_t j = 0; j < half; ++j) in_order[j] += in_order[j + half];

@@ -1,7 +1,8 @@
 // Conversions between payload types and float32 on vectors of 32-bit words, once per SIMD target.
 //
 // A word holds two 16-bit elements, even index in the low half, or one float32. Elements of a word
-// are unpacked to one float vector per half, so no lane ever moves: sums are elementwise.
+// are unpacked to one float vector per half (kInterleaved), so no lane ever moves: sums are
+// elementwise, and packing undoes what unpacking did.
 //
 // Integer arithmetic throughout, with one exception: denormal results are rounded by adding a
 // constant whose last place is the format's, which is exact and out of reach of FTZ and DAZ.
@@ -81,6 +82,7 @@ struct SmallFloat {
 
 struct Bf16 {
   static constexpr std::size_t kPerWord = 2;
+  static constexpr bool kInterleaved = true;
 
   template <class D>
   static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& even, Floats<D>& odd) {
@@ -105,8 +107,45 @@ struct Bf16 {
   }
 };
 
+// These targets have instructions for fp16, of the same bits; they ignore FTZ, DAZ and the rounding
+// mode. Elements are unpacked to the lower and the upper half of the piece.
+#if (HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL) && \
+    !defined(HWY_DISABLE_F16C)
+
 struct F16 {
   static constexpr std::size_t kPerWord = 2;
+  static constexpr bool kInterleaved = false;
+
+  template <class D>
+  static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& lower, Floats<D>& upper) {
+    const hn::Repartition<hwy::float16_t, D> whole;
+    const auto halves = hn::BitCast(whole, words);
+    lower = hn::PromoteTo(FloatTag<D>(), hn::LowerHalf(halves));
+    upper = hn::PromoteTo(FloatTag<D>(), hn::UpperHalf(whole, halves));
+  }
+  template <class D>
+  static HWY_INLINE Words<D> pack(D d, Floats<D> lower, Floats<D> upper) {
+    const hn::Repartition<std::uint16_t, D> whole;
+    return hn::BitCast(d, hn::Combine(whole, narrow(d, upper), narrow(d, lower)));
+  }
+  template <class D>
+  static HWY_INLINE Floats<D> round(D, Floats<D> v) {
+    return hn::PromoteTo(FloatTag<D>(), hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v));
+  }
+
+ private:
+  template <class D>
+  static HWY_INLINE auto narrow(D, Floats<D> v) {
+    const auto half = hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v);
+    return hn::BitCast(hn::Rebind<std::uint16_t, D>(), half);
+  }
+};
+
+#else
+
+struct F16 {
+  static constexpr std::size_t kPerWord = 2;
+  static constexpr bool kInterleaved = true;
 
   template <class D>
   static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& even, Floats<D>& odd) {
@@ -155,8 +194,11 @@ struct F16 {
   }
 };
 
+#endif  // instructions for fp16
+
 struct F32 {
   static constexpr std::size_t kPerWord = 1;
+  static constexpr bool kInterleaved = false;
 
   template <class D>
   static HWY_INLINE void unpack(D d, Words<D> words, Floats<D>& v, Floats<D>&) {
