@@ -135,7 +135,7 @@ void alone(Rank& rank, Sections& out) {
 // ---- Errors that finish the communicator ----
 
 void timeout(Rank& rank, Sections& out) {
-  Small small(rank, "timeout", 500);
+  Small small(rank, "timeout", 2000);
   out.begin("timeout");
   if (rank.rank == 0) {
     tell(out, 0, small.prepare());

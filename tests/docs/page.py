@@ -29,8 +29,8 @@ def differences(quoted, printed):
         elif name not in quoted:
             yield f"{name}: the program prints it, the page does not quote it"
         elif quoted[name] != printed[name]:
-            lines = difflib.unified_diff(
-                quoted[name].splitlines(), printed[name].splitlines(), "page", "program", lineterm="")
+            lines = difflib.unified_diff(quoted[name].splitlines(), printed[name].splitlines(),
+                                         "page", "program", lineterm="")
             yield f"{name}:\n" + "\n".join(lines)
 
 
@@ -40,7 +40,8 @@ def main():
     page, *command = arguments[1:] if update else arguments
     page = pathlib.Path(page)
     text = page.read_text()
-    printed = sections(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    printed = sections(run.stdout)
     if update:
         page.write_text(BLOCK.sub(
             lambda m: f"```text run={m[1]}\n{printed.get(m[1], m[2])}```", text))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks what the documentation says twice or points to.
 
-Links between pages, with their anchors; the table of environment variables against src/base/env.def;
+Links between pages, with their anchors; the table of environment variables against env.def;
 statuses against status.h; make targets against the Makefile; excerpts of code (blocks whose info
 string is "<language> from=<file>") against the file they come from.
 """
@@ -67,8 +67,9 @@ def main():
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
     found = [(root / "docs/errors.md", what) for what in wrong_tables(root)]
     for page in pages:
-        for check in (broken_links(page), altered_excerpts(root, page), unknown_targets(root, page)):
-            found += [(page, what) for what in check]
+        found += [(page, what) for what in broken_links(page)]
+        found += [(page, what) for what in altered_excerpts(root, page)]
+        found += [(page, what) for what in unknown_targets(root, page)]
     for page, what in found:
         print(f"{page.relative_to(root)}: {what}")
     print(f"docs: {len(pages)} pages, {len(found)} mistakes")
