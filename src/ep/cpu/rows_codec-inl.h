@@ -4,8 +4,9 @@
 // are unpacked to one float vector per half (kInterleaved), so no lane ever moves: sums are
 // elementwise, and packing undoes what unpacking did.
 //
-// Integer arithmetic throughout, with one exception: denormal results are rounded by adding a
-// constant whose last place is the format's, which is exact and out of reach of FTZ and DAZ.
+// Integer arithmetic, with two exceptions: denormal results are rounded by adding a constant whose
+// last place is the format's, which is exact and out of reach of FTZ and DAZ; and fp16 uses the
+// processor's own conversions where a target has them.
 
 // Per-target include guard.
 #if defined(CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -121,7 +122,7 @@ struct F16 {
     const hn::Repartition<hwy::float16_t, D> whole;
     const auto halves = hn::BitCast(whole, words);
     lower = hn::PromoteTo(FloatTag<D>(), hn::LowerHalf(halves));
-    upper = hn::PromoteTo(FloatTag<D>(), hn::UpperHalf(whole, halves));
+    upper = hn::PromoteTo(FloatTag<D>(), hn::UpperHalf(hn::Rebind<hwy::float16_t, D>(), halves));
   }
   template <class D>
   static HWY_INLINE Words<D> pack(D d, Floats<D> lower, Floats<D> upper) {
