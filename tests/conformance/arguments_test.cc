@@ -43,6 +43,12 @@ void expect_refused(const Rank& rank, xd_ep_group* group, Batch& batch, xd_ep_op
   EXPECT_TRUE(batch.guards_intact());
 }
 
+// Also after a refused prepare, which leaves no plan behind.
+void make_plan(xd_ep_group* group, Batch& batch) {
+  batch.prepare(group);
+  batch.poison_outputs();
+}
+
 void expect_group_works(const Rank& rank, const Case& c, xd_ep_group* group) {
   Step(rank, c, group, 1).run_all();
 }
@@ -100,8 +106,7 @@ TEST_P(BadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
-    batch.prepare(group.get());
-    batch.poison_outputs();
+    make_plan(group.get(), batch);
     for (Batch::Field& field : batch.fields()) {
       for (const Damage& damage : kDamages) {
         SCOPED_TRACE(std::string(damage.name) + " " + field.name + " of operation " +
@@ -112,6 +117,7 @@ TEST_P(BadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
         if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
         expect_refused(rank, group.get(), batch, field.operation, field.name);
         *field.slot = original;
+        if (field.operation == XD_EP_PREPARE) make_plan(group.get(), batch);
       }
     }
     expect_group_works(rank, c, group.get());
@@ -125,8 +131,7 @@ TEST_P(BadTensor, WithWrongExtentsIsRefused) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
-    batch.prepare(group.get());
-    batch.poison_outputs();
+    make_plan(group.get(), batch);
     for (Batch::Field& field : batch.fields()) {
       if (field.operation == XD_EP_PREPARE && field.role == Batch::Role::token_input) continue;
       SCOPED_TRACE(std::string(field.name) + " of operation " + std::to_string(field.operation));
@@ -139,6 +144,7 @@ TEST_P(BadTensor, WithWrongExtentsIsRefused) {
       if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
       expect_refused(rank, group.get(), batch, field.operation, field.name);
       *field.slot = original;
+      if (field.operation == XD_EP_PREPARE) make_plan(group.get(), batch);
     }
     expect_group_works(rank, c, group.get());
   });
@@ -152,8 +158,7 @@ TEST_P(BadTensor, ThatIsMissingIsRefused) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
-    batch.prepare(group.get());
-    batch.poison_outputs();
+    make_plan(group.get(), batch);
     for (Batch::Field& field : batch.fields()) {
       const std::string name = field.name;
       const bool optional_alone =
@@ -166,6 +171,7 @@ TEST_P(BadTensor, ThatIsMissingIsRefused) {
       if (rank.rank == guilty_rank(rank)) *field.slot = nullptr;
       expect_refused(rank, group.get(), batch, field.operation, name);
       *field.slot = original;
+      if (field.operation == XD_EP_PREPARE) make_plan(group.get(), batch);
     }
     expect_group_works(rank, c, group.get());
   });
@@ -274,8 +280,7 @@ TEST(BadArguments, ARankThatJoinsWithAFailureIsNamedToItsPeers) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
-    batch.prepare(group.get());
-    batch.poison_outputs();
+    make_plan(group.get(), batch);
     for (const xd_ep_operation operation : kOperations) {
       SCOPED_TRACE("operation " + std::to_string(operation));
       if (rank.rank == guilty_rank(rank)) {
@@ -285,10 +290,11 @@ TEST(BadArguments, ARankThatJoinsWithAFailureIsNamedToItsPeers) {
       } else {
         expect_refused(rank, group.get(), batch, operation, "");
       }
+      if (operation == XD_EP_PREPARE) make_plan(group.get(), batch);
     }
-    EXPECT_EQ(group_status(group.get()).status, rank.rank == guilty_rank(rank)
-                                                    ? XD_ERROR_INVALID_ARGUMENT
-                                                    : XD_ERROR_MISMATCH);
+    const bool guilty = rank.rank == guilty_rank(rank);
+    EXPECT_EQ(group_status(group.get()).status,
+              guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
     expect_group_works(rank, c, group.get());
   });
 }

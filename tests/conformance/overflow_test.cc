@@ -2,6 +2,8 @@
 // capacities themselves.)
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -108,16 +110,16 @@ INSTANTIATE_TEST_SUITE_P(Sizes, WorstRouting,
 TEST(Overflow, UnderErrorMovesNothingAndTheNextBatchWorks) {
   Case c = plain_case(world().num_ranks());
   c.capacity = Capacity::refusing;
-  c.pattern = Pattern::one_hot;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Step refused(rank, c, group.get(), 0);
-    ASSERT_EQ(refused.routed().refused(), c.placement().capacity[0] > 0 &&
-                                              refused.routed().overflow_rank() >= 0);
+    ASSERT_TRUE(refused.routed().refused()) << "the case tests nothing";
     refused.run_all();
-    Case fits = c;
-    fits.tokens = Tokens::all_zero;
-    Step(rank, fits, group.get(), 1).run_all();
+    Tensor nobody(rank, kI64, {0, c.topk});
+    Batch fits(rank, c, 0);
+    fits.prepare_args.topk_idx = nobody.dl();
+    EXPECT_EQ(fits.call(group.get(), XD_EP_PREPARE), XD_SUCCESS) << xd_last_error();
+    EXPECT_EQ(group_status(group.get()).status, XD_ERROR_OVERFLOW);
   });
 }
 

@@ -53,7 +53,8 @@ Step::Payload Step::payload() const {
     case Cargo::payload: break;
     case Cargo::e4m3_with_floats:
       p.type = p.recv_type = kE4m3;
-      p.scale_columns = 1 + static_cast<std::int64_t>(common_chance(3)) % row_units_;
+      p.scale_columns = 1 + static_cast<std::int64_t>(
+                                common_chance(3) % static_cast<std::uint64_t>(row_units_));
       p.scaled = true;
       break;
     case Cargo::e5m2_with_e8m0:

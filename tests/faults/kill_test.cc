@@ -1,0 +1,186 @@
+// A peer's process dies: all others learn it within a second, name it, and go on without it.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "faults/processes.h"
+
+namespace xd::test {
+namespace {
+
+constexpr auto kLimit = std::chrono::seconds(1);
+constexpr auto kMoment = std::chrono::milliseconds(30);  // enough to enter a call
+
+constexpr int kVictim = 1;
+
+std::set<std::string> shared_files() {
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    names.insert(entry.path().filename());
+  }
+  return names;
+}
+
+void expect_lost(Processes& ranks, int survivor, Clock::time_point since) {
+  SCOPED_TRACE("rank " + std::to_string(survivor));
+  const Result result = ranks.wait_for_result(survivor);
+  EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+  EXPECT_EQ(result.peer, kVictim);
+  EXPECT_NE(result.text.find("rank " + std::to_string(kVictim)), std::string::npos) << result.text;
+  EXPECT_LT(result.when - since, kLimit)
+      << std::chrono::duration_cast<std::chrono::milliseconds>(result.when - since).count() << " ms";
+  EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+}
+
+class Kill : public testing::Test {
+ protected:
+  ~Kill() override { EXPECT_EQ(shared_files(), before_); }
+
+ private:
+  std::set<std::string> before_ = shared_files();
+};
+
+// Collective calls that hold their callers until all ranks have come.
+struct Place {
+  const char* name;
+  Program program;
+  xd_ep_operation operation;
+};
+
+void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
+
+class KillIn : public Kill, public testing::WithParamInterface<Place> {
+ protected:
+  RankProgram program() const {
+    RankProgram result;
+    result.program = GetParam().program;
+    result.operation = GetParam().operation;
+    return result;
+  }
+};
+
+TEST_P(KillIn, BeforeItsCallReleasesThoseWhoWait) {
+  Processes ranks(program(), {{0}, {1}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.go(0);
+  ranks.go(2);
+  std::this_thread::sleep_for(kMoment);
+  const auto since = ranks.kill(kVictim);
+  expect_lost(ranks, 0, since);
+  expect_lost(ranks, 2, since);
+}
+
+TEST_P(KillIn, WhileItWaitsItselfReleasesThoseWhoWaitAndThoseWhoComeLater) {
+  Processes ranks(program(), {{0}, {1}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.go(0);
+  ranks.go(kVictim);
+  std::this_thread::sleep_for(kMoment);
+  const auto since = ranks.kill(kVictim);
+  expect_lost(ranks, 0, since);
+  const auto later = Clock::now();
+  ranks.go(2);
+  expect_lost(ranks, 2, later);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Calls, KillIn,
+    testing::Values(Place{"create_group", Program::create_group, XD_EP_PREPARE},
+                    Place{"grow", Program::grow, XD_EP_PREPARE},
+                    Place{"prepare", Program::operation, XD_EP_PREPARE},
+                    Place{"dispatch", Program::operation, XD_EP_DISPATCH},
+                    Place{"combine", Program::operation, XD_EP_COMBINE},
+                    Place{"combine_bwd", Program::operation, XD_EP_COMBINE_BWD},
+                    Place{"dispatch_bwd", Program::operation, XD_EP_DISPATCH_BWD}),
+    [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
+
+// Any moment of a training step: counts, rows and flags under way.
+class KillAfter : public Kill, public testing::WithParamInterface<int> {};
+
+TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
+  RankProgram program;
+  program.program = Program::steps;
+  program.tokens = 512;
+  Processes ranks(program, {{0}, {1}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
+  const auto since = ranks.kill(kVictim);
+  expect_lost(ranks, 0, since);
+  expect_lost(ranks, 2, since);
+}
+
+INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
+                         testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100, 50300));
+
+// Before the ranks have met nobody can know who died: then it is the meeting that ends, in its time.
+class KillInCreate : public Kill, public testing::WithParamInterface<int> {};
+
+TEST_P(KillInCreate, EndsTheMeetingForAll) {
+  constexpr auto kTimeout = std::chrono::milliseconds(3000);
+  RankProgram program;
+  program.program = Program::create;
+  program.timeout_ms = static_cast<int>(kTimeout.count());
+  Processes ranks(program, {{0}, {1}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  const auto since = Clock::now();
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
+  ranks.kill(kVictim);
+  for (const int survivor : {0, 2}) {
+    const Result result = ranks.wait_for_result(survivor);
+    EXPECT_LT(result.when - since, kTimeout + kLimit);
+    EXPECT_TRUE(result.status == XD_SUCCESS || result.status == XD_ERROR_TIMEOUT ||
+                result.status == XD_ERROR_MISMATCH || result.status == XD_ERROR_PEER_LOST)
+        << result.status << result.text;
+    // Where it came into being before the death, it is a communicator with a lost peer.
+    if (result.status != XD_SUCCESS) {
+      EXPECT_NE(result.text.find(std::to_string(kVictim)), std::string::npos) << result.text;
+    }
+    EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Moments, KillInCreate, testing::Values(0, 300, 1000, 2000, 4000, 8000));
+
+TEST_F(Kill, AProcessWithTwoRanksIsReportedWithBothLowestFirst) {
+  RankProgram program;
+  program.operation = XD_EP_DISPATCH;
+  Processes ranks(program, {{0}, {1, 2}, {3}});
+  for (int rank = 0; rank < 4; ++rank) ranks.wait_until_ready(rank);
+  ranks.go(0);
+  ranks.go(3);
+  std::this_thread::sleep_for(kMoment);
+  const auto since = ranks.kill(kVictim);
+  for (const int survivor : {0, 3}) {
+    const Result result = ranks.wait_for_result(survivor);
+    EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+    EXPECT_EQ(result.peer, 1);
+    EXPECT_NE(result.text.find("1 and 2"), std::string::npos) << result.text;
+    EXPECT_LT(result.when - since, kLimit);
+    EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+  }
+}
+
+// A stopped process is alive: only the timeout ends the wait for it.
+TEST_F(Kill, RanksOfAProcessThatLivesOnAreNotLost) {
+  RankProgram program;
+  program.operation = XD_EP_COMBINE;
+  program.timeout_ms = 1500;
+  Processes ranks(program, {{0}, {1, 2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  const auto since = Clock::now();
+  ranks.go(0);
+  const Result result = ranks.wait_for_result(0);
+  EXPECT_EQ(result.status, XD_ERROR_TIMEOUT) << result.text;
+  EXPECT_EQ(result.phase, XD_PHASE_ENTRY);
+  EXPECT_TRUE(result.peer == 1 || result.peer == 2) << result.peer;
+  EXPECT_GE(result.when - since, std::chrono::milliseconds(1400));
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,154 @@
+#include "faults/processes.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+#include <stdexcept>
+
+namespace xd::test {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(60);  // also under sanitizers
+
+struct Pipe {
+  Pipe() {
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe2 failed");
+    read.reset(ends[0]);
+    write.reset(ends[1]);
+  }
+  UniqueFd read, write;
+};
+
+}  // namespace
+
+Processes::Processes(RankProgram program, const std::vector<std::vector<int>>& processes) {
+  program.num_ranks = 0;
+  for (const auto& ranks : processes) program.num_ranks += static_cast<int>(ranks.size());
+  xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
+  config.timeout_ms = program.timeout_ms;
+  if (xd_unique_id_create(&config, &program.id) != XD_SUCCESS) {
+    throw std::runtime_error(xd_last_error());
+  }
+  for (const std::vector<int>& ranks : processes) {
+    program.ranks = ranks;
+    start(program);
+  }
+}
+
+void Processes::start(const RankProgram& program) {
+  Pipe input, output;
+  std::vector<std::string> arguments = to_arguments(program);
+  arguments.insert(arguments.begin(), "faults");
+  std::vector<char*> argv;
+  for (std::string& argument : arguments) argv.push_back(argument.data());
+  argv.push_back(nullptr);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, input.read.get(), STDIN_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, output.write.get(), STDOUT_FILENO);
+  Process process;
+  const int error =
+      ::posix_spawn(&process.pid, "/proc/self/exe", &actions, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  if (error != 0) throw std::runtime_error("posix_spawn failed");
+  process.ranks = program.ranks;
+  process.input = std::move(input.write);
+  process.output = std::move(output.read);
+  processes_.push_back(std::move(process));
+}
+
+Processes::~Processes() {
+  for (Process& process : processes_) {
+    if (process.pid < 0) continue;
+    process.input.reset();
+    ::kill(process.pid, SIGKILL);
+    ::waitpid(process.pid, nullptr, 0);
+  }
+}
+
+Processes::Process& Processes::process_of(int rank) {
+  const auto found = std::ranges::find_if(processes_, [&](const Process& process) {
+    return std::ranges::find(process.ranks, rank) != process.ranks.end();
+  });
+  if (found == processes_.end()) throw std::logic_error("no rank " + std::to_string(rank));
+  return *found;
+}
+
+void Processes::go(int rank) {
+  if (::write(process_of(rank).input.get(), "go\n", 3) != 3) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " reads no more");
+  }
+}
+
+Clock::time_point Processes::kill(int rank) {
+  Process& process = process_of(rank);
+  const auto when = Clock::now();
+  ::kill(process.pid, SIGKILL);
+  ::waitpid(process.pid, nullptr, 0);
+  process.pid = -1;
+  return when;
+}
+
+void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
+
+Result Processes::wait_for_result(int rank) {
+  const Line line = wait_for(rank, "result");
+  std::istringstream fields(line.text);
+  int status = 0, phase = 0;
+  Result result{};
+  fields >> status >> result.peer >> phase;
+  std::getline(fields, result.text);
+  result.status = static_cast<xd_status>(status);
+  result.phase = static_cast<xd_phase>(phase);
+  result.when = line.when;
+  return result;
+}
+
+std::string Processes::wait_for_after(int rank) { return wait_for(rank, "after").text; }
+
+// The rest of the rank's next line, which must begin with `word`.
+Processes::Line Processes::wait_for(int rank, const std::string& word) {
+  const std::string who = "rank " + std::to_string(rank);
+  Process& process = process_of(rank);
+  const auto deadline = Clock::now() + kPatience;
+  while (lines_[rank].empty()) {
+    pollfd wait{process.output.get(), POLLIN, 0};
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    if (left <= 0 || ::poll(&wait, 1, static_cast<int>(left)) == 0) {
+      throw std::runtime_error(who + " did not say '" + word + "' in time");
+    }
+    read_some(process);
+  }
+  Line line = lines_[rank].front();
+  lines_[rank].pop_front();
+  if (!line.text.starts_with(word + " ") && line.text != word) {
+    throw std::runtime_error(who + " said '" + line.text + "', expected '" + word + "'");
+  }
+  line.text.erase(0, std::min(line.text.size(), word.size() + 1));
+  return line;
+}
+
+void Processes::read_some(Process& process) {
+  std::array<char, 4096> bytes;
+  const ssize_t count = ::read(process.output.get(), bytes.data(), bytes.size());
+  if (count <= 0) throw std::runtime_error("a rank process has ended: '" + process.partial + "'");
+  process.partial.append(bytes.data(), static_cast<std::size_t>(count));
+  for (std::size_t end; (end = process.partial.find('\n')) != std::string::npos;) {
+    const std::string line = process.partial.substr(0, end);
+    process.partial.erase(0, end + 1);
+    std::size_t digits = 0;
+    const int rank = std::stoi(line, &digits);
+    lines_[rank].push_back({line.substr(digits + 1), Clock::now()});
+  }
+}
+
+}  // namespace xd::test

@@ -1,0 +1,65 @@
+// Rank processes of a fault test, and what they have said so far.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "faults/rank_program.h"
+
+namespace xd::test {
+
+using Clock = std::chrono::steady_clock;
+
+struct Result {
+  xd_status status;
+  int peer;
+  xd_phase phase;
+  std::string text;
+  Clock::time_point when;  // at which it was read
+};
+
+class Processes {
+ public:
+  // processes[i] = the ranks of process i. All ranks run `program`.
+  Processes(RankProgram program, const std::vector<std::vector<int>>& processes);
+  ~Processes();  // ends and reaps what is left
+  Processes(const Processes&) = delete;
+  Processes& operator=(const Processes&) = delete;
+
+  // Each throws std::runtime_error if the rank does not say it in time.
+  void wait_until_ready(int rank);
+  Result wait_for_result(int rank);
+  std::string wait_for_after(int rank);
+
+  void go(int rank);
+  // SIGKILL; returns when the process is gone. Its peers know nothing yet.
+  Clock::time_point kill(int rank);
+
+ private:
+  struct Process {
+    pid_t pid = -1;
+    std::vector<int> ranks;
+    UniqueFd input, output;
+    std::string partial;  // of a line
+  };
+  struct Line {
+    std::string text;
+    Clock::time_point when;
+  };
+
+  void start(const RankProgram& program);
+  Process& process_of(int rank);
+  Line wait_for(int rank, const std::string& word);
+  void read_some(Process& process);
+
+  std::vector<Process> processes_;
+  std::map<int, std::deque<Line>> lines_;  // by rank, without the rank
+};
+
+}  // namespace xd::test

@@ -1,0 +1,205 @@
+#include "faults/rank_program.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+#include "conformance/batch.h"
+#include "support/handles.h"
+#include "support/memory.h"
+
+namespace xd::test {
+namespace {
+
+constexpr const char* kOption = "--rank-program";
+
+std::mutex input_mutex;
+std::mutex output_mutex;
+
+// One rank of this process, from its first line to its last.
+class RankRun {
+ public:
+  RankRun(const RankProgram& program, int rank)
+      : program_(program), memory_(make_memory("cpu")),
+        rank_{rank, program.num_ranks, false, nullptr, memory_.get(), ""} {}
+
+  void run() {
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    config.unique_id = &program_.id;
+    config.rank = rank_.rank;
+    config.num_ranks = program_.num_ranks;
+    config.timeout_ms = program_.timeout_ms;
+    config.device = memory_->device();
+    config.heap_bytes = std::size_t{1} << 20;
+    if (program_.program == Program::create) wait_for_go();
+    xd_comm* comm = nullptr;
+    const xd_status created = xd_comm_create(&config, &comm);
+    comm_.reset(comm);
+    rank_.comm = comm;
+    if (program_.program == Program::create || created != XD_SUCCESS) {
+      report(created);
+      return after(created);
+    }
+    after(program_.program == Program::create_group || program_.program == Program::grow
+              ? run_collective()
+              : run_operations());
+  }
+
+ private:
+  void say(const std::string& text) {
+    const std::lock_guard lock(output_mutex);
+    std::printf("%d %s\n", rank_.rank, text.c_str());
+    std::fflush(stdout);
+  }
+
+  void wait_for_go() {
+    say("ready");
+    const std::lock_guard lock(input_mutex);
+    std::string line;
+    if (!std::getline(std::cin, line)) throw std::runtime_error("the test has gone");
+  }
+
+  void report(xd_status status) {
+    xd_error_info info = XD_ERROR_INFO_INIT;
+    const std::string text = status == XD_SUCCESS ? "" : xd_last_error();
+    if (comm_) ok(xd_comm_error(comm_.get(), &info));
+    std::ostringstream line;
+    line << "result " << status << " " << info.peer << " " << info.phase << " " << text;
+    say(line.str());
+  }
+
+  xd_status run_collective() {
+    wait_for_go();
+    xd_status status = XD_SUCCESS;
+    if (program_.program == Program::grow) {
+      status = xd_mem_grow(comm_.get(), 1 << 16);
+    } else {
+      const xd_ep_config config = case_of_program().config(rank_.rank);
+      xd_ep_group* group = nullptr;
+      status = xd_ep_group_create(comm_.get(), &config, &group);
+      group_.reset(group);
+    }
+    report(status);
+    return status;
+  }
+
+  xd_status run_operations() {
+    const Case c = case_of_program();
+    group_ = make_group(comm_.get(), c.config(rank_.rank));
+    Batch batch(rank_, c);
+    batch.prepare(group_.get());
+    wait_for_go();
+    xd_status status = XD_SUCCESS;
+    if (program_.program == Program::operation) {
+      status = batch.call(group_.get(), program_.operation);
+    } else {
+      constexpr xd_ep_operation kStep[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
+                                           XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
+      for (std::size_t i = 0; status == XD_SUCCESS; ++i) {
+        status = batch.call(group_.get(), kStep[i % std::size(kStep)]);
+      }
+    }
+    report(status);
+    if (status != XD_SUCCESS && batch.call(group_.get(), XD_EP_COMBINE) != status) {
+      say("after a later call gave another status: " + std::string(xd_last_error()));
+    }
+    return status;
+  }
+
+  // After a fatal error every call says so again, all can be freed, and the process is as good as
+  // new: a communicator can be made in it.
+  void after(xd_status status) {
+    if (comm_ && status != XD_SUCCESS) {
+      if (comm_error(comm_.get()).status != status) return say("after xd_comm_error disagrees");
+      if (xd_comm_barrier(comm_.get()) != status) return say("after barrier disagrees");
+      if (xd_mem_grow(comm_.get(), 4096) != status) return say("after grow disagrees");
+    }
+    group_.reset();
+    comm_.reset();
+    xd_unique_id id;
+    ok(xd_unique_id_create(nullptr, &id));
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    config.unique_id = &id;
+    config.num_ranks = 1;
+    config.device = memory_->device();
+    config.heap_bytes = 4096;
+    const Comm alone = make_comm(config);
+    ok(xd_comm_barrier(alone.get()));
+    say("after clean");
+  }
+
+  Case case_of_program() const {
+    Case c = plain_case(program_.num_ranks);
+    c.max_tokens = program_.tokens;
+    c.row_units = program_.tokens > 100 ? 128 : 4;
+    return c;
+  }
+
+  const RankProgram& program_;
+  std::unique_ptr<Memory> memory_;
+  Rank rank_;
+  Comm comm_;
+  Group group_;
+};
+
+RankProgram from_arguments(const std::vector<std::string>& arguments) {
+  RankProgram program;
+  program.program = static_cast<Program>(std::stoi(arguments.at(1)));
+  program.operation = static_cast<xd_ep_operation>(std::stoi(arguments.at(2)));
+  program.num_ranks = std::stoi(arguments.at(3));
+  program.tokens = std::stoi(arguments.at(4));
+  program.timeout_ms = std::stoi(arguments.at(5));
+  const std::string& id = arguments.at(6);
+  for (std::size_t i = 0; i < XD_UNIQUE_ID_BYTES; ++i) {
+    program.id.bytes[i] =
+        static_cast<unsigned char>(std::stoi(id.substr(2 * i, 2), nullptr, 16));
+  }
+  for (std::size_t i = 7; i < arguments.size(); ++i) program.ranks.push_back(std::stoi(arguments[i]));
+  return program;
+}
+
+}  // namespace
+
+std::vector<std::string> to_arguments(const RankProgram& program) {
+  std::string id;
+  for (const unsigned char byte : program.id.bytes) {
+    id += "0123456789abcdef"[byte >> 4];
+    id += "0123456789abcdef"[byte & 15];
+  }
+  std::vector<std::string> arguments{kOption,
+                                     std::to_string(static_cast<int>(program.program)),
+                                     std::to_string(program.operation),
+                                     std::to_string(program.num_ranks),
+                                     std::to_string(program.tokens),
+                                     std::to_string(program.timeout_ms),
+                                     id};
+  for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
+  return arguments;
+}
+
+bool run_if_rank_program(const std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments[0] != kOption) return false;
+  const RankProgram program = from_arguments(arguments);
+  std::vector<std::thread> threads;
+  for (const int rank : program.ranks) {
+    threads.emplace_back([&program, rank] {
+      try {
+        RankRun(program, rank).run();
+      } catch (const std::exception& error) {
+        const std::lock_guard lock(output_mutex);
+        std::printf("%d after %s\n", rank, error.what());
+        std::fflush(stdout);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return true;
+}
+
+}  // namespace xd::test

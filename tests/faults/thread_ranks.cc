@@ -1,0 +1,38 @@
+#include "faults/thread_ranks.h"
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace xd::test {
+
+void on_thread_ranks(int num_ranks, int timeout_ms,
+                     const std::function<void(Rank&, Comm&)>& body) {
+  const std::unique_ptr<Memory> memory = make_memory("cpu");
+  xd_unique_id id;
+  ok(xd_unique_id_create(nullptr, &id));
+  const auto run = [&](int number) {
+    try {
+      xd_comm_config config = XD_COMM_CONFIG_INIT;
+      config.unique_id = &id;
+      config.rank = number;
+      config.num_ranks = num_ranks;
+      config.timeout_ms = timeout_ms;
+      config.device = memory->device();
+      config.heap_bytes = std::size_t{1} << 20;
+      Comm comm = make_comm(config);
+      Rank rank{number, num_ranks, true, comm.get(), memory.get(), ""};
+      body(rank, comm);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "rank " << number << ": " << error.what();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int number = 0; number < num_ranks; ++number) threads.emplace_back(run, number);
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace xd::test

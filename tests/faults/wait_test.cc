@@ -1,0 +1,245 @@
+// Waits that end without the peer: it is late, busy elsewhere, gone, or somebody has given up.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <latch>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/batch.h"
+#include "faults/thread_ranks.h"
+
+namespace xd::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr auto kMoment = milliseconds(30);  // enough to enter a call
+constexpr auto kLimit = std::chrono::seconds(1);
+constexpr int kShortTimeoutMs = 600;
+constexpr int kLongTimeoutMs = 30000;
+
+constexpr xd_ep_operation kOperations[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
+                                           XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
+
+bool mentions(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Every call of a finished communicator says the same.
+void expect_finished(xd_comm* comm, xd_ep_group* group, Batch& batch, xd_status status) {
+  EXPECT_EQ(comm_error(comm).status, status);
+  EXPECT_EQ(xd_comm_barrier(comm), status) << xd_last_error();
+  EXPECT_EQ(xd_mem_grow(comm, 4096), status) << xd_last_error();
+  for (const xd_ep_operation operation : kOperations) {
+    EXPECT_EQ(batch.call(group, operation), status) << xd_last_error();
+  }
+  const xd_ep_config config = plain_case(2).config(0);
+  xd_ep_group* another = nullptr;
+  EXPECT_EQ(xd_ep_group_create(comm, &config, &another), status) << xd_last_error();
+}
+
+class Wait : public testing::TestWithParam<xd_ep_operation> {
+ protected:
+  const Case c_ = plain_case(2);
+};
+
+TEST_P(Wait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
+  std::latch timed_out(1);
+  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank.comm, c_.config(rank.rank));
+    Batch batch(rank, c_);
+    batch.prepare(group.get());
+    if (rank.rank == 1) {
+      timed_out.wait();  // far too late
+      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT) << xd_last_error();
+      return;
+    }
+    const auto start = Clock::now();
+    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT);
+    const std::string text = xd_last_error();
+    EXPECT_GE(Clock::now() - start, milliseconds(kShortTimeoutMs - 50));
+    EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs) + kLimit);
+    const xd_error_info info = comm_error(rank.comm);
+    EXPECT_EQ(info.status, XD_ERROR_TIMEOUT);
+    EXPECT_EQ(info.phase, XD_PHASE_ENTRY);
+    EXPECT_EQ(info.rank, 0);
+    EXPECT_EQ(info.peer, 1);
+    EXPECT_EQ(info.group, 0);
+    EXPECT_EQ(info.operation, static_cast<int>(GetParam()));
+    EXPECT_EQ(info.expected_epoch, 2u);
+    EXPECT_EQ(info.seen_epoch, 1u);
+    EXPECT_TRUE(mentions(text, "rank 1")) << text;
+    EXPECT_TRUE(mentions(info.text, "rank 1")) << info.text;
+    expect_finished(rank.comm, group.get(), batch, XD_ERROR_TIMEOUT);
+    timed_out.count_down();
+  });
+}
+
+TEST_P(Wait, IsReleasedByAnAbortHereAndOnPeers) {
+  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Case c = plain_case(3);
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    // Rank 2 does not come; another thread of rank 0 gives up for all.
+    std::thread impatient;
+    Clock::time_point since = Clock::now();
+    if (rank.rank == 0) {
+      impatient = std::thread([&] {
+        std::this_thread::sleep_for(kMoment);
+        EXPECT_EQ(xd_comm_abort(rank.comm), XD_SUCCESS);
+      });
+    }
+    if (rank.rank == 2) std::this_thread::sleep_for(4 * kMoment);
+    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED) << xd_last_error();
+    EXPECT_LT(Clock::now() - since, 4 * kMoment + kLimit);
+    if (impatient.joinable()) impatient.join();
+    EXPECT_EQ(comm_error(rank.comm).peer, 0);
+    expect_finished(rank.comm, group.get(), batch, XD_ERROR_ABORTED);
+  });
+}
+
+TEST_P(Wait, ForAPeerThatHasLeftEndsAtOnce) {
+  std::latch left(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm& comm) {
+    Group group = make_group(rank.comm, c_.config(rank.rank));
+    {
+      Batch batch(rank, c_);
+      batch.prepare(group.get());
+      if (rank.rank == 0) {
+        left.wait();
+        const auto since = Clock::now();
+        EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_PEER_LOST);
+        const std::string text = xd_last_error();
+        EXPECT_LT(Clock::now() - since, kLimit);
+        EXPECT_TRUE(mentions(text, "rank 1") && mentions(text, "left")) << text;
+        EXPECT_EQ(comm_error(rank.comm).peer, 1);
+        expect_finished(rank.comm, group.get(), batch, XD_ERROR_PEER_LOST);
+        return;
+      }
+    }
+    comm.reset();
+    left.count_down();
+    group.reset();  // a group may outlive its communicator
+  });
+}
+
+TEST_P(Wait, InAGroupThatIsBusyIsRefusedAndNotACorruption) {
+  std::latch refused(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank.comm, c_.config(rank.rank));
+    Batch batch(rank, c_);
+    batch.prepare(group.get());
+    if (rank.rank == 1) {
+      refused.wait();
+      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
+      return;
+    }
+    std::thread first([&] {
+      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
+    });
+    std::this_thread::sleep_for(kMoment);
+    Batch other(rank, c_);
+    other.use_plan(batch.plan().data(), batch.plan().bytes());
+    EXPECT_EQ(other.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
+    first.join();
+    EXPECT_EQ(comm_error(rank.comm).status, XD_ERROR_BUSY);
+    refused.count_down();
+  });
+}
+
+std::string operation_name(const testing::TestParamInfo<xd_ep_operation>& instance) {
+  constexpr const char* kNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
+                                    "combine_bwd"};
+  return kNames[instance.param];
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, Wait, testing::ValuesIn(kOperations), operation_name);
+
+TEST(Waits, OfRanksThatCallGroupsInDifferentOrderEndWithTheGroupsNumber) {
+  const Case c = plain_case(2);
+  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group groups[] = {make_group(rank.comm, c.config(rank.rank)),
+                            make_group(rank.comm, c.config(rank.rank))};
+    Batch batch(rank, c);
+    EXPECT_EQ(batch.call(groups[rank.rank].get(), XD_EP_PREPARE), XD_ERROR_TIMEOUT);
+    const std::string text = xd_last_error();
+    const xd_error_info info = comm_error(rank.comm);
+    // The error of whoever was first is everybody's.
+    EXPECT_EQ(info.group, info.rank);
+    EXPECT_EQ(info.operation, XD_EP_PREPARE);
+    EXPECT_EQ(info.expected_epoch, 1u);
+    EXPECT_TRUE(mentions(text, "group " + std::to_string(info.group))) << text;
+  });
+}
+
+TEST(Waits, OfHostCallsAreReleasedByAnAbort) {
+  const Case c = plain_case(2);
+  using Call = std::function<xd_status(xd_comm*)>;
+  const Call calls[] = {
+      [](xd_comm* comm) { return xd_comm_barrier(comm); },
+      [](xd_comm* comm) { return xd_mem_grow(comm, 4096); },
+      [&](xd_comm* comm) {
+        const xd_ep_config config = c.config(0);
+        xd_ep_group* group = nullptr;
+        return xd_ep_group_create(comm, &config, &group);
+      },
+  };
+  for (const Call& call : calls) {
+    SCOPED_TRACE("call " + std::to_string(&call - calls));
+    on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+      const auto since = Clock::now();
+      if (rank.rank == 1) {
+        std::this_thread::sleep_for(kMoment);
+        EXPECT_EQ(xd_comm_abort(rank.comm), XD_SUCCESS);
+        EXPECT_EQ(call(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
+        return;
+      }
+      EXPECT_EQ(call(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
+      EXPECT_LT(Clock::now() - since, kMoment + kLimit);
+    });
+  }
+}
+
+TEST(Waits, OfHostCallsForALatePeerEndInTime) {
+  std::latch timed_out(1);
+  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    if (rank.rank == 1) return timed_out.wait();
+    EXPECT_EQ(xd_comm_barrier(rank.comm), XD_ERROR_TIMEOUT);
+    EXPECT_TRUE(mentions(xd_last_error(), "1")) << xd_last_error();
+    const xd_error_info info = comm_error(rank.comm);
+    EXPECT_EQ(info.phase, XD_PHASE_HOST);
+    EXPECT_EQ(info.peer, 1);
+    timed_out.count_down();
+  });
+}
+
+TEST(Waits, ForRanksThatNeverComeNameThem) {
+  xd_unique_id id;
+  xd_unique_id_config id_config = XD_UNIQUE_ID_CONFIG_INIT;
+  id_config.timeout_ms = kShortTimeoutMs;
+  ok(xd_unique_id_create(&id_config, &id));
+  std::vector<std::thread> ranks;
+  for (const int number : {0, 2}) {
+    ranks.emplace_back([&, number] {
+      xd_comm_config config = XD_COMM_CONFIG_INIT;
+      config.unique_id = &id;
+      config.rank = number;
+      config.num_ranks = 4;
+      config.timeout_ms = kShortTimeoutMs;
+      xd_comm* comm = nullptr;
+      EXPECT_EQ(xd_comm_create(&config, &comm), XD_ERROR_TIMEOUT) << xd_last_error();
+      const std::string text = xd_last_error();
+      EXPECT_TRUE(mentions(text, "1 and 3") || mentions(text, "1, 3")) << text;
+      EXPECT_EQ(comm, nullptr);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+}  // namespace
+}  // namespace xd::test
