@@ -11,8 +11,8 @@
 
 namespace bench {
 
-// In the order of the table. The last two are candidates for the floor: one copy per rank, all at
-// once, of as many bytes as the rank sends in a dispatch, into a neighbour's symmetric memory.
+// In the order of the table. The last two are candidates for the floor: every rank, all at once,
+// copies as many rows as it sends in a dispatch into a neighbour's symmetric memory.
 inline constexpr std::array kSteps{"prepare",     "dispatch",    "combine",       "dispatch_bwd",
                                    "combine_bwd", "copy cached", "copy streaming"};
 inline constexpr std::size_t kOperations = 5;
