@@ -1,11 +1,11 @@
-// The same dispatch and combine on MPI: pack, MPI_Alltoallv, unpack. Started by crossdock-bench with
-// mpirun and the same arguments; prints lines of "key value..." that the driver reads.
+// The same dispatch and combine on MPI: pack, MPI_Alltoallv, unpack. Started by crossdock-bench
+// with mpirun and the same arguments; prints lines of "key value..." that the driver reads.
 //
-// It is the best that this scheme gives, not a straw man: counts are known beforehand and not timed;
-// a token crosses once per destination rank and is fanned out by the receiver; rows that stay on
-// their rank are never packed; in the rank layout MPI receives straight into the final tensor; the
-// combine reduces a token's rows before they cross; copies and sums are the library's SIMD code,
-// with cached and with streaming stores, of which the driver takes the faster.
+// It is the best that this scheme gives, not a straw man: counts are known beforehand and not
+// timed; a token crosses once per destination rank and is fanned out by the receiver; rows that
+// stay on their rank are never packed; in the rank layout MPI receives straight into the final
+// tensor; the combine reduces a token's rows before they cross; copies and sums are the library's
+// SIMD code, with cached and with streaming stores, of which the driver takes the faster.
 #define OMPI_SKIP_MPICXX 1  // the deprecated C++ interface
 #include <mpi.h>
 

@@ -154,8 +154,8 @@ class Report {
   std::vector<Comparison> first_, last_;
 };
 
-// oneDNN computes with OpenMP's threads; here the ranks are what runs in parallel. Looked up, as the
-// compiler at hand may come with another OpenMP than the one that oneDNN was built with.
+// oneDNN computes with OpenMP's threads; here the ranks are what runs in parallel. Looked up, as
+// the compiler at hand may come with another OpenMP than the one that oneDNN was built with.
 void use_one_thread() {
   void* const set = ::dlsym(RTLD_DEFAULT, "omp_set_num_threads");
   if (set != nullptr) reinterpret_cast<void (*)(int)>(set)(1);

@@ -11,8 +11,9 @@
 namespace demo {
 namespace {
 
-// Columns of the terminal where standard output ends, 0 if that is no terminal. crossdock-run passes
-// the lines of several processes on through pipes: then what counts is where its own output goes.
+// Columns of the terminal where standard output ends, 0 if that is no terminal. crossdock-run
+// passes the lines of several processes on through pipes: then what counts is where its own output
+// goes.
 int terminal_columns() {
   winsize size{};
   if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0) return size.ws_col;

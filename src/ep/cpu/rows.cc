@@ -50,8 +50,8 @@ HWY_INLINE void for_each_piece(const std::uint32_t* out, std::size_t words, Stor
   for (; i < words; i += hn::Lanes(narrow)) body(narrow, i);
 }
 
-// dst is 16-byte aligned, bytes a multiple of 16. Not inlined: GCC 12 would warn about the loads that
-// it believes the loop to make behind a short source.
+// dst is 16-byte aligned, bytes a multiple of 16. Not inlined: GCC 12 would warn about the loads
+// that it believes the loop to make behind a short source.
 HWY_NOINLINE void stream_copy(void* dst, const void* src, std::size_t bytes) {
   auto* const to = static_cast<std::uint32_t*>(dst);
   const auto* const from = static_cast<const std::uint32_t*>(src);
@@ -67,7 +67,7 @@ void stream_zero(void* dst, std::size_t bytes) {
   for_each_piece(to, bytes / sizeof(*to), Store::streaming, zero_piece);
 }
 
-// ---- sum -----------------------------------------------------------------------------------------
+// ---- sum --------------------------------------------------------------------------------------
 
 template <class Codec, class D>
 HWY_INLINE void load_term(D d, const Terms& terms, int row, std::size_t at, Floats<D>& even,
@@ -132,12 +132,12 @@ void sum_bf16(void* out, const Terms& t, std::size_t n, Store s) { sum_as<Bf16>(
 void sum_f16(void* out, const Terms& t, std::size_t n, Store s) { sum_as<F16>(out, t, n, s); }
 void sum_f32(void* out, const Terms& t, std::size_t n, Store s) { sum_as<F32>(out, t, n, s); }
 
-// ---- dot -----------------------------------------------------------------------------------------
+// ---- dot --------------------------------------------------------------------------------------
 
 using Sums = hn::CappedTag<std::uint32_t, 8>;
 
-// Adds the products of 16 elements. Where a codec interleaves, sums[0, 8) belong to the even ones and
-// sums[8, 16) to the odd ones; else, sums[i] belongs to element i.
+// Adds the products of 16 elements. Where a codec interleaves, sums[0, 8) belong to the even ones
+// and sums[8, 16) to the odd ones; else, sums[i] belongs to element i.
 template <class Codec>
 HWY_INLINE void add_products(const std::uint32_t* a, const std::uint32_t* b, float* sums) {
   const Sums d;
@@ -185,7 +185,7 @@ float dot_bf16(const void* a, const void* b, std::size_t n) { return dot_as<Bf16
 float dot_f16(const void* a, const void* b, std::size_t n) { return dot_as<F16>(a, b, n); }
 float dot_f32(const void* a, const void* b, std::size_t n) { return dot_as<F32>(a, b, n); }
 
-// ---- quantise ------------------------------------------------------------------------------------
+// ---- quantise ---------------------------------------------------------------------------------
 
 constexpr std::size_t kBlockWords = kQuantiseBlock / Bf16::kPerWord;
 
