@@ -93,8 +93,9 @@ class EpRun {
 
   // What the heap must hold, with some room for rounding.
   static std::size_t heap_bytes(const Workload& w, int rank, bool staged) {
-    const auto rows =
-        staged ? 0 : static_cast<std::size_t>(2 * w.tokens + traffic_of(w, rank).recv_capacity);
+    const auto rows = staged ? 0
+                             : static_cast<std::size_t>(std::int64_t{2} * w.tokens +
+                                                        traffic_of(w, rank).recv_capacity);
     return board_bytes(w) + floor_bytes(w) + rows * w.row_bytes() + (std::size_t{1} << 20);
   }
 

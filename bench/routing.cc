@@ -134,7 +134,9 @@ Placement place(const Workload& w, const std::vector<Choices>& routing, int rank
     for (int token = 0; token < w.tokens; ++token) {
       const int begin = static_cast<int>(placement.rows.size());
       for (int k = 0; k < w.topk; ++k) {
-        const int expert = choices[static_cast<std::size_t>(token * w.topk + k)];
+        const int expert =
+            choices[static_cast<std::size_t>(token) * static_cast<std::size_t>(w.topk) +
+                    static_cast<std::size_t>(k)];
         if (expert / w.local_experts() != rank) continue;
         const auto zone = static_cast<std::size_t>(expert % w.local_experts());
         if (w.layout == Layout::expert) {

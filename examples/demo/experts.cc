@@ -55,7 +55,7 @@ void Experts::forward(const ExpertWeights& weights, std::span<const std::int32_t
     float* const inner = &inner_[zone.row_f];
     float* const activated = &activated_[zone.row_f];
     multiply(zone.rows, f, h, {&in[zone.row_h], h}, {&weights.w1[zone.weights], f}, inner);
-    std::transform(inner, inner + zone.rows * f, activated, silu);
+    std::transform(inner, inner + static_cast<std::ptrdiff_t>(zone.rows) * f, activated, silu);
     multiply(zone.rows, h, f, {activated, f}, {&weights.w2[zone.weights], h}, &out[zone.row_h]);
   }
 }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
@@ -69,7 +70,7 @@ void Screen::bars(const std::vector<Bar>& bars) const {
   }
   const int room = std::max(width_ - static_cast<int>(label + text) - 5, 10);
   for (const Bar& bar : bars) {
-    const int length = largest > 0 ? static_cast<int>(bar.value / largest * room + 0.5) : 0;
+    const long length = largest > 0 ? std::lround(bar.value / largest * room) : 0;
     std::printf("  %-*s %*s %s\n", static_cast<int>(label), bar.label.c_str(),
                 static_cast<int>(text), bar.text.c_str(),
                 coloured("36", std::string(static_cast<std::size_t>(length), '#')).c_str());
