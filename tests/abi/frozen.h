@@ -11,7 +11,7 @@
 #define FROZEN_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
 #define FROZEN_FIELD(type, field, bytes) \
   static_assert(offsetof(type, field) == (bytes), "place of " #type "." #field)
-#define FROZEN_ENUM(type) static_assert(sizeof(type) == 4, "size of " #type)
+#define FROZEN_ENUM(type)         static_assert(sizeof(type) == 4, "size of " #type)
 #define FROZEN_VALUE(name, value) static_assert((int)(name) == (value), "value of " #name)
 
 static_assert(sizeof(void*) == 8 && sizeof(size_t) == 8, "the numbers below are those of LP64");

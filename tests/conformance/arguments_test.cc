@@ -72,9 +72,15 @@ struct Damage {
 };
 
 const Damage kDamages[] = {
-    {"WrongType", [](DamagedTensor& d) { d.tensor.dtype = {kDLFloat, 64, 1}; }},
+    {"WrongType",
+     [](DamagedTensor& d) {
+       d.tensor.dtype = {kDLFloat, 64, 1};
+     }},
     {"Vectors", [](DamagedTensor& d) { d.tensor.dtype.lanes = 2; }},
-    {"Float8WithoutVariant", [](DamagedTensor& d) { d.tensor.dtype = {8, 8, 1}; }},
+    {"Float8WithoutVariant",
+     [](DamagedTensor& d) {
+       d.tensor.dtype = {8, 8, 1};
+     }},
     {"TooManyExtents",
      [](DamagedTensor& d) {
        d.shape[d.tensor.ndim] = 1;
@@ -87,7 +93,10 @@ const Damage kDamages[] = {
      [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 8; }},
     {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 8; }},
     {"NoData", [](DamagedTensor& d) { d.tensor.data = nullptr; }},
-    {"OtherDevice", [](DamagedTensor& d) { d.tensor.device = {kDLVulkan, 0}; }},
+    {"OtherDevice",
+     [](DamagedTensor& d) {
+       d.tensor.device = {kDLVulkan, 0};
+     }},
     {"NotContiguous",
      [](DamagedTensor& d) {
        for (int i = 0; i < d.tensor.ndim; ++i) d.strides[i] = 2;
@@ -138,8 +147,8 @@ TEST_P(BadTensor, WithWrongExtentsIsRefused) {
       const DLTensor* original = *field.slot;
       DamagedTensor damaged(*original);
       // One token too many, or one receive row too few.
-      const bool receive = field.role == Batch::Role::receive_input ||
-                           field.role == Batch::Role::receive_output;
+      const bool receive =
+          field.role == Batch::Role::receive_input || field.role == Batch::Role::receive_output;
       damaged.shape[0] += receive ? -1 : 1;
       if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
       expect_refused(rank, group.get(), batch, field.operation, field.name);
@@ -161,10 +170,10 @@ TEST_P(BadTensor, ThatIsMissingIsRefused) {
     make_plan(group.get(), batch);
     for (Batch::Field& field : batch.fields()) {
       const std::string name = field.name;
-      const bool optional_alone =
-          (field.operation == XD_EP_PREPARE && field.output()) || name == "recv_topk_idx" ||
-          (field.operation == XD_EP_COMBINE && name == "weights") ||
-          (field.operation == XD_EP_COMBINE_BWD && name == "grad_weights");
+      const bool optional_alone = (field.operation == XD_EP_PREPARE && field.output()) ||
+                                  name == "recv_topk_idx" ||
+                                  (field.operation == XD_EP_COMBINE && name == "weights") ||
+                                  (field.operation == XD_EP_COMBINE_BWD && name == "grad_weights");
       if (optional_alone) continue;
       SCOPED_TRACE(name + " of operation " + std::to_string(field.operation));
       const DLTensor* original = *field.slot;
@@ -177,8 +186,7 @@ TEST_P(BadTensor, ThatIsMissingIsRefused) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, BadTensor,
-                         testing::Values(XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR));
+INSTANTIATE_TEST_SUITE_P(Layouts, BadTensor, testing::Values(XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR));
 
 // Arguments beside the tensors: struct, version, plan.
 struct Mistake {
@@ -284,8 +292,9 @@ TEST(BadArguments, ARankThatJoinsWithAFailureIsNamedToItsPeers) {
     for (const xd_ep_operation operation : kOperations) {
       SCOPED_TRACE("operation " + std::to_string(operation));
       if (rank.rank == guilty_rank(rank)) {
-        EXPECT_EQ(xd_ep_join_failed(group.get(), operation, "gate must be float32, got int8", nullptr),
-                  XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_EQ(
+            xd_ep_join_failed(group.get(), operation, "gate must be float32, got int8", nullptr),
+            XD_ERROR_INVALID_ARGUMENT);
         EXPECT_TRUE(mentions("gate must be float32, got int8")) << xd_last_error();
       } else {
         expect_refused(rank, group.get(), batch, operation, "");

@@ -25,7 +25,9 @@ Case plain_case(int num_ranks) {
 }
 
 Batch::Batch(const Rank& rank, const Case& c, int number, Place place)
-    : rank_(rank), place_(place), seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
+    : rank_(rank),
+      place_(place),
+      seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
       routed_(c.placement(), c.choices(number)) {
   std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(rank.rank);
@@ -106,7 +108,11 @@ void Batch::add_dispatch(const Case& c) {
   add({XD_EP_DISPATCH, "recv_weights", &args.recv_weights, Role::receive_output, kF32,
        weight_shape});
   if (!expert_major) {
-    add({XD_EP_DISPATCH, "recv_topk_idx", &args.recv_topk_idx, Role::receive_output, kI32,
+    add({XD_EP_DISPATCH,
+         "recv_topk_idx",
+         &args.recv_topk_idx,
+         Role::receive_output,
+         kI32,
          {rows, k}});
   }
 }
@@ -135,20 +141,28 @@ void Batch::add_backward(const Case& c) {
   }
   xd_ep_dispatch_bwd_args& dis = dispatch_bwd_args;
   add({XD_EP_DISPATCH_BWD, "grad_recv_tokens", &dis.grad_recv_tokens, input, c.dtype, {rows, h}});
-  add({XD_EP_DISPATCH_BWD, "grad_recv_weights", &dis.grad_recv_weights, input, kF32,
-       weight_shape});
+  add({XD_EP_DISPATCH_BWD, "grad_recv_weights", &dis.grad_recv_weights, input, kF32, weight_shape});
   add({XD_EP_DISPATCH_BWD, "grad_tokens", &dis.grad_tokens, Role::token_output, c.dtype, {t, h}});
-  add({XD_EP_DISPATCH_BWD, "grad_topk_weights", &dis.grad_topk_weights, Role::token_output, kF32,
+  add({XD_EP_DISPATCH_BWD,
+       "grad_topk_weights",
+       &dis.grad_topk_weights,
+       Role::token_output,
+       kF32,
        {t, k}});
 }
 
 xd_status Batch::call(xd_ep_group* group, xd_ep_operation operation) {
   switch (operation) {
-    case XD_EP_PREPARE: return xd_ep_prepare(group, &prepare_args, nullptr);
-    case XD_EP_DISPATCH: return xd_ep_dispatch(group, &dispatch_args, nullptr);
-    case XD_EP_COMBINE: return xd_ep_combine(group, &combine_args, nullptr);
-    case XD_EP_DISPATCH_BWD: return xd_ep_dispatch_bwd(group, &dispatch_bwd_args, nullptr);
-    case XD_EP_COMBINE_BWD: return xd_ep_combine_bwd(group, &combine_bwd_args, nullptr);
+    case XD_EP_PREPARE:
+      return xd_ep_prepare(group, &prepare_args, nullptr);
+    case XD_EP_DISPATCH:
+      return xd_ep_dispatch(group, &dispatch_args, nullptr);
+    case XD_EP_COMBINE:
+      return xd_ep_combine(group, &combine_args, nullptr);
+    case XD_EP_DISPATCH_BWD:
+      return xd_ep_dispatch_bwd(group, &dispatch_bwd_args, nullptr);
+    case XD_EP_COMBINE_BWD:
+      return xd_ep_combine_bwd(group, &combine_bwd_args, nullptr);
   }
   throw std::logic_error("no such operation");
 }

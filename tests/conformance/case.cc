@@ -19,8 +19,8 @@ constexpr std::array kCargoes{Cargo::payload, Cargo::e4m3_with_floats, Cargo::e5
                               Cargo::quantised};
 constexpr std::array kAlignments{1, 4, 16, 128};
 constexpr std::array kIndexTypes{kI32, kI64};
-constexpr std::array kPatterns{Pattern::uniform,  Pattern::zipf,        Pattern::holes,
-                               Pattern::one_hot,  Pattern::one_rank,    Pattern::empty_ranks,
+constexpr std::array kPatterns{Pattern::uniform, Pattern::zipf,     Pattern::holes,
+                               Pattern::one_hot, Pattern::one_rank, Pattern::empty_ranks,
                                Pattern::nobody};
 constexpr std::array kTokens{Tokens::full, Tokens::differ, Tokens::some_zero, Tokens::all_zero};
 constexpr std::array kMaxTokens{24, 1, 7, 64};
@@ -137,8 +137,8 @@ Placement Case::placement() const {
   const std::int64_t bound = bound_of(*this);
   Placement result{num_ranks, local_experts, layout, alignment, {}, XD_EP_OVERFLOW_ERROR};
   // Where nothing overflows, the policy must not matter.
-  const bool drop = capacity == Capacity::dropping ||
-                    (capacity == Capacity::exact && mix(seed) % 2 == 0);
+  const bool drop =
+      capacity == Capacity::dropping || (capacity == Capacity::exact && mix(seed) % 2 == 0);
   if (drop) result.overflow = XD_EP_OVERFLOW_DROP;
   result.capacity.assign(static_cast<std::size_t>(num_ranks), bound);
   if (capacity == Capacity::bound) return result;

@@ -14,10 +14,10 @@ namespace xd::test {
 
 // What dispatch carries; the other operations carry `dtype`.
 enum class Cargo {
-  payload,            // rows of `dtype`
-  e4m3_with_floats,   // opaque e4m3 rows with float32 scales
-  e5m2_with_e8m0,     // opaque e5m2 rows with e8m0 scales
-  quantised,          // bf16 rows become e4m3 rows with float32 scales on the way
+  payload,           // rows of `dtype`
+  e4m3_with_floats,  // opaque e4m3 rows with float32 scales
+  e5m2_with_e8m0,    // opaque e5m2 rows with e8m0 scales
+  quantised,         // bf16 rows become e4m3 rows with float32 scales on the way
 };
 
 enum class Placing {

@@ -27,10 +27,13 @@ void release(void* ptr) noexcept {
 
 }  // namespace
 
-void* operator new(std::size_t bytes) { return counted(std::malloc(std::max<std::size_t>(bytes, 1))); }
+void* operator new(std::size_t bytes) {
+  return counted(std::malloc(std::max<std::size_t>(bytes, 1)));
+}
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
   const auto align = static_cast<std::size_t>(alignment);
-  return counted(std::aligned_alloc(align, (std::max<std::size_t>(bytes, 1) + align - 1) / align * align));
+  return counted(
+      std::aligned_alloc(align, (std::max<std::size_t>(bytes, 1) + align - 1) / align * align));
 }
 void operator delete(void* ptr) noexcept { release(ptr); }
 void operator delete(void* ptr, std::size_t) noexcept { release(ptr); }

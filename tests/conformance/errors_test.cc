@@ -30,9 +30,8 @@ TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
   Case c = plain_case(world().num_ranks());
   const std::int64_t experts = c.num_ranks * c.local_experts;
   const BadIds kinds[] = {
-      {{experts, -1, -1}, 1},        {{0, 0, 1}, 1},
-      {{-2, INT32_MIN, 0}, 2},       {{INT32_MAX, 2, 2}, 2},
-      {{experts, experts, -5}, 3},   {{1, 1, 1}, 2},
+      {{experts, -1, -1}, 1},      {{0, 0, 1}, 1}, {{-2, INT32_MIN, 0}, 2}, {{INT32_MAX, 2, 2}, 2},
+      {{experts, experts, -5}, 3}, {{1, 1, 1}, 2},
   };
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));

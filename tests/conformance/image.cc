@@ -30,7 +30,9 @@ std::string hex(const std::byte* bytes, std::size_t count) {
 }  // namespace
 
 Image::Image(std::int64_t rows, std::int64_t columns, DLDataType type, std::byte fill)
-    : rows_(rows), columns_(columns), element_(element_bytes(type)),
+    : rows_(rows),
+      columns_(columns),
+      element_(element_bytes(type)),
       bytes_(static_cast<std::size_t>(rows * columns) * element_, fill) {}
 
 void Image::set(std::int64_t row, std::int64_t column, std::uint64_t code) {
@@ -58,8 +60,8 @@ void expect_image(const char* name, const Tensor& tensor, const Image& expected)
     ++wrong;
     first = i;
   }
-  ADD_FAILURE() << name << "[" << first / columns << ", " << first % columns << "] = "
-                << hex(&got[first * element], element) << ", expected "
+  ADD_FAILURE() << name << "[" << first / columns << ", " << first % columns
+                << "] = " << hex(&got[first * element], element) << ", expected "
                 << hex(&want[first * element], element) << "; " << wrong << " of "
                 << got.size() / element << " elements of " << expected.rows() << " rows differ";
 }
@@ -73,10 +75,14 @@ std::uint32_t float_code(const Element& at, Format format) {
   const auto jitter = static_cast<std::uint32_t>(random >> 40) % 8;
   const auto bias = static_cast<std::uint32_t>(format.bias());
   switch (at.column % 16) {
-    case 5: return sign | mantissa;
-    case 6: return (2 * bias << format.mantissa_bits) | mantissa;
-    case 7: return sign;
-    default: return sign | ((bias - 4 + jitter) << format.mantissa_bits) | mantissa;
+    case 5:
+      return sign | mantissa;
+    case 6:
+      return (2 * bias << format.mantissa_bits) | mantissa;
+    case 7:
+      return sign;
+    default:
+      return sign | ((bias - 4 + jitter) << format.mantissa_bits) | mantissa;
   }
 }
 
@@ -84,8 +90,6 @@ std::uint32_t small_integer_code(const Element& at, Format format) {
   return encode(static_cast<float>(static_cast<int>(hash(at) % 17) - 8), format);
 }
 
-float weight_value(const Element& at) {
-  return static_cast<float>(hash(at) >> 40) * 0x1.0p-23f;
-}
+float weight_value(const Element& at) { return static_cast<float>(hash(at) >> 40) * 0x1.0p-23f; }
 
 }  // namespace xd::test

@@ -60,8 +60,8 @@ class LongRun {
   void step(int number) {
     const RoutingShape shape{rank_.num_ranks, config_.num_experts, kTopk,
                              kMaxTokens,      Pattern::holes,      Tokens::differ};
-    const Choices mine = make_routing(shape, static_cast<std::uint64_t>(
-                                                 number))[static_cast<std::size_t>(rank_.rank)];
+    const Choices mine = make_routing(
+        shape, static_cast<std::uint64_t>(number))[static_cast<std::size_t>(rank_.rank)];
     prepare(mine);
     Tensor tokens(rank_, kF32, {mine.tokens, kHidden});
     std::vector<float> values;

@@ -44,8 +44,7 @@ std::uint32_t encode(float value, Format format) {
   const std::int64_t code =
       (static_cast<std::int64_t>(exponent + format.bias() - 1) << format.mantissa_bits) +
       static_cast<std::int64_t>(steps);
-  return sign | static_cast<std::uint32_t>(
-                    std::min<std::int64_t>(code, format.max_finite() + 1));
+  return sign | static_cast<std::uint32_t>(std::min<std::int64_t>(code, format.max_finite() + 1));
 }
 
 }  // namespace xd::test

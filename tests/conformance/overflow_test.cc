@@ -23,8 +23,8 @@ struct Worst {
 };
 
 void PrintTo(const Worst& worst, std::ostream* out) {
-  *out << (worst.layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major") << " K=" << worst.topk
-       << " alignment " << worst.alignment;
+  *out << (worst.layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major")
+       << " K=" << worst.topk << " alignment " << worst.alignment;
 }
 
 constexpr int kTokens = 6;

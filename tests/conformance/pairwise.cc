@@ -48,7 +48,8 @@ class Cover {
       if (pairs_covered(other) > pairs_covered(best)) best = std::move(other);
     }
     for (int a = 0; a < dimensions(); ++a) {
-      for (int b = a + 1; b < dimensions(); ++b) open_.erase({a, value(best, a), b, value(best, b)});
+      for (int b = a + 1; b < dimensions(); ++b)
+        open_.erase({a, value(best, a), b, value(best, b)});
     }
     return best;
   }
@@ -62,9 +63,9 @@ class Cover {
 
   Row candidate() {
     Row row(sizes_.size(), kUnset);
-    const Pair& start = *std::next(open_.begin(), static_cast<std::ptrdiff_t>(
-                                                      random_.below(std::min<std::uint64_t>(
-                                                          open_.size(), 64))));
+    const Pair& start = *std::next(
+        open_.begin(),
+        static_cast<std::ptrdiff_t>(random_.below(std::min<std::uint64_t>(open_.size(), 64))));
     row[static_cast<std::size_t>(start.first_dimension)] = start.first;
     row[static_cast<std::size_t>(start.second_dimension)] = start.second;
     std::vector<int> order(sizes_.size());
@@ -100,8 +101,8 @@ class Cover {
     int pairs = 0;
     for (int other = 0; other < dimensions(); ++other) {
       if (other == dimension || value(row, other) == kUnset) continue;
-      pairs += static_cast<int>(
-          open_.count(pair_of(dimension, candidate, other, value(row, other))));
+      pairs +=
+          static_cast<int>(open_.count(pair_of(dimension, candidate, other, value(row, other))));
     }
     return pairs;
   }

@@ -54,8 +54,8 @@ TEST_P(Pairwise, EqualSeedsGiveEqualSets) {
 
 INSTANTIATE_TEST_SUITE_P(Sizes, Pairwise,
                          testing::Values(std::vector<int>{2, 2}, std::vector<int>{3, 1, 4},
-                                         std::vector<int>(10, 2), std::vector<int>{7, 5, 5, 4, 4, 3,
-                                                                                   3, 3, 2, 2, 2}));
+                                         std::vector<int>(10, 2),
+                                         std::vector<int>{7, 5, 5, 4, 4, 3, 3, 3, 2, 2, 2}));
 
 }  // namespace
 }  // namespace xd::test

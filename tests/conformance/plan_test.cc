@@ -122,8 +122,8 @@ TEST_P(Plan, ThatIsCutShortIsRefused) {
     Batch batch(rank, c);
     batch.prepare(group.get());
     const std::vector<std::byte> bytes = batch.plan().read();
-    for (const std::size_t length : {std::size_t{0}, std::size_t{16}, std::size_t{128},
-                                     std::size_t{144}}) {
+    for (const std::size_t length :
+         {std::size_t{0}, std::size_t{16}, std::size_t{128}, std::size_t{144}}) {
       SCOPED_TRACE("first " + std::to_string(length) + " bytes");
       Buffer part(rank, length, Place::ordinary);
       part.write(std::span(bytes).first(length));

@@ -106,10 +106,9 @@ void Routed::describe(Received& received, int rank) const {
   if (placement_.layout == XD_EP_RANK_MAJOR) {
     received.offsets.assign(1, 0);
     for (const std::int64_t count : received.counts) {
-      received.offsets.push_back(
-          received.offsets.back() +
-          static_cast<std::int64_t>(round_up_to(static_cast<std::size_t>(count),
-                                                placement_.alignment)));
+      received.offsets.push_back(received.offsets.back() +
+                                 static_cast<std::int64_t>(round_up_to(
+                                     static_cast<std::size_t>(count), placement_.alignment)));
     }
   }
   for (std::size_t e = 0; e < received.counts.size(); ++e) {

@@ -58,7 +58,7 @@ class Routed {
   std::int64_t rows_between(int source, int destination) const;
 
   std::int64_t bad_ids() const { return bad_ids_; }
-  int bad_id_rank() const { return bad_id_rank_; }    // lowest; -1 = none
+  int bad_id_rank() const { return bad_id_rank_; }      // lowest; -1 = none
   int overflow_rank() const { return overflow_rank_; }  // lowest; -1 = none
   // The plan's operations move nothing.
   bool refused() const {

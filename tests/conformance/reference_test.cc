@@ -13,9 +13,7 @@ namespace {
 // Two ranks with two experts each (0 1 | 2 3), two choices per token:
 //   rank 0: token 0 -> 2, 0    token 1 -> 3, 2
 //   rank 1: token 0 -> 0, 1
-std::vector<Choices> two_ranks() {
-  return {{2, 2, {2, 0, 3, 2}}, {1, 2, {0, 1}}};
-}
+std::vector<Choices> two_ranks() { return {{2, 2, {2, 0, 3, 2}}, {1, 2, {0, 1}}}; }
 
 Placement placement(xd_ep_layout layout, int alignment) {
   return {2, 2, layout, alignment, {100, 100}, XD_EP_OVERFLOW_ERROR};
@@ -82,7 +80,8 @@ TEST(Reference, SumsAreRoundedOnEachRankFirst) {
   const ElementAt element = [](int rank, std::int64_t row, std::int64_t) {
     return rank == 0 && row == 0 ? 256.0f : 1.0f;
   };
-  EXPECT_EQ(decode(combined(routed, {0, 0}, 0, kFormatBf16, element, nullptr), kFormatBf16), 256.0f);
+  EXPECT_EQ(decode(combined(routed, {0, 0}, 0, kFormatBf16, element, nullptr), kFormatBf16),
+            256.0f);
   EXPECT_EQ(decode(combined(routed, {0, 0}, 0, kFormatF32, element, nullptr), kFormatF32), 258.0f);
   const WeightAt weight = [](int rank, std::int64_t row) {
     return rank == 0 && row == 0 ? 0.5f : 2.0f;

@@ -46,8 +46,8 @@ TEST(Resources, StepsAllocateNothing) {
     for (const Place place : {Place::ordinary, Place::symmetric}) {
       Batch batch(rank, c, 0, place);
       for (int round = 0; round < 3; ++round) {
-        for (const xd_ep_operation operation :
-             {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
+        for (const xd_ep_operation operation : {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
+                                                XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
           const std::size_t before = allocations_of_this_thread();
           const xd_status status = batch.call(group.get(), operation);
           EXPECT_EQ(allocations_of_this_thread(), before)

@@ -11,11 +11,14 @@ namespace {
 
 int token_count(const RoutingShape& shape, int rank, Random& random) {
   switch (shape.tokens) {
-    case Tokens::full: return shape.max_tokens;
+    case Tokens::full:
+      return shape.max_tokens;
     case Tokens::differ:
       return static_cast<int>(random.below(static_cast<std::uint64_t>(shape.max_tokens) + 1));
-    case Tokens::some_zero: return rank % 2 == 0 ? 0 : shape.max_tokens;
-    case Tokens::all_zero: return 0;
+    case Tokens::some_zero:
+      return rank % 2 == 0 ? 0 : shape.max_tokens;
+    case Tokens::all_zero:
+      return 0;
   }
   return 0;
 }
@@ -42,7 +45,8 @@ std::vector<std::int64_t> draw_zipf(int num_experts, std::size_t count, Random& 
   std::vector<std::int64_t> chosen;
   while (chosen.size() < std::min(count, static_cast<std::size_t>(num_experts))) {
     const double x = std::pow(num_experts + 1.0, random.unit());
-    const std::int64_t id = std::min(static_cast<std::int64_t>(x) - 1, std::int64_t{num_experts} - 1);
+    const std::int64_t id =
+        std::min(static_cast<std::int64_t>(x) - 1, std::int64_t{num_experts} - 1);
     if (std::ranges::find(chosen, id) == chosen.end()) chosen.push_back(id);
   }
   return chosen;
@@ -53,12 +57,15 @@ std::vector<std::int64_t> experts_of_token(const RoutingShape& shape, Random& ra
   const std::int64_t local_experts = shape.num_experts / shape.num_ranks;
   switch (shape.pattern) {
     case Pattern::uniform:
-    case Pattern::holes: return draw_uniform(range(0, shape.num_experts), topk, random);
-    case Pattern::zipf: return draw_zipf(shape.num_experts, topk, random);
-    case Pattern::one_hot: return {shape.num_experts / 2};
+    case Pattern::holes:
+      return draw_uniform(range(0, shape.num_experts), topk, random);
+    case Pattern::zipf:
+      return draw_zipf(shape.num_experts, topk, random);
+    case Pattern::one_hot:
+      return {shape.num_experts / 2};
     case Pattern::one_rank: {
-      const auto owner = static_cast<std::int64_t>(
-          random.below(static_cast<std::uint64_t>(shape.num_ranks)));
+      const auto owner =
+          static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(shape.num_ranks)));
       return draw_uniform(range(owner * local_experts, local_experts), topk, random);
     }
     case Pattern::empty_ranks: {
@@ -66,7 +73,8 @@ std::vector<std::int64_t> experts_of_token(const RoutingShape& shape, Random& ra
       std::erase_if(candidates, [&](std::int64_t id) { return id / local_experts % 2 == 1; });
       return draw_uniform(std::move(candidates), topk, random);
     }
-    case Pattern::nobody: return {};
+    case Pattern::nobody:
+      return {};
   }
   return {};
 }
@@ -82,8 +90,8 @@ std::vector<Choices> make_routing(const RoutingShape& shape, std::uint64_t seed)
       std::vector<std::int64_t> experts = experts_of_token(shape, random);
       // Where there are fewer experts than choices, the missing ones lie anywhere in the row.
       while (experts.size() < static_cast<std::size_t>(shape.topk)) {
-        experts.insert(experts.begin() + static_cast<std::ptrdiff_t>(random.below(experts.size() + 1)),
-                       -1);
+        experts.insert(
+            experts.begin() + static_cast<std::ptrdiff_t>(random.below(experts.size() + 1)), -1);
       }
       for (std::int64_t& id : experts) {
         if (shape.pattern == Pattern::holes && random.one_in(3)) id = -1;

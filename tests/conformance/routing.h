@@ -19,9 +19,9 @@ enum class Pattern {
 };
 
 enum class Tokens {
-  full,      // T = max_tokens on all ranks
-  differ,    // T differs per rank and per step
-  some_zero, // T = 0 on every other rank
+  full,       // T = max_tokens on all ranks
+  differ,     // T differs per rank and per step
+  some_zero,  // T = 0 on every other rank
   all_zero,
 };
 

@@ -21,9 +21,13 @@ std::int64_t columns_of(const std::vector<std::int64_t>& shape) {
 }  // namespace
 
 Step::Step(const Rank& rank, const Case& c, xd_ep_group* group, int number)
-    : rank_(rank), case_(c), group_(group), number_(number),
+    : rank_(rank),
+      case_(c),
+      group_(group),
+      number_(number),
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
-      routed_(c.placement(), c.choices(number)), row_units_(c.row_units) {
+      routed_(c.placement(), c.choices(number)),
+      row_units_(c.row_units) {
   std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(rank.rank);
   ok(xd_ep_plan_size(&config, &plan_bytes));
@@ -70,9 +74,12 @@ std::int64_t Step::capacity() const {
 std::int64_t Step::receive_rows(std::uint64_t salt) const {
   const std::int64_t least = std::min(received().total, capacity());
   switch (case_.receive_rows) {
-    case ReceiveRows::exact: return least;
-    case ReceiveRows::capacity: return capacity();
-    case ReceiveRows::more: return least + 1 + static_cast<std::int64_t>(own_chance(salt) % 9);
+    case ReceiveRows::exact:
+      return least;
+    case ReceiveRows::capacity:
+      return capacity();
+    case ReceiveRows::more:
+      return least + 1 + static_cast<std::int64_t>(own_chance(salt) % 9);
   }
   return least;
 }
@@ -141,8 +148,9 @@ void Step::expect_choices(const char* name, const Tensor& tensor, ChoiceField fi
     for (int k = 0; k < case_.topk; ++k) {
       const std::int64_t id = routed_.choices(row_at(r).source).id(row_at(r).token, k);
       if (id < 0 || routed_.owner(id) != rank_.rank) continue;
-      image.set(r, k, weights ? encode(weight(row_at(r), k), kFormatF32)
-                              : static_cast<std::uint64_t>(routed_.local_expert(id)));
+      image.set(r, k,
+                weights ? encode(weight(row_at(r), k), kFormatF32)
+                        : static_cast<std::uint64_t>(routed_.local_expert(id)));
     }
   }
   expect_image(name, tensor, image);

@@ -42,7 +42,7 @@ class Step {
   std::uint64_t common_chance(std::uint64_t salt) const;
   std::uint64_t own_chance(std::uint64_t salt) const;
   Element element(Content content, int rank, std::int64_t row, std::int64_t column) const;
-  float weight(const Row& row, int k) const;  // of a token's choice
+  float weight(const Row& row, int k) const;          // of a token's choice
   float weight_at(int rank, std::int64_t row) const;  // of combine
 
   int tokens() const { return routed_.choices(rank_.rank).tokens; }

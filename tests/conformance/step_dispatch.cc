@@ -50,11 +50,12 @@ Step::Payload Step::payload() const {
   Payload p{case_.dtype, case_.dtype, kF32, 0, 0, false, false};
   const std::int64_t row_bytes = std::int64_t{16} * row_units_;
   switch (case_.cargo) {
-    case Cargo::payload: break;
+    case Cargo::payload:
+      break;
     case Cargo::e4m3_with_floats:
       p.type = p.recv_type = kE4m3;
-      p.scale_columns = 1 + static_cast<std::int64_t>(
-                                common_chance(3) % static_cast<std::uint64_t>(row_units_));
+      p.scale_columns =
+          1 + static_cast<std::int64_t>(common_chance(3) % static_cast<std::uint64_t>(row_units_));
       p.scaled = true;
       break;
     case Cargo::e5m2_with_e8m0:
@@ -83,9 +84,9 @@ void Step::dispatch() {
     const Element at = element(Content::tokens, me, t, column);
     return p.quantised ? quantisable_code(at) : any_code(at);
   });
-  Tensor scales = token_input(
-      p.scale_type, {tokens(), p.scale_columns},
-      [&](auto t, auto column) { return any_code(element(Content::scales, me, t, column)); });
+  Tensor scales = token_input(p.scale_type, {tokens(), p.scale_columns}, [&](auto t, auto column) {
+    return any_code(element(Content::scales, me, t, column));
+  });
   Tensor weights = token_input(kF32, {tokens(), case_.topk}, [&](auto t, auto k) {
     return encode(weight({me, static_cast<int>(t), -1}, static_cast<int>(k)), kFormatF32);
   });
@@ -182,15 +183,13 @@ void Step::dispatch_bwd() {
     });
   }
   if (!with_weights) return;
-  expect_tokens("grad_topk_weights", grad_topk_weights,
-                [&](auto t, auto k) -> std::uint64_t {
-                  const int token = static_cast<int>(t);
-                  const std::optional<std::int64_t> row =
-                      routed_.row_of(me, token, static_cast<int>(k));
-                  if (!row) return 0;
-                  const int owner = routed_.owner(routed_.choices(me).id(token, static_cast<int>(k)));
-                  return weight_grad(owner, *row, case_.layout == XD_EP_RANK_MAJOR ? k : 0);
-                });
+  expect_tokens("grad_topk_weights", grad_topk_weights, [&](auto t, auto k) -> std::uint64_t {
+    const int token = static_cast<int>(t);
+    const std::optional<std::int64_t> row = routed_.row_of(me, token, static_cast<int>(k));
+    if (!row) return 0;
+    const int owner = routed_.owner(routed_.choices(me).id(token, static_cast<int>(k)));
+    return weight_grad(owner, *row, case_.layout == XD_EP_RANK_MAJOR ? k : 0);
+  });
 }
 
 }  // namespace xd::test

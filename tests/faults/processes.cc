@@ -121,8 +121,7 @@ Processes::Line Processes::wait_for(int rank, const std::string& word) {
   const auto deadline = Clock::now() + kPatience;
   while (lines_[rank].empty()) {
     pollfd wait{process.output.get(), POLLIN, 0};
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (left <= 0 || ::poll(&wait, 1, static_cast<int>(left)) == 0) {
       throw std::runtime_error(who + " did not say '" + word + "' in time");
     }

@@ -26,8 +26,8 @@ std::mutex output_mutex;
 class RankRun {
  public:
   RankRun(const RankProgram& program, int rank)
-      : program_(program), memory_(make_memory("cpu")),
-        rank_{rank, program.num_ranks, false, nullptr, memory_.get(), ""} {}
+      : program_(program), memory_(make_memory("cpu")), rank_{rank,    program.num_ranks, false,
+                                                              nullptr, memory_.get(),     ""} {}
 
   void run() {
     xd_comm_config config = XD_COMM_CONFIG_INIT;
@@ -157,10 +157,10 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
   program.timeout_ms = std::stoi(arguments.at(5));
   const std::string& id = arguments.at(6);
   for (std::size_t i = 0; i < XD_UNIQUE_ID_BYTES; ++i) {
-    program.id.bytes[i] =
-        static_cast<unsigned char>(std::stoi(id.substr(2 * i, 2), nullptr, 16));
+    program.id.bytes[i] = static_cast<unsigned char>(std::stoi(id.substr(2 * i, 2), nullptr, 16));
   }
-  for (std::size_t i = 7; i < arguments.size(); ++i) program.ranks.push_back(std::stoi(arguments[i]));
+  for (std::size_t i = 7; i < arguments.size(); ++i)
+    program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
 

@@ -9,8 +9,7 @@
 
 namespace xd::test {
 
-void on_thread_ranks(int num_ranks, int timeout_ms,
-                     const std::function<void(Rank&, Comm&)>& body) {
+void on_thread_ranks(int num_ranks, int timeout_ms, const std::function<void(Rank&, Comm&)>& body) {
   const std::unique_ptr<Memory> memory = make_memory("cpu");
   xd_unique_id id;
   ok(xd_unique_id_create(nullptr, &id));

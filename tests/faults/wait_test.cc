@@ -139,9 +139,8 @@ TEST_P(Wait, InAGroupThatIsBusyIsRefusedAndNotACorruption) {
       EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
       return;
     }
-    std::thread first([&] {
-      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
-    });
+    std::thread first(
+        [&] { EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error(); });
     std::this_thread::sleep_for(kMoment);
     Batch other(rank, c_);
     other.use_plan(batch.plan().data(), batch.plan().bytes());
@@ -234,7 +233,7 @@ TEST(Waits, ForRanksThatNeverComeNameThem) {
       xd_comm* comm = nullptr;
       EXPECT_EQ(xd_comm_create(&config, &comm), XD_ERROR_TIMEOUT) << xd_last_error();
       const std::string text = xd_last_error();
-      EXPECT_TRUE(mentions(text, "1 and 3") || mentions(text, "1, 3")) << text;
+      EXPECT_TRUE(mentions(text, "1, 3")) << text;
       EXPECT_EQ(comm, nullptr);
     });
   }

@@ -6,10 +6,28 @@
 #include <string>
 #include <utility>
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__  // as GCC calls it
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace xd::test {
 namespace {
 
 constexpr std::byte kGuardByte{0x5C};
+
+// Under AddressSanitizer the guard zones are forbidden ground, for reads too.
+#if defined(__SANITIZE_ADDRESS__)
+void forbid(void* at, std::size_t bytes) { __asan_poison_memory_region(at, bytes); }
+void allow(void* at, std::size_t bytes) { __asan_unpoison_memory_region(at, bytes); }
+#else
+void forbid(void*, std::size_t) {}
+void allow(void*, std::size_t) {}
+#endif
 
 std::size_t bytes_of(DLDataType type, const std::vector<std::int64_t>& shape) {
   std::size_t bytes = element_bytes(type);
@@ -33,15 +51,27 @@ Buffer::Buffer(const Rank& rank, std::size_t bytes, Place place)
   const std::vector<std::byte> guard(kGuard, kGuardByte);
   memory_->copy_in(base_, guard.data(), kGuard);
   memory_->copy_in(base_ + kGuard + bytes_, guard.data(), kGuard);
+  close_guards();
 }
 
 Buffer::~Buffer() {
   if (!base_) return;
+  open_guards();
   if (comm_) {
     xd_mem_free(comm_, base_);
   } else {
     memory_->release(base_);
   }
+}
+
+void Buffer::close_guards() const {
+  forbid(base_, kGuard);
+  forbid(base_ + kGuard + bytes_, kGuard);
+}
+
+void Buffer::open_guards() const {
+  allow(base_, kGuard);
+  allow(base_ + kGuard + bytes_, kGuard);
 }
 
 void Buffer::swap(Buffer& other) noexcept {
@@ -69,13 +99,17 @@ std::vector<std::byte> Buffer::read() const {
 
 bool Buffer::guards_intact() const {
   std::vector<std::byte> guards(2 * kGuard);
+  open_guards();
   memory_->copy_out(guards.data(), base_, kGuard);
   memory_->copy_out(guards.data() + kGuard, base_ + kGuard + bytes_, kGuard);
+  close_guards();
   return std::ranges::all_of(guards, [](std::byte byte) { return byte == kGuardByte; });
 }
 
 Tensor::Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape, Place place)
-    : type_(type), shape_(std::move(shape)), place_(place),
+    : type_(type),
+      shape_(std::move(shape)),
+      place_(place),
       buffer_(rank, bytes_of(type_, shape_), place) {
   buffer_.fill(kPoison);
   dl_.device = rank.memory->device();

@@ -47,6 +47,8 @@ class Buffer {
 
  private:
   void swap(Buffer& other) noexcept;
+  void close_guards() const;
+  void open_guards() const;
 
   // A multiple of 16 and of nothing larger: data is aligned as little as the library allows.
   static constexpr std::size_t kGuard = 16 * 9;

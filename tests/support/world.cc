@@ -59,7 +59,7 @@ World::World(const std::string& executor) : memory_(make_memory(executor)) {
 
 void World::run_rank(int local, const std::function<void(Rank&)>& body) {
   Comm& comm = comms_[static_cast<std::size_t>(local)];
-  Rank rank{first_rank_ + local, num_ranks_, threads_, nullptr, memory_.get(),
+  Rank rank{first_rank_ + local,          num_ranks_, threads_, nullptr, memory_.get(),
             "run" + std::to_string(runs_)};
   try {
     if (!comm) comm = rank.another_comm("shared", kHeapBytes);

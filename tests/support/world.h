@@ -60,8 +60,8 @@ class World {
   std::unique_ptr<Memory> memory_;
   bool threads_ = false;
   int num_ranks_ = 0;
-  int first_rank_ = 0;        // of this process
-  std::vector<Comm> comms_;   // one per rank of this process
+  int first_rank_ = 0;       // of this process
+  std::vector<Comm> comms_;  // one per rank of this process
   std::uint64_t runs_ = 0;
 };
 
