@@ -102,7 +102,7 @@ TEST_P(RowsOnTarget, EveryValueOf16BitsWidensExactly) {
   for (const Payload& p : {kPayloads[0], kPayloads[1]}) {
     for (std::uint32_t code = 0; code < 0x10000; ++code) {
       Row value(p, std::vector<std::uint32_t>(16, 0)), one = value;
-      const std::uint32_t at = code % 16;
+      const std::size_t at = code % 16;
       const std::uint32_t unit = ref::encode(p.format, 1.0);
       std::memcpy(value.data() + at * 2, &code, 2);
       std::memcpy(one.data() + at * 2, &unit, 2);
