@@ -1,5 +1,5 @@
-// Errors that cost nothing but the call: bad expert ids, disagreement between ranks, and the group's
-// memory of them.
+// Errors that cost nothing but the call: bad expert ids, disagreement between ranks, and the
+// group's memory of them.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The greedy method of AETG (Cohen, Dalal, Fredman, Patton 1997): of several candidates take the one
-// that covers most new pairs; a candidate starts with an uncovered pair and gets the remaining
+// The greedy method of AETG (Cohen, Dalal, Fredman, Patton 1997): of several candidates take the
+// one that covers most new pairs; a candidate starts with an uncovered pair and gets the remaining
 // dimensions in random order, each with the value that covers most new pairs so far.
 #include "conformance/pairwise.h"
 

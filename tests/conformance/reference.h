@@ -92,7 +92,7 @@ struct TokenOf {
 };
 
 // One element of combine (and, without weights, of dispatch_bwd's grad_tokens): the sum over the
-// rows of a token of `source`, rounded on each rank and once more at the source. A code of `format`.
+// rows of a token, rounded on each rank and once more at its source. A code of `format`.
 std::uint32_t combined(const Routed& routed, const TokenOf& of, std::int64_t column, Format format,
                        const ElementAt& element, const WeightAt* weight);
 

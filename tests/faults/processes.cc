@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <fstream>
 #include <sstream>
 #include <stdexcept>
 
@@ -21,13 +22,17 @@ struct Pipe {
   Pipe() {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe2 failed");
-    read.reset(ends[0]);
-    write.reset(ends[1]);
+    read = Descriptor(ends[0]);
+    write = Descriptor(ends[1]);
   }
-  UniqueFd read, write;
+  Descriptor read, write;
 };
 
 }  // namespace
+
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) ::close(fd_);
+}
 
 Processes::Processes(RankProgram program, const std::vector<std::vector<int>>& processes) {
   program.num_ranks = 0;
@@ -68,7 +73,6 @@ void Processes::start(const RankProgram& program) {
 Processes::~Processes() {
   for (Process& process : processes_) {
     if (process.pid < 0) continue;
-    process.input.reset();
     ::kill(process.pid, SIGKILL);
     ::waitpid(process.pid, nullptr, 0);
   }
@@ -86,6 +90,19 @@ void Processes::go(int rank) {
   if (::write(process_of(rank).input.get(), "go\n", 3) != 3) {
     throw std::runtime_error("rank " + std::to_string(rank) + " reads no more");
   }
+}
+
+std::vector<std::string> Processes::named_shared_memory(int rank) {
+  std::ifstream maps("/proc/" + std::to_string(process_of(rank).pid) + "/maps");
+  std::vector<std::string> named;
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream fields(line);
+    std::string range, permissions, offset, device, inode, path;
+    fields >> range >> permissions >> offset >> device >> inode >> path;
+    const bool shared = permissions.size() == 4 && permissions[3] == 's';
+    if (shared && !path.starts_with("/memfd:")) named.push_back(path);
+  }
+  return named;
 }
 
 Clock::time_point Processes::kill(int rank) {

@@ -7,14 +7,30 @@
 #include <deque>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "base/fd.h"
 #include "faults/rank_program.h"
 
 namespace xd::test {
 
 using Clock = std::chrono::steady_clock;
+
+// Owner of a file descriptor.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor();
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
 
 struct Result {
   xd_status status;
@@ -38,6 +54,8 @@ class Processes {
   std::string wait_for_after(int rank);
 
   void go(int rank);
+  // Shared memory that the rank's process has mapped under a name, so that it would outlive it.
+  std::vector<std::string> named_shared_memory(int rank);
   // SIGKILL; returns when the process is gone. Its peers know nothing yet.
   Clock::time_point kill(int rank);
 
@@ -45,7 +63,7 @@ class Processes {
   struct Process {
     pid_t pid = -1;
     std::vector<int> ranks;
-    UniqueFd input, output;
+    Descriptor input, output;
     std::string partial;  // of a line
   };
   struct Line {

@@ -1,4 +1,5 @@
-// main() of GoogleTest programs started by crossdock-run: --executor=cpu beside GoogleTest's options.
+// main() of GoogleTest programs that crossdock-run starts: --executor=cpu beside GoogleTest's
+// options.
 #include "support/gtest_main.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +15,7 @@ namespace {
 
 std::unique_ptr<World> the_world;
 
-// All processes of a launch run the same tests: one tells the story, the others only what is theirs.
+// All processes of a launch run the same tests: one tells the story, the others what went wrong.
 class FailuresOnly final : public testing::EmptyTestEventListener {
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;

@@ -1,5 +1,5 @@
-// Memory of the device that an executor computes on, behind one small interface, so that test bodies
-// are the same for every executor.
+// Memory of the device that an executor computes on, behind one small interface, so that test
+// bodies are the same for every executor.
 #pragma once
 
 #include <dlpack/dlpack.h>

@@ -1,9 +1,9 @@
 // How a program that crossdock-run started gets its ranks.
 //
-// As processes, each process is one rank, described by torchrun's variables. As threads, one process
-// is told WORLD_SIZE and runs all ranks itself. run() hides the difference: it executes a body on
-// every rank of this process. A body that throws leaves the shared communicator, so that its peers
-// fail at once instead of waiting; the next run() makes a new one on all ranks.
+// As processes, each process is one rank, described by torchrun's variables. As threads, one
+// process is told WORLD_SIZE and runs all ranks itself. run() hides the difference: it executes a
+// body on every rank of this process. A body that throws leaves the shared communicator, so that
+// its peers fail at once instead of waiting; the next run() makes a new one on all ranks.
 #pragma once
 
 #include <cstdint>
