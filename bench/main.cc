@@ -1,4 +1,5 @@
 // crossdock-bench: how long the library's operations take, beside MPI and a plain copy.
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <stdexcept>
@@ -67,6 +68,16 @@ bool same_results(const EpResults& ours, const PeerResults& peer) {
          (ours.recv_checksums == peer.recv_checksums && ours.out_checksums == peer.out_checksums);
 }
 
+// Rows whose slow iterations dwarf the median come from a machine that does something else, too.
+void add_doubt_of_spread(Report& report) {
+  const auto wide = std::count_if(report.rows.begin(), report.rows.end(),
+                                  [](const TableRow& row) { return row.p99 > 3 * row.p50; });
+  if (wide == 0) return;
+  report.machine.doubts.push_back(std::to_string(wide) + " of " +
+                                  std::to_string(report.rows.size()) +
+                                  " rows are unsteady, p99 > 3 * p50: ratios mean little");
+}
+
 // Completes the report of what rank 0 has measured; returns the exit code.
 int finish(Report report, const DriverOptions& driver, const std::vector<std::string>& arguments,
            const std::map<std::string, EpResults>& measured) {
@@ -91,6 +102,7 @@ int finish(Report report, const DriverOptions& driver, const std::vector<std::st
   for (TableRow& row : report.rows) {
     if (row.moves_rows) row.floor_ratio = row.p50 / floor.p50;
   }
+  add_doubt_of_spread(report);
   print(report);
   if (!driver.json.empty()) write_json(report, driver.json);
   return right ? 0 : 1;

@@ -36,10 +36,13 @@ std::vector<char*> environment() {
 }
 
 std::vector<std::string> command_line(int ranks, const std::vector<std::string>& arguments) {
-  std::vector<std::string> command{
-      "mpirun", "-n", std::to_string(ranks), "--oversubscribe", "--bind-to", "none",
-      // This host and its shared memory only.
-      "--mca", "btl", "self,vader", "--mca", "plm", "isolated", "--timeout", "300"};
+  std::vector<std::string> command{"mpirun", "-n", std::to_string(ranks), "--oversubscribe",
+                                   "--bind-to", "none",
+                                   // This host and its shared memory only.
+                                   "--mca", "btl", "self,vader", "--mca", "plm", "isolated",
+                                   // Without it a rank that spins keeps the one it waits for from
+                                   // running, wherever a core is shared: tens of milliseconds.
+                                   "--mca", "mpi_yield_when_idle", "1", "--timeout", "300"};
   if (::geteuid() == 0) command.push_back("--allow-run-as-root");
   command.push_back(peer_program().string());
   command.insert(command.end(), arguments.begin(), arguments.end());
