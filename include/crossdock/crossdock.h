@@ -11,6 +11,7 @@
  *   - Structs start with `struct_size` and have an XD_..._INIT initialiser: always start from it. A
  *     zero field means its default. Structs grow at their end only, so code compiled against an
  *     older header keeps working.
+ *   - A NULL handle or output pointer is refused at once: that rank then takes no part in the call.
  *   - Handles are opaque. A handle may be used by one thread at a time unless its functions say
  *     otherwise.
  *   - "Collective" means: all ranks of the communicator call it, in the same order.

@@ -71,7 +71,7 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
   return guarded("xd_comm_error", [&] {
     xd_error_info value XD_ERROR_INFO_INIT;
     if (const xd::FatalError* error = comm->comm->fatal_error()) {
-      value.status = static_cast<xd_status>(error->status);
+      value.status = xd::status_of(*error);
       value.phase = static_cast<xd_phase>(error->phase);
       value.rank = error->rank;
       value.peer = error->peer;

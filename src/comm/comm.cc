@@ -38,6 +38,14 @@ std::string text_of(std::span<const std::byte> body) {
 
 }  // namespace
 
+void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, int rank) {
+  const std::size_t got = segment ? segment->bytes() : 0;
+  if (got < bytes) {
+    fail(XD_ERROR_MISMATCH, "rank ", rank, " shares ", got, " bytes of memory, expected at least ",
+         bytes, ": it runs another version of the library");
+  }
+}
+
 std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   XD_REQUIRE(config.device.device_type == kDLCPU || config.device.device_type == kDLCUDA,
              "config.device.device_type = ", int{config.device.device_type},
@@ -53,6 +61,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   comm->mesh_->start(*comm);
   comm->control_segments_ = comm->share(ControlMap::make(comm->num_ranks_).end, "control memory");
   for (int r = 0; r < comm->num_ranks_; ++r) {
+    require_size(comm->control_segments_[index(r)], ControlMap::make(comm->num_ranks_).end, r);
     comm->controls_[index(r)] =
         Control(comm->control_segments_[index(r)]->base(), comm->num_ranks_);
   }
@@ -86,16 +95,26 @@ std::vector<Mesh::Item> Comm::gather(std::span<const std::byte> blob, int fd) {
   try {
     return mesh_->all_gather(blob, fd, deadline());
   } catch (const Error& error) {
-    throw_if_failed();  // what the watch thread has recorded is the cause of this failure
-    if (error.status() == XD_ERROR_TIMEOUT) {
-      raise({.status = XD_ERROR_TIMEOUT,
-             .phase = XD_PHASE_HOST,
-             .rank = rank_,
-             .timeout_ms = timeout_ms_},
-            Spread::everywhere);
-    }
+    throw_if_failed();  // what has been recorded is the cause of this failure
+    fail_round(error.status());
+    throw;
+  } catch (const std::bad_alloc&) {
+    fail_round(XD_ERROR_OUT_OF_MEMORY);
     throw;
   }
+}
+
+// Some peers may have heard of this round and others not: the ranks are out of step for good.
+void Comm::fail_round(xd_status status) {
+  FatalError error{
+      .status = status, .phase = XD_PHASE_HOST, .rank = rank_, .timeout_ms = timeout_ms_};
+  for (int r = 0; r < num_ranks_ && status == XD_ERROR_PEER_LOST; ++r) {
+    if (!left(r)) continue;
+    error.peer = r;
+    error.left = 1;
+    break;
+  }
+  raise(error, status == XD_ERROR_PEER_LOST ? Spread::here : Spread::everywhere);
 }
 
 std::vector<Mesh::Item> Comm::agree(const std::function<Contribution()>& work) {

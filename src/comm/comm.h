@@ -24,13 +24,18 @@
 
 namespace xd {
 
-// Where an executor waits, for error texts.
+// Where an executor waits, for error texts, and until when: one deadline for all peers of a phase.
 struct WaitSite {
   xd_phase phase;
   int group;
   int operation;
   std::uint64_t epoch;
+  Deadline deadline;
 };
+
+// Throws MISMATCH unless a rank's segment is there and has at least `bytes`: a rank that runs
+// another version of the library may lay its memory out otherwise.
+void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, int rank);
 
 class Comm final : private MeshEvents {
  public:
@@ -98,7 +103,6 @@ class Comm final : private MeshEvents {
   void wait_for(int peer, const WaitSite& site, Ready&& ready, Seen&& seen) {
     if (ready()) return;
     Doorbell& bell = controls_[index(rank_)].bell();
-    const Deadline deadline = this->deadline();
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
     for (;;) {
       const std::uint32_t rings = bell.value();  // before the flags: see Doorbell
@@ -106,9 +110,9 @@ class Comm final : private MeshEvents {
       throw_if_failed();
       // The goodbye came after the peer's last flag, so the flags are looked at once more.
       if (left(peer) && !ready()) fail_left(peer, site);
-      if (deadline.passed()) fail_timeout(peer, site, seen());
+      if (site.deadline.passed()) fail_timeout(peer, site, seen());
       if (spin.passed()) {
-        bell.sleep(rings, deadline);
+        bell.sleep(rings, site.deadline);
       } else {
         relax();
       }
@@ -120,6 +124,7 @@ class Comm final : private MeshEvents {
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
   std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);
+  void fail_round(xd_status status);
   void on_lost(std::span<const int> ranks) override;
   void on_left(int rank) override;
   void on_abort(int rank) override;

@@ -5,6 +5,16 @@
 #include "comm/comm.h"
 
 namespace xd {
+namespace {
+
+std::string text_of_lost(std::span<const int> ranks) {
+  if (ranks.size() == 1) return describe({.status = XD_ERROR_PEER_LOST, .peer = ranks[0]});
+  std::string list;
+  for (const int rank : ranks) list += concat(list.empty() ? "" : ", ", rank);
+  return concat("ranks ", list, " were lost: their process has ended");
+}
+
+}  // namespace
 
 void Comm::check_process() const {
   XD_REQUIRE(process_ == ::getpid(), "this communicator was made by process ", process_,
@@ -33,7 +43,7 @@ std::string Comm::fatal_text() const {
 
 void Comm::throw_if_failed() const {
   const FatalError* error = fatal_error();
-  if (error != nullptr) fail(static_cast<xd_status>(error->status), fatal_text());
+  if (error != nullptr) fail(status_of(*error), fatal_text());
 }
 
 void Comm::raise(const FatalError& error, Spread spread) {
@@ -47,25 +57,22 @@ void Comm::raise(const FatalError& error, Spread spread) {
   for (int i = 1; i < num_ranks_; ++i) {
     controls_[index((rank_ + i) % num_ranks_)].post(rank_, error);
   }
+  // Boards and bells do not reach host collectives. A peer that hears of an abort finds this error
+  // on its board already.
+  mesh_->send_abort();
+  mesh_->cancel();
 }
 
 void Comm::abort() {
   check_process();
   XD_REQUIRE(!closed_.load(std::memory_order_acquire), "the communicator has been destroyed");
   raise({.status = XD_ERROR_ABORTED, .rank = rank_, .peer = rank_}, Spread::everywhere);
-  mesh_->send_abort();
-  mesh_->cancel();
 }
 
 void Comm::on_lost(std::span<const int> ranks) {
   {
     const std::lock_guard lock(raise_mutex_);
-    lost_text_ = ranks.size() == 1 ? concat("rank ", ranks[0], " was lost: its process has ended")
-                                   : concat("ranks ", ranks[0]);
-    for (std::size_t i = 1; i < ranks.size(); ++i) {
-      lost_text_ += concat(", ", ranks[i],
-                           i + 1 == ranks.size() ? " were lost: their process has ended" : "");
-    }
+    if (lost_text_.empty()) lost_text_ = text_of_lost(ranks);
   }
   raise({.status = XD_ERROR_PEER_LOST, .rank = rank_, .peer = ranks[0]}, Spread::here);
 }

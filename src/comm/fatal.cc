@@ -36,10 +36,13 @@ const char* operation_name(std::int32_t operation) {
   return index < kOperations.size() ? kOperations[index] : "?";
 }
 
+xd_status status_of(const FatalError& error) {
+  const bool known = error.status > XD_SUCCESS && error.status <= XD_ERROR_INTERNAL;
+  return known ? static_cast<xd_status>(error.status) : XD_ERROR_INTERNAL;
+}
+
 std::string describe(const FatalError& error) {
   switch (error.status) {
-    case XD_SUCCESS:
-      return "";
     case XD_ERROR_TIMEOUT:
       if (error.peer < 0) {
         return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ", site(error),
@@ -58,8 +61,8 @@ std::string describe(const FatalError& error) {
       return concat("rank ", error.rank, " used group ", error.group,
                     " from two threads at once; the operations of a group form one sequence");
     default:
-      return concat("fatal error ", status_name(static_cast<xd_status>(error.status)),
-                    " raised by rank ", error.rank);
+      return concat("fatal error ", status_name(status_of(error)), " raised by rank ", error.rank,
+                    " in ", site(error));
   }
 }
 

@@ -38,6 +38,9 @@ const char* operation_name(std::int32_t operation);
 // One sentence with all of it.
 std::string describe(const FatalError& error);
 
+// The error's status; INTERNAL if it is none, as on a board that something else has written to.
+xd_status status_of(const FatalError& error);
+
 // Offsets inside a rank's control segment: bell, then error board.
 struct ControlMap {
   std::uint64_t bell, first, slots, end;
@@ -57,7 +60,10 @@ struct ControlMap {
 class Control {
  public:
   Control() = default;
-  Control(std::byte* base, int num_ranks) : base_(base), map_(ControlMap::make(num_ranks)) {}
+  Control(std::byte* base, int num_ranks)
+      : base_(base),
+        map_(ControlMap::make(num_ranks)),
+        num_ranks_(static_cast<std::uint32_t>(num_ranks)) {}
 
   Doorbell& bell() const { return *at<Doorbell>(map_.bell); }
 
@@ -71,10 +77,12 @@ class Control {
     return won;
   }
 
-  // The error of this board, or nullptr.
+  // The error of this board, or nullptr. A writer that does not exist has damaged the board: then
+  // the first slot (empty, perhaps) is as good as any.
   const FatalError* error() const {
     const std::uint32_t writer = first().load(std::memory_order_acquire);
-    return writer == 0 ? nullptr : &at<FatalError>(map_.slots)[writer - 1];
+    if (writer == 0) return nullptr;
+    return &at<FatalError>(map_.slots)[writer <= num_ranks_ ? writer - 1 : 0];
   }
 
  private:
@@ -86,6 +94,7 @@ class Control {
 
   std::byte* base_ = nullptr;
   ControlMap map_{};
+  std::uint32_t num_ranks_ = 0;
 };
 
 }  // namespace xd

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstring>
+#include <new>
 
 #include "base/error.h"
 
@@ -58,6 +59,18 @@ void require_equal(std::span<const Announcement> of_rank) {
 }
 
 }  // namespace
+
+Setback current_setback(int rank) {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return {.status = error.status(), .text = error.text(), .rank = rank};
+  } catch (const std::bad_alloc&) {
+    return {.status = XD_ERROR_OUT_OF_MEMORY, .text = "no memory", .rank = rank};
+  } catch (const std::exception&) {
+    return {.status = XD_ERROR_INTERNAL, .text = "exception", .rank = rank};
+  }
+}
 
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config)
     : comm_(std::move(comm)), number_(comm_->next_group_number()) {

@@ -28,6 +28,9 @@ struct Setback {
   explicit operator bool() const { return status != XD_SUCCESS; }
 };
 
+// Inside a catch block: the exception in flight as a setback of `rank`'s own call.
+Setback current_setback(int rank);
+
 class Group {
  public:
   virtual ~Group() = default;

@@ -29,14 +29,6 @@ struct Placement::Target {
   std::int64_t limit;  // rows from here on are dropped; no limit under ERROR
 };
 
-void Placement::reserve(const Config& config) {
-  count.resize(at(config.local_experts));
-  offset.resize(at(config.local_experts) + 1);
-  first_row.resize(at(config.expert_major() ? config.experts : config.ranks));
-  total.resize(at(config.ranks));
-  rank_rows.resize(at(config.ranks) * at(config.ranks));
-}
-
 void Placement::place(const CountTable& counts, const Config& config,
                       std::span<const std::int64_t> capacities, int rank) {
   bad_ids = 0;

@@ -54,7 +54,21 @@ struct Placement {
   int bad_id_rank = -1;    // lowest rank that has some
   int overflow_rank = -1;  // lowest rank whose capacity is exceeded
 
-  void reserve(const Config& config);
+  // visit(vector, size) for every vector.
+  template <class Visit>
+  void for_each_vector(const Config& config, Visit&& visit) {
+    const auto ranks = static_cast<std::size_t>(config.ranks);
+    const auto local = static_cast<std::size_t>(config.local_experts);
+    visit(count, local);
+    visit(offset, local + 1);
+    visit(first_row, config.expert_major() ? static_cast<std::size_t>(config.experts) : ranks);
+    visit(total, ranks);
+    visit(rank_rows, ranks * ranks);
+  }
+
+  void reserve(const Config& config) {
+    for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });
+  }
   void place(const CountTable& counts, const Config& config,
              std::span<const std::int64_t> capacities, int rank);
 

@@ -26,6 +26,19 @@ bool sane(const PlanHeader& h) {
 
 }  // namespace
 
+bool PlanView::zones_fit() const {
+  const PlanHeader& h = header_;
+  if (h.recv_rows < 0 || h.recv_rows > h.capacity) return false;
+  if (refused() || h.layout != XD_EP_EXPERT_MAJOR) return true;
+  std::int32_t end = 0;
+  for (int e = 0; e < h.experts / h.ranks; ++e) {
+    if (offsets_[e] != end || counts_[e] < 0) return false;
+    end = offsets_[e + 1];
+    if (std::int64_t{offsets_[e]} + counts_[e] > end) return false;
+  }
+  return end == h.recv_rows;
+}
+
 RowCodec::RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout, int local_experts)
     : base_(1, 0),
       experts_(layout == XD_EP_RANK_MAJOR ? static_cast<std::uint32_t>(local_experts) : 1) {
@@ -59,6 +72,7 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
   view.counts_ = reinterpret_cast<const std::int32_t*>(at + map.count);
   view.offsets_ = reinterpret_cast<const std::int32_t*>(at + map.offset);
   view.codes_ = reinterpret_cast<const std::uint32_t*>(at + map.code);
+  XD_REQUIRE(view.zones_fit(), "plan: its zones are damaged");
   return view;
 }
 
@@ -89,6 +103,9 @@ void seal_plan(std::byte* plan) {
   header.magic = PlanHeader::kMagic;
   header.version = PlanHeader::kVersion;
   header.bytes = map.end;
+  // Gaps between the parts, so that equal plans are equal bytes.
+  std::memset(plan + map.zones_end, 0, map.code - map.zones_end);
+  std::memset(plan + map.code_end, 0, map.end - map.code_end);
   std::memcpy(plan, &header, sizeof(header));
   header.checksum = checksum_of(plan, map);
   std::memcpy(plan, &header, sizeof(header));

@@ -36,7 +36,7 @@ struct PlanHeader {
   std::int32_t layout;
   std::int32_t alignment;
   std::int32_t overflow;  // an xd_ep_overflow
-  std::int32_t unused;
+  std::int32_t unused;    // zero
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
   std::int64_t recv_rows;          // min(total_rows, capacity)
@@ -54,7 +54,7 @@ struct PlanHeader {
 static_assert(sizeof(PlanHeader) == 144);
 
 struct PlanMap {
-  std::uint64_t count, offset, code, end;
+  std::uint64_t count, offset, zones_end, code, code_end, end;
 
   static constexpr PlanMap make(int local_experts, int tokens, int topk) {
     LayoutCursor cursor;
@@ -62,8 +62,10 @@ struct PlanMap {
     cursor.place<PlanHeader>(1);
     map.count = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts));
     map.offset = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts) + 1);
+    map.zones_end = cursor.at;
     map.code = cursor.place<std::uint32_t>(
         static_cast<std::uint64_t>(tokens) * static_cast<std::uint64_t>(topk), 16);
+    map.code_end = cursor.at;
     map.end = cursor.place<std::byte>(0, 16);
     return map;
   }
@@ -124,11 +126,18 @@ class PlanView {
   void require_binding(const PlanBinding& binding) const;
 
   const PlanHeader& header() const { return header_; }
+  // An overflow under XD_EP_OVERFLOW_ERROR: the plan moves nothing, and its zones are whole, beyond
+  // any tensor's end. Every other plan's zones lie within its receive rows.
+  bool refused() const {
+    return header_.overflow_rank >= 0 && header_.overflow == XD_EP_OVERFLOW_ERROR;
+  }
   std::int32_t count(int e) const { return counts_[e]; }
   std::int32_t offset(int e) const { return offsets_[e]; }
   const std::uint32_t* codes(std::int64_t token) const { return codes_ + token * header_.topk; }
 
  private:
+  bool zones_fit() const;
+
   PlanHeader header_{};
   const std::int32_t* counts_ = nullptr;
   const std::int32_t* offsets_ = nullptr;

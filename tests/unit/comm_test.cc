@@ -109,7 +109,8 @@ TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
             "counts: expected epoch 7, seen 6");
   EXPECT_EQ(describe({.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2}),
             "rank 2 was lost: its process has ended");
-  EXPECT_EQ(describe({}), "");
+  EXPECT_EQ(status_of({}), XD_ERROR_INTERNAL);
+  EXPECT_EQ(status_of(timeout), XD_ERROR_TIMEOUT);
 }
 
 }  // namespace

@@ -38,13 +38,13 @@ class CpuGroup final : public Group {
   }
 
   void join_failed(xd_ep_operation operation, const char* text, xd_stream) override {
-    XD_REQUIRE(operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD,
-               "operation = ", int{operation}, ", expected an xd_ep_operation");
     const std::string cause(text != nullptr ? text : "",
                             text != nullptr ? ::strnlen(text, 255) : 0);
     // Any operation will do: it fails before there is one.
     run(operation, [&](const Context& context) -> PrepareOp {
       static_cast<void>(context);
+      XD_REQUIRE(operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD,
+                 "operation = ", int{operation}, ", expected an xd_ep_operation");
       fail(XD_ERROR_INVALID_ARGUMENT, cause);
     });
   }
@@ -99,8 +99,8 @@ void CpuGroup::run(xd_ep_operation operation, Make&& make) {
   Setback setback;
   try {
     op.emplace(make(context));
-  } catch (const Error& error) {
-    setback = {.status = error.status(), .text = error.text(), .rank = rank()};
+  } catch (...) {
+    setback = current_setback(rank());
   }
   lockstep_.begin(operation);
   setback = carry_out(op, std::move(setback));
@@ -112,32 +112,31 @@ void CpuGroup::run(xd_ep_operation operation, Make&& make) {
 template <Operation Op>
 Setback CpuGroup::carry_out(std::optional<Op>& op, Setback setback) {
   if (op) {
-    // A plan that moves nothing (an overflow) may name rows that the tensors do not have.
-    if (!op->obstacle()) op->stage_in();
+    op->stage_in();
     lockstep_.enter(op->record());
     op->announce();
   } else {
     lockstep_.enter({.status = static_cast<std::uint8_t>(setback.status)});
   }
   lockstep_.await();
-  if (!setback) setback = disagreement(lockstep_, rank(), config().ranks);
-  if (!setback) setback = op->obstacle();
   if (!setback) setback = move(*op);
   lockstep_.leave();
   if (!setback) setback = op->finish();
   return setback;
 }
 
-// What goes wrong here without being fatal (a peer's record that names no memory of its) is this
-// rank's setback alone, and it still leaves together with the others.
+// What goes wrong here without being fatal (no memory for an error's text, a peer's record that
+// names no memory of its) is this rank's setback alone, and it still leaves with the others.
 template <Operation Op>
 Setback CpuGroup::move(Op& op) {
   try {
+    if (Setback found = disagreement(lockstep_, rank(), config().ranks)) return found;
+    if (Setback found = op.obstacle()) return found;
     op.move();
     return {};
-  } catch (const Error& error) {
+  } catch (...) {
     if (comm().fatal_error() != nullptr) throw;
-    return {.status = error.status(), .text = error.text(), .rank = rank()};
+    return current_setback(rank());
   }
 }
 

@@ -25,6 +25,7 @@ Lockstep::Lockstep(const Group& group)
       records_(at(group.config().ranks)) {
   for (int r = 0; r < ranks_; ++r) maps_.push_back(GroupMap::make(group.config_of(r)));
   segments_ = comm_.share(map_of(rank_).end, "group memory");
+  for (int r = 0; r < ranks_; ++r) require_size(segments_[at(r)], map_of(r).end, r);
 }
 
 // Peers in the order in which this rank turns to them: the next one first, so that all ranks do not
@@ -42,7 +43,7 @@ void Lockstep::begin(xd_ep_operation operation) {
 void Lockstep::enter(const Record& record) {
   records_[at(rank_)] = record;
   for_each_peer([&](int peer) {
-    EntryRecord& theirs = entry(peer, rank_);
+    EntryRecord& theirs = entry(peer, rank_, epoch_);
     theirs.record = record;
     // Release: who sees this epoch also sees the record, and staged input rows.
     theirs.epoch.store(epoch_, std::memory_order_release);
@@ -51,11 +52,11 @@ void Lockstep::enter(const Record& record) {
 }
 
 void Lockstep::await() {
+  const WaitSite site = this->site(XD_PHASE_ENTRY);
   for_each_peer([&](int peer) {
-    const EntryRecord& mine = entry(rank_, peer);
-    const auto seen = [&] { return mine.epoch.load(std::memory_order_acquire); };
-    comm_.wait_for(
-        peer, site(XD_PHASE_ENTRY), [&] { return seen() == epoch_; }, seen);
+    const EntryRecord& mine = entry(rank_, peer, epoch_);
+    const auto here = [&] { return mine.epoch.load(std::memory_order_acquire) == epoch_; };
+    comm_.wait_for(peer, site, here, [&] { return last_entered(peer); });
     records_[at(peer)] = mine.record;
   });
 }
@@ -63,13 +64,17 @@ void Lockstep::await() {
 void Lockstep::leave() {
   for_each_peer([&](int peer) {
     // Release: who sees this epoch also sees every row written there, and none is read any more.
-    done(peer, rank_).epoch.store(epoch_, std::memory_order_release);
+    done(peer, rank_, epoch_).epoch.store(epoch_, std::memory_order_release);
   });
   ring_peers();
+  const WaitSite site = this->site(XD_PHASE_DONE);
   for_each_peer([&](int peer) {
-    const auto seen = [&] { return done(rank_, peer).epoch.load(std::memory_order_acquire); };
+    const auto left_at = [&](std::uint64_t epoch) {
+      return done(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
+    };
     comm_.wait_for(
-        peer, site(XD_PHASE_DONE), [&] { return seen() == epoch_; }, seen);
+        peer, site, [&] { return left_at(epoch_) == epoch_; },
+        [&] { return std::max(left_at(epoch_), left_at(epoch_ - 1)); });
   });
 }
 
@@ -84,6 +89,7 @@ void Lockstep::send_counts(std::span<const std::uint32_t> values) {
 }
 
 void Lockstep::await_counts(std::span<std::uint32_t> table) {
+  const WaitSite site = this->site(XD_PHASE_COUNTS);
   for_each_peer([&](int peer) {
     const std::atomic<std::uint64_t>* words = counts(rank_, peer);
     std::uint32_t* row = table.data() + at(peer) * count_layout_.size();
@@ -96,18 +102,18 @@ void Lockstep::await_counts(std::span<std::uint32_t> table) {
       }
       return true;
     };
-    comm_.wait_for(peer, site(XD_PHASE_COUNTS), take, [&] { return epoch_ - 1; });
+    comm_.wait_for(peer, site, take, [&] { return last_entered(peer); });
   });
 }
 
 std::byte* Lockstep::tensor_of(int rank, TensorPlace place, std::uint64_t bytes) const {
-  if (!place) return nullptr;
-  if (place.base() == TensorPlace::kGroup) {
+  const bool aligned = place.offset() % kRowAlignment == 0;
+  if (aligned && place.base() == TensorPlace::kGroup) {
     const Segment& segment = *segments_[at(rank)];
     if (place.offset() <= segment.bytes() && bytes <= segment.bytes() - place.offset()) {
       return area_of(rank, place.offset());
     }
-  } else {
+  } else if (aligned && place.base() >= TensorPlace::kHeap) {
     const Place in_heap{.segment = static_cast<std::uint32_t>(place.base() - TensorPlace::kHeap),
                         .offset = place.offset()};
     std::byte* address = comm_.heap().address(rank, in_heap, bytes);
@@ -116,23 +122,35 @@ std::byte* Lockstep::tensor_of(int rank, TensorPlace place, std::uint64_t bytes)
   fail(XD_ERROR_MISMATCH, "rank ", rank, " offers a tensor outside its shared memory");
 }
 
-EntryRecord& Lockstep::entry(int owner, int source) const {
+EntryRecord& Lockstep::entry(int owner, int source, std::uint64_t epoch) const {
   auto* records = as<EntryRecord>(area_of(owner, map_of(owner).record));
-  return records[slot() * at(ranks_) + at(source)];
+  return records[epoch % 2 * at(ranks_) + at(source)];
 }
 
-DoneFlag& Lockstep::done(int owner, int source) const {
+DoneFlag& Lockstep::done(int owner, int source, std::uint64_t epoch) const {
   auto* flags = as<DoneFlag>(area_of(owner, map_of(owner).done));
-  return flags[slot() * at(ranks_) + at(source)];
+  return flags[epoch % 2 * at(ranks_) + at(source)];
+}
+
+// For error texts: the last operation that a peer has entered, of the two that the slots can hold.
+std::uint64_t Lockstep::last_entered(int peer) const {
+  const auto at_slot = [&](std::uint64_t epoch) {
+    return entry(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
+  };
+  return std::max(at_slot(epoch_), at_slot(epoch_ - 1));
 }
 
 std::atomic<std::uint64_t>* Lockstep::counts(int owner, int source) const {
   auto* words = as<std::atomic<std::uint64_t>>(area_of(owner, map_of(owner).counts));
-  return words + (slot() * at(ranks_) + at(source)) * count_layout_.size();
+  return words + (epoch_ % 2 * at(ranks_) + at(source)) * count_layout_.size();
 }
 
 WaitSite Lockstep::site(xd_phase phase) const {
-  return {.phase = phase, .group = group_, .operation = operation_, .epoch = epoch_};
+  return {.phase = phase,
+          .group = group_,
+          .operation = operation_,
+          .epoch = epoch_,
+          .deadline = comm_.deadline()};
 }
 
 void Lockstep::ring_peers() const {

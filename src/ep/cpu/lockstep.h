@@ -43,14 +43,14 @@ class Lockstep {
   void send_counts(std::span<const std::uint32_t> counts);
   void await_counts(std::span<std::uint32_t> table);
 
-  // Address of `bytes` bytes of a peer's tensor; throws MISMATCH if its record names memory that it
-  // does not have. A place that was not given is a null pointer.
+  // Address of `bytes` bytes of a peer's tensor; throws MISMATCH if its record names no memory of
+  // its own, or a place that rows cannot start at.
   std::byte* tensor_of(int rank, TensorPlace place, std::uint64_t bytes) const;
 
  private:
-  std::uint64_t slot() const { return epoch_ % 2; }
-  EntryRecord& entry(int owner, int source) const;
-  DoneFlag& done(int owner, int source) const;
+  EntryRecord& entry(int owner, int source, std::uint64_t epoch) const;
+  DoneFlag& done(int owner, int source, std::uint64_t epoch) const;
+  std::uint64_t last_entered(int peer) const;
   std::atomic<std::uint64_t>* counts(int owner, int source) const;
   WaitSite site(xd_phase phase) const;
   void ring_peers() const;

@@ -10,14 +10,14 @@ namespace xd::ep::cpu {
 // An operation is made from its arguments (and throws INVALID_ARGUMENT if they are bad), then:
 template <class Op>
 concept Operation = requires(Op op, const Op& c) {
-  // A reason to move nothing, alike on all ranks whose records agree.
-  { c.obstacle() } -> std::same_as<Setback>;
   // What this rank tells its peers.
   { c.record() } -> std::same_as<Record>;
-  // Before entering, if there is no obstacle: fills what peers will read.
+  // Before entering: fills what peers will read.
   op.stage_in();
   // After entering: sends what peers wait for inside the operation.
   op.announce();
+  // All ranks agree: a reason, alike on all ranks, to move nothing all the same.
+  { c.obstacle() } -> std::same_as<Setback>;
   // Every peer has entered: reads and writes their memory.
   op.move();
   // Every peer has left: completes this rank's outputs, reports.
@@ -41,7 +41,7 @@ void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows
 class PlanOperation {
  public:
   void announce() {}
-  Setback obstacle() const { return overflow_of(plan_, config()); }
+  Setback obstacle() const { return overflow_of(plan_); }
 
  protected:
   PlanOperation(const Context& context, PlanBytes plan)

@@ -225,7 +225,7 @@ void PrepareOp::write_outputs() const {
 Setback PrepareOp::report() const {
   const Placement& p = context_.scratch.placement;
   const PlanView plan = PlanView::open(call_.plan, plan_size(config()));
-  if (Setback overflow = overflow_of(plan, config())) return overflow;
+  if (Setback overflow = overflow_of(plan)) return overflow;
   if (p.bad_ids == 0) return {};
   return {.status = XD_ERROR_INVALID_ARGUMENT,
           .text = concat("topk_idx: ", p.bad_ids,

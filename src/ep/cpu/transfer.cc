@@ -16,29 +16,14 @@ TensorPlace place_in_heap(const Comm& comm, const Tensor& tensor) {
 }  // namespace
 
 void Scratch::reserve(const Config& config) {
-  const CountLayout layout{config.experts, config.ranks};
-  const std::size_t ranks_count = at(config.ranks), experts = at(config.experts);
-  ranks.resize(ranks_count);
-  counts.resize(layout.size());
-  table.resize(ranks_count * layout.size());
-  seen.resize(experts + ranks_count);
-  row_of.resize(ranks_count);
-  kept.resize(experts);
-  kept_pairs.resize(at(config.local_experts));
-  quantised.resize(config.max_row_bytes);
-  quantised_scales.resize(config.max_row_bytes / sizeof(float));
-  placement.reserve(config);
+  for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });
 }
 
 std::size_t Scratch::bytes(const Config& config) {
-  Scratch scratch;
-  const auto size = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
-  scratch.reserve(config);
-  const Placement& p = scratch.placement;
-  return size(scratch.ranks) + size(scratch.counts) + size(scratch.table) + size(scratch.seen) +
-         size(scratch.row_of) + size(scratch.kept) + size(scratch.kept_pairs) +
-         size(scratch.quantised) + size(scratch.quantised_scales) + size(p.count) + size(p.offset) +
-         size(p.first_row) + size(p.total) + size(p.rank_rows);
+  std::size_t bytes = 0;
+  Scratch{}.for_each_vector(
+      config, [&](auto& vector, std::size_t size) { bytes += size * sizeof(vector[0]); });
+  return bytes;
 }
 
 ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
@@ -49,7 +34,9 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
   const std::int64_t rows = plan.header().recv_rows;
   XD_REQUIRE(tensor.rows >= rows, tensor.name, ": has ", tensor.rows, " rows, expected at least ",
              rows, ", which the plan brings to this rank");
-  place_ = place_in_heap(group.comm(), tensor);
+  // No peer touches a tensor without rows, wherever it lies.
+  place_ = tensor.bytes() > 0 ? place_in_heap(group.comm(), tensor)
+                              : TensorPlace(TensorPlace::kGroup, staging_offset);
   if (place_) return;
   XD_REQUIRE(group.config().staging, tensor.name,
              ": lies outside symmetric memory, expected memory from xd_mem_alloc: the group was "
@@ -59,7 +46,7 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
 }
 
 void ReceiveTensor::copy_in(const PlanView& plan, const Config& config) const {
-  if (staged_ == nullptr) return;
+  if (staged_ == nullptr || plan.refused()) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   for_each_run(plan, config, [&](std::int64_t first, std::int64_t count) {
     const std::uint64_t begin = at(first) * bytes, size = at(count) * bytes;
@@ -100,9 +87,9 @@ void require_topk(const Tensor& tensor, const PlanView& plan) {
   if (tensor) require_cols(tensor, plan.header().topk, "top-k of the plan");
 }
 
-Setback overflow_of(const PlanView& plan, const Config& config) {
+Setback overflow_of(const PlanView& plan) {
   const PlanHeader& h = plan.header();
-  if (h.overflow_rank < 0 || config.overflow == XD_EP_OVERFLOW_DROP) return {};
+  if (!plan.refused()) return {};
   return {.status = XD_ERROR_OVERFLOW,
           .text = concat("rank ", h.overflow_rank, " would receive ", h.overflow_needed,
                          " rows, expected at most its recv_capacity = ", h.overflow_capacity,
@@ -117,7 +104,7 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
     const auto find = [&](TensorPlace place, std::uint64_t bytes) {
-      return context.lockstep.tensor_of(r, place, record.rows * bytes);
+      return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes) : nullptr;
     };
     context.scratch.ranks[at(r)] = {
         .rows = find(record.rows_in, sizes.row),

@@ -35,6 +35,23 @@ struct Scratch {
   std::vector<float> quantised_scales;   // and its scales
   Placement placement;
 
+  // visit(vector, size) for every vector, the placement's too.
+  template <class Visit>
+  void for_each_vector(const Config& config, Visit&& visit) {
+    const auto num_ranks = static_cast<std::size_t>(config.ranks);
+    const auto experts = static_cast<std::size_t>(config.experts);
+    const std::size_t num_counts = CountLayout{config.experts, config.ranks}.size();
+    visit(ranks, num_ranks);
+    visit(counts, num_counts);
+    visit(table, num_ranks * num_counts);
+    visit(seen, experts + num_ranks);
+    visit(row_of, num_ranks);
+    visit(kept, experts);
+    visit(kept_pairs, static_cast<std::size_t>(config.local_experts));
+    visit(quantised, config.max_row_bytes / 2);  // half of a bf16 row
+    visit(quantised_scales, config.max_row_bytes / 2 / kQuantiseBlock);
+    placement.for_each_vector(config, visit);
+  }
   void reserve(const Config& config);
   static std::size_t bytes(const Config& config);
 };
@@ -101,13 +118,14 @@ void require_tokens(const Tensor& tensor, const PlanView& plan);
 void require_topk(const Tensor& tensor, const PlanView& plan);
 
 // OVERFLOW if the plan's operations move nothing.
-Setback overflow_of(const PlanView& plan, const Config& config);
+Setback overflow_of(const PlanView& plan);
 
 struct RowSizes {
   std::uint64_t row = 0, scales = 0, weights = 0;  // bytes per receive row
   std::uint64_t extra = 0;                         // likewise; indices: as int32
 };
-// Fills scratch.ranks from the records of all ranks. After await().
+// Fills scratch.ranks from the records of all ranks, for the tensors whose rows have bytes here.
+// After await().
 void resolve_tensors(const Context& context, const RowSizes& sizes);
 
 // The rows of one token: by ascending rank, then ascending k; in RANK_MAJOR one per rank.
