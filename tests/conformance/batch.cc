@@ -94,7 +94,8 @@ void Batch::add_dispatch(const Case& c) {
   const std::int64_t k = c.topk;
   const std::int64_t rows = static_cast<std::int64_t>(routed_.received(rank_.rank).rows.size());
   const DLDataType type = scaled ? kE4m3 : c.dtype;
-  const std::int64_t h = 16 * c.row_units / static_cast<std::int64_t>(element_bytes(type));
+  const std::int64_t h =
+      std::int64_t{16} * c.row_units / static_cast<std::int64_t>(element_bytes(type));
   const std::vector<std::int64_t> weight_shape =
       expert_major ? std::vector{rows} : std::vector{rows, k};
   xd_ep_dispatch_args& args = dispatch_args;
@@ -122,7 +123,8 @@ void Batch::add_backward(const Case& c) {
   const std::int64_t t = routed_.choices(rank_.rank).tokens;
   const std::int64_t k = c.topk;
   const std::int64_t rows = static_cast<std::int64_t>(routed_.received(rank_.rank).rows.size());
-  const std::int64_t h = 16 * c.row_units / static_cast<std::int64_t>(element_bytes(c.dtype));
+  const std::int64_t h =
+      std::int64_t{16} * c.row_units / static_cast<std::int64_t>(element_bytes(c.dtype));
   const std::vector<std::int64_t> weight_shape =
       expert_major ? std::vector{rows} : std::vector{rows, k};
   const auto input = Role::receive_input;

@@ -79,7 +79,7 @@ Case make_case(int num_ranks, const std::vector<int>& values, std::uint64_t seed
   });
   c.row_units = std::max(c.row_units, c.least_row_units());
   const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
-  const std::int64_t bytes_per_token = c.num_ranks * std::min(c.topk, c.local_experts) * row_bytes;
+  const std::int64_t bytes_per_token = row_bytes * c.num_ranks * std::min(c.topk, c.local_experts);
   c.max_tokens = static_cast<int>(
       std::clamp<std::int64_t>(kMaxReceiveBytes / bytes_per_token, 1, c.max_tokens));
   return c;
@@ -129,7 +129,7 @@ RoutingShape Case::routing() const {
 std::vector<Choices> Case::choices(int step) const {
   const std::uint64_t batch = mix(seed, static_cast<std::uint64_t>(step));
   std::vector<Choices> ranks = make_routing(routing(), batch);
-  if (bad_ids) spoil(ranks, num_ranks * local_experts, batch);
+  if (bad_ids) spoil(ranks, std::int64_t{num_ranks} * local_experts, batch);
   return ranks;
 }
 
@@ -152,7 +152,7 @@ Placement Case::placement() const {
     const std::int64_t padded = (most + alignment - 1) / alignment * alignment;
     const bool scarce = rank == 0 || mix(seed, static_cast<std::uint64_t>(rank)) % 2 == 0;
     if (capacity == Capacity::exact) rows = std::max<std::int64_t>(padded, alignment);
-    if (capacity == Capacity::larger) rows = bound + 3 * alignment;
+    if (capacity == Capacity::larger) rows = bound + std::int64_t{3} * alignment;
     if ((capacity == Capacity::refusing || capacity == Capacity::dropping) && scarce) {
       rows = std::max<std::int64_t>(most * 2 / 3 / alignment * alignment, alignment);
     }

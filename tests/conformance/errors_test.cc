@@ -28,7 +28,7 @@ struct BadIds {
 
 TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
   Case c = plain_case(world().num_ranks());
-  const std::int64_t experts = c.num_ranks * c.local_experts;
+  const std::int64_t experts = std::int64_t{c.num_ranks} * c.local_experts;
   const BadIds kinds[] = {
       {{experts, -1, -1}, 1},      {{0, 0, 1}, 1}, {{-2, INT32_MIN, 0}, 2}, {{INT32_MAX, 2, 2}, 2},
       {{experts, experts, -5}, 3}, {{1, 1, 1}, 2},
@@ -226,7 +226,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
     config.zero_tail = rank.rank % 2;
     config.num_sms = rank.rank;
     config.staging = rank.rank % 2 == 0 ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
-    config.recv_capacity = 4 * (100 + rank.rank);
+    config.recv_capacity = 400 + 4 * std::int64_t{rank.rank};
     const Group good = make_group(rank.comm, config);
     EXPECT_NE(good, nullptr);
   });

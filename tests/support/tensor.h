@@ -51,7 +51,7 @@ class Buffer {
   void open_guards() const;
 
   // A multiple of 16 and of nothing larger: data is aligned as little as the library allows.
-  static constexpr std::size_t kGuard = 16 * 9;
+  static constexpr std::size_t kGuard = std::size_t{16} * 9;
 
   Memory* memory_ = nullptr;
   xd_comm* comm_ = nullptr;  // set for symmetric memory
