@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "ep/config.h"
 #include "ep/cpu/rows.h"
 
 namespace {
@@ -117,7 +118,7 @@ void dot_in_cache(benchmark::State& state) {
 
 void quantise_in_cache(benchmark::State& state) {
   const Rows rows(2 * kRow);
-  float scales[kRow / 2 / xd::rows::kQuantiseBlock];
+  float scales[kRow / 2 / xd::ep::kQuantiseBlock];
   for (auto _ : state) {
     xd::rows::quantise_e4m3(rows.in_order(1), scales, rows.in_order(0), kRow / 2, Store::cached);
   }

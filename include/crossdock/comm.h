@@ -32,7 +32,7 @@ typedef struct xd_unique_id {
 
 typedef struct xd_unique_id_config {
   size_t struct_size;
-  const char* address; /* numeric address or host name to listen on, and on no other;
+  const char* address; /* numeric address or host name to listen on, and on no other (no wildcard);
                           NULL = "127.0.0.1" */
   int32_t port;        /* TCP port; 0 = any free one */
   int32_t timeout_ms;  /* how long the meeting point waits for all ranks;
@@ -69,13 +69,14 @@ typedef struct xd_comm_config {
   const xd_unique_id* unique_id; /* UNIQUE_ID only */
   xd_all_gather_fn all_gather;   /* ALL_GATHER only, with the context it gets */
   void* all_gather_context;
-  DLDevice device;    /* what this rank computes on. {kDLCPU, 0}; {kDLCUDA, n};
+  DLDevice device; /* what this rank computes on. {kDLCPU, 0}; {kDLCUDA, n};
                          {kDLCUDA, -1} = LOCAL_RANK */
-  size_t heap_bytes;  /* this rank's symmetric memory, rounded up to pages; may differ per rank;
+  size_t
+      heap_bytes; /* this rank's symmetric memory, rounded up to (huge) pages; may differ per rank;
                          0 = none yet */
   int32_t timeout_ms; /* longest wait for a peer, here and in every later call;
                          0 = XD_TIMEOUT_MS, else 600000 */
-  const char* name;   /* shown in errors and logs; tells apart communicators that meet through
+  const char* name;   /* shown in logs; tells apart communicators that meet through
                          the same environment at the same time. Equal on all ranks. NULL = "" */
 } xd_comm_config;
 /* clang-format off */
@@ -89,15 +90,19 @@ typedef struct xd_comm_config {
  * Environment: the meeting point is the first free port of MASTER_PORT .. MASTER_PORT + 15 on
  * MASTER_ADDR (torchrun keeps MASTER_PORT itself busy). Set XD_JOB_SECRET to the same unguessable
  * text on all ranks when the host has other users.
+ * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
+ * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks
- * or protocol version, a rank taken twice, a peer that failed); UNSUPPORTED (no such executor here;
- * ranks on different hosts); OUT_OF_MEMORY; SYSTEM. On error *comm is NULL, nothing is left behind,
- * and the peers get an error too. */
+ * or protocol version, a rank taken twice, a peer that failed); PEER_LOST (a peer's process ended
+ * meanwhile); UNSUPPORTED (no such executor here; ranks on different hosts); OUT_OF_MEMORY; SYSTEM.
+ * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
+ * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
 /* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank
  * later get PEER_LOST ('left'). Call it when no operation of this rank is running. Groups that are
- * still alive keep what they need until they are destroyed, but their operations fail; pointers
+ * still alive keep what they need until they are destroyed, but their operations are
+ * INVALID_ARGUMENT; pointers
  * from xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 

@@ -40,7 +40,7 @@
  *                       rows are zero and have weight 0 in every output.
  *   XD_EP_RANK_MAJOR    one row per (token, rank), by source rank, then token; recv_topk_idx [R,K]
  *                       has the local expert of each k that this rank holds, else -1;
- *                       recv_topk_weights likewise has the weight, else 0; past the last row they
+ *                       recv_weights [R,K] likewise has the weight, else 0; past the last row they
  *                       are -1 and 0. counts and offsets then describe (token, expert) pairs per
  *                       expert, for callers that permute rows themselves.
  * Rows past the last zone or row are left untouched, unless the group has `zero_tail`.
@@ -91,22 +91,24 @@ typedef enum xd_ep_operation {
 } xd_ep_operation;
 
 /* Sizes of one kind of EP traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail
- * and num_sms. */
+ * and num_sms (of hidden and dtype, the row's bytes are what must be equal). */
 typedef struct xd_ep_config {
   size_t struct_size;
   int32_t num_ranks;           /* W. For the pure functions below; xd_ep_group_create also takes
                                   0 = the communicator's */
   int32_t num_experts;         /* E: a multiple of num_ranks, at most 65536 */
   int32_t max_topk;            /* largest K, 1 to 32 */
-  int32_t max_tokens_per_rank; /* largest T, at least 1 */
+  int32_t max_tokens_per_rank; /* largest T, 1 to 2^26 */
   int32_t hidden;              /* largest H, in elements of `dtype`; a row of a call may be
                                   shorter, never more bytes */
-  DLDataType dtype;            /* widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, or
-                                  an fp8 type */
-  int32_t max_scale_bytes;     /* largest scale row beside a token row, in bytes; 0 = no scales */
+  DLDataType dtype;        /* widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, fp8, int8
+                                  or uint8 */
+  int32_t max_scale_bytes; /* largest scale row beside a token row, in bytes; 0 = no scales */
   xd_ep_layout layout;
-  int32_t alignment;     /* of zones, in rows: a power of two; 0 = 1 (none) */
-  int64_t recv_capacity; /* R of this rank: a multiple of alignment; 0 = xd_ep_recv_bound */
+  int32_t alignment;     /* of zones, in rows: a power of two up to 2^20; 0 = 1 (none) */
+  int64_t recv_capacity; /* R of this rank: a multiple of alignment, below 2^31 - 1;
+                            0 = xd_ep_recv_bound. All ranks' together (RANK_MAJOR: times
+                            E / W) stay below 2^32 - 1 */
   xd_ep_overflow overflow;
   xd_ep_staging staging;
   int32_t zero_tail; /* 1 = rows past the last one are zeroed in every receive tensor that is
@@ -186,7 +188,8 @@ XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 /* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device):
  * it may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
  * and holds no pointer. It serves any number of operations, interleaved with those of other plans,
- * in any group of the same sizes on the same rank. 16-byte aligned. */
+ * in any group of the same config (capacities of all ranks included) on the same
+ * rank. 16-byte aligned. */
 
 typedef struct xd_ep_prepare_args {
   size_t struct_size;
@@ -212,7 +215,8 @@ typedef struct xd_ep_prepare_args {
 /* Exchanges counts and writes the plan. Bad expert ids anywhere: the plan is complete and usable,
  * and on every rank the status is INVALID_ARGUMENT (CPU: returned; CUDA: in xd_ep_group_status)
  * with the lowest rank and the number of bad ids. Overflow under XD_EP_OVERFLOW_ERROR: OVERFLOW,
- * likewise, with rank, rows and capacity; the outputs are still written. */
+ * likewise (and before bad ids), with rank, rows and capacity; the outputs are still written, and
+ * describe whole zones. */
 XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args,
                                xd_stream stream);
 
@@ -220,14 +224,16 @@ typedef struct xd_ep_dispatch_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  const DLTensor* tokens;        /* in  [T,H] any payload or fp8 type */
-  const DLTensor* scales;        /* in  [T,S] optional; float32, or a 1-byte type */
+  const DLTensor* tokens;        /* in  [T,H] bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8 or
+                                    uint8 */
+  const DLTensor* scales;        /* in  [T,S] optional; float32, float8_e8m0fnu or uint8 */
   const DLTensor* topk_weights;  /* in  [T,K] optional; float32 */
   const DLTensor* recv_tokens;   /* out [R,H] type of tokens; or float8_e4m3fn where tokens are
                                     bf16: rows are quantised on the way in blocks of 128 columns
-                                    (H a multiple of 128): scale = max|x| / 448 (1 where the
-                                    block is all zero), element = x * (1 / scale) rounded to
-                                    nearest */
+                                    (H a multiple of 128): scale = max|x| / 448 over finite x,
+                                    at least 2^-126 (1 where that maximum is 0); element =
+                                    x * (1 / scale) rounded to nearest, at most +-448; NaN stays
+                                    NaN */
   const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or
                                     float32 [R,H/128] when quantising */
   const DLTensor* recv_weights;  /* out iff topk_weights is given. EXPERT_MAJOR [R],
@@ -302,8 +308,8 @@ XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_a
                                    xd_stream stream);
 
 /* Takes this rank's turn in `operation` with a failure, for callers that find a mistake before they
- * can make the call: every peer's call returns MISMATCH with this rank and `text` (cut to 255
- * bytes) is what this rank gets back, as INVALID_ARGUMENT. Collective with the peers' calls of
+ * can make the call: every peer's call returns MISMATCH naming this rank, and this call returns
+ * INVALID_ARGUMENT with `text`, cut to 255 bytes. Collective with the peers' calls of
  * `operation`. */
 XD_API xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                                    xd_stream stream);

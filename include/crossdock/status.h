@@ -17,9 +17,9 @@ extern "C" {
 #endif
 
 /* A number once given keeps its meaning for ever; new codes are appended. "Fatal" errors finish the
- * communicator: every later call on it returns the same error, only xd_comm_error and the destroy
- * functions remain useful. After any other error nothing is lost, started or leaked and the next
- * call works. */
+ * communicator: every later operation and collective call on it returns the same error; local calls
+ * (queries, memory, destroying) still work. After any other error nothing is lost, started or
+ * leaked and the next call works. */
 typedef enum xd_status {
   XD_SUCCESS = 0,
   XD_ERROR_INVALID_ARGUMENT = 1, /* an argument of this rank; the text says argument, expected

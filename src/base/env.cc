@@ -1,6 +1,5 @@
 #include "base/env.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
@@ -41,7 +40,9 @@ const Env& env() {
 
 int resolve_timeout(int timeout_ms) {
   XD_REQUIRE(timeout_ms >= 0, "config.timeout_ms = ", timeout_ms, ", expected >= 0");
-  return timeout_ms > 0 ? timeout_ms : std::max(1, env().timeout_ms);
+  if (timeout_ms > 0) return timeout_ms;
+  XD_REQUIRE(env().timeout_ms > 0, "XD_TIMEOUT_MS = ", env().timeout_ms, ", expected > 0");
+  return env().timeout_ms;
 }
 
 }  // namespace xd

@@ -16,14 +16,18 @@ const char* status_name(xd_status status);
 
 class Error : public std::exception {
  public:
-  Error(xd_status status, std::string text) : status_(status), text_(std::move(text)) {}
+  Error(xd_status status, std::string text, int peer = -1)
+      : status_(status), text_(std::move(text)), peer_(peer) {}
   xd_status status() const { return status_; }
+  // The lowest rank that the error is about; -1 = none, or the text alone says it.
+  int peer() const { return peer_; }
   const std::string& text() const { return text_; }
   const char* what() const noexcept override { return text_.c_str(); }
 
  private:
   xd_status status_;
   std::string text_;
+  int peer_;
 };
 
 template <class... Parts>

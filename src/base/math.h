@@ -1,12 +1,16 @@
 // Arithmetic on sizes. Everything is 64-bit; what might not fit is checked.
 #pragma once
 
-#include <bit>
+#include <concepts>
+#include <cstddef>
 #include <cstdint>
 
 #include "base/error.h"
 
 namespace xd {
+
+// A number that is known not to be negative, as an index.
+constexpr std::size_t at(std::integral auto number) { return static_cast<std::size_t>(number); }
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;

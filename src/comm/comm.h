@@ -1,8 +1,8 @@
 // The communicator: one rank's membership in a set of ranks.
 //
-// It owns the connections to the peers (mesh), the control segments with doorbells and error boards,
-// and the symmetric heaps. Executors wait for peers through wait_for() alone, which is bounded by
-// the timeout and ends at once on a fatal error.
+// It owns the connections to the peers (mesh), the control segments with doorbells and error
+// boards, and the symmetric heaps. Executors wait for peers through wait_for() alone, which is
+// bounded by the timeout and ends at once on a fatal error.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -18,6 +18,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/math.h"
 #include "comm/fatal.h"
 #include "comm/mesh.h"
 #include "comm/symmetric_heap.h"
@@ -55,20 +56,24 @@ class Comm final : private MeshEvents {
 
   // ---- Collective host calls ----
 
+  // What the ranks are doing together; must be equal.
+  enum class Collective : std::uint8_t { create, grow, barrier, group };
+
   struct Contribution {
     Bytes blob;
     int fd = -1;
   };
   // Every rank does `work` and gives its contribution to all. If it throws on some rank, that rank
-  // rethrows and all others throw MISMATCH naming the lowest such rank and its text: so after
-  // agree() has returned, `work` has succeeded everywhere.
-  std::vector<Mesh::Item> agree(const std::function<Contribution()>& work);
+  // rethrows and all others throw MISMATCH naming the lowest such rank and its text; so do ranks
+  // that are in different collectives. After agree() has returned, `work` has succeeded everywhere.
+  std::vector<Mesh::Item> agree(Collective what, const std::function<Contribution()>& work);
 
-  // Allocates `bytes` of shared memory here (0 = none), maps every rank's. Null for ranks with none.
-  std::vector<std::shared_ptr<Segment>> share(std::size_t bytes, const char* what);
+  // Allocates `bytes` of shared memory here (0 = none), maps every rank's. Null for a rank that
+  // has none.
+  std::vector<std::shared_ptr<Segment>> share(Collective what, std::size_t bytes);
 
   void barrier();
-  void grow_heap(std::size_t bytes);
+  void grow_heap(std::size_t bytes) { add_to_heap(Collective::grow, bytes); }
   int next_group_number() { return groups_++; }
 
   // ---- Memory ----
@@ -83,26 +88,26 @@ class Comm final : private MeshEvents {
   void check_process() const;
 
   // Records a fatal error; on each rank the first one wins. Any thread. What every rank notices by
-  // itself (a lost peer) is recorded here only.
+  // itself (a lost peer) is recorded here only, until this rank leaves.
   enum class Spread { here, everywhere };
   void raise(const FatalError& error, Spread spread);
+  [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
   void abort();
 
   // The fatal error, or nullptr.
   const FatalError* fatal_error() const;
-  std::string fatal_text() const;
 
   // ---- Waiting for peers (CPU executor) ----
 
   // Call after storing flags (release) into that peer's memory.
-  void ring(int peer) const { controls_[index(peer)].bell().ring(); }
+  void ring(int peer) const { controls_[at(peer)].bell().ring(); }
 
   // Returns when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
   // epoch last seen of it, for the error text. Throws the fatal error that ends the wait.
   template <class Ready, class Seen>
   void wait_for(int peer, const WaitSite& site, Ready&& ready, Seen&& seen) {
     if (ready()) return;
-    Doorbell& bell = controls_[index(rank_)].bell();
+    Doorbell& bell = controls_[at(rank_)].bell();
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
     for (;;) {
       const std::uint32_t rings = bell.value();  // before the flags: see Doorbell
@@ -121,15 +126,16 @@ class Comm final : private MeshEvents {
 
  private:
   Comm(const xd_comm_config& config, Bootstrap& bootstrap);
-  static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
+  void add_to_heap(Collective what, std::size_t bytes);
   std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);
-  void fail_round(xd_status status);
+  void fail_round(xd_status status, int peer);
+  void tell_peers(const FatalError& error);
   void on_lost(std::span<const int> ranks) override;
   void on_left(int rank) override;
   void on_abort(int rank) override;
 
-  bool left(int peer) const { return left_[index(peer)].load(std::memory_order_acquire); }
+  bool left(int peer) const { return left_[at(peer)].load(std::memory_order_acquire); }
   void throw_if_failed() const;
   [[noreturn]] void fail_left(int peer, const WaitSite& site);
   [[noreturn]] void fail_timeout(int peer, const WaitSite& site, std::uint64_t seen);
@@ -151,8 +157,8 @@ class Comm final : private MeshEvents {
   std::vector<std::atomic<bool>> left_;
   std::atomic<bool> connected_{false};  // controls_ is complete
   mutable std::mutex raise_mutex_;
-  bool raised_ = false;    // this rank writes its slots at most once
-  std::string lost_text_;  // names all lost ranks; under raise_mutex_
+  bool told_self_ = false;  // this rank writes its slot of each board at most once
+  bool told_peers_ = false;
 
   SymmetricHeap heap_;
   std::mutex collective_mutex_;

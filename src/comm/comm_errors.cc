@@ -2,20 +2,11 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "comm/comm.h"
 
 namespace xd {
-namespace {
-
-std::string text_of_lost(std::span<const int> ranks) {
-  if (ranks.size() == 1) return describe({.status = XD_ERROR_PEER_LOST, .peer = ranks[0]});
-  std::string list;
-  for (const int rank : ranks) list += concat(list.empty() ? "" : ", ", rank);
-  return concat("ranks ", list, " were lost: their process has ended");
-}
-
-}  // namespace
-
 void Comm::check_process() const {
   XD_REQUIRE(process_ == ::getpid(), "this communicator was made by process ", process_,
              ", and process ", ::getpid(), " is a fork of it: make communicators after forking");
@@ -28,39 +19,57 @@ void Comm::check_usable() const {
 }
 
 const FatalError* Comm::fatal_error() const {
-  return connected_.load(std::memory_order_acquire) ? controls_[index(rank_)].error() : nullptr;
-}
-
-std::string Comm::fatal_text() const {
-  const FatalError* error = fatal_error();
-  if (error == nullptr) return "";
-  if (error->status == XD_ERROR_PEER_LOST && error->left == 0) {
-    const std::lock_guard lock(raise_mutex_);
-    if (!lost_text_.empty()) return lost_text_;
-  }
-  return describe(*error);
+  return connected_.load(std::memory_order_acquire) ? controls_[at(rank_)].error() : nullptr;
 }
 
 void Comm::throw_if_failed() const {
   const FatalError* error = fatal_error();
-  if (error != nullptr) fail(status_of(*error), fatal_text());
+  if (error != nullptr) fail(status_of(*error), describe(*error));
 }
 
 void Comm::raise(const FatalError& error, Spread spread) {
   // Until then the mesh itself ends whatever waits.
   if (!connected_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(raise_mutex_);
-  if (raised_) return;
-  raised_ = true;
-  controls_[index(rank_)].post(rank_, error);
+  if (!told_self_) controls_[at(rank_)].post(rank_, error);
+  told_self_ = true;
   if (spread == Spread::here) return;
-  for (int i = 1; i < num_ranks_; ++i) {
-    controls_[index((rank_ + i) % num_ranks_)].post(rank_, error);
-  }
+  tell_peers(*fatal_error());  // the first one, which may be another
   // Boards and bells do not reach host collectives. A peer that hears of an abort finds this error
   // on its board already.
   mesh_->send_abort();
   mesh_->cancel();
+}
+
+void Comm::raise_and_throw(const FatalError& error, Spread spread) {
+  raise(error, spread);
+  throw_if_failed();
+  fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded: ", describe(error));
+}
+
+// Under raise_mutex_.
+void Comm::tell_peers(const FatalError& error) {
+  if (told_peers_) return;
+  told_peers_ = true;
+  for (int i = 1; i < num_ranks_; ++i) {
+    controls_[at((rank_ + i) % num_ranks_)].post(rank_, error);
+  }
+}
+
+void Comm::close() {
+  closed_.store(true, std::memory_order_release);
+  if (process_ != ::getpid()) {
+    // A fork has the watch thread's state without the thread: nothing of it can be taken down, and
+    // a goodbye would be the parent's.
+    static_cast<void>(mesh_.release());
+    return;
+  }
+  if (const FatalError* error = fatal_error()) {
+    // A peer that has not heard of it yet must not take this rank's goodbye for the cause.
+    const std::lock_guard lock(raise_mutex_);
+    tell_peers(*error);
+  }
+  mesh_.reset();
 }
 
 void Comm::abort() {
@@ -70,15 +79,14 @@ void Comm::abort() {
 }
 
 void Comm::on_lost(std::span<const int> ranks) {
-  {
-    const std::lock_guard lock(raise_mutex_);
-    if (lost_text_.empty()) lost_text_ = text_of_lost(ranks);
-  }
-  raise({.status = XD_ERROR_PEER_LOST, .rank = rank_, .peer = ranks[0]}, Spread::here);
+  FatalError error{.status = XD_ERROR_PEER_LOST, .rank = rank_, .peer = ranks[0]};
+  error.num_lost = static_cast<std::int32_t>(std::min(ranks.size(), error.lost.size()));
+  std::ranges::copy_n(ranks.begin(), error.num_lost, error.lost.begin());
+  raise(error, Spread::here);
 }
 
 void Comm::on_left(int rank) {
-  left_[index(rank)].store(true, std::memory_order_release);
+  left_[at(rank)].store(true, std::memory_order_release);
   if (connected_.load(std::memory_order_acquire)) ring(rank_);
 }
 
@@ -87,32 +95,28 @@ void Comm::on_abort(int rank) {
 }
 
 void Comm::fail_left(int peer, const WaitSite& site) {
-  raise({.status = XD_ERROR_PEER_LOST,
-         .phase = site.phase,
-         .rank = rank_,
-         .peer = peer,
-         .group = site.group,
-         .operation = site.operation,
-         .left = 1,
-         .expected_epoch = site.epoch},
-        Spread::here);
-  throw_if_failed();
-  fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded");
+  raise_and_throw({.status = XD_ERROR_PEER_LOST,
+                   .phase = site.phase,
+                   .rank = rank_,
+                   .peer = peer,
+                   .group = site.group,
+                   .operation = site.operation,
+                   .left = 1,
+                   .expected_epoch = site.epoch},
+                  Spread::here);
 }
 
 void Comm::fail_timeout(int peer, const WaitSite& site, std::uint64_t seen) {
-  raise({.status = XD_ERROR_TIMEOUT,
-         .phase = site.phase,
-         .rank = rank_,
-         .peer = peer,
-         .group = site.group,
-         .operation = site.operation,
-         .timeout_ms = timeout_ms_,
-         .expected_epoch = site.epoch,
-         .seen_epoch = seen},
-        Spread::everywhere);
-  throw_if_failed();
-  fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded");
+  raise_and_throw({.status = XD_ERROR_TIMEOUT,
+                   .phase = site.phase,
+                   .rank = rank_,
+                   .peer = peer,
+                   .group = site.group,
+                   .operation = site.operation,
+                   .timeout_ms = timeout_ms_,
+                   .expected_epoch = site.epoch,
+                   .seen_epoch = seen},
+                  Spread::everywhere);
 }
 
 // Spinning is brief, and the peer may need this very core.

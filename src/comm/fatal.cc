@@ -1,8 +1,12 @@
 #include "comm/fatal.h"
 
+#include <algorithm>
 #include <array>
+#include <span>
 
 #include "base/error.h"
+#include "base/math.h"
+#include "bootstrap/rank_list.h"
 
 namespace xd {
 namespace {
@@ -29,6 +33,16 @@ const char* awaited(std::int32_t phase) {
   }
 }
 
+std::string lost_text(const FatalError& error) {
+  // A board that something else has written to may hold any count.
+  const auto count =
+      std::clamp<std::int32_t>(error.num_lost, 0, static_cast<std::int32_t>(error.lost.size()));
+  std::span<const int> ranks(error.lost.data(), at(count));
+  if (ranks.empty()) ranks = {&error.peer, 1};
+  return concat(rank_list(ranks), ranks.size() == 1 ? " was" : " were",
+                " lost: the process has ended or broken the protocol");
+}
+
 }  // namespace
 
 const char* operation_name(std::int32_t operation) {
@@ -52,9 +66,9 @@ std::string describe(const FatalError& error) {
                     " for rank ", error.peer, " ", awaited(error.phase), ": expected epoch ",
                     error.expected_epoch, ", seen ", error.seen_epoch);
     case XD_ERROR_PEER_LOST:
-      return error.left != 0 ? concat("rank ", error.peer,
-                                      " has left the communicator and is needed by ", site(error))
-                             : concat("rank ", error.peer, " was lost: its process has ended");
+      if (error.left == 0) return lost_text(error);
+      return concat("rank ", error.peer, " has left the communicator and is needed by ",
+                    site(error));
     case XD_ERROR_ABORTED:
       return concat("rank ", error.peer, " called xd_comm_abort");
     case XD_ERROR_BUSY:

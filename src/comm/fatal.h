@@ -10,6 +10,7 @@
 
 #include <crossdock/comm.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -30,6 +31,9 @@ struct FatalError {
   std::int32_t timeout_ms = 0;  // TIMEOUT
   std::uint64_t expected_epoch = 0;
   std::uint64_t seen_epoch = 0;
+  // PEER_LOST: the ranks of the process that ended, ascending, as many as there is room for.
+  std::int32_t num_lost = 0;
+  std::array<std::int32_t, 16> lost{};
 };
 
 // Name of an xd_ep_operation: that of the C function without its prefix; "?" for other numbers.

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/math.h"
 #include "bootstrap/thread.h"
 #include "comm/mesh_connector.h"
 #include "comm/mesh_inbox.h"
@@ -25,8 +26,6 @@ namespace {
 
 // How long a send waits for room before it looks whether it is still wanted.
 constexpr int kSendSliceMs = 20;
-
-std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
 struct MeshParts {
   int rank;
@@ -73,12 +72,12 @@ class UnixMesh final : public Mesh {
     const auto head = std::as_bytes(std::span(&header, 1));
     for (int step = 1; step < num_ranks(); ++step) {
       const int peer = (parts_.rank + step) % num_ranks();
-      const int link = parts_.links[index(peer)].get();
+      const int link = parts_.links[at(peer)].get();
       // A closed link is no error here: the watch thread says whether its peer died or left.
       while (send_packet(link, head, blob, fd) == Sent::full) wait_for_room(peer, round, deadline);
     }
     std::vector<Item> items = inbox_.wait_for(round, deadline);
-    items[index(parts_.rank)].blob.assign(blob.begin(), blob.end());
+    items[at(parts_.rank)].blob.assign(blob.begin(), blob.end());
     return items;
   }
 
@@ -92,9 +91,11 @@ class UnixMesh final : public Mesh {
   void wait_for_room(int peer, std::uint64_t round, const Deadline& deadline) {
     inbox_.check(round);
     if (deadline.passed())
-      fail(XD_ERROR_TIMEOUT, "rank ", parts_.rank, " could not send to rank ", peer,
-           " in time: it does not read");
-    pollfd item{parts_.links[index(peer)].get(), POLLOUT, 0};
+      throw Error(XD_ERROR_TIMEOUT,
+                  concat("rank ", parts_.rank, " could not send to rank ", peer,
+                         " in time: it does not read"),
+                  peer);
+    pollfd item{parts_.links[at(peer)].get(), POLLOUT, 0};
     ::poll(&item, 1, std::min(kSendSliceMs, deadline.remaining_ms()));
   }
 
@@ -125,9 +126,9 @@ std::vector<Introduction> introduce(Bootstrap& bootstrap, const Introduction& ow
   const std::vector<Bytes> blobs = bootstrap.all_gather(encode(own), deadline);
   std::vector<Introduction> introductions;
   for (int r = 0; r < bootstrap.num_ranks(); ++r) {
-    const auto introduction = decode_introduction(blobs[index(r)]);
+    const auto introduction = decode_introduction(blobs[at(r)]);
     if (!introduction)
-      fail(XD_ERROR_MISMATCH, "rank ", r, " introduced itself with ", blobs[index(r)].size(),
+      fail(XD_ERROR_MISMATCH, "rank ", r, " introduced itself with ", blobs[at(r)].size(),
            " bytes that make no sense to rank ", bootstrap.rank());
     check_peer(bootstrap.rank(), own, r, *introduction);
     introductions.push_back(*introduction);

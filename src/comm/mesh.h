@@ -1,7 +1,7 @@
 // Connections between all ranks of a communicator on one host, and the thread that watches them.
 //
-// Every pair of ranks keeps one SOCK_SEQPACKET connection over an abstract Unix socket (it leaves no
-// file). Both sides have proved the communicator's secret, and the kernel has vouched for the
+// Every pair of ranks keeps one SOCK_SEQPACKET connection over an abstract Unix socket (it leaves
+// no file). Both sides have proved the communicator's secret, and the kernel has vouched for the
 // peer's user. Over it travel: small messages with descriptors (all_gather), goodbye, abort.
 //
 // The watch thread is the only reader. It notices a dead peer by the connection's end and, since a
@@ -24,7 +24,7 @@
 namespace xd {
 
 // What the watch thread reports. Called on that thread, one at a time; must not block and must not
-// call back into the mesh, except MeshEvents' owner may read its own state.
+// call the mesh. Outlives the mesh.
 class MeshEvents {
  public:
   virtual ~MeshEvents() = default;
@@ -44,11 +44,10 @@ class Mesh {
 
   // Meets the other ranks and connects to each. Collective. Throws TIMEOUT naming missing ranks,
   // MISMATCH (protocol version, num_ranks), UNSUPPORTED (ranks on different hosts), SYSTEM.
-  // `events` must outlive the mesh; no event comes before start().
   static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline);
   virtual ~Mesh() = default;  // says goodbye (unless in a forked child), joins the watch thread
 
-  // Starts the watch thread.
+  // Starts the watch thread; no event comes before that.
   virtual void start(MeshEvents& events) = 0;
 
   // Collective, in the same order on all ranks (calls of one rank exclude each other). result[r] is

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/math.h"
 #include "bootstrap/rank_list.h"
 #include "comm/mesh_socket.h"
 
@@ -18,8 +19,6 @@ namespace {
 
 constexpr int kRedialMs = 5;             // a listener that had no room
 constexpr std::size_t kSpareCalls = 64;  // connections beyond those that the ranks need
-
-std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
 [[noreturn]] void fail_gone(std::uint64_t rank) {
   fail(XD_ERROR_PEER_LOST, "rank ", rank, " has gone while the ranks were connecting");
@@ -34,7 +33,7 @@ MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductio
       processes_(processes),
       secret_(mesh_secret(introductions)),
       listener_(std::move(listener)),
-      to_dial_(index(rank)),
+      to_dial_(at(rank)),
       links_(introductions.size()),
       closed_(introductions.size()) {
   std::iota(to_dial_.begin(), to_dial_.end(), 0);
@@ -60,15 +59,15 @@ std::vector<int> MeshConnector::missing() const {
 
 void MeshConnector::dial() {
   std::erase_if(to_dial_, [this](int rank) {
-    UniqueFd fd = connect_link(introductions_[index(rank)].socket_name);
+    UniqueFd fd = connect_link(introductions_[at(rank)].socket_name);
     if (!fd && errno == EAGAIN) return false;
     // Every rank listens before it introduces itself.
-    if (!fd && errno == ECONNREFUSED) fail_gone(index(rank));
+    if (!fd && errno == ECONNREFUSED) fail_gone(at(rank));
     if (!fd) fail_errno(concat("connect to rank ", rank), errno);
     if (!peer_has_our_user(fd.get()))
       fail(XD_ERROR_MISMATCH, "rank ", rank, " runs as another user than rank ", rank_);
     calls_.push_back(std::make_unique<Call>(
-        Call{std::move(fd), Handshake(Side::client, secret_, index(rank_)), rank}));
+        Call{std::move(fd), Handshake(Side::client, secret_, at(rank_)), rank}));
     advance(*calls_.back());
     return true;
   });
@@ -116,8 +115,8 @@ void MeshConnector::accept() {
   if (calls_.size() >= links_.size() + kSpareCalls)
     return log_warning("refused a connection to rank ", rank_, ": ", calls_.size(),
                        " others have not said who they are");
-  calls_.push_back(std::make_unique<Call>(
-      Call{std::move(fd), Handshake(Side::server, secret_, index(rank_)), -1}));
+  calls_.push_back(
+      std::make_unique<Call>(Call{std::move(fd), Handshake(Side::server, secret_, at(rank_)), -1}));
 }
 
 void MeshConnector::read(Call& call) {
@@ -144,7 +143,7 @@ void MeshConnector::advance(Call& call) {
 void MeshConnector::establish(Call& call) {
   const std::uint64_t sender = call.handshake.peer_sender();
   const bool valid =
-      call.rank >= 0 ? sender == index(call.rank) : sender > index(rank_) && sender < links_.size();
+      call.rank >= 0 ? sender == at(call.rank) : sender > at(rank_) && sender < links_.size();
   if (!valid) return fail_or_drop(call, concat("says it is rank ", sender));
   if (links_[sender]) return fail_or_drop(call, concat("is a second rank ", sender));
   links_[sender] = std::move(call.fd);
@@ -155,7 +154,7 @@ void MeshConnector::hung_up(Call& call) {
   const bool called_here = call.rank < 0;
   if (called_here && !call.handshake.peer_greeted())
     return fail_or_drop(call, "closed the connection before it had said who it is");
-  fail_gone(called_here ? call.handshake.peer_sender() : index(call.rank));
+  fail_gone(called_here ? call.handshake.peer_sender() : at(call.rank));
 }
 
 // A rank that was called must answer; somebody who has called may be a stranger.
@@ -175,9 +174,9 @@ bool MeshConnector::is_awaited(const PeerProcess& process) const {
 void MeshConnector::check_link(int rank) {
   std::byte first;
   const ssize_t count =
-      ::recv(links_[index(rank)].get(), &first, sizeof(first), MSG_PEEK | MSG_DONTWAIT);
-  if (count <= 0) fail_gone(index(rank));
-  closed_[index(rank)] = true;
+      ::recv(links_[at(rank)].get(), &first, sizeof(first), MSG_PEEK | MSG_DONTWAIT);
+  if (count <= 0) fail_gone(at(rank));
+  closed_[at(rank)] = true;
 }
 
 }  // namespace xd

@@ -3,20 +3,16 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/math.h"
 #include "bootstrap/rank_list.h"
 
 namespace xd {
-namespace {
 
-std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
-
-}  // namespace
-
-MeshInbox::MeshInbox(int rank, int num_ranks) : rank_(rank), peers_(index(num_ranks)) {}
+MeshInbox::MeshInbox(int rank, int num_ranks) : rank_(rank), peers_(at(num_ranks)) {}
 
 bool MeshInbox::deliver(int rank, std::uint64_t round, Mesh::Item item) {
   const std::lock_guard lock(mutex_);
-  Peer& peer = peers_[index(rank)];
+  Peer& peer = peers_[at(rank)];
   if (round != peer.rounds_received || round > rounds_begun_) return false;
   ++peer.rounds_received;
   peer.letters.push_back({round, std::move(item)});
@@ -26,13 +22,13 @@ bool MeshInbox::deliver(int rank, std::uint64_t round, Mesh::Item item) {
 
 void MeshInbox::mark_lost(std::span<const int> ranks) {
   const std::lock_guard lock(mutex_);
-  for (const int rank : ranks) peers_[index(rank)].lost = true;
+  for (const int rank : ranks) peers_[at(rank)].lost = true;
   changed_.notify_all();
 }
 
 void MeshInbox::mark_left(int rank) {
   const std::lock_guard lock(mutex_);
-  peers_[index(rank)].left = true;
+  peers_[at(rank)].left = true;
   changed_.notify_all();
 }
 
@@ -64,14 +60,16 @@ std::vector<Mesh::Item> MeshInbox::wait_for(std::uint64_t round, const Deadline&
     if (absent.empty()) break;
     check_locked(round);
     if (deadline.passed())
-      fail(XD_ERROR_TIMEOUT, "rank ", rank_, " waited too long for ", rank_list(absent));
+      throw Error(XD_ERROR_TIMEOUT,
+                  concat("rank ", rank_, " waited too long for ", rank_list(absent)),
+                  absent.front());
     changed_.wait_until(lock, deadline.when());
   }
   std::vector<Mesh::Item> items(peers_.size());
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
     if (r == rank_) continue;
-    Peer& peer = peers_[index(r)];
-    items[index(r)] = std::move(peer.letters.front().item);
+    Peer& peer = peers_[at(r)];
+    items[at(r)] = std::move(peer.letters.front().item);
     peer.letters.pop_front();
   }
   return items;
@@ -89,7 +87,7 @@ bool MeshInbox::has_letter(const Peer& peer, std::uint64_t round) const {
 std::vector<int> MeshInbox::missing(std::uint64_t round) const {
   std::vector<int> result;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (r != rank_ && !has_letter(peers_[index(r)], round)) result.push_back(r);
+    if (r != rank_ && !has_letter(peers_[at(r)], round)) result.push_back(r);
   return result;
 }
 
@@ -98,13 +96,13 @@ void MeshInbox::check_locked(std::uint64_t round) const {
   if (aborted_by_) fail(XD_ERROR_ABORTED, "rank ", *aborted_by_, " has aborted");
   std::vector<int> lost;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (peers_[index(r)].lost) lost.push_back(r);
+    if (peers_[at(r)].lost) lost.push_back(r);
   if (!lost.empty())
     fail(XD_ERROR_PEER_LOST, rank_list(lost), ": the process ended without saying goodbye");
   // Who left after it had sent its part is not missed.
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (peers_[index(r)].left && !has_letter(peers_[index(r)], round))
-      fail(XD_ERROR_PEER_LOST, "rank ", r, " has left");
+    if (peers_[at(r)].left && !has_letter(peers_[at(r)], round))
+      throw Error(XD_ERROR_PEER_LOST, concat("rank ", r, " has left"), r);
 }
 
 }  // namespace xd

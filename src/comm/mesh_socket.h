@@ -13,7 +13,8 @@ namespace xd {
 // Throws SYSTEM.
 UniqueFd listen_for_links(const Tag& name, int backlog);
 
-// No descriptor, with errno set, if the listener has no room at the moment (EAGAIN) or is not there.
+// No descriptor, with errno set, if the listener has no room at the moment (EAGAIN) or is not
+// there.
 UniqueFd connect_link(const Tag& name);
 
 // Whether the kernel vouches that the process at the other end runs as this user, or as root.

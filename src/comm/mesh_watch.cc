@@ -7,13 +7,9 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/math.h"
 
 namespace xd {
-namespace {
-
-std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
-
-}  // namespace
 
 MeshWatch::MeshWatch(const Sources& sources)
     : from_(sources),
@@ -35,7 +31,7 @@ void MeshWatch::wait_and_serve(int stop_fd) {
   std::vector<pollfd> items{{stop_fd, POLLIN, 0}};
   const int num_ranks = static_cast<int>(states_.size());
   for (int r = 0; r < num_ranks; ++r)
-    items.push_back({is_here(r) ? from_.links[index(r)].get() : -1, POLLIN, 0});
+    items.push_back({is_here(r) ? from_.links[at(r)].get() : -1, POLLIN, 0});
   const auto& processes = from_.processes.processes;
   for (std::size_t p = 0; p < processes.size(); ++p)
     items.push_back({ended_[p] ? -1 : processes[p].pidfd.get(), POLLIN, 0});
@@ -45,7 +41,7 @@ void MeshWatch::wait_and_serve(int stop_fd) {
   }
   stopped_ = items[0].revents != 0;
   for (int r = 0; r < num_ranks; ++r)
-    if (items[1 + index(r)].revents != 0 && drain(r)) lose(r);
+    if (items[1 + at(r)].revents != 0 && drain(r)) lose(r);
   for (std::size_t p = 0; p < processes.size(); ++p) {
     if (items[1 + states_.size() + p].revents == 0 || ended_[p]) continue;
     const int first = processes[p].ranks.front();
@@ -55,13 +51,13 @@ void MeshWatch::wait_and_serve(int stop_fd) {
 }
 
 bool MeshWatch::is_here(int rank) const {
-  return rank != from_.rank && states_[index(rank)] == State::here;
+  return rank != from_.rank && states_[at(rank)] == State::here;
 }
 
 // Handles all that has arrived from a rank, in order. True = nothing more can be expected of it.
 bool MeshWatch::drain(int rank) {
   while (is_here(rank)) {
-    Packet packet = receive_packet(from_.links[index(rank)].get(), buffer_);
+    Packet packet = receive_packet(from_.links[at(rank)].get(), buffer_);
     const Packet::Kind kind = packet.kind;
     if (kind == Packet::Kind::nothing_yet) return false;
     if (kind == Packet::Kind::end) return true;
@@ -83,13 +79,13 @@ bool MeshWatch::handle(int rank, Packet packet) {
           rank, message->header.round,
           {Bytes(message->blob.begin(), message->blob.end()), std::move(packet.fd)});
     case MeshMessageType::goodbye:
-      states_[index(rank)] = State::left;
+      states_[at(rank)] = State::left;
       from_.events.on_left(rank);
       from_.inbox.mark_left(rank);
       return true;
     case MeshMessageType::abort:
-      if (!aborted_[index(rank)]) from_.events.on_abort(rank);
-      aborted_[index(rank)] = true;
+      if (!aborted_[at(rank)]) from_.events.on_abort(rank);
+      aborted_[at(rank)] = true;
       from_.inbox.mark_aborted(rank);
       return true;
   }
@@ -99,13 +95,13 @@ bool MeshWatch::handle(int rank, Packet packet) {
 // `rank` has been drained and has ended, and all ranks of its process with it. What those had sent
 // before counts, goodbyes included.
 void MeshWatch::lose(int rank) {
-  const auto process = index(from_.processes.of_rank[index(rank)]);
+  const auto process = at(from_.processes.of_rank[at(rank)]);
   ended_[process] = true;
   std::vector<int> lost;
   for (const int other : from_.processes.processes[process].ranks) {
     if (other != rank) drain(other);
     if (!is_here(other)) continue;
-    states_[index(other)] = State::lost;
+    states_[at(other)] = State::lost;
     lost.push_back(other);
   }
   if (lost.empty()) return;

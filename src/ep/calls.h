@@ -9,8 +9,6 @@
 
 namespace xd::ep {
 
-inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
-
 struct CallContext {
   const Config* config;
   DLDeviceType device;

@@ -13,7 +13,8 @@ namespace xd::ep {
 inline constexpr int kMaxTopk = 32;
 inline constexpr int kMaxRanks = 1024;
 inline constexpr int kMaxExperts = 65536;
-inline constexpr std::uint64_t kRowAlignment = 16;  // payload rows are a multiple of it
+inline constexpr std::uint64_t kRowAlignment = 16;   // payload rows are a multiple of it
+inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
 
 struct Config {
   int ranks = 0;

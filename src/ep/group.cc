@@ -81,7 +81,7 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config)
 }
 
 void Group::agree_on_config(const xd_ep_config* config) {
-  const auto items = comm_->agree([&] {
+  const auto items = comm_->agree(Comm::Collective::group, [&] {
     config_ = read_config(config, comm_->num_ranks());
     const Announcement mine = announce(config_);
     Comm::Contribution contribution{.blob = Bytes(sizeof(mine))};

@@ -18,8 +18,6 @@ std::int64_t kept_rows(std::int64_t first, std::int64_t count, std::int64_t limi
   return std::clamp<std::int64_t>(limit - first, 0, count);
 }
 
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
-
 }  // namespace
 
 // One destination as place() goes through them.

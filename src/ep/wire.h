@@ -5,14 +5,14 @@
 //                                        and where its receive tensors lie. Released by its epoch.
 //   done[slot][src]    src, once per op  src touches r's memory no more in operation `epoch`
 //   counts[slot][src]  src, in prepare   src's counts; each word carries the epoch's low half
-//   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that src
-//                                        still sends after drops; before its done flag
+//   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
+//                                        src still sends after drops; before its done flag
 //   rows, scales,      peers             staging for receive tensors outside symmetric memory
 //   weights, indices
 //
 // slot = epoch mod 2. Nothing is ever cleared: every flag and word says which epoch it belongs to.
-// A slot is free again when it comes round: a rank enters operation n + 2 only after all peers' done
-// flags of n + 1, and a peer raises that one only after it has read everything of operation n.
+// A slot is free again when it comes round: a rank enters operation n + 2 only after all peers'
+// done flags of n + 1, and a peer raises that one only after it has read everything of operation n.
 //
 // Order, for every flag: its writer stores what it announces, then the flag with release; a reader
 // loads the flag with acquire, then reads. Count words need no order: each is whole by itself.
@@ -51,7 +51,7 @@ enum RecordFlags : std::uint8_t {
   kHasIndices = 1 << 2,
   kQuantised = 1 << 3,
   kHasRows = 1 << 4,
-  kHasExpertOut = 1 << 5,
+  kByteScales = 1 << 5,  // scales of one byte each, not float32
   kHasGradWeights = 1 << 6,
   kWideIndices = 1 << 7,  // recv_topk_idx is int64 here: the owner's choice, not compared
 };

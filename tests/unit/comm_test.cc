@@ -107,8 +107,11 @@ TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
   EXPECT_EQ(describe(timeout),
             "rank 1 waited 250 ms in xd_ep_prepare of group 2, epoch 7 for rank 3 to send its "
             "counts: expected epoch 7, seen 6");
-  EXPECT_EQ(describe({.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2}),
-            "rank 2 was lost: its process has ended");
+  FatalError lost{.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2};
+  EXPECT_EQ(describe(lost), "rank 2 was lost: the process has ended or broken the protocol");
+  lost.num_lost = 2;
+  lost.lost = {2, 3};
+  EXPECT_EQ(describe(lost), "ranks 2, 3 were lost: the process has ended or broken the protocol");
   EXPECT_EQ(status_of({}), XD_ERROR_INTERNAL);
   EXPECT_EQ(status_of(timeout), XD_ERROR_TIMEOUT);
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <random>
 
+#include "ep/config.h"
 #include "unit/rows_reference.h"
 
 #if HWY_ARCH_X86
@@ -285,7 +286,7 @@ std::vector<std::uint8_t> quantised(const std::vector<std::uint32_t>& codes, flo
 
 TEST_P(RowsOnTarget, QuantisedBlocksMatchTheDefinition) {
   std::mt19937 random(5);
-  constexpr std::size_t kBlock = xd::rows::kQuantiseBlock;
+  constexpr std::size_t kBlock = xd::ep::kQuantiseBlock;
   for (int round = 0; round < 3000; ++round) {
     const std::size_t blocks = 1 + random() % 3;
     std::vector<std::uint32_t> codes(blocks * kBlock);

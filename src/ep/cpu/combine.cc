@@ -1,4 +1,5 @@
-// combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums them.
+// combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums
+// them.
 //
 // Reading a peer's memory costs what reading its own does, so partial sums are formed by the rank
 // that needs them; the order and the roundings are those of partial sums formed by the peers.

@@ -15,7 +15,7 @@ class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
       : Group(std::move(comm), config), lockstep_(*this) {
-    this->comm().agree([this] {
+    this->comm().agree(Comm::Collective::group, [this] {
       scratch_.reserve(this->config());
       return Comm::Contribution{};
     });
@@ -66,14 +66,12 @@ class CpuGroup final : public Group {
   };
 
   [[noreturn]] void fail_busy(xd_ep_operation operation) {
-    comm().raise({.status = XD_ERROR_BUSY,
-                  .rank = rank(),
-                  .peer = rank(),
-                  .group = number(),
-                  .operation = operation},
-                 Comm::Spread::everywhere);
-    comm().check_usable();
-    fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded");
+    comm().raise_and_throw({.status = XD_ERROR_BUSY,
+                            .rank = rank(),
+                            .peer = rank(),
+                            .group = number(),
+                            .operation = operation},
+                           Comm::Spread::everywhere);
   }
 
   template <class Make>

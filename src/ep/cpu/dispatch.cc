@@ -29,6 +29,7 @@ Record DispatchOp::record() const {
   record.extra = static_cast<std::uint32_t>(call_.recv_scales.row_bytes());
   record.flags = static_cast<std::uint8_t>(
       (call_.quantise ? kQuantised : 0) | (call_.scales ? kHasScales : 0) |
+      (call_.recv_scales && call_.recv_scales.type != DType::f32 ? kByteScales : 0) |
       (call_.topk_weights ? kHasWeights : 0) | (call_.recv_topk_idx ? kHasIndices : 0) |
       (call_.recv_topk_idx && call_.recv_topk_idx.type == DType::i64 ? kWideIndices : 0));
   record.rows_in = recv_tokens_.place();

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/math.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -11,8 +12,6 @@ template <class T>
 T* as(std::byte* address) {
   return reinterpret_cast<T*>(address);
 }
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
@@ -24,7 +23,7 @@ Lockstep::Lockstep(const Group& group)
       count_layout_{group.config().experts, group.config().ranks},
       records_(at(group.config().ranks)) {
   for (int r = 0; r < ranks_; ++r) maps_.push_back(GroupMap::make(group.config_of(r)));
-  segments_ = comm_.share(map_of(rank_).end, "group memory");
+  segments_ = comm_.share(Comm::Collective::group, map_of(rank_).end);
   for (int r = 0; r < ranks_; ++r) require_size(segments_[at(r)], map_of(r).end, r);
 }
 

@@ -10,12 +10,11 @@
 #include <cstring>
 
 #include "base/hash.h"
+#include "base/math.h"
 #include "ep/cpu/operations.h"
 
 namespace xd::ep::cpu {
 namespace {
-
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 // Writes values into an optional int32 or int64 output; what does not fit into 32 bits is cut off
 // at the largest number that does.
@@ -101,13 +100,17 @@ void PrepareOp::move() {
 }
 
 // Equal on all ranks, and other than that of any other batch of this group: the epoch tells apart
-// batches whose counts happen to be equal.
+// batches whose counts happen to be equal, the number apart groups of equal sizes.
 void PrepareOp::hash_plan() {
   const std::vector<std::uint32_t>& table = context_.scratch.table;
   const std::uint64_t counts = hash_bytes(0, table.data(), table.size() * sizeof(table[0]));
   const std::uint64_t capacities = hash_capacities(context_.group.capacities());
-  fingerprint_ = hash_combine(hash_combine(hash_combine(counts, capacities), at(topk_)),
-                              context_.lockstep.epoch());
+  fingerprint_ = counts;
+  for (const std::uint64_t word :
+       {capacities, std::uint64_t{at(topk_)}, std::uint64_t{at(context_.group.number())},
+        context_.lockstep.epoch()}) {
+    fingerprint_ = hash_combine(fingerprint_, word);
+  }
 }
 
 // Replaces expert ids by row codes. first_row becomes the next row of each zone.
@@ -117,7 +120,7 @@ void PrepareOp::assign_rows() {
   std::ranges::fill(scratch.kept, 0);
   std::uint32_t* code = codes();
   for (int t = 0; t < tokens_; ++t, code += topk_) {
-    std::ranges::fill(scratch.row_of, RowCodec::kNone);
+    std::ranges::fill(scratch.row_of, std::int64_t{-1});
     for (int k = 0; k < topk_; ++k) {
       if (code[k] == RowCodec::kNone) continue;
       const auto expert = static_cast<int>(code[k]);
@@ -126,8 +129,8 @@ void PrepareOp::assign_rows() {
       if (config().expert_major()) {
         ref.row = next[at(expert)]++;
       } else {
-        std::uint32_t& row = scratch.row_of[at(rank)];
-        if (row == RowCodec::kNone) row = static_cast<std::uint32_t>(next[at(rank)]++);
+        std::int64_t& row = scratch.row_of[at(rank)];
+        if (row < 0) row = next[at(rank)]++;
         ref.row = row;
         ref.expert = expert % config().local_experts;
       }

@@ -12,6 +12,7 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
+#include "ep/config.h"
 #include "ep/cpu/rows_codec-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -187,6 +188,7 @@ float dot_f32(const void* a, const void* b, std::size_t n) { return dot_as<F32>(
 
 // ---- quantise ---------------------------------------------------------------------------------
 
+constexpr std::size_t kQuantiseBlock = ep::kQuantiseBlock;
 constexpr std::size_t kBlockWords = kQuantiseBlock / Bf16::kPerWord;
 
 // |x| as bf16 bits in the upper half of each lane; 0 where x is not finite.

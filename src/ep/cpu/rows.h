@@ -56,9 +56,6 @@ void scale(Type type, void* out, const void* row, float weight, std::size_t n, S
 // rounded before it is added. They are then added pairwise, j and j + 8, j + 4, j + 2, j + 1.
 float dot(Type type, const void* a, const void* b, std::size_t n);
 
-// Columns that share one scale in quantise_e4m3.
-inline constexpr std::size_t kQuantiseBlock = 128;
-
 // Quantises n bf16 elements, a multiple of 128, to float8_e4m3fn bytes with n / 128 scales.
 // Per block: amax = the largest finite |x|; scale = amax / 448 in float32, at least 2^-126, and 1
 // if amax is 0; element = x * (1 / scale) in float32, limited to [-448, 448], rounded to nearest,

@@ -1,11 +1,10 @@
 #include "ep/cpu/transfer.h"
 
 #include "base/error.h"
+#include "base/math.h"
 
 namespace xd::ep::cpu {
 namespace {
-
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 // Where `tensor` lies in this rank's heap, if it does.
 TensorPlace place_in_heap(const Comm& comm, const Tensor& tensor) {

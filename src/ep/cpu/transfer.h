@@ -1,5 +1,5 @@
-// What the row-moving operations share: receive tensors of this rank as peers reach them, the peers'
-// tensors as this rank reaches them, and the rows of one token.
+// What the row-moving operations share: receive tensors of this rank as peers reach them, the
+// peers' tensors as this rank reaches them, and the rows of one token.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ struct Scratch {
   std::vector<std::uint32_t> counts;     // [E + W + 1] this rank's counts
   std::vector<std::uint32_t> table;      // [W][E + W + 1] everybody's
   std::vector<std::uint32_t> seen;       // [E + W] token that last named an expert or a rank
-  std::vector<std::uint32_t> row_of;     // [W] code of the current token's row per rank
+  std::vector<std::int64_t> row_of;      // [W] the current token's row per rank; -1 = none
   std::vector<std::uint32_t> kept;       // [E] choices that survive drops
   std::vector<std::int64_t> kept_pairs;  // [L]
   std::vector<std::byte> quantised;      // one quantised row
