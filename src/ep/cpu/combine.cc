@@ -3,40 +3,65 @@
 //
 // Reading a peer's memory costs what reading its own does, so partial sums are formed by the rank
 // that needs them; the order and the roundings are those of partial sums formed by the peers.
+#include "base/math.h"
 #include "ep/cpu/operations.h"
 
 namespace xd::ep::cpu {
 
+namespace {
+
+// The terms of one token's sum.
+struct TokenTerms {
+  std::array<const void*, kMaxTopk> rows;
+  std::array<float, kMaxTopk> weights;
+  std::array<int, kMaxTopk> ends;
+  int num_rows = 0;
+  int num_partials = 0;
+
+  void collect(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
+               std::int64_t token) {
+    TokenRows places;
+    places.gather(context, plan, token);
+    num_rows = places.count;
+    num_partials = 0;
+    for (int i = 0; i < num_rows; ++i) {
+      const RowRef& ref = places.list[at(i)].ref;
+      const RankTensors& from = context.scratch.ranks[at(ref.rank)];
+      rows[at(i)] = from.rows + at(ref.row) * out.row_bytes();
+      if (weighted) weights[at(i)] = reinterpret_cast<const float*>(from.weights)[ref.row];
+      // A rank's rows follow one another and form one partial sum.
+      if (i > 0 && places.list[at(i - 1)].ref.rank == ref.rank) --num_partials;
+      ends[at(num_partials++)] = i + 1;
+    }
+  }
+};
+
+}  // namespace
+
 void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted) {
   const std::uint64_t bytes = out.row_bytes();
   const rows::Store store = store_for(out.bytes());
-  TokenRows rows;
-  std::array<const void*, kMaxTopk> terms;
-  std::array<float, kMaxTopk> weights;
-  std::array<int, kMaxTopk> ends;
-  for (std::int64_t t = 0; t < plan.header().tokens; ++t) {
-    std::byte* sum = out.data + static_cast<std::uint64_t>(t) * bytes;
-    rows.gather(context, plan, t);
-    int partials = 0;
-    for (int i = 0; i < rows.count; ++i) {
-      const auto at = static_cast<std::size_t>(i);
-      const RowRef& ref = rows.list[at].ref;
-      const RankTensors& from = context.scratch.ranks[static_cast<std::size_t>(ref.rank)];
-      terms[at] = from.rows + static_cast<std::uint64_t>(ref.row) * bytes;
-      if (weighted) weights[at] = reinterpret_cast<const float*>(from.weights)[ref.row];
-      // A rank's rows follow one another and form one partial sum.
-      if (i > 0 && rows.list[at - 1].ref.rank == ref.rank) --partials;
-      ends[static_cast<std::size_t>(partials++)] = i + 1;
-    }
-    if (partials == 0) {
+  const std::int64_t tokens = plan.header().tokens;
+  // A token's rows lie anywhere in the peers' memory: while one token is summed, the next one's
+  // rows are fetched.
+  std::array<TokenTerms, 2> terms;
+  if (tokens > 0) terms[0].collect(context, plan, out, weighted, 0);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const TokenTerms& now = terms[at(t % 2)];
+    TokenTerms& next = terms[at((t + 1) % 2)];
+    next.num_rows = 0;
+    if (t + 1 < tokens) next.collect(context, plan, out, weighted, t + 1);
+    std::byte* sum = out.data + at(t) * bytes;
+    if (now.num_partials == 0) {
       rows::zero(sum, bytes, store);
       continue;
     }
     rows::sum(row_type(out.type), sum,
-              {.rows = terms.data(),
-               .weights = weighted ? weights.data() : nullptr,
-               .partial_ends = ends.data(),
-               .num_partials = partials},
+              {.rows = now.rows.data(),
+               .weights = weighted ? now.weights.data() : nullptr,
+               .partial_ends = now.ends.data(),
+               .num_partials = now.num_partials,
+               .next_rows = {next.rows.data(), at(next.num_rows)}},
               static_cast<std::size_t>(out.cols), store);
   }
   rows::flush();

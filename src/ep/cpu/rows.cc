@@ -124,8 +124,12 @@ HWY_INLINE Words<D> sum_piece(D d, const Terms& terms, std::size_t at) {
 template <class Codec>
 void sum_as(void* out, const Terms& terms, std::size_t n, Store store) {
   auto* const to = static_cast<std::uint32_t*>(out);
-  const auto put_piece = [&](auto d, std::size_t i)
-                             HWY_ATTR { put(d, sum_piece<Codec>(d, terms, i), to + i, store); };
+  const auto put_piece = [&](auto d, std::size_t i) HWY_ATTR {
+    for (const void* next : terms.next_rows) {
+      hwy::Prefetch(static_cast<const std::uint32_t*>(next) + i);
+    }
+    put(d, sum_piece<Codec>(d, terms, i), to + i, store);
+  };
   for_each_piece(to, n / Codec::kPerWord, store, put_piece);
 }
 

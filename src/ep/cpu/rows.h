@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 namespace xd::rows {
 
@@ -41,6 +42,8 @@ struct Terms {
   const float* weights;  // one per row; nullptr: unweighted
   const int* partial_ends;
   int num_partials;
+  // Rows that will be summed next: brought into the cache meanwhile. May be empty.
+  std::span<const void* const> next_rows{};
 };
 
 // out[i] = the sum over partials, in order, of round(sum over the partial's rows, in order), in
