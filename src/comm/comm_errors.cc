@@ -7,6 +7,7 @@
 #include "comm/comm.h"
 
 namespace xd {
+
 void Comm::check_process() const {
   XD_REQUIRE(process_ == ::getpid(), "this communicator was made by process ", process_,
              ", and process ", ::getpid(), " is a fork of it: make communicators after forking");

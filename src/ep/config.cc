@@ -109,7 +109,7 @@ std::int64_t recv_bound(const Config& config) {
   // Any numbers of rows per expert, each at most `tokens` and together at most `rows`, are some
   // routing. In units of `alignment` rows, an expert's first unit takes one row to fill, every
   // further one `alignment` rows: so each expert gets one, and the rest go where there is room.
-  const std::int64_t rows = tokens * std::min(config.max_topk, config.local_experts);
+  const std::int64_t rows = config.ranks * static_cast<std::int64_t>(config.rows_per_source());
   const std::int64_t experts = std::min<std::int64_t>(config.local_experts, rows);
   const std::int64_t room = experts * ((tokens - 1) / config.alignment);
   return config.alignment * (experts + std::min(room, (rows - experts) / config.alignment));

@@ -3,6 +3,7 @@
 
 #include <crossdock/ep.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -32,6 +33,14 @@ struct Config {
   bool zero_tail = false;
 
   bool expert_major() const { return layout == XD_EP_EXPERT_MAJOR; }
+  // EXPERT_MAJOR with staging: this rank knows which of its rows are one token's, so that a staged
+  // row crosses once for all of them.
+  bool keeps_lists() const { return expert_major() && staging; }
+  // The most rows that one rank can have here.
+  std::uint64_t rows_per_source() const {
+    return static_cast<std::uint64_t>(max_tokens) *
+           static_cast<std::uint64_t>(std::min(max_topk, local_experts));
+  }
   // Values per receive row in a weights tensor.
   std::uint64_t weights_per_row() const {
     return expert_major() ? 1 : static_cast<std::uint64_t>(max_topk);

@@ -9,7 +9,7 @@ namespace xd::ep {
 namespace {
 
 PlanMap map_of(const PlanHeader& header) {
-  return PlanMap::make(header.experts / header.ranks, header.tokens, header.topk);
+  return PlanMap::make(header.experts / header.ranks, header.tokens, header.topk, header.list_rows);
 }
 
 std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
@@ -21,7 +21,7 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
 bool sane(const PlanHeader& h) {
   return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
          h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
-         h.topk <= kMaxTopk;
+         h.topk <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX;
 }
 
 }  // namespace
@@ -72,6 +72,7 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
   view.counts_ = reinterpret_cast<const std::int32_t*>(at + map.count);
   view.offsets_ = reinterpret_cast<const std::int32_t*>(at + map.offset);
   view.codes_ = reinterpret_cast<const std::uint32_t*>(at + map.code);
+  view.list_ = reinterpret_cast<const std::uint32_t*>(at + map.list);
   XD_REQUIRE(view.zones_fit(), "plan: its zones are damaged");
   return view;
 }
@@ -87,6 +88,7 @@ void PlanView::require_binding(const PlanBinding& binding) const {
   require("num_experts", header_.experts, c.experts);
   require("layout", header_.layout, c.layout);
   require("alignment", header_.alignment, c.alignment);
+  require("staging", header_.keeps_list, c.keeps_lists() ? 1 : 0);
   require("overflow policy", header_.overflow, c.overflow);
   require("recv_capacity", header_.capacity, c.capacity);
   XD_REQUIRE(header_.capacities == binding.capacities,
@@ -105,14 +107,16 @@ void seal_plan(std::byte* plan) {
   header.bytes = map.end;
   // Gaps between the parts, so that equal plans are equal bytes.
   std::memset(plan + map.zones_end, 0, map.code - map.zones_end);
-  std::memset(plan + map.code_end, 0, map.end - map.code_end);
+  std::memset(plan + map.list_end, 0, map.end - map.list_end);
   std::memcpy(plan, &header, sizeof(header));
   header.checksum = checksum_of(plan, map);
   std::memcpy(plan, &header, sizeof(header));
 }
 
 std::size_t plan_size(const Config& config) {
-  return PlanMap::make(config.local_experts, config.max_tokens, config.max_topk).end;
+  return PlanMap::make(config.local_experts, config.max_tokens, config.max_topk,
+                       config.keeps_lists() ? config.capacity : 0)
+      .end;
 }
 
 std::uint64_t hash_capacities(std::span<const std::int64_t> capacities) {

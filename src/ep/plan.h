@@ -5,6 +5,8 @@
 //                drops (RANK_MAJOR: pairs)
 //   offset[L+1]  int32: first row of each zone, and the end of the last, after drops
 //   code[T][K]   uint32: where the row of (token, k) lies, see RowCodec
+//   list[]       uint32, EXPERT_MAJOR with staging: the rows received here, by source rank, token
+//                and k. A token's first row here has kFirstOfToken set: the others hold the same
 //
 // A plan is bound to its rank and to the sizes of its group, and to nothing else: it holds no
 // pointer and no identity of the group. Header and zones are covered by a checksum; codes are
@@ -25,6 +27,7 @@ namespace xd::ep {
 struct PlanHeader {
   static constexpr std::uint64_t kMagic = 0x314E4C5044585858;  // "XXXDPLN1"
   static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kFirstOfToken = 0x80000000;
 
   std::uint64_t magic;
   std::uint32_t version;
@@ -35,10 +38,11 @@ struct PlanHeader {
   std::int32_t topk;
   std::int32_t layout;
   std::int32_t alignment;
-  std::int32_t overflow;  // an xd_ep_overflow
-  std::int32_t unused;    // zero
+  std::int32_t overflow;    // an xd_ep_overflow
+  std::int32_t keeps_list;  // 1 = has a list
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
+  std::int64_t list_rows;          // length of the list
   std::int64_t recv_rows;          // min(total_rows, capacity)
   std::int64_t total_rows;         // before any drop
   std::int64_t bad_ids;            // over all ranks
@@ -51,12 +55,12 @@ struct PlanHeader {
   std::uint64_t bytes;     // of the whole plan
   std::uint64_t checksum;  // of all before it, and of the zones
 };
-static_assert(sizeof(PlanHeader) == 144);
+static_assert(sizeof(PlanHeader) == 152);
 
 struct PlanMap {
-  std::uint64_t count, offset, zones_end, code, code_end, end;
+  std::uint64_t count, offset, zones_end, code, list, list_end, end;
 
-  static constexpr PlanMap make(int local_experts, int tokens, int topk) {
+  static constexpr PlanMap make(int local_experts, int tokens, int topk, std::int64_t list_rows) {
     LayoutCursor cursor;
     PlanMap map{};
     cursor.place<PlanHeader>(1);
@@ -65,7 +69,8 @@ struct PlanMap {
     map.zones_end = cursor.at;
     map.code = cursor.place<std::uint32_t>(
         static_cast<std::uint64_t>(tokens) * static_cast<std::uint64_t>(topk), 16);
-    map.code_end = cursor.at;
+    map.list = cursor.place<std::uint32_t>(static_cast<std::uint64_t>(list_rows));
+    map.list_end = cursor.at;
     map.end = cursor.place<std::byte>(0, 16);
     return map;
   }
@@ -134,6 +139,9 @@ class PlanView {
   std::int32_t count(int e) const { return counts_[e]; }
   std::int32_t offset(int e) const { return offsets_[e]; }
   const std::uint32_t* codes(std::int64_t token) const { return codes_ + token * header_.topk; }
+  std::span<const std::uint32_t> list() const {
+    return {list_, static_cast<std::size_t>(header_.list_rows)};
+  }
 
  private:
   bool zones_fit() const;
@@ -142,6 +150,7 @@ class PlanView {
   const std::int32_t* counts_ = nullptr;
   const std::int32_t* offsets_ = nullptr;
   const std::uint32_t* codes_ = nullptr;
+  const std::uint32_t* list_ = nullptr;
 };
 
 // Fills in magic, version, size and checksum of a plan whose other fields and zones are written.

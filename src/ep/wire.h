@@ -7,6 +7,8 @@
 //   counts[slot][src]  src, in prepare   src's counts; each word carries the epoch's low half
 //   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
 //                                        src still sends after drops; before its done flag
+//   lists[src]         src, in prepare   EXPERT_MAJOR: src's rows here, token by token (ep/plan.h);
+//                                        before its done flag
 //   rows, scales,      peers             staging for receive tensors outside symmetric memory
 //   weights, indices
 //
@@ -96,7 +98,10 @@ constexpr std::uint32_t count_of(std::uint64_t word) {
 
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {
-  std::uint64_t record, done, counts, kept, staging, rows, scales, weights, indices, end;
+  std::uint64_t record, done, counts, kept, staging, lists, rows, scales, weights, indices, end;
+
+  // A source's list: its length, then so many rows.
+  static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
 
   // `config` is that of the rank whose memory this is.
   static GroupMap make(const Config& config) {
@@ -113,6 +118,8 @@ struct GroupMap {
         2 * ranks * CountLayout{config.experts, config.ranks}.size(), 64);
     map.kept = cursor.place<std::uint32_t>(keeps ? ranks * local : 0, 64);
     map.staging = cursor.place<std::byte>(0, 256);
+    map.lists =
+        cursor.place<std::uint32_t>(config.keeps_lists() ? ranks * list_words(config) : 0, 64);
     map.rows = cursor.place<std::byte>(staged * config.max_row_bytes, 256);
     map.scales = cursor.place<std::byte>(staged * config.max_scale_bytes, 256);
     map.weights = cursor.place<float>(values, 256);

@@ -1,8 +1,9 @@
 // combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums
 // them.
 //
-// Reading a peer's memory costs what reading its own does, so partial sums are formed by the rank
-// that needs them; the order and the roundings are those of partial sums formed by the peers.
+// Reading a peer's memory costs what reading its own does, so the partial sums of tensors that are
+// used in place are formed by the rank that needs them. Where rows are staged, and so copied anyway,
+// their owner forms the partial sums while it copies. Order and roundings are the same.
 #include "base/math.h"
 #include "ep/cpu/operations.h"
 
@@ -22,16 +23,23 @@ struct TokenTerms {
                std::int64_t token) {
     TokenRows places;
     places.gather(context, plan, token);
-    num_rows = places.count;
+    num_rows = 0;
     num_partials = 0;
-    for (int i = 0; i < num_rows; ++i) {
+    for (int i = 0; i < places.count; ++i) {
       const RowRef& ref = places.list[at(i)].ref;
       const RankTensors& from = context.scratch.ranks[at(ref.rank)];
-      rows[at(i)] = from.rows + at(ref.row) * out.row_bytes();
-      if (weighted) weights[at(i)] = reinterpret_cast<const float*>(from.weights)[ref.row];
+      const bool first = places.first_of_rank(i);
+      // Its owner has added up the token's rows, weighted, in the first one's place.
+      if (from.one_row_per_token && !first) continue;
+      rows[at(num_rows)] = from.rows + at(ref.row) * out.row_bytes();
+      if (weighted) {
+        weights[at(num_rows)] =
+            from.one_row_per_token ? 1.0f : reinterpret_cast<const float*>(from.weights)[ref.row];
+      }
       // A rank's rows follow one another and form one partial sum.
-      if (i > 0 && places.list[at(i - 1)].ref.rank == ref.rank) --num_partials;
-      ends[at(num_partials++)] = i + 1;
+      if (!first) --num_partials;
+      ++num_rows;
+      ends[at(num_partials++)] = num_rows;
     }
   }
 };
@@ -85,7 +93,7 @@ Record CombineOp::record() const {
 }
 
 void CombineOp::stage_in() {
-  expert_out_.copy_in(plan_, config());
+  expert_out_.add_up(plan_, config(), call_.weights ? call_.weights.as<float>() : nullptr);
   weights_.copy_in(plan_, config());
 }
 
@@ -118,7 +126,7 @@ Record DispatchBwdOp::record() const {
 }
 
 void DispatchBwdOp::stage_in() {
-  grad_recv_tokens_.copy_in(plan_, config());
+  grad_recv_tokens_.add_up(plan_, config(), nullptr);
   grad_recv_weights_.copy_in(plan_, config());
 }
 

@@ -1,9 +1,9 @@
 // combine_bwd: every rank writes its tokens' output gradients to the rows they came from, and where
 // combine was weighted, the weights' gradients beside them.
 //
-// Where expert_out and grad_expert_out are both staged they share one area: a row is read (for its
-// dot product) and then written by the one rank it belongs to, so neither gets in the other's way.
-// Weights and their gradients likewise.
+// Where grad_expert_out is staged in EXPERT_MAJOR, gradients cross as they are, once per token, and
+// the owner of the rows does the rest: it has expert_out and weights at hand.
+#include "base/math.h"
 #include "ep/cpu/operations.h"
 
 namespace xd::ep::cpu {
@@ -31,6 +31,7 @@ Record CombineBwdOp::record() const {
 }
 
 void CombineBwdOp::stage_in() {
+  if (finishes_here()) return;
   expert_out_.copy_in(plan_, config());
   weights_.copy_in(plan_, config());
 }
@@ -42,47 +43,76 @@ void CombineBwdOp::move() {
                              .extra = call_.grad_weights.row_bytes()});
   store_ =
       store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) * call_.grad_out.row_bytes());
+  const std::uint64_t bytes = call_.grad_out.row_bytes();
   TokenRows rows;
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
     rows.gather(context_, plan_, t);
-    if (rows.count == 0) continue;
+    const std::byte* grad = call_.grad_out.data + at(t) * bytes;
     if (call_.weights) {
-      send_scaled(t, rows);
+      send_scaled(grad, rows);
     } else {
-      send_copies(t, rows);
+      store_row(rows, grad, bytes, store_, [&](int r) { return row_target(r); });
     }
   }
   rows::flush();
 }
 
-void CombineBwdOp::send_scaled(std::int64_t token, const TokenRows& rows) const {
+void CombineBwdOp::send_scaled(const std::byte* grad, const TokenRows& rows) const {
   const std::uint64_t bytes = call_.grad_out.row_bytes();
-  const auto columns = static_cast<std::size_t>(call_.grad_out.cols);
-  const rows::Type type = row_type(call_.grad_out.type);
-  const std::byte* grad = call_.grad_out.data + static_cast<std::uint64_t>(token) * bytes;
   for (int i = 0; i < rows.count; ++i) {
-    const RowRef& ref = rows.list[static_cast<std::size_t>(i)].ref;
+    const RowRef& ref = rows.list[at(i)].ref;
     const RankTensors& to = tensors(ref.rank);
-    const std::uint64_t at = static_cast<std::uint64_t>(ref.row) * bytes;
-    const float weight = reinterpret_cast<const float*>(to.weights)[ref.row];
-    if (to.extra != nullptr) {
-      reinterpret_cast<float*>(to.extra)[ref.row] = rows::dot(type, to.scales + at, grad, columns);
+    std::byte* const row = to.rows + at(ref.row) * bytes;
+    if (to.one_row_per_token) {
+      if (rows.first_of_rank(i)) rows::copy(row, grad, bytes, store_);
+      continue;
     }
-    rows::scale(type, to.rows + at, grad, weight, columns, store_);
+    WeightedRow finished{.weight = reinterpret_cast<const float*>(to.weights)[ref.row],
+                         .grad_expert_out = row};
+    if (to.extra != nullptr) {
+      finished.expert_out = to.scales + at(ref.row) * bytes;
+      finished.grad_weight = reinterpret_cast<float*>(to.extra) + ref.row;
+    }
+    finish_row(grad, finished);
   }
 }
 
-void CombineBwdOp::send_copies(std::int64_t token, const TokenRows& rows) const {
+// One row of a weighted combine: the weight's gradient, then the row's.
+void CombineBwdOp::finish_row(const std::byte* grad, const WeightedRow& row) const {
+  const rows::Type type = row_type(call_.grad_out.type);
+  const auto columns = at(call_.grad_out.cols);
+  if (row.grad_weight != nullptr) {
+    *row.grad_weight = rows::dot(type, row.expert_out, grad, columns);
+  }
+  rows::scale(type, row.grad_expert_out, grad, row.weight, columns, store_);
+}
+
+// Weighted, and staged in EXPERT_MAJOR: what crossed are the gradients of whole tokens.
+void CombineBwdOp::finish_rows() const {
   const std::uint64_t bytes = call_.grad_out.row_bytes();
-  store_row(rows, call_.grad_out.data + static_cast<std::uint64_t>(token) * bytes, bytes, store_,
-            [&](int r) { return tensors(r).rows; });
+  for_each_token(plan_, [&](std::span<const std::uint32_t> rows, auto) {
+    for (const std::uint32_t row : rows) {
+      WeightedRow finished{.weight = call_.weights.as<float>()[row],
+                           .grad_expert_out = call_.grad_expert_out.data + row * bytes};
+      if (call_.grad_weights) {
+        finished.expert_out = call_.expert_out.data + row * bytes;
+        finished.grad_weight = call_.grad_weights.as<float>() + row;
+      }
+      finish_row(grad_expert_out_.crossed(rows[0]), finished);
+    }
+  });
+  rows::flush();
 }
 
 Setback CombineBwdOp::finish() {
-  for (const ReceiveTensor* tensor : {&grad_expert_out_, &grad_weights_}) {
-    tensor->copy_out(plan_, config());
-    tensor->zero_gaps(plan_, config());
+  if (finishes_here()) {
+    finish_rows();
+  } else {
+    grad_expert_out_.fan_out(plan_, config());
+    grad_weights_.copy_out(plan_, config());
   }
+  grad_expert_out_.zero_gaps(plan_, config());
+  grad_weights_.zero_gaps(plan_, config());
   return {};
 }
 

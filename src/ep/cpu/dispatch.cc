@@ -70,11 +70,11 @@ void DispatchOp::send_row(std::int64_t token, const TokenRows& rows) const {
   const auto t = static_cast<std::uint64_t>(token);
   const std::uint64_t bytes = call_.tokens.row_bytes();
   store_row(rows, call_.tokens.data + t * bytes, bytes, store_,
-            [&](int r) { return tensors(r).rows; });
+            [&](int r) { return row_target(r); });
   if (!call_.scales) return;
   const std::uint64_t scale_bytes = call_.scales.row_bytes();
   store_row(rows, call_.scales.data + t * scale_bytes, scale_bytes, rows::Store::cached,
-            [&](int r) { return tensors(r).scales; });
+            [&](int r) { return scale_target(r); });
 }
 
 void DispatchOp::send_quantised(std::int64_t token, const TokenRows& rows) const {
@@ -84,10 +84,9 @@ void DispatchOp::send_quantised(std::int64_t token, const TokenRows& rows) const
       call_.tokens.data + static_cast<std::uint64_t>(token) * call_.tokens.row_bytes();
   rows::quantise_e4m3(scratch.quantised.data(), scratch.quantised_scales.data(), row, columns,
                       rows::Store::cached);
-  store_row(rows, scratch.quantised.data(), columns, store_,
-            [&](int r) { return tensors(r).rows; });
+  store_row(rows, scratch.quantised.data(), columns, store_, [&](int r) { return row_target(r); });
   store_row(rows, scratch.quantised_scales.data(), call_.recv_scales.row_bytes(),
-            rows::Store::cached, [&](int r) { return tensors(r).scales; });
+            rows::Store::cached, [&](int r) { return scale_target(r); });
 }
 
 // EXPERT_MAJOR: one weight per row.
@@ -130,9 +129,12 @@ void DispatchOp::send_choices(std::int64_t token, const TokenRows& rows) const {
 }
 
 Setback DispatchOp::finish() {
+  recv_tokens_.fan_out(plan_, config());
+  recv_scales_.fan_out(plan_, config());
+  recv_weights_.copy_out(plan_, config());
+  recv_topk_idx_.copy_out(plan_, config());
   for (const ReceiveTensor* tensor :
        {&recv_tokens_, &recv_scales_, &recv_weights_, &recv_topk_idx_}) {
-    tensor->copy_out(plan_, config());
     tensor->zero_gaps(plan_, config());
   }
   if (!config().expert_major()) end_choices();

@@ -3,6 +3,7 @@
 
 #include <concepts>
 
+#include "base/math.h"
 #include "ep/cpu/transfer.h"
 
 namespace xd::ep::cpu {
@@ -24,17 +25,24 @@ concept Operation = requires(Op op, const Op& c) {
   { op.finish() } -> std::same_as<Setback>;
 };
 
-// Stores one row to all its places: `address` gives the tensor in which it has them.
-template <class Address>
+// Where rows of one kind go in a rank's memory.
+struct RowTarget {
+  std::byte* base;
+  bool one_per_token;  // only a token's first row
+};
+
+// Stores one row to all its places: `target` gives the RowTarget of a rank.
+template <class Target>
 void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows::Store store,
-               Address&& address) {
+               Target&& target) {
   std::array<void*, kMaxTopk> places;
+  int count = 0;
   for (int i = 0; i < rows.count; ++i) {
-    const RowRef& ref = rows.list[static_cast<std::size_t>(i)].ref;
-    places[static_cast<std::size_t>(i)] =
-        address(ref.rank) + static_cast<std::uint64_t>(ref.row) * bytes;
+    const RowTarget to = target(rows.list[at(i)].ref.rank);
+    if (to.one_per_token && !rows.first_of_rank(i)) continue;
+    places[at(count++)] = to.base + at(rows.list[at(i)].ref.row) * bytes;
   }
-  rows::copy_to_many(places.data(), rows.count, row, bytes, store);
+  rows::copy_to_many(places.data(), count, row, bytes, store);
 }
 
 // What operations on a plan have in common.
@@ -48,8 +56,9 @@ class PlanOperation {
       : context_(context), plan_(open_plan(context, plan)) {}
 
   const Config& config() const { return context_.group.config(); }
-  RankTensors& tensors(int rank) const {
-    return context_.scratch.ranks[static_cast<std::size_t>(rank)];
+  RankTensors& tensors(int rank) const { return context_.scratch.ranks[at(rank)]; }
+  RowTarget row_target(int rank) const {
+    return {tensors(rank).rows, tensors(rank).one_row_per_token};
   }
   const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.rank()); }
   ReceiveTensor receive(const Tensor& tensor, std::uint64_t staging_offset) const {

@@ -21,6 +21,10 @@ class PrepareOp {
   void assign_rows();
   void send_kept() const;
   void collect_kept();
+  void open_lists() const;
+  RowRef next_row(int expert) const;
+  std::int64_t collect_lists();
+  std::uint32_t* list_of(int owner, int source) const;
   void write_plan();
   void write_outputs() const;
   void hash_plan();
@@ -50,6 +54,9 @@ class DispatchOp : public PlanOperation {
   void send_weights(std::int64_t token, const TokenRows& rows) const;
   void send_choices(std::int64_t token, const TokenRows& rows) const;
   void end_choices() const;
+  RowTarget scale_target(int rank) const {
+    return {tensors(rank).scales, tensors(rank).one_scale_per_token};
+  }
 
   DispatchCall call_;
   ReceiveTensor recv_tokens_, recv_scales_, recv_weights_, recv_topk_idx_;
@@ -101,8 +108,19 @@ class CombineBwdOp : public PlanOperation {
 
  private:
   CombineBwdOp(const Context& context, const CombineBwdCall& call);
-  void send_scaled(std::int64_t token, const TokenRows& rows) const;
-  void send_copies(std::int64_t token, const TokenRows& rows) const;
+  struct WeightedRow {
+    float weight = 0.0f;
+    std::byte* grad_expert_out = nullptr;
+    const std::byte* expert_out = nullptr;  // read for grad_weight alone
+    float* grad_weight = nullptr;           // null = not asked for
+  };
+  // Weighted, and staged in EXPERT_MAJOR.
+  bool finishes_here() const {
+    return call_.weights && config().expert_major() && grad_expert_out_.staged();
+  }
+  void send_scaled(const std::byte* grad, const TokenRows& rows) const;
+  void finish_row(const std::byte* grad, const WeightedRow& row) const;
+  void finish_rows() const;
 
   CombineBwdCall call_;
   ReceiveTensor grad_expert_out_, expert_out_, weights_, grad_weights_;

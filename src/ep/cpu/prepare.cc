@@ -3,7 +3,8 @@
 //   1  count this rank's choices per expert and rank; ids that do not count become "none"
 //   2  exchange counts; every rank derives every zone, every overflow and its own first rows
 //   3  number this rank's rows in (token, k) order
-//   4  RANK_MAJOR under DROP: tell each rank that overflows what it still gets per expert
+//   4  tell each rank which of its rows are one token's (EXPERT_MAJOR, if it stages), or what it
+//      still gets per expert (RANK_MAJOR under DROP, if it overflows)
 //
 // The plan's codes hold local working values between 1 and 3: the expert id of each choice.
 #include <algorithm>
@@ -44,7 +45,7 @@ Record PrepareOp::record() const {
 }
 
 std::uint32_t* PrepareOp::codes() const {
-  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_);
+  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_, 0);
   return reinterpret_cast<std::uint32_t*>(call_.plan + map.code);
 }
 
@@ -116,29 +117,41 @@ void PrepareOp::hash_plan() {
 // Replaces expert ids by row codes. first_row becomes the next row of each zone.
 void PrepareOp::assign_rows() {
   Scratch& scratch = context_.scratch;
-  std::vector<std::int64_t>& next = scratch.placement.first_row;
   std::ranges::fill(scratch.kept, 0);
+  open_lists();
   std::uint32_t* code = codes();
   for (int t = 0; t < tokens_; ++t, code += topk_) {
     std::ranges::fill(scratch.row_of, std::int64_t{-1});
     for (int k = 0; k < topk_; ++k) {
       if (code[k] == RowCodec::kNone) continue;
       const auto expert = static_cast<int>(code[k]);
-      const int rank = expert / config().local_experts;
-      RowRef ref{.rank = rank, .row = 0, .expert = 0};
-      if (config().expert_major()) {
-        ref.row = next[at(expert)]++;
-      } else {
-        std::int64_t& row = scratch.row_of[at(rank)];
-        if (row < 0) row = next[at(rank)]++;
-        ref.row = row;
-        ref.expert = expert % config().local_experts;
-      }
-      const bool kept = ref.row < context_.group.capacities()[at(rank)];
+      const RowRef ref = next_row(expert);
+      const bool kept = ref.row < context_.group.capacities()[at(ref.rank)];
       code[k] = kept ? context_.group.codec().encode(ref) : RowCodec::kNone;
       if (kept) ++scratch.kept[at(expert)];
     }
   }
+}
+
+// Where the current token's row for `expert` goes; it may lie beyond the capacity. row_of has the
+// token's first row in each rank so far.
+RowRef PrepareOp::next_row(int expert) const {
+  Scratch& scratch = context_.scratch;
+  const int rank = expert / config().local_experts;
+  std::vector<std::int64_t>& next = scratch.placement.first_row;
+  std::int64_t& first = scratch.row_of[at(rank)];
+  if (!config().expert_major()) {
+    if (first < 0) first = next[at(rank)]++;
+    return {.rank = rank, .row = first, .expert = expert % config().local_experts};
+  }
+  const std::int64_t row = next[at(expert)]++;
+  std::uint32_t* const list = scratch.lists[at(rank)];
+  if (list != nullptr && row < context_.group.capacities()[at(rank)]) {
+    const auto entry = static_cast<std::uint32_t>(row);
+    list[++*list] = first < 0 ? entry | PlanHeader::kFirstOfToken : entry;
+    first = row;
+  }
+  return {.rank = rank, .row = row, .expert = 0};
 }
 
 // Into each rank that overflows: this rank's surviving choices of that rank's experts. Covered by
@@ -152,6 +165,37 @@ void PrepareOp::send_kept() const {
     auto* row = reinterpret_cast<std::uint32_t*>(area) + at(context_.group.rank()) * local;
     std::copy_n(scratch.kept.begin() + static_cast<std::ptrdiff_t>(at(d) * local), local, row);
   }
+}
+
+// This rank's lists in the ranks that keep some, empty. Covered by this operation's done flag.
+void PrepareOp::open_lists() const {
+  for (int d = 0; d < config().ranks; ++d) {
+    std::uint32_t*& list = context_.scratch.lists[at(d)];
+    const bool keeps = context_.group.config_of(d).keeps_lists();
+    list = keeps ? list_of(d, context_.group.rank()) : nullptr;
+    if (keeps) *list = 0;
+  }
+}
+
+std::uint32_t* PrepareOp::list_of(int owner, int source) const {
+  std::byte* area = context_.lockstep.area_of(owner, context_.lockstep.map_of(owner).lists);
+  return reinterpret_cast<std::uint32_t*>(area) + at(source) * GroupMap::list_words(config());
+}
+
+// Every source's list, one after another; returns how many rows there are.
+std::int64_t PrepareOp::collect_lists() {
+  if (!config().keeps_lists()) return 0;
+  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_, 0);
+  auto* to = reinterpret_cast<std::uint32_t*>(call_.plan + map.list);
+  std::int64_t rows = 0;
+  for (int s = 0; s < config().ranks; ++s) {
+    const std::uint32_t* list = list_of(context_.group.rank(), s);
+    const std::int64_t count = std::min<std::int64_t>(
+        {*list, static_cast<std::int64_t>(config().rows_per_source()), config().capacity - rows});
+    std::copy_n(list + 1, count, to + rows);
+    rows += count;
+  }
+  return rows;
 }
 
 void PrepareOp::collect_kept() {
@@ -179,7 +223,7 @@ Setback PrepareOp::finish() {
 
 void PrepareOp::write_plan() {
   const Placement& p = context_.scratch.placement;
-  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_);
+  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_, 0);
   const auto clip = [](std::int64_t v) {
     return static_cast<std::int32_t>(std::min<std::int64_t>(v, INT32_MAX));
   };
@@ -196,6 +240,8 @@ void PrepareOp::write_plan() {
   header.layout = config().layout;
   header.alignment = static_cast<std::int32_t>(config().alignment);
   header.overflow = config().overflow;
+  header.keeps_list = config().keeps_lists() ? 1 : 0;
+  header.list_rows = collect_lists();
   header.bad_id_rank = p.bad_id_rank;
   header.overflow_rank = p.overflow_rank;
   header.recv_rows = p.recv_rows;

@@ -64,6 +64,59 @@ void ReceiveTensor::copy_out(const PlanView& plan, const Config& config) const {
   rows::flush();
 }
 
+void ListedRows::take(const PlanView& plan, std::size_t& position) {
+  const std::span<const std::uint32_t> list_of_all = plan.list();
+  count = 0;
+  while (position < list_of_all.size()) {
+    const bool first = (list_of_all[position] & PlanHeader::kFirstOfToken) != 0;
+    if (first && count > 0) return;
+    const std::uint32_t row = list_of_all[position++] & ~PlanHeader::kFirstOfToken;
+    if (row < plan.header().recv_rows && count < list.size()) list[count++] = row;
+  }
+}
+
+void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
+  if (!config.expert_major()) return copy_out(plan, config);
+  if (staged_ == nullptr) return;
+  const std::uint64_t bytes = tensor_.row_bytes();
+  const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
+  std::array<void*, kMaxTopk> places;
+  for_each_token(plan, [&](std::span<const std::uint32_t> rows, auto) {
+    for (std::size_t i = 0; i < rows.size(); ++i) places[i] = tensor_.data + rows[i] * bytes;
+    rows::copy_to_many(places.data(), static_cast<int>(rows.size()), crossed(rows[0]), bytes,
+                       store);
+  });
+  rows::flush();
+}
+
+void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const float* weights) const {
+  if (!config.expert_major()) return copy_in(plan, config);
+  if (staged_ == nullptr || plan.refused()) return;
+  const std::uint64_t bytes = tensor_.row_bytes();
+  const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
+  std::array<const void*, kMaxTopk> terms;
+  std::array<float, kMaxTopk> factors;
+  std::array<const void*, kMaxTopk> coming;
+  for_each_token(plan,
+                 [&](std::span<const std::uint32_t> rows, std::span<const std::uint32_t> next) {
+                   const auto count = static_cast<int>(rows.size());
+                   for (std::size_t i = 0; i < rows.size(); ++i) {
+                     terms[i] = tensor_.data + rows[i] * bytes;
+                     if (weights != nullptr) factors[i] = weights[rows[i]];
+                   }
+                   for (std::size_t i = 0; i < next.size(); ++i)
+                     coming[i] = tensor_.data + next[i] * bytes;
+                   rows::sum(row_type(tensor_.type), staged_ + rows[0] * bytes,
+                             {.rows = terms.data(),
+                              .weights = weights != nullptr ? factors.data() : nullptr,
+                              .partial_ends = &count,
+                              .num_partials = 1,
+                              .next_rows = {coming.data(), next.size()}},
+                             at(tensor_.cols), store);
+                 });
+  rows::flush();
+}
+
 void ReceiveTensor::zero_gaps(const PlanView& plan, const Config& config) const {
   if (!tensor_) return;
   const std::uint64_t bytes = tensor_.row_bytes();
@@ -102,6 +155,9 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
   for (int r = 0; r < context.group.config().ranks; ++r) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
+    const auto staged = [&](TensorPlace place) {
+      return context.group.config().expert_major() && place.base() == TensorPlace::kGroup;
+    };
     const auto find = [&](TensorPlace place, std::uint64_t bytes) {
       return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes) : nullptr;
     };
@@ -110,6 +166,8 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
         .scales = find(record.scales_in, sizes.scales),
         .weights = find(record.weights_in, sizes.weights),
         .extra = find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra),
+        .one_row_per_token = staged(record.rows_in),
+        .one_scale_per_token = staged(record.scales_in),
         .num_rows = record.rows,
         .wide_indices = wide};
   }

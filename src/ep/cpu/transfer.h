@@ -18,6 +18,9 @@ struct RankTensors {
   std::byte* scales = nullptr;
   std::byte* weights = nullptr;
   std::byte* extra = nullptr;
+  // Staged in EXPERT_MAJOR: a token's row stands in the first of its rows alone; see ReceiveTensor.
+  bool one_row_per_token = false;
+  bool one_scale_per_token = false;
   std::int64_t num_rows = 0;
   bool wide_indices = false;
 };
@@ -29,6 +32,7 @@ struct Scratch {
   std::vector<std::uint32_t> table;      // [W][E + W + 1] everybody's
   std::vector<std::uint32_t> seen;       // [E + W] token that last named an expert or a rank
   std::vector<std::int64_t> row_of;      // [W] the current token's row per rank; -1 = none
+  std::vector<std::uint32_t*> lists;     // [W] this rank's list there
   std::vector<std::uint32_t> kept;       // [E] choices that survive drops
   std::vector<std::int64_t> kept_pairs;  // [L]
   std::vector<std::byte> quantised;      // one quantised row
@@ -46,6 +50,7 @@ struct Scratch {
     visit(table, num_ranks * num_counts);
     visit(seen, experts + num_ranks);
     visit(row_of, num_ranks);
+    visit(lists, num_ranks);
     visit(kept, experts);
     visit(kept_pairs, static_cast<std::size_t>(config.local_experts));
     visit(quantised, config.max_row_bytes / 2);  // half of a bf16 row
@@ -89,8 +94,37 @@ void for_each_gap(const PlanView& plan, const Config& config, std::int64_t tenso
   if (config.zero_tail && tensor_rows > rows) body(rows, tensor_rows - rows);
 }
 
+// A token's rows in this rank's receive tensors, the first one first.
+struct ListedRows {
+  std::array<std::uint32_t, kMaxTopk> list;
+  std::size_t count = 0;
+
+  std::span<const std::uint32_t> rows() const { return {list.data(), count}; }
+  // Takes the token at `position` of the plan's list and moves on behind it. Rows that the plan's
+  // tensors do not have are left out; at the end of the list there are none.
+  void take(const PlanView& plan, std::size_t& position);
+};
+
+// The receive rows of one token after another (EXPERT_MAJOR with staging): body(rows, next), both
+// spans; `next` is what comes after `rows`.
+template <class Body>
+void for_each_token(const PlanView& plan, Body&& body) {
+  std::array<ListedRows, 2> tokens;
+  std::size_t position = 0;
+  tokens[0].take(plan, position);
+  for (std::size_t i = 0; tokens[i].count > 0; i = 1 - i) {
+    tokens[1 - i].take(plan, position);
+    body(tokens[i].rows(), tokens[1 - i].rows());
+  }
+}
+
 // A receive tensor of this rank: used where it lies if that is symmetric memory, else through the
 // group's staging memory.
+//
+// In EXPERT_MAJOR a token may have several rows here. In a staged tensor of token rows they cross
+// as one, which stands in the place of the first: fan_out() copies it to all of them, and what
+// peers read is the sum that add_up() leaves there. That sum is the partial sum of this rank, so
+// the bits are those of a tensor that is used in place.
 class ReceiveTensor {
  public:
   ReceiveTensor() = default;
@@ -100,8 +134,21 @@ class ReceiveTensor {
                 std::uint64_t staging_offset);
 
   TensorPlace place() const { return place_; }
-  void copy_in(const PlanView& plan, const Config& config) const;   // tensor -> staging
-  void copy_out(const PlanView& plan, const Config& config) const;  // staging -> tensor
+  bool staged() const { return staged_ != nullptr; }
+
+  // Row by row, between tensor and staging. Nothing to do for a tensor that is not staged.
+  void copy_in(const PlanView& plan, const Config& config) const;
+  void copy_out(const PlanView& plan, const Config& config) const;
+
+  // Token by token; RANK_MAJOR, where a token has one row: as above. `weights`: one per row.
+  void fan_out(const PlanView& plan, const Config& config) const;
+  void add_up(const PlanView& plan, const Config& config, const float* weights) const;
+
+  // The row that crossed for a token whose first row is `first`.
+  const std::byte* crossed(std::uint32_t first) const {
+    return staged_ + std::uint64_t{first} * tensor_.row_bytes();
+  }
+
   void zero_gaps(const PlanView& plan, const Config& config) const;
 
  private:
@@ -136,6 +183,11 @@ struct TokenRows {
   };
   std::array<Row, kMaxTopk> list;
   int count = 0;
+
+  bool first_of_rank(int i) const {
+    const auto n = static_cast<std::size_t>(i);
+    return i == 0 || list[n - 1].ref.rank != list[n].ref.rank;
+  }
 
   // Only rows that the peers' tensors have.
   void gather(const Context& context, const PlanView& plan, std::int64_t token);
