@@ -62,6 +62,7 @@ class PlanTest : public testing::Test {
     header.tokens = 3;
     header.topk = 2;
     header.alignment = 1;
+    header.keeps_list = 1;
     header.capacity = 16;
     header.capacities = 99;
     std::memcpy(data(), &header, sizeof(header));

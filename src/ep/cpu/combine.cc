@@ -1,9 +1,9 @@
 // combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums
 // them.
 //
-// Reading a peer's memory costs what reading its own does, so the partial sums of tensors that are
-// used in place are formed by the rank that needs them. Where rows are staged, and so copied anyway,
-// their owner forms the partial sums while it copies. Order and roundings are the same.
+// Reading a peer's memory costs what reading its own does, so the partial sums of tensors that
+// are used in place are formed by the rank that needs them. Where rows are staged, and so copied
+// anyway, their owner forms the partial sums while it copies. Order and roundings are the same.
 #include "base/math.h"
 #include "ep/cpu/operations.h"
 
