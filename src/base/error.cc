@@ -13,7 +13,7 @@ thread_local std::array<char, 1024> g_last_error{};
 
 }  // namespace
 
-const char* status_name(xd_status status) {
+const char* status_name(std::int32_t status) {
   switch (status) {
     case XD_SUCCESS:
       return "XD_SUCCESS";

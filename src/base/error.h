@@ -4,6 +4,7 @@
 
 #include <crossdock/status.h>
 
+#include <cstdint>
 #include <exception>
 #include <sstream>
 #include <string>
@@ -12,7 +13,7 @@
 namespace xd {
 
 // What xd_status_name returns.
-const char* status_name(xd_status status);
+const char* status_name(std::int32_t status);
 
 class Error : public std::exception {
  public:

@@ -2,7 +2,7 @@
 
 namespace xd {
 
-Feature feature(xd_feature which) {
+Feature feature(std::int32_t which) {
   switch (which) {
     case XD_FEATURE_CPU:
       return {true, "available"};

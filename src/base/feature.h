@@ -3,6 +3,8 @@
 
 #include <crossdock/version.h>
 
+#include <cstdint>
+
 namespace xd {
 
 struct Feature {
@@ -10,6 +12,7 @@ struct Feature {
   const char* reason;  // static: what is missing, or "available"
 };
 
-Feature feature(xd_feature which);
+// `which`: an xd_feature.
+Feature feature(std::int32_t which);
 
 }  // namespace xd

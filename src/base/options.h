@@ -3,11 +3,22 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "base/error.h"
 
 namespace xd {
+
+// The number in an enum that a C caller has set, to anything perhaps: a C++ enum must not be read
+// before it is known to hold one of its values.
+template <class Enum>
+std::int32_t raw_enum(const Enum& value) {
+  static_assert(sizeof(Enum) == sizeof(std::int32_t));
+  std::int32_t number;
+  std::memcpy(&number, &value, sizeof(number));
+  return number;
+}
 
 // A copy of *user as this library knows the struct. An older caller passes fewer bytes: the rest
 // keep the values of `defaults`. A newer one may pass more, as long as those bytes are zero.

@@ -1,6 +1,7 @@
 #include "bootstrap/bootstrap.h"
 
 #include "base/error.h"
+#include "base/options.h"
 #include "bootstrap/environment.h"
 #include "bootstrap/meeting_messages.h"
 #include "bootstrap/rendezvous.h"
@@ -78,16 +79,16 @@ std::unique_ptr<Bootstrap> by_environment(const xd_comm_config& config) {
 }  // namespace
 
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
-  if (config.bootstrap == XD_BOOTSTRAP_ENVIRONMENT) return by_environment(config);
+  const std::int32_t kind = raw_enum(config.bootstrap);
+  if (kind == XD_BOOTSTRAP_ENVIRONMENT) return by_environment(config);
   check_ranks(config);
-  if (config.bootstrap == XD_BOOTSTRAP_UNIQUE_ID) {
+  if (kind == XD_BOOTSTRAP_UNIQUE_ID) {
     if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
     XD_REQUIRE(config.unique_id != nullptr,
                "config.unique_id = NULL, expected an id from xd_unique_id_create");
     return meet_at(decode_unique_id(*config.unique_id), config.rank, config.num_ranks);
   }
-  XD_REQUIRE(config.bootstrap == XD_BOOTSTRAP_ALL_GATHER,
-             "config.bootstrap = ", static_cast<int>(config.bootstrap),
+  XD_REQUIRE(kind == XD_BOOTSTRAP_ALL_GATHER, "config.bootstrap = ", kind,
              ", expected one of xd_bootstrap");
   XD_REQUIRE(config.all_gather != nullptr, "config.all_gather = NULL, expected a function");
   if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();

@@ -90,7 +90,8 @@ xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const
                             xd_stream stream) {
   XD_REQUIRE_GIVEN("xd_ep_join_failed", group);
   xd::ep::Group& g = *group->group;
-  return guarded_on("xd_ep_join_failed", g.comm(), [&] { g.join_failed(operation, text, stream); });
+  return guarded_on("xd_ep_join_failed", g.comm(),
+                    [&] { g.join_failed(xd::raw_enum(operation), text, stream); });
 }
 
 xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info) {

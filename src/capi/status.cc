@@ -3,15 +3,16 @@
 
 #include "base/error.h"
 #include "base/feature.h"
+#include "base/options.h"
 
-const char* xd_status_name(xd_status status) { return xd::status_name(status); }
+const char* xd_status_name(xd_status status) { return xd::status_name(xd::raw_enum(status)); }
 
 const char* xd_last_error(void) { return xd::last_error(); }
 
 int32_t xd_version(void) { return XD_VERSION; }
 
 int32_t xd_feature_available(xd_feature feature, const char** reason) {
-  const xd::Feature answer = xd::feature(feature);
+  const xd::Feature answer = xd::feature(xd::raw_enum(feature));
   if (reason != nullptr) *reason = answer.reason;
   return answer.available ? 1 : 0;
 }

@@ -65,9 +65,9 @@ void read_rows(const xd_ep_config& user, Config& config) {
 }
 
 void read_receive(const xd_ep_config& user, Config& config) {
-  require_range("layout", user.layout, XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR);
-  require_range("overflow", user.overflow, XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
-  require_range("staging", user.staging, XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
+  require_range("layout", raw_enum(user.layout), XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR);
+  require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
+  require_range("staging", raw_enum(user.staging), XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
   require_range("zero_tail", user.zero_tail, 0, 1);
   require_range("num_sms", user.num_sms, 0, 4096);
   XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&

@@ -42,7 +42,8 @@ class Group {
   virtual void combine(const xd_ep_combine_args* args, xd_stream stream) = 0;
   virtual void dispatch_bwd(const xd_ep_dispatch_bwd_args* args, xd_stream stream) = 0;
   virtual void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) = 0;
-  virtual void join_failed(xd_ep_operation operation, const char* text, xd_stream stream) = 0;
+  // `operation`: what the caller gave as an xd_ep_operation.
+  virtual void join_failed(std::int32_t operation, const char* text, xd_stream stream) = 0;
 
   Comm& comm() const { return *comm_; }
   int rank() const { return comm_->rank(); }

@@ -37,16 +37,17 @@ class CpuGroup final : public Group {
     run(XD_EP_COMBINE_BWD, [&](const Context& context) { return CombineBwdOp(context, args); });
   }
 
-  void join_failed(xd_ep_operation operation, const char* text, xd_stream) override {
+  void join_failed(std::int32_t operation, const char* text, xd_stream) override {
+    const bool known = operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD;
     const std::string cause(text != nullptr ? text : "",
                             text != nullptr ? ::strnlen(text, 255) : 0);
-    // Any operation will do: it fails before there is one.
-    run(operation, [&](const Context& context) -> PrepareOp {
-      static_cast<void>(context);
-      XD_REQUIRE(operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD,
-                 "operation = ", int{operation}, ", expected an xd_ep_operation");
-      fail(XD_ERROR_INVALID_ARGUMENT, cause);
-    });
+    // The peers wait for this rank's turn whatever it was to be; the failure comes before there is
+    // an operation, so any type of one will do.
+    run(known ? static_cast<xd_ep_operation>(operation) : XD_EP_PREPARE,
+        [&](const Context&) -> PrepareOp {
+          XD_REQUIRE(known, "operation = ", operation, ", expected an xd_ep_operation");
+          fail(XD_ERROR_INVALID_ARGUMENT, cause);
+        });
   }
 
  private:
