@@ -200,6 +200,31 @@ TEST_P(Plan, OfAnotherBatchThanThePeersIsAMismatch) {
   });
 }
 
+// Rows of two plans of the same routing stand in the same places, so nothing but the fingerprint
+// tells that ranks have come apart.
+TEST_P(Plan, OfAnEqualBatchPreparedElsewhereIsAMismatch) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const Group twin = make_group(rank.comm, c.config(rank.rank));
+    Batch first(rank, c);
+    first.prepare(group.get());
+    Batch later(rank, c);
+    later.prepare(group.get());
+    Batch of_twin(rank, c);
+    of_twin.prepare(twin.get());  // at the epoch of `first`
+    for (Batch* other : {&later, &of_twin}) {
+      SCOPED_TRACE(other == &later ? "prepared again" : "prepared by another group");
+      Batch& batch = rank.rank == 0 ? *other : first;
+      for (const xd_ep_operation operation : kUsers) {
+        EXPECT_EQ(batch.call(group.get(), operation), XD_ERROR_MISMATCH) << xd_last_error();
+        EXPECT_TRUE(batch.untouched(operation));
+      }
+    }
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
 // Whatever bit of the header is wrong, the plan is refused; so a plan's size and sums can be
 // trusted once it has been opened. The header's length is the offset of the last byte that matters.
 TEST_P(Plan, WithADamagedHeaderByteIsRefused) {

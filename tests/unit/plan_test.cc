@@ -135,6 +135,12 @@ TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
   other.alignment = 2;
   EXPECT_NE(refusal({1, &other, 99}).find("alignment = 1"), std::string::npos);
   other = config_;
+  other.overflow = XD_EP_OVERFLOW_DROP;
+  EXPECT_NE(refusal({1, &other, 99}).find("overflow policy"), std::string::npos);
+  other = config_;
+  other.capacity += 1;
+  EXPECT_NE(refusal({1, &other, 99}).find("recv_capacity"), std::string::npos);
+  other = config_;
   other.max_tokens = 2;
   EXPECT_NE(refusal({1, &other, 99}).find("3 tokens"), std::string::npos);
 }
