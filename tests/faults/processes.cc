@@ -12,6 +12,7 @@
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
+#include <thread>
 
 namespace xd::test {
 namespace {
@@ -28,6 +29,14 @@ struct Pipe {
   Descriptor read, write;
 };
 
+xd_unique_id make_id(const RankProgram& program) {
+  xd_unique_id id;
+  xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
+  config.timeout_ms = program.timeout_ms;
+  if (xd_unique_id_create(&config, &id) != XD_SUCCESS) throw std::runtime_error(xd_last_error());
+  return id;
+}
+
 }  // namespace
 
 Descriptor::~Descriptor() {
@@ -37,11 +46,8 @@ Descriptor::~Descriptor() {
 Processes::Processes(RankProgram program, const std::vector<std::vector<int>>& processes) {
   program.num_ranks = 0;
   for (const auto& ranks : processes) program.num_ranks += static_cast<int>(ranks.size());
-  xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
-  config.timeout_ms = program.timeout_ms;
-  if (xd_unique_id_create(&config, &program.id) != XD_SUCCESS) {
-    throw std::runtime_error(xd_last_error());
-  }
+  program.id = make_id(program);
+  if (program.death.victim >= 0) program.death.id_of_rest = make_id(program);
   for (const std::vector<int>& ranks : processes) {
     program.ranks = ranks;
     start(program);
@@ -114,14 +120,29 @@ Clock::time_point Processes::kill(int rank) {
   return when;
 }
 
+int Processes::wait_for_death(int rank) {
+  Process& process = process_of(rank);
+  const auto deadline = Clock::now() + kPatience;
+  int ended = 0;
+  while (::waitpid(process.pid, &ended, WNOHANG) == 0) {
+    if (Clock::now() > deadline)
+      throw std::runtime_error("rank " + std::to_string(rank) + " lives");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  process.pid = -1;
+  return ended;
+}
+
 void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
+
+void Processes::wait_until_armed(int rank) { wait_for(rank, "armed"); }
 
 Result Processes::wait_for_result(int rank) {
   const Line line = wait_for(rank, "result");
   std::istringstream fields(line.text);
   int status = 0, phase = 0;
   Result result{};
-  fields >> status >> result.peer >> phase;
+  fields >> status >> result.peer >> phase >> result.outputs_written;
   std::getline(fields, result.text);
   result.status = static_cast<xd_status>(status);
   result.phase = static_cast<xd_phase>(phase);

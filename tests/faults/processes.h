@@ -36,6 +36,7 @@ struct Result {
   xd_status status;
   int peer;
   xd_phase phase;
+  bool outputs_written;
   std::string text;
   Clock::time_point when;  // at which it was read
 };
@@ -50,6 +51,7 @@ class Processes {
 
   // Each throws std::runtime_error if the rank does not say it in time.
   void wait_until_ready(int rank);
+  void wait_until_armed(int rank);
   Result wait_for_result(int rank);
   std::string wait_for_after(int rank);
 
@@ -58,6 +60,8 @@ class Processes {
   std::vector<std::string> named_shared_memory(int rank);
   // SIGKILL; returns when the process is gone. Its peers know nothing yet.
   Clock::time_point kill(int rank);
+  // Of a process that ends itself: how, as waitpid() tells. Throws if it does not.
+  int wait_for_death(int rank);
 
  private:
   struct Process {

@@ -1,5 +1,8 @@
 #include "faults/rank_program.h"
 
+#include <signal.h>
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -11,6 +14,7 @@
 #include <thread>
 
 #include "conformance/batch.h"
+#include "faults/fatal_argument.h"
 #include "support/handles.h"
 #include "support/memory.h"
 
@@ -65,12 +69,13 @@ class RankRun {
     if (!std::getline(std::cin, line)) throw std::runtime_error("the test has gone");
   }
 
-  void report(xd_status status) {
+  void report(xd_status status, bool outputs_written = false) {
     xd_error_info info = XD_ERROR_INFO_INIT;
     const std::string text = status == XD_SUCCESS ? "" : xd_last_error();
     if (comm_) ok(xd_comm_error(comm_.get(), &info));
     std::ostringstream line;
-    line << "result " << status << " " << info.peer << " " << info.phase << " " << text;
+    line << "result " << status << " " << info.peer << " " << info.phase << " " << outputs_written
+         << " " << text;
     say(line.str());
   }
 
@@ -92,28 +97,46 @@ class RankRun {
   xd_status run_operations() {
     const Case c = case_of_program();
     group_ = make_group(comm_.get(), c.config(rank_.rank));
-    Batch batch(rank_, c);
+    // In symmetric memory outputs show what peers have moved; the fatal argument alone is staged.
+    Batch batch(rank_, c, 0, someone_dies() ? Place::symmetric : Place::ordinary);
     batch.prepare(group_.get());
+    batch.poison_outputs();
     wait_for_go();
+    if (rank_.rank == program_.death.victim) die(batch);
     xd_status status = XD_SUCCESS;
     if (program_.program == Program::operation) {
-      status = batch.call(group_.get(), program_.operation);
+      for (int i = 0; i < program_.calls && status == XD_SUCCESS; ++i) {
+        status = batch.call(group_.get(), program_.operation);
+        report(status, !batch.untouched(program_.operation));
+      }
     } else {
       constexpr xd_ep_operation kStep[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
                                            XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
       for (std::size_t i = 0; status == XD_SUCCESS; ++i) {
         status = batch.call(group_.get(), kStep[i % std::size(kStep)]);
       }
+      report(status);
     }
-    report(status);
     if (status != XD_SUCCESS && batch.call(group_.get(), XD_EP_COMBINE) != status) {
       say("after a later call gave another status: " + std::string(xd_last_error()));
     }
     return status;
   }
 
+  bool someone_dies() const { return program_.death.victim >= 0; }
+
+  // By the signal's default action, which sanitizers replace, and without a core file.
+  [[noreturn]] void die(Batch& batch) {
+    ::signal(SIGSEGV, SIG_DFL);
+    ::prctl(PR_SET_DUMPABLE, 0);
+    const FatalArgument argument(batch, program_, rank_.rank, [this] { say("armed"); });
+    static_cast<void>(batch.call(group_.get(), program_.operation));
+    throw std::runtime_error("the victim lives");
+  }
+
   // After a fatal error every call says so again, all can be freed, and the process is as good as
-  // new: a communicator can be made in it.
+  // new: a communicator can be made in it, of all ranks but the fatal argument's victim, if there
+  // is one, else of this rank alone.
   void after(xd_status status) {
     if (comm_ && status != XD_SUCCESS) {
       if (comm_error(comm_.get()).status != status) return say("after xd_comm_error disagrees");
@@ -122,15 +145,16 @@ class RankRun {
     }
     group_.reset();
     comm_.reset();
-    xd_unique_id id;
-    ok(xd_unique_id_create(nullptr, &id));
+    xd_unique_id id = program_.death.id_of_rest;
+    if (!someone_dies()) ok(xd_unique_id_create(nullptr, &id));
     xd_comm_config config = XD_COMM_CONFIG_INIT;
     config.unique_id = &id;
-    config.num_ranks = 1;
+    config.num_ranks = someone_dies() ? program_.num_ranks - 1 : 1;
+    if (someone_dies()) config.rank = rank_.rank - (rank_.rank > program_.death.victim ? 1 : 0);
     config.device = memory_->device();
     config.heap_bytes = 4096;
-    const Comm alone = make_comm(config);
-    ok(xd_comm_barrier(alone.get()));
+    const Comm another = make_comm(config);
+    ok(xd_comm_barrier(another.get()));
     say("after clean");
   }
 
@@ -148,6 +172,23 @@ class RankRun {
   Group group_;
 };
 
+std::string to_hex(const xd_unique_id& id) {
+  std::string hex;
+  for (const unsigned char byte : id.bytes) {
+    hex += "0123456789abcdef"[byte >> 4];
+    hex += "0123456789abcdef"[byte & 15];
+  }
+  return hex;
+}
+
+xd_unique_id id_from_hex(const std::string& hex) {
+  xd_unique_id id;
+  for (std::size_t i = 0; i < XD_UNIQUE_ID_BYTES; ++i) {
+    id.bytes[i] = static_cast<unsigned char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+  }
+  return id;
+}
+
 RankProgram from_arguments(const std::vector<std::string>& arguments) {
   RankProgram program;
   program.program = static_cast<Program>(std::stoi(arguments.at(1)));
@@ -155,11 +196,13 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
   program.num_ranks = std::stoi(arguments.at(3));
   program.tokens = std::stoi(arguments.at(4));
   program.timeout_ms = std::stoi(arguments.at(5));
-  const std::string& id = arguments.at(6);
-  for (std::size_t i = 0; i < XD_UNIQUE_ID_BYTES; ++i) {
-    program.id.bytes[i] = static_cast<unsigned char>(std::stoi(id.substr(2 * i, 2), nullptr, 16));
-  }
-  for (std::size_t i = 7; i < arguments.size(); ++i)
+  program.id = id_from_hex(arguments.at(6));
+  program.calls = std::stoi(arguments.at(7));
+  program.death = {.victim = std::stoi(arguments.at(8)),
+                   .argument = arguments.at(9),
+                   .part = static_cast<Part>(std::stoi(arguments.at(10))),
+                   .id_of_rest = id_from_hex(arguments.at(11))};
+  for (std::size_t i = 12; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -167,18 +210,18 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
 }  // namespace
 
 std::vector<std::string> to_arguments(const RankProgram& program) {
-  std::string id;
-  for (const unsigned char byte : program.id.bytes) {
-    id += "0123456789abcdef"[byte >> 4];
-    id += "0123456789abcdef"[byte & 15];
-  }
   std::vector<std::string> arguments{kOption,
                                      std::to_string(static_cast<int>(program.program)),
                                      std::to_string(program.operation),
                                      std::to_string(program.num_ranks),
                                      std::to_string(program.tokens),
                                      std::to_string(program.timeout_ms),
-                                     id};
+                                     to_hex(program.id),
+                                     std::to_string(program.calls),
+                                     std::to_string(program.death.victim),
+                                     program.death.argument,
+                                     std::to_string(static_cast<int>(program.death.part)),
+                                     to_hex(program.death.id_of_rest)};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

@@ -1,9 +1,12 @@
 // What a rank process of a fault test does. The test program starts itself again with these
 // settings, tells the rank when to go on through its standard input, and reads what it reports:
 //
-//   <rank> ready                                     has set up, waits for a line
-//   <rank> result <status> <peer> <phase> <text>     of the call that the test is about
-//   <rank> after <text>                              "clean", or what failed after the fatal error
+//   <rank> ready                          has set up, waits for a line
+//   <rank> armed                          Part::second_pass: the argument is fatal from now on
+//   <rank> result <status> <peer> <phase> <written> <text>
+//                                         of a call that the test is about; <written> is 1 if it
+//                                         is one of Program::operation and wrote an output
+//   <rank> after <text>                   "clean", or what failed after the fatal error
 #pragma once
 
 #include <crossdock/ep.h>
@@ -17,8 +20,24 @@ enum class Program {
   create,        // xd_comm_create
   create_group,  // xd_ep_group_create
   grow,          // xd_mem_grow
-  operation,     // one EP operation
+  operation,     // EP operations of one kind
   steps,         // whole training steps, until one fails
+};
+
+// Which part of an argument is fatal to touch.
+enum class Part {
+  all,
+  end,          // the last few bytes, and so the last row
+  second_pass,  // prepare's plan, all of it, from when the call has filled it with working values:
+                // then it waits for its peers to enter, and touches it next when they have
+};
+
+// A rank dies in the operation, by touching an argument.
+struct RankDeath {
+  int victim = -1;  // nobody
+  std::string argument = "none";
+  Part part = Part::all;
+  xd_unique_id id_of_rest{};  // where the others meet afterwards
 };
 
 struct RankProgram {
@@ -26,9 +45,11 @@ struct RankProgram {
   xd_ep_operation operation = XD_EP_PREPARE;
   int num_ranks = 1;
   std::vector<int> ranks;  // that live in this process
+  int calls = 1;           // of the operation, while they succeed
   int tokens = 12;
   int timeout_ms = 20000;
   xd_unique_id id{};
+  RankDeath death;
 };
 
 std::vector<std::string> to_arguments(const RankProgram& program);

@@ -1,0 +1,143 @@
+// A peer's process dies in a given step of an operation, by its own hand: an argument lies in
+// memory that nobody may touch, and of all steps the one under test touches it first. What the
+// others do proves that it died there:
+//
+//   before entering   their calls fail, their outputs are untouched: none has passed the entry
+//   moving            their calls fail, and all have moved rows, as their outputs in symmetric
+//                     memory show: the victim has entered and not left. Prepare moves no rows, see
+//                     Part::second_pass
+//   after leaving     their calls succeed: they have seen the victim leave. The next ones fail
+//
+// They sleep in the entry when the victim comes, so that those who are woken by its entering see it
+// before they hear of its death. Death in the exchange of counts is left to the timed tests:
+// between what a rank sends there and what it awaits it touches no argument.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <chrono>
+#include <ostream>
+#include <string>
+#include <thread>
+
+#include "faults/processes.h"
+
+namespace xd::test {
+namespace {
+
+constexpr auto kLimit = std::chrono::seconds(1);
+constexpr auto kMoment = std::chrono::milliseconds(30);  // enough to enter a call and fall asleep
+
+constexpr int kVictim = 1;
+constexpr int kSurvivors[] = {0, 2};
+
+enum class Step { before_entering, moving, after_leaving };
+
+struct Spot {
+  const char* name;
+  xd_ep_operation operation;
+  Step step;
+  const char* argument;
+  Part part;
+};
+
+void PrintTo(const Spot& spot, std::ostream* out) { *out << spot.name; }
+
+class Death : public testing::TestWithParam<Spot> {
+ protected:
+  RankProgram program() const {
+    RankProgram result;
+    result.operation = GetParam().operation;
+    result.death = {.victim = kVictim, .argument = GetParam().argument, .part = GetParam().part};
+    if (GetParam().step == Step::after_leaving) result.calls = 2;
+    return result;
+  }
+
+  // Releases all, the victim last; returns a time before its death.
+  Clock::time_point release(Processes& ranks) const {
+    const bool armed_inside = GetParam().part == Part::second_pass;
+    if (armed_inside) {
+      ranks.go(kVictim);
+      ranks.wait_until_armed(kVictim);
+    }
+    const auto since = Clock::now();
+    for (const int survivor : kSurvivors) ranks.go(survivor);
+    if (armed_inside) return since;
+    std::this_thread::sleep_for(kMoment);
+    const auto last = Clock::now();
+    ranks.go(kVictim);
+    return last;
+  }
+
+  void expect_step(const Result& result) const {
+    const bool moves_rows = GetParam().operation != XD_EP_PREPARE;
+    EXPECT_EQ(result.outputs_written, GetParam().step == Step::moving && moves_rows);
+  }
+};
+
+TEST_P(Death, IsToldToAllWhoGoOnWithoutIt) {
+  Processes ranks(program(), {{0}, {kVictim}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  const auto since = release(ranks);
+  const int ended = ranks.wait_for_death(kVictim);
+  EXPECT_TRUE(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGSEGV) << ended;
+  for (const int survivor : kSurvivors) {
+    SCOPED_TRACE("rank " + std::to_string(survivor));
+    Result result = ranks.wait_for_result(survivor);
+    if (GetParam().step == Step::after_leaving) {
+      ASSERT_EQ(result.status, XD_SUCCESS) << result.text;
+      result = ranks.wait_for_result(survivor);
+    } else {
+      expect_step(result);
+    }
+    EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+    EXPECT_EQ(result.peer, kVictim);
+    EXPECT_NE(result.text.find("rank " + std::to_string(kVictim)), std::string::npos)
+        << result.text;
+    EXPECT_LT(result.when - since, kLimit);
+  }
+  // They have made a communicator of their own.
+  for (const int survivor : kSurvivors) EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Steps, Death,
+    testing::Values(
+        // Reads ids and writes the plan's header and working values, then enters.
+        Spot{"prepare_before_entering_writing_the_plan", XD_EP_PREPARE, Step::before_entering,
+             "plan", Part::all},
+        Spot{"prepare_before_entering_reading_ids", XD_EP_PREPARE, Step::before_entering,
+             "topk_idx", Part::end},
+        // Replaces those values by row codes.
+        Spot{"prepare_moving", XD_EP_PREPARE, Step::moving, "plan", Part::second_pass},
+        // The last of its outputs, after the plan.
+        Spot{"prepare_after_leaving", XD_EP_PREPARE, Step::after_leaving, "rank_rows", Part::all},
+
+        // Stages nothing; like all but prepare, it opens the plan first.
+        Spot{"dispatch_before_entering", XD_EP_DISPATCH, Step::before_entering, "plan", Part::all},
+        // Its last token, when the others' rows are under way.
+        Spot{"dispatch_moving", XD_EP_DISPATCH, Step::moving, "tokens", Part::end},
+        // Outside symmetric memory: copied from staging when all have left.
+        Spot{"dispatch_after_leaving", XD_EP_DISPATCH, Step::after_leaving, "recv_tokens",
+             Part::all},
+
+        // Outside symmetric memory: added up into staging.
+        Spot{"combine_before_entering", XD_EP_COMBINE, Step::before_entering, "expert_out",
+             Part::all},
+        Spot{"combine_moving", XD_EP_COMBINE, Step::moving, "out", Part::end},
+
+        Spot{"dispatch_bwd_before_entering", XD_EP_DISPATCH_BWD, Step::before_entering,
+             "grad_recv_tokens", Part::all},
+        Spot{"dispatch_bwd_moving", XD_EP_DISPATCH_BWD, Step::moving, "grad_tokens", Part::end},
+
+        // Staged for the others to read, as grad_expert_out is not.
+        Spot{"combine_bwd_before_entering", XD_EP_COMBINE_BWD, Step::before_entering, "expert_out",
+             Part::all},
+        Spot{"combine_bwd_moving", XD_EP_COMBINE_BWD, Step::moving, "grad_out", Part::end},
+        // Staged itself: weighted and copied from there when all have left.
+        Spot{"combine_bwd_after_leaving", XD_EP_COMBINE_BWD, Step::after_leaving, "grad_expert_out",
+             Part::all}),
+    [](const testing::TestParamInfo<Spot>& instance) { return instance.param.name; });
+
+}  // namespace
+}  // namespace xd::test
