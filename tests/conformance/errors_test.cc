@@ -145,6 +145,28 @@ TEST(Disagreement, IsAMismatchOnEveryRankAtOnce) {
   });
 }
 
+// Rows of four bytes everywhere: nothing but the type tells one float32 from four bytes.
+TEST(Disagreement, OnTheTypeOfEquallyLongScalesIsAMismatchOnEveryRank) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const Case c = plain_case(world().num_ranks());
+  Case roomy = c;
+  roomy.cargo = Cargo::e4m3_with_floats;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, roomy.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    const DLDataType type = rank.rank == 0 ? kF32 : kU8;
+    const std::int64_t columns = rank.rank == 0 ? 1 : 4;
+    Tensor scales(rank, type, {batch.dispatch_args.tokens->shape[0], columns});
+    Tensor received(rank, type, {batch.dispatch_args.recv_tokens->shape[0], columns});
+    batch.dispatch_args.scales = scales.dl();
+    batch.dispatch_args.recv_scales = received.dl();
+    EXPECT_EQ(batch.call(group.get(), XD_EP_DISPATCH), XD_ERROR_MISMATCH) << xd_last_error();
+    EXPECT_TRUE(batch.untouched(XD_EP_DISPATCH));
+    EXPECT_TRUE(received.untouched());
+  });
+}
+
 TEST(Disagreement, OnTheOperationIsAMismatchOnEveryRank) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   constexpr xd_ep_operation kAll[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,

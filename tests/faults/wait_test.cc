@@ -190,16 +190,18 @@ TEST(Waits, OfHostCallsAreReleasedByAnAbort) {
   };
   for (const Call& call : calls) {
     SCOPED_TRACE("call " + std::to_string(&call - calls));
+    std::latch released(1);  // until then rank 1 stays: its leaving would end the call as well
     on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
       const auto since = Clock::now();
       if (rank.rank == 1) {
         std::this_thread::sleep_for(kMoment);
         EXPECT_EQ(xd_comm_abort(rank.comm), XD_SUCCESS);
         EXPECT_EQ(call(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
-        return;
+        return released.wait();
       }
       EXPECT_EQ(call(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
       EXPECT_LT(Clock::now() - since, kMoment + kLimit);
+      released.count_down();
     });
   }
 }
