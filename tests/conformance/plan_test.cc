@@ -228,7 +228,7 @@ TEST_P(Plan, OfAnEqualBatchPreparedElsewhereIsAMismatch) {
 // Whatever bit of the header is wrong, the plan is refused; so a plan's size and sums can be
 // trusted once it has been opened. The header's length is the offset of the last byte that matters.
 TEST_P(Plan, WithADamagedHeaderByteIsRefused) {
-  constexpr std::size_t kHeaderBytes = 128;
+  constexpr std::size_t kHeaderBytes = 152;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
@@ -252,7 +252,7 @@ TEST_P(Plan, WithADamagedHeaderByteIsRefused) {
 // Damage past the header may give wrong values; it never reaches outside the tensors, and never
 // harms the group.
 TEST_P(Plan, WithADamagedBodyStaysInsideTheTensors) {
-  constexpr std::size_t kHeaderBytes = 136;
+  constexpr std::size_t kHeaderBytes = 152;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);

@@ -206,6 +206,42 @@ TEST(Waits, OfHostCallsAreReleasedByAnAbort) {
   }
 }
 
+TEST(Waits, OfOneThreadEndWhenAnotherOneGivesUp) {
+  std::latch released(1);  // until then rank 1 stays and does nothing
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    if (rank.rank == 1) return released.wait();
+    std::thread quitter([&] {
+      std::this_thread::sleep_for(kMoment);
+      EXPECT_EQ(xd_comm_abort(rank.comm), XD_SUCCESS);
+    });
+    const auto since = Clock::now();
+    EXPECT_EQ(xd_comm_barrier(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
+    EXPECT_LT(Clock::now() - since, kMoment + kLimit);
+    quitter.join();
+    released.count_down();
+  });
+}
+
+// Rank 2 leaves; rank 1 needs it, fails, and leaves too. Rank 0 hears of the cause.
+TEST(Waits, ForARankThatLeftBecauseOfAnErrorNameTheCause) {
+  const Case c = plain_case(3);
+  std::latch left(1), failed(1);
+  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm& comm) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const auto expect_loss_of_rank_2 = [&] {
+      Batch batch(rank, c);
+      EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_PEER_LOST);
+      EXPECT_EQ(comm_error(rank.comm).peer, 2) << comm_error(rank.comm).text;
+    };
+    if (rank.rank == 1) left.wait();
+    if (rank.rank == 0) failed.wait();
+    if (rank.rank != 2) expect_loss_of_rank_2();
+    if (rank.rank == 0) return;
+    comm.reset();
+    (rank.rank == 2 ? left : failed).count_down();
+  });
+}
+
 TEST(Waits, OfHostCallsForALatePeerEndInTime) {
   std::latch timed_out(1);
   on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
