@@ -94,7 +94,8 @@ typedef struct xd_comm_config {
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks
  * or protocol version, a rank taken twice, a peer that failed); PEER_LOST (a peer's process ended
- * meanwhile, or the peer gave up); UNSUPPORTED (no such executor here; ranks on different hosts); OUT_OF_MEMORY; SYSTEM.
+ * meanwhile, or the peer gave up); UNSUPPORTED (no such executor here; ranks on different hosts);
+ * OUT_OF_MEMORY; SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
  * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);

@@ -128,8 +128,8 @@ TEST_P(KillInCreate, EndsTheMeetingForAll) {
     EXPECT_TRUE(result.status == XD_SUCCESS || result.status == XD_ERROR_TIMEOUT ||
                 result.status == XD_ERROR_MISMATCH || result.status == XD_ERROR_PEER_LOST)
         << result.status << result.text;
-    // Where it came into being before the death, it is a communicator with a lost peer. Where it did
-    // not, the text names the victim, or the other survivor if that one had given up before.
+    // Where it came into being before the death, it is a communicator with a lost peer. Where it
+    // did not, the text names the victim, or the other survivor if that one had given up before.
     if (result.status != XD_SUCCESS) {
       const int other = survivor == 0 ? 2 : 0;
       EXPECT_TRUE(result.text.find(std::to_string(kVictim)) != std::string::npos ||
