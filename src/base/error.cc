@@ -39,8 +39,9 @@ const char* status_name(std::int32_t status) {
       return "XD_ERROR_SYSTEM";
     case XD_ERROR_INTERNAL:
       return "XD_ERROR_INTERNAL";
+    default:
+      return "XD_UNKNOWN_STATUS";
   }
-  return "XD_UNKNOWN_STATUS";
 }
 
 void fail_errno(const std::string& call, int error_number) {

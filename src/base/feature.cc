@@ -12,8 +12,9 @@ Feature feature(std::int32_t which) {
       return {false, "not built in: this version joins ranks of one host only"};
     case XD_FEATURE_GEMM:
       return {false, "not built in: this version has no communication overlapped with GEMM"};
+    default:
+      return {false, "unknown feature"};
   }
-  return {false, "unknown feature"};
 }
 
 }  // namespace xd

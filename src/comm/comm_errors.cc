@@ -62,7 +62,7 @@ void Comm::close() {
   if (process_ != ::getpid()) {
     // A fork has the watch thread's state without the thread: nothing of it can be taken down, and
     // a goodbye would be the parent's.
-    static_cast<void>(mesh_.release());
+    [[maybe_unused]] const Mesh* left_behind = mesh_.release();
     return;
   }
   if (const FatalError* error = fatal_error()) {

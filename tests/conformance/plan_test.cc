@@ -252,6 +252,9 @@ TEST_P(Plan, WithADamagedHeaderByteIsRefused) {
 // Damage past the header may give wrong values; it never reaches outside the tensors, and never
 // harms the group.
 TEST_P(Plan, WithADamagedBodyStaysInsideTheTensors) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "damaged plans of two ranks may name one row: a race by construction";
+#endif
   constexpr std::size_t kHeaderBytes = 152;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));

@@ -162,7 +162,7 @@ class Example {
   void dispatch() {
     tokens_.write(batch_.rows());
     weights_.write(batch_.topk_weights);
-    recv_tokens_.write(std::vector<float>(kRows * kHidden, kUntouched));
+    recv_tokens_.write(std::vector<float>(std::size_t{kRows} * kHidden, kUntouched));
     recv_weights_.write(std::vector<float>(at(kRows * weights_per_row()), kUntouched));
     xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
     args.plan = plan_.data();
@@ -216,7 +216,7 @@ class Example {
     combine.expert_out = expert_out_.dl();
     combine.weights = recv_weights_.dl();
     combine.grad_expert_out =
-        grad_rows_.write(std::vector<float>(kRows * kHidden, kUntouched)).dl();
+        grad_rows_.write(std::vector<float>(std::size_t{kRows} * kHidden, kUntouched)).dl();
     combine.grad_weights = grad_weights_.write(std::vector<float>(kRows, kUntouched)).dl();
     ok(xd_ep_combine_bwd(group_.get(), &combine, nullptr));
     const std::vector<float> rows = grad_rows_.read_as<float>();

@@ -55,7 +55,7 @@ std::size_t Pages::round_up(std::size_t bytes) {
 }
 
 FatalArgument::FatalArgument(Batch& batch, const RankProgram& program, int rank,
-                             std::function<void()> on_armed)
+                             const std::function<void()>& on_armed)
     : extent_(extent_of(buffer_of(batch, program).bytes(), program.death.part)),
       pages_(extent_.begin + buffer_of(batch, program).bytes()) {
   const std::vector<std::byte> bytes = buffer_of(batch, program).read();

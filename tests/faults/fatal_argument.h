@@ -39,7 +39,8 @@ class FatalArgument {
  public:
   // Replaces the argument in the batch's calls; what it held is copied. From now on, or for
   // Part::second_pass when on_armed is called, it is fatal to touch that part of it.
-  FatalArgument(Batch& batch, const RankProgram& program, int rank, std::function<void()> on_armed);
+  FatalArgument(Batch& batch, const RankProgram& program, int rank,
+                const std::function<void()>& on_armed);
   ~FatalArgument();
 
  private:

@@ -112,7 +112,7 @@ TEST(ConfigTest, RecvBoundIsWhatTheWorstRoutingNeeds) {
           user.num_experts = 4 * local;
           user.max_topk = topk;
           user.max_tokens_per_rank = tokens;
-          const std::int64_t all = 4 * tokens;
+          const std::int64_t all = std::int64_t{4} * tokens;
           EXPECT_EQ(recv_bound(read_config(&user, 0)),
                     largest_padded(local, all, all * std::min(topk, local), alignment))
               << "alignment " << alignment << " local experts " << local << " topk " << topk

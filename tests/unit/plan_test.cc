@@ -156,7 +156,7 @@ TEST(PlanSizeTest, StaysWithinItsDocumentedBound) {
         config.capacity = 1000;
         const std::size_t fixed = sizeof(PlanHeader) + 8u * static_cast<std::size_t>(local) + 64;
         EXPECT_LE(plan_size(config),
-                  4u * static_cast<std::size_t>(tokens * topk) + 12u * 1000u + fixed);
+                  4u * static_cast<std::size_t>(tokens * topk) + std::size_t{12} * 1000 + fixed);
       }
     }
   }
@@ -184,7 +184,7 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   const GroupMap map = GroupMap::make(config);
   EXPECT_GE(map.done, map.record + 6 * sizeof(EntryRecord));
   EXPECT_GE(map.counts, map.done + 6 * sizeof(DoneFlag));
-  EXPECT_GE(map.kept, map.counts + 6 * (6 + 3 + 1) * sizeof(std::uint64_t));
+  EXPECT_GE(map.kept, map.counts + 6u * (6u + 3u + 1u) * sizeof(std::uint64_t));
   EXPECT_GE(map.rows, map.kept + 6 * sizeof(std::uint32_t));
   EXPECT_GE(map.scales, map.rows + 480);
   EXPECT_GE(map.weights, map.scales + 50);
