@@ -1,0 +1,57 @@
+// What kernels know of a communicator: plain data, passed to kernels by value.
+//
+// Fatal errors of kernels are written down like those of hosts (comm/fatal.h), in device memory:
+// every rank has a board that all its peers have mapped. A kernel that meets one fills its rank's
+// slot of its own board and of every peer's, and claims each board by compare-and-swap. Between a
+// kernel and its own host there are words in pinned host memory; a device cannot compare-and-swap
+// there, so each word has one writer.
+//
+//   DeviceBoard::first    any rank's kernel    0 = none; s + 1 = slot s is complete and the first
+//   HostWords::finished   own host             the communicator has a fatal error: kernels leave
+//   HostWords::left[p]    own host             rank p has said goodbye
+//   HostWords::raised     own kernels          `error` is complete (release)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/fatal.h"
+
+namespace xd {
+
+inline constexpr int kMaxDeviceRanks = 72;
+inline constexpr int kMaxHeapSegments = 64;
+
+struct HostWords {
+  std::uint32_t finished;
+  std::uint32_t left[kMaxDeviceRanks];
+  std::uint32_t raised;
+  FatalError error;
+};
+
+struct DeviceBoard {
+  std::uint32_t first;
+  FatalError slot[kMaxDeviceRanks];
+};
+
+// Where every rank's symmetric memory lies at this process' addresses; {nullptr, 0} = none. In
+// device memory. Entries are added when a heap grows and never change after that, so captured graphs
+// stay right.
+struct HeapTable {
+  struct Range {
+    std::byte* base;
+    std::uint64_t bytes;
+  };
+  Range range[kMaxHeapSegments][kMaxDeviceRanks];
+};
+
+struct DeviceComm {
+  int rank;
+  int num_ranks;
+  int timeout_ms;
+  HostWords* host;                       // at the device's address
+  const HeapTable* heap;                 // in device memory
+  DeviceBoard* board[kMaxDeviceRanks];   // own and peers'
+};
+
+}  // namespace xd
