@@ -8,6 +8,7 @@ if(PROJECT_IS_TOP_LEVEL)
   if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
     set(CMAKE_C_COMPILER_LAUNCHER ${CCACHE})
     set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE})
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
   endif()
   set(CMAKE_EXPORT_COMPILE_COMMANDS ON)  # clang-tidy reads it
 endif()
@@ -15,7 +16,8 @@ endif()
 add_library(xd_build INTERFACE)
 target_compile_features(xd_build INTERFACE cxx_std_20 c_std_11)
 target_compile_options(xd_build INTERFACE
-  -Wall -Wextra -Wpedantic -Wshadow $<$<BOOL:${CROSSDOCK_WERROR}>:-Werror>)
+  "$<$<COMPILE_LANGUAGE:C,CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow>"
+  $<$<AND:$<BOOL:${CROSSDOCK_WERROR}>,$<COMPILE_LANGUAGE:C,CXX>>:-Werror>)
 target_include_directories(xd_build INTERFACE ${PROJECT_SOURCE_DIR}/include)
 
 if(CROSSDOCK_SANITIZE STREQUAL "address")
@@ -25,8 +27,17 @@ elseif(CROSSDOCK_SANITIZE STREQUAL "thread")
 elseif(CROSSDOCK_SANITIZE)
   message(FATAL_ERROR "CROSSDOCK_SANITIZE = ${CROSSDOCK_SANITIZE}, expected address, thread or nothing")
 endif()
-target_compile_options(xd_build INTERFACE ${xd_sanitize})
+target_compile_options(xd_build INTERFACE "$<$<COMPILE_LANGUAGE:C,CXX>:${xd_sanitize}>")
 target_link_options(xd_build INTERFACE ${xd_sanitize})
+
+if(XD_CUDA)
+  target_compile_definitions(xd_build INTERFACE XD_CUDA=1)
+  # CMake 3.25 does not know nvcc 13's C++20. Its generated code is not pedantic.
+  target_compile_options(xd_build INTERFACE
+    "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;-lineinfo;--expt-relaxed-constexpr>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>"
+    "$<$<AND:$<BOOL:${CROSSDOCK_WERROR}>,$<COMPILE_LANGUAGE:CUDA>>:--Werror=all-warnings>")
+endif()
 
 # xd_layer(<name> SOURCES <file>... [DEPENDS <target>...]): one folder of src/ as a static library
 # that goes into the shared one. DEPENDS may only name layers below.
@@ -34,7 +45,8 @@ function(xd_layer name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
   add_library(${name} STATIC ${arg_SOURCES})
   set_target_properties(${name} PROPERTIES
-    POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+    POSITION_INDEPENDENT_CODE ON VISIBILITY_INLINES_HIDDEN ON
+    CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(${name} PUBLIC ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${name} PUBLIC xd_build crossdock::dlpack ${arg_DEPENDS})
 endfunction()

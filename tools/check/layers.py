@@ -10,7 +10,8 @@ import pathlib
 import re
 import sys
 
-LEVELS = [{"base"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "gemm"}, {"capi"}]
+LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "gemm"},
+          {"capi"}]
 LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
 API_ONLY = ["tests/conformance", "tests/faults", "tests/support", "examples"]
@@ -21,7 +22,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 def includes(root, folder):
     """(file, bracket, included name) of all C and C++ files below a folder."""
     for path in sorted((root / folder).rglob("*")):
-        if path.suffix in {".h", ".c", ".cc"}:
+        if path.suffix in {".h", ".c", ".cc", ".cu", ".cuh"}:
             for bracket, name in INCLUDE.findall(path.read_text()):
                 yield path.relative_to(root), bracket, name
 
