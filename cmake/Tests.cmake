@@ -21,7 +21,10 @@ function(xd_test name)
   math(EXPR timeout "${arg_TIMEOUT} * ${xd_time_factor}")
   add_test(NAME ${name} COMMAND ${arg_COMMAND})
   set_tests_properties(${name} PROPERTIES
-    LABELS ${arg_LABEL} TIMEOUT ${timeout} PROCESSORS ${arg_CORES})
+    LABELS ${arg_LABEL} TIMEOUT ${timeout} PROCESSORS ${arg_CORES} SKIP_RETURN_CODE 77)
+  if(arg_LABEL STREQUAL "gpu")  # each launch takes all devices
+    set_tests_properties(${name} PROPERTIES RESOURCE_LOCK gpu)
+  endif()
 endfunction()
 
 # xd_rank_test(<name> LABEL <label> RANKS <n>... [KINDS processes|threads...] [TIMEOUT <seconds>]

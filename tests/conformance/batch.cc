@@ -153,18 +153,22 @@ void Batch::add_backward(const Case& c) {
        {t, k}});
 }
 
-xd_status Batch::call(xd_ep_group* group, xd_ep_operation operation) {
+Outcome Batch::call(xd_ep_group* group, xd_ep_operation operation) {
+  return finish(rank_, group, enqueue(group, operation));
+}
+
+xd_status Batch::enqueue(xd_ep_group* group, xd_ep_operation operation) {
   switch (operation) {
     case XD_EP_PREPARE:
-      return xd_ep_prepare(group, &prepare_args, nullptr);
+      return xd_ep_prepare(group, &prepare_args, rank_.stream());
     case XD_EP_DISPATCH:
-      return xd_ep_dispatch(group, &dispatch_args, nullptr);
+      return xd_ep_dispatch(group, &dispatch_args, rank_.stream());
     case XD_EP_COMBINE:
-      return xd_ep_combine(group, &combine_args, nullptr);
+      return xd_ep_combine(group, &combine_args, rank_.stream());
     case XD_EP_DISPATCH_BWD:
-      return xd_ep_dispatch_bwd(group, &dispatch_bwd_args, nullptr);
+      return xd_ep_dispatch_bwd(group, &dispatch_bwd_args, rank_.stream());
     case XD_EP_COMBINE_BWD:
-      return xd_ep_combine_bwd(group, &combine_bwd_args, nullptr);
+      return xd_ep_combine_bwd(group, &combine_bwd_args, rank_.stream());
   }
   throw std::logic_error("no such operation");
 }

@@ -10,6 +10,7 @@
 
 #include "conformance/case.h"
 #include "conformance/reference.h"
+#include "support/outcome.h"
 #include "support/tensor.h"
 
 namespace xd::test {
@@ -34,7 +35,10 @@ class Batch {
 
   Batch(const Rank& rank, const Case& c, int number = 0, Place place = Place::ordinary);
 
-  xd_status call(xd_ep_group* group, xd_ep_operation operation);
+  // Makes the call and waits until the operation has ended.
+  Outcome call(xd_ep_group* group, xd_ep_operation operation);
+  // Makes the call only; where operations are asynchronous, finish() tells how it ended.
+  xd_status enqueue(xd_ep_group* group, xd_ep_operation operation);
   void prepare(xd_ep_group* group) { ok(call(group, XD_EP_PREPARE)); }
 
   std::vector<Field>& fields() { return fields_; }

@@ -15,6 +15,7 @@ TEST(Communicator, KnowsItsRanks) {
     EXPECT_EQ(info.rank, rank.rank);
     EXPECT_EQ(info.num_ranks, rank.num_ranks);
     EXPECT_EQ(info.device.device_type, rank.memory->device().device_type);
+    EXPECT_EQ(info.device.device_id, rank.memory->device().device_id);
     EXPECT_EQ(info.timeout_ms, Rank::kTimeoutMs);
     EXPECT_EQ(info.local_ranks, rank.threads ? rank.num_ranks : 1);
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);

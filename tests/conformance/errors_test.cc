@@ -16,7 +16,7 @@
 namespace xd::test {
 namespace {
 
-bool mentions(const std::string& text) {
+bool said(const std::string& text) {
   return std::string(xd_last_error()).find(text) != std::string::npos;
 }
 
@@ -42,14 +42,15 @@ TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
       std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
       if (rank.rank == guilty) std::copy(bad.last_rank.begin(), bad.last_rank.end(), ids.begin());
       batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
-      EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_TRUE(mentions(std::to_string(bad.count) + " expert ids")) << xd_last_error();
+      const Outcome outcome = batch.call(group.get(), XD_EP_PREPARE);
+      EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+      EXPECT_TRUE(outcome.mentions(std::to_string(bad.count) + " expert ids")) << outcome.text;
       const std::vector<std::byte> plan = batch.plan().read();
       xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
       ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
       EXPECT_EQ(info.bad_ids, bad.count);
       EXPECT_EQ(info.bad_id_rank, guilty);
-      const xd_ep_status status = group_status(group.get());
+      const xd_ep_status& status = outcome.group;
       EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
       EXPECT_EQ(status.operation, XD_EP_PREPARE);
       EXPECT_EQ(status.rank, guilty);
@@ -136,9 +137,10 @@ TEST(Disagreement, IsAMismatchOnEveryRankAtOnce) {
       batch.prepare(group.get());
       if (rank.rank == 0) kind.apply(batch, rank);
       const auto start = std::chrono::steady_clock::now();
-      EXPECT_EQ(batch.call(group.get(), kind.operation), XD_ERROR_MISMATCH) << xd_last_error();
+      const Outcome outcome = batch.call(group.get(), kind.operation);
+      EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
       EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
-      EXPECT_TRUE(mentions("rank")) << xd_last_error();
+      EXPECT_TRUE(outcome.mentions("rank")) << outcome.text;
       EXPECT_TRUE(batch.untouched(kind.operation));
     }
     Step(rank, c, group.get(), 1).run_all();
@@ -161,7 +163,7 @@ TEST(Disagreement, OnTheTypeOfEquallyLongScalesIsAMismatchOnEveryRank) {
     Tensor received(rank, type, {batch.dispatch_args.recv_tokens->shape[0], columns});
     batch.dispatch_args.scales = scales.dl();
     batch.dispatch_args.recv_scales = received.dl();
-    EXPECT_EQ(batch.call(group.get(), XD_EP_DISPATCH), XD_ERROR_MISMATCH) << xd_last_error();
+    EXPECT_EQ(batch.call(group.get(), XD_EP_DISPATCH), XD_ERROR_MISMATCH);
     EXPECT_TRUE(batch.untouched(XD_EP_DISPATCH));
     EXPECT_TRUE(received.untouched());
   });
@@ -182,7 +184,7 @@ TEST(Disagreement, OnTheOperationIsAMismatchOnEveryRank) {
         batch.prepare(group.get());
         batch.poison_outputs();
         const xd_ep_operation operation = rank.rank == 0 ? mine : theirs;
-        EXPECT_EQ(batch.call(group.get(), operation), XD_ERROR_MISMATCH) << xd_last_error();
+        EXPECT_EQ(batch.call(group.get(), operation), XD_ERROR_MISMATCH);
         EXPECT_TRUE(batch.untouched(operation));
       }
     }
@@ -199,7 +201,7 @@ TEST(Disagreement, OnTheNumberOfChoicesIsAMismatchOnEveryRank) {
     Tensor narrow(rank, kI64, {1, 1});
     narrow.write(std::vector<std::int64_t>{0});
     if (rank.rank == 0) batch.prepare_args.topk_idx = narrow.dl();
-    EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_MISMATCH) << xd_last_error();
+    EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_MISMATCH);
     EXPECT_TRUE(batch.untouched(XD_EP_PREPARE));
     Step(rank, c, group.get(), 1).run_all();
   });
@@ -231,7 +233,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
       xd_ep_group* group = nullptr;
       EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group), XD_ERROR_MISMATCH)
           << xd_last_error();
-      EXPECT_TRUE(mentions(field.name)) << xd_last_error();
+      EXPECT_TRUE(said(field.name)) << xd_last_error();
       EXPECT_EQ(group, nullptr);
     }
     // A config that is bad by itself.
@@ -242,7 +244,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
     EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group),
               guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH)
         << xd_last_error();
-    EXPECT_TRUE(mentions(guilty ? "num_experts" : "rank 0")) << xd_last_error();
+    EXPECT_TRUE(said(guilty ? "num_experts" : "rank 0")) << xd_last_error();
     // What may differ, and the communicator after all of this.
     config = c.config(rank.rank);
     config.zero_tail = rank.rank % 2;
@@ -263,11 +265,13 @@ TEST(GroupStatus, KeepsTheFirstErrorUntilItIsRead) {
     EXPECT_EQ(status.rank, -1);
     EXPECT_STREQ(status.text, "");
     Step(rank, c, group.get(), 0).run_all();  // epochs 1 to 5
-    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_COMBINE, "first", nullptr),
+    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_COMBINE, "first", rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
-    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_DISPATCH, "second", nullptr),
+    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_DISPATCH, "second", rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
-    Step(rank, c, group.get(), 1).run_all();
+    Batch batch(rank, c, 1);
+    ASSERT_EQ(batch.enqueue(group.get(), XD_EP_PREPARE), XD_SUCCESS) << xd_last_error();
+    rank.memory->synchronize();
     status = group_status(group.get());
     EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
     EXPECT_EQ(status.operation, XD_EP_COMBINE);
@@ -284,11 +288,12 @@ TEST(GroupStatus, JoinFailedCutsLongTexts) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     const std::string text(1000, 'q');
-    EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, text.c_str(), nullptr),
+    EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, text.c_str(), rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
     EXPECT_EQ(std::ranges::count(std::string(xd_last_error()), 'q'), 255) << xd_last_error();
+    rank.memory->synchronize();
     EXPECT_EQ(group_status(group.get()).text, std::string(255, 'q'));
-    EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, nullptr, nullptr),
+    EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, nullptr, rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
     Step(rank, c, group.get(), 0).run_all();
   });

@@ -11,6 +11,7 @@
 #include "conformance/numeric.h"
 #include "conformance/routing.h"
 #include "support/gtest_main.h"
+#include "support/outcome.h"
 #include "support/random.h"
 #include "support/tensor.h"
 
@@ -62,7 +63,8 @@ class LongRun {
                              kMaxTokens,      Pattern::holes,      Tokens::differ};
     const Choices mine = make_routing(
         shape, static_cast<std::uint64_t>(number))[static_cast<std::size_t>(rank_.rank)];
-    prepare(mine);
+    Tensor topk_idx(rank_, kI64, {mine.tokens, kTopk});
+    topk_idx.write(mine.ids);
     Tensor tokens(rank_, kF32, {mine.tokens, kHidden});
     std::vector<float> values;
     for (int token = 0; token < mine.tokens; ++token) {
@@ -71,7 +73,7 @@ class LongRun {
       }
     }
     tokens.write(values);
-    const std::vector<float> back = round_trip(tokens, number);
+    const std::vector<float> back = round_trip(topk_idx, tokens, number);
     for (std::size_t i = 0; i < values.size(); ++i) {
       const int token = static_cast<int>(i) / kHidden;
       int copies = 0;
@@ -86,36 +88,32 @@ class LongRun {
   }
 
  private:
-  void prepare(const Choices& choices) {
-    Tensor topk_idx(rank_, kI64, {choices.tokens, kTopk});
-    topk_idx.write(choices.ids);
-    xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
-    args.topk_idx = topk_idx.dl();
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
-    random_delay(delays_);
-    ok(xd_ep_prepare(group_.get(), &args, nullptr));
-  }
-
-  std::vector<float> round_trip(Tensor& tokens, int number) {
+  // Three operations on end; nothing waits between them but what they wait for themselves.
+  std::vector<float> round_trip(Tensor& topk_idx, Tensor& tokens, int number) {
     // Ranks change between staging and zero-copy, each at its own pace.
     const Place place = (number / (rank_.rank + 1)) % 2 == 0 ? Place::ordinary : Place::symmetric;
     Tensor rows(rank_, kF32, {bound_, kHidden}, place);
     Tensor out(rank_, kF32, tokens.shape());
+    xd_ep_prepare_args prepare = XD_EP_PREPARE_ARGS_INIT;
+    prepare.topk_idx = topk_idx.dl();
+    prepare.plan = plan_.data();
+    prepare.plan_bytes = plan_.bytes();
+    random_delay(delays_);
+    ok(xd_ep_prepare(group_.get(), &prepare, rank_.stream()));
     xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
     dispatch.plan = plan_.data();
     dispatch.plan_bytes = plan_.bytes();
     dispatch.tokens = tokens.dl();
     dispatch.recv_tokens = rows.dl();
     random_delay(delays_);
-    ok(xd_ep_dispatch(group_.get(), &dispatch, nullptr));
+    ok(xd_ep_dispatch(group_.get(), &dispatch, rank_.stream()));
     xd_ep_combine_args combine = XD_EP_COMBINE_ARGS_INIT;
     combine.plan = plan_.data();
     combine.plan_bytes = plan_.bytes();
     combine.expert_out = rows.dl();
     combine.out = out.dl();
     random_delay(delays_);
-    ok(xd_ep_combine(group_.get(), &combine, nullptr));
+    ok(finish(rank_, group_.get(), xd_ep_combine(group_.get(), &combine, rank_.stream())));
     return out.read_as<float>();
   }
 

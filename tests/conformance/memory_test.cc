@@ -13,7 +13,7 @@
 namespace xd::test {
 namespace {
 
-constexpr std::size_t kHeap = std::size_t{1} << 20;
+constexpr std::size_t kHeap = std::size_t{1} << 20;  // rounded up to pages, on some devices larger
 
 xd_mem_info memory_info(xd_comm* comm) {
   xd_mem_info info = XD_MEM_INFO_INIT;

@@ -49,10 +49,10 @@ TEST(Resources, StepsAllocateNothing) {
         for (const xd_ep_operation operation : {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
                                                 XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
           const std::size_t before = allocations_of_this_thread();
-          const xd_status status = batch.call(group.get(), operation);
+          const xd_status status = batch.enqueue(group.get(), operation);
           EXPECT_EQ(allocations_of_this_thread(), before)
               << "operation " << operation << " in round " << round;
-          ok(status);
+          ok(finish(rank, group.get(), status));
         }
       }
     }

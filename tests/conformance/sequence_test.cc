@@ -1,6 +1,7 @@
 // Plans, groups and communicators that are alive together and take turns.
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -72,8 +73,10 @@ TEST_P(Sequence, GroupsRunAtTheSameTimeOnTheirOwnThreads) {
     for (std::size_t i = 0; i < groups.size(); ++i) {
       threads.emplace_back([&, i] {
         try {
+          const std::unique_ptr<Memory> memory = rank.memory->another_stream();
+          const Rank there = rank.on(*memory);
           for (int number = 0; number < 4; ++number) {
-            Step(rank, c, groups[i].get(), number + static_cast<int>(i)).run_all();
+            Step(there, c, groups[i].get(), number + static_cast<int>(i)).run_all();
           }
         } catch (...) {
           failures[i] = std::current_exception();

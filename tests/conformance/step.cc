@@ -157,13 +157,15 @@ void Step::expect_choices(const char* name, const Tensor& tensor, ChoiceField fi
 }
 
 // Throws where an operation did not end as it must, so that all ranks start afresh.
-void Step::expect_status(xd_ep_operation operation, xd_status status) const {
+void Step::expect_status(xd_ep_operation operation, xd_status called) {
+  const Outcome outcome = finish(rank_, group_, called);
+  reported_drops_ += outcome.group.dropped_rows;
   const bool bad_ids = operation == XD_EP_PREPARE && routed_.bad_ids() > 0;
   const xd_status expected = routed_.refused() ? XD_ERROR_OVERFLOW
                              : bad_ids         ? XD_ERROR_INVALID_ARGUMENT
                                                : XD_SUCCESS;
-  if (status == expected) return;
-  if (status != XD_SUCCESS) throw CallFailed(status);
+  if (outcome == expected) return;
+  ok(outcome);
   throw std::runtime_error("operation " + std::to_string(operation) + " succeeded, expected " +
                            xd_status_name(expected));
 }

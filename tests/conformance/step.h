@@ -12,6 +12,7 @@
 #include "conformance/case.h"
 #include "conformance/image.h"
 #include "conformance/reference.h"
+#include "support/outcome.h"
 #include "support/tensor.h"
 
 namespace xd::test {
@@ -30,6 +31,8 @@ class Step {
 
   const Routed& routed() const { return routed_; }
   Buffer& plan() { return plan_; }
+  // What the group's status said of rows dropped by the operations so far.
+  std::int64_t reported_drops() const { return reported_drops_; }
   // Makes the operations read another plan; returns the one they read so far.
   Buffer exchange_plan(Buffer plan) { return std::exchange(plan_, std::move(plan)); }
 
@@ -69,7 +72,7 @@ class Step {
   void expect_choices(const char* name, const Tensor& tensor, ChoiceField field) const;
   void expect_plan_info() const;
   void expect_dispatched(const Payload& payload, const Tensor& rows, const Tensor& scales) const;
-  void expect_status(xd_ep_operation operation, xd_status status) const;
+  void expect_status(xd_ep_operation operation, xd_status called);
 
   const Rank& rank_;
   const Case& case_;
@@ -80,6 +83,7 @@ class Step {
   Buffer plan_;
   int row_units_;  // of this batch's rows, at most the case's
   std::uint64_t tensors_ = 0;
+  std::int64_t reported_drops_ = 0;
 };
 
 }  // namespace xd::test

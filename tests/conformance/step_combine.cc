@@ -26,7 +26,7 @@ void Step::combine() {
   args.expert_out = expert_out.dl();
   args.weights = weighted ? weights.dl() : nullptr;
   args.out = out.dl();
-  expect_status(XD_EP_COMBINE, xd_ep_combine(group_, &args, nullptr));
+  expect_status(XD_EP_COMBINE, xd_ep_combine(group_, &args, rank_.stream()));
 
   const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
     return decode(code(rank, r, column), format);
@@ -68,7 +68,7 @@ void Step::combine_bwd() {
   args.expert_out = dot ? expert_out.dl() : nullptr;
   args.grad_expert_out = grad_expert_out.dl();
   args.grad_weights = dot ? grad_weights.dl() : nullptr;
-  expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, nullptr));
+  expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, rank_.stream()));
 
   const auto grad = [&](std::int64_t r, std::int64_t column) {
     return code(Content::grad_out, row_at(r).source, row_at(r).token, column);

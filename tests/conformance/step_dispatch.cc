@@ -107,7 +107,7 @@ void Step::dispatch() {
   args.recv_scales = p.scaled || p.quantised ? recv_scales.dl() : nullptr;
   args.recv_weights = case_.weights ? recv_weights.dl() : nullptr;
   args.recv_topk_idx = with_idx ? recv_idx.dl() : nullptr;
-  expect_status(XD_EP_DISPATCH, xd_ep_dispatch(group_, &args, nullptr));
+  expect_status(XD_EP_DISPATCH, xd_ep_dispatch(group_, &args, rank_.stream()));
 
   expect_dispatched(p, recv_tokens, recv_scales);
   if (case_.weights && case_.layout == XD_EP_EXPERT_MAJOR) {
@@ -172,7 +172,7 @@ void Step::dispatch_bwd() {
   args.grad_tokens = with_tokens ? grad_tokens.dl() : nullptr;
   args.grad_recv_weights = with_weights ? grad_recv_weights.dl() : nullptr;
   args.grad_topk_weights = with_weights ? grad_topk_weights.dl() : nullptr;
-  expect_status(XD_EP_DISPATCH_BWD, xd_ep_dispatch_bwd(group_, &args, nullptr));
+  expect_status(XD_EP_DISPATCH_BWD, xd_ep_dispatch_bwd(group_, &args, rank_.stream()));
 
   if (with_tokens) {
     const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {

@@ -55,7 +55,7 @@ void Step::prepare() {
     tensors.push_back(output(case_.output_type, outputs[i].shape, false));
     if ((left_out >> i) % 2 == 0) args.*outputs[i].field = tensors[i].dl();
   }
-  expect_status(XD_EP_PREPARE, xd_ep_prepare(group_, &args, nullptr));
+  expect_status(XD_EP_PREPARE, xd_ep_prepare(group_, &args, rank_.stream()));
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const std::vector<std::int64_t>& values = outputs[i].values;
     Image image(1, static_cast<std::int64_t>(values.size()), case_.output_type, kPoison);

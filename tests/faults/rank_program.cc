@@ -25,13 +25,15 @@ constexpr const char* kOption = "--rank-program";
 
 std::mutex input_mutex;
 std::mutex output_mutex;
+std::string executor_name = "cpu";
 
 // One rank of this process, from its first line to its last.
 class RankRun {
  public:
   RankRun(const RankProgram& program, int rank)
-      : program_(program), memory_(make_memory("cpu")), rank_{rank,    program.num_ranks, false,
-                                                              nullptr, memory_.get(),     ""} {}
+      : program_(program),
+        memory_(make_memory(executor(), rank)),
+        rank_{rank, program.num_ranks, false, nullptr, memory_.get(), ""} {}
 
   void run() {
     xd_comm_config config = XD_COMM_CONFIG_INIT;
@@ -69,9 +71,12 @@ class RankRun {
     if (!std::getline(std::cin, line)) throw std::runtime_error("the test has gone");
   }
 
-  void report(xd_status status, bool outputs_written = false) {
+  void report(xd_status status) {
+    report(status, status == XD_SUCCESS ? "" : xd_last_error(), false);
+  }
+
+  void report(xd_status status, const std::string& text, bool outputs_written) {
     xd_error_info info = XD_ERROR_INFO_INIT;
-    const std::string text = status == XD_SUCCESS ? "" : xd_last_error();
     if (comm_) ok(xd_comm_error(comm_.get(), &info));
     std::ostringstream line;
     line << "result " << status << " " << info.peer << " " << info.phase << " " << outputs_written
@@ -103,24 +108,24 @@ class RankRun {
     batch.poison_outputs();
     wait_for_go();
     if (rank_.rank == program_.death.victim) die(batch);
-    xd_status status = XD_SUCCESS;
+    Outcome outcome{};
     if (program_.program == Program::operation) {
-      for (int i = 0; i < program_.calls && status == XD_SUCCESS; ++i) {
-        status = batch.call(group_.get(), program_.operation);
-        report(status, !batch.untouched(program_.operation));
+      for (int i = 0; i < program_.calls && outcome == XD_SUCCESS; ++i) {
+        outcome = batch.call(group_.get(), program_.operation);
+        report(outcome.status, outcome.text, !batch.untouched(program_.operation));
       }
     } else {
       constexpr xd_ep_operation kStep[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
                                            XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
-      for (std::size_t i = 0; status == XD_SUCCESS; ++i) {
-        status = batch.call(group_.get(), kStep[i % std::size(kStep)]);
+      for (std::size_t i = 0; outcome == XD_SUCCESS; ++i) {
+        outcome = batch.call(group_.get(), kStep[i % std::size(kStep)]);
       }
-      report(status);
+      report(outcome.status, outcome.text, false);
     }
-    if (status != XD_SUCCESS && batch.call(group_.get(), XD_EP_COMBINE) != status) {
-      say("after a later call gave another status: " + std::string(xd_last_error()));
-    }
-    return status;
+    if (outcome == XD_SUCCESS) return XD_SUCCESS;
+    const Outcome later = batch.call(group_.get(), XD_EP_COMBINE);
+    if (later != outcome.status) say("after a later call gave another status: " + later.text);
+    return outcome.status;
   }
 
   bool someone_dies() const { return program_.death.victim >= 0; }
@@ -209,8 +214,12 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
 
 }  // namespace
 
+const std::string& executor() { return executor_name; }
+void set_executor(const std::string& name) { executor_name = name; }
+
 std::vector<std::string> to_arguments(const RankProgram& program) {
   std::vector<std::string> arguments{kOption,
+                                     executor(),
                                      std::to_string(static_cast<int>(program.program)),
                                      std::to_string(program.operation),
                                      std::to_string(program.num_ranks),
@@ -228,7 +237,9 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
 
 bool run_if_rank_program(const std::vector<std::string>& arguments) {
   if (arguments.empty() || arguments[0] != kOption) return false;
-  const RankProgram program = from_arguments(arguments);
+  set_executor(arguments.at(1));
+  const RankProgram program =
+      from_arguments(std::vector<std::string>(arguments.begin() + 1, arguments.end()));
   std::vector<std::thread> threads;
   for (const int rank : program.ranks) {
     threads.emplace_back([&program, rank] {

@@ -40,6 +40,10 @@ struct RankDeath {
   xd_unique_id id_of_rest{};  // where the others meet afterwards
 };
 
+// What --executor says, "cpu" unless it is there: of the tests and of the ranks they start.
+const std::string& executor();
+void set_executor(const std::string& name);
+
 struct RankProgram {
   Program program = Program::operation;
   xd_ep_operation operation = XD_EP_PREPARE;

@@ -7,14 +7,17 @@
 #include <thread>
 #include <vector>
 
+#include "faults/rank_program.h"
+
 namespace xd::test {
 
 void on_thread_ranks(int num_ranks, int timeout_ms, const std::function<void(Rank&, Comm&)>& body) {
-  const std::unique_ptr<Memory> memory = make_memory("cpu");
   xd_unique_id id;
   ok(xd_unique_id_create(nullptr, &id));
   const auto run = [&](int number) {
+    std::unique_ptr<Memory> memory;
     try {
+      memory = make_memory(executor(), number);
       xd_comm_config config = XD_COMM_CONFIG_INIT;
       config.unique_id = &id;
       config.rank = number;
@@ -24,7 +27,15 @@ void on_thread_ranks(int num_ranks, int timeout_ms, const std::function<void(Ran
       config.heap_bytes = std::size_t{1} << 20;
       Comm comm = make_comm(config);
       Rank rank{number, num_ranks, true, comm.get(), memory.get(), ""};
-      body(rank, comm);
+      try {
+        body(rank, comm);
+      } catch (...) {
+        if (rank.asynchronous() && comm) {  // destroying is for when nothing runs any more
+          xd_comm_abort(comm.get());
+          memory->synchronize();
+        }
+        throw;
+      }
     } catch (const std::exception& error) {
       ADD_FAILURE() << "rank " << number << ": " << error.what();
     }

@@ -4,11 +4,13 @@
 #include <chrono>
 #include <functional>
 #include <latch>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "conformance/batch.h"
+#include "faults/rank_program.h"
 #include "faults/thread_ranks.h"
 
 namespace xd::test {
@@ -35,7 +37,7 @@ void expect_finished(xd_comm* comm, xd_ep_group* group, Batch& batch, xd_status 
   EXPECT_EQ(xd_comm_barrier(comm), status) << xd_last_error();
   EXPECT_EQ(xd_mem_grow(comm, 4096), status) << xd_last_error();
   for (const xd_ep_operation operation : kOperations) {
-    EXPECT_EQ(batch.call(group, operation), status) << xd_last_error();
+    EXPECT_EQ(batch.call(group, operation), status);
   }
   const xd_ep_config config = plain_case(2).config(0);
   xd_ep_group* another = nullptr;
@@ -55,12 +57,13 @@ TEST_P(Wait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
     batch.prepare(group.get());
     if (rank.rank == 1) {
       timed_out.wait();  // far too late
-      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT) << xd_last_error();
+      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT);
       return;
     }
     const auto start = Clock::now();
-    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT);
-    const std::string text = xd_last_error();
+    const Outcome outcome = batch.call(group.get(), GetParam());
+    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
+    const std::string& text = outcome.text;
     EXPECT_GE(Clock::now() - start, milliseconds(kShortTimeoutMs - 50));
     EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs) + kLimit);
     const xd_error_info info = comm_error(rank.comm);
@@ -95,7 +98,7 @@ TEST_P(Wait, IsReleasedByAnAbortHereAndOnPeers) {
       });
     }
     if (rank.rank == 2) std::this_thread::sleep_for(4 * kMoment);
-    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED) << xd_last_error();
+    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED);
     EXPECT_LT(Clock::now() - since, 4 * kMoment + kLimit);
     if (impatient.joinable()) impatient.join();
     EXPECT_EQ(comm_error(rank.comm).peer, 0);
@@ -113,8 +116,9 @@ TEST_P(Wait, ForAPeerThatHasLeftEndsAtOnce) {
       if (rank.rank == 0) {
         left.wait();
         const auto since = Clock::now();
-        EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_PEER_LOST);
-        const std::string text = xd_last_error();
+        const Outcome outcome = batch.call(group.get(), GetParam());
+        EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+        const std::string& text = outcome.text;
         EXPECT_LT(Clock::now() - since, kLimit);
         EXPECT_TRUE(mentions(text, "rank 1") && mentions(text, "left")) << text;
         EXPECT_EQ(comm_error(rank.comm).peer, 1);
@@ -136,15 +140,17 @@ TEST_P(Wait, InAGroupThatIsBusyIsRefusedAndNotACorruption) {
     batch.prepare(group.get());
     if (rank.rank == 1) {
       refused.wait();
-      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
+      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY);
       return;
     }
-    std::thread first(
-        [&] { EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error(); });
+    std::thread first([&] { EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY); });
     std::this_thread::sleep_for(kMoment);
-    Batch other(rank, c_);
+    // On another stream: behind the first call it would be no second user.
+    const std::unique_ptr<Memory> memory = rank.memory->another_stream();
+    const Rank there = rank.on(*memory);
+    Batch other(there, c_);
     other.use_plan(batch.plan().data(), batch.plan().bytes());
-    EXPECT_EQ(other.call(group.get(), GetParam()), XD_ERROR_BUSY) << xd_last_error();
+    EXPECT_EQ(other.call(group.get(), GetParam()), XD_ERROR_BUSY);
     first.join();
     EXPECT_EQ(comm_error(rank.comm).status, XD_ERROR_BUSY);
     refused.count_down();
@@ -165,8 +171,9 @@ TEST(Waits, OfRanksThatCallGroupsInDifferentOrderEndWithTheGroupsNumber) {
     const Group groups[] = {make_group(rank.comm, c.config(rank.rank)),
                             make_group(rank.comm, c.config(rank.rank))};
     Batch batch(rank, c);
-    EXPECT_EQ(batch.call(groups[rank.rank].get(), XD_EP_PREPARE), XD_ERROR_TIMEOUT);
-    const std::string text = xd_last_error();
+    const Outcome outcome = batch.call(groups[rank.rank].get(), XD_EP_PREPARE);
+    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
+    const std::string& text = outcome.text;
     const xd_error_info info = comm_error(rank.comm);
     // The error of whoever was first is everybody's.
     EXPECT_EQ(info.group, info.rank);
@@ -268,6 +275,8 @@ TEST(Waits, ForRanksThatNeverComeNameThem) {
       config.rank = number;
       config.num_ranks = 4;
       config.timeout_ms = kShortTimeoutMs;
+      const std::unique_ptr<Memory> memory = make_memory(executor(), number);
+      config.device = memory->device();
       xd_comm* comm = nullptr;
       EXPECT_EQ(xd_comm_create(&config, &comm), XD_ERROR_TIMEOUT) << xd_last_error();
       const std::string text = xd_last_error();

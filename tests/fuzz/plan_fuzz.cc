@@ -55,7 +55,7 @@ struct Victim {
 
 class OneRank {
  public:
-  OneRank() : comm_(comm_of_one()), memory_(make_memory("cpu")) {
+  OneRank() : comm_(comm_of_one()), memory_(make_memory("cpu", 0)) {
     rank_ = {0, 1, true, comm_.get(), memory_.get(), ""};
     for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
       for (const Place place : {Place::ordinary, Place::symmetric}) {
@@ -90,7 +90,7 @@ class OneRank {
     if (status != XD_SUCCESS && status != XD_ERROR_INVALID_ARGUMENT) crash("plan_get_info");
     victim.batch->use_plan(plan.data(), plan.bytes());
     for (const xd_ep_operation operation : kUsers) {
-      status = victim.batch->call(victim.group.get(), operation);
+      status = victim.batch->call(victim.group.get(), operation).status;
       if (status != XD_SUCCESS && status != XD_ERROR_INVALID_ARGUMENT &&
           status != XD_ERROR_OVERFLOW) {
         crash("operation");

@@ -1,5 +1,5 @@
-// main() of GoogleTest programs that crossdock-run starts: --executor=cpu beside GoogleTest's
-// options.
+// main() of GoogleTest programs that crossdock-run starts: --executor=cpu or cuda beside
+// GoogleTest's options. A launch that this machine cannot run says why and ends with kSkipped.
 #include "support/gtest_main.h"
 
 #include <gtest/gtest.h>
@@ -64,6 +64,9 @@ void on_every_rank(const std::function<void(Rank&)>& body) {
 int main(int argc, char** argv) {
   try {
     return xd::test::run_tests(argc, argv);
+  } catch (const xd::test::Unavailable& missing) {
+    std::fprintf(stderr, "skipped: %s\n", missing.what());
+    return xd::test::kSkipped;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
     return 2;

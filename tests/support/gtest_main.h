@@ -7,6 +7,9 @@
 
 namespace xd::test {
 
+// Exit code of a launch that cannot run here; CTest knows it.
+inline constexpr int kSkipped = 77;
+
 // The launch this program is part of; made by main before any test.
 World& world();
 

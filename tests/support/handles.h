@@ -12,9 +12,8 @@ namespace xd::test {
 // A call that a test relies on has failed. Carries the library's own text.
 class CallFailed : public std::runtime_error {
  public:
-  explicit CallFailed(xd_status status)
-      : std::runtime_error(std::string(xd_status_name(status)) + ": " + xd_last_error()),
-        status_(status) {}
+  explicit CallFailed(xd_status status, const std::string& text = xd_last_error())
+      : std::runtime_error(std::string(xd_status_name(status)) + ": " + text), status_(status) {}
   xd_status status() const { return status_; }
 
  private:

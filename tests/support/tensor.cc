@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::byte kGuardByte{0x5C};
 
-// Under AddressSanitizer the guard zones are forbidden ground, for reads too.
+// Under AddressSanitizer guard zones in host memory are forbidden ground, for reads too.
 #if defined(__SANITIZE_ADDRESS__)
 void forbid(void* at, std::size_t bytes) { __asan_poison_memory_region(at, bytes); }
 void allow(void* at, std::size_t bytes) { __asan_unpoison_memory_region(at, bytes); }
@@ -65,11 +65,13 @@ Buffer::~Buffer() {
 }
 
 void Buffer::close_guards() const {
+  if (memory_->device().device_type != kDLCPU) return;
   forbid(base_, kGuard);
   forbid(base_ + kGuard + bytes_, kGuard);
 }
 
 void Buffer::open_guards() const {
+  if (memory_->device().device_type != kDLCPU) return;
   allow(base_, kGuard);
   allow(base_ + kGuard + bytes_, kGuard);
 }

@@ -46,7 +46,13 @@ Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes,
   return make_comm(config);
 }
 
-World::World(const std::string& executor) : memory_(make_memory(executor)) {
+Rank Rank::on(Memory& other) const {
+  Rank result = *this;
+  result.memory = &other;
+  return result;
+}
+
+World::World(const std::string& executor) {
   const std::string kind = variable("XD_RUN_KIND");
   if (kind != "processes" && kind != "threads") {
     throw std::runtime_error("XD_RUN_KIND = '" + kind + "', expected processes or threads");
@@ -54,12 +60,21 @@ World::World(const std::string& executor) : memory_(make_memory(executor)) {
   threads_ = kind == "threads";
   num_ranks_ = int_variable("WORLD_SIZE");
   first_rank_ = threads_ ? 0 : int_variable("RANK");
+  // Processes that share a device take turns on it: a wait would last until the others' turns.
+  if (!threads_ && num_ranks_ > device_count(executor)) {
+    throw Unavailable(std::to_string(num_ranks_) + " rank processes need as many devices, found " +
+                      std::to_string(device_count(executor)));
+  }
   comms_.resize(threads_ ? static_cast<std::size_t>(num_ranks_) : 1);
+  for (std::size_t local = 0; local < comms_.size(); ++local) {
+    memories_.push_back(make_memory(executor, first_rank_ + static_cast<int>(local)));
+  }
 }
 
 void World::run_rank(int local, const std::function<void(Rank&)>& body) {
   Comm& comm = comms_[static_cast<std::size_t>(local)];
-  Rank rank{first_rank_ + local,          num_ranks_, threads_, nullptr, memory_.get(),
+  Memory* const memory = memories_[static_cast<std::size_t>(local)].get();
+  Rank rank{first_rank_ + local,          num_ranks_, threads_, nullptr, memory,
             "run" + std::to_string(runs_)};
   try {
     if (!comm) comm = rank.another_comm("shared", kHeapBytes);
@@ -68,6 +83,10 @@ void World::run_rank(int local, const std::function<void(Rank&)>& body) {
     // Nobody starts the next body, or gives up the communicator, while a peer is still in this one.
     ok(xd_comm_barrier(comm.get()));
   } catch (...) {
+    if (rank.asynchronous() && comm) {  // destroying is for when nothing runs any more
+      xd_comm_abort(comm.get());
+      memory->synchronize();
+    }
     comm.reset();
     throw;
   }

@@ -23,8 +23,14 @@ struct Rank {
   int num_ranks;
   bool threads;  // all ranks live in this process
   xd_comm* comm;
-  Memory* memory;
+  Memory* memory;        // and the stream for operations
   std::string run_name;  // the same on all ranks, different in every run
+
+  xd_stream stream() const { return memory->stream(); }
+  // Calls of operations return before the operations have ended: see support/outcome.h.
+  bool asynchronous() const { return stream() != nullptr; }
+  // The same rank, enqueueing on another stream.
+  Rank on(Memory& other) const;
 
   // Another communicator of the same ranks. Collective. `name` tells apart those of one body.
   Comm another_comm(const std::string& name, std::size_t heap_bytes,
@@ -40,7 +46,8 @@ struct RankFailure {
 
 class World {
  public:
-  // Throws std::runtime_error if crossdock-run's variables are missing or wrong.
+  // Throws std::runtime_error if crossdock-run's variables are missing or wrong, and Unavailable if
+  // the executor cannot run this launch here.
   explicit World(const std::string& executor);
 
   int num_ranks() const { return num_ranks_; }
@@ -57,11 +64,11 @@ class World {
  private:
   void run_rank(int local, const std::function<void(Rank&)>& body);
 
-  std::unique_ptr<Memory> memory_;
   bool threads_ = false;
   int num_ranks_ = 0;
-  int first_rank_ = 0;       // of this process
-  std::vector<Comm> comms_;  // one per rank of this process
+  int first_rank_ = 0;                             // of this process
+  std::vector<std::unique_ptr<Memory>> memories_;  // one per rank of this process
+  std::vector<Comm> comms_;                        // likewise
   std::uint64_t runs_ = 0;
 };
 

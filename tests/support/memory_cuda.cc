@@ -1,0 +1,199 @@
+// Several ranks may share a device, and a kernel of one rank may be waiting for another rank, which
+// is about to do something here. So nothing here waits for the device: no default stream, no
+// cudaFree, no kernel that would have to be loaded first. Device memory, pinned memory and streams
+// are kept for the next user and go with the process.
+#include "support/memory_cuda.h"
+
+#include <crossdock/version.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace xd::test {
+namespace {
+
+void check(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error));
+}
+
+constexpr std::size_t kStagingBytes = std::size_t{1} << 20;
+
+struct Lane {
+  cudaStream_t stream = nullptr;
+  std::byte* staging = nullptr;  // pinned
+};
+
+class Device {
+ public:
+  explicit Device(int ordinal) : ordinal_(ordinal) {}
+  int ordinal() const { return ordinal_; }
+  // For the calling thread.
+  void select() const { check(cudaSetDevice(ordinal_), "cudaSetDevice"); }
+
+  void* allocate(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const std::size_t size = std::bit_ceil(std::max<std::size_t>(bytes, 256));
+    std::vector<std::byte*>& free = free_[size];
+    if (free.empty()) free.push_back(carve(size));
+    std::byte* const ptr = free.back();
+    free.pop_back();
+    sizes_[ptr] = size;
+    return ptr;
+  }
+
+  void release(void* ptr) {
+    const std::lock_guard lock(mutex_);
+    auto* const start = static_cast<std::byte*>(ptr);
+    free_[sizes_.at(start)].push_back(start);
+  }
+
+  Lane take_lane() {
+    const std::lock_guard lock(mutex_);
+    if (lanes_.empty()) lanes_.push_back(make_lane());
+    const Lane lane = lanes_.back();
+    lanes_.pop_back();
+    return lane;
+  }
+
+  void put_lane(const Lane& lane) {
+    const std::lock_guard lock(mutex_);
+    lanes_.push_back(lane);
+  }
+
+ private:
+  std::byte* carve(std::size_t size) {
+    constexpr std::size_t kChunk = std::size_t{64} << 20;
+    if (size > chunk_left_) {
+      chunk_left_ = std::max(size, kChunk);
+      void* chunk = nullptr;
+      check(cudaMalloc(&chunk, chunk_left_), "cudaMalloc");
+      chunk_ = static_cast<std::byte*>(chunk);
+    }
+    std::byte* const result = chunk_;
+    chunk_ += size;
+    chunk_left_ -= size;
+    return result;
+  }
+
+  static Lane make_lane() {
+    Lane lane;
+    check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    void* staging = nullptr;
+    check(cudaHostAlloc(&staging, kStagingBytes, cudaHostAllocDefault), "cudaHostAlloc");
+    lane.staging = static_cast<std::byte*>(staging);
+    return lane;
+  }
+
+  const int ordinal_;
+  std::mutex mutex_;
+  std::byte* chunk_ = nullptr;
+  std::size_t chunk_left_ = 0;
+  std::map<std::size_t, std::vector<std::byte*>> free_;
+  std::unordered_map<std::byte*, std::size_t> sizes_;
+  std::vector<Lane> lanes_;
+};
+
+// Never destroyed: the driver may be gone by then.
+Device& device(int ordinal) {
+  static std::mutex mutex;
+  static auto* const devices = new std::map<int, Device>;
+  const std::lock_guard lock(mutex);
+  return devices->try_emplace(ordinal, ordinal).first->second;
+}
+
+class CudaMemory final : public Memory {
+ public:
+  explicit CudaMemory(Device& device) : device_(device) {
+    device_.select();
+    lane_ = device_.take_lane();
+  }
+  ~CudaMemory() override { device_.put_lane(lane_); }
+
+  DLDevice device() const override { return {kDLCUDA, device_.ordinal()}; }
+  xd_stream stream() const override { return lane_.stream; }
+
+  void* allocate(std::size_t bytes) override {
+    device_.select();
+    return device_.allocate(bytes);
+  }
+  void release(void* ptr) override { device_.release(ptr); }
+
+  void copy_in(void* to, const void* host, std::size_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    device_.select();
+    for (std::size_t at = 0; at < bytes; at += kStagingBytes) {
+      const std::size_t size = std::min(kStagingBytes, bytes - at);
+      std::memcpy(lane_.staging, static_cast<const std::byte*>(host) + at, size);
+      check(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, lane_.staging, size,
+                            cudaMemcpyHostToDevice, lane_.stream),
+            "cudaMemcpyAsync");
+      check(cudaStreamSynchronize(lane_.stream), "cudaStreamSynchronize");
+    }
+  }
+
+  void copy_out(void* host, const void* from, std::size_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    device_.select();
+    for (std::size_t at = 0; at < bytes; at += kStagingBytes) {
+      const std::size_t size = std::min(kStagingBytes, bytes - at);
+      check(cudaMemcpyAsync(lane_.staging, static_cast<const std::byte*>(from) + at, size,
+                            cudaMemcpyDeviceToHost, lane_.stream),
+            "cudaMemcpyAsync");
+      check(cudaStreamSynchronize(lane_.stream), "cudaStreamSynchronize");
+      std::memcpy(static_cast<std::byte*>(host) + at, lane_.staging, size);
+    }
+  }
+
+  void synchronize() override {
+    device_.select();
+    check(cudaStreamSynchronize(lane_.stream), "cudaStreamSynchronize");
+  }
+
+  std::unique_ptr<Memory> another_stream() const override {
+    return std::make_unique<CudaMemory>(device_);
+  }
+
+  std::size_t device_bytes_used() const override {
+    device_.select();
+    std::size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    return total - free;
+  }
+
+ private:
+  Device& device_;
+  Lane lane_;
+  std::mutex mutex_;  // of the staging
+};
+
+}  // namespace
+
+int cuda_device_count() {
+  // Streams that share a queue of the device wait for one another. Before the driver starts.
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    throw Unavailable(std::string("no CUDA device: ") + cudaGetErrorString(error));
+  }
+  const char* reason = nullptr;
+  if (!xd_feature_available(XD_FEATURE_CUDA, &reason)) {
+    throw std::runtime_error(std::string("a CUDA device, but no CUDA executor: ") + reason);
+  }
+  return count;
+}
+
+std::unique_ptr<Memory> make_cuda_memory(int rank) {
+  return std::make_unique<CudaMemory>(device(rank % cuda_device_count()));
+}
+
+}  // namespace xd::test
