@@ -23,5 +23,5 @@ if(XD_CUDA)
   endif()
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # CUDA::cudart_static, where it is needed
   enable_language(CUDA)
-  find_package(CUDAToolkit 12.4 REQUIRED)
+  find_package(CUDAToolkit 12.5 REQUIRED)
 endif()

@@ -17,8 +17,8 @@ extern "C" {
 
 typedef struct xd_comm xd_comm;
 
-/* A CUDA stream (cudaStream_t, CUstream). The CPU executor ignores it and has finished when a call
- * returns: pass NULL. */
+/* A CUDA stream (cudaStream_t, CUstream) of the communicator's device. The CPU executor ignores it
+ * and has finished when a call returns: pass NULL. */
 typedef struct CUstream_st* xd_stream;
 
 /* ---- How ranks meet -------------------------------------------------------------------------- */
@@ -93,18 +93,20 @@ typedef struct xd_comm_config {
  * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks
- * or protocol version, a rank taken twice, a peer that failed); PEER_LOST (a peer's process ended
- * meanwhile, or the peer gave up); UNSUPPORTED (no such executor here; ranks on different hosts);
+ * or protocol version, another kind of device, a rank taken twice, a peer that failed); PEER_LOST (a peer's process ended
+ * meanwhile, or the peer gave up); UNSUPPORTED (no such executor or device here, devices that cannot
+ * use one another's memory, more than 72 ranks on CUDA; ranks on different hosts);
  * OUT_OF_MEMORY; SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
  * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
 /* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank
- * later get PEER_LOST ('left'). Call it when no operation of this rank is running. Groups that are
- * still alive keep what they need until they are destroyed, but their operations are
- * INVALID_ARGUMENT; pointers
- * from xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
+ * later get PEER_LOST ('left'). Call it when no operation of this rank is running: on CUDA, after the
+ * streams of its operations have been synchronised. That is bounded too: after a fatal error
+ * operations end by themselves at once, else with the timeout. Groups that are still alive keep what
+ * they need until they are destroyed, but their operations are INVALID_ARGUMENT; pointers from
+ * xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 
 /* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the
@@ -162,8 +164,9 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 /* ---- Symmetric memory ------------------------------------------------------------------------ */
 /* Memory that every peer of the host has mapped already, so that operations move rows straight into
  * and out of tensors that lie in it ("zero-copy"): operations find such tensors by address. Other
- * tensors work too, through the group's staging memory. On the CPU it is anonymous shared memory:
- * it has no name, and vanishes with the last process. */
+ * tensors work too, through the group's staging memory. It is memory of the communicator's device: on
+ * the CPU anonymous shared memory, on CUDA virtual memory in units of 2 MiB. It has no name, and
+ * vanishes with the last process. */
 
 /* Allocates from this rank's heap. Local and cheap; calls need not match across ranks. *ptr is
  * 256-byte aligned, its content undefined. bytes = 0 gives a valid pointer. Any thread.
@@ -176,11 +179,28 @@ XD_API xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr);
 XD_API xd_status xd_mem_free(xd_comm* comm, void* ptr);
 
 /* Adds `bytes` (rounded up to pages; may differ per rank; 0 is allowed) to this rank's heap.
- * Collective, blocking. Nothing moves: old pointers stay good. An allocation never spans two
- * growths.
+ * Collective, blocking. Nothing moves: old pointers stay good, and operations that run or have been
+ * captured are not disturbed. An allocation never spans two growths.
  * Errors: OUT_OF_MEMORY on the rank that has none, MISMATCH naming it on the others; then no heap
  * has grown. */
 XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
+
+/* Makes memory that the caller owns on the communicator's CUDA device part of symmetric memory, so
+ * that operations use tensors in it in place: [ptr, ptr + bytes) inside one allocation of cudaMalloc
+ * or of a pool that is made of it. May differ per rank; bytes = 0: none of this rank. *registration
+ * gets its number, the same on all ranks. Collective, blocking.
+ * The memory stays the caller's, and must stay where it is until it has been deregistered, or the
+ * communicator destroyed, on all ranks: peers that use it after its process has ended or freed it
+ * fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger.
+ * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (CUDA
+ * IPC cannot share it, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY
+ * (at most 64 growths and registrations together); on the other ranks MISMATCH. Then nothing has
+ * changed. */
+XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);
+
+/* Takes it out again. Collective, blocking; no operation that uses it may be running on any rank, or
+ * be replayed from a captured graph later. The caller frees the memory after the call. */
+XD_API xd_status xd_mem_deregister(xd_comm* comm, int32_t registration);
 
 typedef struct xd_mem_info {
   size_t struct_size;
@@ -188,7 +208,7 @@ typedef struct xd_mem_info {
   size_t used_bytes;         /* allocated, rounding included */
   size_t largest_free_bytes; /* the largest xd_mem_alloc that would succeed now */
   int32_t segments;          /* creation and growths */
-  int32_t huge_pages;        /* 1 if all of it is in huge pages */
+  int32_t huge_pages;        /* 1 if all of it is in huge pages of the host */
 } xd_mem_info;
 #define XD_MEM_INFO_INIT \
   { sizeof(xd_mem_info), 0, 0, 0, 0, 0 }

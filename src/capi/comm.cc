@@ -112,6 +112,24 @@ xd_status xd_mem_grow(xd_comm* comm, size_t bytes) {
   });
 }
 
+xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration) {
+  XD_REQUIRE_GIVEN("xd_mem_register", comm);
+  XD_REQUIRE_GIVEN("xd_mem_register", registration);
+  *registration = -1;
+  return guarded_on("xd_mem_register", *comm->comm, [&] {
+    comm->comm->check_usable();
+    *registration = comm->comm->register_memory(ptr, bytes);
+  });
+}
+
+xd_status xd_mem_deregister(xd_comm* comm, int32_t registration) {
+  XD_REQUIRE_GIVEN("xd_mem_deregister", comm);
+  return guarded_on("xd_mem_deregister", *comm->comm, [&] {
+    comm->comm->check_usable();
+    comm->comm->deregister_memory(registration);
+  });
+}
+
 xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info) {
   XD_REQUIRE_GIVEN("xd_mem_get_info", comm);
   return guarded("xd_mem_get_info", [&] {

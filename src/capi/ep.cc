@@ -4,8 +4,39 @@
 #include "capi/boundary.h"
 #include "ep/cpu/cpu_group.h"
 
+#if XD_EP_CUDA
+#include "ep/cuda/cuda_group.h"
+#endif
+
 using xd::guarded;
 using xd::guarded_on;
+
+namespace {
+
+#if XD_EP_CUDA
+constexpr auto make_cuda_group = xd::ep::cuda::make_group;
+constexpr auto cuda_group_memory = xd::ep::cuda::group_memory;
+#else
+std::unique_ptr<xd::ep::Group> make_cuda_group(const std::shared_ptr<xd::Comm>&,
+                                               const xd_ep_config*) {
+  xd::fail(XD_ERROR_UNSUPPORTED, "not built in: this build has no CUDA executor");
+}
+xd_ep_memory cuda_group_memory(const xd::ep::Config&) {
+  xd::fail(XD_ERROR_UNSUPPORTED, "config.device_type = kDLCUDA: this build has no CUDA executor");
+}
+#endif
+
+std::unique_ptr<xd::ep::Group> make_group(const std::shared_ptr<xd::Comm>& comm,
+                                          const xd_ep_config* config) {
+  return comm->device().device_type == kDLCUDA ? make_cuda_group(comm, config)
+                                               : xd::ep::cpu::make_group(comm, config);
+}
+
+xd_ep_memory group_memory(const xd::ep::Config& config) {
+  return config.cuda ? cuda_group_memory(config) : xd::ep::cpu::group_memory(config);
+}
+
+}  // namespace
 
 xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows) {
   XD_REQUIRE_GIVEN("xd_ep_recv_bound", rows);
@@ -21,7 +52,7 @@ xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes) {
 
 xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory) {
   return guarded("xd_ep_group_memory", [&] {
-    xd::write_struct("memory", memory, xd::ep::cpu::group_memory(xd::ep::read_config(config, 0)));
+    xd::write_struct("memory", memory, group_memory(xd::ep::read_config(config, 0)));
   });
 }
 
@@ -32,7 +63,7 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
   return guarded_on("xd_ep_group_create", *comm->comm, [&] {
     comm->comm->check_usable();
     auto handle = std::make_unique<xd_ep_group>();
-    handle->group = xd::ep::cpu::make_group(comm->comm, config);
+    handle->group = make_group(comm->comm, config);
     *group = handle.release();
   });
 }

@@ -2,8 +2,8 @@
 #include <crossdock/version.h>
 
 #include "base/error.h"
-#include "base/feature.h"
 #include "base/options.h"
+#include "comm/feature.h"
 
 const char* xd_status_name(xd_status status) { return xd::status_name(xd::raw_enum(status)); }
 

@@ -8,7 +8,6 @@
 #include <new>
 
 #include "base/env.h"
-#include "base/feature.h"
 #include "base/log.h"
 #include "base/math.h"
 
@@ -38,6 +37,10 @@ const char* name_of(Comm::Collective what) {
       return "xd_comm_barrier";
     case Comm::Collective::group:
       return "xd_ep_group_create";
+    case Comm::Collective::enlist:
+      return "xd_mem_register";
+    case Comm::Collective::delist:
+      return "xd_mem_deregister";
   }
   return "an unknown call";
 }
@@ -80,28 +83,80 @@ void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, in
 }
 
 std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
-  XD_REQUIRE(config.device.device_type == kDLCPU || config.device.device_type == kDLCUDA,
-             "config.device.device_type = ", int{config.device.device_type},
-             ", expected kDLCPU or kDLCUDA");
-  if (config.device.device_type == kDLCUDA) {
-    fail(XD_ERROR_UNSUPPORTED, "config.device is a CUDA device: ", feature(XD_FEATURE_CUDA).reason);
-  }
+  xd_comm_config resolved = config;
+  resolved.device = resolve_device(config.device);
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
-  std::shared_ptr<Comm> comm(new Comm(config, *bootstrap));
+  std::shared_ptr<Comm> comm(new Comm(resolved, *bootstrap));
 
   comm->mesh_ = Mesh::connect(*bootstrap, comm->deadline());
+  comm->mesh_for_watch_ = comm->mesh_.get();
   comm->local_ranks_ = comm->mesh_->local_ranks();
   comm->mesh_->start(*comm);
-  comm->control_segments_ = comm->share(Collective::create, ControlMap::make(comm->num_ranks_).end);
+  comm->introduce();
+  comm->make_controls();
+  comm->make_device_side();
+  // Who leaves from now on is told to kernels by on_left().
+  comm->connected_.store(true);
   for (int r = 0; r < comm->num_ranks_; ++r) {
-    require_size(comm->control_segments_[at(r)], ControlMap::make(comm->num_ranks_).end, r);
-    comm->controls_[at(r)] = Control(comm->control_segments_[at(r)]->base(), comm->num_ranks_);
+    if (comm->device_side_ && comm->left(r)) comm->device_side_->set_left(r);
   }
-  comm->connected_.store(true, std::memory_order_release);
   comm->add_to_heap(Collective::create, config.heap_bytes);
   log_topic("comm", "rank ", comm->rank_, " of ", comm->num_ranks_, " joined '", comm->name_, "', ",
             comm->local_ranks_, " in this process");
   return comm;
+}
+
+// The ranks compare their devices, so all come to the same verdict.
+void Comm::introduce() {
+  const auto items = agree(Collective::create, [&] {
+    if (device_.device_type == kDLCUDA && num_ranks_ > kMaxDeviceRanks) {
+      fail(XD_ERROR_UNSUPPORTED, "num_ranks = ", num_ranks_, ", expected at most ", kMaxDeviceRanks,
+           " on CUDA devices");
+    }
+    const DeviceIntroduction mine = introduce_device(device_);
+    Contribution contribution{.blob = Bytes(sizeof(mine))};
+    std::memcpy(contribution.blob.data(), &mine, sizeof(mine));
+    return contribution;
+  });
+  const auto kind = [](std::int32_t type) { return type == kDLCUDA ? "a CUDA device" : "the CPU"; };
+  for (std::size_t r = 0; r < items.size(); ++r) {
+    DeviceIntroduction& theirs = introductions_.emplace_back();
+    if (items[r].blob.size() != sizeof(theirs)) {
+      fail(XD_ERROR_MISMATCH, "rank ", r, " runs another version of the library");
+    }
+    std::memcpy(&theirs, items[r].blob.data(), sizeof(theirs));
+    if (theirs.type != introductions_[0].type) {
+      fail(XD_ERROR_MISMATCH, "config.device is ", kind(introductions_[0].type), " on rank 0 and ",
+           kind(theirs.type), " on rank ", r, ", expected the same kind");
+    }
+  }
+}
+
+void Comm::make_controls() {
+  const std::size_t bytes = ControlMap::make(num_ranks_).end;
+  control_segments_ = share_host(Collective::create, bytes);
+  for (int r = 0; r < num_ranks_; ++r) {
+    require_size(control_segments_[at(r)], bytes, r);
+    controls_[at(r)] = Control(control_segments_[at(r)]->base(), num_ranks_);
+  }
+}
+
+void Comm::make_device_side() {
+  const std::size_t bytes = device_board_bytes(device_);
+  if (bytes == 0) return;
+  auto boards = share(Collective::create, bytes);
+  for (int r = 0; r < num_ranks_; ++r) require_size(boards[at(r)], bytes, r);
+  agree(Collective::create, [&] {
+    device_side_ = xd::make_device_side(
+        device_, {.rank = rank_, .num_ranks = num_ranks_, .timeout_ms = timeout_ms_},
+        std::move(boards));
+    return Contribution{};
+  });
+}
+
+int Comm::ranks_on_device() const {
+  return static_cast<int>(
+      std::ranges::count(introductions_, introductions_[at(rank_)].id, &DeviceIntroduction::id));
 }
 
 Comm::Comm(const xd_comm_config& config, Bootstrap& bootstrap)
@@ -112,6 +167,7 @@ Comm::Comm(const xd_comm_config& config, Bootstrap& bootstrap)
       name_(config.name != nullptr ? config.name : ""),
       process_(::getpid()),
       spin_(spin_time(bootstrap.num_ranks())),
+      device_memory_(make_segment_maker(device_)),
       controls_(at(bootstrap.num_ranks())),
       left_(at(bootstrap.num_ranks())),
       heap_(bootstrap.rank()) {}
@@ -163,29 +219,23 @@ std::vector<Mesh::Item> Comm::agree(Collective what, const std::function<Contrib
   return items;
 }
 
-std::vector<std::shared_ptr<Segment>> Comm::share(Collective what, std::size_t bytes) {
-  Segment::Created own;
+Comm::Segments Comm::share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
+                              const std::function<void(const Segments&)>& use) {
+  SegmentMaker::Made own;
   auto items = agree(what, [&] {
-    if (bytes > 0) own = Segment::create(bytes, "this rank's memory");
-    const std::uint64_t size = own.segment ? own.segment->bytes() : 0;
-    Contribution contribution{.blob = Bytes(sizeof(size)), .fd = own.fd.get()};
-    std::memcpy(contribution.blob.data(), &size, sizeof(size));
-    return contribution;
+    if (bytes > 0) own = memory.create(bytes, "this rank's memory");
+    return Contribution{.blob = own.description, .fd = own.fd.get()};
   });
-  std::vector<std::shared_ptr<Segment>> segments(items.size());
+  Segments segments(items.size());
   agree(what, [&] {
     for (std::size_t r = 0; r < items.size(); ++r) {
-      std::uint64_t size = 0;
-      if (items[r].blob.size() != sizeof(size)) {
-        fail(XD_ERROR_MISMATCH, "rank ", r, " sent a malformed segment description");
-      }
-      std::memcpy(&size, items[r].blob.data(), sizeof(size));
       if (r == at(rank_)) {
         segments[r] = own.segment;
-      } else if (size > 0) {
-        segments[r] = Segment::open(std::move(items[r].fd), size);
+      } else if (!items[r].blob.empty()) {
+        segments[r] = memory.open(static_cast<int>(r), items[r].blob, std::move(items[r].fd));
       }
     }
+    if (use) use(segments);
     return Contribution{};
   });
   return segments;
@@ -196,7 +246,14 @@ void Comm::barrier() {
 }
 
 void Comm::add_to_heap(Collective what, std::size_t bytes) {
-  auto segments = share(what, bytes);
+  const std::uint32_t next = heap_.next_segment();
+  auto segments = share_on(*device_memory_, what, bytes, [&](const Segments& mapped) {
+    // Before any rank's call returns: its kernels, and those of peers, may use the memory at once.
+    if (device_side_) {
+      heap_.require_room();
+      device_side_->set_heap(next, mapped);
+    }
+  });
   if (std::ranges::any_of(segments, [](const auto& s) { return s != nullptr; })) {
     heap_.add(std::move(segments));
   }

@@ -1,8 +1,9 @@
 // The communicator: one rank's membership in a set of ranks.
 //
 // It owns the connections to the peers (mesh), the control segments with doorbells and error
-// boards, and the symmetric heaps. Executors wait for peers through wait_for() alone, which is
-// bounded by the timeout and ends at once on a fatal error.
+// boards, and the symmetric heaps. Executors on the host wait for peers through wait_for() alone,
+// which is bounded by the timeout and ends at once on a fatal error; kernels wait by themselves, with
+// what device_comm() tells them.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -19,9 +20,11 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/math.h"
+#include "comm/device_side.h"
 #include "comm/fatal.h"
 #include "comm/mesh.h"
 #include "comm/symmetric_heap.h"
+#include "memory/host_segment.h"
 
 namespace xd {
 
@@ -49,6 +52,10 @@ class Comm final : private MeshEvents {
   DLDevice device() const { return device_; }
   int timeout_ms() const { return timeout_ms_; }
   int local_ranks() const { return local_ranks_; }
+  // Ranks of this communicator, of any process, on this rank's device; itself included.
+  int ranks_on_device() const;
+  // Of this rank's device; 0 on the CPU.
+  int multiprocessors() const { return introductions_[at(rank_)].multiprocessors; }
   Deadline deadline() const { return Deadline::after_ms(timeout_ms_); }
 
   // xd_comm_destroy: says goodbye. Groups may keep the object alive, but nothing works any more.
@@ -57,7 +64,7 @@ class Comm final : private MeshEvents {
   // ---- Collective host calls ----
 
   // What the ranks are doing together; must be equal.
-  enum class Collective : std::uint8_t { create, grow, barrier, group };
+  enum class Collective : std::uint8_t { create, grow, barrier, group, enlist, delist };
 
   struct Contribution {
     Bytes blob;
@@ -68,18 +75,31 @@ class Comm final : private MeshEvents {
   // that are in different collectives. After agree() has returned, `work` has succeeded everywhere.
   std::vector<Mesh::Item> agree(Collective what, const std::function<Contribution()>& work);
 
+  using Segments = std::vector<std::shared_ptr<Segment>>;  // by rank
   // Allocates `bytes` of shared memory here (0 = none), maps every rank's. Null for a rank that
-  // has none.
-  std::vector<std::shared_ptr<Segment>> share(Collective what, std::size_t bytes);
+  // has none. On the ranks' devices, or on their host.
+  Segments share(Collective what, std::size_t bytes) {
+    return share_on(*device_memory_, what, bytes);
+  }
+  Segments share_host(Collective what, std::size_t bytes) {
+    return share_on(host_memory_, what, bytes);
+  }
 
   void barrier();
   void grow_heap(std::size_t bytes) { add_to_heap(Collective::grow, bytes); }
+  // Memory that the caller owns becomes one more segment of symmetric memory; bytes = 0: none of
+  // this rank. Returns its number, the same on all ranks.
+  int register_memory(void* ptr, std::size_t bytes);
+  void deregister_memory(int registration);
   int next_group_number() { return groups_++; }
 
   // ---- Memory ----
 
   SymmetricHeap& heap() { return heap_; }
   const SymmetricHeap& heap() const { return heap_; }
+
+  // What kernels of this rank know of the communicator. CUDA only.
+  const DeviceComm& device_comm() const { return device_side_->device_comm(); }
 
   // ---- Errors ----
 
@@ -94,7 +114,7 @@ class Comm final : private MeshEvents {
   [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
   void abort();
 
-  // The fatal error, or nullptr.
+  // The fatal error, or nullptr. One that kernels have met is taken over here.
   const FatalError* fatal_error() const;
 
   // ---- Waiting for peers (CPU executor) ----
@@ -127,13 +147,23 @@ class Comm final : private MeshEvents {
  private:
   Comm(const xd_comm_config& config, Bootstrap& bootstrap);
 
+  void introduce();
+  void make_controls();
+  void make_device_side();
+  // `use` is called with all segments in the last step that may fail on some rank.
+  Segments share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
+                    const std::function<void(const Segments&)>& use = {});
   void add_to_heap(Collective what, std::size_t bytes);
+  void require_device_memory() const;
   std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);
   void fail_round(xd_status status, int peer);
+  void record(const FatalError& error) const;
   void tell_peers(const FatalError& error);
   void on_lost(std::span<const int> ranks) override;
   void on_left(int rank) override;
   void on_abort(int rank) override;
+  int tick_ms() const override;
+  void on_tick() override;
 
   bool left(int peer) const { return left_[at(peer)].load(std::memory_order_acquire); }
   void throw_if_failed() const;
@@ -152,17 +182,23 @@ class Comm final : private MeshEvents {
   std::atomic<int> groups_{0};
   std::atomic<bool> closed_{false};
 
+  HostSegmentMaker host_memory_;
+  std::unique_ptr<SegmentMaker> device_memory_;
+  std::vector<DeviceIntroduction> introductions_;  // by rank
+
   std::vector<std::shared_ptr<Segment>> control_segments_;
   std::vector<Control> controls_;
   std::vector<std::atomic<bool>> left_;
-  std::atomic<bool> connected_{false};  // controls_ is complete
+  std::unique_ptr<DeviceSide> device_side_;  // CUDA only
+  std::atomic<bool> connected_{false};       // controls_ and device_side_ are complete
   mutable std::mutex raise_mutex_;
-  bool told_self_ = false;  // this rank writes its slot of each board at most once
+  mutable bool told_self_ = false;  // this rank writes its slot of each board at most once
   bool told_peers_ = false;
 
   SymmetricHeap heap_;
   std::mutex collective_mutex_;
-  std::unique_ptr<Mesh> mesh_;  // last: its watch thread uses all of the above
+  Mesh* mesh_for_watch_ = nullptr;  // for the watch thread, which outlives mesh_'s value
+  std::unique_ptr<Mesh> mesh_;      // last: its watch thread uses all of the above
 };
 
 }  // namespace xd

@@ -20,7 +20,14 @@ void Comm::check_usable() const {
 }
 
 const FatalError* Comm::fatal_error() const {
-  return connected_.load(std::memory_order_acquire) ? controls_[at(rank_)].error() : nullptr;
+  if (!connected_.load(std::memory_order_acquire)) return nullptr;
+  const Control& own = controls_[at(rank_)];
+  if (const FatalError* error = own.error()) return error;
+  const FatalError* met_by_kernel = device_side_ ? device_side_->raised() : nullptr;
+  if (met_by_kernel == nullptr) return nullptr;
+  const std::lock_guard lock(raise_mutex_);
+  record(*met_by_kernel);
+  return own.error();
 }
 
 void Comm::throw_if_failed() const {
@@ -32,14 +39,20 @@ void Comm::raise(const FatalError& error, Spread spread) {
   // Until then the mesh itself ends whatever waits.
   if (!connected_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(raise_mutex_);
-  if (!told_self_) controls_[at(rank_)].post(rank_, error);
-  told_self_ = true;
-  if (spread == Spread::here) return;
-  tell_peers(*fatal_error());  // the first one, which may be another
+  record(error);
+  if (spread == Spread::here || told_peers_) return;
+  tell_peers(*controls_[at(rank_)].error());  // the first one, which may be another
   // Boards and bells do not reach host collectives. A peer that hears of an abort finds this error
   // on its board already.
-  mesh_->send_abort();
-  mesh_->cancel();
+  mesh_for_watch_->send_abort();
+  mesh_for_watch_->cancel();
+}
+
+// Under raise_mutex_.
+void Comm::record(const FatalError& error) const {
+  if (!told_self_) controls_[at(rank_)].post(rank_, error);
+  told_self_ = true;
+  if (device_side_) device_side_->set_finished();
 }
 
 void Comm::raise_and_throw(const FatalError& error, Spread spread) {
@@ -71,6 +84,8 @@ void Comm::close() {
     tell_peers(*error);
   }
   mesh_.reset();
+  // The caller has promised that no kernel runs any more; one that does is told to go.
+  if (device_side_) device_side_->set_finished();
 }
 
 void Comm::abort() {
@@ -87,12 +102,28 @@ void Comm::on_lost(std::span<const int> ranks) {
 }
 
 void Comm::on_left(int rank) {
-  left_[at(rank)].store(true, std::memory_order_release);
-  if (connected_.load(std::memory_order_acquire)) ring(rank_);
+  // Sequentially consistent, like the other side in create(): one of the two tells the kernels.
+  left_[at(rank)].store(true);
+  if (!connected_.load()) return;
+  ring(rank_);
+  if (device_side_) device_side_->set_left(rank);
 }
 
 void Comm::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
+}
+
+// Kernels cannot wake their host: it looks.
+int Comm::tick_ms() const { return device_.device_type == kDLCUDA ? 50 : -1; }
+
+void Comm::on_tick() {
+  const FatalError* error = fatal_error();
+  if (error == nullptr) return;
+  // The host of the rank whose kernels met it tells the others' hosts, except of what those notice
+  // by themselves.
+  const bool spread = error->rank == rank_ && error->status != XD_ERROR_PEER_LOST &&
+                      error->status != XD_ERROR_ABORTED;
+  raise(*error, spread ? Spread::everywhere : Spread::here);
 }
 
 void Comm::fail_left(int peer, const WaitSite& site) {

@@ -72,8 +72,9 @@ std::string describe(const FatalError& error) {
     case XD_ERROR_ABORTED:
       return concat("rank ", error.peer, " called xd_comm_abort");
     case XD_ERROR_BUSY:
-      return concat("rank ", error.rank, " used group ", error.group,
-                    " from two threads at once; the operations of a group form one sequence");
+      return concat(
+          "rank ", error.rank, " used group ", error.group,
+          " at once by two threads or streams; the operations of a group form one sequence");
     default:
       return concat("fatal error ", status_name(status_of(error)), " raised by rank ", error.rank,
                     " in ", site(error));

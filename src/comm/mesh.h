@@ -24,7 +24,7 @@
 namespace xd {
 
 // What the watch thread reports. Called on that thread, one at a time; must not block and must not
-// call the mesh. Outlives the mesh.
+// call the mesh, but for on_tick(), which may send_abort() and cancel(). Outlives the mesh.
 class MeshEvents {
  public:
   virtual ~MeshEvents() = default;
@@ -32,6 +32,9 @@ class MeshEvents {
       std::span<const int> ranks) = 0;  // ascending; processes that ended without goodbye
   virtual void on_left(int rank) = 0;   // said goodbye
   virtual void on_abort(int rank) = 0;  // called abort
+  // on_tick() comes at least that often; -1 = never.
+  virtual int tick_ms() const { return -1; }
+  virtual void on_tick() {}
 };
 
 class Mesh {

@@ -35,10 +35,12 @@ void MeshWatch::wait_and_serve(int stop_fd) {
   const auto& processes = from_.processes.processes;
   for (std::size_t p = 0; p < processes.size(); ++p)
     items.push_back({ended_[p] ? -1 : processes[p].pidfd.get(), POLLIN, 0});
-  if (::poll(items.data(), items.size(), -1) < 0) {
+  const int tick_ms = from_.events.tick_ms();
+  if (::poll(items.data(), items.size(), tick_ms) < 0) {
     if (errno != EINTR) fail_errno("poll", errno);
     return;
   }
+  if (tick_ms >= 0) from_.events.on_tick();
   stopped_ = items[0].revents != 0;
   for (int r = 0; r < num_ranks; ++r)
     if (items[1 + at(r)].revents != 0 && drain(r)) lose(r);

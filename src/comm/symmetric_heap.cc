@@ -3,14 +3,56 @@
 #include <algorithm>
 #include <mutex>
 
+#include "base/error.h"
+#include "base/math.h"
+#include "comm/device_comm.h"
+
 namespace xd {
 
 void SymmetricHeap::add(std::vector<std::shared_ptr<Segment>> segment_of_rank) {
-  const Segment* own = segment_of_rank[static_cast<std::size_t>(rank_)].get();
+  const Segment* own = segment_of_rank[at(rank_)].get();
   const std::size_t bytes = own != nullptr ? own->bytes() : 0;
   const std::unique_lock lock(mutex_);
   segments_.push_back(std::move(segment_of_rank));
   heap_.add_segment(bytes);
+}
+
+std::uint32_t SymmetricHeap::next_segment() const {
+  const std::shared_lock lock(mutex_);
+  return static_cast<std::uint32_t>(segments_.size());
+}
+
+void SymmetricHeap::add_registered(std::uint32_t segment,
+                                   std::vector<std::shared_ptr<Segment>> segment_of_rank) {
+  const std::unique_lock lock(mutex_);
+  registered_.emplace(segment, std::move(segment_of_rank));
+}
+
+std::optional<std::uint32_t> SymmetricHeap::next_registered() const {
+  const std::shared_lock lock(mutex_);
+  if (count() >= kMaxHeapSegments) return std::nullopt;
+  std::uint32_t number = kMaxHeapSegments - 1;
+  while (registered_.contains(number)) --number;
+  return number;
+}
+
+bool SymmetricHeap::is_registered(std::uint32_t segment) const {
+  const std::shared_lock lock(mutex_);
+  return registered_.contains(segment);
+}
+
+void SymmetricHeap::remove_registered(std::uint32_t segment) {
+  const std::unique_lock lock(mutex_);
+  registered_.erase(segment);
+}
+
+void SymmetricHeap::require_room() const {
+  const std::shared_lock lock(mutex_);
+  if (registered_.contains(static_cast<std::uint32_t>(segments_.size())) ||
+      count() >= kMaxHeapSegments) {
+    fail(XD_ERROR_OUT_OF_MEMORY, "symmetric memory has ", count(),
+         " segments, growths and registrations together, expected at most ", kMaxHeapSegments);
+  }
 }
 
 void* SymmetricHeap::allocate(std::size_t bytes) {
@@ -23,31 +65,43 @@ bool SymmetricHeap::release(void* ptr) {
 }
 
 std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {
-  const auto* at = static_cast<const std::byte*>(ptr);
+  const auto* address = static_cast<const std::byte*>(ptr);
   const std::shared_lock lock(mutex_);
-  for (std::size_t i = 0; i < segments_.size(); ++i) {
-    const Segment* segment = segments_[i][static_cast<std::size_t>(rank_)].get();
-    if (segment == nullptr || !segment->contains(at)) continue;
-    const auto offset = static_cast<std::size_t>(at - segment->base());
-    if (bytes > segment->bytes() - offset) return std::nullopt;
-    return Place{.segment = static_cast<std::uint32_t>(i), .offset = offset};
+  const auto look = [&](std::uint32_t number) -> std::optional<Place> {
+    const Segment* own = segment(number, rank_);
+    if (own == nullptr || !own->contains(address)) return std::nullopt;
+    const auto offset = static_cast<std::size_t>(address - own->base());
+    if (bytes > own->bytes() - offset) return std::nullopt;
+    return Place{.segment = number, .offset = offset};
+  };
+  for (std::uint32_t number = 0; number < segments_.size(); ++number) {
+    if (const auto place = look(number)) return place;
+  }
+  for (const auto& [number, of_rank] : registered_) {
+    if (const auto place = look(number)) return place;
   }
   return std::nullopt;
 }
 
 std::byte* SymmetricHeap::address(int rank, Place place, std::size_t bytes) const {
   const std::shared_lock lock(mutex_);
-  if (place.segment >= segments_.size()) return nullptr;
-  const Segment* segment = segments_[place.segment][static_cast<std::size_t>(rank)].get();
-  if (segment == nullptr || place.offset > segment->bytes()) return nullptr;
-  if (bytes > segment->bytes() - place.offset) return nullptr;
-  return segment->base() + place.offset;
+  const Segment* there = segment(place.segment, rank);
+  if (there == nullptr || place.offset > there->bytes()) return nullptr;
+  if (bytes > there->bytes() - place.offset) return nullptr;
+  return there->base() + place.offset;
+}
+
+// Null if there is none. Under the lock.
+const Segment* SymmetricHeap::segment(std::uint32_t number, int rank) const {
+  if (number < segments_.size()) return segments_[number][at(rank)].get();
+  const auto found = registered_.find(number);
+  return found != registered_.end() ? found->second[at(rank)].get() : nullptr;
 }
 
 bool SymmetricHeap::huge_pages() const {
   const std::shared_lock lock(mutex_);
   return !segments_.empty() && std::ranges::all_of(segments_, [this](const auto& of_rank) {
-    const Segment* own = of_rank[static_cast<std::size_t>(rank_)].get();
+    const Segment* own = of_rank[at(rank_)].get();
     return own == nullptr || own->huge_pages();
   });
 }

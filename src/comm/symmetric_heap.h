@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
@@ -19,6 +21,17 @@ class SymmetricHeap {
 
   // Adds every rank's next segment; null for a rank whose share is empty.
   void add(std::vector<std::shared_ptr<Segment>> segment_of_rank);
+  std::uint32_t next_segment() const;  // the number that add() will give
+
+  // Memory that the callers own, by rank like the heap's own segments: found by address and by
+  // place, and nothing is allocated from it. Numbered downwards from the last.
+  void add_registered(std::uint32_t segment, std::vector<std::shared_ptr<Segment>> segment_of_rank);
+  std::optional<std::uint32_t> next_registered() const;  // nothing: there is no room for one
+  bool is_registered(std::uint32_t segment) const;
+  void remove_registered(std::uint32_t segment);
+
+  // Throws OUT_OF_MEMORY if kernels could not be told of one more segment: see HeapTable.
+  void require_room() const;
 
   void* allocate(std::size_t bytes);  // throws OUT_OF_MEMORY
   bool release(void* ptr);            // false: no live allocation of this rank starts there
@@ -33,10 +46,14 @@ class SymmetricHeap {
   bool huge_pages() const;
 
  private:
+  const Segment* segment(std::uint32_t number, int rank) const;
+  std::size_t count() const { return segments_.size() + registered_.size(); }
+
   int rank_;
   Heap heap_;  // this rank's
   mutable std::shared_mutex mutex_;
   std::vector<std::vector<std::shared_ptr<Segment>>> segments_;  // [segment][rank]; only grows
+  std::map<std::uint32_t, std::vector<std::shared_ptr<Segment>>> registered_;
 };
 
 }  // namespace xd

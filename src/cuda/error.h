@@ -12,10 +12,12 @@ namespace xd::cuda {
 [[noreturn]] void fail_cuda(const char* call, CUresult error);
 
 inline void check(cudaError_t error, const char* call) {
-  if (error != cudaSuccess) [[unlikely]] fail_cuda(call, error);
+  if (error != cudaSuccess) [[unlikely]]
+    fail_cuda(call, error);
 }
 inline void check(CUresult error, const char* call) {
-  if (error != CUDA_SUCCESS) [[unlikely]] fail_cuda(call, error);
+  if (error != CUDA_SUCCESS) [[unlikely]]
+    fail_cuda(call, error);
 }
 
 }  // namespace xd::cuda

@@ -1,16 +1,11 @@
-// One piece of anonymous shared memory, created here or received from a peer as a descriptor.
-//
-// A segment has no name: it is a sealed memfd, so its size cannot change under a reader, and it
-// vanishes with the last process that maps it. All its pages are allocated when it is created, so
-// exhaustion is an error there and never a SIGBUS later.
-//
-// Each segment is mapped once per process, whatever number of ranks of this process use it: a
-// process-wide counted table, keyed by device and inode, hands out the same mapping. (One address
-// per byte and process is also what lets ThreadSanitizer see the protocol between threads.)
+// One piece of memory that ranks share, on the host or on a device. Executors see only where it is;
+// how it is made and handed to peers is SegmentMaker's.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "base/fd.h"
 
@@ -18,18 +13,7 @@ namespace xd {
 
 class Segment {
  public:
-  struct Created;
-
-  // Allocates, seals and maps `bytes` (> 0, rounded up to pages: see bytes()). Huge pages where the
-  // system has them, silently ordinary ones otherwise. Content: zero. `what` starts error texts.
-  // Throws OUT_OF_MEMORY with asked and available bytes; SYSTEM.
-  static Created create(std::size_t bytes, const char* what);
-
-  // Maps a segment that another rank created. Throws INVALID_ARGUMENT if the descriptor is not a
-  // sealed memory file of exactly `bytes`; SYSTEM.
-  static std::shared_ptr<Segment> open(UniqueFd fd, std::size_t bytes);
-
-  ~Segment();
+  virtual ~Segment() = default;
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -43,19 +27,35 @@ class Segment {
     return p >= base_ && p < base_ + bytes_;
   }
 
- private:
-  friend class SegmentTable;
-  Segment(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
+ protected:
+  Segment(std::byte* base, std::size_t bytes, bool huge_pages)
+      : base_(base), bytes_(bytes), huge_pages_(huge_pages) {}
 
-  std::byte* base_ = nullptr;
+ private:
+  std::byte* base_;
   std::size_t bytes_;
   bool huge_pages_;
 };
 
-// The descriptor is for handing round; close it when every peer has it.
-struct Segment::Created {
-  std::shared_ptr<Segment> segment;
-  UniqueFd fd;
+// Makes segments of one kind, and maps those of peers. A peer gets a descriptor and a few bytes of
+// description, by whatever way the caller has.
+class SegmentMaker {
+ public:
+  struct Made {
+    std::shared_ptr<Segment> segment;
+    std::vector<std::byte> description;
+    UniqueFd fd;  // close it when every peer has it
+  };
+
+  virtual ~SegmentMaker() = default;
+
+  // `bytes` > 0, rounded up to pages. Content: zero. `what` starts error texts. Throws
+  // OUT_OF_MEMORY with asked and available bytes; SYSTEM.
+  virtual Made create(std::size_t bytes, const char* what) const = 0;
+
+  // Maps what rank `owner` has made. Throws MISMATCH if the description makes no sense.
+  virtual std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
+                                        UniqueFd fd) const = 0;
 };
 
 }  // namespace xd

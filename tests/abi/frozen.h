@@ -104,7 +104,7 @@ FROZEN_VALUE(XD_PHASE_ENTRY, 2);
 FROZEN_VALUE(XD_PHASE_COUNTS, 3);
 FROZEN_VALUE(XD_PHASE_DONE, 4);
 
-FROZEN_SIZE(xd_ep_config, 72);
+FROZEN_SIZE(xd_ep_config, 80);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -120,6 +120,7 @@ FROZEN_FIELD(xd_ep_config, overflow, 56);
 FROZEN_FIELD(xd_ep_config, staging, 60);
 FROZEN_FIELD(xd_ep_config, zero_tail, 64);
 FROZEN_FIELD(xd_ep_config, num_sms, 68);
+FROZEN_FIELD(xd_ep_config, device_type, 72);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);

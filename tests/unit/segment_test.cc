@@ -1,5 +1,5 @@
 // Shared memory segments: sharing, identity within a process, exhaustion, and what is left behind.
-#include "memory/segment.h"
+#include "memory/host_segment.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -125,7 +125,7 @@ struct Channel {  // from one process to another
 
 TEST(Segment, IsZeroWritableAndOfWholePages) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  const auto created = Segment::create(3 * page + 1, "test");
+  const auto created = HostSegment::create(3 * page + 1, "test");
   const Segment& segment = *created.segment;
   EXPECT_EQ(segment.bytes(), 4 * page);
   EXPECT_TRUE(std::all_of(segment.base(), segment.base() + segment.bytes(),
@@ -138,7 +138,7 @@ TEST(Segment, IsZeroWritableAndOfWholePages) {
 }
 
 TEST(Segment, AllPagesExistFromTheStart) {
-  const auto created = Segment::create(100 * kMiB + 1, "test");
+  const auto created = HostSegment::create(100 * kMiB + 1, "test");
   struct stat status {};
   ASSERT_EQ(::fstat(created.fd.get(), &status), 0);
   EXPECT_EQ(static_cast<std::size_t>(status.st_size), created.segment->bytes());
@@ -146,7 +146,7 @@ TEST(Segment, AllPagesExistFromTheStart) {
 }
 
 TEST(Segment, SizeCannotChange) {
-  const auto created = Segment::create(1 * kMiB, "test");
+  const auto created = HostSegment::create(1 * kMiB, "test");
   EXPECT_NE(::ftruncate(created.fd.get(), 4096), 0);
   EXPECT_NE(::ftruncate(created.fd.get(), 2 * kMiB), 0);
   EXPECT_NE(::fcntl(created.fd.get(), F_ADD_SEALS, F_SEAL_WRITE), 0);
@@ -161,13 +161,13 @@ TEST(Segment, UsesHugePagesExactlyWhereTheSystemHasThem) {
     if (key == "Hugepagesize:") meminfo >> page_kib;
   }
   const bool enough = page_kib == 2048 && free_pages >= reserved + 2;
-  const auto created = Segment::create(3 * kMiB, "test");
+  const auto created = HostSegment::create(3 * kMiB, "test");
   EXPECT_EQ(created.segment->huge_pages(), enough);
   EXPECT_EQ(created.segment->bytes(), enough ? 4 * kMiB : 3 * kMiB);
-  EXPECT_FALSE(Segment::create(1 * kMiB, "test").segment->huge_pages());
+  EXPECT_FALSE(HostSegment::create(1 * kMiB, "test").segment->huge_pages());
   // The mapping of one who opens it says the same.
   auto created_bytes = created.segment->bytes();
-  EXPECT_EQ(Segment::open(duplicate(created.fd), created_bytes)->huge_pages(), enough);
+  EXPECT_EQ(HostSegment::open(duplicate(created.fd), created_bytes)->huge_pages(), enough);
 }
 
 TEST(Segment, IsSharedBetweenProcesses) {
@@ -183,13 +183,13 @@ TEST(Segment, IsSharedBetweenProcesses) {
     const std::string path =
         "/proc/" + std::to_string(offer.owner) + "/fd/" + std::to_string(offer.fd);
     const auto segment =
-        Segment::open(UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC)), offer.bytes);
+        HostSegment::open(UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC)), offer.bytes);
     const bool seen = segment->base()[12345] == std::byte{42};
     segment->base()[offer.bytes - 1] = std::byte{43};
     to_parent.send('x');
     return seen;
   });
-  const auto created = Segment::create(5 * kMiB, "test");
+  const auto created = HostSegment::create(5 * kMiB, "test");
   created.segment->base()[12345] = std::byte{42};
   to_child.send(Offer{::getpid(), created.fd.get(), created.segment->bytes()});
   to_parent.receive<char>();
@@ -198,26 +198,26 @@ TEST(Segment, IsSharedBetweenProcesses) {
 }
 
 TEST(Segment, IsMappedOncePerProcess) {
-  auto created = Segment::create(1 * kMiB, "test");
+  auto created = HostSegment::create(1 * kMiB, "test");
   const ino_t inode = inode_of(created.fd);
   std::byte* const base = created.segment->base();
-  auto second = Segment::open(duplicate(created.fd), 1 * kMiB);
+  auto second = HostSegment::open(duplicate(created.fd), 1 * kMiB);
   EXPECT_EQ(second->base(), base);
   EXPECT_EQ(mappings("self", inode), 1u);
 
   created.segment.reset();
   EXPECT_EQ(mappings("self", inode), 1u) << "the second holder still needs it";
-  EXPECT_EQ(Segment::open(duplicate(created.fd), 1 * kMiB)->base(), base);
+  EXPECT_EQ(HostSegment::open(duplicate(created.fd), 1 * kMiB)->base(), base);
   second.reset();
   EXPECT_EQ(mappings("self", inode), 0u);
 
-  const auto again = Segment::open(duplicate(created.fd), 1 * kMiB);
+  const auto again = HostSegment::open(duplicate(created.fd), 1 * kMiB);
   EXPECT_EQ(mappings("self", inode), 1u);
 }
 
 TEST(Segment, ThreadsThatHoldItTogetherHaveOneBase) {
   constexpr int kThreads = 4;
-  auto created = Segment::create(64 * kKiB, "test");
+  auto created = HostSegment::create(64 * kKiB, "test");
   created.segment.reset();
   std::vector<std::byte*> bases(kThreads);
   std::barrier sync(kThreads);
@@ -226,7 +226,7 @@ TEST(Segment, ThreadsThatHoldItTogetherHaveOneBase) {
   for (int thread = 0; thread < kThreads; ++thread) {
     threads.emplace_back([&, thread] {
       for (int round = 0; round < 300; ++round) {
-        const auto segment = Segment::open(duplicate(created.fd), 64 * kKiB);
+        const auto segment = HostSegment::open(duplicate(created.fd), 64 * kKiB);
         bases[static_cast<std::size_t>(thread)] = segment->base();
         sync.arrive_and_wait();
         if (bases[0] != segment->base()) ++differences;
@@ -242,7 +242,7 @@ TEST(Segment, ThreadsThatHoldItTogetherHaveOneBase) {
 TEST(Segment, NothingIsLeftOfAKilledProcess) {
   const Channel to_parent;
   const pid_t child = start_child([&] {
-    const auto created = Segment::create(8 * kMiB, "test");
+    const auto created = HostSegment::create(8 * kMiB, "test");
     to_parent.send(inode_of(created.fd));
     ::pause();
     return false;
@@ -263,7 +263,7 @@ TEST(Segment, MoreThanThereIsIsAnErrorWithBothSizes) {
   for (const std::size_t bytes :
        {SIZE_MAX, SIZE_MAX - 4095, SIZE_MAX / 2, SIZE_MAX / 2 + 1, std::size_t{1} << 50,
         static_cast<std::size_t>(available) + 1024 * kMiB}) {
-    const Error error = error_of([bytes] { Segment::create(bytes, "heap of rank 3"); });
+    const Error error = error_of([bytes] { HostSegment::create(bytes, "heap of rank 3"); });
     EXPECT_EQ(error.status(), XD_ERROR_OUT_OF_MEMORY) << bytes;
     const auto& text = error.text();
     EXPECT_TRUE(text.starts_with("heap of rank 3: asked " + std::to_string(bytes) + " bytes"))
@@ -279,26 +279,26 @@ TEST(Segment, TheLimitOnFileSizesIsAnError) {
     const rlimit limit{.rlim_cur = 64 * kKiB, .rlim_max = 64 * kKiB};
     if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return false;
     for (const std::size_t bytes : {64 * kKiB + 1, 4 * kMiB}) {
-      if (error_of([bytes] { Segment::create(bytes, "test"); }).status() !=
+      if (error_of([bytes] { HostSegment::create(bytes, "test"); }).status() !=
           XD_ERROR_OUT_OF_MEMORY) {
         return false;
       }
     }
-    return Segment::create(64 * kKiB, "test").segment->bytes() == 64 * kKiB;
+    return HostSegment::create(64 * kKiB, "test").segment->bytes() == 64 * kKiB;
   });
   EXPECT_EQ(exit_status(child), 0);
 }
 
 TEST(Segment, NoBytesAreAnInvalidArgument) {
-  EXPECT_EQ(error_of([] { Segment::create(0, "test"); }).status(), XD_ERROR_INVALID_ARGUMENT);
-  const auto created = Segment::create(4096, "test");
-  EXPECT_EQ(error_of([&] { Segment::open(duplicate(created.fd), 0); }).status(),
+  EXPECT_EQ(error_of([] { HostSegment::create(0, "test"); }).status(), XD_ERROR_INVALID_ARGUMENT);
+  const auto created = HostSegment::create(4096, "test");
+  EXPECT_EQ(error_of([&] { HostSegment::open(duplicate(created.fd), 0); }).status(),
             XD_ERROR_INVALID_ARGUMENT);
 }
 
 void expect_refused(UniqueFd fd, std::size_t bytes, const std::string& reason) {
   ASSERT_TRUE(fd);
-  const Error error = error_of([&] { Segment::open(std::move(fd), bytes); });
+  const Error error = error_of([&] { HostSegment::open(std::move(fd), bytes); });
   EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
   EXPECT_NE(error.text().find(reason), std::string::npos) << error.text();
 }
@@ -340,18 +340,18 @@ TEST(Segment, OtherThingsThanMemoryFilesAreRefused) {
 
 TEST(Segment, FilesThatCannotBeWrittenAreRefused) {
   constexpr int kAll = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
-  const Error error = error_of([] { Segment::open(memory_file(8192, kAll), 8192); });
+  const Error error = error_of([] { HostSegment::open(memory_file(8192, kAll), 8192); });
   EXPECT_EQ(error.status(), XD_ERROR_SYSTEM);
   EXPECT_NE(error.text().find("mmap"), std::string::npos) << error.text();
 }
 
 TEST(Segment, DescriptorsAndMappingsStayConstant) {
   const auto round = [] {
-    auto created = Segment::create(2 * kMiB + 1, "test");
+    auto created = HostSegment::create(2 * kMiB + 1, "test");
     const std::size_t bytes = created.segment->bytes();
-    const auto peer = Segment::open(std::move(created.fd), bytes);
+    const auto peer = HostSegment::open(std::move(created.fd), bytes);
     try {
-      Segment::open(memory_file(4096, 0), 4096);
+      HostSegment::open(memory_file(4096, 0), 4096);
     } catch (const Error&) {
     }
   };

@@ -1,4 +1,4 @@
-#include "memory/segment.h"
+#include "memory/host_segment.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -23,20 +24,20 @@
 namespace xd {
 
 // What this process has mapped. Entries are weak: a mapping lives as long as some rank holds it.
-class SegmentTable {
+class HostSegmentTable {
  public:
   // Never destroyed, so that segments may be dropped at any time, also by other static destructors.
-  static SegmentTable& instance() {
-    static SegmentTable& table = *new SegmentTable;
+  static HostSegmentTable& instance() {
+    static HostSegmentTable& table = *new HostSegmentTable;
     return table;
   }
 
   // The one mapping of this file.
-  std::shared_ptr<Segment> map(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
+  std::shared_ptr<HostSegment> map(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
 
  private:
   std::mutex mutex_;
-  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Segment>> entries_;
+  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<HostSegment>> entries_;
 };
 
 namespace {
@@ -62,7 +63,7 @@ struct stat stat_of(const UniqueFd& fd) {
 // before 5.14 cannot.
 void populate(std::byte* base, std::size_t bytes) { ::madvise(base, bytes, MADV_POPULATE_WRITE); }
 
-void allocate_pages(const UniqueFd& fd, const Segment& segment, const char* what) {
+void allocate_pages(const UniqueFd& fd, const HostSegment& segment, const char* what) {
   for (std::size_t at = 0; at < segment.bytes();) {
     if (segment.bytes() - at > available_memory()) fail_out_of_memory(what, segment.bytes(), at);
     const std::size_t bytes = std::min(kStep, segment.bytes() - at);
@@ -94,14 +95,23 @@ void seal(const UniqueFd& fd) {
   if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) fail_errno("fcntl(F_ADD_SEALS)", errno);
 }
 
+std::byte* map_file(const UniqueFd& fd, std::size_t bytes) {
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (base == MAP_FAILED && errno == ENOMEM) {
+    fail(XD_ERROR_OUT_OF_MEMORY, "memory segment: no address space left for ", bytes, " bytes");
+  }
+  if (base == MAP_FAILED) fail_errno(concat("mmap of ", bytes, " bytes"), errno);
+  return static_cast<std::byte*>(base);
+}
+
 // Nothing if the pool of huge pages cannot hold it all.
-Segment::Created create_in_huge_pages(std::size_t bytes) {
+HostSegment::Created create_in_huge_pages(std::size_t bytes) {
   UniqueFd fd(
       ::memfd_create("crossdock", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB | MFD_HUGE_2MB));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return {};
   try {
     // Mapping reserves: it fails at once when the pool is too small.
-    auto segment = SegmentTable::instance().map(fd, bytes, true);
+    auto segment = HostSegmentTable::instance().map(fd, bytes, true);
     if (::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0) return {};
     seal(fd);
     return {std::move(segment), std::move(fd)};
@@ -112,20 +122,15 @@ Segment::Created create_in_huge_pages(std::size_t bytes) {
 
 }  // namespace
 
-Segment::Segment(const UniqueFd& fd, std::size_t bytes, bool huge_pages)
-    : bytes_(bytes), huge_pages_(huge_pages) {
-  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (base == MAP_FAILED && errno == ENOMEM) {
-    fail(XD_ERROR_OUT_OF_MEMORY, "memory segment: no address space left for ", bytes, " bytes");
-  }
-  if (base == MAP_FAILED) fail_errno(concat("mmap of ", bytes, " bytes"), errno);
-  base_ = static_cast<std::byte*>(base);
-  if (!huge_pages) ::madvise(base, bytes, MADV_HUGEPAGE);  // A wish: refused is fine.
+HostSegment::HostSegment(const UniqueFd& fd, std::size_t bytes, bool huge_pages)
+    : Segment(map_file(fd, bytes), bytes, huge_pages) {
+  if (!huge_pages) ::madvise(base(), bytes, MADV_HUGEPAGE);  // A wish: refused is fine.
 }
 
-Segment::~Segment() { ::munmap(base_, bytes_); }
+HostSegment::~HostSegment() { ::munmap(base(), bytes()); }
 
-std::shared_ptr<Segment> SegmentTable::map(const UniqueFd& fd, std::size_t bytes, bool huge_pages) {
+std::shared_ptr<HostSegment> HostSegmentTable::map(const UniqueFd& fd, std::size_t bytes,
+                                                   bool huge_pages) {
   const struct stat status = stat_of(fd);
   const std::scoped_lock lock(mutex_);
   // An inode number may come back after its file is gone, but never while an entry is alive: a
@@ -133,12 +138,12 @@ std::shared_ptr<Segment> SegmentTable::map(const UniqueFd& fd, std::size_t bytes
   std::erase_if(entries_, [](const auto& entry) { return entry.second.expired(); });
   auto& entry = entries_[{status.st_dev, status.st_ino}];
   if (auto known = entry.lock()) return known;
-  std::shared_ptr<Segment> segment(new Segment(fd, bytes, huge_pages));
+  std::shared_ptr<HostSegment> segment(new HostSegment(fd, bytes, huge_pages));
   entry = segment;
   return segment;
 }
 
-Segment::Created Segment::create(std::size_t bytes, const char* what) {
+HostSegment::Created HostSegment::create(std::size_t bytes, const char* what) {
   XD_REQUIRE(bytes > 0, what, ": bytes = 0, expected more");
   const std::uint64_t limit = file_size_limit();
   if (bytes >= kHugePage && bytes <= limit - std::min<std::uint64_t>(limit, kHugePage)) {
@@ -159,13 +164,13 @@ Segment::Created Segment::create(std::size_t bytes, const char* what) {
     if (errno == EFBIG || errno == ENOMEM) fail_out_of_memory(what, bytes, 0);
     fail_errno(concat("ftruncate to ", size, " bytes for ", what), errno);
   }
-  auto segment = SegmentTable::instance().map(fd, size, false);
+  auto segment = HostSegmentTable::instance().map(fd, size, false);
   allocate_pages(fd, *segment, what);
   seal(fd);
   return {std::move(segment), std::move(fd)};
 }
 
-std::shared_ptr<Segment> Segment::open(UniqueFd fd, std::size_t bytes) {
+std::shared_ptr<HostSegment> HostSegment::open(UniqueFd fd, std::size_t bytes) {
   XD_REQUIRE(bytes > 0, "memory segment: bytes = 0, expected more");
   const struct stat status = stat_of(fd);
   struct statfs filesystem {};
@@ -179,9 +184,29 @@ std::shared_ptr<Segment> Segment::open(UniqueFd fd, std::size_t bytes) {
              ", expected its size to be sealed (", kSeals, ")");
   XD_REQUIRE(std::cmp_equal(status.st_size, bytes), "memory segment: the file has ", status.st_size,
              " bytes, expected ", bytes);
-  auto segment = SegmentTable::instance().map(fd, bytes, huge_pages);
+  auto segment = HostSegmentTable::instance().map(fd, bytes, huge_pages);
   populate(segment->base(), segment->bytes());
   return segment;
+}
+
+SegmentMaker::Made HostSegmentMaker::create(std::size_t bytes, const char* what) const {
+  auto created = HostSegment::create(bytes, what);
+  const std::uint64_t size = created.segment->bytes();
+  Made made{.segment = std::move(created.segment),
+            .description = std::vector<std::byte>(sizeof(size)),
+            .fd = std::move(created.fd)};
+  std::memcpy(made.description.data(), &size, sizeof(size));
+  return made;
+}
+
+std::shared_ptr<Segment> HostSegmentMaker::open(int owner, std::span<const std::byte> description,
+                                                UniqueFd fd) const {
+  std::uint64_t size = 0;
+  if (description.size() != sizeof(size)) {
+    fail(XD_ERROR_MISMATCH, "rank ", owner, " sent a malformed segment description");
+  }
+  std::memcpy(&size, description.data(), sizeof(size));
+  return HostSegment::open(std::move(fd), size);
 }
 
 }  // namespace xd

@@ -1,0 +1,76 @@
+// Comm's memory that the caller owns.
+#include "comm/comm.h"
+
+#if XD_CUDA
+#include "memory/cuda_registered.h"
+#endif
+
+namespace xd {
+
+void Comm::require_device_memory() const {
+  if (device_side_ != nullptr) return;
+  fail(XD_ERROR_UNSUPPORTED,
+       "this communicator computes on the CPU, where memory cannot be shared once it is there: use "
+       "xd_mem_alloc");
+}
+
+#if XD_CUDA
+
+int Comm::register_memory(void* ptr, std::size_t bytes) {
+  require_device_memory();
+  const auto number = heap_.next_registered();
+  SegmentMaker::Made own;
+  auto items = agree(Collective::enlist, [&] {
+    if (!number) heap_.require_room();
+    XD_REQUIRE(bytes == 0 || ptr != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
+    if (bytes > 0) own = lend_cuda_memory(device_.device_id, ptr, bytes);
+    return Contribution{.blob = own.description};
+  });
+  Segments segments(items.size());
+  agree(Collective::enlist, [&] {
+    for (std::size_t r = 0; r < items.size(); ++r) {
+      if (r == at(rank_)) {
+        segments[r] = own.segment;
+      } else if (!items[r].blob.empty()) {
+        segments[r] = borrow_cuda_memory(device_.device_id, static_cast<int>(r), items[r].blob);
+      }
+    }
+    device_side_->set_heap(*number, segments);
+    return Contribution{};
+  });
+  heap_.add_registered(*number, std::move(segments));
+  return static_cast<int>(*number);
+}
+
+void Comm::deregister_memory(int registration) {
+  require_device_memory();
+  const auto number = static_cast<std::uint32_t>(registration);
+  const auto items = agree(Collective::delist, [&] {
+    XD_REQUIRE(registration >= 0 && heap_.is_registered(number), "registration = ", registration,
+               ", expected one that xd_mem_register gave and that is still there");
+    return Contribution{.blob = Bytes{std::byte{static_cast<std::uint8_t>(registration)}}};
+  });
+  for (std::size_t r = 0; r < items.size(); ++r) {
+    if (items[r].blob.size() != 1 || items[r].blob[0] != items[at(rank_)].blob[0]) {
+      fail(XD_ERROR_MISMATCH, "rank ", r, " deregisters another registration than rank ", rank_);
+    }
+  }
+  // No rank goes on, to free its memory perhaps, before all have let go of it.
+  agree(Collective::delist, [&] {
+    device_side_->set_heap(number, {});
+    heap_.remove_registered(number);
+    return Contribution{};
+  });
+}
+
+#else
+
+int Comm::register_memory(void*, std::size_t) {
+  require_device_memory();
+  return -1;
+}
+void Comm::deregister_memory(int) { require_device_memory(); }
+
+#endif
+
+}  // namespace xd

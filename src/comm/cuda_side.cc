@@ -1,0 +1,70 @@
+#include "comm/cuda_side.h"
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "base/error.h"
+#include "base/math.h"
+#include "cuda/memory.h"
+
+namespace xd {
+namespace {
+
+class CudaSide final : public DeviceSide {
+ public:
+  CudaSide(int ordinal, const RankSeat& seat, std::vector<std::shared_ptr<Segment>> boards)
+      : boards_(std::move(boards)),
+        words_(ordinal, sizeof(HostWords)),
+        table_(ordinal, sizeof(HeapTable), "table of heaps") {
+    device_comm_.rank = seat.rank;
+    device_comm_.num_ranks = seat.num_ranks;
+    device_comm_.timeout_ms = seat.timeout_ms;
+    device_comm_.host = words_.as<HostWords>();
+    device_comm_.heap = table_.as<HeapTable>();
+    for (std::size_t r = 0; r < boards_.size(); ++r) {
+      device_comm_.board[r] = reinterpret_cast<DeviceBoard*>(boards_[r]->base());
+    }
+  }
+
+  const DeviceComm& device_comm() const override { return device_comm_; }
+
+  void set_finished() override { store(words().finished); }
+  void set_left(int rank) override { store(words().left[rank]); }
+
+  void set_heap(std::uint32_t segment, std::span<const std::shared_ptr<Segment>> of_rank) override {
+    XD_CHECK(segment < kMaxHeapSegments);
+    std::array<HeapTable::Range, kMaxDeviceRanks> ranges{};
+    for (std::size_t r = 0; r < of_rank.size(); ++r) {
+      if (of_rank[r]) ranges[r] = {of_rank[r]->base(), of_rank[r]->bytes()};
+    }
+    table_.write(segment * sizeof(ranges), ranges.data(), sizeof(ranges));
+  }
+
+  const FatalError* raised() const override {
+    const bool complete = std::atomic_ref(words().raised).load(std::memory_order_acquire) != 0;
+    return complete ? &words().error : nullptr;
+  }
+
+ private:
+  HostWords& words() const { return *words_.as<HostWords>(); }
+  static void store(std::uint32_t& word) {
+    std::atomic_ref(word).store(1, std::memory_order_release);
+  }
+
+  std::vector<std::shared_ptr<Segment>> boards_;
+  cuda::PinnedBlock words_;
+  cuda::DeviceBuffer table_;
+  DeviceComm device_comm_{};
+};
+static_assert(sizeof(HeapTable) == kMaxHeapSegments * kMaxDeviceRanks * sizeof(HeapTable::Range));
+
+}  // namespace
+
+std::unique_ptr<DeviceSide> make_cuda_side(int ordinal, const RankSeat& seat,
+                                           std::vector<std::shared_ptr<Segment>> boards) {
+  return std::make_unique<CudaSide>(ordinal, seat, std::move(boards));
+}
+
+}  // namespace xd

@@ -1,0 +1,156 @@
+#include "cuda/device.h"
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "base/error.h"
+#include "cuda/driver.h"
+#include "cuda/error.h"
+
+namespace xd::cuda {
+namespace {
+
+constexpr int kLeastMajor = 9;  // bulk copies between global and shared memory
+
+std::atomic<pid_t> g_process{0};  // the one that has used CUDA; 0 = none yet
+
+int device_count() {
+  driver();  // says better than the runtime what is wrong with it
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
+    cudaGetLastError();
+    fail(XD_ERROR_UNSUPPORTED, "this process sees no CUDA device");
+  }
+  check(error, "cudaGetDeviceCount");
+  return count;
+}
+
+DeviceFacts facts_of(int ordinal) {
+  cudaDeviceProp properties{};
+  XD_CUDA_CHECK(cudaGetDeviceProperties(&properties, ordinal));
+  DeviceFacts facts{.ordinal = ordinal,
+                    .name = properties.name,
+                    .multiprocessors = properties.multiProcessorCount,
+                    .major = properties.major,
+                    .minor = properties.minor};
+  static_assert(sizeof(properties.uuid) == sizeof(facts.uuid));
+  std::memcpy(facts.uuid.data(), &properties.uuid, sizeof(facts.uuid));
+  return facts;
+}
+
+void require_attribute(const DeviceFacts& facts, CUdevice_attribute attribute, const char* what) {
+  CUdevice device = 0;
+  XD_CUDA_CHECK(driver().cuDeviceGet(&device, facts.ordinal));
+  int value = 0;
+  XD_CUDA_CHECK(driver().cuDeviceGetAttribute(&value, attribute, device));
+  if (value == 0) {
+    fail(XD_ERROR_UNSUPPORTED, describe_device(facts.ordinal), " has no ", what);
+  }
+}
+
+void require_abilities(const DeviceFacts& facts) {
+  if (facts.major < kLeastMajor) {
+    fail(XD_ERROR_UNSUPPORTED, describe_device(facts.ordinal), " has compute capability ",
+         facts.major, ".", facts.minor, ", expected at least ", kLeastMajor, ".0");
+  }
+  require_attribute(facts, CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH, "cooperative launch");
+  require_attribute(facts, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+                    "virtual memory management");
+  require_attribute(facts, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+                    "memory handles that are file descriptors");
+}
+
+// The context that the runtime uses on a device. Kept for good, as the runtime does.
+CUcontext primary_context(int ordinal) {
+  static std::mutex& mutex = *new std::mutex;
+  static std::map<int, CUcontext>& contexts = *new std::map<int, CUcontext>;
+  const std::lock_guard lock(mutex);
+  CUcontext& context = contexts[ordinal];
+  if (context != nullptr) return context;
+  CUdevice device = 0;
+  XD_CUDA_CHECK(driver().cuDeviceGet(&device, ordinal));
+  XD_CUDA_CHECK(driver().cuDevicePrimaryCtxRetain(&context, device));
+  g_process.store(::getpid(), std::memory_order_relaxed);
+  return context;
+}
+
+}  // namespace
+
+DeviceFacts require_device(int ordinal) {
+  const int count = device_count();
+  XD_REQUIRE(ordinal >= 0 && ordinal < count, "config.device.device_id = ", ordinal,
+             ", expected 0 to ", count - 1);
+  DeviceFacts facts = facts_of(ordinal);
+  require_abilities(facts);
+  return facts;
+}
+
+std::string why_unavailable() noexcept {
+  try {
+    std::string why;
+    const int count = device_count();
+    for (int ordinal = 0; ordinal < count; ++ordinal) {
+      try {
+        require_device(ordinal);
+        return "";
+      } catch (const Error& error) {
+        if (why.empty()) why = error.text();
+      }
+    }
+    return why;
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+int find_device(const Uuid& uuid) {
+  const int count = device_count();
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    if (facts_of(ordinal).uuid == uuid) return ordinal;
+  }
+  return -1;
+}
+
+void require_peer_access(int device, int owner) {
+  if (device == owner) return;
+  int access = 0;
+  XD_CUDA_CHECK(cudaDeviceCanAccessPeer(&access, device, owner));
+  if (access == 0) {
+    fail(XD_ERROR_UNSUPPORTED, describe_device(device), " cannot access the memory of ",
+         describe_device(owner), ": no peer access between them");
+  }
+  int atomics = 0;
+  XD_CUDA_CHECK(
+      cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, owner));
+  if (atomics == 0) {
+    fail(XD_ERROR_UNSUPPORTED, describe_device(device), " has no atomics in the memory of ",
+         describe_device(owner), ": they are not connected by NVLink");
+  }
+}
+
+std::string describe_device(int ordinal) {
+  return concat("CUDA device ", ordinal, " (", facts_of(ordinal).name, ")");
+}
+
+DeviceGuard::DeviceGuard(int ordinal) {
+  XD_CUDA_CHECK(driver().cuCtxPushCurrent(primary_context(ordinal)));
+}
+
+DeviceGuard::~DeviceGuard() {
+  CUcontext popped = nullptr;
+  driver().cuCtxPopCurrent(&popped);
+}
+
+bool usable_in_this_process() noexcept {
+  const pid_t user = g_process.load(std::memory_order_relaxed);
+  return user == 0 || user == ::getpid();
+}
+
+}  // namespace xd::cuda

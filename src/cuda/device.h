@@ -1,0 +1,62 @@
+// Devices: what they are, what the library needs of them, and making one the current one.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <string>
+
+namespace xd::cuda {
+
+using Uuid = std::array<unsigned char, 16>;  // of a device, the same in every process
+
+struct DeviceFacts {
+  int ordinal = -1;
+  std::string name;
+  Uuid uuid{};
+  int multiprocessors = 0;
+  int major = 0, minor = 0;  // compute capability
+};
+
+// Checks all that the library needs of this machine and of the device. Throws UNSUPPORTED naming
+// the requirement that is missing, INVALID_ARGUMENT if there is no such device. Makes no context.
+DeviceFacts require_device(int ordinal);
+
+// Why no device of this machine will do; empty if one will. Never throws.
+std::string why_unavailable() noexcept;
+
+// The device of this process with that uuid; -1 = not visible here.
+int find_device(const Uuid& uuid);
+
+// Throws UNSUPPORTED naming both unless kernels on `device` can load, store and use atomics in
+// memory of `owner`, another visible device or the same.
+void require_peer_access(int device, int owner);
+
+// "CUDA device 0 (NVIDIA H200)"
+std::string describe_device(int ordinal);
+
+// Makes a device current for the calling thread, and what was current before afterwards. (The
+// runtime's cudaSetDevice would make a context on the previous device if there was none.)
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int ordinal);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+};
+
+// False in a forked child of a process that has used CUDA: nothing of it can be used or freed there.
+bool usable_in_this_process() noexcept;
+
+// Runs `work` on the device, for destructors: what fails is ignored, as the context may be gone
+// with the program's end.
+template <class Work>
+void try_on_device(int ordinal, Work&& work) noexcept {
+  if (!usable_in_this_process()) return;
+  try {
+    const DeviceGuard guard(ordinal);
+    work();
+  } catch (...) {
+  }
+}
+
+}  // namespace xd::cuda

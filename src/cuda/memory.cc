@@ -1,0 +1,114 @@
+#include "cuda/memory.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "base/error.h"
+
+namespace xd::cuda {
+namespace {
+
+// Blocks of powers of two, cut from pages and kept for the next that asks.
+class PinnedPool {
+ public:
+  // Never destroyed: blocks may be dropped by other static destructors.
+  static PinnedPool& instance() {
+    static PinnedPool& pool = *new PinnedPool;
+    return pool;
+  }
+
+  static std::size_t block_bytes(std::size_t bytes) {
+    return std::bit_ceil(std::max(bytes, kSmallest));
+  }
+
+  std::byte* take(int device, std::size_t bytes) {
+    const std::size_t size = block_bytes(bytes);
+    const std::lock_guard lock(mutex_);
+    std::vector<std::byte*>& free = free_[size];
+    if (free.empty()) add_page(device, size, free);
+    std::byte* const block = free.back();
+    free.pop_back();
+    std::memset(block, 0, size);
+    return block;
+  }
+
+  void give_back(std::byte* block, std::size_t bytes) noexcept {
+    const std::lock_guard lock(mutex_);
+    free_[block_bytes(bytes)].push_back(block);  // has room: see add_page
+  }
+
+ private:
+  static constexpr std::size_t kSmallest = 256;  // two cache lines: no block shares one
+  static constexpr std::size_t kPage = std::size_t{64} << 10;
+
+  void add_page(int device, std::size_t size, std::vector<std::byte*>& free) {
+    const DeviceGuard guard(device);
+    const std::size_t bytes = std::max(size, kPage);
+    blocks_[size] += bytes / size;
+    free.reserve(blocks_[size]);
+    void* page = nullptr;
+    XD_CUDA_CHECK(cudaHostAlloc(&page, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
+    for (std::size_t at = 0; at < bytes; at += size) {
+      free.push_back(static_cast<std::byte*>(page) + at);
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<std::size_t, std::vector<std::byte*>> free_;  // by size
+  std::map<std::size_t, std::size_t> blocks_;            // how many there are, by size
+};
+
+}  // namespace
+
+DeviceBuffer::DeviceBuffer(int device, std::size_t bytes, const char* what)
+    : stream_(device), bytes_(bytes) {
+  if (bytes == 0) return;
+  const DeviceGuard guard(device);
+  void* data = nullptr;
+  const cudaError_t error = cudaMallocAsync(&data, bytes, stream_.get());
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    std::size_t available = 0, total = 0;
+    cudaMemGetInfo(&available, &total);
+    fail(XD_ERROR_OUT_OF_MEMORY, what, ": asked ", bytes, " bytes of ", describe_device(device),
+         ", available ", available);
+  }
+  check(error, "cudaMallocAsync");
+  data_ = static_cast<std::byte*>(data);
+  const cudaError_t zeroed = cudaMemsetAsync(data, 0, bytes, stream_.get());
+  const cudaError_t done = cudaStreamSynchronize(stream_.get());
+  if (zeroed != cudaSuccess || done != cudaSuccess) {
+    cudaFreeAsync(data, stream_.get());
+    check(zeroed, "cudaMemsetAsync");
+    check(done, "cudaStreamSynchronize");
+  }
+}
+
+DeviceBuffer::~DeviceBuffer() {
+  if (data_ == nullptr) return;
+  try_on_device(stream_.device(), [this] {
+    cudaFreeAsync(data_, stream_.get());
+    cudaStreamSynchronize(stream_.get());
+  });
+}
+
+void DeviceBuffer::write(std::size_t offset, const void* from, std::size_t bytes) const {
+  XD_CHECK(offset <= bytes_ && bytes <= bytes_ - offset);
+  const DeviceGuard guard(stream_.device());
+  XD_CUDA_CHECK(
+      cudaMemcpyAsync(data_ + offset, from, bytes, cudaMemcpyHostToDevice, stream_.get()));
+  XD_CUDA_CHECK(cudaStreamSynchronize(stream_.get()));
+}
+
+PinnedBlock::PinnedBlock(int device, std::size_t bytes)
+    : data_(PinnedPool::instance().take(device, bytes)), bytes_(bytes) {}
+
+PinnedBlock::~PinnedBlock() {
+  if (data_ != nullptr) PinnedPool::instance().give_back(data_, bytes_);
+}
+
+}  // namespace xd::cuda

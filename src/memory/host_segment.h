@@ -1,0 +1,53 @@
+// Anonymous shared memory of the host, created here or received from a peer as a descriptor.
+//
+// A segment has no name: it is a sealed memfd, so its size cannot change under a reader, and it
+// vanishes with the last process that maps it. All its pages are allocated when it is created, so
+// exhaustion is an error there and never a SIGBUS later.
+//
+// Each segment is mapped once per process, whatever number of ranks of this process use it: a
+// process-wide counted table, keyed by device and inode, hands out the same mapping. (One address
+// per byte and process is also what lets ThreadSanitizer see the protocol between threads.)
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "base/fd.h"
+#include "memory/segment.h"
+
+namespace xd {
+
+class HostSegment final : public Segment {
+ public:
+  struct Created;
+
+  // Allocates, seals and maps `bytes` (> 0, rounded up to pages: see bytes()). Huge pages where the
+  // system has them, silently ordinary ones otherwise. Content: zero. `what` starts error texts.
+  // Throws OUT_OF_MEMORY with asked and available bytes; SYSTEM.
+  static Created create(std::size_t bytes, const char* what);
+
+  // Maps a segment that another rank created. Throws INVALID_ARGUMENT if the descriptor is not a
+  // sealed memory file of exactly `bytes`; SYSTEM.
+  static std::shared_ptr<HostSegment> open(UniqueFd fd, std::size_t bytes);
+
+  ~HostSegment() override;
+
+ private:
+  friend class HostSegmentTable;
+  HostSegment(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
+};
+
+// The descriptor is for handing round; close it when every peer has it.
+struct HostSegment::Created {
+  std::shared_ptr<HostSegment> segment;
+  UniqueFd fd;
+};
+
+class HostSegmentMaker final : public SegmentMaker {
+ public:
+  Made create(std::size_t bytes, const char* what) const override;
+  std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
+                                UniqueFd fd) const override;
+};
+
+}  // namespace xd
