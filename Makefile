@@ -6,16 +6,16 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 RELEASE := build/release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench format check sanitize clean
+.PHONY: help demo test bench gpu-test gpu-bench gpu-package format check sanitize clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # $(call build,<folder>,<CMake options>,<targets, or nothing for all>)
 define build
 	@mkdir -p $(1)
 	@cmake -S . -B $(1) -G Ninja $(2) >$(1)/configure.log 2>&1 || { cat $(1)/configure.log; exit 1; }
-	@grep ' not found: ' $(1)/configure.log || true
+	@grep -E ' not found: |: not built ' $(1)/configure.log || true
 	@cmake --build $(1) -j $(JOBS) $(if $(3),--target $(3))
 endef
 
@@ -26,20 +26,39 @@ demo:  ## train a small mixture-of-experts layer over 4 ranks, checked and timed
 
 CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
-test:  ## build everything and run the test suite
+test:  ## build everything and run the test suite, but for what needs a GPU
 	@tools/setup.sh test
 	$(call build,$(RELEASE))
-	@$(CTEST) --test-dir $(RELEASE)
+	@$(CTEST) --test-dir $(RELEASE) -LE gpu
+	@tests/gpu/left-out.sh $(RELEASE)
 
 bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	@tools/setup.sh bench
 	$(call build,$(RELEASE),,bench/all crossdock-run)
 	@bench/all.sh $(RELEASE)
 
+# On a machine with GPUs. With BUILD=folder, that of a prebuilt package, nothing is configured,
+# compiled or installed. A build of its own: its programs may move.
+GPU := build/gpu
+GPU_PACKAGE ?= build/gpu-package
+GPU_OPTIONS := -DCROSSDOCK_CUDA=ON -DCROSSDOCK_BUILD_EXAMPLES=OFF \
+  -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON '-DCMAKE_BUILD_RPATH=$$ORIGIN/../lib;$$ORIGIN/../../lib'
+
+gpu-test: $(if $(BUILD),,gpu-package)  ## build for CUDA and run what needs a GPU; BUILD=folder runs a package
+	@$(or $(BUILD),$(GPU_PACKAGE))/run-tests $(TESTS)
+
+gpu-bench: $(if $(BUILD),,gpu-package)  ## measure on this machine's GPUs; BUILD=folder likewise
+	@$(or $(BUILD),$(GPU_PACKAGE))/bench/crossdock-bench ep --device cuda --preset budget
+
+gpu-package:  ## stage what those two run in build/gpu-package, to be carried to a GPU
+	@tools/setup.sh gpu
+	$(call build,$(GPU),$(GPU_OPTIONS),gpu-tests crossdock-bench crossdock-run)
+	@tests/gpu/package.py $(GPU) $(GPU_PACKAGE)
+
 # The build with clang-tidy beside the compiler: what has not changed is not looked at again.
 TIDY := -DCROSSDOCK_WERROR=ON -DCMAKE_CXX_CLANG_TIDY="$(CURDIR)/.venv/bin/clang-tidy;--quiet"
 FORMATTED = $(shell find include src tests bench examples tools -name '*.h' -o -name '*.c' \
-  -o -name '*.cc')
+  -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
 format:  ## format all C and C++ files in place
 	@tools/setup.sh check --python

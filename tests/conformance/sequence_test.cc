@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "conformance/batch.h"
+#include "conformance/fixed_step.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 
@@ -67,7 +68,9 @@ TEST_P(Sequence, TwoGroupsInterleave) {
 TEST_P(Sequence, GroupsRunAtTheSameTimeOnTheirOwnThreads) {
   on_every_rank([&](Rank& rank) {
     std::vector<Group> groups;
-    for (int i = 0; i < 2; ++i) groups.push_back(make_group(rank.comm, c.config(rank.rank)));
+    xd_ep_config config = c.config(rank.rank);
+    config.num_sms = 4;  // so that all ranks' groups fit on one device together
+    for (int i = 0; i < 2; ++i) groups.push_back(make_group(rank.comm, config));
     std::vector<std::exception_ptr> failures(groups.size());
     std::vector<std::thread> threads;
     for (std::size_t i = 0; i < groups.size(); ++i) {
@@ -132,6 +135,30 @@ TEST_P(Sequence, EqualInputsGiveEqualBitsAgain) {
 
 INSTANTIATE_TEST_SUITE_P(Places, Sequence,
                          testing::Values(Placing::ordinary, Placing::symmetric, Placing::mixed));
+
+class Repeated : public testing::TestWithParam<FixedShape> {};
+
+TEST_P(Repeated, StepsOnTheSameTensorsWithOtherContentEachTime) {
+  on_every_rank([](Rank& rank) {
+    FixedShape shape = GetParam();
+    for (const std::int64_t capacity : {0, 160}) {  // the second overflows at times
+      shape.recv_capacity = capacity;
+      const Group group = make_group(rank.comm, shape.config(rank.num_ranks));
+      FixedStep step(rank, shape);
+      for (int number = 0; number < 21; ++number) {
+        step.load(number, number % 3 == 1);
+        for (const xd_ep_operation operation : kStepOperations) {
+          const Outcome outcome = finish(rank, group.get(), step.enqueue(group.get(), operation));
+          const bool good = step.expected() != XD_ERROR_OVERFLOW && operation != XD_EP_PREPARE;
+          ASSERT_EQ(outcome, good ? XD_SUCCESS : step.expected());
+        }
+        step.check();
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, Repeated, testing::ValuesIn(kFixedShapes));
 
 // Dot products of arbitrary numbers have no order that the header fixes, but staging must not
 // change it; sums do, and the grid compares them.

@@ -178,8 +178,10 @@ class CudaMemory final : public Memory {
 }  // namespace
 
 int cuda_device_count() {
-  // Streams that share a queue of the device wait for one another. Before the driver starts.
+  // Before the driver starts. Streams that share a queue of the device wait for one another; and
+  // kernels that are loaded late, which is the default of new drivers only, are the harder case.
   ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  ::setenv("CUDA_MODULE_LOADING", "LAZY", 0);
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {

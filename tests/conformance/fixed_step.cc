@@ -1,0 +1,293 @@
+#include "conformance/fixed_step.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <ostream>
+
+#include "conformance/case.h"
+#include "conformance/numeric.h"
+#include "support/random.h"
+
+namespace xd::test {
+namespace {
+
+constexpr int kTokens = 48;
+constexpr int kTopk = 4;
+constexpr int kLocalExperts = 4;
+constexpr int kHidden = 64;
+constexpr int kAlignment = 4;
+
+constexpr Pattern kPatterns[] = {Pattern::uniform, Pattern::one_hot,     Pattern::holes,
+                                 Pattern::zipf,    Pattern::empty_ranks, Pattern::nobody,
+                                 Pattern::one_rank};
+
+std::int64_t capacity_of(const xd_ep_config& config) {
+  std::int64_t rows = config.recv_capacity;
+  if (rows == 0) ok(xd_ep_recv_bound(&config, &rows));
+  return rows;
+}
+
+std::size_t plan_bytes(const xd_ep_config& config) {
+  std::size_t bytes = 0;
+  ok(xd_ep_plan_size(&config, &bytes));
+  return bytes;
+}
+
+}  // namespace
+
+xd_ep_config FixedShape::config(int num_ranks) const {
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  config.num_ranks = num_ranks;
+  config.num_experts = num_ranks * kLocalExperts;
+  config.max_topk = kTopk;
+  config.max_tokens_per_rank = kTokens;
+  config.hidden = kHidden;
+  config.dtype = dtype;
+  config.layout = layout;
+  config.alignment = kAlignment;
+  config.recv_capacity = recv_capacity;
+  config.num_sms = num_sms;
+  return config;
+}
+
+void PrintTo(const FixedShape& shape, std::ostream* out) {
+  *out << (shape.layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major") << " float"
+       << int{shape.dtype.bits} << (shape.place == Place::symmetric ? " symmetric" : " staged");
+}
+
+FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
+    : rank_(rank),
+      shape_(shape),
+      config_(shape.config(rank.num_ranks)),
+      rows_(capacity_of(config_)),
+      hidden_(kHidden),
+      plan_(rank, plan_bytes(config_), Place::ordinary),
+      topk_idx_(rank, kI64, {kTokens, kTopk}),
+      tokens_(rank, shape.dtype, {kTokens, kHidden}),
+      topk_weights_(rank, kF32, {kTokens, kTopk}),
+      recv_tokens_(rank, shape.dtype, {rows_, kHidden}, shape.place),
+      recv_weights_(rank, kF32,
+                    expert_major() ? std::vector{rows_} : std::vector<std::int64_t>{rows_, kTopk},
+                    shape.place),
+      out_(rank, shape.dtype, {kTokens, kHidden}),
+      grad_expert_out_(rank, shape.dtype, {rows_, kHidden}, shape.place),
+      grad_weights_(rank, kF32, {rows_}, shape.place),
+      grad_tokens_(rank, shape.dtype, {kTokens, kHidden}),
+      grad_topk_weights_(rank, kF32, {kTokens, kTopk}) {}
+
+float FixedStep::token_value(int rank, int token, std::int64_t column) const {
+  const std::uint64_t random =
+      mix(test_seed(), static_cast<std::uint64_t>(number_), static_cast<std::uint64_t>(rank),
+          static_cast<std::uint64_t>(token), static_cast<std::uint64_t>(column));
+  return static_cast<float>(random % 9) - 4;
+}
+
+float FixedStep::weight_value(int rank, int token, int k) const {
+  return token_value(rank, token, kHidden + k) + 5;  // 1 to 9
+}
+
+float FixedStep::square(int rank, int token) const {
+  float sum = 0;
+  for (std::int64_t column = 0; column < hidden_; ++column) {
+    const float value = token_value(rank, token, column);
+    sum += value * value;
+  }
+  return sum;
+}
+
+void FixedStep::write(Tensor& tensor, const Values& values) const {
+  const Format format = format_of(tensor.type());
+  std::vector<std::byte> bytes(values.size() * static_cast<std::size_t>(format.bytes));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::uint32_t code = encode(values[i], format);
+    std::memcpy(bytes.data() + i * static_cast<std::size_t>(format.bytes), &code,
+                static_cast<std::size_t>(format.bytes));
+  }
+  tensor.write(bytes);
+}
+
+void FixedStep::load(int number, bool spoiled) {
+  number_ = number;
+  const RoutingShape shape{rank_.num_ranks,
+                           config_.num_experts,
+                           kTopk,
+                           kTokens,
+                           kPatterns[static_cast<std::size_t>(number) % std::size(kPatterns)],
+                           Tokens::full};
+  std::vector<Choices> choices =
+      make_routing(shape, mix(test_seed(), 0xF1, static_cast<std::uint64_t>(number)));
+  if (spoiled) {
+    std::vector<std::int64_t>& ids = choices.back().ids;
+    ids[0] = config_.num_experts;
+    ids[ids.size() - 1] = -7;
+  }
+  topk_idx_.write(choices[static_cast<std::size_t>(rank_.rank)].ids);
+  routed_.emplace(Placement{rank_.num_ranks, kLocalExperts, shape_.layout, kAlignment,
+                            std::vector(static_cast<std::size_t>(rank_.num_ranks), rows_),
+                            XD_EP_OVERFLOW_ERROR},
+                  std::move(choices));
+  Values tokens, weights;
+  for (int token = 0; token < kTokens; ++token) {
+    for (std::int64_t column = 0; column < hidden_; ++column) {
+      tokens.push_back(token_value(rank_.rank, token, column));
+    }
+    for (int k = 0; k < kTopk; ++k) weights.push_back(weight_value(rank_.rank, token, k));
+  }
+  write(tokens_, tokens);
+  write(topk_weights_, weights);
+  for (Tensor* output : {&recv_tokens_, &recv_weights_, &out_, &grad_expert_out_, &grad_weights_,
+                         &grad_tokens_, &grad_topk_weights_}) {
+    output->buffer().fill(kPoison);
+  }
+}
+
+xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation) {
+  const auto with_plan = [&](auto args) {
+    args.plan = plan_.data();
+    args.plan_bytes = plan_.bytes();
+    return args;
+  };
+  if (operation == XD_EP_PREPARE) {
+    xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
+    args.topk_idx = topk_idx_.dl();
+    args.plan = plan_.data();
+    args.plan_bytes = plan_.bytes();
+    return xd_ep_prepare(group, &args, rank_.stream());
+  }
+  if (operation == XD_EP_DISPATCH) {
+    auto args = with_plan(xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
+    args.tokens = tokens_.dl();
+    args.topk_weights = topk_weights_.dl();
+    args.recv_tokens = recv_tokens_.dl();
+    args.recv_weights = recv_weights_.dl();
+    return xd_ep_dispatch(group, &args, rank_.stream());
+  }
+  if (operation == XD_EP_COMBINE) {
+    auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
+    args.expert_out = recv_tokens_.dl();
+    args.weights = expert_major() ? recv_weights_.dl() : nullptr;
+    args.out = out_.dl();
+    return xd_ep_combine(group, &args, rank_.stream());
+  }
+  if (operation == XD_EP_COMBINE_BWD) {
+    auto args = with_plan(xd_ep_combine_bwd_args XD_EP_COMBINE_BWD_ARGS_INIT);
+    args.grad_out = tokens_.dl();
+    args.grad_expert_out = grad_expert_out_.dl();
+    if (expert_major()) {
+      args.expert_out = recv_tokens_.dl();
+      args.weights = recv_weights_.dl();
+      args.grad_weights = grad_weights_.dl();
+    }
+    return xd_ep_combine_bwd(group, &args, rank_.stream());
+  }
+  auto args = with_plan(xd_ep_dispatch_bwd_args XD_EP_DISPATCH_BWD_ARGS_INIT);
+  args.grad_recv_tokens = grad_expert_out_.dl();
+  args.grad_recv_weights = expert_major() ? grad_weights_.dl() : recv_weights_.dl();
+  args.grad_tokens = grad_tokens_.dl();
+  args.grad_topk_weights = grad_topk_weights_.dl();
+  return xd_ep_dispatch_bwd(group, &args, rank_.stream());
+}
+
+void FixedStep::enqueue_all(xd_ep_group* group) {
+  for (const xd_ep_operation operation : kStepOperations) ok(enqueue(group, operation));
+}
+
+xd_status FixedStep::expected() const {
+  if (routed_->refused()) return XD_ERROR_OVERFLOW;
+  return routed_->bad_ids() > 0 ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS;
+}
+
+void FixedStep::expect(const char* name, const Tensor& tensor, const Values& values) const {
+  EXPECT_TRUE(tensor.buffer().guards_intact()) << name << ": bytes beside it were written";
+  const Format format = format_of(tensor.type());
+  const auto element = static_cast<std::size_t>(format.bytes);
+  const std::vector<std::byte> bytes = tensor.read();
+  std::uint32_t poison = 0;
+  std::memset(&poison, std::to_integer<int>(kPoison), element);
+  for (std::size_t i = 0; i < bytes.size() / element; ++i) {
+    std::uint32_t got = 0;
+    std::memcpy(&got, bytes.data() + i * element, element);
+    const bool written = i < values.size() && !routed_->refused();
+    // Sums of nothing may be zeros of either sign; a product that rounds is none of ours.
+    if (written ? decode(got, format) == values[i] : got == poison) continue;
+    ADD_FAILURE() << name << ", batch " << number_ << ", element " << i << ": got "
+                  << decode(got, format) << (written ? ", expected " : ", expected no change")
+                  << (written ? std::to_string(values[i]) : "");
+    return;
+  }
+}
+
+float FixedStep::row_value(const Row& row, std::int64_t column, bool weighted) const {
+  if (row.padding()) return 0;
+  const float value = token_value(row.source, row.token, column);
+  return weighted ? value * weight_value(row.source, row.token, row.k) : value;
+}
+
+void FixedStep::check_received() const {
+  Values tokens, weights, grads, grad_weights;
+  for (const Row& row : routed_->received(rank_.rank).rows) {
+    for (std::int64_t column = 0; column < hidden_; ++column) {
+      tokens.push_back(row_value(row, column, false));
+      grads.push_back(row_value(row, column, expert_major()));
+    }
+    if (expert_major()) {
+      weights.push_back(row.padding() ? 0 : weight_value(row.source, row.token, row.k));
+      grad_weights.push_back(row.padding() ? 0 : square(row.source, row.token));
+      continue;
+    }
+    for (int k = 0; k < kTopk && !row.padding(); ++k) {
+      const std::int64_t id = routed_->choices(row.source).id(row.token, k);
+      const bool here = id >= 0 && routed_->owner(id) == rank_.rank;
+      weights.push_back(here ? weight_value(row.source, row.token, k) : 0);
+    }
+  }
+  expect("recv_tokens", recv_tokens_, tokens);
+  expect("grad_expert_out", grad_expert_out_, grads);
+  expect("grad_weights", grad_weights_, grad_weights);
+  if (!expert_major()) weights.resize(static_cast<std::size_t>(rows_ * kTopk), 0);
+  expect("recv_weights", recv_weights_, weights);
+}
+
+int FixedStep::copies(int token) const {
+  std::vector<bool> on_rank(static_cast<std::size_t>(rank_.num_ranks));
+  int sum = 0;
+  for (int k = 0; k < kTopk; ++k) {
+    const std::int64_t id = mine().id(token, k);
+    if (id < 0) continue;
+    if (expert_major()) {
+      sum += static_cast<int>(weight_value(rank_.rank, token, k));
+    } else {
+      auto&& seen = on_rank[static_cast<std::size_t>(routed_->owner(id))];
+      sum += seen ? 0 : 1;
+      seen = true;
+    }
+  }
+  return sum;
+}
+
+void FixedStep::check_tokens() const {
+  Values sums, grads;
+  for (int token = 0; token < kTokens; ++token) {
+    const auto times = static_cast<float>(copies(token));
+    for (std::int64_t column = 0; column < hidden_; ++column) {
+      sums.push_back(times * token_value(rank_.rank, token, column));
+    }
+    for (int k = 0; k < kTopk; ++k) {
+      const float chosen =
+          expert_major() ? square(rank_.rank, token) : weight_value(rank_.rank, token, k);
+      grads.push_back(mine().id(token, k) < 0 ? 0 : chosen);
+    }
+  }
+  expect("out", out_, sums);
+  expect("grad_tokens", grad_tokens_, sums);
+  expect("grad_topk_weights", grad_topk_weights_, grads);
+}
+
+void FixedStep::check() const {
+  check_received();
+  check_tokens();
+  EXPECT_TRUE(plan_.guards_intact()) << "bytes beside the plan were written";
+}
+
+}  // namespace xd::test

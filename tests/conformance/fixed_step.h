@@ -1,0 +1,89 @@
+// A training step on tensors that stay where they are while their content changes, routing
+// included: what a captured graph replays.
+//
+// The experts pass rows on: dispatch, combine of what arrived, combine_bwd of the tokens, and
+// dispatch_bwd of that. All numbers are small whole numbers, so that every result is exact.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include <cstdint>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conformance/reference.h"
+#include "support/outcome.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+
+inline constexpr xd_ep_operation kStepOperations[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
+                                                      XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
+
+struct FixedShape {
+  xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
+  DLDataType dtype = kBf16;
+  Place place = Place::ordinary;   // of receive tensors
+  std::int64_t recv_capacity = 0;  // 0 = no routing overflows
+  int num_sms = 0;
+
+  xd_ep_config config(int num_ranks) const;
+};
+
+void PrintTo(const FixedShape& shape, std::ostream* out);  // for GoogleTest
+
+inline constexpr FixedShape kFixedShapes[] = {{XD_EP_EXPERT_MAJOR, kBf16, Place::symmetric},
+                                              {XD_EP_EXPERT_MAJOR, kF32, Place::ordinary},
+                                              {XD_EP_RANK_MAJOR, kBf16, Place::ordinary},
+                                              {XD_EP_RANK_MAJOR, kF16, Place::symmetric}};
+
+class FixedStep {
+ public:
+  FixedStep(const Rank& rank, const FixedShape& shape);
+
+  // Writes the inputs of another batch and poisons the outputs. With `spoiled` the last rank has
+  // kSpoiledIds bad ids.
+  void load(int number, bool spoiled = false);
+  static constexpr int kSpoiledIds = 2;
+
+  xd_status enqueue(xd_ep_group* group, xd_ep_operation operation);
+  void enqueue_all(xd_ep_group* group);  // throws if a call fails
+  // How a step of the loaded batch must end.
+  xd_status expected() const;
+  // Fails the test where an output is not what the loaded batch gives.
+  void check() const;
+
+ private:
+  using Values = std::vector<float>;
+  enum class Content : std::uint64_t { token, weight };
+
+  float token_value(int rank, int token, std::int64_t column) const;
+  float weight_value(int rank, int token, int k) const;
+  float row_value(const Row& row, std::int64_t column, bool weighted) const;
+  float square(int rank, int token) const;  // of a token's length
+  const Choices& mine() const { return routed_->choices(rank_.rank); }
+  bool expert_major() const { return shape_.layout == XD_EP_EXPERT_MAJOR; }
+
+  void write(Tensor& tensor, const Values& values) const;
+  // `values` of the first rows; what lies behind them is untouched.
+  void expect(const char* name, const Tensor& tensor, const Values& values) const;
+  void check_received() const;
+  void check_tokens() const;
+  int copies(int token) const;  // that a token's sums have, by weight
+
+  const Rank& rank_;
+  const FixedShape shape_;
+  xd_ep_config config_;
+  std::int64_t rows_ = 0;
+  std::int64_t hidden_;
+  int number_ = 0;
+  std::optional<Routed> routed_;
+  Buffer plan_;
+  Tensor topk_idx_, tokens_, topk_weights_;
+  Tensor recv_tokens_, recv_weights_;
+  Tensor out_, grad_expert_out_, grad_weights_, grad_tokens_, grad_topk_weights_;
+};
+
+}  // namespace xd::test

@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Puts the tests that need a GPU into one folder that runs on another machine.
+
+  package.py BUILD FOLDER
+
+BUILD is configured so that programs look for libraries relative to their own place (make gpu-package
+does). The folder repeats its tree, as far as it is needed, with debug information stripped; lib/ has
+the libraries that a bare machine lacks, manifest the tests, one a line: name, seconds, command.
+"""
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+BRING = re.compile(r"lib(hwy|sodium)\b")  # libraries of the system that travel along
+PROGRAMS = ["bench/crossdock-bench", "tools/run/crossdock-run"]  # wanted beside the tests
+
+
+def output_of(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def tests_of(build):
+    listed = output_of("ctest", "--test-dir", str(build), "-L", "gpu", "--show-only=json-v1")
+    for test in json.loads(listed)["tests"]:
+        properties = {p["name"]: p["value"] for p in test["properties"]}
+        command = [word.removeprefix(f"{build}/") for word in test["command"]]
+        if any(re.search(r"\s", word) for word in command):
+            sys.exit(f"{test['name']}: a word of its command has a blank")
+        yield test["name"], int(properties["TIMEOUT"]), command
+
+
+def copy(source, target):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)  # a link as what it points to
+    subprocess.run(["strip", "--strip-debug", str(target)], check=True)
+
+
+def copy_with_libraries(build, folder, program):
+    copy(build / program, folder / program)
+    for line in output_of("ldd", str(build / program)).splitlines():
+        name, _, path = line.partition("=>")
+        name, path = name.strip(), path.split("(")[0].strip()
+        if path.startswith(f"{build}/"):
+            copy(path, folder / pathlib.Path(path).relative_to(build).parent / name)
+        elif path and BRING.match(name):
+            copy(path, folder / "lib" / name)
+
+
+def main(build, folder):
+    build = pathlib.Path(build).resolve()
+    folder = pathlib.Path(folder).resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    tests = list(tests_of(build))
+    if not tests:
+        sys.exit(f"{build} has no tests that need a GPU: was it built with CUDA?")
+    programs = {word for _, _, command in tests for word in command if (build / word).is_file()}
+    for program in sorted(programs.union(p for p in PROGRAMS if (build / p).is_file())):
+        copy_with_libraries(build, folder, program)
+    lines = [f"{name} {seconds} {' '.join(command)}\n" for name, seconds, command in tests]
+    (folder / "manifest").write_text("".join(lines))
+    shutil.copy(pathlib.Path(__file__).parent / "run-tests.sh", folder / "run-tests")
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    print(f"{folder}: {len(tests)} tests, {size / 2**20:.1f} MiB")
+
+
+main(*sys.argv[1:])

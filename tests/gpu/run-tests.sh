@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Runs the tests of this folder (see manifest) one after another, on all GPUs of this machine.
+#   run-tests [PATTERN]   only those whose name matches the regular expression
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
+pattern=${1:-}
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sort | uniq -c
+
+passed=0 skipped=0 failed=()
+while read -r name seconds command; do
+  [[ -z $pattern || $name =~ $pattern ]] || continue
+  start=$SECONDS
+  read -ra words <<<"$command"
+  timeout -k 10 "$seconds" "${words[@]}" >"$output" 2>&1 </dev/null
+  code=$?
+  took="$((SECONDS - start)) s"
+  case $code in
+    0)
+      passed=$((passed + 1))
+      echo "passed   $name   $took"
+      ;;
+    77)
+      skipped=$((skipped + 1))
+      echo "skipped  $name   $(sed -n 's/.*skipped: //p' "$output" | head -n 1)"
+      ;;
+    *)
+      failed+=("$name")
+      echo "FAILED   $name   $took, exit code $code"
+      # GoogleTest's lines about tests that were fine say nothing here.
+      grep -vE '\[ RUN      \]|\[       OK \]|^(\[[0-9]+\] )?\[---' "$output" | tail -n 200
+      ;;
+  esac
+done <manifest
+
+echo "$passed passed, ${#failed[@]} failed, $skipped skipped${failed[*]:+; failed: ${failed[*]}}"
+((${#failed[@]} == 0 && passed > 0))
