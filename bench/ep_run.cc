@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <numeric>
 #include <stdexcept>
 
 #include "ep/cpu/rows.h"
@@ -24,29 +23,9 @@ DLDataType payload_type(Element element) {
       return {kDLFloat, 16, 1};
     case Element::fp32:
       return {kDLFloat, 32, 1};
+    default:
+      return {};  // refused with the options
   }
-  return {};
-}
-
-// What this rank sends and receives.
-struct Traffic {
-  Choices choices;
-  std::int64_t recv_rows = 0;      // used rows of the receive tensor
-  std::int64_t recv_capacity = 0;  // the same as a multiple of the alignment, at least one of it
-  std::int64_t sent_rows = 0;      // to other ranks
-};
-
-Traffic traffic_of(const Workload& w, int rank) {
-  const auto me = static_cast<std::size_t>(rank);
-  const std::vector<Choices> routing = make_routing(w);
-  const std::vector<std::int64_t> sent = count_rows(w, routing)[me];
-  Traffic traffic;
-  traffic.choices = routing[me];
-  traffic.recv_rows = place(w, routing, rank).total;
-  const std::int64_t zones = (traffic.recv_rows + w.alignment - 1) / w.alignment;
-  traffic.recv_capacity = std::max<std::int64_t>(zones, 1) * w.alignment;
-  traffic.sent_rows = std::accumulate(sent.begin(), sent.end(), -sent[me]);
-  return traffic;
 }
 
 xd_ep_config group_config(const Workload& w, const Traffic& traffic, bool staged) {
@@ -70,7 +49,7 @@ class EpRun {
       : w_(w),
         rank_(rank),
         comm_(comm),
-        traffic_(traffic_of(w, rank)),
+        traffic_(traffic_of(w, make_routing(w), rank)),
         start_(comm, sizeof(std::int64_t)),
         board_(comm, board_bytes(w)),
         floor_(comm, floor_bytes(w)),
@@ -93,9 +72,10 @@ class EpRun {
 
   // What the heap must hold, with some room for rounding.
   static std::size_t heap_bytes(const Workload& w, int rank, bool staged) {
-    const auto rows = staged ? 0
-                             : static_cast<std::size_t>(std::int64_t{2} * w.tokens +
-                                                        traffic_of(w, rank).recv_capacity);
+    const auto rows =
+        staged ? 0
+               : static_cast<std::size_t>(std::int64_t{2} * w.tokens +
+                                          traffic_of(w, make_routing(w), rank).recv_capacity);
     return board_bytes(w) + floor_bytes(w) + rows * w.row_bytes() + (std::size_t{1} << 20);
   }
 
@@ -246,8 +226,9 @@ class EpRun {
 }  // namespace
 
 EpResults run_ep(const Launch& launch, int rank, const Workload& workload, bool staged) {
-  const Comm comm = make_comm(launch, rank, staged ? "bench-staged" : "bench-zero-copy",
-                              EpRun::heap_bytes(workload, rank, staged));
+  const Comm comm = make_comm(launch, rank,
+                              {.name = staged ? "bench-staged" : "bench-zero-copy",
+                               .heap_bytes = EpRun::heap_bytes(workload, rank, staged)});
   return EpRun(workload, rank, comm.get(), staged).run();
 }
 

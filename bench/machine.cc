@@ -40,13 +40,15 @@ int usable_cores() {
   return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// State of the source tree that this was built from.
+// State of the source tree that this was built from; without the tree, when it was configured.
 std::string commit() {
   const std::string command =
       "git -C '" CROSSDOCK_SOURCE_DIR "' describe --always --dirty --exclude '*' 2>/dev/null";
   const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "re"), ::pclose);
   char line[64] = {};
-  if (!pipe || std::fgets(line, sizeof(line), pipe.get()) == nullptr) return "unknown";
+  if (!pipe || std::fgets(line, sizeof(line), pipe.get()) == nullptr) {
+    return *CROSSDOCK_COMMIT != '\0' ? CROSSDOCK_COMMIT : "unknown";
+  }
   return std::string(line).substr(0, std::string(line).find('\n'));
 }
 

@@ -7,6 +7,9 @@
 #include "ep_run.h"
 #include "peer.h"
 #include "report.h"
+#ifdef XD_CUDA
+#include "gpu/driver.h"
+#endif
 
 namespace {
 
@@ -88,7 +91,7 @@ int finish(Report report, const DriverOptions& driver, const std::vector<std::st
     if (copy.p50 < floor.p50) floor = copy;
   }
   bool right = true;
-  if (driver.peer) {
+  if (!driver.no_peer) {
     const PeerResults peer = run_peer(report.workload.ranks, arguments);
     add_peer(report, peer);
     for (const auto& [by, results] : measured) right = right && same_results(results, peer);
@@ -108,7 +111,7 @@ int finish(Report report, const DriverOptions& driver, const std::vector<std::st
   return right ? 0 : 1;
 }
 
-int run(const std::vector<std::string>& arguments) {
+int run_on_cpu(const std::vector<std::string>& arguments) {
   const Launch launch = read_launch();
   const Options options = parse_options(arguments, launch.num_ranks);
   Report report{.machine = describe_machine(launch.num_ranks),  // before this run is its load
@@ -126,6 +129,16 @@ int run(const std::vector<std::string>& arguments) {
   if (failures != 0) return 1;
   if (launch.first_rank != 0) return 0;
   return finish(std::move(report), options.driver, arguments, measured);
+}
+
+int run(const std::vector<std::string>& arguments) {
+  const Options options = parse_options(arguments);
+  if (options.driver.device == Device::cpu) return run_on_cpu(arguments);
+#ifdef XD_CUDA
+  return gpu::run_on_cuda(options);
+#else
+  throw std::runtime_error("--device cuda: this program was built without CUDA");
+#endif
 }
 
 }  // namespace

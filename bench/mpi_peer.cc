@@ -49,8 +49,9 @@ xd::rows::Type row_type(Element element) {
       return xd::rows::Type::f16;
     case Element::fp32:
       return xd::rows::Type::f32;
+    default:
+      throw std::logic_error("not an element type of the CPU");
   }
-  throw std::logic_error("unknown element type");
 }
 
 // Counts and offsets of MPI_Alltoallv in rows; MPI sees a row as one datatype, so that its int

@@ -38,6 +38,8 @@ void ok(xd_status status) {
   throw std::runtime_error(std::string(xd_status_name(status)) + ": " + xd_last_error());
 }
 
+bool is_launched() { return std::getenv("XD_RUN_KIND") != nullptr; }
+
 Launch read_launch() {
   const bool threads = variable("XD_RUN_KIND") == "threads";
   return {.num_ranks = number_in("WORLD_SIZE"),
@@ -65,14 +67,17 @@ int run_ranks(const Launch& launch, const std::function<void(int rank)>& body) {
   return failures;
 }
 
-Comm make_comm(const Launch& launch, int rank, const char* name, std::size_t heap_bytes) {
+Comm make_comm(const Launch& launch, int rank, const CommOptions& options) {
   xd_comm_config config = XD_COMM_CONFIG_INIT;
-  config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+  config.bootstrap =
+      options.unique_id != nullptr ? XD_BOOTSTRAP_UNIQUE_ID : XD_BOOTSTRAP_ENVIRONMENT;
   config.rank = rank;
   config.num_ranks = launch.num_ranks;
-  config.heap_bytes = heap_bytes;
-  config.timeout_ms = 60000;
-  config.name = name;
+  config.unique_id = options.unique_id;
+  config.device = options.device;
+  config.heap_bytes = options.heap_bytes;
+  config.timeout_ms = options.timeout_ms;
+  config.name = options.name;
   xd_comm* comm = nullptr;
   ok(xd_comm_create(&config, &comm));
   return Comm(comm);

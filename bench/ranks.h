@@ -28,6 +28,9 @@ struct Launch {
   int first_rank;  // of this process
 };
 
+// True in a process that crossdock-run has started.
+bool is_launched();
+
 // From the environment; throws std::runtime_error if this is not a launch by crossdock-run.
 Launch read_launch();
 
@@ -35,7 +38,15 @@ Launch read_launch();
 // failed; each failure is one line on standard error.
 int run_ranks(const Launch& launch, const std::function<void(int rank)>& body);
 
-// `name` keeps apart the communicators that meet one after another. Collective.
-Comm make_comm(const Launch& launch, int rank, const char* name, std::size_t heap_bytes);
+struct CommOptions {
+  const char* name;  // keeps apart the communicators that meet one after another
+  std::size_t heap_bytes;
+  DLDevice device{kDLCPU, 0};
+  const xd_unique_id* unique_id = nullptr;  // without one, ranks meet through the environment
+  int timeout_ms = 60000;
+};
+
+// Collective.
+Comm make_comm(const Launch& launch, int rank, const CommOptions& options);
 
 }  // namespace bench

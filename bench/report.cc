@@ -13,12 +13,6 @@
 namespace bench {
 namespace {
 
-std::string number(double value, int decimals) {
-  char text[64];
-  std::snprintf(text, sizeof(text), "%.*f", decimals, value);
-  return text;
-}
-
 double gigabytes_per_second(double rows, const Report& report, double seconds) {
   return rows * static_cast<double>(report.workload.row_bytes()) / seconds * 1e-9;
 }
@@ -33,22 +27,6 @@ std::string title(const Report& report) {
        << name_of(w.element) << ", " << name_of(w.layout) << "-major, alignment " << w.alignment
        << ", routing " << w.routing << ", seed " << w.seed << ", " << w.iters << " iterations";
   return text.str();
-}
-
-// A JSON string; control characters do not occur in what is written here but are dropped anyway.
-std::string quoted(const std::string& text) {
-  std::string result = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') result += '\\';
-    if (static_cast<unsigned char>(c) >= 0x20) result += c;
-  }
-  return result + '"';
-}
-
-std::string quoted(const std::vector<std::string>& texts) {
-  std::string result = "[";
-  for (const std::string& text : texts) result += (result.size() > 1 ? ", " : "") + quoted(text);
-  return result + "]";
 }
 
 std::string json_row(const Report& report, const TableRow& row) {
@@ -70,17 +48,41 @@ std::string json_row(const Report& report, const TableRow& row) {
 
 }  // namespace
 
-Volume volume_of(const Workload& w) {
-  const auto rows = count_rows(w, make_routing(w));
+std::string number(double value, int decimals) {
+  char text[64];
+  std::snprintf(text, sizeof(text), "%.*f", decimals, value);
+  return text;
+}
+
+// A JSON string; control characters do not occur in what is written here but are dropped anyway.
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    if (static_cast<unsigned char>(c) >= 0x20) result += c;
+  }
+  return result + '"';
+}
+
+std::string quoted(const std::vector<std::string>& texts) {
+  std::string result = "[";
+  for (const std::string& text : texts) result += (result.size() > 1 ? ", " : "") + quoted(text);
+  return result + "]";
+}
+
+Volume volume_of(const std::vector<std::vector<std::int64_t>>& rows) {
+  const auto ranks = static_cast<double>(rows.size());
   Volume volume;
   for (std::size_t source = 0; source < rows.size(); ++source) {
     const auto all = static_cast<double>(
         std::accumulate(rows[source].begin(), rows[source].end(), std::int64_t{0}));
-    volume.all_rows += all / w.ranks;
-    volume.sent_rows += (all - static_cast<double>(rows[source][source])) / w.ranks;
+    volume.all_rows += all / ranks;
+    volume.sent_rows += (all - static_cast<double>(rows[source][source])) / ranks;
   }
   return volume;
 }
+
+Volume volume_of(const Workload& w) { return volume_of(count_rows(w, make_routing(w))); }
 
 double percentile(std::vector<double> values, double fraction) {
   std::sort(values.begin(), values.end());

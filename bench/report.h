@@ -15,6 +15,7 @@ struct Volume {
   double sent_rows = 0;  // unique (token, rank) pairs, without those that stay on their rank
   double all_rows = 0;   // with them: what DeepEP counts
 };
+Volume volume_of(const std::vector<std::vector<std::int64_t>>& rows);  // [source][destination]
 Volume volume_of(const Workload& workload);
 
 struct TableRow {
@@ -27,6 +28,11 @@ struct TableRow {
 };
 
 double percentile(std::vector<double> values, double fraction);
+
+std::string number(double value, int decimals);
+// A JSON string, or a list of them.
+std::string quoted(const std::string& text);
+std::string quoted(const std::vector<std::string>& texts);
 
 struct Report {
   Machine machine;

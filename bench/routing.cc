@@ -22,14 +22,15 @@ std::vector<double> log_weights(const Workload& w) {
     if (error != std::errc() || stop != text.data() + text.size() || !(exponent >= 0)) {
       throw std::invalid_argument("--routing " + w.routing + ": expected zipf:EXPONENT");
     }
-  } else if (w.routing != "uniform") {
+  } else if (w.routing != "uniform" && w.routing != "hot") {
     throw std::invalid_argument("--routing " + w.routing +
-                                ": expected uniform, zipf, zipf:EXPONENT or file:PATH");
+                                ": expected uniform, zipf, zipf:EXPONENT, hot or file:PATH");
   }
   std::vector<double> logs(static_cast<std::size_t>(w.experts));
   for (std::size_t e = 0; e < logs.size(); ++e) {
     logs[e] = -exponent * std::log(static_cast<double>(e + 1));
   }
+  if (w.routing == "hot") logs[0] = 1e9;  // no noise comes up to it
   return logs;
 }
 
@@ -160,6 +161,18 @@ Placement place(const Workload& w, const std::vector<Choices>& routing, int rank
     }
   }
   return placement;
+}
+
+Traffic traffic_of(const Workload& w, const std::vector<Choices>& routing, int rank) {
+  const auto me = static_cast<std::size_t>(rank);
+  const std::vector<std::int64_t> sent = count_rows(w, routing)[me];
+  Traffic traffic;
+  traffic.choices = routing[me];
+  traffic.recv_rows = place(w, routing, rank).total;
+  traffic.recv_capacity =
+      std::max<std::int64_t>(round_up(traffic.recv_rows, w.alignment), w.alignment);
+  traffic.sent_rows = std::accumulate(sent.begin(), sent.end(), -sent[me]);
+  return traffic;
 }
 
 }  // namespace bench

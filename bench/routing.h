@@ -53,4 +53,13 @@ struct Placement {
 };
 Placement place(const Workload& workload, const std::vector<Choices>& routing, int rank);
 
+// What one rank sends and receives.
+struct Traffic {
+  Choices choices;
+  std::int64_t recv_rows = 0;      // used rows of the receive tensor
+  std::int64_t recv_capacity = 0;  // the same as a multiple of the alignment, at least one of it
+  std::int64_t sent_rows = 0;      // to other ranks
+};
+Traffic traffic_of(const Workload& workload, const std::vector<Choices>& routing, int rank);
+
 }  // namespace bench

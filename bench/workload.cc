@@ -36,23 +36,6 @@ T one_of(const std::string& option, const std::string& text, const std::vector<T
   throw std::invalid_argument(option + " " + text + ": expected one of " + expected);
 }
 
-void check(const Workload& w) {
-  if (w.experts % w.ranks != 0) {
-    throw std::invalid_argument("--experts " + std::to_string(w.experts) +
-                                ": expected a multiple of " + std::to_string(w.ranks) +
-                                ", the number of ranks");
-  }
-  if (w.topk > w.experts) throw std::invalid_argument("--topk is larger than --experts");
-  if (w.row_bytes() % 16 != 0) {
-    throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
-                                ": expected rows of a multiple of 16 bytes");
-  }
-  if ((w.alignment & (w.alignment - 1)) != 0) {
-    throw std::invalid_argument("--alignment " + std::to_string(w.alignment) +
-                                ": expected a power of two");
-  }
-}
-
 // Bits of i / 128 - 1 in each type.
 std::uint32_t element_bits(Element element, int i) {
   const float value = static_cast<float>(i) / 128.0f - 1.0f;
@@ -65,54 +48,42 @@ std::uint32_t element_bits(Element element, int i) {
   return sign | (value == 0 ? 0 : ((bits & 0x7fffffffu) >> 13) - (112u << 10));
 }
 
-}  // namespace
-
-const char* name_of(Layout layout) { return layout == Layout::expert ? "expert" : "rank"; }
-
-const char* name_of(Element element) {
-  switch (element) {
-    case Element::bf16:
-      return "bf16";
-    case Element::fp16:
-      return "fp16";
-    case Element::fp32:
-      return "fp32";
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> words(1);
+  for (const char c : text) {
+    if (c == ',') {
+      words.emplace_back();
+    } else {
+      words.back() += c;
+    }
   }
-  return "?";
+  return words;
 }
 
-const char* options_help() {
-  return R"(usage: crossdock-run -n N [--threads] crossdock-bench ep [options]
+using Take = std::function<void(const std::string& option, const std::string& text)>;
 
-Times prepare, dispatch, combine and both backward operations, every iteration
-with a common start; a time is the maximum over the ranks. Beside it: the same
-dispatch and combine through MPI_Alltoallv, and a plain copy of the same bytes.
-
-  --tokens N      per rank (1024)            --experts N     in all (64)
-  --hidden N      elements of a row (4096)   --topk N        experts of a token (8)
-  --layout L      expert or rank (expert)    --dtype D       bf16, fp16, fp32 (bf16)
-  --alignment N   of expert zones (1)        --seed N        of routing and data (1)
-  --routing R     uniform; zipf or zipf:S, expert e with weight 1/(e+1)^S; file:PATH,
-                  lines of --topk expert ids, tokens of rank 0 first (uniform)
-  --zero-copy     tensors in symmetric memory (default)
-  --staged        tensors in ordinary memory; with --zero-copy: both, one after another
-  --iters N       timed iterations (30)      --warmup N      before them (5)
-  --json FILE     write the table's rows     --no-peer       leave MPI out
-)";
+Take number(int& field, int least) {
+  return [&field, least](const auto& option, const auto& text) {
+    field = whole_number(option, text, least, 1 << 24);
+  };
 }
 
-Options parse_options(const std::vector<std::string>& arguments, int ranks) {
-  Options options;
+Take word(std::string& field) {
+  return [&field](const auto&, const auto& text) { field = text; };
+}
+
+template <class T>
+Take choice(T& field, std::vector<T> choices) {
+  return [&field, choices](const auto& option, const auto& text) {
+    field = one_of<T>(option, text, choices);
+  };
+}
+
+// What the options with a value do with it.
+std::map<std::string, Take> valued_options(Options& options) {
   Workload& w = options.workload;
   DriverOptions& driver = options.driver;
-  w.ranks = ranks;
-  using Take = std::function<void(const std::string&, const std::string&)>;
-  const auto number = [](int& field, int least) -> Take {
-    return [&field, least](const auto& option, const auto& text) {
-      field = whole_number(option, text, least, 1 << 24);
-    };
-  };
-  const std::map<std::string, Take> valued{
+  return {
       {"--tokens", number(w.tokens, 0)},
       {"--hidden", number(w.hidden, 1)},
       {"--topk", number(w.topk, 1)},
@@ -124,25 +95,115 @@ Options parse_options(const std::vector<std::string>& arguments, int ranks) {
        [&](const auto& option, const auto& text) {
          w.seed = whole_number<std::uint64_t>(option, text, 0, UINT64_MAX);
        }},
-      {"--layout",
+      {"--layout", choice(w.layout, {Layout::expert, Layout::rank})},
+      {"--dtype", choice(w.element, {Element::bf16, Element::fp16, Element::fp32, Element::fp8,
+                                     Element::bf16_to_fp8})},
+      {"--routing", word(w.routing)},
+      {"--json", word(driver.json)},
+      {"--device", choice(driver.device, {Device::cpu, Device::cuda})},
+      {"--preset", word(driver.preset)},
+      {"--ranks", number(driver.ranks, 1)},
+      {"--ranks-per-gpu", number(driver.ranks_per_gpu, 1)},
+      {"--operations", [&](const auto&, const auto& text) { driver.operations = split(text); }},
+      {"--sms",
        [&](const auto& option, const auto& text) {
-         w.layout = one_of<Layout>(option, text, {Layout::expert, Layout::rank});
+         driver.sms.clear();
+         for (const std::string& one : split(text)) {
+           driver.sms.push_back(whole_number(option, one, 0, 1024));
+         }
        }},
-      {"--dtype",
-       [&](const auto& option, const auto& text) {
-         w.element = one_of<Element>(option, text, {Element::bf16, Element::fp16, Element::fp32});
-       }},
-      {"--routing", [&](const auto&, const auto& text) { w.routing = text; }},
-      {"--json", [&](const auto&, const auto& text) { driver.json = text; }},
   };
+}
+
+}  // namespace
+
+void check(const Workload& w) {
+  if (w.experts % w.ranks != 0) {
+    throw std::invalid_argument("--experts " + std::to_string(w.experts) +
+                                ": expected a multiple of " + std::to_string(w.ranks) +
+                                ", the number of ranks");
+  }
+  if (w.topk > w.experts) throw std::invalid_argument("--topk is larger than --experts");
+  if (w.is_fp8() && w.hidden % 128 != 0) {
+    throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
+                                ": expected a multiple of 128, the columns of one scale");
+  }
+  if (w.row_bytes() % 16 != 0) {
+    throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
+                                ": expected rows of a multiple of 16 bytes");
+  }
+  if ((w.alignment & (w.alignment - 1)) != 0) {
+    throw std::invalid_argument("--alignment " + std::to_string(w.alignment) +
+                                ": expected a power of two");
+  }
+}
+
+const char* name_of(Layout layout) { return layout == Layout::expert ? "expert" : "rank"; }
+
+const char* name_of(Element element) {
+  switch (element) {
+    case Element::bf16:
+      return "bf16";
+    case Element::fp16:
+      return "fp16";
+    case Element::fp32:
+      return "fp32";
+    case Element::fp8:
+      return "fp8";
+    case Element::bf16_to_fp8:
+      return "bf16-fp8";
+  }
+  return "?";
+}
+
+const char* name_of(Device device) { return device == Device::cuda ? "cuda" : "cpu"; }
+
+const char* options_help() {
+  return R"(usage: crossdock-run -n N [--threads] crossdock-bench ep [options]
+       crossdock-bench ep --device cuda [options]
+
+Times prepare, dispatch, combine and both backward operations, every iteration
+with a common start; a time is the maximum over the ranks. Beside it: the same
+bytes as plain copies, and through MPI_Alltoallv (CUDA: NCCL's all-to-all).
+
+  --tokens N      per rank (1024)            --experts N     in all (64)
+  --hidden N      elements of a row (4096)   --topk N        experts of a token (8)
+  --layout L      expert or rank (expert)    --dtype D       bf16, fp16, fp32 (bf16);
+  --alignment N   of expert zones (1)                        CUDA also fp8, bf16-fp8
+  --routing R     uniform; zipf or zipf:S, expert e with weight 1/(e+1)^S; hot, expert 0
+                  for every token; file:PATH, lines of --topk expert ids, tokens of
+                  rank 0 first (uniform)
+  --zero-copy     tensors in symmetric memory (default)
+  --staged        tensors in ordinary memory; with --zero-copy: both, one after another
+  --iters N       timed iterations           --warmup N      before them
+                  (CPU 30, CUDA 100)                         (CPU 5, CUDA 10)
+  --json FILE     write the table's rows     --no-peer       leave MPI or NCCL out
+  --seed N        of routing and data (1)
+
+With --device cuda ranks are threads, one per GPU, or those of crossdock-run:
+  --ranks N          how many threads        --ranks-per-gpu N  that share one (1)
+  --sms N,N,...      budgets to try, 0 = the library's choice (0)
+  --graph            time each operation as a captured graph
+  --operations O,O   of prepare, dispatch, combine, dispatch_bwd, combine_bwd
+  --preset budget    the operations that have a target, in one table
+  --preset sweep     a table for each of tokens, topk, experts, skew, gpus, sms;
+                     sweep:tokens and so on: only that one
+)";
+}
+
+Options parse_options(const std::vector<std::string>& arguments) {
+  Options options;
+  Workload& w = options.workload;
+  DriverOptions& driver = options.driver;
+  const std::map<std::string, Take> valued = valued_options(options);
+  const std::map<std::string, bool*> flags{{"--staged", &driver.staged},
+                                           {"--zero-copy", &driver.zero_copy},
+                                           {"--no-peer", &driver.no_peer},
+                                           {"--graph", &driver.graph}};
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const std::string& option = arguments[i];
-    if (option == "--staged") {
-      driver.staged = true;
-    } else if (option == "--zero-copy") {
-      driver.zero_copy = true;
-    } else if (option == "--no-peer") {
-      driver.peer = false;
+    if (const auto flag = flags.find(option); flag != flags.end()) {
+      *flag->second = true;
     } else if (const auto take = valued.find(option); take == valued.end()) {
       throw std::invalid_argument("unknown option '" + option + "'");
     } else if (++i == arguments.size()) {
@@ -152,7 +213,20 @@ Options parse_options(const std::vector<std::string>& arguments, int ranks) {
     }
   }
   if (!driver.staged) driver.zero_copy = true;
-  check(w);
+  const bool cuda = driver.device == Device::cuda;
+  if (w.iters == 0) w.iters = cuda ? 100 : 30;
+  if (w.warmup < 0) w.warmup = cuda ? 10 : 5;
+  if (!cuda && w.is_fp8()) {
+    throw std::invalid_argument(std::string("--dtype ") + name_of(w.element) +
+                                " needs --device cuda");
+  }
+  return options;
+}
+
+Options parse_options(const std::vector<std::string>& arguments, int ranks) {
+  Options options = parse_options(arguments);
+  options.workload.ranks = ranks;
+  check(options.workload);
   return options;
 }
 

@@ -10,7 +10,10 @@
 namespace bench {
 
 enum class Layout { expert, rank };
-enum class Element { bf16, fp16, fp32 };
+// The last two are fp8 rows with a float32 scale per 128 columns: given so, and quantised on the
+// way.
+enum class Element { bf16, fp16, fp32, fp8, bf16_to_fp8 };
+enum class Device { cpu, cuda };
 
 struct Workload {
   int ranks = 0;  // of the launch; not on the command line
@@ -21,21 +24,38 @@ struct Workload {
   int alignment = 1;
   Layout layout = Layout::expert;
   Element element = Element::bf16;
-  std::string routing = "uniform";  // uniform, zipf, zipf:EXPONENT, file:PATH
+  std::string routing = "uniform";  // uniform, zipf, zipf:EXPONENT, hot, file:PATH
   std::uint64_t seed = 1;
-  int iters = 30;
-  int warmup = 5;
+  int iters = 0;  // 0: by device
+  int warmup = -1;
 
   int local_experts() const { return experts / ranks; }
-  std::size_t element_bytes() const { return element == Element::fp32 ? 4 : 2; }
+  bool is_fp8() const { return element == Element::fp8 || element == Element::bf16_to_fp8; }
+  // Of the tokens.
+  std::size_t element_bytes() const {
+    return element == Element::fp8 ? 1 : element == Element::fp32 ? 4 : 2;
+  }
   std::size_t row_bytes() const { return static_cast<std::size_t>(hidden) * element_bytes(); }
+  // Of a row that crosses, scales included.
+  std::size_t wire_row_bytes() const {
+    const auto columns = static_cast<std::size_t>(hidden);
+    return is_fp8() ? columns + columns / 128 * sizeof(float) : row_bytes();
+  }
 };
 
 // What only the driver looks at; the peer is started with the same arguments and ignores these.
 struct DriverOptions {
+  Device device = Device::cpu;
+  std::string preset;     // CUDA: what to measure instead of one workload
+  int ranks = 0;          // CUDA without a launcher: threads of this process; 0 = one per device
+  int ranks_per_gpu = 0;  // 0 = as few as possible
+  std::vector<int> sms{
+      0};              // CUDA: budgets of the group, one after another; 0 = the library's choice
+  bool graph = false;  // CUDA: each operation is a captured graph
+  std::vector<std::string> operations;  // CUDA; empty: all that the dtype allows
   bool staged = false;
   bool zero_copy = false;
-  bool peer = true;
+  bool no_peer = false;
   std::string json;  // file; empty: none
 };
 
@@ -46,11 +66,19 @@ struct Options {
 
 const char* options_help();
 
-// Throws std::invalid_argument naming the option, what was expected and what came.
+// Throws std::invalid_argument naming the option, what was expected and what came. The number of
+// ranks stays open.
+Options parse_options(const std::vector<std::string>& arguments);
+
+// The same, complete and checked.
 Options parse_options(const std::vector<std::string>& arguments, int ranks);
+
+// Throws std::invalid_argument if sizes do not go together.
+void check(const Workload& workload);
 
 const char* name_of(Layout layout);
 const char* name_of(Element element);
+const char* name_of(Device device);
 
 // Payload elements are multiples of 1/128 in [-1, 1), exact in every type; they depend on the seed,
 // the rank, the token and the column only.

@@ -1,0 +1,83 @@
+#include "captured.h"
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <memory>
+
+namespace bench::gpu {
+namespace {
+
+struct DestroyGraph {
+  void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
+};
+using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
+
+Graph capture(EpRank& rank, Operation operation, int iteration, const Stream& stream) {
+  cudaGraph_t graph = nullptr;
+  ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  try {
+    rank.enqueue(operation, iteration);
+  } catch (...) {
+    cudaStreamEndCapture(stream, &graph);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    throw;
+  }
+  ok(cudaStreamEndCapture(stream, &graph), "capture");
+  return Graph(graph);
+}
+
+// The driver's function: the runtime's only knows the kernels of this program.
+using GetKernelParams = decltype(&cuGraphKernelNodeGetParams);
+
+GetKernelParams find_get_kernel_params() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(
+      "cuGraphKernelNodeGetParams", &function, 12000, cudaEnableDefault, &found);
+  const bool usable = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+  return usable ? reinterpret_cast<GetKernelParams>(function) : nullptr;
+}
+
+}  // namespace
+
+Captured::Captured(EpRank& rank, Operation operation, const Stream& stream) : stream_(stream) {
+  for (int i = 0; i < rank.period(); ++i) {
+    const Graph graph = capture(rank, operation, i, stream);
+    cudaGraphExec_t executable = nullptr;
+    ok(cudaGraphInstantiate(&executable, graph.get(), 0), "instantiating a graph");
+    graphs_.push_back(executable);
+    ok(cudaGraphUpload(executable, stream), "uploading a graph");
+  }
+  stream.wait("uploading graphs");
+}
+
+Captured::~Captured() {
+  for (const cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
+}
+
+void Captured::launch(int iteration) const {
+  const std::size_t i = static_cast<std::size_t>(iteration) % graphs_.size();
+  ok(cudaGraphLaunch(graphs_[i], stream_), "cudaGraphLaunch");
+}
+
+int blocks_of(EpRank& rank, Operation operation, const Stream& stream) {
+  const GetKernelParams get_params = find_get_kernel_params();
+  if (get_params == nullptr) return 0;
+  const Graph graph = capture(rank, operation, 0, stream);
+  std::size_t count = 0;
+  ok(cudaGraphGetNodes(graph.get(), nullptr, &count), "cudaGraphGetNodes");
+  std::vector<cudaGraphNode_t> nodes(count);
+  ok(cudaGraphGetNodes(graph.get(), nodes.data(), &count), "cudaGraphGetNodes");
+  unsigned most = 0;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type{};
+    ok(cudaGraphNodeGetType(node, &type), "cudaGraphNodeGetType");
+    CUDA_KERNEL_NODE_PARAMS params{};
+    if (type != cudaGraphNodeTypeKernel || get_params(node, &params) != CUDA_SUCCESS) continue;
+    most = std::max(most, params.gridDimX * params.gridDimY * params.gridDimZ);
+  }
+  return static_cast<int>(most);
+}
+
+}  // namespace bench::gpu

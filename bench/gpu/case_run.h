@@ -1,0 +1,41 @@
+// Runs one case on all ranks.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../report.h"
+#include "cases.h"
+#include "wire_floor.h"
+
+namespace bench::gpu {
+
+struct StepResult {
+  Step step;
+  int blocks;                   // on rank 0, of which a multiprocessor has one; 0 = not known
+  std::vector<double> seconds;  // of every iteration the maximum over the ranks
+};
+
+// Complete on rank 0.
+struct CaseResult {
+  std::vector<StepResult> steps;
+  Volume volume;
+  WireFloor::Result floor, copy_engine;
+  std::vector<double> nccl;  // empty: not measured
+  xd_ep_memory group_memory = XD_EP_MEMORY_INIT;
+};
+
+// How ranks are laid out.
+struct Place {
+  Launch launch;
+  int devices;        // how many there are
+  int ranks_per_gpu;  // how many ranks share one
+  int device_of(int rank) const { return rank / ranks_per_gpu % devices; }
+  bool shares_devices() const { return ranks_per_gpu > 1; }
+};
+
+// Collective. Throws if any rank fails, naming the ranks on standard error; what was measured
+// before stands in `result`.
+void run_case(const Place& place, const Case& one, int number, CaseResult& result);
+
+}  // namespace bench::gpu

@@ -1,0 +1,210 @@
+#include "cases.h"
+
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+
+namespace bench::gpu {
+namespace {
+
+constexpr auto kDispatch = Operation::dispatch;
+constexpr auto kCombine = Operation::combine;
+
+Operation operation_named(const std::string& name) {
+  for (std::size_t i = 0; i < std::size(kOperationNames); ++i) {
+    if (name == kOperationNames[i]) return static_cast<Operation>(i);
+  }
+  throw std::invalid_argument("--operations " + name +
+                              ": expected prepare, dispatch, combine, dispatch_bwd, combine_bwd");
+}
+
+// The problem that the targets are for; seed, iterations and the like are the caller's.
+Workload standard(const Options& options, int ranks) {
+  Workload w = options.workload;
+  w.ranks = ranks;
+  w.tokens = 4096;
+  w.hidden = 7168;
+  w.topk = 8;
+  w.experts = 256 / ranks * ranks;
+  w.alignment = 1;
+  w.layout = Layout::rank;
+  w.element = Element::bf16;
+  w.routing = "uniform";
+  return w;
+}
+
+class Builder {
+ public:
+  Builder(const Options& options, int ranks)
+      : options_(options), standard_(standard(options, ranks)) {}
+
+  struct Change {
+    int tokens = 4096;
+    Layout layout = Layout::rank;
+    Element element = Element::bf16;
+    bool staged = false;
+  };
+  Workload changed(const Change& change) const {
+    Workload w = standard_;
+    w.tokens = change.tokens;
+    w.layout = change.layout;
+    w.element = change.element;
+    return w;
+  }
+  // The first budget of --sms, if it has been given, replaces those of the steps.
+  void add(const std::string& part, const Workload& workload, bool staged,
+           std::vector<Step> steps) {
+    if (const int sms = options_.driver.sms.front(); sms != 0) {
+      for (Step& step : steps) step.sms = sms;
+    }
+    add_as_is(part, workload, staged, std::move(steps));
+  }
+  void add_as_is(const std::string& part, const Workload& workload, bool staged,
+                 std::vector<Step> steps) {
+    check(workload);
+    cases_.push_back({.part = part,
+                      .workload = workload,
+                      .staged = staged,
+                      .graph = options_.driver.graph,
+                      .baseline = !options_.driver.no_peer,
+                      .steps = std::move(steps)});
+  }
+  void add(const Change& change, std::vector<Step> steps) {
+    add("", changed(change), change.staged, std::move(steps));
+  }
+  const Workload& standard_workload() const { return standard_; }
+  std::vector<Case> take() { return std::move(cases_); }
+
+ private:
+  const Options& options_;
+  const Workload standard_;
+  std::vector<Case> cases_;
+};
+
+std::vector<Case> budget(const Options& options, int ranks) {
+  Builder b(options, ranks);
+  const Step prepare{.operation = Operation::prepare, .target_us = 20};
+  b.add({}, {prepare, {kDispatch, 12, 510}, {kCombine, 16, 510}});
+  b.add({.element = Element::fp8}, {{kDispatch, 12, 290}});
+  b.add({.element = Element::bf16_to_fp8}, {{kDispatch, 12}});
+  b.add({.layout = Layout::expert}, {{kDispatch, 24, 600}, {kCombine, 32, 600}});
+  b.add({.layout = Layout::expert, .element = Element::fp8}, {{kDispatch, 24}});
+  b.add({.tokens = 128}, {{Operation::prepare}, {kDispatch, 0, 19}, {kCombine, 0, 22}});
+  b.add({.tokens = 128, .element = Element::fp8}, {{kDispatch, 0, 15}});
+  b.add({.tokens = 128, .layout = Layout::expert}, {{kDispatch}, {kCombine}});
+  b.add({.staged = true}, {{kDispatch, 12}, {kDispatch, 24}, {kCombine, 16}});
+  b.add({.layout = Layout::expert, .staged = true}, {{kDispatch, 24}, {kCombine, 32}});
+  return b.take();
+}
+
+void sweep_tokens(Builder& b) {
+  for (const int tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}) {
+    const Step prepare{.operation = Operation::prepare};
+    b.add("tokens", b.changed({.tokens = tokens}), false, {prepare, {kDispatch}, {kCombine}});
+    b.add("tokens", b.changed({.tokens = tokens, .element = Element::fp8}), false, {{kDispatch}});
+    b.add("tokens", b.changed({.tokens = tokens, .layout = Layout::expert}), false,
+          {{kDispatch}, {kCombine}});
+  }
+}
+
+void sweep_batch(Builder& b, const std::string& part) {
+  const auto add = [&](const Workload& w) { b.add(part, w, false, {{kDispatch}, {kCombine}}); };
+  Workload w = b.standard_workload();
+  if (part == "topk") {
+    for (const int topk : {1, 2, 4, 6, 8}) {
+      w.topk = topk;
+      add(w);
+    }
+  } else if (part == "experts") {
+    for (const int experts : {32, 64, 128, 256, 512, 1024}) {
+      w.experts = experts / w.ranks * w.ranks;
+      if (w.experts >= w.topk) add(w);
+    }
+  } else if (part == "skew") {
+    for (const Layout layout : {Layout::rank, Layout::expert}) {
+      for (const char* const routing : {"uniform", "zipf", "hot"}) {
+        w.layout = layout;
+        w.routing = routing;
+        add(w);
+      }
+    }
+  }
+}
+
+void sweep_sms(Builder& b) {
+  for (const Layout layout : {Layout::rank, Layout::expert}) {
+    std::vector<Step> steps;
+    // A case each, so that a budget that this device does not have spoils only its own line.
+    for (const int sms : {4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 132}) {
+      b.add_as_is("sms", b.changed({.layout = layout}), false, {{kDispatch, sms}, {kCombine, sms}});
+    }
+  }
+}
+
+std::vector<Case> sweep(const Options& options, const std::string& only, int ranks, int devices,
+                        bool may_shrink) {
+  const std::set<std::string> parts{"tokens", "topk", "experts", "skew", "gpus", "sms"};
+  if (!only.empty() && !parts.contains(only)) {
+    throw std::invalid_argument("--preset sweep:" + only +
+                                ": expected tokens, topk, experts, skew, gpus or sms");
+  }
+  const auto wanted = [&](const char* part) { return only.empty() || only == part; };
+  Builder b(options, ranks);
+  if (wanted("tokens")) sweep_tokens(b);
+  for (const char* const part : {"topk", "experts", "skew"}) {
+    if (wanted(part)) sweep_batch(b, part);
+  }
+  if (wanted("sms")) sweep_sms(b);
+  std::vector<Case> cases = b.take();
+  for (const int fewer : {2, 3, 4, 6, 8}) {
+    if (!wanted("gpus") || fewer > std::min(ranks, devices)) continue;
+    if (fewer != ranks && !may_shrink) continue;
+    Builder few(options, fewer);
+    for (const Layout layout : {Layout::rank, Layout::expert}) {
+      few.add("gpus", few.changed({.layout = layout}), false, {{kDispatch}, {kCombine}});
+    }
+    for (Case& one : few.take()) cases.push_back(std::move(one));
+  }
+  return cases;
+}
+
+std::vector<Case> from_command_line(const Options& options, int ranks) {
+  Workload w = options.workload;
+  w.ranks = ranks;
+  check(w);
+  std::vector<std::string> names = options.driver.operations;
+  if (names.empty()) {
+    names.assign(std::begin(kOperationNames), std::end(kOperationNames));
+    if (w.is_fp8()) names.resize(2);  // combine takes no fp8
+  }
+  std::vector<Case> cases;
+  for (const bool staged : {false, true}) {
+    if (!(staged ? options.driver.staged : options.driver.zero_copy)) continue;
+    Case one{.part = "",
+             .workload = w,
+             .staged = staged,
+             .graph = options.driver.graph,
+             .baseline = !options.driver.no_peer,
+             .steps = {}};
+    for (const int sms : options.driver.sms) {
+      for (const std::string& name : names) one.steps.push_back({operation_named(name), sms});
+    }
+    cases.push_back(std::move(one));
+  }
+  return cases;
+}
+
+}  // namespace
+
+std::vector<Case> make_cases(const Options& options, int ranks, int devices, bool may_shrink) {
+  const std::string& preset = options.driver.preset;
+  if (preset.empty()) return from_command_line(options, ranks);
+  if (preset == "budget") return budget(options, ranks);
+  if (preset == "sweep") return sweep(options, "", ranks, devices, may_shrink);
+  if (preset.starts_with("sweep:")) {
+    return sweep(options, preset.substr(6), ranks, devices, may_shrink);
+  }
+  throw std::invalid_argument("--preset " + preset + ": expected budget, sweep or sweep:PART");
+}
+
+}  // namespace bench::gpu

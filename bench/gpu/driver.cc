@@ -1,0 +1,115 @@
+#include "driver.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+
+#include "case_report.h"
+#include "nccl.h"
+
+namespace bench::gpu {
+namespace {
+
+// Before the first call of CUDA. A kernel that is loaded at its first launch, or a stream that
+// shares a hardware queue with another rank's, would wait for kernels that wait for it. An
+// all-to-all has no use for multicast objects, which NCCL would make all the same.
+void set_up_environment() {
+  ::setenv("NCCL_NVLS_ENABLE", "0", 1);
+  ::setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
+Place place_ranks(const Options& options) {
+  std::string why;
+  const int devices = count_devices(&why);
+  if (devices == 0) throw std::runtime_error("no GPU: " + why);
+  const DriverOptions& driver = options.driver;
+  Launch launch{.num_ranks = driver.ranks, .threads = true, .first_rank = 0};
+  if (is_launched()) {
+    launch = read_launch();
+  } else if (launch.num_ranks == 0) {
+    launch.num_ranks = devices * std::max(driver.ranks_per_gpu, 1);
+  }
+  const int fewest = (launch.num_ranks + devices - 1) / devices;
+  return {.launch = launch,
+          .devices = devices,
+          .ranks_per_gpu = driver.ranks_per_gpu == 0 ? fewest : driver.ranks_per_gpu};
+}
+
+std::string describe_baseline(const Place& place, const Options& options) {
+  if (options.driver.no_peer) return "none (--no-peer)";
+  if (place.shares_devices()) return "NCCL skipped: ranks share GPUs";
+  if (place.launch.num_ranks == 1) return "NCCL skipped: one rank";
+  const NcclState& nccl = nccl_state();
+  return nccl.unavailable.empty() ? "NCCL " + nccl.version : "NCCL skipped: " + nccl.unavailable;
+}
+
+Run describe(const Options& options) {
+  const Place place = place_ranks(options);
+  Run run{.machine = describe_machine(place.launch.num_ranks),
+          .gpus = describe_gpus(),
+          .options = options,
+          .place = place,
+          .baseline = describe_baseline(place, options)};
+  if (place.shares_devices()) {
+    run.machine.doubts.push_back("ranks share GPUs: their SMs and memory, and no wire between");
+  }
+  if (place.launch.num_ranks == 1) run.machine.doubts.emplace_back("one rank: nothing crosses");
+  return run;
+}
+
+// After an illegal access nothing runs in this process any more.
+bool devices_are_usable(const Place& place) {
+  for (int device = 0; device < place.devices; ++device) {
+    if (cudaSetDevice(device) != cudaSuccess || cudaStreamQuery(cudaStreamPerThread) != cudaSuccess)
+      return false;
+  }
+  return true;
+}
+
+// False if the case has failed; the reason is printed.
+bool measure(Run run, const Case& one, int number, CaseResult& result) {
+  run.place.launch.num_ranks = one.workload.ranks;
+  try {
+    run_case(run.place, one, number, result);
+    return true;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "crossdock-bench: case %d: %s\n", number, error.what());
+    return false;
+  }
+}
+
+}  // namespace
+
+int run_on_cuda(const Options& options) {
+  set_up_environment();
+  const Run run = describe(options);
+  const bool speaks = run.place.launch.first_rank == 0;
+  const std::vector<Case> cases =
+      make_cases(options, run.place.launch.num_ranks, run.place.devices, !is_launched());
+  std::unique_ptr<JsonLines> json;
+  if (speaks && !options.driver.json.empty()) {
+    json = std::make_unique<JsonLines>(options.driver.json, run);
+  }
+  if (speaks) print_head(run);
+  int failed = 0;
+  std::vector<Finished> finished;
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    CaseResult result;
+    if (!measure(run, cases[i], static_cast<int>(i), result)) ++failed;
+    if (!speaks) continue;
+    print_case(run, cases[i], result);
+    if (json) json->add(run, cases[i], result);
+    finished.push_back({cases[i], std::move(result)});
+    if (failed != 0 && !devices_are_usable(run.place)) {
+      std::fprintf(stderr, "crossdock-bench: a device is unusable now, giving up\n");
+      break;
+    }
+  }
+  if (speaks && !options.driver.preset.empty()) print_summary(finished);
+  if (speaks && failed != 0) std::printf("%d of %zu cases FAILED\n", failed, cases.size());
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace bench::gpu

@@ -1,0 +1,164 @@
+#include "nccl.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <stdexcept>
+
+namespace bench::gpu {
+namespace {
+
+// Declared here, so that neither building nor starting needs NCCL. From nccl.h, stable since 2.7.
+struct UniqueId {
+  char internal[128];
+};
+using Communicator = struct ncclComm*;
+constexpr int kInt8 = 0;
+
+struct Library {
+  NcclState state;
+  int (*get_version)(int*) = nullptr;
+  int (*get_unique_id)(UniqueId*) = nullptr;
+  int (*comm_init_rank)(Communicator*, int, UniqueId, int) = nullptr;
+  int (*comm_destroy)(Communicator) = nullptr;
+  int (*group_start)() = nullptr;
+  int (*group_end)() = nullptr;
+  int (*send)(const void*, std::size_t, int, int, Communicator, cudaStream_t) = nullptr;
+  int (*recv)(void*, std::size_t, int, int, Communicator, cudaStream_t) = nullptr;
+  const char* (*error_string)(int) = nullptr;
+
+  void check(int result, const char* what) const {
+    if (result == 0) return;
+    throw std::runtime_error(std::string(what) + ": " + error_string(result));
+  }
+};
+
+std::string python_folder() {
+  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(
+      ::popen("python3 -c 'import importlib.util as u; "
+              "print(list(u.find_spec(\"nvidia.nccl\").submodule_search_locations)[0])' "
+              "2>/dev/null",
+              "re"),
+      ::pclose);
+  char line[4096] = {};
+  if (!pipe || std::fgets(line, sizeof(line), pipe.get()) == nullptr) return "";
+  std::string folder(line);
+  return folder.substr(0, folder.find('\n')) + "/lib";
+}
+
+void* open_library() {
+  constexpr const char* kName = "libnccl.so.2";
+  const auto open = [](const std::string& path) {
+    return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  };
+  if (const char* const path = std::getenv("XD_NCCL_LIB"); path != nullptr && *path != '\0') {
+    return open(std::filesystem::is_directory(path) ? std::string(path) + "/" + kName : path);
+  }
+  if (void* const found = open(kName)) return found;
+  const std::string folder = python_folder();
+  return folder.empty() ? nullptr : open(folder + "/" + kName);
+}
+
+template <class Function>
+void load(void* handle, const char* name, Function& function, std::string& missing) {
+  function = reinterpret_cast<Function>(::dlsym(handle, name));
+  if (function == nullptr) missing += std::string(missing.empty() ? "" : ", ") + name;
+}
+
+Library load_library() {
+  Library library;
+  void* const handle = open_library();
+  if (handle == nullptr) {
+    library.state.unavailable = "libnccl.so.2 was not found (XD_NCCL_LIB may name it)";
+    return library;
+  }
+  std::string missing;
+  load(handle, "ncclGetVersion", library.get_version, missing);
+  load(handle, "ncclGetUniqueId", library.get_unique_id, missing);
+  load(handle, "ncclCommInitRank", library.comm_init_rank, missing);
+  load(handle, "ncclCommDestroy", library.comm_destroy, missing);
+  load(handle, "ncclGroupStart", library.group_start, missing);
+  load(handle, "ncclGroupEnd", library.group_end, missing);
+  load(handle, "ncclSend", library.send, missing);
+  load(handle, "ncclRecv", library.recv, missing);
+  load(handle, "ncclGetErrorString", library.error_string, missing);
+  if (!missing.empty()) {
+    library.state.unavailable = "libnccl.so.2 lacks " + missing;
+    return library;
+  }
+  int version = 0;
+  library.check(library.get_version(&version), "ncclGetVersion");
+  library.state.version = std::to_string(version / 10000) + "." +
+                          std::to_string(version / 100 % 100) + "." + std::to_string(version % 100);
+  return library;
+}
+
+const Library& nccl() {
+  static const Library library = load_library();
+  return library;
+}
+
+// Not freed: it stays with the process, like NCCL's threads. Ranks of this process use an entry
+// each.
+struct World {
+  int ranks = 0;
+  Communicator of[kMaxRanks] = {};
+};
+Communicator communicator(const RankContext& at) {
+  static World worlds[kMaxRanks + 1];
+  Communicator& mine = worlds[at.ranks()].of[at.rank];
+  if (mine != nullptr) return mine;  // then every rank has one: making them is collective
+  UniqueId id{};
+  if (at.rank == 0) nccl().check(nccl().get_unique_id(&id), "ncclGetUniqueId");
+  at.board.broadcast(std::as_writable_bytes(std::span(id.internal)));
+  nccl().check(nccl().comm_init_rank(&mine, at.ranks(), id, at.rank), "ncclCommInitRank");
+  return mine;
+}
+
+// From cudaMalloc: NCCL reads a peer's buffer in place where both are in one process, and memory of
+// an asynchronous pool is closed to other devices.
+struct Buffer {
+  explicit Buffer(std::size_t bytes) {
+    ok(cudaMalloc(&data, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
+  }
+  ~Buffer() { cudaFree(data); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  void* data = nullptr;
+};
+
+}  // namespace
+
+const NcclState& nccl_state() { return nccl().state; }
+
+std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_peer) {
+  const Communicator comm = communicator(at);
+  const std::size_t peers = static_cast<std::size_t>(at.ranks()) - 1;
+  const Buffer sent(bytes_per_peer * peers), received(bytes_per_peer * peers);
+  const auto all_to_all = [&] {
+    nccl().check(nccl().group_start(), "ncclGroupStart");
+    for (std::size_t i = 0; i < peers; ++i) {
+      const int step = static_cast<int>(i) + 1;
+      const int to = (at.rank + step) % at.ranks();
+      const int from = (at.rank + at.ranks() - step) % at.ranks();
+      nccl().check(nccl().send(static_cast<std::byte*>(sent.data) + i * bytes_per_peer,
+                               bytes_per_peer, kInt8, to, comm, at.stream),
+                   "ncclSend");
+      nccl().check(nccl().recv(static_cast<std::byte*>(received.data) + i * bytes_per_peer,
+                               bytes_per_peer, kInt8, from, comm, at.stream),
+                   "ncclRecv");
+    }
+    nccl().check(nccl().group_end(), "ncclGroupEnd");
+  };
+  all_to_all();  // connects, which must not happen behind a waiting kernel
+  at.settle("NCCL");
+  std::vector<double> slowest =
+      at.board.slowest(at.watch.measure(at.iterations(), [&](int) { all_to_all(); }));
+  at.settle("NCCL");  // nobody frees while a peer may still be sending
+  return slowest;
+}
+
+}  // namespace bench::gpu

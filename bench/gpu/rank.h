@@ -1,0 +1,78 @@
+// One rank of a case: what all that it measures has in common.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "../ranks.h"
+#include "../routing.h"
+#include "../workload.h"
+#include "device.h"
+#include "stopwatch.h"
+
+namespace bench::gpu {
+
+// What every rank of this process knows of the batch; computed once.
+struct Batch {
+  explicit Batch(const Workload& w)
+      : workload(w), routing(make_routing(w)), rows(count_rows(w, routing)) {}
+
+  Workload workload;
+  std::vector<Choices> routing;
+  std::vector<std::vector<std::int64_t>> rows;  // [source][destination]
+};
+
+// The ranks' results meet on rank 0, through symmetric memory. Collective.
+class Board {
+ public:
+  Board(const SharedMemory& memory, xd_comm* comm, int rank, int ranks, const Stream& stream)
+      : memory_(memory), comm_(comm), rank_(rank), ranks_(ranks), stream_(stream) {}
+
+  static std::size_t bytes(const Workload& w) {
+    return std::max<std::size_t>(static_cast<std::size_t>(w.iters) * sizeof(double), 4096);
+  }
+
+  // Of every element the maximum over the ranks, on rank 0; empty on the others.
+  std::vector<double> slowest(const std::vector<double>& mine) const;
+
+  // Rank 0's bytes, at most 4096, on every rank.
+  void broadcast(std::span<std::byte> bytes) const;
+
+ private:
+  void copy(void* to, const void* from, std::size_t bytes) const;
+
+  const SharedMemory& memory_;
+  xd_comm* comm_;
+  int rank_, ranks_;
+  const Stream& stream_;
+};
+
+struct RankContext {
+  int rank;
+  int device;
+  xd_comm* comm;
+  const Stream& stream;
+  const Batch& batch;
+  Board& board;
+  Stopwatch& watch;
+
+  const Workload& workload() const { return batch.workload; }
+  int ranks() const { return batch.workload.ranks; }
+  Iterations iterations() const { return {batch.workload.warmup, batch.workload.iters}; }
+  void barrier() const { bench::ok(xd_comm_barrier(comm)); }
+  // Enqueues, waits, and waits for the other ranks.
+  void settle(const char* what) const {
+    stream.wait(what);
+    barrier();
+  }
+};
+
+// How many copies of `bytes` bytes keep an iteration from finding in the L2 cache what it reads; no
+// more than there are iterations.
+int copies_against_cache(const Workload& w, std::size_t bytes, int device);
+
+// Overwrites the L2 cache of this device.
+void flush_cache(const Stream& stream, int device);
+
+}  // namespace bench::gpu

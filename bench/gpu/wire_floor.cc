@@ -1,0 +1,149 @@
+#include "wire_floor.h"
+
+#include <stdexcept>
+
+#include "../report.h"
+
+namespace bench::gpu {
+namespace {
+
+constexpr DLDataType kByte{kDLUInt, 8, 1};
+constexpr int kBlocks[] = {6, 8, 10, 12, 16, 24, 32, 64, 128};
+
+int columns_of(const Workload& w) { return static_cast<int>(w.wire_row_bytes()); }
+
+}  // namespace
+
+std::uint64_t WireFloor::incoming_offset(int source, int destination) const {
+  std::int64_t rows = 0;
+  for (int s = 0; s < source; ++s) {
+    if (s != destination) rows += at_.batch.rows[std::size_t(s)][std::size_t(destination)];
+  }
+  return static_cast<std::uint64_t>(rows) * at_.workload().wire_row_bytes();
+}
+
+std::size_t WireFloor::landing_bytes(const Batch& batch) {
+  std::int64_t most = 1;
+  for (std::size_t d = 0; d < batch.rows.size(); ++d) {
+    std::int64_t rows = 0;
+    for (std::size_t s = 0; s < batch.rows.size(); ++s) rows += s == d ? 0 : batch.rows[s][d];
+    most = std::max(most, rows);
+  }
+  return static_cast<std::size_t>(most) * batch.workload.wire_row_bytes();
+}
+
+WireFloor::WireFloor(const RankContext& context, const SharedMemory& landing)
+    : at_(context),
+      landing_(landing),
+      payload_{Cell::byte, columns_of(context.workload()), context.workload().seed + 77},
+      source_(std::in_place, nullptr, context.stream, kByte,
+              Tensor::Shape{context.workload().tokens, columns_of(context.workload())},
+              copies_against_cache(context.workload(),
+                                   static_cast<std::size_t>(context.workload().tokens) *
+                                       context.workload().wire_row_bytes(),
+                                   context.device)) {
+  for (int copy = 0; copy < source_->copies(); ++copy) {
+    fill_rows(payload_, at_.rank, source_->data(copy), at_.workload().tokens, at_.stream);
+  }
+  pieces_.emplace(at_.stream, cut_pieces());
+  prepare_movers();
+}
+
+// Pieces of all destinations in turn, each in proportion to its bytes, so that no link idles while
+// another is still busy. Destination d gets the first rows of the source.
+std::vector<Piece> WireFloor::cut_pieces() const {
+  struct Placed {
+    double turn;
+    Piece piece;
+  };
+  std::vector<Placed> placed;
+  for (int step = 1; step < at_.ranks(); ++step) {
+    const int d = (at_.rank + step) % at_.ranks();
+    const auto rows = at_.batch.rows[std::size_t(at_.rank)][std::size_t(d)];
+    const std::uint64_t bytes = static_cast<std::uint64_t>(rows) * at_.workload().wire_row_bytes();
+    std::byte* const to = landing_.of(d) + incoming_offset(at_.rank, d);
+    const double count = static_cast<double>((bytes + kPieceBytes - 1) / kPieceBytes);
+    for (std::uint64_t from = 0; from < bytes; from += kPieceBytes) {
+      const auto size = std::min<std::uint64_t>(bytes - from, kPieceBytes);
+      placed.push_back({(static_cast<double>(from / kPieceBytes) + 0.5) / count,
+                        {to + from, from, static_cast<std::uint32_t>(size)}});
+    }
+  }
+  std::stable_sort(placed.begin(), placed.end(),
+                   [](const Placed& a, const Placed& b) { return a.turn < b.turn; });
+  std::vector<Piece> pieces;
+  for (const Placed& one : placed) pieces.push_back(one.piece);
+  return pieces;
+}
+
+std::byte* WireFloor::source(int iteration) const {
+  return static_cast<std::byte*>(source_->data(iteration));
+}
+
+void WireFloor::check_arrivals() const {
+  std::vector<Origin> origins;
+  for (int s = 0; s < at_.ranks(); ++s) {
+    if (s == at_.rank) continue;
+    const auto rows = at_.batch.rows[std::size_t(s)][std::size_t(at_.rank)];
+    for (std::int32_t row = 0; row < rows; ++row) origins.push_back({s, row, 1});
+  }
+  const DeviceArray<Origin> expected(at_.stream, origins);
+  const DeviceArray<unsigned long long> wrong(at_.stream, {0});
+  check_rows(payload_, landing_.of(at_.rank), expected.data(), expected.size(), wrong.data(),
+             at_.stream);
+  unsigned long long count = 0;
+  ok(cudaMemcpyAsync(&count, wrong.data(), sizeof(count), cudaMemcpyDeviceToHost, at_.stream),
+     "checking the floor");
+  at_.stream.wait("checking the floor");
+  if (count != 0) throw std::runtime_error("the floor has not moved what it should");
+}
+
+WireFloor::Result WireFloor::measure_kernels() const {
+  Result best;
+  const auto run = [&](Mover mover, int blocks, int i) {
+    if (pieces_->size() == 0) return;
+    launch_pieces(mover, blocks, pieces_->data(), pieces_->size(), source(i), at_.stream);
+  };
+  for (const Mover mover : {Mover::bulk, Mover::stores}) {
+    at_.settle("before the floor");
+    ok(cudaMemsetAsync(landing_.of(at_.rank), 0, landing_bytes(at_.batch), at_.stream), "poison");
+    at_.settle("before the floor");
+    run(mover, 16, 0);
+    at_.settle("the floor");
+    check_arrivals();
+    for (const int blocks : kBlocks) {
+      at_.settle("before the floor");
+      const std::vector<double> seconds = at_.board.slowest(
+          at_.watch.measure({.warmup = 3, .timed = std::min(at_.workload().iters, 40)},
+                            [&](int i) { run(mover, blocks, i); }));
+      if (at_.rank != 0) continue;
+      if (!best.seconds.empty() && percentile(seconds, 0.5) >= percentile(best.seconds, 0.5)) {
+        continue;
+      }
+      best = {.seconds = seconds,
+              .by = std::string(mover == Mover::bulk ? "bulk copies" : "stores") + ", " +
+                    std::to_string(blocks) + " SMs"};
+    }
+  }
+  return best;
+}
+
+WireFloor::Result WireFloor::measure_copy_engine() const {
+  const auto push = [&](int i) {
+    for (int step = 1; step < at_.ranks(); ++step) {
+      const int d = (at_.rank + step) % at_.ranks();
+      const auto rows = at_.batch.rows[std::size_t(at_.rank)][std::size_t(d)];
+      const std::size_t bytes = static_cast<std::size_t>(rows) * at_.workload().wire_row_bytes();
+      if (bytes == 0) continue;
+      ok(cudaMemcpyAsync(landing_.of(d) + incoming_offset(at_.rank, d), source(i), bytes,
+                         cudaMemcpyDeviceToDevice, at_.stream),
+         "copy engine");
+    }
+  };
+  at_.settle("before the copy engine");
+  std::vector<double> seconds = at_.board.slowest(
+      at_.watch.measure({.warmup = 3, .timed = std::min(at_.workload().iters, 40)}, push));
+  return {.seconds = std::move(seconds), .by = "copy engine"};
+}
+
+}  // namespace bench::gpu
