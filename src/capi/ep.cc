@@ -4,7 +4,7 @@
 #include "capi/boundary.h"
 #include "ep/cpu/cpu_group.h"
 
-#if XD_EP_CUDA
+#if XD_CUDA
 #include "ep/cuda/cuda_group.h"
 #endif
 
@@ -13,7 +13,7 @@ using xd::guarded_on;
 
 namespace {
 
-#if XD_EP_CUDA
+#if XD_CUDA
 constexpr auto make_cuda_group = xd::ep::cuda::make_group;
 constexpr auto cuda_group_memory = xd::ep::cuda::group_memory;
 #else

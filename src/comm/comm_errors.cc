@@ -23,7 +23,9 @@ const FatalError* Comm::fatal_error() const {
   if (!connected_.load(std::memory_order_acquire)) return nullptr;
   const Control& own = controls_[at(rank_)];
   if (const FatalError* error = own.error()) return error;
-  const FatalError* met_by_kernel = device_side_ ? device_side_->raised() : nullptr;
+  // A fork has no pinned memory.
+  if (device_side_ == nullptr || process_ != ::getpid()) return nullptr;
+  const FatalError* met_by_kernel = device_side_->raised();
   if (met_by_kernel == nullptr) return nullptr;
   const std::lock_guard lock(raise_mutex_);
   record(*met_by_kernel);

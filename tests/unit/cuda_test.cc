@@ -1,0 +1,276 @@
+// What the library has from CUDA below the executor. Without a device there is only one test: that
+// everything says so. Ranks are threads that share device 0.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "comm/comm.h"
+#include "comm/feature.h"
+#include "cuda/device.h"
+#include "cuda/driver.h"
+#include "cuda/error.h"
+#include "cuda/memory.h"
+#include "memory/cuda_segment.h"
+#include "unit/net_support.h"
+
+namespace xd::test {
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    const Feature cuda = feature(XD_FEATURE_CUDA);
+    if (!cuda.available) GTEST_SKIP() << cuda.reason;
+  }
+};
+
+// Copies without waiting for other streams.
+std::vector<unsigned char> read_back(const void* from, std::size_t bytes) {
+  const cuda::DeviceGuard guard(0);
+  const cuda::Stream stream(0);
+  std::vector<unsigned char> to(bytes);
+  XD_CUDA_CHECK(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDefault, stream.get()));
+  stream.synchronize();
+  return to;
+}
+
+template <class T>
+T read_value(const T* from) {
+  T value;
+  std::memcpy(&value, read_back(from, sizeof(T)).data(), sizeof(T));
+  return value;
+}
+
+void fill(void* to, int byte, std::size_t bytes) {
+  const cuda::DeviceGuard guard(0);
+  const cuda::Stream stream(0);
+  XD_CUDA_CHECK(cudaMemsetAsync(to, byte, bytes, stream.get()));
+  stream.synchronize();
+}
+
+std::vector<std::shared_ptr<Comm>> cuda_comms(int ranks, std::size_t heap_bytes) {
+  std::vector<std::shared_ptr<Comm>> comms(at(ranks));
+  const xd_unique_id id = new_id();
+  expect_no_errors(on_threads(ranks, [&](int rank) {
+    xd_comm_config config = id_config(id, rank, ranks);
+    config.device = {kDLCUDA, 0};
+    config.heap_bytes = heap_bytes;
+    config.timeout_ms = 20000;
+    comms[at(rank)] = Comm::create(config);
+  }));
+  return comms;
+}
+
+bool soon(const std::function<bool()>& holds) { return eventually(holds, 1000); }
+
+TEST(CudaAbsent, EveryWayInSaysWhatIsMissing) {
+  const Feature cuda = feature(XD_FEATURE_CUDA);
+  if (cuda.available) GTEST_SKIP() << "a device is there";
+  const auto error = error_of([] { cuda::require_device(0); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->status(), XD_ERROR_UNSUPPORTED);
+  EXPECT_EQ(error->text(), cuda.reason);
+  EXPECT_EQ(error_of([] { cuda::DeviceGuard guard(0); })->status(), XD_ERROR_UNSUPPORTED);
+  EXPECT_EQ(error_of([] { resolve_device({kDLCUDA, 0}); })->status(), XD_ERROR_UNSUPPORTED);
+  EXPECT_EQ(error_of([] { CudaSegmentMaker(0).create(1, "test"); })->status(),
+            XD_ERROR_UNSUPPORTED);
+}
+
+TEST_F(CudaTest, DevicesAreNumbered) {
+  EXPECT_GT(cuda::require_device(0).multiprocessors, 0);
+  EXPECT_EQ(error_of([] { cuda::require_device(4096); })->status(), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(cuda::find_device(cuda::require_device(0).uuid), 0);
+  EXPECT_EQ(cuda::find_device(cuda::Uuid{}), -1);
+}
+
+TEST_F(CudaTest, AGuardGivesBackWhatWasCurrent) {
+  std::thread([] {  // of which nothing is current yet
+    { const cuda::DeviceGuard guard(0); }
+    CUcontext popped = nullptr;
+    cuda::driver().cuCtxPopCurrent(&popped);
+    EXPECT_EQ(popped, nullptr) << "a context was left behind";
+  })
+      .join();
+}
+
+TEST_F(CudaTest, BuffersAreZeroAndWritable) {
+  const cuda::DeviceBuffer buffer(0, 1000, "test");
+  EXPECT_EQ(read_back(buffer.data(), 1000), std::vector<unsigned char>(1000));
+  buffer.write(999, "x", 1);
+  EXPECT_EQ(read_back(buffer.data(), 1000)[999], 'x');
+  const auto error = error_of([] { cuda::DeviceBuffer(0, std::size_t{1} << 50, "test"); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->status(), XD_ERROR_OUT_OF_MEMORY);
+}
+
+TEST_F(CudaTest, PinnedBlocksAreReusedAndZeroed) {
+  std::byte* first = nullptr;
+  {
+    const cuda::PinnedBlock block(0, 300);
+    first = block.data();
+    std::memset(first, 1, 300);
+    const cuda::PinnedBlock other(0, 300);
+    EXPECT_NE(other.data(), first);
+  }
+  const cuda::PinnedBlock again(0, 400), more(0, 400);
+  const std::byte* reused = again.data() == first ? again.data() : more.data();
+  EXPECT_EQ(reused, first);
+  for (int i = 0; i < 400; ++i) EXPECT_EQ(reused[i], std::byte{0});
+  EXPECT_EQ(read_back(again.data(), 4), std::vector<unsigned char>(4)) << "devices see it too";
+}
+
+TEST_F(CudaTest, SegmentsAreZeroAndMappedOncePerProcess) {
+  const CudaSegmentMaker maker(0);
+  auto made = maker.create(3 * kMiB, "test");
+  EXPECT_EQ(made.segment->bytes(), 4 * kMiB);
+  EXPECT_EQ(read_back(made.segment->base(), 4 * kMiB), std::vector<unsigned char>(4 * kMiB));
+  const auto second = maker.open(1, made.description, std::move(made.fd));
+  EXPECT_EQ(second, made.segment);
+  made.description.pop_back();
+  EXPECT_EQ(error_of([&] { maker.open(1, made.description, {}); })->status(), XD_ERROR_MISMATCH);
+  const auto error = error_of([&] { maker.create(std::size_t{1} << 50, "test"); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->status(), XD_ERROR_OUT_OF_MEMORY);
+}
+
+TEST_F(CudaTest, MemoryComesBack) {
+  const auto used = [] {
+    const cuda::DeviceGuard guard(0);
+    std::size_t available = 0, total = 0;
+    XD_CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return total - available;
+  };
+  cuda_comms(2, 64 * kMiB);
+  const std::size_t before = used();
+  for (int i = 0; i < 5; ++i) cuda_comms(2, 64 * kMiB);
+  EXPECT_LE(used(), before + 4 * kMiB);
+}
+
+TEST_F(CudaTest, HeapsGrowInSightOfKernels) {
+  auto comms = cuda_comms(2, kMiB);
+  EXPECT_EQ(comms[0]->ranks_on_device(), 2);
+  EXPECT_EQ(comms[0]->heap().usage().total, 2 * kMiB);
+  expect_no_errors(on_threads(2, [&](int rank) { comms[at(rank)]->grow_heap(rank * 5 * kMiB); }));
+  for (const auto& comm : comms) {
+    const auto* range = comm->device_comm().heap->range;
+    for (int r = 0; r < 2; ++r) {
+      EXPECT_EQ(read_value(&range[0][r]).base, comm->heap().address(r, {0, 0}, 1));
+      EXPECT_EQ(read_value(&range[0][r]).bytes, 2 * kMiB);
+      EXPECT_EQ(read_value(&range[1][r]).base, comm->heap().address(r, {1, 0}, 1));
+      EXPECT_EQ(read_value(&range[1][r]).bytes, r * 6 * kMiB);
+    }
+    EXPECT_EQ(read_value(&range[2][0]).base, nullptr);
+  }
+  EXPECT_EQ(comms[0]->heap().address(1, {1, 0}, 1), comms[1]->heap().address(1, {1, 0}, 1));
+}
+
+// A kernel's part, played by the host.
+TEST_F(CudaTest, AnErrorOfKernelsFinishesTheCommunicatorEverywhere) {
+  auto comms = cuda_comms(3, 0);
+  HostWords& words = *comms[1]->device_comm().host;
+  words.error = {.status = XD_ERROR_TIMEOUT,
+                 .phase = XD_PHASE_ENTRY,
+                 .rank = 1,
+                 .peer = 2,
+                 .group = 0,
+                 .operation = 1,
+                 .timeout_ms = 20000};
+  std::atomic_ref(words.raised).store(1, std::memory_order_release);
+  EXPECT_EQ(comms[1]->fatal_error()->status, XD_ERROR_TIMEOUT) << "at once on its own host";
+  EXPECT_EQ(error_of([&] { comms[1]->check_usable(); })->status(), XD_ERROR_TIMEOUT);
+  for (const auto& comm : comms) {
+    EXPECT_TRUE(soon([&] { return comm->fatal_error() != nullptr; }));
+    EXPECT_EQ(comm->fatal_error()->status, XD_ERROR_TIMEOUT);
+    EXPECT_EQ(comm->fatal_error()->peer, 2);
+    std::uint32_t& finished = comm->device_comm().host->finished;
+    EXPECT_TRUE(soon([&] { return std::atomic_ref(finished).load() == 1; }));
+  }
+}
+
+TEST_F(CudaTest, KernelsAreToldOfAbortsAndGoodbyes) {
+  auto comms = cuda_comms(3, 0);
+  comms[2]->close();
+  std::uint32_t& left = comms[0]->device_comm().host->left[2];
+  EXPECT_TRUE(soon([&] { return std::atomic_ref(left).load() == 1; }));
+  EXPECT_EQ(comms[0]->device_comm().host->left[1], 0u);
+  EXPECT_EQ(comms[0]->device_comm().host->finished, 0u) << "a goodbye is no error";
+  comms[1]->abort();
+  EXPECT_EQ(comms[1]->device_comm().host->finished, 1u);
+  std::uint32_t& finished = comms[0]->device_comm().host->finished;
+  EXPECT_TRUE(soon([&] { return std::atomic_ref(finished).load() == 1; }));
+}
+
+TEST_F(CudaTest, RanksOfOtherKindsDoNotMix) {
+  const xd_unique_id id = new_id();
+  const auto errors = on_threads(2, [&](int rank) {
+    xd_comm_config config = id_config(id, rank, 2);
+    if (rank == 1) config.device = {kDLCUDA, 0};
+    Comm::create(config);
+  });
+  for (const auto& error : errors) {
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->status(), XD_ERROR_MISMATCH) << error->text();
+    EXPECT_NE(error->text().find("the CPU on rank 0 and a CUDA device on rank 1"),
+              std::string::npos)
+        << error->text();
+  }
+}
+
+TEST_F(CudaTest, MemoryOfTheCallerIsRegistered) {
+  auto comms = cuda_comms(2, kMiB);
+  const cuda::DeviceGuard guard(0);
+  void* memory = nullptr;
+  XD_CUDA_CHECK(cudaMalloc(&memory, 4 * kMiB));
+  auto* const lent = static_cast<std::byte*>(memory) + 512;
+  int number[2] = {-1, -1};
+  expect_no_errors(on_threads(2, [&](int rank) {
+    number[rank] =
+        comms[at(rank)]->register_memory(rank == 0 ? lent : nullptr, rank == 0 ? kMiB : 0);
+  }));
+  EXPECT_EQ(number[0], number[1]);
+  const auto place = comms[0]->heap().find(lent + 16, kMiB - 16);
+  ASSERT_TRUE(place);
+  EXPECT_EQ(place->segment, static_cast<std::uint32_t>(number[0]));
+  EXPECT_EQ(place->offset, 16u);
+  EXPECT_FALSE(comms[0]->heap().find(lent + 16, kMiB)) << "beyond its end";
+  EXPECT_EQ(comms[1]->heap().address(0, *place, 1), lent + 16);
+  const auto& range = comms[1]->device_comm().heap->range[number[0]];
+  EXPECT_EQ(read_value(&range[0]).base, lent);
+  EXPECT_EQ(read_value(&range[1]).base, nullptr);
+
+  expect_no_errors(
+      on_threads(2, [&](int rank) { comms[at(rank)]->deregister_memory(number[rank]); }));
+  EXPECT_EQ(read_value(&range[0]).base, nullptr);
+  EXPECT_FALSE(comms[0]->heap().find(lent, 1));
+  fill(memory, 1, 4 * kMiB);  // still the caller's
+  XD_CUDA_CHECK(cudaFree(memory));
+}
+
+TEST_F(CudaTest, MemoryThatCannotBeLentIsRefused) {
+  auto comms = cuda_comms(2, kMiB);
+  const auto refused = [&](void* ptr, std::size_t bytes, xd_status status) {
+    const auto errors = on_threads(2, [&](int rank) {
+      comms[at(rank)]->register_memory(rank == 0 ? ptr : nullptr, rank == 0 ? bytes : 0);
+    });
+    EXPECT_EQ(errors[0]->status(), status) << errors[0]->text();
+    EXPECT_EQ(errors[1]->status(), XD_ERROR_MISMATCH) << errors[1]->text();
+  };
+  const cuda::DeviceBuffer pooled(0, kMiB, "test");
+  refused(pooled.data(), kMiB, XD_ERROR_UNSUPPORTED);
+  std::vector<char> host(64);
+  refused(host.data(), host.size(), XD_ERROR_INVALID_ARGUMENT);
+  const cuda::DeviceGuard guard(0);
+  void* memory = nullptr;
+  XD_CUDA_CHECK(cudaMalloc(&memory, kMiB));
+  refused(memory, 64 * kMiB, XD_ERROR_INVALID_ARGUMENT);
+  XD_CUDA_CHECK(cudaFree(memory));
+  refused(nullptr, 1, XD_ERROR_INVALID_ARGUMENT);
+}
+
+}  // namespace
+}  // namespace xd::test
