@@ -48,6 +48,7 @@ xd_ep_config FixedShape::config(int num_ranks) const {
   config.alignment = kAlignment;
   config.recv_capacity = recv_capacity;
   config.num_sms = num_sms;
+  config.staging = staging;
   return config;
 }
 
@@ -191,6 +192,10 @@ xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation) {
 
 void FixedStep::enqueue_all(xd_ep_group* group) {
   for (const xd_ep_operation operation : kStepOperations) ok(enqueue(group, operation));
+}
+
+std::vector<Tensor*> FixedStep::receive_tensors() {
+  return {&recv_tokens_, &recv_weights_, &grad_expert_out_, &grad_weights_};
 }
 
 xd_status FixedStep::expected() const {

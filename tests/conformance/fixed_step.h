@@ -28,6 +28,7 @@ struct FixedShape {
   Place place = Place::ordinary;   // of receive tensors
   std::int64_t recv_capacity = 0;  // 0 = no routing overflows
   int num_sms = 0;
+  xd_ep_staging staging = XD_EP_STAGING_AUTO;
 
   xd_ep_config config(int num_ranks) const;
 };
@@ -50,6 +51,7 @@ class FixedStep {
 
   xd_status enqueue(xd_ep_group* group, xd_ep_operation operation);
   void enqueue_all(xd_ep_group* group);  // throws if a call fails
+  std::vector<Tensor*> receive_tensors();
   // How a step of the loaded batch must end.
   xd_status expected() const;
   // Fails the test where an output is not what the loaded batch gives.

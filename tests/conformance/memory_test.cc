@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "conformance/fixed_step.h"
 #include "support/gtest_main.h"
 #include "support/random.h"
 #include "support/tensor.h"
@@ -161,6 +162,39 @@ TEST(SymmetricMemory, AGrowthThatOneRankCannotAffordGrowsNowhere) {
     EXPECT_EQ(memory_info(comm.get()).segments, 1);
     ok(xd_mem_grow(comm.get(), 4096));
     EXPECT_EQ(memory_info(comm.get()).segments, 2);
+  });
+}
+
+// Without staging nothing but the registration lets rows reach these tensors.
+TEST(SymmetricMemory, OfTheCallerIsUsedInPlaceOnceRegistered) {
+  on_every_rank([](Rank& rank) {
+    FixedShape shape;
+    shape.staging = XD_EP_STAGING_NONE;
+    FixedStep step(rank, shape);
+    std::vector<std::int32_t> registrations;
+    for (Tensor* tensor : step.receive_tensors()) {
+      const xd_status status =
+          xd_mem_register(rank.comm, tensor->buffer().data(), tensor->buffer().bytes(),
+                          &registrations.emplace_back());
+      if (rank.memory->device().device_type == kDLCPU) {
+        EXPECT_EQ(status, XD_ERROR_UNSUPPORTED) << xd_last_error();
+        return;
+      }
+      ok(status);
+    }
+    const Group group = make_group(rank.comm, shape.config(rank.num_ranks));
+    for (int number = 0; number < 7; ++number) {
+      step.load(number);
+      step.enqueue_all(group.get());
+      ok(finish(rank, group.get(), XD_SUCCESS));
+      step.check();
+    }
+    for (const std::int32_t registration : registrations) {
+      ok(xd_mem_deregister(rank.comm, registration));
+    }
+    EXPECT_EQ(step.enqueue(group.get(), XD_EP_PREPARE), XD_SUCCESS) << xd_last_error();
+    EXPECT_EQ(finish(rank, group.get(), step.enqueue(group.get(), XD_EP_DISPATCH)),
+              XD_ERROR_INVALID_ARGUMENT);
   });
 }
 

@@ -59,8 +59,36 @@ TEST(Resources, StepsAllocateNothing) {
   });
 }
 
+// Of the lowest rank of each device, which asks for all.
+TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
+  if (world().memory().device().device_type == kDLCPU) GTEST_SKIP() << "the CPU is no such device";
+  Case c = plain_case(world().num_ranks());
+  c.max_tokens = 8192;  // so much that what is rounded up to pages and pools is little
+  c.row_units = 896;
+  on_every_rank([&](Rank& rank) {
+    xd_ep_config config = c.config(rank.rank);
+    config.device_type = kDLCUDA;
+    xd_ep_memory memory = XD_EP_MEMORY_INIT;
+    ok(xd_ep_group_memory(&config, &memory));
+    ok(xd_comm_barrier(rank.comm));
+    const std::size_t before = rank.memory->device_bytes_used();
+    ok(xd_comm_barrier(rank.comm));
+    const Group group = make_group(rank.comm, config);
+    ok(xd_comm_barrier(rank.comm));
+    const int devices = device_count("cuda");
+    if (rank.rank < devices) {
+      const int ranks_here = (rank.num_ranks - rank.rank + devices - 1) / devices;
+      const double said =
+          ranks_here * static_cast<double>(memory.symmetric_bytes + memory.private_bytes);
+      EXPECT_NEAR(static_cast<double>(rank.memory->device_bytes_used() - before), said, said / 20);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
 // Peers' segments are mapped here as well: with equal configs, as many as there are ranks.
 TEST(Resources, AGroupTakesWhatItSaid) {
+  if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
   constexpr std::size_t kPage = 4096;
   constexpr std::size_t kHandles = 8192;
   Case c = plain_case(world().num_ranks());
@@ -109,6 +137,7 @@ struct Usage {
   std::size_t threads = entries("/proc/self/task");
   std::size_t shared = shared_bytes();
   std::size_t bytes = live_bytes();
+  std::size_t device = world().memory().device_bytes_used();
 };
 
 void create_and_destroy(int rounds) {
@@ -136,6 +165,7 @@ TEST(Resources, TwoHundredCommunicatorsAndGroupsLeaveNothing) {
   EXPECT_EQ(after.threads, before.threads);
   EXPECT_EQ(after.shared, before.shared);
   EXPECT_LE(after.bytes, before.bytes + 1024);
+  EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
 }
 
 }  // namespace

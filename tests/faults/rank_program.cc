@@ -14,9 +14,14 @@
 #include <thread>
 
 #include "conformance/batch.h"
+#include "conformance/fixed_step.h"
 #include "faults/fatal_argument.h"
 #include "support/handles.h"
 #include "support/memory.h"
+
+#if defined(XD_CUDA)
+#include "conformance/cuda_graph.h"
+#endif
 
 namespace xd::test {
 namespace {
@@ -114,11 +119,12 @@ class RankRun {
         outcome = batch.call(group_.get(), program_.operation);
         report(outcome.status, outcome.text, !batch.untouched(program_.operation));
       }
+    } else if (program_.program == Program::replays) {
+      outcome = replay(batch);
+      report(outcome.status, outcome.text, false);
     } else {
-      constexpr xd_ep_operation kStep[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
-                                           XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
       for (std::size_t i = 0; outcome == XD_SUCCESS; ++i) {
-        outcome = batch.call(group_.get(), kStep[i % std::size(kStep)]);
+        outcome = batch.call(group_.get(), kStepOperations[i % std::size(kStepOperations)]);
       }
       report(outcome.status, outcome.text, false);
     }
@@ -126,6 +132,24 @@ class RankRun {
     const Outcome later = batch.call(group_.get(), XD_EP_COMBINE);
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
     return outcome.status;
+  }
+
+  // Until a replay fails; several are on their way at any time.
+  Outcome replay([[maybe_unused]] Batch& batch) {
+#if defined(XD_CUDA)
+    const Graph graph(rank_, [&] {
+      for (const xd_ep_operation operation : kStepOperations) {
+        ok(batch.enqueue(group_.get(), operation));
+      }
+    });
+    for (;;) {
+      for (int i = 0; i < 8; ++i) graph.launch();
+      const Outcome outcome = finish(rank_, group_.get(), XD_SUCCESS);
+      if (outcome != XD_SUCCESS) return outcome;
+    }
+#else
+    throw Unavailable("these tests were built without CUDA");
+#endif
   }
 
   bool someone_dies() const { return program_.death.victim >= 0; }

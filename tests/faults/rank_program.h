@@ -22,6 +22,7 @@ enum class Program {
   grow,          // xd_mem_grow
   operation,     // EP operations of one kind
   steps,         // whole training steps, until one fails
+  replays,       // the same, captured in a CUDA graph
 };
 
 // Which part of an argument is fatal to touch.

@@ -52,6 +52,8 @@ class World {
 
   int num_ranks() const { return num_ranks_; }
   bool threads() const { return threads_; }
+  // Of the lowest rank in this process.
+  Memory& memory() const { return *memories_.front(); }
   // One process of the launch prints what all have in common.
   bool reports() const { return threads_ || first_rank_ == 0; }
 

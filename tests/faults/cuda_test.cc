@@ -1,0 +1,141 @@
+// Peers that fail in the middle of replayed CUDA graphs.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <latch>
+#include <string>
+#include <thread>
+
+#include "conformance/cuda_graph.h"
+#include "conformance/fixed_step.h"
+#include "faults/processes.h"
+#include "faults/thread_ranks.h"
+
+namespace xd::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr int kShortTimeoutMs = 600;
+constexpr int kLongTimeoutMs = 30000;
+constexpr auto kLimit = std::chrono::seconds(1);
+
+struct Replayed {
+  explicit Replayed(const Rank& rank)
+      : group(make_group(rank.comm, FixedShape{}.config(rank.num_ranks))),
+        step(rank, FixedShape{}),
+        graph(rank, [this] { step.enqueue_all(group.get()); }) {}
+
+  Outcome replay(const Rank& rank, int number) {
+    step.load(number);
+    graph.launch();
+    return finish(rank, group.get(), XD_SUCCESS);
+  }
+
+  Group group;
+  FixedStep step;
+  Graph graph;
+};
+
+void expect_replays(const Rank& rank, Replayed& replayed) {
+  for (int number = 0; number < 7; ++number) {
+    ok(replayed.replay(rank, number));
+    replayed.step.check();
+  }
+}
+
+class CudaWait : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (executor() != "cuda") GTEST_SKIP() << "graphs are CUDA's";
+  }
+};
+
+TEST_F(CudaWait, ForAPeerThatReplaysNoMoreEndsInTimeAndTheProcessGoesOn) {
+  std::latch timed_out(1);
+  on_thread_ranks(3, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    Replayed replayed(rank);
+    expect_replays(rank, replayed);
+    if (rank.rank == 2) {
+      timed_out.wait();
+      EXPECT_EQ(replayed.replay(rank, 0), XD_ERROR_TIMEOUT);  // ends at once
+      return;
+    }
+    const auto start = Clock::now();
+    const Outcome outcome = replayed.replay(rank, 0);
+    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
+    EXPECT_GE(Clock::now() - start, milliseconds(kShortTimeoutMs - 50));
+    EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs) + kLimit);
+    EXPECT_TRUE(outcome.mentions("rank 2")) << outcome.text;
+    EXPECT_EQ(comm_error(rank.comm).peer, 2);
+    EXPECT_EQ(replayed.replay(rank, 1), XD_ERROR_TIMEOUT);  // and every later one
+    if (rank.rank == 0) timed_out.count_down();
+  });
+  // The context is as good as new.
+  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    Replayed replayed(rank);
+    expect_replays(rank, replayed);
+  });
+}
+
+TEST_F(CudaWait, OfAReplayIsReleasedByAnAbort) {
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    Replayed replayed(rank);
+    expect_replays(rank, replayed);
+    if (rank.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(30));
+      EXPECT_EQ(xd_comm_abort(rank.comm), XD_SUCCESS);
+    }
+    const auto start = Clock::now();
+    const Outcome outcome = replayed.replay(rank, 0);
+    EXPECT_EQ(outcome, XD_ERROR_ABORTED);
+    EXPECT_LT(Clock::now() - start, kLimit);
+  });
+}
+
+// Graphs that do not fit together are a mismatch, at once, and harm nothing.
+TEST_F(CudaWait, IsNotLongWhereRanksReplayDifferentOperations) {
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    Replayed replayed(rank);
+    expect_replays(rank, replayed);
+    const Graph other(rank, [&] {
+      ok(replayed.step.enqueue(replayed.group.get(),
+                               rank.rank == 0 ? XD_EP_DISPATCH : XD_EP_COMBINE));
+    });
+    for (int i = 0; i < 20; ++i) {
+      const auto start = Clock::now();
+      other.launch();
+      EXPECT_EQ(finish(rank, replayed.group.get(), XD_SUCCESS), XD_ERROR_MISMATCH);
+      EXPECT_LT(Clock::now() - start, kLimit);
+    }
+    expect_replays(rank, replayed);
+  });
+}
+
+class CudaKill : public testing::TestWithParam<int> {};
+
+TEST_P(CudaKill, InTheMiddleOfReplaysReleasesAll) {
+  if (executor() != "cuda") GTEST_SKIP() << "graphs are CUDA's";
+  constexpr int kVictim = 1;
+  RankProgram program;
+  program.program = Program::replays;
+  program.tokens = 512;
+  Processes ranks(program, {{0}, {kVictim}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  std::this_thread::sleep_for(milliseconds(GetParam()));
+  const auto since = ranks.kill(kVictim);
+  for (const int survivor : {0, 2}) {
+    const Result result = ranks.wait_for_result(survivor);
+    EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+    EXPECT_EQ(result.peer, kVictim);
+    EXPECT_LT(result.when - since, kLimit)
+        << std::chrono::duration_cast<milliseconds>(result.when - since).count() << " ms";
+    EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Milliseconds, CudaKill, testing::Values(50, 103, 251));
+
+}  // namespace
+}  // namespace xd::test
