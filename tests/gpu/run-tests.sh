@@ -7,6 +7,10 @@ pattern=${1:-}
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 
+if ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+  echo "run-tests: there is no NVIDIA GPU here" >&2
+  exit 2
+fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sort | uniq -c
 
 passed=0 skipped=0 failed=()
