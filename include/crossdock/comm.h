@@ -93,20 +93,20 @@ typedef struct xd_comm_config {
  * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks
- * or protocol version, another kind of device, a rank taken twice, a peer that failed); PEER_LOST (a peer's process ended
- * meanwhile, or the peer gave up); UNSUPPORTED (no such executor or device here, devices that cannot
- * use one another's memory, more than 72 ranks on CUDA; ranks on different hosts);
- * OUT_OF_MEMORY; SYSTEM.
+ * or protocol version, another kind of device, a rank taken twice, a peer that failed); PEER_LOST
+ * (a peer's process ended meanwhile, or the peer gave up); UNSUPPORTED (no such executor or device
+ * here; CUDA devices that cannot use one another's memory, or more than 72 ranks on them; ranks on
+ * different hosts); OUT_OF_MEMORY; SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
  * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
 /* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank
- * later get PEER_LOST ('left'). Call it when no operation of this rank is running: on CUDA, after the
- * streams of its operations have been synchronised. That is bounded too: after a fatal error
- * operations end by themselves at once, else with the timeout. Groups that are still alive keep what
- * they need until they are destroyed, but their operations are INVALID_ARGUMENT; pointers from
- * xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
+ * later get PEER_LOST ('left'). Call it when no operation of this rank is running: on CUDA, after
+ * synchronising the streams of its operations. That is bounded too: after a fatal error operations
+ * end by themselves at once, else with the timeout. Groups that are still alive keep what they need
+ * until they are destroyed, but their operations are INVALID_ARGUMENT; pointers from xd_mem_alloc
+ * die here. NULL is allowed. Works after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 
 /* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the
@@ -164,8 +164,8 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 /* ---- Symmetric memory ------------------------------------------------------------------------ */
 /* Memory that every peer of the host has mapped already, so that operations move rows straight into
  * and out of tensors that lie in it ("zero-copy"): operations find such tensors by address. Other
- * tensors work too, through the group's staging memory. It is memory of the communicator's device: on
- * the CPU anonymous shared memory, on CUDA virtual memory in units of 2 MiB. It has no name, and
+ * tensors work too, through the group's staging memory. It is memory of the communicator's device:
+ * on the CPU anonymous shared memory, on CUDA virtual memory in units of 2 MiB. It has no name, and
  * vanishes with the last process. */
 
 /* Allocates from this rank's heap. Local and cheap; calls need not match across ranks. *ptr is
@@ -186,9 +186,9 @@ XD_API xd_status xd_mem_free(xd_comm* comm, void* ptr);
 XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
 
 /* Makes memory that the caller owns on the communicator's CUDA device part of symmetric memory, so
- * that operations use tensors in it in place: [ptr, ptr + bytes) inside one allocation of cudaMalloc
- * or of a pool that is made of it. May differ per rank; bytes = 0: none of this rank. *registration
- * gets its number, the same on all ranks. Collective, blocking.
+ * that operations use tensors in it in place: [ptr, ptr + bytes) inside one allocation of
+ * cudaMalloc, or of a pool that is made of it. May differ per rank; bytes = 0: none of this rank.
+ * *registration gets its number, the same on all ranks. Collective, blocking.
  * The memory stays the caller's, and must stay where it is until it has been deregistered, or the
  * communicator destroyed, on all ranks: peers that use it after its process has ended or freed it
  * fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger.
@@ -198,8 +198,8 @@ XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
  * changed. */
 XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);
 
-/* Takes it out again. Collective, blocking; no operation that uses it may be running on any rank, or
- * be replayed from a captured graph later. The caller frees the memory after the call. */
+/* Takes it out again. Collective, blocking; no operation that uses it may be running on any rank,
+ * or be replayed from a captured graph later. The caller frees the memory after the call. */
 XD_API xd_status xd_mem_deregister(xd_comm* comm, int32_t registration);
 
 typedef struct xd_mem_info {

@@ -2,8 +2,8 @@
 //
 // It owns the connections to the peers (mesh), the control segments with doorbells and error
 // boards, and the symmetric heaps. Executors on the host wait for peers through wait_for() alone,
-// which is bounded by the timeout and ends at once on a fatal error; kernels wait by themselves, with
-// what device_comm() tells them.
+// which is bounded by the timeout and ends at once on a fatal error; kernels wait by themselves,
+// with what device_comm() tells them.
 #pragma once
 
 #include <crossdock/comm.h>

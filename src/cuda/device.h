@@ -44,7 +44,7 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 };
 
-// False in a forked child of a process that has used CUDA: nothing of it can be used or freed there.
+// False in a forked child of a process that has used CUDA: nothing of it can be used or freed.
 bool usable_in_this_process() noexcept;
 
 // Runs `work` on the device, for destructors: what fails is ignored, as the context may be gone

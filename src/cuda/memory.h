@@ -1,7 +1,7 @@
 // Memory of the library's own that peers do not see: on the device, and pinned on the host.
 //
-// Nothing here waits for kernels that run: ranks may be threads that share a device, and a kernel of
-// one of them may be waiting for the very rank that allocates.
+// Nothing here waits for kernels that run: ranks may be threads that share a device, and a kernel
+// of one of them may be waiting for the very rank that allocates.
 #pragma once
 
 #include <cstddef>
