@@ -32,7 +32,7 @@ int device_count() {
   return count;
 }
 
-DeviceFacts facts_of(int ordinal) {
+DeviceFacts query_facts(int ordinal) {
   cudaDeviceProp properties{};
   XD_CUDA_CHECK(cudaGetDeviceProperties(&properties, ordinal));
   DeviceFacts facts{.ordinal = ordinal,
@@ -43,6 +43,16 @@ DeviceFacts facts_of(int ordinal) {
   static_assert(sizeof(properties.uuid) == sizeof(facts.uuid));
   std::memcpy(facts.uuid.data(), &properties.uuid, sizeof(facts.uuid));
   return facts;
+}
+
+// Asked for once: it takes milliseconds and does not change.
+const DeviceFacts& facts_of(int ordinal) {
+  static std::mutex& mutex = *new std::mutex;
+  static std::map<int, DeviceFacts>& known = *new std::map<int, DeviceFacts>;
+  const std::lock_guard lock(mutex);
+  auto found = known.find(ordinal);
+  if (found == known.end()) found = known.emplace(ordinal, query_facts(ordinal)).first;
+  return found->second;
 }
 
 void require_attribute(const DeviceFacts& facts, CUdevice_attribute attribute, const char* what) {
@@ -87,7 +97,7 @@ DeviceFacts require_device(int ordinal) {
   const int count = device_count();
   XD_REQUIRE(ordinal >= 0 && ordinal < count, "config.device.device_id = ", ordinal,
              ", expected 0 to ", count - 1);
-  DeviceFacts facts = facts_of(ordinal);
+  const DeviceFacts& facts = facts_of(ordinal);
   require_abilities(facts);
   return facts;
 }

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <atomic>
 
 #include "comm/mesh_connector.h"
 #include "comm/mesh_introduction.h"
@@ -307,6 +308,29 @@ TEST(Mesh, OnlyMeetingRanksCanBePeers) {
                "ranks 0 and 1 are on different hosts");
   expect_error(error_with([](auto& i) { ++i.host.network_namespace; }), XD_ERROR_UNSUPPORTED,
                "different network namespaces");
+}
+
+// Counts the watch thread's ticks.
+class Clockwork final : public MeshEvents {
+ public:
+  void on_lost(std::span<const int>) override {}
+  void on_left(int) override {}
+  void on_abort(int) override {}
+  int tick_ms() const override { return 5; }
+  void on_tick() override { ++ticks; }
+  std::atomic<int> ticks{0};
+};
+
+TEST(Mesh, TicksComeWhileNothingElseDoes) {
+  Clockwork events[2];
+  std::unique_ptr<Mesh> meshes[2];
+  const xd_unique_id id = new_id();
+  expect_no_errors(on_threads(2, [&](int rank) {
+    const auto bootstrap = make_bootstrap(id_config(id, rank, 2));
+    meshes[rank] = Mesh::connect(*bootstrap, Deadline::after_ms(20000));
+    meshes[rank]->start(events[rank]);
+  }));
+  EXPECT_TRUE(eventually([&] { return events[0].ticks > 3 && events[1].ticks > 3; }));
 }
 
 }  // namespace
