@@ -97,8 +97,8 @@ Tensor::Tensor(xd_comm* symmetric_in, const Stream& stream, DLDataType type, Sha
 void* Tensor::data(int copy) const { return dl(copy)->data; }
 
 PinnedWords pinned_words(int rank) {
-  constexpr int kWords = 16;
-  constexpr int kRanks = 1024;
+  constexpr std::size_t kWords = 16;
+  constexpr std::size_t kRanks = 1024;
   static std::mutex mutex;
   static void* host = nullptr;
   const std::lock_guard lock(mutex);
@@ -109,8 +109,8 @@ PinnedWords pinned_words(int rank) {
   }
   void* device = nullptr;
   ok(cudaHostGetDevicePointer(&device, host, 0), "cudaHostGetDevicePointer");
-  return {static_cast<std::uint32_t*>(host) + rank * kWords,
-          static_cast<std::uint32_t*>(device) + rank * kWords};
+  const std::size_t first = static_cast<std::size_t>(rank) * kWords;
+  return {static_cast<std::uint32_t*>(host) + first, static_cast<std::uint32_t*>(device) + first};
 }
 
 }  // namespace bench::gpu

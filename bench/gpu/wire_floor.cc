@@ -62,10 +62,11 @@ std::vector<Piece> WireFloor::cut_pieces() const {
     const auto rows = at_.batch.rows[std::size_t(at_.rank)][std::size_t(d)];
     const std::uint64_t bytes = static_cast<std::uint64_t>(rows) * at_.workload().wire_row_bytes();
     std::byte* const to = landing_.of(d) + incoming_offset(at_.rank, d);
-    const double count = static_cast<double>((bytes + kPieceBytes - 1) / kPieceBytes);
-    for (std::uint64_t from = 0; from < bytes; from += kPieceBytes) {
+    const std::uint64_t count = (bytes + kPieceBytes - 1) / kPieceBytes;
+    for (std::uint64_t i = 0; i < count; ++i) {
+      const std::uint64_t from = i * kPieceBytes;
       const auto size = std::min<std::uint64_t>(bytes - from, kPieceBytes);
-      placed.push_back({(static_cast<double>(from / kPieceBytes) + 0.5) / count,
+      placed.push_back({(static_cast<double>(i) + 0.5) / static_cast<double>(count),
                         {to + from, from, static_cast<std::uint32_t>(size)}});
     }
   }

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Draws what crossdock-bench ep --device cuda --preset sweep --json FILE has measured.
+
+  plot.py FILE... [--out docs/figures] [--format svg]
+
+ep-tokens: time against the tokens of a rank, with the wire's floor and NCCL's all-to-all of as many
+bytes; ep-sms: time against the multiprocessors allowed, with the floor. Parts that the files lack
+are left out. Needs matplotlib.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (after the choice of what draws)
+
+COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "prepare": "tab:gray"}
+LINES = {"bf16": "-", "fp8": "--", "bf16-fp8": "-."}
+LABELS = {"tokens": "tokens per rank", "sms_allowed": "multiprocessors allowed"}
+
+
+def read(paths):
+    """(first line of the first file, all measured lines)"""
+    heads, rows = [], []
+    for path in paths:
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            (heads if "machine" in entry else rows).append(entry)
+    if not heads:
+        sys.exit("no line describes the machine: was this written by --json?")
+    return heads[0], rows
+
+
+def curves(rows, x, y):
+    """{(operation, dtype): ([x], [y])} of the rows that have y, by ascending x."""
+    found = {}
+    for row in sorted(rows, key=lambda row: row[x]):
+        if row.get(y):
+            xs, ys = found.setdefault((row["operation"], row["dtype"]), ([], []))
+            xs.append(row[x])
+            ys.append(row[y])
+    return found
+
+
+def draw_panel(axes, rows, x):
+    for (operation, dtype), (xs, ys) in curves(rows, x, "p50_us").items():
+        label = operation if operation == "prepare" else f"{operation} {dtype}"
+        axes.plot(xs, ys, LINES[dtype], color=COLORS[operation], marker="o", markersize=3,
+                  label=label)
+    # Floor and baseline depend on the bytes alone: those of dispatch stand for all.
+    for y, name, color in [("floor_us", "wire floor", "black"), ("nccl_us", "NCCL", "tab:green")]:
+        for (operation, dtype), (xs, ys) in curves(rows, x, y).items():
+            if operation == "dispatch":
+                axes.plot(xs, ys, LINES[dtype], color=color, linewidth=1, label=f"{name} {dtype}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted({row[x] for row in rows}), labels=sorted({row[x] for row in rows}))
+    axes.tick_params(axis="x", rotation=45)
+    axes.minorticks_off()
+    axes.set_xlabel(LABELS[x])
+    axes.set_ylabel("microseconds, p50 of the slowest rank")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def draw(head, rows, part, x, path):
+    rows = [row for row in rows if row["part"] == part and row["memory"] == "zero-copy"]
+    if not rows:
+        return
+    layouts = sorted({row["layout"] for row in rows}, reverse=True)
+    figure, panels = plt.subplots(1, len(layouts), figsize=(6 * len(layouts), 5), squeeze=False)
+    for axes, layout in zip(panels[0], layouts):
+        draw_panel(axes, [row for row in rows if row["layout"] == layout], x)
+        axes.set_title(f"{layout}-major")
+    first = rows[0]
+    figure.suptitle(f"{first['ranks']} ranks on {first['gpus']} of {head['machine']['count']} "
+                    f"{head['machine']['name']}, H={first['hidden']} K={first['topk']} "
+                    f"E={first['experts']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path)
+    print(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("files", nargs="+", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/figures"))
+    parser.add_argument("--format", choices=["svg", "png"], default="svg")
+    arguments = parser.parse_args()
+    head, rows = read(arguments.files)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    # Equal input gives equal files.
+    plt.rcParams["svg.hashsalt"] = "crossdock"
+    draw(head, rows, "tokens", "tokens", arguments.out / f"ep-tokens.{arguments.format}")
+    draw(head, rows, "sms", "sms_allowed", arguments.out / f"ep-sms.{arguments.format}")
+
+
+if __name__ == "__main__":
+    main()
