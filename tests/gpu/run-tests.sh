@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests of this folder (see manifest) one after another, on all GPUs of this machine.
 #   run-tests [PATTERN]   only those whose name matches the regular expression
+# With LOG=file in the environment that file gets all they print.
 set -uo pipefail
+log=$(realpath -m "${LOG:-/dev/null}")
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 pattern=${1:-}
 output=$(mktemp)
@@ -13,6 +15,15 @@ if ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
 fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sort | uniq -c
 
+# Of GoogleTest's lines, those about tests that were fine say nothing.
+what_went_wrong() {
+  awk '/\[ RUN      \]/ { running = $0; next }
+       /\[       OK \]/ { running = ""; next }
+       running != "" { print running; running = "" }
+       { print }
+       END { if (running != "") print running }' "$output" | grep -v '\[------' | tail -n 200
+}
+
 passed=0 skipped=0 failed=()
 while read -r name seconds command; do
   [[ -z $pattern || $name =~ $pattern ]] || continue
@@ -21,6 +32,7 @@ while read -r name seconds command; do
   timeout -k 10 "$seconds" "${words[@]}" >"$output" 2>&1 </dev/null
   code=$?
   took="$((SECONDS - start)) s"
+  { echo "=== $name"; cat "$output"; } >>"$log"
   case $code in
     0)
       passed=$((passed + 1))
@@ -33,8 +45,7 @@ while read -r name seconds command; do
     *)
       failed+=("$name")
       echo "FAILED   $name   $took, exit code $code"
-      # GoogleTest's lines about tests that were fine say nothing here.
-      grep -vE '\[ RUN      \]|\[       OK \]|^(\[[0-9]+\] )?\[---' "$output" | tail -n 200
+      what_went_wrong
       ;;
   esac
 done <manifest
