@@ -3,6 +3,8 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <exception>
 #include <memory>
 
 namespace bench::gpu {
@@ -61,7 +63,9 @@ void Captured::launch(int iteration) const {
   ok(cudaGraphLaunch(graphs_[i], stream_), "cudaGraphLaunch");
 }
 
-int blocks_of(EpRank& rank, Operation operation, const Stream& stream) {
+namespace {
+
+int find_blocks(EpRank& rank, Operation operation, const Stream& stream) {
   const GetKernelParams get_params = find_get_kernel_params();
   if (get_params == nullptr) return 0;
   const Graph graph = capture(rank, operation, 0, stream);
@@ -78,6 +82,17 @@ int blocks_of(EpRank& rank, Operation operation, const Stream& stream) {
     most = std::max(most, params.gridDimX * params.gridDimY * params.gridDimZ);
   }
   return static_cast<int>(most);
+}
+
+}  // namespace
+
+int blocks_of(EpRank& rank, Operation operation, const Stream& stream) {
+  try {
+    return find_blocks(rank, operation, stream);
+  } catch (const std::exception& error) {  // times are worth having all the same
+    std::fprintf(stderr, "crossdock-bench: blocks of %s: %s\n", name_of(operation), error.what());
+    return 0;
+  }
 }
 
 }  // namespace bench::gpu

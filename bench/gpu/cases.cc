@@ -35,8 +35,8 @@ Workload standard(const Options& options, int ranks) {
 
 class Builder {
  public:
-  Builder(const Options& options, int ranks)
-      : options_(options), standard_(standard(options, ranks)) {}
+  Builder(const Options& options, const Limits& limits)
+      : options_(options), limits_(limits), standard_(standard(options, limits.ranks)) {}
 
   struct Change {
     int tokens = 4096;
@@ -62,6 +62,7 @@ class Builder {
   void add_as_is(const std::string& part, const Workload& workload, bool staged,
                  std::vector<Step> steps) {
     check(workload);
+    for (Step& step : steps) step.sms = std::min(step.sms, limits_.sms);
     cases_.push_back({.part = part,
                       .workload = workload,
                       .staged = staged,
@@ -73,16 +74,18 @@ class Builder {
     add("", changed(change), change.staged, std::move(steps));
   }
   const Workload& standard_workload() const { return standard_; }
+  const Limits& limits() const { return limits_; }
   std::vector<Case> take() { return std::move(cases_); }
 
  private:
   const Options& options_;
+  const Limits limits_;
   const Workload standard_;
   std::vector<Case> cases_;
 };
 
-std::vector<Case> budget(const Options& options, int ranks) {
-  Builder b(options, ranks);
+std::vector<Case> budget(const Options& options, const Limits& limits) {
+  Builder b(options, limits);
   const Step prepare{.operation = Operation::prepare, .target_us = 20};
   b.add({}, {prepare, {kDispatch, 12, 510}, {kCombine, 16, 510}});
   b.add({.element = Element::fp8}, {{kDispatch, 12, 290}});
@@ -133,38 +136,42 @@ void sweep_batch(Builder& b, const std::string& part) {
 
 void sweep_sms(Builder& b) {
   for (const Layout layout : {Layout::rank, Layout::expert}) {
-    std::vector<Step> steps;
-    // A case each, so that a budget that this device does not have spoils only its own line.
     for (const int sms : {4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 132}) {
+      if (sms > b.limits().sms) continue;
       b.add_as_is("sms", b.changed({.layout = layout}), false, {{kDispatch, sms}, {kCombine, sms}});
     }
   }
 }
 
-std::vector<Case> sweep(const Options& options, const std::string& only, int ranks, int devices,
-                        bool may_shrink) {
+void sweep_gpus(std::vector<Case>& cases, const Options& options, const Limits& limits) {
+  for (const int ranks : {2, 3, 4, 6, 8}) {
+    if (ranks > std::min(limits.ranks, limits.devices)) continue;
+    if (ranks != limits.ranks && !limits.may_shrink) continue;
+    Limits fewer = limits;
+    fewer.ranks = ranks;
+    Builder b(options, fewer);
+    for (const Layout layout : {Layout::rank, Layout::expert}) {
+      b.add("gpus", b.changed({.layout = layout}), false, {{kDispatch}, {kCombine}});
+    }
+    for (Case& one : b.take()) cases.push_back(std::move(one));
+  }
+}
+
+std::vector<Case> sweep(const Options& options, const std::string& only, const Limits& limits) {
   const std::set<std::string> parts{"tokens", "topk", "experts", "skew", "gpus", "sms"};
   if (!only.empty() && !parts.contains(only)) {
     throw std::invalid_argument("--preset sweep:" + only +
                                 ": expected tokens, topk, experts, skew, gpus or sms");
   }
   const auto wanted = [&](const char* part) { return only.empty() || only == part; };
-  Builder b(options, ranks);
+  Builder b(options, limits);
   if (wanted("tokens")) sweep_tokens(b);
   for (const char* const part : {"topk", "experts", "skew"}) {
     if (wanted(part)) sweep_batch(b, part);
   }
   if (wanted("sms")) sweep_sms(b);
   std::vector<Case> cases = b.take();
-  for (const int fewer : {2, 3, 4, 6, 8}) {
-    if (!wanted("gpus") || fewer > std::min(ranks, devices)) continue;
-    if (fewer != ranks && !may_shrink) continue;
-    Builder few(options, fewer);
-    for (const Layout layout : {Layout::rank, Layout::expert}) {
-      few.add("gpus", few.changed({.layout = layout}), false, {{kDispatch}, {kCombine}});
-    }
-    for (Case& one : few.take()) cases.push_back(std::move(one));
-  }
+  if (wanted("gpus")) sweep_gpus(cases, options, limits);
   return cases;
 }
 
@@ -196,14 +203,12 @@ std::vector<Case> from_command_line(const Options& options, int ranks) {
 
 }  // namespace
 
-std::vector<Case> make_cases(const Options& options, int ranks, int devices, bool may_shrink) {
+std::vector<Case> make_cases(const Options& options, const Limits& limits) {
   const std::string& preset = options.driver.preset;
-  if (preset.empty()) return from_command_line(options, ranks);
-  if (preset == "budget") return budget(options, ranks);
-  if (preset == "sweep") return sweep(options, "", ranks, devices, may_shrink);
-  if (preset.starts_with("sweep:")) {
-    return sweep(options, preset.substr(6), ranks, devices, may_shrink);
-  }
+  if (preset.empty()) return from_command_line(options, limits.ranks);
+  if (preset == "budget") return budget(options, limits);
+  if (preset == "sweep") return sweep(options, "", limits);
+  if (preset.starts_with("sweep:")) return sweep(options, preset.substr(6), limits);
   throw std::invalid_argument("--preset " + preset + ": expected budget, sweep or sweep:PART");
 }
 

@@ -25,8 +25,14 @@ struct Case {
   std::vector<Step> steps;
 };
 
-// Throws std::invalid_argument for an unknown preset or operation. `ranks` and `devices`: how many
-// there are; sweep:gpus takes fewer ranks where `may_shrink`.
-std::vector<Case> make_cases(const Options& options, int ranks, int devices, bool may_shrink);
+struct Limits {
+  int ranks;
+  int devices;
+  int sms;          // that a rank may have; presets ask for no more
+  bool may_shrink;  // sweep:gpus may take fewer ranks
+};
+
+// Throws std::invalid_argument for an unknown preset or operation.
+std::vector<Case> make_cases(const Options& options, const Limits& limits);
 
 }  // namespace bench::gpu

@@ -87,7 +87,10 @@ int run_on_cuda(const Options& options) {
   const Run run = describe(options);
   const bool speaks = run.place.launch.first_rank == 0;
   const std::vector<Case> cases =
-      make_cases(options, run.place.launch.num_ranks, run.place.devices, !is_launched());
+      make_cases(options, {.ranks = run.place.launch.num_ranks,
+                           .devices = run.place.devices,
+                           .sms = run.gpus.sms / run.place.ranks_per_gpu,
+                           .may_shrink = !is_launched()});
   std::unique_ptr<JsonLines> json;
   if (speaks && !options.driver.json.empty()) {
     json = std::make_unique<JsonLines>(options.driver.json, run);
