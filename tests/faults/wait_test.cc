@@ -143,13 +143,13 @@ TEST_P(Wait, InAGroupThatIsBusyIsRefusedAndNotACorruption) {
       EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY);
       return;
     }
-    std::thread first([&] { EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY); });
-    std::this_thread::sleep_for(kMoment);
     // On another stream: behind the first call it would be no second user.
     const std::unique_ptr<Memory> memory = rank.memory->another_stream();
     const Rank there = rank.on(*memory);
     Batch other(there, c_);
     other.use_plan(batch.plan().data(), batch.plan().bytes());
+    std::thread first([&] { EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY); });
+    std::this_thread::sleep_for(kMoment);
     EXPECT_EQ(other.call(group.get(), GetParam()), XD_ERROR_BUSY);
     first.join();
     EXPECT_EQ(comm_error(rank.comm).status, XD_ERROR_BUSY);
