@@ -3,9 +3,10 @@
 
   package.py BUILD FOLDER
 
-BUILD is configured so that programs look for libraries relative to their own place (make gpu-package
-does). The folder repeats its tree, as far as it is needed, with debug information stripped; lib/ has
-the libraries that a bare machine lacks, manifest the tests, one a line: name, seconds, command.
+BUILD is configured so that programs look for libraries relative to their own place (make
+gpu-package does). The folder repeats its tree, as far as it is needed, with debug information
+stripped; lib/ has the libraries that a bare machine lacks, manifest the tests, one a line: name,
+seconds, command.
 """
 import json
 import pathlib
