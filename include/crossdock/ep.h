@@ -115,11 +115,13 @@ typedef struct xd_ep_config {
                         written */
   int32_t num_sms;   /* CUDA: multiprocessors to use, 0 = chosen by the library. The CPU executor
                         ignores it */
+  int32_t device_type; /* for xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also
+                          takes 0 = the communicator's */
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
-   XD_EP_OVERFLOW_ERROR, XD_EP_STAGING_AUTO, 0, 0}
+   XD_EP_OVERFLOW_ERROR, XD_EP_STAGING_AUTO, 0, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */

@@ -14,6 +14,12 @@ constexpr std::uint64_t hash_combine(std::uint64_t hash, std::uint64_t word) {
   return hash ^ (hash >> 29);
 }
 
+// The part of one word of a table in the table's hash, which is the sum over all words: so many
+// threads can hash a table together.
+constexpr std::uint64_t hash_entry(std::uint64_t index, std::uint64_t word) {
+  return hash_combine(hash_combine(index + 1, word), word >> 32 ^ index);
+}
+
 inline std::uint64_t hash_bytes(std::uint64_t hash, const void* data, std::size_t bytes) {
   const auto* at = static_cast<const unsigned char*>(data);
   for (; bytes >= sizeof(std::uint64_t);

@@ -31,6 +31,9 @@ struct HostWords {
 
 struct DeviceBoard {
   std::uint32_t first;
+  std::uint32_t claimed;    // own kernels: somebody is writing this rank's slots
+  std::uint32_t told_host;  // own kernels: somebody has taken the error to HostWords
+  std::uint32_t reserved;
   FatalError slot[kMaxDeviceRanks];
 };
 

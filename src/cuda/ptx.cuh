@@ -120,6 +120,11 @@ __device__ inline void mbarrier_init(std::uint64_t* barrier, std::uint32_t arriv
                : "memory");
 }
 
+// Before its memory is used for anything else.
+__device__ inline void mbarrier_invalidate(std::uint64_t* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // After mbarrier_init, before a bulk copy uses the barrier.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

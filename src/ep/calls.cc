@@ -23,11 +23,25 @@ class Reader {
 
   Tensor required(const DLTensor* t, const char* name, int ndim,
                   std::span<const DType> types) const {
-    return read_tensor(t, {name, ndim, types, context_.device, false});
+    return read_tensor(
+        t, {.name = name, .ndim = ndim, .types = types, .device = context_.device});
   }
   Tensor optional(const DLTensor* t, const char* name, int ndim,
                   std::span<const DType> types) const {
-    return read_tensor(t, {name, ndim, types, context_.device, true});
+    return read_tensor(t, {.name = name,
+                           .ndim = ndim,
+                           .types = types,
+                           .device = context_.device,
+                           .optional = true});
+  }
+  // An output of prepare, which the host may want to read.
+  Tensor numbers(const DLTensor* t, const char* name, int ndim) const {
+    return read_tensor(t, {.name = name,
+                           .ndim = ndim,
+                           .types = kIndexTypes,
+                           .device = context_.device,
+                           .optional = true,
+                           .pinned_host = true});
   }
   Tensor reducible(const DLTensor* t, const char* name) const {
     return required(t, name, 2, kReducibleTypes);
@@ -124,11 +138,11 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
   PrepareCall call{
       .topk_idx = reader.required(a.topk_idx, "topk_idx", 2, kIndexTypes),
       .plan = static_cast<std::byte*>(a.plan),
-      .counts = reader.optional(a.counts, "counts", 1, kIndexTypes),
-      .padded_counts = reader.optional(a.padded_counts, "padded_counts", 1, kIndexTypes),
-      .offsets = reader.optional(a.offsets, "offsets", 1, kIndexTypes),
-      .total = reader.optional(a.total, "total", 1, kIndexTypes),
-      .rank_rows = reader.optional(a.rank_rows, "rank_rows", 2, kIndexTypes)};
+      .counts = reader.numbers(a.counts, "counts", 1),
+      .padded_counts = reader.numbers(a.padded_counts, "padded_counts", 1),
+      .offsets = reader.numbers(a.offsets, "offsets", 1),
+      .total = reader.numbers(a.total, "total", 1),
+      .rank_rows = reader.numbers(a.rank_rows, "rank_rows", 2)};
   require_tokens_fit(call.topk_idx, config);
   require_topk_fits(call.topk_idx, config);
   XD_REQUIRE(a.plan != nullptr, "plan = NULL, expected ", plan_size(config), " bytes");

@@ -11,7 +11,7 @@ namespace xd::ep {
 
 struct CallContext {
   const Config* config;
-  DLDeviceType device;
+  DLDevice device;
 };
 
 struct PlanBytes {

@@ -30,6 +30,13 @@ bool is_payload(DType type) {
   }
 }
 
+void read_device(const xd_ep_config& user, Config& config) {
+  XD_REQUIRE(user.device_type == 0 || user.device_type == kDLCPU || user.device_type == kDLCUDA,
+             "config.device_type = ", user.device_type, ", expected 0, kDLCPU or kDLCUDA");
+  config.device_type = user.device_type;
+  config.cuda = user.device_type == kDLCUDA;
+}
+
 void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {
   if (comm_ranks > 0) {
     XD_REQUIRE(user.num_ranks == 0 || user.num_ranks == comm_ranks,
@@ -70,12 +77,14 @@ void read_receive(const xd_ep_config& user, Config& config) {
   require_range("staging", raw_enum(user.staging), XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
   require_range("zero_tail", user.zero_tail, 0, 1);
   require_range("num_sms", user.num_sms, 0, 4096);
+  config.num_sms = user.num_sms;
   XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&
                  std::popcount(static_cast<unsigned>(user.alignment)) <= 1,
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
   config.layout = user.layout;
   config.overflow = user.overflow;
   config.staging = user.staging == XD_EP_STAGING_AUTO;
+  config.any_staging = config.staging;
   config.zero_tail = user.zero_tail != 0;
   config.alignment = std::max(1, user.alignment);
   const std::int64_t bound = recv_bound(config);
@@ -94,6 +103,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
 Config read_config(const xd_ep_config* user, int comm_ranks) {
   const xd_ep_config read = read_struct("config", user, xd_ep_config XD_EP_CONFIG_INIT);
   Config config;
+  read_device(read, config);
   read_sizes(read, comm_ranks, config);
   read_rows(read, config);
   read_receive(read, config);

@@ -14,6 +14,7 @@ namespace xd::ep {
 inline constexpr int kMaxTopk = 32;
 inline constexpr int kMaxRanks = 1024;
 inline constexpr int kMaxExperts = 65536;
+inline constexpr int kMaxDeviceExperts = 4096;  // on CUDA
 inline constexpr std::uint64_t kRowAlignment = 16;   // payload rows are a multiple of it
 inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
 
@@ -30,12 +31,22 @@ struct Config {
   std::int64_t capacity = 0;  // this rank's
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
   bool staging = true;
+  bool any_staging = true;  // some rank's; as this rank's until the ranks have agreed
   bool zero_tail = false;
+  int device_type = 0;  // as given
+  bool cuda = false;    // whose memory sizes these are
+  int num_sms = 0;    // CUDA: 0 = chosen by the library
 
   bool expert_major() const { return layout == XD_EP_EXPERT_MAJOR; }
-  // EXPERT_MAJOR with staging: this rank knows which of its rows are one token's, so that a staged
-  // row crosses once for all of them.
-  bool keeps_lists() const { return expert_major() && staging; }
+  // This rank knows which of its rows are one token's, so that a row crosses once for all of them:
+  // on the CPU where rows are staged, between devices always.
+  bool keeps_lists() const { return expert_major() && (staging || cuda); }
+  // CUDA: this rank also knows where the token's partial sum goes, as it sends that home itself.
+  bool keeps_items() const { return cuda && (expert_major() || staging); }
+  // CUDA: partial sums of this rank's tokens are pushed here by some rank.
+  bool keeps_partials() const { return cuda && (expert_major() || any_staging); }
+  // The most ranks that hold rows of one token, and so the most partial sums it can have.
+  int slots_per_token() const { return std::min(max_topk, ranks); }
   // The most rows that one rank can have here.
   std::uint64_t rows_per_source() const {
     return static_cast<std::uint64_t>(max_tokens) *

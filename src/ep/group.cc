@@ -83,6 +83,11 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config)
 void Group::agree_on_config(const xd_ep_config* config) {
   const auto items = comm_->agree(Comm::Collective::group, [&] {
     config_ = read_config(config, comm_->num_ranks());
+    const bool cuda = comm_->device().device_type == kDLCUDA;
+    XD_REQUIRE(config_.cuda == cuda || config_.device_type == 0,
+               "config.device_type = ", config_.device_type, ", expected 0 or the communicator's ",
+               int{comm_->device().device_type});
+    config_.cuda = cuda;
     const Announcement mine = announce(config_);
     Comm::Contribution contribution{.blob = Bytes(sizeof(mine))};
     std::memcpy(contribution.blob.data(), &mine, sizeof(mine));
@@ -96,6 +101,7 @@ void Group::agree_on_config(const xd_ep_config* config) {
     std::memcpy(&of_rank[r], items[r].blob.data(), sizeof(Announcement));
   }
   require_equal(of_rank);
+  for (const Announcement& a : of_rank) config_.any_staging |= a.staging != 0;
   for (const Announcement& a : of_rank) {
     Config c = config_;
     c.capacity = a.capacity;

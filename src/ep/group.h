@@ -53,13 +53,13 @@ class Group {
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
-  CallContext call_context() const { return {&config_, comm_->device().device_type}; }
+  CallContext call_context() const { return {&config_, comm_->device()}; }
   PlanBinding plan_binding() const { return {rank(), &config_, capacities_hash_}; }
 
   // Keeps the first setback until it is read; counts bad ids and dropped rows of all plans.
   void remember(const Setback& setback, xd_ep_operation operation, std::uint64_t epoch);
   void count_losses(std::int64_t bad_ids, std::int64_t dropped_rows);
-  xd_ep_status take_status();
+  virtual xd_ep_status take_status();
 
  protected:
   // Collective: validates the config here, and that the ranks agree. Throws INVALID_ARGUMENT where

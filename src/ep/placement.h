@@ -11,14 +11,15 @@
 namespace xd::ep {
 
 // What one rank says about its batch, as 32-bit values: choices per expert [E], rows per
-// destination if each token is sent there once [W], bad ids [1].
+// destination if each token is sent there once [W], tokens [1], bad ids [1].
 struct CountLayout {
   int experts, ranks;
 
-  std::size_t size() const { return static_cast<std::size_t>(experts) + ranks + 1; }
-  std::size_t expert(int e) const { return static_cast<std::size_t>(e); }
-  std::size_t rank(int d) const { return static_cast<std::size_t>(experts) + d; }
-  std::size_t bad_ids() const { return size() - 1; }
+  constexpr std::size_t size() const { return static_cast<std::size_t>(experts) + ranks + 2; }
+  constexpr std::size_t expert(int e) const { return static_cast<std::size_t>(e); }
+  constexpr std::size_t rank(int d) const { return static_cast<std::size_t>(experts) + d; }
+  constexpr std::size_t tokens() const { return size() - 2; }
+  constexpr std::size_t bad_ids() const { return size() - 1; }
 };
 
 // The counts of all ranks: row s is what rank s said.

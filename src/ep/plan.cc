@@ -9,19 +9,32 @@ namespace xd::ep {
 namespace {
 
 PlanMap map_of(const PlanHeader& header) {
-  return PlanMap::make(header.experts / header.ranks, header.tokens, header.topk, header.list_rows);
+  return PlanMap::make({.local_experts = header.experts / header.ranks,
+                        .tokens = header.tokens,
+                        .topk = header.topk,
+                        .list_rows = header.list_rows,
+                        .items = header.keeps_items != 0 ? header.capacity : 0,
+                        .ranks = header.ranks});
 }
 
 std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
-  const std::uint64_t of_header = hash_bytes(0, plan, offsetof(PlanHeader, checksum));
-  return hash_bytes(of_header, plan + sizeof(PlanHeader), map.code - sizeof(PlanHeader));
+  constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
+  std::uint64_t sum = 0;
+  for (std::uint64_t i = 0; i < map.code / sizeof(std::uint64_t); ++i) {
+    if (i == kChecksumWord) continue;
+    std::uint64_t word;
+    std::memcpy(&word, plan + i * sizeof(word), sizeof(word));
+    sum += hash_entry(i, word);
+  }
+  return sum;
 }
 
 // Sizes that are safe to compute a PlanMap with.
 bool sane(const PlanHeader& h) {
   return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
          h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
-         h.topk <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX;
+         h.topk <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
+         h.capacity <= INT32_MAX;
 }
 
 }  // namespace
@@ -89,6 +102,7 @@ void PlanView::require_binding(const PlanBinding& binding) const {
   require("layout", header_.layout, c.layout);
   require("alignment", header_.alignment, c.alignment);
   require("staging", header_.keeps_list, c.keeps_lists() ? 1 : 0);
+  require("items", header_.keeps_items, c.keeps_items() ? 1 : 0);
   require("overflow policy", header_.overflow, c.overflow);
   require("recv_capacity", header_.capacity, c.capacity);
   XD_REQUIRE(header_.capacities == binding.capacities,
@@ -114,8 +128,13 @@ void seal_plan(std::byte* plan) {
 }
 
 std::size_t plan_size(const Config& config) {
-  return PlanMap::make(config.local_experts, config.max_tokens, config.max_topk,
-                       config.keeps_lists() ? config.capacity : 0)
+  // As large as any executor's.
+  return PlanMap::make({.local_experts = config.local_experts,
+                        .tokens = config.max_tokens,
+                        .topk = config.max_topk,
+                        .list_rows = config.expert_major() ? config.capacity : 0,
+                        .items = config.expert_major() || config.staging ? config.capacity : 0,
+                        .ranks = config.ranks})
       .end;
 }
 

@@ -8,6 +8,15 @@
 //   list[]       uint32, EXPERT_MAJOR with staging: the rows received here, by source rank, token
 //                and k. A token's first row here has kFirstOfToken set: the others hold the same
 //
+// Plans of the CUDA executor have room for R rows and items, whatever the batch, so that every part
+// has its place before the counts are known. An item is a (source rank, token) with rows here; items
+// are ordered by source rank and token.
+//   tokens[W]       int32: tokens of every rank (after offset[])
+//   item_begin[W+1] int32: first item of every source rank, and the end of the last
+//   start[R+1]      uint32, EXPERT_MAJOR: where an item's rows begin in list[] (no kFirstOfToken)
+//   slot[R]         uint32: token * min(K, W) + i at the source rank, if this rank is the i-th, by
+//                   ascending rank, of those that hold rows of the token
+//
 // A plan is bound to its rank and to the sizes of its group, and to nothing else: it holds no
 // pointer and no identity of the group. Header and zones are covered by a checksum; codes are
 // bounds-checked when they are used.
@@ -19,6 +28,7 @@
 #include <span>
 #include <vector>
 
+#include "base/hash.h"
 #include "base/layout.h"
 #include "ep/config.h"
 
@@ -40,9 +50,11 @@ struct PlanHeader {
   std::int32_t alignment;
   std::int32_t overflow;    // an xd_ep_overflow
   std::int32_t keeps_list;  // 1 = has a list
+  std::int32_t keeps_items;  // 1 = has the parts of CUDA plans
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
-  std::int64_t list_rows;          // length of the list
+  std::int32_t reserved;
+  std::int64_t list_rows;          // room of the list
   std::int64_t recv_rows;          // min(total_rows, capacity)
   std::int64_t total_rows;         // before any drop
   std::int64_t bad_ids;            // over all ranks
@@ -55,21 +67,35 @@ struct PlanHeader {
   std::uint64_t bytes;     // of the whole plan
   std::uint64_t checksum;  // of all before it, and of the zones
 };
-static_assert(sizeof(PlanHeader) == 152);
+static_assert(sizeof(PlanHeader) == 160);
 
 struct PlanMap {
-  std::uint64_t count, offset, zones_end, code, list, list_end, end;
+  std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, slot, list_end, end;
 
-  static constexpr PlanMap make(int local_experts, int tokens, int topk, std::int64_t list_rows) {
+  struct Sizes {
+    int local_experts = 1, tokens = 0, topk = 1;
+    std::int64_t list_rows = 0;  // 0 = no list
+    std::int64_t items = 0;      // room; 0 = not a plan of the CUDA executor
+    int ranks = 1;
+  };
+  static constexpr PlanMap make(const Sizes& sizes) {
+    const auto local_experts = sizes.local_experts;
+    const std::uint64_t ranks = sizes.items > 0 ? static_cast<std::uint64_t>(sizes.ranks) : 0;
+    const auto items = static_cast<std::uint64_t>(sizes.items);
+    const auto list_rows = static_cast<std::uint64_t>(sizes.list_rows);
     LayoutCursor cursor;
     PlanMap map{};
     cursor.place<PlanHeader>(1);
     map.count = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts));
     map.offset = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts) + 1);
+    map.tokens = cursor.place<std::int32_t>(ranks);
+    map.item_begin = cursor.place<std::int32_t>(ranks > 0 ? ranks + 1 : 0);
     map.zones_end = cursor.at;
     map.code = cursor.place<std::uint32_t>(
-        static_cast<std::uint64_t>(tokens) * static_cast<std::uint64_t>(topk), 16);
-    map.list = cursor.place<std::uint32_t>(static_cast<std::uint64_t>(list_rows));
+        static_cast<std::uint64_t>(sizes.tokens) * static_cast<std::uint64_t>(sizes.topk), 16);
+    map.list = cursor.place<std::uint32_t>(list_rows);
+    map.start = cursor.place<std::uint32_t>(items > 0 && list_rows > 0 ? items + 1 : 0);
+    map.slot = cursor.place<std::uint32_t>(items);
     map.list_end = cursor.at;
     map.end = cursor.place<std::byte>(0, 16);
     return map;
@@ -155,6 +181,21 @@ class PlanView {
 
 // Fills in magic, version, size and checksum of a plan whose other fields and zones are written.
 void seal_plan(std::byte* plan);
+
+struct Batch {
+  std::uint64_t counts;      // sum of hash_entry() over the count table [W][CountLayout]
+  std::uint64_t capacities;  // hash of all ranks' capacities
+  int topk, group;
+  std::uint64_t epoch;  // of its prepare
+};
+// Equal on all ranks, and other than that of any other batch of this group: the epoch tells apart
+// batches whose counts happen to be equal, the number apart groups of equal sizes.
+constexpr std::uint64_t plan_fingerprint(const Batch& batch) {
+  std::uint64_t hash = hash_combine(batch.counts, batch.capacities);
+  hash = hash_combine(hash, static_cast<std::uint64_t>(batch.topk));
+  hash = hash_combine(hash, static_cast<std::uint64_t>(batch.group));
+  return hash_combine(hash, batch.epoch);
+}
 
 std::size_t plan_size(const Config& config);
 std::uint64_t hash_capacities(std::span<const std::int64_t> capacities);

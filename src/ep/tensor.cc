@@ -33,9 +33,13 @@ bool contiguous(const DLTensor& tensor) {
 
 void require_device(const DLTensor& tensor, const TensorSpec& spec) {
   const auto type = tensor.device.device_type;
-  const bool pinned_host = spec.device == kDLCPU && type == kDLCUDAHost;
-  XD_REQUIRE(type == spec.device || pinned_host, spec.name, ": on DLPack device type ", int{type},
-             ", expected ", int{spec.device}, ", that of the communicator");
+  const bool on_cpu = spec.device.device_type == kDLCPU;
+  if (type == kDLCUDAHost && (on_cpu || spec.pinned_host)) return;
+  XD_REQUIRE(type == spec.device.device_type, spec.name, ": on DLPack device type ", int{type},
+             ", expected ", int{spec.device.device_type}, ", that of the communicator");
+  XD_REQUIRE(on_cpu || tensor.device.device_id == spec.device.device_id, spec.name,
+             ": on CUDA device ", tensor.device.device_id, ", expected ", spec.device.device_id,
+             ", that of the communicator");
 }
 
 void require_shape(const DLTensor& tensor, const TensorSpec& spec) {

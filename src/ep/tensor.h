@@ -34,8 +34,9 @@ struct TensorSpec {
   const char* name;
   int ndim;
   std::span<const DType> types;
-  DLDeviceType device;
+  DLDevice device;  // the communicator's
   bool optional = false;
+  bool pinned_host = false;  // may lie in pinned host memory instead
 };
 
 // A tensor with `given` = false for an optional one that is NULL.

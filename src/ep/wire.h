@@ -12,6 +12,14 @@
 //   rows, scales,      peers             staging for receive tensors outside symmetric memory
 //   weights, indices
 //
+// CUDA only:
+//   chunk[src][c]      src, once per op  all that src brings here in this operation for the tokens
+//                                        of chunk c has landed (ChunkFlags)
+//   listed[src]        src, in prepare   lengths of what follows: items, rows
+//   items[src]         src, in prepare   its tokens with rows here (ItemWord); before its done flag
+//   partials           peers, in combine partial sums of r's tokens: row slot (ep/plan.h). The same
+//                                        memory as `rows`, as no operation uses both
+//
 // slot = epoch mod 2. Nothing is ever cleared: every flag and word says which epoch it belongs to.
 // A slot is free again when it comes round: a rank enters operation n + 2 only after all peers'
 // done flags of n + 1, and a peer raises that one only after it has read everything of operation n.
@@ -81,6 +89,37 @@ struct EntryRecord {
 };
 static_assert(sizeof(EntryRecord) == 64 && alignof(EntryRecord) == 8);
 
+// A token of a source with rows here, as the source describes it: where its rows begin in the
+// source's list, and its slot.
+struct ItemWord {
+  std::uint32_t start, slot;
+};
+
+struct ListedWord {
+  std::uint32_t items, rows;
+};
+
+// CUDA: rows are announced in chunks of tokens. How many tokens make a chunk depends on the number
+// of the rank's tokens alone, so both sides agree whatever their grids are.
+struct ChunkFlags {
+  static constexpr int kMostTokens = 8, kFewestChunks = 512;
+
+  static constexpr int tokens_per_chunk(int tokens) {
+    const int wanted = (tokens + kFewestChunks - 1) / kFewestChunks;
+    return wanted < 1 ? 1 : wanted > kMostTokens ? kMostTokens : wanted;
+  }
+  static constexpr int count(int tokens) {
+    const int each = tokens_per_chunk(tokens);
+    return (tokens + each - 1) / each;
+  }
+  // The most that any number of tokens up to `max_tokens` has.
+  static constexpr int bound(int max_tokens) {
+    const int small = max_tokens < kFewestChunks ? max_tokens : kFewestChunks;
+    const int large = count(max_tokens);
+    return small > large ? small : large;
+  }
+};
+
 struct alignas(64) DoneFlag {
   std::atomic<std::uint64_t> epoch;
 };
@@ -98,7 +137,8 @@ constexpr std::uint32_t count_of(std::uint64_t word) {
 
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {
-  std::uint64_t record, done, counts, kept, staging, lists, rows, scales, weights, indices, end;
+  std::uint64_t record, done, counts, kept, chunk, listed, items, staging, lists, rows, partials,
+      scales, weights, indices, end;
 
   // A source's list: its length, then so many rows.
   static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
@@ -117,15 +157,37 @@ struct GroupMap {
     map.counts = cursor.place<std::atomic<std::uint64_t>>(
         2 * ranks * CountLayout{config.experts, config.ranks}.size(), 64);
     map.kept = cursor.place<std::uint32_t>(keeps ? ranks * local : 0, 64);
+    place_items(config, cursor, map);
+    const std::uint64_t lists = config.keeps_lists() ? ranks * list_words(config) : 0;
+    if (config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
+    const std::uint64_t slots = config.keeps_partials() ? slots_of(config) : 0;
     map.staging = cursor.place<std::byte>(0, 256);
-    map.lists =
-        cursor.place<std::uint32_t>(config.keeps_lists() ? ranks * list_words(config) : 0, 64);
-    map.rows = cursor.place<std::byte>(staged * config.max_row_bytes, 256);
+    if (!config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
+    map.rows = cursor.place<std::byte>(std::max(staged, slots) * config.max_row_bytes, 256);
+    map.partials = map.rows;
+    // Without staging EXPERT_MAJOR would still have its partial sums.
+    if (config.cuda && config.expert_major()) map.staging = map.rows + slots * config.max_row_bytes;
     map.scales = cursor.place<std::byte>(staged * config.max_scale_bytes, 256);
     map.weights = cursor.place<float>(values, 256);
     map.indices = cursor.place<std::int64_t>(config.expert_major() ? 0 : values, 256);
     map.end = cursor.place<std::byte>(0, 256);
     return map;
+  }
+
+  static std::uint64_t slots_of(const Config& config) {
+    return static_cast<std::uint64_t>(config.max_tokens) *
+           static_cast<std::uint64_t>(config.slots_per_token());
+  }
+
+ private:
+  static void place_items(const Config& config, LayoutCursor& cursor, GroupMap& map) {
+    const std::uint64_t ranks = config.cuda ? static_cast<std::uint64_t>(config.ranks) : 0;
+    const std::uint64_t items =
+        config.keeps_items() ? ranks * static_cast<std::uint64_t>(config.max_tokens) : 0;
+    map.chunk = cursor.place<std::uint64_t>(
+        ranks * static_cast<std::uint64_t>(ChunkFlags::bound(config.max_tokens)), 64);
+    map.listed = cursor.place<ListedWord>(ranks, 64);
+    map.items = cursor.place<ItemWord>(items, 64);
   }
 };
 

@@ -110,11 +110,8 @@ void alone(Rank& rank, Sections& out) {
   if (rank.rank == 0) tell(out, 0, xd_mem_alloc(comm.get(), 2 * kHeapBytes, &memory));
 
   out.begin("unsupported");
-  xd_comm_config config = XD_COMM_CONFIG_INIT;
-  config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
-  config.device = {kDLCUDA, 0};
-  xd_comm* none = nullptr;
-  if (rank.rank == 0) tell(out, 0, xd_comm_create(&config, &none));
+  int32_t registration = -1;
+  if (rank.rank == 0) tell(out, 0, xd_mem_register(comm.get(), &registration, 4, &registration));
 
   out.begin("system");
   xd_unique_id_config id_config = XD_UNIQUE_ID_CONFIG_INIT;
@@ -124,7 +121,9 @@ void alone(Rank& rank, Sections& out) {
   if (rank.rank == 0) tell(out, 0, xd_unique_id_create(&id_config, &id));
 
   out.begin("did-not-come");
-  config.device = {kDLCPU, 0};
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+  xd_comm* none = nullptr;
   config.num_ranks = 2;
   config.timeout_ms = 500;
   config.name = "rank 1 never comes";

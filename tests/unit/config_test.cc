@@ -136,7 +136,8 @@ class TensorTest : public testing::Test {
   }
   Tensor read(const DLTensor* t, bool optional = false) {
     static constexpr std::array types = {DType::f32, DType::bf16};
-    return read_tensor(t, {"x", 2, types, kDLCPU, optional});
+    return read_tensor(
+        t, {.name = "x", .ndim = 2, .types = types, .device = {kDLCPU, 0}, .optional = optional});
   }
   std::string refused(const DLTensor& t) {
     return refusal([&] { read(&t); });

@@ -157,9 +157,9 @@ Routing small_routing(xd_ep_overflow overflow, std::int64_t capacity) {
   r.config.experts = 4;
   r.config.alignment = 4;
   r.config.overflow = overflow;
-  //            experts      rows to ranks  bad ids
-  r.table = {3, 0, 0, 1, 3, 1, 0,   // rank 0
-             1, 2, 0, 0, 2, 0, 0};  // rank 1
+  //            experts   rows to ranks, tokens, bad ids
+  r.table = {3, 0, 0, 1, 3, 1, 3, 0,   // rank 0
+             1, 2, 0, 0, 2, 0, 2, 0};  // rank 1
   r.capacities = {capacity, 8};
   return r;
 }

@@ -54,7 +54,8 @@ TEST(RowCodecTest, RefusesCapacitiesThatDoNotFit) {
 
 class PlanTest : public testing::Test {
  protected:
-  PlanTest() : bytes_(PlanMap::make(2, 3, 2, 0).end / sizeof(Block)) {
+  static constexpr PlanMap kMap = PlanMap::make({.local_experts = 2, .tokens = 3, .topk = 2});
+  PlanTest() : bytes_(kMap.end / sizeof(Block)) {
     PlanHeader header{};
     header.rank = 1;
     header.ranks = 2;
@@ -101,7 +102,7 @@ TEST_F(PlanTest, OpensWhatWasSealed) {
 }
 
 TEST_F(PlanTest, EveryChangedBitOfHeaderAndZonesIsNoticed) {
-  const std::size_t covered = PlanMap::make(2, 3, 2, 0).code;
+  const std::size_t covered = kMap.code;
   for (std::size_t i = 0; i < covered; ++i) {
     // Between the zones and the codes there may be padding: covered all the same.
     for (int bit = 0; bit < 8; ++bit) {

@@ -83,10 +83,7 @@ CombineOp::CombineOp(const Context& context, const CombineCall& call)
 }
 
 Record CombineOp::record() const {
-  Record record = plan_record(XD_EP_COMBINE);
-  record.dtype = static_cast<std::uint8_t>(call_.out.type);
-  record.row_bytes = static_cast<std::uint32_t>(call_.out.row_bytes());
-  record.flags = static_cast<std::uint8_t>(call_.weights ? kHasWeights : 0);
+  Record record = plan_record(describe(call_));
   record.rows_in = expert_out_.place();
   record.weights_in = weights_.place();
   return record;
@@ -113,13 +110,7 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
 }
 
 Record DispatchBwdOp::record() const {
-  Record record = plan_record(XD_EP_DISPATCH_BWD);
-  if (call_.grad_tokens) {
-    record.dtype = static_cast<std::uint8_t>(call_.grad_tokens.type);
-    record.row_bytes = static_cast<std::uint32_t>(call_.grad_tokens.row_bytes());
-  }
-  record.flags = static_cast<std::uint8_t>((call_.grad_tokens ? kHasRows : 0) |
-                                           (call_.grad_topk_weights ? kHasWeights : 0));
+  Record record = plan_record(describe(call_));
   record.rows_in = grad_recv_tokens_.place();
   record.weights_in = grad_recv_weights_.place();
   return record;

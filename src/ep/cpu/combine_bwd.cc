@@ -18,11 +18,7 @@ CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
 }
 
 Record CombineBwdOp::record() const {
-  Record record = plan_record(XD_EP_COMBINE_BWD);
-  record.dtype = static_cast<std::uint8_t>(call_.grad_out.type);
-  record.row_bytes = static_cast<std::uint32_t>(call_.grad_out.row_bytes());
-  record.flags = static_cast<std::uint8_t>((call_.weights ? kHasWeights : 0) |
-                                           (call_.grad_weights ? kHasGradWeights : 0));
+  Record record = plan_record(describe(call_));
   record.rows_in = grad_expert_out_.place();
   record.scales_in = expert_out_.place();
   record.weights_in = weights_.place();

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "ep/cpu/operations.h"
+#include "ep/verdict.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -129,7 +130,7 @@ Setback CpuGroup::carry_out(std::optional<Op>& op, Setback setback) {
 template <Operation Op>
 Setback CpuGroup::move(Op& op) {
   try {
-    if (Setback found = disagreement(lockstep_, rank(), config().ranks)) return found;
+    if (Setback found = disagreement(lockstep_.records(), rank())) return found;
     if (Setback found = op.obstacle()) return found;
     op.move();
     return {};

@@ -23,15 +23,7 @@ DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
 }
 
 Record DispatchOp::record() const {
-  Record record = plan_record(XD_EP_DISPATCH);
-  record.dtype = static_cast<std::uint8_t>(call_.tokens.type);
-  record.row_bytes = static_cast<std::uint32_t>(call_.tokens.row_bytes());
-  record.extra = static_cast<std::uint32_t>(call_.recv_scales.row_bytes());
-  record.flags = static_cast<std::uint8_t>(
-      (call_.quantise ? kQuantised : 0) | (call_.scales ? kHasScales : 0) |
-      (call_.recv_scales && call_.recv_scales.type != DType::f32 ? kByteScales : 0) |
-      (call_.topk_weights ? kHasWeights : 0) | (call_.recv_topk_idx ? kHasIndices : 0) |
-      (call_.recv_topk_idx && call_.recv_topk_idx.type == DType::i64 ? kWideIndices : 0));
+  Record record = plan_record(describe(call_));
   record.rows_in = recv_tokens_.place();
   record.scales_in = recv_scales_.place();
   record.weights_in = recv_weights_.place();

@@ -31,6 +31,7 @@ class Lockstep {
   void leave();
 
   std::uint64_t epoch() const { return epoch_; }
+  std::span<const Record> records() const { return records_; }
   const Record& record_of(int rank) const { return records_[static_cast<std::size_t>(rank)]; }
 
   // What a rank shares: `offset` comes from map_of(rank).
@@ -68,8 +69,5 @@ class Lockstep {
   xd_ep_operation operation_ = XD_EP_PREPARE;
   std::uint64_t epoch_ = 0;
 };
-
-// What is wrong with this operation, if the ranks' records do not agree.
-Setback disagreement(const Lockstep& lockstep, int rank, int ranks);
 
 }  // namespace xd::ep::cpu

@@ -5,6 +5,7 @@
 
 #include "base/math.h"
 #include "ep/cpu/transfer.h"
+#include "ep/records.h"
 
 namespace xd::ep::cpu {
 
@@ -64,10 +65,11 @@ class PlanOperation {
   ReceiveTensor receive(const Tensor& tensor, std::uint64_t staging_offset) const {
     return ReceiveTensor(context_, plan_, tensor, staging_offset);
   }
-  Record plan_record(xd_ep_operation operation) const {
-    return {.operation = static_cast<std::uint8_t>(operation),
-            .rows = static_cast<std::uint32_t>(plan_.header().recv_rows),
-            .fingerprint = plan_.header().fingerprint};
+  // Completes what the call says of itself.
+  Record plan_record(Record record) const {
+    record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
+    record.fingerprint = plan_.header().fingerprint;
+    return record;
   }
 
   Context context_;

@@ -16,6 +16,7 @@ class PrepareOp {
   Setback finish();
 
  private:
+  PlanMap plan_map() const;
   std::uint32_t* codes() const;
   void normalise_ids();
   void assign_rows();

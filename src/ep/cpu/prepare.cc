@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "base/math.h"
 #include "ep/cpu/operations.h"
+#include "ep/verdict.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -40,12 +41,20 @@ PrepareOp::PrepareOp(const Context& context, const xd_ep_prepare_args* args)
       tokens_(static_cast<int>(call_.topk_idx.rows)),
       topk_(static_cast<int>(call_.topk_idx.cols)) {}
 
-Record PrepareOp::record() const {
-  return {.operation = XD_EP_PREPARE, .extra = static_cast<std::uint32_t>(topk_)};
+Record PrepareOp::record() const { return describe(call_); }
+
+// Up to where its list begins.
+PlanMap PrepareOp::plan_map() const {
+  return PlanMap::make({.local_experts = config().local_experts,
+                        .tokens = tokens_,
+                        .topk = topk_,
+                        .list_rows = 0,
+                        .items = 0,
+                        .ranks = config().ranks});
 }
 
 std::uint32_t* PrepareOp::codes() const {
-  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_, 0);
+  const PlanMap map = plan_map();
   return reinterpret_cast<std::uint32_t*>(call_.plan + map.code);
 }
 
@@ -61,6 +70,7 @@ void PrepareOp::normalise_ids() {
   std::vector<std::uint32_t>& counts = context_.scratch.counts;
   std::vector<std::uint32_t>& seen = context_.scratch.seen;
   std::ranges::fill(counts, 0);
+  counts[layout.tokens()] = static_cast<std::uint32_t>(tokens_);
   std::ranges::fill(seen, 0);
   std::uint32_t* code = codes();
   for (std::int64_t i = 0; i < std::int64_t{tokens_} * topk_; ++i) {
@@ -100,18 +110,15 @@ void PrepareOp::move() {
   if (!config().expert_major() && config().overflow == XD_EP_OVERFLOW_DROP) send_kept();
 }
 
-// Equal on all ranks, and other than that of any other batch of this group: the epoch tells apart
-// batches whose counts happen to be equal, the number apart groups of equal sizes.
 void PrepareOp::hash_plan() {
   const std::vector<std::uint32_t>& table = context_.scratch.table;
-  const std::uint64_t counts = hash_bytes(0, table.data(), table.size() * sizeof(table[0]));
-  const std::uint64_t capacities = hash_capacities(context_.group.capacities());
-  fingerprint_ = counts;
-  for (const std::uint64_t word :
-       {capacities, std::uint64_t{at(topk_)}, std::uint64_t{at(context_.group.number())},
-        context_.lockstep.epoch()}) {
-    fingerprint_ = hash_combine(fingerprint_, word);
-  }
+  std::uint64_t counts = 0;
+  for (std::size_t i = 0; i < table.size(); ++i) counts += hash_entry(i, table[i]);
+  fingerprint_ = plan_fingerprint({.counts = counts,
+                                   .capacities = context_.group.plan_binding().capacities,
+                                   .topk = topk_,
+                                   .group = context_.group.number(),
+                                   .epoch = context_.lockstep.epoch()});
 }
 
 // Replaces expert ids by row codes. first_row becomes the next row of each zone.
@@ -185,7 +192,7 @@ std::uint32_t* PrepareOp::list_of(int owner, int source) const {
 // Every source's list, one after another; returns how many rows there are.
 std::int64_t PrepareOp::collect_lists() {
   if (!config().keeps_lists()) return 0;
-  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_, 0);
+  const PlanMap map = plan_map();
   auto* to = reinterpret_cast<std::uint32_t*>(call_.plan + map.list);
   std::int64_t rows = 0;
   for (int s = 0; s < config().ranks; ++s) {
@@ -223,7 +230,7 @@ Setback PrepareOp::finish() {
 
 void PrepareOp::write_plan() {
   const Placement& p = context_.scratch.placement;
-  const PlanMap map = PlanMap::make(config().local_experts, tokens_, topk_, 0);
+  const PlanMap map = plan_map();
   const auto clip = [](std::int64_t v) {
     return static_cast<std::int32_t>(std::min<std::int64_t>(v, INT32_MAX));
   };
@@ -274,15 +281,9 @@ void PrepareOp::write_outputs() const {
 Setback PrepareOp::report() const {
   const Placement& p = context_.scratch.placement;
   const PlanView plan = PlanView::open(call_.plan, plan_size(config()));
-  if (Setback overflow = overflow_of(plan)) return overflow;
+  if (Setback found = overflow_of(plan)) return found;
   if (p.bad_ids == 0) return {};
-  return {.status = XD_ERROR_INVALID_ARGUMENT,
-          .text = concat("topk_idx: ", p.bad_ids,
-                         " expert ids over all ranks (the lowest rank with some is ", p.bad_id_rank,
-                         ") are out of range or repeated in a row, expected -1 or 0 to ",
-                         config().experts - 1,
-                         " and each expert once; they count as -1 and the plan is usable"),
-          .rank = p.bad_id_rank};
+  return bad_expert_ids(p.bad_ids, p.bad_id_rank, config().experts);
 }
 
 }  // namespace xd::ep::cpu

@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "ep/verdict.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -142,13 +143,9 @@ void require_topk(const Tensor& tensor, const PlanView& plan) {
 Setback overflow_of(const PlanView& plan) {
   const PlanHeader& h = plan.header();
   if (!plan.refused()) return {};
-  return {.status = XD_ERROR_OVERFLOW,
-          .text = concat("rank ", h.overflow_rank, " would receive ", h.overflow_needed,
-                         " rows, expected at most its recv_capacity = ", h.overflow_capacity,
-                         "; no row has moved"),
-          .rank = h.overflow_rank,
-          .needed_rows = h.overflow_needed,
-          .capacity_rows = h.overflow_capacity};
+  return overflow({.rank = h.overflow_rank,
+                   .needed_rows = h.overflow_needed,
+                   .capacity_rows = h.overflow_capacity});
 }
 
 void resolve_tensors(const Context& context, const RowSizes& sizes) {

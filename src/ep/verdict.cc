@@ -1,8 +1,10 @@
-// The check that all ranks do the same thing: what makes one operation's records unequal, in words.
-#include "base/error.h"
-#include "ep/cpu/lockstep.h"
+#include "ep/verdict.h"
 
-namespace xd::ep::cpu {
+#include "base/error.h"
+#include "base/math.h"
+#include "comm/fatal.h"
+
+namespace xd::ep {
 namespace {
 
 // Flags that must be equal.
@@ -40,16 +42,40 @@ std::string difference(const Record& mine, const Record& theirs) {
 
 }  // namespace
 
-Setback disagreement(const Lockstep& lockstep, int rank, int ranks) {
+Setback disagreement(std::span<const Record> records, int rank) {
   Setback found;
-  for (int r = 0; r < ranks; ++r) {
-    if (r == rank) continue;
-    const std::string what = difference(lockstep.record_of(rank), lockstep.record_of(r));
+  for (std::size_t r = 0; r < records.size(); ++r) {
+    if (r == at(rank)) continue;
+    const std::string what = difference(records[at(rank)], records[r]);
     if (what.empty()) continue;
-    if (!found) found = {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = r};
+    if (!found) {
+      found = {.status = XD_ERROR_MISMATCH,
+               .text = "ranks disagree",
+               .rank = static_cast<int>(r)};
+    }
     found.text += concat("; rank ", r, ": ", what);
   }
   return found;
 }
 
-}  // namespace xd::ep::cpu
+Setback overflow(const Overflow& o) {
+  return {.status = XD_ERROR_OVERFLOW,
+          .text = concat("rank ", o.rank, " would receive ", o.needed_rows,
+                         " rows, expected at most its recv_capacity = ", o.capacity_rows,
+                         "; no row has moved"),
+          .rank = o.rank,
+          .needed_rows = o.needed_rows,
+          .capacity_rows = o.capacity_rows};
+}
+
+Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {
+  return {.status = XD_ERROR_INVALID_ARGUMENT,
+          .text = concat("topk_idx: ", bad_ids,
+                         " expert ids over all ranks (the lowest rank with some is ", lowest_rank,
+                         ") are out of range or repeated in a row, expected -1 or 0 to ",
+                         experts - 1,
+                         " and each expert once; they count as -1 and the plan is usable"),
+          .rank = lowest_rank};
+}
+
+}  // namespace xd::ep

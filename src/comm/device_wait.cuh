@@ -1,0 +1,129 @@
+// How kernels wait for peers: through wait_until() alone, which ends with the timeout, with a fatal
+// error anywhere, or when the peer leaves. See comm/device_comm.h for the words used here.
+#pragma once
+
+#include "comm/device_comm.h"
+#include "cuda/ptx.cuh"
+
+namespace xd::device {
+
+// Where a kernel waits, for error texts.
+struct WaitSite {
+  int phase;  // an xd_phase
+  int group;
+  int operation;
+  std::uint64_t epoch;
+  int timeouts = 1;  // more where what is waited for is itself such a wait
+};
+
+// How long a kernel may miss what its host has to say.
+inline constexpr std::uint64_t kHostWordNs = 20000;
+
+__device__ inline bool failed(const DeviceComm& comm) {
+  return ptx::ld_relaxed_sys(&comm.board[comm.rank]->first) != 0;
+}
+
+// Writes this rank's slot of `board`, then claims the board. True if this error is its first.
+__device__ inline bool post(DeviceBoard* board, int rank, const FatalError& error) {
+  board->slot[rank] = error;
+  // Release: who sees the claim also sees the slot.
+  return ptx::cas_acq_rel_sys(&board->first, 0, static_cast<std::uint32_t>(rank) + 1) == 0;
+}
+
+// The board's error goes to the host, once.
+__device__ inline void tell_host(const DeviceComm& comm) {
+  DeviceBoard* own = comm.board[comm.rank];
+  const std::uint32_t first = ptx::ld_acquire_sys(&own->first);
+  if (first == 0 || first > static_cast<std::uint32_t>(comm.num_ranks)) return;
+  if (ptx::cas_acq_rel_sys(&own->told_host, 0, 1) != 0) return;
+  comm.host->error = own->slot[first - 1];
+  ptx::st_release_sys(&comm.host->raised, 1);
+}
+
+enum class Spread { here, everywhere };
+
+// Records a fatal error of this rank's kernels. Only the first of them is: a slot has one writer,
+// once.
+__device__ inline void raise(const DeviceComm& comm, const FatalError& error, Spread spread) {
+  DeviceBoard* own = comm.board[comm.rank];
+  if (ptx::cas_acq_rel_sys(&own->claimed, 0, 1) != 0) return;
+  post(own, comm.rank, error);
+  tell_host(comm);
+  if (spread == Spread::here) return;
+  for (int i = 1; i < comm.num_ranks; ++i) {
+    post(comm.board[(comm.rank + i) % comm.num_ranks], comm.rank, error);
+  }
+}
+
+// What the host knows comes first there: here it is only the reason to leave.
+__device__ inline void take_from_host(const DeviceComm& comm, const WaitSite& site) {
+  FatalError error;
+  error.status = XD_ERROR_ABORTED;
+  error.rank = error.peer = comm.rank;
+  error.group = site.group;
+  error.operation = site.operation;
+  raise(comm, error, Spread::here);
+}
+
+__device__ inline FatalError error_at(const DeviceComm& comm, const WaitSite& site, int status,
+                                      int peer) {
+  FatalError error;
+  error.status = status;
+  error.phase = site.phase;
+  error.rank = comm.rank;
+  error.peer = peer;
+  error.group = site.group;
+  error.operation = site.operation;
+  error.timeout_ms = comm.timeout_ms;
+  error.expected_epoch = site.epoch;
+  return error;
+}
+
+// At a kernel's start: false = leave at once.
+__device__ inline bool may_start(const DeviceComm& comm, const WaitSite& site) {
+  if (failed(comm)) {
+    tell_host(comm);
+    return false;
+  }
+  return true;
+}
+
+// Returns true when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
+// epoch last seen of it. False = the communicator has failed. Called by single threads.
+template <class Ready, class Seen>
+__device__ bool wait_until(const DeviceComm& comm, const WaitSite& site, int peer, Ready ready,
+                           Seen seen) {
+  if (ready()) return true;
+  const std::uint64_t start = ptx::global_timer_ns();
+  const std::uint64_t deadline =
+      start + static_cast<std::uint64_t>(comm.timeout_ms) * 1000000 * site.timeouts;
+  std::uint64_t next_look = start + kHostWordNs;
+  for (;;) {
+    if (ready()) return true;
+    if (failed(comm)) break;
+    const std::uint64_t now = ptx::global_timer_ns();
+    if (now < next_look) continue;
+    next_look = now + kHostWordNs;
+    if (ptx::ld_acquire_sys(&comm.host->finished) != 0) {
+      take_from_host(comm, site);
+      break;
+    }
+    // The goodbye came after the peer's last flag, so the flags are looked at once more.
+    if (peer >= 0 && ptx::ld_acquire_sys(&comm.host->left[peer]) != 0 && !ready()) {
+      FatalError error = error_at(comm, site, XD_ERROR_PEER_LOST, peer);
+      error.left = 1;
+      raise(comm, error, Spread::here);
+      break;
+    }
+    if (now >= deadline) {
+      FatalError error = error_at(comm, site, XD_ERROR_TIMEOUT, peer);
+      error.seen_epoch = seen();
+      raise(comm, error, Spread::everywhere);
+      break;
+    }
+  }
+  tell_host(comm);
+  return false;
+}
+
+}  // namespace xd::device

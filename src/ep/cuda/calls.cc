@@ -1,0 +1,230 @@
+#include "ep/cuda/calls.h"
+
+#include "base/error.h"
+#include "base/math.h"
+#include "ep/records.h"
+
+namespace xd::ep::cuda {
+namespace {
+
+// A receive tensor where peers reach it: in symmetric memory, or through staging.
+struct Reached {
+  ReceiveRows rows{};
+  TensorPlace place;
+  bool staged() const { return rows.staged != nullptr; }
+};
+
+class Reader {
+ public:
+  template <class Call>
+  Reader(const GroupView& view, const Call& call) : view_(view) {
+    const PlanBytes& plan = call.plan;
+    XD_REQUIRE(reinterpret_cast<std::uintptr_t>(plan.data) % 16 == 0,
+               "plan is not 16-byte aligned");
+    XD_REQUIRE(plan.bytes >= sizeof(PlanHeader), "plan_bytes = ", plan.bytes,
+               ", expected at least ", sizeof(PlanHeader), ": the plan is cut short");
+    turning_.record = describe(call);
+    turning_.plan = plan;
+  }
+
+  const Config& config() const { return view_.group->config(); }
+  const GroupMap map() const { return GroupMap::make(config()); }
+
+  Reached receive(const Tensor& tensor, std::uint64_t staging_offset) {
+    Reached reached;
+    if (!tensor) return reached;
+    check(Check::recv_rows, tensor.name, tensor.rows);
+    reached.rows = {.data = tensor.data,
+                    .staged = nullptr,
+                    .rows = tensor.rows,
+                    .row_bytes = tensor.row_bytes()};
+    reached.place = TensorPlace(TensorPlace::kGroup, staging_offset);
+    // No peer touches a tensor without rows, wherever it lies.
+    if (tensor.bytes() == 0) return reached;
+    const auto place = view_.group->comm().heap().find(tensor.data, tensor.bytes());
+    if (place) {
+      reached.place = TensorPlace(TensorPlace::kHeap + place->segment, place->offset);
+      return reached;
+    }
+    XD_REQUIRE(config().staging, tensor.name,
+               ": lies outside symmetric memory, expected memory from xd_mem_alloc: the group was "
+               "made with XD_EP_STAGING_NONE");
+    reached.rows.staged = view_.memory + staging_offset;
+    return reached;
+  }
+
+  void tokens_of_plan(const Tensor& tensor) {
+    if (tensor) check(Check::tokens, tensor.name, tensor.rows);
+  }
+  void topk_of_plan(const Tensor& tensor) {
+    if (tensor) check(Check::topk, tensor.name, tensor.cols);
+  }
+  Turning& turning() { return turning_; }
+
+ private:
+  void check(Check::Kind kind, const char* name, std::int64_t got) {
+    turning_.checks[at(turning_.num_checks++)] = {kind, name, got};
+  }
+
+  const GroupView& view_;
+  Turning turning_;
+};
+
+PrepareParams::Output output(const Tensor& tensor) {
+  return {tensor ? tensor.data : nullptr, tensor.type == DType::i64};
+}
+
+template <class T>
+T* given(const Tensor& tensor) {
+  return tensor ? tensor.as<T>() : nullptr;
+}
+
+}  // namespace
+
+PrepareParams prepare_params(const PrepareCall& call, const GroupView&) {
+  PrepareParams params{};
+  params.topk_idx = call.topk_idx.data;
+  params.wide_ids = call.topk_idx.type == DType::i64;
+  params.tokens = static_cast<int>(call.topk_idx.rows);
+  params.topk = static_cast<int>(call.topk_idx.cols);
+  params.plan = call.plan;
+  params.counts = output(call.counts);
+  params.padded_counts = output(call.padded_counts);
+  params.offsets = output(call.offsets);
+  params.total = output(call.total);
+  params.rank_rows = output(call.rank_rows);
+  return params;
+}
+
+DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
+  Reader reader(view, call);
+  const GroupMap map = reader.map();
+  reader.tokens_of_plan(call.tokens);
+  reader.topk_of_plan(call.topk_weights);
+  if (!reader.config().expert_major()) {
+    reader.topk_of_plan(call.recv_weights);
+    reader.topk_of_plan(call.recv_topk_idx);
+  }
+  const Reached tokens = reader.receive(call.recv_tokens, map.rows);
+  const Reached scales = reader.receive(call.recv_scales, map.scales);
+  const Reached weights = reader.receive(call.recv_weights, map.weights);
+  const Reached indices = reader.receive(call.recv_topk_idx, map.indices);
+
+  DispatchStart start;
+  start.tokens = call.tokens;
+  DispatchParams& p = start.params;
+  p.send = MoverPlan::make(call.tokens.row_bytes(), call.quantise);
+  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), false);
+  p.receives = reader.config().expert_major() || tokens.staged() || scales.staged() ||
+               weights.staged() || indices.staged();
+  p.tokens = call.tokens.data;
+  p.indices = static_cast<bool>(call.recv_topk_idx);
+  p.scales = given<std::byte>(call.scales);
+  p.scale_bytes = call.scales.row_bytes();
+  p.topk_weights = given<float>(call.topk_weights);
+  p.recv_tokens = tokens.rows;
+  p.recv_scales = scales.rows;
+  p.recv_weights = weights.rows;
+  p.recv_topk_idx = indices.rows;
+
+  Record& record = reader.turning().record;
+  record.rows_in = tokens.place;
+  record.scales_in = scales.place;
+  record.weights_in = weights.place;
+  record.extra_in = indices.place;
+  start.turning = std::move(reader.turning());
+  return start;
+}
+
+DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view) {
+  Reader reader(view, call);
+  const GroupMap map = reader.map();
+  reader.tokens_of_plan(call.grad_out);
+  const Reached grads = reader.receive(call.grad_expert_out, map.rows);
+  // This rank's own affair, but no memory is reachable in one executor and not in another.
+  reader.receive(call.expert_out, map.rows);
+  reader.receive(call.weights, map.weights);
+  reader.receive(call.grad_weights, map.weights);
+
+  DispatchStart start;
+  start.tokens = call.grad_out;
+  DispatchParams& p = start.params;
+  p.send = MoverPlan::make(call.grad_out.row_bytes(), false);
+  p.fan_out = p.send;
+  p.receives = reader.config().expert_major() || grads.staged();
+  p.tokens = call.grad_out.data;
+  p.recv_tokens = grads.rows;
+  p.expert_out = call.grad_weights ? given<std::byte>(call.expert_out) : nullptr;
+  p.weights = given<float>(call.weights);
+  p.grad_weights = given<float>(call.grad_weights);
+  p.grad_weights_rows = call.grad_weights.rows;
+
+  Record& record = reader.turning().record;
+  record.rows_in = grads.place;
+  start.turning = std::move(reader.turning());
+  return start;
+}
+
+CombineStart combine_params(const CombineCall& call, const GroupView& view) {
+  Reader reader(view, call);
+  const GroupMap map = reader.map();
+  reader.tokens_of_plan(call.out);
+  const Reached rows = reader.receive(call.expert_out, map.rows);
+  reader.receive(call.weights, map.weights);
+
+  CombineStart start;
+  start.tokens = static_cast<int>(call.out.rows);
+  start.type = call.out.type;
+  CombineParams& p = start.params;
+  p.pushes = reader.config().expert_major() || rows.staged();
+  p.sums = true;
+  p.rows = call.expert_out.data;
+  p.weights = given<float>(call.weights);
+  p.out = call.out.data;
+  p.row_bytes = call.out.row_bytes();
+  p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
+
+  Record& record = reader.turning().record;
+  if (!p.pushes) record.rows_in = rows.place;
+  if (reader.config().keeps_partials()) {
+    record.extra_in = TensorPlace(TensorPlace::kGroup, map.partials);
+  }
+  start.turning = std::move(reader.turning());
+  return start;
+}
+
+CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) {
+  Reader reader(view, call);
+  const GroupMap map = reader.map();
+  reader.tokens_of_plan(call.grad_tokens);
+  reader.tokens_of_plan(call.grad_topk_weights);
+  reader.topk_of_plan(call.grad_topk_weights);
+  if (!reader.config().expert_major()) reader.topk_of_plan(call.grad_recv_weights);
+  const Reached rows = reader.receive(call.grad_recv_tokens, map.rows);
+  const Reached weights = reader.receive(call.grad_recv_weights, map.weights);
+
+  CombineStart start;
+  const Tensor& tokens = call.grad_tokens ? call.grad_tokens : call.grad_topk_weights;
+  start.tokens = static_cast<int>(tokens.rows);
+  start.type = call.grad_tokens ? call.grad_tokens.type : DType::bf16;
+  CombineParams& p = start.params;
+  p.pushes = call.grad_tokens && (reader.config().expert_major() || rows.staged());
+  p.sums = static_cast<bool>(call.grad_tokens);
+  p.rows = given<std::byte>(call.grad_recv_tokens);
+  p.out = given<std::byte>(call.grad_tokens);
+  p.row_bytes = call.grad_tokens.row_bytes();
+  p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
+  p.grad_recv_weights = weights.rows;
+  p.grad_topk_weights = given<float>(call.grad_topk_weights);
+
+  Record& record = reader.turning().record;
+  if (call.grad_tokens && !p.pushes) record.rows_in = rows.place;
+  record.weights_in = weights.place;
+  if (call.grad_tokens && reader.config().keeps_partials()) {
+    record.extra_in = TensorPlace(TensorPlace::kGroup, map.partials);
+  }
+  start.turning = std::move(reader.turning());
+  return start;
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,215 @@
+// combine, and dispatch_bwd: sums of a token's rows, home to the token's rank.
+//
+//   memory                  written by                        read by
+//   own expert_out          the caller, before the call       own pushers; in RANK_MAJOR, where it
+//                                                             lies in symmetric memory, the sources
+//   partials at the source  pushers: one row per (token,      the source's summers, after the flag
+//                           rank), the sum of the rank's rows
+//   chunk[rank][c] there    a pusher's warp, when all of its  the source's summers
+//                           partial sums of chunk c are there
+//   own out                 summers                           the caller
+//   grad_topk_weights       summers, from the owners' rows    the caller
+//
+// Blocks [0, push_blocks) push first, and sum when they have pushed. The others sum from the start.
+// Pushers wait for entry records only; summers for chunk flags, which pushers raise without waiting
+// for anybody. Where a peer's rows can be read, nobody pushes them: its entry record says that they
+// are there, and its done flag is raised when nobody here reads them any more.
+#include "ep/cuda/kernels.h"
+#include "ep/cuda/launch.cuh"
+#include "ep/cuda/rows.cuh"
+#include "ep/cuda/sums.cuh"
+
+namespace xd::ep::cuda {
+namespace {
+
+constexpr int kMostWarps = 16;
+
+// ---- At the owner of rows -------------------------------------------------------------------------
+
+template <class T>
+class Pusher {
+ public:
+  __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan, Terms& terms)
+      : p_(params), turn_(turn), plan_(plan), terms_(terms) {}
+
+  __device__ void push_all() {
+    const Team team{0, p_.push_blocks};
+    for_each_arrival(turn_, plan_, 0, team, [&](int source, int chunk, int token, int tokens) {
+      const ItemRange items = items_of(turn_, plan_, source, token, tokens);
+      if (items.first >= items.last) return true;
+      for (int i = items.first; i < items.last; ++i) push(source, i);
+      turn_.release_chunk(chunk, [&](int d) { return d == source; });
+      return true;
+    });
+  }
+
+ private:
+  __device__ void push(int source, int item) {
+    const GroupDevice& g = turn_.group();
+    const ItemRows rows = rows_of(turn_, plan_, source, item);
+    const std::uint32_t slot = plan_.slot[item];
+    if (slot >= static_cast<std::uint32_t>(g.max_tokens) * g.slots_per_token) return;
+    __syncwarp();  // the last sum has read its terms
+    if (lane_id() < rows.count) {
+      terms_.row[lane_id()] = p_.rows + rows.row * p_.row_bytes;
+      terms_.weight[lane_id()] = p_.weights != nullptr ? p_.weights[rows.row] : 1.0f;
+    }
+    __syncwarp();
+    add_up<T>(turn_.peer(source).extra + slot * p_.row_bytes, terms_, rows.count,
+              p_.weights != nullptr, 0, static_cast<std::uint32_t>(p_.row_bytes / 16));
+  }
+
+  const CombineParams& p_;
+  Turn& turn_;
+  const PlanParts& plan_;
+  Terms& terms_;
+};
+
+// ---- At the tokens' rank --------------------------------------------------------------------------
+
+template <class T>
+class Summer {
+ public:
+  __device__ Summer(const CombineParams& params, Turn& turn, const TurnShared& shared,
+                    const PlanParts& plan, Terms& terms)
+      : p_(params), turn_(turn), shared_(shared), plan_(plan), terms_(terms) {}
+
+  // False = fatal. Where there are few tokens, several warps share one, by columns.
+  __device__ bool sum_all() {
+    const int pushing = p_.pushes ? p_.push_blocks : 0, blocks = static_cast<int>(gridDim.x);
+    const Team team{pushing < blocks ? pushing : 0, pushing < blocks ? blocks - pushing : blocks};
+    const int tokens = turn_.plan().tokens;
+    const auto vectors = static_cast<int>(p_.row_bytes / 16);
+    const int warps = team.blocks * warps_per_block();
+    int parts = 1;
+    while (tokens * parts < 2 * warps && parts * 64 < vectors) parts *= 2;
+    const int size = (vectors + parts - 1) / parts;
+    return for_each_unit(turn_, 1, team, tokens * parts, [&](int unit) {
+      const int first = unit % parts * size;
+      return sum(unit / parts, first, min(first + size, vectors));
+    });
+  }
+
+  // grad_topk_weights: each choice's gradient comes from its own row (and in RANK_MAJOR from its own
+  // k there); choices without a row have none.
+  __device__ void gather_weights() {
+    const int topk = turn_.plan().topk;
+    const int warps = static_cast<int>(gridDim.x) * warps_per_block();
+    for (int t = static_cast<int>(blockIdx.x) * warps_per_block() + warp_in_block();
+         t < turn_.plan().tokens; t += warps) {
+      const Choice c = choice_of(t);
+      if (lane_id() >= topk) continue;
+      float grad = 0.0f;
+      if (c.valid) {
+        const auto* from = reinterpret_cast<const volatile float*>(turn_.peer(c.rank).weights);
+        grad = from[turn_.group().expert_major ? c.row : std::uint64_t{c.row} * topk + lane_id()];
+      }
+      p_.grad_topk_weights[static_cast<std::uint64_t>(t) * topk + lane_id()] = grad;
+    }
+  }
+
+ private:
+  __device__ Choice choice_of(int token) const {
+    const int topk = turn_.plan().topk;
+    return decode(turn_, shared_,
+                  lane_id() < topk
+                      ? plan_.code[static_cast<std::uint64_t>(token) * topk + lane_id()]
+                      : RowCodec::kNone);
+  }
+
+  __device__ bool sum(int token, int first, int last) {
+    const Choice c = choice_of(token);
+    int count = 0;
+    const int order = order_of(c, count);
+    __syncwarp();  // the last sum has read its terms
+    bool here = true;
+    if (c.leader) {
+      const PeerTensors& peer = turn_.peer(c.rank);
+      if (peer.rows != nullptr) {
+        terms_.row[order] = peer.rows + c.row * p_.row_bytes;
+      } else {
+        const int chunk = token / ChunkFlags::tokens_per_chunk(turn_.plan().tokens);
+        here = turn_.wait_chunk(c.rank, chunk);
+        const std::uint64_t slot =
+            static_cast<std::uint64_t>(token) * turn_.group().slots_per_token + order;
+        terms_.row[order] =
+            turn_.group().area[turn_.rank()] + turn_.group().partials + slot * p_.row_bytes;
+      }
+    }
+    // Also orders the lanes' acquires before every lane's reads.
+    if (!__all_sync(kAllLanes, here)) return false;
+    __syncwarp();
+    add_up<T>(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes, terms_, count, false,
+              static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(last));
+    return true;
+  }
+
+  const CombineParams& p_;
+  Turn& turn_;
+  const TurnShared& shared_;
+  const PlanParts& plan_;
+  Terms& terms_;
+};
+
+// Gradients of weights outside symmetric memory, to where peers can read them. All warps.
+__device__ void stage_weights(const ReceiveRows& tensor, std::int64_t rows) {
+  const std::uint64_t words = static_cast<std::uint64_t>(rows) * tensor.row_bytes / 4;
+  const auto* from = reinterpret_cast<const std::uint32_t*>(tensor.data);
+  auto* to = reinterpret_cast<std::uint32_t*>(tensor.staged);
+  for (std::uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < words;
+       i += std::uint64_t{gridDim.x} * blockDim.x) {
+    to[i] = from[i];
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMostWarps * 32, 1)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  __shared__ TurnShared shared;
+  __shared__ Terms terms_of_warp[kMostWarps];
+  Turn turn(p.turn, shared);
+  bool started = turn.begin();
+  if (started && p.grad_recv_weights.staged != nullptr) {
+    if (turn.verdict() == Verdict::go && !refused(turn.plan())) {
+      stage_weights(p.grad_recv_weights, turn.plan().recv_rows);
+    }
+    started = turn.barrier(1);
+  }
+  if (started) {
+    turn.enter();
+    turn.await({.rows = p.row_bytes,
+                .scales = 0,
+                .weights = p.grad_recv_weights.row_bytes,
+                .extra = 0,
+                .partials = p.sums ? p.partial_bytes : 0});
+  }
+  if (turn.verdict() == Verdict::go) {
+    const PlanParts plan = parts_of(p.turn.plan, turn.plan());
+    Terms& terms = terms_of_warp[warp_in_block()];
+    if (p.pushes) Pusher<T>(p, turn, plan, terms).push_all();
+    Summer<T> summer(p, turn, shared, plan, terms);
+    bool good = true;
+    if (p.sums) good = summer.sum_all();
+    if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
+    turn.any_failed(!good);
+  }
+  turn.finish();
+  turn.close();
+}
+
+}  // namespace
+
+void launch(const CombineParams& params, DType type, const LaunchPlan& plan, cudaStream_t stream) {
+  launch_cooperative(type == DType::bf16  ? combine_kernel<Bf16>
+                     : type == DType::f16 ? combine_kernel<F16>
+                                          : combine_kernel<F32>,
+                     params, plan, stream);
+}
+
+void load_combine(std::size_t shared_bytes) {
+  load_kernel(combine_kernel<Bf16>, shared_bytes);
+  load_kernel(combine_kernel<F16>, shared_bytes);
+  load_kernel(combine_kernel<F32>, shared_bytes);
+}
+
+}  // namespace xd::ep::cuda

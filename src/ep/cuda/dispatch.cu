@@ -1,0 +1,315 @@
+// dispatch, and combine_bwd: every rank stores its tokens' rows into their final places in the
+// peers' tensors, one row per (token, rank); the owner copies it to the token's other rows there.
+//
+//   memory                written by                   read by
+//   peer's receive rows   senders (bulk stores): the   the peer's receivers, after the chunk's flag;
+//                         token's first row there      its caller, after the peer's done flags
+//   peer's weights, ...   senders (plain stores)       likewise
+//   chunk[src][c] there   a sender's warp, when all    the peer's receivers
+//                         rows of chunk c have landed
+//   own receive rows      receivers: a token's other   the caller
+//                         rows, padding, tail
+//
+// Blocks [0, send_blocks) send first, and receive when they have sent. The others receive from the
+// start. Senders wait for entry records only; receivers for chunk flags, which senders raise without
+// waiting for anybody. Where the receive tensors need no work (RANK_MAJOR in symmetric memory),
+// nobody receives and no chunk flag is raised: the done flags say that rows have landed.
+#include "ep/cuda/kernels.h"
+#include "ep/cuda/launch.cuh"
+#include "ep/cuda/mover.cuh"
+#include "ep/cuda/rows.cuh"
+#include "ep/cuda/sums.cuh"
+
+#include <type_traits>
+
+namespace xd::ep::cuda {
+namespace {
+
+struct NotScaled {};  // rows arrive as they are to be
+
+// ---- Sending ---------------------------------------------------------------------------------------
+
+class Sender {
+ public:
+  __device__ Sender(const DispatchParams& params, Turn& turn, TurnShared& shared,
+                    const PlanParts& plan, Mover& mover)
+      : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover) {}
+
+  __device__ void send_all() {
+    const int tokens = turn_.plan().tokens;
+    const int each = ChunkFlags::tokens_per_chunk(tokens);
+    const Team team{0, p_.send_blocks};
+    for_each_unit(turn_, 0, team, ChunkFlags::count(tokens), [&](int chunk) {
+      const int last = min((chunk + 1) * each, tokens);
+      for (int t = chunk * each; t < last; ++t) send_token(t);
+      if (any_receiver()) {
+        mover_.landed();
+        turn_.release_chunk(chunk, [&](int d) { return receives(d); });
+      }
+      return true;
+    });
+    mover_.landed();
+  }
+
+ private:
+  // Whether rank d waits for chunks.
+  __device__ bool receives(int d) const {
+    return turn_.group().expert_major || turn_.peer(d).staged;
+  }
+  __device__ bool any_receiver() const {
+    bool any = false;
+    for (int d = lane_id(); d < turn_.ranks(); d += 32) any |= receives(d);
+    return __any_sync(kAllLanes, any);
+  }
+
+  __device__ void send_token(int token) {
+    const int topk = turn_.plan().topk;
+    const int k = lane_id();
+    const std::uint32_t code = k < topk
+                                   ? plan_.code[static_cast<std::uint64_t>(token) * topk + k]
+                                   : RowCodec::kNone;
+    const Choice c = decode(turn_, shared_, code);
+    if (!__any_sync(kAllLanes, c.valid)) return;
+    std::byte* to = nullptr;
+    float* scales = nullptr;
+    if (c.leader) {
+      const PeerTensors& peer = turn_.peer(c.rank);
+      to = peer.rows + c.row * p_.recv_tokens.row_bytes;
+      scales = reinterpret_cast<float*>(peer.scales + c.row * p_.recv_scales.row_bytes);
+    }
+    mover_.move(p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, to, scales);
+    if (p_.scales != nullptr) send_scales(token, c);
+    if (turn_.group().expert_major) {
+      send_weights(token, c);
+    } else {
+      send_choices(token, c);
+    }
+  }
+
+  __device__ void send_scales(int token, const Choice& c) const {
+    const std::byte* from = p_.scales + static_cast<std::uint64_t>(token) * p_.scale_bytes;
+    for_each_leader(c, [&](int rank, std::uint32_t row, bool) {
+      copy_bytes(turn_.peer(rank).scales + row * p_.scale_bytes, from, p_.scale_bytes);
+    });
+  }
+
+  // EXPERT_MAJOR: one weight per row.
+  __device__ void send_weights(int token, const Choice& c) const {
+    if (p_.topk_weights == nullptr || !c.valid) return;
+    const std::uint64_t at = static_cast<std::uint64_t>(token) * turn_.plan().topk + lane_id();
+    reinterpret_cast<float*>(turn_.peer(c.rank).weights)[c.row] = p_.topk_weights[at];
+  }
+
+  // RANK_MAJOR: per row, local expert and weight of each k that the row's rank holds.
+  __device__ void send_choices(int token, const Choice& c) const {
+    if (p_.topk_weights == nullptr && !p_.indices) return;
+    const int topk = turn_.plan().topk;
+    const int k = lane_id();
+    float weight = 0.0f;
+    if (p_.topk_weights != nullptr && k < topk) {
+      weight = p_.topk_weights[static_cast<std::uint64_t>(token) * topk + k];
+    }
+    for_each_leader(c, [&](int rank, std::uint32_t row, bool here) {
+      if (k >= topk) return;
+      const PeerTensors& peer = turn_.peer(rank);
+      const std::uint64_t at = std::uint64_t{row} * topk + k;
+      if (p_.topk_weights != nullptr) {
+        reinterpret_cast<float*>(peer.weights)[at] = here ? weight : 0.0f;
+      }
+      if (!p_.indices) return;
+      const int expert = here ? c.expert : -1;
+      if (peer.wide_indices) {
+        reinterpret_cast<std::int64_t*>(peer.extra)[at] = expert;
+      } else {
+        reinterpret_cast<std::int32_t*>(peer.extra)[at] = expert;
+      }
+    });
+  }
+
+  // body(rank, row, whether this lane's choice is at that rank), for every rank of the token.
+  template <class Body>
+  __device__ void for_each_leader(const Choice& c, Body&& body) const {
+    unsigned leaders = __ballot_sync(kAllLanes, c.leader);
+    while (leaders != 0) {
+      const int lane = __ffs(static_cast<int>(leaders)) - 1;
+      leaders &= leaders - 1;
+      const int rank = __shfl_sync(kAllLanes, c.rank, lane);
+      const std::uint32_t row = __shfl_sync(kAllLanes, c.row, lane);
+      body(rank, row, c.valid && c.rank == rank);
+    }
+  }
+
+  const DispatchParams& p_;
+  Turn& turn_;
+  TurnShared& shared_;
+  const PlanParts& plan_;
+  Mover& mover_;
+};
+
+// ---- Receiving --------------------------------------------------------------------------------------
+
+// `Scaled`: the type of rows that are multiplied by their weights on arrival, or NotScaled.
+template <class Scaled>
+class Receiver {
+ public:
+  __device__ Receiver(const DispatchParams& params, Turn& turn, const PlanParts& plan, Mover& mover)
+      : p_(params), turn_(turn), plan_(plan), mover_(mover) {}
+
+  // False = fatal.
+  __device__ bool receive_all() {
+    const int sending = p_.send_blocks, blocks = static_cast<int>(gridDim.x);
+    const Team team{sending < blocks ? sending : 0, sending < blocks ? blocks - sending : blocks};
+    const bool good =
+        for_each_arrival(turn_, plan_, 1, team, [&](int source, int chunk, int token, int tokens) {
+          const ItemRange items = items_of(turn_, plan_, source, token, tokens);
+          if (items.first >= items.last) return true;
+          bool here = true;
+          if (lane_id() == 0) here = turn_.wait_chunk(source, chunk);
+          if (!__shfl_sync(kAllLanes, here, 0)) return false;
+          ptx::fence_proxy_async();  // peers' stores are seen by this thread; now by bulk loads, too
+          for (int i = items.first; i < items.last; ++i) receive(rows_of(turn_, plan_, source, i));
+          return true;
+        });
+    mover_.landed();
+    return good;
+  }
+
+ private:
+  __device__ void receive(const ItemRows& rows) {
+    if (rows.count == 0) return;
+    const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
+    if constexpr (std::is_same_v<Scaled, NotScaled>) {
+      fan_out(rows, first);
+    } else {
+      scale(rows, first);
+    }
+    copy_rows(p_.recv_scales, rows, first);
+    if (turn_.group().expert_major) {
+      copy_own(p_.recv_weights, rows);
+    } else {
+      copy_rows(p_.recv_weights, rows, first);
+      copy_rows(p_.recv_topk_idx, rows, first);
+    }
+  }
+
+  __device__ static const std::byte* arrived(const ReceiveRows& tensor, std::uint32_t row) {
+    return (tensor.staged != nullptr ? tensor.staged : tensor.data) + row * tensor.row_bytes;
+  }
+
+  // The row that crossed, to all the token's rows.
+  __device__ void fan_out(const ItemRows& rows, std::uint32_t first) {
+    const ReceiveRows& tensor = p_.recv_tokens;
+    const bool mine = lane_id() < rows.count && (lane_id() > 0 || tensor.staged != nullptr);
+    if (!__any_sync(kAllLanes, mine)) return;
+    mover_.move(arrived(tensor, first),
+                mine ? tensor.data + rows.row * tensor.row_bytes : nullptr);
+  }
+
+  __device__ void copy_rows(const ReceiveRows& tensor, const ItemRows& rows, std::uint32_t first) {
+    if (tensor.data == nullptr) return;
+    for (int i = tensor.staged != nullptr ? 0 : 1; i < rows.count; ++i) {
+      const std::uint32_t row = __shfl_sync(kAllLanes, rows.row, i);
+      copy_bytes(tensor.data + row * tensor.row_bytes, arrived(tensor, first), tensor.row_bytes);
+    }
+  }
+
+  // One value per row, each with its own: out of staging only.
+  __device__ void copy_own(const ReceiveRows& tensor, const ItemRows& rows) {
+    if (tensor.staged == nullptr || lane_id() >= rows.count) return;
+    reinterpret_cast<float*>(tensor.data)[rows.row] =
+        reinterpret_cast<const volatile float*>(tensor.staged)[rows.row];
+  }
+
+  // A weighted combine's gradients. The row that crossed may be one of the outputs: the first, so it
+  // is written last.
+  __device__ void scale(const ItemRows& rows, std::uint32_t first) {
+    const ReceiveRows& tensor = p_.recv_tokens;
+    const auto vectors = static_cast<std::uint32_t>(tensor.row_bytes / 16);
+    for (int i = rows.count - 1; i >= 0; --i) {
+      const std::uint32_t row = __shfl_sync(kAllLanes, rows.row, i);
+      const std::byte* other =
+          p_.expert_out != nullptr ? p_.expert_out + row * tensor.row_bytes : nullptr;
+      const float dot = scale_row<Scaled>(tensor.data + row * tensor.row_bytes,
+                                          arrived(tensor, first), other, p_.weights[row], vectors);
+      if (p_.grad_weights != nullptr && lane_id() == 0) p_.grad_weights[row] = dot;
+    }
+  }
+
+  const DispatchParams& p_;
+  Turn& turn_;
+  const PlanParts& plan_;
+  Mover& mover_;
+};
+
+__device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanParts& plan) {
+  zero_gaps(turn, plan, p.recv_tokens);
+  zero_gaps(turn, plan, p.recv_scales);
+  zero_gaps(turn, plan, p.recv_weights);
+  if (p.grad_weights != nullptr) {
+    zero_gaps(turn, plan,
+              {reinterpret_cast<std::byte*>(p.grad_weights), nullptr, p.grad_weights_rows,
+               sizeof(float)});
+  }
+  if (turn.group().expert_major) return;
+  fill_tail(turn, p.recv_weights, 0);
+  fill_tail(turn, p.recv_topk_idx, 0xFF);  // -1 of either width
+}
+
+template <class Scaled>
+__global__ void __launch_bounds__(512, 1)
+    dispatch_kernel(const __grid_constant__ DispatchParams p) {
+  __shared__ TurnShared shared;
+  extern __shared__ __align__(128) std::byte stages[];
+  Turn turn(p.turn, shared);
+  const bool started = turn.begin();
+  if (started) {
+    turn.enter();
+    turn.await({.rows = p.recv_tokens.row_bytes,
+                .scales = p.recv_scales.row_bytes,
+                .weights = p.recv_weights.row_bytes,
+                .extra = p.indices ? turn.plan().topk * sizeof(std::int32_t) : 0,
+                .partials = 0});
+  }
+  if (turn.verdict() == Verdict::go) {
+    const PlanParts plan = parts_of(p.turn.plan, turn.plan());
+    // Every peer has entered, as seen by some thread of the block: before bulk stores go there.
+    ptx::fence_proxy_async();
+    std::byte* warp_stages =
+        stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
+    if (static_cast<int>(blockIdx.x) < p.send_blocks) {
+      Mover mover(warp_stages, p.send);
+      Sender(p, turn, shared, plan, mover).send_all();
+    }
+    fill_gaps(p, turn, plan);
+    turn.finish();
+    if (p.receives) {
+      Mover mover(warp_stages, p.fan_out);
+      const bool good = Receiver<Scaled>(p, turn, plan, mover).receive_all();
+      turn.any_failed(!good);
+    }
+  } else {
+    turn.finish();
+  }
+  turn.close();
+}
+
+}  // namespace
+
+void launch(const DispatchParams& params, DType scaled_type, const LaunchPlan& plan,
+            cudaStream_t stream) {
+  const bool scaled = params.weights != nullptr;
+  launch_cooperative(!scaled                      ? dispatch_kernel<NotScaled>
+                     : scaled_type == DType::bf16 ? dispatch_kernel<Bf16>
+                     : scaled_type == DType::f16  ? dispatch_kernel<F16>
+                                                  : dispatch_kernel<F32>,
+                     params, plan, stream);
+}
+
+void load_dispatch(std::size_t shared_bytes) {
+  load_kernel(dispatch_kernel<NotScaled>, shared_bytes);
+  load_kernel(dispatch_kernel<Bf16>, shared_bytes);
+  load_kernel(dispatch_kernel<F16>, shared_bytes);
+  load_kernel(dispatch_kernel<F32>, shared_bytes);
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,42 @@
+// A call that failed on the host takes its rank's turn, so that its peers learn it at once. Also
+// where the kernels are loaded.
+#include "ep/cuda/kernels.h"
+#include "ep/cuda/launch.cuh"
+#include "ep/cuda/turn.cuh"
+
+namespace xd::ep::cuda {
+
+void load_prepare(std::size_t shared_bytes);
+void load_dispatch(std::size_t shared_bytes);
+void load_combine(std::size_t shared_bytes);
+
+namespace {
+
+__global__ void __launch_bounds__(128, 1)
+    failed_kernel(const __grid_constant__ FailedParams p) {
+  __shared__ TurnShared shared;
+  Turn turn(p.turn, shared);
+  if (turn.begin()) {
+    turn.enter();
+    turn.await({0, 0, 0, 0, 0});
+  }
+  turn.finish();
+  turn.close();
+}
+
+}  // namespace
+
+void launch(const FailedParams& params, const LaunchPlan& plan, cudaStream_t stream) {
+  launch_cooperative(failed_kernel, params, plan, stream);
+}
+
+void load_kernels(const DeviceFacts& device) {
+  load_kernel(failed_kernel, device.shared_bytes);
+  load_prepare(device.shared_bytes);
+  load_dispatch(device.shared_bytes);
+  load_combine(device.shared_bytes);
+}
+
+std::size_t turn_shared_bytes() { return sizeof(TurnShared); }
+
+}  // namespace xd::ep::cuda

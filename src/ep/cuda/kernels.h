@@ -1,0 +1,106 @@
+// The kernels of the CUDA executor, as the host starts them: parameters, and launches.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "base/dtype.h"
+#include "ep/cuda/launch_plan.h"
+#include "ep/cuda/mover_plan.h"
+#include "ep/cuda/params.h"
+
+namespace xd::ep::cuda {
+
+// A call that failed on the host: takes part in the turn, moves nothing.
+struct FailedParams {
+  TurnParams turn;
+};
+
+struct PrepareParams {
+  TurnParams turn;
+  const void* topk_idx;
+  bool wide_ids;  // int64
+  int tokens, topk;
+  std::byte* plan;
+  struct Output {
+    void* data;  // nullptr = not given
+    bool wide;   // int64
+  };
+  Output counts, padded_counts, offsets, total, rank_rows;
+  std::uint32_t* scratch;  // PrepareScratch
+};
+
+// dispatch, and combine_bwd, which sends gradients the same way.
+struct DispatchParams {
+  TurnParams turn;
+  MoverPlan send, fan_out;
+  int send_blocks;  // blocks that begin with sending; the others begin with receiving
+  bool indices;     // receive tensors have recv_topk_idx
+  bool receives;    // rows are fanned out, copied out of staging or scaled here
+  const std::byte* tokens;
+  const std::byte* scales;  // beside tokens; nullptr = none, or made on the way
+  std::uint64_t scale_bytes;
+  const float* topk_weights;  // nullptr = none
+  ReceiveRows recv_tokens, recv_scales, recv_weights, recv_topk_idx;
+  // combine_bwd of a weighted combine:
+  const std::byte* expert_out;  // nullptr = no grad_weights
+  const float* weights;
+  float* grad_weights;
+  std::int64_t grad_weights_rows;
+};
+
+// combine, and dispatch_bwd.
+struct CombineParams {
+  TurnParams turn;
+  int push_blocks;  // blocks that begin with partial sums for peers
+  bool pushes;      // peers cannot read this rank's rows themselves
+  bool sums;    // token rows; else weights alone
+  const std::byte* rows;  // [R,H] of this rank
+  const float* weights;   // [R]
+  std::byte* out;         // [T,H]
+  std::uint64_t row_bytes;
+  std::uint64_t partial_bytes;  // of all slots of a rank
+  // dispatch_bwd:
+  ReceiveRows grad_recv_weights;
+  float* grad_topk_weights;
+};
+
+// Words of working memory that prepare needs, for any launch of up to kMaxBlocks blocks.
+struct PrepareScratch {
+  static constexpr int kMaxBlocks = 64;
+
+  std::uint64_t block_counts, block_base, expert_total, expert_base, kept, words;
+
+  // Per block: choices per expert, tokens per rank, choices per rank, bad ids.
+  static constexpr std::uint64_t columns(int experts, int ranks) {
+    return static_cast<std::uint64_t>(experts) + 2 * static_cast<std::uint64_t>(ranks) + 1;
+  }
+  static constexpr PrepareScratch make(int experts, int ranks) {
+    const std::uint64_t table = kMaxBlocks * columns(experts, ranks);
+    const auto all = static_cast<std::uint64_t>(experts);
+    PrepareScratch s{};
+    s.block_counts = 0;
+    s.block_base = table;
+    s.expert_total = 2 * table;
+    s.expert_base = s.expert_total + all;
+    s.kept = s.expert_base + all;
+    s.words = s.kept + all;
+    return s;
+  }
+};
+
+// Each starts a cooperative launch on `stream`; nothing waits.
+void launch(const FailedParams& params, const LaunchPlan& plan, cudaStream_t stream);
+void launch(const PrepareParams& params, const LaunchPlan& plan, cudaStream_t stream);
+void launch(const DispatchParams& params, DType scaled_type, const LaunchPlan& plan,
+            cudaStream_t stream);
+void launch(const CombineParams& params, DType type, const LaunchPlan& plan, cudaStream_t stream);
+
+// Loads every kernel on the current device and sets its attributes; throws if one cannot run here.
+// A kernel that is loaded when it is first launched would wait for kernels that spin.
+void load_kernels(const DeviceFacts& device);
+
+// Shared memory that a kernel needs besides what its launch plan asks for rows.
+std::size_t turn_shared_bytes();
+std::size_t prepare_shared_bytes(int experts, int ranks);
+
+}  // namespace xd::ep::cuda

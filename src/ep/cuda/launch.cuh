@@ -1,0 +1,40 @@
+// Starting kernels, and loading them beforehand.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/error.h"
+#include "ep/cuda/launch_plan.h"
+
+namespace xd::ep::cuda {
+
+// Cooperative: all blocks are resident or none is, so that they may wait for one another.
+template <class Params>
+void launch_cooperative(void (*kernel)(Params), const Params& params, const LaunchPlan& plan,
+                        cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
+  config.dynamicSmemBytes = plan.shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  void* arguments[] = {const_cast<Params*>(&params)};
+  XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+}
+
+// Loads a kernel and lets it have all of a block's shared memory, less what it has statically.
+template <class Params>
+void load_kernel(void (*kernel)(Params), std::size_t shared_bytes) {
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes attributes{};
+  XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
+  const auto dynamic = static_cast<int>(shared_bytes - attributes.sharedSizeBytes);
+  XD_CUDA_CHECK(
+      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic));
+}
+
+}  // namespace xd::ep::cuda

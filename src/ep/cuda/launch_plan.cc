@@ -1,0 +1,97 @@
+#include "ep/cuda/launch_plan.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/math.h"
+
+namespace xd::ep::cuda {
+namespace {
+
+// Left to others when the library chooses: a caller's small kernels start while ours wait for peers.
+constexpr int kReserve = 4;
+
+// What one multiprocessor moves, and what a device's links carry, in GB/s (Hopper, NVLink 4). They
+// decide on numbers of blocks only.
+constexpr double kSmStoreRate = 45.0, kSmCopyRate = 48.0, kLinkRate = 360.0;
+constexpr int kLinkSms = 12;  // a little more than kLinkRate / kSmStoreRate: to hide latency
+
+int blocks_for(int wanted, int num_sms, int budget) {
+  return std::clamp(num_sms > 0 ? num_sms : wanted, 1, budget);
+}
+
+// As many warps as there are shared memory for their stages, and threads in a block.
+int mover_warps(std::uint64_t warp_bytes, const DeviceFacts& device) {
+  constexpr std::uint64_t kReservedBytes = 20 * 1024;  // static shared memory
+  const std::uint64_t room = device.shared_bytes - kReservedBytes;
+  return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, 16));
+}
+
+}  // namespace
+
+int sm_budget(const Config& config, const DeviceFacts& device) {
+  const int available = std::max(1, device.sms - kReserve);
+  const int share = std::max(1, available / device.ranks_on_device);
+  if (config.num_sms == 0) return share;
+  XD_REQUIRE(config.num_sms <= device.sms, "config.num_sms = ", config.num_sms,
+             ", expected at most the device's ", device.sms, " multiprocessors");
+  XD_REQUIRE(config.num_sms * device.ranks_on_device <= device.sms, "config.num_sms = ",
+             config.num_sms, " for each of ", device.ranks_on_device,
+             " ranks on one device, expected at most ", device.sms / device.ranks_on_device,
+             ": their kernels wait for one another and must fit together");
+  return config.num_sms;
+}
+
+LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget,
+                        const DeviceFacts& device) {
+  // A warp's tokens are numbered one step after another, so many warps; but every block sums up all
+  // zones, and waits for all others.
+  constexpr int kWarps = 8, kMost = 32;
+  const int wanted = std::clamp((tokens + kWarps * 8 - 1) / (kWarps * 8), 1, kMost);
+  const int columns = experts + 2 * ranks;
+  return {.blocks = std::min({wanted, budget, device.sms}),
+          .first_blocks = 0,
+          .threads = kWarps * 32,
+          .shared_bytes = (at(kWarps) * at(columns) + at(experts)) * sizeof(std::uint32_t)};
+}
+
+LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
+                         int num_sms, int budget, const DeviceFacts& device) {
+  const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
+  const int warps = mover_warps(warp_bytes, device);
+  // Few tokens: a warp for each, as latency counts.
+  const int sending =
+      traffic.tokens <= 512 ? std::max(kLinkSms, (traffic.tokens + warps - 1) / warps) : kLinkSms;
+  const int alone = traffic.ranks == 1 ? 2 * kLinkSms : 0;
+  const int wanted = std::max(traffic.receives ? 2 * sending : sending, alone);
+  LaunchPlan plan{.blocks = blocks_for(wanted, num_sms, budget)};
+  plan.first_blocks = traffic.receives && plan.blocks > 1 ? (plan.blocks + 1) / 2 : plan.blocks;
+  plan.threads = warps * 32;
+  plan.shared_bytes = at(warps) * warp_bytes;
+  return plan;
+}
+
+LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
+                        const DeviceFacts& device) {
+  constexpr int kPullSms = 16, kPushSms = 32;
+  const int latency = traffic.tokens <= 512 ? std::min(traffic.tokens / 4 + 1, 64) : 0;
+  const int wanted = std::max({traffic.receives ? kPushSms : kPullSms, latency,
+                               traffic.ranks == 1 ? 2 * kPushSms : 0});
+  LaunchPlan plan{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
+  plan.first_blocks = plan.blocks > 1 ? (plan.blocks + 1) / 2 : 1;
+  plan.threads = 512;
+  return plan;
+}
+
+std::string explain(const char* operation, const LaunchPlan& plan, const Traffic& traffic,
+                    int num_sms, int budget) {
+  return concat(operation, ": ", plan.blocks, " multiprocessors (",
+                num_sms > 0 ? "as configured" : "chosen", ", budget ", budget, "), ",
+                plan.first_blocks, " begin with rows for peers, ", plan.threads / 32,
+                " warps each, for ", traffic.tokens, " tokens of ", traffic.row_bytes, " bytes, ",
+                traffic.ranks, " ranks", traffic.receives ? ", with local copies" : "",
+                "; one multiprocessor stores ", kSmStoreRate, " GB/s to peers or copies ",
+                kSmCopyRate, " GB/s, the links carry ", kLinkRate);
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,51 @@
+// How many thread blocks an operation gets, of how many warps, and what each begins with: a pure
+// function of the problem and the device, tested without one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "ep/config.h"
+#include "ep/cuda/mover_plan.h"
+
+namespace xd::ep::cuda {
+
+struct DeviceFacts {
+  int sms = 0;
+  std::size_t shared_bytes = 0;  // that a block may have
+  int ranks_on_device = 1;       // of the communicator
+};
+
+struct LaunchPlan {
+  int blocks = 1;        // one per multiprocessor
+  int first_blocks = 0;  // of these, how many begin with sending (dispatch) or with partial sums
+  int threads = 256;
+  std::size_t shared_bytes = 0;
+};
+
+// What decides about a launch.
+struct Traffic {
+  int ranks = 1;
+  int tokens = 0;              // of this rank
+  std::uint64_t row_bytes = 0;
+  bool receives = false;  // dispatch: local copies follow the rows. combine: partial sums are pushed
+};
+
+// Multiprocessors that operations of a group may use on this device: config.num_sms, or what is
+// left of the device for each of its ranks. Throws INVALID_ARGUMENT if num_sms leaves too few for
+// the other ranks of the device.
+int sm_budget(const Config& config, const DeviceFacts& device);
+
+LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget,
+                        const DeviceFacts& device);
+LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
+                         int num_sms, int budget, const DeviceFacts& device);
+LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
+                        const DeviceFacts& device);
+
+// One line: why so many.
+std::string explain(const char* operation, const LaunchPlan& plan, const Traffic& traffic,
+                    int num_sms, int budget);
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,132 @@
+// Moving rows through shared memory: one bulk load of a piece of a row, then one bulk store per
+// destination. Each warp has stages of its own; while one is stored, the next is loaded.
+//
+//   lane 0:     load piece into stage n % 2                  (mbarrier: bytes have landed)
+//   all lanes:  wait for it -> lanes with a destination store from the stage -> commit
+//   all lanes:  before the stage is loaded again, its stores have read it (wait_group.read)
+//
+// A destination belongs to a lane; who asks whether rows have landed (landed()) asks all lanes.
+#pragma once
+
+#include "cuda/ptx.cuh"
+#include "ep/cuda/mover_plan.h"
+#include "ep/cuda/quantise.cuh"
+
+namespace xd::ep::cuda {
+
+class Mover {
+ public:
+  // `shared`: warp_bytes of this warp, 128-byte aligned. All lanes.
+  __device__ Mover(std::byte* shared, const MoverPlan& plan) : plan_(plan), shared_(shared) {
+    barriers_ = reinterpret_cast<std::uint64_t*>(shared + plan.warp_bytes - 128);
+    if (lane() == 0) {
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers_ + i, 1);
+      ptx::fence_mbarrier_init();
+      ptx::fence_proxy_async();
+    }
+    __syncwarp();
+  }
+
+  // After landed(): the shared memory is free for another mover.
+  __device__ ~Mover() {
+    __syncwarp();
+    if (lane() == 0) {
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_invalidate(barriers_ + i);
+    }
+    __syncwarp();
+  }
+  Mover(const Mover&) = delete;
+  Mover& operator=(const Mover&) = delete;
+
+  // Moves the row at `from` (equal in all lanes) to the lane's `to`, if it has one; quantising, the
+  // scales to `scales`. The row at `from` must stay as it is until settle().
+  __device__ void move(const std::byte* from, std::byte* to, float* scales = nullptr) {
+    for (std::uint32_t i = 0; i < plan_.pieces; ++i) {
+      load(from + i * plan_.piece_bytes, piece_bytes(i));
+      store_previous();
+      previous_ = {to, scales, i, true};
+      ++loaded_;
+    }
+  }
+
+  // Issues what is outstanding.
+  __device__ void settle() { store_previous(); }
+
+  // settle(), and all stores of this warp so far have landed. Their lanes may release them, or the
+  // warp may after __syncwarp().
+  __device__ void landed() {
+    settle();
+    ptx::bulk_wait_landed();
+    __syncwarp();
+  }
+
+ private:
+  struct Previous {
+    std::byte* to;
+    float* scales;
+    std::uint32_t piece;
+    bool any;
+  };
+
+  __device__ static unsigned lane() { return threadIdx.x % 32; }
+  __device__ std::uint32_t piece_bytes(std::uint32_t i) const {
+    const std::uint32_t rest = plan_.row_bytes - i * plan_.piece_bytes;
+    return rest < plan_.piece_bytes ? rest : plan_.piece_bytes;
+  }
+  __device__ std::byte* stage(std::uint32_t n) const {
+    return shared_ + n % kStages * ((plan_.warp_bytes - 128) / kStages);
+  }
+
+  __device__ void load(const std::byte* from, std::uint32_t bytes) {
+    // The last stores that were issued are this stage's: the other one's piece is still loading.
+    ptx::bulk_wait_sources_read();
+    __syncwarp();
+    if (lane() == 0) {
+      std::uint64_t* barrier = barriers_ + loaded_ % kStages;
+      ptx::mbarrier_arrive_expect_bytes(barrier, bytes);
+      ptx::bulk_load(stage(loaded_), from, bytes, barrier);
+    }
+  }
+
+  __device__ void store_previous() {
+    if (!previous_.any) return;
+    previous_.any = false;
+    const std::uint32_t n = stored_++;
+    while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
+    }
+    std::byte* from = stage(n);
+    if (plan_.out_bytes != 0) {
+      store_quantised(from);
+    } else if (previous_.to != nullptr) {
+      ptx::bulk_store(previous_.to + previous_.piece * plan_.piece_bytes, from,
+                      piece_bytes(previous_.piece));
+    }
+    ptx::bulk_commit();
+  }
+
+  __device__ void store_quantised(std::byte* in) {
+    std::byte* out = in + plan_.piece_bytes;
+    const std::uint32_t columns = piece_bytes(previous_.piece) / 2;
+    auto* scales = reinterpret_cast<float*>(out + plan_.scales_at());
+    quantise_piece(out, scales, in, columns);
+    ptx::fence_proxy_async();  // bulk stores read what the lanes have written
+    __syncwarp();
+    if (previous_.to == nullptr) return;
+    ptx::bulk_store(previous_.to + previous_.piece * (plan_.piece_bytes / 2), out, columns);
+    float* to = previous_.scales + previous_.piece * (plan_.piece_bytes / 256);
+    const std::uint32_t count = columns / 128;
+    if (count % 4 == 0 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
+      ptx::bulk_store(to, scales, count * 4);
+    } else {
+      for (std::uint32_t i = 0; i < count; ++i) to[i] = scales[i];
+    }
+  }
+
+  const MoverPlan plan_;
+  std::byte* shared_;
+  std::uint64_t* barriers_;
+  std::uint32_t loaded_ = 0, stored_ = 0;
+  Previous previous_{};
+};
+
+}  // namespace xd::ep::cuda

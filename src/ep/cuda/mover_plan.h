@@ -1,0 +1,42 @@
+// How rows of an operation are cut into pieces that pass through shared memory (ep/cuda/mover.cuh).
+// Pure: tested without a device.
+#pragma once
+
+#include <cstdint>
+
+namespace xd::ep::cuda {
+
+inline constexpr int kStages = 2;
+
+// How rows of an operation are cut, and what a warp's part of shared memory looks like. Pure.
+struct MoverPlan {
+  std::uint32_t row_bytes;    // of the source
+  std::uint32_t piece_bytes;  // of a stage; a row's last piece may be shorter
+  std::uint32_t pieces;
+  std::uint32_t out_bytes;    // quantising: what a piece becomes, scales included; else 0
+  std::uint32_t warp_bytes;   // of shared memory per warp, barriers included
+
+  // Pieces hold whole blocks of 128 columns where rows are quantised.
+  static constexpr std::uint32_t kMostPieceBytes = 16384, kAlign = 256;
+
+  static constexpr MoverPlan make(std::uint64_t row_bytes, bool quantise) {
+    MoverPlan plan{};
+    plan.row_bytes = static_cast<std::uint32_t>(row_bytes);
+    plan.pieces =
+        static_cast<std::uint32_t>((row_bytes + kMostPieceBytes - 1) / kMostPieceBytes);
+    if (plan.pieces == 0) plan.pieces = 1;
+    const std::uint64_t even = (row_bytes + plan.pieces - 1) / plan.pieces;
+    plan.piece_bytes = static_cast<std::uint32_t>((even + kAlign - 1) / kAlign * kAlign);
+    if (quantise) {
+      const std::uint32_t scales = plan.piece_bytes / 256 * 4;
+      plan.out_bytes = plan.piece_bytes / 2 + (scales + 15) / 16 * 16;
+    }
+    const std::uint32_t stage = plan.piece_bytes + (plan.out_bytes + 127) / 128 * 128;
+    plan.warp_bytes = kStages * stage + 128;
+    return plan;
+  }
+  // Where a quantised piece's scales begin.
+  constexpr std::uint32_t scales_at() const { return piece_bytes / 2; }
+};
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,126 @@
+// What kernels of a group get: plain data, by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/device_comm.h"
+#include "ep/plan.h"
+#include "ep/wire.h"
+
+namespace xd::ep::cuda {
+
+// Working state of a group, in memory of its own device that no peer touches. One operation at a
+// time uses it; the last thread block of an operation leaves it ready for the next.
+struct Control {
+  std::uint64_t epoch;      // of the last operation that has ended
+  std::uint64_t owner;      // launch that is running; 0 = none
+  std::uint32_t barrier;    // arrivals at the grid barriers of this launch
+  std::uint32_t finished;   // thread blocks that have no more to move
+  std::uint32_t left;       // thread blocks that are done altogether
+  std::uint32_t next_unit[2];  // of work that warps take one by one
+  std::uint32_t reserved;
+  std::uint64_t counts_hash;   // prepare
+  std::uint64_t bad_ids;       // over all plans made
+  std::uint64_t dropped_rows;  // likewise
+};
+
+// What is wrong with a plan, in the device's eyes.
+enum class PlanFault : std::int32_t {
+  none,
+  no_plan,      // magic
+  version,      // got, expected
+  header,       // damaged
+  cut_short,    // got bytes, expected
+  checksum,     // damaged
+  zones,        // damaged
+  binding,      // made for `name` = got, used with expected
+  capacities,   // of the peers
+  too_large,    // got tokens, expected top-k: beyond the group's bounds
+  tensor_rows,  // `name` has got rows, expected at least
+  tokens,       // `name` has got rows, expected tokens of the plan
+  topk,         // `name` has got columns, expected top-k of the plan
+};
+
+struct Fault {
+  PlanFault kind;
+  std::int32_t reserved;
+  const char* name;  // text in the host's memory; kernels only hand it back
+  std::int64_t got, expected;
+};
+
+// What an operation tells its host, in pinned memory. The first error stays until the host has
+// taken it (taken == written).
+struct Report {
+  std::uint32_t written;  // device: errors written here so far (release)
+  std::uint32_t taken;    // host: errors read
+  std::int32_t status;
+  std::int32_t operation;
+  std::uint64_t epoch;
+  Fault fault;                // INVALID_ARGUMENT: what is wrong with this rank's plan
+  std::int64_t bad_ids;       // INVALID_ARGUMENT without a fault
+  std::int64_t needed_rows, capacity_rows;  // OVERFLOW
+  std::int32_t rank;          // the rank it is about
+  std::int32_t reserved;
+  Record record[kMaxDeviceRanks];  // MISMATCH: what every rank said
+  // Totals over all plans made; only grow.
+  std::uint64_t total_bad_ids, total_dropped_rows;
+};
+
+// What stays the same over a group's life.
+struct GroupDevice {
+  DeviceComm comm;
+  int number;
+  int experts, local_experts;
+  int max_tokens, max_topk, slots_per_token;
+  int alignment;
+  bool expert_major, drop, zero_tail, keeps_items, staging;
+  std::int64_t capacity;
+  std::uint64_t capacities_hash;
+  std::uint32_t codec_experts;             // RowCodec
+  std::uint32_t base[kMaxDeviceRanks + 1];  // RowCodec: prefix sums of the capacities
+  Control* control;
+  Report* report;
+  std::byte* area[kMaxDeviceRanks];  // group memory of every rank
+  std::uint64_t area_bytes[kMaxDeviceRanks];
+  // Offsets in everybody's group memory (GroupMap).
+  std::uint64_t record, done, counts, kept, chunk, listed, items, lists;
+  std::uint64_t partials;  // in this rank's
+  int chunk_stride;        // flags per source
+  std::uint64_t lists_stride;  // words per source
+  std::uint64_t keeps_items_mask[2];  // by rank
+
+  constexpr int rank() const { return comm.rank; }
+  constexpr int ranks() const { return comm.num_ranks; }
+};
+
+// A condition on the plan that only the device can check.
+struct Check {
+  enum Kind : std::int32_t { recv_rows, tokens, topk };
+  Kind kind;
+  const char* name;
+  std::int64_t got;
+};
+
+// One operation's turn: what all kernels share.
+struct TurnParams {
+  static constexpr int kMaxChecks = 6;
+
+  GroupDevice group;
+  std::uint64_t launch;  // number of this launch in the group, from 1
+  Record record;         // as far as the host knows it
+  const std::byte* plan;  // nullptr: none is read
+  std::uint64_t plan_bytes;
+  int num_checks;
+  Check checks[kMaxChecks];
+};
+
+// A receive tensor of this rank.
+struct ReceiveRows {
+  std::byte* data;       // nullptr = not given
+  std::byte* staged;     // staging; nullptr = used where it lies
+  std::int64_t rows;     // of the tensor
+  std::uint64_t row_bytes;
+};
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,247 @@
+// Steps 1 to 3 of prepare: counting, exchanging counts, placing. Included by prepare_parts.cuh.
+#pragma once
+
+namespace xd::ep::cuda {
+
+// The warp's tokens, as many at a time as the lanes hold: body(first token, end).
+template <class Body>
+__device__ void Prepare::for_each_step(Body&& body) const {
+  const int warps = static_cast<int>(gridDim.x) * kPrepareWarps;
+  const int each = (p_.tokens + warps - 1) / warps;
+  const int warp = static_cast<int>(blockIdx.x) * kPrepareWarps + warp_in_block();
+  const std::int64_t begin = std::int64_t{warp} * each;
+  const int end = static_cast<int>(min(begin + each, std::int64_t{p_.tokens}));
+  const int step = 32 / p_.topk;
+  for (std::int64_t t = begin; t < end; t += step) body(static_cast<int>(t), end);
+}
+
+// A choice counts if its id is an expert's and this row has not named that expert before.
+__device__ inline Prepare::Pick Prepare::pick(int first_token, int end) const {
+  const int of_step = lane_id() / p_.topk;
+  Pick c{false, false, first_token + of_step, of_step * p_.topk, -1, -1};
+  const bool active = of_step < 32 / p_.topk && c.token < end;
+  std::int64_t id = -1;
+  if (active) {
+    const std::uint64_t at = static_cast<std::uint64_t>(c.token) * p_.topk + lane_id() % p_.topk;
+    id = p_.wide_ids ? static_cast<const std::int64_t*>(p_.topk_idx)[at]
+                     : static_cast<const std::int32_t*>(p_.topk_idx)[at];
+  }
+  const bool inside = id >= 0 && id < g_.experts;
+  const unsigned key = inside ? static_cast<unsigned>(of_step) << 16 | static_cast<unsigned>(id)
+                              : 0x80000000u | lane_id();
+  const unsigned same = __match_any_sync(kAllLanes, key);
+  const bool repeated = inside && (same & ((1u << lane_id()) - 1)) != 0;
+  c.good = inside && !repeated;
+  c.bad = active && id != -1 && !c.good;
+  if (c.good) {
+    c.id = static_cast<int>(id);
+    c.rank = c.id / g_.local_experts;
+  }
+  return c;
+}
+
+__device__ inline void Prepare::count_choices() {
+  if (blockIdx.x == 0 && threadIdx.x < sizeof(PlanHeader) / sizeof(std::uint64_t)) {
+    // Whatever plan these bytes were, they are none from now on.
+    reinterpret_cast<std::uint64_t*>(p_.plan)[threadIdx.x] = 0;
+  }
+  for (int i = thread(); i < kPrepareWarps * columns_; i += kPrepareThreads) counters_[i] = 0;
+  if (threadIdx.x == 0) s_.bad = 0;
+  if (blockIdx.x == 0) {
+    for (int e = thread(); e < g_.experts; e += kPrepareThreads) {
+      p_.scratch[scratch_.kept + e] = 0;
+    }
+  }
+  __syncthreads();
+  for_each_step([&](int token, int end) {
+    const Pick c = pick(token, end);
+    const unsigned key = c.good ? static_cast<unsigned>(c.first_lane) << 16 | c.rank
+                                : 0x80000000u | lane_id();
+    const unsigned same = __match_any_sync(kAllLanes, key);
+    if (c.good) {
+      atomicAdd(&mine()[c.id], 1u);
+      atomicAdd(&mine()[column_of_rows(c.rank)], 1u);
+      if ((same & ((1u << lane_id()) - 1)) == 0) atomicAdd(&mine()[column_of_tokens(c.rank)], 1u);
+    }
+    const unsigned bad = __ballot_sync(kAllLanes, c.bad);
+    if (lane_id() == 0 && bad != 0) atomicAdd(&s_.bad, static_cast<unsigned>(__popc(bad)));
+  });
+  sum_block(true);
+}
+
+// The block's counts, for the others. Without `experts`: of the columns behind theirs alone.
+__device__ inline void Prepare::sum_block(bool experts) {
+  __syncthreads();
+  std::uint32_t* to = block_counts(static_cast<int>(blockIdx.x));
+  for (int c = thread() + (experts ? 0 : g_.experts); c < columns_; c += kPrepareThreads) {
+    std::uint32_t sum = 0;
+    for (int w = 0; w < kPrepareWarps; ++w) sum += counter(w)[c];
+    to[c] = sum;
+  }
+  if (experts && threadIdx.x == 0) to[columns_] = s_.bad;
+}
+
+__device__ inline bool Prepare::wait_count(int source, std::size_t index,
+                                           std::uint32_t& count) const {
+  const std::uint64_t* word = counts_at(g_.rank(), source) + index;
+  const std::uint64_t epoch = turn_.epoch();
+  const bool here = device::wait_until(
+      g_.comm, turn_.site(XD_PHASE_COUNTS), source,
+      [=] { return count_is_of(ptx::ld_relaxed_sys(word), epoch); },
+      [=] { return count_is_of(ptx::ld_relaxed_sys(word), epoch) ? epoch : epoch - 1; });
+  if (here) count = count_of(ptx::ld_relaxed_sys(word));
+  return here;
+}
+
+// One column: its sums over blocks; if peers need it, to and from all of them. False = fatal.
+__device__ inline bool Prepare::exchange_column(int column, std::uint64_t& hash) {
+  const int blocks = static_cast<int>(gridDim.x);
+  std::uint32_t sum = 0;
+  for (int b = 0; b < blocks; ++b) {
+    const std::uint32_t count = block_counts(b)[column];
+    block_base(b)[column] = sum;
+    sum += count;
+  }
+  const bool is_expert = column < g_.experts;
+  const bool is_bad = column == columns_;
+  if (!is_expert && !is_bad && column >= g_.experts + g_.ranks()) return true;
+  // Words of a rank: experts, ranks, then tokens and bad ids, which have one column here.
+  for (int word = 0; word < (is_bad ? 2 : 1); ++word) {
+    const std::size_t index = !is_bad     ? static_cast<std::size_t>(column)
+                              : word == 0 ? layout_.tokens()
+                                          : layout_.bad_ids();
+    const std::uint32_t value = is_bad && word == 0 ? static_cast<std::uint32_t>(p_.tokens) : sum;
+    for (int i = 0; i < g_.ranks(); ++i) {
+      const int peer = (g_.rank() + 1 + i) % g_.ranks();
+      ptx::st_relaxed_sys(counts_at(peer, g_.rank()) + index, count_word(value, turn_.epoch()));
+    }
+    std::uint32_t total = 0, before = 0;
+    for (int s = 0; s < g_.ranks(); ++s) {
+      std::uint32_t count = 0;
+      if (!wait_count(s, index, count)) return false;
+      hash += hash_entry(static_cast<std::uint64_t>(s) * layout_.size() + index, count);
+      if (s < g_.rank()) before += count;
+      total += count;
+    }
+    if (is_expert) {
+      p_.scratch[scratch_.expert_total + column] = total;
+      p_.scratch[scratch_.expert_base + column] = before;
+    }
+  }
+  return true;
+}
+
+__device__ inline bool Prepare::exchange_counts() {
+  std::uint64_t hash = 0;
+  bool good = true;
+  for (int c = static_cast<int>(blockIdx.x) * kPrepareThreads + thread(); c <= columns_ && good;
+       c += static_cast<int>(gridDim.x) * kPrepareThreads) {
+    good = exchange_column(c, hash);
+  }
+  __syncwarp();
+  for (int step = 16; step > 0; step /= 2) hash += __shfl_xor_sync(kAllLanes, hash, step);
+  if (lane_id() == 0 && hash != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&g_.control->counts_hash),
+              static_cast<unsigned long long>(hash));
+  }
+  return good;
+}
+
+// Exclusive prefix sums of value(0 .. count - 1): store(i, sum before i), also for i = count. All
+// threads.
+template <class Value, class Store>
+__device__ void Prepare::scan(int count, Value&& value, Store&& store) {
+  const int each = (count + kPrepareThreads - 1) / kPrepareThreads;
+  const int begin = min(thread() * each, count), end = min(begin + each, count);
+  std::uint64_t own = 0;
+  for (int i = begin; i < end; ++i) own += value(i);
+  std::uint64_t before = own;
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint64_t other = __shfl_up_sync(kAllLanes, before, step);
+    if (lane_id() >= step) before += other;
+  }
+  __syncthreads();
+  if (lane_id() == 31) s_.partial[warp_in_block()] = before;
+  __syncthreads();
+  before -= own;
+  for (int w = 0; w < warp_in_block(); ++w) before += s_.partial[w];
+  for (int i = begin; i < end; ++i) {
+    store(i, before);
+    before += value(i);
+  }
+  if (begin < count && end == count) store(count, before);
+  __syncthreads();
+}
+
+// Zones of all experts, padded rows of all ranks, this block's first rows.
+__device__ inline void Prepare::place() {
+  const auto alignment = static_cast<std::uint64_t>(g_.alignment);
+  const std::uint32_t* totals = p_.scratch + scratch_.expert_total;
+  // First as one sequence over all ranks; total[d] holds where rank d begins in it.
+  if (thread() < g_.ranks()) s_.total[thread()] = 0;
+  if (thread() == 0) {
+    s_.overflow_rank = s_.bad_id_rank = INT32_MAX;
+    s_.bad_ids = 0;
+    s_.dropped_rows = 0;
+    s_.checksum = 0;
+  }
+  __syncthreads();
+  scan(
+      g_.experts,
+      [&](int e) { return (totals[e] + alignment - 1) / alignment * alignment; },
+      [&](int e, std::uint64_t sum) {
+        if (e % g_.local_experts == 0 && e < g_.experts) s_.total[e / g_.local_experts] = sum;
+      });
+  scan(
+      g_.experts,
+      [&](int e) { return (totals[e] + alignment - 1) / alignment * alignment; },
+      [&](int e, std::uint64_t sum) {
+        if (e < g_.experts) zone_[e] = saturate(sum - s_.total[e / g_.local_experts]);
+      });
+  find_overflow();
+  open_counters();
+}
+
+__device__ inline void Prepare::find_overflow() {
+  const auto alignment = static_cast<std::uint64_t>(g_.alignment);
+  const int d = thread();
+  if (d < g_.ranks()) {
+    std::uint64_t total = 0;
+    if (g_.expert_major) {
+      const int last = (d + 1) * g_.local_experts - 1;
+      const std::uint32_t rows = p_.scratch[scratch_.expert_total + last];
+      total = zone_[last] + (rows + alignment - 1) / alignment * alignment;
+    } else {
+      for (int s = 0; s < g_.ranks(); ++s) total += said(s, layout_.rank(d));
+    }
+    s_.total[d] = total;
+    if (total > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
+    const std::uint32_t bad = said(d, layout_.bad_ids());
+    if (bad > 0) atomicMin(&s_.bad_id_rank, d);
+    atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(bad));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) s_.recount = g_.drop && s_.overflow_rank != INT32_MAX ? 1 : 0;
+  __syncthreads();
+}
+
+// The counters become the next number of each column, for every warp.
+__device__ inline void Prepare::open_counters() {
+  const std::uint32_t* base = block_base(static_cast<int>(blockIdx.x));
+  for (int c = thread(); c < columns_; c += kPrepareThreads) {
+    std::uint64_t next = base[c];
+    if (c < g_.experts) {
+      next += std::uint64_t{zone_[c]} + p_.scratch[scratch_.expert_base + c];
+    } else if (!g_.expert_major && c < g_.experts + g_.ranks()) {
+      for (int s = 0; s < g_.rank(); ++s) next += said(s, layout_.rank(c - g_.experts));
+    }
+    for (int w = 0; w < kPrepareWarps; ++w) {
+      const std::uint32_t count = counter(w)[c];
+      counter(w)[c] = saturate(next);
+      next += count;
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace xd::ep::cuda

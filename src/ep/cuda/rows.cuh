@@ -1,0 +1,84 @@
+// Copies, fills and gaps of rows of any size, by a warp. For scales, weights, indices and zeros;
+// token rows go through the mover or the sums.
+#pragma once
+
+#include "ep/cuda/walk.cuh"
+
+namespace xd::ep::cuda {
+
+__device__ inline bool aligned(const void* a, const void* b, std::uint64_t bytes,
+                               std::uint64_t alignment) {
+  return (reinterpret_cast<std::uint64_t>(a) | reinterpret_cast<std::uint64_t>(b) | bytes) %
+             alignment ==
+         0;
+}
+
+// All lanes, any address and size. Reads may follow what peers have written (never ld.nc).
+__device__ inline void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (aligned(to, from, bytes, 16)) {
+    for (std::uint64_t i = lane_id() * 16; i < bytes; i += 512) {
+      ptx::st_streaming(to + i, ptx::ld_streaming(from + i));
+    }
+  } else if (aligned(to, from, bytes, 4)) {
+    for (std::uint64_t i = lane_id() * 4; i < bytes; i += 128) {
+      *reinterpret_cast<std::uint32_t*>(to + i) =
+          *reinterpret_cast<const volatile std::uint32_t*>(from + i);
+    }
+  } else {
+    for (std::uint64_t i = lane_id(); i < bytes; i += 32) {
+      *reinterpret_cast<unsigned char*>(to + i) =
+          *reinterpret_cast<const volatile unsigned char*>(from + i);
+    }
+  }
+}
+
+// Fills [to, to + bytes) with one word's bytes, shared between all warps of the launch. `to` is a
+// multiple of the word's size away from a 16-byte boundary or not: both are fine.
+__device__ inline void fill_bytes(std::byte* to, std::uint64_t bytes, unsigned char value,
+                                  std::uint64_t warp, std::uint64_t warps) {
+  const std::uint32_t word = value * 0x01010101u;
+  const std::uint64_t head = min((16 - reinterpret_cast<std::uint64_t>(to) % 16) % 16, bytes);
+  const std::uint64_t body = (bytes - head) / 16 * 16;
+  for (std::uint64_t i = (warp * 32 + lane_id()) * 16; i < body; i += warps * 512) {
+    ptx::st_streaming(to + head + i, make_uint4(word, word, word, word));
+  }
+  if (warp != 0) return;
+  for (std::uint64_t i = lane_id(); i < head; i += 32) to[i] = std::byte{value};
+  for (std::uint64_t i = head + body + lane_id(); i < bytes; i += 32) to[i] = std::byte{value};
+}
+
+// Rows that hold no token's row and must read as zero: padding of zones, and the tail if the group
+// zeroes it. No peer touches these. All warps of the launch.
+__device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
+                                 const ReceiveRows& tensor) {
+  if (tensor.data == nullptr) return;
+  const GroupDevice& g = turn.group();
+  const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
+  const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
+  if (g.expert_major && g.alignment > 1) {
+    for (std::uint64_t e = warp; e < static_cast<std::uint64_t>(g.local_experts); e += warps) {
+      const std::int64_t end = std::int64_t{plan.offset[e]} + plan.count[e];
+      const std::int64_t gap = plan.offset[e + 1] - end;
+      if (gap > 0) {
+        fill_bytes(tensor.data + end * tensor.row_bytes, gap * tensor.row_bytes, 0, 0, 1);
+      }
+    }
+  }
+  const std::int64_t rows = turn.plan().recv_rows;
+  if (g.zero_tail && tensor.rows > rows) {
+    fill_bytes(tensor.data + rows * tensor.row_bytes, (tensor.rows - rows) * tensor.row_bytes, 0,
+               warp, warps);
+  }
+}
+
+// Past the last row: all bytes `value`. All warps of the launch.
+__device__ inline void fill_tail(const Turn& turn, const ReceiveRows& tensor, unsigned char value) {
+  if (tensor.data == nullptr) return;
+  const std::int64_t rows = turn.plan().recv_rows;
+  if (tensor.rows <= rows) return;
+  fill_bytes(tensor.data + rows * tensor.row_bytes, (tensor.rows - rows) * tensor.row_bytes, value,
+             std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block(),
+             std::uint64_t{gridDim.x} * warps_per_block());
+}
+
+}  // namespace xd::ep::cuda

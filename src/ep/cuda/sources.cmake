@@ -1,0 +1,10 @@
+set(XD_EP_CUDA_SOURCES
+  ep/cuda/calls.cc
+  ep/cuda/combine.cu
+  ep/cuda/cuda_group.cc
+  ep/cuda/dispatch.cu
+  ep/cuda/failed.cu
+  ep/cuda/launch_plan.cc
+  ep/cuda/prepare.cu
+  ep/cuda/report.cc
+)

@@ -1,0 +1,408 @@
+// Definitions of ep/cuda/turn.cuh, which includes this file.
+#pragma once
+
+#include "base/hash.h"
+
+namespace xd::ep::cuda {
+
+// The launch that runs owns the group; blocks of another one find it busy, which is fatal.
+__device__ inline void Turn::claim_group() {
+  const std::uint64_t owner = ptx::cas_acquire_gpu(&p_.group.control->owner, 0, p_.launch);
+  s_.epoch = p_.group.control->epoch + 1;
+  s_.verdict = static_cast<int>(Verdict::go);
+  s_.status = XD_SUCCESS;
+  s_.mismatch = 0;
+  s_.sum = 0;
+  s_.fault = {};
+  bool fatal = !device::may_start(p_.group.comm, site(XD_PHASE_NONE));
+  if (owner != 0 && owner != p_.launch) {
+    device::raise(p_.group.comm,
+                  device::error_at(p_.group.comm, site(XD_PHASE_NONE), XD_ERROR_BUSY, rank()),
+                  device::Spread::everywhere);
+    fatal = true;
+  }
+  if (fatal) s_.verdict = static_cast<int>(Verdict::fatal);
+}
+
+__device__ inline bool Turn::begin() {
+  const auto* header = reinterpret_cast<const std::uint64_t*>(p_.plan);
+  if (threadIdx.x == 0) claim_group();
+  constexpr unsigned kWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
+  if (p_.plan != nullptr && threadIdx.x < kWords) {
+    reinterpret_cast<std::uint64_t*>(&s_.plan)[threadIdx.x] = header[threadIdx.x];
+  }
+  for (int i = static_cast<int>(threadIdx.x); i <= ranks(); i += static_cast<int>(blockDim.x)) {
+    s_.base[i] = p_.group.base[i];
+  }
+  __syncthreads();
+  if (verdict() == Verdict::fatal) return false;
+  if (p_.plan != nullptr) check_plan();
+  if (threadIdx.x == 0) {
+    s_.own = p_.record;
+    if (s_.own.status == XD_SUCCESS && s_.fault.kind != PlanFault::none) {
+      s_.own.status = XD_ERROR_INVALID_ARGUMENT;
+    }
+    if (p_.plan != nullptr) {
+      s_.own.rows = static_cast<std::uint32_t>(s_.plan.recv_rows);
+      s_.own.fingerprint = s_.plan.fingerprint;
+    }
+    if (s_.own.status != XD_SUCCESS) set_setback(s_.own.status);
+  }
+  __syncthreads();
+  return true;
+}
+
+// ---- The plan ------------------------------------------------------------------------------------
+
+__device__ inline PlanMap map_of(const PlanHeader& h) {
+  return PlanMap::make({.local_experts = h.experts / h.ranks,
+                        .tokens = h.tokens,
+                        .topk = h.topk,
+                        .list_rows = h.list_rows,
+                        .items = h.keeps_items != 0 ? h.capacity : 0,
+                        .ranks = h.ranks});
+}
+
+__device__ inline bool refused(const PlanHeader& h) {
+  return h.overflow_rank >= 0 && h.overflow == XD_EP_OVERFLOW_ERROR;
+}
+
+__device__ inline Fault Turn::header_fault() const {
+  const PlanHeader& h = s_.plan;
+  const auto fault = [](PlanFault kind, std::int64_t got = 0, std::int64_t expected = 0) {
+    return Fault{kind, 0, nullptr, got, expected};
+  };
+  if (h.magic != PlanHeader::kMagic) return fault(PlanFault::no_plan);
+  if (h.version != PlanHeader::kVersion) {
+    return fault(PlanFault::version, h.version, PlanHeader::kVersion);
+  }
+  const bool sane = h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks &&
+                    h.experts <= kMaxExperts && h.experts % h.ranks == 0 && h.tokens >= 0 &&
+                    h.tokens <= (1 << 26) && h.topk >= 1 && h.topk <= kMaxTopk &&
+                    h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
+                    h.capacity <= INT32_MAX;
+  if (!sane) return fault(PlanFault::header);
+  const PlanMap map = map_of(h);
+  if (h.bytes != map.end) return fault(PlanFault::header);
+  if (p_.plan_bytes < map.end) {
+    return fault(PlanFault::cut_short, static_cast<std::int64_t>(p_.plan_bytes),
+                 static_cast<std::int64_t>(map.end));
+  }
+  return fault(PlanFault::none);
+}
+
+// Names are texts of the library, known to host and device by these numbers.
+enum BindingName : std::int64_t {
+  kBindRank, kBindRanks, kBindExperts, kBindLayout, kBindAlignment, kBindStaging, kBindItems,
+  kBindOverflow, kBindCapacity
+};
+
+__device__ inline Fault Turn::binding_fault() const {
+  const PlanHeader& h = s_.plan;
+  const GroupDevice& g = p_.group;
+  const std::int64_t pairs[][2] = {{h.rank, rank()},
+                                   {h.ranks, ranks()},
+                                   {h.experts, g.experts},
+                                   {h.layout, g.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR},
+                                   {h.alignment, g.alignment},
+                                   {h.keeps_list, g.expert_major ? 1 : 0},
+                                   {h.keeps_items, g.keeps_items ? 1 : 0},
+                                   {h.overflow, g.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR},
+                                   {h.capacity, g.capacity}};
+  std::int64_t number = 0;
+  for (const auto& pair : pairs) {
+    if (pair[0] != pair[1]) {
+      Fault fault{PlanFault::binding, 0, nullptr, pair[0], pair[1]};
+      fault.reserved = static_cast<std::int32_t>(number);
+      return fault;
+    }
+    ++number;
+  }
+  if (h.capacities != g.capacities_hash) return {PlanFault::capacities, 0, nullptr, 0, 0};
+  if (h.tokens > g.max_tokens || h.topk > g.max_topk) {
+    return {PlanFault::too_large, 0, nullptr, h.tokens, h.topk};
+  }
+  return {};
+}
+
+__device__ inline Fault Turn::tensor_fault() const {
+  const PlanHeader& h = s_.plan;
+  for (int i = 0; i < p_.num_checks; ++i) {
+    const Check& c = p_.checks[i];
+    if (c.kind == Check::recv_rows && c.got < h.recv_rows) {
+      return {PlanFault::tensor_rows, 0, c.name, c.got, h.recv_rows};
+    }
+    if (c.kind == Check::tokens && c.got != h.tokens) {
+      return {PlanFault::tokens, 0, c.name, c.got, h.tokens};
+    }
+    if (c.kind == Check::topk && c.got != h.topk) {
+      return {PlanFault::topk, 0, c.name, c.got, h.topk};
+    }
+  }
+  return {};
+}
+
+// All threads. Every block comes to the same verdict, as it looks at the same bytes.
+__device__ inline void Turn::check_plan() {
+  if (threadIdx.x == 0) s_.fault = header_fault();
+  __syncthreads();
+  if (s_.fault.kind != PlanFault::none) return;
+  const PlanHeader& h = s_.plan;
+  const PlanMap map = map_of(h);
+  const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
+  constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
+  std::uint64_t sum = 0;
+  for (std::uint64_t i = threadIdx.x; i < map.code / sizeof(std::uint64_t); i += blockDim.x) {
+    if (i != kChecksumWord) sum += hash_entry(i, words[i]);
+  }
+  atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
+  const auto* count = reinterpret_cast<const std::int32_t*>(p_.plan + map.count);
+  const auto* offset = reinterpret_cast<const std::int32_t*>(p_.plan + map.offset);
+  const int local = h.experts / h.ranks;
+  bool bad = h.recv_rows < 0 || h.recv_rows > h.capacity;
+  if (!refused(h) && h.layout == XD_EP_EXPERT_MAJOR) {
+    for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
+      bad |= count[e] < 0 || std::int64_t{offset[e]} + count[e] > offset[e + 1];
+    }
+    bad |= offset[0] != 0 || offset[local] != h.recv_rows;
+  }
+  const bool damaged = __syncthreads_or(bad ? 1 : 0) != 0;
+  if (threadIdx.x == 0) {
+    if (s_.sum != h.checksum) {
+      s_.fault = {PlanFault::checksum, 0, nullptr, 0, 0};
+    } else if (damaged) {
+      s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
+    } else {
+      s_.fault = binding_fault();
+      if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
+    }
+  }
+  __syncthreads();
+}
+
+// ---- Entry records --------------------------------------------------------------------------------
+
+// Block 0, all threads.
+__device__ inline void Turn::enter() {
+  if (blockIdx.x != 0) return;
+  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
+  for (int i = 1 + static_cast<int>(threadIdx.x); i < ranks(); i += static_cast<int>(blockDim.x)) {
+    const int peer = (rank() + i) % ranks();
+    std::uint64_t* to = record_at(peer, rank(), s_.epoch);
+    constexpr int kWords = sizeof(Record) / sizeof(std::uint64_t);
+    for (int w = 0; w < kWords; ++w) to[w] = own[w];
+    // Release: who sees this epoch also sees the record, and what earlier kernels of this stream
+    // have written.
+    ptx::st_release_sys(to + kWords, s_.epoch);
+  }
+}
+
+__device__ inline bool Turn::wait_record(int peer) const {
+  constexpr int kEpochWord = sizeof(Record) / sizeof(std::uint64_t);
+  const std::uint64_t* epoch = record_at(rank(), peer, s_.epoch) + kEpochWord;
+  const std::uint64_t* before = record_at(rank(), peer, s_.epoch - 1) + kEpochWord;
+  const std::uint64_t expected = s_.epoch;
+  return device::wait_until(
+      p_.group.comm, site(XD_PHASE_ENTRY), peer,
+      [=] { return ptx::ld_acquire_sys(epoch) == expected; },
+      [=] {
+        const std::uint64_t a = ptx::ld_acquire_sys(epoch), b = ptx::ld_acquire_sys(before);
+        return a > b ? a : b;
+      });
+}
+
+// The address of `bytes` bytes of a rank's tensor, or nullptr if it is not all there.
+__device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place,
+                                             std::uint64_t bytes) const {
+  const std::uint64_t base = place >> TensorPlace::kOffsetBits;
+  const std::uint64_t offset = place & ((std::uint64_t{1} << TensorPlace::kOffsetBits) - 1);
+  HeapTable::Range range{nullptr, 0};
+  if (base == TensorPlace::kGroup) {
+    range = {p_.group.area[rank], p_.group.area_bytes[rank]};
+  } else if (base >= TensorPlace::kHeap && base < TensorPlace::kHeap + kMaxHeapSegments) {
+    range = p_.group.comm.heap->range[base - TensorPlace::kHeap][rank];
+  }
+  const bool there = range.base != nullptr && offset % kRowAlignment == 0 &&
+                     offset <= range.bytes && bytes <= range.bytes - offset;
+  return there ? range.base + offset : nullptr;
+}
+
+// Reads a peer's record and finds its tensors; false if it offers some that do not exist.
+__device__ inline bool Turn::take_record(int peer, const RowSizes& sizes) {
+  const std::uint64_t* words = peer == rank() ? reinterpret_cast<const std::uint64_t*>(&s_.own)
+                                              : record_at(rank(), peer, s_.epoch);
+  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
+  // status, operation, dtype, flags, row_bytes | extra (and rows) | fingerprint
+  constexpr std::uint64_t kFlagsMask = ~(std::uint64_t{kWideIndices} << 24);
+  const std::uint64_t first = words[0], second = words[1];
+  const bool same = (first & kFlagsMask) == (own[0] & kFlagsMask) &&
+                    static_cast<std::uint32_t>(second) == static_cast<std::uint32_t>(own[1]) &&
+                    words[2] == own[2] && static_cast<std::uint8_t>(first) == XD_SUCCESS;
+  if (!same) {
+    if (peer != rank()) s_.mismatch = 1;
+    return true;
+  }
+  const bool wide = (first >> 24 & kWideIndices) != 0;
+  const auto rows = static_cast<std::uint32_t>(second >> 32);
+  PeerTensors& to = s_.peer[peer];
+  bool there = true;
+  const auto find = [&](std::uint64_t place, std::uint64_t row_bytes) -> std::byte* {
+    if (row_bytes == 0 || place == 0) return nullptr;
+    std::byte* at = tensor_of(peer, place, row_bytes * rows);
+    there &= at != nullptr;
+    return at;
+  };
+  to.num_rows = rows;
+  to.staged = false;
+  for (int w = 3; w < 7; ++w) {
+    to.staged |= words[w] >> TensorPlace::kOffsetBits == TensorPlace::kGroup;
+  }
+  to.wide_indices = wide;
+  to.rows = find(words[3], sizes.rows);
+  to.scales = find(words[4], sizes.scales);
+  to.weights = find(words[5], sizes.weights);
+  to.extra = find(words[6], wide ? 2 * sizes.extra : sizes.extra);
+  if (sizes.partials != 0 && words[6] != 0) {
+    to.extra = tensor_of(peer, words[6], sizes.partials);
+    there &= to.extra != nullptr;
+  }
+  return there;
+}
+
+// All threads of every block. False = fatal.
+__device__ inline bool Turn::await(const RowSizes& sizes) {
+  bool failed = false, missing = false;
+  for (int peer = static_cast<int>(threadIdx.x); peer < ranks();
+       peer += static_cast<int>(blockDim.x)) {
+    if (peer != rank() && !wait_record(peer)) {
+      failed = true;
+      break;
+    }
+    missing |= !take_record(peer, sizes);
+  }
+  if (any_failed(failed)) return false;
+  const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
+  if (threadIdx.x == 0 && s_.status == XD_SUCCESS) {
+    if (s_.mismatch != 0 || some_missing) {
+      set_setback(XD_ERROR_MISMATCH);
+    } else if (p_.plan != nullptr && refused(s_.plan)) {
+      set_setback(XD_ERROR_OVERFLOW);
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+// ---- Waits inside the operation --------------------------------------------------------------------
+
+__device__ inline bool Turn::wait_chunk(int source, int chunk) const {
+  const std::uint64_t* flag = chunk_at(rank(), source, chunk);
+  const std::uint64_t expected = s_.epoch;
+  return device::wait_until(
+      p_.group.comm, site(XD_PHASE_DONE), source,
+      [=] { return ptx::ld_acquire_sys(flag) == expected; },
+      [=] { return ptx::ld_acquire_sys(flag); });
+}
+
+__device__ inline bool Turn::wait_done(int source) const {
+  const std::uint64_t* flag = done_at(rank(), source);
+  const std::uint64_t expected = s_.epoch;
+  return device::wait_until(
+      p_.group.comm, site(XD_PHASE_DONE), source,
+      [=] { return ptx::ld_acquire_sys(flag) == expected; },
+      [=] { return ptx::ld_acquire_sys(flag); });
+}
+
+__device__ inline bool Turn::barrier(std::uint32_t n) {
+  __syncthreads();
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    std::uint32_t* arrived = &p_.group.control->barrier;
+    const std::uint32_t expected = n * gridDim.x;
+    // Release and acquire: what any block has stored before, all blocks see after.
+    if (ptx::add_acq_rel_gpu(arrived, 1) + 1 < expected) {
+      // A block that is late waits for a peer, and that wait is the one to run out.
+      device::WaitSite blocks = site(XD_PHASE_NONE);
+      blocks.timeouts = 2;
+      failed = !device::wait_until(
+          p_.group.comm, blocks, -1, [=] { return ptx::ld_acquire_gpu(arrived) >= expected; },
+          [] { return std::uint64_t{0}; });
+    }
+  }
+  return !any_failed(failed);
+}
+
+// ---- The end -----------------------------------------------------------------------------------------
+
+// All threads of every block. Bulk stores have been waited for by the threads that issued them.
+__device__ inline void Turn::finish() {
+  __syncthreads();
+  if (verdict() == Verdict::fatal) return;
+  if (threadIdx.x == 0) {
+    s_.is_last =
+        ptx::add_acq_rel_gpu(&p_.group.control->finished, 1) + 1 == gridDim.x ? 1 : 0;
+  }
+  __syncthreads();
+  if (s_.is_last == 0) return;
+  for (int i = static_cast<int>(threadIdx.x); i < ranks(); i += static_cast<int>(blockDim.x)) {
+    const int peer = (rank() + 1 + i) % ranks();
+    // Release: who sees this epoch also sees every row written there, and none is read any more.
+    ptx::st_release_sys(done_at(peer, rank()), s_.epoch);
+  }
+}
+
+__device__ inline void Turn::report() {
+  Report* to = p_.group.report;
+  const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
+  if (written != ptx::ld_acquire_sys(&to->taken)) return;
+  to->status = s_.status;
+  to->operation = p_.record.operation;
+  to->epoch = s_.epoch;
+  to->fault = s_.fault;
+  to->bad_ids = s_.plan.bad_ids;
+  to->needed_rows = s_.plan.overflow_needed;
+  to->capacity_rows = s_.plan.overflow_capacity;
+  to->rank = s_.status == XD_ERROR_OVERFLOW          ? s_.plan.overflow_rank
+             : s_.fault.kind != PlanFault::none      ? rank()
+             : s_.status == XD_ERROR_INVALID_ARGUMENT ? s_.plan.bad_id_rank
+                                                      : -1;
+  if (s_.status == XD_ERROR_MISMATCH) {
+    auto* records = reinterpret_cast<std::uint64_t*>(to->record);
+    constexpr int kWords = sizeof(Record) / sizeof(std::uint64_t);
+    for (int r = 0; r < ranks(); ++r) {
+      const std::uint64_t* from = r == rank() ? reinterpret_cast<const std::uint64_t*>(&s_.own)
+                                              : record_at(rank(), r, s_.epoch);
+      for (int w = 0; w < kWords; ++w) records[r * kWords + w] = from[w];
+    }
+  }
+  ptx::st_release_sys(&to->written, written + 1);
+}
+
+// All threads of every block, last. The launch's last block out reports and moves the epoch on.
+__device__ inline void Turn::close() {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    s_.is_last = ptx::add_acq_rel_gpu(&p_.group.control->left, 1) + 1 == gridDim.x ? 1 : 0;
+  }
+  __syncthreads();
+  if (s_.is_last == 0) return;
+  bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
+  for (int peer = static_cast<int>(threadIdx.x); peer < ranks() && !failed;
+       peer += static_cast<int>(blockDim.x)) {
+    failed = !wait_done(peer);
+  }
+  any_failed(failed);
+  if (threadIdx.x != 0) return;
+  Control* control = p_.group.control;
+  // A failure of the host's own checks is known to the host already.
+  if (!failed && s_.status != XD_SUCCESS && p_.record.status == XD_SUCCESS) report();
+  control->epoch = s_.epoch;
+  control->barrier = control->finished = control->left = 0;
+  control->next_unit[0] = control->next_unit[1] = 0;
+  control->counts_hash = 0;
+  // Release: the next launch finds all this.
+  __threadfence();
+  control->owner = 0;
+}
+
+}  // namespace xd::ep::cuda

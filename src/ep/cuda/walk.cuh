@@ -1,0 +1,198 @@
+// How warps walk the work of an operation, and how they read a plan: all roles use these, so they
+// cannot disagree.
+#pragma once
+
+#include "ep/cuda/turn.cuh"
+
+namespace xd::ep::cuda {
+
+inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline int warp_in_block() { return static_cast<int>(threadIdx.x / 32); }
+__device__ inline int warps_per_block() { return static_cast<int>(blockDim.x / 32); }
+
+// The parts of a checked plan.
+struct PlanParts {
+  const std::uint32_t* code;
+  const std::uint32_t* list;
+  const std::uint32_t* start;
+  const std::uint32_t* slot;
+  const std::int32_t* count;
+  const std::int32_t* offset;
+  const std::int32_t* tokens;
+  const std::int32_t* item_begin;
+};
+
+__device__ inline PlanParts parts_of(const std::byte* plan, const PlanHeader& header) {
+  const PlanMap map = map_of(header);
+  const auto at = [&](std::uint64_t offset) {
+    return reinterpret_cast<const std::uint32_t*>(plan + offset);
+  };
+  const auto signed_at = [&](std::uint64_t offset) {
+    return reinterpret_cast<const std::int32_t*>(plan + offset);
+  };
+  return {at(map.code),         at(map.list),        at(map.start),
+          at(map.slot),         signed_at(map.count), signed_at(map.offset),
+          signed_at(map.tokens), signed_at(map.item_begin)};
+}
+
+// ---- One token at its source: lane k looks at choice k ----------------------------------------------
+
+struct Choice {
+  bool valid;   // has a row that the owner's tensor has
+  bool leader;  // the first choice of the token at its rank: the row that crosses
+  int rank;
+  std::uint32_t row;
+  int expert;  // RANK_MAJOR: local expert
+};
+
+// All lanes. `code` of this lane's choice.
+__device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std::uint32_t code) {
+  const GroupDevice& g = turn.group();
+  Choice c{false, false, -1, 0, 0};
+  const std::uint32_t global = g.expert_major ? code : code / g.codec_experts;
+  const int ranks = turn.ranks();
+  if (code != RowCodec::kNone && global < shared.base[ranks]) {
+    int low = 0, high = ranks;  // base[low] <= global < base[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (shared.base[middle] <= global) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    c.rank = low;
+    c.row = global - shared.base[low];
+    c.expert = g.expert_major ? 0 : static_cast<int>(code % g.codec_experts);
+    c.valid = c.row < shared.peer[low].num_rows;
+  }
+  const unsigned key = c.valid ? static_cast<unsigned>(c.rank) : 0x10000u + lane_id();
+  const unsigned same = __match_any_sync(kAllLanes, key);
+  c.leader = c.valid && (same & ((1u << lane_id()) - 1)) == 0;
+  return c;
+}
+
+// All lanes: which of the token's ranks, by ascending rank, this leader's is; and how many there are.
+__device__ inline int order_of(const Choice& c, int& count) {
+  unsigned leaders = __ballot_sync(kAllLanes, c.leader);
+  count = __popc(leaders);
+  int lower = 0;
+  while (leaders != 0) {
+    const int other = __ffs(static_cast<int>(leaders)) - 1;
+    leaders &= leaders - 1;
+    lower += __shfl_sync(kAllLanes, c.rank, other) < c.rank ? 1 : 0;
+  }
+  return lower;
+}
+
+// ---- Units of work ------------------------------------------------------------------------------------
+
+// The blocks that begin a kind of work: the launch's first ones or its last ones. Their warps' first
+// units are fixed; others join in when they are free.
+struct Team {
+  int first_block, blocks;
+};
+
+// Numbers 0 .. end - 1, each to one warp of the launch; the lower ones are begun first. body(unit)
+// -> false ends.
+template <class Body>
+__device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, int end,
+                              Body&& body) {
+  std::uint32_t* next = &turn.group().control->next_unit[counter];
+  const int warps = team.blocks * warps_per_block();
+  const int block = static_cast<int>(blockIdx.x) - team.first_block;
+  const auto take = [&] {
+    std::uint32_t taken = 0;
+    if (lane_id() == 0) taken = ptx::add_relaxed_gpu(next, 1);
+    return warps + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
+  };
+  // Warps of different blocks first: few units spread over all multiprocessors.
+  const bool member = block >= 0 && block < team.blocks;
+  int unit = member ? warp_in_block() * team.blocks + block : end <= warps ? end : take();
+  while (unit < end) {
+    if (!body(unit)) return false;
+    if (end <= warps) break;
+    unit = take();
+  }
+  return true;
+}
+
+// ---- Items of a source at the owner of their rows ----------------------------------------------------
+
+struct ItemRange {
+  int first, last;  // items [first, last)
+};
+
+// Items of `source` whose tokens are [token, token + tokens). All lanes; sixteen look for each end.
+__device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, int source, int token,
+                                     int tokens) {
+  const auto capacity = static_cast<int>(turn.group().capacity);
+  const auto per_token = static_cast<std::uint32_t>(turn.group().slots_per_token);
+  const int begin = min(max(plan.item_begin[source], 0), capacity);
+  const int end = min(max(plan.item_begin[source + 1], begin), capacity);
+  const int half = lane_id() / 16, position = lane_id() % 16;
+  const std::uint64_t wanted =
+      static_cast<std::uint64_t>(token + (half == 0 ? 0 : tokens)) * per_token;
+  int low = begin, high = end;  // the answer lies in [low, high]
+  while (__any_sync(kAllLanes, low < high)) {
+    // Sixteen items, evenly spread, the last of [low, high) among them.
+    const int size = high - low;
+    const int step = (size + 15) / 16;
+    const int at = low + min((position + 1) * step, size) - 1;
+    const bool below = size > 0 && plan.slot[at] < wanted;
+    const unsigned votes = __ballot_sync(kAllLanes, below) >> (half * 16) & 0xFFFFu;
+    const int passed = __popc(votes);  // of the spread items, so many lie below
+    if (size > 0) {
+      const int new_low = passed == 0 ? low : low + min(passed * step, size);
+      high = passed == 16 ? high : low + min((passed + 1) * step, size) - 1;
+      low = min(new_low, high);
+    }
+  }
+  return {__shfl_sync(kAllLanes, low, 0), __shfl_sync(kAllLanes, low, 16)};
+}
+
+// An item's rows: lane i has the i-th, by ascending k.
+struct ItemRows {
+  int count;
+  std::uint32_t row;  // of this lane, if lane < count
+};
+
+__device__ inline ItemRows rows_of(const Turn& turn, const PlanParts& plan, int source, int item) {
+  ItemRows rows{0, 0};
+  const std::uint32_t limit = turn.plan().recv_rows;
+  if (!turn.group().expert_major) {  // items are rows
+    rows = {static_cast<std::uint32_t>(item) < limit ? 1 : 0, static_cast<std::uint32_t>(item)};
+    return rows;
+  }
+  const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
+  const std::uint32_t first = min(plan.start[item], capacity);
+  const std::uint32_t last = min(plan.start[item + 1], capacity);
+  const std::uint32_t count = last > first ? min(last - first, 32u) : 0;
+  if (static_cast<std::uint32_t>(lane_id()) < count) rows.row = plan.list[first + lane_id()];
+  const bool good = static_cast<std::uint32_t>(lane_id()) >= count || rows.row < limit;
+  rows.count = __all_sync(kAllLanes, good) ? static_cast<int>(count) : 0;
+  return rows;
+}
+
+// Every (source, chunk of its tokens), the chunks of all sources side by side, the next rank's
+// first: in the order in which they come in. body(source, chunk, first token, tokens) -> false ends.
+template <class Body>
+__device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, int counter,
+                                 const Team& team, Body&& body) {
+  const int ranks = turn.ranks();
+  int most = 0;
+  for (int s = 0; s < ranks; ++s) most = max(most, ChunkFlags::count(max(plan.tokens[s], 0)));
+  most = min(most, turn.group().chunk_stride);
+  return for_each_unit(turn, counter, team, most * ranks, [&](int unit) {
+    const int source = (turn.rank() + unit % ranks) % ranks;
+    const int chunk = unit / ranks;
+    const int tokens = min(plan.tokens[source], turn.group().max_tokens);
+    const int each = ChunkFlags::tokens_per_chunk(tokens);
+    if (chunk * each >= tokens) return true;
+    return body(source, chunk, chunk * each, min(each, tokens - chunk * each));
+  });
+}
+
+}  // namespace xd::ep::cuda
