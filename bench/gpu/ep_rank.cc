@@ -55,8 +55,10 @@ Tensor::Shape recv_scale_shape(const Workload& w, const Traffic& traffic) {
 int token_copies(const Workload& w, int device) {
   return copies_against_cache(w, Tensor::bytes(token_type(w.element), token_shape(w), 1), device);
 }
-int recv_copies(const Workload& w, const Traffic& traffic, int device) {
-  return copies_against_cache(w, Tensor::bytes(recv_type(w), recv_shape(w, traffic), 1), device);
+// Equal on all ranks, which take turns over their copies together: as if each received its own
+// tokens, which is the least.
+int recv_copies(const Workload& w, int device) {
+  return copies_against_cache(w, Tensor::bytes(recv_type(w), token_shape(w), 1), device);
 }
 
 }  // namespace
@@ -65,7 +67,7 @@ std::size_t EpRank::heap_bytes(const Batch& batch, int rank, int device, bool st
   if (staged) return 0;
   const Workload& w = batch.workload;
   const Traffic traffic = traffic_of(w, batch.routing, rank);
-  const int tokens = token_copies(w, device), recv = recv_copies(w, traffic, device);
+  const int tokens = token_copies(w, device), recv = recv_copies(w, device);
   return Tensor::bytes(token_type(w.element), token_shape(w), tokens + 1) +
          Tensor::bytes(kFloat, scale_shape(w), tokens) +
          Tensor::bytes(recv_type(w), recv_shape(w, traffic), recv) +
@@ -90,7 +92,7 @@ EpRank::EpRank(const RankContext& context, bool staged)
               scale_shape(context.workload()), tokens_.copies()),
       recv_(staged ? nullptr : context.comm, context.stream, recv_type(context.workload()),
             recv_shape(context.workload(), traffic_),
-            recv_copies(context.workload(), traffic_, context.device)),
+            recv_copies(context.workload(), context.device)),
       recv_scales_(staged ? nullptr : context.comm, context.stream, kFloat,
                    recv_scale_shape(context.workload(), traffic_), recv_.copies()),
       out_(staged ? nullptr : context.comm, context.stream, token_type(context.workload().element),

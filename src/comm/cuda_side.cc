@@ -31,7 +31,10 @@ class CudaSide final : public DeviceSide {
   const DeviceComm& device_comm() const override { return device_comm_; }
 
   void set_finished() override { store(words().finished); }
-  void set_left(int rank) override { store(words().left[rank]); }
+  void set_left(int rank) override {
+    store(words().left[rank]);
+    store(words().some_left);
+  }
 
   void set_heap(std::uint32_t segment, std::span<const std::shared_ptr<Segment>> of_rank) override {
     XD_CHECK(segment < kMaxHeapSegments);

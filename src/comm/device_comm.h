@@ -8,7 +8,7 @@
 //
 //   DeviceBoard::first    any rank's kernel    0 = none; s + 1 = slot s is complete and the first
 //   HostWords::finished   own host             the communicator has a fatal error: kernels leave
-//   HostWords::left[p]    own host             rank p has said goodbye
+//   HostWords::left[p]    own host             rank p has said goodbye; some_left says: look there
 //   HostWords::raised     own kernels          `error` is complete (release)
 #pragma once
 
@@ -24,6 +24,7 @@ inline constexpr int kMaxHeapSegments = 64;
 
 struct HostWords {
   std::uint32_t finished;
+  std::uint32_t some_left;
   std::uint32_t left[kMaxDeviceRanks];
   std::uint32_t raised;
   FatalError error;
@@ -33,13 +34,13 @@ struct DeviceBoard {
   std::uint32_t first;
   std::uint32_t claimed;    // own kernels: somebody is writing this rank's slots
   std::uint32_t told_host;  // own kernels: somebody has taken the error to HostWords
-  std::uint32_t reserved;
+  std::uint32_t some_left;  // own kernels: HostWords::some_left, as last seen
+  std::uint64_t looked_ns;  // own kernels: when one of them last looked at HostWords
   FatalError slot[kMaxDeviceRanks];
 };
 
 // Where every rank's symmetric memory lies at this process' addresses; {nullptr, 0} = none. In
-// device memory. Entries are added when a heap grows and never change after that, so captured graphs
-// stay right.
+// device memory. Entries are added when a heap grows, so captured graphs stay right.
 struct HeapTable {
   struct Range {
     std::byte* base;

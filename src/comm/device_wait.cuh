@@ -16,8 +16,9 @@ struct WaitSite {
   int timeouts = 1;  // more where what is waited for is itself such a wait
 };
 
-// How long a kernel may miss what its host has to say.
-inline constexpr std::uint64_t kHostWordNs = 20000;
+// How long kernels may miss what their host has to say. The host's memory is far: one thread of all
+// that wait looks there, and leaves what it finds on the device.
+inline constexpr std::uint64_t kHostWordNs = 50000;
 
 __device__ inline bool failed(const DeviceComm& comm) {
   return ptx::ld_relaxed_sys(&comm.board[comm.rank]->first) != 0;
@@ -79,13 +80,20 @@ __device__ inline FatalError error_at(const DeviceComm& comm, const WaitSite& si
   return error;
 }
 
-// At a kernel's start: false = leave at once.
-__device__ inline bool may_start(const DeviceComm& comm, const WaitSite& site) {
-  if (failed(comm)) {
-    tell_host(comm);
+// For waits that have become long: true if the host wants this rank's kernels to leave.
+__device__ inline bool host_calls(const DeviceComm& comm, std::uint64_t now) {
+  DeviceBoard* own = comm.board[comm.rank];
+  const std::uint64_t looked = ptx::ld_relaxed_sys(&own->looked_ns);
+  if (now < looked + kHostWordNs || ptx::cas_acquire_gpu(&own->looked_ns, looked, now) != looked) {
     return false;
   }
-  return true;
+  if (ptx::ld_acquire_sys(&comm.host->some_left) != 0) ptx::st_release_sys(&own->some_left, 1);
+  return ptx::ld_acquire_sys(&comm.host->finished) != 0;
+}
+
+__device__ inline bool has_left(const DeviceComm& comm, int peer) {
+  return peer >= 0 && ptx::ld_acquire_sys(&comm.board[comm.rank]->some_left) != 0 &&
+         ptx::ld_acquire_sys(&comm.host->left[peer]) != 0;
 }
 
 // Returns true when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
@@ -97,19 +105,19 @@ __device__ bool wait_until(const DeviceComm& comm, const WaitSite& site, int pee
   const std::uint64_t start = ptx::global_timer_ns();
   const std::uint64_t deadline =
       start + static_cast<std::uint64_t>(comm.timeout_ms) * 1000000 * site.timeouts;
-  std::uint64_t next_look = start + kHostWordNs;
+  std::uint64_t next_look = start + kHostWordNs / 4;
   for (;;) {
     if (ready()) return true;
     if (failed(comm)) break;
     const std::uint64_t now = ptx::global_timer_ns();
     if (now < next_look) continue;
-    next_look = now + kHostWordNs;
-    if (ptx::ld_acquire_sys(&comm.host->finished) != 0) {
+    next_look = now + kHostWordNs / 4;
+    if (host_calls(comm, now)) {
       take_from_host(comm, site);
       break;
     }
     // The goodbye came after the peer's last flag, so the flags are looked at once more.
-    if (peer >= 0 && ptx::ld_acquire_sys(&comm.host->left[peer]) != 0 && !ready()) {
+    if (has_left(comm, peer) && !ready()) {
       FatalError error = error_at(comm, site, XD_ERROR_PEER_LOST, peer);
       error.left = 1;
       raise(comm, error, Spread::here);

@@ -88,7 +88,14 @@ __device__ inline std::uint64_t cas_acquire_gpu(std::uint64_t* p, std::uint64_t 
   return old;
 }
 
-__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline std::uint64_t or_acquire_gpu(std::uint64_t* p, std::uint64_t bits) {
+  std::uint64_t old;
+  asm volatile("atom.acquire.gpu.global.or.b64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(p), "l"(bits)
+               : "memory");
+  return old;
+}
 
 // ---- Rows through registers ------------------------------------------------------------------------
 
@@ -194,6 +201,13 @@ __device__ inline std::uint64_t global_timer_ns() {
 __device__ inline std::uint32_t pack_bf16(float low, float high) {
   std::uint32_t v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+// Two float32 to float16, likewise.
+__device__ inline std::uint32_t pack_f16(float low, float high) {
+  std::uint32_t v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 

@@ -46,7 +46,7 @@ struct Config {
   // CUDA: partial sums of this rank's tokens are pushed here by some rank.
   bool keeps_partials() const { return cuda && (expert_major() || any_staging); }
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
-  int slots_per_token() const { return std::min(max_topk, ranks); }
+  int max_slots_per_token() const { return std::min(max_topk, ranks); }
   // The most rows that one rank can have here.
   std::uint64_t rows_per_source() const {
     return static_cast<std::uint64_t>(max_tokens) *

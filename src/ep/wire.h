@@ -176,7 +176,7 @@ struct GroupMap {
 
   static std::uint64_t slots_of(const Config& config) {
     return static_cast<std::uint64_t>(config.max_tokens) *
-           static_cast<std::uint64_t>(config.slots_per_token());
+           static_cast<std::uint64_t>(config.max_slots_per_token());
   }
 
  private:

@@ -295,6 +295,8 @@ TEST(GroupStatus, JoinFailedCutsLongTexts) {
     EXPECT_EQ(group_status(group.get()).text, std::string(255, 'q'));
     EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, nullptr, rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
+    rank.memory->synchronize();
+    EXPECT_EQ(group_status(group.get()).status, XD_ERROR_INVALID_ARGUMENT);
     Step(rank, c, group.get(), 0).run_all();
   });
 }

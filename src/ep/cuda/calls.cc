@@ -113,8 +113,9 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
   DispatchStart start;
   start.tokens = call.tokens;
   DispatchParams& p = start.params;
-  p.send = MoverPlan::make(call.tokens.row_bytes(), call.quantise);
-  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), false);
+  p.send = MoverPlan::make(call.tokens.row_bytes(), call.quantise, call.scales.row_bytes());
+  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), false, call.recv_scales.row_bytes());
+  p.own_rows_direct = true;
   p.receives = reader.config().expert_major() || tokens.staged() || scales.staged() ||
                weights.staged() || indices.staged();
   p.tokens = call.tokens.data;
@@ -151,6 +152,7 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   DispatchParams& p = start.params;
   p.send = MoverPlan::make(call.grad_out.row_bytes(), false);
   p.fan_out = p.send;
+  p.own_rows_direct = !call.weights;
   p.receives = reader.config().expert_major() || grads.staged();
   p.tokens = call.grad_out.data;
   p.recv_tokens = grads.rows;

@@ -22,7 +22,7 @@
 namespace xd::ep::cuda {
 namespace {
 
-constexpr int kMostWarps = 16;
+constexpr int kMostWarps = 20;
 
 // ---- At the owner of rows -------------------------------------------------------------------------
 
@@ -35,20 +35,24 @@ class Pusher {
   __device__ void push_all() {
     const Team team{0, p_.push_blocks};
     for_each_arrival(turn_, plan_, 0, team, [&](int source, int chunk, int token, int tokens) {
-      const ItemRange items = items_of(turn_, plan_, source, token, tokens);
-      if (items.first >= items.last) return true;
-      for (int i = items.first; i < items.last; ++i) push(source, i);
+      if (reads_itself(source)) return true;
+      for_each_item(turn_, plan_, items_of(turn_, plan_, source, token, tokens),
+                    [&](const ItemRows& rows, std::uint32_t slot) { push(source, rows, slot); });
+      // Also without items: a source whose codes are damaged must not wait for ever.
       turn_.release_chunk(chunk, [&](int d) { return d == source; });
       return true;
     });
   }
 
  private:
-  __device__ void push(int source, int item) {
-    const GroupDevice& g = turn_.group();
-    const ItemRows rows = rows_of(turn_, plan_, source, item);
-    const std::uint32_t slot = plan_.slot[item];
-    if (slot >= static_cast<std::uint32_t>(g.max_tokens) * g.slots_per_token) return;
+  // In RANK_MAJOR a rank's own rows are partial sums already.
+  __device__ bool reads_itself(int source) const {
+    return source == turn_.rank() && !turn_.group().expert_major;
+  }
+
+  __device__ void push(int source, const ItemRows& rows, std::uint32_t slot) {
+    const int per_token = turn_.group().slots_per_token(turn_.plan().topk);
+    if (slot >= static_cast<std::uint32_t>(turn_.group().max_tokens) * per_token) return;
     __syncwarp();  // the last sum has read its terms
     if (lane_id() < rows.count) {
       terms_.row[lane_id()] = p_.rows + rows.row * p_.row_bytes;
@@ -124,21 +128,23 @@ class Summer {
     __syncwarp();  // the last sum has read its terms
     bool here = true;
     if (c.leader) {
+      terms_.weight[order] = 1.0f;
       const PeerTensors& peer = turn_.peer(c.rank);
-      if (peer.rows != nullptr) {
-        terms_.row[order] = peer.rows + c.row * p_.row_bytes;
+      const bool own = c.rank == turn_.rank() && !turn_.group().expert_major;
+      if (peer.rows != nullptr || own) {
+        terms_.row[order] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
       } else {
         const int chunk = token / ChunkFlags::tokens_per_chunk(turn_.plan().tokens);
         here = turn_.wait_chunk(c.rank, chunk);
         const std::uint64_t slot =
-            static_cast<std::uint64_t>(token) * turn_.group().slots_per_token + order;
+            static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +
+            order;
         terms_.row[order] =
             turn_.group().area[turn_.rank()] + turn_.group().partials + slot * p_.row_bytes;
       }
     }
-    // Also orders the lanes' acquires before every lane's reads.
     if (!__all_sync(kAllLanes, here)) return false;
-    __syncwarp();
+    __syncwarp();  // passes the acquires on to all lanes, and the terms
     add_up<T>(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes, terms_, count, false,
               static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(last));
     return true;
@@ -186,15 +192,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   if (turn.verdict() == Verdict::go) {
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
     Terms& terms = terms_of_warp[warp_in_block()];
-    if (p.pushes) Pusher<T>(p, turn, plan, terms).push_all();
+    const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
+    if (pushes) Pusher<T>(p, turn, plan, terms).push_all();
     Summer<T> summer(p, turn, shared, plan, terms);
     bool good = true;
     if (p.sums) good = summer.sum_all();
     if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
     turn.any_failed(!good);
   }
-  turn.finish();
-  turn.close();
+  turn.leave();
 }
 
 }  // namespace

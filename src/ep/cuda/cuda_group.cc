@@ -43,14 +43,17 @@ class CudaGroup final : public Group {
   void join_failed(std::int32_t operation, const char* text, xd_stream stream) override;
 
   xd_ep_status take_status() override {
-    {
-      const std::lock_guard lock(report_mutex_);
-      reader_.collect(*report_.as<Report>(), *this);
-    }
+    collect_report();
     return Group::take_status();
   }
 
  private:
+  void collect_report() {
+    const std::lock_guard lock(report_mutex_);
+    reader_.collect(*report_.as<Report>(), *this);
+  }
+
+  void take_failed_turn(const FailedParams& params, xd_stream stream);
   void check_limits() const;
   void share_memory();
   void describe_group();
@@ -81,7 +84,13 @@ class CudaGroup final : public Group {
   xd::cuda::DeviceBuffer control_, scratch_;
   xd::cuda::PinnedBlock report_;
   GroupDevice device_{};
-  std::atomic<std::uint64_t> launches_{0};
+  // Wraps after 2^32 - 1 launches: numbers only tell apart launches that overlap.
+  std::uint32_t next_launch() {
+    const std::uint32_t number = ++launches_;
+    return number != 0 ? number : next_launch();
+  }
+
+  std::atomic<std::uint32_t> launches_{0};
   std::mutex report_mutex_;
   ReportReader reader_;
 };
@@ -117,6 +126,11 @@ void CudaGroup::check_limits() const {
          " experts, expected at most ", kMaxDeviceRanks, " and ", kMaxDeviceExperts,
          " on CUDA devices");
   }
+  // Counts are 32-bit.
+  if (at(config().ranks) * at(config().max_tokens) > UINT32_MAX / 2) {
+    fail(XD_ERROR_UNSUPPORTED, "config.max_tokens_per_rank = ", config().max_tokens, " on ",
+         config().ranks, " ranks, expected less than 2^31 tokens together on CUDA devices");
+  }
 }
 
 void CudaGroup::share_memory() {
@@ -136,7 +150,6 @@ void CudaGroup::describe_group() {
   g.local_experts = c.local_experts;
   g.max_tokens = c.max_tokens;
   g.max_topk = c.max_topk;
-  g.slots_per_token = c.slots_per_token();
   g.alignment = static_cast<int>(c.alignment);
   g.expert_major = c.expert_major();
   g.drop = c.overflow == XD_EP_OVERFLOW_DROP;
@@ -145,6 +158,10 @@ void CudaGroup::describe_group() {
   g.staging = c.staging;
   g.capacity = c.capacity;
   g.capacities_hash = plan_binding().capacities;
+  g.plan_head_bytes = PlanMap::make({.local_experts = c.local_experts,
+                                     .items = c.keeps_items() ? c.capacity : 0,
+                                     .ranks = c.ranks})
+                          .code;
   g.codec_experts = c.expert_major() ? 1 : static_cast<std::uint32_t>(c.local_experts);
   g.control = control_.as<Control>();
   g.report = report_.as<Report>();
@@ -177,11 +194,27 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
   } catch (...) {
     setback = current_setback(rank());
   }
+  collect_report();  // what has happened before comes first
   FailedParams params{.turn = turn({.record = {.operation = static_cast<std::uint8_t>(operation)}})};
   params.turn.record.status = static_cast<std::uint8_t>(setback.status);
-  launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
+  take_failed_turn(params, stream);
   remember(setback, operation, params.turn.launch);
   fail(setback.status, setback.text);
+}
+
+// If not even that can be launched (a stream of another device), the peers would wait for the
+// timeout: that is fatal.
+void CudaGroup::take_failed_turn(const FailedParams& params, xd_stream stream) {
+  try {
+    launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
+  } catch (...) {
+    comm().raise({.status = XD_ERROR_INTERNAL,
+                  .rank = rank(),
+                  .peer = rank(),
+                  .group = number(),
+                  .operation = params.turn.record.operation},
+                 Comm::Spread::everywhere);
+  }
 }
 
 void CudaGroup::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
@@ -196,7 +229,7 @@ void CudaGroup::join_failed(std::int32_t operation, const char* text, xd_stream 
 TurnParams CudaGroup::turn(const Turning& turning) {
   TurnParams params{};
   params.group = device_;
-  params.launch = ++launches_;
+  params.launch = next_launch();
   params.record = turning.record;
   params.plan = static_cast<const std::byte*>(turning.plan.data);
   params.plan_bytes = turning.plan.bytes;

@@ -54,6 +54,7 @@ class Sender {
  private:
   // Whether rank d waits for chunks.
   __device__ bool receives(int d) const {
+    if (d == turn_.rank() && p_.own_rows_direct) return false;
     return turn_.group().expert_major || turn_.peer(d).staged;
   }
   __device__ bool any_receiver() const {
@@ -70,15 +71,17 @@ class Sender {
                                    : RowCodec::kNone;
     const Choice c = decode(turn_, shared_, code);
     if (!__any_sync(kAllLanes, c.valid)) return;
-    std::byte* to = nullptr;
-    float* scales = nullptr;
-    if (c.leader) {
+    Mover::Target to{nullptr, nullptr};
+    if (c.leader || (c.valid && goes_everywhere(c.rank))) {
       const PeerTensors& peer = turn_.peer(c.rank);
-      to = peer.rows + c.row * p_.recv_tokens.row_bytes;
-      scales = reinterpret_cast<float*>(peer.scales + c.row * p_.recv_scales.row_bytes);
+      to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
+      to.beside = peer.scales + c.row * p_.recv_scales.row_bytes;
     }
-    mover_.move(p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, to, scales);
-    if (p_.scales != nullptr) send_scales(token, c);
+    const std::byte* scales =
+        p_.scales != nullptr ? p_.scales + static_cast<std::uint64_t>(token) * p_.scale_bytes
+                             : nullptr;
+    mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
+    if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
     if (turn_.group().expert_major) {
       send_weights(token, c);
     } else {
@@ -86,11 +89,21 @@ class Sender {
     }
   }
 
-  __device__ void send_scales(int token, const Choice& c) const {
-    const std::byte* from = p_.scales + static_cast<std::uint64_t>(token) * p_.scale_bytes;
-    for_each_leader(c, [&](int rank, std::uint32_t row, bool) {
-      copy_bytes(turn_.peer(rank).scales + row * p_.scale_bytes, from, p_.scale_bytes);
-    });
+  // Rows that stay on this rank go to all their places at once, whether or not they are staged.
+  __device__ bool goes_everywhere(int rank) const {
+    return p_.own_rows_direct && rank == turn_.rank() && turn_.group().expert_major;
+  }
+
+  // Scales that bulk copies cannot carry.
+  __device__ void send_scales(const std::byte* from, const Mover::Target& to) const {
+    unsigned wanting = __ballot_sync(kAllLanes, to.row != nullptr);
+    while (wanting != 0) {
+      const int lane = __ffs(static_cast<int>(wanting)) - 1;
+      wanting &= wanting - 1;
+      auto* there = reinterpret_cast<std::byte*>(
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to.beside), lane));
+      copy_bytes(there, from, p_.scale_bytes);
+    }
   }
 
   // EXPERT_MAJOR: one weight per row.
@@ -161,13 +174,16 @@ class Receiver {
     const Team team{sending < blocks ? sending : 0, sending < blocks ? blocks - sending : blocks};
     const bool good =
         for_each_arrival(turn_, plan_, 1, team, [&](int source, int chunk, int token, int tokens) {
+          if (source == turn_.rank() && p_.own_rows_direct) return true;
           const ItemRange items = items_of(turn_, plan_, source, token, tokens);
           if (items.first >= items.last) return true;
           bool here = true;
           if (lane_id() == 0) here = turn_.wait_chunk(source, chunk);
           if (!__shfl_sync(kAllLanes, here, 0)) return false;
+          __syncwarp();  // passes the acquire on to all lanes
           ptx::fence_proxy_async();  // peers' stores are seen by this thread; now by bulk loads, too
-          for (int i = items.first; i < items.last; ++i) receive(rows_of(turn_, plan_, source, i));
+          for_each_item(turn_, plan_, items,
+                        [&](const ItemRows& rows, std::uint32_t) { receive(rows); });
           return true;
         });
     mover_.landed();
@@ -183,7 +199,7 @@ class Receiver {
     } else {
       scale(rows, first);
     }
-    copy_rows(p_.recv_scales, rows, first);
+    if (p_.fan_out.beside_bytes == 0) copy_rows(p_.recv_scales, rows, first);
     if (turn_.group().expert_major) {
       copy_own(p_.recv_weights, rows);
     } else {
@@ -199,10 +215,16 @@ class Receiver {
   // The row that crossed, to all the token's rows.
   __device__ void fan_out(const ItemRows& rows, std::uint32_t first) {
     const ReceiveRows& tensor = p_.recv_tokens;
-    const bool mine = lane_id() < rows.count && (lane_id() > 0 || tensor.staged != nullptr);
+    const ReceiveRows& beside = p_.recv_scales;
+    const bool carried = p_.fan_out.beside_bytes != 0;
+    const bool staged = tensor.staged != nullptr || (carried && beside.staged != nullptr);
+    const bool mine = lane_id() < rows.count && (lane_id() > 0 || staged);
     if (!__any_sync(kAllLanes, mine)) return;
-    mover_.move(arrived(tensor, first),
-                mine ? tensor.data + rows.row * tensor.row_bytes : nullptr);
+    Mover::Target to{nullptr, nullptr};
+    if (mine) {
+      to = {tensor.data + rows.row * tensor.row_bytes, beside.data + rows.row * beside.row_bytes};
+    }
+    mover_.move({arrived(tensor, first), carried ? arrived(beside, first) : nullptr}, to);
   }
 
   __device__ void copy_rows(const ReceiveRows& tensor, const ItemRows& rows, std::uint32_t first) {
@@ -255,6 +277,14 @@ __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanP
   fill_tail(turn, p.recv_topk_idx, 0xFF);  // -1 of either width
 }
 
+// What this rank sends to itself needs no staging.
+__device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
+  own.rows = p.recv_tokens.data;
+  own.scales = p.recv_scales.data;
+  own.weights = p.recv_weights.data;
+  own.extra = p.recv_topk_idx.data;
+}
+
 template <class Scaled>
 __global__ void __launch_bounds__(512, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
@@ -272,6 +302,8 @@ __global__ void __launch_bounds__(512, 1)
   }
   if (turn.verdict() == Verdict::go) {
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
+    if (p.own_rows_direct && threadIdx.x == 0) take_own_tensors(p, shared.peer[turn.rank()]);
+    __syncthreads();
     // Every peer has entered, as seen by some thread of the block: before bulk stores go there.
     ptx::fence_proxy_async();
     std::byte* warp_stages =
@@ -281,16 +313,18 @@ __global__ void __launch_bounds__(512, 1)
       Sender(p, turn, shared, plan, mover).send_all();
     }
     fill_gaps(p, turn, plan);
-    turn.finish();
     if (p.receives) {
+      turn.finish();
       Mover mover(warp_stages, p.fan_out);
       const bool good = Receiver<Scaled>(p, turn, plan, mover).receive_all();
       turn.any_failed(!good);
+      return turn.close();
     }
-  } else {
+  } else if (p.receives) {
     turn.finish();
+    return turn.close();
   }
-  turn.close();
+  turn.leave();
 }
 
 }  // namespace

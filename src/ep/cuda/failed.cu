@@ -20,8 +20,7 @@ __global__ void __launch_bounds__(128, 1)
     turn.enter();
     turn.await({0, 0, 0, 0, 0});
   }
-  turn.finish();
-  turn.close();
+  turn.leave();
 }
 
 }  // namespace

@@ -34,6 +34,7 @@ struct DispatchParams {
   TurnParams turn;
   MoverPlan send, fan_out;
   int send_blocks;  // blocks that begin with sending; the others begin with receiving
+  bool own_rows_direct;  // this rank's rows for itself go to all their places at once
   bool indices;     // receive tensors have recv_topk_idx
   bool receives;    // rows are fanned out, copied out of staging or scaled here
   const std::byte* tokens;

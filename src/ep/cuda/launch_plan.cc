@@ -13,8 +13,14 @@ constexpr int kReserve = 4;
 
 // What one multiprocessor moves, and what a device's links carry, in GB/s (Hopper, NVLink 4). They
 // decide on numbers of blocks only.
-constexpr double kSmStoreRate = 45.0, kSmCopyRate = 48.0, kLinkRate = 360.0;
-constexpr int kLinkSms = 12;  // a little more than kLinkRate / kSmStoreRate: to hide latency
+constexpr double kSmRate = 45.0, kLinkRate = 360.0;
+
+// Multiprocessors that move rows as fast as the links carry those for other ranks, if rows go to all
+// ranks alike; `slack`: over what that takes without any latency.
+int sms_for_links(int ranks, double slack) {
+  if (ranks == 1) return 64;  // local copies: as fast as many can
+  return static_cast<int>(kLinkRate / kSmRate * slack * ranks / (ranks - 1) + 0.5);
+}
 
 int blocks_for(int wanted, int num_sms, int budget) {
   return std::clamp(num_sms > 0 ? num_sms : wanted, 1, budget);
@@ -49,7 +55,7 @@ LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget,
   constexpr int kWarps = 8, kMost = 32;
   const int wanted = std::clamp((tokens + kWarps * 8 - 1) / (kWarps * 8), 1, kMost);
   const int columns = experts + 2 * ranks;
-  return {.blocks = std::min({wanted, budget, device.sms}),
+  return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one for the plan's head
           .first_blocks = 0,
           .threads = kWarps * 32,
           .shared_bytes = (at(kWarps) * at(columns) + at(experts)) * sizeof(std::uint32_t)};
@@ -60,10 +66,9 @@ LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const Mo
   const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
   const int warps = mover_warps(warp_bytes, device);
   // Few tokens: a warp for each, as latency counts.
-  const int sending =
-      traffic.tokens <= 512 ? std::max(kLinkSms, (traffic.tokens + warps - 1) / warps) : kLinkSms;
-  const int alone = traffic.ranks == 1 ? 2 * kLinkSms : 0;
-  const int wanted = std::max(traffic.receives ? 2 * sending : sending, alone);
+  const int latency = traffic.tokens <= 512 ? (traffic.tokens + warps - 1) / warps : 0;
+  const int sending = std::max(sms_for_links(traffic.ranks, 1.12), latency);
+  const int wanted = traffic.receives ? 2 * sending : sending;
   LaunchPlan plan{.blocks = blocks_for(wanted, num_sms, budget)};
   plan.first_blocks = traffic.receives && plan.blocks > 1 ? (plan.blocks + 1) / 2 : plan.blocks;
   plan.threads = warps * 32;
@@ -73,13 +78,14 @@ LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const Mo
 
 LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
                         const DeviceFacts& device) {
-  constexpr int kPullSms = 16, kPushSms = 32;
+  // Few tokens: several warps for each, as latency counts.
   const int latency = traffic.tokens <= 512 ? std::min(traffic.tokens / 4 + 1, 64) : 0;
-  const int wanted = std::max({traffic.receives ? kPushSms : kPullSms, latency,
-                               traffic.ranks == 1 ? 2 * kPushSms : 0});
+  const int summing = std::max(sms_for_links(traffic.ranks, 1.5), latency);
+  const int wanted = traffic.receives ? 2 * summing : summing;
   LaunchPlan plan{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
-  plan.first_blocks = plan.blocks > 1 ? (plan.blocks + 1) / 2 : 1;
-  plan.threads = 512;
+  // Partial sums take a little more than what follows.
+  plan.first_blocks = (plan.blocks * 5 + 7) / 8;
+  plan.threads = 640;
   return plan;
 }
 
@@ -90,8 +96,7 @@ std::string explain(const char* operation, const LaunchPlan& plan, const Traffic
                 plan.first_blocks, " begin with rows for peers, ", plan.threads / 32,
                 " warps each, for ", traffic.tokens, " tokens of ", traffic.row_bytes, " bytes, ",
                 traffic.ranks, " ranks", traffic.receives ? ", with local copies" : "",
-                "; one multiprocessor stores ", kSmStoreRate, " GB/s to peers or copies ",
-                kSmCopyRate, " GB/s, the links carry ", kLinkRate);
+                "; one multiprocessor moves ", kSmRate, " GB/s, the links carry ", kLinkRate);
 }
 
 }  // namespace xd::ep::cuda

@@ -38,13 +38,24 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
-  // Moves the row at `from` (equal in all lanes) to the lane's `to`, if it has one; quantising, the
-  // scales to `scales`. The row at `from` must stay as it is until settle().
-  __device__ void move(const std::byte* from, std::byte* to, float* scales = nullptr) {
+  // A row and what goes beside it: where they are (equal in all lanes), or where the lane wants them.
+  struct Source {
+    const std::byte* row;
+    const std::byte* beside;  // nullptr = nothing, also where the plan has no room for it
+  };
+  struct Target {
+    std::byte* row;  // nullptr = this lane wants nothing
+    std::byte* beside;
+  };
+
+  // Moves a row to every lane that wants it; quantising, its scales go beside. It must stay as it is
+  // until landed().
+  __device__ void move(const Source& from, const Target& to) {
     for (std::uint32_t i = 0; i < plan_.pieces; ++i) {
-      load(from + i * plan_.piece_bytes, piece_bytes(i));
+      const bool with_beside = i == 0 && plan_.beside_bytes != 0 && from.beside != nullptr;
+      load(from, i, with_beside);
       store_previous();
-      previous_ = {to, scales, i, true};
+      previous_ = {to, i, true, with_beside};
       ++loaded_;
     }
   }
@@ -62,10 +73,9 @@ class Mover {
 
  private:
   struct Previous {
-    std::byte* to;
-    float* scales;
+    Target to;
     std::uint32_t piece;
-    bool any;
+    bool any, with_beside;
   };
 
   __device__ static unsigned lane() { return threadIdx.x % 32; }
@@ -77,14 +87,22 @@ class Mover {
     return shared_ + n % kStages * ((plan_.warp_bytes - 128) / kStages);
   }
 
-  __device__ void load(const std::byte* from, std::uint32_t bytes) {
+  __device__ std::byte* beside(std::byte* stage) const {
+    return stage + plan_.piece_bytes + plan_.out_bytes;
+  }
+
+  __device__ void load(const Source& from, std::uint32_t piece, bool with_beside) {
     // The last stores that were issued are this stage's: the other one's piece is still loading.
     ptx::bulk_wait_sources_read();
     __syncwarp();
     if (lane() == 0) {
       std::uint64_t* barrier = barriers_ + loaded_ % kStages;
-      ptx::mbarrier_arrive_expect_bytes(barrier, bytes);
-      ptx::bulk_load(stage(loaded_), from, bytes, barrier);
+      const std::uint32_t bytes = piece_bytes(piece);
+      ptx::mbarrier_arrive_expect_bytes(barrier, bytes + (with_beside ? plan_.beside_bytes : 0));
+      ptx::bulk_load(stage(loaded_), from.row + piece * plan_.piece_bytes, bytes, barrier);
+      if (with_beside) {
+        ptx::bulk_load(beside(stage(loaded_)), from.beside, plan_.beside_bytes, barrier);
+      }
     }
   }
 
@@ -95,11 +113,13 @@ class Mover {
     while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
     }
     std::byte* from = stage(n);
+    const Target& to = previous_.to;
     if (plan_.out_bytes != 0) {
       store_quantised(from);
-    } else if (previous_.to != nullptr) {
-      ptx::bulk_store(previous_.to + previous_.piece * plan_.piece_bytes, from,
+    } else if (to.row != nullptr) {
+      ptx::bulk_store(to.row + previous_.piece * plan_.piece_bytes, from,
                       piece_bytes(previous_.piece));
+      if (previous_.with_beside) ptx::bulk_store(to.beside, beside(from), plan_.beside_bytes);
     }
     ptx::bulk_commit();
   }
@@ -111,14 +131,18 @@ class Mover {
     quantise_piece(out, scales, in, columns);
     ptx::fence_proxy_async();  // bulk stores read what the lanes have written
     __syncwarp();
-    if (previous_.to == nullptr) return;
-    ptx::bulk_store(previous_.to + previous_.piece * (plan_.piece_bytes / 2), out, columns);
-    float* to = previous_.scales + previous_.piece * (plan_.piece_bytes / 256);
-    const std::uint32_t count = columns / 128;
-    if (count % 4 == 0 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
-      ptx::bulk_store(to, scales, count * 4);
-    } else {
-      for (std::uint32_t i = 0; i < count; ++i) to[i] = scales[i];
+    const Target& to = previous_.to;
+    if (to.row != nullptr) {
+      ptx::bulk_store(to.row + previous_.piece * (plan_.piece_bytes / 2), out, columns);
+    }
+    const std::uint32_t first = previous_.piece * (plan_.piece_bytes / 256);
+    unsigned wanting = __ballot_sync(0xFFFFFFFFu, to.row != nullptr);
+    while (wanting != 0) {
+      const int other = __ffs(static_cast<int>(wanting)) - 1;
+      wanting &= wanting - 1;
+      auto* there = reinterpret_cast<float*>(
+          __shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(to.beside), other));
+      for (std::uint32_t i = lane(); i < columns / 128; i += 32) there[first + i] = scales[i];
     }
   }
 

@@ -14,16 +14,22 @@ struct MoverPlan {
   std::uint32_t piece_bytes;  // of a stage; a row's last piece may be shorter
   std::uint32_t pieces;
   std::uint32_t out_bytes;    // quantising: what a piece becomes, scales included; else 0
+  std::uint32_t beside_bytes;  // of a second row that goes with the first piece; 0 = none
   std::uint32_t warp_bytes;   // of shared memory per warp, barriers included
 
-  // Pieces hold whole blocks of 128 columns where rows are quantised.
-  static constexpr std::uint32_t kMostPieceBytes = 16384, kAlign = 256;
+  // Pieces hold whole blocks of 128 columns where rows are quantised. Those are small, so that many
+  // warps share the arithmetic.
+  static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 4096, kAlign = 256;
 
-  static constexpr MoverPlan make(std::uint64_t row_bytes, bool quantise) {
+  // `beside_bytes`: of a row of scales, if bulk copies can carry it (else its sender does).
+  static constexpr MoverPlan make(std::uint64_t row_bytes, bool quantise,
+                                  std::uint64_t beside_bytes = 0) {
     MoverPlan plan{};
+    const std::uint32_t most = quantise ? kMostQuantisedBytes : kMostPieceBytes;
     plan.row_bytes = static_cast<std::uint32_t>(row_bytes);
-    plan.pieces =
-        static_cast<std::uint32_t>((row_bytes + kMostPieceBytes - 1) / kMostPieceBytes);
+    const bool carried = beside_bytes % 16 == 0 && beside_bytes <= kMostPieceBytes && !quantise;
+    plan.beside_bytes = carried ? static_cast<std::uint32_t>(beside_bytes) : 0;
+    plan.pieces = static_cast<std::uint32_t>((row_bytes + most - 1) / most);
     if (plan.pieces == 0) plan.pieces = 1;
     const std::uint64_t even = (row_bytes + plan.pieces - 1) / plan.pieces;
     plan.piece_bytes = static_cast<std::uint32_t>((even + kAlign - 1) / kAlign * kAlign);
@@ -31,7 +37,8 @@ struct MoverPlan {
       const std::uint32_t scales = plan.piece_bytes / 256 * 4;
       plan.out_bytes = plan.piece_bytes / 2 + (scales + 15) / 16 * 16;
     }
-    const std::uint32_t stage = plan.piece_bytes + (plan.out_bytes + 127) / 128 * 128;
+    const std::uint32_t stage =
+        plan.piece_bytes + (plan.out_bytes + plan.beside_bytes + 127) / 128 * 128;
     plan.warp_bytes = kStages * stage + 128;
     return plan;
   }

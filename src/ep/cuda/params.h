@@ -14,7 +14,9 @@ namespace xd::ep::cuda {
 // time uses it; the last thread block of an operation leaves it ready for the next.
 struct Control {
   std::uint64_t epoch;      // of the last operation that has ended
-  std::uint64_t owner;      // launch that is running; 0 = none
+  // Low half: launch that is running; 0 = none. High half: the epoch's low half. So one atomic
+  // operation claims the group and tells which epoch it was claimed at.
+  std::uint64_t owner;
   std::uint32_t barrier;    // arrivals at the grid barriers of this launch
   std::uint32_t finished;   // thread blocks that have no more to move
   std::uint32_t left;       // thread blocks that are done altogether
@@ -72,11 +74,12 @@ struct GroupDevice {
   DeviceComm comm;
   int number;
   int experts, local_experts;
-  int max_tokens, max_topk, slots_per_token;
+  int max_tokens, max_topk;
   int alignment;
   bool expert_major, drop, zero_tail, keeps_items, staging;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
+  std::uint64_t plan_head_bytes;  // of this group's plans: all in front of the codes
   std::uint32_t codec_experts;             // RowCodec
   std::uint32_t base[kMaxDeviceRanks + 1];  // RowCodec: prefix sums of the capacities
   Control* control;
@@ -92,6 +95,9 @@ struct GroupDevice {
 
   constexpr int rank() const { return comm.rank; }
   constexpr int ranks() const { return comm.num_ranks; }
+  // A token's slots for partial sums; the plan's top-k counts, so that groups of another bound may
+  // use it.
+  constexpr int slots_per_token(int topk) const { return topk < ranks() ? topk : ranks(); }
 };
 
 // A condition on the plan that only the device can check.
@@ -104,10 +110,10 @@ struct Check {
 
 // One operation's turn: what all kernels share.
 struct TurnParams {
-  static constexpr int kMaxChecks = 6;
+  static constexpr int kMaxChecks = 8;
 
   GroupDevice group;
-  std::uint64_t launch;  // number of this launch in the group, from 1
+  std::uint32_t launch;  // number of this launch in the group, not 0
   Record record;         // as far as the host knows it
   const std::byte* plan;  // nullptr: none is read
   std::uint64_t plan_bytes;

@@ -5,15 +5,16 @@
 //   counts[slot][src]      src's column threads, word by     this rank's threads, as words that
 //                          word: count and epoch             carry this epoch; then everybody
 //   items, lists, listed   sources (plain stores)            all blocks, after the sources' done flags
-//   kept[src]              sources, RANK_MAJOR under DROP    block 0, likewise
+//   kept[src]              sources, RANK_MAJOR under DROP    the last block, likewise
 //   plan                   this rank's blocks                later operations
 //
 //   1  every warp counts its tokens' choices; the block's sums go to block_counts    grid barrier 1
 //   2  column threads: sums over blocks; counts to and from all peers; their hash    grid barrier 2
 //   3  every block: zones, overflow, its own first rows in every zone
 //   4  every warp numbers its tokens' rows, in (token, k) order, and tells every owner its items
-//      (EXPERT_MAJOR with drops: after another count and grid barrier 3)
-//   5  done flags; every block copies what it was told into the plan; block 0 seals the plan
+//      (EXPERT_MAJOR with drops: after another count and grid barrier 3). Meanwhile the last block,
+//      which has no tokens if there is another, writes and seals the plan's head (with drops: in 5)
+//   5  done flags; every block copies what it was told into the plan
 //
 // Counters of a block, per warp, in shared memory: a column for each expert, then for each rank the
 // tokens that go there, then for each rank the choices.
@@ -41,13 +42,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
     good = !turn.any_failed(!prepare.exchange_counts()) && turn.barrier(2);
     if (good) {
       prepare.place();
+      if (prepare.head_can_be_early()) prepare.write_head();
       good = prepare.number_rows();
     }
     if (good) {
       turn.finish();
       good = !turn.any_failed(!prepare.wait_for_sources());
     }
-    if (good) prepare.write_plan();
+    if (good) prepare.finish_plan();
   } else {
     turn.finish();
   }

@@ -6,9 +6,10 @@ namespace xd::ep::cuda {
 // The warp's tokens, as many at a time as the lanes hold: body(first token, end).
 template <class Body>
 __device__ void Prepare::for_each_step(Body&& body) const {
-  const int warps = static_cast<int>(gridDim.x) * kPrepareWarps;
+  const int warps = counting_blocks() * kPrepareWarps;
   const int each = (p_.tokens + warps - 1) / warps;
   const int warp = static_cast<int>(blockIdx.x) * kPrepareWarps + warp_in_block();
+  if (warp >= warps) return;
   const std::int64_t begin = std::int64_t{warp} * each;
   const int end = static_cast<int>(min(begin + each, std::int64_t{p_.tokens}));
   const int step = 32 / p_.topk;
@@ -93,15 +94,29 @@ __device__ inline bool Prepare::wait_count(int source, std::size_t index,
   return here;
 }
 
+// Sums over blocks, before each of them and of all.
+__device__ inline std::uint32_t Prepare::sum_column(int column) const {
+  constexpr int kAtOnce = 16;
+  const int blocks = counting_blocks();
+  std::uint32_t sum = 0;
+  for (int first = 0; first < blocks; first += kAtOnce) {
+    std::uint32_t counts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      counts[i] = first + i < blocks ? block_counts(first + i)[column] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i < blocks) block_base(first + i)[column] = sum;
+      sum += counts[i];
+    }
+  }
+  return sum;
+}
+
 // One column: its sums over blocks; if peers need it, to and from all of them. False = fatal.
 __device__ inline bool Prepare::exchange_column(int column, std::uint64_t& hash) {
-  const int blocks = static_cast<int>(gridDim.x);
-  std::uint32_t sum = 0;
-  for (int b = 0; b < blocks; ++b) {
-    const std::uint32_t count = block_counts(b)[column];
-    block_base(b)[column] = sum;
-    sum += count;
-  }
+  const std::uint32_t sum = sum_column(column);
   const bool is_expert = column < g_.experts;
   const bool is_bad = column == columns_;
   if (!is_expert && !is_bad && column >= g_.experts + g_.ranks()) return true;
@@ -166,8 +181,9 @@ __device__ void Prepare::scan(int count, Value&& value, Store&& store) {
   before -= own;
   for (int w = 0; w < warp_in_block(); ++w) before += s_.partial[w];
   for (int i = begin; i < end; ++i) {
+    const std::uint64_t own_value = value(i);
     store(i, before);
-    before += value(i);
+    before += own_value;
   }
   if (begin < count && end == count) store(count, before);
   __syncthreads();
@@ -177,8 +193,7 @@ __device__ void Prepare::scan(int count, Value&& value, Store&& store) {
 __device__ inline void Prepare::place() {
   const auto alignment = static_cast<std::uint64_t>(g_.alignment);
   const std::uint32_t* totals = p_.scratch + scratch_.expert_total;
-  // First as one sequence over all ranks; total[d] holds where rank d begins in it.
-  if (thread() < g_.ranks()) s_.total[thread()] = 0;
+  for (int e = thread(); e < g_.experts; e += kPrepareThreads) zone_[e] = totals[e];
   if (thread() == 0) {
     s_.overflow_rank = s_.bad_id_rank = INT32_MAX;
     s_.bad_ids = 0;
@@ -186,32 +201,42 @@ __device__ inline void Prepare::place() {
     s_.checksum = 0;
   }
   __syncthreads();
+  // As one sequence over all ranks, of which start[d] is where rank d begins.
   scan(
-      g_.experts,
-      [&](int e) { return (totals[e] + alignment - 1) / alignment * alignment; },
+      g_.experts, [&](int e) { return (zone_[e] + alignment - 1) / alignment * alignment; },
       [&](int e, std::uint64_t sum) {
-        if (e % g_.local_experts == 0 && e < g_.experts) s_.total[e / g_.local_experts] = sum;
+        if (e % g_.local_experts == 0) s_.start[e / g_.local_experts] = sum;
+        if (e < g_.experts) zone_[e] = static_cast<std::uint32_t>(sum);
       });
-  scan(
-      g_.experts,
-      [&](int e) { return (totals[e] + alignment - 1) / alignment * alignment; },
-      [&](int e, std::uint64_t sum) {
-        if (e < g_.experts) zone_[e] = saturate(sum - s_.total[e / g_.local_experts]);
-      });
+  for (int e = thread(); e < g_.experts; e += kPrepareThreads) {
+    const int d = e / g_.local_experts;
+    const bool far = s_.start[d + 1] - s_.start[d] >= kFarRow;
+    zone_[e] = far ? kFarRow : zone_[e] - static_cast<std::uint32_t>(s_.start[d]);
+  }
+  __syncthreads();
   find_overflow();
   open_counters();
+  if (g_.keeps_items && s_.recount == 0) count_items();
+}
+
+// Without drops: how many items and rows every source has here.
+__device__ inline void Prepare::count_items() {
+  for (int s = warp_in_block(); s < g_.ranks(); s += kPrepareWarps) {
+    std::uint32_t rows = 0;
+    for (int e = lane_id(); e < g_.local_experts; e += 32) {
+      rows += said(s, layout_.expert(g_.rank() * g_.local_experts + e));
+    }
+    for (int step = 16; step > 0; step /= 2) rows += __shfl_xor_sync(kAllLanes, rows, step);
+    if (lane_id() == 0) s_.told[s] = {said(s, layout_.rank(g_.rank())), rows};
+  }
 }
 
 __device__ inline void Prepare::find_overflow() {
-  const auto alignment = static_cast<std::uint64_t>(g_.alignment);
   const int d = thread();
   if (d < g_.ranks()) {
-    std::uint64_t total = 0;
-    if (g_.expert_major) {
-      const int last = (d + 1) * g_.local_experts - 1;
-      const std::uint32_t rows = p_.scratch[scratch_.expert_total + last];
-      total = zone_[last] + (rows + alignment - 1) / alignment * alignment;
-    } else {
+    std::uint64_t total = s_.start[d + 1] - s_.start[d];
+    if (!g_.expert_major) {
+      total = 0;
       for (int s = 0; s < g_.ranks(); ++s) total += said(s, layout_.rank(d));
     }
     s_.total[d] = total;

@@ -39,12 +39,11 @@ __device__ inline Prepare::Place Prepare::place_choice(const Pick& c) const {
 
 // Of the ranks that hold rows of this lane's token, how many are lower than its own. All lanes.
 __device__ inline int Prepare::lower_ranks(const Pick& c, const Place& place) const {
+  const int leading = place.leader ? c.rank : INT32_MAX;
   int lower = 0;
   for (int k = 0; k < p_.topk; ++k) {
     const int lane = min(c.first_lane + k, 31);
-    const int rank = __shfl_sync(kAllLanes, c.rank, lane);
-    const bool leads = __shfl_sync(kAllLanes, static_cast<int>(place.leader), lane) != 0;
-    lower += leads && rank < c.rank ? 1 : 0;
+    lower += __shfl_sync(kAllLanes, leading, lane) < c.rank ? 1 : 0;
   }
   return lower;
 }
@@ -67,7 +66,7 @@ __device__ inline void Prepare::tell_owner(const Pick& c, const Place& place) co
     list[g_.rank() * g_.lists_stride + 1 + entry] = place.row;
   }
   if (!place.leader) return;
-  const ItemWord word{entry, static_cast<std::uint32_t>(c.token * g_.slots_per_token + order)};
+  const ItemWord word{entry, static_cast<std::uint32_t>(c.token * g_.slots_per_token(p_.topk) + order)};
   auto* items = reinterpret_cast<std::uint64_t*>(g_.area[rank] + g_.items);
   items[static_cast<std::uint64_t>(g_.rank()) * g_.max_tokens + item] =
       std::uint64_t{word.slot} << 32 | word.start;
@@ -156,7 +155,7 @@ __device__ inline void Prepare::tell_lengths() const {
   const int d = thread();
   if (blockIdx.x != 0 || d >= g_.ranks()) return;
   ListedWord told{0, 0};
-  const int last = static_cast<int>(gridDim.x) - 1;
+  const int last = counting_blocks() - 1;
   if (!g_.expert_major) {
     std::uint64_t before = 0;
     for (int s = 0; s < g_.rank(); ++s) before += said(s, layout_.rank(d));

@@ -16,6 +16,8 @@ struct PrepareShared {
   int overflow_rank, bad_id_rank;
   unsigned long long bad_ids;
   int recount;  // rows are dropped somewhere: lists are numbered again
+  std::uint64_t start[kMaxDeviceRanks + 1];  // padded rows of all lower ranks
+  ListedWord told[kMaxDeviceRanks];          // what every source has here
   std::int32_t item_begin[kMaxDeviceRanks + 1];
   std::int32_t row_begin[kMaxDeviceRanks + 1];
   unsigned long long dropped_rows;  // EXPERT_MAJOR: of this rank
@@ -52,7 +54,10 @@ class Prepare {
   __device__ void place();
   __device__ bool number_rows();
   __device__ bool wait_for_sources();
-  __device__ void write_plan();
+  // The plan's head and the outputs: before the sources are done, unless rows are dropped.
+  __device__ bool head_can_be_early() const { return s_.recount == 0; }
+  __device__ void write_head();
+  __device__ void finish_plan();
 
  private:
   // One choice of a step of the warp: lanes are (token, k) in order.
@@ -67,6 +72,11 @@ class Prepare {
     std::uint32_t row;
   };
 
+  // The last block counts no tokens, if there is another: it writes the plan's head meanwhile.
+  __device__ static int counting_blocks() {
+    return gridDim.x > 1 ? static_cast<int>(gridDim.x) - 1 : 1;
+  }
+  __device__ static bool writes_head() { return blockIdx.x == gridDim.x - 1; }
   __device__ int thread() const { return static_cast<int>(threadIdx.x); }
   __device__ int column_of_tokens(int rank) const { return g_.experts + rank; }
   __device__ int column_of_rows(int rank) const { return g_.experts + g_.ranks() + rank; }
@@ -102,9 +112,11 @@ class Prepare {
   __device__ Pick pick(int first_token, int end) const;
   __device__ void sum_block(bool experts);
   __device__ bool wait_count(int source, std::size_t index, std::uint32_t& count) const;
+  __device__ std::uint32_t sum_column(int column) const;
   __device__ bool exchange_column(int column, std::uint64_t& hash);
   template <class Value, class Store>
   __device__ void scan(int count, Value&& value, Store&& store);
+  __device__ void count_items();
   __device__ void find_overflow();
   __device__ void open_counters();
   __device__ std::uint32_t next(int column, unsigned lanes) const;
@@ -130,6 +142,9 @@ class Prepare {
   __device__ std::uint32_t* codes() const {
     return reinterpret_cast<std::uint32_t*>(plan_part(plan_map().code));
   }
+  __device__ void read_told();
+  __device__ void find_begins();
+  __device__ void judge();
   __device__ void copy_items() const;
   __device__ void write_zones();
   __device__ std::uint64_t pairs_of(int local_expert) const;

@@ -10,29 +10,56 @@ __device__ inline bool Prepare::wait_for_sources() {
   return good;
 }
 
-__device__ inline void Prepare::write_plan() {
-  if (thread() == 0) {
-    std::int64_t items = 0, rows = 0;
-    for (int s = 0; s < g_.ranks(); ++s) {
-      const std::uint64_t told =
-          g_.keeps_items ? ptx::ld_relaxed_sys(turn_.words(g_.rank(), g_.listed) + s) : 0;
-      s_.item_begin[s] = static_cast<std::int32_t>(items);
-      s_.row_begin[s] = static_cast<std::int32_t>(rows);
-      items = min(items + static_cast<std::uint32_t>(told), g_.capacity);
-      rows = min(rows + static_cast<std::uint32_t>(told >> 32), g_.capacity);
-    }
-    s_.item_begin[g_.ranks()] = static_cast<std::int32_t>(items);
-    s_.row_begin[g_.ranks()] = static_cast<std::int32_t>(rows);
+// With drops: how many items and rows every source has here, as it has told.
+__device__ inline void Prepare::read_told() {
+  const int s = thread();
+  if (g_.keeps_items && s < g_.ranks()) {
+    const std::uint64_t told = ptx::ld_relaxed_sys(turn_.words(g_.rank(), g_.listed) + s);
+    s_.told[s] = {static_cast<std::uint32_t>(told), static_cast<std::uint32_t>(told >> 32)};
   }
   __syncthreads();
+}
+
+__device__ inline void Prepare::find_begins() {
+  __syncthreads();
+  if (thread() == 0) {
+    std::int64_t items = 0, rows = 0;
+    for (int s = 0; s <= g_.ranks(); ++s) {
+      s_.item_begin[s] = static_cast<std::int32_t>(items);
+      s_.row_begin[s] = static_cast<std::int32_t>(rows);
+      if (s == g_.ranks() || !g_.keeps_items) continue;
+      items = min(items + s_.told[s].items, g_.capacity);
+      rows = min(rows + s_.told[s].rows, g_.capacity);
+    }
+  }
+  __syncthreads();
+}
+
+// The head block.
+__device__ inline void Prepare::write_head() {
+  if (!writes_head()) return;
+  find_begins();
+  write_zones();
+  write_header();
+  seal();
+  report_totals();
+}
+
+// All blocks, when the sources are done.
+__device__ inline void Prepare::finish_plan() {
+  if (!head_can_be_early()) {
+    read_told();
+    write_head();
+  }
+  find_begins();
   if (g_.keeps_items) copy_items();
   write_rank_rows();
-  if (blockIdx.x == 0) {
-    write_zones();
-    write_header();
-    seal();
-    report_totals();
-  }
+  judge();
+}
+
+// What becomes of the operation; every block says the same.
+__device__ inline void Prepare::judge() {
+  __syncthreads();
   if (thread() == 0) {
     PlanHeader& h = shared_.plan;  // what a report says
     h.bad_ids = static_cast<std::int64_t>(s_.bad_ids);
@@ -97,7 +124,7 @@ __device__ inline std::uint64_t Prepare::pairs_of(int local_expert) const {
   return pairs;
 }
 
-// Block 0: counts and offsets of this rank's zones, in the plan and in the outputs.
+// The head block: counts and offsets of this rank's zones, in the plan and in the outputs.
 __device__ inline void Prepare::write_zones() {
   const PlanMap map = plan_map();
   auto* counts = reinterpret_cast<std::int32_t*>(plan_part(map.count));
@@ -126,7 +153,7 @@ __device__ inline void Prepare::write_zones() {
   }
 }
 
-// Block 0: all of the header but magic and checksum; the parts that are not large.
+// The head block: the header, and the parts that are not large.
 __device__ inline void Prepare::write_header() {
   const PlanMap map = plan_map();
   if (g_.keeps_items) {
@@ -181,7 +208,7 @@ __device__ inline void Prepare::write_header() {
   __syncthreads();
 }
 
-// Block 0.
+// The head block.
 __device__ inline void Prepare::seal() {
   constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
   constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
@@ -230,7 +257,7 @@ __device__ inline void Prepare::write_rank_rows() const {
   }
 }
 
-// Block 0: the group's totals, which its host reads.
+// The head block: the group's totals, which its host reads.
 __device__ inline void Prepare::report_totals() const {
   if (thread() != 0) return;
   const std::uint64_t total = s_.total[g_.rank()];

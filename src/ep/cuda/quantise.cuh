@@ -14,14 +14,26 @@ __device__ inline float bf16_high(std::uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000u);
 }
 
-// NaN keeps its sign, which the conversion would not.
-__device__ inline std::uint32_t e4m3_pair(float low, float high, float inverse) {
-  const auto limit = [](float x) { return fminf(fmaxf(x, -448.0f), 448.0f); };
-  const float a = __fmul_rn(low, inverse), b = __fmul_rn(high, inverse);
-  std::uint32_t pair = ptx::pack_e4m3(limit(a), limit(b));
-  if (low != low) pair = (pair & 0xFF00u) | (__float_as_uint(low) >> 31 << 7) | 0x7Fu;
-  if (high != high) pair = (pair & 0x00FFu) | (__float_as_uint(high) >> 31 << 15) | 0x7F00u;
-  return pair;
+// Largest magnitude of the finite numbers among a word's two, in the halves of the result.
+__device__ inline std::uint32_t finite_magnitudes(std::uint32_t pair) {
+  constexpr std::uint32_t kInfinity = 0x7F80;
+  std::uint32_t magnitudes = pair & 0x7FFF7FFFu;
+  if ((magnitudes & 0xFFFFu) >= kInfinity) magnitudes &= 0xFFFF0000u;
+  if (magnitudes >> 16 >= kInfinity) magnitudes &= 0x0000FFFFu;
+  return magnitudes;
+}
+
+// The conversion limits to +-448; NaN keeps its sign, which the conversion would not.
+__device__ inline std::uint32_t e4m3_pair(std::uint32_t pair, float inverse) {
+  const std::uint32_t converted = ptx::pack_e4m3(__fmul_rn(bf16_low(pair), inverse),
+                                                 __fmul_rn(bf16_high(pair), inverse));
+  return converted | (pair >> 8 & 0x80u) | (pair >> 16 & 0x8000u);
+}
+
+// Of the numbers of a block with this largest finite magnitude.
+__device__ inline float scale_of(float most) {
+  constexpr float kLeastScale = 1.17549435e-38f;  // 2^-126
+  return most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
 }
 
 // All lanes of a warp; `columns` a multiple of 128. Sixteen lanes share a block. In shared memory.
@@ -35,27 +47,17 @@ __device__ inline void quantise_piece(std::byte* out, float* scales, const std::
     const std::uint32_t column = block * 128 + lane % kLanesPerBlock * kColumnsPerLane;
     uint4 x{0, 0, 0, 0};
     if (inside) x = *reinterpret_cast<const uint4*>(in + column * 2);
-    const std::uint32_t words[4] = {x.x, x.y, x.z, x.w};
-    float most = 0.0f;
-    for (const std::uint32_t word : words) {
-      const float a = fabsf(bf16_low(word)), b = fabsf(bf16_high(word));
-      if (a < INFINITY) most = fmaxf(most, a);
-      if (b < INFINITY) most = fmaxf(most, b);
-    }
+    std::uint32_t most = __vmaxu2(__vmaxu2(finite_magnitudes(x.x), finite_magnitudes(x.y)),
+                                  __vmaxu2(finite_magnitudes(x.z), finite_magnitudes(x.w)));
     for (std::uint32_t step = kLanesPerBlock / 2; step > 0; step /= 2) {
-      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
+      most = __vmaxu2(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
     }
-    constexpr float kLeastScale = 1.17549435e-38f;  // 2^-126
-    const float scale = most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
+    const float scale = scale_of(bf16_low(max(most & 0xFFFFu, most >> 16)));
     const float inverse = __fdiv_rn(1.0f, scale);
     if (!inside) continue;
-    std::uint32_t packed[2];
-    for (int i = 0; i < 2; ++i) {
-      packed[i] = e4m3_pair(bf16_low(words[2 * i]), bf16_high(words[2 * i]), inverse) |
-                  e4m3_pair(bf16_low(words[2 * i + 1]), bf16_high(words[2 * i + 1]), inverse)
-                      << 16;
-    }
-    *reinterpret_cast<uint2*>(out + column) = make_uint2(packed[0], packed[1]);
+    const std::uint32_t low = e4m3_pair(x.x, inverse) | e4m3_pair(x.y, inverse) << 16;
+    const std::uint32_t high = e4m3_pair(x.z, inverse) | e4m3_pair(x.w, inverse) << 16;
+    *reinterpret_cast<uint2*>(out + column) = make_uint2(low, high);
     if (lane % kLanesPerBlock == 0) scales[block] = scale;
   }
 }

@@ -1,6 +1,7 @@
 // Arithmetic on rows, in 16-byte vectors, with the order and the rounding of ep.h and the bits of
 // the CPU executor: NaN that comes out of arithmetic is the quiet one without sign and payload; a
-// row that is only copied keeps its NaNs, made quiet. Compiled without fused multiply-add.
+// row that is only copied keeps its NaNs, made quiet. Compiled without fused multiply-add. The terms
+// of dot products alone are added in another order.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,6 +12,8 @@ namespace xd::ep::cuda {
 
 struct Bf16 {
   static constexpr int kPerVector = 8, kBytes = 2;
+  // Above this magnitude a half is a NaN.
+  static constexpr std::uint32_t kInfinity = 0x7F80, kQuiet = 0x40;
   __device__ static void unpack(const uint4& v, float* x) {
     const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -19,27 +22,12 @@ struct Bf16 {
       x[2 * i + 1] = bf16_high(words[i]);
     }
   }
-  __device__ static uint4 pack(const float* x) {
-    std::uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float low = x[2 * i], high = x[2 * i + 1];
-      std::uint32_t w = ptx::pack_bf16(low, high);
-      if (low != low) w = (w & 0xFFFF0000u) | 0x7FC0u;
-      if (high != high) w = (w & 0x0000FFFFu) | 0x7FC00000u;
-      words[i] = w;
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  __device__ static std::uint32_t quiet(std::uint32_t w) {
-    if ((w & 0x7FFFu) > 0x7F80u) w |= 0x40u;
-    if ((w & 0x7FFF0000u) > 0x7F800000u) w |= 0x400000u;
-    return w;
-  }
+  __device__ static std::uint32_t round(float low, float high) { return ptx::pack_bf16(low, high); }
 };
 
 struct F16 {
   static constexpr int kPerVector = 8, kBytes = 2;
+  static constexpr std::uint32_t kInfinity = 0x7C00, kQuiet = 0x200;
   __device__ static void unpack(const uint4& v, float* x) {
     const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -48,22 +36,7 @@ struct F16 {
       x[2 * i + 1] = __half2float(__ushort_as_half(static_cast<unsigned short>(words[i] >> 16)));
     }
   }
-  __device__ static uint4 pack(const float* x) {
-    std::uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const auto half = [](float y) -> std::uint32_t {
-        return y != y ? 0x7E00u : __half_as_ushort(__float2half_rn(y));
-      };
-      words[i] = half(x[2 * i]) | half(x[2 * i + 1]) << 16;
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  __device__ static std::uint32_t quiet(std::uint32_t w) {
-    if ((w & 0x7FFFu) > 0x7C00u) w |= 0x200u;
-    if ((w & 0x7FFF0000u) > 0x7C000000u) w |= 0x2000000u;
-    return w;
-  }
+  __device__ static std::uint32_t round(float low, float high) { return ptx::pack_f16(low, high); }
 };
 
 struct F32 {
@@ -74,18 +47,48 @@ struct F32 {
     x[2] = __uint_as_float(v.z);
     x[3] = __uint_as_float(v.w);
   }
-  __device__ static uint4 pack(const float* x) {
-    const auto bits = [](float y) { return y != y ? 0x7FC00000u : __float_as_uint(y); };
-    return make_uint4(bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3]));
-  }
-  __device__ static std::uint32_t quiet(std::uint32_t w) {
-    return (w & 0x7FFFFFFFu) > 0x7F800000u ? w | 0x400000u : w;
-  }
 };
 
+// In the top bit of each half: it is a NaN.
+template <class T>
+__device__ std::uint32_t nan_halves(std::uint32_t word) {
+  return ((word & 0x7FFF7FFFu) + (0x7FFFu - T::kInfinity) * 0x10001u) & 0x80008000u;
+}
+
+// Sums to a vector. NaNs are rare: they are looked for in what comes out, all at once.
+template <class T>
+__device__ uint4 pack(const float* x) {
+  uint4 v;
+  if constexpr (T::kBytes == 4) {
+    v = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                   __float_as_uint(x[3]));
+    const auto fix = [](std::uint32_t w) { return (w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : w; };
+    return make_uint4(fix(v.x), fix(v.y), fix(v.z), fix(v.w));
+  } else {
+    v = make_uint4(T::round(x[0], x[1]), T::round(x[2], x[3]), T::round(x[4], x[5]),
+                   T::round(x[6], x[7]));
+    const std::uint32_t nans = nan_halves<T>(v.x) | nan_halves<T>(v.y) | nan_halves<T>(v.z) |
+                               nan_halves<T>(v.w);
+    if (nans == 0) return v;
+    const auto fix = [](std::uint32_t w) {
+      const std::uint32_t halves = (nan_halves<T>(w) >> 15) * 0xFFFFu;
+      return (w & ~halves) | ((T::kInfinity | T::kQuiet) * 0x10001u & halves);
+    };
+    return make_uint4(fix(v.x), fix(v.y), fix(v.z), fix(v.w));
+  }
+}
+
+// A copied vector: its NaNs become quiet and keep sign and payload.
 template <class T>
 __device__ uint4 quiet(uint4 v) {
-  return make_uint4(T::quiet(v.x), T::quiet(v.y), T::quiet(v.z), T::quiet(v.w));
+  const auto fix = [](std::uint32_t w) -> std::uint32_t {
+    if constexpr (T::kBytes == 4) {
+      return (w & 0x7FFFFFFFu) > 0x7F800000u ? w | 0x400000u : w;
+    } else {
+      return w | (nan_halves<T>(w) >> 15) * T::kQuiet;
+    }
+  };
+  return make_uint4(fix(v.x), fix(v.y), fix(v.z), fix(v.w));
 }
 
 // The rows of one sum, in order, in shared memory of the warp.
@@ -95,48 +98,58 @@ struct Terms {
   float weight[kMost];
 };
 
-// out[v] = sum of the terms' vectors v, for the warp's lanes over vectors [first, last): rounded
-// once. `weighted` multiplies each row first. The first term starts the sum. kInFlight vectors of
-// kRows rows each are loaded before the first is used.
-template <class T, bool weighted>
+// sum += weight * vector. Sums start at -0, which adds nothing to any number, not even to -0.
+template <class T>
+__device__ void add_term(float* sum, const uint4& vector, float weight) {
+  float x[T::kPerVector];
+  T::unpack(vector, x);
+#pragma unroll
+  for (int n = 0; n < T::kPerVector; ++n) sum[n] = __fadd_rn(sum[n], __fmul_rn(weight, x[n]));
+}
+
+// out[v] = sum of the terms' vectors v, for the warp's lanes over vectors [first, last): each term
+// times its weight (a product with 1 is exact), rounded once. Some vectors of two terms are loaded
+// before the first is used.
+template <class T>
 __device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::uint32_t first,
                             std::uint32_t last) {
-  constexpr int kRows = 4, kInFlight = 2, kN = T::kPerVector;
-  const std::uint32_t lane = threadIdx.x % 32;
-  for (std::uint32_t v = first + lane; v < last; v += 32 * kInFlight) {
-    float sum[kInFlight][kN];
-    for (int r = 0; r < count; r += kRows) {
-      uint4 x[kRows][kInFlight];
+  constexpr int kVectors = 4;
+#pragma unroll 1
+  for (std::uint32_t v = first + threadIdx.x % 32; v < last; v += 32 * kVectors) {
+    float sum[kVectors][T::kPerVector];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (r + i >= count) break;
-        const std::byte* row = terms.row[r + i];
+    for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
-        for (int j = 0; j < kInFlight; ++j) {
-          const std::uint32_t at = v + j * 32;
-          if (at < last) x[i][j] = ptx::ld_streaming(row + std::uint64_t{at} * 16);
+      for (int n = 0; n < T::kPerVector; ++n) sum[j][n] = -0.0f;
+    }
+#pragma unroll 1
+    for (int r = 0; r < count; r += 2) {
+      const bool two = r + 1 < count;
+      const std::byte* a = terms.row[r] + std::uint64_t{v} * 16;
+      const std::byte* b = terms.row[two ? r + 1 : r] + std::uint64_t{v} * 16;
+      uint4 x[kVectors], y[kVectors];
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (v + j * 32 < last) x[j] = ptx::ld_streaming(a + j * 512);
+      }
+      if (two) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          if (v + j * 32 < last) y[j] = ptx::ld_streaming(b + j * 512);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (r + i >= count) break;
-        const float weight = weighted ? terms.weight[r + i] : 1.0f;
+      for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], x[j], terms.weight[r]);
+      if (two) {
 #pragma unroll
-        for (int j = 0; j < kInFlight; ++j) {
-          float y[kN];
-          T::unpack(x[i][j], y);
-#pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            if (weighted) y[n] = __fmul_rn(weight, y[n]);
-            sum[j][n] = r + i == 0 ? y[n] : __fadd_rn(sum[j][n], y[n]);
-          }
-        }
+        for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], y[j], terms.weight[r + 1]);
       }
     }
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const std::uint32_t at = v + j * 32;
-      if (at < last) ptx::st_streaming(out + std::uint64_t{at} * 16, T::pack(sum[j]));
+    for (int j = 0; j < kVectors; ++j) {
+      if (v + j * 32 < last) {
+        ptx::st_streaming(out + std::uint64_t{v + j * 32} * 16, pack<T>(sum[j]));
+      }
     }
   }
 }
@@ -147,6 +160,7 @@ __device__ void copy_vectors(std::byte* out, const std::byte* row, std::uint32_t
                              std::uint32_t last) {
   constexpr int kInFlight = 4;
   const std::uint32_t lane = threadIdx.x % 32;
+#pragma unroll 1
   for (std::uint32_t v = first + lane; v < last; v += 32 * kInFlight) {
     uint4 x[kInFlight];
 #pragma unroll
@@ -163,23 +177,23 @@ __device__ void copy_vectors(std::byte* out, const std::byte* row, std::uint32_t
 }
 
 __device__ inline void zero_vectors(std::byte* out, std::uint32_t first, std::uint32_t last) {
+#pragma unroll 1
   for (std::uint32_t v = first + threadIdx.x % 32; v < last; v += 32) {
     ptx::st_streaming(out + std::uint64_t{v} * 16, make_uint4(0, 0, 0, 0));
   }
 }
 
-// The warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`.
+// The warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. One term without
+// weight is copied.
 template <class T>
 __device__ void add_up(std::byte* out, const Terms& terms, int count, bool weighted,
                        std::uint32_t first, std::uint32_t last) {
   if (count == 0) {
     zero_vectors(out, first, last);
-  } else if (weighted) {
-    sum_vectors<T, true>(out, terms, count, first, last);
-  } else if (count == 1) {
+  } else if (count == 1 && !weighted) {
     copy_vectors<T>(out, terms.row[0], first, last);
   } else {
-    sum_vectors<T, false>(out, terms, count, first, last);
+    sum_vectors<T>(out, terms, count, first, last);
   }
 }
 
@@ -199,12 +213,12 @@ __device__ float scale_row(std::byte* out, const std::byte* row, const std::byte
     }
 #pragma unroll
     for (int n = 0; n < T::kPerVector; ++n) x[n] = __fmul_rn(weight, x[n]);
-    ptx::st_streaming(out + std::uint64_t{v} * 16, T::pack(x));
+    ptx::st_streaming(out + std::uint64_t{v} * 16, pack<T>(x));
   }
   for (int step = 16; step > 0; step /= 2) {
     dot = __fadd_rn(dot, __shfl_xor_sync(0xFFFFFFFFu, dot, step));
   }
-  return dot;
+  return dot == dot ? dot : __uint_as_float(0x7FC00000u);
 }
 
 }  // namespace xd::ep::cuda

@@ -5,7 +5,8 @@
 //   enter()   tells every peer what this rank is about to do; from here on they may touch its memory
 //   await()   every block: every peer has entered, and all agree; from here on they may be touched
 //   finish()  every block, when it has stored its last row: the last one raises the done flags
-//   close()   the last block waits for the peers' done flags, reports, and moves the epoch on
+//   close()   every block, when it is done altogether: the last one waits for the peers' done flags,
+//             reports, and moves the epoch on
 //
 // Two ranks n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
 //
@@ -51,6 +52,9 @@ struct PeerTensors {
 
 struct TurnShared {
   std::uint64_t epoch;
+  std::uint64_t owner;  // of the group, when this block began
+  int failed;           // the communicator, likewise
+  int first_zone, zones_end;
   int verdict;
   int status;  // of a non-fatal error here
   Fault fault;
@@ -78,6 +82,7 @@ class Turn {
   __device__ bool await(const RowSizes& sizes);
   __device__ void finish();
   __device__ void close();
+  __device__ void leave();  // finish() and close(), where nothing comes between
 
   // Grid barrier; false = fatal. `n`: number of this barrier in the launch, from 1.
   __device__ bool barrier(std::uint32_t n);
@@ -135,15 +140,25 @@ class Turn {
   __device__ int ranks() const { return p_.group.comm.num_ranks; }
 
  private:
-  __device__ void check_plan();
+  // What one thread has seen of a plan's head.
+  struct ZoneLook {
+    std::uint64_t sum;  // its part of the checksum
+    bool bad;           // a zone makes no sense
+  };
+
+  __device__ void judge_start();
+  __device__ ZoneLook look_at_plan();
+  __device__ void check_plan(const ZoneLook& look);
   __device__ Fault header_fault() const;
   __device__ Fault binding_fault() const;
   __device__ Fault tensor_fault() const;
   __device__ bool wait_record(int peer) const;
   __device__ bool take_record(int peer, const RowSizes& sizes);
   __device__ std::byte* tensor_of(int rank, std::uint64_t place, std::uint64_t bytes) const;
+  __device__ bool is_last_block(std::uint32_t* counter);
+  __device__ void raise_done();
+  __device__ void end_launch();
   __device__ void report();
-  __device__ void claim_group();
 
   const TurnParams& p_;
   TurnShared& s_;

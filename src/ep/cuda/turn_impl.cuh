@@ -5,39 +5,48 @@
 
 namespace xd::ep::cuda {
 
-// The launch that runs owns the group; blocks of another one find it busy, which is fatal.
-__device__ inline void Turn::claim_group() {
-  const std::uint64_t owner = ptx::cas_acquire_gpu(&p_.group.control->owner, 0, p_.launch);
-  s_.epoch = p_.group.control->epoch + 1;
-  s_.verdict = static_cast<int>(Verdict::go);
+// Thread 0, when everything that begin() loads is there.
+__device__ inline void Turn::judge_start() {
   s_.status = XD_SUCCESS;
   s_.mismatch = 0;
-  s_.sum = 0;
   s_.fault = {};
-  bool fatal = !device::may_start(p_.group.comm, site(XD_PHASE_NONE));
-  if (owner != 0 && owner != p_.launch) {
+  const device::WaitSite here = site(XD_PHASE_NONE);
+  bool fatal = s_.failed != 0;
+  if (fatal) device::tell_host(p_.group.comm);
+  // The launch that runs owns the group; blocks of another one find it busy. So do they if the
+  // group's owner changed between the two looks at it.
+  const auto owner = static_cast<std::uint32_t>(s_.owner);
+  const auto claimed_at = static_cast<std::uint32_t>(s_.owner >> 32);
+  if ((owner != 0 && owner != p_.launch) ||
+      claimed_at != static_cast<std::uint32_t>(s_.epoch - 1)) {
     device::raise(p_.group.comm,
-                  device::error_at(p_.group.comm, site(XD_PHASE_NONE), XD_ERROR_BUSY, rank()),
+                  device::error_at(p_.group.comm, here, XD_ERROR_BUSY, rank()),
                   device::Spread::everywhere);
     fatal = true;
   }
-  if (fatal) s_.verdict = static_cast<int>(Verdict::fatal);
+  s_.verdict = static_cast<int>(fatal ? Verdict::fatal : Verdict::go);
 }
 
+// All threads. What has to be read is read at once, by different warps.
 __device__ inline bool Turn::begin() {
-  const auto* header = reinterpret_cast<const std::uint64_t*>(p_.plan);
-  if (threadIdx.x == 0) claim_group();
-  constexpr unsigned kWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
-  if (p_.plan != nullptr && threadIdx.x < kWords) {
-    reinterpret_cast<std::uint64_t*>(&s_.plan)[threadIdx.x] = header[threadIdx.x];
+  const unsigned t = threadIdx.x;
+  const unsigned apart = blockDim.x > 64 ? 32 : 1;
+  if (t == 0) {
+    s_.owner = ptx::or_acquire_gpu(&p_.group.control->owner, p_.launch);
+    s_.sum = 0;
   }
-  for (int i = static_cast<int>(threadIdx.x); i <= ranks(); i += static_cast<int>(blockDim.x)) {
+  if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
+  if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
+  for (unsigned i = t; i <= static_cast<unsigned>(ranks()); i += blockDim.x) {
     s_.base[i] = p_.group.base[i];
   }
+  ZoneLook look;
+  if (p_.plan != nullptr) look = look_at_plan();
   __syncthreads();
-  if (verdict() == Verdict::fatal) return false;
-  if (p_.plan != nullptr) check_plan();
-  if (threadIdx.x == 0) {
+  if (t == 0) judge_start();
+  if (p_.plan != nullptr) check_plan(look);
+  __syncthreads();
+  if (t == 0) {
     s_.own = p_.record;
     if (s_.own.status == XD_SUCCESS && s_.fault.kind != PlanFault::none) {
       s_.own.status = XD_ERROR_INVALID_ARGUMENT;
@@ -46,10 +55,10 @@ __device__ inline bool Turn::begin() {
       s_.own.rows = static_cast<std::uint32_t>(s_.plan.recv_rows);
       s_.own.fingerprint = s_.plan.fingerprint;
     }
-    if (s_.own.status != XD_SUCCESS) set_setback(s_.own.status);
+    if (s_.own.status != XD_SUCCESS && verdict() == Verdict::go) set_setback(s_.own.status);
   }
   __syncthreads();
-  return true;
+  return verdict() != Verdict::fatal;
 }
 
 // ---- The plan ------------------------------------------------------------------------------------
@@ -142,42 +151,57 @@ __device__ inline Fault Turn::tensor_fault() const {
   return {};
 }
 
-// All threads. Every block comes to the same verdict, as it looks at the same bytes.
-__device__ inline void Turn::check_plan() {
-  if (threadIdx.x == 0) s_.fault = header_fault();
-  __syncthreads();
-  if (s_.fault.kind != PlanFault::none) return;
-  const PlanHeader& h = s_.plan;
-  const PlanMap map = map_of(h);
+// What the plan's head says, if it is as long as this group's plans: all words in front of the codes.
+__device__ inline Turn::ZoneLook Turn::look_at_plan() {
   const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
+  constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
   constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
-  std::uint64_t sum = 0;
-  for (std::uint64_t i = threadIdx.x; i < map.code / sizeof(std::uint64_t); i += blockDim.x) {
-    if (i != kChecksumWord) sum += hash_entry(i, words[i]);
+  const std::uint64_t end = min(p_.group.plan_head_bytes, p_.plan_bytes) / sizeof(std::uint64_t);
+  ZoneLook look{0, false};
+  for (std::uint64_t i = threadIdx.x; i < end; i += blockDim.x) {
+    const std::uint64_t word = words[i];
+    if (i < kHeaderWords) reinterpret_cast<std::uint64_t*>(&s_.plan)[i] = word;
+    if (i != kChecksumWord) look.sum += hash_entry(i, word);
   }
-  atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
-  const auto* count = reinterpret_cast<const std::int32_t*>(p_.plan + map.count);
-  const auto* offset = reinterpret_cast<const std::int32_t*>(p_.plan + map.offset);
-  const int local = h.experts / h.ranks;
-  bool bad = h.recv_rows < 0 || h.recv_rows > h.capacity;
-  if (!refused(h) && h.layout == XD_EP_EXPERT_MAJOR) {
-    for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
-      bad |= count[e] < 0 || std::int64_t{offset[e]} + count[e] > offset[e + 1];
-    }
-    bad |= offset[0] != 0 || offset[local] != h.recv_rows;
+  if (end * sizeof(std::uint64_t) < p_.group.plan_head_bytes) return look;
+  const int local = p_.group.local_experts;
+  const auto* count = reinterpret_cast<const std::int32_t*>(p_.plan + sizeof(PlanHeader));
+  const std::int32_t* offset = count + local;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
+    look.bad |= count[e] < 0 || std::int64_t{offset[e]} + count[e] > offset[e + 1];
   }
-  const bool damaged = __syncthreads_or(bad ? 1 : 0) != 0;
-  if (threadIdx.x == 0) {
-    if (s_.sum != h.checksum) {
-      s_.fault = {PlanFault::checksum, 0, nullptr, 0, 0};
-    } else if (damaged) {
-      s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
-    } else {
-      s_.fault = binding_fault();
-      if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
-    }
+  if (threadIdx.x == blockDim.x - 1) {
+    s_.first_zone = offset[0];
+    s_.zones_end = offset[local];
   }
-  __syncthreads();
+  return look;
+}
+
+// All threads. Every block comes to the same verdict, as it looks at the same bytes.
+__device__ inline void Turn::check_plan(const ZoneLook& look) {
+  std::uint64_t sum = look.sum;
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+  if (threadIdx.x % 32 == 0) atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
+  const bool bad = __syncthreads_or(look.bad ? 1 : 0) != 0;
+  if (threadIdx.x != 0) return;
+  const PlanHeader& h = s_.plan;
+  s_.fault = header_fault();
+  if (s_.fault.kind != PlanFault::none) return;
+  // A head of another length is that of another group's plan.
+  const bool same_head = map_of(h).code == p_.group.plan_head_bytes;
+  if (same_head && s_.sum != h.checksum) {
+    s_.fault = {PlanFault::checksum, 0, nullptr, 0, 0};
+    return;
+  }
+  s_.fault = binding_fault();
+  if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
+  const bool has_zones = !refused(h) && p_.group.expert_major;
+  const bool damaged =
+      h.recv_rows < 0 || h.recv_rows > h.capacity ||
+      (has_zones && (bad || s_.first_zone != 0 || s_.zones_end != h.recv_rows));
+  if (s_.fault.kind == PlanFault::none && (damaged || !same_head)) {
+    s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
+  }
 }
 
 // ---- Entry records --------------------------------------------------------------------------------
@@ -334,21 +358,36 @@ __device__ inline bool Turn::barrier(std::uint32_t n) {
 
 // ---- The end -----------------------------------------------------------------------------------------
 
-// All threads of every block. Bulk stores have been waited for by the threads that issued them.
-__device__ inline void Turn::finish() {
+// Counts the block; true on all threads of the last one.
+__device__ inline bool Turn::is_last_block(std::uint32_t* counter) {
   __syncthreads();
-  if (verdict() == Verdict::fatal) return;
   if (threadIdx.x == 0) {
-    s_.is_last =
-        ptx::add_acq_rel_gpu(&p_.group.control->finished, 1) + 1 == gridDim.x ? 1 : 0;
+    // Release and acquire: what any block has stored before, the last one sees.
+    s_.is_last = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x ? 1 : 0;
   }
   __syncthreads();
-  if (s_.is_last == 0) return;
+  return s_.is_last != 0;
+}
+
+__device__ inline void Turn::raise_done() {
+  // Another block may have left its rows: it wrote the error down before it was counted.
+  if (verdict() == Verdict::fatal || device::failed(p_.group.comm)) return;
   for (int i = static_cast<int>(threadIdx.x); i < ranks(); i += static_cast<int>(blockDim.x)) {
     const int peer = (rank() + 1 + i) % ranks();
     // Release: who sees this epoch also sees every row written there, and none is read any more.
     ptx::st_release_sys(done_at(peer, rank()), s_.epoch);
   }
+}
+
+// All threads of every block. Bulk stores have been waited for by the threads that issued them.
+__device__ inline void Turn::finish() {
+  if (is_last_block(&p_.group.control->finished)) raise_done();
+}
+
+__device__ inline void Turn::leave() {
+  if (!is_last_block(&p_.group.control->finished)) return;
+  raise_done();
+  end_launch();
 }
 
 __device__ inline void Turn::report() {
@@ -378,20 +417,19 @@ __device__ inline void Turn::report() {
   ptx::st_release_sys(&to->written, written + 1);
 }
 
-// All threads of every block, last. The launch's last block out reports and moves the epoch on.
+// All threads of every block, after finish() and what came behind it.
 __device__ inline void Turn::close() {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    s_.is_last = ptx::add_acq_rel_gpu(&p_.group.control->left, 1) + 1 == gridDim.x ? 1 : 0;
-  }
-  __syncthreads();
-  if (s_.is_last == 0) return;
+  if (is_last_block(&p_.group.control->left)) end_launch();
+}
+
+// The launch's last block reports and moves the epoch on.
+__device__ inline void Turn::end_launch() {
   bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
   for (int peer = static_cast<int>(threadIdx.x); peer < ranks() && !failed;
        peer += static_cast<int>(blockDim.x)) {
     failed = !wait_done(peer);
   }
-  any_failed(failed);
+  failed = any_failed(failed);
   if (threadIdx.x != 0) return;
   Control* control = p_.group.control;
   // A failure of the host's own checks is known to the host already.
@@ -402,7 +440,7 @@ __device__ inline void Turn::close() {
   control->counts_hash = 0;
   // Release: the next launch finds all this.
   __threadfence();
-  control->owner = 0;
+  control->owner = s_.epoch << 32;
 }
 
 }  // namespace xd::ep::cuda

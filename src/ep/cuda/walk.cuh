@@ -129,7 +129,7 @@ struct ItemRange {
 __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, int source, int token,
                                      int tokens) {
   const auto capacity = static_cast<int>(turn.group().capacity);
-  const auto per_token = static_cast<std::uint32_t>(turn.group().slots_per_token);
+  const auto per_token = static_cast<std::uint32_t>(turn.group().slots_per_token(turn.plan().topk));
   const int begin = min(max(plan.item_begin[source], 0), capacity);
   const int end = min(max(plan.item_begin[source + 1], begin), capacity);
   const int half = lane_id() / 16, position = lane_id() % 16;
@@ -159,21 +159,35 @@ struct ItemRows {
   std::uint32_t row;  // of this lane, if lane < count
 };
 
-__device__ inline ItemRows rows_of(const Turn& turn, const PlanParts& plan, int source, int item) {
-  ItemRows rows{0, 0};
-  const std::uint32_t limit = turn.plan().recv_rows;
-  if (!turn.group().expert_major) {  // items are rows
-    rows = {static_cast<std::uint32_t>(item) < limit ? 1 : 0, static_cast<std::uint32_t>(item)};
-    return rows;
-  }
+// body(rows, slot) for the items of a range, which are those of a chunk; the next item's rows are
+// fetched meanwhile. All lanes.
+template <class Body>
+__device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
+                              Body&& body) {
+  static_assert(ChunkFlags::kMostTokens < 32);
+  const bool listed = turn.group().expert_major;  // else items are rows
   const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
-  const std::uint32_t first = min(plan.start[item], capacity);
-  const std::uint32_t last = min(plan.start[item + 1], capacity);
-  const std::uint32_t count = last > first ? min(last - first, 32u) : 0;
-  if (static_cast<std::uint32_t>(lane_id()) < count) rows.row = plan.list[first + lane_id()];
-  const bool good = static_cast<std::uint32_t>(lane_id()) >= count || rows.row < limit;
-  rows.count = __all_sync(kAllLanes, good) ? static_cast<int>(count) : 0;
-  return rows;
+  const auto limit = static_cast<std::uint32_t>(turn.plan().recv_rows);
+  const int lane = lane_id();
+  const int count = min(range.last - range.first, 31);  // more only in damaged plans
+  const std::uint32_t slots = lane < count ? plan.slot[range.first + lane] : 0;
+  std::uint32_t starts = static_cast<std::uint32_t>(range.first + lane);
+  if (listed) starts = lane <= count ? min(plan.start[range.first + lane], capacity) : 0;
+  const auto rows_at = [&](int i) {
+    const std::uint32_t first = __shfl_sync(kAllLanes, starts, i);
+    const std::uint32_t last = __shfl_sync(kAllLanes, starts, i + 1);
+    const std::uint32_t rows = last > first ? min(last - first, 32u) : 0;
+    const bool mine = static_cast<std::uint32_t>(lane) < rows;
+    return ItemRows{static_cast<int>(rows), !mine ? 0 : listed ? plan.list[first + lane] : first};
+  };
+  ItemRows next = count > 0 ? rows_at(0) : ItemRows{0, 0};
+  for (int i = 0; i < count; ++i) {
+    ItemRows rows = next;
+    if (i + 1 < count) next = rows_at(i + 1);
+    const bool good = lane >= rows.count || rows.row < limit;
+    if (!__all_sync(kAllLanes, good)) rows.count = 0;
+    body(rows, __shfl_sync(kAllLanes, slots, i));
+  }
 }
 
 // Every (source, chunk of its tokens), the chunks of all sources side by side, the next rank's
