@@ -53,9 +53,9 @@ struct DeviceComm {
   int rank;
   int num_ranks;
   int timeout_ms;
-  HostWords* host;                       // at the device's address
-  const HeapTable* heap;                 // in device memory
-  DeviceBoard* board[kMaxDeviceRanks];   // own and peers'
+  HostWords* host;                      // at the device's address
+  const HeapTable* heap;                // in device memory
+  DeviceBoard* board[kMaxDeviceRanks];  // own and peers'
 };
 
 }  // namespace xd

@@ -107,8 +107,10 @@ __device__ bool wait_until(const DeviceComm& comm, const WaitSite& site, int pee
       start + static_cast<std::uint64_t>(comm.timeout_ms) * 1000000 * site.timeouts;
   std::uint64_t next_look = start + kHostWordNs / 4;
   for (;;) {
+    // Both looks at once: each takes as long as the way to the memory.
+    const bool over = failed(comm);
     if (ready()) return true;
-    if (failed(comm)) break;
+    if (over) break;
     const std::uint64_t now = ptx::global_timer_ns();
     if (now < next_look) continue;
     next_look = now + kHostWordNs / 4;

@@ -6,7 +6,7 @@
 
 namespace xd::ptx {
 
-// ---- Flags and words -----------------------------------------------------------------------------
+// ---- Flags and words ---------------------------------------------------------------------------
 
 __device__ inline std::uint64_t ld_acquire_sys(const std::uint64_t* p) {
   std::uint64_t v;
@@ -97,7 +97,7 @@ __device__ inline std::uint64_t or_acquire_gpu(std::uint64_t* p, std::uint64_t b
   return old;
 }
 
-// ---- Rows through registers ------------------------------------------------------------------------
+// ---- Rows through registers --------------------------------------------------------------------
 
 // Read once, not kept in L1. Coherent: never ld.nc, peers may have written this memory.
 __device__ inline uint4 ld_streaming(const void* p) {
@@ -115,7 +115,7 @@ __device__ inline void st_streaming(void* p, const uint4& v) {
                : "memory");
 }
 
-// ---- Rows through shared memory (bulk copies) ------------------------------------------------------
+// ---- Rows through shared memory (bulk copies) --------------------------------------------------
 
 __device__ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
@@ -138,10 +138,10 @@ __device__ inline void fence_mbarrier_init() {
 }
 
 __device__ inline void mbarrier_arrive_expect_bytes(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ inline bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity) {
@@ -160,8 +160,8 @@ __device__ inline bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t p
 __device__ inline void bulk_load(void* shared, const void* global, std::uint32_t bytes,
                                  std::uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
@@ -189,7 +189,7 @@ __device__ inline void bulk_wait_landed() {
 // Between generic accesses and bulk copies of the same memory, either way.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// ---- Numbers -----------------------------------------------------------------------------------------
+// ---- Numbers -----------------------------------------------------------------------------------
 
 __device__ inline std::uint64_t global_timer_ns() {
   std::uint64_t t;

@@ -23,16 +23,13 @@ class Reader {
 
   Tensor required(const DLTensor* t, const char* name, int ndim,
                   std::span<const DType> types) const {
-    return read_tensor(
-        t, {.name = name, .ndim = ndim, .types = types, .device = context_.device});
+    return read_tensor(t, {.name = name, .ndim = ndim, .types = types, .device = context_.device});
   }
   Tensor optional(const DLTensor* t, const char* name, int ndim,
                   std::span<const DType> types) const {
-    return read_tensor(t, {.name = name,
-                           .ndim = ndim,
-                           .types = types,
-                           .device = context_.device,
-                           .optional = true});
+    return read_tensor(
+        t,
+        {.name = name, .ndim = ndim, .types = types, .device = context_.device, .optional = true});
   }
   // An output of prepare, which the host may want to read.
   Tensor numbers(const DLTensor* t, const char* name, int ndim) const {
@@ -135,14 +132,13 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
   const auto a = read_struct("args", args, xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
   const Config& config = *context.config;
   const Reader reader(context);
-  PrepareCall call{
-      .topk_idx = reader.required(a.topk_idx, "topk_idx", 2, kIndexTypes),
-      .plan = static_cast<std::byte*>(a.plan),
-      .counts = reader.numbers(a.counts, "counts", 1),
-      .padded_counts = reader.numbers(a.padded_counts, "padded_counts", 1),
-      .offsets = reader.numbers(a.offsets, "offsets", 1),
-      .total = reader.numbers(a.total, "total", 1),
-      .rank_rows = reader.numbers(a.rank_rows, "rank_rows", 2)};
+  PrepareCall call{.topk_idx = reader.required(a.topk_idx, "topk_idx", 2, kIndexTypes),
+                   .plan = static_cast<std::byte*>(a.plan),
+                   .counts = reader.numbers(a.counts, "counts", 1),
+                   .padded_counts = reader.numbers(a.padded_counts, "padded_counts", 1),
+                   .offsets = reader.numbers(a.offsets, "offsets", 1),
+                   .total = reader.numbers(a.total, "total", 1),
+                   .rank_rows = reader.numbers(a.rank_rows, "rank_rows", 2)};
   require_tokens_fit(call.topk_idx, config);
   require_topk_fits(call.topk_idx, config);
   XD_REQUIRE(a.plan != nullptr, "plan = NULL, expected ", plan_size(config), " bytes");

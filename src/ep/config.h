@@ -14,7 +14,7 @@ namespace xd::ep {
 inline constexpr int kMaxTopk = 32;
 inline constexpr int kMaxRanks = 1024;
 inline constexpr int kMaxExperts = 65536;
-inline constexpr int kMaxDeviceExperts = 4096;  // on CUDA
+inline constexpr int kMaxDeviceExperts = 4096;       // on CUDA
 inline constexpr std::uint64_t kRowAlignment = 16;   // payload rows are a multiple of it
 inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
 
@@ -35,7 +35,7 @@ struct Config {
   bool zero_tail = false;
   int device_type = 0;  // as given
   bool cuda = false;    // whose memory sizes these are
-  int num_sms = 0;    // CUDA: 0 = chosen by the library
+  int num_sms = 0;      // CUDA: 0 = chosen by the library
 
   bool expert_major() const { return layout == XD_EP_EXPERT_MAJOR; }
   // This rank knows which of its rows are one token's, so that a row crosses once for all of them:

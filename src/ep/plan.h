@@ -9,8 +9,8 @@
 //                and k. A token's first row here has kFirstOfToken set: the others hold the same
 //
 // Plans of the CUDA executor have room for R rows and items, whatever the batch, so that every part
-// has its place before the counts are known. An item is a (source rank, token) with rows here; items
-// are ordered by source rank and token.
+// has its place before the counts are known. An item is a (source rank, token) with rows here;
+// items are ordered by source rank and token.
 //   tokens[W]       int32: tokens of every rank (after offset[])
 //   item_begin[W+1] int32: first item of every source rank, and the end of the last
 //   start[R+1]      uint32, EXPERT_MAJOR: where an item's rows begin in list[] (no kFirstOfToken)
@@ -48,8 +48,8 @@ struct PlanHeader {
   std::int32_t topk;
   std::int32_t layout;
   std::int32_t alignment;
-  std::int32_t overflow;    // an xd_ep_overflow
-  std::int32_t keeps_list;  // 1 = has a list
+  std::int32_t overflow;     // an xd_ep_overflow
+  std::int32_t keeps_list;   // 1 = has a list
   std::int32_t keeps_items;  // 1 = has the parts of CUDA plans
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
@@ -70,7 +70,8 @@ struct PlanHeader {
 static_assert(sizeof(PlanHeader) == 160);
 
 struct PlanMap {
-  std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, slot, list_end, end;
+  std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, slot, list_end,
+      end;
 
   struct Sizes {
     int local_experts = 1, tokens = 0, topk = 1;

@@ -49,9 +49,7 @@ Setback disagreement(std::span<const Record> records, int rank) {
     const std::string what = difference(records[at(rank)], records[r]);
     if (what.empty()) continue;
     if (!found) {
-      found = {.status = XD_ERROR_MISMATCH,
-               .text = "ranks disagree",
-               .rank = static_cast<int>(r)};
+      found = {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = static_cast<int>(r)};
     }
     found.text += concat("; rank ", r, ": ", what);
   }
@@ -70,11 +68,10 @@ Setback overflow(const Overflow& o) {
 
 Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {
   return {.status = XD_ERROR_INVALID_ARGUMENT,
-          .text = concat("topk_idx: ", bad_ids,
-                         " expert ids over all ranks (the lowest rank with some is ", lowest_rank,
-                         ") are out of range or repeated in a row, expected -1 or 0 to ",
-                         experts - 1,
-                         " and each expert once; they count as -1 and the plan is usable"),
+          .text = concat(
+              "topk_idx: ", bad_ids, " expert ids over all ranks (the lowest rank with some is ",
+              lowest_rank, ") are out of range or repeated in a row, expected -1 or 0 to ",
+              experts - 1, " and each expert once; they count as -1 and the plan is usable"),
           .rank = lowest_rank};
 }
 

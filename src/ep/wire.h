@@ -99,26 +99,33 @@ struct ListedWord {
   std::uint32_t items, rows;
 };
 
-// CUDA: rows are announced in chunks of tokens. How many tokens make a chunk depends on the number
-// of the rank's tokens alone, so both sides agree whatever their grids are.
+// CUDA: rows are announced in chunks of tokens. How many tokens make a chunk depends on the
+// operation and on the number of the rank's tokens alone, so both sides agree whatever their grids
+// are.
 struct ChunkFlags {
-  static constexpr int kMostTokens = 8, kFewestChunks = 512;
+  int most_tokens;  // of a chunk
 
-  static constexpr int tokens_per_chunk(int tokens) {
+  static constexpr int kFewestChunks = 512;
+
+  constexpr int tokens_per_chunk(int tokens) const {
     const int wanted = (tokens + kFewestChunks - 1) / kFewestChunks;
-    return wanted < 1 ? 1 : wanted > kMostTokens ? kMostTokens : wanted;
+    return wanted < 1 ? 1 : wanted > most_tokens ? most_tokens : wanted;
   }
-  static constexpr int count(int tokens) {
+  constexpr int count(int tokens) const {
     const int each = tokens_per_chunk(tokens);
     return (tokens + each - 1) / each;
   }
   // The most that any number of tokens up to `max_tokens` has.
-  static constexpr int bound(int max_tokens) {
+  constexpr int bound(int max_tokens) const {
     const int small = max_tokens < kFewestChunks ? max_tokens : kFewestChunks;
     const int large = count(max_tokens);
     return small > large ? small : large;
   }
 };
+// A sender stops for each of its chunks until the rows have landed; partial sums are waited for one
+// token at a time.
+constexpr ChunkFlags sent_chunks() { return {8}; }
+constexpr ChunkFlags summed_chunks() { return {2}; }
 
 struct alignas(64) DoneFlag {
   std::atomic<std::uint64_t> epoch;
@@ -185,7 +192,7 @@ struct GroupMap {
     const std::uint64_t items =
         config.keeps_items() ? ranks * static_cast<std::uint64_t>(config.max_tokens) : 0;
     map.chunk = cursor.place<std::uint64_t>(
-        ranks * static_cast<std::uint64_t>(ChunkFlags::bound(config.max_tokens)), 64);
+        ranks * static_cast<std::uint64_t>(summed_chunks().bound(config.max_tokens)), 64);
     map.listed = cursor.place<ListedWord>(ranks, 64);
     map.items = cursor.place<ItemWord>(items, 64);
   }

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kMostWarps = 20;
 
-// ---- At the owner of rows -------------------------------------------------------------------------
+// ---- At the owner of rows ----------------------------------------------------------------------
 
 template <class T>
 class Pusher {
@@ -34,14 +34,16 @@ class Pusher {
 
   __device__ void push_all() {
     const Team team{0, p_.push_blocks};
-    for_each_arrival(turn_, plan_, 0, team, [&](int source, int chunk, int token, int tokens) {
-      if (reads_itself(source)) return true;
-      for_each_item(turn_, plan_, items_of(turn_, plan_, source, token, tokens),
-                    [&](const ItemRows& rows, std::uint32_t slot) { push(source, rows, slot); });
-      // Also without items: a source whose codes are damaged must not wait for ever.
-      turn_.release_chunk(chunk, [&](int d) { return d == source; });
-      return true;
-    });
+    for_each_arrival(
+        turn_, plan_, summed_chunks(), 0, team, [&](int source, int chunk, int token, int tokens) {
+          if (reads_itself(source)) return true;
+          for_each_item(
+              turn_, plan_, items_of(turn_, plan_, source, token, tokens),
+              [&](const ItemRows& rows, std::uint32_t slot) { push(source, rows, slot); });
+          // Also without items: a source whose codes are damaged must not wait for ever.
+          turn_.release_chunk(chunk, [&](int d) { return d == source; });
+          return true;
+        });
   }
 
  private:
@@ -69,7 +71,7 @@ class Pusher {
   Terms& terms_;
 };
 
-// ---- At the tokens' rank --------------------------------------------------------------------------
+// ---- At the tokens' rank -----------------------------------------------------------------------
 
 template <class T>
 class Summer {
@@ -94,8 +96,8 @@ class Summer {
     });
   }
 
-  // grad_topk_weights: each choice's gradient comes from its own row (and in RANK_MAJOR from its own
-  // k there); choices without a row have none.
+  // grad_topk_weights: each choice's gradient comes from its own row (and in RANK_MAJOR from its
+  // own k there); choices without a row have none.
   __device__ void gather_weights() {
     const int topk = turn_.plan().topk;
     const int warps = static_cast<int>(gridDim.x) * warps_per_block();
@@ -134,7 +136,7 @@ class Summer {
       if (peer.rows != nullptr || own) {
         terms_.row[order] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
       } else {
-        const int chunk = token / ChunkFlags::tokens_per_chunk(turn_.plan().tokens);
+        const int chunk = token / summed_chunks().tokens_per_chunk(turn_.plan().tokens);
         here = turn_.wait_chunk(c.rank, chunk);
         const std::uint64_t slot =
             static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +

@@ -69,8 +69,8 @@ class CudaGroup final : public Group {
 
   void log_plan(int operation, const LaunchPlan& plan, const Traffic& traffic) const {
     if (!log_enabled("plan")) return;
-    log_line(concat("[plan] ", explain(operation_name(operation), plan, traffic, config().num_sms,
-                                       budget_)));
+    log_line(concat("[plan] ",
+                    explain(operation_name(operation), plan, traffic, config().num_sms, budget_)));
   }
   void start_prepare(const PrepareCall& call, xd_stream stream);
   template <class Call>
@@ -103,8 +103,8 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     const int ordinal = comm().device().device_id;
     const xd::cuda::DeviceGuard guard(ordinal);
     int shared_bytes = 0;
-    XD_CUDA_CHECK(cudaDeviceGetAttribute(&shared_bytes,
-                                         cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
+    XD_CUDA_CHECK(
+        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
     facts_ = {.sms = comm().multiprocessors(),
               .shared_bytes = at(shared_bytes),
               .ranks_on_device = comm().ranks_on_device()};
@@ -180,7 +180,7 @@ void CudaGroup::describe_group() {
   g.items = map.items;
   g.lists = map.lists;
   g.partials = map.partials;
-  g.chunk_stride = ChunkFlags::bound(c.max_tokens);
+  g.chunk_stride = summed_chunks().bound(c.max_tokens);
   g.lists_stride = GroupMap::list_words(c);
 }
 
@@ -195,7 +195,8 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
     setback = current_setback(rank());
   }
   collect_report();  // what has happened before comes first
-  FailedParams params{.turn = turn({.record = {.operation = static_cast<std::uint8_t>(operation)}})};
+  FailedParams params{.turn =
+                          turn({.record = {.operation = static_cast<std::uint8_t>(operation)}})};
   params.turn.record.status = static_cast<std::uint8_t>(setback.status);
   take_failed_turn(params, stream);
   remember(setback, operation, params.turn.launch);

@@ -2,8 +2,8 @@
 // peers' tensors, one row per (token, rank); the owner copies it to the token's other rows there.
 //
 //   memory                written by                   read by
-//   peer's receive rows   senders (bulk stores): the   the peer's receivers, after the chunk's flag;
-//                         token's first row there      its caller, after the peer's done flags
+//   peer's receive rows   senders (bulk stores): the   the peer's receivers, after the chunk's
+//                         token's first row there      flag; its caller, after the done flags
 //   peer's weights, ...   senders (plain stores)       likewise
 //   chunk[src][c] there   a sender's warp, when all    the peer's receivers
 //                         rows of chunk c have landed
@@ -11,9 +11,9 @@
 //                         rows, padding, tail
 //
 // Blocks [0, send_blocks) send first, and receive when they have sent. The others receive from the
-// start. Senders wait for entry records only; receivers for chunk flags, which senders raise without
-// waiting for anybody. Where the receive tensors need no work (RANK_MAJOR in symmetric memory),
-// nobody receives and no chunk flag is raised: the done flags say that rows have landed.
+// start. Senders wait for entry records only; receivers for chunk flags, which senders raise
+// without waiting for anybody. Where the receive tensors need no work (RANK_MAJOR in symmetric
+// memory), nobody receives and no chunk flag is raised: the done flags say that rows have landed.
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/mover.cuh"
@@ -27,7 +27,7 @@ namespace {
 
 struct NotScaled {};  // rows arrive as they are to be
 
-// ---- Sending ---------------------------------------------------------------------------------------
+// ---- Sending -----------------------------------------------------------------------------------
 
 class Sender {
  public:
@@ -37,9 +37,9 @@ class Sender {
 
   __device__ void send_all() {
     const int tokens = turn_.plan().tokens;
-    const int each = ChunkFlags::tokens_per_chunk(tokens);
+    const int each = sent_chunks().tokens_per_chunk(tokens);
     const Team team{0, p_.send_blocks};
-    for_each_unit(turn_, 0, team, ChunkFlags::count(tokens), [&](int chunk) {
+    for_each_unit(turn_, 0, team, sent_chunks().count(tokens), [&](int chunk) {
       const int last = min((chunk + 1) * each, tokens);
       for (int t = chunk * each; t < last; ++t) send_token(t);
       if (any_receiver()) {
@@ -66,9 +66,8 @@ class Sender {
   __device__ void send_token(int token) {
     const int topk = turn_.plan().topk;
     const int k = lane_id();
-    const std::uint32_t code = k < topk
-                                   ? plan_.code[static_cast<std::uint64_t>(token) * topk + k]
-                                   : RowCodec::kNone;
+    const std::uint32_t code =
+        k < topk ? plan_.code[static_cast<std::uint64_t>(token) * topk + k] : RowCodec::kNone;
     const Choice c = decode(turn_, shared_, code);
     if (!__any_sync(kAllLanes, c.valid)) return;
     Mover::Target to{nullptr, nullptr};
@@ -77,9 +76,9 @@ class Sender {
       to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
       to.beside = peer.scales + c.row * p_.recv_scales.row_bytes;
     }
-    const std::byte* scales =
-        p_.scales != nullptr ? p_.scales + static_cast<std::uint64_t>(token) * p_.scale_bytes
-                             : nullptr;
+    const std::byte* scales = p_.scales != nullptr
+                                  ? p_.scales + static_cast<std::uint64_t>(token) * p_.scale_bytes
+                                  : nullptr;
     mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
     if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
     if (turn_.group().expert_major) {
@@ -159,7 +158,7 @@ class Sender {
   Mover& mover_;
 };
 
-// ---- Receiving --------------------------------------------------------------------------------------
+// ---- Receiving ---------------------------------------------------------------------------------
 
 // `Scaled`: the type of rows that are multiplied by their weights on arrival, or NotScaled.
 template <class Scaled>
@@ -172,8 +171,8 @@ class Receiver {
   __device__ bool receive_all() {
     const int sending = p_.send_blocks, blocks = static_cast<int>(gridDim.x);
     const Team team{sending < blocks ? sending : 0, sending < blocks ? blocks - sending : blocks};
-    const bool good =
-        for_each_arrival(turn_, plan_, 1, team, [&](int source, int chunk, int token, int tokens) {
+    const bool good = for_each_arrival(
+        turn_, plan_, sent_chunks(), 1, team, [&](int source, int chunk, int token, int tokens) {
           if (source == turn_.rank() && p_.own_rows_direct) return true;
           const ItemRange items = items_of(turn_, plan_, source, token, tokens);
           if (items.first >= items.last) return true;
@@ -181,7 +180,8 @@ class Receiver {
           if (lane_id() == 0) here = turn_.wait_chunk(source, chunk);
           if (!__shfl_sync(kAllLanes, here, 0)) return false;
           __syncwarp();  // passes the acquire on to all lanes
-          ptx::fence_proxy_async();  // peers' stores are seen by this thread; now by bulk loads, too
+          ptx::
+              fence_proxy_async();  // peers' stores are seen by this thread; now by bulk loads, too
           for_each_item(turn_, plan_, items,
                         [&](const ItemRows& rows, std::uint32_t) { receive(rows); });
           return true;
@@ -242,8 +242,8 @@ class Receiver {
         reinterpret_cast<const volatile float*>(tensor.staged)[rows.row];
   }
 
-  // A weighted combine's gradients. The row that crossed may be one of the outputs: the first, so it
-  // is written last.
+  // A weighted combine's gradients. The row that crossed may be one of the outputs: the first, so
+  // it is written last.
   __device__ void scale(const ItemRows& rows, std::uint32_t first) {
     const ReceiveRows& tensor = p_.recv_tokens;
     const auto vectors = static_cast<std::uint32_t>(tensor.row_bytes / 16);

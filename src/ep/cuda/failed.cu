@@ -12,8 +12,7 @@ void load_combine(std::size_t shared_bytes);
 
 namespace {
 
-__global__ void __launch_bounds__(128, 1)
-    failed_kernel(const __grid_constant__ FailedParams p) {
+__global__ void __launch_bounds__(128, 1) failed_kernel(const __grid_constant__ FailedParams p) {
   __shared__ TurnShared shared;
   Turn turn(p.turn, shared);
   if (turn.begin()) {

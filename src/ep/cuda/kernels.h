@@ -33,10 +33,10 @@ struct PrepareParams {
 struct DispatchParams {
   TurnParams turn;
   MoverPlan send, fan_out;
-  int send_blocks;  // blocks that begin with sending; the others begin with receiving
+  int send_blocks;       // blocks that begin with sending; the others begin with receiving
   bool own_rows_direct;  // this rank's rows for itself go to all their places at once
-  bool indices;     // receive tensors have recv_topk_idx
-  bool receives;    // rows are fanned out, copied out of staging or scaled here
+  bool indices;          // receive tensors have recv_topk_idx
+  bool receives;         // rows are fanned out, copied out of staging or scaled here
   const std::byte* tokens;
   const std::byte* scales;  // beside tokens; nullptr = none, or made on the way
   std::uint64_t scale_bytes;
@@ -52,9 +52,9 @@ struct DispatchParams {
 // combine, and dispatch_bwd.
 struct CombineParams {
   TurnParams turn;
-  int push_blocks;  // blocks that begin with partial sums for peers
-  bool pushes;      // peers cannot read this rank's rows themselves
-  bool sums;    // token rows; else weights alone
+  int push_blocks;        // blocks that begin with partial sums for peers
+  bool pushes;            // peers cannot read this rank's rows themselves
+  bool sums;              // token rows; else weights alone
   const std::byte* rows;  // [R,H] of this rank
   const float* weights;   // [R]
   std::byte* out;         // [T,H]

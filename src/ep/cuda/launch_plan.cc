@@ -8,15 +8,16 @@
 namespace xd::ep::cuda {
 namespace {
 
-// Left to others when the library chooses: a caller's small kernels start while ours wait for peers.
+// Left to others when the library chooses: a caller's small kernels start while ours wait for
+// peers.
 constexpr int kReserve = 4;
 
 // What one multiprocessor moves, and what a device's links carry, in GB/s (Hopper, NVLink 4). They
 // decide on numbers of blocks only.
 constexpr double kSmRate = 45.0, kLinkRate = 360.0;
 
-// Multiprocessors that move rows as fast as the links carry those for other ranks, if rows go to all
-// ranks alike; `slack`: over what that takes without any latency.
+// Multiprocessors that move rows as fast as the links carry those for other ranks, if rows go to
+// all ranks alike; `slack`: over what that takes without any latency.
 int sms_for_links(int ranks, double slack) {
   if (ranks == 1) return 64;  // local copies: as fast as many can
   return static_cast<int>(kLinkRate / kSmRate * slack * ranks / (ranks - 1) + 0.5);
@@ -41,15 +42,14 @@ int sm_budget(const Config& config, const DeviceFacts& device) {
   if (config.num_sms == 0) return share;
   XD_REQUIRE(config.num_sms <= device.sms, "config.num_sms = ", config.num_sms,
              ", expected at most the device's ", device.sms, " multiprocessors");
-  XD_REQUIRE(config.num_sms * device.ranks_on_device <= device.sms, "config.num_sms = ",
-             config.num_sms, " for each of ", device.ranks_on_device,
+  XD_REQUIRE(config.num_sms * device.ranks_on_device <= device.sms,
+             "config.num_sms = ", config.num_sms, " for each of ", device.ranks_on_device,
              " ranks on one device, expected at most ", device.sms / device.ranks_on_device,
              ": their kernels wait for one another and must fit together");
   return config.num_sms;
 }
 
-LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget,
-                        const DeviceFacts& device) {
+LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device) {
   // A warp's tokens are numbered one step after another, so many warps; but every block sums up all
   // zones, and waits for all others.
   constexpr int kWarps = 8, kMost = 32;

@@ -27,9 +27,10 @@ struct LaunchPlan {
 // What decides about a launch.
 struct Traffic {
   int ranks = 1;
-  int tokens = 0;              // of this rank
+  int tokens = 0;  // of this rank
   std::uint64_t row_bytes = 0;
-  bool receives = false;  // dispatch: local copies follow the rows. combine: partial sums are pushed
+  bool receives =
+      false;  // dispatch: local copies follow the rows. combine: partial sums are pushed
 };
 
 // Multiprocessors that operations of a group may use on this device: config.num_sms, or what is
@@ -37,12 +38,10 @@ struct Traffic {
 // the other ranks of the device.
 int sm_budget(const Config& config, const DeviceFacts& device);
 
-LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget,
-                        const DeviceFacts& device);
+LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device);
 LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
                          int num_sms, int budget, const DeviceFacts& device);
-LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
-                        const DeviceFacts& device);
+LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget, const DeviceFacts& device);
 
 // One line: why so many.
 std::string explain(const char* operation, const LaunchPlan& plan, const Traffic& traffic,

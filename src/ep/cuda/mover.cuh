@@ -38,7 +38,8 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
-  // A row and what goes beside it: where they are (equal in all lanes), or where the lane wants them.
+  // A row and what goes beside it: where they are (equal in all lanes), or where the lane wants
+  // them.
   struct Source {
     const std::byte* row;
     const std::byte* beside;  // nullptr = nothing, also where the plan has no room for it
@@ -48,8 +49,8 @@ class Mover {
     std::byte* beside;
   };
 
-  // Moves a row to every lane that wants it; quantising, its scales go beside. It must stay as it is
-  // until landed().
+  // Moves a row to every lane that wants it; quantising, its scales go beside. It must stay as it
+  // is until landed().
   __device__ void move(const Source& from, const Target& to) {
     for (std::uint32_t i = 0; i < plan_.pieces; ++i) {
       const bool with_beside = i == 0 && plan_.beside_bytes != 0 && from.beside != nullptr;

@@ -13,9 +13,9 @@ struct MoverPlan {
   std::uint32_t row_bytes;    // of the source
   std::uint32_t piece_bytes;  // of a stage; a row's last piece may be shorter
   std::uint32_t pieces;
-  std::uint32_t out_bytes;    // quantising: what a piece becomes, scales included; else 0
+  std::uint32_t out_bytes;     // quantising: what a piece becomes, scales included; else 0
   std::uint32_t beside_bytes;  // of a second row that goes with the first piece; 0 = none
-  std::uint32_t warp_bytes;   // of shared memory per warp, barriers included
+  std::uint32_t warp_bytes;    // of shared memory per warp, barriers included
 
   // Pieces hold whole blocks of 128 columns where rows are quantised. Those are small, so that many
   // warps share the arithmetic.

@@ -13,13 +13,13 @@ namespace xd::ep::cuda {
 // Working state of a group, in memory of its own device that no peer touches. One operation at a
 // time uses it; the last thread block of an operation leaves it ready for the next.
 struct Control {
-  std::uint64_t epoch;      // of the last operation that has ended
+  std::uint64_t epoch;  // of the last operation that has ended
   // Low half: launch that is running; 0 = none. High half: the epoch's low half. So one atomic
   // operation claims the group and tells which epoch it was claimed at.
   std::uint64_t owner;
-  std::uint32_t barrier;    // arrivals at the grid barriers of this launch
-  std::uint32_t finished;   // thread blocks that have no more to move
-  std::uint32_t left;       // thread blocks that are done altogether
+  std::uint32_t barrier;       // arrivals at the grid barriers of this launch
+  std::uint32_t finished;      // thread blocks that have no more to move
+  std::uint32_t left;          // thread blocks that are done altogether
   std::uint32_t next_unit[2];  // of work that warps take one by one
   std::uint32_t reserved;
   std::uint64_t counts_hash;   // prepare
@@ -59,10 +59,10 @@ struct Report {
   std::int32_t status;
   std::int32_t operation;
   std::uint64_t epoch;
-  Fault fault;                // INVALID_ARGUMENT: what is wrong with this rank's plan
-  std::int64_t bad_ids;       // INVALID_ARGUMENT without a fault
+  Fault fault;                              // INVALID_ARGUMENT: what is wrong with this rank's plan
+  std::int64_t bad_ids;                     // INVALID_ARGUMENT without a fault
   std::int64_t needed_rows, capacity_rows;  // OVERFLOW
-  std::int32_t rank;          // the rank it is about
+  std::int32_t rank;                        // the rank it is about
   std::int32_t reserved;
   Record record[kMaxDeviceRanks];  // MISMATCH: what every rank said
   // Totals over all plans made; only grow.
@@ -79,8 +79,8 @@ struct GroupDevice {
   bool expert_major, drop, zero_tail, keeps_items, staging;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
-  std::uint64_t plan_head_bytes;  // of this group's plans: all in front of the codes
-  std::uint32_t codec_experts;             // RowCodec
+  std::uint64_t plan_head_bytes;            // of this group's plans: all in front of the codes
+  std::uint32_t codec_experts;              // RowCodec
   std::uint32_t base[kMaxDeviceRanks + 1];  // RowCodec: prefix sums of the capacities
   Control* control;
   Report* report;
@@ -88,9 +88,9 @@ struct GroupDevice {
   std::uint64_t area_bytes[kMaxDeviceRanks];
   // Offsets in everybody's group memory (GroupMap).
   std::uint64_t record, done, counts, kept, chunk, listed, items, lists;
-  std::uint64_t partials;  // in this rank's
-  int chunk_stride;        // flags per source
-  std::uint64_t lists_stride;  // words per source
+  std::uint64_t partials;             // in this rank's
+  int chunk_stride;                   // flags per source
+  std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
 
   constexpr int rank() const { return comm.rank; }
@@ -113,8 +113,8 @@ struct TurnParams {
   static constexpr int kMaxChecks = 8;
 
   GroupDevice group;
-  std::uint32_t launch;  // number of this launch in the group, not 0
-  Record record;         // as far as the host knows it
+  std::uint32_t launch;   // number of this launch in the group, not 0
+  Record record;          // as far as the host knows it
   const std::byte* plan;  // nullptr: none is read
   std::uint64_t plan_bytes;
   int num_checks;
@@ -123,9 +123,9 @@ struct TurnParams {
 
 // A receive tensor of this rank.
 struct ReceiveRows {
-  std::byte* data;       // nullptr = not given
-  std::byte* staged;     // staging; nullptr = used where it lies
-  std::int64_t rows;     // of the tensor
+  std::byte* data;    // nullptr = not given
+  std::byte* staged;  // staging; nullptr = used where it lies
+  std::int64_t rows;  // of the tensor
   std::uint64_t row_bytes;
 };
 

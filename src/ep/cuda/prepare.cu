@@ -4,7 +4,7 @@
 //   block_counts, base     blocks; totals by column threads  all blocks, after a grid barrier
 //   counts[slot][src]      src's column threads, word by     this rank's threads, as words that
 //                          word: count and epoch             carry this epoch; then everybody
-//   items, lists, listed   sources (plain stores)            all blocks, after the sources' done flags
+//   items, lists, listed   sources (plain stores)            all blocks, after the done flags
 //   kept[src]              sources, RANK_MAJOR under DROP    the last block, likewise
 //   plan                   this rank's blocks                later operations
 //
@@ -44,6 +44,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
       prepare.place();
       if (prepare.head_can_be_early()) prepare.write_head();
       good = prepare.number_rows();
+    }
+    if (good && !prepare.needs_sources()) {
+      prepare.finish_plan();
+      return turn.leave();
     }
     if (good) {
       turn.finish();

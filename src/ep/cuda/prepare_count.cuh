@@ -56,8 +56,8 @@ __device__ inline void Prepare::count_choices() {
   __syncthreads();
   for_each_step([&](int token, int end) {
     const Pick c = pick(token, end);
-    const unsigned key = c.good ? static_cast<unsigned>(c.first_lane) << 16 | c.rank
-                                : 0x80000000u | lane_id();
+    const unsigned key =
+        c.good ? static_cast<unsigned>(c.first_lane) << 16 | c.rank : 0x80000000u | lane_id();
     const unsigned same = __match_any_sync(kAllLanes, key);
     if (c.good) {
       atomicAdd(&mine()[c.id], 1u);

@@ -4,7 +4,8 @@
 
 namespace xd::ep::cuda {
 
-// Numbers for the active lanes of each column, in lane order; the warp's counters move on. All lanes.
+// Numbers for the active lanes of each column, in lane order; the warp's counters move on. All
+// lanes.
 __device__ inline std::uint32_t Prepare::take(bool active, int column) const {
   const unsigned key = active ? static_cast<unsigned>(column) : 0x80000000u | lane_id();
   const unsigned same = __match_any_sync(kAllLanes, key);
@@ -12,7 +13,8 @@ __device__ inline std::uint32_t Prepare::take(bool active, int column) const {
   std::uint32_t number = 0;
   if (active) number = mine()[column] + __popc(before);
   __syncwarp();
-  if (active && before == 0) mine()[column] = saturate(std::uint64_t{mine()[column]} + __popc(same));
+  if (active && before == 0)
+    mine()[column] = saturate(std::uint64_t{mine()[column]} + __popc(same));
   __syncwarp();
   return number;
 }
@@ -20,8 +22,8 @@ __device__ inline std::uint32_t Prepare::take(bool active, int column) const {
 // The choice's row, its code in the plan, and whether it is the token's first that is kept there.
 __device__ inline Prepare::Place Prepare::place_choice(const Pick& c) const {
   Place place{false, false, 0};
-  const unsigned at_rank = c.good ? static_cast<unsigned>(c.first_lane) << 16 | c.rank
-                                  : 0x80000000u | lane_id();
+  const unsigned at_rank =
+      c.good ? static_cast<unsigned>(c.first_lane) << 16 | c.rank : 0x80000000u | lane_id();
   if (g_.expert_major) {
     place.row = take(c.good, c.id);
   } else {
@@ -66,7 +68,8 @@ __device__ inline void Prepare::tell_owner(const Pick& c, const Place& place) co
     list[g_.rank() * g_.lists_stride + 1 + entry] = place.row;
   }
   if (!place.leader) return;
-  const ItemWord word{entry, static_cast<std::uint32_t>(c.token * g_.slots_per_token(p_.topk) + order)};
+  const ItemWord word{entry,
+                      static_cast<std::uint32_t>(c.token * g_.slots_per_token(p_.topk) + order)};
   auto* items = reinterpret_cast<std::uint64_t*>(g_.area[rank] + g_.items);
   items[static_cast<std::uint64_t>(g_.rank()) * g_.max_tokens + item] =
       std::uint64_t{word.slot} << 32 | word.start;
@@ -96,9 +99,9 @@ __device__ inline bool Prepare::number_rows() {
     if (lane_id() < 32 / p_.topk * p_.topk && c.token < end) {
       const std::uint32_t global = shared_.base[place.kept ? c.rank : 0] + place.row;
       code[static_cast<std::uint64_t>(c.token) * p_.topk + k] =
-          !place.kept          ? RowCodec::kNone
-          : g_.expert_major    ? global
-                               : global * g_.codec_experts + c.id % g_.local_experts;
+          !place.kept       ? RowCodec::kNone
+          : g_.expert_major ? global
+                            : global * g_.codec_experts + c.id % g_.local_experts;
     }
     if (s_.recount != 0) keep_count(c, place);
     if (!again) tell_owner(c, place);
@@ -142,8 +145,8 @@ __device__ inline void Prepare::tell_again() const {
       place.kept = global != RowCodec::kNone;
       if (place.kept) place.row = global - shared_.base[c.rank];
     }
-    const unsigned key = place.kept ? static_cast<unsigned>(c.first_lane) << 16 | c.rank
-                                    : 0x80000000u | lane_id();
+    const unsigned key =
+        place.kept ? static_cast<unsigned>(c.first_lane) << 16 | c.rank : 0x80000000u | lane_id();
     const unsigned kept = __match_any_sync(kAllLanes, key);
     place.leader = place.kept && (kept & ((1u << lane_id()) - 1)) == 0;
     tell_owner(c, place);
@@ -159,8 +162,7 @@ __device__ inline void Prepare::tell_lengths() const {
   if (!g_.expert_major) {
     std::uint64_t before = 0;
     for (int s = 0; s < g_.rank(); ++s) before += said(s, layout_.rank(d));
-    const std::uint64_t kept =
-        kept_rows(before, said(g_.rank(), layout_.rank(d)), capacity_of(d));
+    const std::uint64_t kept = kept_rows(before, said(g_.rank(), layout_.rank(d)), capacity_of(d));
     told = {static_cast<std::uint32_t>(kept), static_cast<std::uint32_t>(kept)};
   } else if (s_.recount != 0) {
     for (int b = 0; b <= last; ++b) {

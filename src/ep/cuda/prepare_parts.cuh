@@ -15,7 +15,7 @@ struct PrepareShared {
   std::uint32_t bad;                          // ids, of this block
   int overflow_rank, bad_id_rank;
   unsigned long long bad_ids;
-  int recount;  // rows are dropped somewhere: lists are numbered again
+  int recount;                               // rows are dropped somewhere: lists are numbered again
   std::uint64_t start[kMaxDeviceRanks + 1];  // padded rows of all lower ranks
   ListedWord told[kMaxDeviceRanks];          // what every source has here
   std::int32_t item_begin[kMaxDeviceRanks + 1];
@@ -56,6 +56,8 @@ class Prepare {
   __device__ bool wait_for_sources();
   // The plan's head and the outputs: before the sources are done, unless rows are dropped.
   __device__ bool head_can_be_early() const { return s_.recount == 0; }
+  // Whether something of the plan is what the sources tell, beyond their counts.
+  __device__ bool needs_sources() const { return g_.keeps_items || s_.recount != 0; }
   __device__ void write_head();
   __device__ void finish_plan();
 
@@ -83,8 +85,7 @@ class Prepare {
   __device__ std::uint32_t* counter(int warp) const { return counters_ + warp * columns_; }
   __device__ std::uint32_t* mine() const { return counter(warp_in_block()); }
   __device__ std::uint32_t* block_counts(int block) const {
-    return p_.scratch + scratch_.block_counts +
-           static_cast<std::uint64_t>(block) * (columns_ + 1);
+    return p_.scratch + scratch_.block_counts + static_cast<std::uint64_t>(block) * (columns_ + 1);
   }
   __device__ std::uint32_t* block_base(int block) const {
     return p_.scratch + scratch_.block_base + static_cast<std::uint64_t>(block) * (columns_ + 1);

@@ -118,8 +118,8 @@ __device__ inline std::uint64_t Prepare::pairs_of(int local_expert) const {
   const auto* kept = reinterpret_cast<const std::uint32_t*>(g_.area[g_.rank()] + g_.kept);
   std::uint64_t pairs = 0;
   for (int s = 0; s < g_.ranks(); ++s) {
-    pairs += ptx::ld_relaxed_sys(kept + static_cast<std::uint64_t>(s) * g_.local_experts +
-                                 local_expert);
+    pairs +=
+        ptx::ld_relaxed_sys(kept + static_cast<std::uint64_t>(s) * g_.local_experts + local_expert);
   }
   return pairs;
 }
@@ -172,38 +172,37 @@ __device__ inline void Prepare::write_header() {
     const std::uint64_t total = s_.total[g_.rank()];
     const int overflow = s_.overflow_rank == INT32_MAX ? -1 : s_.overflow_rank;
     const bool has = overflow >= 0;
-    shared_.plan = {
-        .magic = PlanHeader::kMagic,
-        .version = PlanHeader::kVersion,
-        .rank = g_.rank(),
-        .ranks = g_.ranks(),
-        .experts = g_.experts,
-        .tokens = p_.tokens,
-        .topk = p_.topk,
-        .layout = g_.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR,
-        .alignment = g_.alignment,
-        .overflow = g_.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR,
-        .keeps_list = g_.expert_major ? 1 : 0,
-        .keeps_items = g_.keeps_items ? 1 : 0,
-        .bad_id_rank = s_.bad_id_rank == INT32_MAX ? -1 : s_.bad_id_rank,
-        .overflow_rank = overflow,
-        .reserved = 0,
-        .list_rows = g_.expert_major ? g_.capacity : 0,
-        .recv_rows = min(static_cast<std::int64_t>(total), g_.capacity),
-        .total_rows = static_cast<std::int64_t>(total),
-        .bad_ids = static_cast<std::int64_t>(s_.bad_ids),
-        .overflow_needed = has ? static_cast<std::int64_t>(s_.total[overflow]) : 0,
-        .overflow_capacity = has ? capacity_of(overflow) : 0,
-        .capacities = g_.capacities_hash,
-        .capacity = g_.capacity,
-        .fingerprint = plan_fingerprint({.counts = g_.control->counts_hash,
-                                         .capacities = g_.capacities_hash,
-                                         .topk = p_.topk,
-                                         .group = g_.number,
-                                         .epoch = turn_.epoch()}),
-        .epoch = turn_.epoch(),
-        .bytes = map.end,
-        .checksum = 0};
+    shared_.plan = {.magic = PlanHeader::kMagic,
+                    .version = PlanHeader::kVersion,
+                    .rank = g_.rank(),
+                    .ranks = g_.ranks(),
+                    .experts = g_.experts,
+                    .tokens = p_.tokens,
+                    .topk = p_.topk,
+                    .layout = g_.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR,
+                    .alignment = g_.alignment,
+                    .overflow = g_.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR,
+                    .keeps_list = g_.expert_major ? 1 : 0,
+                    .keeps_items = g_.keeps_items ? 1 : 0,
+                    .bad_id_rank = s_.bad_id_rank == INT32_MAX ? -1 : s_.bad_id_rank,
+                    .overflow_rank = overflow,
+                    .reserved = 0,
+                    .list_rows = g_.expert_major ? g_.capacity : 0,
+                    .recv_rows = min(static_cast<std::int64_t>(total), g_.capacity),
+                    .total_rows = static_cast<std::int64_t>(total),
+                    .bad_ids = static_cast<std::int64_t>(s_.bad_ids),
+                    .overflow_needed = has ? static_cast<std::int64_t>(s_.total[overflow]) : 0,
+                    .overflow_capacity = has ? capacity_of(overflow) : 0,
+                    .capacities = g_.capacities_hash,
+                    .capacity = g_.capacity,
+                    .fingerprint = plan_fingerprint({.counts = g_.control->counts_hash,
+                                                     .capacities = g_.capacities_hash,
+                                                     .topk = p_.topk,
+                                                     .group = g_.number,
+                                                     .epoch = turn_.epoch()}),
+                    .epoch = turn_.epoch(),
+                    .bytes = map.end,
+                    .checksum = 0};
   }
   __syncthreads();
 }

@@ -11,9 +11,9 @@ namespace xd::ep::cuda {
 namespace {
 
 // By the numbers that kernels give (BindingName).
-constexpr std::array kBindingNames = {"rank",      "num_ranks", "num_experts",
-                                      "layout",    "alignment", "staging",
-                                      "items",     "overflow policy", "recv_capacity"};
+constexpr std::array kBindingNames = {"rank",   "num_ranks",       "num_experts",
+                                      "layout", "alignment",       "staging",
+                                      "items",  "overflow policy", "recv_capacity"};
 
 std::string text_of(const Fault& fault, const Config& config) {
   switch (fault.kind) {
@@ -83,16 +83,14 @@ Setback setback_of(const Report& report, const Group& group) {
 
 void ReportReader::collect(Report& report, Group& group) {
   // Acquire: the error was complete before it was counted.
-  const std::uint32_t written =
-      std::atomic_ref(report.written).load(std::memory_order_acquire);
+  const std::uint32_t written = std::atomic_ref(report.written).load(std::memory_order_acquire);
   if (written != report.taken) {
     const Setback setback = setback_of(report, group);
     group.remember(setback, static_cast<xd_ep_operation>(report.operation), report.epoch);
     // Release: kernels write the next error only where this one has been read.
     std::atomic_ref(report.taken).store(written, std::memory_order_release);
   }
-  const std::uint64_t bad =
-      std::atomic_ref(report.total_bad_ids).load(std::memory_order_relaxed);
+  const std::uint64_t bad = std::atomic_ref(report.total_bad_ids).load(std::memory_order_relaxed);
   const std::uint64_t dropped =
       std::atomic_ref(report.total_dropped_rows).load(std::memory_order_relaxed);
   group.count_losses(static_cast<std::int64_t>(bad - bad_ids_),

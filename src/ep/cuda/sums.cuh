@@ -1,7 +1,7 @@
 // Arithmetic on rows, in 16-byte vectors, with the order and the rounding of ep.h and the bits of
 // the CPU executor: NaN that comes out of arithmetic is the quiet one without sign and payload; a
-// row that is only copied keeps its NaNs, made quiet. Compiled without fused multiply-add. The terms
-// of dot products alone are added in another order.
+// row that is only copied keeps its NaNs, made quiet. Compiled without fused multiply-add. The
+// terms of dot products alone are added in another order.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -62,13 +62,15 @@ __device__ uint4 pack(const float* x) {
   if constexpr (T::kBytes == 4) {
     v = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
                    __float_as_uint(x[3]));
-    const auto fix = [](std::uint32_t w) { return (w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : w; };
+    const auto fix = [](std::uint32_t w) {
+      return (w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : w;
+    };
     return make_uint4(fix(v.x), fix(v.y), fix(v.z), fix(v.w));
   } else {
     v = make_uint4(T::round(x[0], x[1]), T::round(x[2], x[3]), T::round(x[4], x[5]),
                    T::round(x[6], x[7]));
-    const std::uint32_t nans = nan_halves<T>(v.x) | nan_halves<T>(v.y) | nan_halves<T>(v.z) |
-                               nan_halves<T>(v.w);
+    const std::uint32_t nans =
+        nan_halves<T>(v.x) | nan_halves<T>(v.y) | nan_halves<T>(v.z) | nan_halves<T>(v.w);
     if (nans == 0) return v;
     const auto fix = [](std::uint32_t w) {
       const std::uint32_t halves = (nan_halves<T>(w) >> 15) * 0xFFFFu;
@@ -108,12 +110,12 @@ __device__ void add_term(float* sum, const uint4& vector, float weight) {
 }
 
 // out[v] = sum of the terms' vectors v, for the warp's lanes over vectors [first, last): each term
-// times its weight (a product with 1 is exact), rounded once. Some vectors of two terms are loaded
+// times its weight (a product with 1 is exact), rounded once. Some vectors of some terms are loaded
 // before the first is used.
 template <class T>
 __device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::uint32_t first,
                             std::uint32_t last) {
-  constexpr int kVectors = 4;
+  constexpr int kRows = 2, kVectors = 4;
 #pragma unroll 1
   for (std::uint32_t v = first + threadIdx.x % 32; v < last; v += 32 * kVectors) {
     float sum[kVectors][T::kPerVector];
@@ -123,26 +125,23 @@ __device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::
       for (int n = 0; n < T::kPerVector; ++n) sum[j][n] = -0.0f;
     }
 #pragma unroll 1
-    for (int r = 0; r < count; r += 2) {
-      const bool two = r + 1 < count;
-      const std::byte* a = terms.row[r] + std::uint64_t{v} * 16;
-      const std::byte* b = terms.row[two ? r + 1 : r] + std::uint64_t{v} * 16;
-      uint4 x[kVectors], y[kVectors];
+    for (int r = 0; r < count; r += kRows) {
+      uint4 x[kRows][kVectors];
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        if (v + j * 32 < last) x[j] = ptx::ld_streaming(a + j * 512);
-      }
-      if (two) {
+      for (int i = 0; i < kRows; ++i) {
+        if (r + i >= count) break;
+        const std::byte* row = terms.row[r + i] + std::uint64_t{v} * 16;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
-          if (v + j * 32 < last) y[j] = ptx::ld_streaming(b + j * 512);
+          if (v + j * 32 < last) x[i][j] = ptx::ld_streaming(row + j * 512);
         }
       }
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], x[j], terms.weight[r]);
-      if (two) {
+      for (int i = 0; i < kRows; ++i) {
+        if (r + i >= count) break;
+        const float weight = terms.weight[r + i];
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], y[j], terms.weight[r + 1]);
+        for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], x[i][j], weight);
       }
     }
 #pragma unroll

@@ -2,11 +2,12 @@
 // and what the thread blocks of one launch agree on.
 //
 //   begin()   every block: the epoch, the plan's checks
-//   enter()   tells every peer what this rank is about to do; from here on they may touch its memory
+//   enter()   tells every peer what this rank is about to do; from here on they may touch its
+//             memory
 //   await()   every block: every peer has entered, and all agree; from here on they may be touched
 //   finish()  every block, when it has stored its last row: the last one raises the done flags
-//   close()   every block, when it is done altogether: the last one waits for the peers' done flags,
-//             reports, and moves the epoch on
+//   close()   every block, when it is done altogether: the last one waits for the peers' done
+//             flags, reports, and moves the epoch on
 //
 // Two ranks n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
 //
@@ -20,8 +21,8 @@
 //
 // No wait goes in a circle: a record is sent before anything is waited for, rows wait for records
 // alone, done flags for rows that this rank itself moves, and only work that no peer waits for
-// (fanning out, final sums, closing) waits for what peers bring. All blocks of a launch are resident
-// (cooperative launch), so a block that is waited for always runs.
+// (fanning out, final sums, closing) waits for what peers bring. All blocks of a launch are
+// resident (cooperative launch), so a block that is waited for always runs.
 //
 // A fatal error ends every wait on every block; blocks then skip what is left, and the last one out
 // still leaves Control ready.

@@ -19,8 +19,7 @@ __device__ inline void Turn::judge_start() {
   const auto claimed_at = static_cast<std::uint32_t>(s_.owner >> 32);
   if ((owner != 0 && owner != p_.launch) ||
       claimed_at != static_cast<std::uint32_t>(s_.epoch - 1)) {
-    device::raise(p_.group.comm,
-                  device::error_at(p_.group.comm, here, XD_ERROR_BUSY, rank()),
+    device::raise(p_.group.comm, device::error_at(p_.group.comm, here, XD_ERROR_BUSY, rank()),
                   device::Spread::everywhere);
     fatal = true;
   }
@@ -61,7 +60,7 @@ __device__ inline bool Turn::begin() {
   return verdict() != Verdict::fatal;
 }
 
-// ---- The plan ------------------------------------------------------------------------------------
+// ---- The plan ----------------------------------------------------------------------------------
 
 __device__ inline PlanMap map_of(const PlanHeader& h) {
   return PlanMap::make({.local_experts = h.experts / h.ranks,
@@ -102,22 +101,30 @@ __device__ inline Fault Turn::header_fault() const {
 
 // Names are texts of the library, known to host and device by these numbers.
 enum BindingName : std::int64_t {
-  kBindRank, kBindRanks, kBindExperts, kBindLayout, kBindAlignment, kBindStaging, kBindItems,
-  kBindOverflow, kBindCapacity
+  kBindRank,
+  kBindRanks,
+  kBindExperts,
+  kBindLayout,
+  kBindAlignment,
+  kBindStaging,
+  kBindItems,
+  kBindOverflow,
+  kBindCapacity
 };
 
 __device__ inline Fault Turn::binding_fault() const {
   const PlanHeader& h = s_.plan;
   const GroupDevice& g = p_.group;
-  const std::int64_t pairs[][2] = {{h.rank, rank()},
-                                   {h.ranks, ranks()},
-                                   {h.experts, g.experts},
-                                   {h.layout, g.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR},
-                                   {h.alignment, g.alignment},
-                                   {h.keeps_list, g.expert_major ? 1 : 0},
-                                   {h.keeps_items, g.keeps_items ? 1 : 0},
-                                   {h.overflow, g.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR},
-                                   {h.capacity, g.capacity}};
+  const std::int64_t pairs[][2] = {
+      {h.rank, rank()},
+      {h.ranks, ranks()},
+      {h.experts, g.experts},
+      {h.layout, g.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR},
+      {h.alignment, g.alignment},
+      {h.keeps_list, g.expert_major ? 1 : 0},
+      {h.keeps_items, g.keeps_items ? 1 : 0},
+      {h.overflow, g.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR},
+      {h.capacity, g.capacity}};
   std::int64_t number = 0;
   for (const auto& pair : pairs) {
     if (pair[0] != pair[1]) {
@@ -151,7 +158,8 @@ __device__ inline Fault Turn::tensor_fault() const {
   return {};
 }
 
-// What the plan's head says, if it is as long as this group's plans: all words in front of the codes.
+// What the plan's head says, if it is as long as this group's plans: all words in front of the
+// codes.
 __device__ inline Turn::ZoneLook Turn::look_at_plan() {
   const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
   constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
@@ -196,15 +204,14 @@ __device__ inline void Turn::check_plan(const ZoneLook& look) {
   s_.fault = binding_fault();
   if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
   const bool has_zones = !refused(h) && p_.group.expert_major;
-  const bool damaged =
-      h.recv_rows < 0 || h.recv_rows > h.capacity ||
-      (has_zones && (bad || s_.first_zone != 0 || s_.zones_end != h.recv_rows));
+  const bool damaged = h.recv_rows < 0 || h.recv_rows > h.capacity ||
+                       (has_zones && (bad || s_.first_zone != 0 || s_.zones_end != h.recv_rows));
   if (s_.fault.kind == PlanFault::none && (damaged || !same_head)) {
     s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
   }
 }
 
-// ---- Entry records --------------------------------------------------------------------------------
+// ---- Entry records -----------------------------------------------------------------------------
 
 // Block 0, all threads.
 __device__ inline void Turn::enter() {
@@ -317,7 +324,7 @@ __device__ inline bool Turn::await(const RowSizes& sizes) {
   return true;
 }
 
-// ---- Waits inside the operation --------------------------------------------------------------------
+// ---- Waits inside the operation ----------------------------------------------------------------
 
 __device__ inline bool Turn::wait_chunk(int source, int chunk) const {
   const std::uint64_t* flag = chunk_at(rank(), source, chunk);
@@ -356,7 +363,7 @@ __device__ inline bool Turn::barrier(std::uint32_t n) {
   return !any_failed(failed);
 }
 
-// ---- The end -----------------------------------------------------------------------------------------
+// ---- The end -----------------------------------------------------------------------------------
 
 // Counts the block; true on all threads of the last one.
 __device__ inline bool Turn::is_last_block(std::uint32_t* counter) {
@@ -401,8 +408,8 @@ __device__ inline void Turn::report() {
   to->bad_ids = s_.plan.bad_ids;
   to->needed_rows = s_.plan.overflow_needed;
   to->capacity_rows = s_.plan.overflow_capacity;
-  to->rank = s_.status == XD_ERROR_OVERFLOW          ? s_.plan.overflow_rank
-             : s_.fault.kind != PlanFault::none      ? rank()
+  to->rank = s_.status == XD_ERROR_OVERFLOW           ? s_.plan.overflow_rank
+             : s_.fault.kind != PlanFault::none       ? rank()
              : s_.status == XD_ERROR_INVALID_ARGUMENT ? s_.plan.bad_id_rank
                                                       : -1;
   if (s_.status == XD_ERROR_MISMATCH) {

@@ -32,12 +32,13 @@ __device__ inline PlanParts parts_of(const std::byte* plan, const PlanHeader& he
   const auto signed_at = [&](std::uint64_t offset) {
     return reinterpret_cast<const std::int32_t*>(plan + offset);
   };
-  return {at(map.code),         at(map.list),        at(map.start),
-          at(map.slot),         signed_at(map.count), signed_at(map.offset),
+  return {at(map.code),          at(map.list),
+          at(map.start),         at(map.slot),
+          signed_at(map.count),  signed_at(map.offset),
           signed_at(map.tokens), signed_at(map.item_begin)};
 }
 
-// ---- One token at its source: lane k looks at choice k ----------------------------------------------
+// ---- One token at its source: lane k looks at choice k -----------------------------------------
 
 struct Choice {
   bool valid;   // has a row that the owner's tensor has
@@ -74,7 +75,8 @@ __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std:
   return c;
 }
 
-// All lanes: which of the token's ranks, by ascending rank, this leader's is; and how many there are.
+// All lanes: which of the token's ranks, by ascending rank, this leader's is; and how many there
+// are.
 __device__ inline int order_of(const Choice& c, int& count) {
   unsigned leaders = __ballot_sync(kAllLanes, c.leader);
   count = __popc(leaders);
@@ -87,10 +89,10 @@ __device__ inline int order_of(const Choice& c, int& count) {
   return lower;
 }
 
-// ---- Units of work ------------------------------------------------------------------------------------
+// ---- Units of work -----------------------------------------------------------------------------
 
-// The blocks that begin a kind of work: the launch's first ones or its last ones. Their warps' first
-// units are fixed; others join in when they are free.
+// The blocks that begin a kind of work: the launch's first ones or its last ones. Their warps'
+// first units are fixed; others join in when they are free.
 struct Team {
   int first_block, blocks;
 };
@@ -119,7 +121,7 @@ __device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, i
   return true;
 }
 
-// ---- Items of a source at the owner of their rows ----------------------------------------------------
+// ---- Items of a source at the owner of their rows ----------------------------------------------
 
 struct ItemRange {
   int first, last;  // items [first, last)
@@ -164,7 +166,7 @@ struct ItemRows {
 template <class Body>
 __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
                               Body&& body) {
-  static_assert(ChunkFlags::kMostTokens < 32);
+  static_assert(sent_chunks().most_tokens < 32 && summed_chunks().most_tokens < 32);
   const bool listed = turn.group().expert_major;  // else items are rows
   const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
   const auto limit = static_cast<std::uint32_t>(turn.plan().recv_rows);
@@ -191,19 +193,20 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
 }
 
 // Every (source, chunk of its tokens), the chunks of all sources side by side, the next rank's
-// first: in the order in which they come in. body(source, chunk, first token, tokens) -> false ends.
+// first: in the order in which they come in. body(source, chunk, first token, tokens) -> false
+// ends.
 template <class Body>
-__device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, int counter,
-                                 const Team& team, Body&& body) {
+__device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const ChunkFlags& chunks,
+                                 int counter, const Team& team, Body&& body) {
   const int ranks = turn.ranks();
   int most = 0;
-  for (int s = 0; s < ranks; ++s) most = max(most, ChunkFlags::count(max(plan.tokens[s], 0)));
+  for (int s = 0; s < ranks; ++s) most = max(most, chunks.count(max(plan.tokens[s], 0)));
   most = min(most, turn.group().chunk_stride);
   return for_each_unit(turn, counter, team, most * ranks, [&](int unit) {
     const int source = (turn.rank() + unit % ranks) % ranks;
     const int chunk = unit / ranks;
     const int tokens = min(plan.tokens[source], turn.group().max_tokens);
-    const int each = ChunkFlags::tokens_per_chunk(tokens);
+    const int each = chunks.tokens_per_chunk(tokens);
     if (chunk * each >= tokens) return true;
     return body(source, chunk, chunk * each, min(each, tokens - chunk * each));
   });
