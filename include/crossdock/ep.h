@@ -111,9 +111,9 @@ typedef struct xd_ep_config {
                             E / W) stay below 2^32 - 1 */
   xd_ep_overflow overflow;
   xd_ep_staging staging;
-  int32_t zero_tail; /* 1 = rows past the last one are zeroed in every receive tensor that is
+  int32_t zero_tail;   /* 1 = rows past the last one are zeroed in every receive tensor that is
                         written */
-  int32_t num_sms;   /* CUDA: multiprocessors to use, 0 = chosen by the library. The CPU executor
+  int32_t num_sms;     /* CUDA: multiprocessors to use, 0 = chosen by the library. The CPU executor
                         ignores it */
   int32_t device_type; /* for xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also
                           takes 0 = the communicator's */
@@ -166,7 +166,9 @@ typedef struct xd_ep_status {
   size_t struct_size;
   xd_status status;          /* the first non-fatal error since the last read; XD_SUCCESS = none */
   xd_ep_operation operation; /* the operation that met it ... */
-  uint64_t epoch;            /* ... and its number in the group, from 1 */
+  uint64_t epoch;            /* ... and its number in the group, from 1. CUDA, for mistakes that
+                                the call itself found: the number of the call, not counting
+                                replays of graphs */
   int32_t rank;              /* the lowest rank it is about; -1 = none */
   int64_t bad_ids;           /* expert ids out of range or repeated in a row, over all ranks, in
                                 plans made since */

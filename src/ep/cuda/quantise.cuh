@@ -35,8 +35,8 @@ __device__ inline float scale_of(float most) {
   return most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
 }
 
-// All lanes of a warp; `columns` a multiple of 128. In shared memory. Sixteen lanes share a block, so
-// a warp has two at a time; some pairs of blocks are on their way at once.
+// All lanes of a warp; `columns` a multiple of 128. In shared memory. Sixteen lanes share a block,
+// so a warp has two at a time; some pairs of blocks are on their way at once.
 __device__ inline void quantise_piece(std::byte* out, float* scales, const std::byte* in,
                                       std::uint32_t columns) {
   constexpr std::uint32_t kLanesPerBlock = 16, kColumnsPerLane = 8;

@@ -110,12 +110,12 @@ __device__ void add_term(float* sum, const uint4& vector, float weight) {
 }
 
 // out[v] = sum of the terms' vectors v, for the warp's lanes over vectors [first, last): each term
-// times its weight (a product with 1 is exact), rounded once. Some vectors of some terms are loaded
+// times its weight (a product with 1 is exact), rounded once. Some vectors of two terms are loaded
 // before the first is used.
 template <class T>
 __device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::uint32_t first,
                             std::uint32_t last) {
-  constexpr int kRows = 2, kVectors = 4;
+  constexpr int kVectors = 4;
 #pragma unroll 1
   for (std::uint32_t v = first + threadIdx.x % 32; v < last; v += 32 * kVectors) {
     float sum[kVectors][T::kPerVector];
@@ -125,23 +125,26 @@ __device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::
       for (int n = 0; n < T::kPerVector; ++n) sum[j][n] = -0.0f;
     }
 #pragma unroll 1
-    for (int r = 0; r < count; r += kRows) {
-      uint4 x[kRows][kVectors];
+    for (int r = 0; r < count; r += 2) {
+      const bool two = r + 1 < count;
+      const std::byte* a = terms.row[r] + std::uint64_t{v} * 16;
+      const std::byte* b = terms.row[two ? r + 1 : r] + std::uint64_t{v} * 16;
+      uint4 x[kVectors], y[kVectors];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (r + i >= count) break;
-        const std::byte* row = terms.row[r + i] + std::uint64_t{v} * 16;
+      for (int j = 0; j < kVectors; ++j) {
+        if (v + j * 32 < last) x[j] = ptx::ld_streaming(a + j * 512);
+      }
+      if (two) {
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
-          if (v + j * 32 < last) x[i][j] = ptx::ld_streaming(row + j * 512);
+          if (v + j * 32 < last) y[j] = ptx::ld_streaming(b + j * 512);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (r + i >= count) break;
-        const float weight = terms.weight[r + i];
+      for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], x[j], terms.weight[r]);
+      if (two) {
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], x[i][j], weight);
+        for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], y[j], terms.weight[r + 1]);
       }
     }
 #pragma unroll
