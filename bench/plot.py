@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of what draws)
+from matplotlib import ticker  # noqa: E402
 
 COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "prepare": "tab:gray"}
 LINES = {"bf16": "-", "fp8": "--", "bf16-fp8": "-."}
@@ -61,6 +62,9 @@ def draw_panel(axes, rows, x):
     axes.set_xticks(sorted({row[x] for row in rows}), labels=sorted({row[x] for row in rows}))
     axes.tick_params(axis="x", rotation=45)
     axes.minorticks_off()
+    # Numbers also where an axis spans less than a decade.
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.set_xlabel(LABELS[x])
     axes.set_ylabel("microseconds, p50 of the slowest rank")
     axes.grid(alpha=0.3)
@@ -81,7 +85,8 @@ def draw(head, rows, part, x, path):
                     f"{head['machine']['name']}, H={first['hidden']} K={first['topk']} "
                     f"E={first['experts']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path)
+    # Without the date: equal input gives equal files.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     print(path)
 
 
@@ -93,7 +98,6 @@ def main():
     arguments = parser.parse_args()
     head, rows = read(arguments.files)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # Equal input gives equal files.
     plt.rcParams["svg.hashsalt"] = "crossdock"
     draw(head, rows, "tokens", "tokens", arguments.out / f"ep-tokens.{arguments.format}")
     draw(head, rows, "sms", "sms_allowed", arguments.out / f"ep-sms.{arguments.format}")

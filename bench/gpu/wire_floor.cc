@@ -1,6 +1,8 @@
 #include "wire_floor.h"
 
+#include <algorithm>
 #include <stdexcept>
+#include <tuple>
 
 #include "../report.h"
 
@@ -54,6 +56,7 @@ WireFloor::WireFloor(const RankContext& context, const SharedMemory& landing)
 std::vector<Piece> WireFloor::cut_pieces() const {
   struct Placed {
     double turn;
+    std::size_t order;  // of destinations, where turns are equal
     Piece piece;
   };
   std::vector<Placed> placed;
@@ -67,11 +70,13 @@ std::vector<Piece> WireFloor::cut_pieces() const {
       const std::uint64_t from = i * kPieceBytes;
       const auto size = std::min<std::uint64_t>(bytes - from, kPieceBytes);
       placed.push_back({(static_cast<double>(i) + 0.5) / static_cast<double>(count),
+                        placed.size(),
                         {to + from, from, static_cast<std::uint32_t>(size)}});
     }
   }
-  std::stable_sort(placed.begin(), placed.end(),
-                   [](const Placed& a, const Placed& b) { return a.turn < b.turn; });
+  std::sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) {
+    return std::tie(a.turn, a.order) < std::tie(b.turn, b.order);
+  });
   std::vector<Piece> pieces;
   for (const Placed& one : placed) pieces.push_back(one.piece);
   return pieces;

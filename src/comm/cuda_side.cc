@@ -61,7 +61,7 @@ class CudaSide final : public DeviceSide {
   cuda::DeviceBuffer table_;
   DeviceComm device_comm_{};
 };
-static_assert(sizeof(HeapTable) == kMaxHeapSegments * kMaxDeviceRanks * sizeof(HeapTable::Range));
+static_assert(sizeof(HeapTable) == sizeof(HeapTable::Range) * kMaxHeapSegments * kMaxDeviceRanks);
 
 }  // namespace
 

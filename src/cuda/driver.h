@@ -3,6 +3,9 @@
 
 #include <cudaTypedefs.h>
 
+#include <cstddef>
+#include <cstdint>
+
 namespace xd::cuda {
 
 // XD_DRIVER_FUNCTION(name, version of its signature)
@@ -32,6 +35,11 @@ struct Driver {
   XD_DRIVER_FUNCTIONS
 #undef XD_DRIVER_FUNCTION
 };
+
+// The driver knows addresses, and descriptors in the place of handles, as numbers.
+inline std::byte* as_pointer(std::uint64_t number) {
+  return reinterpret_cast<std::byte*>(number);  // NOLINT(performance-no-int-to-ptr)
+}
 
 // Throws UNSUPPORTED if there is no driver, or one that is too old; the text says which.
 const Driver& driver();

@@ -8,15 +8,6 @@
 namespace xd::ep {
 namespace {
 
-PlanMap map_of(const PlanHeader& header) {
-  return PlanMap::make({.local_experts = header.experts / header.ranks,
-                        .tokens = header.tokens,
-                        .topk = header.topk,
-                        .list_rows = header.list_rows,
-                        .items = header.keeps_items != 0 ? header.capacity : 0,
-                        .ranks = header.ranks});
-}
-
 std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
   constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
   std::uint64_t sum = 0;
@@ -27,14 +18,6 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
     sum += hash_entry(i, word);
   }
   return sum;
-}
-
-// Sizes that are safe to compute a PlanMap with.
-bool sane(const PlanHeader& h) {
-  return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
-         h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
-         h.topk <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
-         h.capacity <= INT32_MAX;
 }
 
 }  // namespace
@@ -76,7 +59,7 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
              "plan: these bytes are no plan (or were never prepared)");
   XD_REQUIRE(h.version == PlanHeader::kVersion, "plan has format version ", h.version,
              ", expected ", PlanHeader::kVersion);
-  XD_REQUIRE(sane(h), "plan: its header is damaged");
+  XD_REQUIRE(plausible(h), "plan: its header is damaged");
   const PlanMap map = map_of(h);
   XD_REQUIRE(h.bytes == map.end, "plan: its header is damaged");
   XD_REQUIRE(bytes >= map.end, "plan_bytes = ", bytes, ", expected at least ", map.end,

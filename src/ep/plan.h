@@ -103,6 +103,29 @@ struct PlanMap {
   }
 };
 
+// Sizes that are safe to compute a PlanMap with.
+constexpr bool plausible(const PlanHeader& h) {
+  return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
+         h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
+         h.topk <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
+         h.capacity <= INT32_MAX;
+}
+
+constexpr PlanMap map_of(const PlanHeader& h) {
+  return PlanMap::make({.local_experts = h.experts / h.ranks,
+                        .tokens = h.tokens,
+                        .topk = h.topk,
+                        .list_rows = h.list_rows,
+                        .items = h.keeps_items != 0 ? h.capacity : 0,
+                        .ranks = h.ranks});
+}
+
+// An overflow under XD_EP_OVERFLOW_ERROR: the plan moves nothing, and its zones are whole, beyond
+// any tensor's end. Every other plan's zones lie within its receive rows.
+constexpr bool refused(const PlanHeader& h) {
+  return h.overflow_rank >= 0 && h.overflow == XD_EP_OVERFLOW_ERROR;
+}
+
 // What a code says: the row's place, and in RANK_MAJOR the local expert of this choice there.
 struct RowRef {
   int rank;
@@ -158,11 +181,7 @@ class PlanView {
   void require_binding(const PlanBinding& binding) const;
 
   const PlanHeader& header() const { return header_; }
-  // An overflow under XD_EP_OVERFLOW_ERROR: the plan moves nothing, and its zones are whole, beyond
-  // any tensor's end. Every other plan's zones lie within its receive rows.
-  bool refused() const {
-    return header_.overflow_rank >= 0 && header_.overflow == XD_EP_OVERFLOW_ERROR;
-  }
+  bool refused() const { return ep::refused(header_); }
   std::int32_t count(int e) const { return counts_[e]; }
   std::int32_t offset(int e) const { return offsets_[e]; }
   const std::uint32_t* codes(std::int64_t token) const { return codes_ + token * header_.topk; }

@@ -90,6 +90,9 @@ void enable_peer_access(int owner) {
 }  // namespace
 
 SegmentMaker::Made lend_cuda_memory(int device, void* ptr, std::size_t bytes) {
+  // Places in a segment are multiples of 16 bytes from its start.
+  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(ptr) % 16 == 0, "ptr = ", ptr,
+             ", expected a 16-byte aligned address");
   const cuda::DeviceGuard guard(device);
   const Range allocation = allocation_of(device, ptr, bytes);
   require_lendable(ptr);
@@ -123,7 +126,7 @@ std::shared_ptr<Segment> borrow_cuda_memory(int device, int owner,
   if (there >= 0) cuda::require_peer_access(device, there);
   if (d.process == process_token()) {
     if (there != device) enable_peer_access(there);
-    return std::make_shared<LentSegment>(reinterpret_cast<std::byte*>(d.address), d.bytes);
+    return std::make_shared<LentSegment>(cuda::as_pointer(d.address), d.bytes);
   }
   void* allocation = nullptr;
   const cudaError_t error =

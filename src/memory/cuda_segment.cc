@@ -75,7 +75,7 @@ std::byte* map_allocation(const Allocation& allocation, std::size_t bytes) {
     driver().cuMemAddressFree(base, bytes);
     cuda::check(error, "cuMemMap");
   }
-  return reinterpret_cast<std::byte*>(base);
+  return cuda::as_pointer(base);
 }
 
 class CudaSegment final : public Segment {
@@ -209,7 +209,7 @@ std::shared_ptr<Segment> CudaSegmentMaker::open(int owner, std::span<const std::
   return CudaSegmentTable::instance().map(d.identity, device_, [&] {
     Allocation allocation;
     XD_CUDA_CHECK(driver().cuMemImportFromShareableHandle(
-        allocation.receive(), reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get())),
+        allocation.receive(), cuda::as_pointer(static_cast<std::uint64_t>(fd.get())),
         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
     return std::make_shared<CudaSegment>(device_, allocation, d.bytes);
   });

@@ -12,7 +12,8 @@
 namespace xd::ep::cuda {
 namespace {
 
-constexpr DeviceFacts kHopper{.sms = 132, .shared_bytes = 227 * 1024, .ranks_on_device = 1};
+constexpr DeviceFacts kHopper{
+    .sms = 132, .shared_bytes = std::size_t{227} * 1024, .ranks_on_device = 1};
 
 TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
   for (const ChunkFlags chunks : {sent_chunks(), summed_chunks()}) {
@@ -44,7 +45,7 @@ TEST(MoverPlanTest, PiecesCoverTheRowAndFitTheirStages) {
 }
 
 TEST(MoverPlanTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
-  for (std::uint64_t columns = 128; columns <= 65536; columns += 128 * 7) {
+  for (std::uint64_t columns = 128; columns <= 65536; columns += 896) {
     const MoverPlan plan = MoverPlan::make(columns * 2, true);
     EXPECT_EQ(plan.piece_bytes % 256, 0u);
     const std::uint32_t scales = plan.piece_bytes / 256 * 4;

@@ -155,14 +155,15 @@ TEST_F(CudaTest, HeapsGrowInSightOfKernels) {
   auto comms = cuda_comms(2, kMiB);
   EXPECT_EQ(comms[0]->ranks_on_device(), 2);
   EXPECT_EQ(comms[0]->heap().usage().total, 2 * kMiB);
-  expect_no_errors(on_threads(2, [&](int rank) { comms[at(rank)]->grow_heap(rank * 5 * kMiB); }));
+  expect_no_errors(
+      on_threads(2, [&](int rank) { comms[at(rank)]->grow_heap(at(rank) * 5 * kMiB); }));
   for (const auto& comm : comms) {
     const auto* range = comm->device_comm().heap->range;
     for (int r = 0; r < 2; ++r) {
       EXPECT_EQ(read_value(&range[0][r]).base, comm->heap().address(r, {0, 0}, 1));
       EXPECT_EQ(read_value(&range[0][r]).bytes, 2 * kMiB);
       EXPECT_EQ(read_value(&range[1][r]).base, comm->heap().address(r, {1, 0}, 1));
-      EXPECT_EQ(read_value(&range[1][r]).bytes, r * 6 * kMiB);
+      EXPECT_EQ(read_value(&range[1][r]).bytes, at(r) * 6 * kMiB);
     }
     EXPECT_EQ(read_value(&range[2][0]).base, nullptr);
   }

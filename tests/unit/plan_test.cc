@@ -185,7 +185,7 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   const GroupMap map = GroupMap::make(config);
   EXPECT_GE(map.done, map.record + 6 * sizeof(EntryRecord));
   EXPECT_GE(map.counts, map.done + 6 * sizeof(DoneFlag));
-  EXPECT_GE(map.kept, map.counts + 6u * (6u + 3u + 1u) * sizeof(std::uint64_t));
+  EXPECT_GE(map.kept, map.counts + std::uint64_t{6} * (6 + 3 + 2) * sizeof(std::uint64_t));
   EXPECT_GE(map.rows, map.kept + 6 * sizeof(std::uint32_t));
   EXPECT_GE(map.scales, map.rows + 480);
   EXPECT_GE(map.weights, map.scales + 50);

@@ -79,6 +79,27 @@ T* given(const Tensor& tensor) {
   return tensor ? tensor.as<T>() : nullptr;
 }
 
+// Sums of `rows` into `out`, if they are given: how the owner's rows get to the tokens' ranks.
+CombineStart sums_of(Reader& reader, const Tensor& rows, const Reached& reached,
+                     const Tensor& out) {
+  CombineStart start;
+  if (!out) return start;
+  start.type = out.type;
+  CombineParams& p = start.params;
+  p.sums = true;
+  p.pushes = reader.config().expert_major() || reached.staged();
+  p.rows = rows.data;
+  p.out = out.data;
+  p.row_bytes = out.row_bytes();
+  p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
+  Record& record = reader.turning().record;
+  if (!p.pushes) record.rows_in = reached.place;
+  if (reader.config().keeps_partials()) {
+    record.extra_in = TensorPlace(TensorPlace::kGroup, reader.map().partials);
+  }
+  return start;
+}
+
 }  // namespace
 
 PrepareParams prepare_params(const PrepareCall& call, const GroupView&) {
@@ -133,7 +154,7 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
   record.scales_in = scales.place;
   record.weights_in = weights.place;
   record.extra_in = indices.place;
-  start.turning = std::move(reader.turning());
+  start.turning = reader.turning();
   return start;
 }
 
@@ -163,69 +184,37 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
 
   Record& record = reader.turning().record;
   record.rows_in = grads.place;
-  start.turning = std::move(reader.turning());
+  start.turning = reader.turning();
   return start;
 }
 
 CombineStart combine_params(const CombineCall& call, const GroupView& view) {
   Reader reader(view, call);
-  const GroupMap map = reader.map();
   reader.tokens_of_plan(call.out);
-  const Reached rows = reader.receive(call.expert_out, map.rows);
-  reader.receive(call.weights, map.weights);
-
-  CombineStart start;
+  const Reached rows = reader.receive(call.expert_out, reader.map().rows);
+  reader.receive(call.weights, reader.map().weights);
+  CombineStart start = sums_of(reader, call.expert_out, rows, call.out);
   start.tokens = static_cast<int>(call.out.rows);
-  start.type = call.out.type;
-  CombineParams& p = start.params;
-  p.pushes = reader.config().expert_major() || rows.staged();
-  p.sums = true;
-  p.rows = call.expert_out.data;
-  p.weights = given<float>(call.weights);
-  p.out = call.out.data;
-  p.row_bytes = call.out.row_bytes();
-  p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
-
-  Record& record = reader.turning().record;
-  if (!p.pushes) record.rows_in = rows.place;
-  if (reader.config().keeps_partials()) {
-    record.extra_in = TensorPlace(TensorPlace::kGroup, map.partials);
-  }
-  start.turning = std::move(reader.turning());
+  start.params.weights = given<float>(call.weights);
+  start.turning = reader.turning();
   return start;
 }
 
 CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) {
   Reader reader(view, call);
-  const GroupMap map = reader.map();
   reader.tokens_of_plan(call.grad_tokens);
   reader.tokens_of_plan(call.grad_topk_weights);
   reader.topk_of_plan(call.grad_topk_weights);
   if (!reader.config().expert_major()) reader.topk_of_plan(call.grad_recv_weights);
-  const Reached rows = reader.receive(call.grad_recv_tokens, map.rows);
-  const Reached weights = reader.receive(call.grad_recv_weights, map.weights);
-
-  CombineStart start;
+  const Reached rows = reader.receive(call.grad_recv_tokens, reader.map().rows);
+  const Reached weights = reader.receive(call.grad_recv_weights, reader.map().weights);
+  CombineStart start = sums_of(reader, call.grad_recv_tokens, rows, call.grad_tokens);
   const Tensor& tokens = call.grad_tokens ? call.grad_tokens : call.grad_topk_weights;
   start.tokens = static_cast<int>(tokens.rows);
-  start.type = call.grad_tokens ? call.grad_tokens.type : DType::bf16;
-  CombineParams& p = start.params;
-  p.pushes = call.grad_tokens && (reader.config().expert_major() || rows.staged());
-  p.sums = static_cast<bool>(call.grad_tokens);
-  p.rows = given<std::byte>(call.grad_recv_tokens);
-  p.out = given<std::byte>(call.grad_tokens);
-  p.row_bytes = call.grad_tokens.row_bytes();
-  p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
-  p.grad_recv_weights = weights.rows;
-  p.grad_topk_weights = given<float>(call.grad_topk_weights);
-
-  Record& record = reader.turning().record;
-  if (call.grad_tokens && !p.pushes) record.rows_in = rows.place;
-  record.weights_in = weights.place;
-  if (call.grad_tokens && reader.config().keeps_partials()) {
-    record.extra_in = TensorPlace(TensorPlace::kGroup, map.partials);
-  }
-  start.turning = std::move(reader.turning());
+  start.params.grad_recv_weights = weights.rows;
+  start.params.grad_topk_weights = given<float>(call.grad_topk_weights);
+  reader.turning().record.weights_in = weights.place;
+  start.turning = reader.turning();
   return start;
 }
 

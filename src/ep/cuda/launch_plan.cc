@@ -1,6 +1,7 @@
 #include "ep/cuda/launch_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -20,7 +21,7 @@ constexpr double kSmRate = 45.0, kLinkRate = 360.0;
 // all ranks alike; `slack`: over what that takes without any latency.
 int sms_for_links(int ranks, double slack) {
   if (ranks == 1) return 64;  // local copies: as fast as many can
-  return static_cast<int>(kLinkRate / kSmRate * slack * ranks / (ranks - 1) + 0.5);
+  return static_cast<int>(std::lround(kLinkRate / kSmRate * slack * ranks / (ranks - 1)));
 }
 
 int blocks_for(int wanted, int num_sms, int budget) {
@@ -29,7 +30,7 @@ int blocks_for(int wanted, int num_sms, int budget) {
 
 // As many warps as there are shared memory for their stages, and threads in a block.
 int mover_warps(std::uint64_t warp_bytes, const DeviceFacts& device) {
-  constexpr std::uint64_t kReservedBytes = 20 * 1024;  // static shared memory
+  constexpr std::uint64_t kReservedBytes = 20480;  // static shared memory
   const std::uint64_t room = device.shared_bytes - kReservedBytes;
   return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, 16));
 }

@@ -36,7 +36,7 @@ enum class PlanFault : std::int32_t {
   cut_short,    // got bytes, expected
   checksum,     // damaged
   zones,        // damaged
-  binding,      // made for `name` = got, used with expected
+  binding,      // made for kBindingNames[which] = got, used with expected
   capacities,   // of the peers
   too_large,    // got tokens, expected top-k: beyond the group's bounds
   tensor_rows,  // `name` has got rows, expected at least
@@ -44,10 +44,15 @@ enum class PlanFault : std::int32_t {
   topk,         // `name` has got columns, expected top-k of the plan
 };
 
+// What a plan is bound to besides the capacities of all ranks.
+inline constexpr const char* kBindingNames[] = {"rank",   "num_ranks",       "num_experts",
+                                                "layout", "alignment",       "staging",
+                                                "items",  "overflow policy", "recv_capacity"};
+
 struct Fault {
   PlanFault kind;
-  std::int32_t reserved;
-  const char* name;  // text in the host's memory; kernels only hand it back
+  std::int32_t which;  // binding: of kBindingNames
+  const char* name;    // text in the host's memory; kernels only hand it back
   std::int64_t got, expected;
 };
 

@@ -1,7 +1,7 @@
 #include "ep/cuda/report.h"
 
-#include <array>
 #include <atomic>
+#include <iterator>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -9,11 +9,6 @@
 
 namespace xd::ep::cuda {
 namespace {
-
-// By the numbers that kernels give (BindingName).
-constexpr std::array kBindingNames = {"rank",   "num_ranks",       "num_experts",
-                                      "layout", "alignment",       "staging",
-                                      "items",  "overflow policy", "recv_capacity"};
 
 std::string text_of(const Fault& fault, const Config& config) {
   switch (fault.kind) {
@@ -33,8 +28,8 @@ std::string text_of(const Fault& fault, const Config& config) {
     case PlanFault::zones:
       return "plan: its zones are damaged";
     case PlanFault::binding: {
-      const auto number = static_cast<std::size_t>(fault.reserved);
-      const char* what = number < kBindingNames.size() ? kBindingNames[number] : "?";
+      const auto number = static_cast<std::size_t>(fault.which);
+      const char* what = number < std::size(kBindingNames) ? kBindingNames[number] : "?";
       return concat("plan: made for ", what, " = ", fault.got, ", used with ", what, " = ",
                     fault.expected);
     }

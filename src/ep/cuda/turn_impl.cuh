@@ -62,19 +62,6 @@ __device__ inline bool Turn::begin() {
 
 // ---- The plan ----------------------------------------------------------------------------------
 
-__device__ inline PlanMap map_of(const PlanHeader& h) {
-  return PlanMap::make({.local_experts = h.experts / h.ranks,
-                        .tokens = h.tokens,
-                        .topk = h.topk,
-                        .list_rows = h.list_rows,
-                        .items = h.keeps_items != 0 ? h.capacity : 0,
-                        .ranks = h.ranks});
-}
-
-__device__ inline bool refused(const PlanHeader& h) {
-  return h.overflow_rank >= 0 && h.overflow == XD_EP_OVERFLOW_ERROR;
-}
-
 __device__ inline Fault Turn::header_fault() const {
   const PlanHeader& h = s_.plan;
   const auto fault = [](PlanFault kind, std::int64_t got = 0, std::int64_t expected = 0) {
@@ -84,12 +71,7 @@ __device__ inline Fault Turn::header_fault() const {
   if (h.version != PlanHeader::kVersion) {
     return fault(PlanFault::version, h.version, PlanHeader::kVersion);
   }
-  const bool sane = h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks &&
-                    h.experts <= kMaxExperts && h.experts % h.ranks == 0 && h.tokens >= 0 &&
-                    h.tokens <= (1 << 26) && h.topk >= 1 && h.topk <= kMaxTopk &&
-                    h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
-                    h.capacity <= INT32_MAX;
-  if (!sane) return fault(PlanFault::header);
+  if (!plausible(h)) return fault(PlanFault::header);
   const PlanMap map = map_of(h);
   if (h.bytes != map.end) return fault(PlanFault::header);
   if (p_.plan_bytes < map.end) {
@@ -99,19 +81,7 @@ __device__ inline Fault Turn::header_fault() const {
   return fault(PlanFault::none);
 }
 
-// Names are texts of the library, known to host and device by these numbers.
-enum BindingName : std::int64_t {
-  kBindRank,
-  kBindRanks,
-  kBindExperts,
-  kBindLayout,
-  kBindAlignment,
-  kBindStaging,
-  kBindItems,
-  kBindOverflow,
-  kBindCapacity
-};
-
+// In the order of kBindingNames.
 __device__ inline Fault Turn::binding_fault() const {
   const PlanHeader& h = s_.plan;
   const GroupDevice& g = p_.group;
@@ -129,7 +99,7 @@ __device__ inline Fault Turn::binding_fault() const {
   for (const auto& pair : pairs) {
     if (pair[0] != pair[1]) {
       Fault fault{PlanFault::binding, 0, nullptr, pair[0], pair[1]};
-      fault.reserved = static_cast<std::int32_t>(number);
+      fault.which = static_cast<std::int32_t>(number);
       return fault;
     }
     ++number;
