@@ -137,7 +137,8 @@ typedef enum xd_phase {
   XD_PHASE_HOST = 1,   /* a collective host call: creating, growing, barrier */
   XD_PHASE_ENTRY = 2,  /* waiting for a peer to enter the operation */
   XD_PHASE_COUNTS = 3, /* waiting for a peer's routing counts */
-  XD_PHASE_DONE = 4    /* waiting for a peer to finish with this rank's memory */
+  XD_PHASE_DONE = 4,   /* waiting for a peer to finish with this rank's memory */
+  XD_PHASE_ROWS = 5    /* CUDA: waiting for rows that a peer brings */
 } xd_phase;
 
 typedef struct xd_error_info {

@@ -26,6 +26,8 @@ const char* awaited(std::int32_t phase) {
       return "to enter the operation";
     case XD_PHASE_COUNTS:
       return "to send its counts";
+    case XD_PHASE_ROWS:
+      return "to bring its rows";
     case XD_PHASE_DONE:
       return "to finish with this rank's memory";
     default:

@@ -300,7 +300,7 @@ __device__ inline bool Turn::wait_chunk(int source, int chunk) const {
   const std::uint64_t* flag = chunk_at(rank(), source, chunk);
   const std::uint64_t expected = s_.epoch;
   return device::wait_until(
-      p_.group.comm, site(XD_PHASE_DONE), source,
+      p_.group.comm, site(XD_PHASE_ROWS), source,
       [=] { return ptx::ld_acquire_sys(flag) == expected; },
       [=] { return ptx::ld_acquire_sys(flag); });
 }
