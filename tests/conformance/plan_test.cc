@@ -66,6 +66,28 @@ TEST_P(Plan, ServesAnotherGroupOfTheSameSizes) {
   });
 }
 
+// Bounds are a group's, not a plan's: only what the batch has counts.
+TEST_P(Plan, ServesAGroupOfAnotherTopkBound) {
+  on_every_rank([&](Rank& rank) {
+    xd_ep_config wide = c.config(rank.rank), narrow = wide;
+    wide.max_topk = c.topk + 4;
+    ok(xd_ep_recv_bound(&wide, &wide.recv_capacity));
+    narrow.recv_capacity = wide.recv_capacity;
+    std::size_t plan_bytes = 0;
+    ok(xd_ep_plan_size(&wide, &plan_bytes));
+    const Group first = make_group(rank.comm, wide), second = make_group(rank.comm, narrow);
+    Step made(rank, c, first.get(), 0);
+    made.exchange_plan(Buffer(rank, plan_bytes, Place::ordinary));
+    made.prepare();
+    Step used(rank, c, second.get(), 0);
+    used.exchange_plan(std::move(made.plan()));
+    used.dispatch();
+    used.combine();
+    used.combine_bwd();
+    used.dispatch_bwd();
+  });
+}
+
 TEST_P(Plan, FingerprintsAreEqualOnAllRanksAndTellBatchesApart) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
