@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "ep/cpu/rows.h"
+#include "group_config.h"
 #include "routing.h"
 #include "start_line.h"
 #include "tensor.h"
@@ -28,21 +29,6 @@ DLDataType payload_type(Element element) {
   }
 }
 
-xd_ep_config group_config(const Workload& w, const Traffic& traffic, bool staged) {
-  xd_ep_config config = XD_EP_CONFIG_INIT;
-  config.num_ranks = w.ranks;
-  config.num_experts = w.experts;
-  config.max_topk = w.topk;
-  config.max_tokens_per_rank = std::max(w.tokens, 1);
-  config.hidden = w.hidden;
-  config.dtype = payload_type(w.element);
-  config.layout = w.layout == Layout::expert ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
-  config.alignment = w.alignment;
-  config.recv_capacity = traffic.recv_capacity;
-  config.staging = staged ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
-  return config;
-}
-
 class EpRun {
  public:
   EpRun(const Workload& w, int rank, xd_comm* comm, bool staged)
@@ -61,7 +47,7 @@ class EpRun {
     std::copy(traffic_.choices.begin(), traffic_.choices.end(),
               static_cast<std::int32_t*>(topk_idx_.data()));
     fill_tokens(w, rank, tokens_.data());
-    const xd_ep_config config = group_config(w, traffic_, staged);
+    const xd_ep_config config = group_config(w, traffic_, payload_type(w.element), staged);
     xd_ep_group* group = nullptr;
     ok(xd_ep_group_create(comm_, &config, &group));
     group_.reset(group);

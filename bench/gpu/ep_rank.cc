@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "../group_config.h"
+
 namespace bench::gpu {
 namespace {
 
@@ -108,18 +110,8 @@ EpRank::EpRank(const RankContext& context, bool staged)
 
 xd_ep_config EpRank::group_config(int num_sms) const {
   const Workload& w = at_.workload();
-  xd_ep_config config = XD_EP_CONFIG_INIT;
-  config.num_ranks = w.ranks;
-  config.num_experts = w.experts;
-  config.max_topk = w.topk;
-  config.max_tokens_per_rank = std::max(w.tokens, 1);
-  config.hidden = w.hidden;
-  config.dtype = token_type(w.element);
+  xd_ep_config config = bench::group_config(w, traffic_, token_type(w.element), staged_);
   config.max_scale_bytes = static_cast<std::int32_t>(scale_columns(w) * kFloat.bits / 8);
-  config.layout = w.layout == Layout::expert ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
-  config.alignment = w.alignment;
-  config.recv_capacity = traffic_.recv_capacity;
-  config.staging = staged_ ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
   config.num_sms = num_sms;
   config.device_type = kDLCUDA;
   return config;

@@ -167,6 +167,7 @@ class Comm final : private MeshEvents {
 
   bool left(int peer) const { return left_[at(peer)].load(std::memory_order_acquire); }
   void throw_if_failed() const;
+  FatalError error_at(const WaitSite& site, xd_status status, int peer) const;
   [[noreturn]] void fail_left(int peer, const WaitSite& site);
   [[noreturn]] void fail_timeout(int peer, const WaitSite& site, std::uint64_t seen);
   static void relax();

@@ -129,28 +129,26 @@ void Comm::on_tick() {
 }
 
 void Comm::fail_left(int peer, const WaitSite& site) {
-  raise_and_throw({.status = XD_ERROR_PEER_LOST,
-                   .phase = site.phase,
-                   .rank = rank_,
-                   .peer = peer,
-                   .group = site.group,
-                   .operation = site.operation,
-                   .left = 1,
-                   .expected_epoch = site.epoch},
-                  Spread::here);
+  FatalError error = error_at(site, XD_ERROR_PEER_LOST, peer);
+  error.left = 1;
+  raise_and_throw(error, Spread::here);
 }
 
 void Comm::fail_timeout(int peer, const WaitSite& site, std::uint64_t seen) {
-  raise_and_throw({.status = XD_ERROR_TIMEOUT,
-                   .phase = site.phase,
-                   .rank = rank_,
-                   .peer = peer,
-                   .group = site.group,
-                   .operation = site.operation,
-                   .timeout_ms = timeout_ms_,
-                   .expected_epoch = site.epoch,
-                   .seen_epoch = seen},
-                  Spread::everywhere);
+  FatalError error = error_at(site, XD_ERROR_TIMEOUT, peer);
+  error.timeout_ms = timeout_ms_;
+  error.seen_epoch = seen;
+  raise_and_throw(error, Spread::everywhere);
+}
+
+FatalError Comm::error_at(const WaitSite& site, xd_status status, int peer) const {
+  return {.status = status,
+          .phase = site.phase,
+          .rank = rank_,
+          .peer = peer,
+          .group = site.group,
+          .operation = site.operation,
+          .expected_epoch = site.epoch};
 }
 
 // Spinning is brief, and the peer may need this very core.

@@ -22,8 +22,6 @@
 namespace xd::ep::cuda {
 namespace {
 
-constexpr int kMostWarps = 20;
-
 // ---- At the owner of rows ----------------------------------------------------------------------
 
 template <class T>
@@ -171,10 +169,10 @@ __device__ void stage_weights(const ReceiveRows& tensor, std::int64_t rows) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMostWarps * 32, 1)
+__global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
-  __shared__ Terms terms_of_warp[kMostWarps];
+  __shared__ Terms terms_of_warp[kCombineWarps];
   Turn turn(p.turn, shared);
   bool started = turn.begin();
   if (started && p.grad_recv_weights.staged != nullptr) {

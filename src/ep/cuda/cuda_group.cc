@@ -55,6 +55,7 @@ class CudaGroup final : public Group {
 
   void take_failed_turn(const FailedParams& params, xd_stream stream);
   void check_limits() const;
+  void require_shared_memory() const;
   void share_memory();
   void describe_group();
 
@@ -109,6 +110,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
               .shared_bytes = at(shared_bytes),
               .ranks_on_device = comm().ranks_on_device()};
     budget_ = sm_budget(config(), facts_);
+    require_shared_memory();
     const PrepareScratch scratch = PrepareScratch::make(config().experts, config().ranks);
     control_ = xd::cuda::DeviceBuffer(ordinal, sizeof(Control), "a group's control block");
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
@@ -130,6 +132,18 @@ void CudaGroup::check_limits() const {
   if (at(config().ranks) * at(config().max_tokens) > UINT32_MAX / 2) {
     fail(XD_ERROR_UNSUPPORTED, "config.max_tokens_per_rank = ", config().max_tokens, " on ",
          config().ranks, " ranks, expected less than 2^31 tokens together on CUDA devices");
+  }
+}
+
+// Of prepare, which needs most: dispatch takes fewer warps where there is less.
+void CudaGroup::require_shared_memory() const {
+  const std::size_t needed =
+      plan_prepare(config().experts, config().ranks, 0, budget_, facts_).shared_bytes +
+      kStaticSharedBytes;
+  if (needed > facts_.shared_bytes) {
+    fail(XD_ERROR_UNSUPPORTED, "config.num_experts = ", config().experts, " on ", config().ranks,
+         " ranks needs ", needed, " bytes of shared memory per block, this device has ",
+         facts_.shared_bytes);
   }
 }
 
@@ -155,7 +169,6 @@ void CudaGroup::describe_group() {
   g.drop = c.overflow == XD_EP_OVERFLOW_DROP;
   g.zero_tail = c.zero_tail;
   g.keeps_items = c.keeps_items();
-  g.staging = c.staging;
   g.capacity = c.capacity;
   g.capacities_hash = plan_binding().capacities;
   g.plan_head_bytes = PlanMap::make({.local_experts = c.local_experts,

@@ -180,8 +180,8 @@ class Receiver {
           if (lane_id() == 0) here = turn_.wait_chunk(source, chunk);
           if (!__shfl_sync(kAllLanes, here, 0)) return false;
           __syncwarp();  // passes the acquire on to all lanes
-          ptx::
-              fence_proxy_async();  // peers' stores are seen by this thread; now by bulk loads, too
+          // Peers' stores are seen by this thread; now by bulk loads, too.
+          ptx::fence_proxy_async();
           for_each_item(turn_, plan_, items,
                         [&](const ItemRows& rows, std::uint32_t) { receive(rows); });
           return true;
@@ -286,7 +286,7 @@ __device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
 }
 
 template <class Scaled>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ TurnShared shared;
   extern __shared__ __align__(128) std::byte stages[];

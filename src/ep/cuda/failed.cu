@@ -35,6 +35,4 @@ void load_kernels(const DeviceFacts& device) {
   load_combine(device.shared_bytes);
 }
 
-std::size_t turn_shared_bytes() { return sizeof(TurnShared); }
-
 }  // namespace xd::ep::cuda

@@ -71,12 +71,9 @@ struct PrepareScratch {
 
   std::uint64_t block_counts, block_base, expert_total, expert_base, kept, words;
 
-  // Per block: choices per expert, tokens per rank, choices per rank, bad ids.
-  static constexpr std::uint64_t columns(int experts, int ranks) {
-    return static_cast<std::uint64_t>(experts) + 2 * static_cast<std::uint64_t>(ranks) + 1;
-  }
   static constexpr PrepareScratch make(int experts, int ranks) {
-    const std::uint64_t table = kMaxBlocks * columns(experts, ranks);
+    // Per block: its counters, and bad ids.
+    const std::uint64_t table = kMaxBlocks * (counter_columns(experts, ranks) + 1);
     const auto all = static_cast<std::uint64_t>(experts);
     PrepareScratch s{};
     s.block_counts = 0;
@@ -99,9 +96,5 @@ void launch(const CombineParams& params, DType type, const LaunchPlan& plan, cud
 // Loads every kernel on the current device and sets its attributes; throws if one cannot run here.
 // A kernel that is loaded when it is first launched would wait for kernels that spin.
 void load_kernels(const DeviceFacts& device);
-
-// Shared memory that a kernel needs besides what its launch plan asks for rows.
-std::size_t turn_shared_bytes();
-std::size_t prepare_shared_bytes(int experts, int ranks);
 
 }  // namespace xd::ep::cuda

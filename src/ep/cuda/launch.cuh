@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/error.h"
 #include "cuda/error.h"
 #include "ep/cuda/launch_plan.h"
 
@@ -32,6 +33,8 @@ void load_kernel(void (*kernel)(Params), std::size_t shared_bytes) {
   const auto* function = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes{};
   XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
+  static_assert(sizeof(Params) <= 4096);  // what every device takes
+  XD_CHECK(attributes.sharedSizeBytes <= kStaticSharedBytes);
   const auto dynamic = static_cast<int>(shared_bytes - attributes.sharedSizeBytes);
   XD_CUDA_CHECK(
       cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic));

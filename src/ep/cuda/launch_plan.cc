@@ -30,9 +30,8 @@ int blocks_for(int wanted, int num_sms, int budget) {
 
 // As many warps as there are shared memory for their stages, and threads in a block.
 int mover_warps(std::uint64_t warp_bytes, const DeviceFacts& device) {
-  constexpr std::uint64_t kReservedBytes = 20480;  // static shared memory
-  const std::uint64_t room = device.shared_bytes - kReservedBytes;
-  return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, 16));
+  const std::uint64_t room = device.shared_bytes - kStaticSharedBytes;
+  return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, kMostMoverWarps));
 }
 
 }  // namespace
@@ -53,13 +52,15 @@ int sm_budget(const Config& config, const DeviceFacts& device) {
 LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device) {
   // A warp's tokens are numbered one step after another, so many warps; but every block sums up all
   // zones, and waits for all others.
-  constexpr int kWarps = 8, kMost = 32;
-  const int wanted = std::clamp((tokens + kWarps * 8 - 1) / (kWarps * 8), 1, kMost);
-  const int columns = experts + 2 * ranks;
+  constexpr int kMost = 32, kTokensPerWarp = 8;
+  constexpr int kTokensPerBlock = kPrepareWarps * kTokensPerWarp;
+  const int wanted = std::clamp((tokens + kTokensPerBlock - 1) / kTokensPerBlock, 1, kMost);
+  // Every warp's counters, and the first rows of all zones.
+  const std::size_t words = kPrepareWarps * counter_columns(experts, ranks) + at(experts);
   return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one for the plan's head
           .first_blocks = 0,
-          .threads = kWarps * 32,
-          .shared_bytes = (at(kWarps) * at(columns) + at(experts)) * sizeof(std::uint32_t)};
+          .threads = kPrepareWarps * 32,
+          .shared_bytes = words * sizeof(std::uint32_t)};
 }
 
 LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
@@ -86,7 +87,7 @@ LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
   LaunchPlan plan{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
   // Partial sums take a little more than what follows.
   plan.first_blocks = (plan.blocks * 5 + 7) / 8;
-  plan.threads = 640;
+  plan.threads = kCombineWarps * 32;
   return plan;
 }
 

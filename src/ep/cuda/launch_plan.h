@@ -11,6 +11,18 @@
 
 namespace xd::ep::cuda {
 
+// Warps of a block: exactly, or at the most where shared memory decides.
+inline constexpr int kPrepareWarps = 8, kMostMoverWarps = 16, kCombineWarps = 20;
+
+// More than any kernel has statically.
+inline constexpr std::size_t kStaticSharedBytes = 20480;
+
+// Counters of a block of prepare: a column for each expert, then for each rank the tokens that go
+// there, then for each rank the choices.
+constexpr std::size_t counter_columns(int experts, int ranks) {
+  return static_cast<std::size_t>(experts) + 2 * static_cast<std::size_t>(ranks);
+}
+
 struct DeviceFacts {
   int sms = 0;
   std::size_t shared_bytes = 0;  // that a block may have

@@ -61,13 +61,10 @@ class Mover {
     }
   }
 
-  // Issues what is outstanding.
-  __device__ void settle() { store_previous(); }
-
-  // settle(), and all stores of this warp so far have landed. Their lanes may release them, or the
-  // warp may after __syncwarp().
+  // Issues what is outstanding; then all stores of this warp so far have landed. Their lanes may
+  // release them, or the warp may after __syncwarp().
   __device__ void landed() {
-    settle();
+    store_previous();
     ptx::bulk_wait_landed();
     __syncwarp();
   }
@@ -111,6 +108,7 @@ class Mover {
     if (!previous_.any) return;
     previous_.any = false;
     const std::uint32_t n = stored_++;
+    // A copy out of this device's own memory: it needs no peer, and ends by itself.
     while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
     }
     std::byte* from = stage(n);

@@ -81,7 +81,7 @@ struct GroupDevice {
   int experts, local_experts;
   int max_tokens, max_topk;
   int alignment;
-  bool expert_major, drop, zero_tail, keeps_items, staging;
+  bool expert_major, drop, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
   std::uint64_t plan_head_bytes;            // of this group's plans: all in front of the codes

@@ -68,10 +68,4 @@ void launch(const PrepareParams& params, const LaunchPlan& plan, cudaStream_t st
 
 void load_prepare(std::size_t shared_bytes) { load_kernel(prepare_kernel, shared_bytes); }
 
-std::size_t prepare_shared_bytes(int experts, int ranks) {
-  return (kPrepareWarps * (PrepareScratch::columns(experts, ranks) - 1) +
-          static_cast<std::size_t>(experts)) *
-         sizeof(std::uint32_t);
-}
-
 }  // namespace xd::ep::cuda

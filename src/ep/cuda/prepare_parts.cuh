@@ -6,7 +6,7 @@
 
 namespace xd::ep::cuda {
 
-inline constexpr int kPrepareWarps = 8, kPrepareThreads = 32 * kPrepareWarps;
+inline constexpr int kPrepareThreads = 32 * kPrepareWarps;
 inline constexpr std::uint32_t kFarRow = 0x7FFFFFFF;  // beyond every capacity
 
 struct PrepareShared {
@@ -44,7 +44,7 @@ class Prepare {
         shared_(shared),
         s_(state),
         counters_(counters),
-        columns_(static_cast<int>(PrepareScratch::columns(g_.experts, g_.ranks())) - 1),
+        columns_(static_cast<int>(counter_columns(g_.experts, g_.ranks()))),
         zone_(counters + kPrepareWarps * columns_),
         scratch_(PrepareScratch::make(g_.experts, g_.ranks())),
         layout_{g_.experts, g_.ranks()} {}

@@ -24,8 +24,8 @@
 // (fanning out, final sums, closing) waits for what peers bring. All blocks of a launch are
 // resident (cooperative launch), so a block that is waited for always runs.
 //
-// A fatal error ends every wait on every block; blocks then skip what is left, and the last one out
-// still leaves Control ready.
+// A fatal error ends every wait on every block; blocks then skip what is left, no done flag is
+// raised, and Control stays as it is: the communicator is finished.
 #pragma once
 
 #include "comm/device_wait.cuh"
@@ -127,8 +127,8 @@ class Turn {
   // Waits until `source` (itself, too) touches this rank's memory no more; single threads.
   __device__ bool wait_done(int source) const;
 
-  // Threads of the warp release a chunk's flag to the ranks in `to`. All lanes; what the warp has
-  // stored before is covered.
+  // Lanes of the warp release a chunk's flag to every rank d with wanted(d). All lanes; what the
+  // warp has stored before is covered.
   template <class Wanted>
   __device__ void release_chunk(int chunk, Wanted wanted) const {
     __syncwarp();

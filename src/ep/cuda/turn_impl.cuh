@@ -233,7 +233,11 @@ __device__ inline bool Turn::take_record(int peer, const RowSizes& sizes) {
   const std::uint64_t* words = peer == rank() ? reinterpret_cast<const std::uint64_t*>(&s_.own)
                                               : record_at(rank(), peer, s_.epoch);
   const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
-  // status, operation, dtype, flags, row_bytes | extra (and rows) | fingerprint
+  // status, operation, dtype, flags, row_bytes | extra (and rows) | fingerprint | four places
+  static_assert(offsetof(Record, status) == 0 && offsetof(Record, flags) == 3 &&
+                offsetof(Record, row_bytes) == 4 && offsetof(Record, extra) == 8 &&
+                offsetof(Record, rows) == 12 && offsetof(Record, fingerprint) == 16 &&
+                offsetof(Record, rows_in) == 24 && offsetof(Record, extra_in) == 48);
   constexpr std::uint64_t kFlagsMask = ~(std::uint64_t{kWideIndices} << 24);
   const std::uint64_t first = words[0], second = words[1];
   const bool same = (first & kFlagsMask) == (own[0] & kFlagsMask) &&
