@@ -1,0 +1,151 @@
+"""Exceptions: one class per status of the library, each carrying what is known about the failure.
+
+"Fatal" errors finish the communicator: every later operation on it raises the same error, and only
+closing it is left. After any other error nothing is lost and the next call works.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "Aborted",
+    "Busy",
+    "CapacityOverflow",
+    "CrossdockError",
+    "Internal",
+    "InvalidArgument",
+    "Mismatch",
+    "OutOfMemory",
+    "PeerLost",
+    "SystemFailure",
+    "Timeout",
+    "Unsupported",
+]
+
+_OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
+
+
+class CrossdockError(RuntimeError):
+    """A failed call.
+
+    Attributes:
+        status: name of the status, such as ``"XD_ERROR_TIMEOUT"``.
+        text: the library's sentence: call, argument, expected, got, rank.
+        rank: rank that raises this error, or None outside a communicator.
+        peer: rank that the error is about (lost, waited for, or that aborted), or None.
+        phase: where a wait stood when a fatal error ended it: ``"host"``, ``"entry"``,
+            ``"counts"``, ``"rows"``, ``"done"``, or None.
+        group: number of the group on its communicator, in order of creation, or None.
+        operation: ``"prepare"``, ``"dispatch"``, ``"combine"``, ``"dispatch_bwd"``,
+            ``"combine_bwd"``, or None.
+        expected_epoch: of a timeout, the epoch waited for, else None.
+        seen_epoch: of a timeout, the last epoch seen of that peer, else None.
+        fatal: whether the communicator is finished.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        status: str | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        phase: str | None = None,
+        group: int | None = None,
+        operation: str | None = None,
+        expected_epoch: int | None = None,
+        seen_epoch: int | None = None,
+        fatal: bool = False,
+    ) -> None:
+        super().__init__(text)
+        self.text = text
+        self.status = status
+        self.rank = rank
+        self.peer = peer
+        self.phase = phase
+        self.group = group
+        self.operation = operation
+        self.expected_epoch = expected_epoch
+        self.seen_epoch = seen_epoch
+        self.fatal = fatal
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross processes (multiprocessing, torch.multiprocessing) with their attributes.
+        return (type(self), (self.text,), self.__dict__)
+
+
+class InvalidArgument(CrossdockError, ValueError):
+    """An argument of this rank; the text says argument, expected and got."""
+
+
+class Mismatch(CrossdockError):
+    """Ranks disagree on operation, plan, shapes, dtypes or version, or a peer's call failed."""
+
+
+class CapacityOverflow(CrossdockError):
+    """More rows than a receive capacity, in a group with ``overflow="error"``."""
+
+
+class Timeout(CrossdockError, TimeoutError):
+    """A bounded wait ran out. Fatal, except while a communicator is being created."""
+
+
+class PeerLost(CrossdockError, ConnectionError):
+    """A peer's process ended, or the peer has left. Fatal."""
+
+
+class Aborted(CrossdockError):
+    """Some rank called abort(). Fatal."""
+
+
+class Busy(CrossdockError):
+    """A group was used by two threads at once. Fatal."""
+
+
+class OutOfMemory(CrossdockError, MemoryError):
+    """Memory is exhausted; the text has the sizes."""
+
+
+class Unsupported(CrossdockError):
+    """Not built in, or not possible on this machine; the text says which need is missing."""
+
+
+class SystemFailure(CrossdockError):
+    """A call of the operating system failed; the text has the call and the reason."""
+
+
+class Internal(CrossdockError):
+    """A bug in the library: please report it with the text."""
+
+
+# By xd_status; a number that this package does not know is a CrossdockError.
+_CLASSES: dict[int, type[CrossdockError]] = {
+    1: InvalidArgument,
+    2: Mismatch,
+    3: CapacityOverflow,
+    4: Timeout,
+    5: PeerLost,
+    6: Aborted,
+    7: Busy,
+    8: OutOfMemory,
+    9: Unsupported,
+    10: SystemFailure,
+    11: Internal,
+}
+
+
+def from_status(status: int, details: dict[str, Any]) -> CrossdockError:
+    """Makes the exception for an xd_status; the extension calls it for every failed call.
+
+    Args:
+        status: the number of the status.
+        details: ``text`` and ``name`` of the status, and any of the attributes of CrossdockError;
+            ``operation`` as its number.
+    """
+    known = dict(details)
+    operation = known.pop("operation", None)
+    if operation is not None and 0 <= operation < len(_OPERATIONS):
+        known["operation"] = _OPERATIONS[operation]
+    kind = _CLASSES.get(status, CrossdockError)
+    return kind(known.pop("text"), status=known.pop("name"), **known)

@@ -1,0 +1,77 @@
+#include "arguments.h"
+
+#include <nanobind/stl/string.h>
+
+namespace xdpy {
+
+void expected(const char* name, const char* what, nb::handle value) {
+  const std::string got = nb::cast<std::string>(nb::repr(value));
+  throw nb::type_error((std::string(name) + ": expected " + what + ", got " + got).c_str());
+}
+
+DLDataType data_type(int packed) {
+  return {static_cast<std::uint8_t>(packed >> 8), static_cast<std::uint8_t>(packed & 0xff), 1};
+}
+
+Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
+  if (spec.is_none()) return;
+  if (!PyTuple_Check(spec.ptr()) || PyTuple_GET_SIZE(spec.ptr()) != 3) {
+    expected(name, "None or (address, shape, dtype)", spec);
+  }
+  const nb::handle shape = PyTuple_GET_ITEM(spec.ptr(), 1);
+  if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > Py_ssize_t(max_dims)) {
+    expected(name, "a shape of at most 4 dimensions", shape);
+  }
+  tensor_.data = pointer(integer<std::uint64_t>(PyTuple_GET_ITEM(spec.ptr(), 0), name));
+  tensor_.ndim = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
+  for (int d = 0; d < tensor_.ndim; ++d) {
+    shape_[d] = integer<std::int64_t>(PyTuple_GET_ITEM(shape.ptr(), d), name);
+  }
+  tensor_.shape = shape_.data();
+  tensor_.dtype = data_type(integer<std::int32_t>(PyTuple_GET_ITEM(spec.ptr(), 2), name));
+  tensor_.device = device;
+  given_ = true;
+}
+
+xd_ep_config group_config(const nb::kwargs& options) {
+  xd_ep_config config XD_EP_CONFIG_INIT;
+  for (auto [key, value] : options) {
+    const std::string name = nb::cast<std::string>(key);
+    const auto number = [&, item = value] { return integer<std::int32_t>(item, name.c_str()); };
+    if (name == "num_ranks")
+      config.num_ranks = number();
+    else if (name == "num_experts")
+      config.num_experts = number();
+    else if (name == "max_topk")
+      config.max_topk = number();
+    else if (name == "max_tokens_per_rank")
+      config.max_tokens_per_rank = number();
+    else if (name == "hidden")
+      config.hidden = number();
+    else if (name == "dtype")
+      config.dtype = data_type(number());
+    else if (name == "max_scale_bytes")
+      config.max_scale_bytes = number();
+    else if (name == "layout")
+      config.layout = static_cast<xd_ep_layout>(number());
+    else if (name == "alignment")
+      config.alignment = number();
+    else if (name == "recv_capacity")
+      config.recv_capacity = integer<std::int64_t>(value, "recv_capacity");
+    else if (name == "overflow")
+      config.overflow = static_cast<xd_ep_overflow>(number());
+    else if (name == "staging")
+      config.staging = static_cast<xd_ep_staging>(number());
+    else if (name == "zero_tail")
+      config.zero_tail = number();
+    else if (name == "num_sms")
+      config.num_sms = number();
+    else if (name == "device_type")
+      config.device_type = number();
+    else
+      throw nb::type_error(("unknown option of a group: " + name).c_str());
+  }
+  return config;
+}
+
+}  // namespace xdpy

@@ -1,0 +1,64 @@
+// Python values as C ones, with errors that name the argument.
+#pragma once
+
+#include <crossdock/crossdock.h>
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace xdpy {
+
+namespace nb = nanobind;
+
+// TypeError: "<name>: expected <what>, got <value>".
+[[noreturn]] void expected(const char* name, const char* what, nb::handle value);
+
+template <class Int>
+Int integer(nb::handle value, const char* name) {
+  Int result{};
+  if (!nb::try_cast<Int>(value, result, /*convert=*/false)) {
+    expected(name, sizeof(Int) == 4 ? "an integer of 32 bits" : "an integer of 64 bits", value);
+  }
+  return result;
+}
+
+// DLPack's code and bits in one number, code << 8 | bits: float32 is 0x220.
+DLDataType data_type(int packed);
+
+// A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor. Lives as long as the
+// call; owns nothing.
+class Tensor {
+ public:
+  Tensor(nb::handle spec, const char* name, DLDevice device);
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+
+  // NULL for None.
+  [[nodiscard]] const DLTensor* get() const { return given_ ? &tensor_ : nullptr; }
+
+ private:
+  static constexpr std::size_t max_dims = 4;
+
+  bool given_ = false;
+  DLTensor tensor_{};
+  std::array<std::int64_t, max_dims> shape_{};
+};
+
+// Address of what a Python integer points to.
+inline void* pointer(std::uintptr_t address) {
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+inline std::uintptr_t address(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer);
+}
+inline xd_stream stream_of(std::uintptr_t address) {
+  return static_cast<xd_stream>(pointer(address));
+}
+
+// The group's sizes from keyword arguments, named as in xd_ep_config; dtype as data_type() takes it.
+// TypeError for a name that does not exist.
+xd_ep_config group_config(const nb::kwargs& options);
+
+}  // namespace xdpy

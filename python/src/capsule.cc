@@ -1,0 +1,54 @@
+#include "capsule.h"
+
+#include <dlpack/dlpack.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <utility>
+
+#include "arguments.h"
+
+namespace xdpy {
+namespace {
+
+struct Managed {
+  DLManagedTensor tensor{};
+  std::vector<std::int64_t> shape;
+  nb::object owner;
+};
+
+void release(DLManagedTensor* tensor) {
+  // A tensor that outlives the interpreter has nothing left to give back.
+  if (!nb::is_alive()) return;
+  const nb::gil_scoped_acquire gil;
+  delete static_cast<Managed*>(tensor->manager_ctx);
+}
+
+// A consumer renames the capsule to "used_dltensor" and calls the deleter itself.
+void release_unused(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
+  release(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
+}
+
+}  // namespace
+
+nb::object as_dlpack(std::uintptr_t address, std::vector<std::int64_t> shape, int dtype,
+                     int device_type, int device_id, nb::object owner) {
+  auto managed = std::make_unique<Managed>();
+  managed->shape = std::move(shape);
+  managed->owner = std::move(owner);
+  DLTensor& tensor = managed->tensor.dl_tensor;
+  tensor.data = pointer(address);
+  tensor.device = {static_cast<DLDeviceType>(device_type), device_id};
+  tensor.ndim = static_cast<int>(managed->shape.size());
+  tensor.dtype = data_type(dtype);
+  tensor.shape = managed->shape.data();
+  managed->tensor.manager_ctx = managed.get();
+  managed->tensor.deleter = &release;
+  PyObject* capsule = PyCapsule_New(&managed->tensor, "dltensor", &release_unused);
+  if (capsule == nullptr) throw nb::python_error();
+  static_cast<void>(managed.release());
+  return nb::steal(capsule);
+}
+
+}  // namespace xdpy

@@ -1,0 +1,246 @@
+#include "comm.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <exception>
+#include <set>
+#include <utility>
+
+#include "arguments.h"
+
+namespace xdpy {
+namespace {
+
+// Communicators that the interpreter's exit has to leave, so that peers hear a goodbye: objects that
+// are still referenced then are never destroyed.
+std::set<Comm*>& alive() {
+  static std::set<Comm*> comms;
+  return comms;
+}
+
+void close_all() {
+  for (Comm* comm : std::set<Comm*>(alive())) {
+    try {
+      comm->close();
+    } catch (...) {  // a thread is still inside a call: the process's end tells the peers
+      PyErr_Clear();
+    }
+  }
+}
+
+// A Python callable (bytes -> sequence of bytes, one per rank) as an xd_all_gather_fn.
+struct AllGather {
+  nb::object callable;
+  int num_ranks = 0;
+  std::exception_ptr thrown;  // what the callable raised, for the caller of xd_comm_create
+
+  void gather(const void* send, void* recv, std::size_t bytes) const {
+    nb::list gathered(callable(nb::bytes(send, bytes)));
+    if (gathered.size() != static_cast<std::size_t>(num_ranks)) {
+      expected("all_gather", "a result with one item per rank", gathered);
+    }
+    char* next = static_cast<char*>(recv);
+    for (nb::handle item : gathered) {
+      nb::bytes piece;
+      if (!nb::try_cast(item, piece) || piece.size() != bytes) {
+        expected("all_gather", "items that are bytes, as long as what was sent", item);
+      }
+      std::memcpy(next, piece.data(), bytes);
+      next += bytes;
+    }
+  }
+
+  static int call(void* context, const void* send, void* recv, std::size_t bytes) {
+    auto& self = *static_cast<AllGather*>(context);
+    const nb::gil_scoped_acquire gil;
+    try {
+      self.gather(send, recv, bytes);
+      return 0;
+    } catch (...) {
+      self.thrown = std::current_exception();
+      return 1;
+    }
+  }
+};
+
+xd_bootstrap bootstrap_of(const std::string& name) {
+  if (name == "unique_id") return XD_BOOTSTRAP_UNIQUE_ID;
+  if (name == "environment") return XD_BOOTSTRAP_ENVIRONMENT;
+  if (name == "all_gather") return XD_BOOTSTRAP_ALL_GATHER;
+  throw nb::value_error(
+      ("bootstrap: expected 'unique_id', 'environment' or 'all_gather', got '" + name + "'")
+          .c_str());
+}
+
+xd_unique_id unique_id_of(const nb::object& value) {
+  xd_unique_id id;
+  nb::bytes given;
+  if (!nb::try_cast(value, given) || given.size() != sizeof(id.bytes)) {
+    expected("unique_id", "128 bytes from unique_id()", value);
+  }
+  std::memcpy(id.bytes, given.data(), sizeof(id.bytes));
+  return id;
+}
+
+}  // namespace
+
+Comm::Comm(const Options& options) {
+  AllGather all_gather{options.all_gather, options.num_ranks, nullptr};
+  xd_unique_id id;
+  xd_comm_config config XD_COMM_CONFIG_INIT;
+  config.bootstrap = bootstrap_of(options.bootstrap);
+  config.rank = options.rank;
+  config.num_ranks = options.num_ranks;
+  if (!options.unique_id.is_none()) {
+    id = unique_id_of(options.unique_id);
+    config.unique_id = &id;
+  }
+  if (!options.all_gather.is_none()) {
+    config.all_gather = &AllGather::call;
+    config.all_gather_context = &all_gather;
+  }
+  config.device = {static_cast<DLDeviceType>(options.device_type), options.device_id};
+  config.heap_bytes = options.heap_bytes;
+  config.timeout_ms = options.timeout_ms;
+  config.name = options.name.c_str();
+
+  const xd_status status = without_gil([&] { return xd_comm_create(&config, &comm_); });
+  if (all_gather.thrown) std::rethrow_exception(all_gather.thrown);
+  check(status, {.rank = options.num_ranks == 0 ? -1 : options.rank});
+  check(xd_comm_get_info(comm_, &info_));
+  alive().insert(this);
+}
+
+Comm::~Comm() {
+  if (comm_ == nullptr) return;
+  alive().erase(this);
+  without_gil([&] { return xd_comm_destroy(comm_); });
+}
+
+void Comm::close() {
+  if (comm_ == nullptr) return;
+  if (calls_ != 0) {
+    raise_invalid("Comm.close: a call on this communicator is running in another thread",
+                  info_.rank);
+  }
+  alive().erase(this);
+  xd_comm* const comm = std::exchange(comm_, nullptr);
+  check(without_gil([&] { return xd_comm_destroy(comm); }), {.rank = info_.rank});
+}
+
+xd_comm* Comm::usable() const {
+  if (comm_ == nullptr) raise_invalid("this communicator has been closed", info_.rank);
+  return comm_;
+}
+
+void Comm::abort() const { call(xd_comm_abort); }
+
+void Comm::barrier() const { call(xd_comm_barrier); }
+
+nb::object Comm::error() const {
+  xd_error_info info XD_ERROR_INFO_INIT;
+  call([&](xd_comm* comm) { return xd_comm_error(comm, &info); });
+  if (info.status == XD_SUCCESS) return nb::none();
+  nb::dict found;
+  found["status"] = xd_status_name(info.status);
+  found["text"] = info.text;
+  found["phase"] = static_cast<int>(info.phase);
+  found["rank"] = info.rank;
+  found["peer"] = info.peer;
+  found["group"] = info.group;
+  found["operation"] = info.operation;
+  found["expected_epoch"] = info.expected_epoch;
+  found["seen_epoch"] = info.seen_epoch;
+  return found;
+}
+
+std::uintptr_t Comm::allocate(std::size_t bytes) const {
+  void* allocated = nullptr;
+  call([&](xd_comm* comm) { return xd_mem_alloc(comm, bytes, &allocated); });
+  return address(allocated);
+}
+
+void Comm::free(std::uintptr_t address) const {
+  call([&](xd_comm* comm) { return xd_mem_free(comm, pointer(address)); });
+}
+
+void Comm::grow(std::size_t bytes) const {
+  call([&](xd_comm* comm) { return xd_mem_grow(comm, bytes); });
+}
+
+nb::dict Comm::memory() const {
+  xd_mem_info info XD_MEM_INFO_INIT;
+  call([&](xd_comm* comm) { return xd_mem_get_info(comm, &info); });
+  nb::dict sizes;
+  sizes["total_bytes"] = info.total_bytes;
+  sizes["used_bytes"] = info.used_bytes;
+  sizes["largest_free_bytes"] = info.largest_free_bytes;
+  sizes["segments"] = info.segments;
+  sizes["huge_pages"] = info.huge_pages != 0;
+  return sizes;
+}
+
+int Comm::register_memory(std::uintptr_t address, std::size_t bytes) const {
+  std::int32_t registration = 0;
+  call(
+      [&](xd_comm* comm) { return xd_mem_register(comm, pointer(address), bytes, &registration); });
+  return registration;
+}
+
+void Comm::deregister_memory(int registration) const {
+  call([&](xd_comm* comm) { return xd_mem_deregister(comm, registration); });
+}
+
+nb::tuple Comm::export_handle(std::uintptr_t address) const {
+  xd_mem_handle handle{};
+  call([&](xd_comm* comm) { return xd_mem_export(comm, pointer(address), &handle); });
+  return nb::make_tuple(handle.rank, handle.segment, handle.offset);
+}
+
+std::uintptr_t Comm::import_handle(int rank, int segment, std::uint64_t offset) const {
+  const xd_mem_handle handle{rank, segment, offset};
+  void* place = nullptr;
+  call([&](xd_comm* comm) { return xd_mem_import(comm, &handle, &place); });
+  return address(place);
+}
+
+void bind_comm(nb::module_& module) {
+  nb::class_<Comm>(module, "Comm", nb::is_weak_referenceable())
+      .def(
+          "__init__",
+          [](Comm* self, std::string bootstrap, int rank, int num_ranks, nb::object unique_id,
+             nb::object all_gather, int device_type, int device_id, std::size_t heap_bytes,
+             int timeout_ms, std::string name) {
+            new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
+                             std::move(all_gather), device_type, device_id, heap_bytes, timeout_ms,
+                             std::move(name)});
+          },
+          nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
+          nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
+          nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0, nb::arg("heap_bytes") = 0,
+          nb::arg("timeout_ms") = 0, nb::arg("name") = "")
+      .def("close", &Comm::close)
+      .def("abort", &Comm::abort)
+      .def("barrier", &Comm::barrier)
+      .def("error", &Comm::error)
+      .def_prop_ro("closed", &Comm::closed)
+      .def_prop_ro("rank", [](const Comm& c) { return c.info().rank; })
+      .def_prop_ro("num_ranks", [](const Comm& c) { return c.info().num_ranks; })
+      .def_prop_ro("device_type", [](const Comm& c) { return int(c.info().device.device_type); })
+      .def_prop_ro("device_id", [](const Comm& c) { return c.info().device.device_id; })
+      .def_prop_ro("timeout_ms", [](const Comm& c) { return c.info().timeout_ms; })
+      .def_prop_ro("local_ranks", [](const Comm& c) { return c.info().local_ranks; })
+      .def("mem_alloc", &Comm::allocate, nb::arg("bytes"))
+      .def("mem_free", &Comm::free, nb::arg("ptr"))
+      .def("mem_grow", &Comm::grow, nb::arg("bytes"))
+      .def("mem_info", &Comm::memory)
+      .def("mem_register", &Comm::register_memory, nb::arg("ptr"), nb::arg("bytes"))
+      .def("mem_deregister", &Comm::deregister_memory, nb::arg("registration"))
+      .def("mem_export", &Comm::export_handle, nb::arg("ptr"))
+      .def("mem_import", &Comm::import_handle, nb::arg("rank"), nb::arg("segment"),
+           nb::arg("offset"));
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
+}
+
+}  // namespace xdpy

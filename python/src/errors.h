@@ -1,0 +1,40 @@
+// Failed calls of the C API as Python exceptions.
+#pragma once
+
+#include <crossdock/crossdock.h>
+#include <nanobind/nanobind.h>
+
+namespace xdpy {
+
+namespace nb = nanobind;
+
+// What is known about a failed call beyond the calling thread's xd_last_error().
+struct Failure {
+  xd_comm* comm = nullptr;  // asked for its fatal error; NULL where there is none (any more)
+  int rank = -1;            // of the caller; -1 = not in a communicator
+  int peer = -1;            // rank that a non-fatal error is about
+  int group = -1;
+  int operation = -1;  // an xd_ep_operation
+};
+
+// Throws the class of crossdock.errors for `status`. Call it on the thread of the failed call, before
+// any other call into the library, holding the GIL.
+[[noreturn]] void raise(xd_status status, const Failure& failure);
+
+// Throws unless `status` is XD_SUCCESS.
+inline void check(xd_status status, const Failure& failure = {}) {
+  if (status != XD_SUCCESS) raise(status, failure);
+}
+
+// The result of fn() -> xd_status, run without the GIL: for every call that may wait for a peer, or for
+// another thread that does.
+template <class Fn>
+xd_status without_gil(Fn fn) {
+  const nb::gil_scoped_release released;
+  return fn();
+}
+
+// Throws InvalidArgument for what the bindings find themselves.
+[[noreturn]] void raise_invalid(const char* text, int rank = -1);
+
+}  // namespace xdpy

@@ -1,0 +1,202 @@
+#include "group.h"
+
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <utility>
+
+#include "arguments.h"
+
+namespace xdpy {
+
+Group::Group(nb::object comm, const nb::kwargs& options)
+    : comm_object_(std::move(comm)), comm_(nb::cast<Comm&>(comm_object_)) {
+  const xd_ep_config config = group_config(options);
+  comm_.call([&](xd_comm* handle) { return xd_ep_group_create(handle, &config, &group_); });
+}
+
+Group::~Group() { xd_ep_group_destroy(group_); }
+
+void Group::close() {
+  if (calls_ != 0) {
+    raise_invalid("Group.close: an operation of this group is running in another thread",
+                  comm_.info().rank);
+  }
+  xd_ep_group* const group = std::exchange(group_, nullptr);
+  check(without_gil([&] { return xd_ep_group_destroy(group); }), comm_.failure());
+}
+
+xd_ep_group* Group::usable() const {
+  if (group_ == nullptr) raise_invalid("this group has been closed", comm_.info().rank);
+  return group_;
+}
+
+void Group::fail(xd_ep_operation operation, xd_status status) const {
+  Failure failure = comm_.failure();
+  failure.operation = operation;
+  raise(status, failure);
+}
+
+nb::dict Group::status() {
+  xd_ep_status status XD_EP_STATUS_INIT;
+  check(xd_ep_group_status(usable(), &status), comm_.failure());
+  nb::dict found;
+  found["status"] = xd_status_name(status.status);
+  found["operation"] = static_cast<int>(status.operation);
+  found["epoch"] = status.epoch;
+  found["rank"] = status.rank;
+  found["bad_ids"] = status.bad_ids;
+  found["needed_rows"] = status.needed_rows;
+  found["capacity_rows"] = status.capacity_rows;
+  found["dropped_rows"] = status.dropped_rows;
+  found["text"] = status.text;
+  return found;
+}
+
+namespace {
+
+void prepare(Group& self, nb::handle topk_idx, std::uintptr_t plan, std::size_t plan_bytes,
+             nb::handle counts, nb::handle padded_counts, nb::handle offsets, nb::handle total,
+             nb::handle rank_rows, std::uintptr_t stream) {
+  const DLDevice device = self.device();
+  const Tensor topk_idx_tensor(topk_idx, "topk_idx", device);
+  const Tensor counts_tensor(counts, "counts", device);
+  const Tensor padded_tensor(padded_counts, "padded_counts", device);
+  const Tensor offsets_tensor(offsets, "offsets", device);
+  const Tensor total_tensor(total, "total", device);
+  const Tensor rank_rows_tensor(rank_rows, "rank_rows", device);
+  xd_ep_prepare_args args XD_EP_PREPARE_ARGS_INIT;
+  args.topk_idx = topk_idx_tensor.get();
+  args.plan = pointer(plan);
+  args.plan_bytes = plan_bytes;
+  args.counts = counts_tensor.get();
+  args.padded_counts = padded_tensor.get();
+  args.offsets = offsets_tensor.get();
+  args.total = total_tensor.get();
+  args.rank_rows = rank_rows_tensor.get();
+  self.call(XD_EP_PREPARE,
+            [&](xd_ep_group* group) { return xd_ep_prepare(group, &args, stream_of(stream)); });
+}
+
+void dispatch(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle tokens,
+              nb::handle scales, nb::handle topk_weights, nb::handle recv_tokens,
+              nb::handle recv_scales, nb::handle recv_weights, nb::handle recv_topk_idx,
+              std::uintptr_t stream) {
+  const DLDevice device = self.device();
+  const Tensor tokens_tensor(tokens, "tokens", device);
+  const Tensor scales_tensor(scales, "scales", device);
+  const Tensor weights_tensor(topk_weights, "topk_weights", device);
+  const Tensor recv_tokens_tensor(recv_tokens, "recv_tokens", device);
+  const Tensor recv_scales_tensor(recv_scales, "recv_scales", device);
+  const Tensor recv_weights_tensor(recv_weights, "recv_weights", device);
+  const Tensor recv_idx_tensor(recv_topk_idx, "recv_topk_idx", device);
+  xd_ep_dispatch_args args XD_EP_DISPATCH_ARGS_INIT;
+  args.plan = pointer(plan);
+  args.plan_bytes = plan_bytes;
+  args.tokens = tokens_tensor.get();
+  args.scales = scales_tensor.get();
+  args.topk_weights = weights_tensor.get();
+  args.recv_tokens = recv_tokens_tensor.get();
+  args.recv_scales = recv_scales_tensor.get();
+  args.recv_weights = recv_weights_tensor.get();
+  args.recv_topk_idx = recv_idx_tensor.get();
+  self.call(XD_EP_DISPATCH,
+            [&](xd_ep_group* group) { return xd_ep_dispatch(group, &args, stream_of(stream)); });
+}
+
+void combine(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle expert_out,
+             nb::handle weights, nb::handle out, std::uintptr_t stream) {
+  const DLDevice device = self.device();
+  const Tensor expert_out_tensor(expert_out, "expert_out", device);
+  const Tensor weights_tensor(weights, "weights", device);
+  const Tensor out_tensor(out, "out", device);
+  xd_ep_combine_args args XD_EP_COMBINE_ARGS_INIT;
+  args.plan = pointer(plan);
+  args.plan_bytes = plan_bytes;
+  args.expert_out = expert_out_tensor.get();
+  args.weights = weights_tensor.get();
+  args.out = out_tensor.get();
+  self.call(XD_EP_COMBINE,
+            [&](xd_ep_group* group) { return xd_ep_combine(group, &args, stream_of(stream)); });
+}
+
+void dispatch_bwd(Group& self, std::uintptr_t plan, std::size_t plan_bytes,
+                  nb::handle grad_recv_tokens, nb::handle grad_recv_weights, nb::handle grad_tokens,
+                  nb::handle grad_topk_weights, std::uintptr_t stream) {
+  const DLDevice device = self.device();
+  const Tensor recv_tokens_tensor(grad_recv_tokens, "grad_recv_tokens", device);
+  const Tensor recv_weights_tensor(grad_recv_weights, "grad_recv_weights", device);
+  const Tensor tokens_tensor(grad_tokens, "grad_tokens", device);
+  const Tensor topk_weights_tensor(grad_topk_weights, "grad_topk_weights", device);
+  xd_ep_dispatch_bwd_args args XD_EP_DISPATCH_BWD_ARGS_INIT;
+  args.plan = pointer(plan);
+  args.plan_bytes = plan_bytes;
+  args.grad_recv_tokens = recv_tokens_tensor.get();
+  args.grad_recv_weights = recv_weights_tensor.get();
+  args.grad_tokens = tokens_tensor.get();
+  args.grad_topk_weights = topk_weights_tensor.get();
+  self.call(XD_EP_DISPATCH_BWD, [&](xd_ep_group* group) {
+    return xd_ep_dispatch_bwd(group, &args, stream_of(stream));
+  });
+}
+
+void combine_bwd(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle grad_out,
+                 nb::handle expert_out, nb::handle weights, nb::handle grad_expert_out,
+                 nb::handle grad_weights, std::uintptr_t stream) {
+  const DLDevice device = self.device();
+  const Tensor grad_out_tensor(grad_out, "grad_out", device);
+  const Tensor expert_out_tensor(expert_out, "expert_out", device);
+  const Tensor weights_tensor(weights, "weights", device);
+  const Tensor grad_expert_out_tensor(grad_expert_out, "grad_expert_out", device);
+  const Tensor grad_weights_tensor(grad_weights, "grad_weights", device);
+  xd_ep_combine_bwd_args args XD_EP_COMBINE_BWD_ARGS_INIT;
+  args.plan = pointer(plan);
+  args.plan_bytes = plan_bytes;
+  args.grad_out = grad_out_tensor.get();
+  args.expert_out = expert_out_tensor.get();
+  args.weights = weights_tensor.get();
+  args.grad_expert_out = grad_expert_out_tensor.get();
+  args.grad_weights = grad_weights_tensor.get();
+  self.call(XD_EP_COMBINE_BWD,
+            [&](xd_ep_group* group) { return xd_ep_combine_bwd(group, &args, stream_of(stream)); });
+}
+
+void join_failed(Group& self, int operation, const std::string& text, std::uintptr_t stream) {
+  const auto joined = static_cast<xd_ep_operation>(operation);
+  self.call(joined, [&](xd_ep_group* group) {
+    return xd_ep_join_failed(group, joined, text.c_str(), stream_of(stream));
+  });
+}
+
+}  // namespace
+
+void bind_group(nb::module_& module) {
+  using namespace nb::literals;
+  nb::class_<Group>(module, "Group", nb::is_weak_referenceable())
+      .def("__init__",
+           [](Group* self, nb::object comm, const nb::kwargs& options) {
+             if (!nb::isinstance<Comm>(comm)) expected("comm", "a Comm", comm);
+             new (self) Group(std::move(comm), options);
+           })
+      .def("close", &Group::close)
+      .def_prop_ro("closed", &Group::closed)
+      .def_prop_ro("comm", &Group::comm)
+      .def("status", &Group::status)
+      .def("prepare", &prepare, "topk_idx"_a, "plan_ptr"_a, "plan_bytes"_a, "counts"_a = nb::none(),
+           "padded_counts"_a = nb::none(), "offsets"_a = nb::none(), "total"_a = nb::none(),
+           "rank_rows"_a = nb::none(), "stream"_a = 0)
+      .def("dispatch", &dispatch, "plan_ptr"_a, "plan_bytes"_a, "tokens"_a, "scales"_a.none(),
+           "topk_weights"_a.none(), "recv_tokens"_a, "recv_scales"_a.none(),
+           "recv_weights"_a.none(), "recv_topk_idx"_a = nb::none(), "stream"_a = 0)
+      .def("combine", &combine, "plan_ptr"_a, "plan_bytes"_a, "expert_out"_a, "weights"_a.none(),
+           "out"_a, "stream"_a = 0)
+      .def("dispatch_bwd", &dispatch_bwd, "plan_ptr"_a, "plan_bytes"_a, "grad_recv_tokens"_a.none(),
+           "grad_recv_weights"_a.none(), "grad_tokens"_a.none(), "grad_topk_weights"_a.none(),
+           "stream"_a = 0)
+      .def("combine_bwd", &combine_bwd, "plan_ptr"_a, "plan_bytes"_a, "grad_out"_a,
+           "expert_out"_a.none(), "weights"_a.none(), "grad_expert_out"_a,
+           "grad_weights"_a = nb::none(), "stream"_a = 0)
+      .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0);
+}
+
+}  // namespace xdpy

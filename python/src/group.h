@@ -1,0 +1,53 @@
+// Expert-parallel groups: the operations of crossdock/ep.h on described tensors.
+#pragma once
+
+#include <crossdock/crossdock.h>
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "comm.h"
+
+namespace xdpy {
+
+// Keeps its communicator's object alive. Members are read and written with the GIL held.
+class Group {
+ public:
+  Group(nb::object comm, const nb::kwargs& options);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  void close();
+  [[nodiscard]] bool closed() const { return group_ == nullptr; }
+  [[nodiscard]] nb::object comm() const { return comm_object_; }
+
+  // Reads and clears the state of non-fatal errors.
+  nb::dict status();
+
+  [[nodiscard]] DLDevice device() const { return comm_.info().device; }
+
+  // Runs one operation without the GIL: fn(xd_ep_group*) -> xd_status.
+  template <class Fn>
+  void call(xd_ep_operation operation, Fn fn) {
+    xd_ep_group* const group = usable();
+    const Comm::InUse comm_in_use(comm_);
+    ++calls_;
+    const xd_status status = without_gil([&] { return fn(group); });
+    --calls_;
+    if (status != XD_SUCCESS) fail(operation, status);
+  }
+
+ private:
+  [[nodiscard]] xd_ep_group* usable() const;
+  [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;
+
+  nb::object comm_object_;
+  Comm& comm_;
+  xd_ep_group* group_ = nullptr;
+  int calls_ = 0;
+};
+
+void bind_group(nb::module_& module);
+
+}  // namespace xdpy

@@ -1,0 +1,125 @@
+// crossdock._core: the C API for the Python packages above it. Addresses and streams are integers, a
+// tensor is (address, shape, dtype), and every check beyond Python's types is the library's own.
+#include <crossdock/crossdock.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "arguments.h"
+#include "capsule.h"
+#include "comm.h"
+#include "errors.h"
+#include "group.h"
+
+namespace xdpy {
+namespace {
+
+nb::bytes unique_id(const std::optional<std::string>& address, int port, int timeout_ms) {
+  xd_unique_id_config config XD_UNIQUE_ID_CONFIG_INIT;
+  config.address = address ? address->c_str() : nullptr;
+  config.port = port;
+  config.timeout_ms = timeout_ms;
+  xd_unique_id id;
+  check(without_gil([&] { return xd_unique_id_create(&config, &id); }));
+  return nb::bytes(id.bytes, sizeof(id.bytes));
+}
+
+std::int64_t recv_bound(const nb::kwargs& options) {
+  const xd_ep_config config = group_config(options);
+  std::int64_t rows = 0;
+  check(xd_ep_recv_bound(&config, &rows));
+  return rows;
+}
+
+std::size_t plan_size(const nb::kwargs& options) {
+  const xd_ep_config config = group_config(options);
+  std::size_t bytes = 0;
+  check(xd_ep_plan_size(&config, &bytes));
+  return bytes;
+}
+
+nb::dict group_memory(const nb::kwargs& options) {
+  const xd_ep_config config = group_config(options);
+  xd_ep_memory memory XD_EP_MEMORY_INIT;
+  check(xd_ep_group_memory(&config, &memory));
+  nb::dict sizes;
+  sizes["symmetric_bytes"] = memory.symmetric_bytes;
+  sizes["staging_bytes"] = memory.staging_bytes;
+  sizes["private_bytes"] = memory.private_bytes;
+  return sizes;
+}
+
+nb::dict plan_info(std::uintptr_t plan, std::size_t plan_bytes) {
+  xd_ep_plan_info info XD_EP_PLAN_INFO_INIT;
+  check(xd_ep_plan_get_info(pointer(plan), plan_bytes, &info));
+  nb::dict fields;
+  fields["rank"] = info.rank;
+  fields["num_ranks"] = info.num_ranks;
+  fields["num_experts"] = info.num_experts;
+  fields["num_tokens"] = info.num_tokens;
+  fields["topk"] = info.topk;
+  fields["layout"] = static_cast<int>(info.layout);
+  fields["alignment"] = info.alignment;
+  fields["recv_rows"] = info.recv_rows;
+  fields["total_rows"] = info.total_rows;
+  fields["capacity_rows"] = info.capacity_rows;
+  fields["bad_ids"] = info.bad_ids;
+  fields["bad_id_rank"] = info.bad_id_rank;
+  fields["overflow_rank"] = info.overflow_rank;
+  fields["fingerprint"] = info.fingerprint;
+  fields["epoch"] = info.epoch;
+  return fields;
+}
+
+std::pair<bool, std::string> feature(const std::string& name) {
+  static constexpr std::array<std::pair<const char*, xd_feature>, 4> features = {{
+      {"cpu", XD_FEATURE_CPU},
+      {"cuda", XD_FEATURE_CUDA},
+      {"network", XD_FEATURE_NETWORK},
+      {"gemm", XD_FEATURE_GEMM},
+  }};
+  for (const auto& [known, which] : features) {
+    if (name != known) continue;
+    const char* reason = nullptr;
+    const bool available = xd_feature_available(which, &reason) != 0;
+    return {available, reason};
+  }
+  throw nb::value_error(
+      ("feature: expected 'cpu', 'cuda', 'network' or 'gemm', got '" + name + "'").c_str());
+}
+
+std::string version() {
+  const int number = xd_version();
+  return std::to_string(number / 10000) + "." + std::to_string(number / 100 % 100) + "." +
+         std::to_string(number % 100);
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  using namespace nb::literals;
+  // At exit objects that a module still refers to are alive; that is no leak.
+  nb::set_leak_warnings(false);
+  bind_comm(module);
+  bind_group(module);
+  module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
+  module.def("recv_bound", &recv_bound);
+  module.def("plan_size", &plan_size);
+  module.def("group_memory", &group_memory);
+  module.def("plan_info", &plan_info, "plan_ptr"_a, "plan_bytes"_a);
+  module.def(
+      "feature_available", [](const std::string& name) { return feature(name).first; }, "name"_a);
+  module.def(
+      "feature_reason", [](const std::string& name) { return feature(name).second; }, "name"_a);
+  module.def("as_dlpack", &as_dlpack, "ptr"_a, "shape"_a, "dtype"_a, "device_type"_a, "device_id"_a,
+             "owner"_a);
+  module.attr("version") = version();
+}
+
+}  // namespace xdpy
