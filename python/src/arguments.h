@@ -27,8 +27,8 @@ Int integer(nb::handle value, const char* name) {
 // DLPack's code and bits in one number, code << 8 | bits: float32 is 0x220.
 DLDataType data_type(int packed);
 
-// A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor. Lives as long as the
-// call; owns nothing.
+// A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor. Lives as long as
+// the call; owns nothing.
 class Tensor {
  public:
   Tensor(nb::handle spec, const char* name, DLDevice device);
@@ -57,8 +57,8 @@ inline xd_stream stream_of(std::uintptr_t address) {
   return static_cast<xd_stream>(pointer(address));
 }
 
-// The group's sizes from keyword arguments, named as in xd_ep_config; dtype as data_type() takes it.
-// TypeError for a name that does not exist.
+// The group's sizes from keyword arguments, named as in xd_ep_config; dtype as data_type() takes
+// it. TypeError for a name that does not exist.
 xd_ep_config group_config(const nb::kwargs& options);
 
 }  // namespace xdpy

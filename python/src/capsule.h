@@ -10,8 +10,8 @@ namespace xdpy {
 
 namespace nb = nanobind;
 
-// A capsule "dltensor" over [address, ...) that keeps `owner` alive until its consumer, or the capsule
-// if nobody consumed it, lets go, on any thread.
+// A capsule "dltensor" over [address, ...) that keeps `owner` alive until its consumer, or the
+// capsule if nobody consumed it, lets go, on any thread.
 nb::object as_dlpack(std::uintptr_t address, std::vector<std::int64_t> shape, int dtype,
                      int device_type, int device_id, nb::object owner);
 

@@ -12,8 +12,8 @@
 namespace xdpy {
 namespace {
 
-// Communicators that the interpreter's exit has to leave, so that peers hear a goodbye: objects that
-// are still referenced then are never destroyed.
+// Communicators that the interpreter's exit has to leave, so that peers hear a goodbye: objects
+// that are still referenced then are never destroyed.
 std::set<Comm*>& alive() {
   static std::set<Comm*> comms;
   return comms;

@@ -11,8 +11,8 @@
 
 namespace xdpy {
 
-// Destroyed with its last reference, by close(), or at the interpreter's exit, whichever comes first.
-// Members are read and written with the GIL held.
+// Destroyed with its last reference, by close(), or at the interpreter's exit, whichever comes
+// first. Members are read and written with the GIL held.
 class Comm {
  public:
   struct Options {

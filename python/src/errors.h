@@ -17,8 +17,8 @@ struct Failure {
   int operation = -1;  // an xd_ep_operation
 };
 
-// Throws the class of crossdock.errors for `status`. Call it on the thread of the failed call, before
-// any other call into the library, holding the GIL.
+// Throws the class of crossdock.errors for `status`. Call it on the thread of the failed call,
+// before any other call into the library, holding the GIL.
 [[noreturn]] void raise(xd_status status, const Failure& failure);
 
 // Throws unless `status` is XD_SUCCESS.
@@ -26,8 +26,8 @@ inline void check(xd_status status, const Failure& failure = {}) {
   if (status != XD_SUCCESS) raise(status, failure);
 }
 
-// The result of fn() -> xd_status, run without the GIL: for every call that may wait for a peer, or for
-// another thread that does.
+// The result of fn() -> xd_status, run without the GIL: for every call that may wait for a peer, or
+// for another thread that does.
 template <class Fn>
 xd_status without_gil(Fn fn) {
   const nb::gil_scoped_release released;

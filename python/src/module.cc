@@ -1,5 +1,5 @@
-// crossdock._core: the C API for the Python packages above it. Addresses and streams are integers, a
-// tensor is (address, shape, dtype), and every check beyond Python's types is the library's own.
+// crossdock._core: the C API for the Python packages above it. Addresses and streams are integers,
+// a tensor is (address, shape, dtype), and every check beyond Python's types is the library's own.
 #include <crossdock/crossdock.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
