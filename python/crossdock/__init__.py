@@ -1,1 +1,84 @@
-"""Expert parallelism between ranks."""
+"""Crossdock: expert parallelism between ranks, on NumPy arrays.
+
+A communicator joins ranks (threads, or processes of one host), a group moves tokens to the ranks that
+hold their experts and brings the results back:
+
+    with crossdock.Comm.from_environment() as comm:
+        config = crossdock.EpConfig(num_experts=8, max_topk=2, max_tokens_per_rank=64, hidden=256,
+                                    dtype="float32")
+        with crossdock.EpGroup(comm, config) as group:
+            plan = group.prepare(topk_idx)                        # [T, K] expert ids
+            received = group.dispatch(plan, tokens, topk_weights)  # rows per local expert
+            expert_out = apply_experts(received.tokens, plan.offsets)
+            out = group.combine(plan, expert_out, received.weights)  # [T, H]
+
+``crossdock.torch`` is the same for PyTorch, with autograd, on CPUs and GPUs. Every call that can wait
+for a peer releases the GIL, is bounded by the communicator's timeout, and raises a class of
+``crossdock.errors``.
+"""
+
+from __future__ import annotations
+
+from crossdock import _core
+from crossdock._comm import Comm, MemoryInfo, unique_id
+from crossdock._config import EpConfig, GroupMemory
+from crossdock._group import Dispatched, EpGroup, EpStatus
+from crossdock._plan import Plan
+from crossdock.errors import (
+    Aborted,
+    Busy,
+    CapacityOverflow,
+    CrossdockError,
+    Internal,
+    InvalidArgument,
+    Mismatch,
+    OutOfMemory,
+    PeerLost,
+    SystemFailure,
+    Timeout,
+    Unsupported,
+)
+
+__version__: str = _core.version
+
+
+def feature_available(name: str) -> bool:
+    """Whether a part of the library can be used in this process now.
+
+    Args:
+        name: ``"cpu"``, ``"cuda"``, ``"network"`` or ``"gemm"``; anything else is a ValueError.
+    """
+    return _core.feature_available(name)
+
+
+def feature_reason(name: str) -> str:
+    """What a part of the library (see feature_available) is missing here, or ``"available"``."""
+    return _core.feature_reason(name)
+
+
+__all__ = [
+    "Aborted",
+    "Busy",
+    "CapacityOverflow",
+    "Comm",
+    "CrossdockError",
+    "Dispatched",
+    "EpConfig",
+    "EpGroup",
+    "EpStatus",
+    "GroupMemory",
+    "Internal",
+    "InvalidArgument",
+    "MemoryInfo",
+    "Mismatch",
+    "OutOfMemory",
+    "PeerLost",
+    "Plan",
+    "SystemFailure",
+    "Timeout",
+    "Unsupported",
+    "__version__",
+    "feature_available",
+    "feature_reason",
+    "unique_id",
+]

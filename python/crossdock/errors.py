@@ -119,33 +119,30 @@ class Internal(CrossdockError):
     """A bug in the library: please report it with the text."""
 
 
-# By xd_status; a number that this package does not know is a CrossdockError.
-_CLASSES: dict[int, type[CrossdockError]] = {
-    1: InvalidArgument,
-    2: Mismatch,
-    3: CapacityOverflow,
-    4: Timeout,
-    5: PeerLost,
-    6: Aborted,
-    7: Busy,
-    8: OutOfMemory,
-    9: Unsupported,
-    10: SystemFailure,
-    11: Internal,
+_CLASSES: dict[str, type[CrossdockError]] = {
+    "XD_ERROR_INVALID_ARGUMENT": InvalidArgument,
+    "XD_ERROR_MISMATCH": Mismatch,
+    "XD_ERROR_OVERFLOW": CapacityOverflow,
+    "XD_ERROR_TIMEOUT": Timeout,
+    "XD_ERROR_PEER_LOST": PeerLost,
+    "XD_ERROR_ABORTED": Aborted,
+    "XD_ERROR_BUSY": Busy,
+    "XD_ERROR_OUT_OF_MEMORY": OutOfMemory,
+    "XD_ERROR_UNSUPPORTED": Unsupported,
+    "XD_ERROR_SYSTEM": SystemFailure,
+    "XD_ERROR_INTERNAL": Internal,
 }
 
 
-def from_status(status: int, details: dict[str, Any]) -> CrossdockError:
-    """Makes the exception for an xd_status; the extension calls it for every failed call.
+def from_details(details: dict[str, Any]) -> CrossdockError:
+    """The exception for a failure; the extension raises what this returns.
 
     Args:
-        status: the number of the status.
-        details: ``text`` and ``name`` of the status, and any of the attributes of CrossdockError;
-            ``operation`` as its number.
+        details: the attributes of CrossdockError that are known; ``operation`` as its number. A
+            status that this package does not know gives a plain CrossdockError.
     """
     known = dict(details)
     operation = known.pop("operation", None)
-    if operation is not None and 0 <= operation < len(_OPERATIONS):
+    if operation is not None and operation < len(_OPERATIONS):
         known["operation"] = _OPERATIONS[operation]
-    kind = _CLASSES.get(status, CrossdockError)
-    return kind(known.pop("text"), status=known.pop("name"), **known)
+    return _CLASSES.get(known["status"], CrossdockError)(known.pop("text"), **known)

@@ -141,18 +141,7 @@ void Comm::barrier() const { call(xd_comm_barrier); }
 nb::object Comm::error() const {
   xd_error_info info XD_ERROR_INFO_INIT;
   call([&](xd_comm* comm) { return xd_comm_error(comm, &info); });
-  if (info.status == XD_SUCCESS) return nb::none();
-  nb::dict found;
-  found["status"] = xd_status_name(info.status);
-  found["text"] = info.text;
-  found["phase"] = static_cast<int>(info.phase);
-  found["rank"] = info.rank;
-  found["peer"] = info.peer;
-  found["group"] = info.group;
-  found["operation"] = info.operation;
-  found["expected_epoch"] = info.expected_epoch;
-  found["seen_epoch"] = info.seen_epoch;
-  return found;
+  return info.status == XD_SUCCESS ? nb::none() : nb::object(fatal_details(info));
 }
 
 std::uintptr_t Comm::allocate(std::size_t bytes) const {

@@ -29,47 +29,55 @@ const char* phase_name(xd_phase phase) {
   return nullptr;
 }
 
-[[noreturn]] void raise_exception(int status, const nb::dict& details) {
-  nb::object made = nb::module_::import_("crossdock.errors").attr("from_status")(status, details);
+[[noreturn]] void raise_exception(const nb::dict& details) {
+  nb::object made = nb::module_::import_("crossdock.errors").attr("from_details")(details);
   PyErr_SetObject(made.type().ptr(), made.ptr());
   throw nb::python_error();
 }
 
 }  // namespace
 
+nb::dict fatal_details(const xd_error_info& info) {
+  nb::dict details;
+  details["status"] = xd_status_name(info.status);
+  details["text"] = info.text;
+  details["fatal"] = true;
+  details["rank"] = number_or_none(info.rank);
+  details["peer"] = number_or_none(info.peer);
+  details["group"] = number_or_none(info.group);
+  details["operation"] = number_or_none(info.operation);
+  const char* phase = phase_name(info.phase);
+  details["phase"] = phase == nullptr ? nb::none() : nb::object(nb::str(phase));
+  if (info.status == XD_ERROR_TIMEOUT) {
+    details["expected_epoch"] = info.expected_epoch;
+    details["seen_epoch"] = info.seen_epoch;
+  }
+  return details;
+}
+
 void raise(xd_status status, const Failure& failure) {
   const std::string text = xd_last_error();
   nb::dict details;
-  details["text"] = text;
-  details["name"] = xd_status_name(status);
-  details["rank"] = number_or_none(failure.rank);
-  details["peer"] = number_or_none(failure.peer);
-  details["group"] = number_or_none(failure.group);
-  details["operation"] = number_or_none(failure.operation);
-
   xd_error_info info XD_ERROR_INFO_INIT;
   if (failure.comm != nullptr && xd_comm_error(failure.comm, &info) == XD_SUCCESS &&
       info.status == status) {
-    details["fatal"] = true;
-    details["peer"] = number_or_none(info.peer);
-    const char* phase = phase_name(info.phase);
-    details["phase"] = phase == nullptr ? nb::none() : nb::object(nb::str(phase));
-    if (info.group >= 0) details["group"] = info.group;
-    if (info.operation >= 0) details["operation"] = info.operation;
-    if (status == XD_ERROR_TIMEOUT) {
-      details["expected_epoch"] = info.expected_epoch;
-      details["seen_epoch"] = info.seen_epoch;
-    }
+    details = fatal_details(info);
+  } else {
+    details["status"] = xd_status_name(status);
+    details["peer"] = number_or_none(failure.peer);
+    details["operation"] = number_or_none(failure.operation);
   }
-  raise_exception(status, details);
+  details["text"] = text;
+  details["rank"] = number_or_none(failure.rank);
+  raise_exception(details);
 }
 
 void raise_invalid(const char* text, int rank) {
   nb::dict details;
+  details["status"] = xd_status_name(XD_ERROR_INVALID_ARGUMENT);
   details["text"] = text;
-  details["name"] = xd_status_name(XD_ERROR_INVALID_ARGUMENT);
   details["rank"] = number_or_none(rank);
-  raise_exception(XD_ERROR_INVALID_ARGUMENT, details);
+  raise_exception(details);
 }
 
 }  // namespace xdpy

@@ -17,6 +17,9 @@ struct Failure {
   int operation = -1;  // an xd_ep_operation
 };
 
+// A fatal error as the details that crossdock.errors.from_details takes.
+nb::dict fatal_details(const xd_error_info& info);
+
 // Throws the class of crossdock.errors for `status`. Call it on the thread of the failed call,
 // before any other call into the library, holding the GIL.
 [[noreturn]] void raise(xd_status status, const Failure& failure);

@@ -31,15 +31,29 @@ xd_ep_group* Group::usable() const {
   return group_;
 }
 
-void Group::fail(xd_ep_operation operation, xd_status status) const {
+void Group::fail(xd_ep_operation operation, xd_status status) {
   Failure failure = comm_.failure();
   failure.operation = operation;
+  const xd_ep_status latest = read_status();
+  if (latest.status == status && latest.operation == operation) failure.peer = latest.rank;
   raise(status, failure);
 }
 
+// The state since the last call; adds it to unread_, which keeps the first error.
+xd_ep_status Group::read_status() {
+  xd_ep_status latest XD_EP_STATUS_INIT;
+  check(xd_ep_group_status(usable(), &latest), comm_.failure());
+  const std::int64_t bad_ids = unread_.bad_ids + latest.bad_ids;
+  const std::int64_t dropped_rows = unread_.dropped_rows + latest.dropped_rows;
+  if (unread_.status == XD_SUCCESS) unread_ = latest;
+  unread_.bad_ids = bad_ids;
+  unread_.dropped_rows = dropped_rows;
+  return latest;
+}
+
 nb::dict Group::status() {
-  xd_ep_status status XD_EP_STATUS_INIT;
-  check(xd_ep_group_status(usable(), &status), comm_.failure());
+  read_status();
+  const xd_ep_status status = std::exchange(unread_, xd_ep_status XD_EP_STATUS_INIT);
   nb::dict found;
   found["status"] = xd_status_name(status.status);
   found["operation"] = static_cast<int>(status.operation);

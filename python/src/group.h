@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "comm.h"
+#include "errors.h"
 
 namespace xdpy {
 
@@ -40,12 +41,15 @@ class Group {
 
  private:
   [[nodiscard]] xd_ep_group* usable() const;
-  [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;
+  [[noreturn]] void fail(xd_ep_operation operation, xd_status status);
+  xd_ep_status read_status();
 
   nb::object comm_object_;
   Comm& comm_;
   xd_ep_group* group_ = nullptr;
   int calls_ = 0;
+  // What was read to raise an exception and has not been asked for by status() yet.
+  xd_ep_status unread_ XD_EP_STATUS_INIT;
 };
 
 void bind_group(nb::module_& module);

@@ -1,7 +1,7 @@
 """Runs a function on several ranks: as processes that are kept for the next test, or as threads.
 
-A function for ranks is a module-level function ``fn(me: Rank, *args)``; what it returns comes back as
-a list, one item per rank. A rank that raises, dies or hangs fails the call with every rank's
+A function for ranks is a module-level function ``fn(me: Rank, *args)``; what it returns comes back
+as a list, one item per rank. A rank that raises, dies or hangs fails the call with every rank's
 traceback.
 """
 
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import crossdock
 from crossdock import _core
 
 GRACE_SECONDS = 10  # from the first rank's failure until the other ranks are given up
@@ -32,8 +33,12 @@ class Rank:
     num_ranks: int
     unique_id: bytes  # a meeting point for one communicator of these ranks
 
+    def comm(self, **options: Any) -> crossdock.Comm:
+        """This rank's communicator, on the CPU unless `options` say otherwise."""
+        return crossdock.Comm(self.unique_id, rank=self.rank, num_ranks=self.num_ranks, **options)
+
     def raw_comm(self, **options: Any) -> _core.Comm:
-        """This rank's communicator of the raw layer, on the CPU unless `options` say otherwise."""
+        """The same of the raw layer."""
         return _core.Comm(bootstrap="unique_id", rank=self.rank, num_ranks=self.num_ranks,
                           unique_id=self.unique_id, **options)
 
@@ -72,7 +77,8 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
     return results
 
 
-def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
+                timeout: float = 60) -> list[Any]:
     """Runs ``fn(Rank, *args)`` in `num_ranks` threads of this process and returns their results."""
     unique_id = _core.unique_id()
     outcomes: list[Any] = [None] * num_ranks

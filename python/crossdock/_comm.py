@@ -1,0 +1,248 @@
+"""Communicators and symmetric memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossdock import _core
+from crossdock._arrays import Heap
+from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
+
+__all__ = ["Comm", "MemoryInfo", "milliseconds", "parse_device", "unique_id"]
+
+_CPU, _CUDA = 1, 2  # DLPack's device types
+
+
+def unique_id(address: str | None = None, *, port: int = 0, timeout: float | None = None) -> bytes:
+    """Opens a meeting point for one communicator, served by a background thread of this process.
+
+    Args:
+        address: of this host, to listen on and on no other; None = 127.0.0.1.
+        port: TCP port; 0 = any free one.
+        timeout: seconds that the meeting point waits for all ranks; None = XD_TIMEOUT_MS, else 600.
+
+    Returns:
+        128 bytes for all ranks. They contain a secret: strangers must not read them.
+
+    Raises:
+        InvalidArgument, SystemFailure: the address is not this host's, or the port is taken.
+    """
+    return _core.unique_id(address, port, milliseconds(timeout))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryInfo:
+    """This rank's symmetric memory, in bytes."""
+
+    total_bytes: int
+    used_bytes: int  # allocated, rounding included
+    largest_free_bytes: int  # the largest allocation that would succeed now
+    segments: int  # creation and growths
+    huge_pages: bool  # whether all of it is in huge pages of the host
+
+
+class Comm:
+    """One rank's membership in a set of ranks: threads, or processes of one host.
+
+    A context manager. One thread may use it at a time, but for abort(); each rank calls the
+    collective methods in the same order. It belongs to the process that made it.
+
+    Args:
+        unique_id: from unique_id() of any process; good for one communicator.
+        rank: 0 <= rank < num_ranks.
+        num_ranks: 1 to 1024.
+        device: what this rank computes on: ``"cpu"``, ``"cuda:0"``, or ``"cuda"`` for the device
+            number in LOCAL_RANK. NumPy arrays and EpGroup need ``"cpu"``.
+        heap_bytes: this rank's symmetric memory, rounded up to pages; may differ per rank.
+        timeout: longest wait for a peer, here and in every later call, in seconds;
+            None = XD_TIMEOUT_MS, else 600.
+        name: shown in logs; tells apart communicators that meet through the same environment at the
+            same time. Equal on all ranks.
+
+    Raises:
+        InvalidArgument; Timeout naming the ranks that did not come; Mismatch (another num_ranks,
+        another kind of device, a rank taken twice, a peer that failed); PeerLost; Unsupported (no
+        such device here, ranks on different hosts); OutOfMemory; SystemFailure.
+    """
+
+    def __init__(self, unique_id: bytes, *, rank: int, num_ranks: int, device: str = "cpu",
+                 heap_bytes: int = 0, timeout: float | None = None, name: str = "") -> None:
+        self._join(bootstrap="unique_id", unique_id=unique_id, rank=rank, num_ranks=num_ranks,
+                   device=device, heap_bytes=heap_bytes, timeout=timeout, name=name)
+
+    @classmethod
+    def from_environment(cls, *, device: str = "cpu", heap_bytes: int = 0,
+                         timeout: float | None = None, name: str = "") -> Comm:
+        """Joins through RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as torchrun sets
+        them. Set XD_JOB_SECRET to the same unguessable text on all ranks when the host has other
+        users. Arguments and errors as of Comm."""
+        return cls.__new__(cls)._join(bootstrap="environment", device=device,
+                                      heap_bytes=heap_bytes, timeout=timeout, name=name)
+
+    @classmethod
+    def from_all_gather(cls, all_gather: Callable[[bytes], Sequence[bytes]], *, rank: int,
+                        num_ranks: int, device: str = "cpu", heap_bytes: int = 0,
+                        timeout: float | None = None, name: str = "") -> Comm:
+        """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
+
+        Args:
+            all_gather: gets this rank's bytes and returns every rank's, by rank; called a few times,
+                during this call only. What it raises is raised here. It carries a secret.
+
+        Other arguments and errors as of Comm.
+        """
+        return cls.__new__(cls)._join(bootstrap="all_gather", all_gather=all_gather, rank=rank,
+                                      num_ranks=num_ranks, device=device, heap_bytes=heap_bytes,
+                                      timeout=timeout, name=name)
+
+    def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
+        device_type, device_id = parse_device(device)
+        self._core = _core.Comm(device_type=device_type, device_id=device_id,
+                                timeout_ms=milliseconds(timeout), **options)
+        self._heap = Heap(self._core)
+        self._closed = False
+        return self
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._core.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the communicator."""
+        return self._core.num_ranks
+
+    @property
+    def device(self) -> str:
+        """What this rank computes on: ``"cpu"`` or ``"cuda:0"``."""
+        return "cpu" if self._core.device_type == _CPU else f"cuda:{self._core.device_id}"
+
+    @property
+    def timeout(self) -> float:
+        """Longest wait for a peer, in seconds."""
+        return self._core.timeout_ms / 1000
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of the communicator that live in this process."""
+        return self._core.local_ranks
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+        return self._closed
+
+    def core(self) -> _core.Comm:
+        """The communicator of the raw layer. Raises InvalidArgument once closed."""
+        if self._closed:
+            raise InvalidArgument("this communicator has been closed",
+                                  status="XD_ERROR_INVALID_ARGUMENT", rank=self.rank)
+        return self._core
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it. Collective. No operation needs it."""
+        self.core().barrier()
+
+    def abort(self) -> None:
+        """Gives up: every wait of this rank ends with Aborted, the peers are told, and the
+        communicator is finished on all ranks. Any thread; does not block."""
+        self.core().abort()
+
+    def error(self) -> CrossdockError | None:
+        """The fatal error of this communicator as the exception that calls raise, or None."""
+        found = self.core().error()
+        return None if found is None else from_details(found)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> np.ndarray:
+        """An array in symmetric memory, its content undefined.
+
+        Operations move rows straight into and out of such arrays, and stage others. Local and cheap;
+        calls need not match across ranks. The memory is given back when the last array over it
+        dies; until then it stays valid, even past close().
+
+        Args:
+            shape: one number, or a tuple.
+            dtype: a NumPy dtype, one of ml_dtypes, or its name, such as ``"bfloat16"``.
+
+        Raises:
+            OutOfMemory: with asked, largest free and total bytes; nothing is grown.
+            Unsupported: this communicator is not on the CPU.
+        """
+        core = self.core()
+        if core.device_type != _CPU:
+            raise Unsupported(f"Comm.empty: NumPy arrays lie on the CPU, this communicator on "
+                              f"{self.device}", status="XD_ERROR_UNSUPPORTED", rank=self.rank)
+        return self._heap.empty(shape, dtype)
+
+    def grow(self, num_bytes: int) -> None:
+        """Adds `num_bytes` (rounded up to pages; may differ per rank; 0 is allowed) to this rank's
+        symmetric memory. Collective. Nothing moves. An array never spans two growths.
+
+        Raises:
+            OutOfMemory: on the rank that has none, Mismatch naming it on the others; then no
+                rank's memory has grown.
+        """
+        self.core().mem_grow(num_bytes)
+
+    def memory(self) -> MemoryInfo:
+        """The state of this rank's symmetric memory."""
+        return MemoryInfo(**self.core().mem_info())
+
+    def close(self) -> None:
+        """Leaves. Local and bounded: says goodbye, waits for nobody; peers that need this rank later
+        get PeerLost. A second call does nothing. Arrays from empty() that are still alive stay
+        valid, and the goodbye waits for the last of them.
+
+        Raises:
+            InvalidArgument: a call is running in another thread; abort() ends it.
+        """
+        if not self._closed:
+            self._heap.close()
+            self._closed = True
+
+    def __enter__(self) -> Comm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.device
+        return f"<crossdock.Comm rank {self.rank} of {self.num_ranks}, {state}>"
+
+
+def milliseconds(timeout: float | None) -> int:
+    """A timeout in seconds as the library takes it; None = its default.
+
+    Raises:
+        ValueError: not above zero, or beyond 2^31 milliseconds.
+    """
+    if timeout is None:
+        return 0
+    if not 0 < timeout < 2**31 / 1000:
+        raise ValueError(f"timeout: expected seconds above 0, below {2**31 / 1000:.0f}, "
+                         f"got {timeout}")
+    return max(1, round(timeout * 1000))
+
+
+def parse_device(device: str) -> tuple[int, int]:
+    """DLPack's (device type, number) of ``"cpu"``, ``"cuda"`` (-1 = LOCAL_RANK) or ``"cuda:0"``.
+
+    Raises:
+        ValueError: any other text.
+    """
+    found = re.fullmatch(r"(cpu)|cuda(?::(\d+))?", device)
+    if not found:
+        raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:<number>', got {device!r}")
+    if found[1]:
+        return _CPU, 0
+    return _CUDA, -1 if found[2] is None else int(found[2])

@@ -1,0 +1,104 @@
+"""Sizes of expert-parallel traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from crossdock import _core
+from crossdock._comm import parse_device
+from crossdock._dtypes import dtype_name, pack
+
+__all__ = ["EpConfig", "GroupMemory", "Layout"]
+
+Layout = Literal["expert_major", "rank_major"]
+
+_LAYOUTS = {"expert_major": 0, "rank_major": 1}
+_OVERFLOWS = {"error": 0, "drop": 1}
+_STAGINGS = {"auto": 0, "none": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupMemory:
+    """What a group takes on one rank, in bytes, to within a page and a few kilobytes."""
+
+    symmetric_bytes: int  # shared with the peers: flags, counts and staging
+    staging_bytes: int  # the part of it that staging="none" would save
+    private_bytes: int  # working memory of this rank
+
+
+@dataclasses.dataclass(frozen=True)
+class EpConfig:
+    """Sizes of one kind of traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail and
+    num_sms.
+
+    Attributes:
+        num_experts: over all ranks: a multiple of the number of ranks, at most 65536.
+        max_topk: largest number of choices per token, 1 to 32.
+        max_tokens_per_rank: largest number of tokens of a rank in one batch.
+        hidden: largest row, in elements of `dtype`.
+        dtype: widest payload: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or
+            uint8, as a dtype or by name.
+        max_scale_bytes: largest row of scales beside a token's row, in bytes; 0 = no scales.
+        layout: of receive arrays. ``"expert_major"``: one row per (token, expert), a zone per local
+            expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then token.
+        alignment: of zones, in rows: a power of two; padding rows are zero.
+        recv_capacity: rows that this rank can receive, a multiple of `alignment`; 0 = what no routing
+            can exceed.
+        overflow: what happens to a batch that exceeds a capacity: ``"error"``: nothing moves and all
+            ranks raise CapacityOverflow; ``"drop"``: the last rows in zone order are dropped.
+        staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;
+            ``"none"``: no such memory, and receive arrays outside are InvalidArgument.
+        zero_tail: rows past the last one are zeroed in every receive array.
+        num_sms: CUDA: multiprocessors to use; 0 = the library chooses.
+
+    Raises:
+        TypeError, ValueError: a dtype or a word that does not exist. Numbers are checked by the calls
+            that use them.
+    """
+
+    num_experts: int
+    max_topk: int
+    max_tokens_per_rank: int
+    hidden: int
+    dtype: npt.DTypeLike = "bfloat16"
+    max_scale_bytes: int = 0
+    layout: Layout = "expert_major"
+    alignment: int = 1
+    recv_capacity: int = 0
+    overflow: Literal["error", "drop"] = "error"
+    staging: Literal["auto", "none"] = "auto"
+    zero_tail: bool = False
+    num_sms: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        for field, words in (("layout", _LAYOUTS), ("overflow", _OVERFLOWS),
+                             ("staging", _STAGINGS)):
+            value = getattr(self, field)
+            if value not in words:
+                raise ValueError(f"{field}: expected {' or '.join(map(repr, words))}, "
+                                 f"got {value!r}")
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of crossdock._core's functions."""
+        found = dataclasses.asdict(self)
+        found.update(dtype=pack(self.dtype), layout=_LAYOUTS[self.layout],
+                     overflow=_OVERFLOWS[self.overflow], staging=_STAGINGS[self.staging],
+                     zero_tail=int(self.zero_tail))
+        return found
+
+    def recv_bound(self, num_ranks: int) -> int:
+        """The smallest recv_capacity that no routing can overflow, in rows."""
+        return _core.recv_bound(num_ranks=num_ranks, **self.options())
+
+    def plan_size(self, num_ranks: int) -> int:
+        """Bytes of a plan."""
+        return _core.plan_size(num_ranks=num_ranks, **self.options())
+
+    def group_memory(self, num_ranks: int, device: str = "cpu") -> GroupMemory:
+        """What a group with this config will take on one rank of a communicator on `device`."""
+        return GroupMemory(**_core.group_memory(
+            num_ranks=num_ranks, device_type=parse_device(device)[0], **self.options()))

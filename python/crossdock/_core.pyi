@@ -1,0 +1,166 @@
+"""The C API as it is. Addresses and streams are integers, and a tensor is None or
+(address, shape, dtype) of a C-contiguous tensor on the communicator's device, with dtype = DLPack's
+code << 8 | bits. The caller keeps all memory alive, on CUDA until the stream has passed the call.
+
+Calls that can wait release the GIL. A failed call raises the class of crossdock.errors for its
+status; TypeError where a value has the wrong Python type.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+Spec = tuple[int, tuple[int, ...], int] | None
+
+version: str
+
+def unique_id(address: str | None = None, port: int = 0, timeout_ms: int = 0) -> bytes: ...
+def feature_available(name: str) -> bool: ...
+def feature_reason(name: str) -> str: ...
+def recv_bound(**config: int) -> int: ...
+def plan_size(**config: int) -> int: ...
+def group_memory(**config: int) -> dict[str, int]: ...
+def plan_info(plan_ptr: int, plan_bytes: int) -> dict[str, int]: ...
+def as_dlpack(
+    ptr: int,
+    shape: Sequence[int],
+    dtype: int,
+    device_type: int,
+    device_id: int,
+    owner: object,
+) -> Any:
+    """A DLPack capsule ("dltensor") over memory, which keeps `owner` alive until the consumer drops
+    it."""
+
+class Comm:
+    """xd_comm. Leaves with its last reference, with close(), or at the interpreter's exit."""
+
+    def __init__(
+        self,
+        *,
+        bootstrap: Literal["unique_id", "environment", "all_gather"],
+        rank: int = 0,
+        num_ranks: int = 0,
+        unique_id: bytes | None = None,
+        all_gather: Callable[[bytes], Sequence[bytes]] | None = None,
+        device_type: int = 1,
+        device_id: int = 0,
+        heap_bytes: int = 0,
+        timeout_ms: int = 0,
+        name: str = "",
+    ) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def device_type(self) -> int: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def timeout_ms(self) -> int: ...
+    @property
+    def local_ranks(self) -> int: ...
+    def close(self) -> None:
+        """Memory from mem_alloc dies here. InvalidArgument while another thread is in a call."""
+
+    def abort(self) -> None: ...
+    def barrier(self) -> None: ...
+    def error(self) -> dict[str, Any] | None:
+        """The fatal error as crossdock.errors.from_details takes it, or None."""
+
+    def mem_alloc(self, bytes: int) -> int: ...
+    def mem_free(self, ptr: int) -> None: ...
+    def mem_grow(self, bytes: int) -> None: ...
+    def mem_info(self) -> dict[str, Any]: ...
+    def mem_register(self, ptr: int, bytes: int) -> int: ...
+    def mem_deregister(self, registration: int) -> None: ...
+    def mem_export(self, ptr: int) -> tuple[int, int, int]: ...
+    def mem_import(self, rank: int, segment: int, offset: int) -> int: ...
+
+class Group:
+    """xd_ep_group, with the fields of xd_ep_config as keywords. Keeps `comm` alive."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        num_experts: int,
+        max_topk: int,
+        max_tokens_per_rank: int,
+        hidden: int,
+        dtype: int = ...,
+        max_scale_bytes: int = 0,
+        layout: int = 0,
+        alignment: int = 1,
+        recv_capacity: int = 0,
+        overflow: int = 0,
+        staging: int = 0,
+        zero_tail: int = 0,
+        num_sms: int = 0,
+    ) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def comm(self) -> Comm: ...
+    def close(self) -> None: ...
+    def status(self) -> dict[str, Any]:
+        """xd_ep_status by its fields; reads and clears."""
+
+    def prepare(
+        self,
+        topk_idx: Spec,
+        plan_ptr: int,
+        plan_bytes: int,
+        counts: Spec = None,
+        padded_counts: Spec = None,
+        offsets: Spec = None,
+        total: Spec = None,
+        rank_rows: Spec = None,
+        stream: int = 0,
+    ) -> None: ...
+    def dispatch(
+        self,
+        plan_ptr: int,
+        plan_bytes: int,
+        tokens: Spec,
+        scales: Spec,
+        topk_weights: Spec,
+        recv_tokens: Spec,
+        recv_scales: Spec,
+        recv_weights: Spec,
+        recv_topk_idx: Spec = None,
+        stream: int = 0,
+    ) -> None: ...
+    def combine(
+        self,
+        plan_ptr: int,
+        plan_bytes: int,
+        expert_out: Spec,
+        weights: Spec,
+        out: Spec,
+        stream: int = 0,
+    ) -> None: ...
+    def dispatch_bwd(
+        self,
+        plan_ptr: int,
+        plan_bytes: int,
+        grad_recv_tokens: Spec,
+        grad_recv_weights: Spec,
+        grad_tokens: Spec,
+        grad_topk_weights: Spec,
+        stream: int = 0,
+    ) -> None: ...
+    def combine_bwd(
+        self,
+        plan_ptr: int,
+        plan_bytes: int,
+        grad_out: Spec,
+        expert_out: Spec,
+        weights: Spec,
+        grad_expert_out: Spec,
+        grad_weights: Spec = None,
+        stream: int = 0,
+    ) -> None: ...
+    def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...

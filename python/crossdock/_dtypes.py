@@ -1,0 +1,55 @@
+"""Element types: NumPy's (with those of ml_dtypes) as DLPack's code and bits in one number."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DLPACK", "dtype_name", "numpy_dtype", "pack"]
+
+# By NumPy's name: DLPack's code << 8 | bits, as crossdock._core takes it.
+DLPACK: dict[str, int] = {
+    "int8": 0 << 8 | 8,
+    "int32": 0 << 8 | 32,
+    "int64": 0 << 8 | 64,
+    "uint8": 1 << 8 | 8,
+    "float16": 2 << 8 | 16,
+    "float32": 2 << 8 | 32,
+    "bfloat16": 4 << 8 | 16,
+    "float8_e4m3fn": 10 << 8 | 8,
+    "float8_e5m2": 12 << 8 | 8,
+    "float8_e8m0fnu": 14 << 8 | 8,
+}
+_OF_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+def dtype_name(dtype: npt.DTypeLike) -> str:
+    """NumPy's name of a dtype, given as such or as that name.
+
+    Raises:
+        TypeError: Crossdock does not move such elements.
+    """
+    name = dtype if isinstance(dtype, str) and dtype in DLPACK else np.dtype(dtype).name
+    if name not in DLPACK:
+        raise TypeError(f"dtype: expected one of {', '.join(DLPACK)}, got {name}")
+    return name
+
+
+def pack(dtype: npt.DTypeLike) -> int:
+    """DLPack's code << 8 | bits of a dtype. Raises TypeError as dtype_name does."""
+    return DLPACK[dtype_name(dtype)]
+
+
+def numpy_dtype(dtype: npt.DTypeLike) -> np.dtype:
+    """The NumPy dtype of a dtype or of its name.
+
+    Raises:
+        TypeError: as dtype_name does.
+        ImportError: NumPy has no such type by itself, and ml_dtypes is not installed.
+    """
+    name = dtype_name(dtype)
+    if name in _OF_ML_DTYPES:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)

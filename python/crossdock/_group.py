@@ -1,0 +1,288 @@
+"""Expert-parallel groups on NumPy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossdock import _core
+from crossdock._arrays import Spec, aligned_empty, describe
+from crossdock._comm import Comm
+from crossdock._config import EpConfig
+from crossdock._dtypes import numpy_dtype
+from crossdock._plan import Plan
+from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
+
+__all__ = ["Dispatched", "EpGroup", "EpStatus"]
+
+_PREPARE, _DISPATCH, _COMBINE, _DISPATCH_BWD, _COMBINE_BWD = range(5)
+_QUANTISED_BLOCK = 128  # columns that share one scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """What dispatch received. R rows, H columns, K choices, S scales per row."""
+
+    tokens: np.ndarray  # [R,H]
+    weights: np.ndarray | None  # float32: expert_major [R], rank_major [R,K]
+    topk_idx: np.ndarray | None  # rank_major: [R,K] int64 local expert or -1
+    scales: np.ndarray | None  # [R,S]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpStatus:
+    """The non-fatal error state of a group since it was last read."""
+
+    status: str  # name of the first error's status; "XD_SUCCESS" = none
+    operation: int  # the operation that met it: 0 prepare, 1 dispatch, 2 combine, 3 and 4 backward
+    epoch: int  # its number in the group, from 1
+    rank: int  # the lowest rank it is about; -1 = none
+    bad_ids: int  # expert ids out of range or repeated in a row, over all ranks
+    needed_rows: int  # overflow: padded rows that `rank` would have received ...
+    capacity_rows: int  # ... and its capacity
+    dropped_rows: int  # rows this rank did not receive, with overflow="drop"
+    text: str
+
+
+class EpGroup:
+    """Moves tokens of one kind (see EpConfig) between the ranks of a communicator on the CPU.
+
+    A context manager. T is this rank's number of tokens, which may be 0 and differ per rank and
+    call; K choices per token, H columns, R rows received, L local experts. All operations are
+    collective: every rank calls them in the same order. A mistake in one rank's arguments raises
+    there (TypeError, ValueError, or InvalidArgument) and Mismatch on the others, no row moves, and
+    the group stays usable. Outputs that are not given as ``out`` lie in symmetric memory while it
+    lasts, else in ordinary memory; arrays outside symmetric memory are staged.
+
+    Args:
+        comm: kept alive by the group.
+        config: sizes.
+
+    Raises:
+        InvalidArgument: on the rank with a bad config, and Mismatch on the others; Mismatch naming
+            the field in which configs differ; OutOfMemory; Unsupported: `comm` is not on the CPU.
+    """
+
+    def __init__(self, comm: Comm, config: EpConfig) -> None:
+        if comm.device != "cpu":
+            raise Unsupported(f"EpGroup: NumPy arrays lie on the CPU, the communicator on "
+                              f"{comm.device}", status="XD_ERROR_UNSUPPORTED", rank=comm.rank)
+        self._comm = comm
+        self._config = config
+        self._core = _core.Group(comm.core(), **config.options())
+        self._plan_size = config.plan_size(comm.num_ranks)
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator."""
+        return self._comm
+
+    @property
+    def config(self) -> EpConfig:
+        """The sizes the group was made with."""
+        return self._config
+
+    def empty_plan(self) -> Plan:
+        """A plan for prepare's ``out``, without routing."""
+        local_experts = self._config.num_experts // self._comm.num_ranks
+        ranks = self._comm.num_ranks
+        return Plan(
+            data=aligned_empty(self._plan_size, np.uint8),
+            counts=aligned_empty(local_experts, np.int64),
+            padded_counts=aligned_empty(local_experts, np.int64),
+            offsets=aligned_empty(local_experts + 1, np.int64),
+            needed_rows=aligned_empty(1, np.int64),
+            rank_rows=aligned_empty((ranks, ranks), np.int64),
+        )
+
+    def prepare(self, topk_idx: np.ndarray, *, out: Plan | None = None) -> Plan:
+        """Exchanges counts and makes the plan of a batch.
+
+        Args:
+            topk_idx: [T,K] int32 or int64: expert of each choice; -1 = none.
+            out: plan to overwrite; None = a new one.
+
+        Raises:
+            InvalidArgument: on every rank, if some rank has ids that are no experts, or an expert
+                twice in a row; `peer` is the lowest such rank. ``out`` is then complete, and such
+                ids count as -1.
+            CapacityOverflow: on every rank, if some rank would receive more than it can.
+        """
+        with self._joining(_PREPARE):
+            ids = describe("topk_idx", topk_idx)
+            plan = self.empty_plan() if out is None else out
+            outputs = [describe(f"out.{name}", getattr(plan, name), write=True) for name in
+                       ("counts", "padded_counts", "offsets", "needed_rows", "rank_rows")]
+        self._core.prepare(ids, *_bytes(plan), *outputs)
+        return plan
+
+    def dispatch(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None = None, *,
+                 scales: np.ndarray | None = None, quantize: bool = False,
+                 out: Dispatched | None = None) -> Dispatched:
+        """Copies each token's row to every rank that holds one of its experts.
+
+        Args:
+            plan: from prepare.
+            tokens: [T,H] float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8.
+            topk_weights: [T,K] float32.
+            scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the tokens.
+            quantize: receive bfloat16 tokens as float8_e4m3fn with a float32 scale per 128 columns.
+            out: arrays to receive into; None = new ones.
+
+        Which optional arrays are given must agree over the ranks.
+        """
+        with self._joining(_DISPATCH):
+            inputs = [describe("tokens", tokens), _optional("scales", scales),
+                      _optional("topk_weights", topk_weights)]
+            if out is None:
+                out = self._new_dispatched(plan, tokens, topk_weights, scales, quantize)
+            outputs = [describe("out.tokens", out.tokens, write=True),
+                       _optional("out.scales", out.scales, write=True),
+                       _optional("out.weights", out.weights, write=True),
+                       _optional("out.topk_idx", out.topk_idx, write=True)]
+        self._core.dispatch(*_bytes(plan), *inputs, *outputs)
+        return out
+
+    def combine(self, plan: Plan, expert_out: np.ndarray, weights: np.ndarray | None = None, *,
+                out: np.ndarray | None = None) -> np.ndarray:
+        """Sums the experts' results per token, in float32, in one fixed order.
+
+        Args:
+            plan: from prepare.
+            expert_out: [R,H] float32, float16 or bfloat16: row r is the result for received row r.
+            weights: [R] float32, expert_major only: multiplies each row; usually dispatch's.
+            out: [T,H] array to write; None = a new one.
+
+        Returns:
+            [T,H], of expert_out's dtype; zero for a token without rows.
+        """
+        with self._joining(_COMBINE):
+            inputs = [describe("expert_out", expert_out), _optional("weights", weights)]
+            if out is None:
+                out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)
+            output = describe("out", out, write=True)
+        self._core.combine(*_bytes(plan), *inputs, output)
+        return out
+
+    def dispatch_bwd(self, plan: Plan, grad_recv_tokens: np.ndarray | None = None,
+                     grad_recv_weights: np.ndarray | None = None
+                     ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The derivative of dispatch. At least one of the two gradients is given.
+
+        Args:
+            plan: from prepare.
+            grad_recv_tokens: [R,H] float32, float16 or bfloat16.
+            grad_recv_weights: float32, expert_major [R], rank_major [R,K].
+
+        Returns:
+            grad_tokens [T,H], the sum over each token's rows, and grad_topk_weights [T,K] float32,
+            0 for -1 and dropped rows; None for what was not given.
+        """
+        with self._joining(_DISPATCH_BWD):
+            inputs = [_optional("grad_recv_tokens", grad_recv_tokens),
+                      _optional("grad_recv_weights", grad_recv_weights)]
+            info = plan.info()
+            tokens = weights = None
+            if grad_recv_tokens is not None:
+                tokens = self._empty((info["num_tokens"], *grad_recv_tokens.shape[1:]),
+                                     grad_recv_tokens.dtype)
+            if grad_recv_weights is not None:
+                weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
+        self._core.dispatch_bwd(*_bytes(plan), *inputs, _optional("grad_tokens", tokens),
+                                _optional("grad_topk_weights", weights))
+        return tokens, weights
+
+    def combine_bwd(self, plan: Plan, grad_out: np.ndarray, expert_out: np.ndarray | None = None,
+                    weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+        """The derivative of combine.
+
+        Args:
+            plan: from prepare.
+            grad_out: [T,H] float32, float16 or bfloat16.
+            expert_out: [R,H] as combine had it, for the gradient of weights.
+            weights: [R] as combine had them, iff it had them.
+
+        Returns:
+            grad_expert_out [R,H]: weight (1 without weights) times the token's row of grad_out,
+            padding 0; and, if expert_out is given, grad_weights [R] float32, which is what
+            dispatch_bwd takes as grad_recv_weights, else None.
+        """
+        with self._joining(_COMBINE_BWD):
+            inputs = [describe("grad_out", grad_out), _optional("expert_out", expert_out),
+                      _optional("weights", weights)]
+            rows = plan.recv_rows
+            grad_expert_out = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
+            grad_weights = None if expert_out is None else self._empty((rows,), np.float32)
+        self._core.combine_bwd(*_bytes(plan), *inputs,
+                               describe("grad_expert_out", grad_expert_out),
+                               _optional("grad_weights", grad_weights))
+        return grad_expert_out, grad_weights
+
+    def status(self) -> EpStatus:
+        """Reads and clears the group's non-fatal error state. Never blocks."""
+        return EpStatus(**self._core.status())
+
+    def close(self) -> None:
+        """Frees the group's memory. Local; before or after the communicator's close().
+
+        Raises:
+            InvalidArgument: an operation is running in another thread.
+        """
+        self._core.close()
+
+    def __enter__(self) -> EpGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _joining(self, operation: int) -> Iterator[None]:
+        """Tells the peers at once of a mistake that is found before the call can be made."""
+        self._comm.core()
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
+                self._core.join_failed(operation, str(error))
+            raise
+
+    def _empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        try:
+            return self._comm.empty(shape, dtype)
+        except OutOfMemory:
+            return aligned_empty(shape, dtype)
+
+    def _new_dispatched(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None,
+                        scales: np.ndarray | None, quantize: bool) -> Dispatched:
+        info = plan.info()
+        rows, topk = info["recv_rows"], info["topk"]
+        rank_major = self._config.layout == "rank_major"
+        recv_scales = weights = topk_idx = None
+        dtype = tokens.dtype
+        if quantize:
+            dtype = numpy_dtype("float8_e4m3fn")
+            recv_scales = self._empty((rows, tokens.shape[1] // _QUANTISED_BLOCK), np.float32)
+        elif scales is not None:
+            recv_scales = self._empty((rows, *scales.shape[1:]), scales.dtype)
+        if topk_weights is not None:
+            weights = self._empty((rows, topk) if rank_major else (rows,), np.float32)
+        if rank_major:
+            topk_idx = self._empty((rows, topk), np.int64)
+        return Dispatched(self._empty((rows, *tokens.shape[1:]), dtype), weights, topk_idx,
+                          recv_scales)
+
+
+def _optional(name: str, array: Any, *, write: bool = False) -> Spec | None:
+    return None if array is None else describe(name, array, write=write)
+
+
+def _bytes(plan: Plan) -> tuple[int, int]:
+    return plan.data.ctypes.data, plan.data.nbytes

@@ -1,0 +1,61 @@
+"""The routing of one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from crossdock import _core
+
+__all__ = ["Plan"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The routing of one batch, made by EpGroup.prepare, or by EpGroup.empty_plan to be filled.
+
+    W ranks, L local experts. Nothing is kept in the group, so that any number of plans may be in use
+    at a time, and copies of one serve as well.
+
+    Attributes:
+        data: uint8 bytes of the plan; it holds no pointer.
+        counts: [L] int64 rows per local expert (rank_major: pairs of token and expert), without
+            padding and dropped rows.
+        padded_counts: [L] int64, the same with padding.
+        offsets: [L+1] int64 first row of each zone, and the end of the last.
+        needed_rows: [1] int64 rows that this rank would need, padding included, before any drop.
+        rank_rows: [W,W] int64 rows that each source puts into each destination.
+    """
+
+    data: np.ndarray
+    counts: np.ndarray
+    padded_counts: np.ndarray
+    offsets: np.ndarray
+    needed_rows: np.ndarray
+    rank_rows: np.ndarray
+
+    def info(self) -> dict[str, Any]:
+        """The plan's own numbers: rank, num_ranks, num_experts, num_tokens, topk, layout, alignment,
+        recv_rows, total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank, fingerprint, epoch.
+
+        Raises:
+            InvalidArgument: `data` holds no plan of this library version.
+        """
+        return _core.plan_info(self.data.ctypes.data, self.data.nbytes)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of this rank."""
+        return self.info()["num_tokens"]
+
+    @property
+    def topk(self) -> int:
+        """K: choices per token."""
+        return self.info()["topk"]
+
+    @property
+    def recv_rows(self) -> int:
+        """R: rows that a receive array needs, padding included and dropped rows excluded."""
+        return self.info()["recv_rows"]
