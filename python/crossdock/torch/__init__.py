@@ -1,0 +1,32 @@
+"""Crossdock for PyTorch: dispatch and combine as differentiable operators.
+
+    import crossdock.torch as xd
+
+    xd.init()                                     # ranks of torch.distributed or of torchrun
+    group = xd.EpGroup(num_experts=64, hidden=1024, topk=8, max_tokens=4096)
+    plan = group.prepare(topk_idx)                # [T, K]
+    received = xd.dispatch(plan, x, topk_weights) # rows grouped by local expert
+    y = experts(received.tokens, plan.offsets)
+    out = xd.combine(plan, y, received.weights)   # [T, H]
+
+Operations use the current CUDA stream and, on a GPU, return before they have run. Receive tensors
+have a static number of rows; `Plan.counts` and `Plan.offsets` say which are real.
+"""
+
+from ._comm import Communicator, default_communicator, empty_symmetric, init
+from ._group import EpGroup
+from ._ops import Dispatched, combine, dequantize, dispatch
+from ._plan import Plan
+
+__all__ = [
+    "Communicator",
+    "Dispatched",
+    "EpGroup",
+    "Plan",
+    "combine",
+    "default_communicator",
+    "dequantize",
+    "dispatch",
+    "empty_symmetric",
+    "init",
+]

@@ -1,0 +1,181 @@
+"""The library's operations on torch tensors: every output given, nothing allocated, no autograd.
+
+Each function runs one operation of a ``crossdock._core.Group`` on the current stream of the plan's
+device. Arguments have the names, shapes and dtypes of ``crossdock/ep.h``; optional ones may be None.
+Tensors must be contiguous: only addresses, shapes and dtypes travel. On the CPU an operation has
+finished when its function returns. On a GPU it has been enqueued, and tensors from torch's caching
+allocator may be dropped at once: their memory is reused only by later work of the same stream.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from crossdock import _core
+
+# An xd_ep_operation, for `join_failed`.
+PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = range(5)
+
+Spec = tuple[int, tuple[int, ...], int]
+
+
+def _dtype_codes() -> dict[torch.dtype, int]:
+    """DLPack's type code << 8 | bits, by torch dtype."""
+    codes = {
+        torch.int32: 0 << 8 | 32,
+        torch.int64: 0 << 8 | 64,
+        torch.int8: 0 << 8 | 8,
+        torch.uint8: 1 << 8 | 8,
+        torch.float16: 2 << 8 | 16,
+        torch.float32: 2 << 8 | 32,
+        torch.bfloat16: 4 << 8 | 16,
+        torch.float8_e4m3fn: 10 << 8 | 8,
+        torch.float8_e5m2: 12 << 8 | 8,
+    }
+    if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+        codes[torch.float8_e8m0fnu] = 14 << 8 | 8
+    return codes
+
+
+DTYPE_CODES = _dtype_codes()
+
+# The handle of a device's current stream without making a Stream object, where torch has it.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def spec(tensor: torch.Tensor | None) -> Spec | None:
+    """What ``_core`` takes for a tensor: (address, shape, dtype code).
+
+    Raises:
+        TypeError: the library has no such dtype.
+    """
+    if tensor is None:
+        return None
+    code = DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"expected a dtype that the library moves, got {tensor.dtype}")
+    return tensor.data_ptr(), tensor.shape, code
+
+
+def current_stream(device: torch.device) -> int:
+    """The CUDA stream that operations on this device go to; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    if _raw_stream is not None:
+        index = device.index
+        return _raw_stream(torch.cuda.current_device() if index is None else index)
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def prepare(
+    group: _core.Group,
+    topk_idx: torch.Tensor,
+    plan: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    padded_counts: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    rank_rows: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_prepare``. `plan` is uint8 with at least ``_core.plan_size`` elements."""
+    group.prepare(
+        spec(topk_idx),
+        plan.data_ptr(),
+        plan.numel(),
+        spec(counts),
+        spec(padded_counts),
+        spec(offsets),
+        spec(total),
+        spec(rank_rows),
+        current_stream(plan.device),
+    )
+
+
+def dispatch(
+    group: _core.Group,
+    plan: torch.Tensor,
+    tokens: torch.Tensor,
+    recv_tokens: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    recv_scales: torch.Tensor | None = None,
+    recv_weights: torch.Tensor | None = None,
+    recv_topk_idx: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_dispatch``."""
+    group.dispatch(
+        plan.data_ptr(),
+        plan.numel(),
+        spec(tokens),
+        spec(scales),
+        spec(topk_weights),
+        spec(recv_tokens),
+        spec(recv_scales),
+        spec(recv_weights),
+        spec(recv_topk_idx),
+        current_stream(plan.device),
+    )
+
+
+def combine(
+    group: _core.Group,
+    plan: torch.Tensor,
+    expert_out: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_combine``."""
+    group.combine(
+        plan.data_ptr(),
+        plan.numel(),
+        spec(expert_out),
+        spec(weights),
+        spec(out),
+        current_stream(plan.device),
+    )
+
+
+def dispatch_bwd(
+    group: _core.Group,
+    plan: torch.Tensor,
+    *,
+    grad_recv_tokens: torch.Tensor | None = None,
+    grad_recv_weights: torch.Tensor | None = None,
+    grad_tokens: torch.Tensor | None = None,
+    grad_topk_weights: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_dispatch_bwd``."""
+    group.dispatch_bwd(
+        plan.data_ptr(),
+        plan.numel(),
+        spec(grad_recv_tokens),
+        spec(grad_recv_weights),
+        spec(grad_tokens),
+        spec(grad_topk_weights),
+        current_stream(plan.device),
+    )
+
+
+def combine_bwd(
+    group: _core.Group,
+    plan: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_expert_out: torch.Tensor,
+    *,
+    expert_out: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    grad_weights: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_combine_bwd``."""
+    group.combine_bwd(
+        plan.data_ptr(),
+        plan.numel(),
+        spec(grad_out),
+        spec(expert_out),
+        spec(weights),
+        spec(grad_expert_out),
+        spec(grad_weights),
+        current_stream(plan.device),
+    )

@@ -1,0 +1,222 @@
+"""Communicators made from torch.distributed, from torchrun's environment, or of one rank."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from crossdock import _core
+
+from ._pool import SymmetricPool
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Communicator", "default_communicator", "empty_symmetric", "init"]
+
+_CPU, _CUDA = 1, 2  # DLPack's device types
+
+_default: Communicator | None = None
+
+
+class Communicator:
+    """A set of ranks, each with its device, and this rank's pool of symmetric memory.
+
+    Made by `init`. EpGroups and tensors of the pool keep it alive.
+
+    Attributes:
+        rank: this rank.
+        num_ranks: number of ranks.
+        device: the torch device that this rank computes on.
+        process_group: the torch.distributed group of the same ranks; None without one.
+        pool: where tensors in symmetric memory come from.
+        core: the communicator of the extension.
+    """
+
+    def __init__(
+        self, core: _core.Comm, device: torch.device, process_group: ProcessGroup | None
+    ) -> None:
+        self.core = core
+        self.device = device
+        self.process_group = process_group
+        self.rank: int = core.rank
+        self.num_ranks: int = core.num_ranks
+        self.pool = SymmetricPool(core, device)
+
+    def empty_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of undefined content in symmetric memory.
+
+        It lies in ordinary memory when the pool is exhausted; results are the same, and operations
+        copy it.
+        """
+        return self.pool.empty(shape, dtype)
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """``tensor.record_stream(stream)`` that also knows tensors in symmetric memory.
+
+        Needed where a tensor that the library made is used on another stream than the one that was
+        current when it was made, and dropped before that use has ended.
+        """
+        self.pool.record_stream(tensor, stream)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Add symmetric memory to the pool. Collective, blocking; may differ per rank.
+
+        Raises:
+            OutOfMemory: this rank has no memory left (Mismatch on the others); nothing has grown.
+        """
+        self.pool.reserve(num_bytes)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it. It waits for no CUDA stream."""
+        self.core.barrier()
+
+    def abort(self) -> None:
+        """Give up: releases every wait of this rank and finishes the communicator everywhere."""
+        self.core.abort()
+
+    def close(self) -> None:
+        """Leave. Local and bounded; on a GPU it waits for the device's work first.
+
+        Does nothing the second time. Tensors in symmetric memory stay good: with some alive, the
+        communicator is left when the last of them dies.
+        """
+        global _default
+        if _default is self:
+            _default = None
+        if self.device.type == "cuda" and not self.core.closed:
+            torch.cuda.synchronize(self.device)
+        self.pool.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device})"
+
+
+def init(
+    process_group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    *,
+    heap_bytes: int = 0,
+    timeout: float | timedelta | None = None,
+    name: str = "",
+) -> Communicator:
+    """Join a communicator. Collective, blocking.
+
+    The ranks are those of `process_group`, of any backend; without one those of torch.distributed's
+    default group if it is initialised; else those of torchrun's environment (``RANK``,
+    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``); else one rank. The first communicator that is
+    open serves every EpGroup that names none.
+
+    Args:
+        process_group: torch.distributed group whose members call this.
+        device: what this rank computes on; None = ``cuda:LOCAL_RANK`` where the library can use
+            CUDA, else the CPU. The same kind on all ranks.
+        heap_bytes: symmetric memory to begin with; EpGroups add what they need.
+        timeout: longest wait for a peer, here and in every operation, in seconds; None = the
+            environment's ``XD_TIMEOUT_MS``, else 10 minutes.
+        name: shown in logs; needed where several communicators meet through the environment at the
+            same time. Equal on all ranks.
+
+    Raises:
+        ValueError: a bad argument.
+        CrossdockError: see ``crossdock.errors``: Timeout names the ranks that did not come;
+            Unsupported says what this machine lacks.
+    """
+    global _default
+    where = _device(device)
+    is_cuda = where.type == "cuda"
+    options = {
+        "device_type": _CUDA if is_cuda else _CPU,
+        "device_id": where.index if is_cuda else 0,
+        "heap_bytes": heap_bytes,
+        "timeout_ms": _milliseconds(timeout),
+        "name": name,
+    }
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if process_group is not None or distributed:
+        process_group = process_group or torch.distributed.group.WORLD
+        core = _meet_through(process_group, where, options)
+    elif "WORLD_SIZE" in os.environ:
+        core = _core.Comm(bootstrap="environment", **options)
+    else:
+        core = _core.Comm(
+            bootstrap="unique_id", rank=0, num_ranks=1, unique_id=_core.unique_id(), **options
+        )
+    comm = Communicator(core, where, process_group)
+    if _default is None:
+        _default = comm
+    return comm
+
+
+def default_communicator() -> Communicator:
+    """The communicator that EpGroups use when none is named.
+
+    Raises:
+        RuntimeError: `init` has not been called, or what it gave has been closed.
+    """
+    if _default is None:
+        raise RuntimeError("no communicator: call crossdock.torch.init() first, on all ranks")
+    return _default
+
+
+def empty_symmetric(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, comm: Communicator | None = None
+) -> torch.Tensor:
+    """`Communicator.empty_symmetric` of `comm`, or of the default communicator."""
+    return (comm or default_communicator()).empty_symmetric(shape, dtype)
+
+
+def _meet_through(
+    process_group: ProcessGroup, device: torch.device, options: dict[str, object]
+) -> _core.Comm:
+    dist = torch.distributed
+    size = dist.get_world_size(process_group)
+
+    def all_gather(piece: bytes) -> list[bytes]:
+        pieces: list[bytes] = [b""] * size
+        dist.all_gather_object(pieces, piece, group=process_group)
+        return pieces
+
+    # Object collectives of NCCL go through the current CUDA device.
+    context = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with context:
+        return _core.Comm(
+            bootstrap="all_gather",
+            rank=dist.get_rank(process_group),
+            num_ranks=size,
+            all_gather=all_gather,
+            **options,
+        )
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """The device with its index."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if given is None:
+        usable = torch.cuda.is_available() and _core.feature_available("cuda")
+        return torch.device("cuda", local_rank) if usable else torch.device("cpu")
+    device = torch.device(given)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _milliseconds(timeout: float | timedelta | None) -> int:
+    if timeout is None:
+        return 0
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < 2**31 / 1000:
+        raise ValueError(f"timeout: expected seconds above 0 and below 2147483, got {timeout}")
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,264 @@
+"""Groups of ranks that exchange tokens, found again by a number from inside torch operators."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import weakref
+from typing import Any, NoReturn
+
+import torch
+
+from crossdock import _core
+from crossdock.errors import InvalidArgument, from_details
+
+from ._calls import DTYPE_CODES, PREPARE, current_stream
+from ._comm import Communicator, default_communicator
+from ._plan import Plan, PlanParts
+from ._pool import SymmetricPool, block_bytes
+
+__all__ = ["EpGroup", "group_of", "pool_of"]
+
+_LAYOUTS = {"expert_major": 0, "rank_major": 1}
+_OVERFLOWS = {"error": 0, "drop": 1}
+_OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
+_handles = itertools.count(1)
+_groups: weakref.WeakValueDictionary[int, EpGroup] = weakref.WeakValueDictionary()
+
+
+def group_of(handle: int) -> EpGroup:
+    """The group with this handle.
+
+    Raises:
+        RuntimeError: it is gone; plans and models must keep their group.
+    """
+    group = _groups.get(handle)
+    if group is None:
+        raise RuntimeError(f"group: expected the handle of a living EpGroup, got {handle}")
+    return group
+
+
+def pool_of(handle: int) -> SymmetricPool:
+    """The pool that the tensors of this group come from."""
+    return group_of(handle).comm.pool
+
+
+class EpGroup:
+    """Sizes and memory of one kind of expert-parallel traffic between the ranks.
+
+    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``.
+    The operations of a group are collective and form one sequence, the same on all ranks, also on a
+    rank that has no tokens. Keep the group as long as plans, compiled functions and captured graphs
+    use it.
+
+    Attributes:
+        comm: its Communicator.
+        handle: its number in this process, by which operators find it.
+        rows: R, the rows of every receive tensor of this rank.
+        num_experts, num_local_experts, hidden, topk, max_tokens, layout, dtype: as given.
+        core: the group of the extension.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        topk: int,
+        max_tokens: int,
+        *,
+        layout: str = "expert_major",
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: int | None = None,
+        overflow: str = "error",
+        alignment: int = 1,
+        staging: bool = True,
+        zero_tail: bool = True,
+        num_sms: int = 0,
+        symmetric_tensors: int = 4,
+        comm: Communicator | None = None,
+    ) -> None:
+        """Make the group. Collective, blocking.
+
+        Equal on all ranks but for `capacity`, `staging`, `zero_tail`, `num_sms` and
+        `symmetric_tensors`.
+
+        Args:
+            num_experts: E, a multiple of the number of ranks.
+            hidden: largest row, in elements of `dtype`.
+            topk: largest number of experts per token, 1 to 32.
+            max_tokens: largest number of tokens of a rank.
+            layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
+                expert; ``"rank_major"``: one per (token, rank), grouped by source.
+            dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integers.
+            capacity: R in rows, a multiple of `alignment`; None = enough for any routing.
+            overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
+                raises CapacityOverflow; ``"drop"``: its last rows are dropped.
+            alignment: of each expert's rows, a power of two; padding rows are zero.
+            staging: own memory through which receive tensors in ordinary memory go; without it they
+                are refused.
+            zero_tail: zero the rows past the last one in every receive tensor that is written. Keep
+                it where whole receive tensors go through further arithmetic.
+            num_sms: CUDA: multiprocessors to use; 0 = chosen by the library.
+            symmetric_tensors: receive tensors ``[R, hidden]`` that the communicator's pool grows by.
+            comm: None = the default communicator.
+
+        Raises:
+            ValueError: a bad argument (InvalidArgument), on this rank.
+            Mismatch: sizes differ between ranks, or another rank's argument is bad.
+            OutOfMemory: no memory left here (Mismatch on the others).
+        """
+        self.comm = default_communicator() if comm is None else comm
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // self.comm.num_ranks
+        self.hidden = hidden
+        self.topk = topk
+        self.max_tokens = max_tokens
+        self.layout = layout
+        self.dtype = dtype
+        config = {
+            "num_experts": num_experts,
+            "max_topk": topk,
+            "max_tokens_per_rank": max_tokens,
+            "hidden": hidden,
+            "dtype": _choice("dtype", dtype, DTYPE_CODES),
+            "max_scale_bytes": 4 * math.ceil(hidden / 128),
+            "layout": _choice("layout", layout, _LAYOUTS),
+            "alignment": alignment,
+            "recv_capacity": 0 if capacity is None else capacity,
+            "overflow": _choice("overflow", overflow, _OVERFLOWS),
+            "staging": 0 if staging else 1,
+            "zero_tail": int(zero_tail),
+            "num_sms": num_sms,
+        }
+        self.core = _core.Group(self.comm.core, **config)
+        sizes = {**config, "num_ranks": self.comm.num_ranks}
+        self.rows: int = capacity or _core.recv_bound(**sizes)
+        self.plan_bytes: int = _core.plan_size(**sizes)
+        self.plan_parts = PlanParts(self.num_local_experts, self.comm.num_ranks)
+        self.comm.reserve(symmetric_tensors * self._tensor_bytes())
+
+        device = self.comm.device
+        self.first_order = torch.zeros(1, device=device)
+        # See _ops.py: what keeps the operations of a rank without tokens in a compiled graph.
+        self.anchor = torch.zeros(1, device=device)
+        self.order_leaf = torch.zeros(1, device=device, requires_grad=True)
+        self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
+        self.handle: int = next(_handles)
+        _groups[self.handle] = self
+
+    def prepare(
+        self, topk_idx: torch.Tensor, *, after: Plan | None = None, out: Plan | None = None
+    ) -> Plan:
+        """Exchange counts and make the plan of a batch. Collective.
+
+        Args:
+            topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none. Contiguous.
+                T may differ per rank, and be 0; K is equal.
+            after: a plan whose operations, so far, come before those of this one, and whose
+                backward operations come after, although no data says so. Needed under
+                ``torch.compile`` for branches that do not depend on one another. Both belong to one
+                backward pass.
+            out: a plan of the same shape to overwrite. A backward pass that still needs what it
+                held raises RuntimeError.
+
+        Returns:
+            The plan: for any number of `dispatch` and `combine` of this group.
+
+        Raises:
+            TypeError, ValueError: a bad argument; the peers get Mismatch.
+            InvalidArgument, CapacityOverflow: on all ranks, expert ids out of range or repeated
+                anywhere; more rows than some capacity. On CUDA `check` raises them.
+        """
+        self.require_tensor(PREPARE, "topk_idx", topk_idx)
+        order = self.first_order if after is None else after.order
+        data, info, order = torch.ops.crossdock.prepare.default(topk_idx, order, self.handle)
+        plan = Plan(self, data, info, order, topk_idx.shape[0], topk_idx.shape[1])
+        return plan if out is None else out.overwrite(plan)
+
+    def status(self) -> dict[str, Any]:
+        """Read and clear the group's non-fatal error state; never blocks.
+
+        ``status`` (name), ``operation``, ``epoch``, ``rank``, ``bad_ids``, ``needed_rows``,
+        ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
+        """
+        return self.core.status()
+
+    def check(self) -> None:
+        """Raise what operations met since the last look, if anything; never blocks.
+
+        Needed on CUDA, where operations run after their call has returned: synchronise first to see
+        the last ones. On the CPU operations raise by themselves.
+
+        Raises:
+            InvalidArgument, Mismatch, CapacityOverflow: and the group stays usable.
+            CrossdockError: the communicator is finished; ``fatal`` is True.
+        """
+        fatal = self.comm.core.error()
+        if fatal is not None:
+            raise from_details(fatal)
+        found = self.core.status()
+        if found["status"] != "XD_SUCCESS":
+            raise from_details(
+                {
+                    "status": found["status"],
+                    "text": found["text"],
+                    "rank": self.comm.rank,
+                    "peer": None if found["rank"] < 0 else found["rank"],
+                    "operation": found["operation"],
+                }
+            )
+
+    def close(self) -> None:
+        """Free the group's memory; on a GPU after waiting for the device's work. Local.
+
+        Does nothing the second time.
+        """
+        if self.core.closed:
+            return
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        self.core.close()
+
+    def __del__(self) -> None:
+        # A group whose making failed has no `core`.
+        if hasattr(self, "core") and not sys.is_finalizing():
+            self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"EpGroup({self.num_experts} experts on {self.comm.num_ranks} ranks, "
+            f"hidden={self.hidden}, topk={self.topk}, max_tokens={self.max_tokens}, "
+            f"rows={self.rows}, layout={self.layout!r}, dtype={self.dtype})"
+        )
+
+    def require_tensor(self, operation: int, name: str, value: object) -> None:
+        """Refuses anything but a tensor."""
+        if not isinstance(value, torch.Tensor):
+            self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
+
+    def refuse(self, operation: int, kind: type[Exception], problem: str) -> NoReturn:
+        """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch."""
+        place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
+        text = f"{_OPERATIONS[operation]}: {problem} {place}"
+        try:
+            self.core.join_failed(operation, text, current_stream(self.comm.device))
+        except InvalidArgument:
+            pass  # it says that the peers have been told
+        raise kind(text)
+
+    def _tensor_bytes(self) -> int:
+        """Symmetric memory for a receive tensor and for what lies beside it."""
+        beside = self.topk if self.layout == "rank_major" else 1
+        rows = block_bytes(self.rows * self.hidden * self.dtype.itemsize)
+        return rows + block_bytes(self.rows * 4 * beside)
+
+
+def _drop_grad(leaf: torch.Tensor) -> None:
+    leaf.grad = None
+
+
+def _choice(name: str, given: Any, known: dict[Any, int]) -> int:
+    if given not in known:
+        raise ValueError(f"{name}: expected one of {list(known)}, got {given!r}")
+    return known[given]

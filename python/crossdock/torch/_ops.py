@@ -1,0 +1,191 @@
+"""dispatch and combine for users: optional outputs as None, the chain of orders in the plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import _custom_ops  # noqa: F401  (registers the operators)
+from ._calls import COMBINE, DISPATCH
+from ._capture import is_capturing
+from ._plan import Plan
+
+__all__ = ["Dispatched", "combine", "dequantize", "dispatch"]
+
+
+class Dispatched(NamedTuple):
+    """What a rank receives: R = ``EpGroup.rows`` rows, or as many as are real with ``exact``.
+
+    Attributes:
+        tokens: ``[R, H]`` in the dtype of x, or float8_e4m3fn when quantised.
+        weights: float32 ``[R]`` (expert_major) or ``[R, K]`` (rank_major); None unless given.
+        topk_idx: ``[R, K]`` int32 local expert of each choice, else -1; None in expert_major.
+        scales: ``[R, S]`` beside the tokens; None without scales.
+        link: what `dequantize` needs to send gradients back; None unless quantised.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    scales: torch.Tensor | None
+    link: torch.Tensor | None = None
+
+
+def dispatch(
+    plan: Plan,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    scales: torch.Tensor | None = None,
+    quantize: bool = False,
+    exact: bool = False,
+) -> Dispatched:
+    """Copy every token's row to the ranks that hold its experts. Collective.
+
+    Differentiable in x (bfloat16, float16, float32) and topk_weights. Every rank of the group calls
+    this, and its backward pass, also with T = 0: give a tensor that requires grad where the other
+    ranks do. Rows past the last real one are zero in groups with ``zero_tail``.
+
+    Args:
+        plan: from `EpGroup.prepare`.
+        x: ``[T, H]``, contiguous; bfloat16, float16, float32, fp8 or 8-bit integers. A row has a
+            multiple of 16 bytes.
+        topk_weights: ``[T, K]`` float32, contiguous.
+        scales: ``[T, S]`` float32, float8_e8m0fnu or uint8 that travels beside the rows, as for fp8
+            tokens. Neither gets a gradient then unless x is of a wider type.
+        quantize: send bfloat16 rows as float8_e4m3fn with one float32 scale per 128 columns, H a
+            multiple of 128. `dequantize` gives the rows back; their gradient reaches x as it is, in
+            bfloat16 (straight-through).
+        exact: trim the results to the rows that this batch has, after waiting for the device. Not
+            under ``torch.compile`` or in CUDA graphs.
+
+    Raises:
+        TypeError, ValueError: a bad argument; no row has moved, and the peers get Mismatch.
+        Mismatch: the ranks' arguments disagree, or another rank's are bad.
+        CapacityOverflow: the plan needs more rows than some rank's capacity.
+        CrossdockError: the others of ``crossdock.errors``. On CUDA, all but bad arguments are
+            raised by `EpGroup.check` or by a later call.
+    """
+    group = plan.group
+    group.require_tensor(DISPATCH, "x", x)
+    if topk_weights is not None:
+        group.require_tensor(DISPATCH, "topk_weights", topk_weights)
+    if scales is not None:
+        group.require_tensor(DISPATCH, "scales", scales)
+    if exact:
+        _require_host(plan)
+    order = _incoming_order(plan, x, topk_weights)
+    tokens, weights, topk_idx, recv_scales, link, order = torch.ops.crossdock.dispatch.default(
+        plan.data,
+        x,
+        topk_weights,
+        scales,
+        order,
+        group.handle,
+        plan.num_tokens,
+        plan.topk,
+        quantize,
+    )
+    _leave_order(plan, order)
+    received = Dispatched(
+        tokens,
+        None if topk_weights is None else weights,
+        topk_idx if group.layout == "rank_major" else None,
+        None if scales is None and not quantize else recv_scales,
+        link if quantize else None,
+    )
+    return _trimmed(received, plan) if exact else received
+
+
+def combine(
+    plan: Plan, expert_out: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Bring the experts' results back and sum them per token. Collective.
+
+    Differentiable in expert_out and weights. Sums are in float32 in a fixed order: equal inputs
+    give equal bits.
+
+    Args:
+        plan: from `EpGroup.prepare`.
+        expert_out: ``[R, H]`` bfloat16, float16 or float32, contiguous: a result for each row that
+            `dispatch` gave. In symmetric memory (`empty_symmetric`) it is read in place.
+        weights: float32 ``[R]``, usually ``Dispatched.weights``: the sum is weighted. expert_major
+            only: in rank_major a row stands for several experts, whose results are summed already.
+
+    Returns:
+        ``[T, H]``, dtype of expert_out; zero for a token without rows.
+
+    Raises:
+        As `dispatch`.
+    """
+    group = plan.group
+    group.require_tensor(COMBINE, "expert_out", expert_out)
+    if weights is not None:
+        group.require_tensor(COMBINE, "weights", weights)
+    out, order = torch.ops.crossdock.combine.default(
+        plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens
+    )
+    _leave_order(plan, order)
+    return out
+
+
+def dequantize(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """``[R, H]`` rows of quantised tokens: element times the scale of its 128 columns.
+
+    Differentiable: the gradient goes to x of `dispatch` unchanged, but for rounding to bfloat16.
+
+    Raises:
+        ValueError: the tokens were not quantised by `dispatch`.
+    """
+    if received.link is None or received.scales is None:
+        raise ValueError("received: expected what dispatch(..., quantize=True) returned")
+    return _Dequantize.apply(received.tokens, received.scales, received.link, dtype)
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, scales, link, dtype):
+        ctx.link_dtype = link.dtype
+        blocks = tokens.to(torch.float32).unflatten(1, (scales.shape[1], 128))
+        return (blocks * scales[:, :, None]).flatten(1).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, grad.to(ctx.link_dtype), None
+
+
+def _incoming_order(
+    plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor | None
+) -> torch.Tensor:
+    """The plan's order; for a rank without tokens one whose gradient somebody wants.
+
+    Results without elements are constants to a compiler, which would leave out what computes them:
+    also operations that the peers wait for. A gradient for a leaf is a result that it must compute.
+    """
+    wants_grad = x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
+    if plan.num_tokens == 0 and wants_grad and not plan.order.requires_grad:
+        return plan.group.order_leaf
+    return plan.order
+
+
+def _leave_order(plan: Plan, order: torch.Tensor) -> None:
+    """Makes `order` the plan's, and for a rank without tokens a result that compilers must keep."""
+    plan.order = order
+    if plan.num_tokens == 0 and torch.compiler.is_compiling():
+        plan.group.anchor = plan.group.anchor + order.detach()
+
+
+def _require_host(plan: Plan) -> None:
+    """Refuses ``exact`` where the host cannot read the number of rows."""
+    group = plan.group
+    if torch.compiler.is_compiling():
+        raise ValueError("exact: expected False under torch.compile, which has static shapes only")
+    if is_capturing(group.comm.device):
+        problem = "exact: expected False in a CUDA graph, whose shapes are static; got True"
+        group.refuse(DISPATCH, ValueError, problem)
+
+
+def _trimmed(received: Dispatched, plan: Plan) -> Dispatched:
+    rows = min(int(plan.total), plan.group.rows)
+    return Dispatched(*(None if part is None else part[:rows] for part in received))

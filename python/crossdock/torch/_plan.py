@@ -1,0 +1,115 @@
+"""The routing of one batch, as tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ._group import EpGroup
+
+__all__ = ["Plan", "PlanParts"]
+
+_ALIGNED = 4  # int32 elements in 16 bytes, where every part begins
+
+
+class PlanParts:
+    """Where a plan's counts lie in one int32 tensor."""
+
+    def __init__(self, num_local_experts: int, num_ranks: int) -> None:
+        sizes = (num_local_experts, num_local_experts, num_local_experts + 1, 1, num_ranks**2)
+        places = [(size + _ALIGNED - 1) // _ALIGNED * _ALIGNED for size in sizes]
+        starts = [0, *itertools.accumulate(places)]
+        self.num_elements = starts[-1]
+        self.num_ranks = num_ranks
+        self.counts, self.padded_counts, self.offsets, self.total, self.rank_rows = (
+            slice(start, start + size) for start, size in zip(starts, sizes)
+        )
+
+
+class Plan:
+    """What `EpGroup.prepare` makes: the place of every row of a batch.
+
+    A plan carries the order of its operations: each one takes `order` and leaves a new one, so that
+    autograd and compilers see one chain. Reading counts on a GPU is up to the caller, who then
+    waits for the device.
+
+    Attributes:
+        group: its EpGroup, which it keeps alive.
+        data: the routing, opaque, uint8.
+        info: all counts below, int32.
+        order: 1 element float32 that stands for the operations so far; its value means nothing.
+        num_tokens: T of this rank.
+        topk: K.
+    """
+
+    def __init__(
+        self,
+        group: EpGroup,
+        data: torch.Tensor,
+        info: torch.Tensor,
+        order: torch.Tensor,
+        num_tokens: int,
+        topk: int,
+    ) -> None:
+        self.group = group
+        self.data = data
+        self.info = info
+        self.order = order
+        self.num_tokens = num_tokens
+        self.topk = topk
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """``[L]`` int32: rows per local expert without padding (rank_major: pairs)."""
+        return self.info[self.group.plan_parts.counts]
+
+    @property
+    def padded_counts(self) -> torch.Tensor:
+        """``[L]`` int32: rows per local expert with padding."""
+        return self.info[self.group.plan_parts.padded_counts]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """``[L + 1]`` int32: first row of each expert's zone, and the end of the last."""
+        return self.info[self.group.plan_parts.offsets]
+
+    @property
+    def total(self) -> torch.Tensor:
+        """``[1]`` int32: rows that this rank needs, padding included, before any are dropped."""
+        return self.info[self.group.plan_parts.total]
+
+    @property
+    def rank_rows(self) -> torch.Tensor:
+        """``[W, W]`` int32: rows that source s puts into the receive tensor of destination d."""
+        parts = self.group.plan_parts
+        return self.info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks)
+
+    def detach(self) -> Plan:
+        """The same routing with an order of its own.
+
+        For another backward pass over a plan: without it, the second would go through the
+        operations of the first.
+        """
+        order = self.order.detach()
+        return Plan(self.group, self.data, self.info, order, self.num_tokens, self.topk)
+
+    def overwrite(self, other: Plan) -> Plan:
+        """Put `other` into the memory of this plan.
+
+        Raises:
+            ValueError: it has another shape or group.
+        """
+        mine = (self.group.handle, self.num_tokens, self.topk)
+        theirs = (other.group.handle, other.num_tokens, other.topk)
+        if mine != theirs:
+            raise ValueError(
+                f"out: expected a plan with (group, tokens, topk) = {theirs}, got {mine}"
+            )
+        # In place: the version counters of these tensors tell a backward pass that saved them.
+        self.data.copy_(other.data)
+        self.info.copy_(other.info)
+        self.order = other.order
+        return self

@@ -1,0 +1,222 @@
+"""Tensors in symmetric memory, with the reuse rules of torch's caching allocator.
+
+Peers move rows straight into and out of symmetric memory. Its size is fixed between collective
+growths, so nothing here ever waits for a peer: what does not fit becomes ordinary memory, which the
+operations copy through staging memory of the group.
+
+A block belongs to the stream that was current when it was made. When its tensor dies the block
+serves the next tensor of that stream at once: work of one stream runs in order, and an operation
+ends only when its peers have finished with this rank's memory. A use on another stream is told by
+`record_stream`, or noticed when the tensor dies while another stream is current, as in autograd's
+threads; such a block waits for an event. Blocks taken during the capture of a CUDA graph belong to
+that capture for ever, and serve each other's successors within it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections import defaultdict, deque
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from crossdock import _core
+from crossdock.errors import OutOfMemory
+
+from ._calls import DTYPE_CODES, current_stream
+from ._capture import capture_id
+
+__all__ = ["SymmetricPool", "block_bytes"]
+
+_BYTE = DTYPE_CODES[torch.uint8]
+
+
+def block_bytes(num_bytes: int) -> int:
+    """Bytes that a tensor of `num_bytes` takes: few sizes, so that blocks fit more tensors."""
+    granule = 512 if num_bytes < 1 << 20 else 1 << 16
+    return max(granule, (num_bytes + granule - 1) // granule * granule)
+
+
+class _Block:
+    """A piece of the heap. `stream`: whose work may use it next without waiting."""
+
+    __slots__ = ("address", "size", "stream", "capture", "other_streams")
+
+    def __init__(self, address: int, size: int, stream: int, capture: int) -> None:
+        self.address = address
+        self.size = size
+        self.stream = stream
+        self.capture = capture
+        self.other_streams: set[int] = set()
+
+
+class _Lease:
+    """Lives as long as a tensor's storage and gives its block back."""
+
+    __slots__ = ("pool", "block")
+
+    def __init__(self, pool: SymmetricPool, block: _Block) -> None:
+        self.pool = pool
+        self.block = block
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.pool._give_back(self.block)
+
+
+class SymmetricPool:
+    """The symmetric memory of one communicator as a source of tensors. Any thread.
+
+    Tensors keep the pool and its communicator alive.
+    """
+
+    def __init__(self, comm: _core.Comm, device: torch.device) -> None:
+        self._comm = comm
+        self._device = device
+        self._lock = threading.RLock()  # a tensor may die, and close the pool, inside it
+        # By (capture, stream, size): blocks that may be used by that stream without waiting.
+        self._free: defaultdict[tuple[int, int, int], list[_Block]] = defaultdict(list)
+        # Blocks of dead tensors, not sorted in yet: a tensor may die anywhere, also while this
+        # thread holds the lock, and appending needs none.
+        self._returned: deque[_Block] = deque()
+        self._waiting: list[tuple[_Block, list[torch.cuda.Event]]] = []
+        self._live: dict[int, _Block] = {}
+        self._closing = False
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor on the communicator's device, its content undefined.
+
+        In symmetric memory, 256-byte aligned, or in ordinary memory when no block is left.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        block = self._take(block_bytes(num_bytes))
+        if block is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        lease = _Lease(self, block)
+        if dtype.itemsize > 1:
+            return from_dlpack(self._capsule(block.address, shape, DTYPE_CODES[dtype], lease))
+        # As plain bytes, because DLPack in older releases of torch does not know fp8.
+        flat = from_dlpack(self._capsule(block.address, (num_bytes,), _BYTE, lease))
+        return flat.view(dtype).view(shape)
+
+    def _capsule(self, address: int, shape: tuple[int, ...], code: int, owner: _Lease) -> object:
+        device_type, device_id = self._comm.device_type, self._comm.device_id
+        return _core.as_dlpack(address, shape, code, device_type, device_id, owner)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in a block of this pool."""
+        return tensor.untyped_storage().data_ptr() in self._live
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Tell that `stream` uses the tensor: its memory is not reused before that work is done.
+
+        For tensors of this pool what ``Tensor.record_stream`` is for others, which it calls.
+        """
+        block = self._live.get(tensor.untyped_storage().data_ptr())
+        if block is None:
+            tensor.record_stream(stream)
+        else:
+            block.other_streams.add(stream.cuda_stream)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make the pool larger. Collective, blocking; `num_bytes` may differ per rank.
+
+        Raises:
+            OutOfMemory: this rank has no memory left (Mismatch on the others); nothing has grown.
+        """
+        self._comm.mem_grow(num_bytes)
+
+    def close(self) -> None:
+        """Close the communicator: now, or when the last tensor of this pool has died."""
+        self._closing = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        with self._lock:
+            self._sort_returned(0)
+            unused = not self._live
+        if unused and not self._comm.closed:
+            self._comm.close()
+
+    def _give_back(self, block: _Block) -> None:
+        current = current_stream(self._device)
+        if current != block.stream:
+            block.other_streams.add(current)
+        self._returned.append(block)
+        if self._closing:
+            self._close_if_unused()
+
+    def _take(self, size: int) -> _Block | None:
+        stream = current_stream(self._device)
+        with self._lock:
+            capture = capture_id(self._device, stream)
+            self._sort_returned(capture)
+            fitting = self._free.get((capture, stream, size))
+            if fitting:
+                block = fitting.pop()
+            else:
+                block = self._allocate(size, stream, capture)
+            if block is not None:
+                self._live[block.address] = block
+            return block
+
+    def _allocate(self, size: int, stream: int, capture: int) -> _Block | None:
+        """A block from the heap, if need be after giving unused ones back to it."""
+        for attempt in range(2):
+            try:
+                return _Block(self._comm.mem_alloc(size), size, stream, capture)
+            except OutOfMemory:
+                if attempt or not self._trim(size, capture):
+                    return None
+        return None
+
+    def _trim(self, size: int, capture: int) -> bool:
+        """Gives unused blocks to the heap; whether it is worth trying there again."""
+        unused = [key for key, blocks in self._free.items() if not key[0] and blocks]
+        if sum(key[2] * len(self._free[key]) for key in unused) < size:
+            return False
+        # The heap does not know streams: their work must be over. A capture must not wait, and need
+        # not: torch.cuda.graph synchronises the device before it begins.
+        if self._device.type == "cuda" and not capture:
+            torch.cuda.synchronize(self._device)
+        for key in unused:
+            for block in self._free.pop(key):
+                self._comm.mem_free(block.address)
+        return True
+
+    def _sort_returned(self, capture: int) -> None:
+        """Moves blocks of dead tensors to where the next tensor finds them."""
+        while self._returned:
+            block = self._returned.popleft()
+            self._live.pop(block.address, None)
+            if not block.other_streams:
+                self._free[block.capture, block.stream, block.size].append(block)
+            elif block.capture:
+                pass  # a capture cannot say when the other stream is done: nobody uses it again
+            elif capture:
+                self._waiting.append((block, []))  # events cannot be recorded now
+            else:
+                self._waiting.append((block, self._events(block)))
+        if self._waiting and not capture:
+            self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for block, events in waiting:
+            events = events or self._events(block)
+            if all(event.query() for event in events):
+                block.other_streams.clear()
+                self._free[block.capture, block.stream, block.size].append(block)
+            else:
+                self._waiting.append((block, events))
+
+    def _events(self, block: _Block) -> list[torch.cuda.Event]:
+        """One per other stream, which is behind the block's last use there."""
+        events = []
+        for raw in block.other_streams:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.ExternalStream(raw, device=self._device))
+            events.append(event)
+        return events
