@@ -2,8 +2,12 @@
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-# Not under sanitizers: the build that people run.
+# Not under sanitizers: the build that people run, and the Python package beside it.
 RELEASE := build/release
+RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python
+
+# The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache.
+export CCACHE_NOHASHDIR := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench gpu-test gpu-bench gpu-package format check sanitize clean
@@ -21,20 +25,21 @@ endef
 
 demo:  ## train a small mixture-of-experts layer over 4 ranks, checked and timed
 	@tools/setup.sh demo
-	$(call build,$(RELEASE),,crossdock-demo crossdock-run)
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS),crossdock-demo crossdock-run)
 	@$(RELEASE)/tools/run/crossdock-run -n 4 --no-prefix -- $(RELEASE)/examples/demo/crossdock-demo
 
 CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
 test:  ## build everything and run the test suite, but for what needs a GPU
-	@tools/setup.sh test
-	$(call build,$(RELEASE))
-	@$(CTEST) --test-dir $(RELEASE) -LE gpu
+	@tools/setup.sh test torch python
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
+	@$(CTEST) --test-dir $(RELEASE) -LE gpu; code=$$?; \
+	  tests/python/closing-lines.sh $(RELEASE); exit $$code
 	@tests/gpu/left-out.sh $(RELEASE)
 
 bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	@tools/setup.sh bench
-	$(call build,$(RELEASE),,bench/all crossdock-run)
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS),bench/all crossdock-run)
 	@bench/all.sh $(RELEASE)
 
 # On a machine with GPUs. With BUILD=folder, that of a prebuilt package, nothing is configured,
@@ -51,21 +56,21 @@ gpu-bench: $(if $(BUILD),,gpu-package)  ## measure on this machine's GPUs; BUILD
 	@$(or $(BUILD),$(GPU_PACKAGE))/bench/crossdock-bench ep --device cuda --preset budget
 
 gpu-package:  ## stage what those two run in build/gpu-package, to be carried to a GPU
-	@tools/setup.sh gpu
+	@tools/setup.sh gpu python
 	$(call build,$(GPU),$(GPU_OPTIONS),gpu-tests crossdock-bench crossdock-run)
 	@tests/gpu/package.py $(GPU) $(GPU_PACKAGE)
 
 # The build with clang-tidy beside the compiler: what has not changed is not looked at again.
 TIDY := -DCROSSDOCK_WERROR=ON -DCMAKE_CXX_CLANG_TIDY="$(CURDIR)/.venv/bin/clang-tidy;--quiet"
-FORMATTED = $(shell find include src tests bench examples tools -name '*.h' -o -name '*.c' \
+FORMATTED = $(shell find include src python tests bench examples tools -name '*.h' -o -name '*.c' \
   -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
 format:  ## format all C and C++ files in place
-	@tools/setup.sh check --python
+	@tools/setup.sh check check
 	@.venv/bin/clang-format -i $(FORMATTED)
 
 check:  ## format, lint, include directions, lengths, headers, exported symbols
-	@tools/setup.sh check --python
+	@tools/setup.sh check check python
 	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
 	@.venv/bin/shellcheck .ci/run $(shell find tools tests -name '*.sh')
 	$(call build,build/tidy,$(TIDY))

@@ -1,7 +1,7 @@
 """Crossdock: expert parallelism between ranks, on NumPy arrays.
 
-A communicator joins ranks (threads, or processes of one host), a group moves tokens to the ranks that
-hold their experts and brings the results back:
+A communicator joins ranks (threads, or processes of one host), a group moves tokens to the ranks
+that hold their experts and brings the results back:
 
     with crossdock.Comm.from_environment() as comm:
         config = crossdock.EpConfig(num_experts=8, max_topk=2, max_tokens_per_rank=64, hidden=256,
@@ -12,8 +12,8 @@ hold their experts and brings the results back:
             expert_out = apply_experts(received.tokens, plan.offsets)
             out = group.combine(plan, expert_out, received.weights)  # [T, H]
 
-``crossdock.torch`` is the same for PyTorch, with autograd, on CPUs and GPUs. Every call that can wait
-for a peer releases the GIL, is bounded by the communicator's timeout, and raises a class of
+``crossdock.torch`` is the same for PyTorch, with autograd, on CPUs and GPUs. Every call that can
+wait for a peer releases the GIL, is bounded by the communicator's timeout, and raises a class of
 ``crossdock.errors``.
 """
 

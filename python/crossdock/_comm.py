@@ -93,8 +93,8 @@ class Comm:
         """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
 
         Args:
-            all_gather: gets this rank's bytes and returns every rank's, by rank; called a few times,
-                during this call only. What it raises is raised here. It carries a secret.
+            all_gather: gets this rank's bytes and returns every rank's, by rank; called a few
+                times, during this call only. What it raises is raised here. It carries a secret.
 
         Other arguments and errors as of Comm.
         """
@@ -164,9 +164,9 @@ class Comm:
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """An array in symmetric memory, its content undefined.
 
-        Operations move rows straight into and out of such arrays, and stage others. Local and cheap;
-        calls need not match across ranks. The memory is given back when the last array over it
-        dies; until then it stays valid, even past close().
+        Operations move rows straight into and out of such arrays, and stage others. Local and
+        cheap; calls need not match across ranks. The memory is given back when the last array over
+        it dies; until then it stays valid, even past close().
 
         Args:
             shape: one number, or a tuple.
@@ -197,9 +197,9 @@ class Comm:
         return MemoryInfo(**self.core().mem_info())
 
     def close(self) -> None:
-        """Leaves. Local and bounded: says goodbye, waits for nobody; peers that need this rank later
-        get PeerLost. A second call does nothing. Arrays from empty() that are still alive stay
-        valid, and the goodbye waits for the last of them.
+        """Leaves. Local and bounded: says goodbye, waits for nobody; peers that need this rank
+        later get PeerLost. A second call does nothing. Arrays from empty() that are still alive
+        stay valid, and the goodbye waits for the last of them.
 
         Raises:
             InvalidArgument: a call is running in another thread; abort() ends it.

@@ -31,8 +31,8 @@ class GroupMemory:
 
 @dataclasses.dataclass(frozen=True)
 class EpConfig:
-    """Sizes of one kind of traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail and
-    num_sms.
+    """Sizes of one kind of traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail
+    and num_sms.
 
     Attributes:
         num_experts: over all ranks: a multiple of the number of ranks, at most 65536.
@@ -43,20 +43,21 @@ class EpConfig:
             uint8, as a dtype or by name.
         max_scale_bytes: largest row of scales beside a token's row, in bytes; 0 = no scales.
         layout: of receive arrays. ``"expert_major"``: one row per (token, expert), a zone per local
-            expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then token.
+            expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then
+            token.
         alignment: of zones, in rows: a power of two; padding rows are zero.
-        recv_capacity: rows that this rank can receive, a multiple of `alignment`; 0 = what no routing
-            can exceed.
-        overflow: what happens to a batch that exceeds a capacity: ``"error"``: nothing moves and all
-            ranks raise CapacityOverflow; ``"drop"``: the last rows in zone order are dropped.
+        recv_capacity: rows that this rank can receive, a multiple of `alignment`; 0 = what no
+            routing can exceed.
+        overflow: what happens to a batch that exceeds a capacity: ``"error"``: nothing moves and
+            all ranks raise CapacityOverflow; ``"drop"``: the last rows in zone order are dropped.
         staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;
             ``"none"``: no such memory, and receive arrays outside are InvalidArgument.
         zero_tail: rows past the last one are zeroed in every receive array.
         num_sms: CUDA: multiprocessors to use; 0 = the library chooses.
 
     Raises:
-        TypeError, ValueError: a dtype or a word that does not exist. Numbers are checked by the calls
-            that use them.
+        TypeError, ValueError: a dtype or a word that does not exist. Numbers are checked by the
+            calls that use them.
     """
 
     num_experts: int

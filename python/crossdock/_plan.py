@@ -16,8 +16,8 @@ __all__ = ["Plan"]
 class Plan:
     """The routing of one batch, made by EpGroup.prepare, or by EpGroup.empty_plan to be filled.
 
-    W ranks, L local experts. Nothing is kept in the group, so that any number of plans may be in use
-    at a time, and copies of one serve as well.
+    W ranks, L local experts. Nothing is kept in the group, so that any number of plans may be in
+    use at a time, and copies of one serve as well.
 
     Attributes:
         data: uint8 bytes of the plan; it holds no pointer.
@@ -37,8 +37,9 @@ class Plan:
     rank_rows: np.ndarray
 
     def info(self) -> dict[str, Any]:
-        """The plan's own numbers: rank, num_ranks, num_experts, num_tokens, topk, layout, alignment,
-        recv_rows, total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank, fingerprint, epoch.
+        """The plan's own numbers: rank, num_ranks, num_experts, num_tokens, topk, layout,
+        alignment, recv_rows, total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank,
+        fingerprint, epoch.
 
         Raises:
             InvalidArgument: `data` holds no plan of this library version.

@@ -3,7 +3,8 @@
 
 A folder of src/ may include itself and folders of a lower level; folders of one level do not know
 each other. An executor (src/ep/cpu) knows src/ep, never the reverse. Public headers stand on DLPack
-and two C headers; examples and the tests of the C API stand on the public headers alone.
+and two C headers; the Python extension, examples and the tests of the C API stand on the public
+headers alone.
 """
 
 import pathlib
@@ -14,7 +15,7 @@ LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "
           {"capi"}]
 LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
-API_ONLY = ["tests/conformance", "tests/faults", "tests/support", "examples"]
+API_ONLY = ["python", "tests/conformance", "tests/faults", "tests/support", "examples"]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -12,7 +12,7 @@ import re
 import sys
 
 FUNCTION_WARN, FUNCTION_MAX, FILE_MAX, LINE_MAX = 60, 150, 600, 100
-FOLDERS = ["include", "src", "tests", "bench", "examples", "tools"]
+FOLDERS = ["include", "src", "python", "tests", "bench", "examples", "tools"]
 C_FILES = {".h", ".c", ".cc", ".cu", ".cuh"}
 
 NOT_CODE = re.compile(
