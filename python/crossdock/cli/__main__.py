@@ -1,0 +1,7 @@
+"""``python -m crossdock.cli`` is the command ``crossdock``."""
+
+import sys
+
+from crossdock.cli import main
+
+sys.exit(main())

@@ -1,0 +1,159 @@
+"""``crossdock bench ep``: expert parallelism measured through Python."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import pathlib
+
+from crossdock.cli import _console, _gpus, _report
+from crossdock.cli._doctor import feature
+from crossdock.cli._errors import OK, UsageError
+from crossdock.cli._launch import run_ranks
+from crossdock.cli._options import number
+from crossdock.cli._workload import ITEM_BYTES, LAYOUTS, ROUTINGS, Workload
+
+_PLOT_FORMATS = (".png", ".svg", ".pdf")
+_DESCRIPTION = """Times prepare, dispatch, combine and their backward passes over ranks that it
+starts itself on this host, beside a copy of as many bytes in the same run. Before it measures, it
+checks every element of one round trip."""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Adds ``bench ep`` to the commands."""
+    bench = commands.add_parser("bench", help="measure on this machine",
+                                description="Measures on this machine.")
+    kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    parser = kinds.add_parser("ep", help="expert parallelism: dispatch and combine",
+                              description=_DESCRIPTION)
+    sizes = parser.add_argument_group("what is moved")
+    sizes.add_argument("--ranks", type=number(1), metavar="W",
+                       help="rank processes (default: 4, on GPUs one per GPU)")
+    sizes.add_argument("--tokens", type=number(1), default=1024, metavar="T",
+                       help="tokens of each rank (default: %(default)s)")
+    sizes.add_argument("--hidden", type=number(1), default=4096, metavar="H",
+                       help="elements of a token's row (default: %(default)s)")
+    sizes.add_argument("--topk", type=number(1), default=8, metavar="K",
+                       help="experts that a token chooses (default: %(default)s)")
+    sizes.add_argument("--experts", type=number(1), default=64, metavar="E",
+                       help="experts of all ranks together (default: %(default)s)")
+    sizes.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0],
+                       help="of received rows (default: %(default)s)")
+    sizes.add_argument("--dtype", choices=ITEM_BYTES,
+                       help="of rows (default: bf16, without PyTorch and ml_dtypes fp32)")
+    sizes.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0],
+                       help="how tokens choose experts (default: %(default)s)")
+    sizes.add_argument("--seed", type=int, default=1, help="of the routing (default: %(default)s)")
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument("--device", choices=("cpu", "cuda"),
+                     help="what the ranks compute on (default: cuda where it can be used)")
+    how.add_argument("--through", choices=("numpy", "torch"),
+                     help="whose arrays (default: torch where it is installed)")
+    how.add_argument("--iters", type=number(1), default=50, metavar="N",
+                     help="timed iterations of each operation (default: %(default)s)")
+    how.add_argument("--warmup", type=number(0), default=5, metavar="N",
+                     help="iterations before that (default: %(default)s)")
+    how.add_argument("--timeout", type=number(1), default=120, metavar="SECONDS",
+                     help="longest wait of a rank for another (default: %(default)s)")
+    where = parser.add_argument_group("where results go, beside the table")
+    where.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all numbers")
+    where.add_argument("--plot", type=pathlib.Path, metavar="FILE",
+                       help="a figure: .png, .svg or .pdf (needs matplotlib)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints, writes."""
+    workload = _workload(arguments)
+    _check_outputs(arguments)
+    report = _report.make_report(workload, _measure(workload))
+    _report.show(report)
+    if arguments.json:
+        _report.write_json(report, arguments.json)
+    if arguments.plot:
+        _report.draw(report, arguments.plot)
+    return OK
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    """Options with their defaults filled in, or UsageError."""
+    device = arguments.device or ("cuda" if feature("cuda")[0] and _has("torch") else "cpu")
+    available, reason = feature(device)
+    if not available:
+        raise UsageError(f"--device {device}: {reason}")
+    through = arguments.through or ("torch" if _has("torch") else "numpy")
+    if not _has(through):
+        raise UsageError(f"--through {through}: {through} is not installed")
+    if device == "cuda" and through == "numpy":
+        raise UsageError("--through numpy: NumPy has no arrays on GPUs; use --through torch")
+    has_bf16 = through == "torch" or _has("ml_dtypes")
+    dtype = arguments.dtype or ("bf16" if has_bf16 else "fp32")
+    if dtype == "bf16" and not has_bf16:
+        raise UsageError("--dtype bf16: NumPy has it with ml_dtypes only, which is not installed")
+    workload = Workload(
+        ranks=_ranks(arguments.ranks, device), tokens=arguments.tokens, hidden=arguments.hidden,
+        topk=arguments.topk, experts=arguments.experts, layout=arguments.layout, dtype=dtype,
+        routing=arguments.routing, seed=arguments.seed, device=device, through=through,
+        iters=arguments.iters, warmup=arguments.warmup, timeout=arguments.timeout,
+    )
+    _check_sizes(workload)
+    return workload
+
+
+def _ranks(asked: int | None, device: str) -> int:
+    if device == "cpu":
+        return asked or 4
+    gpus, why_none = _gpus.find()
+    if not gpus:
+        raise UsageError(f"--device cuda: {why_none}")
+    if asked and asked > len(gpus):
+        raise UsageError(f"--ranks {asked}: this host has {len(gpus)} GPUs, and each takes one rank")
+    return asked or len(gpus)
+
+
+def _check_sizes(workload: Workload) -> None:
+    if workload.ranks > 1024:
+        raise UsageError(f"--ranks {workload.ranks}: at most 1024")
+    if workload.experts > 65536:
+        raise UsageError(f"--experts {workload.experts}: at most 65536")
+    if workload.experts % workload.ranks:
+        nearest = math.ceil(workload.experts / workload.ranks) * workload.ranks
+        raise UsageError(f"--experts {workload.experts}: not a multiple of --ranks "
+                         f"{workload.ranks}; {nearest} would be")
+    if workload.topk > min(workload.experts, 32):
+        raise UsageError(f"--topk {workload.topk}: at most 32, and no more than --experts "
+                         f"{workload.experts}")
+    if workload.row_bytes % 16:
+        unit = 16 // ITEM_BYTES[workload.dtype]
+        raise UsageError(f"--hidden {workload.hidden}: rows are multiples of 16 bytes, so of "
+                         f"{unit} elements of {workload.dtype}")
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Before minutes of measuring, not after."""
+    for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path and not path.absolute().parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+        if path and path.is_dir():
+            raise UsageError(f"{option} {path}: is a folder")
+    if arguments.plot and arguments.plot.suffix not in _PLOT_FORMATS:
+        raise UsageError(f"--plot {arguments.plot}: expected a name that ends with "
+                         f"{', '.join(_PLOT_FORMATS)}")
+    if arguments.plot and not _has("matplotlib"):
+        raise UsageError("--plot: matplotlib is not installed")
+
+
+def _measure(workload: Workload) -> list[dict]:
+    """Runs the ranks with a progress bar; what each of them returned."""
+    # Importing, sizing and checking come before the waits that the ranks bound themselves.
+    limit = 24 * 3600
+    with _console.progress("crossdock bench ep") as advance:
+        return run_ranks(
+            workload.ranks, {"job": "bench", "workload": vars(workload)}, limit=limit,
+            on_message=lambda rank, message: advance(message["doing"], message["done"]),
+        )

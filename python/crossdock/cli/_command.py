@@ -1,0 +1,48 @@
+"""The command line: which subcommands there are, and how each of them may end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from crossdock import __version__
+from crossdock.cli import _bench, _demo, _doctor
+from crossdock.cli._errors import FAILED, INTERRUPTED, CommandError
+
+_EPILOG = """exit codes: 0 done, 1 failed, 2 the command line makes no sense here, 130 Ctrl-C"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="crossdock",
+        description="Expert parallelism between ranks: look at this machine, measure, try it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"crossdock {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (_doctor, _bench, _demo):
+        module.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments (default: those of the process).
+
+    Returns the exit code; only argparse's own ``--help`` and refusals leave by SystemExit, with
+    0 and 2.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except CommandError as error:
+        print(f"crossdock: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED

@@ -1,0 +1,175 @@
+"""``crossdock doctor``: what this machine has, what works on it, and what is missing and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import runpy
+import time
+from collections.abc import Iterator
+
+import crossdock
+from crossdock.cli import _console, _gpus, _host
+from crossdock.cli._errors import FAILED, OK, CommandError
+from crossdock.cli._launch import run_ranks
+from crossdock.cli._workload import Workload
+
+FEATURES = ("cpu", "cuda", "network", "gemm")
+_OLDEST_TORCH = (2, 6)
+_TRIAL_SECONDS = 120
+
+Fact = tuple[str, "bool | None", str]
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Adds ``doctor`` to the commands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine has, what works, and what is missing and why",
+        description="Shows devices, links, versions, limits and features, and lets ranks exchange "
+        "a few tokens on every kind of device. Exit code 0: something can run; 1: nothing can.",
+    )
+    parser.add_argument(
+        "--no-trial", action="store_true", help="look only, start no ranks"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; OK if some kind of device can run."""
+    gpus, why_none = _gpus.find()
+    print(f"crossdock {crossdock.__version__} in {_host.installed_at()}")
+    _console.facts("Versions", list(_versions()))
+    _console.facts("Features", [(name, *feature(name)) for name in FEATURES])
+    _console.facts("Host", list(_host_facts()))
+    _console.facts("GPUs", list(_gpu_facts(gpus, why_none)))
+    if arguments.no_trial:
+        usable = [name for name in ("cpu", "cuda") if feature(name)[0]]
+    else:
+        trials = list(_trials(len(gpus)))
+        _console.facts("Trial", trials)
+        usable = [name for name, good, _ in trials if good]
+    print(f"Crossdock can run here on: {', '.join(usable)}" if usable
+          else "Nothing can run here: see what is missing above")
+    return OK if usable else FAILED
+
+
+def feature(name: str) -> tuple[bool, str]:
+    """(available, what is missing or "available") as the library answers."""
+    return crossdock.feature_available(name), crossdock.feature_reason(name)
+
+
+def _version_of(package: str) -> str:
+    """Its version; empty if it is not installed. Imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _versions() -> Iterator[Fact]:
+    yield "python", None, platform.python_version()
+    yield "numpy", True, _version_of("numpy")
+    yield _torch_fact()
+    for package, use in (("jax", "JAX arrays"), ("ml_dtypes", "bf16 and fp8 in NumPy"),
+                         ("rich", "progress bars"), ("matplotlib", "plots")):
+        version = _version_of(package)
+        yield package, bool(version), version or f"not installed: no {use}"
+
+
+def _torch_fact() -> Fact:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return "torch", False, "not installed: no crossdock.torch, no crossdock.deep_ep"
+    # Importing PyTorch takes seconds; its version file is plain assignments.
+    version = runpy.run_path(str(pathlib.Path(spec.submodule_search_locations[0]) / "version.py"))
+    text = version["__version__"]
+    if tuple(int(part) for part in text.split(".")[:2]) < _OLDEST_TORCH:
+        return "torch", False, f"{text} is too old: crossdock.torch needs 2.6 or later"
+    return "torch", True, f"{text}, CUDA {version.get('cuda') or 'not built in: CPU only'}"
+
+
+def _host_facts() -> Iterator[Fact]:
+    yield "processor", None, _host.processor()
+    yield "memory", None, _host.memory()
+    error = _host.shared_memory_error()
+    yield "shared mem", not error, error or "anonymous (memfd), so the size of /dev/shm is no limit"
+    yield "huge pages", None, _host.huge_pages()
+    yield "limits", None, (
+        f"locked memory {_host.locked_memory()}, open files {_host.open_files()}"
+    )
+
+
+def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:
+    if not gpus:
+        yield "devices", False, why_none
+        return
+    kinds: dict[str, list[int]] = {}
+    for gpu in gpus:
+        mig = "" if gpu.mig in ("Disabled", "[N/A]") else f", MIG {gpu.mig}"
+        text = (f"{gpu.name}, {int(gpu.memory_mib) / 1024:.0f} GiB, compute capability "
+                f"{gpu.compute_capability}{mig}, driver {gpu.driver}")
+        kinds.setdefault(text, []).append(gpu.index)
+    for text, indices in kinds.items():
+        yield _numbers(indices), None, text
+    if len(gpus) > 1:
+        yield from _pair_facts("links", *_gpus.links())
+        yield from _pair_facts("peer access", *_gpus.peer_access(), good="OK")
+
+
+def _pair_facts(
+    name: str, cells: dict[tuple[int, int], str], why_none: str, good: str = ""
+) -> Iterator[Fact]:
+    """One line if all pairs are alike, else a line per GPU."""
+    if not cells:
+        yield name, None, why_none or "unknown"
+        return
+    values = set(cells.values())
+    if len(values) == 1:
+        value = values.pop()
+        yield name, value == good if good else None, f"every pair: {value}"
+        return
+    for row in sorted({row for row, _ in cells}):
+        mine = {column: cell for (source, column), cell in sorted(cells.items()) if source == row}
+        state = all(cell == good for cell in mine.values()) if good else None
+        yield name, state, f"GPU {row} to " + ", ".join(f"{c}: {v}" for c, v in mine.items())
+
+
+def _numbers(indices: list[int]) -> str:
+    if len(indices) == 1:
+        return f"GPU {indices[0]}"
+    return f"GPU {indices[0]}-{indices[-1]}" if indices[-1] - indices[0] + 1 == len(indices) else (
+        "GPU " + ",".join(map(str, indices)))
+
+
+def _trials(num_gpus: int) -> Iterator[Fact]:
+    """Ranks that exchange tokens and check every element, on each kind of device."""
+    available, reason = feature("cpu")
+    yield _trial("cpu", 2, "numpy") if available else ("cpu", False, reason)
+    available, reason = feature("cuda")
+    if not available:
+        yield "cuda", False, reason
+    elif not _torch_fact()[1]:
+        yield "cuda", False, "not tried: that takes PyTorch"
+    else:
+        yield _trial("cuda", max(1, min(num_gpus, 8)), "torch")
+
+
+def _trial(device: str, ranks: int, through: str) -> Fact:
+    workload = Workload(
+        ranks=ranks, tokens=64, hidden=128, topk=2, experts=4 * ranks, layout="expert_major",
+        dtype="fp32", routing="uniform", seed=1, device=device, through=through, iters=1, warmup=0,
+        timeout=_TRIAL_SECONDS,
+    )
+    begin = time.monotonic()
+    try:
+        run_ranks(ranks, {"job": "trial", "workload": vars(workload)}, limit=_TRIAL_SECONDS)
+    except CommandError as error:
+        return device, False, str(error)
+    return device, True, (
+        f"{ranks} rank{'s' * (ranks > 1)} exchanged tokens, every element right, "
+        f"{time.monotonic() - begin:.1f} s"
+    )

@@ -1,0 +1,90 @@
+"""How one rank does a workload's operations, with NumPy arrays or with tensors of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from crossdock.cli._workload import Workload, choices, sum_of_copies
+
+Call = Callable[[], object]
+Tell = Callable[[float], None]
+_TELL_INTERVAL = 0.25  # seconds: drawing progress takes a core from a rank
+
+
+class Engine(Protocol):
+    """The operations of one rank over memory that stays the same from call to call."""
+
+    def check(self) -> None:
+        """Sends tokens out and back; RuntimeError if any element differs from what must come."""
+
+    def operations(self) -> dict[str, Call]:
+        """What is timed, by name; the copy that the others are compared with comes first."""
+
+    def time(self, call: Call, tell: Tell) -> list[float]:
+        """Seconds of every timed iteration of `call` on this rank. Collective. `tell` hears the
+        share that is done."""
+
+    def versions(self) -> dict[str, str]:
+        """Packages that had a part in it."""
+
+
+def make_engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
+    """Joins the other ranks through the environment's meeting point."""
+    if workload.through == "torch":
+        from crossdock.cli._engine_torch import TorchEngine
+
+        return TorchEngine(workload)
+    from crossdock.cli._engine_numpy import NumpyEngine
+
+    return NumpyEngine(workload)
+
+
+def wall_times(workload: Workload, barrier: Call, call: Call, tell: Tell) -> list[float]:
+    """Times calls that have finished when they return, each from a common start."""
+    times = []
+    told = time.monotonic()
+    for iteration in range(workload.warmup + workload.iters):
+        if time.monotonic() - told >= _TELL_INTERVAL:
+            told = time.monotonic()
+            tell(iteration / (workload.warmup + workload.iters))
+        barrier()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return times[workload.warmup :]
+
+
+def token_values(workload: Workload, rank: int) -> np.ndarray:
+    """Tokens of this rank, float32 [T,H]: integers from -3 to 3. Up to 32 copies of one add up to
+    an integer that even bf16 has, so sums can be compared exactly."""
+    token = np.arange(workload.tokens)[:, None] + 5 * rank
+    return ((3 * token + np.arange(workload.hidden)) % 7 - 3).astype(np.float32)
+
+
+def expected_sums(workload: Workload, rank: int) -> np.ndarray:
+    """What the round trip of `token_values` must bring where the experts change nothing."""
+    return token_values(workload, rank) * sum_of_copies(workload, rank)[:, None]
+
+
+def require_equal(workload: Workload, rank: int, got: np.ndarray) -> None:
+    """RuntimeError that counts wrong elements and shows the first."""
+    wrong = np.argwhere(got != expected_sums(workload, rank))
+    if len(wrong):
+        token, column = wrong[0]
+        raise RuntimeError(
+            f"wrong result of a round trip: {len(wrong)} of {got.size} elements, the first at "
+            f"token {token}, column {column}: {got[token, column]}, expected "
+            f"{expected_sums(workload, rank)[token, column]}"
+        )
+
+
+def topk(workload: Workload, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int64 [T,K], weights float32 [T,K]) of this rank."""
+    ids = choices(workload, rank)
+    weights = np.random.default_rng([workload.seed, rank, 1]).random(ids.shape, np.float32)
+    return ids, weights

@@ -1,0 +1,115 @@
+"""A workload's operations on tensors of PyTorch, on the CPU or on a GPU per rank."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import torch
+
+import crossdock.torch as xd
+from crossdock.cli import _engine
+from crossdock.cli._engine import Call, Tell
+from crossdock.cli._workload import Workload, volume
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class TorchEngine:
+    """Implements `Engine` by the functional interface of crossdock.torch."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._comm = xd.init(timeout=workload.timeout)
+        rank = self._rank = self._comm.rank
+        device = self._device = self._comm.device
+        self._group = xd.EpGroup(
+            workload.experts, workload.hidden, workload.topk, workload.tokens,
+            layout=workload.layout, dtype=_DTYPES[workload.dtype],
+            capacity=max(volume(workload).received[rank], 1), comm=self._comm,
+        )
+        ids, weights = _engine.topk(workload, rank)
+        self._ids = torch.from_numpy(ids).to(device)
+        self._weights = torch.from_numpy(weights).to(device)
+        values = torch.from_numpy(_engine.token_values(workload, rank))
+        self._tokens = values.to(device, _DTYPES[workload.dtype]).requires_grad_()
+
+    def __enter__(self) -> TorchEngine:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._group.close()
+        self._comm.close()
+
+    def check(self) -> None:
+        """One unweighted round trip in which the experts change nothing."""
+        with torch.no_grad():
+            plan = self._group.prepare(self._ids)
+            out = xd.combine(plan, xd.dispatch(plan, self._tokens).tokens)
+        got = out.to("cpu", torch.float32).numpy()
+        _engine.require_equal(self._workload, self._rank, got)
+
+    def operations(self) -> dict[str, Call]:
+        """What a training step calls; the backward passes as autograd calls them."""
+        plan = self._group.prepare(self._ids)
+        sent = xd.dispatch(plan, self._tokens, self._weights)
+        experts = sent.tokens.detach().requires_grad_()
+        weights = sent.weights.detach() if self._workload.layout == "expert_major" else None
+        plan = plan.detach()  # so that combine's backward pass ends there
+        out = xd.combine(plan, experts, weights)
+        grad_out, grad_sent = torch.ones_like(out), torch.ones_like(sent.tokens)
+        return {
+            "copy": self._copy(),
+            "prepare": lambda: self._group.prepare(self._ids),
+            "dispatch": _without_grad(lambda: xd.dispatch(plan, self._tokens, self._weights)),
+            "combine": _without_grad(lambda: xd.combine(plan, experts, weights)),
+            "combine_bwd": lambda: torch.autograd.grad(out, experts, grad_out, retain_graph=True),
+            "dispatch_bwd": lambda: torch.autograd.grad(
+                sent.tokens, self._tokens, grad_sent, retain_graph=True),
+        }
+
+    def _copy(self) -> Call:
+        """As many bytes as this rank sends to others: within its memory, or to the next GPU."""
+        size = volume(self._workload).wire_rows[self._rank] * self._workload.row_bytes
+        source = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        target = self._device
+        if target.type == "cuda":
+            target = torch.device("cuda", (target.index + 1) % self._workload.ranks)
+        copy = torch.zeros(size, dtype=torch.uint8, device=target)
+        return lambda: copy.copy_(source, non_blocking=True)
+
+    def time(self, call: Call, tell: Tell) -> list[float]:
+        """On a GPU by events between calls that follow one another without a gap: every operation
+        ends on all ranks at once, and so the next one starts."""
+        if self._device.type != "cuda":
+            return _engine.wall_times(self._workload, self._comm.barrier, call, tell)
+        count = self._workload.warmup + self._workload.iters
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda.synchronize(self._device)
+        self._comm.barrier()
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        torch.cuda.synchronize(self._device)
+        self._group.check()
+        tell(1.0)
+        times = [begin.elapsed_time(end) / 1e3 for begin, end in zip(events, events[1:])]
+        return times[self._workload.warmup :]
+
+    def versions(self) -> dict[str, str]:
+        """PyTorch and what it was built with; the GPU."""
+        found = {"torch": torch.__version__, "numpy": np.__version__}
+        if self._device.type == "cuda":
+            found["GPU"] = torch.cuda.get_device_name(self._device)
+        return found
+
+
+def _without_grad(call: Call) -> Call:
+    def run() -> object:
+        with torch.no_grad():
+            return call()
+
+    return run

@@ -1,0 +1,151 @@
+"""crossdock bench ep: what it measures, how it ends when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from commands import SMALL, alive, children, run, start, wait_until
+from crossdock.cli import _engine, _report
+from crossdock.cli._errors import CommandError
+from crossdock.cli._launch import run_ranks
+from crossdock.cli._workload import Workload, choices, sum_of_copies, volume
+
+OPERATIONS = ["copy", "prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]
+ENDLESS = ["bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "100000000"]
+
+
+def workload(**changes) -> Workload:
+    fields = {"ranks": 4, "tokens": 9, "hidden": 8, "topk": 3, "experts": 8,
+              "layout": "expert_major", "dtype": "fp32", "routing": "uniform", "seed": 7,
+              "device": "cpu", "through": "numpy", "iters": 1, "warmup": 0, "timeout": 10}
+    return Workload(**fields | changes)
+
+
+@pytest.mark.parametrize("through, layout, dtype", [
+    ("numpy", "expert_major", "fp32"), ("numpy", "rank_major", "bf16"),
+    ("torch", "expert_major", "bf16"), ("torch", "rank_major", "fp32")])
+def test_measures_every_operation(tmp_path, through, layout, dtype):
+    if through == "torch":
+        pytest.importorskip("torch")
+    ended = run("bench", "ep", *SMALL, "--through", through, "--layout", layout, "--dtype", dtype,
+                "--iters", "3", "--json", str(tmp_path / "ep.json"))
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "ep.json").read_text())
+    assert [row["operation"] for row in report["rows"]] == OPERATIONS
+    for row in report["rows"]:
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert f"\n{row['operation']} " in ended.stdout
+    given = {name: report["workload"][name] for name in ("ranks", "tokens", "through", "layout")}
+    assert given == {"ranks": 2, "tokens": 16, "through": through, "layout": layout}
+    assert through in report["versions"]
+
+
+def test_draws_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ep.png"
+    ended = run("bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "2",
+                "--plot", str(path))
+    assert ended.returncode == 0, ended.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_rank_and_a_hot_expert(tmp_path):
+    ended = run("bench", "ep", "--ranks", "1", "--tokens", "8", "--hidden", "16", "--topk", "2",
+                "--experts", "4", "--routing", "hot", "--through", "numpy", "--dtype", "fp32",
+                "--iters", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "a rank sends 0.00 MB to others" in ended.stdout
+
+
+def test_ctrl_c_ends_it_quietly_and_leaves_no_rank():
+    bench = start(*ENDLESS)
+    wait_until(lambda: len(children(bench.pid)) == 2)
+    ranks = children(bench.pid)
+    bench.send_signal(signal.SIGINT)
+    out, err = bench.communicate(timeout=20)
+    assert (bench.returncode, out, err) == (130, "", "")
+    wait_until(lambda: not any(map(alive, ranks)))
+
+
+def test_a_killed_rank_is_named():
+    bench = start(*ENDLESS)
+    wait_until(lambda: len(children(bench.pid)) == 2)
+    os.kill(max(children(bench.pid)), signal.SIGKILL)  # the second one started
+    out, err = bench.communicate(timeout=20)
+    assert (bench.returncode, out) == (1, "")
+    assert err == "crossdock: rank 1: ended by SIGKILL (is memory short?)\n"
+
+
+def test_ranks_end_with_the_command():
+    bench = start(*ENDLESS)
+    wait_until(lambda: len(children(bench.pid)) == 2)
+    ranks = children(bench.pid)
+    bench.kill()
+    bench.communicate()
+    wait_until(lambda: not any(map(alive, ranks)))
+
+
+def test_the_error_of_a_rank_is_told():
+    uneven = vars(workload(ranks=2, experts=3, routing="hot", topk=1))
+    with pytest.raises(CommandError, match=r"^rank [01]: InvalidArgument: .*num_experts"):
+        run_ranks(2, {"job": "trial", "workload": uneven}, limit=30)
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    alone = vars(workload(ranks=2))
+    with pytest.raises(CommandError, match="no answer in time from rank 0, 1"):
+        run_ranks(2, {"job": "trial", "workload": alone}, limit=0)
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "hot"])
+def test_volume_counts_the_rows_one_by_one(layout, routing):
+    w = workload(layout=layout, routing=routing)
+    received, wire, everything = [0] * 4, [0] * 4, [0] * 4
+    for source in range(4):
+        for experts in choices(w, source).tolist():
+            assert len(set(experts)) == 3
+            holders = [expert // 2 for expert in experts]
+            everything[source] += len(set(holders))
+            wire[source] += len(set(holders) - {source})
+            for rank in holders if layout == "expert_major" else set(holders):
+                received[rank] += 1
+    counted = volume(w)
+    assert (counted.received, counted.wire_rows, counted.all_rows) == (received, wire, everything)
+
+
+def test_routings_are_what_they_are_called():
+    hot = choices(workload(routing="hot", tokens=100), 0)
+    assert (hot == 0).any(axis=1).all()
+    loads = np.bincount(choices(workload(routing="zipf", tokens=2000), 0).ravel(), minlength=8)
+    assert loads[0] > 2 * loads[7]
+
+
+def test_copies_are_rows_of_the_layout():
+    ids = choices(workload(), 1)
+    assert sum_of_copies(workload(), 1).tolist() == [3] * 9
+    distinct = [len(set(row)) for row in (ids // 2).tolist()]
+    assert sum_of_copies(workload(layout="rank_major"), 1).tolist() == distinct
+
+
+def test_a_wrong_element_is_found_and_shown():
+    w = workload()
+    good = _engine.expected_sums(w, 2)
+    _engine.require_equal(w, 2, good)
+    bad = good.copy()
+    bad[4, 5] += 1
+    with pytest.raises(RuntimeError, match="1 of 72 elements, the first at token 4, column 5"):
+        _engine.require_equal(w, 2, bad)
+
+
+def test_times_are_of_the_slowest_rank_of_each_iteration():
+    assert _report.slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 1.0]]) == [3.0, 5.0, 2.0]
+    values = [float(value) for value in range(100, 0, -1)]
+    assert _report.percentile(values, 0.5) == 50
+    assert _report.percentile(values, 0.99) == 99
+    assert _report.percentile([7.0], 0.99) == 7

@@ -1,0 +1,65 @@
+"""The command line itself: help, exit codes, mistakes of its user."""
+
+from __future__ import annotations
+
+import pytest
+
+import crossdock
+from commands import SMALL, run
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["bench"], ["bench", "ep"], ["demo"]],
+                         ids=lambda command: " ".join(command) or "crossdock")
+def test_help_explains_every_command(command):
+    ended = run(*command, "--help")
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(" ".join(["usage: crossdock", *command]))
+    assert ended.stderr == ""
+
+
+def test_help_names_the_commands_and_exit_codes():
+    text = run("--help").stdout
+    for word in ("doctor", "bench", "demo", "0 done", "1 failed", "130 Ctrl-C"):
+        assert word in text
+
+
+def test_version_is_the_package_s():
+    assert run("--version").stdout.split() == ["crossdock", crossdock.__version__]
+
+
+MISTAKES = {
+    "no command": ([], "COMMAND"),
+    "unknown command": (["repair"], "repair"),
+    "no benchmark": (["bench"], "BENCHMARK"),
+    "unknown option": (["doctor", "--all"], "--all"),
+    "word for a number": (["bench", "ep", "--tokens", "many"], "'many'"),
+    "negative number": (["bench", "ep", "--iters", "-3"], "a whole number from 1 on"),
+    "unknown layout": (["bench", "ep", "--layout", "diagonal"], "diagonal"),
+    "uneven experts": (["bench", "ep", "--ranks", "3"], "66 would be"),
+    "more choices than experts": (["bench", "ep", "--topk", "65"], "--experts 64"),
+    "too many choices": (["bench", "ep", "--topk", "33"], "at most 32"),
+    "too many ranks": (["bench", "ep", "--ranks", "2048", "--experts", "2048"], "at most 1024"),
+    "too many experts": (["bench", "ep", "--experts", "65540"], "at most 65536"),
+    "odd row": (["bench", "ep", "--hidden", "33", "--dtype", "fp32"], "of 4 elements of fp32"),
+    "plot of another kind": (["bench", "ep", "--plot", "x.gif"], ".png, .svg, .pdf"),
+    "no such folder": (["bench", "ep", "--json", "/no/such/folder/x"], "no folder /no/such/folder"),
+    "a folder for a file": (["bench", "ep", "--json", "/"], "is a folder"),
+    "numpy on a GPU": (["bench", "ep", "--device", "cuda", "--through", "numpy"], "--"),
+}
+
+
+@pytest.mark.parametrize("arguments, said", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_of_the_user_gets_one_explanation_and_code_2(arguments, said):
+    ended = run(*arguments)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert said in ended.stderr.splitlines()[-1]
+
+
+def test_a_device_that_is_missing_is_named_with_the_library_s_reason():
+    available, reason = crossdock.feature_available("cuda"), crossdock.feature_reason("cuda")
+    if available:
+        pytest.skip("this machine has GPUs")
+    ended = run("bench", "ep", *SMALL, "--device", "cuda")
+    assert ended.returncode == 2
+    assert ended.stderr == f"crossdock: --device cuda: {reason}\n"

@@ -1,0 +1,108 @@
+"""crossdock doctor: what it reports, and what it concludes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import resource
+
+import pytest
+
+import crossdock
+from commands import run
+from crossdock.cli import _gpus
+
+# What nvidia-smi prints on a host of four GPUs of which the last hangs on the host's bridge only.
+QUERY = "".join(f"{gpu}, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05\n" for gpu in range(4))
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNV18\tSYS\tPIX\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tSYS\tPIX\t0-47\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tSYS\tSYS\t48-95\t1\t\tN/A
+GPU3\tSYS\tSYS\tSYS\t X \tSYS\t48-95\t1\t\tN/A
+NIC0\tPIX\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+"""
+PEERS = """\
+ \tGPU0\tGPU1\tGPU2\tGPU3\t
+ GPU0\tX\tOK\tOK\tOK\t
+ GPU1\tOK\tX\tOK\tOK\t
+ GPU2\tOK\tOK\tX\tOK\t
+ GPU3\tOK\tOK\tOK\tX\t
+
+Legend:
+
+  X    = Self
+  OK   = Status Ok
+"""
+
+
+@pytest.fixture
+def host_with_gpus(tmp_path: pathlib.Path) -> dict[str, str]:
+    """An environment whose nvidia-smi tells of four GPUs."""
+    for name, text in (("query", QUERY), ("topology", TOPOLOGY), ("peers", PEERS)):
+        (tmp_path / name).write_text(text)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"""#!/bin/sh
+case "$*" in
+  --query-gpu=*) cat {tmp_path}/query ;;
+  "topo -m") cat {tmp_path}/topology ;;
+  "topo -p2p n") cat {tmp_path}/peers ;;
+  *) echo "no such option: $*"; exit 2 ;;
+esac
+""")
+    program.chmod(0o755)
+    return {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_says_what_the_library_says_of_every_feature():
+    text = run("doctor", "--no-trial").stdout
+    for name in ("cpu", "cuda", "network", "gemm"):
+        mark = "ok" if crossdock.feature_available(name) else "no"
+        line = next(line for line in text.splitlines() if line.split()[:1] == [name])
+        assert line.split(maxsplit=2) == [name, mark, crossdock.feature_reason(name)]
+
+
+def test_ranks_exchange_tokens_on_this_machine():
+    ended = run("doctor")
+    assert ended.returncode == 0
+    assert "2 ranks exchanged tokens, every element right" in ended.stdout
+    assert "Crossdock can run here on: cpu" in ended.stdout
+    assert len(ended.stdout.splitlines()) <= 40  # one screen
+
+
+def test_exit_code_1_where_nothing_can_run():
+    def no_shared_memory() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    ended = run("doctor", preexec_fn=no_shared_memory)
+    assert ended.returncode == 1
+    assert "shared mem  no  allocating 1 MiB of shared memory: File too large" in ended.stdout
+    assert "Nothing can run here" in ended.stdout
+
+
+def test_tells_gpus_their_links_and_peer_access(host_with_gpus):
+    text = run("doctor", "--no-trial", environment=host_with_gpus).stdout
+    assert "GPU 0-3" in text
+    assert "NVIDIA H200, 140 GiB, compute capability 9.0, driver 580.95.05" in text
+    assert "GPU 0 to 1: NV18, 2: NV18, 3: SYS" in text
+    assert "GPU 3 to 0: SYS, 1: SYS, 2: SYS" in text
+    assert "peer access ok  every pair: OK" in text
+
+
+def test_a_broken_nvidia_smi_is_quoted(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: no driver'; exit 9\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    text = run("doctor", "--no-trial", environment={"PATH": path}).stdout
+    assert "nvidia-smi: Failed to initialize NVML: no driver" in text
+
+
+def test_a_matrix_leaves_out_what_is_no_gpu():
+    cells = _gpus.parse_matrix(TOPOLOGY)
+    assert len(cells) == 4 * 3
+    assert cells[0, 3] == "SYS" and cells[2, 1] == "NV18"
