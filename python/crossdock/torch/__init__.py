@@ -17,16 +17,26 @@ from ._comm import Communicator, default_communicator, empty_symmetric, init
 from ._group import EpGroup
 from ._ops import Dispatched, combine, dequantize, dispatch
 from ._plan import Plan
+from .checkpoint import load_checkpoint, save_checkpoint
+from .grouped import grouped_mm
+from .moe import MoELayer, MoEOutput, average_gradients, expert_parameters
 
 __all__ = [
     "Communicator",
     "Dispatched",
     "EpGroup",
+    "MoELayer",
+    "MoEOutput",
     "Plan",
+    "average_gradients",
     "combine",
     "default_communicator",
     "dequantize",
     "dispatch",
     "empty_symmetric",
+    "expert_parameters",
+    "grouped_mm",
     "init",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

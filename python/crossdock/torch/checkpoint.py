@@ -1,0 +1,311 @@
+"""Checkpoints of models with experts spread over ranks, readable by any number of ranks.
+
+A checkpoint is a folder: ``common.pt`` (parameters that every rank holds, their optimiser state,
+buffers and what the caller adds), and ``experts-<first>-<end>.pt`` from each rank (its experts'
+parameters and optimiser state, by global expert index). The folder appears under its name only
+when it is complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .moe import MoELayer, expert_parameters
+
+_FORMAT = 1
+_EXPERT_FILE = re.compile(r"experts-(\d+)-(\d+)\.pt")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write ``model`` and ``optimizer`` into the new folder ``path``. Collective.
+
+    Args:
+        path: must not exist; the same on every rank, in a folder that all ranks share.
+        model: any number of `MoELayer` with equally many experts; every other parameter and buffer
+            is taken from rank 0.
+        optimizer: of parameters of ``model``.
+        extra: from rank 0: step, random states and the like; numbers, strings, tensors, and lists
+            and dicts of them.
+        process_group: the ranks of the layers; None = torch.distributed's default, or no other.
+
+    Raises:
+        FileExistsError: ``path`` exists.
+        RuntimeError: another rank could not write its part; nothing appears under ``path``.
+    """
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(f"path: expected a new folder, got {path}, which exists")
+    rank = _rank(process_group)
+    partial = path.with_name(path.name + ".partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier(process_group)
+    try:
+        experts = _expert_part(model, optimizer)
+        if experts["num_experts"]:
+            _write(partial / f"experts-{experts['first']}-{experts['end']}.pt", experts)
+        if rank == 0:
+            _write(partial / "common.pt", _common_part(model, optimizer, extra or {}))
+    finally:  # also on a rank that failed: the others wait for it
+        _barrier(process_group)
+    if not _is_complete(partial, experts["num_experts"]):
+        raise RuntimeError(f"path: a rank could not write its part of {partial}")
+    _barrier(process_group)  # all have looked
+    if rank == 0:
+        partial.rename(path)
+        _sync_folder(path.parent)
+    _barrier(process_group)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote, on any number of ranks. Local: needs no other rank.
+
+    Args:
+        path: the folder.
+        model: made like the saved one; overwritten.
+        optimizer: made like the saved one, or None to leave the saved state unread; overwritten.
+
+    Returns:
+        The ``extra`` of `save_checkpoint`, on every rank.
+
+    Raises:
+        FileNotFoundError: no checkpoint there, or a part is missing.
+        ValueError: it is of another model or optimiser: names what is missing or does not fit.
+    """
+    path = Path(path)
+    common = _read(path / "common.pt")
+    if common["format"] != _FORMAT:
+        raise ValueError(f"path: expected checkpoint format {_FORMAT}, got {common['format']}")
+    experts = expert_parameters(model)
+    names = {name: parameter for name, parameter in model.named_parameters()}
+    sharded = {name: experts[p] for name, p in names.items() if p in experts}
+    shards = _Shards(path, next(iter(sharded.values())).num_experts) if sharded else None
+
+    state = dict(common["model"])
+    for name, layer in sharded.items():
+        state[name] = shards.gather("model", name, layer)
+    _check_names(path, set(model.state_dict()), set(state))
+    for name, value in model.state_dict().items():
+        if value.shape != state[name].shape:
+            raise ValueError(
+                f"{name}: expected shape {tuple(value.shape)}, {path} has "
+                f"{tuple(state[name].shape)}"
+            )
+    if optimizer is not None:
+        _load_optimizer(path, optimizer, names, common["optimizer"], sharded, shards)
+    model.load_state_dict(state)
+    return common["extra"]
+
+
+# ---- Parts ---------------------------------------------------------------------------------------
+
+
+def _common_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    experts = expert_parameters(model)
+    sharded = {name for name, p in model.named_parameters() if p in experts}
+    return {
+        "format": _FORMAT,
+        "model": {k: v for k, v in model.state_dict().items() if k not in sharded},
+        "optimizer": _optimizer_state(model, optimizer, lambda p: p not in experts),
+        "extra": extra,
+    }
+
+
+def _expert_part(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    experts = expert_parameters(model)
+    ranges = {
+        (layer.num_experts, layer.first_expert, layer.first_expert + layer.num_local_experts)
+        for layer in experts.values()
+    }
+    if len(ranges) > 1:
+        numbers = sorted(number for number, _, _ in ranges)
+        raise ValueError(f"model: expected layers with equally many experts, got {numbers}")
+    num_experts, first, end = next(iter(ranges), (0, 0, 0))
+    return {
+        "num_experts": num_experts,
+        "first": first,
+        "end": end,
+        "model": {name: p.detach() for name, p in model.named_parameters() if p in experts},
+        "optimizer": _optimizer_state(model, optimizer, lambda p: p in experts),
+    }
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, wanted: Any
+) -> dict[str, Any] | None:
+    """State and hyperparameters by parameter name: the order of parameters means nothing."""
+    if optimizer is None:
+        return None
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        "state": {names[p]: dict(s) for p, s in optimizer.state.items() if wanted(p)},
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"names": [names[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _load_optimizer(
+    path: Path,
+    optimizer: torch.optim.Optimizer,
+    names: dict[str, nn.Parameter],
+    common: dict[str, Any] | None,
+    sharded: dict[str, MoELayer],
+    shards: "_Shards | None",
+) -> None:
+    if common is None:
+        raise ValueError(f"optimizer: expected None, as {path} was saved without one")
+    by_parameter = {parameter: name for name, parameter in names.items()}
+    here = [[by_parameter[p] for p in group["params"]] for group in optimizer.param_groups]
+    there = [group["names"] for group in common["groups"]]
+    if here != there:
+        raise ValueError(f"optimizer: expected parameter groups {there} as in {path}, got {here}")
+    state = dict(common["state"])
+    for name, layer in sharded.items():
+        gathered = shards.optimizer(name, layer)
+        if gathered is not None:
+            state[name] = gathered
+    order = [name for group in here for name in group]
+    positions = iter(range(len(order)))
+    groups = [
+        {key: value for key, value in group.items() if key != "names"}
+        | {"params": [next(positions) for _ in group["names"]]}
+        for group in common["groups"]
+    ]
+    # Torch moves the state to each parameter's device and dtype.
+    optimizer.load_state_dict(
+        {
+            "state": {i: state[name] for i, name in enumerate(order) if name in state},
+            "param_groups": groups,
+        }
+    )
+
+
+def _check_names(path: Path, expected: set[str], got: set[str]) -> None:
+    missing, unknown = sorted(expected - got), sorted(got - expected)
+    if missing or unknown:
+        raise ValueError(f"{path} is of another model: it lacks {missing}, and has {unknown} too")
+
+
+class _Shards:
+    """The expert files of a checkpoint, each read when first needed."""
+
+    def __init__(self, path: Path, num_experts: int) -> None:
+        self._path = path
+        self._files = _expert_files(path)
+        self._parts: dict[tuple[int, int], dict[str, Any]] = {}
+        if not _covers(self._files, num_experts):
+            raise FileNotFoundError(
+                f"{path}: expected files of experts 0 to {num_experts - 1}, got "
+                f"{[f'{first} to {end - 1}' for first, end in self._files]}"
+            )
+
+    def gather(self, kind: str, name: str, layer: MoELayer, key: str | None = None) -> torch.Tensor:
+        """The layer's own slices of one tensor, put together from all files that have some."""
+        begin, stop = layer.first_expert, layer.first_expert + layer.num_local_experts
+        slices = []
+        for first, end in self._files:
+            low, high = max(begin, first), min(stop, end)
+            if low < high:
+                part = self._part(first, end)[kind]
+                whole = part[name] if key is None else part["state"][name][key]
+                slices.append(whole[low - first : high - first])
+        return torch.cat(slices)
+
+    def optimizer(self, name: str, layer: MoELayer) -> dict[str, Any] | None:
+        """Optimiser state of one parameter: tensors of its shape are sliced, others common."""
+        first, end = self._files[0]
+        part = self._part(first, end)
+        state = part["optimizer"]["state"].get(name)
+        if state is None:
+            return None
+        shape = part["model"][name].shape
+        return {
+            key: self.gather("optimizer", name, layer, key)
+            if isinstance(value, torch.Tensor) and value.shape == shape
+            else copy.copy(value)  # out of the mapped file
+            for key, value in state.items()
+        }
+
+    def _part(self, first: int, end: int) -> dict[str, Any]:
+        if (first, end) not in self._parts:
+            # Mapped: experts of other ranks in the file are never read.
+            file = self._path / f"experts-{first}-{end}.pt"
+            self._parts[first, end] = _read(file, mapped=True)
+        return self._parts[first, end]
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def _write(path: Path, part: dict[str, Any]) -> None:
+    """All or nothing under this name, and on the disk."""
+    unfinished = path.with_suffix(".tmp")
+    with open(unfinished, "wb") as file:
+        torch.save(part, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _read(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    # weights_only: no code runs.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def _expert_files(path: Path) -> list[tuple[int, int]]:
+    """(first expert, one past the last) of each file, in order."""
+    matches = (_EXPERT_FILE.fullmatch(file.name) for file in path.iterdir())
+    return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+
+def _covers(files: list[tuple[int, int]], num_experts: int) -> bool:
+    ends = [0] + [end for _, end in files]
+    return ends[-1] == num_experts and all(first == end for (first, _), end in zip(files, ends))
+
+
+def _is_complete(path: Path, num_experts: int) -> bool:
+    return (path / "common.pt").exists() and _covers(_expert_files(path), num_experts)
+
+
+def _sync_folder(path: Path) -> None:
+    """Puts a rename on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rank(process_group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(process_group) if dist.is_initialized() else 0
+
+
+def _barrier(process_group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized():
+        dist.barrier(process_group)

@@ -1,0 +1,159 @@
+"""Matrix products over the zones of an expert-major receive tensor, differentiable.
+
+A zone is the rows of one local expert: ``offsets[e] <= row < offsets[e + 1]``. Rows past the last
+zone belong to nobody: they are never read, and hold anything in a result.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterator
+
+import torch
+
+from ._group import pool_of
+
+_GROUPED_MM: Callable[..., torch.Tensor] | None = getattr(
+    torch.nn.functional, "grouped_mm", None
+) or getattr(torch, "_grouped_mm", None)
+
+
+def grouped_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    out_group: int = 0,
+    grad_group: int = 0,
+) -> torch.Tensor:
+    """Multiply the rows of each zone by that expert's matrix: ``y[r] = x[r] @ weight[e]``.
+
+    Differentiable once in ``x`` and ``weight``; works under ``torch.compile``. On a GPU, bfloat16
+    with 16-byte rows runs as one grouped kernel without asking the host, so that CUDA graphs can
+    capture it; anything else there reads the offsets on the host, which a capture refuses.
+
+    Args:
+        x: ``[R, N]``, rows grouped by expert.
+        weight: ``[L, N, M]``, dtype and device of ``x``; any strides.
+        offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
+        out_group: handle of an ``EpGroup`` in whose symmetric memory the result is made, for a
+            result that goes to ``combine``; 0 = ordinary memory.
+        grad_group: the same for the gradient of ``x``, where ``x`` came from ``dispatch``.
+
+    Returns:
+        ``[R, M]``.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: shapes do not fit each other.
+    """
+    _check(x, weight, offsets)
+    return torch.ops.crossdock.grouped_mm(x, weight, offsets, False, out_group, grad_group)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None:
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight: expected dtype {x.dtype} as x has, got {weight.dtype}")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets: expected dtype torch.int32, got {offsets.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected 2 dimensions, got shape {tuple(x.shape)}")
+    if weight.dim() != 3 or weight.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"weight: expected shape [experts, {x.shape[1]}, columns], got {tuple(weight.shape)}"
+        )
+    if offsets.dim() != 1 or offsets.shape[0] != weight.shape[0] + 1:
+        raise ValueError(
+            f"offsets: expected shape [{weight.shape[0] + 1}], got {tuple(offsets.shape)}"
+        )
+
+
+@torch.library.custom_op("crossdock::grouped_mm", mutates_args=())
+def _grouped_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    transpose: bool,
+    out_group: int,
+    grad_group: int,
+) -> torch.Tensor:
+    matrices = weight.transpose(1, 2) if transpose else weight
+    if _one_kernel(x, matrices):
+        # Torch's kernel has no out=. A result in ordinary memory is staged by combine, live rows
+        # only: less than a copy of all rows from here.
+        return _GROUPED_MM(x, matrices, offs=offsets[1:])
+    shape = (x.shape[0], matrices.shape[2])
+    out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
+    for expert, rows in _zones(offsets):
+        torch.mm(x[rows], matrices[expert], out=out[rows])
+    return out
+
+
+@_grouped_mm.register_fake
+def _(x, weight, offsets, transpose, out_group, grad_group):
+    return x.new_empty(x.shape[0], weight.shape[1] if transpose else weight.shape[2])
+
+
+@torch.library.custom_op("crossdock::grouped_outer", mutates_args=())
+def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
+    if _one_kernel(x, y):
+        out = _GROUPED_MM(x.t(), y, offs=offsets[1:])
+        # Whether the kernel writes a group without rows differs between torch releases.
+        return out.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
+    out = x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
+    for expert, rows in _zones(offsets):
+        torch.mm(x[rows].t(), y[rows], out=out[expert])
+    return out
+
+
+@_grouped_outer.register_fake
+def _(x, y, offsets):
+    return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, offsets, ctx.transpose, ctx.out_group, ctx.grad_group = inputs
+    ctx.save_for_backward(x, weight, offsets)
+
+
+def _backward(ctx, grad: torch.Tensor):
+    x, weight, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.crossdock.grouped_mm(
+            grad, weight, offsets, not ctx.transpose, ctx.grad_group, ctx.out_group
+        )
+    if ctx.needs_input_grad[1]:
+        pair = (grad, x) if ctx.transpose else (x, grad)
+        grad_weight = torch.ops.crossdock.grouped_outer(*pair, offsets)
+    return grad_x, grad_weight, None, None, None, None
+
+
+_grouped_mm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch has one kernel for these operands."""
+    return (
+        _GROUPED_MM is not None
+        and a.is_cuda
+        and a.dtype == torch.bfloat16
+        and a.shape[0] > 0
+        and a.shape[-1] % 8 == 0
+        and b.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(a.device) >= (9, 0)
+    )
+
+
+def _zones(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows), from offsets that the host reads."""
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "grouped_mm: cannot be captured in a CUDA graph here, because the host must read the "
+            "offsets; expected bfloat16 with columns in multiples of 8, torch 2.8 or newer and "
+            "compute capability 9.0 or higher"
+        )
+    bounds = offsets.tolist()
+    for expert, (first, end) in enumerate(zip(bounds, bounds[1:])):
+        yield expert, slice(first, end)

@@ -1,0 +1,276 @@
+"""A mixture-of-experts layer whose experts are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Iterator, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ._comm import Communicator
+from ._group import EpGroup, Plan
+from ._ops import combine, dispatch
+from .grouped import grouped_mm
+from .moe_router import balance_loss, expert_load, route
+
+
+class MoEOutput(NamedTuple):
+    """What `MoELayer` returns."""
+
+    hidden: torch.Tensor  # shape and dtype of the input
+    aux_loss: torch.Tensor  # [] float32, times aux_loss_weight: add it to the loss
+    load: torch.Tensor  # [E] float32: share of all choices that went to each expert; no gradient
+
+
+class MoELayer(nn.Module):
+    """Router, ``num_experts`` SwiGLU experts of which each token uses ``topk``, and shared experts.
+
+    Rank d of W holds experts ``d * L .. d * L + L - 1`` (L = E / W): the parameters ``experts_in``
+    ``[L, H, 2F]`` and ``experts_out`` ``[L, F, H]``. Router and shared experts are on every rank.
+    Every rank calls forward and backward equally often, in one order, also without tokens; tokens
+    per rank may differ. After backward call `average_gradients`.
+
+    Ranks that had the same ``torch.manual_seed`` before they made the layer hold the same model,
+    bit for bit, whatever their number: each expert has a seed of its own.
+
+    In eager mode on the CPU the receive tensor is trimmed to its true rows. Elsewhere it has the
+    group's capacity, so that nothing waits for the host and CUDA graphs can capture the layer
+    (bfloat16, see `grouped_mm`).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        num_experts: int,
+        topk: int,
+        *,
+        group: EpGroup | None = None,
+        comm: Communicator | None = None,
+        max_tokens: int | None = None,
+        capacity: int | None = None,
+        overflow: str = "error",
+        shared_experts: int = 0,
+        aux_loss_weight: float = 0.01,
+        normalize_weights: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the layer on the communicator's device. Collective if it makes its own group.
+
+        Args:
+            hidden: H, columns of a token.
+            ffn: F, columns inside an expert.
+            num_experts: E over all ranks, a multiple of the number of ranks.
+            topk: K, experts per token.
+            group: an ``EpGroup`` (expert-major) to use, which layers that run one after the other
+                may share; or None, and the layer makes one from the four arguments that follow.
+            comm: communicator of the group to make; None = the default one.
+            max_tokens: largest number of tokens per rank and call.
+            capacity: rows of the receive tensor; None = as many as can ever arrive.
+            overflow: "error" or "drop", what happens when more arrive than fit.
+            shared_experts: S; every token also passes one dense expert of ``S * ffn`` columns.
+            aux_loss_weight: factor of the load-balancing loss; 0 = no such loss.
+            normalize_weights: whether a token's K weights are scaled to sum to 1.
+            dtype: of tokens, experts and shared experts; None = the group's, or torch's default.
+                The router computes in float32.
+
+        Raises:
+            ValueError: sizes do not fit each other or the group.
+        """
+        super().__init__()
+        if group is None:
+            group = _make_group(
+                hidden, num_experts, topk, comm, max_tokens, capacity, overflow, dtype
+            )
+        _check_group(group, hidden, num_experts, topk, dtype)
+        self.group = group
+        self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
+        self.aux_loss_weight = aux_loss_weight
+        self.normalize_weights = normalize_weights
+        self.num_local_experts = num_experts // group.comm.num_ranks
+        self.first_expert = group.comm.rank * self.num_local_experts
+
+        device, dtype, local = group.comm.device, group.dtype, self.num_local_experts
+        self.router = nn.Parameter(torch.empty(num_experts, hidden, device=device))
+        self.experts_in = nn.Parameter(
+            torch.empty(local, hidden, 2 * ffn, device=device, dtype=dtype)
+        )
+        self.experts_out = nn.Parameter(torch.empty(local, ffn, hidden, device=device, dtype=dtype))
+        shared = shared_experts * ffn
+        self.shared_in = self.shared_out = None
+        if shared:
+            self.shared_in = nn.Parameter(
+                torch.empty(hidden, 2 * shared, device=device, dtype=dtype)
+            )
+            self.shared_out = nn.Parameter(torch.empty(shared, hidden, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new parameters; torch's default CPU generator decides which."""
+        base = int(torch.randint(2**62, ()))
+        for expert, (w_in, w_out) in enumerate(zip(self.experts_in, self.experts_out)):
+            generator = torch.Generator().manual_seed(base + self.first_expert + expert)
+            _fill(w_in, generator)
+            _fill(w_out, generator)
+        # Rows past any expert's seed, so that the next layer's draw does not depend on L.
+        generator = torch.Generator().manual_seed(base + self.num_experts)
+        _fill(self.router.t(), generator)
+        if self.shared_in is not None:
+            _fill(self.shared_in, generator)
+            _fill(self.shared_out, generator)
+
+    def forward(self, x: torch.Tensor, *, after: Plan | None = None) -> MoEOutput:
+        """Send each token of ``x`` ``[..., H]`` through its experts.
+
+        Args:
+            x: tokens; at most ``max_tokens`` of them. 0 is fine, and takes part.
+            after: a plan whose operations come before these although no data says so; see
+                ``EpGroup.prepare``.
+        """
+        tokens = x.reshape(-1, self.hidden)
+        routing = route(
+            F.linear(tokens.float(), self.router), self.topk, normalize=self.normalize_weights
+        )
+        load = expert_load(routing.topk_idx, self.num_experts, self.group.comm.process_group)
+        plan = self.group.prepare(routing.topk_idx, after=after)
+        received = dispatch(
+            plan,
+            tokens.to(self.group.dtype),
+            routing.topk_weights,
+            exact=tokens.device.type == "cpu" and not torch.compiler.is_compiling(),
+        )
+        out = combine(plan, self._experts(received.tokens, plan.offsets), received.weights)
+        if self.shared_in is not None:
+            out = out + swiglu(tokens.to(out.dtype) @ self.shared_in) @ self.shared_out
+        if self.aux_loss_weight:
+            aux_loss = self.aux_loss_weight * balance_loss(routing.probabilities, load)
+        else:
+            aux_loss = torch.zeros_like(load[0])
+        return MoEOutput(out.to(x.dtype).reshape(x.shape), aux_loss, load)
+
+    def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """``[R, H]``, grouped by expert, through the experts that this rank holds."""
+        handle = self.group.handle
+        inner = grouped_mm(rows, self.experts_in, offsets, grad_group=handle)
+        return grouped_mm(swiglu(inner), self.experts_out, offsets, out_group=handle)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that differ from rank to rank: ``[L, ...]``, one slice per expert."""
+        yield self.experts_in
+        yield self.experts_out
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``print(model)``."""
+        last = self.first_expert + self.num_local_experts - 1
+        return (
+            f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}, "
+            f"topk={self.topk}, experts {self.first_expert} to {last} here"
+        )
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """``[..., 2F]`` to ``[..., F]``: the first half gates the second."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@torch.no_grad()
+def average_gradients(
+    model: nn.Module, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Make gradients those of the loss averaged over ranks. Collective; after backward.
+
+    Gradients of parameters that every rank holds are averaged. An expert's gradient already is the
+    sum over all ranks' tokens, and is only scaled. With equally many tokens per rank and a loss
+    that is a mean over them, this is the gradient of one process with the whole batch.
+
+    Args:
+        model: contains any number of `MoELayer`; a parameter without a gradient counts as zero.
+        process_group: the ranks of the layers; None = torch.distributed's default. Without
+            torch.distributed there is one rank, and nothing to do.
+    """
+    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        return
+    ranks = dist.get_world_size(process_group)
+    experts = expert_parameters(model)
+    shared: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter in experts:
+            if parameter.grad is not None:
+                parameter.grad.div_(ranks)
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        shared.setdefault((parameter.device, parameter.dtype), []).append(parameter.grad)
+    for gradients in shared.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=process_group)
+        flat.div_(ranks)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts):
+            gradient.copy_(part.view_as(gradient))
+
+
+def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
+    """The parameters of ``model`` that differ from rank to rank, and the layer of each."""
+    return {
+        parameter: layer
+        for layer in model.modules()
+        if isinstance(layer, MoELayer)
+        for parameter in layer.expert_parameters()
+    }
+
+
+def _fill(matrix: torch.Tensor, generator: torch.Generator) -> None:
+    """Normal values with variance 1 / rows; drawn on the CPU, so equal on every device."""
+    values = torch.randn(matrix.shape, generator=generator) / math.sqrt(matrix.shape[0])
+    matrix.copy_(values)
+
+
+def _make_group(
+    hidden: int,
+    num_experts: int,
+    topk: int,
+    comm: Communicator | None,
+    max_tokens: int | None,
+    capacity: int | None,
+    overflow: str,
+    dtype: torch.dtype | None,
+) -> EpGroup:
+    if max_tokens is None:
+        raise ValueError("max_tokens: expected a number of tokens, as no group is given; got None")
+    dtype = dtype or torch.get_default_dtype()
+    return EpGroup(
+        num_experts,
+        hidden,
+        topk,
+        max_tokens,
+        dtype=dtype,
+        capacity=capacity,
+        overflow=overflow,
+        # Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what
+        # is summed over.
+        alignment=8 if dtype == torch.bfloat16 else 1,
+        comm=comm,
+    )
+
+
+def _check_group(
+    group: EpGroup, hidden: int, num_experts: int, topk: int, dtype: torch.dtype | None
+) -> None:
+    if group.layout != "expert_major":
+        raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
+    if group.num_experts != num_experts:
+        raise ValueError(f"num_experts: expected the group's {group.num_experts}, got {num_experts}")
+    if hidden > group.hidden:
+        raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")
+    if topk > group.topk:
+        raise ValueError(f"topk: expected at most the group's {group.topk}, got {topk}")
+    if dtype is not None and dtype != group.dtype:
+        raise ValueError(f"dtype: expected the group's {group.dtype}, got {dtype}")

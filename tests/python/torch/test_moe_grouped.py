@@ -1,0 +1,86 @@
+"""Products over the zones of a receive tensor: values, gradients, and what they must never read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from crossdock.torch import grouped_mm
+
+# Rows of each of four zones; three rows more belong to nobody.
+COUNTS = (3, 0, 5, 1)
+TAIL = 3
+INNER, OUTER = 8, 6
+
+
+def small_integers(*shape: int, seed: int) -> torch.Tensor:
+    """Exact in float32 whatever the order of sums."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).float()
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows with a poisoned tail, matrices, offsets."""
+    x = small_integers(sum(COUNTS) + TAIL, INNER, seed=1)
+    x[-TAIL:] = float("nan")
+    weight = small_integers(len(COUNTS), INNER, OUTER, seed=2)
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0).to(torch.int32)
+    return x.requires_grad_(), weight.requires_grad_(), offsets
+
+
+def zones(offsets: torch.Tensor) -> list[slice]:
+    bounds = offsets.tolist()
+    return [slice(first, end) for first, end in zip(bounds, bounds[1:])]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_each_zone_is_multiplied_by_its_own_matrix(compiled: bool) -> None:
+    x, weight, offsets = operands()
+    function = torch.compile(grouped_mm, fullgraph=True, backend="aot_eager") if compiled \
+        else grouped_mm
+    y = function(x, weight, offsets)
+    grad = small_integers(*y.shape, seed=3)
+    grad[-TAIL:] = float("nan")
+    y.backward(grad)
+    assert y.shape == (sum(COUNTS) + TAIL, OUTER)
+    for rows, matrix, matrix_grad in zip(zones(offsets), weight, weight.grad):
+        assert torch.equal(y[rows], x[rows] @ matrix)
+        assert torch.equal(x.grad[rows], grad[rows] @ matrix.t())
+        assert torch.equal(matrix_grad, x[rows].t() @ grad[rows])
+
+
+def test_gradients_of_transposed_matrices_are_their_own() -> None:
+    x, weight, offsets = operands()
+    stored = weight.detach().transpose(1, 2).contiguous().requires_grad_()
+    grad = small_integers(x.shape[0], OUTER, seed=4)
+    grouped_mm(x, stored.transpose(1, 2), offsets).backward(grad)
+    for rows, matrix_grad in zip(zones(offsets), stored.grad):
+        assert torch.equal(matrix_grad, (x[rows].t() @ grad[rows]).t())
+
+
+def test_operators_pass_opcheck() -> None:
+    x, weight, offsets = operands()
+    offsets[-1] = x.shape[0]  # no tail: it may hold anything, which opcheck would compare
+    x = x.detach().nan_to_num().requires_grad_()
+    operators = torch.ops.crossdock
+    torch.library.opcheck(operators.grouped_mm.default, (x, weight, offsets, False, 0, 0))
+    y = small_integers(x.shape[0], OUTER, seed=5)
+    torch.library.opcheck(operators.grouped_mm.default, (y, weight, offsets, True, 0, 0))
+    torch.library.opcheck(operators.grouped_outer.default, (x.detach(), y, offsets))
+
+
+@pytest.mark.parametrize("change, error, text", [
+    ({"weight": torch.zeros(4, INNER, OUTER, dtype=torch.bfloat16)}, TypeError,
+     "weight: expected dtype torch.float32 as x has, got torch.bfloat16"),
+    ({"offsets": torch.zeros(5, dtype=torch.int64)}, TypeError,
+     "offsets: expected dtype torch.int32, got torch.int64"),
+    ({"offsets": torch.zeros(4, dtype=torch.int32)}, ValueError,
+     r"offsets: expected shape \[5\], got \(4,\)"),
+    ({"weight": torch.zeros(4, INNER + 1, OUTER)}, ValueError,
+     r"weight: expected shape \[experts, 8, columns\], got \(4, 9, 6\)"),
+    ({"x": torch.zeros(12, 1, INNER)}, ValueError, r"x: expected 2 dimensions"),
+])
+def test_wrong_operands_are_named(change: dict, error: type[Exception], text: str) -> None:
+    arguments = dict(zip(("x", "weight", "offsets"), operands())) | change
+    with pytest.raises(error, match=text):
+        grouped_mm(**arguments)

@@ -1,0 +1,181 @@
+"""MoELayer over ranks against the same layer in one process, which shares no code with it."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import crossdock.torch as xd
+from support import Rank, run_ranks
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))
+
+from moe_lm.plain_moe import PlainMoE  # noqa: E402
+
+HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
+SEED = 20
+
+
+@contextmanager
+def joined() -> Iterator[xd.Communicator]:
+    """This rank in torch.distributed and in a communicator on the CPU."""
+    dist.init_process_group("gloo")
+    try:
+        with xd.init(device="cpu") as comm:
+            yield comm
+    finally:
+        dist.destroy_process_group()
+
+
+def make_layer(comm: xd.Communicator, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
+    torch.manual_seed(SEED)
+    options = {"aux_loss_weight": 0.5, "dtype": torch.float32} | options
+    return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=max_tokens, **options)
+
+
+def make_plain() -> PlainMoE:
+    torch.manual_seed(SEED)
+    return PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.5)
+
+
+def batch(tokens_of_ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks' tokens, and the gradient of all outputs."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    total = sum(tokens_of_ranks)
+    return tuple(torch.randn(total, HIDDEN, generator=generator) for _ in range(2))
+
+
+def mine(me: Rank, whole: torch.Tensor, tokens_of_ranks: tuple[int, ...]) -> torch.Tensor:
+    return whole.split(tokens_of_ranks)[me.rank].clone()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+
+
+def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -> None:
+    with joined() as comm:
+        layer, plain = make_layer(comm), make_plain()
+        here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
+        assert torch.equal(layer.router, plain.router)
+        assert torch.equal(layer.experts_in, plain.experts_in[here])
+        assert torch.equal(layer.experts_out, plain.experts_out[here])
+
+        x, grad = batch(tokens_of_ranks)
+        whole = x.clone().requires_grad_()
+        expected, expected_aux, expected_load = plain(whole)
+        # The layers' auxiliary losses are means over ranks: as large as one process's together.
+        ((expected * grad).sum() + (me.num_ranks * expected_aux if aux else 0)).backward()
+
+        part = mine(me, x, tokens_of_ranks).requires_grad_()
+        output = layer(part)
+        ((output.hidden * mine(me, grad, tokens_of_ranks)).sum()
+         + (output.aux_loss if aux else 0)).backward()
+
+        close(output.hidden, mine(me, expected, tokens_of_ranks))
+        close(output.load, expected_load.nan_to_num())  # 0 / 0 where nobody has tokens
+        close(part.grad, mine(me, whole.grad, tokens_of_ranks))
+        close(layer.experts_in.grad, plain.experts_in.grad[here])
+        close(layer.experts_out.grad, plain.experts_out.grad[here])
+        dist.all_reduce(layer.router.grad)
+        close(layer.router.grad, plain.router.grad)
+        mean_aux = output.aux_loss.detach().clone()
+        dist.all_reduce(mean_aux)
+        if aux:
+            close(mean_aux / me.num_ranks, expected_aux)
+
+
+@pytest.mark.parametrize("tokens_of_ranks, aux", [
+    ((9,), True), ((8, 8), True), ((4, 4, 4, 4), True), ((5, 0, 1, 16), False), ((0, 0), False),
+], ids=str)
+def test_layer_is_that_of_one_process(tokens_of_ranks: tuple[int, ...], aux: bool) -> None:
+    run_ranks(len(tokens_of_ranks), check_against_plain, tokens_of_ranks, aux)
+
+
+def check_compiled(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
+    with joined() as comm:
+        layer = make_layer(comm, shared_experts=1)
+        x, grad = (mine(me, whole, tokens_of_ranks) for whole in batch(tokens_of_ranks))
+        results = []
+        for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            # All blocks that the pool has: what is not overwritten poisons what reads it.
+            poison = [comm.empty_symmetric((rows, layer.group.rows), torch.float32).fill_(torch.nan)
+                      for rows in (1, FFN, HIDDEN, HIDDEN, HIDDEN, HIDDEN)]
+            del poison
+            part = x.clone().requires_grad_()
+            layer.zero_grad()
+            output = function(part)
+            ((output.hidden * grad).sum() + output.aux_loss).backward()
+            results.append([output.hidden.detach(), output.aux_loss.detach(), part.grad]
+                           + [parameter.grad.clone() for parameter in layer.parameters()])
+        for eager, compiled in zip(*results):
+            assert torch.isfinite(eager).all()
+            close(compiled, eager)
+
+
+@pytest.mark.parametrize("tokens_of_ranks", [(7,), (5, 0, 1, 16)], ids=str)
+def test_compiled_layer_reads_no_garbage(tokens_of_ranks: tuple[int, ...]) -> None:
+    run_ranks(len(tokens_of_ranks), check_compiled, tokens_of_ranks, timeout=120)
+
+
+def check_bfloat16(me: Rank) -> None:
+    with joined() as comm:
+        layer, plain = make_layer(comm, dtype=torch.bfloat16), make_plain()
+        x, _ = batch((8, 8))
+        output = layer(mine(me, x, (8, 8)).bfloat16())
+        assert output.hidden.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            output.hidden.float(), mine(me, plain(x.bfloat16().float())[0], (8, 8)),
+            rtol=0.05, atol=0.05)
+
+
+def test_bfloat16_layer_pads_zones_and_is_near_float32() -> None:
+    run_ranks(2, check_bfloat16)
+
+
+def check_average(me: Rank) -> None:
+    with joined() as comm:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), make_layer(comm))
+        unused, used = model[0].bias, model[0].weight
+        used.grad = torch.full_like(used, float(me.rank))
+        model[1].experts_in.grad = torch.full_like(model[1].experts_in, 8.0)
+        xd.average_gradients(model)
+        assert torch.equal(used.grad, torch.full_like(used, (me.num_ranks - 1) / 2))
+        assert torch.equal(unused.grad, torch.zeros_like(unused))
+        expected = torch.full_like(model[1].experts_in, 8.0 / me.num_ranks)
+        assert torch.equal(model[1].experts_in.grad, expected)
+
+
+def test_gradients_are_averaged_and_those_of_experts_scaled() -> None:
+    run_ranks(4, check_average)
+
+
+def check_refusals(me: Rank) -> None:
+    with joined() as comm:
+        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, 16, dtype=torch.float32, comm=comm)
+        rank_major = xd.EpGroup(EXPERTS, HIDDEN, TOPK, 16, layout="rank_major",
+                                dtype=torch.float32, comm=comm)
+
+        def refused(text: str, *sizes: int, **options: Any) -> None:
+            with pytest.raises(ValueError, match=text):
+                xd.MoELayer(*sizes, **options)
+
+        refused("max_tokens: expected a number", HIDDEN, FFN, EXPERTS, TOPK, comm=comm)
+        refused("num_experts: expected the group's 8, got 4", HIDDEN, FFN, 4, TOPK, group=group)
+        refused("hidden: expected at most the group's 16, got 32", 32, FFN, EXPERTS, TOPK,
+                group=group)
+        refused("topk: expected at most the group's 3, got 4", HIDDEN, FFN, EXPERTS, 4, group=group)
+        refused("dtype: expected the group's torch.float32", HIDDEN, FFN, EXPERTS, TOPK,
+                group=group, dtype=torch.bfloat16)
+        refused("layout 'expert_major', got 'rank_major'", HIDDEN, FFN, EXPERTS, TOPK,
+                group=rank_major)
+
+
+def test_what_does_not_fit_the_group_is_named() -> None:
+    run_ranks(2, check_refusals)
