@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _custom_ops  # noqa: F401  (registers the operators)
+from . import _derivatives  # noqa: F401  (registers the operators)
 from ._calls import COMBINE, DISPATCH
 from ._capture import is_capturing
 from ._plan import Plan

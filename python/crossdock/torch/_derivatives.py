@@ -1,0 +1,130 @@
+"""Derivatives of the operators.
+
+Whether an operation runs in the backward pass must be the same on all ranks. It follows from which
+inputs require grad, never from which gradients happen to arrive: those that do not are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._custom_ops import LIBRARY
+from ._group import group_of
+
+__all__: list[str] = []
+
+_DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+_OPS = torch.ops.crossdock
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _Prepare(torch.autograd.Function):
+    """Integers have no gradient; the order of what comes before and after has to get through."""
+
+    @staticmethod
+    def forward(ctx, topk_idx, order, group):
+        with _below_autograd():
+            return _OPS.prepare.default(topk_idx, order, group)
+
+    @staticmethod
+    def backward(ctx, grad_plan, grad_info, grad_order):
+        return None, grad_order.clone(), None
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, plan, x, topk_weights, scales, order, group, num_tokens, topk, quantize
+    ):
+        with _below_autograd():
+            outputs = _OPS.dispatch.default(
+                plan, x, topk_weights, scales, order, group, num_tokens, topk, quantize
+            )
+        tokens, weights, topk_idx, recv_scales, link, _ = outputs
+        ctx.group = group_of(group)  # lives until the backward pass
+        ctx.num_tokens, ctx.topk, ctx.quantize = num_tokens, topk, quantize
+        ctx.save_for_backward(plan)
+        fixed = [topk_idx, recv_scales]
+        if topk_weights is None:
+            fixed.append(weights)
+        if quantize or x.dtype not in _DIFFERENTIABLE:
+            fixed.append(tokens)
+        if not quantize:
+            fixed.append(link)
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad_tokens, grad_weights, grad_idx, grad_scales, grad_link, grad_order):
+        (plan,) = ctx.saved_tensors
+        _, x_needs, weights_need, *_ = ctx.needs_input_grad
+        grad_x = grad_topk_weights = None
+        if x_needs or weights_need:
+            grad_rows = grad_link if ctx.quantize else grad_tokens
+            grad_x, grad_topk_weights, order = _OPS.dispatch_bwd.default(
+                plan,
+                grad_rows if x_needs else None,
+                grad_weights if weights_need else None,
+                grad_order,
+                ctx.group.handle,
+                ctx.num_tokens,
+                ctx.topk,
+            )
+        else:
+            order = grad_order.clone()
+        return (
+            None,
+            grad_x if x_needs else None,
+            grad_topk_weights if weights_need else None,
+            None,
+            order,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, expert_out, weights, order, group, num_tokens):
+        with _below_autograd():
+            outputs = _OPS.combine.default(plan, expert_out, weights, order, group, num_tokens)
+        ctx.group = group_of(group)
+        ctx.rows = expert_out.shape[0]
+        weights_need = ctx.needs_input_grad[2]
+        ctx.save_for_backward(plan, expert_out if weights_need else None, weights)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_order):
+        plan, expert_out, weights = ctx.saved_tensors
+        _, out_needs, weights_need, *_ = ctx.needs_input_grad
+        if not (out_needs or weights_need):
+            return None, None, None, grad_order.clone(), None, None
+        grad_expert_out, grad_weights, order = _OPS.combine_bwd.default(
+            plan, grad_out, expert_out, weights, grad_order, ctx.group.handle, ctx.rows
+        )
+        return None, grad_expert_out, grad_weights if weights_need else None, order, None, None
+
+
+def _register(name: str, function: type[torch.autograd.Function]) -> None:
+    operator = getattr(_OPS, name).default
+
+    def differentiable(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+        ):
+            return function.apply(*args)
+        with _below_autograd():
+            return operator(*args)
+
+    LIBRARY.impl(name, torch._disable_dynamo(differentiable), "Autograd")
+
+
+_register("prepare", _Prepare)
+_register("dispatch", _Dispatch)
+_register("combine", _Combine)
