@@ -82,7 +82,7 @@ def _has(package: str) -> bool:
 
 def _workload(arguments: argparse.Namespace) -> Workload:
     """Options with their defaults filled in, or UsageError."""
-    device = arguments.device or ("cuda" if feature("cuda")[0] and _has("torch") else "cpu")
+    device = arguments.device or _default_device(arguments.through)
     available, reason = feature(device)
     if not available:
         raise UsageError(f"--device {device}: {reason}")
@@ -105,15 +105,21 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return workload
 
 
+def _default_device(through: str | None) -> str:
+    usable = feature("cuda")[0] and _has("torch") and _gpus.usable_count(_gpus.find()[0])
+    return "cuda" if usable and through != "numpy" else "cpu"
+
+
 def _ranks(asked: int | None, device: str) -> int:
     if device == "cpu":
         return asked or 4
     gpus, why_none = _gpus.find()
-    if not gpus:
-        raise UsageError(f"--device cuda: {why_none}")
-    if asked and asked > len(gpus):
-        raise UsageError(f"--ranks {asked}: this host has {len(gpus)} GPUs, and each takes one rank")
-    return asked or len(gpus)
+    usable = _gpus.usable_count(gpus)
+    if not usable:
+        raise UsageError(f"--device cuda: {why_none or 'CUDA_VISIBLE_DEVICES shows no GPU'}")
+    if asked and asked > usable:
+        raise UsageError(f"--ranks {asked}: {usable} GPUs can be used here, each by one rank")
+    return asked or usable
 
 
 def _check_sizes(workload: Workload) -> None:

@@ -23,8 +23,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="train a small mixture-of-experts language model over ranks",
         description="Trains a byte-level language model on the source files of Python's standard "
         "library, once in one process without Crossdock and once with its experts spread over "
-        "ranks, compares the losses, writes some text, and draws FOLDER/loss.png. About two minutes "
-        "on two cores. Needs PyTorch and matplotlib.",
+        "ranks, compares the losses, writes some text, and draws FOLDER/loss.png. About two "
+        "minutes on two cores. Needs PyTorch and matplotlib.",
     )
     parser.add_argument("--ranks", type=number(1), default=4, metavar="W",
                         help="rank processes, on GPUs if there are as many (default: %(default)s)")

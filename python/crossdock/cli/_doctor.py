@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import platform
 import runpy
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_trial:
         usable = [name for name in ("cpu", "cuda") if feature(name)[0]]
     else:
-        trials = list(_trials(len(gpus)))
+        trials = list(_trials(_gpus.usable_count(gpus)))
         _console.facts("Trial", trials)
         usable = [name for name, good, _ in trials if good]
     print(f"Crossdock can run here on: {', '.join(usable)}" if usable
@@ -115,6 +116,10 @@ def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:
         kinds.setdefault(text, []).append(gpu.index)
     for text, indices in kinds.items():
         yield _numbers(indices), None, text
+    usable = _gpus.usable_count(gpus)
+    if usable != len(gpus):
+        chosen = os.environ["CUDA_VISIBLE_DEVICES"]
+        yield "usable", usable > 0, f"{usable} of them: CUDA_VISIBLE_DEVICES is '{chosen}'"
     if len(gpus) > 1:
         yield from _pair_facts("links", *_gpus.links())
         yield from _pair_facts("peer access", *_gpus.peer_access(), good="OK")
@@ -155,7 +160,7 @@ def _trials(num_gpus: int) -> Iterator[Fact]:
     elif not _torch_fact()[1]:
         yield "cuda", False, "not tried: that takes PyTorch"
     else:
-        yield _trial("cuda", max(1, min(num_gpus, 8)), "torch")
+        yield _trial("cuda", max(1, num_gpus), "torch")
 
 
 def _trial(device: str, ranks: int, through: str) -> Fact:

@@ -23,6 +23,8 @@ class TorchEngine:
         self._comm = xd.init(timeout=workload.timeout)
         rank = self._rank = self._comm.rank
         device = self._device = self._comm.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # whose stream events are recorded on
         self._group = xd.EpGroup(
             workload.experts, workload.hidden, workload.topk, workload.tokens,
             layout=workload.layout, dtype=_DTYPES[workload.dtype],

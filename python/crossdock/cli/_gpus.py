@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -48,6 +49,16 @@ def find() -> tuple[list[Gpu], str]:
         if len(cells) == len(_FIELDS.split(",")):
             gpus.append(Gpu(int(cells[0]), *cells[1:]))
     return gpus, "" if gpus else "nvidia-smi lists no GPU"
+
+
+def usable_count(gpus: list[Gpu]) -> int:
+    """How many of them CUDA shows to this process."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(gpus)
+    names = [name.strip() for name in chosen.split(",")]
+    # CUDA stops at the first entry that names no device.
+    return names.index("-1") if "-1" in names else len(list(filter(None, names)))
 
 
 def parse_matrix(text: str) -> dict[tuple[int, int], str]:

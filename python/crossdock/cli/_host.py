@@ -29,7 +29,8 @@ def cores() -> int:
 def processor() -> str:
     """Name of the processor and how much of it may be used."""
     name = _first("/proc/cpuinfo", "model name").partition(":")[2].strip()
-    return f"{name or platform.machine()}, {cores()} cores, {platform.system()} {platform.release()}"
+    system = f"{platform.system()} {platform.release()}"
+    return f"{name or platform.machine()}, {cores()} cores, {system}"
 
 
 def memory() -> str:

@@ -11,7 +11,8 @@ def number(least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+            expected = f"expected a whole number from {least} on"
+            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
         return int(text)
 
     return parse

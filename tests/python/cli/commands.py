@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 COMMAND = [sys.executable, "-m", "crossdock.cli"]
-SMALL = ["--ranks", "2", "--tokens", "16", "--hidden", "32", "--topk", "2", "--experts", "4"]
+SMALL = ["--device", "cpu", "--ranks", "2", "--tokens", "16", "--hidden", "32", "--topk", "2",
+         "--experts", "4"]
 
 
 def run(*arguments: str, environment: dict[str, str] | None = None,

@@ -93,6 +93,17 @@ def test_tells_gpus_their_links_and_peer_access(host_with_gpus):
     assert "peer access ok  every pair: OK" in text
 
 
+@pytest.mark.parametrize("chosen, said", [
+    ("2,3", "usable      ok  2 of them: CUDA_VISIBLE_DEVICES is '2,3'"),
+    ("", "usable      no  0 of them: CUDA_VISIBLE_DEVICES is ''"),
+    ("1,-1,2", "usable      ok  1 of them"), ("0,1,2,3", None)])
+def test_counts_the_gpus_that_cuda_shows(host_with_gpus, chosen, said):
+    environment = host_with_gpus | {"CUDA_VISIBLE_DEVICES": chosen}
+    text = run("doctor", "--no-trial", environment=environment).stdout
+    assert (said or "GPU 0-3") in text
+    assert ("usable " in text) == bool(said)
+
+
 def test_a_broken_nvidia_smi_is_quoted(tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: no driver'; exit 9\n")
