@@ -1,0 +1,185 @@
+"""Checks of a Buffer's arguments; every error says argument, expected, got and rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import torch
+
+from ._config import Config
+from .utils import EventOverlap
+
+topk_idx_t = torch.int64
+"""Type of the elements of topk_idx."""
+
+MAX_TOPK = 32  # choices per token that a group knows
+_ROW_ALIGNMENT = 16
+_ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALE_TYPES = (torch.float32, torch.int32)
+
+
+class Checks:
+    """Argument checks for one rank.
+
+    Args:
+        rank, num_ranks: the place of this rank.
+        device: where tensors must be.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.device = device
+
+    def fail(self, name: str, expected: str, got: object) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError(f"{name}: expected {expected}, got {got} (rank {self.rank})")
+
+    def tensor(self, value: Any, name: str, shape: tuple[int | str, ...],
+               dtypes: tuple[torch.dtype, ...], strided: bool = False) -> torch.Tensor:
+        """`value`, if it is such a tensor; a letter in `shape` stands for any extent."""
+        wanted = f"[{','.join(map(str, shape))}] {' or '.join(_short(t) for t in dtypes)}"
+        if not isinstance(value, torch.Tensor):
+            self.fail(name, f"a tensor {wanted}", _kind(value))
+        fits = len(value.shape) == len(shape) and all(
+            isinstance(want, str) or want == got for want, got in zip(shape, value.shape))
+        if not fits or value.dtype not in dtypes:
+            self.fail(name, wanted, f"{list(value.shape)} {_short(value.dtype)}")
+        if value.device != self.device:
+            self.fail(name, f"a tensor on {self.device}", f"one on {value.device}")
+        if not strided and not value.is_contiguous():
+            self.fail(name, "a contiguous tensor", f"strides {value.stride()}")
+        return value
+
+    def at_least(self, value: Any, name: str, least: int) -> int:
+        """`value`, if it is an integer that is not too small."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.fail(name, f"an integer of at least {least}", repr(value))
+        return value
+
+    def events(self, previous_event: Any, async_finish: bool,
+               allocate_on_comm_stream: bool) -> None:
+        """The three arguments about streams."""
+        if previous_event is not None and not isinstance(previous_event, EventOverlap):
+            self.fail("previous_event", "an EventOverlap or None", _kind(previous_event))
+        if allocate_on_comm_stream and (previous_event is None or not async_finish):
+            self.fail("allocate_on_comm_stream", "previous_event and async_finish with it",
+                      f"previous_event={previous_event}, async_finish={async_finish}")
+
+    def num_sms(self, config: Any, default: int) -> int:
+        """Multiprocessors that `config` allows."""
+        if config is None:
+            return default
+        if not isinstance(config, Config):
+            self.fail("config", "a Config or None", _kind(config))
+        return config.num_sms
+
+    def experts(self, num_experts: Any, name: str) -> int:
+        """Experts of all ranks."""
+        self.at_least(num_experts, name, 1)
+        if num_experts % self.num_ranks != 0:
+            self.fail(name, f"a multiple of the {self.num_ranks} ranks", num_experts)
+        return num_experts
+
+    def topk_idx(self, value: Any, tokens: int | str = "T") -> torch.Tensor:
+        """[T,K] choices."""
+        found = self.tensor(value, "topk_idx", (tokens, "K"), (topk_idx_t,))
+        if not 1 <= found.shape[1] <= MAX_TOPK:
+            self.fail("topk_idx", f"1 to {MAX_TOPK} columns", found.shape[1])
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The argument x of dispatch."""
+
+    rows: torch.Tensor  # [T,H]
+    scales: torch.Tensor | None  # [T], or [T,S] with any strides; float32 or int32
+
+    @property
+    def row_bytes(self) -> int:
+        return self.rows.shape[1] * self.rows.element_size()
+
+    @property
+    def scale_columns(self) -> int:
+        if self.scales is None:
+            return 0
+        return self.scales.shape[1] if self.scales.ndim == 2 else 1
+
+
+def read_tokens(checks: Checks, x: Any) -> Tokens:
+    """x as a tensor of rows, or as a pair of fp8 rows and scales."""
+    if not isinstance(x, tuple):
+        tokens = Tokens(checks.tensor(x, "x", ("T", "H"), _ROW_TYPES), None)
+    else:
+        if len(x) != 2:
+            checks.fail("x", "a tensor, or a pair of rows and scales", f"{len(x)} items")
+        rows = checks.tensor(x[0], "x[0]", ("T", "H"), _FP8_TYPES)
+        count = rows.shape[0]
+        per_token = isinstance(x[1], torch.Tensor) and x[1].ndim == 1
+        shape = (count,) if per_token else (count, "S")
+        scales = checks.tensor(x[1], "x[1]", shape, _SCALE_TYPES, strided=True)
+        tokens = Tokens(rows, scales)
+        if tokens.scale_columns < 1:
+            checks.fail("x[1]", "at least one scale per token", "none")
+    if tokens.row_bytes < 1 or tokens.row_bytes % _ROW_ALIGNMENT != 0:
+        checks.fail("x", f"rows of a positive multiple of {_ROW_ALIGNMENT} bytes",
+                    f"{tokens.row_bytes} bytes")
+    return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Where the tokens of an uncached dispatch go."""
+
+    experts: int  # E
+    per_expert: torch.Tensor  # [E] int32
+    in_rank: torch.Tensor  # [T,W] bool
+    topk_idx: torch.Tensor | None  # [T,K]
+    topk_weights: torch.Tensor | None  # [T,K] float32, iff topk_idx
+
+
+def read_choices(checks: Checks, num_tokens: int, per_rank: Any, in_rank: Any, per_expert: Any,
+                 topk_idx: Any, topk_weights: Any) -> Choices:
+    """The tensors from get_dispatch_layout, and the top-k pair."""
+    ranks = checks.num_ranks
+    checks.tensor(per_rank, "num_tokens_per_rank", (ranks,), (torch.int32,))
+    checks.tensor(in_rank, "is_token_in_rank", (num_tokens, ranks), (torch.bool,))
+    checks.tensor(per_expert, "num_tokens_per_expert", ("E",), (torch.int32,))
+    experts = checks.experts(per_expert.numel(), "elements of num_tokens_per_expert")
+    if (topk_idx is None) != (topk_weights is None):
+        given, other = "topk_idx", "topk_weights"
+        if topk_idx is None:
+            given, other = other, given
+        checks.fail(other, f"a tensor, as {given} is given", None)
+    if topk_idx is not None:
+        checks.topk_idx(topk_idx, num_tokens)
+        checks.tensor(topk_weights, "topk_weights", tuple(topk_idx.shape), (torch.float32,))
+    elif ranks > MAX_TOPK:
+        checks.fail("topk_idx", f"a tensor, as there are more than {MAX_TOPK} ranks", None)
+    return Choices(experts, per_expert, in_rank, topk_idx, topk_weights)
+
+
+def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
+              dtype: torch.dtype) -> list[torch.Tensor]:
+    """None, a tensor, or a pair of which each may be None, as a list of the tensors."""
+    if bias is None:
+        return []
+    if isinstance(bias, torch.Tensor):
+        return [checks.tensor(bias, "bias", shape, (dtype,))]
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        checks.fail("bias", "None, a tensor, or a tuple of two", _kind(bias))
+    return [checks.tensor(one, f"bias[{i}]", shape, (dtype,))
+            for i, one in enumerate(bias) if one is not None]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

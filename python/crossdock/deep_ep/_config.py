@@ -1,0 +1,88 @@
+"""Tuning parameters in DeepEP's form."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# DeepEP's own names for the positional parameters, which callers may use as keywords.
+_LONG_NAMES = {
+    "num_max_nvl_chunked_send_tokens": "nvl_send_tokens",
+    "num_max_nvl_chunked_recv_tokens": "nvl_recv_tokens",
+    "num_max_rdma_chunked_send_tokens": "rdma_send_tokens",
+    "num_max_rdma_chunked_recv_tokens": "rdma_recv_tokens",
+}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Config:
+    """How many multiprocessors operations may use.
+
+    The chunk sizes tune queues that Crossdock does not have: they are kept, checked, and otherwise
+    ignored.
+
+    Args:
+        num_sms: multiprocessors of the GPU, an even number; 0 = chosen by the library.
+        nvl_send_tokens, nvl_recv_tokens, rdma_send_tokens, rdma_recv_tokens: positive; each may also
+            be given by its name in DeepEP, such as ``num_max_nvl_chunked_send_tokens``.
+
+    Raises:
+        ValueError: a number out of range.
+        TypeError: an unknown name.
+    """
+
+    num_sms: int
+    nvl_send_tokens: int
+    nvl_recv_tokens: int
+    rdma_send_tokens: int
+    rdma_recv_tokens: int
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        nvl_send_tokens: int = 6,
+        nvl_recv_tokens: int = 256,
+        rdma_send_tokens: int = 6,
+        rdma_recv_tokens: int = 256,
+        **long_names: int,
+    ) -> None:
+        values = {
+            "num_sms": num_sms,
+            "nvl_send_tokens": nvl_send_tokens,
+            "nvl_recv_tokens": nvl_recv_tokens,
+            "rdma_send_tokens": rdma_send_tokens,
+            "rdma_recv_tokens": rdma_recv_tokens,
+        }
+        for name, value in long_names.items():
+            if name not in _LONG_NAMES:
+                raise TypeError(f"Config() got an unexpected keyword argument {name!r}")
+            values[_LONG_NAMES[name]] = value
+        require_sms(values["num_sms"], "num_sms")
+        for name, value in values.items():
+            if name != "num_sms" and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+            object.__setattr__(self, name, value)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes to give to Buffer as ``num_nvl_bytes``: room for `nvl_recv_tokens` rows per rank.
+
+        A Buffer with less works too: it takes what its first dispatch turns out to need.
+        """
+        _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
+        return self.nvl_recv_tokens * num_ranks * hidden_bytes
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes to give to Buffer as ``num_rdma_bytes``: 0, all ranks are on one host."""
+        _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
+        return 0
+
+
+def require_sms(num_sms: int, name: str) -> None:
+    """Raises ValueError unless `num_sms` is an even number that a group takes."""
+    if not 0 <= num_sms <= 4096 or num_sms % 2 != 0:
+        raise ValueError(f"{name}: expected an even number from 0 to 4096, got {num_sms}")
+
+
+def _require_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")

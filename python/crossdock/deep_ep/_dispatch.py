@@ -1,0 +1,179 @@
+"""The two ways of a Buffer's dispatch: with a routing that is new, and with one that is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from crossdock.torch import _calls
+
+from ._agreement import Request
+from ._arguments import Choices, Tokens, topk_idx_t
+from ._groups import Lease, Sequence
+from ._lane import Turn
+from ._runtime import Handle, Routing, Runtime
+from .utils import EventOverlap
+
+_SCALE_BLOCK = 128  # columns that share a scale
+_COUNTS_AT = 4  # place of the counts in the numbers for the host: 16-byte aligned, behind the total
+
+
+class Received(NamedTuple):
+    """What dispatch gives. N = rows."""
+
+    rows: torch.Tensor  # [N,H]
+    scales: torch.Tensor | None  # [N,S] or [N]
+    topk_idx: torch.Tensor | None  # [N,K]
+    topk_weights: torch.Tensor | None  # [N,K]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Numbers among the arguments of an uncached dispatch."""
+
+    expert_alignment: int
+    worst_tokens: int  # num_worst_tokens
+    num_sms: int
+
+
+def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
+    """What this rank tells the others before it dispatches."""
+    hidden = tokens.rows.shape[1]
+    return Request(
+        tokens=tokens.rows.shape[0],
+        # Room for both forms of a batch, whichever comes first: fp8 rows are combined as 16-bit
+        # ones, and their scales may come in a later, cached dispatch.
+        row_bytes=max(tokens.row_bytes, 2 * hidden),
+        scale_bytes=4 * max(tokens.scale_columns, -(-hidden // _SCALE_BLOCK)),
+        topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
+        experts=choices.experts,
+        worst_tokens=limits.worst_tokens,
+        num_sms=limits.num_sms,
+    )
+
+
+def dispatch_cached(runtime: Runtime, sequence: Sequence, tokens: Tokens, handle: Handle,
+                    turn: Turn) -> tuple[Received, EventOverlap]:
+    """Dispatches along the routing of `handle`. Nothing waits for the host."""
+    with turn.allocating():
+        received = _allocate(runtime, tokens, handle.routing.num_rows, 0)
+    with turn.running():
+        _send(sequence, handle.plan, tokens, None, received)
+    event = turn.finish((tokens.rows, tokens.scales, handle.plan), received)
+    return _shaped(tokens, received), event
+
+
+def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Limits, lease: Lease,
+                 turn: Turn) -> tuple[Received, list[int], Handle, EventOverlap]:
+    """Exchanges counts, then dispatches. The host waits for them, unless `limits` has the rows."""
+    topk = 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
+    ranks, device = runtime.num_ranks, runtime.device
+    with Sequence(lease, _calls.PREPARE) as sequence:
+        if limits.worst_tokens:
+            sequence.owe(_calls.DISPATCH)
+        with turn.allocating():
+            prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
+            plan = torch.empty(lease.plan_bytes, dtype=torch.uint8, device=device)
+        numbers = None if limits.worst_tokens else _host_numbers(runtime, choices)
+        with turn.running():
+            _prepare(sequence, choices, plan, prefix, numbers)
+        num_rows, per_expert = limits.worst_tokens, []
+        if numbers is not None:
+            num_rows, per_expert = _await_numbers(runtime, choices, lease, numbers)
+            sequence.owe(_calls.DISPATCH)
+        with turn.allocating():
+            received = _allocate(runtime, tokens, num_rows, topk)
+        with turn.running():
+            _send(sequence, plan, tokens, choices.topk_weights, received)
+    inputs = (tokens.rows, tokens.scales, choices.topk_idx, choices.topk_weights, choices.in_rank,
+              choices.per_expert)
+    event = turn.finish(inputs, (*received, prefix, plan))
+    handle = Handle(prefix, plan, Routing(lease, tokens.rows.shape[0], topk, num_rows))
+    return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
+
+
+def _host_numbers(runtime: Runtime, choices: Choices) -> torch.Tensor:
+    """Room for the total, then the counts per expert: of local experts, or without top-k of all."""
+    counts = choices.experts // (1 if choices.topk_idx is None else runtime.num_ranks)
+    return runtime.host_numbers(_COUNTS_AT + counts)
+
+
+def _prepare(sequence: Sequence, choices: Choices, plan: torch.Tensor, prefix: torch.Tensor,
+             numbers: torch.Tensor | None) -> None:
+    """Writes the plan, the rows per rank, and `numbers`."""
+    topk_idx, counts, total = choices.topk_idx, None, None
+    if numbers is not None:
+        total, counts = numbers[:1], numbers[_COUNTS_AT:]
+    if topk_idx is None:
+        # Each rank stands for one expert.
+        ranks = torch.arange(len(prefix), dtype=torch.int32, device=prefix.device)
+        topk_idx = torch.where(choices.in_rank, ranks, -1)
+        if counts is not None:
+            counts.copy_(choices.per_expert, non_blocking=True)
+            counts = None
+    rank_rows = torch.empty_like(prefix)
+    sequence.run(_calls.prepare, topk_idx, plan, counts=counts, total=total, rank_rows=rank_rows)
+    torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
+
+
+def _await_numbers(runtime: Runtime, choices: Choices, lease: Lease,
+                   numbers: torch.Tensor) -> tuple[int, list[int]]:
+    """Rows that this rank receives, and its rows per local expert."""
+    runtime.lane.wait_for_host_data()
+    failure = lease.failure()
+    if failure is not None:
+        raise failure  # on all ranks: the exchange of counts tells everybody
+    counts = numbers[_COUNTS_AT:]
+    if choices.topk_idx is None:
+        local = choices.experts // runtime.num_ranks
+        sent = runtime.exchange.all_gather(counts.numpy().tobytes())
+        every = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.int32) for row in sent])
+        counts = every.sum(0)[runtime.rank * local : (runtime.rank + 1) * local]
+    return int(numbers[0]), counts.tolist()
+
+
+def _allocate(runtime: Runtime, tokens: Tokens, num_rows: int, topk: int) -> Received:
+    """Receive tensors, in symmetric memory as long as there is some."""
+    empty = runtime.pool.empty
+    rows, columns = tokens.rows, tokens.scale_columns
+    return Received(
+        empty((num_rows, rows.shape[1]), rows.dtype),
+        empty((num_rows, columns), torch.float32) if columns else None,
+        empty((num_rows, topk), topk_idx_t) if topk else None,
+        empty((num_rows, topk), torch.float32) if topk else None,
+    )
+
+
+def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: torch.Tensor | None,
+          received: Received) -> None:
+    """Runs the dispatch on the current stream."""
+    scales = tokens.scales
+    if scales is not None:
+        # The library moves rows of scales without reading them: integers travel as float32.
+        scales = scales.contiguous().view(torch.float32).view(-1, tokens.scale_columns)
+    sequence.run(
+        _calls.dispatch,
+        plan,
+        tokens.rows,
+        received.rows,
+        scales=scales,
+        topk_weights=topk_weights,
+        recv_scales=received.scales,
+        recv_weights=received.topk_weights,
+        recv_topk_idx=received.topk_idx,
+    )
+
+
+def _shaped(tokens: Tokens, received: Received) -> Received:
+    """The scales in the type and the dimensions that came in."""
+    if tokens.scales is None:
+        return received
+    scales = received.scales.view(tokens.scales.dtype)
+    return received._replace(scales=scales.flatten() if tokens.scales.ndim == 1 else scales)
+
+
+def _aligned(counts: list[int], limits: Limits) -> list[int]:
+    alignment = limits.expert_alignment
+    return [-(-count // alignment) * alignment for count in counts]

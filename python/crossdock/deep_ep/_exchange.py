@@ -1,0 +1,68 @@
+"""A small all-gather between the hosts of all ranks, through shared memory."""
+
+from __future__ import annotations
+
+import torch
+
+from crossdock import _core
+from crossdock.torch import _calls
+
+_MAX_TOPK = 32  # of a group: how many ranks one row may go to
+_RANK_MAJOR = 1
+_ROW_ALIGNMENT = 16
+
+
+class HostExchange:
+    """Gathers a few bytes from every rank, in microseconds and without a GPU.
+
+    Each gathering is one dispatch of a group whose plan never changes: every rank sends one row to
+    all ranks, and receives the rows of all by ascending rank.
+
+    Args:
+        comm: a communicator on the CPU. Making the exchange is collective.
+        row_bytes: longest row to begin with.
+    """
+
+    def __init__(self, comm: _core.Comm, row_bytes: int) -> None:
+        self._comm = comm
+        self._make(row_bytes)
+
+    def _make(self, row_bytes: int) -> None:
+        """Makes group, plan and tensors for rows of at least `row_bytes` bytes. Collective."""
+        ranks = self._comm.num_ranks
+        topk = min(ranks, _MAX_TOPK)
+        copies = -(-ranks // topk)  # tokens, each for `topk` of the ranks
+        width = -(-row_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        sizes = {
+            "num_experts": ranks,
+            "max_topk": topk,
+            "max_tokens_per_rank": copies,
+            "hidden": width,
+            "dtype": _calls.DTYPE_CODES[torch.uint8],
+            "layout": _RANK_MAJOR,
+        }
+        self._group = _core.Group(self._comm, **sizes)
+        self._plan = torch.empty(_core.plan_size(num_ranks=ranks, **sizes), dtype=torch.uint8)
+        readers = torch.arange(copies * topk, dtype=torch.int32).view(copies, topk)
+        _calls.prepare(self._group, readers.masked_fill_(readers >= ranks, -1), self._plan)
+        self._sent = torch.zeros(copies, width, dtype=torch.uint8)
+        self._received = torch.empty(ranks, width, dtype=torch.uint8)
+
+    def all_gather(self, row: bytes) -> list[bytes]:
+        """What every rank has sent, by rank. Collective; blocks without the GIL.
+
+        Args:
+            row: equally long on all ranks, at least one byte.
+
+        Raises:
+            Timeout, PeerLost, Aborted: a rank did not come. Fatal for the exchange.
+        """
+        if len(row) > self._sent.shape[1]:
+            self._make(2 * len(row))
+        self._sent[:, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        _calls.dispatch(self._group, self._plan, self._sent, self._received)
+        return [bytes(line) for line in self._received[:, : len(row)].numpy()]
+
+    def close(self) -> None:
+        """Frees the group; the communicator stays its owner's."""
+        self._group.close()

@@ -1,0 +1,262 @@
+"""Groups of a Buffer, made when a dispatch needs them and replaced when one has outgrown them."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from crossdock import _core
+from crossdock.errors import (
+    CapacityOverflow,
+    CrossdockError,
+    InvalidArgument,
+    Mismatch,
+    OutOfMemory,
+)
+from crossdock.torch import _calls
+
+from ._agreement import Request
+from ._lane import Lane
+
+_RANK_MAJOR = 1
+_POOLED_SETS = 2  # receive tensors at a time that symmetric memory is made for
+_KINDS = {
+    "XD_ERROR_INVALID_ARGUMENT": InvalidArgument,
+    "XD_ERROR_MISMATCH": Mismatch,
+    "XD_ERROR_OVERFLOW": CapacityOverflow,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bounds of a group, equal on all ranks."""
+
+    experts: int
+    topk: int
+    tokens: int
+    row_bytes: int
+    scale_bytes: int
+    num_sms: tuple[int, ...]  # by rank
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> Sizes:
+        """What all ranks' requests need."""
+        first, ranks = requests[0], len(requests)
+        tokens = max(max(one.tokens, -(-one.worst_tokens // ranks)) for one in requests)
+        return cls(
+            # Without choices of experts, each rank is one expert, and a token's ranks its choices.
+            experts=first.experts if first.topk else ranks,
+            topk=first.topk or ranks,
+            tokens=max(1, tokens),
+            row_bytes=first.row_bytes,
+            scale_bytes=first.scale_bytes,
+            num_sms=tuple(one.num_sms for one in requests),
+        )
+
+    def serve(self, need: Sizes) -> bool:
+        """Whether a group of these sizes is good enough."""
+        return (
+            self.experts == need.experts
+            and self.num_sms == need.num_sms
+            and self.topk >= need.topk
+            and self.tokens >= need.tokens
+            and self.row_bytes >= need.row_bytes
+            and self.scale_bytes >= need.scale_bytes
+        )
+
+    def grown_to(self, need: Sizes) -> Sizes:
+        """Sizes for `need` and for all that these serve; tokens grow geometrically."""
+        tokens = self.tokens
+        if tokens < need.tokens:
+            tokens = max(need.tokens, tokens * 3 // 2)
+        return dataclasses.replace(
+            need,
+            tokens=tokens,
+            topk=max(self.topk, need.topk),
+            row_bytes=max(self.row_bytes, need.row_bytes),
+            scale_bytes=max(self.scale_bytes, need.scale_bytes),
+        )
+
+    def pooled_bytes(self) -> int:
+        """Symmetric memory for the receive tensors of this rank."""
+        rows = len(self.num_sms) * self.tokens
+        row_bytes = self.row_bytes + self.scale_bytes + self.topk * 12  # weight 4, index 8
+        slack = 1 << 18  # blocks are rounded up
+        return _POOLED_SETS * (rows * row_bytes + slack)
+
+
+class Lease:
+    """A group, closed when the Buffer and all handles have let go of it.
+
+    Attributes:
+        group: the ``crossdock._core.Group``.
+        sizes: its bounds.
+        plan_bytes: bytes of a plan.
+        lane: where its operations run.
+        close: closes the group now.
+    """
+
+    def __init__(self, comm: _core.Comm, lane: Lane, sizes: Sizes) -> None:
+        config = {
+            "num_experts": sizes.experts,
+            "max_topk": sizes.topk,
+            "max_tokens_per_rank": sizes.tokens,
+            "hidden": sizes.row_bytes,
+            "dtype": _calls.DTYPE_CODES[torch.uint8],
+            "max_scale_bytes": sizes.scale_bytes,
+            "layout": _RANK_MAJOR,
+            "zero_tail": 1,
+            "num_sms": sizes.num_sms[comm.rank],
+        }
+        self.sizes = sizes
+        self.group = _core.Group(comm, **config)
+        self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
+        self._comm = comm
+        self.lane = lane
+        self.close = weakref.finalize(self, _close, self.group, lane)
+
+    def failure(self) -> CrossdockError | None:
+        """What operations on the GPU have met since the last look. On the CPU they raise it.
+
+        Raises:
+            CrossdockError: the communicator is finished.
+        """
+        if not self.lane.cuda:
+            return None
+        if self._comm.error() is not None:
+            self._comm.mem_grow(0)  # the call that meets a fatal error raises all that is known of it
+        status = self.group.status()
+        if status["status"] == "XD_SUCCESS":
+            return None
+        return _KINDS.get(status["status"], CrossdockError)(
+            status["text"],
+            status=status["status"],
+            rank=self._comm.rank,
+            peer=None if status["rank"] < 0 else status["rank"],
+        )
+
+
+class Sequence:
+    """The operations of one call, in which this rank takes its turns whatever happens.
+
+    If the body raises before it has run them all, the rank takes part in the others with its
+    mistake, so that no peer waits for it. On the CPU that is the next one only, in which the peers
+    raise, and none if they raise already; on CUDA peers enqueue all operations before they can know.
+
+    Args:
+        lease: whose group runs them.
+        operations: in order, as ``_calls`` names them.
+    """
+
+    def __init__(self, lease: Lease, *operations: int) -> None:
+        self._lease = lease
+        self._owed = list(operations)
+        self._in_call = False
+
+    def owe(self, operation: int) -> None:
+        """One operation more."""
+        self._owed.append(operation)
+
+    def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
+        """The next operation: a function of ``_calls`` and its arguments behind the group."""
+        self._owed.pop(0)
+        self._in_call = True  # the library itself takes this turn if arguments are bad
+        call(self._lease.group, *args, **options)
+        self._in_call = False
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is None:
+            return
+        if not self._lease.lane.cuda:
+            self._owed = [] if self._in_call else self._owed[:1]
+        for operation in self._owed:
+            try:
+                self._lease.group.join_failed(operation, str(error), self._lease.lane.raw_stream)
+            except CrossdockError:
+                pass  # the text again; or the communicator is finished, and nobody waits
+
+
+def _close(group: _core.Group, lane: Lane) -> None:
+    lane.synchronize()  # the library wants no operation to be running
+    group.close()
+
+
+class Groups:
+    """The current groups of a Buffer: one for choices of experts, one for ``is_token_in_rank``."""
+
+    def __init__(self, comm: _core.Comm, lane: Lane) -> None:
+        self._comm = comm
+        self._lane = lane
+        self._current: dict[bool, Lease] = {}
+        self._pooled = 0  # bytes of symmetric memory
+
+    def agreed_before(self, request: Request) -> Lease | None:
+        """The group that serves `request` by what was agreed before, if it does.
+
+        All ranks come to the same answer as long as ``num_worst_tokens`` is equal on all, and
+        ``config.num_sms`` changes on all at once: tokens, which differ, play no part.
+        """
+        lease = self._current.get(request.topk > 0)
+        if lease is None:
+            return None
+        need = Sizes.of([dataclasses.replace(request, tokens=0)] * self._comm.num_ranks)
+        sizes = lease.sizes
+        mine = sizes.num_sms[self._comm.rank] == request.num_sms
+        serves = mine and sizes.serve(dataclasses.replace(need, num_sms=sizes.num_sms))
+        return lease if serves else None
+
+    def expected_by_peers(self, worst_tokens: object) -> Lease | None:
+        """The group that peers with such a ``num_worst_tokens`` use, if they need not agree.
+
+        A guess, for a rank whose own request is no good.
+        """
+        lease = self._current.get(True)
+        if lease is None or not isinstance(worst_tokens, int) or worst_tokens < 1:
+            return None
+        return lease if lease.sizes.tokens * self._comm.num_ranks >= worst_tokens else None
+
+    def for_requests(self, requests: list[Request]) -> Lease:
+        """The group that serves the requests of all ranks. Collective if it has to be made."""
+        by_experts = requests[0].topk > 0
+        need = Sizes.of(requests)
+        lease = self._current.get(by_experts)
+        if lease is not None and lease.sizes.serve(need):
+            return lease
+        sizes = lease.sizes.grown_to(need) if lease is not None else need
+        # Before the new group is made, so that two need not fit into memory.
+        self._current.pop(by_experts, None)
+        del lease
+        self._reserve(sizes, min(one.heap_bytes for one in requests))
+        lease = self._current[by_experts] = Lease(self._comm, self._lane, sizes)
+        return lease
+
+    def _reserve(self, sizes: Sizes, heap_bytes: int) -> None:
+        """Sees to symmetric memory for receive tensors of these sizes. Collective."""
+        self._pooled = max(self._pooled, heap_bytes)
+        if self._pooled >= sizes.pooled_bytes():
+            return
+        self._pooled = sizes.pooled_bytes()
+        try:
+            self._lane.pool.reserve(self._pooled)
+        except (OutOfMemory, Mismatch):
+            pass  # some rank has no memory left: tensors are ordinary ones, which are staged
+
+    def failure(self) -> CrossdockError | None:
+        """What operations of the current groups have met on the GPU since the last look."""
+        failures = [lease.failure() for lease in self._current.values()]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def close(self) -> None:
+        """Closes the current groups. One that was outgrown closes with its last handle."""
+        for lease in self._current.values():
+            lease.close()
+        self._current.clear()

@@ -1,0 +1,109 @@
+"""Streams and events of a Buffer's operations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+
+from crossdock.torch._pool import SymmetricPool
+
+from .utils import EventHandle, EventOverlap
+
+
+class Lane:
+    """The stream that all operations of a Buffer run on, one after another.
+
+    On the CPU operations run in the calling thread, and there is nothing to order.
+
+    Attributes:
+        stream: a ``torch.cuda.Stream`` of high priority, or a ``torch.cpu.Stream``.
+    """
+
+    def __init__(self, device: torch.device, pool: SymmetricPool) -> None:
+        self.device = device
+        self.pool = pool
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device, priority=-1) if self.cuda else torch.cpu.Stream()
+
+    @property
+    def raw_stream(self) -> int:
+        """The stream as ``crossdock._core`` takes it."""
+        return self.stream.cuda_stream if self.cuda else 0
+
+    def synchronize(self) -> None:
+        """The host waits until all operations have ended."""
+        if self.cuda:
+            self.stream.synchronize()
+
+    def wait_for_host_data(self) -> None:
+        """The host waits, without the GIL, for what has been enqueued so far."""
+        if self.cuda:
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            event.synchronize()
+
+
+class Turn:
+    """One operation on the lane, ordered against the caller's stream.
+
+    Args:
+        lane: where it runs.
+        previous_event: what it waits for; None (or an empty one) = all that the caller's stream has
+            enqueued.
+        async_finish: whether the caller's stream goes on without waiting for it.
+    """
+
+    def __init__(self, lane: Lane, previous_event: EventOverlap | None, async_finish: bool) -> None:
+        self._lane = lane
+        self._async = async_finish
+        if not lane.cuda:
+            return
+        self._caller = torch.cuda.current_stream(lane.device)
+        previous = previous_event.event if previous_event is not None else None
+        if previous is None or previous.event is None:
+            lane.stream.wait_stream(self._caller)
+            self._allocator = self._caller
+        else:
+            # The lane does not wait for the caller's stream, so it must not be given memory that
+            # work of that stream may still be using.
+            lane.stream.wait_event(previous.event)
+            self._allocator = lane.stream
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, results are to be allocated."""
+        return self._on(self._allocator) if self._lane.cuda else contextlib.nullcontext()
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, work goes to the lane."""
+        return self._on(self._lane.stream) if self._lane.cuda else contextlib.nullcontext()
+
+    def _on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def finish(self, inputs: Iterable[torch.Tensor | None],
+               results: Iterable[torch.Tensor | None]) -> EventOverlap:
+        """Ends the operation: lets the caller's stream wait, or returns the event to wait for.
+
+        Args:
+            inputs: the caller's tensors that the operation reads.
+            results: tensors allocated within `allocating`.
+        """
+        if not self._lane.cuda:
+            return EventOverlap(EventHandle() if self._async else None)
+        if self._allocator is self._lane.stream:
+            self._record(results, self._caller)
+        elif self._async:
+            self._record(results, self._lane.stream)
+        if not self._async:
+            self._caller.wait_stream(self._lane.stream)
+            return EventOverlap()
+        self._record(inputs, self._lane.stream)
+        with self.running():
+            return EventOverlap(EventHandle())
+
+    def _record(self, tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                self._lane.pool.record_stream(tensor, stream)

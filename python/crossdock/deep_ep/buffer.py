@@ -1,0 +1,464 @@
+"""Buffer: expert parallelism through the interface of DeepEP 1.2's normal kernels."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from crossdock import _core
+from crossdock.torch import _calls
+
+from ._arguments import Choices, Tokens, read_bias, read_choices, read_tokens
+from ._combine import combine, operations_of
+from ._config import Config, require_sms
+from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
+from ._groups import Sequence
+from ._lane import Turn
+from ._layout import empty_layout, fill_layout
+from ._runtime import AllGather, Handle, Routing, Runtime
+from .utils import EventHandle, EventOverlap
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_Layout = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]
+_Dispatched = tuple[
+    _Rows,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    list[int] | None,
+    Handle | None,
+    EventOverlap,
+]
+_Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
+
+
+def _no_low_latency(self: Buffer, *args: Any, **kwargs: Any) -> NoReturn:
+    """Does not exist."""
+    raise NotImplementedError("Crossdock has no low-latency operations yet.")
+
+
+class Buffer:
+    """Dispatches tokens to the ranks of their experts, and combines the results.
+
+    All ranks call `dispatch` and `combine` in the same order, also with T = 0 tokens. On GPUs
+    operations run on a stream of the Buffer's own; unless ``async_finish`` is set the caller's stream
+    waits for them. W ranks, E experts, K choices per token, H columns; rank r holds experts
+    ``r * E/W .. (r + 1) * E/W - 1``. Receive tensors have rows ordered by source rank, then token.
+
+    A mistake in one rank's arguments raises ValueError there and ``crossdock.errors.Mismatch`` on its
+    peers; no row moves, and the Buffer stays usable. On GPUs, peers that do not wait for the host
+    learn it in their next `dispatch` that does. See ``crossdock.errors`` for what else is raised.
+
+    Tensors are on the current CUDA device at the time of construction; on the CPU where there is no
+    CUDA device or the library was built without CUDA.
+
+    Args:
+        group: torch.distributed group whose members make this Buffer; any backend.
+        num_nvl_bytes: symmetric memory to begin with. More is taken when a dispatch needs it.
+        num_rdma_bytes: ignored: all ranks are on one host.
+        low_latency_mode: ignored: the low-latency methods do not exist.
+        num_qps_per_rank: ignored: there is no network.
+        allow_nvlink_for_low_latency_mode: ignored.
+        allow_mnnvl: ignored: all ranks are on one host.
+        use_fabric: ignored: memory is shared by file descriptors.
+        explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
+        enable_shrink: True is refused.
+        comm: mpi4py communicator, instead of `group`.
+
+    Attributes:
+        num_sms: of the class: multiprocessors that operations without a ``config`` may use.
+        rank, group_size: the place of this rank.
+        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as
+            they were given.
+
+    Raises:
+        ValueError: neither `group` nor `comm`, or a negative size.
+        NotImplementedError: `enable_shrink`.
+        CrossdockError: ranks could not meet, or share no memory; see ``crossdock.errors``.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: MPI.Comm | None = None,
+    ) -> None:
+        self._runtime: Runtime | None = None
+        if enable_shrink:
+            raise NotImplementedError("enable_shrink: Crossdock cannot leave out ranks yet.")
+        for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if group is not None:
+            self.rank, self.group_size = group.rank(), group.size()
+            gather = _gather_through_group(group)
+        elif comm is not None:
+            self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
+            gather = comm.allgather
+        else:
+            raise ValueError("group: expected a process group, or comm, got None for both")
+        self.group = group
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._local: torch.Tensor | None = None
+        self._runtime = Runtime(self.rank, self.group_size, gather, _device(), num_nvl_bytes)
+
+    def destroy(self) -> None:
+        """Waits for this rank's operations and leaves. Peers that need this rank later fail.
+
+        Raises:
+            ValueError: the Buffer was made without ``explicitly_destroy``, or is destroyed already.
+        """
+        if not self.explicitly_destroy:
+            raise ValueError("explicitly_destroy: expected True for destroy(), got False")
+        self._live().close()
+        self._runtime = self._local = None
+
+    def __del__(self) -> None:
+        runtime = getattr(self, "_runtime", None)
+        if runtime is not None and not sys.is_finalizing():
+            runtime.close()
+
+    def _live(self) -> Runtime:
+        if self._runtime is None:
+            raise ValueError("Buffer: expected one in use, got one that is destroyed")
+        return self._runtime
+
+    # ---- Static facts ----------------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether the library was built for GPUs."""
+        return _core.feature_available("cuda")
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets `Buffer.num_sms`, for calls without a ``config``; 0 = chosen by the library.
+
+        Raises:
+            ValueError: an odd or negative number.
+        """
+        require_sms(new_num_sms, "new_num_sms")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at this point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """What `dispatch` uses without a ``config``, for any number of ranks."""
+        return _default_config(num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """What `combine` uses without a ``config``, for any number of ranks."""
+        return _default_config(num_ranks)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        max_tokens: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes to give as ``num_rdma_bytes``: 0, there are no low-latency operations."""
+        sizes = {"max_tokens": max_tokens, "hidden": hidden, "num_ranks": num_ranks,
+                 "num_experts": num_experts}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        return 0
+
+    def get_comm_stream(self) -> torch.Stream:
+        """The stream that operations run on: a ``torch.cuda.Stream``; on the CPU a stand-in."""
+        return self._live().lane.stream
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """A view of ``num_nvl_bytes`` bytes of this rank's memory, which operations leave alone.
+
+        Args:
+            dtype: of the elements.
+            size: shape; None = all that follows `offset`, in one dimension.
+            offset: in bytes, a multiple of the element's size.
+            use_rdma_buffer: True is refused.
+
+        Raises:
+            ValueError: out of bounds, or the RDMA buffer.
+        """
+        runtime = self._live()
+        if use_rdma_buffer:
+            raise ValueError("use_rdma_buffer: expected False, got True: there is no RDMA buffer")
+        checks = runtime.checks
+        if not 0 <= offset <= self.num_nvl_bytes or offset % dtype.itemsize != 0:
+            checks.fail("offset", f"a multiple of {dtype.itemsize} from 0 to num_nvl_bytes = "
+                        f"{self.num_nvl_bytes}", offset)
+        if self._local is None:
+            self._local = torch.zeros(self.num_nvl_bytes, dtype=torch.uint8, device=runtime.device)
+        end = self.num_nvl_bytes - (self.num_nvl_bytes - offset) % dtype.itemsize
+        elements = self._local[offset:end].view(dtype)
+        if size is None:
+            return elements
+        size = torch.Size(size)
+        if size.numel() > elements.numel():
+            checks.fail("size", f"at most {elements.numel()} elements", tuple(size))
+        return elements[: size.numel()].view(size)
+
+    # ---- Operations ------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> _Layout:
+        """Counts where this rank's tokens go. Local: no rank waits for another.
+
+        Args:
+            topk_idx: [T,K] int64, K at most 32: expert of each choice; -1 = none.
+            num_experts: E, of all ranks.
+            previous_event: what to wait for; None = all work of the current stream so far.
+            async_finish: the current stream does not wait; the returned event does that.
+            allocate_on_comm_stream: needs `previous_event` and `async_finish`. With a
+                `previous_event` results belong to the Buffer's stream in any case.
+
+        Returns:
+            ``num_tokens_per_rank`` [W] int32, None, ``num_tokens_per_expert`` [E] int32,
+            ``is_token_in_rank`` [T,W] bool, and the event (empty without `async_finish`).
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        runtime = self._live()
+        checks = runtime.checks
+        checks.events(previous_event, async_finish, allocate_on_comm_stream)
+        checks.topk_idx(topk_idx)
+        checks.experts(num_experts, "num_experts")
+        turn = Turn(runtime.lane, previous_event, async_finish)
+        with turn.allocating():
+            layout = empty_layout(len(topk_idx), self.group_size, num_experts, runtime.device)
+        with turn.running():
+            fill_layout(topk_idx, layout)
+        event = turn.finish((topk_idx,), layout)
+        per_rank, per_expert, in_rank = layout
+        return per_rank, None, per_expert, in_rank, event
+
+    def dispatch(
+        self,
+        x: _Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> _Dispatched:
+        """Sends each token's row to every rank that it goes to. Collective.
+
+        Without `handle` the ranks agree on sizes over the host, and the host waits for the number of
+        rows. With `handle`, or with `num_worst_tokens` from the second such call on, nothing waits
+        for the host.
+
+        Args:
+            x: [T,H] bfloat16, float16 or float32; or a pair of [T,H] float8_e4m3fn or float8_e5m2
+                and [T,S] float32 or int32 scales (S = H / 128 as a rule; row-major, column-major or
+                any other strides), or [T] scales.
+            handle: from an earlier dispatch of T tokens on this Buffer: its routing again.
+            num_tokens_per_rank: [W] int32; needed without `handle`, not read.
+            num_tokens_per_rdma_rank: ignored.
+            is_token_in_rank: [T,W] bool; needed without `handle`, the routing where there is no
+                `topk_idx`, else not read.
+            num_tokens_per_expert: [E] int32; needed without `handle`.
+            topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none.
+            topk_weights: [T,K] float32, with `topk_idx`.
+            expert_alignment: what numbers of rows per expert are rounded up to.
+            num_worst_tokens: rows to return, at least as many as any rank receives; equal on all
+                ranks; needs `topk_idx`. 0 = exactly as many as there are. Ignored with `handle`.
+            config: its ``num_sms`` counts, without `handle`; None = `Buffer.num_sms`.
+            previous_event, async_finish, allocate_on_comm_stream: as in `get_dispatch_layout`.
+
+        Returns:
+            ``recv_x`` [N,H], or a pair with row-major scales if x is one; ``recv_topk_idx`` [N,K]
+            int64 experts of this rank, counted from 0, -1 elsewhere; ``recv_topk_weights`` [N,K]
+            float32, 0 elsewhere; rows per expert of this rank as a list (empty with
+            `num_worst_tokens`); ``handle``; event. With `handle` the four in the middle are None,
+            without `topk_idx` the first two of them. With `num_worst_tokens` the rows behind the
+            last one are zero, and their indices -1.
+
+        Raises:
+            ValueError: a bad argument, or ids in `topk_idx` that are no experts or occur twice in a
+                row (InvalidArgument, on all ranks).
+        """
+        runtime = self._live()
+        events = previous_event, async_finish, allocate_on_comm_stream
+        if handle is not None:
+            known = self._known(handle)
+            with Sequence(known.routing.lease, _calls.DISPATCH) as sequence:
+                tokens = self._read_cached(x, known, topk_idx, topk_weights, config, events)
+                turn = Turn(runtime.lane, previous_event, async_finish)
+                received, event = dispatch_cached(runtime, sequence, tokens, known, turn)
+            return _paired(received.rows, received.scales), None, None, None, None, event
+        try:
+            tokens = read_tokens(runtime.checks, x)
+            choices = read_choices(runtime.checks, len(tokens.rows), num_tokens_per_rank,
+                                   is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+            limits = self._read_limits(choices, expert_alignment, num_worst_tokens, config, events)
+        except Exception as error:
+            runtime.refuse(num_worst_tokens, str(error))
+            raise
+        lease = runtime.lease_for(request_of(tokens, choices, limits))
+        turn = Turn(runtime.lane, previous_event, async_finish)
+        received, per_expert, made, event = dispatch_new(runtime, tokens, choices, limits, lease,
+                                                         turn)
+        return (_paired(received.rows, received.scales), received.topk_idx, received.topk_weights,
+                per_expert, made, event)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        bias: _Bias = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sums each token's rows over the ranks. Collective; nothing waits for the host.
+
+        Sums are float32, by ascending rank, then the bias in the order given; rounded once. With a
+        bias rows travel as float32: for 16-bit rows twice the bytes.
+
+        Args:
+            x: [N,H] bfloat16, float16 or float32, rows as dispatch gave them.
+            handle: from that dispatch.
+            topk_weights: [N,K] float32, to be summed back per choice; only the weight at a choice of
+                this rank counts. Needs a `handle` that was made with `topk_idx`.
+            bias: [T,H] of the type of x, or a pair of such, of which either may be None. Either all
+                ranks give a bias or none.
+            config: ignored, but checked.
+            previous_event, async_finish, allocate_on_comm_stream: as in `get_dispatch_layout`.
+
+        Returns:
+            ``combined_x`` [T,H] of the type of x, zero plus bias for a token that went nowhere;
+            ``combined_topk_weights`` [T,K] float32, 0 where there was no choice, or None; event.
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        runtime = self._live()
+        checks = runtime.checks
+        known = self._known(handle)
+        routing = known.routing
+        with Sequence(routing.lease, *operations_of(x, topk_weights, bias)) as sequence:
+            checks.events(previous_event, async_finish, allocate_on_comm_stream)
+            checks.num_sms(config, Buffer.num_sms)
+            x = checks.tensor(x, "x", (routing.num_rows, "H"),
+                              (torch.bfloat16, torch.float16, torch.float32))
+            biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
+            if topk_weights is not None:
+                if routing.topk == 0:
+                    checks.fail("topk_weights", "None, as the handle was made without topk_idx",
+                                "a tensor")
+                checks.tensor(topk_weights, "topk_weights", (routing.num_rows, routing.topk),
+                              (torch.float32,))
+            turn = Turn(runtime.lane, previous_event, async_finish)
+            return combine(runtime, sequence, x, known, topk_weights, biases, turn)
+
+    def _known(self, handle: Any) -> Handle:
+        """The handle, if it is one."""
+        if not (isinstance(handle, tuple) and len(handle) == len(Handle._fields)
+                and isinstance(handle[-1], Routing)):
+            self._live().checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+        return Handle(*handle)
+
+    def _read_cached(self, x: Any, handle: Handle, topk_idx: Any, topk_weights: Any, config: Any,
+                     events: tuple[Any, Any, Any]) -> Tokens:
+        checks = self._live().checks
+        for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if value is not None:
+                checks.fail(name, "None, as handle is given", "a tensor")
+        checks.events(*events)
+        checks.num_sms(config, Buffer.num_sms)
+        tokens = read_tokens(checks, x)
+        if len(tokens.rows) != handle.routing.num_tokens:
+            checks.fail("x", f"{handle.routing.num_tokens} rows, as the handle was made for",
+                        len(tokens.rows))
+        return tokens
+
+    def _read_limits(self, choices: Choices, expert_alignment: Any, num_worst_tokens: Any,
+                     config: Any, events: tuple[Any, Any, Any]) -> Limits:
+        checks = self._live().checks
+        checks.events(*events)
+        checks.at_least(expert_alignment, "expert_alignment", 1)
+        checks.at_least(num_worst_tokens, "num_worst_tokens", 0)
+        if num_worst_tokens > 0 and choices.topk_idx is None:
+            checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
+        return Limits(expert_alignment, num_worst_tokens, checks.num_sms(config, Buffer.num_sms))
+
+    # ---- Low latency -----------------------------------------------------------------------------
+
+    low_latency_dispatch = _no_low_latency
+    low_latency_combine = _no_low_latency
+    clean_low_latency_buffer = _no_low_latency
+    get_next_low_latency_combine_buffer = _no_low_latency
+    low_latency_update_mask_buffer = _no_low_latency
+    low_latency_query_mask_buffer = _no_low_latency
+    low_latency_clean_mask_buffer = _no_low_latency
+
+
+def _default_config(num_ranks: int) -> Config:
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
+    return Config(Buffer.num_sms)
+
+
+def _device() -> torch.device:
+    """Where tensors are: the current CUDA device if the library can use it."""
+    if torch.cuda.is_available() and _core.feature_available("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _gather_through_group(group: dist.ProcessGroup) -> AllGather:
+    def gather(sent: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, sent, group=group)
+        return gathered
+
+    return gather
+
+
+def _paired(rows: torch.Tensor, scales: torch.Tensor | None) -> _Rows:
+    return rows if scales is None else (rows, scales)

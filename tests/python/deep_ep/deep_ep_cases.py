@@ -1,0 +1,240 @@
+"""What every rank does in the tests of the Buffer, on the CPU and on GPUs.
+
+Each case makes its tensors on `device`, calls the Buffer, and compares every bit with the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deep_ep_reference import Batch, expert_outputs, make_batch, make_bias
+
+from crossdock.deep_ep import Buffer
+
+
+@contextlib.contextmanager
+def buffer_of(me: Any, **options: Any) -> Iterator[Buffer]:
+    """A Buffer over all ranks, destroyed at the end."""
+    if not dist.is_initialized():
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group("gloo", init_method=address, rank=me.rank, world_size=me.num_ranks)
+    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
+    yield buffer
+    buffer.destroy()
+
+
+def same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Fails unless type, shape and every bit are equal."""
+    assert got.dtype == want.dtype, f"{name}: expected {want.dtype}, got {got.dtype}"
+    assert got.shape == want.shape, f"{name}: expected {list(want.shape)}, got {list(got.shape)}"
+    assert got.is_contiguous(), name
+    if got.numel() == 0:
+        return
+    got, want = got.cpu().flatten().view(torch.uint8), want.cpu().flatten().view(torch.uint8)
+    differing = (got != want).nonzero()
+    assert len(differing) == 0, f"{name}: {len(differing)} bytes differ, first {differing[0]}"
+
+
+class Caller:
+    """One rank's calls for one batch.
+
+    Args:
+        buffer: whose methods are called.
+        batch: of all ranks.
+        streams: the arguments about streams, for every call.
+    """
+
+    def __init__(self, buffer: Buffer, batch: Batch, **streams: bool) -> None:
+        self.buffer = buffer
+        self.batch = batch
+        self.rank = buffer.rank
+        self.device = buffer._live().device
+        self.streams = streams
+        self.x = self.on_device(batch.x[self.rank])
+        self.topk_idx = self.on_device(batch.topk_idx[self.rank])
+        self.topk_weights = self.on_device(batch.topk_weights[self.rank])
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def events(self) -> dict[str, Any]:
+        """Arguments about streams."""
+        events = dict(self.streams)
+        if events.pop("previous", False):
+            events["previous_event"] = self.buffer.capture()
+        return events
+
+    def wait(self, event: Any) -> None:
+        if self.streams.get("async_finish"):
+            event.current_stream_wait()
+        else:
+            assert event.event is None
+
+    def layout(self) -> dict[str, torch.Tensor]:
+        """get_dispatch_layout, checked; as keyword arguments of dispatch."""
+        per_rank, per_rdma_rank, per_expert, in_rank, event = self.buffer.get_dispatch_layout(
+            self.topk_idx, self.batch.num_experts, **self.events())
+        self.wait(event)
+        assert per_rdma_rank is None
+        for name, got, want in zip(("per rank", "per expert", "in rank"),
+                                   (per_rank, per_expert, in_rank), self.batch.layout(self.rank)):
+            same(name, got, want)
+        return {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert,
+                "is_token_in_rank": in_rank}
+
+    def topk(self) -> dict[str, torch.Tensor]:
+        return {"topk_idx": self.topk_idx, "topk_weights": self.topk_weights}
+
+    def dispatch(self, x: Any = None, **arguments: Any) -> tuple[Any, ...]:
+        """dispatch without a handle, its event waited for."""
+        result = self.buffer.dispatch(self.x if x is None else x, **self.layout(), **arguments,
+                                      **self.events())
+        self.wait(result[-1])
+        return result
+
+    def dispatch_checked(self, alignment: int = 1) -> Any:
+        """dispatch with top-k, everything compared; returns the handle."""
+        x, idx, weights, per_expert, handle, _ = self.dispatch(**self.topk(),
+                                                               expert_alignment=alignment)
+        self.check_rows(x)
+        want_idx, want_weights = self.batch.received_topk(self.rank)
+        same("recv_topk_idx", idx, want_idx)
+        same("recv_topk_weights", weights, want_weights)
+        assert per_expert == self.batch.per_expert(self.rank, alignment)
+        assert isinstance(handle, tuple)
+        same("rank_prefix_matrix", handle[0], self.batch.prefix())
+        return handle
+
+    def check_rows(self, x: torch.Tensor) -> None:
+        same("recv_x", x, self.batch.received(self.rank, self.batch.x))
+
+    def cached_checked(self, handle: Any) -> None:
+        """dispatch along a handle, compared."""
+        x, *middle, event = self.buffer.dispatch(self.x, handle, **self.events())
+        self.wait(event)
+        assert middle == [None] * 4
+        self.check_rows(x)
+
+    def combine_checked(self, handle: Any, seed: int, biases: int = 0,
+                        weights: bool = False) -> None:
+        """combine of random rows, compared; with no bias, a tensor, or a pair."""
+        outputs = expert_outputs(seed, self.batch)
+        bias = make_bias(seed, self.batch, self.rank)[:biases]
+        given: Any = tuple(self.on_device(one) for one in bias)
+        if biases < 2:
+            given = given[0] if given else None
+        row_weights = None
+        if weights:
+            row_weights = self.on_device(self.batch.received_topk(self.rank)[1])
+        out, combined_weights, event = self.buffer.combine(
+            self.on_device(outputs[self.rank]), handle, row_weights, given, **self.events())
+        self.wait(event)
+        same("combined_x", out, self.batch.combined(self.rank, outputs, bias))
+        if not weights:
+            assert combined_weights is None
+            return
+        chosen = self.batch.topk_idx[self.rank] >= 0
+        want = torch.where(chosen, self.batch.topk_weights[self.rank], torch.zeros(()))
+        same("combined_topk_weights", combined_weights, want)
+
+
+def everything(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """A batch through all modes: new, cached, combined in every way."""
+    batch = make_batch(seed, buffer.group_size)
+    caller = Caller(buffer, batch, **streams)
+    handle = caller.dispatch_checked()
+    caller.cached_checked(handle)
+    for biases in (0, 1, 2):
+        caller.combine_checked(handle, seed, biases)
+    caller.combine_checked(handle, seed, weights=True)
+    caller.combine_checked(handle, seed, 2, weights=True)
+
+
+def by_rank_alone(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """Without top-k the routing is is_token_in_rank, and counts come from the layout."""
+    caller = Caller(buffer, make_batch(seed, buffer.group_size), **streams)
+    x, idx, weights, per_expert, handle, _ = caller.dispatch(expert_alignment=4)
+    caller.check_rows(x)
+    assert idx is None and weights is None
+    assert per_expert == caller.batch.per_expert(caller.rank, 4)
+    same("rank_prefix_matrix", handle[0], caller.batch.prefix())
+    caller.cached_checked(handle)
+    caller.combine_checked(handle, seed, 1)
+
+
+def worst_case(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """num_worst_tokens: that many rows, the real ones first, the rest zero with indices -1."""
+    batch = make_batch(seed, buffer.group_size)
+    caller = Caller(buffer, batch, **streams)
+    rows = buffer.group_size * 17
+    for _ in range(3):
+        x, idx, weights, per_expert, handle, _ = caller.dispatch(**caller.topk(),
+                                                                 num_worst_tokens=rows)
+        real = len(batch.rows(caller.rank))
+        want_idx, want_weights = batch.received_topk(caller.rank)
+        assert per_expert == []
+        assert len(x) == len(idx) == len(weights) == rows
+        caller.check_rows(x[:real])
+        same("recv_topk_idx", idx[:real], want_idx)
+        same("recv_topk_weights", weights[:real], want_weights)
+        same("rank_prefix_matrix", handle[0], batch.prefix())
+        assert (idx[real:] == -1).all() and (weights[real:] == 0).all() and (x[real:] == 0).all()
+        combined, *_ = buffer.combine(x, handle)
+        outputs = [batch.received(rank, batch.x) for rank in range(buffer.group_size)]
+        same("combined_x", combined, batch.combined(caller.rank, outputs))
+        # The next round's tensors take the place of these.
+        x.fill_(float("nan"))
+        idx.fill_(77)
+        weights.fill_(float("nan"))
+        del x, idx, weights, combined
+
+
+def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """fp8 rows with scales in every form, new and cached, and bfloat16 rows back."""
+    hidden = 256
+    batch = make_batch(seed, buffer.group_size, hidden=hidden)
+    generator = torch.Generator().manual_seed(seed)
+    fp8 = [torch.randint(0, 120, one.shape, dtype=torch.uint8, generator=generator)
+           .view(torch.float8_e4m3fn) for one in batch.x]
+    scales = [torch.rand(len(one), hidden // 128, generator=generator) for one in batch.x]
+    caller = Caller(buffer, batch, **streams)
+    forms = {
+        "row-major": lambda tensor: tensor,
+        "column-major": lambda tensor: tensor.t().contiguous().t(),
+        "packed": lambda tensor: tensor.view(torch.int32),
+        "one per token": lambda tensor: tensor[:, 0],
+    }
+    as_bytes = [one.view(torch.uint8) for one in fp8]
+    for name, form in forms.items():
+        pair = (caller.on_device(fp8[caller.rank]), form(caller.on_device(scales[caller.rank])))
+        (x, got), *_, handle, _ = caller.dispatch(pair, **caller.topk())
+        want = batch.received(caller.rank, [form(one) for one in scales])
+        same(f"recv_x {name}", x.view(torch.uint8), batch.received(caller.rank, as_bytes))
+        same(f"recv_scales {name}", got, want)
+        (x, got), *_, event = buffer.dispatch(pair, handle=handle, **caller.events())
+        caller.wait(event)
+        same(f"cached recv_x {name}", x.view(torch.uint8), batch.received(caller.rank, as_bytes))
+        same(f"cached recv_scales {name}", got, want)
+        caller.combine_checked(handle, seed, 2)
+        caller.cached_checked(handle)  # bfloat16 rows, as in the backward of combine
+
+
+def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """More tokens, columns, choices or experts than before; earlier handles go on."""
+    ranks = buffer.group_size
+    small = make_batch(seed, ranks, tokens=3, hidden=16, topk=1)
+    kept = Caller(buffer, small, **streams)
+    handle = kept.dispatch_checked()
+    growths = ({"tokens": 40}, {"tokens": 41}, {"hidden": 520}, {"topk": 5, "local_experts": 4},
+               {"local_experts": 3}, {"dtype": torch.float32, "hidden": 520}, {"tokens": 1})
+    for number, growth in enumerate(growths):
+        caller = Caller(buffer, make_batch(seed + number, ranks, **growth), **streams)
+        grown = caller.dispatch_checked()
+        caller.combine_checked(grown, seed, weights=True)
+        kept.cached_checked(handle)
+        kept.combine_checked(handle, seed, 1, weights=True)

@@ -1,0 +1,126 @@
+"""What a Buffer must give, in plain loops that share no code with it, and batches to try it on.
+
+Every rank makes the tensors of all ranks, so it can say by itself what it must receive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+Place = tuple[int, int]  # source rank, token
+
+
+@dataclasses.dataclass
+class Batch:
+    """One batch of all ranks; lists are by rank."""
+
+    num_experts: int
+    topk_idx: list[torch.Tensor]  # [T,K] int64
+    topk_weights: list[torch.Tensor]  # [T,K] float32
+    x: list[torch.Tensor]  # [T,H]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.x)
+
+    def ranks_of(self, source: int, token: int) -> list[int]:
+        """Where a token goes, ascending."""
+        local = self.num_experts // self.num_ranks
+        return sorted({e // local for e in self.topk_idx[source][token].tolist() if e >= 0})
+
+    def rows(self, rank: int) -> list[Place]:
+        """What `rank` receives, in order."""
+        return [(source, token) for source in range(self.num_ranks)
+                for token in range(len(self.x[source])) if rank in self.ranks_of(source, token)]
+
+    def received(self, rank: int, per_token: list[torch.Tensor]) -> torch.Tensor:
+        """Rows of `per_token` (by rank, a row per token) as `rank` receives them."""
+        rows = [per_token[source][token] for source, token in self.rows(rank)]
+        return torch.stack(rows) if rows else per_token[rank].new_empty(0, *per_token[rank].shape[1:])
+
+    def received_topk(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Local experts, -1 elsewhere, and weights, 0 elsewhere."""
+        local = self.num_experts // self.num_ranks
+        ids = self.received(rank, self.topk_idx)
+        mine = (ids >= rank * local) & (ids < (rank + 1) * local)
+        weights = self.received(rank, self.topk_weights)
+        return (torch.where(mine, ids - rank * local, -1),
+                torch.where(mine, weights, torch.zeros(())))
+
+    def per_expert(self, rank: int, alignment: int) -> list[int]:
+        """Choices per expert of `rank`, rounded up."""
+        local = self.num_experts // self.num_ranks
+        counts = [sum(int((ids == e).sum()) for ids in self.topk_idx)
+                  for e in range(rank * local, (rank + 1) * local)]
+        return [-(-count // alignment) * alignment for count in counts]
+
+    def prefix(self) -> torch.Tensor:
+        """[W,W]: rows of each destination from sources up to the line's."""
+        ranks = range(self.num_ranks)
+        lines = [[sum(place[0] <= source for place in self.rows(rank)) for rank in ranks]
+                 for source in ranks]
+        return torch.tensor(lines, dtype=torch.int32)
+
+    def layout(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens per rank and per expert, and whether a token goes to a rank."""
+        in_rank = torch.zeros(len(self.x[rank]), self.num_ranks, dtype=torch.bool)
+        for token in range(len(self.x[rank])):
+            in_rank[token, self.ranks_of(rank, token)] = True
+        per_rank = torch.tensor([int(column.sum()) for column in in_rank.T], dtype=torch.int32)
+        counts = [int((self.topk_idx[rank] == e).sum()) for e in range(self.num_experts)]
+        return per_rank, torch.tensor(counts, dtype=torch.int32), in_rank
+
+    def combined(self, rank: int, outputs: list[torch.Tensor],
+                 bias: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+        """Sums in float32 by ascending rank, then the bias; rounded once."""
+        totals = torch.zeros(len(self.x[rank]), outputs[rank].shape[1])
+        row_at = [{place: row for row, place in enumerate(self.rows(r))}
+                  for r in range(self.num_ranks)]
+        for token in range(len(totals)):
+            for peer in self.ranks_of(rank, token):
+                totals[token] += outputs[peer][row_at[peer][rank, token]].float()
+        for one in bias:
+            totals += one.float()
+        return totals.to(outputs[rank].dtype)
+
+
+def make_batch(seed: int, num_ranks: int, tokens: list[int] | int = 17, hidden: int = 64,
+               topk: int = 3, local_experts: int = 2, dtype: torch.dtype = torch.bfloat16) -> Batch:
+    """A random batch. About one choice in eight is none; rows are random bits of few magnitudes.
+
+    Args:
+        tokens: per rank, or of every rank a number near it, the last rank of several having none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(tokens, int):
+        tokens = [max(0, tokens - 5 * rank) for rank in range(num_ranks)]
+        if num_ranks > 1:
+            tokens[-1] = 0
+    experts = num_ranks * local_experts
+    batch = Batch(experts, [], [], [])
+    for count in tokens:
+        scores = torch.rand(count, experts, generator=generator)
+        ids = scores.topk(min(topk, experts), dim=1).indices
+        ids[torch.rand(ids.shape, generator=generator) < 0.125] = -1
+        batch.topk_idx.append(ids)
+        batch.topk_weights.append(torch.rand(ids.shape, generator=generator))
+        batch.x.append(torch.randn(count, hidden, generator=generator).to(dtype))
+    return batch
+
+
+def expert_outputs(seed: int, batch: Batch) -> list[torch.Tensor]:
+    """What the experts of every rank make of their rows."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    hidden, dtype = batch.x[0].shape[1], batch.x[0].dtype
+    return [torch.randn(len(batch.rows(rank)), hidden, generator=generator).to(dtype)
+            for rank in range(batch.num_ranks)]
+
+
+def make_bias(seed: int, batch: Batch, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two biases for the tokens of `rank`."""
+    generator = torch.Generator().manual_seed(seed + 2000 + rank)
+    shape, dtype = batch.x[rank].shape, batch.x[rank].dtype
+    return (torch.randn(shape, generator=generator).to(dtype),
+            torch.randn(shape, generator=generator).to(dtype))
