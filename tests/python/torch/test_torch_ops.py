@@ -1,0 +1,214 @@
+"""dispatch and combine between processes: values and gradients, exactly, in both layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer, poison
+
+import crossdock.torch as xd
+
+LAYOUTS = ("expert_major", "rank_major")
+SEED = 20261121
+
+
+def _rows(me: Rank, layout: str, alignment: int) -> None:
+    batch = Batch(SEED, layout=layout, alignment=alignment)
+    routing = batch.routing
+    with xd.init() as comm:
+        group = batch.group()
+        poison(comm)
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx.to(torch.int32))
+        received = xd.dispatch(plan, x, weights)
+    rows = routing.total(me.rank)
+
+    def padded(values: np.ndarray, fill: int = 0) -> np.ndarray:
+        tail = np.full((group.rows - rows, *values.shape[1:]), fill, np.float32)
+        return np.concatenate([values.astype(np.float32), tail])
+
+    assert_equal("tokens", received.tokens, padded(routing.dispatch(me.rank, batch.x)))
+    assert_equal("weights", received.weights,
+                 padded(routing.dispatch_weights(me.rank, batch.weights)))
+    if layout == "rank_major":
+        assert_equal("topk_idx", received.topk_idx, padded(routing.recv_topk_idx(me.rank), -1))
+    else:
+        assert received.topk_idx is None
+        assert plan.offsets.tolist() == routing.offsets(me.rank)
+        assert plan.padded_counts.tolist() == routing.padded_counts(me.rank)
+    assert received.scales is None
+    assert plan.counts.tolist() == routing.counts(me.rank)
+    assert plan.total.tolist() == [rows]
+    assert plan.rank_rows.tolist() == routing.rank_rows().tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_lie_where_the_routing_puts_them(layout):
+    run_ranks(4, _rows, layout, 4 if layout == "expert_major" else 1)
+
+
+def _layer(me: Rank, layout: str, dtype: torch.dtype, options: dict) -> None:
+    batch = Batch(SEED + 1, layout=layout)
+    out, grad_x, grad_weights = batch.expected(me.rank)
+    with xd.init() as comm:
+        group = batch.group(dtype)
+        poison(comm)
+        for step in range(2):  # the second step finds blocks that the first has used
+            topk_idx, x, weights, grad_out = batch.local(me.rank, dtype)
+            got = layer(group.prepare(topk_idx), x, weights, **options)
+            got.backward(grad_out)
+            assert_equal(f"out, step {step}", got, out)
+            assert_equal(f"gradient of x, step {step}", x.grad, grad_x)
+            assert_equal(f"gradient of topk_weights, step {step}", weights.grad, grad_weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_and_its_gradients_are_exact(layout, dtype):
+    run_ranks(4, _layer, layout, dtype, {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trimmed_rows_give_the_same(layout):
+    run_ranks(4, _layer, layout, torch.float32, {"exact": True})
+
+
+def _exact_rows(me: Rank) -> None:
+    batch = Batch(SEED)
+    with xd.init():
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        received = xd.dispatch(batch.group().prepare(topk_idx), x, weights, exact=True)
+        rows = batch.routing.total(me.rank)
+        assert received.tokens.shape == (rows, batch.hidden)
+        assert received.weights.shape == (rows,)
+
+
+def test_exact_has_as_many_rows_as_the_batch():
+    run_ranks(4, _exact_rows)
+
+
+def _unweighted(me: Rank) -> None:
+    batch = Batch(SEED + 2)
+    with xd.init() as comm:
+        group = batch.group()
+        poison(comm)
+        topk_idx, x, _, grad_out = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x)
+        assert received.weights is None
+        rows = torch.arange(group.rows, dtype=torch.int32)
+        factor = torch.bucketize(rows, plan.offsets[1:], right=True) + 1
+        out = xd.combine(plan, received.tokens * factor[:, None])
+        out.backward(grad_out)
+        expected, grad_x, _ = batch.expected(me.rank, weighted=False)
+        assert_equal("out", out, expected)
+        assert_equal("gradient of x", x.grad, grad_x)
+
+
+def test_unweighted_sum_and_its_gradient_are_exact():
+    run_ranks(4, _unweighted)
+
+
+def _frozen(me: Rank, needs: tuple[bool, bool]) -> None:
+    batch = Batch(SEED + 3)
+    _, grad_x, grad_weights = batch.expected(me.rank)
+    with xd.init():
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        x.requires_grad_(needs[0])
+        weights.requires_grad_(needs[1])
+        layer(batch.group().prepare(topk_idx), x, weights).backward(grad_out)
+        for name, tensor, expected in (("x", x, grad_x), ("weights", weights, grad_weights)):
+            if tensor.requires_grad:
+                assert_equal(name, tensor.grad, expected)
+            else:
+                assert tensor.grad is None
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["x", "weights"])
+def test_gradient_of_one_input_alone(needs):
+    run_ranks(4, _frozen, needs)
+
+
+def _any_gradient(me: Rank) -> None:
+    """Gradients as autograd makes them: expanded, transposed, at odd addresses."""
+    batch = Batch(SEED + 4)
+    with xd.init():
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        plan = batch.group().prepare(topk_idx)
+        wide = torch.zeros(grad_out.shape[1], grad_out.shape[0] + 1).t()[1:]
+        odd = torch.zeros(grad_out.numel() + 1)[1:].view(grad_out.shape)
+        for strange in (wide, odd):
+            strange.copy_(grad_out)
+            (got,) = torch.autograd.grad(layer(plan.detach(), x, weights), x, strange)
+            assert_equal("gradient of x", got, batch.expected(me.rank)[1])
+        (got,) = torch.autograd.grad(layer(plan.detach(), x, weights).sum(), x)
+        scale = (batch.factors(me.rank) * batch.weights[me.rank]).sum(1, keepdims=True)
+        assert_equal("gradient of x", got, np.broadcast_to(scale, got.shape))
+
+
+def test_gradients_of_any_strides_are_taken():
+    run_ranks(4, _any_gradient)
+
+
+def _dropped(me: Rank, capacity: int) -> None:
+    batch = Batch(SEED + 5)
+    with xd.init() as comm:
+        group = batch.group(capacity=capacity, overflow="drop")
+        poison(comm)
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights)
+        assert received.tokens.shape[0] == capacity
+        out = xd.combine(plan, received.tokens, received.weights)
+        out.backward(grad_out)
+    kept = np.zeros(batch.topk_idx[me.rank].shape, bool)
+    for rank in range(me.num_ranks):
+        for row in batch.routing.rows(rank)[:capacity]:
+            if row and row.source == me.rank:
+                kept[row.token, row.choices[0]] = True
+    scale = (batch.weights[me.rank] * kept).sum(1, keepdims=True)
+    dots = (batch.x[me.rank] * batch.grad_out[me.rank]).sum(1, keepdims=True)
+    assert_equal("out", out, batch.x[me.rank] * scale)
+    assert_equal("gradient of x", x.grad, batch.grad_out[me.rank] * scale)
+    assert_equal("gradient of topk_weights", weights.grad, kept * dots)
+
+
+def test_dropped_rows_have_no_output_and_no_gradient():
+    # Every rank receives about ten rows.
+    run_ranks(4, _dropped, 7)
+
+
+def _plain_inference(me: Rank) -> None:
+    batch = Batch(SEED + 6)
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        for grad_mode in (torch.no_grad(), torch.inference_mode()):
+            with grad_mode:
+                out = layer(group.prepare(topk_idx), x, weights)
+            assert not out.requires_grad
+            assert_equal("out", out, batch.expected(me.rank)[0])
+        # With grad mode on and nothing ever differentiated, steps do not pile up either.
+        for _ in range(50):
+            layer(group.prepare(topk_idx), x, weights)
+        live = len(group.comm.pool._live)
+        assert live <= 8, f"{live} blocks are alive after 50 steps"
+
+
+def test_inference_keeps_nothing():
+    run_ranks(4, _plain_inference)
+
+
+def test_one_rank_needs_nothing_around_it():
+    """A world of one: no process group, no environment."""
+    batch = Batch(SEED + 7, ((6,), 8, 3, 32))
+    with xd.init() as comm:
+        assert (comm.rank, comm.num_ranks, comm.device) == (0, 1, torch.device("cpu"))
+        topk_idx, x, weights, grad_out = batch.local(0)
+        out = layer(batch.group().prepare(topk_idx), x, weights)
+        out.backward(grad_out)
+        for name, got, expected in zip(("out", "x", "weights"), (out, x.grad, weights.grad),
+                                       batch.expected(0)):
+            assert_equal(name, got, expected)

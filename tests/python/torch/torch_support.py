@@ -1,0 +1,109 @@
+"""Batches for the torch tests, whose payloads are small integers: every sum is exact.
+
+The model of these tests: local expert e multiplies its rows by e + 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from reference import Routing
+
+import crossdock.torch as xd
+
+# (tokens of each rank, experts, top-k, hidden): one rank without tokens, one with a single one.
+RAGGED = ((5, 0, 9, 1), 8, 3, 32)
+
+
+def integers(seed: int, *shape: int) -> np.ndarray:
+    """float32 whole numbers from -4 to 4."""
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+
+
+class Batch:
+    """One batch of all ranks, which each rank computes from the seed alone."""
+
+    def __init__(self, seed: int, case: tuple = RAGGED, layout: str = "expert_major",
+                 alignment: int = 1) -> None:
+        self.tokens, self.num_experts, self.topk, self.hidden = case
+        self.layout, self.alignment = layout, alignment
+        self.topk_idx = [self._ids(seed + r, t) for r, t in enumerate(self.tokens)]
+        self.routing = Routing(self.topk_idx, self.num_experts, layout, alignment)
+        self.x = [integers(seed + 1000 + r, t, self.hidden) for r, t in enumerate(self.tokens)]
+        self.weights = [integers(seed + 2000 + r, t, self.topk) for r, t in enumerate(self.tokens)]
+        self.grad_out = [integers(seed + 3000 + r, t, self.hidden)
+                         for r, t in enumerate(self.tokens)]
+
+    def _ids(self, seed: int, tokens: int) -> np.ndarray:
+        """[T, K] different experts, about one choice in six missing."""
+        rng = np.random.default_rng(seed)
+        ids = [rng.permutation(self.num_experts)[: self.topk] for _ in range(tokens)]
+        ids = np.array(ids, np.int64).reshape(tokens, self.topk)
+        ids[rng.random(ids.shape) < 1 / 6] = -1
+        return ids
+
+    def group(self, dtype: torch.dtype = torch.float32, **options) -> xd.EpGroup:
+        return xd.EpGroup(self.num_experts, self.hidden, self.topk, max(self.tokens),
+                          layout=self.layout, alignment=self.alignment, dtype=dtype, **options)
+
+    def local(self, rank: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+        """topk_idx, x, topk_weights, grad_out of a rank; x and topk_weights require grad."""
+        return (
+            torch.from_numpy(self.topk_idx[rank]).to(device),
+            torch.from_numpy(self.x[rank]).to(device, dtype).requires_grad_(),
+            torch.from_numpy(self.weights[rank]).to(device).requires_grad_(),
+            torch.from_numpy(self.grad_out[rank]).to(device, dtype),
+        )
+
+    def factors(self, rank: int) -> np.ndarray:
+        """[T, K] float32: by what the expert of each choice multiplies; 0 for none."""
+        per_rank = self.num_experts // len(self.tokens)
+        ids = self.topk_idx[rank]
+        return np.where(ids < 0, 0, ids % per_rank + 1).astype(np.float32)
+
+    def expected(self, rank: int, weighted: bool = True) -> tuple[np.ndarray, ...]:
+        """out, and the gradients of x and topk_weights, of a rank, in float32."""
+        x, grad_out = self.x[rank], self.grad_out[rank]
+        factors = self.factors(rank)
+        scale = (factors * self.weights[rank] if weighted else factors).sum(1, keepdims=True)
+        return x * scale, grad_out * scale, factors * (x * grad_out).sum(1, keepdims=True)
+
+
+def experts(plan: xd.Plan, received: xd.Dispatched) -> torch.Tensor:
+    """The model's experts on a whole receive tensor, its tail included."""
+    tokens = received.tokens
+    if plan.group.layout == "rank_major":
+        factor = (received.topk_idx + 1) * received.weights  # idx -1: no expert
+        return tokens * factor.sum(1, keepdim=True).to(tokens.dtype)
+    rows = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    factor = torch.bucketize(rows, plan.offsets[1:], right=True) + 1
+    return tokens * factor.to(tokens.dtype)[:, None]
+
+
+def layer(plan: xd.Plan, x: torch.Tensor, weights: torch.Tensor, **options) -> torch.Tensor:
+    """dispatch, experts, combine, weighted in either layout."""
+    received = xd.dispatch(plan, x, weights, **options)
+    beside = None if plan.group.layout == "rank_major" else received.weights
+    return xd.combine(plan, experts(plan, received), beside)
+
+
+def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
+    """Bit for bit, but for the sign of zero; shows the first difference."""
+    got = got.detach().to("cpu", torch.float32).numpy()
+    if got.shape != expected.shape:
+        raise AssertionError(f"{name}: expected shape {expected.shape}, got {got.shape}")
+    wrong = np.argwhere(~(got == expected))
+    if len(wrong):
+        at = tuple(wrong[0])
+        raise AssertionError(
+            f"{name}: {len(wrong)} of {got.size} elements differ, first at {at}: "
+            f"expected {expected[at]}, got {got[at]}")
+
+
+def poison(comm: xd.Communicator) -> None:
+    """Fills all unused symmetric memory with NaN (of every float type)."""
+    size = comm.core.mem_info()["largest_free_bytes"]
+    block = comm.empty_symmetric((size,), torch.uint8)
+    if not comm.pool.owns(block):
+        raise AssertionError(f"expected {size} free bytes in the pool")
+    block.fill_(0xFF)
