@@ -1,0 +1,66 @@
+"""The wheel, built without CUDA, works in an environment that has NumPy and nothing else."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def run(*command: str | pathlib.Path) -> str:
+    """What the command prints; its environment does not know the build's package."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([str(word) for word in command], env=environment, text=True, cwd="/",
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=480)
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", ROOT, "--no-build-isolation", "--no-deps",
+        "--wheel-dir", folder, "-C", "cmake.define.CROSSDOCK_CUDA=OFF")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The interpreter of a new environment with the wheel and what it depends on."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", wheel)
+    return python
+
+
+def test_wheel_has_all_that_the_package_is_made_of(wheel: pathlib.Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    package = ROOT / "python"
+    sources = {str(path.relative_to(package)) for path in (package / "crossdock").rglob("*")
+               if path.is_file() and "__pycache__" not in path.parts}
+    assert sources - names == set()
+    assert "crossdock/libcrossdock.so.0" in names
+    assert any(re.fullmatch(r"crossdock/_core\..*\.so", name) for name in names)
+
+
+def test_installed_package_is_imported_and_moves_tokens(python: pathlib.Path) -> None:
+    printed = run(python, pathlib.Path(__file__).parent / "two_ranks.py")
+    assert printed.startswith(str(python.parents[1]))
+    assert printed.rstrip().endswith("exit codes [0, 0]")
+
+
+def test_environment_has_no_torch_and_the_command_runs(python: pathlib.Path) -> None:
+    installed = run(python, "-m", "pip", "list", "--format=freeze")
+    assert {line.split("==")[0] for line in installed.split()} & {"torch", "rich"} == set()
+    assert "doctor" in run(python.parent / "crossdock", "--help")

@@ -1,0 +1,40 @@
+"""What a user of the installed package might write, on two processes; prints what it moved."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+import crossdock
+import numpy as np
+
+
+def rank_main(rank: int, unique_id: bytes) -> None:
+    config = crossdock.EpConfig(num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8,
+                                dtype="float32")
+    with crossdock.Comm(unique_id, rank=rank, num_ranks=2, heap_bytes=1 << 20) as comm:
+        with crossdock.EpGroup(comm, config) as group:
+            plan = group.prepare(np.array([[0], [1], [1], [-1]]))
+            tokens = np.arange(32, dtype=np.float32).reshape(4, 8) + 100 * rank
+            received = group.dispatch(plan, tokens)
+            out = group.combine(plan, received.tokens * 2)
+            tokens[3] = 0  # it had no expert
+            if not np.array_equal(out, tokens * 2):
+                sys.exit(f"rank {rank}: got {out}, want {tokens * 2}")
+
+
+def main() -> int:
+    context = multiprocessing.get_context("spawn")
+    unique_id = crossdock.unique_id()
+    ranks = [context.Process(target=rank_main, args=(rank, unique_id)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    codes = [process.exitcode for process in ranks]
+    print(f"{crossdock.__file__} {crossdock.__version__}: exit codes {codes}")
+    return max(map(abs, codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
