@@ -1,0 +1,209 @@
+"""Mistakes are named where they were made, before a row moves, and the peers hear of them at once."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer
+
+import crossdock.torch as xd
+from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
+
+SEED = 4711
+BAD_RANK = 2
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+# What the bad rank does, the error that it gets, and words that the text must have.
+MISTAKES = {
+    "x is not contiguous": (
+        lambda plan, x, w: xd.dispatch(plan, _narrow(x), w), ValueError,
+        r"dispatch: x: expected a contiguous tensor, got shape \(9, 32\) with strides \(64, 2\)"),
+    "x is float64": (
+        lambda plan, x, w: xd.dispatch(plan, x.double(), w), TypeError,
+        r"dispatch: x: expected a dtype that the library moves, got torch.float64"),
+    "x is no tensor": (
+        lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w), TypeError,
+        r"dispatch: x: expected a tensor, got \[\]"),
+    "x has another number of tokens": (
+        lambda plan, x, w: xd.dispatch(plan, x[1:], w), ValueError,
+        r"dispatch: x: expected the plan's 9 tokens, got shape \(8, 32\)"),
+    "x has one dimension": (
+        lambda plan, x, w: xd.dispatch(plan, x[:, 0].contiguous(), w), ValueError,
+        r"dispatch: x: expected 2 dimensions, got shape \(9,\)"),
+    "weights are bfloat16": (
+        lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()), ValueError,
+        r"topk_weights: is bfloat16, expected float32"),
+    "weights are not contiguous": (
+        lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)), ValueError,
+        r"dispatch: topk_weights: expected a contiguous tensor"),
+    "quantised rows are float32": (
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 32), w, quantize=True), ValueError,
+        r"recv_tokens"),
+}
+
+
+def _dispatch_mistake(me: Rank, name: str) -> None:
+    batch = Batch(SEED)
+    wrong, kind, words = MISTAKES[name]
+    with xd.init(), torch.no_grad():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        began = time.monotonic()
+        if me.rank == BAD_RANK:
+            with pytest.raises(kind, match=words) as raised:
+                wrong(plan, x, weights)
+            assert re.search(rf"rank {BAD_RANK} of 4", str(raised.value)), raised.value
+        else:
+            with pytest.raises(Mismatch) as raised:
+                xd.dispatch(plan, x, weights)
+            assert raised.value.peer == BAD_RANK or f"rank {BAD_RANK}" in str(raised.value)
+        assert time.monotonic() - began < 10
+        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_argument_of_dispatch(name):
+    run_ranks(4, _dispatch_mistake, name)
+
+
+def _other_mistakes(me: Rank) -> None:
+    batch = Batch(SEED + 1)
+    with xd.init(), torch.no_grad():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        bad = me.rank == BAD_RANK
+        kind, words = (TypeError, "prepare: topk_idx: expected a dtype") if bad else (Mismatch, "")
+        with pytest.raises(kind, match=words):
+            group.prepare(topk_idx.double() if bad else topk_idx)
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights)
+        rows = received.tokens.t().contiguous().t() if bad else received.tokens
+        kind, words = (ValueError, "combine: expert_out: expected a cont") if bad else (Mismatch, "")
+        with pytest.raises(kind, match=words):
+            xd.combine(plan, rows, received.weights)
+        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
+
+
+def test_bad_arguments_of_prepare_and_combine():
+    run_ranks(4, _other_mistakes)
+
+
+def _rank_major_weights(me: Rank) -> None:
+    batch = Batch(SEED + 2, layout="rank_major")
+    with xd.init(), torch.no_grad():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights)
+        with pytest.raises(InvalidArgument, match="weights"):
+            xd.combine(plan, received.tokens, received.weights)
+
+
+def test_rank_major_rows_take_no_weights():
+    run_ranks(4, _rank_major_weights)
+
+
+def _bad_ids(me: Rank) -> None:
+    batch = Batch(SEED + 3)
+    with xd.init(), torch.no_grad():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        wrong = topk_idx.clone()
+        if me.rank == BAD_RANK:
+            wrong[0, 0] = 8
+        with pytest.raises(InvalidArgument, match=f"lowest rank with some is {BAD_RANK}"):
+            group.prepare(wrong)
+        # `status` and `check` read what the exception has told already, once.
+        with pytest.raises(InvalidArgument, match=f"lowest rank with some is {BAD_RANK}") as raised:
+            group.check()
+        assert raised.value.operation == "prepare"
+        assert raised.value.peer == BAD_RANK
+        group.check()
+        assert group.status()["status"] == "XD_SUCCESS"
+        assert_equal("out", layer(group.prepare(topk_idx), x, weights),
+                     batch.expected(me.rank)[0])
+
+
+def test_expert_ids_out_of_range_are_reported_everywhere():
+    run_ranks(4, _bad_ids)
+
+
+def _overflow(me: Rank) -> None:
+    batch = Batch(SEED + 4)
+    with xd.init(), torch.no_grad():
+        group = batch.group(capacity=2)
+        topk_idx, *_ = batch.local(me.rank)
+        with pytest.raises(CapacityOverflow, match="2"):
+            group.prepare(topk_idx)
+
+
+def test_more_rows_than_the_capacity():
+    run_ranks(4, _overflow)
+
+
+def _configs(me: Rank) -> None:
+    with xd.init():
+        if me.rank == 1:
+            with pytest.raises(InvalidArgument, match="max_topk"):
+                xd.EpGroup(8, 32, 33, 16)
+        else:
+            with pytest.raises(Mismatch, match="rank 1"):
+                xd.EpGroup(8, 32, 3, 16)
+        with pytest.raises(Mismatch, match="hidden|row"):
+            xd.EpGroup(8, 32 + 16 * (me.rank == 3), 3, 16)
+        with pytest.raises(ValueError, match="layout: expected one of .*, got 'rows'"):
+            xd.EpGroup(8, 32, 3, 16, layout="rows")
+        xd.EpGroup(8, 32, 3, 16)
+
+
+def test_group_of_bad_or_different_sizes():
+    run_ranks(4, _configs)
+
+
+def _gone(me: Rank) -> None:
+    batch = Batch(SEED + 5, ((5, 2), 8, 3, 32))
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        out = layer(plan, x, weights)
+        handle = group.handle
+        del group, plan
+        out.sum().backward()  # autograd's graph keeps the group
+        del out
+        with pytest.raises(RuntimeError, match="handle of a living EpGroup"):
+            torch.ops.crossdock.prepare(topk_idx, torch.zeros(1), handle)
+        group = batch.group()
+        plan = group.prepare(topk_idx)
+        group.close()
+        group.close()
+        with pytest.raises(InvalidArgument, match="closed"):
+            xd.dispatch(plan, x)
+
+
+def test_groups_are_freed_when_nobody_refers_to_them():
+    run_ranks(2, _gone)
+
+
+def test_no_communicator():
+    with pytest.raises(RuntimeError, match="call crossdock.torch.init"):
+        xd.EpGroup(8, 32, 3, 16)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"timeout": 0}, "timeout: expected seconds above 0"),
+    ({"device": "meta"}, "device: expected a CPU or CUDA device, got meta"),
+])
+def test_bad_arguments_of_init(options, words):
+    with pytest.raises(ValueError, match=words):
+        xd.init(**options)

@@ -1,0 +1,138 @@
+"""A plan is a chain of operations, may serve several times, and must not change under a backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer
+
+import crossdock.torch as xd
+
+SEED = 99
+
+
+def _overwritten(me: Rank) -> None:
+    batch, other = Batch(SEED), Batch(SEED + 1)
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        out = layer(plan, x, weights)
+        address = plan.data.data_ptr()
+        again = group.prepare(other.local(me.rank)[0], out=plan)
+        assert again is plan and plan.data.data_ptr() == address
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward(grad_out)
+        # The overwritten plan is the other batch's, counts included.
+        assert plan.counts.tolist() == other.routing.counts(me.rank)
+        topk_idx, x, weights, grad_out = other.local(me.rank)
+        out = layer(plan, x, weights)
+        out.backward(grad_out)
+        assert_equal("out", out, other.expected(me.rank)[0])
+        assert_equal("gradient of x", x.grad, other.expected(me.rank)[1])
+
+
+def test_plan_overwritten_before_its_backward_is_caught():
+    run_ranks(4, _overwritten)
+
+
+def _other_shape(me: Rank) -> None:
+    batch = Batch(SEED)
+    with xd.init():
+        group = batch.group()
+        topk_idx, *_ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        with pytest.raises(ValueError, match=r"out: expected a plan with \(group, tokens, topk\)"):
+            group.prepare(topk_idx[:, :2].contiguous(), out=plan)
+
+
+def test_plan_of_another_shape_is_not_overwritten():
+    run_ranks(4, _other_shape)
+
+
+def _twice(me: Rank) -> None:
+    batch = Batch(SEED + 2)
+    out, grad_x, _ = batch.expected(me.rank)
+    with xd.init():
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        plan = batch.group().prepare(topk_idx)
+        # Both in one backward pass.
+        first, second = layer(plan, x, weights), layer(plan, x, weights)
+        (first + second).backward(grad_out)
+        assert_equal("gradient of both", x.grad, 2 * grad_x)
+        # Each in a pass of its own.
+        for _ in range(2):
+            x.grad = None
+            got = layer(plan.detach(), x, weights)
+            got.backward(grad_out)
+            assert_equal("out", got, out)
+            assert_equal("gradient", x.grad, grad_x)
+
+
+def test_plan_serves_several_times():
+    run_ranks(4, _twice)
+
+
+def _interleaved(me: Rank) -> None:
+    batches = [Batch(SEED + 3), Batch(SEED + 4), Batch(SEED + 5)]
+    with xd.init():
+        group = batches[0].group()
+        locals_ = [batch.local(me.rank) for batch in batches]
+        plans = [group.prepare(topk_idx) for topk_idx, *_ in locals_]
+        outs = [layer(plan, x, weights) for plan, (_, x, weights, _) in zip(plans, locals_)]
+        for i in (1, 2, 0):  # the same on all ranks, any order
+            outs[i].backward(locals_[i][3])
+        for batch, out, (_, x, weights, _) in zip(batches, outs, locals_):
+            for name, got, expected in zip(("out", "x", "weights"), (out, x.grad, weights.grad),
+                                           batch.expected(me.rank)):
+                assert_equal(name, got, expected)
+
+
+def test_batches_in_flight_do_not_disturb_each_other():
+    run_ranks(4, _interleaved)
+
+
+def _chained(me: Rank) -> None:
+    """The second plan's order comes from the first one's, and its gradient goes there."""
+    batches = [Batch(SEED + 6), Batch(SEED + 7)]
+    seen: list[str] = []
+    with xd.init():
+        group = batches[0].group()
+        plan, outs, inputs = None, [], []
+        for number, batch in enumerate(batches):
+            topk_idx, x, weights, grad_out = batch.local(me.rank)
+            plan = group.prepare(topk_idx, after=plan)
+            outs.append(layer(plan, x, weights))
+            inputs.append((x, grad_out))
+            x.register_hook(lambda grad, number=number: seen.append(f"gradient {number}"))
+        torch.autograd.backward(outs, [grad_out for _, grad_out in inputs])
+        assert seen == ["gradient 1", "gradient 0"]
+        for batch, (x, _) in zip(batches, inputs):
+            assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
+        # Without `after`, nothing connects the two.
+        assert not group.prepare(topk_idx).order.requires_grad
+        assert group.prepare(topk_idx, after=plan).order.requires_grad
+
+
+def test_after_orders_branches_in_both_directions():
+    run_ranks(4, _chained)
+
+
+def _checkpointed(me: Rank) -> None:
+    """Activation checkpointing runs prepare, dispatch and combine again in the backward pass."""
+    batch = Batch(SEED + 8)
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        out = torch.utils.checkpoint.checkpoint(
+            lambda x, weights: layer(group.prepare(topk_idx), x, weights), x, weights,
+            use_reentrant=False)
+        out.backward(grad_out)
+        assert_equal("out", out, batch.expected(me.rank)[0])
+        assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
+        assert_equal("gradient of topk_weights", weights.grad, batch.expected(me.rank)[2])
+
+
+def test_activation_checkpointing():
+    run_ranks(4, _checkpointed)
