@@ -1,0 +1,70 @@
+"""The runs of a comparison, one after the other, and what they show."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from . import launch
+from .compare import Agreement, compare, read_log
+from .settings import Settings
+from .trainer import train
+
+
+def verify(settings: Settings, all_ranks: tuple[int, ...]) -> int:
+    """Hold each number of ranks against one process without Crossdock; returns the exit code."""
+    device = launch.pick_device(settings.device, max(all_ranks))
+    settings = settings.replace(device=device, sample_bytes=0)
+    plain = _run(settings.replace(plain=True), 1, "plain")
+    agree = True
+    for ranks in all_ranks:
+        folder = _run(settings, ranks, f"{ranks}-ranks")
+        agree = _print(ranks, compare(plain, folder)) and agree
+    return 0 if agree else 1
+
+
+def demo(settings: Settings, ranks: int) -> int:
+    """One process without Crossdock, then ``ranks`` ranks; returns the exit code."""
+    try:
+        from . import figure
+    except ImportError:
+        figure = None
+    ranks, device = _demo_ranks(settings, ranks)
+    settings = settings.replace(device=device)
+    plain = _run(settings.replace(plain=True, sample_bytes=0), 1, "plain")
+    folder = _run(settings, ranks, f"{ranks}-ranks")
+    agree = _print(ranks, compare(plain, folder))
+    if figure is None:
+        print("No figure: matplotlib is not installed.")
+    else:
+        picture = settings.folder / "loss.png"
+        titles = ("1 process, plain PyTorch", f"{ranks} ranks, Crossdock")
+        figure.draw(picture, titles, read_log(plain), read_log(folder))
+        print(f"Loss curves and use of the experts: {picture}")
+    return 0 if agree else 1
+
+
+def _demo_ranks(settings: Settings, ranks: int) -> tuple[int, str]:
+    """Number of ranks and device: two ranks on GPUs rather than four on a host with two or three."""
+    if settings.device == "auto" and 2 <= torch.cuda.device_count() < ranks:
+        return 2, "cuda"
+    return ranks, launch.pick_device(settings.device, ranks)
+
+
+def _run(settings: Settings, ranks: int, name: str) -> Path:
+    """Train in a new folder of that name, which is returned."""
+    folder = settings.folder / name
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = settings.replace(folder=folder, save_gradients=True, resume=False)
+    settings.check(ranks)
+    launch.run_ranks(ranks, settings.device, train, settings)
+    return folder
+
+
+def _print(ranks: int, agreement: Agreement) -> bool:
+    print(f"{ranks} rank{'s' if ranks > 1 else ''} against one process without Crossdock:")
+    for line in agreement.lines():
+        print(f"    {line}")
+    return agreement.holds

@@ -1,0 +1,70 @@
+"""The picture of a comparison: two loss curves, and how evenly the experts are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  (after the backend has been chosen)
+
+_REFERENCE, _OTHER, _GREY = "#9aa5b1", "#c2410c", "#52606d"
+
+
+def draw(
+    path: Path,
+    titles: tuple[str, str],
+    reference: list[dict[str, Any]],
+    other: list[dict[str, Any]],
+) -> None:
+    """Write the figure to ``path``.
+
+    Args:
+        path: a ``.png``.
+        titles: of the two runs.
+        reference: records of the run that the other is held against.
+        other: records of the other; the experts shown are its.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for title, records, style in (
+        (titles[0], reference, {"color": _REFERENCE, "linewidth": 4.5}),
+        (titles[1], other, {"color": _OTHER, "linewidth": 1.3}),
+    ):
+        steps = [record["step"] + 1 for record in records]
+        left.plot(steps, [record["loss"] for record in records], label=title, **style)
+    left.set(xlabel="step", ylabel="loss per byte (nats)", title="Loss of each step's batch")
+    left.legend(frameon=False)
+
+    steps = [record["step"] + 1 for record in other]
+    experts = len(other[0]["load"][0])
+    colours = matplotlib.colormaps["viridis"]
+    for expert in range(experts):
+        share = [
+            sum(layer[expert] for layer in record["load"]) / len(record["load"])
+            for record in other
+        ]
+        right.plot(steps, _smooth(share), color=colours(expert / max(experts - 1, 1)), linewidth=1)
+    right.axhline(1 / experts, color=_GREY, linestyle="--", linewidth=1)
+    right.annotate(
+        "all alike", (steps[-1], 1 / experts), xytext=(0, 3), textcoords="offset points",
+        ha="right", color=_GREY, fontsize=9,
+    )
+    right.set(
+        xlabel="step", ylabel="share of all choices", ylim=(0, None),
+        title=f"Use of each of the {experts} experts, mean over layers",
+    )
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], window: int = 9) -> list[float]:
+    """Mean over the steps around each."""
+    around = window // 2
+    parts = (values[max(i - around, 0) : i + around + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in parts]

@@ -1,0 +1,60 @@
+"""Starts the ranks of a run: as processes of this host, or as torchrun has started them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def pick_device(device: str, ranks: int) -> str:
+    """"cuda" if there is a GPU for each rank, else "cpu"; raises ValueError if "cuda" cannot be."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < ranks:
+        raise ValueError(f"--device cuda: expected a GPU for each of {ranks} ranks, found {gpus}")
+    if device == "auto":
+        return "cuda" if gpus >= ranks else "cpu"
+    return device
+
+
+def run_ranks(ranks: int, device: str, main: Callable[..., Any], *args: Any) -> None:
+    """Run ``main(torch.device, *args)`` on new processes, joined in torch.distributed.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the others have been ended.
+    """
+    # The port is one that the store has already bound: no other process can take it first.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_run_rank, (ranks, store.port, device, main, args), nprocs=ranks)
+
+
+def _run_rank(
+    rank: int, ranks: int, port: int, device: str, main: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # All ranks are on this host: the name of the host need not mean an address.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
+    _run(main, args, device, rank, store=store, rank=rank, world_size=ranks)
+
+
+def run_launched(device: str, main: Callable[..., Any], *args: Any) -> None:
+    """Run ``main(torch.device, *args)`` on this process, one of those that torchrun started."""
+    _run(main, args, device, int(os.environ["LOCAL_RANK"]))
+
+
+def _run(
+    main: Callable[..., Any], args: tuple[Any, ...], kind: str, local_rank: int, **join: Any
+) -> None:
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", **join)
+    try:
+        main(device, *args)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,58 @@
+"""What a training run is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides a run; equal on all ranks."""
+
+    folder: Path  # log, checkpoints
+    steps: int = 250
+    seed: int = 1
+    sequences: int = 16  # per step, over all ranks
+    context: int = 128  # bytes per sequence
+    hidden: int = 128
+    heads: int = 4
+    layers: int = 4
+    ffn: int = 256
+    experts: int = 8
+    topk: int = 2
+    aux_loss_weight: float = 0.05
+    learning_rate: float = 4e-3
+    warmup: int = 20  # steps
+    schedule_steps: int | None = None  # where the learning rate has come down; None = at the end
+    save_every: int = 0  # steps between checkpoints; 0 = none
+    resume: bool = False  # from the last checkpoint in the folder, if there is one
+    plain: bool = False  # without Crossdock, in one process
+    device: str = "auto"  # auto, cpu or cuda
+    text: Path | None = None  # folder of .py files; None = the standard library's
+    sample_bytes: int = 300  # of text at the end; 0 = none
+    save_gradients: bool = False  # of the first step, for a comparison
+
+    def check(self, ranks: int) -> None:
+        """Raise ValueError, naming the option, if ``ranks`` ranks cannot run this."""
+        for name in ("steps", "sequences", "context", "hidden", "layers", "ffn", "experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected at least 1")
+        if not 1 <= self.topk <= self.experts:
+            raise ValueError(f"--topk {self.topk}: expected 1 to {self.experts}, the experts")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"--hidden {self.hidden}: expected a multiple of {2 * self.heads}, twice the heads"
+            )
+        for name in ("sequences", "experts"):
+            if getattr(self, name) % ranks:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)}: expected a multiple of {ranks}, the ranks"
+                )
+        if self.plain and ranks != 1:
+            raise ValueError(f"--plain: expected 1 rank, got {ranks}")
+
+    def replace(self, **changes: object) -> "Settings":
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)

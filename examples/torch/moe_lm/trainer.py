@@ -1,0 +1,249 @@
+"""One rank of a training run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import crossdock.torch as xd
+
+from .model import LanguageModel, Prediction
+from .plain_moe import PlainMoE
+from .progress import Progress
+from .settings import Settings
+from .text import Text, batch_of_step, read_text
+
+PROMPT = b"def "
+_HELD_OUT_BATCHES = 4
+
+
+def train(device: torch.device, settings: Settings) -> None:
+    """What each rank does: train, then show on rank 0 what has been learnt."""
+    with Trainer(settings, device) as trainer:
+        trainer.run()
+        held_out = trainer.held_out_loss()
+        text = trainer.sample() if settings.sample_bytes else b""
+        if trainer.rank == 0:
+            bits = held_out / math.log(2)
+            print(f"Text never trained on: loss {held_out:.4f} per byte ({bits:.2f} bits)")
+        if text:
+            print(f"What it writes after {PROMPT.decode()!r}:")
+            print("\n".join(f"    {line}" for line in text.decode(errors="replace").splitlines()))
+
+
+class Trainer:
+    """Trains on one rank; a context manager. All ranks make one and call the same methods in the
+    same order.
+
+    Data-parallel in everything but the experts: each rank has its part of the batch, and rank d
+    the experts ``d * L .. d * L + L - 1``.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings = settings
+        self.device = device
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        settings.check(self.ranks)
+        torch.manual_seed(settings.seed)
+        self.text: Text = read_text(settings.text)
+        self.comm: xd.Communicator | None = None
+        self.model = self._make_model()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        )
+        self.step = 0
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.comm is not None:
+            self.comm.close()
+
+    def _make_model(self) -> LanguageModel:
+        s = self.settings
+        if s.plain:
+
+            def make_experts() -> nn.Module:
+                return PlainMoE(s.hidden, s.ffn, s.experts, s.topk, s.aux_loss_weight)
+
+        else:
+            self.comm = xd.init(device=self.device)
+            # One group for all layers: their operations come one after the other.
+            group = xd.EpGroup(
+                s.experts,
+                s.hidden,
+                s.topk,
+                max_tokens=max(s.sequences // self.ranks, 1) * s.context,
+                dtype=torch.float32,
+                # Each layer keeps what went into and out of its experts until its backward pass.
+                symmetric_tensors=2 * s.layers + 4,
+                comm=self.comm,
+            )
+
+            def make_experts() -> nn.Module:
+                return xd.MoELayer(
+                    s.hidden,
+                    s.ffn,
+                    s.experts,
+                    s.topk,
+                    group=group,
+                    aux_loss_weight=s.aux_loss_weight,
+                )
+
+        return LanguageModel(s.hidden, s.heads, s.layers, make_experts).to(self.device)
+
+    # ---- Training --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the last step; log each step, show progress, save checkpoints."""
+        s = self.settings
+        if s.resume:
+            self._resume()
+        with contextlib.ExitStack() as stack:
+            log = progress = None
+            if self.rank == 0:
+                s.folder.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(_open_log(s.folder / "log.jsonl", self.step))
+                progress = stack.enter_context(Progress(self._title(), s.steps, self.step))
+            while self.step < s.steps:
+                record = self.train_step()
+                if log is not None:
+                    print(json.dumps(record), file=log, flush=True)
+                    progress.show(record)
+                if s.save_every and self.step % s.save_every == 0:
+                    self.save()
+
+    def train_step(self) -> dict[str, Any]:
+        """One step of the optimiser; returns its record, equal on all ranks but for the time."""
+        s = self.settings
+        start = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.learning_rate * self._rate()
+        inputs, targets = self._batch(self.text.train, s.seed, self.step)
+        prediction = self.model(inputs)
+        loss = _cross_entropy(prediction, targets)
+        self.optimizer.zero_grad()
+        (loss + prediction.aux_loss).backward()
+        xd.average_gradients(self.model)
+        if s.save_gradients and self.step == 0:
+            self._save_gradients()
+        self.optimizer.step()
+        losses = self._mean(torch.stack((loss.detach(), prediction.aux_loss.detach())))
+        record = {
+            "step": self.step,
+            "loss": losses[0].item(),
+            "aux_loss": losses[1].item(),
+            "load": prediction.load.tolist(),
+            "seconds": time.perf_counter() - start,
+            "tokens": s.sequences * s.context,
+        }
+        self.step += 1
+        return record
+
+    def _rate(self) -> float:
+        """Factor of the learning rate: up in a line, then down to a tenth as a cosine."""
+        s = self.settings
+        steps = s.schedule_steps or s.steps
+        up = min(1.0, (self.step + 1) / s.warmup)
+        done = min(1.0, self.step / steps)
+        return up * (0.55 + 0.45 * math.cos(math.pi * done))
+
+    def _batch(self, data: torch.Tensor, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        s = self.settings
+        pair = batch_of_step(data, seed, step, s.sequences, s.context, self.rank, self.ranks)
+        return pair[0].to(self.device), pair[1].to(self.device)
+
+    def _mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Over ranks; overwrites ``values``."""
+        if self.ranks > 1:
+            dist.all_reduce(values)
+        return values.div_(self.ranks)
+
+    def _title(self) -> str:
+        if self.settings.plain:
+            return "1 process, plain PyTorch"
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, Crossdock"
+
+    # ---- What it has learnt ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Mean loss per byte of text that was never trained on, in nats."""
+        losses = []
+        for batch in range(_HELD_OUT_BATCHES):
+            inputs, targets = self._batch(self.text.held_out, self.settings.seed + 1, batch)
+            losses.append(_cross_entropy(self.model(inputs), targets))
+        return self._mean(torch.stack(losses).mean()).item()
+
+    @torch.no_grad()
+    def sample(self) -> bytes:
+        """Text that the model goes on with after the prompt, on rank 0; the other ranks have no
+        tokens of their own then, and only serve their experts. Empty on them.
+        """
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        sequences = 1 if self.rank == 0 else 0
+        text = torch.tensor(list(PROMPT)).expand(sequences, -1)
+        for _ in range(self.settings.sample_bytes):
+            recent = text[:, -self.settings.context :]
+            logits = self.model(recent.to(self.device)).logits[:, -1].float().cpu()
+            odds = torch.softmax(logits / 0.7, dim=-1)
+            following = torch.multinomial(odds, 1, generator=generator) if sequences else text[:, :1]
+            text = torch.cat((text, following), dim=1)
+        return bytes(text.flatten().tolist())
+
+    # ---- Files -----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """A checkpoint of this step in the run's folder; all ranks together."""
+        path = self.settings.folder / f"step-{self.step:06d}"
+        extra = {"step": self.step, "random": torch.get_rng_state(), "text": self.text.checksum}
+        xd.save_checkpoint(path, self.model, self.optimizer, extra=extra)
+
+    def _resume(self) -> None:
+        path = last_checkpoint(self.settings.folder)
+        if path is None:
+            return
+        extra = xd.load_checkpoint(path, self.model, self.optimizer)
+        if extra["text"] != self.text.checksum:
+            raise ValueError(f"--resume: {path} was trained on another text than is here")
+        # A step's batch depends on seed and step alone, so the step is the place in the data too.
+        self.step = extra["step"]
+        torch.set_rng_state(extra["random"])
+
+    def _save_gradients(self) -> None:
+        experts = xd.expert_parameters(self.model)
+        gradients = {
+            name: (parameter in experts, parameter.grad.cpu())
+            for name, parameter in self.model.named_parameters()
+        }
+        self.settings.folder.mkdir(parents=True, exist_ok=True)
+        torch.save(gradients, self.settings.folder / f"gradients-{self.rank}.pt")
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The one of the highest step."""
+    return max(folder.glob("step-[0-9]*[0-9]"), default=None)
+
+
+def _cross_entropy(prediction: Prediction, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(prediction.logits.flatten(0, 1), targets.flatten())
+
+
+def _open_log(path: Path, step: int) -> Any:
+    """The log, cut to the steps before ``step``: those after it are about to be done again."""
+    kept = []
+    if step and path.exists():
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < step]
+    path.write_text("".join(line + "\n" for line in kept))
+    return path.open("a")

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Train a byte-level mixture-of-experts language model, its experts spread over ranks.
+
+    train_moe_lm.py --ranks 4                          4 processes of this host, GPUs if it has 4
+    torchrun --nproc-per-node 4 train_moe_lm.py        the same, started by torchrun
+    train_moe_lm.py --ranks 4 --save-every 100         with checkpoints; go on with --resume, also
+                                                       on another number of ranks
+    train_moe_lm.py --verify                           1, 2 and 4 ranks against one process without
+                                                       Crossdock
+    train_moe_lm.py --demo                             one process without Crossdock and 4 ranks;
+                                                       text, comparison, FOLDER/loss.png
+
+Exit code 0; 1 after a failure or a disagreement, 2 after a usage error, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from moe_lm import comparison, launch
+from moe_lm.settings import Settings
+from moe_lm.trainer import train
+
+_NUMBERS = {  # option: help
+    "steps": "steps of the optimiser",
+    "seed": "of parameters and data",
+    "sequences": "per step, over all ranks",
+    "context": "bytes per sequence",
+    "hidden": "columns of a token",
+    "heads": "of attention",
+    "layers": "attention and experts each",
+    "ffn": "columns inside an expert",
+    "experts": "of each layer, over all ranks",
+    "topk": "experts per token",
+    "warmup": "steps in which the learning rate rises",
+    "save-every": "steps between checkpoints; 0 = none",
+    "sample-bytes": "of text to write at the end; 0 = none",
+}
+_FRACTIONS = {
+    "learning-rate": "the highest, of AdamW",
+    "aux-loss-weight": "of the loss that keeps experts evenly used",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    settings = Settings(
+        **{
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(Settings)
+            if hasattr(options, field.name)
+        }
+    )
+    try:
+        return _run(options, settings)
+    except ValueError as error:
+        parser.error(str(error))
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        print(f"train_moe_lm.py: a rank failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace, settings: Settings) -> int:
+    launched = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if options.verify or options.demo:
+        if launched:
+            raise ValueError("--verify and --demo start ranks of their own: not under torchrun")
+        if options.demo:
+            return comparison.demo(settings, options.ranks)
+        return comparison.verify(settings, (1, 2, 4))
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else options.ranks
+    settings.check(ranks)
+    device = launch.pick_device(settings.device, ranks)
+    if launched:
+        launch.run_launched(device, train, settings)
+    else:
+        launch.run_ranks(ranks, device, train, settings)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    head, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start (4)")
+    parser.add_argument("--folder", type=Path, default=Path("moe-lm"), help="log, checkpoints, "
+                        "figure (moe-lm)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: GPUs if there is one for each rank")
+    parser.add_argument("--text", type=Path, help="folder of .py files (the standard library)")
+    parser.add_argument("--resume", action="store_true", help="from the folder's last checkpoint")
+    parser.add_argument("--plain", action="store_true",
+                        help="without Crossdock, in one process")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--verify", action="store_true", help="compare 1, 2 and 4 ranks")
+    what.add_argument("--demo", action="store_true", help="compare, show and draw")
+    for names, kind in ((_NUMBERS, int), (_FRACTIONS, float)):
+        for name, text in names.items():
+            default = getattr(Settings, name.replace("-", "_"))
+            parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

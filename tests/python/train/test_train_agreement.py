@@ -1,0 +1,102 @@
+"""Training with the experts spread over ranks is what one process without Crossdock does."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any, Callable
+
+import pytest
+import torch
+
+from runs import REPOSITORY, TEXT, run, small
+from support import run_ranks
+
+from moe_lm.compare import GRADIENT_TOLERANCE, compare, read_log
+
+PROGRAM = REPOSITORY / "examples" / "torch" / "train_moe_lm.py"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder of a run in one process without Crossdock."""
+    folder = tmp_path_factory.mktemp("plain")
+    run_ranks(1, run, small(folder, plain=True, save_gradients=True))
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_and_gradients_agree_with_one_process(
+    ranks: int, plain: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    settings = small(tmp_path, save_gradients=True, sample_bytes=20)
+    outcomes = run_ranks(ranks, run, settings)
+    agreement = compare(plain, tmp_path)
+    assert agreement.holds, agreement
+    assert agreement.first_steps == settings.steps
+    # Every rank has the same parameters but for its experts, and rank 0 alone writes text.
+    for outcome in outcomes:
+        assert outcome.held_out == outcomes[0].held_out
+        for name, value in outcome.parameters.items():
+            assert "experts_" in name or (value == outcomes[0].parameters[name]).all(), name
+    assert [len(outcome.sample) for outcome in outcomes] == [4 + 20] + [0] * (ranks - 1)
+
+
+def change_log(folder: pathlib.Path) -> None:
+    """One loss becomes one part in a thousand larger."""
+    records = read_log(folder)
+    records[2]["loss"] *= 1.001
+    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def change_gradient(folder: pathlib.Path) -> None:
+    """The gradient of one expert's matrix becomes too large by more than is allowed."""
+    path = folder / "gradients-0.pt"
+    gradients = torch.load(path)
+    gradients["blocks.1.experts.experts_in"][1].mul_(1 + 10 * GRADIENT_TOLERANCE)
+    torch.save(gradients, path)
+
+
+@pytest.mark.parametrize("change", [change_log, change_gradient])
+def test_a_disagreement_is_found(
+    change: Callable[[pathlib.Path], None], plain: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    for file in plain.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert compare(plain, tmp_path).holds
+    change(tmp_path)
+    assert not compare(plain, tmp_path).holds
+
+
+def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PROGRAM, *arguments]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True,
+                          timeout=240)
+
+
+def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
+    done = program(
+        "--demo", "--ranks", 2, "--folder", tmp_path, "--text", TEXT, "--device", "cpu",
+        "--steps", 4, "--sequences", 4, "--context", 16, "--hidden", 32, "--layers", 1,
+        "--ffn", 16, "--sample-bytes", 8,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks against one process without Crossdock" in done.stdout
+    assert "What it writes after 'def '" in done.stdout
+    assert done.stdout.count("agrees") == 3
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (("--ranks", 3), "--sequences 16: expected a multiple of 3, the ranks"),
+    (("--ranks", 4, "--experts", 6), "--experts 6: expected a multiple of 4, the ranks"),
+    (("--plain",), "--plain: expected 1 rank, got 4"),
+    (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
+    (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
+], ids=str)
+def test_a_users_mistake_is_named(arguments: tuple[Any, ...], text: str) -> None:
+    done = program(*arguments)
+    assert done.returncode == 2
+    assert text in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,183 @@
+"""A run that goes on from a checkpoint is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import errno
+import pathlib
+import shutil
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import crossdock.torch as xd
+from runs import Outcome, run, small
+from support import Rank, run_ranks
+
+from moe_lm.compare import read_log
+
+SAVED_AT, STEPS = 3, 6
+STOPPED = {"steps": SAVED_AT, "schedule_steps": STEPS, "save_every": SAVED_AT}
+
+
+def gathered(outcomes: list[Outcome]) -> dict[str, np.ndarray]:
+    """All parameters, those of experts put together from all ranks."""
+    return {
+        name: np.concatenate([outcome.parameters[name] for outcome in outcomes])
+        if "experts_" in name else value
+        for name, value in outcomes[0].parameters.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[Outcome]]:
+    """An uninterrupted run of 4 ranks: its folder, with a checkpoint in the middle, and its end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run_ranks(4, run, small(folder, steps=STEPS, save_every=SAVED_AT))
+
+
+def resumed(ranks: int, folder: pathlib.Path, saved: pathlib.Path) -> list[Outcome]:
+    """Goes on from the checkpoint in the middle of the run in folder `saved`."""
+    name = f"step-{SAVED_AT:06d}"
+    shutil.copytree(saved / name, folder / name)
+    return run_ranks(ranks, run, small(folder, steps=STEPS, resume=True))
+
+
+def test_resume_equals_the_uninterrupted_run(whole, tmp_path: pathlib.Path) -> None:
+    folder, expected = whole
+    run_ranks(4, run, small(tmp_path, **STOPPED))
+    outcomes = run_ranks(4, run, small(tmp_path, steps=STEPS, resume=True))
+    for got, wanted in zip(gathered(outcomes).items(), gathered(expected).items()):
+        assert got[0] == wanted[0] and np.array_equal(got[1], wanted[1]), got[0]
+    losses = [[record["loss"] for record in read_log(path)] for path in (tmp_path, folder)]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoint_of_4_ranks_goes_on_on_fewer(whole, ranks: int, tmp_path: pathlib.Path) -> None:
+    folder, expected = whole
+    outcomes = resumed(ranks, tmp_path, folder)
+    wanted = [record["loss"] for record in read_log(folder)][SAVED_AT:]
+    got = [record["loss"] for record in read_log(tmp_path)]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    for name, value in gathered(outcomes).items():
+        # Adam turns the rounding of a gradient near zero into a step of any sign.
+        np.testing.assert_allclose(value, gathered(expected)[name], atol=2e-3, err_msg=name)
+
+
+def test_checkpoint_of_1_rank_goes_on_on_4(whole, tmp_path: pathlib.Path) -> None:
+    folder, _ = whole
+    (tmp_path / "one").mkdir()
+    (tmp_path / "four").mkdir()
+    run_ranks(1, run, small(tmp_path / "one", **STOPPED))
+    resumed(4, tmp_path / "four", tmp_path / "one")
+    wanted = [record["loss"] for record in read_log(folder)][SAVED_AT:]
+    np.testing.assert_allclose(
+        [record["loss"] for record in read_log(tmp_path / "four")], wanted, rtol=1e-5)
+
+
+# ---- The checkpoint itself -----------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """A layer of experts, and a parameter and a buffer that every rank has."""
+
+    def __init__(self, comm: xd.Communicator, num_experts: int = 8) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.layer = xd.MoELayer(
+            16, 8, num_experts, 2, comm=comm, max_tokens=4, dtype=torch.float32)
+
+
+def in_distributed(me: Rank, check, *args) -> None:
+    dist.init_process_group("gloo")
+    try:
+        with xd.init(device="cpu") as comm:
+            check(me, comm, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def save_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+    """A checkpoint in which every expert's values are its number, and so is its momentum."""
+    model = Model(comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model.seen.fill_(7)
+    with torch.no_grad():
+        model.scale.fill_(1.5)
+        for local in range(model.layer.num_local_experts):
+            number = model.layer.first_expert + local
+            model.layer.experts_in[local] = number
+            model.layer.experts_out[local] = 10 + number
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
+    xd.save_checkpoint(path, model, optimizer, extra={"step": 5, "random": torch.arange(3)})
+
+
+def load_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+    model = Model(comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
+    extra = xd.load_checkpoint(path, model, optimizer)
+    assert extra["step"] == 5 and torch.equal(extra["random"], torch.arange(3))
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["momentum"] == 0.9
+    assert (model.seen == 7).all() and (model.scale == 1.5).all()
+    for local in range(model.layer.num_local_experts):
+        number = model.layer.first_expert + local
+        assert (model.layer.experts_in[local] == number).all()
+        assert (model.layer.experts_out[local] == 10 + number).all()
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert torch.equal(state["momentum_buffer"], 100 + parameter.detach())
+
+
+@pytest.mark.parametrize("saved_on, loaded_on", [(4, 2), (2, 4), (4, 1), (1, 2)])
+def test_every_expert_lands_on_the_rank_that_holds_it(
+    saved_on: int, loaded_on: int, tmp_path: pathlib.Path
+) -> None:
+    run_ranks(saved_on, in_distributed, save_numbered, tmp_path / "saved")
+    run_ranks(loaded_on, in_distributed, load_numbered, tmp_path / "saved")
+
+
+def refuse_other_models(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+    with pytest.raises(FileNotFoundError, match="experts 0 to 15"):
+        xd.load_checkpoint(path, Model(comm, num_experts=16))
+    other = Model(comm)
+    other.more = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"lacks \['more'\]"):
+        xd.load_checkpoint(path, other)
+    other = Model(comm)
+    other.scale = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"scale: expected shape \(4,\), .* has \(3,\)"):
+        xd.load_checkpoint(path, other)
+    with pytest.raises(FileExistsError, match="expected a new folder"):
+        xd.save_checkpoint(path, Model(comm))
+
+
+def test_what_does_not_fit_is_named_and_nothing_overwritten(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(2, in_distributed, save_numbered, path)
+    run_ranks(2, in_distributed, refuse_other_models, path)
+    run_ranks(2, in_distributed, load_numbered, path)
+
+
+def fill_disk_of_rank_1(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    if me.rank == 1:
+        with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space"):
+            xd.save_checkpoint(path, Model(comm))
+    else:
+        with pytest.raises(RuntimeError, match="a rank could not write its part"):
+            xd.save_checkpoint(path, Model(comm))
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_no_checkpoint(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = tmp_path / "saved"
+    run_ranks(2, in_distributed, fill_disk_of_rank_1, path)
+    assert not path.exists()
+    run_ranks(2, in_distributed, save_numbered, path)  # what is left over is in nobody's way
+    run_ranks(2, in_distributed, load_numbered, path)
