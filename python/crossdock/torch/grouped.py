@@ -10,6 +10,7 @@ from typing import Callable, Iterator
 
 import torch
 
+from ._custom_ops import LIBRARY
 from ._group import pool_of
 
 _GROUPED_MM: Callable[..., torch.Tensor] | None = getattr(
@@ -67,7 +68,13 @@ def _check(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None
         )
 
 
-@torch.library.custom_op("crossdock::grouped_mm", mutates_args=())
+def _operator(schema: str, kernel: Callable[..., torch.Tensor]) -> None:
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        # Compilers look at the operator, never into it.
+        LIBRARY.impl(schema.partition("(")[0], torch._disable_dynamo(kernel), key)
+
+
 def _grouped_mm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -88,12 +95,18 @@ def _grouped_mm(
     return out
 
 
-@_grouped_mm.register_fake
+_operator(
+    "grouped_mm(Tensor x, Tensor weight, Tensor offsets, bool transpose, int out_group, "
+    "int grad_group) -> Tensor",
+    _grouped_mm,
+)
+
+
+@torch.library.register_fake("crossdock::grouped_mm", lib=LIBRARY)
 def _(x, weight, offsets, transpose, out_group, grad_group):
     return x.new_empty(x.shape[0], weight.shape[1] if transpose else weight.shape[2])
 
 
-@torch.library.custom_op("crossdock::grouped_outer", mutates_args=())
 def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
     if _one_kernel(x, y):
@@ -106,7 +119,10 @@ def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> t
     return out
 
 
-@_grouped_outer.register_fake
+_operator("grouped_outer(Tensor x, Tensor y, Tensor offsets) -> Tensor", _grouped_outer)
+
+
+@torch.library.register_fake("crossdock::grouped_outer", lib=LIBRARY)
 def _(x, y, offsets):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
@@ -130,7 +146,9 @@ def _backward(ctx, grad: torch.Tensor):
     return grad_x, grad_weight, None, None, None, None
 
 
-_grouped_mm.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "crossdock::grouped_mm", _backward, setup_context=_setup_context, lib=LIBRARY
+)
 
 
 def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
