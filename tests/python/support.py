@@ -173,8 +173,9 @@ def _serve(rank: int, num_ranks: int, pipe: multiprocessing.connection.Connectio
         outcome = _outcome(fn, Rank(rank, num_ranks, unique_id), args)
         try:
             pipe.send(outcome)
-        except Exception:  # an exception or a result that cannot be pickled
-            pipe.send(("raised", None, f"{outcome}\n{traceback.format_exc()}"))
+        except Exception:  # what it returned, or raised, cannot be pickled
+            text = outcome[2] if outcome[0] == "raised" else traceback.format_exc()
+            pipe.send(("raised", None, text))
 
 
 def _outcome(fn: Callable[..., Any], me: Rank, args: tuple[Any, ...]) -> tuple[Any, ...]:

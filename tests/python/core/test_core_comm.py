@@ -1,0 +1,294 @@
+"""Communicators and symmetric memory: lifetimes, waiting without the GIL, ways to meet."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import support
+from support import Rank
+
+import crossdock
+from crossdock import _core
+
+
+def alone(**options: object) -> crossdock.Comm:
+    return crossdock.Comm(crossdock.unique_id(), rank=0, num_ranks=1, **options)
+
+
+def waiting_rank(me: Rank) -> int:
+    """Rank 0 waits for rank 1 for half a second, while a thread of rank 0's counts."""
+    comm = me.comm()
+    counted = 0
+    if me.rank == 0:
+        done = threading.Event()
+
+        def count() -> None:
+            nonlocal counted
+            while not done.is_set():
+                counted += 1
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        comm.barrier()
+        done.set()
+        thread.join()
+    else:
+        time.sleep(0.5)
+        comm.barrier()
+    comm.close()
+    return counted
+
+
+def test_waiting_releases_the_gil() -> None:
+    counted, _ = support.run_ranks(2, waiting_rank)
+    assert counted > 10, f"the other thread ran {counted} times in half a second"
+
+
+def test_rank_threads_join_although_each_waits_for_the_other() -> None:
+    def body(me: Rank) -> tuple[int, int, int]:
+        with me.comm() as comm:
+            comm.barrier()
+            return comm.rank, comm.num_ranks, comm.local_ranks
+
+    assert support.run_threads(3, body) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
+
+
+def from_environment(me: Rank) -> None:
+    with crossdock.Comm.from_environment(heap_bytes=1 << 16) as comm:
+        assert (comm.rank, comm.num_ranks, comm.device) == (me.rank, me.num_ranks, "cpu")
+        comm.barrier()
+
+
+def test_ranks_meet_through_the_environment() -> None:
+    support.run_ranks(2, from_environment)
+
+
+class Board:
+    """An all-gather between threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._slots = [b""] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=20)
+
+    def all_gather(self, rank: int, sent: bytes) -> list[bytes]:
+        self._slots[rank] = sent
+        self._barrier.wait()
+        gathered = list(self._slots)
+        self._barrier.wait()
+        return gathered
+
+
+def test_ranks_meet_through_an_all_gather() -> None:
+    board = Board(2)
+
+    def body(me: Rank) -> None:
+        with crossdock.Comm.from_all_gather(lambda sent: board.all_gather(me.rank, sent),
+                                            rank=me.rank, num_ranks=2) as comm:
+            comm.barrier()
+
+    support.run_threads(2, body)
+
+
+def test_what_an_all_gather_raises_is_raised() -> None:
+    def broken(sent: bytes) -> list[bytes]:
+        raise KeyError("no such peer")
+
+    with pytest.raises(KeyError, match="no such peer"):
+        crossdock.Comm.from_all_gather(broken, rank=0, num_ranks=2)
+    with pytest.raises(TypeError, match="all_gather: expected a result with one item per rank"):
+        crossdock.Comm.from_all_gather(lambda sent: [sent], rank=0, num_ranks=2)
+    with pytest.raises(TypeError, match="all_gather: expected items that are bytes"):
+        crossdock.Comm.from_all_gather(lambda sent: [sent, b""], rank=0, num_ranks=2)
+
+
+def test_unique_ids_are_bytes_and_differ() -> None:
+    first, second = crossdock.unique_id(), crossdock.unique_id(timeout=5)
+    assert type(first) is bytes and len(first) == 128 and first != second
+
+
+def test_arrays_in_symmetric_memory() -> None:
+    with alone(heap_bytes=1 << 16) as comm:
+        array = comm.empty((3, 5), "bfloat16")
+        assert array.shape == (3, 5) and array.dtype.name == "bfloat16"
+        assert array.flags.c_contiguous and array.flags.writeable
+        assert array.ctypes.data % 256 == 0
+        assert comm.core().mem_export(array.ctypes.data) == (0, 0, 0)
+        assert comm.empty(0).shape == (0,)
+        with pytest.raises(crossdock.OutOfMemory, match="largest free"):
+            comm.empty(1 << 20)
+        comm.grow(1 << 22)
+        comm.empty(1 << 20)[:] = 1
+        assert comm.memory().segments == 2
+
+
+def test_memory_is_given_back_with_the_last_view() -> None:
+    with alone(heap_bytes=1 << 16) as comm:
+        array = comm.empty(100)
+        view = array[10:].reshape(9, 10)[::2]
+        del array
+        assert comm.memory().used_bytes > 0
+        del view
+        assert comm.memory().used_bytes == 0
+
+
+def test_arrays_outlive_their_communicator() -> None:
+    comm = alone(heap_bytes=1 << 16)
+    array = comm.empty(100)
+    view = array[50:]
+    array[:] = 7
+    core = weakref.ref(comm.core())
+    comm.close()
+    del array, comm
+    gc.collect()
+    assert (view == 7).all() and not core().closed
+    del view
+    assert core() is None
+
+
+def test_communicator_leaves_with_its_last_reference() -> None:
+    comm = alone()
+    core = weakref.ref(comm.core())
+    del comm
+    assert core() is None
+
+
+def test_group_keeps_its_communicator_alive() -> None:
+    comm = alone()
+    core = weakref.ref(comm.core())
+    config = crossdock.EpConfig(2, 1, 4, 8, dtype="float32")
+    group = crossdock.EpGroup(comm, config)
+    del comm
+    plan = group.prepare(np.array([[1]]))
+    assert group.dispatch(plan, np.ones((1, 8), np.float32)).tokens.tolist() == [[1.0] * 8]
+    del group
+    assert core() is None
+
+
+def test_closing_twice_and_using_after_close() -> None:
+    comm = alone(heap_bytes=1 << 16)
+    group = crossdock.EpGroup(comm, crossdock.EpConfig(2, 1, 4, 8, dtype="float32"))
+    comm.close()
+    comm.close()
+    assert comm.closed
+    for call in (comm.barrier, comm.memory, lambda: comm.empty(1),
+                 lambda: group.prepare(np.array([[1]]))):
+        with pytest.raises(crossdock.InvalidArgument, match="closed"):
+            call()
+    group.close()
+    group.close()
+
+
+def closing_while_waiting(me: Rank) -> None:
+    comm = me.comm()
+    if me.rank == 0:
+        caught: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                comm.barrier()
+            except crossdock.Aborted as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.2)
+        with pytest.raises(crossdock.InvalidArgument, match="running in another thread"):
+            comm.close()
+        comm.abort()
+        thread.join()
+        assert len(caught) == 1
+    else:
+        time.sleep(1)
+        with pytest.raises(crossdock.Aborted):
+            comm.barrier()
+    comm.close()
+
+
+def test_close_refuses_while_another_thread_waits() -> None:
+    support.run_ranks(2, closing_while_waiting)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_child_is_told_that_the_communicator_is_not_its_own() -> None:
+    comm = alone()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            comm.barrier()
+            text = "no error"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    text = os.read(reader, 4096).decode()
+    os.close(reader)
+    os.waitpid(child, 0)
+    assert text.startswith("InvalidArgument") and "process" in text
+    comm.barrier()
+    comm.close()
+
+
+def test_exit_says_goodbye_for_communicators_that_are_still_referenced() -> None:
+    """A cycle through a module keeps the communicator alive past the interpreter's last line."""
+    program = """
+import crossdock, sys
+comm = crossdock.Comm(bytes.fromhex(sys.argv[1]), rank=1, num_ranks=2)
+array = None
+sys.modules["kept"] = keep = type(sys)("kept")
+keep.comm, keep.self = comm, keep
+"""
+    unique_id = crossdock.unique_id()
+    peer = subprocess.Popen([sys.executable, "-c", program, unique_id.hex()])
+    with crossdock.Comm(unique_id, rank=0, num_ranks=2, timeout=30) as comm:
+        assert peer.wait() == 0
+        with pytest.raises(crossdock.PeerLost, match="left"):
+            comm.barrier()
+
+
+def test_dlpack_capsule_keeps_its_owner_until_the_consumer_lets_go() -> None:
+    class Owner:
+        pass
+
+    class Exporter:
+        """Hands one capsule to numpy.from_dlpack."""
+
+        def __init__(self, owner: Owner) -> None:
+            self._owner = owner
+
+        def __dlpack__(self, **_: object) -> object:
+            return _core.as_dlpack(ctypes.addressof(memory), (2, 3), 2 << 8 | 32, 1, 0,
+                                   self._owner)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    memory = (ctypes.c_float * 6)(*range(6))
+    owner = Owner()
+    alive = weakref.ref(owner)
+    array = np.from_dlpack(Exporter(owner))
+    unused = _core.as_dlpack(ctypes.addressof(memory), (6,), 2 << 8 | 32, 1, 0, owner)
+    del owner
+    assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
+    del array
+    assert alive() is not None
+    del unused
+    assert alive() is None
+
+
+def test_features_say_what_is_missing() -> None:
+    assert crossdock.feature_available("cpu") and crossdock.feature_reason("cpu") == "available"
+    if not crossdock.feature_available("cuda"):
+        assert len(crossdock.feature_reason("cuda")) > 10
+    assert crossdock.__version__ == _core.version

@@ -1,0 +1,224 @@
+"""Failures arrive as exception classes that say what, where and who, on every rank."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import support
+from support import Rank
+
+import crossdock
+
+CONFIG = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8,
+                            dtype="float32")
+IDS = np.array([[0, 1], [2, 3]])
+
+
+def raises(kind: type[crossdock.CrossdockError],
+           call: Callable[[], object]) -> crossdock.CrossdockError:
+    """The exception of exactly `kind` that the call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    return caught.value
+
+
+def still_usable(group: crossdock.EpGroup, rank: int) -> None:
+    tokens = np.full((2, 8), rank + 1, np.float32)
+    plan = group.prepare(IDS)
+    received = group.dispatch(plan, tokens)
+    assert np.array_equal(group.combine(plan, received.tokens), tokens * 2)
+
+
+def bad_arguments(me: Rank) -> None:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
+        plan = group.prepare(IDS)
+        tokens = np.ones((2, 8), np.float32)
+        mistakes = [
+            (TypeError, r"tokens: expected a NumPy array, got list",
+             lambda: group.dispatch(plan, tokens.tolist())),
+            (TypeError, r"tokens: expected a dtype of .*float32.*, got float64",
+             lambda: group.dispatch(plan, tokens.astype(np.float64))),
+            (ValueError, r"tokens: expected a C-contiguous array, got strides \(4, 8\)",
+             lambda: group.dispatch(plan, np.ones((8, 2), np.float32).T)),
+            (crossdock.InvalidArgument, r"tokens: has 3 rows, expected 2 .*rank 1 of 2",
+             lambda: group.dispatch(plan, np.ones((3, 8), np.float32))),
+        ]
+        for kind, text, call in mistakes:
+            if me.rank == 1:
+                with pytest.raises(kind, match=text):
+                    call()
+            else:
+                start = time.monotonic()
+                error = raises(crossdock.Mismatch, lambda: group.dispatch(plan, tokens))
+                assert time.monotonic() - start < 5, "the peer was told late"
+                assert (error.peer, error.rank, error.operation) == (1, 0, "dispatch")
+                assert not error.fatal and "rank 1" in error.text
+                assert group.status().status == "XD_ERROR_MISMATCH"
+                assert group.status().status == "XD_SUCCESS"
+            still_usable(group, me.rank)
+
+
+def test_bad_argument_is_named_and_peers_are_told_at_once() -> None:
+    support.run_ranks(2, bad_arguments)
+
+
+def bad_ids(me: Rank) -> None:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
+        plan = group.empty_plan()
+        ids = np.array([[0, 9], [1, 1]]) if me.rank == 1 else IDS
+        error = raises(crossdock.InvalidArgument, lambda: group.prepare(ids, out=plan))
+        assert (error.peer, error.operation, error.status) == (
+            1, "prepare", "XD_ERROR_INVALID_ARGUMENT")
+        info = plan.info()
+        assert (info["bad_ids"], info["bad_id_rank"]) == (2, 1)
+        assert group.status().bad_ids == 2
+        # Bad ids count as -1: the plan is complete.
+        tokens = np.ones((2, 8), np.float32)
+        out = group.combine(plan, group.dispatch(plan, tokens).tokens)
+        assert out[:, 0].tolist() == ([1, 1] if me.rank == 1 else [2, 2])
+
+
+def test_bad_ids_are_reported_on_every_rank_with_a_usable_plan() -> None:
+    support.run_ranks(2, bad_ids)
+
+
+def overflow(me: Rank) -> None:
+    config = crossdock.EpConfig(num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8,
+                                dtype="float32", recv_capacity=4)
+    with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
+        error = raises(crossdock.CapacityOverflow,
+                       lambda: group.prepare(np.ones((4, 1), np.int64)))
+        assert (error.peer, error.status) == (1, "XD_ERROR_OVERFLOW")
+        status = group.status()
+        assert (status.needed_rows, status.capacity_rows) == (8, 4)
+        group.prepare(np.full((4, 1), me.rank))
+
+
+def test_overflow_is_raised_on_every_rank() -> None:
+    support.run_ranks(2, overflow)
+
+
+def late_peer(me: Rank) -> None:
+    comm = me.comm(timeout=0.5)
+    group = crossdock.EpGroup(comm, CONFIG)
+    if me.rank == 0:
+        error = raises(crossdock.Timeout, lambda: group.prepare(IDS))
+        assert isinstance(error, TimeoutError) and error.fatal
+        assert (error.peer, error.operation, error.group) == (1, "prepare", 0)
+        assert error.phase in ("entry", "counts")
+        assert (error.expected_epoch, error.seen_epoch) == (1, 0)
+        found = comm.error()
+        assert type(found) is crossdock.Timeout and found.peer == 1
+        raises(crossdock.Timeout, comm.barrier)
+    else:
+        time.sleep(1.5)
+    comm.close()
+
+
+def test_timeout_says_who_was_waited_for_and_where() -> None:
+    support.run_ranks(2, late_peer)
+
+
+def killed_peer(me: Rank) -> None:
+    comm = me.comm()
+    group = crossdock.EpGroup(comm, CONFIG)
+    group.prepare(IDS)
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    error = raises(crossdock.PeerLost, lambda: group.prepare(IDS))
+    assert time.monotonic() - start < 5
+    assert isinstance(error, ConnectionError) and error.fatal
+    assert (error.peer, error.rank, error.operation) == (1, me.rank, "prepare")
+    comm.close()
+
+
+def test_killed_peer_is_named_on_all_others() -> None:
+    with pytest.raises(support.RankFailure) as caught:
+        support.run_ranks(4, killed_peer, fresh=True)
+    assert str(caught.value) == "rank 1 died with exit code -9"
+
+
+def leaving_peer(me: Rank) -> None:
+    comm = me.comm()
+    if me.rank == 1:
+        comm.close()
+        return
+    error = raises(crossdock.PeerLost, comm.barrier)
+    assert error.peer == 1 and "left" in error.text
+
+
+def test_peer_that_left_is_named() -> None:
+    support.run_ranks(2, leaving_peer)
+
+
+def aborting(me: Rank) -> None:
+    comm = me.comm()
+    if me.rank == 1:
+        comm.abort()
+    error = raises(crossdock.Aborted, comm.barrier)
+    assert error.peer == 1
+    comm.close()
+
+
+def test_abort_releases_every_rank() -> None:
+    support.run_ranks(2, aborting)
+
+
+def different_configs(me: Rank) -> None:
+    with me.comm() as comm:
+        config = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=4,
+                                    hidden=8 + 8 * me.rank, dtype="float32")
+        error = raises(crossdock.Mismatch, lambda: crossdock.EpGroup(comm, config))
+        assert "hidden" in error.text or "row" in error.text
+        crossdock.EpGroup(comm, CONFIG).close()
+
+
+def test_configs_that_differ_are_a_mismatch() -> None:
+    support.run_ranks(2, different_configs)
+
+
+@pytest.mark.parametrize("make, kind, text", [
+    (lambda: crossdock.EpConfig(4, 2, 4, 8, dtype="float64"), TypeError, "dtype: .*float64"),
+    (lambda: crossdock.EpConfig(4, 2, 4, 8, layout="expert"), ValueError,
+     "layout: expected 'expert_major' or 'rank_major', got 'expert'"),
+    (lambda: crossdock.EpConfig(3, 2, 4, 8).recv_bound(2), crossdock.InvalidArgument,
+     "num_experts = 3, expected a multiple of num_ranks = 2"),
+    (lambda: crossdock.Comm(bytes(5), rank=0, num_ranks=1), TypeError, "unique_id: expected 128"),
+    (lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, device="gpu"), ValueError,
+     "device: expected 'cpu'"),
+    (lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, timeout=-1), ValueError,
+     "timeout: expected seconds above 0"),
+    (lambda: crossdock.Comm(bytes(128), rank=2, num_ranks=2), crossdock.InvalidArgument,
+     "rank = 2"),
+    (lambda: crossdock.feature_available("gpu"), ValueError, "feature: expected 'cpu'"),
+])
+def test_mistakes_without_peers_are_named(make: Callable[[], object], kind: type[Exception],
+                                          text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_errors_cross_processes_with_their_attributes() -> None:
+    error = crossdock.Timeout("waited", status="XD_ERROR_TIMEOUT", rank=1, peer=2, phase="rows",
+                              group=3, operation="dispatch", expected_epoch=7, seen_epoch=6,
+                              fatal=True)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is crossdock.Timeout
+    assert str(copy) == "waited" and vars(copy) == vars(error)
+
+
+def test_every_status_has_its_class() -> None:
+    built_in = {"InvalidArgument": ValueError, "Timeout": TimeoutError,
+                "PeerLost": ConnectionError, "OutOfMemory": MemoryError}
+    for name in crossdock.errors.__all__:
+        kind = getattr(crossdock.errors, name)
+        assert issubclass(kind, crossdock.CrossdockError) and getattr(crossdock, name) is kind
+        assert issubclass(kind, built_in.get(name, RuntimeError))
