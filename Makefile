@@ -23,10 +23,10 @@ define build
 	@cmake --build $(1) -j $(JOBS) $(if $(3),--target $(3))
 endef
 
-demo:  ## train a small mixture-of-experts layer over 4 ranks, checked and timed
-	@tools/setup.sh demo
-	$(call build,$(RELEASE),$(RELEASE_OPTIONS),crossdock-demo crossdock-run)
-	@$(RELEASE)/tools/run/crossdock-run -n 4 --no-prefix -- $(RELEASE)/examples/demo/crossdock-demo
+demo:  ## train a language model with its experts on 4 ranks, beside one process; demo/loss.png
+	@tools/setup.sh demo torch python
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS),_core)
+	@PYTHONPATH=build/python .venv/bin/python examples/torch/train_moe_lm.py --demo --folder demo
 
 CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
@@ -87,4 +87,4 @@ sanitize:  ## the full product of cases under ASan + UBSan, then under TSan with
 	@XD_TEST_FULL=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan -LE check
 
 clean:  ## remove what was built; installed packages stay
-	@rm -rf build .venv
+	@rm -rf build .venv demo
