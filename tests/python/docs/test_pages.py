@@ -1,0 +1,59 @@
+"""What the documentation says in Python is quoted from programs, and the programs run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples/python"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^ *```(py\S*|python)([^\n]*)\n", re.MULTILINE)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def run(*command: str) -> str:
+    """What a program prints; it must succeed."""
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_are_quotations(page: pathlib.Path):
+    # That they say what stands in the file is checked with all other quotations (docs.py).
+    for language, source in BLOCK.findall(page.read_text()):
+        assert language == "python"
+        quoted = re.fullmatch(r" from=(examples/\S+\.py)", source)
+        assert quoted and (ROOT / quoted[1]).is_file(), f"{page.name}: ```{language}{source}"
+
+
+def test_every_example_is_run_here():
+    named = {"numpy_round_trip.py", "errors.py", "torch_round_trip.py", "torch_moe_layer.py",
+             "torch_compile.py", "torch_graph.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == named
+
+
+def test_numpy_round_trip():
+    assert run(sys.executable, str(EXAMPLES / "numpy_round_trip.py")).count("as expected") == 2
+
+
+def test_errors_are_what_the_page_quotes():
+    run(sys.executable, str(ROOT / "tests/docs/page.py"), str(ROOT / "docs/python.md"),
+        sys.executable, str(EXAMPLES / "errors.py"))
+
+
+# Inductor takes long, and is tested with crossdock.torch.
+@pytest.mark.parametrize("program, arguments, said", [
+    ("torch_round_trip.py", [], "sums as expected"), ("torch_moe_layer.py", [], "at last"),
+    ("torch_compile.py", ["aot_eager"], "gradients agree")], ids=lambda value: str(value))
+def test_torch_example(program, arguments, said):
+    pytest.importorskip("torch")
+    text = run(*TORCHRUN, str(EXAMPLES / program), *arguments)
+    assert text.count(said) == 2
