@@ -51,6 +51,7 @@ def test_wheel_has_all_that_the_package_is_made_of(wheel: pathlib.Path) -> None:
                if path.is_file() and "__pycache__" not in path.parts}
     assert sources - names == set()
     assert "crossdock/libcrossdock.so.0" in names
+    assert "crossdock/examples/torch/train_moe_lm.py" in names  # for `crossdock demo`
     assert any(re.fullmatch(r"crossdock/_core\..*\.so", name) for name in names)
 
 
