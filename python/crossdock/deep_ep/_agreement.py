@@ -52,8 +52,8 @@ def agree(exchange: HostExchange, rank: int, request: Request) -> list[Request]:
         for peer, value in enumerate(values):
             if value != values[0]:
                 raise Mismatch(
-                    f"dispatch: {name} = {values[0]} on rank 0 and {value} on rank {peer}, expected "
-                    f"equal values (rank {rank})",
+                    f"dispatch: {name} = {values[0]} on rank 0 and {value} on rank {peer}, "
+                    f"expected equal values (rank {rank})",
                     status="XD_ERROR_MISMATCH", rank=rank, peer=peer, operation="prepare")
     return requests
 

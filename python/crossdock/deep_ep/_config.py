@@ -22,8 +22,8 @@ class Config:
 
     Args:
         num_sms: multiprocessors of the GPU, an even number; 0 = chosen by the library.
-        nvl_send_tokens, nvl_recv_tokens, rdma_send_tokens, rdma_recv_tokens: positive; each may also
-            be given by its name in DeepEP, such as ``num_max_nvl_chunked_send_tokens``.
+        nvl_send_tokens, nvl_recv_tokens, rdma_send_tokens, rdma_recv_tokens: positive; each may
+            also be given by its name in DeepEP, such as ``num_max_nvl_chunked_send_tokens``.
 
     Raises:
         ValueError: a number out of range.

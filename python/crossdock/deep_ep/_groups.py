@@ -129,7 +129,7 @@ class Lease:
         if not self.lane.cuda:
             return None
         if self._comm.error() is not None:
-            self._comm.mem_grow(0)  # the call that meets a fatal error raises all that is known of it
+            self._comm.mem_grow(0)  # a call that meets a fatal error raises all that is known
         status = self.group.status()
         if status["status"] == "XD_SUCCESS":
             return None
@@ -146,7 +146,7 @@ class Sequence:
 
     If the body raises before it has run them all, the rank takes part in the others with its
     mistake, so that no peer waits for it. On the CPU that is the next one only, in which the peers
-    raise, and none if they raise already; on CUDA peers enqueue all operations before they can know.
+    raise, and none if they raise already. On CUDA peers enqueue all before they can know.
 
     Args:
         lease: whose group runs them.

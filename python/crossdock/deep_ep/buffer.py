@@ -46,13 +46,13 @@ class Buffer:
     """Dispatches tokens to the ranks of their experts, and combines the results.
 
     All ranks call `dispatch` and `combine` in the same order, also with T = 0 tokens. On GPUs
-    operations run on a stream of the Buffer's own; unless ``async_finish`` is set the caller's stream
-    waits for them. W ranks, E experts, K choices per token, H columns; rank r holds experts
+    operations run on a stream of the Buffer's own; unless ``async_finish`` is set the caller's
+    stream waits for them. W ranks, E experts, K choices per token, H columns; rank r holds experts
     ``r * E/W .. (r + 1) * E/W - 1``. Receive tensors have rows ordered by source rank, then token.
 
-    A mistake in one rank's arguments raises ValueError there and ``crossdock.errors.Mismatch`` on its
-    peers; no row moves, and the Buffer stays usable. On GPUs, peers that do not wait for the host
-    learn it in their next `dispatch` that does. See ``crossdock.errors`` for what else is raised.
+    A mistake in one rank's arguments raises ValueError there and ``crossdock.errors.Mismatch`` on
+    its peers; no row moves, and the Buffer stays usable. On GPUs, peers that do not wait for the
+    host learn it in their next `dispatch` that does. See ``crossdock.errors`` for what else is raised.
 
     Tensors are on the current CUDA device at the time of construction; on the CPU where there is no
     CUDA device or the library was built without CUDA.
@@ -73,8 +73,8 @@ class Buffer:
     Attributes:
         num_sms: of the class: multiprocessors that operations without a ``config`` may use.
         rank, group_size: the place of this rank.
-        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as
-            they were given.
+        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink:
+            as they were given.
 
     Raises:
         ValueError: neither `group` nor `comm`, or a negative size.
@@ -286,9 +286,9 @@ class Buffer:
     ) -> _Dispatched:
         """Sends each token's row to every rank that it goes to. Collective.
 
-        Without `handle` the ranks agree on sizes over the host, and the host waits for the number of
-        rows. With `handle`, or with `num_worst_tokens` from the second such call on, nothing waits
-        for the host.
+        Without `handle` the ranks agree on sizes over the host, and the host waits for the number
+        of rows. With `handle`, or with `num_worst_tokens` from the second such call on, nothing
+        waits for the host.
 
         Args:
             x: [T,H] bfloat16, float16 or float32; or a pair of [T,H] float8_e4m3fn or float8_e5m2
@@ -363,8 +363,8 @@ class Buffer:
         Args:
             x: [N,H] bfloat16, float16 or float32, rows as dispatch gave them.
             handle: from that dispatch.
-            topk_weights: [N,K] float32, to be summed back per choice; only the weight at a choice of
-                this rank counts. Needs a `handle` that was made with `topk_idx`.
+            topk_weights: [N,K] float32, to be summed back per choice; only the weight at a choice
+                of this rank counts. Needs a `handle` that was made with `topk_idx`.
             bias: [T,H] of the type of x, or a pair of such, of which either may be None. Either all
                 ranks give a bias or none.
             config: ignored, but checked.

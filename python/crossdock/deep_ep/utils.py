@@ -12,7 +12,7 @@ __all__ = ["EventHandle", "EventOverlap"]
 class EventHandle:
     """A point in the current CUDA stream at the time of construction.
 
-    Where CUDA is not in use there is nothing to wait for: operations have finished when they return.
+    Where CUDA is not in use there is nothing to wait for: operations have ended when they return.
 
     Attributes:
         event: the ``torch.cuda.Event``, or None where CUDA is not in use.

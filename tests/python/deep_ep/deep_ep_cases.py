@@ -1,6 +1,7 @@
 """What every rank does in the tests of the Buffer, on the CPU and on GPUs.
 
-Each case makes its tensors on `device`, calls the Buffer, and compares every bit with the reference.
+Each case makes its tensors where the Buffer is, calls it, and compares every bit with the
+reference.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from crossdock.deep_ep import Buffer
 
 
 @contextlib.contextmanager
-def buffer_of(me: Any, **options: Any) -> Iterator[Buffer]:
-    """A Buffer over all ranks, destroyed at the end."""
+def buffer_of(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer]:
+    """A Buffer over all ranks, destroyed at the end. With gloo it is on the CPU."""
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not dist.is_initialized():
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group("gloo", init_method=address, rank=me.rank, world_size=me.num_ranks)
+        dist.init_process_group(backend, init_method=address, rank=me.rank,
+                                world_size=me.num_ranks)
     buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
     yield buffer
     buffer.destroy()

@@ -38,7 +38,7 @@ class Batch:
     def received(self, rank: int, per_token: list[torch.Tensor]) -> torch.Tensor:
         """Rows of `per_token` (by rank, a row per token) as `rank` receives them."""
         rows = [per_token[source][token] for source, token in self.rows(rank)]
-        return torch.stack(rows) if rows else per_token[rank].new_empty(0, *per_token[rank].shape[1:])
+        return torch.stack(rows) if rows else per_token[rank][:0].contiguous()
 
     def received_topk(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Local experts, -1 elsewhere, and weights, 0 elsewhere."""

@@ -1,0 +1,242 @@
+"""Mistakes: what the rank that makes one says, what its peers hear, and that life goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import deep_ep_cases as cases
+import pytest
+import torch
+from deep_ep_reference import make_batch
+from support import run_ranks
+
+from crossdock.deep_ep import Config, EventOverlap
+from crossdock.errors import InvalidArgument, Mismatch
+
+SEED = 40
+TOKENS = [17, 9]
+HIDDEN = 256
+SECONDS = 20  # far below the timeout: peers must not sit it out
+
+Arguments = dict[str, Any]
+# Arguments that replace those of a good call, and the error's text.
+Mistakes = list[tuple[Arguments, str]]
+
+
+def mistakes_in_x(x: torch.Tensor) -> Mistakes:
+    tokens, hidden = x.shape
+    fp8 = torch.zeros(tokens, hidden).to(torch.float8_e4m3fn)
+    scales = torch.zeros(tokens, hidden // 128)
+    return [
+        ({"x": None}, r"x: expected a tensor \[T,H\] bfloat16 or .*, got None"),
+        ({"x": x[:, 0]}, r"x: expected \[T,H\] .*, got \[17\] bfloat16"),
+        ({"x": x.double()}, r"x: expected .*, got \[17, 256\] float64"),
+        ({"x": x.t().contiguous().t()}, r"x: expected a contiguous tensor, got strides \(1, 17\)"),
+        ({"x": x[:, :3].contiguous()}, "x: expected rows of a positive multiple of 16 bytes"),
+        ({"x": (fp8, scales, scales)}, r"x: expected a tensor, or a pair .*, got 3 items"),
+        ({"x": (x, scales)}, r"x\[0\]: expected .*float8.*, got .*bfloat16"),
+        ({"x": (fp8, scales[:2])}, r"x\[1\]: expected \[17,S\] float32 or int32, got \[2, 2\]"),
+        ({"x": (fp8, scales[:, :0])}, r"x\[1\]: expected at least one scale per token"),
+    ]
+
+
+def mistakes_about_streams() -> Mistakes:
+    return [
+        ({"config": 24}, "config: expected a Config or None, got a int"),
+        ({"previous_event": 1}, "previous_event: expected an EventOverlap or None, got a int"),
+        ({"allocate_on_comm_stream": True, "previous_event": EventOverlap()},
+         "allocate_on_comm_stream: expected previous_event and async_finish with it"),
+    ]
+
+
+def mistakes_in_routing(layout: Arguments, topk: Arguments) -> Mistakes:
+    per_expert = layout["num_tokens_per_expert"]
+    return [
+        ({"num_tokens_per_rank": None}, r"num_tokens_per_rank: expected a tensor \[2\] int32"),
+        ({"is_token_in_rank": layout["is_token_in_rank"].int()},
+         r"is_token_in_rank: expected \[17,2\] bool, got \[17, 2\] int32"),
+        ({"num_tokens_per_expert": per_expert.long()},
+         r"num_tokens_per_expert: expected \[E\] int32, got \[4\] int64"),
+        ({"num_tokens_per_expert": per_expert[:3].clone()},
+         "elements of num_tokens_per_expert: expected a multiple of the 2 ranks, got 3"),
+        ({"topk_idx": topk["topk_idx"].int()}, r"topk_idx: expected \[17,K\] int64, got .* int32"),
+        ({"topk_idx": torch.full((17, 33), -1)}, "topk_idx: expected 1 to 32 columns, got 33"),
+        ({"topk_weights": topk["topk_weights"].double()},
+         r"topk_weights: expected \[17,3\] float32, got \[17, 3\] float64"),
+        ({"topk_weights": None}, "topk_weights: expected a tensor, as topk_idx is given"),
+        ({"topk_idx": None}, "topk_idx: expected a tensor, as topk_weights is given"),
+        ({"expert_alignment": 0}, "expert_alignment: expected an integer of at least 1, got 0"),
+        ({"num_worst_tokens": -1}, "num_worst_tokens: expected an integer of at least 0, got -1"),
+    ]
+
+
+def mistakes_in_cached(caller: cases.Caller) -> Mistakes:
+    return [
+        ({"topk_idx": caller.topk_idx}, "topk_idx: expected None, as handle is given"),
+        ({"topk_weights": caller.topk_weights}, "topk_weights: expected None, as handle is given"),
+        ({"x": caller.x[:3]}, "x: expected 17 rows, as the handle was made for, got 3"),
+    ]
+
+
+def mistakes_in_combine(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> Mistakes:
+    rows = len(x)
+    return [
+        ({"x": x[1:]}, rf"x: expected \[{rows},H\] .*, got \[{rows - 1}, 256\]"),
+        ({"x": x.to(torch.float8_e4m3fn)}, "x: expected .*, got .* float8_e4m3fn"),
+        ({"topk_weights": weights.double()}, r"topk_weights: expected .* float32, got .* float64"),
+        ({"bias": bias.float()}, r"bias: expected \[17,256\] bfloat16, got \[17, 256\] float32"),
+        ({"bias": (bias, bias[1:])}, r"bias\[1\]: expected \[17,256\] bfloat16, got \[16, 256\]"),
+        ({"bias": (bias,) * 3}, "bias: expected None, a tensor, or a tuple of two, got a tuple of"),
+    ]
+
+
+def one_rank_errs(me: Any, call: Any, good: Arguments, mistakes: Mistakes) -> None:
+    """Rank 0 makes every mistake in turn, while its peers make the good call."""
+    for wrong, text in mistakes:
+        began = time.monotonic()
+        if me.rank == 0:
+            with pytest.raises(ValueError, match=text) as found:
+                call(**{**good, **wrong})
+            assert "rank 0" in str(found.value)
+        else:
+            with pytest.raises(Mismatch) as failed:
+                call(**good)
+            assert failed.value.peer == 0
+        assert time.monotonic() - began < SECONDS
+
+
+def err_in_dispatch(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=TOKENS, hidden=HIDDEN))
+        layout, topk = caller.layout(), caller.topk()
+        new = {"x": caller.x, **layout, **topk}
+        one_rank_errs(me, buffer.dispatch, new, mistakes_in_x(caller.x)
+                      + mistakes_about_streams() + mistakes_in_routing(layout, topk))
+        cases.everything(buffer, SEED)
+
+        handle = caller.dispatch_checked()
+        cached = {"x": caller.x, "handle": handle}
+        one_rank_errs(me, buffer.dispatch, cached, mistakes_in_x(caller.x)
+                      + mistakes_about_streams() + mistakes_in_cached(caller))
+        cases.everything(buffer, SEED)
+
+        worst = {**new, "num_worst_tokens": sum(TOKENS)}
+        buffer.dispatch(**worst)
+        one_rank_errs(me, buffer.dispatch, worst, mistakes_in_x(caller.x) + [
+            ({"topk_idx": None, "topk_weights": None},
+             "topk_idx: expected a tensor, as num_worst_tokens is given")])
+        cases.everything(buffer, SEED)
+
+
+def test_mistake_in_dispatch_is_told_to_all() -> None:
+    run_ranks(2, err_in_dispatch)
+
+
+def err_in_combine(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=TOKENS, hidden=HIDDEN))
+        handle = caller.dispatch_checked()
+        *_, by_rank, _ = caller.dispatch()
+        rows = torch.zeros(len(caller.batch.rows(me.rank)), HIDDEN, dtype=torch.bfloat16)
+        weights, bias = torch.zeros(len(rows), 3), torch.zeros_like(caller.x)
+        mistakes = mistakes_in_combine(rows, weights, bias) + mistakes_about_streams()
+        one_rank_errs(me, buffer.combine, {"x": rows, "handle": handle}, mistakes)
+        one_rank_errs(me, buffer.combine, {"x": rows, "handle": by_rank}, [
+            ({"topk_weights": weights},
+             "topk_weights: expected None, as the handle was made without topk_idx")])
+        cases.everything(buffer, SEED)
+
+
+def test_mistake_in_combine_is_told_to_all() -> None:
+    run_ranks(2, err_in_combine)
+
+
+def disagree(me: Any) -> None:
+    """Each rank's call is good by itself."""
+    with cases.buffer_of(me) as buffer:
+        for sizes, text in (({"hidden": 64 + 64 * me.rank}, "bytes of a row of x"),
+                            ({"topk": 2 + me.rank}, "columns of topk_idx"),
+                            ({"local_experts": 4 + me.rank}, "elements of num_tokens_per_expert")):
+            caller = cases.Caller(buffer, make_batch(SEED, 2, **sizes))
+            with pytest.raises(Mismatch, match=rf"{text}.* on rank 0 and .* on rank 1") as failed:
+                caller.dispatch(**caller.topk())
+            assert (failed.value.rank, failed.value.peer) == (me.rank, 1)
+        caller = cases.Caller(buffer, make_batch(SEED, 2))
+        with pytest.raises(Mismatch, match="num_worst_tokens"):
+            caller.dispatch(**caller.topk(), num_worst_tokens=1000 + me.rank)
+        with pytest.raises(Mismatch, match="columns of topk_idx"):
+            caller.dispatch(**caller.topk() if me.rank == 0 else {})
+        handle = caller.dispatch_checked()
+        rows = caller.batch.received(me.rank, caller.batch.x)
+        bias = torch.zeros_like(caller.x) if me.rank == 0 else None
+        with pytest.raises(Mismatch):
+            buffer.combine(rows, handle, bias=bias)
+        caller.combine_checked(handle, SEED, 2)
+        # Equal row bytes of different types are the library's to find.
+        with pytest.raises(Mismatch):
+            caller.dispatch(caller.x.half() if me.rank == 0 else caller.x, **caller.topk())
+        cases.everything(buffer, SEED)
+
+
+def test_ranks_that_disagree_all_hear_in_what() -> None:
+    run_ranks(2, disagree)
+
+
+def choose_badly(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        batch = make_batch(SEED, me.num_ranks, tokens=[17, 9, 4])
+        caller = cases.Caller(buffer, batch)
+        layout, topk = caller.layout(), caller.topk()
+        for bad in (batch.num_experts, -2):
+            wrong = caller.topk_idx.clone()
+            if me.rank == 1:
+                wrong[3, 1] = bad
+            for worst in (0, 51):
+                with pytest.raises(InvalidArgument, match="lowest rank with some is 1"):
+                    buffer.dispatch(caller.x, **layout, **{**topk, "topk_idx": wrong},
+                                    num_worst_tokens=worst)
+        cases.everything(buffer, SEED)
+
+
+def test_ids_that_are_no_experts_are_told_to_all() -> None:
+    run_ranks(3, choose_badly)
+
+
+def outgrow_known_bound(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        small = cases.Caller(buffer, make_batch(SEED, 2, tokens=[8, 8]))
+        small.dispatch(**small.topk(), num_worst_tokens=16)
+        large = cases.Caller(buffer, make_batch(SEED, 2, tokens=[9, 3]))
+        # Rank 0 has more tokens than half of num_worst_tokens, which nobody agrees on again.
+        with pytest.raises((InvalidArgument, Mismatch)[me.rank]):
+            large.dispatch(**large.topk(), num_worst_tokens=16)
+        large.dispatch_checked()
+        cases.everything(buffer, SEED)
+
+
+def test_num_worst_tokens_bounds_the_tokens_of_a_rank() -> None:
+    run_ranks(2, outgrow_known_bound)
+
+
+def misuse_handles(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        x = torch.zeros(3, 64, dtype=torch.bfloat16)
+        for handle in ((1, 2, 3), [x], "handle"):
+            for call in (buffer.dispatch, buffer.combine):
+                with pytest.raises(ValueError, match="handle: expected what dispatch"):
+                    call(x, handle)
+        with pytest.raises(ValueError, match="num_experts: expected an integer of at least 1"):
+            buffer.get_dispatch_layout(torch.zeros(3, 2, dtype=torch.int64), 0)
+        with pytest.raises(ValueError, match="topk_idx: expected .*int64, got .*int32"):
+            buffer.get_dispatch_layout(torch.zeros(3, 2, dtype=torch.int32), 4)
+        with pytest.raises(ValueError, match="config: expected"):
+            buffer.dispatch(x, num_tokens_per_rank=torch.ones(1, dtype=torch.int32),
+                            is_token_in_rank=torch.ones(3, 1, dtype=torch.bool),
+                            num_tokens_per_expert=torch.ones(1, dtype=torch.int32),
+                            config=Config)
+        cases.everything(buffer, SEED)
+
+
+def test_a_handle_is_what_dispatch_returned() -> None:
+    run_ranks(1, misuse_handles)

@@ -1,0 +1,159 @@
+"""A Buffer from its making to its end, and what it costs in between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import deep_ep_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_reference import make_batch
+from support import run_ranks
+
+from crossdock.deep_ep import Buffer, Config
+from crossdock.errors import PeerLost
+
+SEED = 30
+
+
+class MpiComm:
+    """The part of mpi4py's communicator that a Buffer uses."""
+
+    def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
+        return dist.get_rank()
+
+    def Get_size(self) -> int:  # noqa: N802
+        return dist.get_world_size()
+
+    def allgather(self, sent: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, sent)
+        return gathered
+
+
+def meet_through_mpi(me: Any) -> None:
+    with cases.buffer_of(me):  # makes the process group
+        pass
+    buffer = Buffer(None, comm=MpiComm(), explicitly_destroy=True)
+    assert (buffer.rank, buffer.group_size) == (me.rank, me.num_ranks)
+    cases.everything(buffer, SEED)
+    buffer.destroy()
+
+
+def test_ranks_meet_through_mpi() -> None:
+    run_ranks(2, meet_through_mpi)
+
+
+def keep_arguments(me: Any) -> None:
+    with cases.buffer_of(me, num_nvl_bytes=1 << 20, num_rdma_bytes=4096, low_latency_mode=True,
+                         use_fabric=True, allow_mnnvl=True) as buffer:
+        assert buffer.group is dist.group.WORLD
+        assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, 4096)
+        assert buffer.low_latency_mode and buffer.explicitly_destroy and not buffer.enable_shrink
+        cases.everything(buffer, SEED)
+        local = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([3, 5]), offset=32)
+        assert local.shape == (3, 5) and local.dtype == torch.bfloat16
+        local.fill_(me.rank + 1)
+        whole = buffer.get_local_buffer_tensor(torch.bfloat16)
+        assert whole.numel() == 1 << 19
+        assert (whole[16:31] == me.rank + 1).all() and whole[:16].eq(0).all()
+        cases.everything(buffer, SEED)
+        assert (whole[16:31] == me.rank + 1).all()
+        for arguments, text in (((torch.int8, (1 << 20,), 1), "size: expected at most 1048575"),
+                                ((torch.int32, None, 2), "offset: expected a multiple of 4"),
+                                ((torch.int8, None, 0, True), "use_rdma_buffer: expected False")):
+            with pytest.raises(ValueError, match=text):
+                buffer.get_local_buffer_tensor(*arguments)
+
+
+def test_arguments_are_kept_and_local_memory_is_the_callers() -> None:
+    run_ranks(2, keep_arguments)
+
+
+def end(me: Any) -> None:
+    with cases.buffer_of(me) as other:
+        buffer = Buffer(dist.group.WORLD)
+        with pytest.raises(ValueError, match="explicitly_destroy: expected True"):
+            buffer.destroy()
+        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+        received, *_, handle, _ = caller.dispatch(**caller.topk())
+        kept = received.clone()
+        gone = weakref.ref(buffer)
+        del buffer, caller
+        gc.collect()
+        assert gone() is None
+        cases.same("a tensor after its Buffer", received, kept)
+        del handle, received
+        cases.everything(other, SEED)
+    with pytest.raises(ValueError, match="one in use, got one that is destroyed"):
+        other.destroy()
+    with pytest.raises(ValueError, match="one in use, got one that is destroyed"):
+        other.get_comm_stream()
+
+
+def test_tensors_outlive_a_buffer() -> None:
+    run_ranks(3, end)
+
+
+def leave_early(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+        handle = caller.dispatch_checked()
+        if me.rank > 0:
+            with pytest.raises(PeerLost) as lost:
+                while True:
+                    caller.cached_checked(handle)
+            assert lost.value.peer == 0
+
+
+def test_peers_learn_that_a_rank_has_left() -> None:
+    run_ranks(2, leave_early)
+
+
+def count_agreements(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        exchange = buffer._live().exchange
+        rounds = []
+        gather = exchange.all_gather
+        exchange.all_gather = lambda row: rounds.append(len(row)) or gather(row)
+
+        def cost(call: Any, *arguments: Any, **options: Any) -> int:
+            rounds.clear()
+            call(*arguments, **options)
+            return len(rounds)
+
+        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+        assert cost(caller.dispatch, **caller.topk()) == 1
+        assert cost(caller.dispatch, **caller.topk()) == 1
+        handle = caller.dispatch_checked()
+        assert cost(caller.cached_checked, handle) == 0
+        assert cost(caller.combine_checked, handle, SEED, 2, weights=True) == 0
+        # As many as were agreed on; more, once; and fewer again.
+        bound = 17 * me.num_ranks
+        for worst, rounds_of in ((bound, 0), (5 * bound, 1), (5 * bound, 0), (bound, 0)):
+            assert cost(caller.dispatch, **caller.topk(), num_worst_tokens=worst) == rounds_of
+        assert cost(caller.dispatch) == 2  # with the counts per expert
+        other = {"config": Config(6), **caller.topk(), "num_worst_tokens": bound}
+        assert cost(caller.dispatch, **other) == 1  # another group
+        assert cost(caller.dispatch, **other) == 0
+
+
+def test_known_sizes_need_no_agreement() -> None:
+    run_ranks(2, count_agreements)
+
+
+def count_groups(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        leases = []
+        for tokens in range(1, 200):
+            caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, tokens=[tokens, 0]))
+            _, _, _, _, handle, _ = caller.dispatch(**caller.topk())
+            leases.append(handle[-1].lease)
+        assert len(set(map(id, leases))) < 15
+
+
+def test_growing_batches_make_few_groups() -> None:
+    run_ranks(2, count_groups)

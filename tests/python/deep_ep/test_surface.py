@@ -1,0 +1,144 @@
+"""Names, argument order and defaults, and what needs no ranks."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import pytest
+import torch
+
+from crossdock import deep_ep
+from crossdock.deep_ep import Buffer, Config, EventHandle, EventOverlap
+
+LAYOUT_TAIL = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
+# DeepEP 1.2, as its callers see it.
+SIGNATURES = {
+    "__init__": "self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, "
+                "num_qps_per_rank=24, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, "
+                "use_fabric=False, explicitly_destroy=False, enable_shrink=False, comm=None",
+    "destroy": "self",
+    "is_sm90_compiled": "",
+    "set_num_sms": "new_num_sms",
+    "capture": "",
+    "get_dispatch_config": "num_ranks",
+    "get_combine_config": "num_ranks",
+    "get_low_latency_rdma_size_hint": "max_tokens, hidden, num_ranks, num_experts",
+    "get_comm_stream": "self",
+    "get_local_buffer_tensor": "self, dtype, size=None, offset=0, use_rdma_buffer=False",
+    "get_dispatch_layout": f"self, topk_idx, num_experts, {LAYOUT_TAIL}",
+    "dispatch": "self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
+                "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, "
+                "topk_weights=None, expert_alignment=1, num_worst_tokens=0, config=None, "
+                f"{LAYOUT_TAIL}",
+    "combine": f"self, x, handle, topk_weights=None, bias=None, config=None, {LAYOUT_TAIL}",
+}
+
+
+def written(function: typing.Callable[..., object]) -> str:
+    """The parameters as they are written, without types."""
+    parameters = inspect.signature(function).parameters.values()
+    assert all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+    return ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default!r}"
+                     for one in parameters)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_methods_take_what_deep_ep_takes(name: str) -> None:
+    assert written(getattr(Buffer, name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", ["is_sm90_compiled", "set_num_sms", "capture",
+                                  "get_dispatch_config", "get_combine_config",
+                                  "get_low_latency_rdma_size_hint"])
+def test_static_methods_need_no_buffer(name: str) -> None:
+    assert isinstance(inspect.getattr_static(Buffer, name), staticmethod)
+
+
+def test_package_has_the_names_that_callers_import() -> None:
+    from crossdock.deep_ep import utils
+
+    assert set(deep_ep.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
+    assert (utils.EventHandle, utils.EventOverlap) == (EventHandle, EventOverlap)
+    assert deep_ep.topk_idx_t is torch.int64
+
+
+@pytest.mark.parametrize("name", [
+    "low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer",
+    "get_next_low_latency_combine_buffer", "low_latency_update_mask_buffer",
+    "low_latency_query_mask_buffer", "low_latency_clean_mask_buffer",
+])
+def test_low_latency_methods_say_that_they_do_not_exist(name: str) -> None:
+    buffer = Buffer.__new__(Buffer)
+    with pytest.raises(NotImplementedError, match="no low-latency operations"):
+        getattr(buffer, name)(1, two=2)
+
+
+def test_config_takes_positions_and_both_kinds_of_names() -> None:
+    assert Config() == Config(20, 6, 256, 6, 256)
+    assert Config(24, 8, 512, 16, 128) == Config(
+        num_sms=24, nvl_send_tokens=8, nvl_recv_tokens=512, rdma_send_tokens=16,
+        rdma_recv_tokens=128)
+    assert Config(24, 8, 512, 16, 128) == Config(
+        24, num_max_nvl_chunked_send_tokens=8, num_max_nvl_chunked_recv_tokens=512,
+        num_max_rdma_chunked_send_tokens=16, num_max_rdma_chunked_recv_tokens=128)
+
+
+def test_config_refuses_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="num_sms: expected an even number from 0 to 4096, got 7"):
+        Config(7)
+    with pytest.raises(ValueError, match="nvl_recv_tokens: expected at least 1, got 0"):
+        Config(nvl_recv_tokens=0)
+    with pytest.raises(TypeError, match="'chunks'"):
+        Config(chunks=3)
+
+
+def test_size_hints() -> None:
+    assert Config(20, 6, 256).get_nvl_buffer_size_hint(14336, 4) == 256 * 4 * 14336
+    assert Config().get_rdma_buffer_size_hint(14336, 4) == 0
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 4, 256) == 0
+    with pytest.raises(ValueError, match="hidden_bytes: expected at least 1, got 0"):
+        Config().get_nvl_buffer_size_hint(0, 4)
+    with pytest.raises(ValueError, match="num_experts: expected at least 1, got 0"):
+        Buffer.get_low_latency_rdma_size_hint(128, 7168, 4, 0)
+
+
+def test_number_of_multiprocessors_is_that_of_default_configs(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buffer, "num_sms", 20)
+    Buffer.set_num_sms(24)
+    assert Buffer.num_sms == 24
+    for ranks in (1, 3, 4, 160):
+        assert Buffer.get_dispatch_config(ranks).num_sms == 24
+        assert Buffer.get_combine_config(ranks).num_sms == 24
+    with pytest.raises(ValueError, match="new_num_sms: expected an even number"):
+        Buffer.set_num_sms(23)
+    assert Buffer.num_sms == 24
+
+
+def test_empty_event_cannot_be_waited_for() -> None:
+    with pytest.raises(ValueError, match="event: expected one"):
+        EventOverlap().current_stream_wait()
+    with EventOverlap() as event:  # as code does that sometimes has one
+        assert event.event is None
+
+
+def test_event_keeps_tensors_alive() -> None:
+    tensors = (torch.zeros(1),)
+    event = EventOverlap(EventHandle(), tensors)
+    assert event.extra_tensors is tensors
+    event.current_stream_wait()
+    with event:
+        pass
+
+
+def test_buffer_needs_a_group() -> None:
+    with pytest.raises(ValueError, match="group: expected a process group, or comm"):
+        Buffer(None)
+
+
+def test_refused_arguments_are_refused_before_ranks_meet() -> None:
+    with pytest.raises(NotImplementedError, match="enable_shrink"):
+        Buffer(None, enable_shrink=True)
+    with pytest.raises(ValueError, match="num_nvl_bytes: expected at least 0, got -1"):
+        Buffer(None, -1)
