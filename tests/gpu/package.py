@@ -16,7 +16,11 @@ import subprocess
 import sys
 
 BRING = re.compile(r"lib(hwy|sodium)\b")  # libraries of the system that travel along
+SOURCES = ["python", "tests/python", "examples/torch"]  # of the repository, for with-python
 PROGRAMS = ["bench/crossdock-bench", "tools/run/crossdock-run"]  # wanted beside the tests
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def output_of(*command):
@@ -28,6 +32,10 @@ def tests_of(build):
     for test in json.loads(listed)["tests"]:
         properties = {p["name"]: p["value"] for p in test["properties"]}
         command = [word.removeprefix(f"{build}/") for word in test["command"]]
+        if test["name"].startswith("python."):
+            pytest = command[command.index("pytest"):]
+            command = ["./with-python", "python3", "-m",
+                       *(word.removeprefix(f"{ROOT}/") for word in pytest)]
         if any(re.search(r"\s", word) for word in command):
             sys.exit(f"{test['name']}: a word of its command has a blank")
         yield test["name"], int(properties["TIMEOUT"]), command
@@ -50,6 +58,19 @@ def copy_with_libraries(build, folder, program):
             copy(path, folder / "lib" / name)
 
 
+def stage_python(build, folder):
+    """What with-python builds the package from, and the tests."""
+    install = folder / "install"
+    output_of("cmake", "--install", str(build), "--prefix", str(install), "--strip")
+    cache = (build / "CMakeCache.txt").read_text()
+    dlpack = re.search(r"^DLPACK_INCLUDE_DIR:PATH=(.*)$", cache, re.MULTILINE)[1]
+    shutil.copytree(pathlib.Path(dlpack) / "dlpack", install / "include" / "dlpack")
+    for source in SOURCES:
+        shutil.copytree(ROOT / source, folder / source,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tests/gpu/with-python.sh", folder / "with-python")
+
+
 def main(build, folder):
     build = pathlib.Path(build).resolve()
     folder = pathlib.Path(folder).resolve()
@@ -60,9 +81,10 @@ def main(build, folder):
     programs = {word for _, _, command in tests for word in command if (build / word).is_file()}
     for program in sorted(programs.union(p for p in PROGRAMS if (build / p).is_file())):
         copy_with_libraries(build, folder, program)
+    stage_python(build, folder)
     lines = [f"{name} {seconds} {' '.join(command)}\n" for name, seconds, command in tests]
     (folder / "manifest").write_text("".join(lines))
-    shutil.copy(pathlib.Path(__file__).parent / "run-tests.sh", folder / "run-tests")
+    shutil.copy(ROOT / "tests/gpu/run-tests.sh", folder / "run-tests")
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     print(f"{folder}: {len(tests)} tests, {size / 2**20:.1f} MiB")
 
