@@ -40,15 +40,19 @@ class Outcome(NamedTuple):
 
 
 def run(me: Rank, settings: Settings) -> Outcome:
-    """Trains on this rank."""
+    """Trains on this rank, on the CPU or, if the settings say "cuda", on the GPU of its number."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", me.rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
     try:
-        with Trainer(settings, torch.device("cpu")) as trainer:
+        with Trainer(settings, device) as trainer:
             trainer.run()
             parameters = trainer.model.named_parameters()
             return Outcome(
-                {name: value.detach().numpy().copy() for name, value in parameters},
+                {name: value.detach().cpu().numpy().copy() for name, value in parameters},
                 trainer.held_out_loss(),
                 trainer.sample() if settings.sample_bytes else b"",
             )

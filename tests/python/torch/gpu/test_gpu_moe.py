@@ -1,0 +1,132 @@
+"""MoELayer on GPUs: the grouped kernel, whole layers, and CUDA graphs of them."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from contextlib import contextmanager
+from typing import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import crossdock.torch as xd
+from support import Rank, run_ranks
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[4] / "examples" / "torch"))
+
+from moe_lm.plain_moe import PlainMoE  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 64, 32, 8, 2, 48
+COUNTS, TAIL = (8, 0, 24, 16), 16  # rows of zones, in multiples of 8; rows of nobody
+
+
+def all_gpus() -> int:
+    """As many ranks as there are GPUs: 4, 2 or 1."""
+    return max(ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count())
+
+
+@contextmanager
+def joined(me: Rank) -> Iterator[xd.Communicator]:
+    """This rank in torch.distributed and in a communicator, with a GPU of its own."""
+    device = torch.device("cuda", me.rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    try:
+        with xd.init(device=device) as comm:
+            yield comm
+    finally:
+        dist.destroy_process_group()
+
+
+def small_integers(*shape: int, seed: int) -> torch.Tensor:
+    """Sums of up to 64 products are exact in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to("cuda", torch.bfloat16)
+
+
+def check_grouped_kernel(me: Rank) -> None:
+    torch.cuda.set_device(me.rank)
+    x = small_integers(sum(COUNTS) + TAIL, 16, seed=1)
+    grad = small_integers(sum(COUNTS) + TAIL, 24, seed=3)
+    x[-TAIL:] = grad[-TAIL:] = torch.nan
+    x.requires_grad_()
+    weight = small_integers(len(COUNTS), 16, 24, seed=2).requires_grad_()
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0).to("cuda", torch.int32)
+    xd.grouped_mm(x, weight, offsets).backward(grad)  # whatever is set up in a first call
+    x.grad = weight.grad = None
+    torch.cuda.set_sync_debug_mode("error")  # nothing may ask the host
+    try:
+        y = xd.grouped_mm(x, weight, offsets)
+        y.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first = 0
+    for expert, rows in enumerate(COUNTS):
+        zone = slice(first, first + rows)
+        first += rows
+        assert torch.equal(y[zone], x[zone] @ weight[expert])
+        assert torch.equal(x.grad[zone], grad[zone] @ weight[expert].t())
+        assert torch.equal(weight.grad[expert], x[zone].t() @ grad[zone])
+
+
+def test_grouped_kernel_asks_no_host_and_reads_no_tail() -> None:
+    run_ranks(1, check_grouped_kernel, timeout=120)
+
+
+def check_layer(me: Rank) -> None:
+    """float32 against one process; the bfloat16 layer, eager against graphs."""
+    with joined(me) as comm:
+        torch.manual_seed(5)
+        layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=TOKENS,
+                            dtype=torch.float32)
+        torch.manual_seed(5)
+        plain = PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.01).cuda()
+        x = torch.randn(me.num_ranks, TOKENS, HIDDEN, device="cuda",
+                        generator=torch.Generator("cuda").manual_seed(6))
+        expected, _, load = plain(x)
+        expected.square().sum().backward()
+        output = layer(x[me.rank])
+        output.hidden.square().sum().backward()
+        here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
+        for got, wanted in (
+            (output.hidden, expected[me.rank]), (output.load, load),
+            (layer.experts_in.grad, plain.experts_in.grad[here]),
+            (layer.experts_out.grad, plain.experts_out.grad[here]),
+        ):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        check_graphs(me, comm)
+
+
+def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
+    """Forward and backward; output and all gradients, copied."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad(set_to_none=True)
+    hidden, aux_loss, load = layer(x)
+    (hidden.float().square().sum() + aux_loss).backward()
+    found = [hidden, aux_loss, load, x.grad, *(p.grad for p in layer.parameters())]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def check_graphs(me: Rank, comm: xd.Communicator) -> None:
+    layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=TOKENS,
+                        shared_experts=1, aux_loss_weight=0.1, dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(7 + me.rank)
+    batches = [torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()
+               for _ in range(3)]
+    batches.append(batches[0][:1].expand(TOKENS, -1).contiguous())  # two experts get all tokens
+    expected = [step(layer, batch) for batch in batches]
+    graphed = torch.cuda.make_graphed_callables(layer, (batches[0].clone().requires_grad_(),))
+    for _ in range(2):
+        for batch, wanted in zip(batches, expected):
+            for got, tensor in zip(step(graphed, batch), wanted):
+                assert torch.isfinite(got).all()
+                torch.testing.assert_close(got, tensor, rtol=2e-2, atol=2e-2)
+    layer.group.check()
+
+
+def test_layer_eager_and_in_graphs_with_changing_routing() -> None:
+    run_ranks(all_gpus(), check_layer, timeout=200)

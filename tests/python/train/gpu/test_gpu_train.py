@@ -1,0 +1,29 @@
+"""Training over the GPUs of this machine is what one GPU without Crossdock does."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from runs import run, small  # noqa: E402
+from support import run_ranks  # noqa: E402
+
+from moe_lm.compare import compare  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def test_losses_and_gradients_agree_with_one_gpu(tmp_path: pathlib.Path) -> None:
+    ranks = 4 if torch.cuda.device_count() >= 4 else min(torch.cuda.device_count(), 2)
+    settings = small(tmp_path, device="cuda", save_gradients=True, sample_bytes=4)
+    plain, spread = (settings.replace(folder=tmp_path / name) for name in ("plain", "spread"))
+    run_ranks(1, run, plain.replace(plain=True), timeout=120)
+    outcomes = run_ranks(ranks, run, spread, timeout=120)
+    agreement = compare(plain.folder, spread.folder)
+    assert agreement.holds, agreement
+    assert len(outcomes[0].sample) == 4 + settings.sample_bytes
