@@ -2,8 +2,7 @@
 
 They are functional, so that compilers may handle them like any other: each takes the group as an
 integer, and takes and returns a small tensor `order`. Order tensors make the operations of one plan
-a chain of data dependencies, and their gradients a chain in the other direction; nothing reads their
-values. Outputs that were not asked for are tensors without elements. Derivatives: _derivatives.py.
+a chain of data dependencies, and their gradients a chain in the other direction; their value is 0. Outputs that were not asked for are tensors without elements. Derivatives: _derivatives.py.
 
 Receive tensors come from the symmetric pool, others from torch's allocator, on the current stream.
 Arguments are checked where an operation runs, so also inside compiled graphs: what the library
@@ -49,11 +48,6 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
 def _shapes(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Registers what an operator returns when only shapes and dtypes are known."""
     return torch.library.register_fake(f"crossdock::{name}", lib=LIBRARY)
-
-
-def _next(order: Tensor) -> Tensor:
-    """A new order tensor. Anomaly detection, which looks for NaN, is the only one that reads it."""
-    return torch.zeros_like(order) if torch.is_anomaly_enabled() else torch.empty_like(order)
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -128,7 +122,7 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tenso
         info[parts.total],
         info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
     )
-    return plan, info, _next(order)
+    return plan, info, torch.zeros_like(order)
 
 
 @_shapes("prepare")
@@ -194,7 +188,7 @@ def _dispatch(
         recv_topk_idx=idx,
     )
     optional = (_given(output, x) for output in (weights, idx, recv_scales, link))
-    return (tokens, *optional, _next(order))
+    return (tokens, *optional, torch.zeros_like(order))
 
 
 def _link(x: Tensor, rows: int) -> Tensor:
@@ -249,7 +243,7 @@ def _dispatch_bwd(
         grad_tokens=grad_tokens,
         grad_topk_weights=grad_topk_weights,
     )
-    return _given(grad_tokens, order), _given(grad_topk_weights, order), _next(order)
+    return _given(grad_tokens, order), _given(grad_topk_weights, order), torch.zeros_like(order)
 
 
 @_shapes("dispatch_bwd")
@@ -283,7 +277,7 @@ def _combine(
     _check(ep, _calls.COMBINE, expert_out=(expert_out, 2), weights=(weights, dimensions))
     out = expert_out.new_empty(num_tokens, expert_out.shape[1])
     _calls.combine(ep.core, plan, expert_out, out, weights=weights)
-    return out, _next(order)
+    return out, torch.zeros_like(order)
 
 
 @_shapes("combine")
@@ -317,7 +311,7 @@ def _combine_bwd(
         weights=weights,
         grad_weights=grad_weights,
     )
-    return grad_expert_out, _given(grad_weights, order), _next(order)
+    return grad_expert_out, _given(grad_weights, order), torch.zeros_like(order)
 
 
 @_shapes("combine_bwd")

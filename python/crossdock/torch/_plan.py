@@ -40,7 +40,7 @@ class Plan:
         group: its EpGroup, which it keeps alive.
         data: the routing, opaque, uint8.
         info: all counts below, int32.
-        order: 1 element float32 that stands for the operations so far; its value means nothing.
+        order: 1 element float32 that stands for the operations so far; its value is 0.
         num_tokens: T of this rank.
         topk: K.
     """

@@ -1,0 +1,159 @@
+"""torch.compile(fullgraph=True) of a block: forward and backward, whatever number of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer
+
+import crossdock.torch as xd
+from crossdock.errors import Mismatch
+
+SEED = 17
+
+
+def _check(batch: Batch, rank: int, out, x, weights) -> None:
+    expected = batch.expected(rank)
+    for name, got, want in zip(("out", "x", "weights"), (out, x.grad, weights.grad), expected):
+        assert_equal(name, got, want)
+
+
+def _block(me: Rank, layout: str, steps: list[tuple[int, ...]]) -> None:
+    torch._dynamo.reset()
+    with xd.init() as comm:
+        group = xd.EpGroup(8, 32, 3, 16, layout=layout, dtype=torch.float32)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def block(topk_idx, x, weights):
+            plan = group.prepare(topk_idx)
+            # Arithmetic around the operations, for the compiler to move if it could.
+            return layer(plan, x * 2, weights) + x
+
+        for number, tokens in enumerate(steps):
+            batch = Batch(SEED + number, (tokens, 8, 3, 32), layout)
+            topk_idx, x, weights, grad_out = batch.local(me.rank)
+            got = block(topk_idx, x, weights)
+            got.backward(grad_out)
+            out, grad_x, grad_weights = batch.expected(me.rank)
+            assert_equal("out", got, 2 * out + batch.x[me.rank])
+            assert_equal("gradient of x", x.grad, 2 * grad_x + batch.grad_out[me.rank])
+            assert_equal("gradient of weights", weights.grad, 2 * grad_weights)
+        comm.barrier()
+
+
+# Different numbers per rank and step: 0 and 1 are special to the compiler, and the third number of
+# a rank makes it compile for any.
+STEPS = [(5, 0, 1, 9), (4, 3, 0, 1), (7, 1, 2, 0)]
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_block_compiles_for_any_tokens(layout):
+    run_ranks(4, _block, layout, STEPS, timeout=200)
+
+
+def _constant_loss(me: Rank) -> None:
+    """A rank without tokens has a constant loss, and gradients that are zero whatever happens."""
+    torch._dynamo.reset()
+    batch = Batch(SEED + 10, ((6, 0), 8, 3, 32))
+    with xd.init():
+        group = batch.group()
+
+        @torch.compile(fullgraph=True, backend="inductor")
+        def loss(topk_idx, x, weights, matrix):
+            return layer(group.prepare(topk_idx), x @ matrix, weights).sum()
+
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        matrix = torch.eye(32, requires_grad=True)
+        with torch.no_grad():
+            loss(topk_idx, x, weights, matrix)
+        loss(topk_idx, x, weights, matrix).backward()
+        scale = (batch.factors(me.rank) * batch.weights[me.rank]).sum(1, keepdims=True)
+        expected = batch.x[me.rank].T @ np.broadcast_to(scale, batch.x[me.rank].shape)
+        assert_equal("gradient of the matrix", matrix.grad, expected)
+        assert_equal("gradient of x", x.grad, np.broadcast_to(scale, x.shape))
+        dots = batch.factors(me.rank) * batch.x[me.rank].sum(1, keepdims=True)
+        assert_equal("gradient of weights", weights.grad, dots)
+
+
+def test_inductor_leaves_out_nothing_on_a_rank_without_tokens():
+    run_ranks(2, _constant_loss, timeout=400)
+
+
+def _branches(me: Rank) -> None:
+    torch._dynamo.reset()
+    first, second = Batch(SEED + 20), Batch(SEED + 21)
+    with xd.init():
+        group = first.group()
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def block(one, other):
+            plan = group.prepare(one[0])
+            out = layer(plan, one[1], one[2])
+            later = group.prepare(other[0], after=plan)
+            return out, layer(later, other[1], other[2])
+
+        inputs = [batch.local(me.rank) for batch in (first, second)]
+        outs = block(inputs[0][:3], inputs[1][:3])
+        torch.autograd.backward(outs, [local[3] for local in inputs])
+        for batch, out, (_, x, weights, _) in zip((first, second), outs, inputs):
+            _check(batch, me.rank, out, x, weights)
+
+
+def test_independent_branches_are_ordered():
+    run_ranks(4, _branches, timeout=200)
+
+
+def _plan_outside(me: Rank) -> None:
+    """A plan made outside, used and moved on inside a compiled function."""
+    torch._dynamo.reset()
+    batch = Batch(SEED + 30)
+    with xd.init():
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        plan = batch.group().prepare(topk_idx)
+        before = plan.order
+        out = torch.compile(layer, fullgraph=True, backend="aot_eager")(plan, x, weights)
+        assert plan.order is not before
+        out.backward(grad_out)
+        _check(batch, me.rank, out, x, weights)
+
+
+def test_plan_from_outside():
+    run_ranks(4, _plan_outside, timeout=200)
+
+
+def test_exact_shapes_are_refused():
+    batch = Batch(SEED + 40, ((4,), 8, 3, 32))
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(0)
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def block(x):
+            return xd.dispatch(group.prepare(topk_idx), x, weights, exact=True).tokens
+
+        with pytest.raises(Exception, match="exact: expected False under torch.compile"):
+            block(x)
+
+
+def _mistake_inside(me: Rank) -> None:
+    """Checks run where operations run, so that peers hear of mistakes inside compiled code too."""
+    torch._dynamo.reset()
+    batch = Batch(SEED + 50)
+    with xd.init(), torch.no_grad():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        block = torch.compile(
+            lambda topk_idx, x, weights: layer(group.prepare(topk_idx), x, weights),
+            fullgraph=True, backend="aot_eager")
+        assert_equal("out", block(topk_idx, x, weights), batch.expected(me.rank)[0])
+        bad = me.rank == 0
+        kind, words = (ValueError, "topk_weights") if bad else (Mismatch, "rank 0")
+        with pytest.raises(kind, match=words):
+            block(topk_idx, x, weights.bfloat16() if bad else weights)
+        assert_equal("out", block(topk_idx, x, weights), batch.expected(me.rank)[0])
+
+
+def test_mistakes_inside_compiled_code_reach_the_peers():
+    run_ranks(4, _mistake_inside, timeout=200)
