@@ -61,7 +61,9 @@ class TorchEngine:
         weights = sent.weights.detach() if self._workload.layout == "expert_major" else None
         plan = plan.detach()  # so that combine's backward pass ends there
         out = xd.combine(plan, experts, weights)
-        grad_out, grad_sent = torch.ones_like(out), torch.ones_like(sent.tokens)
+        grad_out = torch.ones_like(out)
+        # In symmetric memory, where the experts' backward pass leaves it.
+        grad_sent = self._comm.empty_symmetric(sent.tokens.shape, sent.tokens.dtype).fill_(1)
         return {
             "copy": self._copy(),
             "prepare": lambda: self._group.prepare(self._ids),
