@@ -111,8 +111,8 @@ def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:
     kinds: dict[str, list[int]] = {}
     for gpu in gpus:
         mig = "" if gpu.mig in ("Disabled", "[N/A]") else f", MIG {gpu.mig}"
-        text = (f"{gpu.name}, {int(gpu.memory_mib) / 1024:.0f} GiB, compute capability "
-                f"{gpu.compute_capability}{mig}, driver {gpu.driver}")
+        text = (f"{gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}{mig}, "
+                f"driver {gpu.driver}")
         kinds.setdefault(text, []).append(gpu.index)
     for text, indices in kinds.items():
         yield _numbers(indices), None, text

@@ -14,11 +14,11 @@ _FIELDS = "index,name,memory.total,compute_cap,mig.mode.current,driver_version"
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One line of nvidia-smi's query."""
+    """One line of nvidia-smi's query, which says "[N/A]" where a GPU does not tell."""
 
     index: int
     name: str
-    memory_mib: str
+    memory: str
     compute_capability: str
     mig: str
     driver: str
@@ -40,7 +40,7 @@ def find() -> tuple[list[Gpu], str]:
     if shutil.which("nvidia-smi") is None:
         return [], "nvidia-smi is not installed: no NVIDIA driver on this host"
     try:
-        text = _smi(f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
+        text = _smi(f"--query-gpu={_FIELDS}", "--format=csv,noheader")
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {error}"
     gpus = []

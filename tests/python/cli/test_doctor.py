@@ -13,7 +13,7 @@ from commands import run
 from crossdock.cli import _gpus
 
 # What nvidia-smi prints on a host of four GPUs of which the last hangs on the host's bridge only.
-QUERY = "".join(f"{gpu}, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05\n" for gpu in range(4))
+QUERY = "".join(f"{gpu}, NVIDIA H200, 143771 MiB, 9.0, Disabled, 580.95.05\n" for gpu in range(4))
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV18\tNV18\tSYS\tPIX\t0-47\t0\t\tN/A
@@ -87,7 +87,7 @@ def test_exit_code_1_where_nothing_can_run():
 def test_tells_gpus_their_links_and_peer_access(host_with_gpus):
     text = run("doctor", "--no-trial", environment=host_with_gpus).stdout
     assert "GPU 0-3" in text
-    assert "NVIDIA H200, 140 GiB, compute capability 9.0, driver 580.95.05" in text
+    assert "NVIDIA H200, 143771 MiB, compute capability 9.0, driver 580.95.05" in text
     assert "GPU 0 to 1: NV18, 2: NV18, 3: SYS" in text
     assert "GPU 3 to 0: SYS, 1: SYS, 2: SYS" in text
     assert "peer access ok  every pair: OK" in text
