@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -58,14 +59,13 @@ def aligned_empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndar
 class Heap:
     """A communicator's symmetric memory on the CPU as arrays.
 
-    An array keeps its block, a block the heap, and the heap the communicator; the block is given
-    back when the last array over it dies. Closing waits for that too: an array never points to
-    memory that is gone.
+    Views keep their array's memory, and that the communicator; it is given back when the last view
+    dies. Closing waits for that too: an array never points to memory that is gone.
     """
 
     def __init__(self, comm: _core.Comm) -> None:
-        self.comm = comm
-        self._blocks = 0
+        self._comm = comm
+        self._arrays = 0  # whose memory is in use
         self._closing = False
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
@@ -73,40 +73,23 @@ class Heap:
         dtype = numpy_dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         size = math.prod(shape) * dtype.itemsize
-        block = _Block(self, size)
-        # NumPy keeps the buffer as the base of the array and of every view of it.
-        buffer = (ctypes.c_ubyte * size).from_address(block.address)
-        buffer.block = block
-        return np.ndarray(shape, dtype, buffer=buffer)
+        address = self._comm.mem_alloc(size)
+        # NumPy keeps the buffer with the array and with every view of it.
+        buffer = (ctypes.c_ubyte * size).from_address(address)
+        self._arrays += 1
+        weakref.finalize(buffer, self._free, address).atexit = False
+        return np.ndarray(shape, dtype, buffer=memoryview(buffer))
 
     def close(self) -> None:
         """Closes the communicator now, or with the last array."""
         self._closing = True
-        if self._blocks == 0:
-            self.comm.close()
+        if self._arrays == 0:
+            self._comm.close()
 
-    def allocate(self, size: int) -> int:
-        address = self.comm.mem_alloc(size)
-        self._blocks += 1
-        return address
-
-    def free(self, address: int) -> None:
-        self._blocks -= 1
-        if self.comm.closed:
-            return  # at the interpreter's exit
-        self.comm.mem_free(address)
-        if self._closing and self._blocks == 0:
-            self.comm.close()
-
-
-class _Block:
-    """One allocation of a heap."""
-
-    def __init__(self, heap: Heap, size: int) -> None:
-        self._heap = heap
-        self.address = 0
-        self.address = heap.allocate(size)
-
-    def __del__(self) -> None:
-        if self.address:
-            self._heap.free(self.address)
+    def _free(self, address: int) -> None:
+        self._arrays -= 1
+        if self._comm.closed:
+            return  # the interpreter's exit has closed it
+        self._comm.mem_free(address)
+        if self._closing and self._arrays == 0:
+            self._comm.close()

@@ -48,8 +48,9 @@ def numpy_dtype(dtype: npt.DTypeLike) -> np.dtype:
         ImportError: NumPy has no such type by itself, and ml_dtypes is not installed.
     """
     name = dtype_name(dtype)
-    if name in _OF_ML_DTYPES:
-        import ml_dtypes
+    if name not in _OF_ML_DTYPES:
+        return np.dtype(name)
+    import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
+    scalar: type = getattr(ml_dtypes, name)
+    return np.dtype(scalar)

@@ -117,9 +117,14 @@ class EpGroup:
         with self._joining(_PREPARE):
             ids = describe("topk_idx", topk_idx)
             plan = self.empty_plan() if out is None else out
-            outputs = [describe(f"out.{name}", getattr(plan, name), write=True) for name in
-                       ("counts", "padded_counts", "offsets", "needed_rows", "rank_rows")]
-        self._core.prepare(ids, *_bytes(plan), *outputs)
+            outputs = (
+                describe("out.counts", plan.counts, write=True),
+                describe("out.padded_counts", plan.padded_counts, write=True),
+                describe("out.offsets", plan.offsets, write=True),
+                describe("out.needed_rows", plan.needed_rows, write=True),
+                describe("out.rank_rows", plan.rank_rows, write=True),
+            )
+        self._core.prepare(ids, *plan.place(), *outputs)
         return plan
 
     def dispatch(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None = None, *,
@@ -138,15 +143,20 @@ class EpGroup:
         Which optional arrays are given must agree over the ranks.
         """
         with self._joining(_DISPATCH):
-            inputs = [describe("tokens", tokens), _optional("scales", scales),
-                      _optional("topk_weights", topk_weights)]
+            inputs = (
+                describe("tokens", tokens),
+                _optional("scales", scales),
+                _optional("topk_weights", topk_weights),
+            )
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, quantize)
-            outputs = [describe("out.tokens", out.tokens, write=True),
-                       _optional("out.scales", out.scales, write=True),
-                       _optional("out.weights", out.weights, write=True),
-                       _optional("out.topk_idx", out.topk_idx, write=True)]
-        self._core.dispatch(*_bytes(plan), *inputs, *outputs)
+            outputs = (
+                describe("out.tokens", out.tokens, write=True),
+                _optional("out.scales", out.scales, write=True),
+                _optional("out.weights", out.weights, write=True),
+                _optional("out.topk_idx", out.topk_idx, write=True),
+            )
+        self._core.dispatch(*plan.place(), *inputs, *outputs)
         return out
 
     def combine(self, plan: Plan, expert_out: np.ndarray, weights: np.ndarray | None = None, *,
@@ -163,11 +173,11 @@ class EpGroup:
             [T,H], of expert_out's dtype; zero for a token without rows.
         """
         with self._joining(_COMBINE):
-            inputs = [describe("expert_out", expert_out), _optional("weights", weights)]
+            inputs = describe("expert_out", expert_out), _optional("weights", weights)
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)
             output = describe("out", out, write=True)
-        self._core.combine(*_bytes(plan), *inputs, output)
+        self._core.combine(*plan.place(), *inputs, output)
         return out
 
     def dispatch_bwd(self, plan: Plan, grad_recv_tokens: np.ndarray | None = None,
@@ -185,8 +195,8 @@ class EpGroup:
             0 for -1 and dropped rows; None for what was not given.
         """
         with self._joining(_DISPATCH_BWD):
-            inputs = [_optional("grad_recv_tokens", grad_recv_tokens),
-                      _optional("grad_recv_weights", grad_recv_weights)]
+            inputs = (_optional("grad_recv_tokens", grad_recv_tokens),
+                      _optional("grad_recv_weights", grad_recv_weights))
             info = plan.info()
             tokens = weights = None
             if grad_recv_tokens is not None:
@@ -194,7 +204,7 @@ class EpGroup:
                                      grad_recv_tokens.dtype)
             if grad_recv_weights is not None:
                 weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
-        self._core.dispatch_bwd(*_bytes(plan), *inputs, _optional("grad_tokens", tokens),
+        self._core.dispatch_bwd(*plan.place(), *inputs, _optional("grad_tokens", tokens),
                                 _optional("grad_topk_weights", weights))
         return tokens, weights
 
@@ -214,12 +224,12 @@ class EpGroup:
             dispatch_bwd takes as grad_recv_weights, else None.
         """
         with self._joining(_COMBINE_BWD):
-            inputs = [describe("grad_out", grad_out), _optional("expert_out", expert_out),
-                      _optional("weights", weights)]
+            inputs = (describe("grad_out", grad_out), _optional("expert_out", expert_out),
+                      _optional("weights", weights))
             rows = plan.recv_rows
             grad_expert_out = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
             grad_weights = None if expert_out is None else self._empty((rows,), np.float32)
-        self._core.combine_bwd(*_bytes(plan), *inputs,
+        self._core.combine_bwd(*plan.place(), *inputs,
                                describe("grad_expert_out", grad_expert_out),
                                _optional("grad_weights", grad_weights))
         return grad_expert_out, grad_weights
@@ -282,7 +292,3 @@ class EpGroup:
 
 def _optional(name: str, array: Any, *, write: bool = False) -> Spec | None:
     return None if array is None else describe(name, array, write=write)
-
-
-def _bytes(plan: Plan) -> tuple[int, int]:
-    return plan.data.ctypes.data, plan.data.nbytes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
 import numpy as np
 
 from crossdock import _core
@@ -36,7 +34,11 @@ class Plan:
     needed_rows: np.ndarray
     rank_rows: np.ndarray
 
-    def info(self) -> dict[str, Any]:
+    def place(self) -> tuple[int, int]:
+        """Address and number of the plan's bytes, as crossdock._core takes them."""
+        return self.data.ctypes.data, self.data.nbytes
+
+    def info(self) -> dict[str, int]:
         """The plan's own numbers: rank, num_ranks, num_experts, num_tokens, topk, layout,
         alignment, recv_rows, total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank,
         fingerprint, epoch.
@@ -44,7 +46,7 @@ class Plan:
         Raises:
             InvalidArgument: `data` holds no plan of this library version.
         """
-        return _core.plan_info(self.data.ctypes.data, self.data.nbytes)
+        return _core.plan_info(*self.place())
 
     @property
     def num_tokens(self) -> int:

@@ -45,9 +45,12 @@ nb::object as_dlpack(std::uintptr_t address, std::vector<std::int64_t> shape, in
   tensor.shape = managed->shape.data();
   managed->tensor.manager_ctx = managed.get();
   managed->tensor.deleter = &release;
-  PyObject* capsule = PyCapsule_New(&managed->tensor, "dltensor", &release_unused);
-  if (capsule == nullptr) throw nb::python_error();
-  static_cast<void>(managed.release());
+  Managed* const held = managed.release();
+  PyObject* capsule = PyCapsule_New(&held->tensor, "dltensor", &release_unused);
+  if (capsule == nullptr) {
+    delete held;
+    throw nb::python_error();
+  }
   return nb::steal(capsule);
 }
 
