@@ -91,7 +91,7 @@ class Sizes:
 
 
 class Lease:
-    """A group, closed when the Buffer and all handles have let go of it.
+    """A group; closed when the Buffer and all handles have let go of it, or with the Buffer.
 
     Attributes:
         group: the ``crossdock._core.Group``.
@@ -197,6 +197,7 @@ class Groups:
         self._comm = comm
         self._lane = lane
         self._current: dict[bool, Lease] = {}
+        self._alive: weakref.WeakSet[Lease] = weakref.WeakSet()  # also those that handles keep
         self._pooled = 0  # bytes of symmetric memory
 
     def agreed_before(self, request: Request) -> Lease | None:
@@ -237,6 +238,7 @@ class Groups:
         del lease
         self._reserve(sizes, min(one.heap_bytes for one in requests))
         lease = self._current[by_experts] = Lease(self._comm, self._lane, sizes)
+        self._alive.add(lease)
         return lease
 
     def _reserve(self, sizes: Sizes, heap_bytes: int) -> None:
@@ -251,12 +253,11 @@ class Groups:
             pass  # some rank has no memory left: tensors are ordinary ones, which are staged
 
     def failure(self) -> CrossdockError | None:
-        """What operations of the current groups have met on the GPU since the last look."""
-        failures = [lease.failure() for lease in self._current.values()]
+        """What operations have met on the GPU since the last look."""
+        failures = [lease.failure() for lease in self._alive]
         return next((failure for failure in failures if failure is not None), None)
 
     def close(self) -> None:
-        """Closes the current groups. One that was outgrown closes with its last handle."""
-        for lease in self._current.values():
+        """Closes all groups, also those that handles still refer to."""
+        for lease in self._alive:
             lease.close()
-        self._current.clear()

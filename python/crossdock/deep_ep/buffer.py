@@ -52,7 +52,7 @@ class Buffer:
 
     A mistake in one rank's arguments raises ValueError there and ``crossdock.errors.Mismatch`` on
     its peers; no row moves, and the Buffer stays usable. On GPUs, peers that do not wait for the
-    host learn it in their next `dispatch` that does. See ``crossdock.errors`` for what else is raised.
+    host learn it in their next `dispatch` that does. See ``crossdock.errors`` for other errors.
 
     Tensors are on the current CUDA device at the time of construction; on the CPU where there is no
     CUDA device or the library was built without CUDA.

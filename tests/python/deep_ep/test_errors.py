@@ -219,6 +219,24 @@ def test_num_worst_tokens_bounds_the_tokens_of_a_rank() -> None:
     run_ranks(2, outgrow_known_bound)
 
 
+def have_no_room(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        batch = make_batch(SEED, 2, tokens=[17, 17])
+        caller = cases.Caller(buffer, batch)
+        most = max(len(batch.rows(rank)) for rank in range(2))
+        full = len(batch.rows(me.rank)) == most
+        for _ in range(2):
+            with pytest.raises(InvalidArgument if full else Mismatch):
+                caller.dispatch(**caller.topk(), num_worst_tokens=most - 1)
+        x, *_ = caller.dispatch(**caller.topk(), num_worst_tokens=most)
+        caller.check_rows(x[: len(batch.rows(me.rank))])
+        cases.everything(buffer, SEED)
+
+
+def test_too_few_worst_tokens_are_an_error_on_all_ranks() -> None:
+    run_ranks(2, have_no_room)
+
+
 def misuse_handles(me: Any) -> None:
     with cases.buffer_of(me) as buffer:
         x = torch.zeros(3, 64, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from deep_ep_reference import make_batch
 from support import run_ranks
 
 from crossdock.deep_ep import Buffer, Config
-from crossdock.errors import PeerLost
+from crossdock.errors import InvalidArgument, PeerLost
 
 SEED = 30
 
@@ -88,6 +88,10 @@ def end(me: Any) -> None:
         cases.same("a tensor after its Buffer", received, kept)
         del handle, received
         cases.everything(other, SEED)
+        caller = cases.Caller(other, make_batch(SEED, me.num_ranks))
+        handle = caller.dispatch_checked()
+    with pytest.raises(InvalidArgument, match="closed"):
+        handle[-1].lease.group.status()
     with pytest.raises(ValueError, match="one in use, got one that is destroyed"):
         other.destroy()
     with pytest.raises(ValueError, match="one in use, got one that is destroyed"):

@@ -1,0 +1,53 @@
+"""The program in docs/deep_ep.md runs, and its tables name every argument there is."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+from typing import Any
+
+import deep_ep_cases as cases
+import pytest
+import torch
+from deep_ep_reference import make_batch
+from support import run_ranks
+
+from crossdock.deep_ep import Buffer
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "deep_ep.md"
+SEED = 60
+
+
+def run_page(me: Any, program: str) -> None:
+    page: dict[str, Any] = {}
+    exec(program, page)
+    assert page["Buffer"] is Buffer
+    with cases.buffer_of(me) as buffer:
+        batch = make_batch(SEED, me.num_ranks)
+
+        def experts(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            cases.same("recv_x", x, batch.received(me.rank, batch.x))
+            for got, want in zip((idx, weights), batch.received_topk(me.rank)):
+                cases.same("top-k", got, want)
+            return x
+
+        out = page["moe_layer"](buffer, batch.x[me.rank], batch.topk_idx[me.rank],
+                                batch.topk_weights[me.rank], batch.num_experts, experts)
+        outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
+        cases.same("combined_x", out, batch.combined(me.rank, outputs))
+
+
+def test_program_on_the_page_runs() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    run_ranks(2, run_page, program)
+
+
+@pytest.mark.parametrize("method", ["__init__", "get_dispatch_layout", "dispatch", "combine"])
+def test_page_says_what_each_argument_does(method: str) -> None:
+    title = {"__init__": "Buffer"}.get(method, method)
+    page = PAGE.read_text(encoding="utf-8")
+    (section,) = re.findall(rf"### `{title}\(\.\.\.\)`\n(.*?)\n##", page, re.DOTALL)
+    named = [name for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+             for name in re.findall(r"`(\w+)`", line)]
+    assert named == list(inspect.signature(getattr(Buffer, method)).parameters)[1:]
