@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Checks that #include points down only, between the folders of the tree.
+"""Checks that #include and import point down only, between the folders of the tree.
 
 A folder of src/ may include itself and folders of a lower level; folders of one level do not know
 each other. An executor (src/ep/cpu) knows src/ep, never the reverse. Public headers stand on DLPack
 and two C headers; the Python extension, examples and the tests of the C API stand on the public
-headers alone.
+headers alone. The Python packages stand one on another as PYTHON_LEVELS lists them.
 """
 
 import pathlib
@@ -16,8 +16,10 @@ LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "
 LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
 API_ONLY = ["python", "tests/conformance", "tests/faults", "tests/support", "examples"]
+PYTHON_LEVELS = ["crossdock", "torch", "deep_ep", "cli"]  # the last three: folders of the first
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from|import)\s+crossdock\.?(\w*)", re.MULTILINE)
 
 
 def includes(root, folder):
@@ -56,12 +58,22 @@ def problems(root):
                 yield file, name, "this folder uses the public headers only"
 
 
+def python_problems(root):
+    package = root / "python" / "crossdock"
+    for path in sorted(package.rglob("*.py")):
+        own = path.relative_to(package.parent).parts[:-1][-1]
+        for name in IMPORT.findall(path.read_text()):
+            folder = name if (package / name / "__init__.py").is_file() else "crossdock"
+            if PYTHON_LEVELS.index(folder) > PYTHON_LEVELS.index(own):
+                yield path.relative_to(root), f"crossdock.{folder}", f"it is above {own}"
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parents[2]
-    found = list(problems(root))
+    found = [*problems(root), *python_problems(root)]
     for file, name, why in found:
-        print(f"{file}: includes {name}: {why}")
-    print(f"layers: {len(found)} includes in a wrong direction")
+        print(f"{file}: takes in {name}: {why}")
+    print(f"layers: {len(found)} includes and imports in a wrong direction")
     return 1 if found else 0
 
 
