@@ -61,9 +61,10 @@ def problems(root):
 def python_problems(root):
     package = root / "python" / "crossdock"
     for path in sorted(package.rglob("*.py")):
-        own = path.relative_to(package.parent).parts[:-1][-1]
+        inside = path.relative_to(package).parts
+        own = inside[0] if len(inside) > 1 else "crossdock"
         for name in IMPORT.findall(path.read_text()):
-            folder = name if (package / name / "__init__.py").is_file() else "crossdock"
+            folder = name if name and (package / name).is_dir() else "crossdock"
             if PYTHON_LEVELS.index(folder) > PYTHON_LEVELS.index(own):
                 yield path.relative_to(root), f"crossdock.{folder}", f"it is above {own}"
 
