@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from contextlib import nullcontext
+import weakref
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ __all__ = ["Communicator", "default_communicator", "empty_symmetric", "init"]
 _CPU, _CUDA = 1, 2  # DLPack's device types
 
 _default: Communicator | None = None
+_made: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Communicator:
@@ -46,6 +49,7 @@ class Communicator:
         self.rank: int = core.rank
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
+        _made.add(self)
 
     def empty_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of undefined content in symmetric memory.
@@ -100,6 +104,15 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device})"
+
+
+@atexit.register
+def _finish_work() -> None:
+    """Runs before the extension leaves, at exit, what is still open: no operation may run then."""
+    for comm in list(_made):
+        if comm.device.type == "cuda" and not comm.core.closed:
+            with suppress(RuntimeError):  # a device that is lost has nothing running
+                torch.cuda.synchronize(comm.device)
 
 
 def init(
