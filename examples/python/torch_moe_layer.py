@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import crossdock.torch as xd
-from crossdock.torch.moe import MoELayer, average_gradients
 
 HIDDEN, TOKENS, STEPS = 32, 64, 40
 
@@ -21,7 +20,7 @@ def main() -> None:
 
     # The same seed everywhere, so that what all ranks hold begins equal.
     torch.manual_seed(1)
-    layer = MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2, max_tokens=TOKENS)
+    layer = xd.MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2, max_tokens=TOKENS)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
 
     torch.manual_seed(2 + comm.rank)  # other tokens on every rank
@@ -31,7 +30,7 @@ def main() -> None:
         out = layer(x)
         loss = F.mse_loss(out.hidden, x.flip(-1))
         (loss + out.aux_loss).backward()
-        average_gradients(layer)
+        xd.average_gradients(layer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

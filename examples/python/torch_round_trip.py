@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 torch_round_trip.py
 import torch
 
 import crossdock.torch as xd
-from crossdock.torch.grouped import grouped_mm
 
 HIDDEN, TOPK, EXPERTS = 32, 2, 4
 
@@ -31,7 +30,7 @@ def main() -> None:
 
     plan = group.prepare(topk_idx)
     received = xd.dispatch(plan, tokens, topk_weights)
-    expert_out = grouped_mm(received.tokens, experts, plan.offsets)
+    expert_out = xd.grouped_mm(received.tokens, experts, plan.offsets)
     out = xd.combine(plan, expert_out, received.weights)
     out.square().sum().backward()
 
