@@ -25,12 +25,21 @@ def run_ranks(ranks: int, device: str, main: Callable[..., Any], *args: Any) -> 
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; the others have been ended.
+        torch.multiprocessing.ProcessExitedException: a rank ended by itself; likewise.
     """
     # Threads of OpenMP that wait let others compute: there may be more than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The port is one that the store has already bound: no other process can take it first.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_run_rank, (ranks, store.port, device, main, args), nprocs=ranks)
+    arguments = (ranks, store.port, device, main, args)
+    processes = mp.spawn(_run_rank, arguments, nprocs=ranks, join=False)
+    try:
+        while not processes.join():
+            pass
+    finally:  # also after Ctrl-C nobody is left behind
+        for process in processes.processes:
+            process.terminate()
+            process.join()
 
 
 def _run_rank(

@@ -214,9 +214,12 @@ class Trainer:
         path = last_checkpoint(self.settings.folder)
         if path is None:
             return
-        extra = xd.load_checkpoint(path, self.model, self.optimizer)
-        if extra["text"] != self.text.checksum:
-            raise ValueError(f"--resume: {path} was trained on another text than is here")
+        try:
+            extra = xd.load_checkpoint(path, self.model, self.optimizer)
+            if extra["text"] != self.text.checksum:
+                raise ValueError(f"{path} was trained on another text than is here")
+        except ValueError as error:  # a mistake of the user, which every rank finds
+            raise SystemExit(f"--resume: {error}" if self.rank == 0 else 1) from None
         # A step's batch depends on seed and step alone, so the step is the place in the data too.
         self.step = extra["step"]
         torch.set_rng_state(extra["random"])

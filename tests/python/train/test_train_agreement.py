@@ -15,6 +15,7 @@ from runs import REPOSITORY, TEXT, run, small
 from support import run_ranks
 
 from moe_lm.compare import GRADIENT_TOLERANCE, compare, read_log
+from train_moe_lm import main
 
 PROGRAM = REPOSITORY / "examples" / "torch" / "train_moe_lm.py"
 
@@ -76,12 +77,12 @@ def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
                           timeout=240)
 
 
+TINY = ("--text", TEXT, "--device", "cpu", "--sequences", 4, "--context", 16, "--hidden", 32,
+        "--layers", 1, "--ffn", 16, "--sample-bytes", 8)
+
+
 def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
-    done = program(
-        "--demo", "--ranks", 2, "--folder", tmp_path, "--text", TEXT, "--device", "cpu",
-        "--steps", 4, "--sequences", 4, "--context", 16, "--hidden", 32, "--layers", 1,
-        "--ffn", 16, "--sample-bytes", 8,
-    )
+    done = program("--demo", "--ranks", 2, "--folder", tmp_path, "--steps", 4, *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks against one process without Crossdock" in done.stdout
     assert "What it writes after 'def '" in done.stdout
@@ -96,7 +97,18 @@ def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
     (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
     (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
 ], ids=str)
-def test_a_users_mistake_is_named(arguments: tuple[Any, ...], text: str) -> None:
-    done = program(*arguments)
-    assert done.returncode == 2
-    assert text in done.stderr and "Traceback" not in done.stderr
+def test_a_users_mistake_is_named(
+    arguments: tuple[Any, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in arguments])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_resume_with_another_model_says_what_differs(tmp_path: pathlib.Path) -> None:
+    run = ("--ranks", 1, "--folder", tmp_path, "--steps", 1, *TINY)
+    assert program(*run, "--save-every", 1).returncode == 0
+    done = program(*run, "--resume", "--hidden", 16)
+    assert done.returncode == 1
+    assert "expected shape (256, 16)" in done.stderr and "Traceback" not in done.stderr
