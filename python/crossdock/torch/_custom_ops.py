@@ -301,7 +301,7 @@ def _combine_bwd(
     """-> grad_expert_out, grad_weights (given expert_out), order."""
     ep = group_of(group)
     grad_expert_out = ep.comm.pool.empty((rows, grad_out.shape[1]), grad_out.dtype)
-    grad_weights = None if expert_out is None else ep.comm.pool.empty((rows,), _FLOAT32)
+    grad_weights = None if expert_out is None else ep.comm.pool.empty(weights.shape, _FLOAT32)
     _calls.combine_bwd(
         ep.core,
         plan,
@@ -316,7 +316,7 @@ def _combine_bwd(
 
 @_shapes("combine_bwd")
 def _combine_bwd_shapes(plan, grad_out, expert_out, weights, order, group, rows):
-    grad_weights = None if expert_out is None else expert_out.new_empty(rows, dtype=_FLOAT32)
+    grad_weights = None if expert_out is None else torch.empty_like(weights)
     return (
         grad_out.new_empty(rows, grad_out.shape[1]),
         _given(grad_weights, order),

@@ -51,15 +51,15 @@ def test_dispatch(prepared, wanted):
         torch.library.opcheck(OPS.dispatch.default, (*arguments, False))
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_combine(prepared, weighted):
+def test_combine(prepared):
     batch, group, plan = prepared
-    if weighted and batch.layout == "rank_major":
-        pytest.skip("rank_major has no weighted sum")
     rows = torch.ones(group.rows, 128, requires_grad=True)
-    weights = torch.ones(group.rows, requires_grad=True) if weighted else None
-    torch.library.opcheck(
-        OPS.combine.default, (plan.data, rows, weights, plan.order, group.handle, 6))
+    weights = [None]
+    if batch.layout == "expert_major":
+        weights.append(torch.ones(group.rows, requires_grad=True))
+    for given in weights:
+        torch.library.opcheck(
+            OPS.combine.default, (plan.data, rows, given, plan.order, group.handle, 6))
 
 
 def test_dispatch_bwd(prepared):

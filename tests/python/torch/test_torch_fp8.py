@@ -1,0 +1,97 @@
+"""fp8 rows: quantised on the way with a straight-through gradient, or given with their scales."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal
+
+import crossdock.torch as xd
+
+SEED = 70
+CASE = ((5, 0, 9, 1), 8, 3, 256)
+LAYOUTS = ("expert_major", "rank_major")
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule of the library in torch: e4m3 elements, one scale per 128 columns."""
+    blocks = x.float().unflatten(1, (-1, 128))
+    largest = blocks.abs().amax(2, keepdim=True)
+    scales = torch.where(largest == 0, 1.0, (largest / 448).clamp_min(2.0**-126))
+    elements = (blocks * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return elements.flatten(1), scales[:, :, 0]
+
+
+def _placed(batch: Batch, rank: int, values: list[torch.Tensor]) -> np.ndarray:
+    """The rows that `rank` receives of all ranks' values, as float32."""
+    return batch.routing.dispatch(rank, [value.float().numpy() for value in values])
+
+
+def _quantise(me: Rank, layout: str) -> None:
+    batch = Batch(SEED, CASE, layout)
+    inputs = []
+    for rank in range(me.num_ranks):
+        random = torch.Generator().manual_seed(SEED + rank)
+        shape = (CASE[0][rank], 256)
+        inputs.append(torch.randn(shape, generator=random).to(torch.bfloat16))
+    pairs = [quantised(x) for x in inputs]
+    tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
+    with xd.init():
+        group = batch.group(torch.bfloat16)
+        topk_idx, _, weights, _ = batch.local(me.rank)
+        x = inputs[me.rank].requires_grad_()
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights, quantize=True)
+        rows = len(tokens)
+        assert received.tokens.dtype == torch.float8_e4m3fn
+        assert not received.tokens.requires_grad
+        assert_equal("tokens", received.tokens[:rows], tokens)
+        assert_equal("scales", received.scales[:rows], scales)
+        wide = xd.dequantize(received, torch.float32)
+        assert_equal("rows", wide[:rows], tokens * np.repeat(scales, 128, 1))
+        assert int(torch.count_nonzero(wide[rows:])) == 0
+
+        # The gradient of a row is a small integer: its source and its place in the row.
+        grads = [np.zeros((batch.routing.total(r), 256), np.float32) for r in range(4)]
+        for rank, grad in enumerate(grads):
+            grad[:] = (np.arange(len(grad)) % 5 + rank)[:, None] - 3
+        grad = torch.zeros_like(wide)
+        grad[:rows] = torch.from_numpy(grads[me.rank])
+        wide.backward(grad)
+        assert x.grad.dtype == torch.bfloat16
+        assert_equal("gradient of x", x.grad, batch.routing.combine(me.rank, grads))
+        assert int(torch.count_nonzero(weights.grad)) == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantised_rows_and_their_gradient(layout):
+    run_ranks(4, _quantise, layout)
+
+
+def _given(me: Rank, layout: str) -> None:
+    batch = Batch(SEED + 1, CASE, layout)
+    pairs = [quantised(torch.from_numpy(x)) for x in batch.x]
+    tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
+    with xd.init():
+        group = batch.group(torch.bfloat16)
+        topk_idx, _, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        elements, beside = pairs[me.rank]
+        received = xd.dispatch(plan, elements, weights, scales=beside)
+        assert_equal("tokens", received.tokens[: len(tokens)], tokens)
+        assert_equal("scales", received.scales[: len(tokens)], scales)
+        assert received.link is None
+        with pytest.raises(ValueError, match="quantize=True"):
+            xd.dequantize(received)
+        # Weights have a gradient although the rows have none.
+        received.weights.sum().backward()
+        ones = [np.ones_like(batch.routing.dispatch_weights(r, batch.weights)) for r in range(4)]
+        assert_equal("gradient of topk_weights", weights.grad,
+                     batch.routing.dispatch_bwd_weights(me.rank, ones))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_scales_travel_with_their_rows(layout):
+    run_ranks(4, _given, layout)

@@ -1,0 +1,90 @@
+"""A block with a router and experts of real numbers against one process that has all tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import Rank, run_ranks
+
+import crossdock.torch as xd
+
+SEED, HIDDEN, EXPERTS, TOPK = 23, 32, 8, 3
+TOKENS = (7, 0, 4, 1)
+
+
+def _parameters(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router [H, E] and experts [E, H, H]."""
+    random = torch.Generator().manual_seed(SEED)
+    router = torch.randn(HIDDEN, EXPERTS, generator=random, dtype=torch.float64)
+    experts = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=random, dtype=torch.float64) / 6
+    return router.to(dtype).requires_grad_(), experts.to(dtype).requires_grad_()
+
+
+def _tokens(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    random = torch.Generator().manual_seed(SEED + 1 + rank)
+    x = torch.randn(TOKENS[rank], HIDDEN, generator=random, dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+def _route(x: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, topk_idx = torch.topk((x @ router).softmax(-1), TOPK)
+    return weights, topk_idx
+
+
+def _loss(out: torch.Tensor) -> torch.Tensor:
+    return (out.sin() * torch.arange(1, HIDDEN + 1)).sum()
+
+
+def _reference(dtype: torch.dtype = torch.float64):
+    """Gradients of (x of each rank, router, experts) of the sum of the ranks' losses."""
+    router, experts = _parameters(dtype)
+    inputs = [_tokens(rank, dtype) for rank in range(len(TOKENS))]
+    loss = torch.zeros((), dtype=dtype)
+    for x in inputs:
+        weights, topk_idx = _route(x, router)
+        rows = torch.einsum("th,tkhj->tkj", x, experts[topk_idx]).tanh()
+        loss = loss + _loss((rows * weights[:, :, None]).sum(1))
+    loss.backward()
+    return [x.grad for x in inputs], router.grad, experts.grad
+
+
+def _block(me: Rank, layout: str):
+    """This rank's gradients of (x, router, its experts) through crossdock."""
+    router, experts = _parameters(torch.float32)
+    x = _tokens(me.rank, torch.float32)
+    local = EXPERTS // me.num_ranks
+    first = me.rank * local
+    with xd.init():
+        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max(TOKENS), layout=layout, dtype=torch.float32)
+        weights, topk_idx = _route(x, router)
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights)
+        if layout == "expert_major":
+            rows = torch.cat([
+                (received.tokens[begin:end] @ experts[first + e]).tanh()
+                for e, (begin, end) in enumerate(zip(plan.offsets.tolist(),
+                                                     plan.offsets.tolist()[1:]))])
+            out = xd.combine(plan, rows, received.weights)
+        else:
+            every = torch.einsum("rh,ehj->rej", received.tokens, experts[first:first + local])
+            mask = received.topk_idx[:, :, None] == torch.arange(local)
+            scale = (mask * received.weights[:, :, None]).sum(1)
+            out = xd.combine(plan, (every.tanh() * scale[:, :, None]).sum(1))
+        _loss(out).backward()
+    return x.grad, router.grad, experts.grad[first:first + local]
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_gradients_agree_with_one_process(layout):
+    inputs, router, experts = _reference()
+    per_rank = run_ranks(len(TOKENS), _block, layout)
+
+    def agree(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+        # float32 sums of up to some hundred terms, against float64.
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4,
+                                   msg=lambda text: f"{name} (seed {SEED}): {text}")
+
+    for rank, (grad_x, _, _) in enumerate(per_rank):
+        agree(f"x of rank {rank}", grad_x, inputs[rank])
+    agree("router", torch.stack([grads[1] for grads in per_rank]).sum(0), router)
+    agree("experts", torch.cat([grads[2] for grads in per_rank]), experts)

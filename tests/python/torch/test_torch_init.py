@@ -1,0 +1,104 @@
+"""Communicators from torch.distributed, from torchrun's environment, and of one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support import Rank, free_port, run_ranks
+from torch_support import Batch, assert_equal, layer
+
+import crossdock.torch as xd
+
+SEED = 8
+
+
+def _round_trip(rank: int, comm: xd.Communicator, batch: Batch) -> None:
+    topk_idx, x, weights, _ = batch.local(rank)
+    out = layer(batch.group(comm=comm).prepare(topk_idx), x, weights)
+    assert_equal("out", out, batch.expected(rank)[0])
+
+
+def _process_groups(me: Rank, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank,
+                            world_size=me.num_ranks)
+    try:
+        with xd.init(timeout=timedelta(seconds=30)) as comm:
+            assert (comm.rank, comm.num_ranks) == (me.rank, 4)
+            assert comm.process_group is dist.group.WORLD
+            assert comm.core.timeout_ms == 30000
+            _round_trip(me.rank, comm, Batch(SEED))
+            # A group of some ranks, in another order than the world's: numbers are the group's.
+            odd = dist.new_group([3, 1])
+            if me.rank in (1, 3):
+                with xd.init(odd) as part:
+                    assert part.num_ranks == 2
+                    assert part.rank == dist.get_rank(odd)
+                    _round_trip(part.rank, part, Batch(SEED + 1, ((5, 3), 8, 3, 32)))
+            comm.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_process_groups():
+    run_ranks(4, _process_groups, free_port(), fresh=True)
+
+
+def _environment(me: Rank) -> None:
+    with xd.init(timeout=20.5) as comm:
+        assert (comm.rank, comm.num_ranks) == (me.rank, 2)
+        assert comm.process_group is None
+        assert comm.core.timeout_ms == 20500
+        _round_trip(me.rank, comm, Batch(SEED + 2, ((5, 3), 8, 3, 32)))
+
+
+def test_environment_without_torch_distributed():
+    run_ranks(2, _environment)
+
+
+SCRIPT = """
+import sys
+import torch
+import crossdock.torch as xd
+
+comm = xd.init()
+group = xd.EpGroup(4, 32, 2, 8, dtype=torch.float32)
+plan = group.prepare(torch.tensor([[0, 3], [1, 2]]))
+x = torch.full((2, 32), float(comm.rank + 1))
+out = xd.combine(plan, xd.dispatch(plan, x).tokens)
+# In one piece: the ranks write to the same pipe.
+sys.stdout.write(f"rank {comm.rank} of {comm.num_ranks} has {out.unique().tolist()}\\n")
+"""
+
+
+def test_torchrun_starts_it(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+         f"--master-port={free_port()}", str(script)],
+        env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 of 2 has [2.0]", "rank 1 of 2 has [4.0]"]
+
+
+def test_leaving_at_the_end_of_the_process():
+    """Nothing is closed by hand, and tensors are alive: no crash, no message."""
+    code = (
+        "import torch, crossdock.torch as xd\n"
+        "comm = xd.init(heap_bytes=1 << 20)\n"
+        "group = xd.EpGroup(4, 32, 2, 8, dtype=torch.float32)\n"
+        "plan = group.prepare(torch.tensor([[0, 3]]))\n"
+        "received = xd.dispatch(plan, torch.zeros(1, 32, requires_grad=True))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
