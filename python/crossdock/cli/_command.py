@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()  # here, where a reader that is gone is understood
+        return code
     except CommandError as error:
         print(f"crossdock: {error}", file=sys.stderr)
         return error.exit_code

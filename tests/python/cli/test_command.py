@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import crossdock
-from commands import SMALL, run
+from commands import SMALL, run, start
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["bench"], ["bench", "ep"], ["demo"]],
@@ -63,3 +63,19 @@ def test_a_device_that_is_missing_is_named_with_the_library_s_reason():
     ended = run("bench", "ep", *SMALL, "--device", "cuda")
     assert ended.returncode == 2
     assert ended.stderr == f"crossdock: --device cuda: {reason}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_accident():
+    doctor = start("doctor", "--no-trial")
+    doctor.stdout.close()
+    assert doctor.stderr.read() == ""
+    assert doctor.wait(timeout=20) == 1
+
+
+def test_results_are_shown_even_where_they_cannot_be_written():
+    ended = run("bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "2",
+                "--json", "/proc/version")
+    assert ended.returncode == 1
+    assert "\ndispatch_bwd " in ended.stdout
+    assert ended.stderr.startswith("crossdock: --json /proc/version: ")
+    assert ended.stderr.count("\n") == 1
