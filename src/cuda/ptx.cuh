@@ -50,6 +50,9 @@ __device__ inline void st_relaxed_sys(std::uint64_t* p, std::uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
+// What the thread has seen and stored so far comes before what it stores from now on.
+__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 __device__ inline std::uint32_t add_acq_rel_gpu(std::uint32_t* p, std::uint32_t v) {
   std::uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -96,6 +99,9 @@ __device__ inline std::uint64_t or_acquire_gpu(std::uint64_t* p, std::uint64_t b
                : "memory");
   return old;
 }
+
+// Somebody wants this: it is loaded, whatever the compiler thinks.
+__device__ inline void keep(std::uint32_t v) { asm volatile("" ::"r"(v)); }
 
 // ---- Rows through registers --------------------------------------------------------------------
 
@@ -175,10 +181,11 @@ __device__ inline void bulk_store(void* global, const void* shared, std::uint32_
 
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// The calling thread's stores have read their sources: these may be overwritten. Nothing has
-// landed yet for anybody.
-__device__ inline void bulk_wait_sources_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// The calling thread's stores, but for those of its last kPending groups, have read their sources:
+// these may be overwritten. Nothing has landed yet for anybody.
+template <int kPending>
+__device__ void bulk_wait_sources_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // The calling thread's stores are complete and visible to it, so that it may release them.

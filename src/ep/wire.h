@@ -99,13 +99,13 @@ struct ListedWord {
   std::uint32_t items, rows;
 };
 
-// CUDA: rows are announced in chunks of tokens. How many tokens make a chunk depends on the
-// operation and on the number of the rank's tokens alone, so both sides agree whatever their grids
-// are.
+// CUDA: rows are announced in chunks of tokens, which few tokens cut by columns into parts. What
+// makes a chunk depends on the operation, the number of the rank's tokens and the size of a row
+// alone, so both sides agree whatever their grids are.
 struct ChunkFlags {
   int most_tokens;  // of a chunk
 
-  static constexpr int kFewestChunks = 512;
+  static constexpr int kFewestChunks = 512, kMostParts = 8, kLeastPartBytes = 1024;
 
   constexpr int tokens_per_chunk(int tokens) const {
     const int wanted = (tokens + kFewestChunks - 1) / kFewestChunks;
@@ -115,9 +115,20 @@ struct ChunkFlags {
     const int each = tokens_per_chunk(tokens);
     return (tokens + each - 1) / each;
   }
-  // The most that any number of tokens up to `max_tokens` has.
+  // Of a chunk whose rows have `row_bytes` bytes: a power of two. Part i of a chunk has flag
+  // chunk * parts + i.
+  constexpr int parts(int tokens, std::uint64_t row_bytes) const {
+    int parts = 1;
+    while (parts < kMostParts && 2 * parts * count(tokens) <= kFewestChunks &&
+           row_bytes / (2 * parts) >= kLeastPartBytes) {
+      parts *= 2;
+    }
+    return parts;
+  }
+  // The most flags that any number of tokens up to `max_tokens` has.
   constexpr int bound(int max_tokens) const {
-    const int small = max_tokens < kFewestChunks ? max_tokens : kFewestChunks;
+    const int small =
+        max_tokens < kFewestChunks / kMostParts ? max_tokens * kMostParts : kFewestChunks;
     const int large = count(max_tokens);
     return small > large ? small : large;
   }

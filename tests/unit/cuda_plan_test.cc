@@ -1,5 +1,8 @@
 // What decides about launches on CUDA devices, without one: chunks, pieces of rows, numbers of
 // multiprocessors.
+#include <algorithm>
+#include <cstdlib>
+
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -25,7 +28,10 @@ TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
       EXPECT_LT((count - 1) * each, tokens + (tokens == 0)) << tokens;
       for (const int bound : {tokens, tokens + 1, 2 * tokens, 20000}) {
         if (bound >= tokens) {
-          EXPECT_LE(count, chunks.bound(bound)) << tokens << " of " << bound;
+          for (const std::uint64_t row_bytes : {16u, 2048u, 14336u}) {
+            const int flags = count * chunks.parts(tokens, row_bytes);
+            EXPECT_LE(flags, chunks.bound(bound)) << tokens << " of " << bound;
+          }
         }
       }
     }
@@ -61,15 +67,64 @@ TEST(MoverPlanTest, ScalesTravelBesideRowsWhereBulkCopiesCanCarryThem) {
   EXPECT_EQ(MoverPlan::make(14336, true, 224).beside_bytes, 0u) << "they are made on the way";
 }
 
+TEST(ChunkFlagsTest, FewTokensAreCutByColumnsIntoPartsOfSomeSize) {
+  EXPECT_EQ(summed_chunks().parts(1, 14336), 8);
+  EXPECT_EQ(summed_chunks().parts(128, 14336), 4);
+  EXPECT_EQ(summed_chunks().parts(4096, 14336), 1);
+  EXPECT_EQ(summed_chunks().parts(1, 2048), 2);
+  EXPECT_EQ(summed_chunks().parts(1, 2047), 1);
+  EXPECT_EQ(summed_chunks().parts(0, 14336), 8) << "no tokens: no flags, but defined";
+}
+
 TEST(LaunchPlanTest, FewerRanksNeedMoreMultiprocessorsToFillTheirLinks) {
   const MoverPlan row = MoverPlan::make(14336, false);
   int last = kHopper.sms;
   for (const int ranks : {2, 3, 4, 8}) {
-    const Traffic traffic{.ranks = ranks, .tokens = 4096, .row_bytes = 14336, .receives = false};
+    const Traffic traffic{.ranks = ranks, .tokens = 4096, .topk = 8, .row_bytes = 14336};
     const LaunchPlan plan = plan_dispatch(traffic, row, row, 0, 128, kHopper);
     EXPECT_LT(plan.blocks, last) << ranks;
     EXPECT_EQ(plan.first_blocks, plan.blocks) << "nobody waits for rows";
     last = plan.blocks;
+  }
+}
+
+TEST(LaunchPlanTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
+  const MoverPlan row = MoverPlan::make(14336, false);
+  Traffic traffic{.ranks = 4, .tokens = 4096, .topk = 8, .row_bytes = 14336};
+  const int dispatch = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
+  const int combine = plan_combine(traffic, 0, 128, kHopper).blocks;
+  EXPECT_EQ(dispatch, 12) << "as many as fill the links of four ranks";
+  EXPECT_EQ(combine, 16);
+  const MoverPlan quantised = MoverPlan::make(14336, true);
+  EXPECT_GT(plan_dispatch(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch);
+  traffic.receives = true;  // by rank, staged
+  EXPECT_GT(plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks, dispatch);
+  EXPECT_GT(plan_combine(traffic, 0, 128, kHopper).blocks, combine);
+  traffic.expert_major = true;
+  const int by_expert = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
+  EXPECT_GT(by_expert, dispatch);
+  traffic.topk = 2;
+  EXPECT_LT(plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks, by_expert);
+}
+
+TEST(LaunchPlanTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
+  const MoverPlan row = MoverPlan::make(14336, false);
+  for (const bool by_expert : {false, true}) {
+    Traffic traffic{.ranks = 2, .topk = 8, .row_bytes = 14336, .expert_major = by_expert};
+    traffic.receives = by_expert;
+    int dispatch = 0, combine = 0;
+    for (int tokens = 1; tokens <= 16384; tokens += tokens / 64 + 1) {
+      traffic.tokens = tokens;
+      const int d = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
+      const int c = plan_combine(traffic, 0, 128, kHopper).blocks;
+      if (tokens > 1) {
+        EXPECT_LE(std::abs(d - dispatch), 10) << tokens << " tokens";
+        EXPECT_LE(std::abs(c - combine), 10) << tokens << " tokens";
+      }
+      dispatch = d;
+      combine = c;
+    }
+    EXPECT_LE(std::max(dispatch, combine), 64) << "half a device";
   }
 }
 
@@ -81,7 +136,7 @@ TEST(LaunchPlanTest, StaysWithinTheBudgetAndTheDevice) {
         for (const int tokens : {0, 1, 128, 4096}) {
           for (const int sms : {0, 1, 64}) {
             const Traffic traffic{
-                .ranks = 4, .tokens = tokens, .row_bytes = bytes, .receives = true};
+                .ranks = 4, .tokens = tokens, .topk = 8, .row_bytes = bytes, .receives = true};
             const LaunchPlan sent = plan_dispatch(traffic, row, row, sms, budget, kHopper);
             const LaunchPlan summed = plan_combine(traffic, sms, budget, kHopper);
             for (const LaunchPlan& plan : {sent, summed}) {
@@ -122,7 +177,7 @@ TEST(LaunchPlanTest, RanksOfOneDeviceShareIt) {
 }
 
 TEST(LaunchPlanTest, ExplainsItselfInOneLine) {
-  const Traffic traffic{.ranks = 4, .tokens = 4096, .row_bytes = 14336, .receives = false};
+  const Traffic traffic{.ranks = 4, .tokens = 4096, .topk = 8, .row_bytes = 14336};
   const LaunchPlan plan = plan_combine(traffic, 0, 128, kHopper);
   const std::string line = explain("combine", plan, traffic, 0, 128);
   EXPECT_EQ(line.find('\n'), std::string::npos);

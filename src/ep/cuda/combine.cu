@@ -32,16 +32,16 @@ class Pusher {
 
   __device__ void push_all() {
     const Team team{0, p_.push_blocks};
-    for_each_arrival(
-        turn_, plan_, summed_chunks(), 0, team, [&](int source, int chunk, int token, int tokens) {
-          if (reads_itself(source)) return true;
-          for_each_item(
-              turn_, plan_, items_of(turn_, plan_, source, token, tokens),
-              [&](const ItemRows& rows, std::uint32_t slot) { push(source, rows, slot); });
-          // Also without items: a source whose codes are damaged must not wait for ever.
-          turn_.release_chunk(chunk, [&](int d) { return d == source; });
-          return true;
-        });
+    for_each_arrival(turn_, plan_, summed_chunks(), p_.row_bytes, 0, team, [&](const Arrival& a) {
+      if (reads_itself(a.source)) return true;
+      const Columns columns = Columns::part_of(p_.row_bytes, a.part, a.parts);
+      for_each_item(
+          turn_, plan_, items_of(turn_, plan_, a.source, a.token, a.tokens),
+          [&](const ItemRows& rows, std::uint32_t slot) { push(a.source, rows, slot, columns); });
+      // Also without items: a source whose codes are damaged must not wait for ever.
+      turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
+      return true;
+    });
   }
 
  private:
@@ -50,7 +50,8 @@ class Pusher {
     return source == turn_.rank() && !turn_.group().expert_major;
   }
 
-  __device__ void push(int source, const ItemRows& rows, std::uint32_t slot) {
+  __device__ void push(int source, const ItemRows& rows, std::uint32_t slot,
+                       const Columns& columns) {
     const int per_token = turn_.group().slots_per_token(turn_.plan().topk);
     if (slot >= static_cast<std::uint32_t>(turn_.group().max_tokens) * per_token) return;
     __syncwarp();  // the last sum has read its terms
@@ -60,7 +61,7 @@ class Pusher {
     }
     __syncwarp();
     add_up<T>(turn_.peer(source).extra + slot * p_.row_bytes, terms_, rows.count,
-              p_.weights != nullptr, 0, static_cast<std::uint32_t>(p_.row_bytes / 16));
+              p_.weights != nullptr, columns.first, columns.last);
   }
 
   const CombineParams& p_;
@@ -85,12 +86,14 @@ class Summer {
     const int tokens = turn_.plan().tokens;
     const auto vectors = static_cast<int>(p_.row_bytes / 16);
     const int warps = team.blocks * warps_per_block();
-    int parts = 1;
+    const int pushed_parts = summed_chunks().parts(tokens, p_.row_bytes);
+    int parts = pushed_parts;
     while (tokens * parts < 2 * warps && parts * 64 < vectors) parts *= 2;
-    const int size = (vectors + parts - 1) / parts;
     return for_each_unit(turn_, 1, team, tokens * parts, [&](int unit) {
-      const int first = unit % parts * size;
-      return sum(unit / parts, first, min(first + size, vectors));
+      const int token = unit / parts, part = unit % parts;
+      const int chunk = token / summed_chunks().tokens_per_chunk(tokens);
+      const int flag = chunk * pushed_parts + part * pushed_parts / parts;
+      return sum(token, flag, Columns::part_of(p_.row_bytes, part, parts));
     });
   }
 
@@ -121,7 +124,8 @@ class Summer {
                       : RowCodec::kNone);
   }
 
-  __device__ bool sum(int token, int first, int last) {
+  // `flag` says that what a peer pushes of these columns is here.
+  __device__ bool sum(int token, int flag, const Columns& columns) {
     const Choice c = choice_of(token);
     int count = 0;
     const int order = order_of(c, count);
@@ -134,8 +138,7 @@ class Summer {
       if (peer.rows != nullptr || own) {
         terms_.row[order] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
       } else {
-        const int chunk = token / summed_chunks().tokens_per_chunk(turn_.plan().tokens);
-        here = turn_.wait_chunk(c.rank, chunk);
+        here = turn_.wait_chunk(c.rank, flag);
         const std::uint64_t slot =
             static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +
             order;
@@ -146,7 +149,7 @@ class Summer {
     if (!__all_sync(kAllLanes, here)) return false;
     __syncwarp();  // passes the acquires on to all lanes, and the terms
     add_up<T>(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes, terms_, count, false,
-              static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(last));
+              columns.first, columns.last);
     return true;
   }
 
@@ -173,16 +176,18 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
   __shared__ Terms terms_of_warp[kCombineWarps];
+  fetch_params(p);
   Turn turn(p.turn, shared);
   bool started = turn.begin();
-  if (started && p.grad_recv_weights.staged != nullptr) {
+  const bool stages = p.grad_recv_weights.staged != nullptr;
+  if (started && stages) {
     if (turn.verdict() == Verdict::go && !refused(turn.plan())) {
       stage_weights(p.grad_recv_weights, turn.plan().recv_rows);
     }
     started = turn.barrier(1);
   }
   if (started) {
-    turn.enter();
+    turn.enter(stages);
     turn.await({.rows = p.row_bytes,
                 .scales = 0,
                 .weights = p.grad_recv_weights.row_bytes,

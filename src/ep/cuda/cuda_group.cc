@@ -68,6 +68,14 @@ class CudaGroup final : public Group {
   GroupView view() const { return {this, &device_, segment_base(rank())}; }
   std::byte* segment_base(int r) const { return segments_[at(r)]->base(); }
 
+  Traffic traffic_of(int tokens, std::uint64_t row_bytes, bool receives) const {
+    return {.ranks = config().ranks,
+            .tokens = tokens,
+            .topk = config().max_topk,
+            .row_bytes = row_bytes,
+            .expert_major = config().expert_major(),
+            .receives = receives};
+  }
   void log_plan(int operation, const LaunchPlan& plan, const Traffic& traffic) const {
     if (!log_enabled("plan")) return;
     log_line(concat("[plan] ",
@@ -267,7 +275,7 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   DispatchStart start = dispatch_params(call, view());
   DispatchParams& params = start.params;
   const int tokens = static_cast<int>(start.tokens.rows);
-  const Traffic traffic{config().ranks, tokens, params.recv_tokens.row_bytes, params.receives};
+  const Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
   const LaunchPlan plan =
       plan_dispatch(traffic, params.send, params.fan_out, config().num_sms, budget_, facts_);
   params.turn = turn(start.turning);
@@ -280,7 +288,7 @@ template <class Call>
 void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   CombineStart start = combine_params(call, view());
   CombineParams& params = start.params;
-  const Traffic traffic{config().ranks, start.tokens, params.row_bytes, params.pushes};
+  const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
   const LaunchPlan plan = plan_combine(traffic, config().num_sms, budget_, facts_);
   params.turn = turn(start.turning);
   params.push_blocks = plan.first_blocks;

@@ -29,11 +29,27 @@ struct NotScaled {};  // rows arrive as they are to be
 
 // ---- Sending -----------------------------------------------------------------------------------
 
+// The codes of the token that a warp sends first, fetched while the peers are waited for.
+struct FirstToken {
+  int token = -1;
+  std::uint32_t code = RowCodec::kNone;  // of this lane's choice
+};
+
+__device__ FirstToken first_token(const DispatchParams& p, const Turn& turn) {
+  const int tokens = turn.plan().tokens, topk = turn.plan().topk;
+  const int chunk = first_unit({0, p.send_blocks});
+  if (turn.verdict() != Verdict::go || chunk < 0 || chunk >= sent_chunks().count(tokens)) return {};
+  const int token = chunk * sent_chunks().tokens_per_chunk(tokens);
+  const PlanParts plan = parts_of(p.turn.plan, turn.plan());
+  return {token, lane_id() < topk ? plan.code[static_cast<std::uint64_t>(token) * topk + lane_id()]
+                                  : RowCodec::kNone};
+}
+
 class Sender {
  public:
   __device__ Sender(const DispatchParams& params, Turn& turn, TurnShared& shared,
-                    const PlanParts& plan, Mover& mover)
-      : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover) {}
+                    const PlanParts& plan, Mover& mover, const FirstToken& first)
+      : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover), first_(first) {}
 
   __device__ void send_all() {
     const int tokens = turn_.plan().tokens;
@@ -66,8 +82,9 @@ class Sender {
   __device__ void send_token(int token) {
     const int topk = turn_.plan().topk;
     const int k = lane_id();
-    const std::uint32_t code =
-        k < topk ? plan_.code[static_cast<std::uint64_t>(token) * topk + k] : RowCodec::kNone;
+    const std::uint32_t code = token == first_.token ? first_.code
+                               : k < topk ? plan_.code[static_cast<std::uint64_t>(token) * topk + k]
+                                          : RowCodec::kNone;
     const Choice c = decode(turn_, shared_, code);
     if (!__any_sync(kAllLanes, c.valid)) return;
     Mover::Target to{nullptr, nullptr};
@@ -156,6 +173,7 @@ class Sender {
   TurnShared& shared_;
   const PlanParts& plan_;
   Mover& mover_;
+  const FirstToken first_;
 };
 
 // ---- Receiving ---------------------------------------------------------------------------------
@@ -171,13 +189,13 @@ class Receiver {
   __device__ bool receive_all() {
     const int sending = p_.send_blocks, blocks = static_cast<int>(gridDim.x);
     const Team team{sending < blocks ? sending : 0, sending < blocks ? blocks - sending : blocks};
-    const bool good = for_each_arrival(
-        turn_, plan_, sent_chunks(), 1, team, [&](int source, int chunk, int token, int tokens) {
-          if (source == turn_.rank() && p_.own_rows_direct) return true;
-          const ItemRange items = items_of(turn_, plan_, source, token, tokens);
+    const bool good =
+        for_each_arrival(turn_, plan_, sent_chunks(), 0, 1, team, [&](const Arrival& a) {
+          if (a.source == turn_.rank() && p_.own_rows_direct) return true;
+          const ItemRange items = items_of(turn_, plan_, a.source, a.token, a.tokens);
           if (items.first >= items.last) return true;
           bool here = true;
-          if (lane_id() == 0) here = turn_.wait_chunk(source, chunk);
+          if (lane_id() == 0) here = turn_.wait_chunk(a.source, a.flag);
           if (!__shfl_sync(kAllLanes, here, 0)) return false;
           __syncwarp();  // passes the acquire on to all lanes
           // Peers' stores are seen by this thread; now by bulk loads, too.
@@ -290,10 +308,13 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ TurnShared shared;
   extern __shared__ __align__(128) std::byte stages[];
+  fetch_params(p);
   Turn turn(p.turn, shared);
   const bool started = turn.begin();
+  FirstToken first;
   if (started) {
     turn.enter();
+    first = first_token(p, turn);
     turn.await({.rows = p.recv_tokens.row_bytes,
                 .scales = p.recv_scales.row_bytes,
                 .weights = p.recv_weights.row_bytes,
@@ -310,7 +331,7 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
         stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
     if (static_cast<int>(blockIdx.x) < p.send_blocks) {
       Mover mover(warp_stages, p.send);
-      Sender(p, turn, shared, plan, mover).send_all();
+      Sender(p, turn, shared, plan, mover, first).send_all();
     }
     fill_gaps(p, turn, plan);
     if (p.receives) {

@@ -14,6 +14,7 @@ namespace {
 
 __global__ void __launch_bounds__(128, 1) failed_kernel(const __grid_constant__ FailedParams p) {
   __shared__ TurnShared shared;
+  fetch_params(p);
   Turn turn(p.turn, shared);
   if (turn.begin()) {
     turn.enter();

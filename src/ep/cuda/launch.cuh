@@ -1,10 +1,11 @@
-// Starting kernels, and loading them beforehand.
+// Starting kernels, loading them beforehand, and what each does first.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "base/error.h"
 #include "cuda/error.h"
+#include "cuda/ptx.cuh"
 #include "ep/cuda/launch_plan.h"
 
 namespace xd::ep::cuda {
@@ -38,6 +39,18 @@ void load_kernel(void (*kernel)(Params), std::size_t shared_bytes) {
   const auto dynamic = static_cast<int>(shared_bytes - attributes.sharedSizeBytes);
   XD_CUDA_CHECK(
       cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic));
+}
+
+// A kernel's parameters come from far when they are read first, line by line: here all at once, by
+// all warps. All threads.
+template <class Params>
+__device__ void fetch_params(const Params& p) {
+  constexpr unsigned kLineWords = 16;
+  const auto* words = reinterpret_cast<const std::uint32_t*>(&p);
+  for (unsigned i = threadIdx.x / 32 * kLineWords; i < sizeof(Params) / 4;
+       i += blockDim.x / 32 * kLineWords) {
+    ptx::keep(words[i]);
+  }
 }
 
 }  // namespace xd::ep::cuda

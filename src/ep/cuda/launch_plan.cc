@@ -13,15 +13,40 @@ namespace {
 // peers.
 constexpr int kReserve = 4;
 
-// What one multiprocessor moves, and what a device's links carry, in GB/s (Hopper, NVLink 4). They
-// decide on numbers of blocks only.
-constexpr double kSmRate = 45.0, kLinkRate = 360.0;
+// Of a device whose other half is the caller's.
+constexpr int kMostChosen = 64;
 
-// Multiprocessors that move rows as fast as the links carry those for other ranks, if rows go to
-// all ranks alike; `slack`: over what that takes without any latency.
-int sms_for_links(int ranks, double slack) {
-  if (ranks == 1) return 64;  // local copies: as fast as many can
-  return static_cast<int>(std::lround(kLinkRate / kSmRate * slack * ranks / (ranks - 1)));
+// In GB/s (Hopper, NVLink 4): rows that one multiprocessor stores by bulk copies, or reads and
+// writes where it sums; and what a device's links carry. They decide on numbers of blocks only.
+constexpr double kStoreRate = 45.0, kSumRate = 40.0, kLinkRate = 360.0;
+// Rows that it quantises, in bytes read.
+constexpr double kQuantiseRate = 14.0;
+
+// Rows per token, if choices fall on all ranks alike.
+struct RowsPerToken {
+  double ranks;      // that hold some of its experts
+  double remote;     // the others of them
+  double delivered;  // in receive tensors
+};
+
+RowsPerToken rows_per_token(const Traffic& traffic) {
+  const double others = 1.0 - 1.0 / traffic.ranks;
+  const double ranks = traffic.ranks * (1.0 - std::pow(others, traffic.topk));
+  return {ranks, ranks * others, traffic.expert_major ? double(traffic.topk) : ranks};
+}
+
+// Multiprocessors that move `moves` rows a token, each at `rate`, while the links carry those for
+// other ranks; `slack`: over what that takes without any latency.
+int sms_for_links(double moves, double remote, double rate, double slack) {
+  if (remote == 0.0) return kMostChosen;  // local copies: as fast as many can
+  const double sms = kLinkRate / rate * slack * moves / remote;
+  return static_cast<int>(std::lround(std::min(sms, double{kMostChosen})));
+}
+
+// Few tokens: warps for as many, as latency counts; then fewer again, as throughput begins to.
+int tokens_at_once(int tokens) {
+  constexpr int kMost = 512;
+  return std::clamp(2 * kMost - tokens, 0, tokens);
 }
 
 int blocks_for(int wanted, int num_sms, int budget) {
@@ -50,27 +75,38 @@ int sm_budget(const Config& config, const DeviceFacts& device) {
 }
 
 LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device) {
+  // Every warp's counters and what they begin with, and the first rows of all zones.
+  const std::size_t columns = counter_columns(experts, ranks);
+  const std::size_t room = (device.shared_bytes - kStaticSharedBytes) / sizeof(std::uint32_t);
+  const auto fitting = static_cast<std::int64_t>(room) - experts - static_cast<int>(columns);
+  const auto warps = static_cast<int>(
+      std::clamp<std::int64_t>(fitting / static_cast<std::int64_t>(columns), 1, kMostPrepareWarps));
   // A warp's tokens are numbered one step after another, so many warps; but every block sums up all
   // zones, and waits for all others.
   constexpr int kMost = 32, kTokensPerWarp = 8;
-  constexpr int kTokensPerBlock = kPrepareWarps * kTokensPerWarp;
-  const int wanted = std::clamp((tokens + kTokensPerBlock - 1) / kTokensPerBlock, 1, kMost);
-  // Every warp's counters, and the first rows of all zones.
-  const std::size_t words = kPrepareWarps * counter_columns(experts, ranks) + at(experts);
+  const int wanted = std::clamp((tokens / kTokensPerWarp + warps - 1) / warps, 1, kMost);
   return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one for the plan's head
           .first_blocks = 0,
-          .threads = kPrepareWarps * 32,
-          .shared_bytes = words * sizeof(std::uint32_t)};
+          .threads = warps * 32,
+          .shared_bytes = ((at(warps) + 1) * columns + at(experts)) * sizeof(std::uint32_t)};
 }
 
 LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
                          int num_sms, int budget, const DeviceFacts& device) {
   const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
   const int warps = mover_warps(warp_bytes, device);
-  // Few tokens: a warp for each, as latency counts.
-  const int latency = traffic.tokens <= 512 ? (traffic.tokens + warps - 1) / warps : 0;
-  const int sending = std::max(sms_for_links(traffic.ranks, 1.12), latency);
-  const int wanted = traffic.receives ? 2 * sending : sending;
+  const RowsPerToken rows = rows_per_token(traffic);
+  // Rows for this rank itself go to all their places at once; a peer's first arrive, then are
+  // copied from there to the others or, out of staging memory, to all of them.
+  const double copies = traffic.expert_major ? 0.0 : rows.remote;
+  const double moves = rows.delivered + (traffic.receives ? copies : 0.0);
+  const int latency = (tokens_at_once(traffic.tokens) + warps - 1) / warps;
+  int wanted = std::max(sms_for_links(moves, rows.remote, kStoreRate, 1.12),
+                        traffic.receives ? 2 * latency : latency);
+  // Two bytes are read for each that is sent.
+  if (send.out_bytes != 0) {
+    wanted = std::max(wanted, sms_for_links(2.0, rows.remote, kQuantiseRate, 1.0));
+  }
   LaunchPlan plan{.blocks = blocks_for(wanted, num_sms, budget)};
   plan.first_blocks = traffic.receives && plan.blocks > 1 ? (plan.blocks + 1) / 2 : plan.blocks;
   plan.threads = warps * 32;
@@ -80,10 +116,13 @@ LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const Mo
 
 LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
                         const DeviceFacts& device) {
-  // Few tokens: several warps for each, as latency counts.
-  const int latency = traffic.tokens <= 512 ? std::min(traffic.tokens / 4 + 1, 64) : 0;
-  const int summing = std::max(sms_for_links(traffic.ranks, 1.5), latency);
-  const int wanted = traffic.receives ? 2 * summing : summing;
+  const RowsPerToken rows = rows_per_token(traffic);
+  const double pushed = traffic.receives ? rows.delivered + rows.ranks : 0.0;
+  const double moves = pushed + rows.ranks + 1.0;
+  // Few tokens: several warps for each.
+  const int latency = std::min(tokens_at_once(traffic.tokens) / 4 + 1, kMostChosen);
+  const int wanted = std::max(sms_for_links(moves, rows.remote, kSumRate, 1.05),
+                              traffic.receives ? 2 * latency : latency);
   LaunchPlan plan{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
   // Partial sums take a little more than what follows.
   plan.first_blocks = (plan.blocks * 5 + 7) / 8;
@@ -97,8 +136,9 @@ std::string explain(const char* operation, const LaunchPlan& plan, const Traffic
                 num_sms > 0 ? "as configured" : "chosen", ", budget ", budget, "), ",
                 plan.first_blocks, " begin with rows for peers, ", plan.threads / 32,
                 " warps each, for ", traffic.tokens, " tokens of ", traffic.row_bytes, " bytes, ",
-                traffic.ranks, " ranks", traffic.receives ? ", with local copies" : "",
-                "; one multiprocessor moves ", kSmRate, " GB/s, the links carry ", kLinkRate);
+                traffic.ranks, " ranks, top-", traffic.topk,
+                traffic.receives ? ", with local copies" : "", "; one multiprocessor stores ",
+                kStoreRate, " or sums ", kSumRate, " GB/s, the links carry ", kLinkRate);
 }
 
 }  // namespace xd::ep::cuda

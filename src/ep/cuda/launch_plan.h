@@ -12,7 +12,7 @@
 namespace xd::ep::cuda {
 
 // Warps of a block: exactly, or at the most where shared memory decides.
-inline constexpr int kPrepareWarps = 8, kMostMoverWarps = 16, kCombineWarps = 20;
+inline constexpr int kMostPrepareWarps = 16, kMostMoverWarps = 16, kCombineWarps = 20;
 
 // More than any kernel has statically.
 inline constexpr std::size_t kStaticSharedBytes = 20480;
@@ -40,9 +40,10 @@ struct LaunchPlan {
 struct Traffic {
   int ranks = 1;
   int tokens = 0;  // of this rank
+  int topk = 1;    // that the group allows
   std::uint64_t row_bytes = 0;
-  bool receives =
-      false;  // dispatch: local copies follow the rows. combine: partial sums are pushed
+  bool expert_major = false;
+  bool receives = false;  // dispatch: copies at the owner follow. combine: partial sums are pushed
 };
 
 // Multiprocessors that operations of a group may use on this device: config.num_sms, or what is

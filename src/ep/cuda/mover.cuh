@@ -5,6 +5,9 @@
 //   all lanes:  wait for it -> lanes with a destination store from the stage -> commit
 //   all lanes:  before the stage is loaded again, its stores have read it (wait_group.read)
 //
+// Quantising, a stage has room for what a piece becomes, which is what its stores read: the next
+// piece may be loaded meanwhile, and that room is waited for when it is written again.
+//
 // A destination belongs to a lane; who asks whether rows have landed (landed()) asks all lanes.
 #pragma once
 
@@ -91,7 +94,7 @@ class Mover {
 
   __device__ void load(const Source& from, std::uint32_t piece, bool with_beside) {
     // The last stores that were issued are this stage's: the other one's piece is still loading.
-    ptx::bulk_wait_sources_read();
+    if (plan_.out_bytes == 0) ptx::bulk_wait_sources_read<0>();
     __syncwarp();
     if (lane() == 0) {
       std::uint64_t* barrier = barriers_ + loaded_ % kStages;
@@ -127,6 +130,10 @@ class Mover {
     std::byte* out = in + plan_.piece_bytes;
     const std::uint32_t columns = piece_bytes(previous_.piece) / 2;
     auto* scales = reinterpret_cast<float*>(out + plan_.scales_at());
+    // A group for each piece: the last one's stores read the other stage.
+    static_assert(kStages == 2);
+    ptx::bulk_wait_sources_read<1>();
+    __syncwarp();
     quantise_piece(out, scales, in, columns);
     ptx::fence_proxy_async();  // bulk stores read what the lanes have written
     __syncwarp();

@@ -25,11 +25,12 @@
 namespace xd::ep::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kPrepareThreads, 1)
+__global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     prepare_kernel(const __grid_constant__ PrepareParams p) {
   __shared__ TurnShared shared;
   __shared__ PrepareShared state;
   extern __shared__ __align__(16) std::uint32_t counters[];
+  fetch_params(p);
   Turn turn(p.turn, shared);
   Prepare prepare(p, turn, shared, state, counters);
   bool good = turn.begin();

@@ -3,30 +3,39 @@
 
 namespace xd::ep::cuda {
 
-// The warp's tokens, as many at a time as the lanes hold: body(first token, end).
+// The choices of the warp's tokens, as many tokens at a time as the lanes hold: body(choice). The
+// next ids are fetched meanwhile.
 template <class Body>
 __device__ void Prepare::for_each_step(Body&& body) const {
-  const int warps = counting_blocks() * kPrepareWarps;
+  const int warps = counting_blocks() * warps_per_block();
   const int each = (p_.tokens + warps - 1) / warps;
-  const int warp = static_cast<int>(blockIdx.x) * kPrepareWarps + warp_in_block();
+  const int warp = static_cast<int>(blockIdx.x) * warps_per_block() + warp_in_block();
   if (warp >= warps) return;
   const std::int64_t begin = std::int64_t{warp} * each;
-  const int end = static_cast<int>(min(begin + each, std::int64_t{p_.tokens}));
+  const std::int64_t end = min(begin + each, std::int64_t{p_.tokens});
   const int step = 32 / p_.topk;
-  for (std::int64_t t = begin; t < end; t += step) body(static_cast<int>(t), end);
+  const int of_step = lane_id() / p_.topk;
+  std::int64_t next = of_step < step ? id_at(begin + of_step, end) : -1;
+  for (std::int64_t t = begin; t < end; t += step) {
+    const std::int64_t id = next;
+    if (of_step < step) next = id_at(t + step + of_step, end);
+    body(pick(t + of_step, of_step < step && t + of_step < end, id));
+  }
+}
+
+// What this lane's choice of a token names; -1 from `end` on.
+__device__ inline std::int64_t Prepare::id_at(std::int64_t token, std::int64_t end) const {
+  if (token >= end) return -1;
+  const std::int64_t at = token * p_.topk + lane_id() % p_.topk;
+  return p_.wide_ids ? static_cast<const std::int64_t*>(p_.topk_idx)[at]
+                     : static_cast<const std::int32_t*>(p_.topk_idx)[at];
 }
 
 // A choice counts if its id is an expert's and this row has not named that expert before.
-__device__ inline Prepare::Pick Prepare::pick(int first_token, int end) const {
+__device__ inline Prepare::Pick Prepare::pick(std::int64_t token, bool active,
+                                              std::int64_t id) const {
   const int of_step = lane_id() / p_.topk;
-  Pick c{false, false, first_token + of_step, of_step * p_.topk, -1, -1};
-  const bool active = of_step < 32 / p_.topk && c.token < end;
-  std::int64_t id = -1;
-  if (active) {
-    const std::uint64_t at = static_cast<std::uint64_t>(c.token) * p_.topk + lane_id() % p_.topk;
-    id = p_.wide_ids ? static_cast<const std::int64_t*>(p_.topk_idx)[at]
-                     : static_cast<const std::int32_t*>(p_.topk_idx)[at];
-  }
+  Pick c{active, false, false, static_cast<int>(token), of_step * p_.topk, -1, -1};
   const bool inside = id >= 0 && id < g_.experts;
   const unsigned key = inside ? static_cast<unsigned>(of_step) << 16 | static_cast<unsigned>(id)
                               : 0x80000000u | lane_id();
@@ -46,16 +55,15 @@ __device__ inline void Prepare::count_choices() {
     // Whatever plan these bytes were, they are none from now on.
     reinterpret_cast<std::uint64_t*>(p_.plan)[threadIdx.x] = 0;
   }
-  for (int i = thread(); i < kPrepareWarps * columns_; i += kPrepareThreads) counters_[i] = 0;
+  for (int i = thread(); i < warps_per_block() * columns_; i += threads()) counters_[i] = 0;
   if (threadIdx.x == 0) s_.bad = 0;
   if (blockIdx.x == 0) {
-    for (int e = thread(); e < g_.experts; e += kPrepareThreads) {
+    for (int e = thread(); e < g_.experts; e += threads()) {
       p_.scratch[scratch_.kept + e] = 0;
     }
   }
   __syncthreads();
-  for_each_step([&](int token, int end) {
-    const Pick c = pick(token, end);
+  for_each_step([&](const Pick& c) {
     const unsigned key =
         c.good ? static_cast<unsigned>(c.first_lane) << 16 | c.rank : 0x80000000u | lane_id();
     const unsigned same = __match_any_sync(kAllLanes, key);
@@ -74,24 +82,51 @@ __device__ inline void Prepare::count_choices() {
 __device__ inline void Prepare::sum_block(bool experts) {
   __syncthreads();
   std::uint32_t* to = block_counts(static_cast<int>(blockIdx.x));
-  for (int c = thread() + (experts ? 0 : g_.experts); c < columns_; c += kPrepareThreads) {
+  for (int c = thread() + (experts ? 0 : g_.experts); c < columns_; c += threads()) {
     std::uint32_t sum = 0;
-    for (int w = 0; w < kPrepareWarps; ++w) sum += counter(w)[c];
+    for (int w = 0; w < warps_per_block(); ++w) sum += counter(w)[c];
     to[c] = sum;
   }
   if (experts && threadIdx.x == 0) to[columns_] = s_.bad;
 }
 
-__device__ inline bool Prepare::wait_count(int source, std::size_t index,
-                                           std::uint32_t& count) const {
-  const std::uint64_t* word = counts_at(g_.rank(), source) + index;
+// One word of every source's counts: body(source, count), in their order. `own` is this rank's,
+// which need not come back from memory. False = fatal.
+template <class Body>
+__device__ bool Prepare::for_each_count(std::size_t index, std::uint32_t own, Body&& body) const {
+  constexpr int kAtOnce = 8;
   const std::uint64_t epoch = turn_.epoch();
-  const bool here = device::wait_until(
+  for (int first = 0; first < g_.ranks(); first += kAtOnce) {
+    std::uint64_t word[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int source = first + i;
+      word[i] = source < g_.ranks() && source != g_.rank()
+                    ? ptx::ld_relaxed_sys(counts_at(g_.rank(), source) + index)
+                    : count_word(own, epoch);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int source = first + i;
+      if (source >= g_.ranks()) break;
+      if (!count_is_of(word[i], epoch) && !wait_count(source, index, word[i])) return false;
+      body(source, count_of(word[i]));
+    }
+  }
+  return true;
+}
+
+__device__ inline bool Prepare::wait_count(int source, std::size_t index,
+                                           std::uint64_t& word) const {
+  const std::uint64_t* at = counts_at(g_.rank(), source) + index;
+  const std::uint64_t epoch = turn_.epoch();
+  return device::wait_until(
       g_.comm, turn_.site(XD_PHASE_COUNTS), source,
-      [=] { return count_is_of(ptx::ld_relaxed_sys(word), epoch); },
-      [=] { return count_is_of(ptx::ld_relaxed_sys(word), epoch) ? epoch : epoch - 1; });
-  if (here) count = count_of(ptx::ld_relaxed_sys(word));
-  return here;
+      [&] {
+        word = ptx::ld_relaxed_sys(at);
+        return count_is_of(word, epoch);
+      },
+      [&] { return count_is_of(word, epoch) ? epoch : epoch - 1; });
 }
 
 // Sums over blocks, before each of them and of all.
@@ -131,13 +166,12 @@ __device__ inline bool Prepare::exchange_column(int column, std::uint64_t& hash)
       ptx::st_relaxed_sys(counts_at(peer, g_.rank()) + index, count_word(value, turn_.epoch()));
     }
     std::uint32_t total = 0, before = 0;
-    for (int s = 0; s < g_.ranks(); ++s) {
-      std::uint32_t count = 0;
-      if (!wait_count(s, index, count)) return false;
-      hash += hash_entry(static_cast<std::uint64_t>(s) * layout_.size() + index, count);
-      if (s < g_.rank()) before += count;
+    const bool good = for_each_count(index, value, [&](int source, std::uint32_t count) {
+      hash += hash_entry(static_cast<std::uint64_t>(source) * layout_.size() + index, count);
+      if (source < g_.rank()) before += count;
       total += count;
-    }
+    });
+    if (!good) return false;
     if (is_expert) {
       p_.scratch[scratch_.expert_total + column] = total;
       p_.scratch[scratch_.expert_base + column] = before;
@@ -149,8 +183,8 @@ __device__ inline bool Prepare::exchange_column(int column, std::uint64_t& hash)
 __device__ inline bool Prepare::exchange_counts() {
   std::uint64_t hash = 0;
   bool good = true;
-  for (int c = static_cast<int>(blockIdx.x) * kPrepareThreads + thread(); c <= columns_ && good;
-       c += static_cast<int>(gridDim.x) * kPrepareThreads) {
+  for (int c = static_cast<int>(blockIdx.x) * threads() + thread(); c <= columns_ && good;
+       c += static_cast<int>(gridDim.x) * threads()) {
     good = exchange_column(c, hash);
   }
   __syncwarp();
@@ -166,7 +200,7 @@ __device__ inline bool Prepare::exchange_counts() {
 // threads.
 template <class Value, class Store>
 __device__ void Prepare::scan(int count, Value&& value, Store&& store) {
-  const int each = (count + kPrepareThreads - 1) / kPrepareThreads;
+  const int each = (count + threads() - 1) / threads();
   const int begin = min(thread() * each, count), end = min(begin + each, count);
   std::uint64_t own = 0;
   for (int i = begin; i < end; ++i) own += value(i);
@@ -192,8 +226,13 @@ __device__ void Prepare::scan(int count, Value&& value, Store&& store) {
 // Zones of all experts, padded rows of all ranks, this block's first rows.
 __device__ inline void Prepare::place() {
   const auto alignment = static_cast<std::uint64_t>(g_.alignment);
-  const std::uint32_t* totals = p_.scratch + scratch_.expert_total;
-  for (int e = thread(); e < g_.experts; e += kPrepareThreads) zone_[e] = totals[e];
+  const std::uint32_t* base = block_base(static_cast<int>(blockIdx.x));
+  for (int c = thread(); c < columns_; c += threads()) {
+    next_[c] = base[c];
+    if (c >= g_.experts) continue;
+    next_[c] += p_.scratch[scratch_.expert_base + c];
+    zone_[c] = p_.scratch[scratch_.expert_total + c];
+  }
   if (thread() == 0) {
     s_.overflow_rank = s_.bad_id_rank = INT32_MAX;
     s_.bad_ids = 0;
@@ -208,7 +247,7 @@ __device__ inline void Prepare::place() {
         if (e % g_.local_experts == 0) s_.start[e / g_.local_experts] = sum;
         if (e < g_.experts) zone_[e] = static_cast<std::uint32_t>(sum);
       });
-  for (int e = thread(); e < g_.experts; e += kPrepareThreads) {
+  for (int e = thread(); e < g_.experts; e += threads()) {
     const int d = e / g_.local_experts;
     const bool far = s_.start[d + 1] - s_.start[d] >= kFarRow;
     zone_[e] = far ? kFarRow : zone_[e] - static_cast<std::uint32_t>(s_.start[d]);
@@ -221,7 +260,7 @@ __device__ inline void Prepare::place() {
 
 // Without drops: how many items and rows every source has here.
 __device__ inline void Prepare::count_items() {
-  for (int s = warp_in_block(); s < g_.ranks(); s += kPrepareWarps) {
+  for (int s = warp_in_block(); s < g_.ranks(); s += warps_per_block()) {
     std::uint32_t rows = 0;
     for (int e = lane_id(); e < g_.local_experts; e += 32) {
       rows += said(s, layout_.expert(g_.rank() * g_.local_experts + e));
@@ -234,6 +273,7 @@ __device__ inline void Prepare::count_items() {
 __device__ inline void Prepare::find_overflow() {
   const int d = thread();
   if (d < g_.ranks()) {
+    const std::uint32_t bad = said(d, layout_.bad_ids());
     std::uint64_t total = s_.start[d + 1] - s_.start[d];
     if (!g_.expert_major) {
       total = 0;
@@ -241,7 +281,6 @@ __device__ inline void Prepare::find_overflow() {
     }
     s_.total[d] = total;
     if (total > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
-    const std::uint32_t bad = said(d, layout_.bad_ids());
     if (bad > 0) atomicMin(&s_.bad_id_rank, d);
     atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(bad));
   }
@@ -252,15 +291,14 @@ __device__ inline void Prepare::find_overflow() {
 
 // The counters become the next number of each column, for every warp.
 __device__ inline void Prepare::open_counters() {
-  const std::uint32_t* base = block_base(static_cast<int>(blockIdx.x));
-  for (int c = thread(); c < columns_; c += kPrepareThreads) {
-    std::uint64_t next = base[c];
+  for (int c = thread(); c < columns_; c += threads()) {
+    std::uint64_t next = next_[c];
     if (c < g_.experts) {
-      next += std::uint64_t{zone_[c]} + p_.scratch[scratch_.expert_base + c];
+      next += zone_[c];
     } else if (!g_.expert_major && c < g_.experts + g_.ranks()) {
       for (int s = 0; s < g_.rank(); ++s) next += said(s, layout_.rank(c - g_.experts));
     }
-    for (int w = 0; w < kPrepareWarps; ++w) {
+    for (int w = 0; w < warps_per_block(); ++w) {
       const std::uint32_t count = counter(w)[c];
       counter(w)[c] = saturate(next);
       next += count;

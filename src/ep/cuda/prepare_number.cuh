@@ -92,11 +92,10 @@ __device__ inline bool Prepare::number_rows() {
     __syncwarp();
   }
   std::uint32_t* code = codes();
-  for_each_step([&](int token, int end) {
-    const Pick c = pick(token, end);
+  for_each_step([&](const Pick& c) {
     const Place place = place_choice(c);
     const int k = lane_id() - c.first_lane;
-    if (lane_id() < 32 / p_.topk * p_.topk && c.token < end) {
+    if (c.active) {
       const std::uint32_t global = shared_.base[place.kept ? c.rank : 0] + place.row;
       code[static_cast<std::uint64_t>(c.token) * p_.topk + k] =
           !place.kept       ? RowCodec::kNone
@@ -119,10 +118,10 @@ __device__ inline bool Prepare::recount() {
     send_kept();
     return true;
   }
-  for (int c = g_.experts + thread(); c < columns_; c += kPrepareThreads) {
+  for (int c = g_.experts + thread(); c < columns_; c += threads()) {
     std::uint64_t next = 0;
     for (int b = 0; b < static_cast<int>(blockIdx.x); ++b) next += block_counts(b)[c];
-    for (int w = 0; w < kPrepareWarps; ++w) {
+    for (int w = 0; w < warps_per_block(); ++w) {
       const std::uint32_t count = counter(w)[c];
       counter(w)[c] = saturate(next);
       next += count;
@@ -136,8 +135,7 @@ __device__ inline bool Prepare::recount() {
 // The lists, from the codes that the warp has written.
 __device__ inline void Prepare::tell_again() const {
   const std::uint32_t* code = codes();
-  for_each_step([&](int token, int end) {
-    Pick c = pick(token, end);
+  for_each_step([&](const Pick& c) {
     Place place{false, false, 0};
     if (c.good) {
       const int k = lane_id() - c.first_lane;
@@ -180,7 +178,7 @@ __device__ inline void Prepare::tell_lengths() const {
 // RANK_MAJOR: into each rank that overflows, this rank's surviving choices of its experts. Block 0.
 __device__ inline void Prepare::send_kept() const {
   if (blockIdx.x != 0) return;
-  for (int e = thread(); e < g_.experts; e += kPrepareThreads) {
+  for (int e = thread(); e < g_.experts; e += threads()) {
     const int d = e / g_.local_experts;
     if (s_.total[d] <= capacity_of(d)) continue;
     auto* to = reinterpret_cast<std::uint32_t*>(g_.area[d] + g_.kept);

@@ -6,11 +6,10 @@
 
 namespace xd::ep::cuda {
 
-inline constexpr int kPrepareThreads = 32 * kPrepareWarps;
 inline constexpr std::uint32_t kFarRow = 0x7FFFFFFF;  // beyond every capacity
 
 struct PrepareShared {
-  std::uint64_t partial[kPrepareWarps];
+  std::uint64_t partial[kMostPrepareWarps];
   unsigned long long total[kMaxDeviceRanks];  // padded rows each rank needs
   std::uint32_t bad;                          // ids, of this block
   int overflow_rank, bad_id_rank;
@@ -45,7 +44,8 @@ class Prepare {
         s_(state),
         counters_(counters),
         columns_(static_cast<int>(counter_columns(g_.experts, g_.ranks()))),
-        zone_(counters + kPrepareWarps * columns_),
+        next_(counters + warps_per_block() * columns_),
+        zone_(next_ + columns_),
         scratch_(PrepareScratch::make(g_.experts, g_.ranks())),
         layout_{g_.experts, g_.ranks()} {}
 
@@ -64,6 +64,7 @@ class Prepare {
  private:
   // One choice of a step of the warp: lanes are (token, k) in order.
   struct Pick {
+    bool active;  // the lane has a choice
     bool good, bad;
     int token;       // of this rank
     int first_lane;  // of the token
@@ -79,7 +80,8 @@ class Prepare {
     return gridDim.x > 1 ? static_cast<int>(gridDim.x) - 1 : 1;
   }
   __device__ static bool writes_head() { return blockIdx.x == gridDim.x - 1; }
-  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int threads() { return static_cast<int>(blockDim.x); }
   __device__ int column_of_tokens(int rank) const { return g_.experts + rank; }
   __device__ int column_of_rows(int rank) const { return g_.experts + g_.ranks() + rank; }
   __device__ std::uint32_t* counter(int warp) const { return counters_ + warp * columns_; }
@@ -110,9 +112,12 @@ class Prepare {
 
   template <class Body>
   __device__ void for_each_step(Body&& body) const;
-  __device__ Pick pick(int first_token, int end) const;
+  __device__ std::int64_t id_at(std::int64_t token, std::int64_t end) const;
+  __device__ Pick pick(std::int64_t token, bool active, std::int64_t id) const;
   __device__ void sum_block(bool experts);
-  __device__ bool wait_count(int source, std::size_t index, std::uint32_t& count) const;
+  template <class Body>
+  __device__ bool for_each_count(std::size_t index, std::uint32_t own, Body&& body) const;
+  __device__ bool wait_count(int source, std::size_t index, std::uint64_t& word) const;
   __device__ std::uint32_t sum_column(int column) const;
   __device__ bool exchange_column(int column, std::uint64_t& hash);
   template <class Value, class Store>
@@ -170,8 +175,9 @@ class Prepare {
   Turn& turn_;
   TurnShared& shared_;
   PrepareShared& s_;
-  std::uint32_t* counters_;  // [kPrepareWarps][columns_]
+  std::uint32_t* counters_;  // [warps][columns_]
   const int columns_;
+  std::uint32_t* next_;  // [columns_] what this block's counters begin with, but for zones
   std::uint32_t* zone_;  // [E] first row of every expert's zone
   const PrepareScratch scratch_;
   const CountLayout layout_;

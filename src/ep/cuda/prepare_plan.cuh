@@ -6,7 +6,7 @@ namespace xd::ep::cuda {
 // Every block: what all ranks have told this one is there. False = fatal.
 __device__ inline bool Prepare::wait_for_sources() {
   bool good = true;
-  for (int s = thread(); s < g_.ranks() && good; s += kPrepareThreads) good = turn_.wait_done(s);
+  for (int s = thread(); s < g_.ranks() && good; s += threads()) good = turn_.wait_done(s);
   return good;
 }
 
@@ -86,8 +86,8 @@ __device__ inline void Prepare::copy_items() const {
   auto* slot = reinterpret_cast<std::uint32_t*>(plan_part(map.slot));
   const auto* items = turn_.words(g_.rank(), g_.items);
   const auto* lists = reinterpret_cast<const std::uint32_t*>(g_.area[g_.rank()] + g_.lists);
-  const int first = static_cast<int>(blockIdx.x) * kPrepareThreads + thread();
-  const int stride = static_cast<int>(gridDim.x) * kPrepareThreads;
+  const int first = static_cast<int>(blockIdx.x) * threads() + thread();
+  const int stride = static_cast<int>(gridDim.x) * threads();
   for (int s = 0; s < g_.ranks(); ++s) {
     const int count = min(s_.item_begin[s + 1] - s_.item_begin[s], g_.max_tokens);
     for (int i = first; i < count; i += stride) {
@@ -159,13 +159,13 @@ __device__ inline void Prepare::write_header() {
   if (g_.keeps_items) {
     auto* tokens = reinterpret_cast<std::int32_t*>(plan_part(map.tokens));
     auto* begin = reinterpret_cast<std::int32_t*>(plan_part(map.item_begin));
-    for (int s = thread(); s <= g_.ranks(); s += kPrepareThreads) {
+    for (int s = thread(); s <= g_.ranks(); s += threads()) {
       begin[s] = s_.item_begin[s];
       if (s < g_.ranks()) tokens[s] = static_cast<std::int32_t>(said(s, layout_.tokens()));
     }
   }
   // The gap before the codes, so that equal plans have equal checksums.
-  for (std::uint64_t i = map.zones_end + threadIdx.x; i < map.code; i += kPrepareThreads) {
+  for (std::uint64_t i = map.zones_end + threadIdx.x; i < map.code; i += threads()) {
     p_.plan[i] = std::byte{0};
   }
   if (thread() == 0) {
@@ -214,8 +214,7 @@ __device__ inline void Prepare::seal() {
   const auto* header = reinterpret_cast<const std::uint64_t*>(&shared_.plan);
   auto* words = reinterpret_cast<std::uint64_t*>(p_.plan);
   std::uint64_t sum = 0;
-  for (std::uint64_t i = threadIdx.x; i < plan_map().code / sizeof(std::uint64_t);
-       i += kPrepareThreads) {
+  for (std::uint64_t i = threadIdx.x; i < plan_map().code / sizeof(std::uint64_t); i += threads()) {
     if (i < kHeaderWords) words[i] = header[i];
     if (i != kChecksumWord) sum += hash_entry(i, i < kHeaderWords ? header[i] : words[i]);
   }
@@ -246,26 +245,29 @@ __device__ inline std::uint64_t Prepare::rows_between(int source, int rank, int 
 // All blocks: a warp per number.
 __device__ inline void Prepare::write_rank_rows() const {
   if (p_.rank_rows.data == nullptr) return;
-  const int warps = static_cast<int>(gridDim.x) * kPrepareWarps;
+  const int warps = static_cast<int>(gridDim.x) * warps_per_block();
   const int ranks = g_.ranks();
-  for (int i = static_cast<int>(blockIdx.x) * kPrepareWarps + warp_in_block(); i < ranks * ranks;
-       i += warps) {
+  for (int i = static_cast<int>(blockIdx.x) * warps_per_block() + warp_in_block();
+       i < ranks * ranks; i += warps) {
     std::uint64_t rows = rows_between(i / ranks, i % ranks, lane_id());
     for (int step = 16; step > 0; step /= 2) rows += __shfl_xor_sync(kAllLanes, rows, step);
     if (lane_id() == 0) write_number(p_.rank_rows, i, static_cast<std::int64_t>(rows));
   }
 }
 
-// The head block: the group's totals, which its host reads.
+// The head block: the group's totals, which its host reads. Only what has changed: its memory is
+// far, and done flags wait for what has been stored.
 __device__ inline void Prepare::report_totals() const {
   if (thread() != 0) return;
   const std::uint64_t total = s_.total[g_.rank()];
-  const std::uint64_t dropped = g_.expert_major ? s_.dropped_rows
-                                : total > static_cast<std::uint64_t>(g_.capacity)
-                                    ? total - g_.capacity
-                                    : 0;
+  const auto capacity = static_cast<std::uint64_t>(g_.capacity);
+  const std::uint64_t dropped = !g_.drop           ? 0
+                                : g_.expert_major  ? s_.dropped_rows
+                                : total > capacity ? total - capacity
+                                                   : 0;
+  if (s_.bad_ids == 0 && dropped == 0) return;
   g_.control->bad_ids += s_.bad_ids;
-  if (g_.drop) g_.control->dropped_rows += dropped;
+  g_.control->dropped_rows += dropped;
   g_.report->total_bad_ids = g_.control->bad_ids;
   g_.report->total_dropped_rows = g_.control->dropped_rows;
 }

@@ -14,19 +14,39 @@ __device__ inline float bf16_high(std::uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000u);
 }
 
-// The magnitudes of a word's two numbers, in the halves of the result; 0 for those not finite.
-__device__ inline std::uint32_t finite_magnitudes(std::uint32_t pair) {
-  const std::uint32_t magnitudes = pair & 0x7FFF7FFFu;
-  // In the top bit of each half: at least infinity.
-  const std::uint32_t far = (magnitudes + (0x8000u - 0x7F80u) * 0x10001u) & 0x80008000u;
-  return magnitudes & ~((far >> 15) * 0xFFFFu);
+// The magnitudes of a word's two numbers, in the halves of the result.
+__device__ inline std::uint32_t magnitudes(std::uint32_t pair) { return pair & 0x7FFF7FFFu; }
+
+// In the top bit of each half: that magnitude is infinity or NaN.
+__device__ inline std::uint32_t not_finite(std::uint32_t magnitudes) {
+  return (magnitudes + (0x8000u - 0x7F80u) * 0x10001u) & 0x80008000u;
 }
 
-// The conversion limits to +-448; NaN keeps its sign, which the conversion would not.
-__device__ inline std::uint32_t e4m3_pair(std::uint32_t pair, float inverse) {
-  const std::uint32_t converted =
-      ptx::pack_e4m3(__fmul_rn(bf16_low(pair), inverse), __fmul_rn(bf16_high(pair), inverse));
-  return converted | (pair >> 8 & 0x80u) | (pair >> 16 & 0x8000u);
+// 0 for those not finite.
+__device__ inline std::uint32_t finite_magnitudes(std::uint32_t pair) {
+  return magnitudes(pair) & ~((not_finite(magnitudes(pair)) >> 15) * 0xFFFFu);
+}
+
+// The larger halves of all four words, each mapped first.
+template <class Map>
+__device__ std::uint32_t most_of(const uint4& x, Map map) {
+  return __vmaxu2(__vmaxu2(map(x.x), map(x.y)), __vmaxu2(map(x.z), map(x.w)));
+}
+
+// Two numbers; the conversion limits to +-448.
+__device__ inline std::uint32_t e4m3_of_finite(std::uint32_t pair, float inverse) {
+  return ptx::pack_e4m3(__fmul_rn(bf16_low(pair), inverse), __fmul_rn(bf16_high(pair), inverse));
+}
+
+// NaN keeps its sign, which the conversion would not.
+__device__ inline std::uint32_t e4m3_of_any(std::uint32_t pair, float inverse) {
+  return e4m3_of_finite(pair, inverse) | (pair >> 8 & 0x80u) | (pair >> 16 & 0x8000u);
+}
+
+template <class Convert>
+__device__ uint2 e4m3_of(const uint4& x, float inverse, Convert convert) {
+  return make_uint2(convert(x.x, inverse) | convert(x.y, inverse) << 16,
+                    convert(x.z, inverse) | convert(x.w, inverse) << 16);
 }
 
 // Of the numbers of a block with this largest finite magnitude.
@@ -36,41 +56,55 @@ __device__ inline float scale_of(float most) {
 }
 
 // All lanes of a warp; `columns` a multiple of 128. In shared memory. Sixteen lanes share a block,
-// so a warp has two at a time; some pairs of blocks are on their way at once.
+// so a warp has two at a time; some pairs of blocks are on their way at once. A multiprocessor is
+// busy with these instructions, so numbers that are not finite are only cared for where there are
+// some.
 __device__ inline void quantise_piece(std::byte* out, float* scales, const std::byte* in,
                                       std::uint32_t columns) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
   constexpr std::uint32_t kLanesPerBlock = 16, kColumnsPerLane = 8;
   constexpr int kAtOnce = 4;
   const std::uint32_t lane = threadIdx.x % 32, half = lane / kLanesPerBlock;
   const std::uint32_t blocks = columns / 128;
+  const auto column_of = [&](std::uint32_t block) {
+    return block * 128 + lane % kLanesPerBlock * kColumnsPerLane;
+  };
   for (std::uint32_t first = 0; first < blocks; first += 2 * kAtOnce) {
     uint4 x[kAtOnce];
-    std::uint32_t most[kAtOnce];
+    std::uint32_t most[kAtOnce], far = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const std::uint32_t block = first + 2 * i + half;
-      const std::uint32_t column = block * 128 + lane % kLanesPerBlock * kColumnsPerLane;
-      x[i] = block < blocks ? *reinterpret_cast<const uint4*>(in + column * 2) : uint4{0, 0, 0, 0};
-      most[i] = __vmaxu2(__vmaxu2(finite_magnitudes(x[i].x), finite_magnitudes(x[i].y)),
-                         __vmaxu2(finite_magnitudes(x[i].z), finite_magnitudes(x[i].w)));
+      const std::byte* at = in + column_of(block) * 2;
+      x[i] = block < blocks ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+      most[i] = most_of(x[i], magnitudes);
+      far |= not_finite(most[i]);
+    }
+    const bool finite = !__any_sync(kAll, far != 0);
+    if (!finite) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
     }
     for (std::uint32_t step = kLanesPerBlock / 2; step > 0; step /= 2) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        most[i] = __vmaxu2(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], step));
+        most[i] = __vmaxu2(most[i], __shfl_xor_sync(kAll, most[i], step));
       }
     }
+    // A division for each block, in one of its lanes.
+    std::uint32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) own = lane % kLanesPerBlock == i ? most[i] : own;
+    const float own_scale = scale_of(bf16_low(max(own & 0xFFFFu, own >> 16)));
+    const float own_inverse = __frcp_rn(own_scale);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const std::uint32_t block = first + 2 * i + half;
-      const float scale = scale_of(bf16_low(max(most[i] & 0xFFFFu, most[i] >> 16)));
-      const float inverse = __fdiv_rn(1.0f, scale);
+      const float inverse = __shfl_sync(kAll, own_inverse, half * kLanesPerBlock + i);
       if (block >= blocks) continue;
-      const std::uint32_t low = e4m3_pair(x[i].x, inverse) | e4m3_pair(x[i].y, inverse) << 16;
-      const std::uint32_t high = e4m3_pair(x[i].z, inverse) | e4m3_pair(x[i].w, inverse) << 16;
-      const std::uint32_t column = block * 128 + lane % kLanesPerBlock * kColumnsPerLane;
-      *reinterpret_cast<uint2*>(out + column) = make_uint2(low, high);
-      if (lane % kLanesPerBlock == 0) scales[block] = scale;
+      *reinterpret_cast<uint2*>(out + column_of(block)) =
+          finite ? e4m3_of(x[i], inverse, e4m3_of_finite) : e4m3_of(x[i], inverse, e4m3_of_any);
+      if (lane % kLanesPerBlock == i) scales[block] = own_scale;
     }
   }
 }

@@ -79,7 +79,7 @@ class Turn {
   __device__ Turn(const TurnParams& params, TurnShared& shared) : p_(params), s_(shared) {}
 
   __device__ bool begin();
-  __device__ void enter();
+  __device__ void enter(bool staged = false);
   __device__ bool await(const RowSizes& sizes);
   __device__ void finish();
   __device__ void close();
@@ -153,6 +153,11 @@ class Turn {
   __device__ Fault header_fault() const;
   __device__ Fault binding_fault() const;
   __device__ Fault tensor_fault() const;
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static bool sends_records() {
+    return blockIdx.x == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
+  }
+  __device__ static std::uint64_t epoch_of(const std::uint64_t* record);
   __device__ bool wait_record(int peer) const;
   __device__ bool take_record(int peer, const RowSizes& sizes);
   __device__ std::byte* tensor_of(int rank, std::uint64_t place, std::uint64_t bytes) const;

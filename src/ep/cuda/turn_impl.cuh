@@ -36,6 +36,9 @@ __device__ inline bool Turn::begin() {
   }
   if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
   if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
+  // Who sees the record also sees what earlier kernels of this stream have written. Fenced here and
+  // not by a release of the record's last word: beside other waits, and with no word to wait for.
+  if (sends_records()) ptx::fence_acq_rel_sys();
   for (unsigned i = t; i <= static_cast<unsigned>(ranks()); i += blockDim.x) {
     s_.base[i] = p_.group.base[i];
   }
@@ -183,33 +186,51 @@ __device__ inline void Turn::check_plan(const ZoneLook& look) {
 
 // ---- Entry records -----------------------------------------------------------------------------
 
-// Block 0, all threads.
-__device__ inline void Turn::enter() {
-  if (blockIdx.x != 0) return;
+// A record's last word is its epoch plus a hash of the others: whoever finds the epoch of this
+// operation in it has all words of this record, in whatever order they came.
+inline constexpr int kRecordWords = sizeof(Record) / sizeof(std::uint64_t);
+using RecordWords = std::uint64_t[kRecordWords + 1];
+static_assert(sizeof(RecordWords) == sizeof(EntryRecord));
+
+// Each word times another power of an odd number: none can change alone, and no few by little.
+__device__ inline std::uint64_t hash_of(const std::uint64_t* words) {
+  std::uint64_t hash = 0;
+#pragma unroll
+  for (int w = 0; w < kRecordWords; ++w) hash = (hash + words[w]) * 0x9E3779B97F4A7C15u;
+  return hash;
+}
+
+// Block 0: one warp, which has fenced in begin(). `staged`: this kernel has written something that
+// peers read once they have seen the record, and a grid barrier lies between.
+__device__ inline void Turn::enter(bool staged) {
+  if (!sends_records()) return;
+  if (staged) ptx::fence_acq_rel_sys();
   const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
-  for (int i = 1 + static_cast<int>(threadIdx.x); i < ranks(); i += static_cast<int>(blockDim.x)) {
+  for (int i = 1 + thread() % 32; i < ranks(); i += 32) {
     const int peer = (rank() + i) % ranks();
     std::uint64_t* to = record_at(peer, rank(), s_.epoch);
-    constexpr int kWords = sizeof(Record) / sizeof(std::uint64_t);
-    for (int w = 0; w < kWords; ++w) to[w] = own[w];
-    // Release: who sees this epoch also sees the record, and what earlier kernels of this stream
-    // have written.
-    ptx::st_release_sys(to + kWords, s_.epoch);
+    for (int w = 0; w < kRecordWords; ++w) ptx::st_relaxed_sys(to + w, own[w]);
+    ptx::st_relaxed_sys(to + kRecordWords, s_.epoch + hash_of(own));
   }
 }
 
+__device__ inline std::uint64_t Turn::epoch_of(const std::uint64_t* record) {
+  RecordWords words;
+#pragma unroll
+  for (int w = 0; w <= kRecordWords; ++w) words[w] = ptx::ld_relaxed_sys(record + w);
+  return words[kRecordWords] - hash_of(words);
+}
+
 __device__ inline bool Turn::wait_record(int peer) const {
-  constexpr int kEpochWord = sizeof(Record) / sizeof(std::uint64_t);
-  const std::uint64_t* epoch = record_at(rank(), peer, s_.epoch) + kEpochWord;
-  const std::uint64_t* before = record_at(rank(), peer, s_.epoch - 1) + kEpochWord;
+  const std::uint64_t* record = record_at(rank(), peer, s_.epoch);
+  const std::uint64_t* before = record_at(rank(), peer, s_.epoch - 1);
   const std::uint64_t expected = s_.epoch;
-  return device::wait_until(
-      p_.group.comm, site(XD_PHASE_ENTRY), peer,
-      [=] { return ptx::ld_acquire_sys(epoch) == expected; },
-      [=] {
-        const std::uint64_t a = ptx::ld_acquire_sys(epoch), b = ptx::ld_acquire_sys(before);
-        return a > b ? a : b;
-      });
+  const bool here = device::wait_until(
+      p_.group.comm, site(XD_PHASE_ENTRY), peer, [=] { return epoch_of(record) == expected; },
+      [=] { return epoch_of(before) == expected - 1 ? expected - 1 : 0; });
+  // Acquire: of what the peer's fence has covered.
+  ptx::ld_acquire_sys(record + kRecordWords);
+  return here;
 }
 
 // The address of `bytes` bytes of a rank's tensor, or nullptr if it is not all there.
@@ -286,8 +307,10 @@ __device__ inline bool Turn::await(const RowSizes& sizes) {
     missing |= !take_record(peer, sizes);
   }
   if (any_failed(failed)) return false;
+  // Read before the barrier: a compiler may let all threads read what thread 0 writes behind it.
+  const bool undisturbed = s_.status == XD_SUCCESS;
   const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
-  if (threadIdx.x == 0 && s_.status == XD_SUCCESS) {
+  if (threadIdx.x == 0 && undisturbed) {
     if (s_.mismatch != 0 || some_missing) {
       set_setback(XD_ERROR_MISMATCH);
     } else if (p_.plan != nullptr && refused(s_.plan)) {
@@ -388,11 +411,10 @@ __device__ inline void Turn::report() {
                                                       : -1;
   if (s_.status == XD_ERROR_MISMATCH) {
     auto* records = reinterpret_cast<std::uint64_t*>(to->record);
-    constexpr int kWords = sizeof(Record) / sizeof(std::uint64_t);
     for (int r = 0; r < ranks(); ++r) {
       const std::uint64_t* from = r == rank() ? reinterpret_cast<const std::uint64_t*>(&s_.own)
                                               : record_at(rank(), r, s_.epoch);
-      for (int w = 0; w < kWords; ++w) records[r * kWords + w] = from[w];
+      for (int w = 0; w < kRecordWords; ++w) records[r * kRecordWords + w] = from[w];
     }
   }
   ptx::st_release_sys(&to->written, written + 1);

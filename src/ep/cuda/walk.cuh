@@ -97,6 +97,13 @@ struct Team {
   int first_block, blocks;
 };
 
+// The first unit of a warp of the team's blocks; -1 for others. Warps of different blocks first: few
+// units spread over all multiprocessors.
+__device__ inline int first_unit(const Team& team) {
+  const int block = static_cast<int>(blockIdx.x) - team.first_block;
+  return block >= 0 && block < team.blocks ? warp_in_block() * team.blocks + block : -1;
+}
+
 // Numbers 0 .. end - 1, each to one warp of the launch; the lower ones are begun first. body(unit)
 // -> false ends.
 template <class Body>
@@ -104,15 +111,13 @@ __device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, i
                               Body&& body) {
   std::uint32_t* next = &turn.group().control->next_unit[counter];
   const int warps = team.blocks * warps_per_block();
-  const int block = static_cast<int>(blockIdx.x) - team.first_block;
   const auto take = [&] {
     std::uint32_t taken = 0;
     if (lane_id() == 0) taken = ptx::add_relaxed_gpu(next, 1);
     return warps + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
   };
-  // Warps of different blocks first: few units spread over all multiprocessors.
-  const bool member = block >= 0 && block < team.blocks;
-  int unit = member ? warp_in_block() * team.blocks + block : end <= warps ? end : take();
+  int unit = first_unit(team);
+  if (unit < 0) unit = end <= warps ? end : take();
   while (unit < end) {
     if (!body(unit)) return false;
     if (end <= warps) break;
@@ -192,23 +197,50 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
   }
 }
 
-// Every (source, chunk of its tokens), the chunks of all sources side by side, the next rank's
-// first: in the order in which they come in. body(source, chunk, first token, tokens) -> false
+// Part `part` of `parts` of a row: vectors [first, last) of 16 bytes. Parts of twice as many lie
+// inside.
+struct Columns {
+  std::uint32_t first, last;
+
+  __device__ static Columns part_of(std::uint64_t row_bytes, int part, int parts) {
+    const auto vectors = static_cast<std::uint32_t>(row_bytes / 16);
+    return {vectors * part / parts, vectors * (part + 1) / parts};
+  }
+};
+
+// What a source announces with one flag.
+struct Arrival {
+  int source, flag;
+  int token, tokens;  // of the source, from this one on
+  int part, parts;    // of their rows
+};
+
+// Every arrival, those of all sources side by side, the next rank's first: in the order in which
+// they come in. Rows of `cut_bytes` bytes may come in parts; 0: they do not. body(arrival) -> false
 // ends.
 template <class Body>
 __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const ChunkFlags& chunks,
-                                 int counter, const Team& team, Body&& body) {
+                                 std::uint64_t cut_bytes, int counter, const Team& team,
+                                 Body&& body) {
   const int ranks = turn.ranks();
   int most = 0;
-  for (int s = 0; s < ranks; ++s) most = max(most, chunks.count(max(plan.tokens[s], 0)));
+  for (int s = 0; s < ranks; ++s) {
+    const int tokens = max(plan.tokens[s], 0);
+    most = max(most, chunks.count(tokens) * chunks.parts(tokens, cut_bytes));
+  }
   most = min(most, turn.group().chunk_stride);
   return for_each_unit(turn, counter, team, most * ranks, [&](int unit) {
-    const int source = (turn.rank() + unit % ranks) % ranks;
-    const int chunk = unit / ranks;
-    const int tokens = min(plan.tokens[source], turn.group().max_tokens);
-    const int each = chunks.tokens_per_chunk(tokens);
-    if (chunk * each >= tokens) return true;
-    return body(source, chunk, chunk * each, min(each, tokens - chunk * each));
+    Arrival a{};
+    a.source = (turn.rank() + unit % ranks) % ranks;
+    a.flag = unit / ranks;
+    const int all = min(plan.tokens[a.source], turn.group().max_tokens);
+    const int each = chunks.tokens_per_chunk(all);
+    a.parts = chunks.parts(all, cut_bytes);
+    a.part = a.flag % a.parts;
+    a.token = a.flag / a.parts * each;
+    if (a.token >= all) return true;
+    a.tokens = min(each, all - a.token);
+    return body(a);
   });
 }
 
