@@ -206,6 +206,13 @@ def test_mistakes_without_peers_are_named(make: Callable[[], object], kind: type
         make()
 
 
+@pytest.mark.skipif(crossdock.feature_available("cuda"), reason="CUDA is available")
+def test_absent_executor_is_unsupported_and_says_why() -> None:
+    with pytest.raises(crossdock.Unsupported) as caught:
+        crossdock.Comm(crossdock.unique_id(), rank=0, num_ranks=1, device="cuda:0")
+    assert crossdock.feature_reason("cuda") in str(caught.value)
+
+
 def test_errors_cross_processes_with_their_attributes() -> None:
     error = crossdock.Timeout("waited", status="XD_ERROR_TIMEOUT", rank=1, peer=2, phase="rows",
                               group=3, operation="dispatch", expected_epoch=7, seen_epoch=6,
