@@ -37,8 +37,8 @@ def _rich(stream) -> object | None:
 
 
 def _plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
-    lines = [header, *rows] if any(header) else [*rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = []
     for line in lines:
         cells = [
@@ -55,7 +55,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 
     if not console:
         print(_plain_table(header, rows, right))
         return
-    grid = Table(box=None, show_header=any(header), header_style="bold", pad_edge=False)
+    grid = Table(box=None, header_style="bold", pad_edge=False)
     for column, name in enumerate(header):
         grid.add_column(name, justify="right" if column >= len(header) - right else "left")
     for row in rows:
