@@ -15,7 +15,11 @@ Group::Group(nb::object comm, const nb::kwargs& options)
   comm_.call([&](xd_comm* handle) { return xd_ep_group_create(handle, &config, &group_); });
 }
 
-Group::~Group() { xd_ep_group_destroy(group_); }
+Group::~Group() {
+  if (group_ == nullptr) return;
+  // Freeing CUDA memory may wait for kernels, and those for ranks in other threads.
+  without_gil([&] { return xd_ep_group_destroy(group_); });
+}
 
 void Group::close() {
   if (calls_ != 0) {
