@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import sys
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ def joined(me: Rank) -> Iterator[xd.Communicator]:
         with xd.init(device=device) as comm:
             yield comm
     finally:
+        gc.collect()  # NCCL waits below until no graph holds one of its operations
         dist.destroy_process_group()
 
 
