@@ -135,7 +135,8 @@ class Trainer:
         loss = _cross_entropy(prediction, targets)
         self.optimizer.zero_grad()
         (loss + prediction.aux_loss).backward()
-        xd.average_gradients(self.model)
+        if not s.plain:
+            xd.average_gradients(self.model)
         if s.save_gradients and self.step == 0:
             self._save_gradients()
         self.optimizer.step()

@@ -13,10 +13,9 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .moe import MoELayer, expert_parameters
@@ -31,47 +30,56 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: dict[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write ``model`` and ``optimizer`` into the new folder ``path``. Collective.
 
     Args:
         path: must not exist; the same on every rank, in a folder that all ranks share.
-        model: any number of `MoELayer` with equally many experts; every other parameter and buffer
-            is taken from rank 0.
+        model: one `MoELayer` or more, with equally many experts, on one communicator; every other
+            parameter and buffer is taken from rank 0.
         optimizer: of parameters of ``model``.
         extra: from rank 0: step, random states and the like; numbers, strings, tensors, and lists
             and dicts of them.
-        process_group: the ranks of the layers; None = torch.distributed's default, or no other.
 
     Raises:
         FileExistsError: ``path`` exists.
-        RuntimeError: another rank could not write its part; nothing appears under ``path``.
+        OSError: this rank could not write its part; nothing appears under ``path``.
+        RuntimeError: another rank could not; likewise.
+        ValueError: the model has no `MoELayer`, or layers with unequally many experts.
+        CrossdockError: a rank is lost, or has not come in time.
     """
     path = Path(path)
+    layer = _one_layer(model)
+    comm = layer.group.comm
     if path.exists():
         raise FileExistsError(f"path: expected a new folder, got {path}, which exists")
-    rank = _rank(process_group)
+    comm.barrier()  # all have looked
     partial = path.with_name(path.name + ".partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(process_group)
+    failure = _attempt(_make_folder, partial) if comm.rank == 0 else None
+    comm.barrier()
+    failure = failure or _attempt(_write_parts, partial, model, optimizer, extra, layer)
+    comm.barrier()
+    complete = _is_complete(partial, layer.num_experts)
+    comm.barrier()
+    if failure is not None:
+        raise failure
+    if not complete:
+        raise RuntimeError(f"path: another rank could not write its part of {partial}")
+    failure = _attempt(_give_name, partial, path) if comm.rank == 0 else None
+    comm.barrier()
+    if failure is not None:
+        raise failure
+    if not path.exists():
+        raise RuntimeError(f"path: rank 0 could not give {partial} its name")
+
+
+def _attempt(work: Callable[..., None], *arguments: Any) -> Exception | None:
+    """What it raises: to be raised when the other ranks need this one no more."""
     try:
-        experts = _expert_part(model, optimizer)
-        if experts["num_experts"]:
-            _write(partial / f"experts-{experts['first']}-{experts['end']}.pt", experts)
-        if rank == 0:
-            _write(partial / "common.pt", _common_part(model, optimizer, extra or {}))
-    finally:  # also on a rank that failed: the others wait for it
-        _barrier(process_group)
-    if not _is_complete(partial, experts["num_experts"]):
-        raise RuntimeError(f"path: a rank could not write its part of {partial}")
-    _barrier(process_group)  # all have looked
-    if rank == 0:
-        partial.rename(path)
-        _sync_folder(path.parent)
-    _barrier(process_group)
+        work(*arguments)
+    except Exception as error:
+        return error
+    return None
 
 
 def load_checkpoint(
@@ -92,15 +100,16 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no checkpoint there, or a part is missing.
         ValueError: it is of another model or optimiser: names what is missing or does not fit.
+            Parameters are unchanged then.
     """
     path = Path(path)
     common = _read(path / "common.pt")
     if common["format"] != _FORMAT:
         raise ValueError(f"path: expected checkpoint format {_FORMAT}, got {common['format']}")
     experts = expert_parameters(model)
-    names = {name: parameter for name, parameter in model.named_parameters()}
+    names = dict(model.named_parameters())
     sharded = {name: experts[p] for name, p in names.items() if p in experts}
-    shards = _Shards(path, next(iter(sharded.values())).num_experts) if sharded else None
+    shards = _Shards(path, _one_layer(model).num_experts)
 
     state = dict(common["model"])
     for name, layer in sharded.items():
@@ -121,6 +130,20 @@ def load_checkpoint(
 # ---- Parts ---------------------------------------------------------------------------------------
 
 
+def _write_parts(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any] | None,
+    layer: MoELayer,
+) -> None:
+    """This rank's files."""
+    part = _expert_part(model, optimizer, layer)
+    _write(folder / f"experts-{part['first']}-{part['end']}.pt", part)
+    if layer.group.comm.rank == 0:
+        _write(folder / "common.pt", _common_part(model, optimizer, extra or {}))
+
+
 def _common_part(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
 ) -> dict[str, Any]:
@@ -134,27 +157,31 @@ def _common_part(
     }
 
 
-def _expert_part(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _one_layer(model: nn.Module) -> MoELayer:
+    """A layer whose experts are those of all layers."""
+    layers = list(expert_parameters(model).values())
+    numbers = sorted({layer.num_experts for layer in layers})
+    if len(numbers) != 1:
+        raise ValueError(f"model: expected MoELayers with equally many experts, got {numbers}")
+    return layers[0]
+
+
+def _expert_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, layer: MoELayer
+) -> dict[str, Any]:
     experts = expert_parameters(model)
-    ranges = {
-        (layer.num_experts, layer.first_expert, layer.first_expert + layer.num_local_experts)
-        for layer in experts.values()
-    }
-    if len(ranges) > 1:
-        numbers = sorted(number for number, _, _ in ranges)
-        raise ValueError(f"model: expected layers with equally many experts, got {numbers}")
-    num_experts, first, end = next(iter(ranges), (0, 0, 0))
     return {
-        "num_experts": num_experts,
-        "first": first,
-        "end": end,
+        "first": layer.first_expert,
+        "end": layer.first_expert + layer.num_local_experts,
         "model": {name: p.detach() for name, p in model.named_parameters() if p in experts},
         "optimizer": _optimizer_state(model, optimizer, lambda p: p in experts),
     }
 
 
 def _optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, wanted: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    wanted: Callable[[nn.Parameter], bool],
 ) -> dict[str, Any] | None:
     """State and hyperparameters by parameter name: the order of parameters means nothing."""
     if optimizer is None:
@@ -176,7 +203,7 @@ def _load_optimizer(
     names: dict[str, nn.Parameter],
     common: dict[str, Any] | None,
     sharded: dict[str, MoELayer],
-    shards: "_Shards | None",
+    shards: _Shards,
 ) -> None:
     if common is None:
         raise ValueError(f"optimizer: expected None, as {path} was saved without one")
@@ -293,19 +320,17 @@ def _is_complete(path: Path, num_experts: int) -> bool:
     return (path / "common.pt").exists() and _covers(_expert_files(path), num_experts)
 
 
-def _sync_folder(path: Path) -> None:
-    """Puts a rename on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _make_folder(path: Path) -> None:
+    """Empty: what is there is left from a save that failed."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _give_name(partial: Path, path: Path) -> None:
+    """Renames, and puts that on the disk."""
+    partial.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rank(process_group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(process_group) if dist.is_initialized() else 0
-
-
-def _barrier(process_group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized():
-        dist.barrier(process_group)

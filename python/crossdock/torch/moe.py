@@ -116,7 +116,7 @@ class MoELayer(nn.Module):
             generator = torch.Generator().manual_seed(base + self.first_expert + expert)
             _fill(w_in, generator)
             _fill(w_out, generator)
-        # Rows past any expert's seed, so that the next layer's draw does not depend on L.
+        # Not from torch's generator: that moves on equally far on every rank, by one draw.
         generator = torch.Generator().manual_seed(base + self.num_experts)
         _fill(self.router.t(), generator)
         if self.shared_in is not None:
@@ -131,7 +131,7 @@ class MoELayer(nn.Module):
             after: a plan whose operations come before these although no data says so; see
                 ``EpGroup.prepare``.
         """
-        tokens = x.reshape(-1, self.hidden)
+        tokens = x.reshape(-1, self.hidden).contiguous()
         routing = route(
             F.linear(tokens.float(), self.router), self.topk, normalize=self.normalize_weights
         )
@@ -179,9 +179,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def average_gradients(
-    model: nn.Module, process_group: dist.ProcessGroup | None = None
-) -> None:
+def average_gradients(model: nn.Module) -> None:
     """Make gradients those of the loss averaged over ranks. Collective; after backward.
 
     Gradients of parameters that every rank holds are averaged. An expert's gradient already is the
@@ -189,32 +187,44 @@ def average_gradients(
     that is a mean over them, this is the gradient of one process with the whole batch.
 
     Args:
-        model: contains any number of `MoELayer`; a parameter without a gradient counts as zero.
-        process_group: the ranks of the layers; None = torch.distributed's default. Without
-            torch.distributed there is one rank, and nothing to do.
+        model: one `MoELayer` or more, on one communicator, whose ranks these are; a parameter that
+            has no gradient here counts as zero.
+
+    Raises:
+        ValueError: the model has no `MoELayer`.
+        RuntimeError: the communicator was made without torch.distributed, which does the averaging.
     """
-    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-        return
-    ranks = dist.get_world_size(process_group)
     experts = expert_parameters(model)
+    if not experts:
+        raise ValueError("model: expected a MoELayer in it, got none")
+    comm = next(iter(experts.values())).group.comm
+    if comm.num_ranks == 1:
+        return
+    if comm.process_group is None:
+        raise RuntimeError(
+            "average_gradients: expected torch.distributed to be initialised before "
+            "crossdock.torch.init, got a communicator without it"
+        )
     shared: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
         if parameter in experts:
             if parameter.grad is not None:
-                parameter.grad.div_(ranks)
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        shared.setdefault((parameter.device, parameter.dtype), []).append(parameter.grad)
+                parameter.grad.div_(comm.num_ranks)
+        elif parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            shared.setdefault((parameter.device, parameter.dtype), []).append(parameter.grad)
     for gradients in shared.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=process_group)
-        flat.div_(ranks)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts):
-            gradient.copy_(part.view_as(gradient))
+        _average(gradients, comm)
+
+
+def _average(gradients: list[torch.Tensor], comm: Communicator) -> None:
+    """Over ranks, in place; tensors of one device and dtype."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=comm.process_group)
+    parts = flat.div_(comm.num_ranks).split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts):
+        gradient.copy_(part.view_as(gradient))
 
 
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:

@@ -156,6 +156,21 @@ def test_gradients_are_averaged_and_those_of_experts_scaled() -> None:
     run_ranks(4, check_average)
 
 
+def check_without_distributed(me: Rank) -> None:
+    with xd.init(device="cpu") as comm:  # from the environment
+        layer = make_layer(comm)
+        x = torch.ones(me.rank, HIDDEN)
+        assert layer(x).hidden.shape == x.shape
+        with pytest.raises(RuntimeError, match="expected torch.distributed to be initialised"):
+            xd.average_gradients(layer)
+        with pytest.raises(ValueError, match="model: expected a MoELayer in it, got none"):
+            xd.average_gradients(torch.nn.Linear(1, 1))
+
+
+def test_averaging_without_torch_distributed_is_refused() -> None:
+    run_ranks(2, check_without_distributed)
+
+
 def check_refusals(me: Rank) -> None:
     with joined() as comm:
         group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, 16, dtype=torch.float32, comm=comm)
