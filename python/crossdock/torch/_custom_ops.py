@@ -2,7 +2,8 @@
 
 They are functional, so that compilers may handle them like any other: each takes the group as an
 integer, and takes and returns a small tensor `order`. Order tensors make the operations of one plan
-a chain of data dependencies, and their gradients a chain in the other direction; their value is 0. Outputs that were not asked for are tensors without elements. Derivatives: _derivatives.py.
+a chain of data dependencies, and their gradients a chain in the other direction; their value is 0.
+Outputs that were not asked for are tensors without elements. Derivatives: _derivatives.py.
 
 Receive tensors come from the symmetric pool, others from torch's allocator, on the current stream.
 Arguments are checked where an operation runs, so also inside compiled graphs: what the library
@@ -111,7 +112,7 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tenso
     _check(ep, _calls.PREPARE, topk_idx=(topk_idx, 2))
     parts = ep.plan_parts
     plan = topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8)
-    info = topk_idx.new_zeros(parts.num_elements, dtype=torch.int32)
+    info = topk_idx.new_empty(parts.num_elements, dtype=torch.int32)
     _calls.prepare(
         ep.core,
         topk_idx,
@@ -139,8 +140,8 @@ def _prepare_shapes(topk_idx, order, group):
 
 
 @_operator(
-    "dispatch(Tensor plan, Tensor x, Tensor? topk_weights, Tensor? scales, Tensor order, int group, "
-    "SymInt num_tokens, SymInt topk, bool quantize) "
+    "dispatch(Tensor plan, Tensor x, Tensor? topk_weights, Tensor? scales, Tensor order, "
+    "int group, SymInt num_tokens, SymInt topk, bool quantize) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _dispatch(
@@ -216,8 +217,8 @@ def _dispatch_shapes(plan, x, topk_weights, scales, order, group, num_tokens, to
 
 
 @_operator(
-    "dispatch_bwd(Tensor plan, Tensor? grad_recv_tokens, Tensor? grad_recv_weights, Tensor order, "
-    "int group, SymInt num_tokens, SymInt topk) -> (Tensor, Tensor, Tensor)"
+    "dispatch_bwd(Tensor plan, Tensor? grad_recv_tokens, Tensor? grad_recv_weights, "
+    "Tensor order, int group, SymInt num_tokens, SymInt topk) -> (Tensor, Tensor, Tensor)"
 )
 def _dispatch_bwd(
     plan: Tensor,

@@ -14,6 +14,7 @@ from crossdock import _core
 from crossdock.errors import InvalidArgument, from_details
 
 from ._calls import DTYPE_CODES, PREPARE, current_stream
+from ._capture import is_capturing
 from ._comm import Communicator, default_communicator
 from ._plan import Plan, PlanParts
 from ._pool import SymmetricPool, block_bytes
@@ -90,7 +91,7 @@ class EpGroup:
             max_tokens: largest number of tokens of a rank.
             layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
                 expert; ``"rank_major"``: one per (token, rank), grouped by source.
-            dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integers.
+            dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integer.
             capacity: R in rows, a multiple of `alignment`; None = enough for any routing.
             overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
                 raises CapacityOverflow; ``"drop"``: its last rows are dropped.
@@ -100,7 +101,7 @@ class EpGroup:
             zero_tail: zero the rows past the last one in every receive tensor that is written. Keep
                 it where whole receive tensors go through further arithmetic.
             num_sms: CUDA: multiprocessors to use; 0 = chosen by the library.
-            symmetric_tensors: receive tensors ``[R, hidden]`` that the communicator's pool grows by.
+            symmetric_tensors: by how many tensors ``[R, hidden]`` the communicator's pool grows.
             comm: None = the default communicator.
 
         Raises:
@@ -238,13 +239,18 @@ class EpGroup:
             self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
 
     def refuse(self, operation: int, kind: type[Exception], problem: str) -> NoReturn:
-        """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch."""
+        """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.
+
+        Not in a capture: what is not captured is never run, here or by the peers.
+        """
+        device = self.comm.device
         place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
         text = f"{_OPERATIONS[operation]}: {problem} {place}"
-        try:
-            self.core.join_failed(operation, text, current_stream(self.comm.device))
-        except InvalidArgument:
-            pass  # it says that the peers have been told
+        if not is_capturing(device):
+            try:
+                self.core.join_failed(operation, text, current_stream(device))
+            except InvalidArgument:
+                pass  # it says that the peers have been told
         raise kind(text)
 
     def _tensor_bytes(self) -> int:

@@ -164,24 +164,29 @@ class SymmetricPool:
 
     def _allocate(self, size: int, stream: int, capture: int) -> _Block | None:
         """A block from the heap, if need be after giving unused ones back to it."""
-        for attempt in range(2):
-            try:
-                return _Block(self._comm.mem_alloc(size), size, stream, capture)
-            except OutOfMemory:
-                if attempt or not self._trim(size, capture):
-                    return None
-        return None
+        try:
+            return _Block(self._comm.mem_alloc(size), size, stream, capture)
+        except OutOfMemory:
+            if not self._reclaim(size, capture):
+                return None
+        try:
+            return _Block(self._comm.mem_alloc(size), size, stream, capture)
+        except OutOfMemory:  # enough, but not in one piece
+            return None
 
-    def _trim(self, size: int, capture: int) -> bool:
-        """Gives unused blocks to the heap; whether it is worth trying there again."""
-        unused = [key for key, blocks in self._free.items() if not key[0] and blocks]
-        if sum(key[2] * len(self._free[key]) for key in unused) < size:
+    def _reclaim(self, size: int, capture: int) -> bool:
+        """Gives all unused blocks to the heap if they are `size` bytes together."""
+        unused = sum(key[2] * len(blocks) for key, blocks in self._free.items() if not key[0])
+        if not capture:
+            unused += sum(block.size for block, _ in self._waiting)
+        if unused < size:
             return False
         # The heap does not know streams: their work must be over. A capture must not wait, and need
         # not: torch.cuda.graph synchronises the device before it begins.
         if self._device.type == "cuda" and not capture:
             torch.cuda.synchronize(self._device)
-        for key in unused:
+            self._check_waiting()
+        for key in [key for key in self._free if not key[0]]:
             for block in self._free.pop(key):
                 self._comm.mem_free(block.address)
         return True

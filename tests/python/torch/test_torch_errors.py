@@ -1,4 +1,4 @@
-"""Mistakes are named where they were made, before a row moves, and the peers hear of them at once."""
+"""Mistakes are named where they are made, before a row moves; the peers hear of them at once."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def _other_mistakes(me: Rank) -> None:
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)
         rows = received.tokens.t().contiguous().t() if bad else received.tokens
-        kind, words = (ValueError, "combine: expert_out: expected a cont") if bad else (Mismatch, "")
+        words = "combine: expert_out: expected a contiguous" if bad else ""
+        kind = ValueError if bad else Mismatch
         with pytest.raises(kind, match=words):
             xd.combine(plan, rows, received.weights)
         assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])

@@ -1,4 +1,4 @@
-"""A plan is a chain of operations, may serve several times, and must not change under a backward."""
+"""A plan is a chain of operations, serves several times, and must not change under a backward."""
 
 from __future__ import annotations
 

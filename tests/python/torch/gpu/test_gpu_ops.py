@@ -1,0 +1,287 @@
+"""dispatch and combine on GPUs: values, streams, reuse of memory, CUDA graphs, mistakes.
+
+As many ranks as there are GPUs (4, 2 or 1), whose processes serve all tests of this file.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+from support import Rank, run_ranks
+
+import crossdock.torch as xd
+from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from torch_support import Batch, assert_equal, experts, layer, poison  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SEED = 2026
+LAYOUTS = ("expert_major", "rank_major")
+DTYPE = torch.bfloat16
+
+
+def ranks() -> int:
+    return max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
+
+
+def run(fn, *args) -> None:
+    run_ranks(ranks(), fn, *args, timeout=120)
+
+
+def case(num_ranks: int, even: bool = False) -> tuple:
+    """Sizes of a batch; `even`: no rank without tokens, for shapes that stay between batches."""
+    tokens = (33, 7, 64, 1) if even else (33, 0, 64, 1)
+    return tokens[:num_ranks], 8, 3, 128
+
+
+def join(me: Rank, **options) -> xd.Communicator:
+    torch.cuda.set_device(me.rank)
+    comm = xd.init(**options)
+    assert comm.device == torch.device("cuda", me.rank), comm.device
+    return comm
+
+
+def check(batch: Batch, rank: int, out, grad_x, grad_weights) -> None:
+    for name, got, want in zip(("out", "gradient of x", "gradient of topk_weights"),
+                               (out, grad_x, grad_weights), batch.expected(rank)):
+        assert_equal(name, got, want)
+
+
+def _layer(me: Rank, layout: str, dtype: torch.dtype) -> None:
+    batch = Batch(SEED, case(me.num_ranks), layout)
+    with join(me) as comm:
+        group = batch.group(dtype)
+        poison(comm)
+        for options in ({}, {}, {"exact": True}):
+            topk_idx, x, weights, grad_out = batch.local(me.rank, dtype, "cuda")
+            out = layer(group.prepare(topk_idx), x, weights, **options)
+            out.backward(grad_out)
+            check(batch, me.rank, out, x.grad, weights.grad)
+        torch.cuda.synchronize()
+        group.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+def test_layer_and_its_gradients_are_exact(layout, dtype):
+    run(_layer, layout, dtype)
+
+
+def _compiled(me: Rank) -> None:
+    batch = Batch(SEED + 1, case(me.num_ranks))
+    with join(me):
+        group = batch.group(DTYPE)
+        block = torch.compile(
+            lambda topk_idx, x, weights: layer(group.prepare(topk_idx), x, weights),
+            fullgraph=True, backend="aot_eager")
+        topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
+        out = block(topk_idx, x, weights)
+        out.backward(grad_out)
+        check(batch, me.rank, out, x.grad, weights.grad)
+
+
+def test_compiled_block():
+    run(_compiled)
+
+
+def _streams(me: Rank) -> None:
+    batch = Batch(SEED + 2, case(me.num_ranks))
+    with join(me):
+        group = batch.group(DTYPE)
+        main = torch.cuda.current_stream()
+        for _ in range(3):  # the group's operations go to and fro between streams
+            side = torch.cuda.Stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
+                torch.cuda._sleep(10_000_000)
+                out = layer(group.prepare(topk_idx), x, weights)
+                out.backward(grad_out)
+            main.wait_stream(side)
+            check(batch, me.rank, out, x.grad, weights.grad)
+            topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
+            out = layer(group.prepare(topk_idx), x, weights)
+            out.backward(grad_out)
+            check(batch, me.rank, out, x.grad, weights.grad)
+
+
+def test_operations_use_the_current_stream():
+    run(_streams)
+
+
+def _other_stream(me: Rank, told: bool) -> None:
+    """A block that another stream still reads is not reused, whether told or seen at its death."""
+    size = 1 << 20
+    with join(me, heap_bytes=32 << 20) as comm:
+        side = torch.cuda.Stream()
+        copy = torch.empty(size, device="cuda")
+        tensor = comm.empty_symmetric((size,), torch.float32).fill_(1)
+        address = tensor.data_ptr()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000_000)
+            copy.copy_(tensor)
+            if not told:
+                del tensor
+        if told:
+            comm.record_stream(tensor, side)
+            del tensor
+        other = comm.empty_symmetric((size,), torch.float32).fill_(2)
+        assert not side.query(), "the other stream was done too early to tell anything"
+        assert other.data_ptr() != address
+        torch.cuda.synchronize()
+        assert bool((copy == 1).all())
+        assert comm.empty_symmetric((size,), torch.float32).data_ptr() == address
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["recorded", "seen"])
+def test_memory_in_use_by_another_stream_is_not_reused(told):
+    run(_other_stream, told)
+
+
+def _dropped_inputs(me: Rank) -> None:
+    """Inputs may die, and their memory be written again, as soon as a call has returned."""
+    batch = Batch(SEED + 3, case(me.num_ranks))
+    with join(me), torch.no_grad():
+        group = batch.group(DTYPE)
+        topk_idx, x, weights, _ = batch.local(me.rank, DTYPE, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+
+        def overwrite(like: torch.Tensor) -> None:
+            torch.full_like(like, 7)
+
+        idx_like, x_like = torch.empty_like(topk_idx), torch.empty_like(x)
+        plan = group.prepare(topk_idx.clone())
+        overwrite(idx_like)
+        received = xd.dispatch(plan, x.clone(), weights.clone())
+        overwrite(x_like)
+        out = xd.combine(plan, experts(plan, received).clone(), received.weights.clone())
+        overwrite(received.tokens)
+        assert_equal("out", out, batch.expected(me.rank)[0])
+
+
+def test_inputs_may_be_dropped_at_once():
+    run(_dropped_inputs)
+
+
+def _graph(me: Rank, layout: str) -> None:
+    batches = [Batch(SEED + 10 + i, case(me.num_ranks, even=True), layout) for i in range(4)]
+    with join(me) as comm:
+        group = batches[0].group(DTYPE, symmetric_tensors=12)
+        topk_idx, x, weights, grad_out = batches[0].local(me.rank, DTYPE, "cuda")
+        in_place = []
+
+        def step() -> torch.Tensor:
+            x.grad = weights.grad = None
+            plan = group.prepare(topk_idx)
+            received = xd.dispatch(plan, x, weights)
+            in_place.append(comm.pool.owns(received.tokens))
+            beside = None if layout == "rank_major" else received.weights
+            out = xd.combine(plan, experts(plan, received), beside)
+            out.backward(grad_out)
+            return out
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        poison(comm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        assert all(in_place)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="exact"):
+            xd.dispatch(group.prepare(topk_idx), x, exact=True)
+        for batch in batches:
+            with torch.no_grad():
+                for static, new in zip((topk_idx, x, weights, grad_out),
+                                       batch.local(me.rank, DTYPE, "cuda")):
+                    static.copy_(new)
+            graph.replay()
+            check(batch, me.rank, out, x.grad, weights.grad)
+            # Work beside the graph takes other memory than the graph has.
+            eager = batch.local(me.rank, DTYPE, "cuda")
+            got = layer(group.prepare(eager[0]), eager[1], eager[2])
+            got.backward(eager[3])
+            check(batch, me.rank, got, eager[1].grad, eager[2].grad)
+            check(batch, me.rank, out, x.grad, weights.grad)
+        torch.cuda.synchronize()
+        group.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graph_of_a_layer_replays_with_other_routing(layout):
+    run(_graph, layout)
+
+
+def _graphed_callable(me: Rank) -> None:
+    batches = [Batch(SEED + 20 + i, case(me.num_ranks, even=True)) for i in range(3)]
+    with join(me):
+        group = batches[0].group(DTYPE, symmetric_tensors=12)
+
+        def block(topk_idx: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return layer(group.prepare(topk_idx), x, weights)
+
+        sample = batches[0].local(me.rank, DTYPE, "cuda")[:3]
+        graphed = torch.cuda.make_graphed_callables(block, sample)
+        for batch in batches:
+            topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
+            out = graphed(topk_idx, x, weights)
+            out.backward(grad_out)
+            check(batch, me.rank, out, x.grad, weights.grad)
+        torch.cuda.synchronize()
+        group.check()
+
+
+def test_graphed_callable():
+    run(_graphed_callable)
+
+
+def _mistakes(me: Rank) -> None:
+    batch = Batch(SEED + 30, case(me.num_ranks, even=True))
+    with join(me), torch.no_grad():
+        group = batch.group(DTYPE)
+        topk_idx, x, weights, _ = batch.local(me.rank, DTYPE, "cuda")
+        plan = group.prepare(topk_idx)
+
+        def report(kind: type[Exception], words: str) -> None:
+            torch.cuda.synchronize()
+            with pytest.raises(kind, match=words):
+                group.check()
+            group.check()  # read, and cleared
+
+        # What the call sees raises there; the peers read it.
+        if me.rank == 0:
+            with pytest.raises(ValueError, match="x: expected a tensor on cuda:0, got one on cpu"):
+                xd.dispatch(plan, x.cpu(), weights)
+            report(InvalidArgument, "")
+        else:
+            xd.dispatch(plan, x, weights)
+            report(Mismatch, "rank 0")
+
+        # What only the device sees is read by all.
+        wrong = topk_idx.clone()
+        wrong[0, 0] = 99
+        group.prepare(wrong)
+        report(InvalidArgument, "lowest rank with some is 0")
+        tight = batch.group(DTYPE, capacity=1)
+        overflown = tight.prepare(torch.zeros_like(topk_idx[:, :1]))
+        torch.cuda.synchronize()
+        with pytest.raises(CapacityOverflow):
+            tight.check()
+        assert int(overflown.total) == (sum(batch.tokens) if me.rank == 0 else 0)
+        out = layer(group.prepare(topk_idx), x, weights)
+        assert_equal("out", out, batch.expected(me.rank)[0])
+
+
+def test_mistakes_are_read_from_the_group():
+    run(_mistakes)
