@@ -6,6 +6,7 @@ import pytest
 
 import crossdock
 from commands import SMALL, run, start
+from crossdock.cli import main
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["bench"], ["bench", "ep"], ["demo"]],
@@ -49,11 +50,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments, said", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_of_the_user_gets_one_explanation_and_code_2(arguments, said):
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert said in ended.stderr.splitlines()[-1]
+def test_a_mistake_of_the_user_gets_one_explanation_and_code_2(arguments, said, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # how argparse refuses
+        code = end.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err.splitlines()[-1]
+
+
+def test_a_mistake_ends_the_process_with_code_2():
+    ended = run("bench", "ep", "--ranks", "3", "--device", "cpu")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("crossdock: --experts 64: ") and ended.stderr.count("\n") == 1
 
 
 def test_a_device_that_is_missing_is_named_with_the_library_s_reason():
