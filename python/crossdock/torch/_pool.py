@@ -83,6 +83,8 @@ class SymmetricPool:
         self._returned: deque[_Block] = deque()
         self._waiting: list[tuple[_Block, list[torch.cuda.Event]]] = []
         self._live: dict[int, _Block] = {}
+        # By stream: behind its work with memory that has gone back to the heap.
+        self._left: dict[int, torch.cuda.Event] = {}
         self._closing = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -164,32 +166,41 @@ class SymmetricPool:
 
     def _allocate(self, size: int, stream: int, capture: int) -> _Block | None:
         """A block from the heap, if need be after giving unused ones back to it."""
-        try:
-            return _Block(self._comm.mem_alloc(size), size, stream, capture)
-        except OutOfMemory:
-            if not self._reclaim(size, capture):
-                return None
-        try:
-            return _Block(self._comm.mem_alloc(size), size, stream, capture)
-        except OutOfMemory:  # enough, but not in one piece
-            return None
+        for attempt in range(2):
+            try:
+                block = _Block(self._comm.mem_alloc(size), size, stream, capture)
+            except OutOfMemory:
+                if attempt or not self._trim(size, capture):
+                    return None
+            else:
+                self._wait_for_others(stream, capture)
+                return block
+        return None
 
-    def _reclaim(self, size: int, capture: int) -> bool:
-        """Gives all unused blocks to the heap if they are `size` bytes together."""
-        unused = sum(key[2] * len(blocks) for key, blocks in self._free.items() if not key[0])
-        if not capture:
-            unused += sum(block.size for block, _ in self._waiting)
-        if unused < size:
+    def _trim(self, size: int, capture: int) -> bool:
+        """Gives unused blocks to the heap; whether it is worth trying there again."""
+        unused = [key for key, blocks in self._free.items() if not key[0] and blocks]
+        if sum(key[2] * len(self._free[key]) for key in unused) < size:
             return False
-        # The heap does not know streams: their work must be over. A capture must not wait, and need
-        # not: torch.cuda.graph synchronises the device before it begins.
-        if self._device.type == "cuda" and not capture:
-            torch.cuda.synchronize(self._device)
-            self._check_waiting()
-        for key in [key for key in self._free if not key[0]]:
+        for key in unused:
             for block in self._free.pop(key):
                 self._comm.mem_free(block.address)
+        # The heap does not know streams: whoever gets this memory waits for these. A capture needs
+        # none: torch.cuda.graph has synchronised the device before it began.
+        if self._device.type == "cuda" and not capture:
+            for stream in {key[1] for key in unused}:
+                self._left[stream] = self._event(stream)
         return True
+
+    def _wait_for_others(self, stream: int, capture: int) -> None:
+        """Puts the current stream behind work of others with memory of the heap; the host goes on."""
+        if capture:
+            return
+        for other, event in list(self._left.items()):
+            if event.query():
+                del self._left[other]
+            elif other != stream:
+                torch.cuda.current_stream(self._device).wait_event(event)
 
     def _sort_returned(self, capture: int) -> None:
         """Moves blocks of dead tensors to where the next tensor finds them."""
@@ -219,9 +230,9 @@ class SymmetricPool:
 
     def _events(self, block: _Block) -> list[torch.cuda.Event]:
         """One per other stream, which is behind the block's last use there."""
-        events = []
-        for raw in block.other_streams:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.ExternalStream(raw, device=self._device))
-            events.append(event)
-        return events
+        return [self._event(stream) for stream in block.other_streams]
+
+    def _event(self, stream: int) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(stream, device=self._device))
+        return event

@@ -102,7 +102,8 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
 
 def poison(comm: xd.Communicator) -> None:
     """Fills all unused symmetric memory with NaN (of every float type)."""
-    size = comm.core.mem_info()["largest_free_bytes"]
+    free = comm.core.mem_info()["largest_free_bytes"]
+    size = free - free % (1 << 16)  # blocks of the pool are multiples of that, or small
     block = comm.empty_symmetric((size,), torch.uint8)
     if not comm.pool.owns(block):
         raise AssertionError(f"expected {size} free bytes in the pool")
