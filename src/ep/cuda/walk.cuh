@@ -97,8 +97,8 @@ struct Team {
   int first_block, blocks;
 };
 
-// The first unit of a warp of the team's blocks; -1 for others. Warps of different blocks first: few
-// units spread over all multiprocessors.
+// The first unit of a warp of the team's blocks; -1 for others. Warps of different blocks come
+// first: few units spread over all multiprocessors.
 __device__ inline int first_unit(const Team& team) {
   const int block = static_cast<int>(blockIdx.x) - team.first_block;
   return block >= 0 && block < team.blocks ? warp_in_block() * team.blocks + block : -1;
