@@ -53,7 +53,8 @@ def spec(tensor: torch.Tensor | None) -> Spec | None:
         return None
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
-        raise TypeError(f"expected a dtype that the library moves, got {tensor.dtype}")
+        known = ", ".join(str(dtype) for dtype in DTYPE_CODES)
+        raise TypeError(f"expected a dtype of {known}; got {tensor.dtype}")
     return tensor.data_ptr(), tensor.shape, code
 
 

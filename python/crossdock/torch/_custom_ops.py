@@ -81,7 +81,8 @@ def _check(group: EpGroup, operation: int, **tensors: tuple[Tensor | None, int])
             problem = f"expected a tensor on {group.comm.device}, got one on {tensor.device}"
         elif tensor.dtype not in _calls.DTYPE_CODES:
             kind = TypeError
-            problem = f"expected a dtype that the library moves, got {tensor.dtype}"
+            known = ", ".join(str(dtype) for dtype in _calls.DTYPE_CODES)
+            problem = f"expected a dtype of {known}; got {tensor.dtype}"
         elif tensor.dim() != dimensions:
             kind = ValueError
             problem = f"expected {dimensions} dimensions, got shape {tuple(tensor.shape)}"

@@ -29,7 +29,7 @@ MISTAKES = {
         r"dispatch: x: expected a contiguous tensor, got shape \(9, 32\) with strides \(64, 2\)"),
     "x is float64": (
         lambda plan, x, w: xd.dispatch(plan, x.double(), w), TypeError,
-        r"dispatch: x: expected a dtype that the library moves, got torch.float64"),
+        r"dispatch: x: expected a dtype of .*torch.bfloat16.*; got torch.float64"),
     "x is no tensor": (
         lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w), TypeError,
         r"dispatch: x: expected a tensor, got \[\]"),
