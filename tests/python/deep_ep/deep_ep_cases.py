@@ -214,6 +214,12 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
         "one per token": lambda tensor: tensor[:, 0],
     }
     as_bytes = [one.view(torch.uint8) for one in fp8]
+    handle = caller.dispatch_checked()
+    x, got = buffer.dispatch((caller.on_device(fp8[caller.rank]),
+                              caller.on_device(scales[caller.rank])), handle)[0]
+    same("recv_x on a handle of bfloat16", x.view(torch.uint8),
+         batch.received(caller.rank, as_bytes))
+    same("recv_scales on a handle of bfloat16", got, batch.received(caller.rank, scales))
     for name, form in forms.items():
         pair = (caller.on_device(fp8[caller.rank]), form(caller.on_device(scales[caller.rank])))
         (x, got), *_, handle, _ = caller.dispatch(pair, **caller.topk())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -10,10 +11,11 @@ import deep_ep_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_reference import make_batch
-from support import run_ranks
+from deep_ep_reference import Batch, make_batch
+from support import run_ranks, run_threads
 
 from crossdock.deep_ep import Buffer, Config
+from crossdock.deep_ep._exchange import HostExchange
 from crossdock.errors import InvalidArgument, PeerLost
 
 SEED = 30
@@ -161,3 +163,81 @@ def count_groups(me: Any) -> None:
 
 def test_growing_batches_make_few_groups() -> None:
     run_ranks(2, count_groups)
+
+
+def alternate(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        kinds = [make_batch(SEED, me.num_ranks, **sizes) for sizes in
+                 ({"topk": 4}, {"topk": 2, "hidden": 128}, {"tokens": 30}, {"hidden": 32})]
+
+        def lease_of(batch: Batch) -> Any:
+            caller = cases.Caller(buffer, batch)
+            return caller.dispatch(**caller.topk())[4][-1].lease
+
+        for batch in kinds:
+            lease_of(batch)
+        leases = [lease_of(batch) for batch in kinds * 3]
+        assert all(lease is leases[0] for lease in leases)
+
+
+def test_a_group_serves_all_that_came_before() -> None:
+    run_ranks(2, alternate)
+
+
+class ThreadsComm:
+    """MpiComm between threads.
+
+    Args:
+        rank: this thread's rank.
+        slots: one item per rank, shared by all.
+        barrier: of all ranks.
+    """
+
+    def __init__(self, rank: int, slots: list[bytes], barrier: threading.Barrier) -> None:
+        self._rank = rank
+        self._slots = slots
+        self._barrier = barrier
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        return len(self._slots)
+
+    def allgather(self, sent: bytes) -> list[bytes]:
+        self._slots[self._rank] = sent
+        self._barrier.wait()
+        gathered = list(self._slots)
+        self._barrier.wait()
+        return gathered
+
+
+def be_many(me: Any, slots: list[bytes], barrier: threading.Barrier) -> None:
+    buffer = Buffer(None, explicitly_destroy=True, comm=ThreadsComm(me.rank, slots, barrier))
+    batch = make_batch(SEED, me.num_ranks, tokens=[3] * me.num_ranks, local_experts=1, topk=4)
+    caller = cases.Caller(buffer, batch)
+    handle = caller.dispatch_checked()
+    caller.cached_checked(handle)
+    caller.combine_checked(handle, SEED, 1, weights=True)
+    with pytest.raises(ValueError, match="topk_idx: expected a tensor, as there are more than 32"):
+        buffer.dispatch(caller.x, **caller.layout())
+    buffer.destroy()
+
+
+def test_more_ranks_than_a_token_has_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the ranks are threads of this process
+    ranks = 33
+    run_threads(ranks, be_many, [b""] * ranks, threading.Barrier(ranks))
+
+
+def gather_rows(me: Any) -> None:
+    exchange = HostExchange(me.raw_comm(), 8)
+    for size in (1, 8, 16, 17, 100, 4001, 3):
+        rows = exchange.all_gather(bytes([me.rank]) * size)
+        assert rows == [bytes([rank]) * size for rank in range(me.num_ranks)]
+    exchange.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 32, 33, 65])
+def test_exchange_gathers_rows_of_any_length_from_any_number_of_ranks(num_ranks: int) -> None:
+    run_threads(num_ranks, gather_rows)
