@@ -40,8 +40,10 @@ def demo(settings: Settings, ranks: int) -> int:
         print("No figure: matplotlib is not installed.")
     else:
         picture = settings.folder / "loss.png"
-        titles = ("1 process, plain PyTorch", f"{ranks} ranks, Crossdock")
-        figure.draw(picture, titles, read_log(plain), read_log(folder))
+        figure.draw(picture, {
+            "1 process, plain PyTorch": read_log(plain),
+            f"{ranks} ranks, Crossdock": read_log(folder),
+        })
         print(f"Loss curves and use of the experts: {picture}")
     return 0 if agree else 1
 

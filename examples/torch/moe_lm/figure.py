@@ -1,4 +1,4 @@
-"""The picture of a comparison: two loss curves, and how evenly the experts are used."""
+"""The picture of a run, alone or beside another: losses, and how evenly the experts are used."""
 
 from __future__ import annotations
 
@@ -13,30 +13,23 @@ from matplotlib import pyplot as plt  # noqa: E402  (after the backend has been 
 _REFERENCE, _OTHER, _GREY = "#9aa5b1", "#c2410c", "#52606d"
 
 
-def draw(
-    path: Path,
-    titles: tuple[str, str],
-    reference: list[dict[str, Any]],
-    other: list[dict[str, Any]],
-) -> None:
-    """Write the figure to ``path``.
+def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Write the figure to ``path``, a ``.png``.
 
     Args:
-        path: a ``.png``.
-        titles: of the two runs.
-        reference: records of the run that the other is held against.
-        other: records of the other; the experts shown are its.
+        path: where to.
+        runs: records of one run, or of two, by their titles. The last is the one of interest, whose
+            use of the experts is shown; one before it is what it is held against.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for title, records, style in (
-        (titles[0], reference, {"color": _REFERENCE, "linewidth": 4.5}),
-        (titles[1], other, {"color": _OTHER, "linewidth": 1.3}),
-    ):
+    styles = ({"color": _REFERENCE, "linewidth": 4.5}, {"color": _OTHER, "linewidth": 1.3})
+    for (title, records), style in zip(runs.items(), styles[-len(runs):]):
         steps = [record["step"] + 1 for record in records]
         left.plot(steps, [record["loss"] for record in records], label=title, **style)
     left.set(xlabel="step", ylabel="loss per byte (nats)", title="Loss of each step's batch")
     left.legend(frameon=False)
 
+    other = list(runs.values())[-1]
     steps = [record["step"] + 1 for record in other]
     experts = len(other[0]["load"][0])
     colours = matplotlib.colormaps["viridis"]

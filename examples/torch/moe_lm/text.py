@@ -1,17 +1,13 @@
-"""The text: the source files of Python's standard library, as bytes."""
+"""The text as tensors, and the batch of each step."""
 
 from __future__ import annotations
 
-import sysconfig
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-# Folders that are not the library's own modules, or much like each other.
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_HELD_OUT_EVERY = 20  # one file in so many is never trained on
+from .corpus import read_corpus
 
 
 @dataclass(frozen=True)
@@ -24,22 +20,9 @@ class Text:
 
 
 def read_text(folder: Path | None = None) -> Text:
-    """The ``.py`` files below ``folder``, by default the standard library's.
-
-    Raises:
-        ValueError: fewer than 100,000 bytes there.
-    """
-    folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    files = sorted(
-        file for file in folder.rglob("*.py") if not _SKIPPED & set(file.relative_to(folder).parts)
-    )
-    for number, file in enumerate(files):
-        parts[number % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1].append(file.read_bytes())
-    train, held_out = (b"".join(part) for part in parts)
-    if min(len(train), len(held_out) * _HELD_OUT_EVERY) < 100_000:
-        raise ValueError(f"text: expected at least 100000 bytes of .py files, got few in {folder}")
-    return Text(_as_tensor(train), _as_tensor(held_out), zlib.crc32(held_out, zlib.crc32(train)))
+    """The ``.py`` files below ``folder``; see `read_corpus`."""
+    train, held_out, checksum = read_corpus(folder)
+    return Text(_as_tensor(train), _as_tensor(held_out), checksum)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
