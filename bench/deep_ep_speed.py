@@ -6,8 +6,8 @@
 What is timed is one `dispatch` along a handle or one `combine`, from an event before it on the
 caller's stream to an event behind it, so streams and events of the Buffer are part of it. Before
 each iteration the GPUs are made busy until all hosts have enqueued, and then meet in a small
-operation. Of each iteration the slowest rank counts; p50 and p99 are over the iterations. Results are
-compared with what they must be, before and after. To compare: crossdock-bench ep --device cuda
+operation. Of each iteration the slowest rank counts; p50 and p99 are over the iterations. Results
+are compared with what they must be, before and after. To compare: crossdock-bench ep --device cuda
 --layout rank, with the same --sms.
 """
 

@@ -12,7 +12,7 @@ class Settings:
     """All that decides a run; equal on all ranks."""
 
     folder: Path  # log, checkpoints
-    steps: int = 250
+    steps: int = 200
     seed: int = 1
     sequences: int = 16  # per step, over all ranks
     context: int = 128  # bytes per sequence
@@ -50,8 +50,8 @@ class Settings:
                 raise ValueError(
                     f"--{name} {getattr(self, name)}: expected a multiple of {ranks}, the ranks"
                 )
-        if self.plain and ranks != 1:
-            raise ValueError(f"--plain: expected 1 rank, got {ranks}")
+        if self.plain and (ranks != 1 or self.save_every or self.resume):
+            raise ValueError("--plain: expected --ranks 1, no --save-every and no --resume")
 
     def replace(self, **changes: object) -> "Settings":
         """A copy with other values."""

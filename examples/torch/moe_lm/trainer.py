@@ -22,7 +22,7 @@ from .progress import Progress
 from .settings import Settings
 from .text import Text, batch_of_step, read_text
 
-PROMPT = b"def "
+PROMPT = b"class Reader:\n\tdef read(self, "
 _HELD_OUT_BATCHES = 4
 
 
@@ -36,8 +36,9 @@ def train(device: torch.device, settings: Settings) -> None:
             bits = held_out / math.log(2)
             print(f"Text never trained on: loss {held_out:.4f} per byte ({bits:.2f} bits)")
         if text:
-            print(f"What it writes after {PROMPT.decode()!r}:")
-            print("\n".join(f"    {line}" for line in text.decode(errors="replace").splitlines()))
+            print("What it has learnt to write:")
+            shown = text.decode(errors="replace").expandtabs(4)
+            print("\n".join(f"    | {line}" for line in shown.splitlines()))
 
 
 class Trainer:

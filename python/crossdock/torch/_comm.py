@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "default_communicator", "empty_symmetric", "init"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
+_GROWTHS_FOR_ONE = 32  # growths of symmetric memory that provide for one group
 
 _default: Communicator | None = None
 _made: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -49,6 +50,9 @@ class Communicator:
         self.rank: int = core.rank
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
+        self._growths = 0
+        self._groups_provided = 0
+        self._missing_bytes = 0
         _made.add(self)
 
     def empty_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -74,6 +78,23 @@ class Communicator:
             OutOfMemory: this rank has no memory left (Mismatch on the others); nothing has grown.
         """
         self.pool.reserve(num_bytes)
+
+    def provide(self, num_bytes: int) -> None:
+        """Add symmetric memory for one more group. Collective, blocking; may differ per rank.
+
+        A communicator can grow 64 times and have more groups than that: from the 32nd on, growths
+        provide ever more groups to come, of the size of the present one.
+        """
+        self._missing_bytes += num_bytes
+        if self._groups_provided:
+            self._groups_provided -= 1
+            return
+        ahead = max(0, self._growths - _GROWTHS_FOR_ONE)
+        granted = self._missing_bytes + ahead * num_bytes
+        self.reserve(granted)
+        self._growths += 1
+        self._groups_provided = ahead
+        self._missing_bytes -= granted
 
     def barrier(self) -> None:
         """Return when all ranks have called it. It waits for no CUDA stream."""

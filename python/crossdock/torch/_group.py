@@ -24,6 +24,10 @@ __all__ = ["EpGroup", "group_of", "pool_of"]
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
 _OVERFLOWS = {"error": 0, "drop": 1}
 _OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
+# Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
+# device: they are freed with the process.
+_left_by_captures: list[_core.Group] = []
+
 _handles = itertools.count(1)
 _groups: weakref.WeakValueDictionary[int, EpGroup] = weakref.WeakValueDictionary()
 
@@ -137,7 +141,7 @@ class EpGroup:
         self.rows: int = capacity or _core.recv_bound(**sizes)
         self.plan_bytes: int = _core.plan_size(**sizes)
         self.plan_parts = PlanParts(self.num_local_experts, self.comm.num_ranks)
-        self.comm.reserve(symmetric_tensors * self._tensor_bytes())
+        self.comm.provide(symmetric_tensors * self._tensor_bytes())
 
         device = self.comm.device
         self.first_order = torch.zeros(1, device=device)
@@ -222,8 +226,11 @@ class EpGroup:
         self.core.close()
 
     def __del__(self) -> None:
-        # A group whose making failed has no `core`.
-        if hasattr(self, "core") and not sys.is_finalizing():
+        if not hasattr(self, "core") or sys.is_finalizing():  # without it: the making failed
+            return
+        if is_capturing(self.comm.device):
+            _left_by_captures.append(self.core)
+        else:
             self.close()
 
     def __repr__(self) -> str:

@@ -76,6 +76,18 @@ def test_reserve_grows(comm):
     assert comm.pool.owns(comm.empty_symmetric((1 << 21,), torch.uint8))
 
 
+def test_room_for_more_groups_than_growths():
+    with xd.init() as comm:
+        groups, needed = [], 0
+        for number in range(150):
+            before = comm.core.mem_info()["total_bytes"]
+            groups.append(xd.EpGroup(4, 32, 2, 64 + number, dtype=torch.float32))
+            needed += 4 * (block_bytes(groups[-1].rows * 32 * 4) + block_bytes(groups[-1].rows * 4))
+            if number < 32:
+                assert comm.core.mem_info()["total_bytes"] > before
+        assert needed * 0.95 < comm.core.mem_info()["total_bytes"] < needed * 1.25
+
+
 def test_tensors_outlive_their_communicator():
     comm = xd.init(heap_bytes=1 << 20)
     tensor = comm.empty_symmetric((1000,), torch.float32).fill_(3)

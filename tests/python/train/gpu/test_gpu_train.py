@@ -14,6 +14,7 @@ from runs import run, small  # noqa: E402
 from support import run_ranks  # noqa: E402
 
 from moe_lm.compare import compare  # noqa: E402
+from moe_lm.trainer import PROMPT  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -26,4 +27,4 @@ def test_losses_and_gradients_agree_with_one_gpu(tmp_path: pathlib.Path) -> None
     outcomes = run_ranks(ranks, run, spread, timeout=120)
     agreement = compare(plain.folder, spread.folder)
     assert agreement.holds, agreement
-    assert len(outcomes[0].sample) == 4 + settings.sample_bytes
+    assert len(outcomes[0].sample) == len(PROMPT) + settings.sample_bytes
