@@ -105,6 +105,30 @@ def test_independent_branches_are_ordered():
     run_ranks(2, _branches, timeout=200)
 
 
+def _quantised(me: Rank) -> None:
+    torch._dynamo.reset()
+    batch = Batch(SEED + 60, ((6, 0), 8, 3, 128))
+    with xd.init():
+        group = batch.group(torch.bfloat16)
+
+        def block(topk_idx, x):
+            received = xd.dispatch(group.prepare(topk_idx), x, quantize=True)
+            return xd.dequantize(received, torch.float32) * 2
+
+        topk_idx, x, _, _ = batch.local(me.rank, torch.bfloat16)
+        eager = block(topk_idx, x)
+        (expected,) = torch.autograd.grad(eager.sum(), x)
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")(topk_idx, x)
+        (got,) = torch.autograd.grad(compiled.sum(), x)
+        assert torch.equal(compiled, eager)
+        assert torch.equal(got, expected)
+        assert me.rank == 1 or float(got.abs().sum()) > 0
+
+
+def test_quantised_rows_and_their_gradient():
+    run_ranks(2, _quantised, timeout=200)
+
+
 def _plan_outside(me: Rank) -> None:
     """A plan made outside, used and moved on inside a compiled function."""
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support import Rank, run_ranks
@@ -94,25 +95,27 @@ def test_batches_in_flight_do_not_disturb_each_other():
 
 
 def _chained(me: Rank) -> None:
-    """The second plan's order comes from the first one's, and its gradient goes there."""
     batches = [Batch(SEED + 6), Batch(SEED + 7)]
-    seen: list[str] = []
     with xd.init():
         group = batches[0].group()
-        plan, outs, inputs = None, [], []
-        for number, batch in enumerate(batches):
-            topk_idx, x, weights, grad_out = batch.local(me.rank)
-            plan = group.prepare(topk_idx, after=plan)
-            outs.append(layer(plan, x, weights))
-            inputs.append((x, grad_out))
-            x.register_hook(lambda grad, number=number: seen.append(f"gradient {number}"))
-        torch.autograd.backward(outs, [grad_out for _, grad_out in inputs])
-        assert seen == ["gradient 1", "gradient 0"]
-        for batch, (x, _) in zip(batches, inputs):
-            assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
-        # Without `after`, nothing connects the two.
-        assert not group.prepare(topk_idx).order.requires_grad
-        assert group.prepare(topk_idx, after=plan).order.requires_grad
+        for connected in (False, True):
+            locals_ = [batch.local(me.rank) for batch in batches]
+            first = group.prepare(locals_[0][0])
+            out = layer(first, *locals_[0][1:3])
+            second = group.prepare(locals_[1][0], after=first if connected else None)
+            later = layer(second, *locals_[1][1:3])
+            # The first plan's operations are behind the second's in the backward pass: they add
+            # nothing, and run.
+            (reached,) = torch.autograd.grad(later, locals_[0][1], locals_[1][3],
+                                             allow_unused=True, retain_graph=True)
+            if connected:
+                assert_equal("gradient that is none", reached, np.zeros(reached.shape, np.float32))
+            else:
+                assert reached is None
+            torch.autograd.backward([out, later], [locals_[0][3], locals_[1][3]])
+            for batch, (_, x, weights, _) in zip(batches, locals_):
+                assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
+                assert_equal("gradient of topk_weights", weights.grad, batch.expected(me.rank)[2])
 
 
 def test_after_orders_branches_in_both_directions():
