@@ -19,6 +19,7 @@ from crossdock.errors import (
     OutOfMemory,
 )
 from crossdock.torch import _calls
+from crossdock.torch._capture import is_capturing
 
 from ._agreement import Request
 from ._lane import Lane
@@ -185,7 +186,15 @@ class Sequence:
                 pass  # the text again; or the communicator is finished, and nobody waits
 
 
+# Groups that were let go of during the capture of a CUDA graph, when nothing may wait for a stream:
+# they are freed with the process.
+_left_by_captures: list[_core.Group] = []
+
+
 def _close(group: _core.Group, lane: Lane) -> None:
+    if is_capturing(lane.device):
+        _left_by_captures.append(group)
+        return
     lane.synchronize()  # the library wants no operation to be running
     group.close()
 
@@ -246,7 +255,8 @@ class Groups:
         self._pooled = max(self._pooled, heap_bytes)
         if self._pooled >= sizes.pooled_bytes():
             return
-        self._pooled = sizes.pooled_bytes()
+        # Geometrically, as a communicator can grow a few dozen times only.
+        self._pooled = max(sizes.pooled_bytes(), self._pooled * 5 // 4)
         try:
             self._lane.pool.reserve(self._pooled)
         except (OutOfMemory, Mismatch):
