@@ -11,7 +11,7 @@ import torch.distributed as dist
 from crossdock import _core
 from crossdock.torch import _calls
 
-from ._arguments import Choices, Tokens, read_bias, read_choices, read_tokens
+from ._arguments import read_bias, read_choices, read_tokens
 from ._combine import combine, operations_of
 from ._config import Config, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
@@ -34,6 +34,7 @@ _Dispatched = tuple[
     Handle | None,
     EventOverlap,
 ]
+_Events = tuple[Any, Any, Any]  # previous_event, async_finish, allocate_on_comm_stream
 _Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
@@ -320,29 +321,12 @@ class Buffer:
             ValueError: a bad argument, or ids in `topk_idx` that are no experts or occur twice in a
                 row (InvalidArgument, on all ranks).
         """
-        runtime = self._live()
         events = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
-            known = self._known(handle)
-            with Sequence(known.routing.lease, _calls.DISPATCH) as sequence:
-                tokens = self._read_cached(x, known, topk_idx, topk_weights, config, events)
-                turn = Turn(runtime.lane, previous_event, async_finish)
-                received, event = dispatch_cached(runtime, sequence, tokens, known, turn)
-            return _paired(received.rows, received.scales), None, None, None, None, event
-        try:
-            tokens = read_tokens(runtime.checks, x)
-            choices = read_choices(runtime.checks, len(tokens.rows), num_tokens_per_rank,
-                                   is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-            limits = self._read_limits(choices, expert_alignment, num_worst_tokens, config, events)
-        except Exception as error:
-            runtime.refuse(num_worst_tokens, str(error))
-            raise
-        lease = runtime.lease_for(request_of(tokens, choices, limits))
-        turn = Turn(runtime.lane, previous_event, async_finish)
-        received, per_expert, made, event = dispatch_new(runtime, tokens, choices, limits, lease,
-                                                         turn)
-        return (_paired(received.rows, received.scales), received.topk_idx, received.topk_weights,
-                per_expert, made, event)
+            return self._dispatch_cached(x, handle, topk_idx, topk_weights, config, events)
+        layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+        return self._dispatch_new(x, (*layout, topk_idx, topk_weights),
+                                  (expert_alignment, num_worst_tokens, config), events)
 
     def combine(
         self,
@@ -396,36 +380,57 @@ class Buffer:
             turn = Turn(runtime.lane, previous_event, async_finish)
             return combine(runtime, sequence, x, known, topk_weights, biases, turn)
 
+    def _dispatch_cached(self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any,
+                         events: _Events) -> _Dispatched:
+        """`dispatch` with a handle."""
+        known = self._known(handle)
+        runtime = self._live()
+        checks = runtime.checks
+        with Sequence(known.routing.lease, _calls.DISPATCH) as sequence:
+            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                if value is not None:
+                    checks.fail(name, "None, as handle is given", "a tensor")
+            checks.events(*events)
+            checks.num_sms(config, Buffer.num_sms)
+            tokens = read_tokens(checks, x)
+            if len(tokens.rows) != known.routing.num_tokens:
+                checks.fail("x", f"{known.routing.num_tokens} rows, as the handle was made for",
+                            len(tokens.rows))
+            turn = Turn(runtime.lane, *events[:2])
+            received, event = dispatch_cached(runtime, sequence, tokens, known, turn)
+        return _paired(received.rows, received.scales), None, None, None, None, event
+
+    def _dispatch_new(self, x: Any, routing: tuple[Any, ...], limits: tuple[Any, Any, Any],
+                      events: _Events) -> _Dispatched:
+        """`dispatch` without a handle."""
+        runtime = self._live()
+        checks = runtime.checks
+        alignment, worst_tokens, config = limits
+        try:
+            tokens = read_tokens(checks, x)
+            choices = read_choices(checks, len(tokens.rows), *routing)
+            checks.events(*events)
+            checks.at_least(alignment, "expert_alignment", 1)
+            checks.at_least(worst_tokens, "num_worst_tokens", 0)
+            if worst_tokens > 0 and choices.topk_idx is None:
+                checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
+            numbers = Limits(alignment, worst_tokens, checks.num_sms(config, Buffer.num_sms))
+        except Exception as error:
+            runtime.refuse(worst_tokens, str(error))
+            raise
+        lease = runtime.lease_for(request_of(tokens, choices, numbers))
+        turn = Turn(runtime.lane, *events[:2])
+        received, per_expert, handle, event = dispatch_new(runtime, tokens, choices, numbers,
+                                                           lease, turn)
+        return (_paired(received.rows, received.scales), received.topk_idx, received.topk_weights,
+                per_expert, handle, event)
+
     def _known(self, handle: Any) -> Handle:
         """The handle, if it is one."""
         if not (isinstance(handle, tuple) and len(handle) == len(Handle._fields)
                 and isinstance(handle[-1], Routing)):
             self._live().checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
         return Handle(*handle)
-
-    def _read_cached(self, x: Any, handle: Handle, topk_idx: Any, topk_weights: Any, config: Any,
-                     events: tuple[Any, Any, Any]) -> Tokens:
-        checks = self._live().checks
-        for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            if value is not None:
-                checks.fail(name, "None, as handle is given", "a tensor")
-        checks.events(*events)
-        checks.num_sms(config, Buffer.num_sms)
-        tokens = read_tokens(checks, x)
-        if len(tokens.rows) != handle.routing.num_tokens:
-            checks.fail("x", f"{handle.routing.num_tokens} rows, as the handle was made for",
-                        len(tokens.rows))
-        return tokens
-
-    def _read_limits(self, choices: Choices, expert_alignment: Any, num_worst_tokens: Any,
-                     config: Any, events: tuple[Any, Any, Any]) -> Limits:
-        checks = self._live().checks
-        checks.events(*events)
-        checks.at_least(expert_alignment, "expert_alignment", 1)
-        checks.at_least(num_worst_tokens, "num_worst_tokens", 0)
-        if num_worst_tokens > 0 and choices.topk_idx is None:
-            checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
-        return Limits(expert_alignment, num_worst_tokens, checks.num_sms(config, Buffer.num_sms))
 
     # ---- Low latency -----------------------------------------------------------------------------
 
