@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -40,13 +41,12 @@ class Checks:
     def tensor(self, value: Any, name: str, shape: tuple[int | str, ...],
                dtypes: tuple[torch.dtype, ...], strided: bool = False) -> torch.Tensor:
         """`value`, if it is such a tensor; a letter in `shape` stands for any extent."""
-        wanted = f"[{','.join(map(str, shape))}] {' or '.join(_short(t) for t in dtypes)}"
         if not isinstance(value, torch.Tensor):
-            self.fail(name, f"a tensor {wanted}", _kind(value))
+            self.fail(name, f"a tensor {_described(shape, dtypes)}", _kind(value))
         fits = len(value.shape) == len(shape) and all(
             isinstance(want, str) or want == got for want, got in zip(shape, value.shape))
         if not fits or value.dtype not in dtypes:
-            self.fail(name, wanted, f"{list(value.shape)} {_short(value.dtype)}")
+            self.fail(name, _described(shape, dtypes), _described(value.shape, (value.dtype,)))
         if value.device != self.device:
             self.fail(name, f"a tensor on {self.device}", f"one on {value.device}")
         if not strided and not value.is_contiguous():
@@ -175,8 +175,10 @@ def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
             for i, one in enumerate(bias) if one is not None]
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _described(shape: Iterable[int | str], dtypes: Iterable[torch.dtype]) -> str:
+    """Such as ``[T,256] bfloat16 or float16``."""
+    types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"[{','.join(map(str, shape))}] {types}"
 
 
 def _kind(value: object) -> str:

@@ -31,12 +31,12 @@ def mistakes_in_x(x: torch.Tensor) -> Mistakes:
     return [
         ({"x": None}, r"x: expected a tensor \[T,H\] bfloat16 or .*, got None"),
         ({"x": x[:, 0]}, r"x: expected \[T,H\] .*, got \[17\] bfloat16"),
-        ({"x": x.double()}, r"x: expected .*, got \[17, 256\] float64"),
+        ({"x": x.double()}, r"x: expected .*, got \[17,256\] float64"),
         ({"x": x.t().contiguous().t()}, r"x: expected a contiguous tensor, got strides \(1, 17\)"),
         ({"x": x[:, :3].contiguous()}, "x: expected rows of a positive multiple of 16 bytes"),
         ({"x": (fp8, scales, scales)}, r"x: expected a tensor, or a pair .*, got 3 items"),
         ({"x": (x, scales)}, r"x\[0\]: expected .*float8.*, got .*bfloat16"),
-        ({"x": (fp8, scales[:2])}, r"x\[1\]: expected \[17,S\] float32 or int32, got \[2, 2\]"),
+        ({"x": (fp8, scales[:2])}, r"x\[1\]: expected \[17,S\] float32 or int32, got \[2,2\]"),
         ({"x": (fp8, scales[:, :0])}, r"x\[1\]: expected at least one scale per token"),
     ]
 
@@ -55,7 +55,7 @@ def mistakes_in_routing(layout: Arguments, topk: Arguments) -> Mistakes:
     return [
         ({"num_tokens_per_rank": None}, r"num_tokens_per_rank: expected a tensor \[2\] int32"),
         ({"is_token_in_rank": layout["is_token_in_rank"].int()},
-         r"is_token_in_rank: expected \[17,2\] bool, got \[17, 2\] int32"),
+         r"is_token_in_rank: expected \[17,2\] bool, got \[17,2\] int32"),
         ({"num_tokens_per_expert": per_expert.long()},
          r"num_tokens_per_expert: expected \[E\] int32, got \[4\] int64"),
         ({"num_tokens_per_expert": per_expert[:3].clone()},
@@ -63,7 +63,7 @@ def mistakes_in_routing(layout: Arguments, topk: Arguments) -> Mistakes:
         ({"topk_idx": topk["topk_idx"].int()}, r"topk_idx: expected \[17,K\] int64, got .* int32"),
         ({"topk_idx": torch.full((17, 33), -1)}, "topk_idx: expected 1 to 32 columns, got 33"),
         ({"topk_weights": topk["topk_weights"].double()},
-         r"topk_weights: expected \[17,3\] float32, got \[17, 3\] float64"),
+         r"topk_weights: expected \[17,3\] float32, got \[17,3\] float64"),
         ({"topk_weights": None}, "topk_weights: expected a tensor, as topk_idx is given"),
         ({"topk_idx": None}, "topk_idx: expected a tensor, as topk_weights is given"),
         ({"expert_alignment": 0}, "expert_alignment: expected an integer of at least 1, got 0"),
@@ -82,11 +82,11 @@ def mistakes_in_cached(caller: cases.Caller) -> Mistakes:
 def mistakes_in_combine(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> Mistakes:
     rows = len(x)
     return [
-        ({"x": x[1:]}, rf"x: expected \[{rows},H\] .*, got \[{rows - 1}, 256\]"),
+        ({"x": x[1:]}, rf"x: expected \[{rows},H\] .*, got \[{rows - 1},256\]"),
         ({"x": x.to(torch.float8_e4m3fn)}, "x: expected .*, got .* float8_e4m3fn"),
         ({"topk_weights": weights.double()}, r"topk_weights: expected .* float32, got .* float64"),
-        ({"bias": bias.float()}, r"bias: expected \[17,256\] bfloat16, got \[17, 256\] float32"),
-        ({"bias": (bias, bias[1:])}, r"bias\[1\]: expected \[17,256\] bfloat16, got \[16, 256\]"),
+        ({"bias": bias.float()}, r"bias: expected \[17,256\] bfloat16, got \[17,256\] float32"),
+        ({"bias": (bias, bias[1:])}, r"bias\[1\]: expected \[17,256\] bfloat16, got \[16,256\]"),
         ({"bias": (bias,) * 3}, "bias: expected None, a tensor, or a tuple of two, got a tuple of"),
     ]
 

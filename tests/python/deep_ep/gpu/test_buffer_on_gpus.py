@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import deep_ep_cases as cases
@@ -22,8 +23,9 @@ ASYNC = {"previous": True, "async_finish": True}
 SLEEP_CYCLES = 1_000_000_000  # about half a second
 
 
-def ranks() -> int:
-    return min(2, torch.cuda.device_count())
+def on_ranks(fn: Callable[..., None], *args: Any) -> None:
+    """Runs ``fn`` on two GPUs, or on the one there is."""
+    run_ranks(min(2, torch.cuda.device_count()), fn, *args, timeout=180)
 
 
 def on_gpu(me: Any) -> Any:
@@ -44,7 +46,7 @@ def run_mode(me: Any, name: str, streams: dict[str, bool]) -> None:
 @pytest.mark.parametrize("name", MODES)
 def test_mode_equals_reference(name: str, streams: dict[str, bool]) -> None:
     print(f"seed {SEED}")
-    run_ranks(ranks(), run_mode, name, streams)
+    on_ranks(run_mode, name, streams)
 
 
 def run_beside_work(me: Any) -> None:
@@ -69,7 +71,7 @@ def run_beside_work(me: Any) -> None:
 
 
 def test_operations_run_beside_the_callers_work() -> None:
-    run_ranks(ranks(), run_beside_work)
+    on_ranks(run_beside_work)
 
 
 def drop_at_once(me: Any) -> None:
@@ -102,7 +104,7 @@ def drop_at_once(me: Any) -> None:
 
 def test_memory_of_dropped_tensors_is_not_reused_too_soon() -> None:
     print(f"seed {SEED}")
-    run_ranks(ranks(), drop_at_once)
+    on_ranks(drop_at_once)
 
 
 def capture_graph(me: Any) -> None:
@@ -139,7 +141,7 @@ def capture_graph(me: Any) -> None:
 
 
 def test_graph_of_a_layer_follows_new_routing() -> None:
-    run_ranks(ranks(), capture_graph)
+    on_ranks(capture_graph)
 
 
 def err_on_device(me: Any) -> None:
@@ -192,7 +194,7 @@ def err_on_device(me: Any) -> None:
 
 
 def test_errors_of_the_device_reach_all_ranks() -> None:
-    run_ranks(ranks(), err_on_device)
+    on_ranks(err_on_device)
 
 
 def be_on_gpu(me: Any) -> None:
@@ -207,4 +209,4 @@ def be_on_gpu(me: Any) -> None:
 
 
 def test_buffer_is_on_the_current_device() -> None:
-    run_ranks(ranks(), be_on_gpu)
+    on_ranks(be_on_gpu)
