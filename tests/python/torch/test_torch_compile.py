@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from support import Rank, run_ranks
+from torch._dynamo.backends.common import aot_autograd
 from torch_support import Batch, assert_equal, layer
 
 import crossdock.torch as xd
@@ -103,6 +105,46 @@ def _branches(me: Rank) -> None:
 
 def test_independent_branches_are_ordered():
     run_ranks(2, _branches, timeout=200)
+
+
+def test_operations_of_a_graph_are_one_chain():
+    """Also between branches, and in the backward pass: by data, not by their place in the graph."""
+    first, second = (Batch(SEED + number, ((6,), 8, 3, 32)) for number in (70, 71))
+    chains: list[list[str]] = []
+
+    def record(graph_module: torch.fx.GraphModule, _):
+        operations = [node for node in graph_module.graph.nodes
+                      if str(node.target).startswith("crossdock.")]
+        for earlier, later in zip(operations, operations[1:]):
+            assert earlier in _ancestors(later), f"{later} does not depend on {earlier}"
+        chains.append([str(node.target).split(".")[1] for node in operations])
+        return make_boxed_func(graph_module.forward)
+
+    torch._dynamo.reset()
+    with xd.init():
+        group = first.group()
+
+        @torch.compile(fullgraph=True,
+                       backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+        def block(one, other):
+            plan = group.prepare(one[0])
+            out = layer(plan, one[1], one[2])
+            later = group.prepare(other[0], after=plan)
+            return out, layer(later, other[1], other[2])
+
+        inputs = [batch.local(0) for batch in (first, second)]
+        outs = block(inputs[0][:3], inputs[1][:3])
+        torch.autograd.backward(outs, [local[3] for local in inputs])
+    assert chains == [["prepare", "dispatch", "combine"] * 2, ["combine_bwd", "dispatch_bwd"] * 2]
+
+
+def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found, todo = set(), [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+    return found
 
 
 def _quantised(me: Rank) -> None:

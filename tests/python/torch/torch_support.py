@@ -101,10 +101,11 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
 
 
 def poison(comm: xd.Communicator) -> None:
-    """Fills all unused symmetric memory with NaN (of every float type)."""
-    free = comm.core.mem_info()["largest_free_bytes"]
-    size = free - free % (1 << 16)  # blocks of the pool are multiples of that, or small
-    block = comm.empty_symmetric((size,), torch.uint8)
-    if not comm.pool.owns(block):
-        raise AssertionError(f"expected {size} free bytes in the pool")
-    block.fill_(0xFF)
+    """Fills the symmetric memory that the heap has left with NaN (of every float type)."""
+    filled = []
+    while (free := comm.core.mem_info()["largest_free_bytes"]) >= 512:
+        granule = 512 if free < 1 << 20 else 1 << 16  # sizes that the pool does not round up
+        block = comm.empty_symmetric((free - free % granule,), torch.uint8)
+        if not comm.pool.owns(block):
+            raise AssertionError(f"expected {free} free bytes in the heap")
+        filled.append(block.fill_(0xFF))
