@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from . import launch
-from .compare import Agreement, compare, read_log
+from .compare import Check, compare, read_log
 from .settings import Settings
 from .trainer import train
 
@@ -65,8 +65,10 @@ def _run(settings: Settings, ranks: int, name: str) -> Path:
     return folder
 
 
-def _print(ranks: int, agreement: Agreement) -> bool:
-    print(f"{ranks} rank{'s' if ranks > 1 else ''} against one process without Crossdock:")
-    for line in agreement.lines():
-        print(f"    {line}")
-    return agreement.holds
+def _print(ranks: int, checks: list[Check]) -> bool:
+    """Shows the checks; whether all hold."""
+    many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    print(f"{many} against one process without Crossdock, relative differences:")
+    for check in checks:
+        print(f"    {check}")
+    return all(check.holds for check in checks)
