@@ -13,7 +13,8 @@ import torch
 
 from crossdock import _core
 
-# An xd_ep_operation, for `join_failed`.
+# Every xd_ep_operation, by its number.
+OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = range(5)
 
 Spec = tuple[int, tuple[int, ...], int]

@@ -34,13 +34,21 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Defines an operator by its schema and what it runs on the CPU and on CUDA devices."""
+    name, arguments = schema.partition(")")[0].split("(")
+    operation = _calls.OPERATIONS.index(name)
+    group_position = arguments.split(", ").index("int group")
 
     def define(kernel: Callable[..., object]) -> Callable[..., object]:
-        name = schema.partition("(")[0]
+        def run(*args: object) -> object:
+            try:
+                return kernel(*args)
+            except torch.OutOfMemoryError as error:  # of an output: the operation has not begun
+                group_of(args[group_position]).refuse(operation, type(error), str(error))
+
         LIBRARY.define(schema, tags=_TAGS)
         for key in ("CPU", "CUDA"):
             # Compilers look at the operator, never into it.
-            LIBRARY.impl(name, torch._disable_dynamo(kernel), key)
+            LIBRARY.impl(name, torch._disable_dynamo(run), key)
         return kernel
 
     return define
@@ -114,6 +122,7 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tenso
     parts = ep.plan_parts
     plan = topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8)
     info = topk_idx.new_empty(parts.num_elements, dtype=torch.int32)
+    order = torch.zeros_like(order)
     _calls.prepare(
         ep.core,
         topk_idx,
@@ -124,7 +133,7 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tenso
         info[parts.total],
         info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
     )
-    return plan, info, torch.zeros_like(order)
+    return plan, info, order
 
 
 @_shapes("prepare")
@@ -178,6 +187,7 @@ def _dispatch(
         link = _link(x, rows)
     elif scales is not None:
         recv_scales = pool.empty((rows, scales.shape[1]), scales.dtype)
+    order = torch.zeros_like(order)
     _calls.dispatch(
         ep.core,
         plan,
@@ -190,7 +200,7 @@ def _dispatch(
         recv_topk_idx=idx,
     )
     optional = (_given(output, x) for output in (weights, idx, recv_scales, link))
-    return (tokens, *optional, torch.zeros_like(order))
+    return (tokens, *optional, order)
 
 
 def _link(x: Tensor, rows: int) -> Tensor:
@@ -237,6 +247,7 @@ def _dispatch_bwd(
         grad_tokens = grad_recv_tokens.new_empty(num_tokens, grad_recv_tokens.shape[1])
     if grad_recv_weights is not None:
         grad_topk_weights = grad_recv_weights.new_empty(num_tokens, topk)
+    order = torch.zeros_like(order)
     _calls.dispatch_bwd(
         ep.core,
         plan,
@@ -245,7 +256,7 @@ def _dispatch_bwd(
         grad_tokens=grad_tokens,
         grad_topk_weights=grad_topk_weights,
     )
-    return _given(grad_tokens, order), _given(grad_topk_weights, order), torch.zeros_like(order)
+    return _given(grad_tokens, order), _given(grad_topk_weights, order), order
 
 
 @_shapes("dispatch_bwd")
@@ -278,8 +289,9 @@ def _combine(
     dimensions = 2 if ep.layout == "rank_major" else 1  # the library refuses those of rank_major
     _check(ep, _calls.COMBINE, expert_out=(expert_out, 2), weights=(weights, dimensions))
     out = expert_out.new_empty(num_tokens, expert_out.shape[1])
+    order = torch.zeros_like(order)
     _calls.combine(ep.core, plan, expert_out, out, weights=weights)
-    return out, torch.zeros_like(order)
+    return out, order
 
 
 @_shapes("combine")
@@ -304,6 +316,7 @@ def _combine_bwd(
     ep = group_of(group)
     grad_expert_out = ep.comm.pool.empty((rows, grad_out.shape[1]), grad_out.dtype)
     grad_weights = None if expert_out is None else ep.comm.pool.empty(weights.shape, _FLOAT32)
+    order = torch.zeros_like(order)
     _calls.combine_bwd(
         ep.core,
         plan,
@@ -313,7 +326,7 @@ def _combine_bwd(
         weights=weights,
         grad_weights=grad_weights,
     )
-    return grad_expert_out, _given(grad_weights, order), torch.zeros_like(order)
+    return grad_expert_out, _given(grad_weights, order), order
 
 
 @_shapes("combine_bwd")

@@ -13,7 +13,7 @@ import torch
 from crossdock import _core
 from crossdock.errors import InvalidArgument, from_details
 
-from ._calls import DTYPE_CODES, PREPARE, current_stream
+from ._calls import DTYPE_CODES, OPERATIONS, PREPARE, current_stream
 from ._capture import is_capturing
 from ._comm import Communicator, default_communicator
 from ._plan import Plan, PlanParts
@@ -23,7 +23,6 @@ __all__ = ["EpGroup", "group_of", "pool_of"]
 
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
 _OVERFLOWS = {"error": 0, "drop": 1}
-_OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
 # Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
 # device: they are freed with the process.
 _left_by_captures: list[_core.Group] = []
@@ -252,7 +251,7 @@ class EpGroup:
         """
         device = self.comm.device
         place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
-        text = f"{_OPERATIONS[operation]}: {problem} {place}"
+        text = f"{OPERATIONS[operation]}: {problem} {place}"
         if not is_capturing(device):
             try:
                 self.core.join_failed(operation, text, current_stream(device))

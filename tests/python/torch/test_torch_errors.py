@@ -11,7 +11,7 @@ from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer
 
 import crossdock.torch as xd
-from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
+from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch, PeerLost
 
 SEED = 4711
 BAD_RANK = 2
@@ -169,6 +169,50 @@ def _configs(me: Rank) -> None:
 
 def test_group_of_bad_or_different_sizes():
     run_ranks(4, _configs)
+
+
+def _out_of_memory(me: Rank) -> None:
+    batch = Batch(SEED + 7)
+    with xd.init(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+
+        def no_memory(shape, dtype):
+            raise torch.OutOfMemoryError(f"no memory for {shape}")
+
+        bad = me.rank == BAD_RANK
+        if bad:
+            patch.setattr(group.comm.pool, "empty", no_memory)
+        kind, words = (torch.OutOfMemoryError, "no memory for") if bad else (Mismatch, "")
+        with pytest.raises(kind, match=words):
+            xd.dispatch(plan, x, weights)
+        patch.undo()
+        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
+
+
+def test_rank_without_memory_for_its_rows_tells_its_peers():
+    run_ranks(4, _out_of_memory)
+
+
+def _left(me: Rank) -> None:
+    batch = Batch(SEED + 6, ((5, 2), 8, 3, 32))
+    with xd.init() as comm:
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        out = layer(batch.group().prepare(topk_idx), x, weights)
+        comm.barrier()
+        if me.rank == 1:
+            return
+        with pytest.raises(PeerLost) as raised:
+            out.backward(grad_out)
+        error = raised.value
+        assert (error.peer, error.operation, error.fatal) == (1, "combine_bwd", True)
+        with pytest.raises(PeerLost):
+            batch.group()
+
+
+def test_rank_that_left_is_missed_in_the_backward_pass():
+    run_ranks(2, _left)
 
 
 def _gone(me: Rank) -> None:
