@@ -122,20 +122,27 @@ def test_after_orders_branches_in_both_directions():
     run_ranks(4, _chained)
 
 
-def _checkpointed(me: Rank) -> None:
-    """Activation checkpointing runs prepare, dispatch and combine again in the backward pass."""
+def _checkpointed(me: Rank, plan_too: bool) -> None:
     batch = Batch(SEED + 8)
     with xd.init():
         group = batch.group()
         topk_idx, x, weights, grad_out = batch.local(me.rank)
-        out = torch.utils.checkpoint.checkpoint(
-            lambda x, weights: layer(group.prepare(topk_idx), x, weights), x, weights,
-            use_reentrant=False)
-        out.backward(grad_out)
-        assert_equal("out", out, batch.expected(me.rank)[0])
-        assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
-        assert_equal("gradient of topk_weights", weights.grad, batch.expected(me.rank)[2])
+        plan = None if plan_too else group.prepare(topk_idx)
+
+        def block(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return layer(group.prepare(topk_idx) if plan_too else plan, x, weights)
+
+        for _ in range(2):  # the second time a plan from outside has a past
+            x.grad = weights.grad = None
+            plan = plan and plan.detach()
+            out = torch.utils.checkpoint.checkpoint(block, x, weights, use_reentrant=False)
+            out.backward(grad_out)
+            assert_equal("out", out, batch.expected(me.rank)[0])
+            assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
+            assert_equal("gradient of topk_weights", weights.grad, batch.expected(me.rank)[2])
 
 
-def test_activation_checkpointing():
-    run_ranks(4, _checkpointed)
+@pytest.mark.parametrize("plan_too", [True, False], ids=["with its plan", "of a plan outside"])
+def test_activation_checkpointing(plan_too):
+    """The backward pass runs the block's operations again."""
+    run_ranks(4, _checkpointed, plan_too)
