@@ -1,0 +1,43 @@
+"""Expert parallelism for JAX: XLA custom calls with derivatives, inside ``jit`` and ``shard_map``.
+
+    ep = crossdock.jax.init(mesh, "expert")          # joins the mesh's ranks
+    config = EpConfig(num_experts=64, hidden=1024, topk=4, max_tokens=2048)
+
+    plan = ep_prepare(config, topk_idx)              # exchanges counts
+    tokens, weights, _, plan = ep_dispatch(plan, x, topk_weights)
+    y, plan = ep_combine(plan, experts(tokens, plan), weights)
+
+Needs jaxlib at build time (its headers) and jax at run time.
+"""
+
+try:
+    import jax as _jax_package  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "crossdock.jax needs JAX 0.10 or newer: pip install jax (on GPUs: pip install 'jax[cuda13]')"
+    ) from error
+
+try:
+    from crossdock import _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "crossdock.jax needs the extension crossdock._jax, which is built where jaxlib is "
+        "installed: pip install jax nanobind scikit-build-core, then "
+        "pip install --no-build-isolation crossdock"
+    ) from error
+
+from ._config import EpConfig
+from ._mesh import EpMesh, init
+from ._ops import ep_combine, ep_dispatch, ep_prepare
+from ._plan import Dispatched, EpPlan
+
+__all__ = [
+    "Dispatched",
+    "EpConfig",
+    "EpMesh",
+    "EpPlan",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_prepare",
+    "init",
+]

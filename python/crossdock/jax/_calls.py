@@ -1,0 +1,183 @@
+"""The custom calls on one rank's arrays: shapes, names and order; no derivatives.
+
+Every function runs inside ``shard_map`` and takes one rank's parts, with any number of leading
+dimensions, and the order, which it returns last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from ._mesh import EpGroup
+
+__all__ = ["combine", "combine_bwd", "dispatch", "dispatch_bwd", "prepare", "uniform", "varying"]
+
+Array = jax.Array
+
+
+def prepare(group: EpGroup, topk_idx: Array, order: Array) -> tuple[Array, ...]:
+    """-> plan, counts, padded_counts, offsets, total, rank_rows, order."""
+    ranks = group.place.num_ranks
+    experts = group.config.num_experts // ranks
+    outputs = {
+        "plan": ((group.plan_bytes,), np.uint8),
+        "counts": ((experts,), np.int32),
+        "padded_counts": ((experts,), np.int32),
+        "offsets": ((experts + 1,), np.int32),
+        "total": ((1,), np.int32),
+        "rank_rows": ((ranks, ranks), np.int32),
+    }
+    return _call("prepare", group, {"topk_idx": _rows(topk_idx)}, outputs, order)
+
+
+def dispatch(
+    group: EpGroup, plan: Array, x: Array, topk_weights: Array | None, order: Array
+) -> tuple[Array | None, ...]:
+    """-> recv_tokens, recv_weights or None, recv_topk_idx or None, order."""
+    rows = group.rows
+    topk = group.config.topk if topk_weights is None else topk_weights.shape[-1]
+    inputs = {"plan": plan, "tokens": _rows(x)}
+    outputs = {"recv_tokens": ((rows, x.shape[-1]), x.dtype)}
+    if topk_weights is not None:
+        inputs["topk_weights"] = _rows(topk_weights)
+        shape = (rows, topk) if group.config.rank_major else (rows,)
+        outputs["recv_weights"] = (shape, np.float32)
+    if group.config.rank_major:
+        outputs["recv_topk_idx"] = ((rows, topk), np.int32)
+    return _call("dispatch", group, inputs, outputs, order, _DISPATCH_RESULTS)
+
+
+_DISPATCH_RESULTS = ("recv_tokens", "recv_weights", "recv_topk_idx")
+
+
+def combine(
+    group: EpGroup,
+    shape: tuple[int, ...],
+    plan: Array,
+    expert_out: Array,
+    weights: Array | None,
+    order: Array,
+) -> tuple[Array, ...]:
+    """-> out ``[*shape, H]``, order."""
+    hidden = expert_out.shape[-1]
+    inputs = {"plan": plan, "expert_out": expert_out}
+    if weights is not None:
+        inputs["weights"] = weights
+    outputs = {"out": ((math.prod(shape), hidden), expert_out.dtype)}
+    out, order = _call("combine", group, inputs, outputs, order)
+    return out.reshape(*shape, hidden), order
+
+
+def dispatch_bwd(
+    group: EpGroup,
+    shape: tuple[int, ...],
+    topk: int,
+    plan: Array,
+    grad_tokens: Array,
+    grad_weights: Array | None,
+    order: Array,
+) -> tuple[Array | None, ...]:
+    """-> grad of x ``[*shape, H]``, grad of topk_weights ``[*shape, K]`` or None, order."""
+    tokens, hidden = math.prod(shape), grad_tokens.shape[-1]
+    inputs = {"plan": plan, "grad_recv_tokens": grad_tokens}
+    outputs: dict[str, Any] = {"grad_tokens": ((tokens, hidden), grad_tokens.dtype)}
+    if grad_weights is not None:
+        inputs["grad_recv_weights"] = grad_weights
+        outputs["grad_topk_weights"] = ((tokens, topk), np.float32)
+    names = ("grad_tokens", "grad_topk_weights")
+    grad_x, grad_topk_weights, order = _call("dispatch_bwd", group, inputs, outputs, order, names)
+    if grad_topk_weights is not None:
+        grad_topk_weights = grad_topk_weights.reshape(*shape, topk)
+    return grad_x.reshape(*shape, hidden), grad_topk_weights, order
+
+
+def combine_bwd(
+    group: EpGroup,
+    plan: Array,
+    grad_out: Array,
+    expert_out: Array | None,
+    weights: Array | None,
+    order: Array,
+) -> tuple[Array | None, ...]:
+    """-> grad of expert_out ``[R, H]``, grad of weights ``[R]`` or None, order."""
+    inputs = {"plan": plan, "grad_out": _rows(grad_out)}
+    outputs = {"grad_expert_out": ((group.rows, grad_out.shape[-1]), grad_out.dtype)}
+    if weights is not None:
+        inputs |= {"expert_out": expert_out, "weights": weights}
+        outputs["grad_weights"] = ((group.rows,), np.float32)
+    names = ("grad_expert_out", "grad_weights")
+    return _call("combine_bwd", group, inputs, outputs, order, names)
+
+
+def uniform(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """The arrays, all as varying over the mesh axes over which any of them varies."""
+    axes = frozenset().union(*(varying(array) for array in arrays if array is not None))
+
+    def cast(array: Array | None) -> Array | None:
+        missing = () if array is None else tuple(axes - varying(array))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return tuple(cast(array) for array in arrays)
+
+
+def varying(array: Array) -> frozenset[str]:
+    """The mesh axes over which an array is known to vary inside shard_map."""
+    kind = jax.typeof(array).manual_axis_type
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def _rows(array: Array) -> Array:
+    """``[T, columns]`` of an array with any leading dimensions."""
+    return array.reshape(-1, array.shape[-1])
+
+
+def _call(
+    operation: str,
+    group: EpGroup,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, tuple[tuple[int, ...], Any]],
+    order: Array,
+    names: tuple[str, ...] = (),
+) -> tuple[Any, ...]:
+    """Runs one operation.
+
+    Args:
+        inputs, outputs: by their names in ``crossdock/ep.h``, arrays or (shape, dtype).
+        names: of the results, those that are not in `outputs` as None; () = all outputs.
+
+    Returns:
+        The results, and the order. The order is only passed through: it is one buffer before and
+        after, which nothing writes.
+    """
+    arrays = uniform(*inputs.values(), order)
+    kind = _kind(arrays[-1])
+    results = [jax.ShapeDtypeStruct(shape, dtype, **kind) for shape, dtype in outputs.values()]
+    results.append(jax.ShapeDtypeStruct(order.shape, order.dtype, **kind))
+    call = jax.ffi.ffi_call(
+        f"crossdock_ep_{operation}",
+        results,
+        input_output_aliases={len(inputs): len(outputs)},
+        vmap_method=None,
+    )
+    *found, order = call(
+        *arrays,
+        group=np.int64(group.number),
+        config=group.text,
+        arguments=" ".join([*inputs, "order"]),
+        results=" ".join([*outputs, "order"]),
+    )
+    by_name = dict(zip(outputs, found))
+    return (*(by_name.get(name) for name in names or outputs), order)
+
+
+def _kind(array: Array) -> dict[str, Any]:
+    """What a result that varies over the mesh as `array` does is declared with."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return {"manual_axis_type": jax.typeof(array).manual_axis_type, "sharding": sharding}

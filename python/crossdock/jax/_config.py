@@ -1,0 +1,107 @@
+"""Sizes of one kind of expert-parallel traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from crossdock import _core
+
+__all__ = ["EpConfig"]
+
+_LAYOUTS = {"expert_major": 0, "rank_major": 1}
+_OVERFLOWS = {"error": 0, "drop": 1}
+
+# DLPack's type code << 8 | bits.
+_DTYPES = {
+    np.dtype(jnp.bfloat16): 4 << 8 | 16,
+    np.dtype(jnp.float16): 2 << 8 | 16,
+    np.dtype(jnp.float32): 2 << 8 | 32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EpConfig:
+    """Sizes of one kind of expert-parallel traffic; hashable, so it may be a static argument.
+
+    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``.
+
+    Attributes:
+        num_experts: E, a multiple of the number of ranks.
+        hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
+        topk: largest number of experts per token, 1 to 32.
+        max_tokens: largest number of tokens of a rank.
+        layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
+            expert; ``"rank_major"``: one per (token, rank), grouped by source.
+        dtype: widest payload: bfloat16, float16 or float32.
+        capacity: R, the rows of every receive array of a rank, a multiple of `alignment`; None =
+            enough for any routing.
+        overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
+            fails; ``"drop"``: its last rows are dropped.
+        alignment: of each expert's rows, a power of two; padding rows are zero.
+        num_sms: GPUs: multiprocessors to use; 0 = chosen by the library.
+    """
+
+    num_experts: int
+    hidden: int
+    topk: int
+    max_tokens: int
+    layout: str = "expert_major"
+    dtype: Any = jnp.bfloat16
+    capacity: int | None = None
+    overflow: str = "error"
+    alignment: int = 1
+    num_sms: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("layout", self.layout, _LAYOUTS)
+        _choice("overflow", self.overflow, _OVERFLOWS)
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
+
+    @property
+    def rank_major(self) -> bool:
+        """Whether a row stands for all choices that its rank holds."""
+        return self.layout == "rank_major"
+
+    def rows(self, num_ranks: int) -> int:
+        """R, the rows of every receive array of a rank."""
+        return self.capacity or _core.recv_bound(**self.sizes(num_ranks))
+
+    def plan_bytes(self, num_ranks: int) -> int:
+        """Bytes of a plan."""
+        return _core.plan_size(**self.sizes(num_ranks))
+
+    def sizes(self, num_ranks: int) -> dict[str, int]:
+        """The fields of ``xd_ep_config``.
+
+        Raises:
+            InvalidArgument: when they are used, if they do not fit one another.
+        """
+        return {**self._fields, "num_ranks": num_ranks}
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, int]:
+        return {
+            "num_experts": self.num_experts,
+            "max_topk": self.topk,
+            "max_tokens_per_rank": self.max_tokens,
+            "hidden": self.hidden,
+            "dtype": _DTYPES[self.dtype],
+            "layout": _LAYOUTS[self.layout],
+            "alignment": self.alignment,
+            "recv_capacity": self.capacity or 0,
+            "overflow": _OVERFLOWS[self.overflow],
+            "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static
+            "num_sms": self.num_sms,
+        }
+
+
+def _choice(name: str, given: Any, known: dict[str, int]) -> None:
+    if given not in known:
+        raise ValueError(f"{name}: expected one of {list(known)}, got {given!r}")

@@ -1,0 +1,272 @@
+"""The ranks of a mesh: who meets whom, and their groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.sharding import Mesh
+
+from crossdock import _core, _jax
+from crossdock.errors import from_details
+
+from ._config import EpConfig
+from ._register import register
+
+__all__ = ["EpGroup", "EpMesh", "current_mesh", "init"]
+
+_CPU, _CUDA = 1, 2  # DLPack's device types
+
+_meetings = itertools.count()
+_current: EpMesh | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How arrays lie on a mesh.
+
+    Attributes:
+        mesh: of `init`.
+        ep_axes: the axes whose devices exchange tokens.
+        batch_axes: the axes that the first dimension of global arrays is split over.
+        num_ranks: W.
+    """
+
+    mesh: Mesh
+    ep_axes: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    num_ranks: int
+
+
+class EpGroup:
+    """One config's group of ranks. Made with the first executable that uses it.
+
+    Attributes:
+        config, place: as given.
+        rows: R, the rows of every receive array of a rank.
+        plan_bytes: bytes of a rank's plan.
+        text: the config as executables name it.
+    """
+
+    def __init__(self, ranks: _jax.Ranks, place: Place, config: EpConfig) -> None:
+        self.place = place
+        self.config = config
+        self.rows = config.rows(place.num_ranks)
+        self.plan_bytes = config.plan_bytes(place.num_ranks)
+        sizes = config.sizes(place.num_ranks)
+        self.text = " ".join(f"{name}={value}" for name, value in sizes.items())
+        self.core = _jax.Group(ranks, self.text, **sizes)
+        self.sharded: dict[Any, Any] = {}  # its operations on global arrays, compiled
+
+    @property
+    def number(self) -> int:
+        """By which custom calls find it."""
+        return self.core.number
+
+    def __repr__(self) -> str:
+        return f"EpGroup({self.number}: {self.config}, {self.place.num_ranks} ranks)"
+
+
+class EpMesh:
+    """The communicators of a mesh, and their groups. Made by `init`.
+
+    Executables keep what they use: after `close`, or when another `init` has taken its place, what
+    has been compiled still runs, and the last executable to go frees the group.
+
+    Attributes:
+        mesh: as given.
+        ep_axes: the axes whose devices exchange tokens.
+        num_ranks: W, the devices of one set.
+        ordinals: this process's devices in the mesh, by the number that XLA gives them.
+    """
+
+    def __init__(self, place: Place, ranks: _jax.Ranks, ordinals: Sequence[int]) -> None:
+        self.mesh = place.mesh
+        self.ep_axes = place.ep_axes
+        self.num_ranks = place.num_ranks
+        self.ordinals = tuple(ordinals)
+        self._place = place
+        self._ranks = ranks
+        self._groups: dict[EpConfig, EpGroup] = {}
+
+    def group(self, config: EpConfig) -> EpGroup:
+        """The group of a config, the same for equal configs. Local."""
+        group = self._groups.get(config)
+        if group is None:
+            group = self._groups[config] = EpGroup(self._ranks, self._place, config)
+        return group
+
+    def create(self, config: EpConfig) -> None:
+        """Make a config's group now, rather than with the first executable that uses it.
+
+        Collective, blocking.
+
+        Raises:
+            InvalidArgument: sizes that do not fit (Mismatch on the other ranks).
+            Mismatch: sizes differ between ranks.
+            OutOfMemory: no memory left here (Mismatch on the others).
+        """
+        self.group(config).core.create()
+
+    def status(self, config: EpConfig) -> dict[int, dict[str, Any]]:
+        """Read and clear the non-fatal error state of this process's ranks; never blocks.
+
+        Returns:
+            By device number the fields of ``xd_ep_status`` in ``crossdock/ep.h``.
+        """
+        core = self.group(config).core
+        found = {ordinal: core.status(ordinal) for ordinal in self.ordinals}
+        return {ordinal: status for ordinal, status in found.items() if status is not None}
+
+    def check(self) -> None:
+        """Raise what operations met since the last look, if anything; never blocks.
+
+        Needed on GPUs, where operations run after their call has returned: call
+        ``jax.block_until_ready`` first. On the CPU programs fail by themselves.
+
+        Raises:
+            InvalidArgument, Mismatch, CapacityOverflow: and the group stays usable.
+            CrossdockError: the communicator is finished; ``fatal`` is True.
+        """
+        fatal = self._ranks.error()
+        if fatal is not None:
+            raise from_details({"status": fatal[0], "text": fatal[1], "fatal": True})
+        for config in self._groups:
+            for status in self.status(config).values():
+                if status["status"] != "XD_SUCCESS":
+                    raise from_details(
+                        {
+                            "status": status["status"],
+                            "text": status["text"],
+                            "peer": None if status["rank"] < 0 else status["rank"],
+                            "operation": status["operation"],
+                        }
+                    )
+
+    def abort(self) -> None:
+        """Give up: releases every wait of this process and finishes its communicators everywhere."""
+        self._ranks.abort()
+
+    def close(self) -> None:
+        """Leave, as soon as no executable uses a group any more. Does nothing the second time."""
+        global _current
+        if _current is self:
+            _current = None
+        for group in self._groups.values():
+            group.core.close()
+        self._groups.clear()
+        self._ranks.close()
+
+    def __repr__(self) -> str:
+        axes = ", ".join(self.ep_axes)
+        return f"EpMesh({dict(self.mesh.shape)}, {self.num_ranks} ranks along {axes})"
+
+
+def current_mesh() -> EpMesh:
+    """The mesh of the last `init`.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if _current is None:
+        raise RuntimeError("crossdock.jax.init(mesh, ep_axis) has not been called")
+    return _current
+
+
+def init(
+    mesh: Mesh,
+    ep_axis: str | Sequence[str],
+    *,
+    data_axes: str | Sequence[str] = (),
+    timeout: float | None = None,
+    name: str = "",
+) -> EpMesh:
+    """Join the ranks of a mesh. Collective, blocking.
+
+    The devices along `ep_axis` exchange tokens and share the experts; every index of the other axes
+    (data, tensor, pipeline) has such a set of its own. A process may hold one device
+    (``jax.distributed``) or several. The result serves every `ep_prepare` that names no other.
+
+    Args:
+        mesh: devices of one host, CPUs or GPUs.
+        ep_axis: its axis of experts, or several, the first one counting slowest.
+        data_axes: for calls outside ``shard_map``: the axes over which, before `ep_axis`, the first
+            dimension of arrays is split.
+        timeout: longest wait for a peer, here and in every operation, in seconds; None = the
+            environment's ``XD_TIMEOUT_MS``, else 10 minutes.
+        name: shown in logs.
+
+    Raises:
+        ValueError: a bad argument (InvalidArgument).
+        Timeout: not all ranks came.
+        Unsupported: no such device in this build or on this machine.
+    """
+    global _current
+    place = _place(mesh, ep_axis, data_axes)
+    platform = mesh.devices.flat[0].platform
+    if platform not in ("cpu", "gpu"):
+        raise ValueError(f"mesh: expected CPU or GPU devices, got {platform}")
+    register(platform)
+    seats = _seats(place)
+    if not seats:
+        raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
+    milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
+    device_type = _CPU if platform == "cpu" else _CUDA
+    ranks = _jax.Ranks(device_type, seats, milliseconds, name)
+    _current = EpMesh(place, ranks, [seat[0] for seat in seats])
+    return _current
+
+
+def _place(mesh: Mesh, ep_axis: str | Sequence[str], data_axes: str | Sequence[str]) -> Place:
+    ep_axes = (ep_axis,) if isinstance(ep_axis, str) else tuple(ep_axis)
+    data = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    for argument, axes in (("ep_axis", ep_axes), ("data_axes", data)):
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise ValueError(f"{argument}: expected axes of {mesh.axis_names}, got {axis!r}")
+    if not ep_axes:
+        raise ValueError("ep_axis: expected an axis of the mesh, got none")
+    batch = data + ep_axes
+    if len(set(batch)) != len(batch):
+        raise ValueError(f"data_axes: expected axes other than {ep_axes}, each once, got {data}")
+    num_ranks = int(np.prod([mesh.shape[axis] for axis in ep_axes]))
+    return Place(mesh, ep_axes, batch, num_ranks)
+
+
+def _seats(place: Place) -> list[tuple[int, int, int, bytes]]:
+    """(ordinal, rank, ranks, meeting point) of this process's devices, in the order of the sets."""
+    names = place.mesh.axis_names
+    others = [axis for axis in names if axis not in place.ep_axes]
+    order = [names.index(axis) for axis in (*others, *place.ep_axes)]
+    sets = place.mesh.devices.transpose(order).reshape(-1, place.num_ranks)
+    meeting = next(_meetings)
+    mine = jax.process_index()
+    seats = []
+    for number, devices in enumerate(sets):
+        if all(device.process_index != mine for device in devices):
+            continue
+        unique_id = _meeting_point(f"crossdock/{meeting}/{number}", devices)
+        for rank, device in enumerate(devices):
+            if device.process_index == mine:
+                seats.append((device.local_hardware_id, rank, place.num_ranks, unique_id))
+    return seats
+
+
+def _meeting_point(key: str, devices: np.ndarray) -> bytes:
+    """Opened by the process of the first rank, told to the others through jax.distributed."""
+    processes = {device.process_index for device in devices}
+    if processes == {jax.process_index()}:
+        return _core.unique_id()
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("init: expected jax.distributed to be initialised for several processes")
+    if devices[0].process_index == jax.process_index():
+        unique_id = _core.unique_id()
+        client.key_value_set_bytes(key, unique_id)
+        return unique_id
+    return client.blocking_key_value_get_bytes(key, 600_000)

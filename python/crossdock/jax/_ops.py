@@ -1,0 +1,275 @@
+"""prepare, dispatch and combine with their derivatives."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _calls
+from ._config import EpConfig
+from ._mesh import EpGroup, EpMesh, current_mesh
+from ._plan import Dispatched, EpPlan
+from ._where import check_layout, local_shape, on_ranks
+
+__all__ = ["ep_combine", "ep_dispatch", "ep_prepare"]
+
+Array = jax.Array
+
+
+class _Site(NamedTuple):
+    """What is static in an operation: its group, and one rank's batch ``[*shape, K]``."""
+
+    group: EpGroup
+    shape: tuple[int, ...]
+    topk: int
+
+
+# ---- For users ----------------------------------------------------------------------------------
+
+
+def ep_prepare(
+    config: EpConfig,
+    topk_idx: Array,
+    *,
+    after: EpPlan | Array | None = None,
+    mesh: EpMesh | None = None,
+) -> EpPlan:
+    """Exchange counts and make the plan of a batch. Collective.
+
+    Inside ``shard_map`` over the mesh of `init`, arrays are one rank's; outside, on global arrays,
+    their first dimension is split over the axes of data and experts.
+
+    Args:
+        config: equal on all ranks.
+        topk_idx: ``[..., K]`` int32 or int64, the expert of each choice; -1 = none.
+        after: a plan, or its `order`, whose operations so far come before those of this one, and
+            whose backward operations come after, although no data says so. Needed where two layers
+            of one program do not depend on one another: without it XLA may run their operations in
+            another order on every process.
+        mesh: from `init`; None = the last one.
+
+    Returns:
+        The plan: for any number of `ep_dispatch` and `ep_combine`.
+
+    Raises:
+        TypeError, ValueError: a bad argument, while tracing.
+        jax.errors.JaxRuntimeError: when it runs, on all ranks. On the CPU: INVALID_ARGUMENT for
+            expert ids out of range or repeated in a row, OUT_OF_RANGE for more rows than some
+            capacity, FAILED_PRECONDITION where ranks disagree. On GPUs `EpMesh.check` raises these.
+    """
+    group = (current_mesh() if mesh is None else mesh).group(config)
+    topk_idx = jnp.asarray(topk_idx)
+    if topk_idx.dtype not in (np.int32, np.int64):
+        raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
+    check_layout(group.place, "topk_idx", topk_idx)
+    if topk_idx.ndim < 2 or not 1 <= topk_idx.shape[-1] <= config.topk:
+        raise ValueError(
+            f"topk_idx: expected [..., K] with K from 1 to {config.topk}, got {topk_idx.shape}"
+        )
+    shape = local_shape(group.place, "topk_idx", topk_idx.shape[:-1])
+    if math.prod(shape) > config.max_tokens:
+        raise ValueError(
+            f"topk_idx: expected at most {config.max_tokens} tokens of a rank, got {shape}"
+        )
+    site = _Site(group, shape, topk_idx.shape[-1])
+    order = _first_order(site, topk_idx) if after is None else _order_of(after)
+    topk_idx, order = _calls.uniform(topk_idx, order)
+    *arrays, order = _prepare(site, topk_idx, order)
+    return EpPlan(*arrays, order, *site)
+
+
+def ep_dispatch(plan: EpPlan, x: Array, topk_weights: Array | None = None) -> Dispatched:
+    """Copy every token's row to the ranks that hold its experts. Collective, differentiable.
+
+    Args:
+        plan: from `ep_prepare`.
+        x: ``[..., H]`` bfloat16, float16 or float32, with the leading dimensions of topk_idx.
+        topk_weights: ``[..., K]`` float32. Other types are refused: cast them.
+
+    Returns:
+        tokens ``[R, H]``, weights, topk_idx, and the plan for what comes after.
+
+    Raises:
+        TypeError, ValueError: a bad argument, while tracing.
+        jax.errors.JaxRuntimeError: as `ep_prepare`.
+    """
+    site = _site(plan)
+    x = jnp.asarray(x)
+    _check_payload("x", x, site.group.config)
+    _check_batch(site, "x", x, None)
+    if topk_weights is not None:
+        topk_weights = jnp.asarray(topk_weights)
+        _check_weights("topk_weights", topk_weights)
+        _check_batch(site, "topk_weights", topk_weights, site.topk)
+    data, x, topk_weights, order = _calls.uniform(plan.data, x, topk_weights, plan.order)
+    tokens, weights, topk_idx, order = _dispatch(site, data, x, topk_weights, order)
+    return Dispatched(tokens, weights, topk_idx, plan.after(order))
+
+
+def ep_combine(
+    plan: EpPlan, expert_out: Array, weights: Array | None = None
+) -> tuple[Array, EpPlan]:
+    """Bring the experts' results back and sum them per token. Collective, differentiable.
+
+    Sums are in float32 in a fixed order: equal inputs give equal bits.
+
+    Args:
+        plan: from `ep_dispatch`.
+        expert_out: ``[R, H]`` bfloat16, float16 or float32, a result for each received row.
+        weights: ``[R]`` float32, usually ``Dispatched.weights``: the sum is weighted. expert_major
+            only: in rank_major a row stands for several experts, whose results are summed already.
+
+    Returns:
+        ``[..., H]`` with the leading dimensions of topk_idx, zero for a token without rows; and the
+        plan for what comes after.
+
+    Raises:
+        TypeError, ValueError: a bad argument, while tracing.
+        jax.errors.JaxRuntimeError: as `ep_prepare`.
+    """
+    site = _site(plan)
+    config, place = site.group.config, site.group.place
+    expert_out = jnp.asarray(expert_out)
+    _check_payload("expert_out", expert_out, config)
+    check_layout(place, "expert_out", expert_out)
+    rows = local_shape(place, "expert_out", expert_out.shape[:1])
+    if expert_out.ndim != 2 or rows != (site.group.rows,):
+        raise ValueError(
+            f"expert_out: expected {site.group.rows} rows of a rank, [R, H]; got {expert_out.shape}"
+        )
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        _check_weights("weights", weights)
+        check_layout(place, "weights", weights)
+        if config.rank_major:
+            raise ValueError("weights: expected None in rank_major, whose rows are summed already")
+        if weights.shape != expert_out.shape[:1]:
+            raise ValueError(
+                f"weights: expected one for each of {expert_out.shape[0]} rows, got {weights.shape}"
+            )
+    data, expert_out, weights, order = _calls.uniform(plan.data, expert_out, weights, plan.order)
+    out, order = _combine(site, data, expert_out, weights, order)
+    return out, plan.after(order)
+
+
+# ---- Derivatives --------------------------------------------------------------------------------
+# Backward operations take the gradient of the order that their operation gave and give that of the
+# order it took, so that they form the same chain in the other direction.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _prepare(site: _Site, topk_idx: Array, order: Array) -> tuple[Array, ...]:
+    return on_ranks(_calls.prepare, site.group)(topk_idx, order)
+
+
+def _prepare_fwd(site: _Site, topk_idx: Array, order: Array) -> tuple[Any, None]:
+    return _prepare(site, topk_idx, order), None
+
+
+def _prepare_bwd(site: _Site, saved: None, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    return None, grads[-1]
+
+
+_prepare.defvjp(_prepare_fwd, _prepare_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(
+    site: _Site, plan: Array, x: Array, topk_weights: Array | None, order: Array
+) -> tuple[Any, ...]:
+    return on_ranks(_calls.dispatch, site.group)(plan, x, topk_weights, order)
+
+
+def _dispatch_fwd(site, plan, x, topk_weights, order):
+    return _dispatch(site, plan, x, topk_weights, order), plan
+
+
+def _dispatch_bwd(site, plan, grads):
+    grad_tokens, grad_weights, _, grad_order = grads
+    backward = on_ranks(_calls.dispatch_bwd, site.group, site.shape, site.topk)
+    grad_x, grad_topk_weights, order = backward(plan, grad_tokens, grad_weights, grad_order)
+    return None, grad_x, grad_topk_weights, order
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(
+    site: _Site, plan: Array, expert_out: Array, weights: Array | None, order: Array
+) -> tuple[Array, Array]:
+    return on_ranks(_calls.combine, site.group, site.shape)(plan, expert_out, weights, order)
+
+
+def _combine_fwd(site, plan, expert_out, weights, order):
+    saved = plan, None if weights is None else expert_out, weights
+    return _combine(site, plan, expert_out, weights, order), saved
+
+
+def _combine_bwd(site, saved, grads):
+    plan, expert_out, weights = saved
+    grad_out, grad_order = grads
+    backward = on_ranks(_calls.combine_bwd, site.group)
+    grad_expert_out, grad_weights, order = backward(
+        plan, grad_out, expert_out, weights, grad_order
+    )
+    return None, grad_expert_out, grad_weights, order
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+# ---- Arguments ----------------------------------------------------------------------------------
+
+
+def _site(plan: EpPlan) -> _Site:
+    if not isinstance(plan, EpPlan):
+        raise TypeError(f"plan: expected an EpPlan from ep_prepare, got {type(plan).__name__}")
+    return _Site(plan.group, plan.shape, plan.topk)
+
+
+def _order_of(after: EpPlan | Array) -> Array:
+    return after.order if isinstance(after, EpPlan) else after
+
+
+def _first_order(site: _Site, topk_idx: Array) -> Array:
+    """One element for each rank."""
+    parts = topk_idx.shape[0] // site.shape[0] if site.shape[0] else 1
+    return jnp.zeros((parts,), np.float32)
+
+
+def _check_payload(argument: str, array: Array, config: EpConfig) -> None:
+    if array.dtype not in (jnp.bfloat16, np.float16, np.float32):
+        raise TypeError(f"{argument}: expected bfloat16, float16 or float32, got {array.dtype}")
+    if array.ndim < 1 or array.shape[-1] * array.dtype.itemsize > (
+        config.hidden * config.dtype.itemsize
+    ):
+        raise ValueError(
+            f"{argument}: expected rows of at most {config.hidden} elements of {config.dtype}, got "
+            f"shape {array.shape} of {array.dtype}"
+        )
+
+
+def _check_weights(argument: str, array: Array) -> None:
+    if array.dtype != np.float32:
+        raise TypeError(
+            f"{argument}: expected float32, got {array.dtype}: cast with .astype(jnp.float32)"
+        )
+
+
+def _check_batch(site: _Site, argument: str, array: Array, columns: int | None) -> None:
+    """Refuses anything but the plan's batch in the leading dimensions, and other columns."""
+    place = site.group.place
+    check_layout(place, argument, array)
+    shape = local_shape(place, argument, array.shape[:-1]) if array.ndim else ()
+    if shape != site.shape or (columns is not None and array.shape[-1] != columns):
+        last = "H" if columns is None else columns
+        raise ValueError(
+            f"{argument}: expected a rank's part with shape {(*site.shape, last)}, got "
+            f"{(*shape, *array.shape[-1:])}"
+        )

@@ -1,0 +1,69 @@
+"""The routing of one batch, as arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+if TYPE_CHECKING:
+    from ._mesh import EpGroup
+
+__all__ = ["Dispatched", "EpPlan"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EpPlan:
+    """What `ep_prepare` makes: the place of every row of a batch. A pytree.
+
+    Its arrays are ordinary ones: they may be carried by ``scan``, saved as residuals, rematerialised,
+    donated and copied. Shapes are those of one rank, inside ``shard_map``; outside, the ranks' parts
+    follow one another along the first dimension.
+
+    Attributes:
+        data: the routing, opaque, uint8.
+        counts: ``[L]`` int32: rows per local expert without padding (rank_major: pairs).
+        padded_counts: ``[L]`` int32: rows per local expert with padding.
+        offsets: ``[L + 1]`` int32: first row of each expert's zone, and the end of the last.
+        total: ``[1]`` int32: rows that the rank needs, padding included, before any are dropped.
+        rank_rows: ``[W, W]`` int32: rows from each source to each destination.
+        order: ``[1]`` float32 that stands for the operations so far; its value is 0. Operations
+            take the one before and give a new one, so that XLA can neither reorder them nor run two
+            at once.
+        group: the group that the plan is for.
+        shape: leading dimensions of the batch as it was given, without K.
+        topk: K.
+    """
+
+    data: jax.Array
+    counts: jax.Array
+    padded_counts: jax.Array
+    offsets: jax.Array
+    total: jax.Array
+    rank_rows: jax.Array
+    order: jax.Array
+    group: EpGroup = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    topk: int = dataclasses.field(metadata={"static": True})
+
+    def after(self, order: jax.Array) -> EpPlan:
+        """The same plan, whose next operation comes after those that `order` stands for."""
+        return dataclasses.replace(self, order=order)
+
+
+class Dispatched(NamedTuple):
+    """What a rank receives: R rows, of which those past the last one are zero.
+
+    Attributes:
+        tokens: ``[R, H]``, dtype of x.
+        weights: float32 ``[R]`` (expert_major) or ``[R, K]`` (rank_major); None unless given.
+        topk_idx: ``[R, K]`` int32 local expert of each choice, else -1; None in expert_major.
+        plan: for the operations that come after this one.
+    """
+
+    tokens: jax.Array
+    weights: jax.Array | None
+    topk_idx: jax.Array | None
+    plan: EpPlan

@@ -1,0 +1,129 @@
+"""Where a function for one rank's arrays runs: inside the caller's shard_map, or in one of its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._calls import uniform, varying
+from ._mesh import EpGroup, Place
+
+__all__ = ["check_layout", "local_shape", "on_ranks"]
+
+
+def inside(place: Place) -> bool:
+    """Whether the caller is inside shard_map, where arrays are one rank's.
+
+    Raises:
+        ValueError: it is in one that leaves axes of the mesh to the compiler, or over another mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = frozenset(mesh.manual_axes)
+    if not manual:
+        return False
+    wanted = {axis for axis in place.mesh.axis_names if place.mesh.shape[axis] > 1}
+    if not wanted <= manual:
+        raise ValueError(
+            f"shard_map: expected one over all axes of the mesh of crossdock.jax.init, "
+            f"{place.mesh.axis_names}; got one over {tuple(sorted(manual))}"
+        )
+    for axis in wanted:
+        if mesh.shape[axis] != place.mesh.shape[axis]:
+            raise ValueError(
+                f"shard_map: expected the mesh of crossdock.jax.init, {dict(place.mesh.shape)}; "
+                f"got {dict(mesh.shape)}"
+            )
+    return True
+
+
+def local_shape(place: Place, argument: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one rank's part of an array of this shape."""
+    if inside(place):
+        return shape
+    parts = math.prod(place.mesh.shape[axis] for axis in place.batch_axes)
+    if not shape or shape[0] % parts:
+        raise ValueError(
+            f"{argument}: expected a first dimension that {parts} devices share evenly, "
+            f"got shape {shape}"
+        )
+    return (shape[0] // parts, *shape[1:])
+
+
+def check_layout(place: Place, argument: str, array: Any) -> None:
+    """Refuses arrays that are known to be split otherwise than the operations take them.
+
+    Inside shard_map: not over all axes of experts. Outside: an array whose layout the program or the
+    array itself states; others are the compiler's to lay out.
+
+    Raises:
+        ValueError: with the layout that was expected.
+    """
+    if inside(place):
+        axes = varying(array)
+        checked = jax.sharding.get_abstract_mesh().manual_axes and _checks_vma()
+        missing = [axis for axis in place.ep_axes if axis not in axes]
+        if checked and missing and place.num_ranks > 1:
+            raise ValueError(
+                f"{argument}: expected parts that differ along {place.ep_axes}, got an array that "
+                f"is replicated along {tuple(missing)}: name them in in_specs"
+            )
+        return
+    spec = _spec(place, array)
+    if spec is None:
+        return
+    entries = [_axes(place, entry) for entry in spec]
+    expected = _axes(place, place.batch_axes)
+    if entries[:1] != [expected] and expected or any(entries[1:]):
+        raise ValueError(
+            f"{argument}: expected {PartitionSpec(place.batch_axes)}, the first dimension split over "
+            f"{place.batch_axes} and the others not at all; got {spec}"
+        )
+
+
+def _spec(place: Place, array: Any) -> PartitionSpec | None:
+    """How an array is known to be split over the mesh; None = not known, or not over it."""
+    if isinstance(array, jax.core.Tracer):
+        sharding = jax.typeof(array).sharding
+        explicit = jax.sharding.AxisType.Explicit
+        known = all(kind == explicit for kind in sharding.mesh.axis_types)
+        return sharding.spec if sharding.mesh.axis_names and known else None
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.devices.size > 1:
+        return sharding.spec
+    return None
+
+
+def _axes(place: Place, entry: Any) -> tuple[str, ...]:
+    """The axes that an entry of a PartitionSpec really splits over."""
+    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return tuple(name for name in names if place.mesh.shape.get(name, 0) != 1)
+
+
+def _checks_vma() -> bool:
+    """Whether this shard_map knows over which axes arrays vary."""
+    probe = jax.lax.axis_index(tuple(jax.sharding.get_abstract_mesh().manual_axes))
+    return bool(varying(probe))
+
+
+def on_ranks(function: Callable[..., Any], group: EpGroup, *static: Any) -> Callable[..., Any]:
+    """``function(group, *static, *arrays)`` as a function of arrays, inside or outside shard_map.
+
+    Outside, the first dimension of every array and result is split over the batch axes, in a
+    shard_map of its own.
+    """
+    local = functools.partial(function, group, *static)
+    if inside(group.place):
+        return lambda *arrays: local(*uniform(*arrays))
+    key = (function, static)
+    if key not in group.sharded:
+        spec = PartitionSpec(group.place.batch_axes)
+        mapped = jax.shard_map(
+            local, mesh=group.place.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        group.sharded[key] = jax.jit(mapped, inline=True)
+    return group.sharded[key]

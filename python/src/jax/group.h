@@ -1,0 +1,58 @@
+// The groups of this process, and how handlers find them.
+#pragma once
+
+#include <crossdock/crossdock.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "problem.h"
+#include "ranks.h"
+#include "worker.h"
+
+namespace xdjax {
+
+// One config's groups on all ranks of this process. Lives as long as whoever made it, an executable
+// that uses it, or an operation that runs; it keeps the communicators.
+class Group {
+ public:
+  struct Member {
+    xd_ep_group* group = nullptr;
+    DLDevice device{};
+    std::unique_ptr<Worker> worker;  // runs the operations; none on CUDA, which has streams
+  };
+
+  Group(std::shared_ptr<Ranks> ranks, const xd_ep_config& config, std::string text);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Makes the groups, unless they have been made. Collective, blocking.
+  std::optional<Problem> create();
+
+  // The rank on that device; NULL without one, or before create().
+  [[nodiscard]] Member* member(int ordinal);
+
+  [[nodiscard]] const std::string& text() const { return text_; }
+  [[nodiscard]] const std::shared_ptr<Ranks>& ranks() const { return ranks_; }
+
+ private:
+  const std::shared_ptr<Ranks> ranks_;
+  const xd_ep_config config_;
+  const std::string text_;  // the config, as executables name it
+  std::mutex mutex_;        // of create()
+  bool created_ = false;
+  std::vector<Member> members_;  // of ranks_->all()
+};
+
+// Gives the group a number that no other group of this process ever gets.
+std::int64_t enter_group(const std::shared_ptr<Group>& group);
+
+// NULL if it is gone, or if there never was one.
+std::shared_ptr<Group> find_group(std::int64_t number);
+
+}  // namespace xdjax

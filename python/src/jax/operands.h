@@ -1,0 +1,46 @@
+// The buffers of one call by their names in crossdock/ep.h.
+#pragma once
+
+#include <crossdock/crossdock.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "problem.h"
+#include "xla_ffi.h"
+
+namespace xdjax {
+
+// Owns shapes, not memory: XLA's description of the buffers ends with the handler, the buffers live
+// until the operation has been reported as finished.
+class Operands {
+ public:
+  explicit Operands(DLDevice device) : device_(device) {}
+
+  // A problem: a type or a number of dimensions that the library has not.
+  std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
+
+  // NULL if there is none of that name.
+  [[nodiscard]] const DLTensor* find(std::string_view name) const;
+
+  [[nodiscard]] void* data(std::string_view name) const;
+  [[nodiscard]] std::size_t bytes(std::string_view name) const;
+
+ private:
+  static constexpr std::size_t max_dims = 4;
+  struct Item {
+    std::string_view name;
+    DLTensor tensor{};
+    std::array<std::int64_t, max_dims> shape{};
+  };
+
+  DLDevice device_;
+  std::vector<std::unique_ptr<Item>> items_;  // tensors point into their items
+};
+
+}  // namespace xdjax

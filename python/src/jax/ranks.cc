@@ -1,0 +1,56 @@
+#include "ranks.h"
+
+#include <cstring>
+#include <optional>
+
+#include "each.h"
+
+namespace xdjax {
+namespace {
+
+std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, const char* name,
+                            xd_comm** comm) {
+  xd_unique_id id;
+  if (seat.unique_id.size() != sizeof(id.bytes)) {
+    return invalid("unique_id: expected " + std::to_string(sizeof(id.bytes)) + " bytes, got " +
+                   std::to_string(seat.unique_id.size()));
+  }
+  std::memcpy(id.bytes, seat.unique_id.data(), sizeof(id.bytes));
+  xd_comm_config config XD_COMM_CONFIG_INIT;
+  config.rank = seat.rank;
+  config.num_ranks = seat.num_ranks;
+  config.unique_id = &id;
+  config.device = device;
+  config.timeout_ms = timeout_ms;
+  config.name = name;
+  return problem_of(xd_comm_create(&config, comm));
+}
+
+}  // namespace
+
+Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms,
+             const std::string& name) {
+  for (const Seat& seat : seats) {
+    // All CPU devices of XLA are the one of the library.
+    const int id = device_type == kDLCPU ? 0 : seat.ordinal;
+    ranks_.push_back({seat.ordinal, {device_type, id}, nullptr});
+  }
+  const std::optional<Problem> problem = for_each_rank(seats.size(), [&](std::size_t i) {
+    return join(seats[i], ranks_[i].device, timeout_ms, name.c_str(), &ranks_[i].comm);
+  });
+  if (problem) {
+    leave();
+    throw Problem(*problem);
+  }
+}
+
+Ranks::~Ranks() { leave(); }
+
+void Ranks::leave() {
+  for (Rank& rank : ranks_) {
+    xd_comm_destroy(rank.comm);
+    rank.comm = nullptr;
+  }
+}
+
+}  // namespace xdjax
