@@ -47,13 +47,12 @@ class _Dispatch(torch.autograd.Function):
         ctx.group = group_of(group)  # lives until the backward pass
         ctx.num_tokens, ctx.topk, ctx.quantize = num_tokens, topk, quantize
         ctx.save_for_backward(plan)
+        plain = x.dtype in _DIFFERENTIABLE and not quantize
+        ctx.rows_differentiable = plain or quantize
         fixed = [topk_idx, recv_scales]
-        if topk_weights is None:
-            fixed.append(weights)
-        if quantize or x.dtype not in _DIFFERENTIABLE:
-            fixed.append(tokens)
-        if not quantize:
-            fixed.append(link)
+        fixed += [] if plain else [tokens]
+        fixed += [] if quantize else [link]
+        fixed += [weights] if topk_weights is None else []
         ctx.mark_non_differentiable(*fixed)
         return outputs
 
@@ -61,6 +60,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, grad_tokens, grad_weights, grad_idx, grad_scales, grad_link, grad_order):
         (plan,) = ctx.saved_tensors
         _, x_needs, weights_need, *_ = ctx.needs_input_grad
+        x_needs = x_needs and ctx.rows_differentiable
         grad_x = grad_topk_weights = None
         if x_needs or weights_need:
             grad_rows = grad_link if ctx.quantize else grad_tokens

@@ -193,7 +193,7 @@ class SymmetricPool:
         return True
 
     def _wait_for_others(self, stream: int, capture: int) -> None:
-        """Puts the current stream behind work of others with memory of the heap; the host goes on."""
+        """Puts the current stream behind others' work with memory of the heap; the host goes on."""
         if capture:
             return
         for other, event in list(self._left.items()):

@@ -79,6 +79,7 @@ def _given(me: Rank, layout: str) -> None:
         topk_idx, _, weights, _ = batch.local(me.rank)
         plan = group.prepare(topk_idx)
         elements, beside = pairs[me.rank]
+        elements.requires_grad_()  # fp8 has no gradient: that is ignored
         received = xd.dispatch(plan, elements, weights, scales=beside)
         assert_equal("tokens", received.tokens[: len(tokens)], tokens)
         assert_equal("scales", received.scales[: len(tokens)], scales)
@@ -87,6 +88,7 @@ def _given(me: Rank, layout: str) -> None:
             xd.dequantize(received)
         # Weights have a gradient although the rows have none.
         received.weights.sum().backward()
+        assert elements.grad is None
         ones = [np.ones_like(batch.routing.dispatch_weights(r, batch.weights)) for r in range(4)]
         assert_equal("gradient of topk_weights", weights.grad,
                      batch.routing.dispatch_bwd_weights(me.rank, ones))
