@@ -85,7 +85,7 @@ struct Record {
 
 struct EntryRecord {
   Record record;
-  std::atomic<std::uint64_t> epoch;
+  std::atomic<std::uint64_t> epoch;  // CUDA: plus a hash of the record (Turn::enter)
 };
 static_assert(sizeof(EntryRecord) == 64 && alignof(EntryRecord) == 8);
 
