@@ -30,14 +30,18 @@ from ._config import EpConfig
 from ._mesh import EpMesh, init
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._plan import Dispatched, EpPlan
+from .moe import MoEOutput, MoEParams, moe_layer
 
 __all__ = [
     "Dispatched",
     "EpConfig",
     "EpMesh",
     "EpPlan",
+    "MoEOutput",
+    "MoEParams",
     "ep_combine",
     "ep_dispatch",
     "ep_prepare",
     "init",
+    "moe_layer",
 ]

@@ -253,8 +253,13 @@ def _seats(place: Place) -> list[tuple[int, int, int, bytes]]:
         unique_id = _meeting_point(f"crossdock/{meeting}/{number}", devices)
         for rank, device in enumerate(devices):
             if device.process_index == mine:
-                seats.append((device.local_hardware_id, rank, place.num_ranks, unique_id))
+                seats.append((_ordinal(device), rank, place.num_ranks, unique_id))
     return seats
+
+
+def _ordinal(device: jax.Device) -> int:
+    """The number by which XLA tells a custom call on which device of the process it runs."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _meeting_point(key: str, devices: np.ndarray) -> bytes:

@@ -80,8 +80,8 @@ def check_layout(place: Place, argument: str, array: Any) -> None:
     expected = _axes(place, place.batch_axes)
     if entries[:1] != [expected] and expected or any(entries[1:]):
         raise ValueError(
-            f"{argument}: expected {PartitionSpec(place.batch_axes)}, the first dimension split over "
-            f"{place.batch_axes} and the others not at all; got {spec}"
+            f"{argument}: expected {PartitionSpec(place.batch_axes)}, the first dimension split "
+            f"over {place.batch_axes} and the others not at all; got {spec}"
         )
 
 

@@ -75,15 +75,17 @@ def moe_layer(
     place = (current_mesh() if mesh is None else mesh).group(config).place
     if config.rank_major:
         raise ValueError(f"config: expected layout 'expert_major', got {config.layout!r}")
-    experts = PartitionSpec(place.ep_axes)
+    experts, batch = PartitionSpec(place.ep_axes), PartitionSpec(place.batch_axes)
     return on_each_rank(
-        "moe_layer",
-        place.mesh,
-        place.batch_axes,
+        place,
         functools.partial(_layer_of_rank, config, place, mesh, normalize_weights),
-        {"params": params, "x": x},
-        specs={"params": MoEParams(PartitionSpec(), experts, experts)},
-        out_specs=MoEOutput(PartitionSpec(place.batch_axes), PartitionSpec(), PartitionSpec()),
+        {
+            "params.router": (params.router, PartitionSpec()),
+            "params.experts_in": (params.experts_in, experts),
+            "params.experts_out": (params.experts_out, experts),
+            "x": (x, batch),
+        },
+        out_specs=MoEOutput(batch, PartitionSpec(), PartitionSpec()),
     )
 
 
@@ -92,9 +94,12 @@ def _layer_of_rank(
     place: Place,
     mesh: EpMesh | None,
     normalize_weights: bool,
-    params: MoEParams,
+    router: jax.Array,
+    experts_in: jax.Array,
+    experts_out: jax.Array,
     x: jax.Array,
 ) -> MoEOutput:
+    params = MoEParams(router, experts_in, experts_out)
     _check_shapes(config, place, params, x)
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
@@ -141,5 +146,5 @@ def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Arra
     for name, array, shape in zip(MoEParams._fields, params, expected):
         if array.shape != shape:
             raise ValueError(
-                f"moe_layer: params.{name}: expected shape {shape} on a rank, got {array.shape}"
+                f"params.{name}: expected shape {shape} on a rank, got {array.shape}"
             )

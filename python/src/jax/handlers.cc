@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "completions.h"
 #include "group.h"
 #include "operands.h"
 #include "operations.h"
@@ -182,12 +183,15 @@ ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs ar
     ffi::Promise promise;
     ffi::Future future(promise);
     member.worker->post([group = call->group, &member, operands, bad, promise]() mutable {
-      const auto problem = run_or_fail(operation, member.group, *operands, bad, nullptr);
-      if (problem) {
-        promise.SetError(error_of(*problem));
-      } else {
-        promise.SetAvailable();
-      }
+      auto problem = run_or_fail(operation, member.group, *operands, bad, nullptr);
+      // With the group: it must not end on its own worker.
+      run_soon([group = std::move(group), promise, problem]() mutable {
+        if (problem) {
+          promise.SetError(error_of(*problem));
+        } else {
+          promise.SetAvailable();
+        }
+      });
     });
     return future;
   } catch (const Problem& problem) {

@@ -1,42 +1,41 @@
 #include "worker.h"
 
+#include <pthread.h>
+
 #include <utility>
 
 namespace xdjax {
 
-Worker::Worker() : thread_([queue = queue_] { serve(queue); }) {}
+Worker::Worker() : thread_([this] { serve(); }) {}
 
 Worker::~Worker() {
   {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->closed = true;
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
   }
-  queue_->changed.notify_one();
-  if (thread_.get_id() == std::this_thread::get_id()) {
-    thread_.detach();
-  } else {
-    thread_.join();
-  }
+  changed_.notify_one();
+  thread_.join();
 }
 
 void Worker::post(Task task) {
   {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->tasks.push_back(std::move(task));
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
   }
-  queue_->changed.notify_one();
+  changed_.notify_one();
 }
 
-void Worker::serve(const std::shared_ptr<Queue>& queue) {
-  std::unique_lock lock(queue->mutex);
+void Worker::serve() {
+  pthread_setname_np(pthread_self(), "crossdock-jax");
+  std::unique_lock lock(mutex_);
   while (true) {
-    queue->changed.wait(lock, [&] { return queue->closed || !queue->tasks.empty(); });
-    if (queue->tasks.empty()) return;
-    Task task = std::move(queue->tasks.front());
-    queue->tasks.pop_front();
+    changed_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
     lock.unlock();
     task();
-    task = nullptr;  // what it holds may end this worker, which takes the lock
+    task = nullptr;
     lock.lock();
   }
 }

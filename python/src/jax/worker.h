@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -15,7 +14,7 @@ class Worker {
   using Task = std::function<void()>;
 
   Worker();
-  // Runs what has been posted, then ends. May be called by a task: the thread then ends by itself.
+  // Waits for what has been posted: never call it in a task.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -24,17 +23,13 @@ class Worker {
   void post(Task task);
 
  private:
-  struct Queue {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<Task> tasks;
-    bool closed = false;
-  };
+  void serve();
 
-  static void serve(const std::shared_ptr<Queue>& queue);
-
-  std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
-  std::thread thread_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool closed_ = false;
+  std::thread thread_;  // last: it uses the others
 };
 
 }  // namespace xdjax
