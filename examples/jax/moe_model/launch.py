@@ -1,0 +1,69 @@
+"""Where the ranks are: devices of this process, or processes of this host with one device each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+_PLACE = "MOE_MODEL_PLACE"  # "rank port" of a process started by run_processes
+
+
+def started_rank() -> int | None:
+    """This process's rank, if `run_processes` started it."""
+    place = os.environ.get(_PLACE)
+    return int(place.split()[0]) if place else None
+
+
+def run_processes(ranks: int, arguments: list[str]) -> int:
+    """Run this program again in ``ranks`` processes; returns the first exit code that is not 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, sys.argv[0], *arguments],
+            env=os.environ | {_PLACE: f"{rank} {port}"},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        # A rank that fails is missed by the others, which then fail, too.
+        return next((code for process in processes if (code := process.wait())), 0)
+    finally:  # also after Ctrl-C nobody is left behind; jax.distributed catches a mere SIGTERM
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def set_up_jax(ranks: int, device: str) -> None:
+    """Make JAX see the devices of ``ranks`` ranks; to be called before anything else of it.
+
+    Args:
+        ranks: devices of the mesh.
+        device: "cpu" or "gpu".
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    rank = started_rank()
+    if rank is None and device == "cpu":  # which has as many devices as it is told to have
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={ranks}"
+    import jax  # reads the flags
+
+    jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
+    jax.config.update("jax_default_matmul_precision", "float32")  # on GPUs, too
+    if rank is not None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            f"127.0.0.1:{os.environ[_PLACE].split()[1]}",
+            num_processes=ranks,
+            process_id=rank,
+            local_device_ids=[rank] if device == "gpu" else None,
+        )
+    if len(jax.devices()) < ranks:
+        raise ValueError(
+            f"--device {device}: expected {ranks} devices for the mesh, found {len(jax.devices())}"
+        )

@@ -1,0 +1,108 @@
+"""The language model: a decoder of attention and mixture-of-experts blocks over bytes.
+
+Plain functions on global arrays. What a block does with its experts is a function that the caller
+gives: Crossdock's layer, or the plain one of plain_moe.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .settings import Settings
+
+BYTES = 256
+
+Params = dict[str, Any]
+# (parameters of the layer, tokens [..., H]) -> output [..., H], auxiliary loss [], load [E]
+MoE = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+class Prediction(NamedTuple):
+    """What the model says about a batch."""
+
+    logits: jax.Array  # [sequences, context, 256]
+    aux_loss: jax.Array  # [], summed over layers
+    load: jax.Array  # [layers, E]
+
+
+def init_params(settings: Settings) -> Params:
+    """Parameters, float32, that depend on the settings alone; those of blocks are stacked."""
+    s = settings
+    keys = iter(jax.random.split(jax.random.key(s.seed), 8))
+
+    def drawn(*shape: int, scale: float = 1.0) -> jax.Array:
+        return scale * jax.random.normal(next(keys), shape) / math.sqrt(shape[-2])
+
+    layers, hidden = s.layers, s.hidden
+    return {
+        "embedding": 0.02 * jax.random.normal(next(keys), (BYTES, hidden)),
+        "before_output": jnp.ones(hidden),
+        "blocks": {
+            "before_attention": jnp.ones((layers, hidden)),
+            "near": jnp.zeros((layers, 4, hidden)),
+            "qkv": drawn(layers, hidden, 3 * hidden),
+            "out": drawn(layers, hidden, hidden, scale=0.1),  # a block changes little at first
+            "before_experts": jnp.ones((layers, hidden)),
+            "moe": {
+                "router": drawn(layers, hidden, s.experts),
+                "experts_in": drawn(layers, s.experts, hidden, 2 * s.ffn),
+                "experts_out": drawn(layers, s.experts, s.ffn, hidden, scale=0.1),
+            },
+        },
+    }
+
+
+def predict(params: Params, inputs: jax.Array, heads: int, moe: MoE) -> Prediction:
+    """``inputs``: bytes, ``[sequences, context]`` int32."""
+
+    # Nothing of a block is kept for its backward pass but what went in.
+    @jax.checkpoint
+    def block(x: jax.Array, p: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        x = x + _attention(p, _normalized(x, p["before_attention"]), heads)
+        out, aux_loss, load = moe(p["moe"], _normalized(x, p["before_experts"]))
+        return x + out, (aux_loss, load)
+
+    x, (aux_losses, loads) = jax.lax.scan(block, params["embedding"][inputs], params["blocks"])
+    logits = _normalized(x, params["before_output"]) @ params["embedding"].T
+    return Prediction(logits, aux_losses.sum(), loads)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean loss per byte in nats; ``targets`` ``[sequences, context]`` int32."""
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean()
+
+
+def _normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return scale * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
+    """Causal self-attention with rotary positions, which reads each token with the three before.
+
+    That short convolution lets the first steps learn what bytes follow each other.
+    """
+    sequences, context, hidden = x.shape
+    before = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
+    x = x + sum(before[:, i : i + context] * p["near"][i] for i in range(4))
+    qkv = (x @ p["qkv"]).reshape(sequences, context, 3, heads, hidden // heads)
+    q, k, v = _rotated(qkv[:, :, 0]), _rotated(qkv[:, :, 1]), qkv[:, :, 2]
+    scores = jnp.einsum("sqhc,skhc->shqk", q, k) / math.sqrt(hidden // heads)
+    seen = jnp.tril(jnp.ones((context, context), bool))
+    odds = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("shqk,skhc->sqhc", odds, v).reshape(x.shape) @ p["out"]
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """``[sequences, context, heads, columns]``: pairs of columns turned by their position."""
+    context, half = x.shape[1], x.shape[-1] // 2
+    rates = 10000.0 ** (-jnp.arange(half) / half)
+    angles = (jnp.arange(context)[:, None] * rates)[:, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate((a * cos - b * sin, a * sin + b * cos), axis=-1)

@@ -1,0 +1,57 @@
+"""What a training run is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides a run; equal in all processes."""
+
+    folder: Path  # log and figure
+    data: int = 2  # ranks along the mesh's axis "data"
+    experts_axis: int = 2  # ranks along the mesh's axis "expert"
+    steps: int = 100
+    seed: int = 1
+    sequences: int = 16  # per step, over all ranks
+    context: int = 64  # bytes per sequence
+    hidden: int = 64
+    heads: int = 4
+    layers: int = 2
+    ffn: int = 128
+    experts: int = 8
+    topk: int = 2
+    aux_loss_weight: float = 0.05
+    learning_rate: float = 6e-3
+    warmup: int = 10  # steps
+    text: Path | None = None  # folder of .py files; None = the standard library's
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the mesh."""
+        return self.data * self.experts_axis
+
+    def check(self) -> None:
+        """Raise ValueError, naming the option, if the mesh cannot run this."""
+        for name in ("data", "experts_axis", "steps", "sequences", "context", "layers", "ffn"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {getattr(self, name)}: expected at least 1")
+        if not 1 <= self.topk <= self.experts:
+            raise ValueError(f"--topk {self.topk}: expected 1 to {self.experts}, the experts")
+        if self.hidden % (2 * self.heads) or self.hidden % 4:
+            raise ValueError(
+                f"--hidden {self.hidden}: expected a multiple of 4 and of {2 * self.heads}, "
+                "twice the heads"
+            )
+        if self.sequences % self.ranks:
+            raise ValueError(
+                f"--sequences {self.sequences}: expected a multiple of {self.ranks}, the ranks"
+            )
+        if self.experts % self.experts_axis:
+            raise ValueError(
+                f"--experts {self.experts}: expected a multiple of {self.experts_axis}, the ranks "
+                'along "expert"'
+            )

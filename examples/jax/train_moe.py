@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Train a byte-level mixture-of-experts language model on a mesh of data times experts, with JAX.
+
+    train_moe.py                  4 ranks, 2 x 2, as devices of one process on the CPU
+    train_moe.py --device gpu     the same on 4 GPUs
+    train_moe.py --processes      ranks as processes of this host with one device each
+    train_moe.py --check          first compares the model on the mesh with the model on one device
+                                  without Crossdock: forward, and every gradient; then trains both
+
+Writes FOLDER/log.jsonl and, with matplotlib, FOLDER/loss.png.
+Exit code 0; 1 after a failure or a disagreement, 2 after a usage error, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+# The text, progress bar and figure are those of the PyTorch example; they need no PyTorch.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch"))
+
+from moe_lm.corpus import read_corpus  # noqa: E402
+from moe_model import launch  # noqa: E402
+from moe_model.settings import Settings  # noqa: E402
+
+_NUMBERS = {  # option: help
+    "data": "ranks along the mesh's axis for data",
+    "experts-axis": "ranks along the mesh's axis for experts",
+    "steps": "steps of the optimiser",
+    "seed": "of parameters and data",
+    "sequences": "per step, over all ranks",
+    "context": "bytes per sequence",
+    "hidden": "columns of a token",
+    "heads": "of attention",
+    "layers": "attention and experts each",
+    "ffn": "columns inside an expert",
+    "experts": "of each layer",
+    "topk": "experts per token",
+    "warmup": "steps in which the learning rate rises",
+}
+_FRACTIONS = {
+    "learning-rate": "the highest, of AdamW",
+    "aux-loss-weight": "of the loss that keeps experts evenly used",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(options, name) for name in names})
+    try:
+        settings.check()
+        if options.processes and launch.started_rank() is None:
+            return launch.run_processes(settings.ranks, arguments)
+        launch.set_up_jax(settings.ranks, options.device)
+        return _run(settings, options.check)
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(settings: Settings, check: bool) -> int:
+    import jax  # after its set-up
+
+    from moe_model.compare import compare
+    from moe_model.crossdock_moe import make_mesh, make_moe
+    from moe_model.plain_moe import make_plain_moe
+    from moe_model.trainer import Trainer
+
+    s = settings
+    first = jax.process_index() == 0
+    text = read_corpus(s.text).train
+    mesh = make_mesh(s)
+    trainer = Trainer(s, f"{s.data} x {s.experts_axis} ranks, Crossdock", make_moe(s, mesh), mesh)
+    runs, agree = {}, True
+    if check:
+        plain = Trainer(s, "1 device, plain JAX", make_plain_moe(s))
+        agree = compare(plain, trainer, text, show=first)
+        if first:
+            plain.train(text, show=True)
+            runs[plain.title] = plain.records
+    trainer.train(text, show=first)
+    if first:
+        _draw(s.folder / "loss.png", runs | {trainer.title: trainer.records})
+    return 0 if agree else 1
+
+
+def _draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
+    try:
+        from moe_lm import figure
+    except ImportError:
+        print("No figure: matplotlib is not installed.")
+        return
+    figure.draw(path, runs)
+    print(f"Loss curves and use of the experts: {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    head, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("moe-jax"),
+                        help="log and figure (moe-jax)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="(cpu)")
+    parser.add_argument("--processes", action="store_true", help="one process per rank")
+    parser.add_argument("--check", action="store_true", help="compare with one device")
+    parser.add_argument("--text", type=Path, help="folder of .py files (the standard library)")
+    for names, kind in ((_NUMBERS, int), (_FRACTIONS, float)):
+        for name, text in names.items():
+            default = getattr(Settings, name.replace("-", "_"))
+            parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""moe_layer on a mesh against the layer of one device, which shares no code with it."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import crossdock.jax as xd
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "jax"))
+
+from moe_model.plain_moe import plain_moe  # noqa: E402
+
+HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
+SEED = 20
+MESHES = [((4,), ("expert",), ()), ((2, 2), ("data", "expert"), ("data",)),
+          ((2, 2), ("expert", "data"), ("data",)), ((1, 2, 2), ("data", "a", "b"), ("data",))]
+
+
+def make_mesh(sizes: tuple[int, ...], names: tuple[str, ...], data: tuple[str, ...]) -> xd.EpMesh:
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    ep_axes = tuple(name for name in names if name not in data)
+    return xd.init(Mesh(devices, names), ep_axes, data_axes=data)
+
+
+def make_config(tokens: int, **options) -> xd.EpConfig:
+    options = {"dtype": jnp.float32} | options
+    return xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, topk=TOPK, max_tokens=tokens, **options)
+
+
+def values(*leading: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Parameters, tokens ``[*leading, H]``, gradient of the output; the first expert is liked."""
+    rng = np.random.default_rng(SEED)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) / np.sqrt(shape[-2])).astype(np.float32)
+
+    params = {"router": drawn(HIDDEN, EXPERTS), "experts_in": drawn(EXPERTS, HIDDEN, 2 * FFN),
+              "experts_out": drawn(EXPERTS, FFN, HIDDEN)}
+    params["router"][:, 0] = np.abs(params["router"][:, 0])
+    x, grad = (rng.standard_normal((*leading, HIDDEN)).astype(np.float32) for _ in range(2))
+    return params, x + 0.5, grad
+
+
+def close(got, expected, tolerance: float = 2e-5) -> None:
+    """Of each device's part, so that what one rank has wrong shows whichever rank it is."""
+    expected = np.asarray(expected)
+    for shard in got.addressable_shards:
+        np.testing.assert_allclose(np.asarray(shard.data, np.float32), expected[shard.index],
+                                   rtol=tolerance, atol=tolerance)
+
+
+def plain(params: dict[str, np.ndarray], x: np.ndarray, grad: np.ndarray):
+    """(output, loss, load), (gradients of params, of x), of one device."""
+
+    def objective(params, x):
+        out, aux_loss, load = plain_moe(params, x, topk=TOPK, aux_loss_weight=0.5)
+        return (out * grad).sum() + aux_loss, (out, aux_loss, load)
+
+    gradients, outputs = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(params, x)
+    return outputs, gradients
+
+
+def on_mesh(ep: xd.EpMesh, params, x, grad, layer):
+    """The same of ``layer(params, x) -> MoEOutput`` on global arrays."""
+    experts = P(ep.ep_axes)
+    batch = P(tuple(a for a in ep.mesh.axis_names if a not in ep.ep_axes) + ep.ep_axes)
+    place = lambda array, spec: jax.device_put(array, NamedSharding(ep.mesh, spec))  # noqa: E731
+    params = xd.MoEParams(place(params["router"], P()), place(params["experts_in"], experts),
+                          place(params["experts_out"], experts))
+
+    def objective(params, x, grad):
+        out = layer(params, x)
+        return (out.hidden * grad).sum() + 0.5 * out.aux_loss, out
+
+    step = jax.jit(jax.grad(objective, (0, 1), has_aux=True))
+    gradients, out = step(params, place(x, batch), place(grad, batch))
+    return (out.hidden, 0.5 * out.aux_loss, out.load), (gradients[0]._asdict(), gradients[1])
+
+
+@pytest.mark.parametrize("leading", [(28,), (4, 7), (4, 3, 2)], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_layer_and_all_gradients_are_those_of_one_device(mesh, leading):
+    batch = values(*leading)
+    ep = make_mesh(*mesh)
+    config = make_config(int(np.prod(leading)) // 4)
+    got = on_mesh(ep, *batch, lambda params, x: xd.moe_layer(config, params, x))
+    jax.tree.map(close, got, plain(*batch))
+
+
+def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
+    batch = values(28)
+    ep = make_mesh(*MESHES[1])
+    config = make_config(7)
+    along, experts = P(("data", "expert")), P("expert")
+    layer = jax.shard_map(
+        lambda params, x: xd.moe_layer(config, params, x), mesh=ep.mesh,
+        in_specs=(xd.MoEParams(P(), experts, experts), along),
+        out_specs=xd.MoEOutput(along, P(), P()))
+    jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
+
+
+def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
+    params, x, grad = values(28)
+    stacked = {name: np.stack([array, array[..., ::-1]]) for name, array in params.items()}
+    ep = make_mesh(*MESHES[1])
+    config = make_config(7)
+
+    def layers(layer, params, x):
+        @jax.checkpoint
+        def block(x, p):
+            return x + layer(p, x), None
+        return jax.lax.scan(block, x, params)[0]
+
+    def objective(layer):
+        return lambda params, x, grad: (layers(layer, params, x) * grad).sum()
+
+    expected = jax.jit(jax.grad(objective(
+        lambda p, x: plain_moe(p, x, topk=TOPK, aux_loss_weight=0)[0]), (0, 1)))(stacked, x, grad)
+    sharded = {name: jax.device_put(array, NamedSharding(
+        ep.mesh, P() if name == "router" else P(None, "expert"))) for name, array in stacked.items()}
+    along = NamedSharding(ep.mesh, P(("data", "expert")))
+    got = jax.jit(jax.grad(objective(
+        lambda p, x: xd.moe_layer(config, xd.MoEParams(**p), x).hidden), (0, 1)))(
+            sharded, jax.device_put(x, along), jax.device_put(grad, along))
+    jax.tree.map(close, got, expected)
+
+
+def test_bfloat16_layer_is_near_float32():
+    batch = values(28)
+    ep = make_mesh(*MESHES[0])
+    config = make_config(7, dtype=jnp.bfloat16, alignment=8)
+    (out, _, _), _ = on_mesh(ep, *batch, lambda params, x: xd.moe_layer(
+        config, params, x.astype(jnp.bfloat16)))
+    assert out.dtype == jnp.bfloat16
+    close(out, plain(*batch)[0][0], tolerance=0.06)
+
+
+def test_weights_as_the_router_gives_them():
+    params, x, grad = values(28)
+    ep = make_mesh(*MESHES[0])
+    config = make_config(7)
+    (got, _, _), _ = on_mesh(ep, params, x, grad, lambda params, x: xd.moe_layer(
+        config, params, x, normalize_weights=False))
+    odds = jax.nn.softmax(x @ params["router"])
+    kept = jax.lax.top_k(odds, TOPK)[0].sum(-1, keepdims=True)
+    close(got, kept * plain(params, x, grad)[0][0])
+
+
+def test_what_does_not_fit_is_named():
+    params, x, _ = values(28)
+    ep = make_mesh(*MESHES[1])
+    layer = xd.MoEParams(**params)
+
+    def refused(text: str, config: xd.EpConfig, params: xd.MoEParams, x: np.ndarray) -> None:
+        with pytest.raises(ValueError, match=text):
+            xd.moe_layer(config, params, x)
+
+    refused("layout 'expert_major', got 'rank_major'", make_config(7, layout="rank_major"), layer, x)
+    refused(r"params.router: expected shape \(16, 8\) on a rank, got \(16, 4\)", make_config(7),
+            layer._replace(router=params["router"][:, :4]), x)
+    refused(r"params.experts_in: expected shape \(4, 16, 48\)", make_config(7),
+            layer._replace(experts_in=params["experts_in"][:, :, :24]), x)
+    refused(r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)", make_config(7), layer, x[:27])
+    wrong = NamedSharding(ep.mesh, P("expert"))
+    refused(r"x: expected P\(\('data', 'expert'\),\), .*; got P\('expert'", make_config(7), layer,
+            jax.device_put(x, wrong))
