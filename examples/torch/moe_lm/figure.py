@@ -40,13 +40,9 @@ def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
         ]
         right.plot(steps, _smooth(share), color=colours(expert / max(experts - 1, 1)), linewidth=1)
     right.axhline(1 / experts, color=_GREY, linestyle="--", linewidth=1)
-    right.annotate(
-        "all alike", (steps[-1], 1 / experts), xytext=(0, 3), textcoords="offset points",
-        ha="right", color=_GREY, fontsize=9,
-    )
     right.set(
         xlabel="step", ylabel="share of all choices", ylim=(0, None),
-        title=f"Use of each of the {experts} experts, mean over layers",
+        title=f"Use of each of the {experts} experts (dashed: all alike)",
     )
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -27,8 +27,6 @@ def run_ranks(ranks: int, device: str, main: Callable[..., Any], *args: Any) -> 
         torch.multiprocessing.ProcessRaisedException: a rank raised; the others have been ended.
         torch.multiprocessing.ProcessExitedException: a rank ended by itself; likewise.
     """
-    # Threads of OpenMP that wait let others compute: there may be more than cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The port is one that the store has already bound: no other process can take it first.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (ranks, store.port, device, main, args)
@@ -49,7 +47,8 @@ def _run_rank(
     # All ranks are on this host: the name of the host need not mean an address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
+        # The model is small: more threads would mostly wait for each other.
+        torch.set_num_threads(1)
     _run(main, args, device, rank, store=store, rank=rank, world_size=ranks)
 
 

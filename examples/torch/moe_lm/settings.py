@@ -23,7 +23,7 @@ class Settings:
     experts: int = 8
     topk: int = 2
     aux_loss_weight: float = 0.05
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     warmup: int = 20  # steps
     schedule_steps: int | None = None  # where the learning rate has come down; None = at the end
     save_every: int = 0  # steps between checkpoints; 0 = none
