@@ -120,28 +120,16 @@ class EpGroup:
         self.max_tokens = max_tokens
         self.layout = layout
         self.dtype = dtype
-        config = {
-            "num_experts": num_experts,
-            "max_topk": topk,
-            "max_tokens_per_rank": max_tokens,
-            "hidden": hidden,
-            "dtype": _choice("dtype", dtype, DTYPE_CODES),
-            "max_scale_bytes": 4 * math.ceil(hidden / 128),
-            "layout": _choice("layout", layout, _LAYOUTS),
-            "alignment": alignment,
-            "recv_capacity": 0 if capacity is None else capacity,
-            "overflow": _choice("overflow", overflow, _OVERFLOWS),
-            "staging": 0 if staging else 1,
-            "zero_tail": int(zero_tail),
-            "num_sms": num_sms,
-        }
-        self.core = _core.Group(self.comm.core, **config)
-        sizes = {**config, "num_ranks": self.comm.num_ranks}
-        self.rows: int = capacity or _core.recv_bound(**sizes)
-        self.plan_bytes: int = _core.plan_size(**sizes)
-        self.plan_parts = PlanParts(self.num_local_experts, self.comm.num_ranks)
+        self._create(
+            max_scale_bytes=4 * math.ceil(hidden / 128),
+            alignment=alignment,
+            recv_capacity=capacity or 0,
+            overflow=_choice("overflow", overflow, _OVERFLOWS),
+            staging=0 if staging else 1,
+            zero_tail=int(zero_tail),
+            num_sms=num_sms,
+        )
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
-
         device = self.comm.device
         self.first_order = torch.zeros(1, device=device)
         # See _ops.py: what keeps the operations of a rank without tokens in a compiled graph.
@@ -150,6 +138,24 @@ class EpGroup:
         self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
         self.handle: int = next(_handles)
         _groups[self.handle] = self
+
+    def _create(self, **options: int) -> None:
+        """Makes the extension's group and asks for its sizes."""
+        config = options | {
+            "num_experts": self.num_experts,
+            "max_topk": self.topk,
+            "max_tokens_per_rank": self.max_tokens,
+            "hidden": self.hidden,
+            "dtype": _choice("dtype", self.dtype, DTYPE_CODES),
+            "layout": _choice("layout", self.layout, _LAYOUTS),
+        }
+        self.core = _core.Group(self.comm.core, **config)
+        num_ranks = self.comm.num_ranks
+        self.rows: int = options["recv_capacity"] or _core.recv_bound(
+            num_ranks=num_ranks, **config
+        )
+        self.plan_bytes: int = _core.plan_size(num_ranks=num_ranks, **config)
+        self.plan_parts = PlanParts(self.num_local_experts, num_ranks)
 
     def prepare(
         self, topk_idx: torch.Tensor, *, after: Plan | None = None, out: Plan | None = None
@@ -174,7 +180,7 @@ class EpGroup:
             InvalidArgument, CapacityOverflow: on all ranks, expert ids out of range or repeated
                 anywhere; more rows than some capacity. On CUDA `check` raises them.
         """
-        self.require_tensor(PREPARE, "topk_idx", topk_idx)
+        self.require_tensors(PREPARE, topk_idx=topk_idx)
         order = self.first_order if after is None else after.order
         data, info, order = torch.ops.crossdock.prepare.default(topk_idx, order, self.handle)
         plan = Plan(self, data, info, order, topk_idx.shape[0], topk_idx.shape[1])
@@ -239,10 +245,11 @@ class EpGroup:
             f"rows={self.rows}, layout={self.layout!r}, dtype={self.dtype})"
         )
 
-    def require_tensor(self, operation: int, name: str, value: object) -> None:
-        """Refuses anything but a tensor."""
-        if not isinstance(value, torch.Tensor):
-            self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
+    def require_tensors(self, operation: int, **values: object) -> None:
+        """Refuses a first value that is no tensor, and others that are neither that nor None."""
+        for position, (name, value) in enumerate(values.items()):
+            if not (isinstance(value, torch.Tensor) or (position and value is None)):
+                self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
 
     def refuse(self, operation: int, kind: type[Exception], problem: str) -> NoReturn:
         """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.

@@ -68,24 +68,13 @@ def dispatch(
             raised by `EpGroup.check` or by a later call.
     """
     group = plan.group
-    group.require_tensor(DISPATCH, "x", x)
-    if topk_weights is not None:
-        group.require_tensor(DISPATCH, "topk_weights", topk_weights)
-    if scales is not None:
-        group.require_tensor(DISPATCH, "scales", scales)
+    group.require_tensors(DISPATCH, x=x, topk_weights=topk_weights, scales=scales)
     if exact:
         _require_host(plan)
     order = _incoming_order(plan, x, topk_weights)
+    routing = (group.handle, plan.num_tokens, plan.topk)
     tokens, weights, topk_idx, recv_scales, link, order = torch.ops.crossdock.dispatch.default(
-        plan.data,
-        x,
-        topk_weights,
-        scales,
-        order,
-        group.handle,
-        plan.num_tokens,
-        plan.topk,
-        quantize,
+        plan.data, x, topk_weights, scales, order, *routing, quantize
     )
     _leave_order(plan, order)
     received = Dispatched(
@@ -120,9 +109,7 @@ def combine(
         As `dispatch`.
     """
     group = plan.group
-    group.require_tensor(COMBINE, "expert_out", expert_out)
-    if weights is not None:
-        group.require_tensor(COMBINE, "weights", weights)
+    group.require_tensors(COMBINE, expert_out=expert_out, weights=weights)
     out, order = torch.ops.crossdock.combine.default(
         plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens
     )
