@@ -93,20 +93,19 @@ class MoELayer(nn.Module):
         self.num_local_experts = num_experts // group.comm.num_ranks
         self.first_expert = group.comm.rank * self.num_local_experts
 
-        device, dtype, local = group.comm.device, group.dtype, self.num_local_experts
-        self.router = nn.Parameter(torch.empty(num_experts, hidden, device=device))
-        self.experts_in = nn.Parameter(
-            torch.empty(local, hidden, 2 * ffn, device=device, dtype=dtype)
-        )
-        self.experts_out = nn.Parameter(torch.empty(local, ffn, hidden, device=device, dtype=dtype))
-        shared = shared_experts * ffn
+        self.router = self._empty(num_experts, hidden, dtype=torch.float32)
+        self.experts_in = self._empty(self.num_local_experts, hidden, 2 * ffn)
+        self.experts_out = self._empty(self.num_local_experts, ffn, hidden)
         self.shared_in = self.shared_out = None
-        if shared:
-            self.shared_in = nn.Parameter(
-                torch.empty(hidden, 2 * shared, device=device, dtype=dtype)
-            )
-            self.shared_out = nn.Parameter(torch.empty(shared, hidden, device=device, dtype=dtype))
+        if shared_experts:
+            self.shared_in = self._empty(hidden, 2 * shared_experts * ffn)
+            self.shared_out = self._empty(shared_experts * ffn, hidden)
         self.reset_parameters()
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A parameter on the communicator's device, of the group's dtype unless told otherwise."""
+        device = self.group.comm.device
+        return nn.Parameter(torch.empty(shape, device=device, dtype=dtype or self.group.dtype))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -133,7 +132,7 @@ class MoELayer(nn.Module):
         """
         tokens = x.reshape(-1, self.hidden).contiguous()
         routing = route(
-            F.linear(tokens.float(), self.router), self.topk, normalize=self.normalize_weights
+            F.linear(tokens.float(), self.router.float()), self.topk, normalize=self.normalize_weights
         )
         load = expert_load(routing.topk_idx, self.num_experts, self.group.comm.process_group)
         plan = self.group.prepare(routing.topk_idx, after=after)
