@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from . import _calls
 from ._config import EpConfig
@@ -159,7 +160,8 @@ def ep_combine(
 
 # ---- Derivatives --------------------------------------------------------------------------------
 # Backward operations take the gradient of the order that their operation gave and give that of the
-# order it took, so that they form the same chain in the other direction.
+# order it took, so that they form the same chain in the other direction. They also take the order
+# itself, so that no backward operation runs before its own operation has, whatever the data say.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,13 +188,17 @@ def _dispatch(
 
 
 def _dispatch_fwd(site, plan, x, topk_weights, order):
-    return _dispatch(site, plan, x, topk_weights, order), plan
+    results = _dispatch(site, plan, x, topk_weights, order)
+    return results, (plan, _named(results[-1]))
 
 
-def _dispatch_bwd(site, plan, grads):
+def _dispatch_bwd(site, saved, grads):
+    plan, order = saved
     grad_tokens, grad_weights, _, grad_order = grads
     backward = on_ranks(_calls.dispatch_bwd, site.group, site.shape, site.topk)
-    grad_x, grad_topk_weights, order = backward(plan, grad_tokens, grad_weights, grad_order)
+    grad_x, grad_topk_weights, order = backward(
+        plan, grad_tokens, grad_weights, grad_order + order
+    )
     return None, grad_x, grad_topk_weights, order
 
 
@@ -207,21 +213,29 @@ def _combine(
 
 
 def _combine_fwd(site, plan, expert_out, weights, order):
-    saved = plan, None if weights is None else expert_out, weights
-    return _combine(site, plan, expert_out, weights, order), saved
+    out, order = _combine(site, plan, expert_out, weights, order)
+    return (out, order), (plan, None if weights is None else expert_out, weights, _named(order))
 
 
 def _combine_bwd(site, saved, grads):
-    plan, expert_out, weights = saved
+    plan, expert_out, weights, order = saved
     grad_out, grad_order = grads
     backward = on_ranks(_calls.combine_bwd, site.group)
     grad_expert_out, grad_weights, order = backward(
-        plan, grad_out, expert_out, weights, grad_order
+        plan, grad_out, expert_out, weights, grad_order + order
     )
     return None, grad_expert_out, grad_weights, order
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _named(order: Array) -> Array:
+    """An order that is kept for a backward pass, by a name for policies of ``jax.checkpoint``.
+
+    What saves this name need not run an operation again only to come after it.
+    """
+    return checkpoint_name(order, "crossdock_order")
 
 
 # ---- Arguments ----------------------------------------------------------------------------------

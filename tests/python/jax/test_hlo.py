@@ -1,0 +1,139 @@
+"""What XLA makes of the operations: no collective but ours, forward and backward; wrong layouts."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import crossdock.jax as xd
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 3
+COLLECTIVES = re.compile(
+    r"\b((?:all-gather|all-to-all|ragged-all-to-all|all-reduce|reduce-scatter|collective-permute|"
+    r"collective-broadcast)(?:-start)?)\(")
+MESHES = [((4,), ("expert",), ()), ((2, 2), ("data", "expert"), ("data",)),
+          ((2, 2), ("expert", "data"), ("data",)), ((2, 2), ("tensor", "expert"), ())]
+BATCH = ("x", "topk_idx", "topk_weights", "grad")
+
+
+class World:
+    """A mesh, the operations' arguments on it, and a round trip."""
+
+    def __init__(self, sizes, names, data, layout="expert_major"):
+        devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+        self.mesh = Mesh(devices, names)
+        self.ep = xd.init(self.mesh, "expert", data_axes=data)
+        self.axes = (*data, "expert")
+        parts = int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
+        self.config = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, topk=TOPK, layout=layout,
+                                  max_tokens=TOKENS // parts, dtype=jnp.float32)
+        rng = np.random.default_rng(3)
+        self.host = {
+            "x": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32),
+            "topk_idx": np.argsort(rng.random((TOKENS, EXPERTS)))[:, :TOPK].astype(np.int32),
+            "topk_weights": rng.integers(1, 5, (TOKENS, TOPK)).astype(np.float32),
+            "grad": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32)}
+
+    def args(self, **specs):
+        """The four arrays of `round_trip`, split over the token axes but for those in `specs`."""
+        return [jax.device_put(self.host[name], NamedSharding(
+            self.mesh, specs.get(name, P(self.axes)))) for name in BATCH]
+
+    def round_trip(self, x, topk_idx, topk_weights, grad):
+        """A number whose gradients need every operation; experts negate their rows."""
+        plan = xd.ep_prepare(self.config, topk_idx)
+        received = xd.ep_dispatch(plan, x, topk_weights)
+        rows, weights = -received.tokens, received.weights
+        if self.config.rank_major:
+            rows, weights = rows * weights.sum(-1, keepdims=True), None
+        return xd.ep_combine(received.plan, rows, weights)[0]
+
+    def expected(self):
+        """Output, gradients of x and of topk_weights."""
+        x, grad, weights = (self.host[name] for name in ("x", "grad", "topk_weights"))
+        scale = -weights.sum(-1, keepdims=True)
+        each = -(x * grad).sum(-1, keepdims=True)
+        return x * scale, (grad * scale, np.broadcast_to(each, weights.shape))
+
+    def forward_and_backward(self, spelling):
+        """A jitted function of `args`: output and gradients."""
+        trip = self.round_trip
+        if spelling == "shard_map":
+            trip = jax.shard_map(trip, mesh=self.mesh, in_specs=P(self.axes),
+                                 out_specs=P(self.axes))
+
+        def step(x, topk_idx, topk_weights, grad):
+            out, backward = jax.vjp(lambda x, w: trip(x, topk_idx, w, grad), x, topk_weights)
+            return out, backward(grad)
+        return jax.jit(step)
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_no_collective_but_ours_forward_and_backward(mesh, spelling, layout):
+    world = World(*mesh, layout=layout)
+    args = world.args()
+    compiled = world.forward_and_backward(spelling).lower(*args).compile()
+    text = compiled.as_text()
+    assert COLLECTIVES.findall(text) == []
+    assert chain_of_calls(text) == ["prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]
+
+    def same(got, expected):
+        for shard in got.addressable_shards:  # on all ranks
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
+    jax.tree.map(same, compiled(*args), world.expected())
+
+
+def test_collectives_would_be_found():
+    world = World(*MESHES[0])
+    everywhere = NamedSharding(world.mesh, P())
+    gather = jax.jit(lambda x: x, out_shardings=everywhere)
+    assert COLLECTIVES.findall(gather.lower(world.args()[0]).compile().as_text())
+
+
+def test_order_of_two_independent_branches_is_in_the_program():
+    world = World(*MESHES[0])
+
+    def branches(x, topk_idx, topk_weights, grad):
+        def both(x, topk_weights):
+            first = xd.ep_prepare(world.config, topk_idx)
+            received = xd.ep_dispatch(first, x, topk_weights)
+            left, last = xd.ep_combine(received.plan, received.tokens, received.weights)
+            second = xd.ep_prepare(world.config, EXPERTS - 1 - topk_idx, after=last)
+            received = xd.ep_dispatch(second, x, topk_weights)
+            right, _ = xd.ep_combine(received.plan, 2 * received.tokens, received.weights)
+            return left + right
+        return jax.vjp(both, x, topk_weights)[1](grad)
+
+    text = jax.jit(branches).lower(*world.args()).compile().as_text()
+    assert chain_of_calls(text) == [
+        "prepare", "dispatch", "combine", "prepare", "dispatch", "combine",
+        "combine_bwd", "dispatch_bwd", "combine_bwd", "dispatch_bwd"]
+
+
+def chain_of_calls(text: str) -> list[str]:
+    """Operations in the order that their operands force; fails if it leaves a choice."""
+    calls, operands = {}, {}
+    for name, rest in re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)$", text, re.MULTILINE):
+        target = re.search(r'custom_call_target="crossdock_ep_(\w+)"', rest)
+        if target:
+            calls[name] = target[1]
+        operands[name] = re.findall(r"%[\w.-]+", rest)
+
+    def before(name: str, seen: set[str]) -> set[str]:
+        for operand in operands.get(name, []):
+            if operand not in seen:
+                seen.add(operand)
+                before(operand, seen)
+        return seen
+
+    needs = {name: before(name, set()) & calls.keys() for name in calls}
+    order = sorted(calls, key=lambda name: len(needs[name]))
+    assert [len(needs[name]) for name in order] == list(range(len(order)))
+    return [calls[name] for name in order]
