@@ -49,7 +49,7 @@ def demo(settings: Settings, ranks: int) -> int:
 
 
 def _demo_ranks(settings: Settings, ranks: int) -> tuple[int, str]:
-    """Number of ranks and device: two ranks on GPUs rather than four on a host with two or three."""
+    """Number of ranks, and device: rather two ranks on GPUs than four on the CPU."""
     if settings.device == "auto" and 2 <= torch.cuda.device_count() < ranks:
         return 2, "cuda"
     return ranks, launch.pick_device(settings.device, ranks)

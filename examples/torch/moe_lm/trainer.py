@@ -200,7 +200,10 @@ class Trainer:
             recent = text[:, -self.settings.context :]
             logits = self.model(recent.to(self.device)).logits[:, -1].float().cpu()
             odds = torch.softmax(logits / 0.7, dim=-1)
-            following = torch.multinomial(odds, 1, generator=generator) if sequences else text[:, :1]
+            if sequences:
+                following = torch.multinomial(odds, 1, generator=generator)
+            else:
+                following = text[:, :1]
             text = torch.cat((text, following), dim=1)
         return bytes(text.flatten().tolist())
 

@@ -131,9 +131,8 @@ class MoELayer(nn.Module):
                 ``EpGroup.prepare``.
         """
         tokens = x.reshape(-1, self.hidden).contiguous()
-        routing = route(
-            F.linear(tokens.float(), self.router.float()), self.topk, normalize=self.normalize_weights
-        )
+        logits = F.linear(tokens.float(), self.router.float())
+        routing = route(logits, self.topk, normalize=self.normalize_weights)
         load = expert_load(routing.topk_idx, self.num_experts, self.group.comm.process_group)
         plan = self.group.prepare(routing.topk_idx, after=after)
         received = dispatch(
@@ -276,7 +275,8 @@ def _check_group(
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
     if group.num_experts != num_experts:
-        raise ValueError(f"num_experts: expected the group's {group.num_experts}, got {num_experts}")
+        expected = group.num_experts
+        raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")
     if hidden > group.hidden:
         raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")
     if topk > group.topk:
