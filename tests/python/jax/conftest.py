@@ -1,0 +1,14 @@
+"""Four devices in one process: parts of the CPU, unless the tests are those of GPUs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Read when JAX looks for devices, which is later.
+    if not config.getoption("--gpu"):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"

@@ -1,0 +1,104 @@
+"""Runs a case on 4 ranks: processes with a device each, or the devices of this process.
+
+A case is a module-level function ``case(world, *args)``. It is run by every process, knows the
+inputs of all ranks, and looks at the results of the ranks that the process has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import crossdock.jax as xd
+from support import Rank, run_ranks
+
+RANKS = 4
+
+everywhere = pytest.mark.parametrize("where", ["devices", "processes"])
+
+
+class World:
+    """4 ranks along the axis "ep" of a mesh, as seen by one process."""
+
+    def __init__(self, **options: Any) -> None:
+        self.mesh = Mesh(np.array(jax.devices()[:RANKS]), ("ep",))
+        self.ep = xd.init(self.mesh, "ep", **options)
+
+    def put(self, parts: list[np.ndarray]) -> jax.Array:
+        """The global array of the ranks' parts, one after another."""
+        whole = np.concatenate([np.asarray(part) for part in parts])
+        sharding = NamedSharding(self.mesh, PartitionSpec("ep"))
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    def parts(self, array: jax.Array) -> dict[int, np.ndarray]:
+        """By rank the parts of this process's ranks."""
+        devices = list(self.mesh.devices)
+        return {devices.index(shard.device): np.asarray(shard.data)
+                for shard in array.addressable_shards}
+
+    def on_ranks(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """A function of one rank's parts as a compiled one of global arrays."""
+        spec = PartitionSpec("ep")
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, **options)
+        return jax.jit(mapped)
+
+
+def run(where: str, case: Callable[..., Any], *args: Any, timeout: float = 120,
+        **options: Any) -> None:
+    """Runs the case in this process with 4 devices, or in 4 processes."""
+    if where == "devices":
+        _run(case, args, options)
+    else:
+        run_ranks(RANKS, _process, case, args, options, timeout=timeout)
+
+
+def _run(case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    world = World(**options)
+    try:
+        case(world, *args)
+    finally:
+        world.ep.close()
+        jax.clear_caches()
+
+
+def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...],
+             options: dict[str, Any]) -> None:
+    if not jax.distributed.is_initialized():
+        os.environ["XLA_FLAGS"] = ""
+        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", me.num_ranks, me.rank)
+    _run(case, args, options)
+
+
+def routing(seed: int, tokens: int, experts: int, topk: int, kind: str) -> list[np.ndarray]:
+    """Per rank ``[tokens, topk]`` int32 experts: uniform, or skewed to the first ones, with -1s."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    liking = np.zeros(experts) if kind == "uniform" else -np.arange(experts) * 0.7
+    parts = []
+    for _ in range(RANKS):
+        scores = liking + rng.gumbel(size=(tokens, experts))
+        ids = np.argsort(-scores, axis=1)[:, :topk].astype(np.int32)
+        parts.append(np.where(rng.random(ids.shape) < 0.1, np.int32(-1), ids))
+    return parts
+
+
+def whole(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> list[np.ndarray]:
+    """Per rank small whole numbers, of which sums and products are exact in any order."""
+    return [rng.integers(-4, 5, shape).astype(jnp.dtype(dtype)) for _ in range(RANKS)]
+
+
+def equal(got: dict[int, np.ndarray], expected: Callable[[int], np.ndarray]) -> None:
+    """Every rank's part is exactly what is expected of it."""
+    assert got
+    for rank, part in got.items():
+        wanted = np.asarray(expected(rank))
+        assert part.dtype == wanted.dtype
+        np.testing.assert_array_equal(part.astype(np.float64), wanted.astype(np.float64),
+                                      err_msg=f"rank {rank}")
