@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
-
 from . import launch
 from .compare import Check, compare, read_log
 from .settings import Settings
@@ -50,7 +48,7 @@ def demo(settings: Settings, ranks: int) -> int:
 
 def _demo_ranks(settings: Settings, ranks: int) -> tuple[int, str]:
     """Number of ranks, and device: rather two ranks on GPUs than four on the CPU."""
-    if settings.device == "auto" and 2 <= torch.cuda.device_count() < ranks:
+    if settings.device == "auto" and 2 <= launch.num_gpus() < ranks:
         return 2, "cuda"
     return ranks, launch.pick_device(settings.device, ranks)
 

@@ -9,10 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from crossdock import feature_available
+
+
+def num_gpus() -> int:
+    """GPUs that both PyTorch and Crossdock can use here."""
+    return torch.cuda.device_count() if feature_available("cuda") else 0
+
 
 def pick_device(device: str, ranks: int) -> str:
     """"cuda" if there is a GPU for each rank, else "cpu"; raises ValueError if "cuda" cannot be."""
-    gpus = torch.cuda.device_count()
+    gpus = num_gpus()
     if device == "cuda" and gpus < ranks:
         raise ValueError(f"--device cuda: expected a GPU for each of {ranks} ranks, found {gpus}")
     if device == "auto":
