@@ -137,3 +137,22 @@ def chain_of_calls(text: str) -> list[str]:
     order = sorted(calls, key=lambda name: len(needs[name]))
     assert [len(needs[name]) for name in order] == list(range(len(order)))
     return [calls[name] for name in order]
+
+
+@pytest.mark.parametrize("policy, again", [
+    (None, ["prepare", "dispatch", "combine"]),
+    (jax.checkpoint_policies.save_only_these_names("crossdock_order"), ["prepare", "dispatch"]),
+], ids=["nothing saved", "order saved"])
+def test_remat_repeats_combine_only_for_its_order(policy, again):
+    world = World(*MESHES[0])
+
+    def step(x, topk_idx, topk_weights, grad):
+        trip = jax.checkpoint(lambda x, w: world.round_trip(x, topk_idx, w, grad), policy=policy)
+        out, backward = jax.vjp(trip, x, topk_weights)
+        return out, backward(grad)
+
+    args = world.args()
+    lowered = jax.jit(step).lower(*args)  # XLA finds on the CPU that it need not do things again
+    assert re.findall(r"@crossdock_ep_(\w+)", lowered.as_text()) == [
+        "prepare", "dispatch", "combine", *again, "combine_bwd", "dispatch_bwd"]
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(*args), world.expected())
