@@ -1,10 +1,4 @@
-"""How arrays lie on the mesh, where only the compiler knows; functions of arrays that lie in
-several ways.
-
-XLA would quietly move an array that lies otherwise than an operation takes it, with collectives of
-its own. That is refused instead: at once for an array at hand, and when XLA compiles for one that a
-program computes.
-"""
+"""Functions whose arguments lie on the mesh in several ways."""
 
 from __future__ import annotations
 
@@ -13,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import PartitionSpec
 
 from ._mesh import Place
-from ._where import inside
+from ._where import inside, refuse_elsewhere
 
 __all__ = ["on_each_rank"]
 
@@ -36,8 +30,7 @@ def on_each_rank(
         out_specs: of what ``run`` returns.
 
     Raises:
-        ValueError: an array cannot be split evenly, or lies otherwise; as
-            ``jax.errors.JaxRuntimeError`` where that is known when XLA compiles.
+        ValueError: an array cannot be split evenly, or lies otherwise: see `refuse_elsewhere`.
     """
     given = [array for array, _ in arrays.values()]
     if inside(place):
@@ -47,24 +40,6 @@ def on_each_rank(
         refuse_elsewhere(place, argument, array, spec)
     in_specs = tuple(spec for _, spec in arrays.values())
     return jax.shard_map(run, mesh=place.mesh, in_specs=in_specs, out_specs=out_specs)(*given)
-
-
-def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpec) -> None:
-    """Refuse an array that XLA would have to move to where ``spec`` says."""
-    expected = NamedSharding(place.mesh, spec)
-
-    def check(found: Sharding) -> None:
-        if not found.is_equivalent_to(expected, array.ndim):
-            got = found.spec if isinstance(found, NamedSharding) else found
-            raise ValueError(
-                f"{argument}: expected {spec}, each dimension split over the axes named and the "
-                f"others not at all; got {got}"
-            )
-
-    if isinstance(array, jax.core.Tracer):
-        jax.debug.inspect_array_sharding(array, callback=check)
-    elif getattr(array, "committed", False):
-        check(array.sharding)
 
 
 def _check_lengths(place: Place, argument: str, array: jax.Array, spec: PartitionSpec) -> None:

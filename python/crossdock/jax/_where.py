@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ._calls import uniform, varying
 from ._mesh import EpGroup, Place
 
-__all__ = ["check_layout", "local_shape", "on_ranks"]
+__all__ = ["check_layout", "inside", "local_shape", "on_ranks", "refuse_elsewhere"]
 
 
 def inside(place: Place) -> bool:
@@ -57,11 +57,10 @@ def local_shape(place: Place, argument: str, shape: tuple[int, ...]) -> tuple[in
 def check_layout(place: Place, argument: str, array: Any) -> None:
     """Refuses arrays that are known to be split otherwise than the operations take them.
 
-    Inside shard_map: not over all axes of experts. Outside: an array whose layout the program or the
-    array itself states; others are the compiler's to lay out.
+    Inside shard_map: not over all axes of experts. Outside: otherwise than along the batch axes.
 
     Raises:
-        ValueError: with the layout that was expected.
+        ValueError: see `refuse_elsewhere`.
     """
     if inside(place):
         axes = varying(array)
@@ -73,35 +72,33 @@ def check_layout(place: Place, argument: str, array: Any) -> None:
                 f"is replicated along {tuple(missing)}: name them in in_specs"
             )
         return
-    spec = _spec(place, array)
-    if spec is None:
-        return
-    entries = [_axes(place, entry) for entry in spec]
-    expected = _axes(place, place.batch_axes)
-    if entries[:1] != [expected] and expected or any(entries[1:]):
-        raise ValueError(
-            f"{argument}: expected {PartitionSpec(place.batch_axes)}, the first dimension split "
-            f"over {place.batch_axes} and the others not at all; got {spec}"
-        )
+    refuse_elsewhere(place, argument, array, PartitionSpec(place.batch_axes))
 
 
-def _spec(place: Place, array: Any) -> PartitionSpec | None:
-    """How an array is known to be split over the mesh; None = not known, or not over it."""
+def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpec) -> None:
+    """Refuses a global array that XLA would have to move to where `spec` says.
+
+    It would do so quietly, with collectives of its own.
+
+    Raises:
+        ValueError: with the layout that was expected. For what a jitted program computes it comes
+            when XLA compiles, which makes it a ``jax.errors.JaxRuntimeError`` with this text.
+    """
+    expected = NamedSharding(place.mesh, spec)
+
+    def check(found: Sharding) -> None:
+        if not found.is_equivalent_to(expected, array.ndim):
+            got = found.spec if isinstance(found, NamedSharding) else found
+            raise ValueError(
+                f"{argument}: expected {spec}, dimensions split over the axes named and the others "
+                f"not at all; got {got}. jax.lax.with_sharding_constraint says how a computed "
+                "array is to be split"
+            )
+
     if isinstance(array, jax.core.Tracer):
-        sharding = jax.typeof(array).sharding
-        explicit = jax.sharding.AxisType.Explicit
-        known = all(kind == explicit for kind in sharding.mesh.axis_types)
-        return sharding.spec if sharding.mesh.axis_names and known else None
-    sharding = getattr(array, "sharding", None)
-    if isinstance(sharding, NamedSharding) and sharding.mesh.devices.size > 1:
-        return sharding.spec
-    return None
-
-
-def _axes(place: Place, entry: Any) -> tuple[str, ...]:
-    """The axes that an entry of a PartitionSpec really splits over."""
-    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    return tuple(name for name in names if place.mesh.shape.get(name, 0) != 1)
+        jax.debug.inspect_array_sharding(array, callback=check)
+    elif getattr(array, "committed", False):
+        check(array.sharding)
 
 
 def _checks_vma() -> bool:

@@ -1,0 +1,110 @@
+"""Arrays that lie on the mesh otherwise than the operations take them are refused, not moved."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import crossdock.jax as xd
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 4
+ALONG = P(("data", "expert"))
+WRONG = [P(), P("expert"), P("data"), P(("expert", "data")), P(None, "expert"),
+         P("data", "expert"), P(None, ("data", "expert"))]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "expert"))
+    xd.init(mesh, "expert", data_axes="data")
+    return mesh
+
+
+CONFIG = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, topk=TOPK, max_tokens=TOKENS // 4,
+                     dtype=np.float32)
+
+
+def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:
+    """topk_idx, x, topk_weights, along the token axes but for those in `specs`."""
+    host = {"topk_idx": np.tile(np.int32([0, 3, 5, 6]), (TOKENS, 1)),
+            "x": np.ones((TOKENS, HIDDEN), np.float32),
+            "topk_weights": np.ones((TOKENS, TOPK), np.float32)}
+    return {name: jax.device_put(array, NamedSharding(mesh, specs.get(name, ALONG)))
+            for name, array in host.items()}
+
+
+def round_trip(topk_idx, x, topk_weights):
+    plan = xd.ep_prepare(CONFIG, topk_idx)
+    received = xd.ep_dispatch(plan, x, topk_weights)
+    return xd.ep_combine(received.plan, received.tokens, received.weights)[0]
+
+
+def refusal(name: str, spec: P) -> str:
+    return re.escape(f"{name}: expected {ALONG}, ") + ".*" + re.escape(f"got {spec}")
+
+
+@pytest.mark.parametrize("name", ["topk_idx", "x", "topk_weights"])
+@pytest.mark.parametrize("spec", WRONG, ids=str)
+def test_arrays_that_lie_otherwise_are_refused(mesh, name, spec):
+    given = arrays(mesh, **{name: spec})
+    with pytest.raises(ValueError, match=refusal(name, spec)):
+        round_trip(**given)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal(name, spec)):
+        jax.jit(round_trip)(**given)
+
+
+def test_refused_gradients_too(mesh):
+    given = arrays(mesh, x=P("expert"))
+    gradient = jax.jit(jax.grad(lambda x, i, w: round_trip(i, x, w).sum()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal("x", P("expert"))):
+        gradient(given["x"], given["topk_idx"], given["topk_weights"])
+
+
+def test_constraint_splits_what_a_program_computes(mesh):
+    given = arrays(mesh, x=P("expert"))
+
+    def constrained(topk_idx, x, topk_weights):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ALONG))
+        return round_trip(topk_idx, x, topk_weights)
+
+    np.testing.assert_array_equal(jax.jit(constrained)(**given), np.full((TOKENS, HIDDEN), TOPK))
+
+
+def test_arrays_that_are_nowhere_yet_are_split(mesh):
+    host = {name: np.asarray(array) for name, array in arrays(mesh).items()}
+    out = round_trip(**host)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, ALONG), 2)
+    np.testing.assert_array_equal(out, np.full((TOKENS, HIDDEN), TOPK))
+
+
+@pytest.mark.parametrize("axes, text", [
+    ({"expert"}, "expected one over all axes of the mesh"),
+    ({"data"}, "expected one over all axes of the mesh"),
+], ids=str)
+def test_shard_map_over_some_axes_is_refused(mesh, axes, text):
+    spec = P(tuple(axes))
+    mapped = jax.shard_map(round_trip, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
+    with pytest.raises(ValueError, match=text):
+        jax.jit(mapped)(*arrays(mesh).values())
+
+
+def test_shard_map_over_another_mesh_is_refused(mesh):
+    other = Mesh(mesh.devices.reshape(4, 1), ("data", "expert"))
+    mapped = jax.shard_map(round_trip, mesh=other, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match="expected the mesh of crossdock.jax.init"):
+        mapped(*(np.asarray(array) for array in arrays(mesh).values()))
+
+
+def test_shard_map_that_replicates_tokens_over_experts_is_refused(mesh):
+    mapped = jax.shard_map(round_trip, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"replicated along \('expert',\)"):
+        mapped(*(np.asarray(array) for array in arrays(mesh).values()))
+
+
+def test_length_that_ranks_cannot_share_is_refused(mesh):
+    with pytest.raises(ValueError, match="topk_idx: .*4 devices share evenly, got shape"):
+        xd.ep_prepare(CONFIG, np.zeros((30, TOPK), np.int32))
