@@ -14,7 +14,7 @@ try:
     import jax as _jax_package  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "crossdock.jax needs JAX 0.10 or newer: pip install jax (on GPUs: pip install 'jax[cuda13]')"
+        "crossdock.jax needs JAX 0.10 or newer: pip install jax, on GPUs 'jax[cuda13]'"
     ) from error
 
 try:

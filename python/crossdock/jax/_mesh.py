@@ -149,7 +149,7 @@ class EpMesh:
                     )
 
     def abort(self) -> None:
-        """Give up: releases every wait of this process and finishes its communicators everywhere."""
+        """Give up: ends every wait of this process and finishes its communicators everywhere."""
         self._ranks.abort()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from . import _calls
 from ._config import EpConfig
@@ -254,7 +255,11 @@ def _order_of(after: EpPlan | Array) -> Array:
 def _first_order(site: _Site, topk_idx: Array) -> Array:
     """One element for each rank."""
     parts = topk_idx.shape[0] // site.shape[0] if site.shape[0] else 1
-    return jnp.zeros((parts,), np.float32)
+    order = jnp.zeros((parts,), np.float32)
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if jax.sharding.AxisType.Explicit in kinds:  # where layouts are part of types
+        order = jax.sharding.reshard(order, PartitionSpec(site.group.place.batch_axes))
+    return order
 
 
 def _check_payload(argument: str, array: Array, config: EpConfig) -> None:

@@ -18,9 +18,9 @@ __all__ = ["Dispatched", "EpPlan"]
 class EpPlan:
     """What `ep_prepare` makes: the place of every row of a batch. A pytree.
 
-    Its arrays are ordinary ones: they may be carried by ``scan``, saved as residuals, rematerialised,
-    donated and copied. Shapes are those of one rank, inside ``shard_map``; outside, the ranks' parts
-    follow one another along the first dimension.
+    Its arrays are ordinary ones: they may be carried by ``scan``, saved as residuals,
+    rematerialised, donated and copied. Shapes are those of one rank, inside ``shard_map``; outside,
+    the ranks' parts follow one another along the first dimension.
 
     Attributes:
         data: the routing, opaque, uint8.

@@ -27,9 +27,9 @@ everywhere = pytest.mark.parametrize("where", ["devices", "processes"])
 class World:
     """4 ranks along the axis "ep" of a mesh, as seen by one process."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         self.mesh = Mesh(np.array(jax.devices()[:RANKS]), ("ep",))
-        self.ep = xd.init(self.mesh, "ep", **options)
+        self.ep = xd.init(self.mesh, "ep")
 
     def put(self, parts: list[np.ndarray]) -> jax.Array:
         """The global array of the ranks' parts, one after another."""
@@ -50,17 +50,16 @@ class World:
         return jax.jit(mapped)
 
 
-def run(where: str, case: Callable[..., Any], *args: Any, timeout: float = 120,
-        **options: Any) -> None:
+def run(where: str, case: Callable[..., Any], *args: Any) -> None:
     """Runs the case in this process with 4 devices, or in 4 processes."""
     if where == "devices":
-        _run(case, args, options)
+        _run(case, args)
     else:
-        run_ranks(RANKS, _process, case, args, options, timeout=timeout)
+        run_ranks(RANKS, _process, case, args, timeout=120)
 
 
-def _run(case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    world = World(**options)
+def _run(case: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    world = World()
     try:
         case(world, *args)
     finally:
@@ -68,12 +67,11 @@ def _run(case: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any
         jax.clear_caches()
 
 
-def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...],
-             options: dict[str, Any]) -> None:
+def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if not jax.distributed.is_initialized():
         os.environ["XLA_FLAGS"] = ""
         jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", me.num_ranks, me.rank)
-    _run(case, args, options)
+    _run(case, args)
 
 
 def routing(seed: int, tokens: int, experts: int, topk: int, kind: str) -> list[np.ndarray]:

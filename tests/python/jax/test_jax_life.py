@@ -1,0 +1,176 @@
+"""Groups live as long as what uses them, and not longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+import crossdock.jax as xd
+from jax_support import World, equal, everywhere, routing, run, whole
+
+EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 11
+CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32)
+
+
+def workers() -> int:
+    """Threads that run operations in this process: one for each rank of a group that lives."""
+    names = pathlib.Path("/proc/self/task").glob("*/comm")
+    return sum(name.read_text() == "crossdock-jax\n" for name in names)
+
+
+def mappings() -> int:
+    """Pieces of memory shared with other ranks that this process has mapped."""
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return sum("memfd:" in line or "/dev/shm" in line for line in maps.splitlines())
+
+
+def program(world: World):
+    def trip(ids, x, weights):
+        tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
+        return xd.ep_combine(plan, tokens, weights)[0]
+
+    return world.on_ranks(trip)
+
+
+def works(world: World, function, seed: int) -> None:
+    ids = routing(seed, TOKENS, EXPERTS, TOPK, "uniform")
+    rng = np.random.default_rng(seed)
+    x, weights = whole(rng, TOKENS, HIDDEN), whole(rng, TOKENS, TOPK)
+    out = function(world.put(ids), world.put(x), world.put(weights))
+    sums = [np.where(i < 0, np.float32(0), w).sum(1, keepdims=True) for i, w in zip(ids, weights)]
+    equal(world.parts(out), lambda rank: x[rank] * sums[rank])
+
+
+def free_everything() -> None:
+    jax.clear_caches()
+    gc.collect()
+
+
+def again(world: World) -> None:
+    """The old executable keeps its group, the new one has another, both run in turn."""
+    before = workers()
+    ranks = len(world.ep.ordinals)
+    old = program(world)
+    works(world, old, 91)
+    old_number = world.ep.group(CONFIG).number
+    assert workers() == before + ranks
+    successor = World()
+    assert successor.ep.group(CONFIG).number != old_number
+    new = program(successor)
+    for seed in (92, 93):
+        works(successor, new, seed)
+        works(world, old, seed)
+    assert workers() == before + 2 * ranks
+
+    world.ep.close()  # the executable still holds the group
+    works(world, old, 94)
+    assert workers() == before + 2 * ranks
+    del old
+    free_everything()
+    assert workers() == before + ranks
+    works(successor, new, 95)
+
+    successor.ep.close()
+    del new, successor
+    free_everything()
+    assert workers() == before
+
+
+@everywhere
+def test_another_init_while_an_executable_lives(where):
+    run(where, again)
+
+
+def many(world: World) -> None:
+    def count() -> tuple[int, int, int]:
+        return workers(), mappings(), len(os.listdir("/proc/self/fd"))
+
+    world.ep.close()
+    counts = []
+    for seed in range(8):
+        other = World()
+        function = program(other)
+        works(other, function, seed)
+        other.ep.close()
+        del other, function
+        free_everything()
+        counts.append(count())
+    assert counts[-1] == counts[1], counts
+
+
+@everywhere
+def test_groups_that_are_dropped_leave_nothing(where):
+    run(where, many)
+
+
+def test_what_is_closed_cannot_be_compiled():
+    world = World()
+    lowered = program(world).lower(*(world.put(parts) for parts in (
+        routing(96, TOKENS, EXPERTS, TOPK, "uniform"),
+        whole(np.random.default_rng(96), TOKENS, HIDDEN),
+        whole(np.random.default_rng(96), TOKENS, TOPK))))
+    world.ep.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*is closed"):
+        lowered.compile()
+
+
+def test_another_mesh_takes_over():
+    """2 x 2 devices: two sets of two ranks after one of four."""
+    World()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "ep"))
+    ep = xd.init(mesh, "ep", data_axes="data")
+    try:
+        assert (ep.num_ranks, ep.ordinals) == (2, (0, 1, 2, 3))
+        ids = np.arange(4 * TOKENS, dtype=np.int32).reshape(-1, 1) % EXPERTS
+        x = np.arange(4 * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
+        plan = xd.ep_prepare(CONFIG, ids)
+        out, _ = xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)
+        np.testing.assert_array_equal(np.asarray(out), x)
+        # The sets know nothing of each other: each has all experts.
+        assert int(plan.total[:2].sum()) == int(plan.total[2:].sum()) == 2 * TOKENS
+    finally:
+        ep.close()
+
+
+EXIT = """
+    import sys
+    sys.path[:0] = PATHS
+    import os
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    import test_jax_life as tests
+    world = tests.World()
+    function = tests.program(world)
+    tests.works(world, function, 97)
+    print("at the end")
+"""
+
+
+def test_a_process_ends_with_everything_alive():
+    here = os.path.dirname(__file__)
+    script = textwrap.dedent(EXIT).replace("PATHS", repr([here, os.path.dirname(here)]))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "at the end"), done.stderr
+
+
+def test_without_the_extension_the_import_says_how_to_get_it():
+    script = """if True:
+        import sys
+        sys.modules["crossdock._jax"] = None
+        import crossdock
+        try:
+            import crossdock.jax
+        except ImportError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          timeout=60)
+    assert "needs the extension crossdock._jax" in done.stdout and "pip install" in done.stdout
