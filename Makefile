@@ -42,8 +42,8 @@ bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS),bench/all crossdock-run)
 	@bench/all.sh $(RELEASE)
 
-# On a machine with GPUs. With BUILD=folder, that of a prebuilt package, nothing is configured,
-# compiled or installed. A build of its own: its programs may move.
+# On a machine with GPUs. With BUILD=folder, that of a prebuilt package, nothing is installed, and
+# nothing compiled but the Python extension. A build of its own: its programs may move.
 GPU := build/gpu
 GPU_PACKAGE ?= build/gpu-package
 GPU_OPTIONS := -DCROSSDOCK_CUDA=ON -DCROSSDOCK_BUILD_EXAMPLES=OFF \
@@ -56,7 +56,7 @@ gpu-bench: $(if $(BUILD),,gpu-package)  ## measure on this machine's GPUs; BUILD
 	@$(or $(BUILD),$(GPU_PACKAGE))/bench/crossdock-bench ep --device cuda --preset budget
 
 gpu-package:  ## stage what those two run in build/gpu-package, to be carried to a GPU
-	@tools/setup.sh gpu python
+	@tools/setup.sh gpu torch python
 	$(call build,$(GPU),$(GPU_OPTIONS),gpu-tests crossdock-bench crossdock-run)
 	@tests/gpu/package.py $(GPU) $(GPU_PACKAGE)
 
