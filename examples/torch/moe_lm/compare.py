@@ -11,11 +11,12 @@ import torch
 
 # Float32, no dropout: only the order of sums differs between the runs. As long as no token goes to
 # another expert, that is all one sees. Then two probabilities have been rounded to different sides,
-# and each step makes more of it, so that less is promised, and of the first steps only.
+# and each step makes more of it, so that less is promised, and of the first steps only. At the end
+# they are two runs of the same training, as one process with another number of threads is, too.
 SAME_CHOICES_TOLERANCE = 1e-5
 FIRST_STEPS = 10
 OTHER_CHOICES_TOLERANCE = 1e-2
-FINAL_TOLERANCE = 0.02  # of the mean loss over the last tenth of the steps
+FINAL_TOLERANCE = 0.05  # of the mean loss over the last tenth of the steps
 
 
 class Check(NamedTuple):
