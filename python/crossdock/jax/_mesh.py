@@ -16,11 +16,13 @@ from crossdock import _core, _jax
 from crossdock.errors import from_details
 
 from ._config import EpConfig
+from ._pool import device_pool
 from ._register import register
 
 __all__ = ["EpGroup", "EpMesh", "current_mesh", "init"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
+_ANY = -1  # the ordinal of a process's only device
 
 _meetings = itertools.count()
 _current: EpMesh | None = None
@@ -82,14 +84,14 @@ class EpMesh:
         mesh: as given.
         ep_axes: the axes whose devices exchange tokens.
         num_ranks: W, the devices of one set.
-        ordinals: this process's devices in the mesh, by the number that XLA gives them.
+        devices: this process's devices in the mesh.
     """
 
-    def __init__(self, place: Place, ranks: _jax.Ranks, ordinals: Sequence[int]) -> None:
+    def __init__(self, place: Place, ranks: _jax.Ranks, devices: list[jax.Device]) -> None:
         self.mesh = place.mesh
         self.ep_axes = place.ep_axes
         self.num_ranks = place.num_ranks
-        self.ordinals = tuple(ordinals)
+        self.devices = tuple(devices)
         self._place = place
         self._ranks = ranks
         self._groups: dict[EpConfig, EpGroup] = {}
@@ -113,15 +115,16 @@ class EpMesh:
         """
         self.group(config).core.create()
 
-    def status(self, config: EpConfig) -> dict[int, dict[str, Any]]:
+    def status(self, config: EpConfig) -> dict[jax.Device, dict[str, Any]]:
         """Read and clear the non-fatal error state of this process's ranks; never blocks.
 
         Returns:
-            By device number the fields of ``xd_ep_status`` in ``crossdock/ep.h``.
+            By device the fields of ``xd_ep_status`` in ``crossdock/ep.h``; nothing before the group
+            has been made.
         """
         core = self.group(config).core
-        found = {ordinal: core.status(ordinal) for ordinal in self.ordinals}
-        return {ordinal: status for ordinal, status in found.items() if status is not None}
+        found = {device: core.status(index) for index, device in enumerate(self.devices)}
+        return {device: status for device, status in found.items() if status is not None}
 
     def check(self) -> None:
         """Raise what operations met since the last look, if anything; never blocks.
@@ -147,6 +150,21 @@ class EpMesh:
                             "operation": status["operation"],
                         }
                     )
+
+    def register_memory(self) -> None:
+        """Let operations on GPUs use XLA's buffers in place, without copies. Collective, blocking.
+
+        Makes the memory that XLA's allocator has taken from each device so far part of symmetric
+        memory: with the default preallocation that is its whole pool. What it takes later goes
+        through the groups' own memory, as without this call. A process that ends without `close`
+        may take its peers' device contexts with it.
+
+        Raises:
+            Unsupported: the memory cannot be shared, as with ``cuda_async`` as allocator, or on the
+                CPU.
+        """
+        ranges = [device_pool(device) for device in self.devices]
+        self._ranks.register_memory([start for start, _ in ranges], [size for _, size in ranges])
 
     def abort(self) -> None:
         """Give up: ends every wait of this process and finishes its communicators everywhere."""
@@ -212,13 +230,13 @@ def init(
     if platform not in ("cpu", "gpu"):
         raise ValueError(f"mesh: expected CPU or GPU devices, got {platform}")
     register(platform)
-    seats = _seats(place)
+    devices, seats = _seats(place)
     if not seats:
         raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
     milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
     device_type = _CPU if platform == "cpu" else _CUDA
     ranks = _jax.Ranks(device_type, seats, milliseconds, name)
-    _current = EpMesh(place, ranks, [seat[0] for seat in seats])
+    _current = EpMesh(place, ranks, devices)
     return _current
 
 
@@ -238,28 +256,33 @@ def _place(mesh: Mesh, ep_axis: str | Sequence[str], data_axes: str | Sequence[s
     return Place(mesh, ep_axes, batch, num_ranks)
 
 
-def _seats(place: Place) -> list[tuple[int, int, int, bytes]]:
-    """(ordinal, rank, ranks, meeting point) of this process's devices, in the order of the sets."""
+def _seats(place: Place) -> tuple[list[jax.Device], list[tuple[int, int, int, int, bytes]]]:
+    """This process's devices, and of each one (ordinal, device, rank, ranks, meeting point)."""
     names = place.mesh.axis_names
     others = [axis for axis in names if axis not in place.ep_axes]
     order = [names.index(axis) for axis in (*others, *place.ep_axes)]
     sets = place.mesh.devices.transpose(order).reshape(-1, place.num_ranks)
     meeting = next(_meetings)
     mine = jax.process_index()
-    seats = []
+    found, seats = [], []
     for number, devices in enumerate(sets):
         if all(device.process_index != mine for device in devices):
             continue
         unique_id = _meeting_point(f"crossdock/{meeting}/{number}", devices)
         for rank, device in enumerate(devices):
             if device.process_index == mine:
-                seats.append((_ordinal(device), rank, place.num_ranks, unique_id))
-    return seats
+                found.append(device)
+                seats.append((*_numbers(device), rank, place.num_ranks, unique_id))
+    return found, seats
 
 
-def _ordinal(device: jax.Device) -> int:
-    """The number by which XLA tells a custom call on which device of the process it runs."""
-    return device.id if device.platform == "cpu" else device.local_hardware_id
+def _numbers(device: jax.Device) -> tuple[int, int]:
+    """What XLA tells a custom call about where it runs, and the device's number in the library."""
+    if device.platform == "cpu":
+        ordinal, number = device.id, 0
+    else:
+        ordinal = number = device.local_hardware_id
+    return (_ANY if jax.local_device_count() == 1 else ordinal), number
 
 
 def _meeting_point(key: str, devices: np.ndarray) -> bytes:

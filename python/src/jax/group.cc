@@ -53,12 +53,17 @@ std::optional<Problem> Group::create() {
   return std::nullopt;
 }
 
-Group::Member* Group::member(int ordinal) {
+Group::Member* Group::on_device(int ordinal) {
   const std::vector<Ranks::Rank>& ranks = ranks_->all();
   for (std::size_t i = 0; i < members_.size(); ++i) {
-    if (ranks[i].ordinal == ordinal) return &members_[i];
+    if (ranks[i].ordinal == ordinal || ranks[i].ordinal == any_ordinal) return &members_[i];
   }
   return nullptr;
+}
+
+const Group::Member* Group::member(std::size_t index) const {
+  const std::lock_guard lock(mutex_);
+  return created_ ? &members_[index] : nullptr;
 }
 
 std::int64_t enter_group(const std::shared_ptr<Group>& group) {

@@ -34,8 +34,11 @@ class Group {
   // Makes the groups, unless they have been made. Collective, blocking.
   std::optional<Problem> create();
 
-  // The rank on that device; NULL without one, or before create().
-  [[nodiscard]] Member* member(int ordinal);
+  // The rank on the device that XLA names so; NULL without one.
+  [[nodiscard]] Member* on_device(int ordinal);
+
+  // That of ranks()->all()[index]; NULL before create().
+  [[nodiscard]] const Member* member(std::size_t index) const;
 
   [[nodiscard]] const std::string& text() const { return text_; }
   [[nodiscard]] const std::shared_ptr<Ranks>& ranks() const { return ranks_; }
@@ -43,8 +46,8 @@ class Group {
  private:
   const std::shared_ptr<Ranks> ranks_;
   const xd_ep_config config_;
-  const std::string text_;  // the config, as executables name it
-  std::mutex mutex_;        // of create()
+  const std::string text_;    // the config, as executables name it
+  mutable std::mutex mutex_;  // of create()
   bool created_ = false;
   std::vector<Member> members_;  // of ranks_->all()
 };

@@ -1,5 +1,6 @@
 #include "handlers.h"
 
+#include <atomic>
 #include <exception>
 #include <memory>
 #include <sstream>
@@ -20,6 +21,8 @@ namespace xdjax {
 namespace {
 
 enum class Platform { cpu, cuda };
+
+std::atomic<std::uint64_t> made_calls = 0;
 
 // What an executable keeps for one of its calls. Platforms have registries of types of their own,
 // each of which numbers the type.
@@ -131,7 +134,8 @@ std::optional<Problem> add_all(Operands& operands, const std::vector<std::string
 // Throws the Problem of an ordinal that no rank computes on.
 template <Platform platform>
 Group::Member& member_of(const Call<platform>& call, int ordinal) {
-  Group::Member* member = call.group->member(ordinal);
+  ++made_calls;
+  Group::Member* member = call.group->on_device(ordinal);
   if (member == nullptr) {
     throw invalid("device " + std::to_string(ordinal) +
                   " of this process is not in the mesh of crossdock.jax.init");
@@ -279,6 +283,8 @@ nb::dict registration() {
 }
 
 }  // namespace
+
+std::uint64_t calls() { return made_calls; }
 
 nb::dict registrations() {
   nb::dict platforms;

@@ -37,9 +37,9 @@ std::shared_ptr<Ranks> join(int device_type, const nb::list& seats, int timeout_
   std::vector<Seat> places;
   for (nb::handle item : seats) {
     const auto seat = nb::cast<nb::tuple>(item);
-    const auto id = nb::cast<nb::bytes>(seat[3]);
+    const auto id = nb::cast<nb::bytes>(seat[4]);
     places.push_back({nb::cast<int>(seat[0]), nb::cast<int>(seat[1]), nb::cast<int>(seat[2]),
-                      std::string(id.c_str(), id.size())});
+                      nb::cast<int>(seat[3]), std::string(id.c_str(), id.size())});
   }
   try {
     const nb::gil_scoped_release released;
@@ -90,8 +90,9 @@ void create_group(const GroupHandle& self) {
   if (problem) raise(*problem);
 }
 
-nb::object group_status(const GroupHandle& self, int ordinal) {
-  Group::Member* member = self.open()->member(ordinal);
+// Of the rank with that index; None before the group has been made.
+nb::object group_status(const GroupHandle& self, std::size_t index) {
+  const Group::Member* member = self.open()->member(index);
   if (member == nullptr) return nb::none();
   xd_ep_status status XD_EP_STATUS_INIT;
   if (const auto problem = problem_of(xd_ep_group_status(member->group, &status))) raise(*problem);
@@ -119,6 +120,17 @@ nb::object fatal_error(const RanksHandle& self) {
   return nb::none();
 }
 
+void register_memory(const RanksHandle& self, const std::vector<std::uintptr_t>& pointers,
+                     const std::vector<std::size_t>& bytes) {
+  const std::shared_ptr<Ranks> ranks = self.open();
+  std::optional<Problem> problem;
+  {
+    const nb::gil_scoped_release released;
+    problem = ranks->register_memory(pointers, bytes);
+  }
+  if (problem) raise(*problem);
+}
+
 void give_up(const RanksHandle& self) {
   for (const Ranks::Rank& rank : self.open()->all()) xd_comm_abort(rank.comm);
 }
@@ -131,6 +143,7 @@ NB_MODULE(_jax, module) {
   using namespace xdjax;
   module.def("registrations", &registrations,
              "What jax.ffi registers, by platform: types and targets with their stages.");
+  module.def("calls", &calls, "How often XLA has called a handler of an operation.");
   nb::class_<RanksHandle>(module, "Ranks")
       .def(
           "__init__",
@@ -142,6 +155,7 @@ NB_MODULE(_jax, module) {
       .def("close", [](RanksHandle& self) { drop(self.ranks); })
       .def_prop_ro("closed", [](const RanksHandle& self) { return self.ranks == nullptr; })
       .def("error", &fatal_error)
+      .def("register_memory", &register_memory, "pointers"_a, "bytes"_a)
       .def("abort", &give_up);
   nb::class_<GroupHandle>(module, "Group")
       .def("__init__",
@@ -153,6 +167,6 @@ NB_MODULE(_jax, module) {
            })
       .def_ro("number", &GroupHandle::number)
       .def("create", &create_group)
-      .def("status", &group_status, "ordinal"_a)
+      .def("status", &group_status, "index"_a)
       .def("close", [](GroupHandle& self) { drop(self.group); });
 }

@@ -1,7 +1,6 @@
 #include "ranks.h"
 
 #include <cstring>
-#include <optional>
 
 #include "each.h"
 
@@ -31,9 +30,7 @@ std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, c
 Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms,
              const std::string& name) {
   for (const Seat& seat : seats) {
-    // All CPU devices of XLA are the one of the library.
-    const int id = device_type == kDLCPU ? 0 : seat.ordinal;
-    ranks_.push_back({seat.ordinal, {device_type, id}, nullptr});
+    ranks_.push_back({seat.ordinal, {device_type, seat.device}, nullptr});
   }
   const std::optional<Problem> problem = for_each_rank(seats.size(), [&](std::size_t i) {
     return join(seats[i], ranks_[i].device, timeout_ms, name.c_str(), &ranks_[i].comm);
@@ -45,6 +42,15 @@ Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeo
 }
 
 Ranks::~Ranks() { leave(); }
+
+std::optional<Problem> Ranks::register_memory(const std::vector<std::uintptr_t>& pointers,
+                                              const std::vector<std::size_t>& bytes) {
+  return for_each_rank(ranks_.size(), [&](std::size_t i) {
+    auto* const start = reinterpret_cast<void*>(pointers[i]);  // NOLINT(performance-no-int-to-ptr)
+    std::int32_t registration = 0;
+    return problem_of(xd_mem_register(ranks_[i].comm, start, bytes[i], &registration));
+  });
+}
 
 void Ranks::leave() {
   for (Rank& rank : ranks_) {

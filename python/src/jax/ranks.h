@@ -3,7 +3,9 @@
 
 #include <crossdock/crossdock.h>
 
-#include <memory>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,9 +13,13 @@
 
 namespace xdjax {
 
+// Of a process that has one device only.
+inline constexpr int any_ordinal = -1;
+
 // The place of one local device.
 struct Seat {
-  int ordinal = 0;        // the device's, as XLA counts those of this process
+  int ordinal = 0;        // by which XLA names the device to custom calls; any_ordinal: whichever
+  int device = 0;         // the CUDA device; 0 on the CPU
   int rank = 0;           // in its set of ranks ...
   int num_ranks = 0;      // ... of this size ...
   std::string unique_id;  // ... that meets here
@@ -35,6 +41,11 @@ class Ranks {
   Ranks& operator=(const Ranks&) = delete;
 
   [[nodiscard]] const std::vector<Rank>& all() const { return ranks_; }
+
+  // Makes memory of each rank, [pointers[i], + bytes[i]), part of its symmetric memory. Collective,
+  // blocking.
+  std::optional<Problem> register_memory(const std::vector<std::uintptr_t>& pointers,
+                                         const std::vector<std::size_t>& bytes);
 
  private:
   void leave();

@@ -1,4 +1,6 @@
-"""Runs a case on 4 ranks: processes with a device each, or the devices of this process.
+"""Runs a case on 4 ranks: processes with a device each, or the devices of one process.
+
+They are parts of the CPU, or as many GPUs as the environment's XD_JAX_GPUS says.
 
 A case is a module-level function ``case(world, *args)``. It is run by every process, knows the
 inputs of all ranks, and looks at the results of the ranks that the process has.
@@ -19,13 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import crossdock.jax as xd
 from support import Rank, run_ranks
 
-RANKS = 4
+RANKS = int(os.environ.get("XD_JAX_GPUS", 4))
+ON_GPUS = "XD_JAX_GPUS" in os.environ
 
 everywhere = pytest.mark.parametrize("where", ["devices", "processes"])
 
 
 class World:
-    """4 ranks along the axis "ep" of a mesh, as seen by one process."""
+    """All ranks along the axis "ep" of a mesh, as seen by one process."""
 
     def __init__(self) -> None:
         self.mesh = Mesh(np.array(jax.devices()[:RANKS]), ("ep",))
@@ -51,11 +54,13 @@ class World:
 
 
 def run(where: str, case: Callable[..., Any], *args: Any) -> None:
-    """Runs the case in this process with 4 devices, or in 4 processes."""
-    if where == "devices":
-        _run(case, args)
-    else:
+    """Runs the case in one process with several devices, or in processes with one each."""
+    if where == "processes":
         run_ranks(RANKS, _process, case, args, timeout=120)
+    elif ON_GPUS:  # whose memory this process leaves alone
+        run_ranks(1, _alone, case, args, timeout=120)
+    else:
+        _run(case, args)
 
 
 def _run(case: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -69,8 +74,14 @@ def _run(case: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if not jax.distributed.is_initialized():
-        os.environ["XLA_FLAGS"] = ""
-        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", me.num_ranks, me.rank)
+        if not ON_GPUS:
+            os.environ["XLA_FLAGS"] = ""
+        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", me.num_ranks, me.rank,
+                                   local_device_ids=[me.rank] if ON_GPUS else None)
+    _run(case, args)
+
+
+def _alone(me: Rank, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
     _run(case, args)
 
 

@@ -160,6 +160,11 @@ def test_arrays_that_the_program_says_are_split_otherwise():
         ep.close()
 
 
+def test_memory_of_the_cpu_cannot_be_registered(world):
+    with pytest.raises(xd_errors.Unsupported):
+        world.ep.register_memory()
+
+
 # ---- At run time --------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def free_everything() -> None:
 def again(world: World) -> None:
     """The old executable keeps its group, the new one has another, both run in turn."""
     before = workers()
-    ranks = len(world.ep.ordinals)
+    ranks = len(world.ep.devices)
     old = program(world)
     works(world, old, 91)
     old_number = world.ep.group(CONFIG).number
@@ -128,7 +128,7 @@ def test_another_mesh_takes_over():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "ep"))
     ep = xd.init(mesh, "ep", data_axes="data")
     try:
-        assert (ep.num_ranks, ep.ordinals) == (2, (0, 1, 2, 3))
+        assert (ep.num_ranks, ep.devices) == (2, tuple(jax.devices()))
         ids = np.arange(4 * TOKENS, dtype=np.int32).reshape(-1, 1) % EXPERTS
         x = np.arange(4 * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
         plan = xd.ep_prepare(CONFIG, ids)

@@ -111,14 +111,15 @@ def drop(world: World, tokens: int, capacity: int) -> None:
         return plan.counts, plan.total, xd.ep_combine(plan, tokens)[0]
 
     counts, total, out = world.on_ranks(trip)(world.put(ids), world.put(x))
-    equal(world.parts(counts), lambda rank: np.int32([capacity if rank == 0 else 0, 0]))
+    first = np.eye(1, EXPERTS // RANKS, dtype=np.int32)[0]  # of a rank's experts
+    equal(world.parts(counts), lambda rank: first * np.int32(capacity if rank == 0 else 0))
     equal(world.parts(total), lambda rank: np.int32([RANKS * tokens if rank == 0 else 0]))
     kept = [max(0, min(tokens, capacity - rank * tokens)) for rank in range(RANKS)]
     equal(world.parts(out),
           lambda rank: np.where(np.arange(tokens)[:, None] < kept[rank], x[rank], np.float32(0)))
     dropped = world.ep.status(config)
     for device, status in dropped.items():
-        rank = [d.id for d in world.mesh.devices].index(device)
+        rank = list(world.mesh.devices).index(device)
         assert status["dropped_rows"] == (RANKS * tokens - capacity if rank == 0 else 0)
 
 
@@ -145,7 +146,7 @@ def two_groups(world: World) -> None:
 
     one, other = world.on_ranks(trips)(world.put(ids), world.put(x))
     chosen = [(part >= 0).sum(1, keepdims=True) for part in ids]
-    reached = [np.array([[len({e // 2 for e in row if e >= 0})] for row in part]) for part in ids]
+    reached = [np.array([[len({e * RANKS // EXPERTS for e in row if e >= 0})] for row in part]) for part in ids]
     equal(world.parts(one), lambda rank: np.float32(x[rank] * chosen[rank]))
     equal(world.parts(other), lambda rank: np.float32(x[rank] * reached[rank]))
 

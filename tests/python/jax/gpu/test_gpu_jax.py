@@ -1,0 +1,167 @@
+"""The cases of the CPU on GPUs, each as one process per GPU and as one process with all of them.
+
+As many ranks as there are GPUs, 4 or 2. XLA puts operations into command buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import sys
+
+import pytest
+
+
+def gpus() -> int:
+    """GPUs of this host, counted without JAX, which would take their memory."""
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    driver.cuInit(0)
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+# For this process's children; before jax_support is imported.
+if gpus() > 1:
+    os.environ["XD_JAX_GPUS"] = str(4 if gpus() >= 4 else 2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(os.environ["XD_JAX_GPUS"]))))
+    os.environ["JAX_PLATFORMS"] = "cuda"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["XLA_FLAGS"] = ("--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL "
+                               "--xla_gpu_graph_min_graph_size=1")
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import test_jax_gradients as gradients  # noqa: E402
+import test_jax_ops as ops  # noqa: E402
+import test_jax_order as order  # noqa: E402
+from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # noqa: E402
+
+import crossdock.jax as xd  # noqa: E402
+from crossdock import _jax, errors  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 2, reason="needs two GPUs")]
+
+
+@everywhere
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+@pytest.mark.parametrize("kind", ["uniform", "skewed"])
+def test_round_trip(where, layout, kind):
+    run(where, ops.round_trip, layout, kind, "bfloat16", 13, 1, "int32")
+
+
+@everywhere
+def test_leading_dimensions_and_global_arrays(where):
+    run(where, ops.three_dimensions)
+
+
+@everywhere
+def test_overflow_drops_the_last_rows(where):
+    run(where, ops.drop, 5, 8)
+
+
+@everywhere
+def test_two_groups_in_one_program(where):
+    run(where, ops.two_groups)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_every_choice_has_its_own_weight_gradient(where, layout):
+    run(where, gradients.weight_gradients, layout, "skewed")
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["loop", "scan", "remat"])
+def test_layers(where, how):
+    run(where, gradients.layers, how)
+
+
+@everywhere
+def test_plans_are_ordinary_arrays(where):
+    run(where, gradients.plans_are_data)
+
+
+@everywhere
+def test_no_tail_reaches_a_gradient(where):
+    run(where, gradients.no_garbage)
+
+
+@everywhere
+def test_branches_are_one_chain(where):
+    run(where, order.branches)
+
+
+@everywhere
+def test_two_programs_back_to_back(where):
+    run(where, order.two_programs)
+
+
+CONFIG = xd.EpConfig(8, 128, 2, 64, dtype=np.float32)
+
+
+def round_trips(world: World, times: int) -> None:
+    """The same program again and again, with other values in the same arrays' places."""
+
+    def trip(ids, x, weights):
+        tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
+        return xd.ep_combine(plan, tokens * 2, weights)[0]
+
+    function = world.on_ranks(trip)
+    rng = np.random.default_rng(111)
+    for seed in range(times):
+        ids = routing(seed, 64, 8, 2, "uniform")
+        x, weights = whole(rng, 64, 128), whole(rng, 64, 2)
+        out = function(world.put(ids), world.put(x), world.put(weights))
+        sums = [np.where(i < 0, np.float32(0), w).sum(1, keepdims=True)
+                for i, w in zip(ids, weights)]
+        equal(world.parts(out), lambda rank: 2 * x[rank] * sums[rank])
+    world.ep.check()
+
+
+def replays(world: World) -> None:
+    round_trips(world, 3)
+    before = _jax.calls()
+    round_trips(world, 20)
+    ranks = len(world.ep.devices)
+    made = _jax.calls() - before
+    print(f"{made} calls of handlers for {20 * 3 * ranks} operations")
+    assert made < 20 * 3 * ranks
+
+
+@everywhere
+def test_command_buffers_replay_operations(where):
+    """Most runs do not call the handlers again, and their values are right nevertheless."""
+    run(where, replays)
+
+
+def bad_ids(world: World) -> None:
+    """Found on the device: told by check(), and the group stays usable."""
+    ids = [np.zeros((64, 1), np.int32) for _ in range(RANKS)]
+    ids[-1][5] = 8
+    prepare = world.on_ranks(lambda ids: xd.ep_prepare(CONFIG, ids))
+    jax.block_until_ready(prepare(world.put(ids)))
+    with pytest.raises(errors.InvalidArgument, match=f"lowest rank with some is {RANKS - 1}"):
+        world.ep.check()
+    round_trips(world, 1)
+
+
+@everywhere
+def test_bad_expert_ids(where):
+    run(where, bad_ids)
+
+
+def in_place(world: World) -> None:
+    world.ep.register_memory()
+    round_trips(world, 10)
+
+
+def test_memory_pool_of_xla_in_place():
+    """Only between processes: CUDA shares a process's memory with others, not with itself."""
+    run("processes", in_place)
