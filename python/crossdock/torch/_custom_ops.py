@@ -28,6 +28,8 @@ __all__ = ["LIBRARY"]
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
 
 _FLOAT32 = torch.float32
+_SCALE_BLOCK = 128  # columns of quantised rows that share a scale
+_ROW_ALIGNMENT = 16  # bytes
 # Inputs keep the strides that the model gave them: the library takes contiguous rows.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -111,6 +113,25 @@ def _check_tokens(group: EpGroup, operation: int, name: str, rows: Tensor, expec
         group.refuse(operation, ValueError, f"{name}: {problem}")
 
 
+def _check_rows(group: EpGroup, x: Tensor, quantize: bool) -> None:
+    """Refuses an x whose rows the group cannot take, under the name that it has here."""
+    columns, row_bytes = x.shape[1], x.shape[1] * x.element_size()
+    most = group.hidden * group.dtype.itemsize
+    if quantize and (x.dtype != torch.bfloat16 or columns == 0 or columns % _SCALE_BLOCK != 0):
+        problem = (
+            f"expected bfloat16 with a multiple of {_SCALE_BLOCK} columns, to be quantised; got "
+            f"{x.dtype} of shape {tuple(x.shape)}"
+        )
+    elif not 0 < row_bytes <= most or row_bytes % _ROW_ALIGNMENT != 0:
+        problem = (
+            f"expected rows of a positive multiple of {_ROW_ALIGNMENT} bytes and at most the "
+            f"group's {most}, got {row_bytes}: {x.dtype} of shape {tuple(x.shape)}"
+        )
+    else:
+        return
+    group.refuse(_calls.DISPATCH, ValueError, f"x: {problem}")
+
+
 # ---- prepare ------------------------------------------------------------------------------------
 
 
@@ -173,6 +194,7 @@ def _dispatch(
     operation = _calls.DISPATCH
     _check(ep, operation, x=(x, 2), topk_weights=(topk_weights, 2), scales=(scales, 2))
     _check_tokens(ep, operation, "x", x, num_tokens)
+    _check_rows(ep, x, quantize)
     pool, rows = ep.comm.pool, ep.rows
     rank_major = ep.layout == "rank_major"
     dtype = torch.float8_e4m3fn if quantize else x.dtype
@@ -183,7 +205,7 @@ def _dispatch(
     if rank_major:
         idx = pool.empty((rows, topk), torch.int32)
     if quantize:
-        recv_scales = pool.empty((rows, x.shape[1] // 128), _FLOAT32)
+        recv_scales = pool.empty((rows, x.shape[1] // _SCALE_BLOCK), _FLOAT32)
         link = _link(x, rows)
     elif scales is not None:
         recv_scales = pool.empty((rows, scales.shape[1]), scales.dtype)
@@ -219,7 +241,7 @@ def _dispatch_shapes(plan, x, topk_weights, scales, order, group, num_tokens, to
     if rank_major:
         idx = x.new_empty((rows, topk), dtype=torch.int32)
     if quantize:
-        recv_scales = x.new_empty((rows, columns // 128), dtype=_FLOAT32)
+        recv_scales = x.new_empty((rows, columns // _SCALE_BLOCK), dtype=_FLOAT32)
         link = _link(x, rows)
     elif scales is not None:
         recv_scales = scales.new_empty((rows, scales.shape[1]))

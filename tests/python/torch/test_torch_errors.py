@@ -45,9 +45,18 @@ MISTAKES = {
     "weights are not contiguous": (
         lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)), ValueError,
         r"dispatch: topk_weights: expected a contiguous tensor"),
-    "quantised rows are float32": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 32), w, quantize=True), ValueError,
-        r"recv_tokens"),
+    "rows to be quantised are float32": (
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 128), w, quantize=True), ValueError,
+        r"dispatch: x: expected bfloat16 with .* 128 columns.*; got torch.float32 .*\(9, 128\)"),
+    "rows to be quantised have 32 columns": (
+        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantize=True), ValueError,
+        r"dispatch: x: expected bfloat16 with .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)"),
+    "rows are longer than the group's": (
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 36), w), ValueError,
+        r"dispatch: x: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)"),
+    "rows are no multiple of 16 bytes": (
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 3), w), ValueError,
+        r"dispatch: x: expected rows of a positive multiple of 16 bytes .*, got 12: .*\(9, 3\)"),
 }
 
 
