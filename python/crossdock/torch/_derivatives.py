@@ -2,6 +2,7 @@
 
 Whether an operation runs in the backward pass must be the same on all ranks. It follows from which
 inputs require grad, never from which gradients happen to arrive: those that do not are zeros.
+There are no second derivatives: who asks for them gets an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,28 @@ _DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 _OPS = torch.ops.crossdock
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _Last(torch.autograd.Function):
+    """An operator of the backward pass in a graph of its own (``create_graph=True``)."""
+
+    @staticmethod
+    def forward(ctx, operator, *args):
+        ctx.operator = operator
+        return operator(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        # once_differentiable misses inputs that the forward pass saved, and that require grad.
+        raise RuntimeError(
+            f"{ctx.operator}: expected first derivatives only, got a second derivative of "
+            "crossdock.torch's dispatch or combine (create_graph=True)"
+        )
+
+
+def _differentiated(operator: Any, *args: Any) -> Any:
+    """Runs an operator of the backward pass."""
+    return _Last.apply(operator, *args) if torch.is_grad_enabled() else operator(*args)
 
 
 class _Prepare(torch.autograd.Function):
@@ -64,7 +87,8 @@ class _Dispatch(torch.autograd.Function):
         grad_x = grad_topk_weights = None
         if x_needs or weights_need:
             grad_rows = grad_link if ctx.quantize else grad_tokens
-            grad_x, grad_topk_weights, order = _OPS.dispatch_bwd.default(
+            grad_x, grad_topk_weights, order = _differentiated(
+                _OPS.dispatch_bwd.default,
                 plan,
                 grad_rows if x_needs else None,
                 grad_weights if weights_need else None,
@@ -105,8 +129,15 @@ class _Combine(torch.autograd.Function):
         _, out_needs, weights_need, *_ = ctx.needs_input_grad
         if not (out_needs or weights_need):
             return None, None, None, grad_order.clone(), None, None
-        grad_expert_out, grad_weights, order = _OPS.combine_bwd.default(
-            plan, grad_out, expert_out, weights, grad_order, ctx.group.handle, ctx.rows
+        grad_expert_out, grad_weights, order = _differentiated(
+            _OPS.combine_bwd.default,
+            plan,
+            grad_out,
+            expert_out,
+            weights,
+            grad_order,
+            ctx.group.handle,
+            ctx.rows,
         )
         return None, grad_expert_out, grad_weights if weights_need else None, order, None, None
 

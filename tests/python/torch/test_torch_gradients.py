@@ -88,3 +88,30 @@ def test_gradients_agree_with_one_process(layout):
         agree(f"x of rank {rank}", grad_x, inputs[rank])
     agree("router", torch.stack([grads[1] for grads in per_rank]).sum(0), router)
     agree("experts", torch.cat([grads[2] for grads in per_rank]), experts)
+
+
+def _second_derivative(me: Rank, part: str) -> None:
+    with xd.init():
+        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max(TOKENS), dtype=torch.float32)
+        x = _tokens(me.rank, torch.float32)
+        weights = torch.ones(TOKENS[me.rank], TOPK, requires_grad=True)
+        topk_idx = torch.arange(TOPK).expand(TOKENS[me.rank], -1).contiguous()
+        plan = group.prepare(topk_idx)
+        if part == "dispatch":
+            received = xd.dispatch(plan, x, weights)
+            loss, inputs = received.tokens.pow(2).sum(), x
+        else:
+            # Linear in the rows, whose gradient so depends on nothing but saved weights.
+            rows = torch.ones(group.rows, HIDDEN, requires_grad=True)
+            beside = torch.ones(group.rows, requires_grad=True)
+            loss, inputs = xd.combine(plan, rows, beside).sum(), rows
+        (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (again,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert torch.equal(grad, again)
+        with pytest.raises(RuntimeError, match="got a second derivative of crossdock.torch"):
+            grad.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("part", ["dispatch", "combine"])
+def test_second_derivatives_are_refused(part):
+    run_ranks(len(TOKENS), _second_derivative, part)
