@@ -26,11 +26,15 @@ from crossdock import _core
 from crossdock.errors import OutOfMemory
 
 from ._calls import DTYPE_CODES, current_stream
-from ._capture import capture_id
+from ._capture import capture_id, is_capturing
 
 __all__ = ["SymmetricPool", "block_bytes"]
 
 _BYTE = DTYPE_CODES[torch.uint8]
+
+# Communicators whose last use went while a CUDA graph was captured, when nothing may wait for the
+# device: they leave with the process.
+_left_by_captures: list[_core.Comm] = []
 
 
 def block_bytes(num_bytes: int) -> int:
@@ -139,8 +143,24 @@ class SymmetricPool:
         with self._lock:
             self._sort_returned(0)
             unused = not self._live
-        if unused and not self._comm.closed:
+        if unused and self._may_unmap():
             self._comm.close()
+
+    def _may_unmap(self) -> bool:
+        """Waits for what has been enqueued and may still use the heap; not in a capture."""
+        if self._comm.closed:
+            return False
+        if is_capturing(self._device):
+            _left_by_captures.append(self._comm)
+            return False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return True
+
+    def __del__(self) -> None:
+        # The communicator may go with its pool.
+        if hasattr(self, "_closing") and not sys.is_finalizing():
+            self._may_unmap()
 
     def _give_back(self, block: _Block) -> None:
         current = current_stream(self._device)
