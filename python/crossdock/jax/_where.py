@@ -1,4 +1,4 @@
-"""Where a function for one rank's arrays runs: inside the caller's shard_map, or in one of its own."""
+"""Where a function of one rank's arrays runs: in the caller's shard_map, or in one of its own."""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def two_groups(world: World) -> None:
 
     one, other = world.on_ranks(trips)(world.put(ids), world.put(x))
     chosen = [(part >= 0).sum(1, keepdims=True) for part in ids]
-    reached = [np.array([[len({e * RANKS // EXPERTS for e in row if e >= 0})] for row in part]) for part in ids]
+    local = EXPERTS // RANKS
+    reached = [np.array([[len({e // local for e in row if e >= 0})] for row in part])
+               for part in ids]
     equal(world.parts(one), lambda rank: np.float32(x[rank] * chosen[rank]))
     equal(world.parts(other), lambda rank: np.float32(x[rank] * reached[rank]))
 

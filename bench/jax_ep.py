@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Times the operations of crossdock.jax on the GPUs of this host, or on parts of its CPU.
+
+  PYTHONPATH=build/python jax_ep.py [--processes] [--in-place] [--ranks 4] [--json FILE]
+
+One compiled program runs an operation many times, each after the one before; its time per
+operation, so with all that XLA does between two, is what counts: p50 and p99 over the programs'
+runs. Ranks wait for one another in each of them. Results are compared with what they must be first. To compare, the same sizes of the C
+API: crossdock-bench ep --device cuda --staged, and without --staged for --in-place, which makes
+XLA's memory pool part of symmetric memory and needs --processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+COLUMNS = ("operation", "mode", "ranks", "p50_us", "p99_us")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--sms", type=int, default=0, help="multiprocessors; 0 = as many as suit")
+    parser.add_argument("--calls", type=int, default=20, help="operations of a program")
+    parser.add_argument("--iterations", type=int, default=20, help="runs of a program")
+    parser.add_argument("--processes", action="store_true", help="one per device")
+    parser.add_argument("--in-place", action="store_true", help="register XLA's memory pool")
+    parser.add_argument("--json", help="file for one object per line")
+    options = parser.parse_args()
+    if options.in_place and not options.processes:
+        parser.error("--in-place needs --processes: CUDA shares memory between processes only")
+    return options
+
+
+class Bench:
+    """The batch on a mesh of all ranks, and programs that repeat one operation."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        import crossdock.jax as xd
+
+        self.jax, self.jnp, self.xd, self.options = jax, jnp, xd, options
+        self.mesh = jax.sharding.Mesh(np.array(jax.devices()[: options.ranks]), ("ep",))
+        self.ep = xd.init(self.mesh, "ep")
+        if options.in_place:
+            self.ep.register_memory()
+        self.config = xd.EpConfig(options.experts, options.hidden, options.topk, options.tokens,
+                                  num_sms=options.sms, capacity=self.capacity())
+        rows = options.ranks * options.tokens
+        rng = np.random.default_rng(1)
+        scores = rng.random((rows, options.experts), np.float32)
+        ids = np.argpartition(scores, options.topk, axis=1)[:, : options.topk].astype(np.int32)
+        # Small integers: sums over experts are exact.
+        x = rng.integers(-4, 5, (rows, options.hidden), np.int8).astype(jnp.bfloat16)
+        self.weights = self.put(np.full((rows, options.topk), 1 / 8, np.float32))
+        self.ids, self.x = self.put(ids), self.put(x)
+        self.check()
+
+    def capacity(self) -> int:
+        """Rows for a routing that is not quite even: any routing would take W times the memory."""
+        even = self.options.tokens * self.options.topk
+        return even * 5 // 4
+
+    def put(self, array: Any) -> Any:
+        sharding = self.jax.sharding.NamedSharding(self.mesh, self.jax.sharding.PartitionSpec("ep"))
+        return self.jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def on_ranks(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        spec = self.jax.sharding.PartitionSpec("ep")
+        return self.jax.jit(self.jax.shard_map(function, mesh=self.mesh, in_specs=spec,
+                                               out_specs=spec, check_vma=False))
+
+    def check(self) -> None:
+        """A round trip gives each token its weights' sum times itself."""
+        xd = self.xd
+
+        def trip(ids, x, weights):
+            tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(self.config, ids), x, weights)
+            return (xd.ep_combine(plan, tokens, weights)[0] != x * weights_sum).sum()[None]
+
+        weights_sum = self.options.topk / 8
+        wrong = self.on_ranks(trip)(self.ids, self.x, self.weights)
+        self.ep.check()
+        for shard in wrong.addressable_shards:
+            if int(shard.data[0]):
+                raise SystemExit(f"{shard.device}: {int(shard.data[0])} elements are wrong")
+
+    def programs(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """By operation a program that runs it `calls` times, and its arguments."""
+        xd, jax, calls = self.xd, self.jax, self.options.calls
+
+        def repeated(operation):
+            """`operation(order, ...) -> order`, again and again."""
+            return self.on_ranks(lambda first, *arguments: jax.lax.fori_loop(
+                0, calls, lambda _, order: operation(order, *arguments), first))
+
+        def prepare(order, ids):
+            return xd.ep_prepare(self.config, ids, after=order).order
+
+        def dispatch(order, plan, x, weights):
+            return xd.ep_dispatch(plan.after(order), x, weights).plan.order
+
+        def combine(order, plan, rows, weights):
+            return xd.ep_combine(plan.after(order), rows, weights)[1].order
+
+        plan = self.on_ranks(lambda ids: xd.ep_prepare(self.config, ids))(self.ids)
+        received = self.on_ranks(xd.ep_dispatch)(plan, self.x, self.weights)
+        order = plan.order
+        return {
+            "prepare": (repeated(prepare), (order, self.ids)),
+            "dispatch": (repeated(dispatch), (order, plan, self.x, self.weights)),
+            "combine": (repeated(combine), (order, plan, received.tokens, received.weights)),
+        }
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Rows of the table, from this process's ranks."""
+        mode = "in place" if self.options.in_place else "staged"
+        rows = []
+        for name, (program, arguments) in self.programs().items():
+            samples = []
+            for iteration in range(self.options.iterations + 2):  # two warm up
+                began = time.perf_counter()
+                self.jax.block_until_ready(program(*arguments))
+                if iteration >= 2:
+                    samples.append((time.perf_counter() - began) / self.options.calls * 1e6)
+            samples.sort()
+            rows.append({"operation": name, "mode": mode, "ranks": self.options.ranks,
+                         "p50_us": round(statistics.median(samples), 1),
+                         "p99_us": round(samples[int(0.99 * (len(samples) - 1))], 1)})
+        self.ep.check()
+        return rows
+
+
+def run(options: argparse.Namespace, rank: int, port: int) -> None:
+    """One process of the bench; the first one prints."""
+    if options.device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        count = 1 if options.processes else options.ranks
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+    import jax
+
+    if options.processes:
+        own = [rank] if options.device == "cuda" else None
+        jax.distributed.initialize(f"127.0.0.1:{port}", options.ranks, rank, local_device_ids=own)
+    bench = Bench(options)
+    rows = bench.measure()
+    if rank == 0:
+        show(options, rows)
+
+
+def show(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    print("".join(f"{column:>12}" for column in COLUMNS))
+    for row in rows:
+        print("".join(f"{row[column]:>12}" for column in COLUMNS))
+    if options.json:
+        with open(options.json, "w") as file:
+            file.writelines(json.dumps({**vars(options), **row}) + "\n" for row in rows)
+
+
+def main() -> None:
+    options = parse()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    if not options.processes:
+        return run(options, 0, port)
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=run, args=(options, rank, port))
+              for rank in range(options.ranks)]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join()
+    raise SystemExit(max(abs(process.exitcode) for process in others))
+
+
+if __name__ == "__main__":
+    main()
