@@ -56,7 +56,7 @@ gpu-bench: $(if $(BUILD),,gpu-package)  ## measure on this machine's GPUs; BUILD
 	@$(or $(BUILD),$(GPU_PACKAGE))/bench/crossdock-bench ep --device cuda --preset budget
 
 gpu-package:  ## stage what those two run in build/gpu-package, to be carried to a GPU
-	@tools/setup.sh gpu torch python
+	@tools/setup.sh gpu torch jax python
 	$(call build,$(GPU),$(GPU_OPTIONS),gpu-tests crossdock-bench crossdock-run)
 	@tests/gpu/package.py $(GPU) $(GPU_PACKAGE)
 

@@ -5,9 +5,9 @@
 
 One compiled program runs an operation many times, each after the one before; its time per
 operation, so with all that XLA does between two, is what counts: p50 and p99 over the programs'
-runs. Ranks wait for one another in each of them. Results are compared with what they must be first. To compare, the same sizes of the C
-API: crossdock-bench ep --device cuda --staged, and without --staged for --in-place, which makes
-XLA's memory pool part of symmetric memory and needs --processes.
+runs. Results are compared with what they must be first. To compare, the same sizes of the C API:
+crossdock-bench ep --device cuda --staged, and without --staged for --in-place, which makes XLA's
+memory pool part of symmetric memory and needs --processes.
 """
 
 from __future__ import annotations

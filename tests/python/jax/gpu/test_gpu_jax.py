@@ -6,6 +6,7 @@ As many ranks as there are GPUs, 4 or 2. XLA puts operations into command buffer
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import pathlib
 import sys
@@ -35,6 +36,7 @@ if gpus() > 1:
                                "--xla_gpu_graph_min_graph_size=1")
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+pytest.importorskip("crossdock.jax", exc_type=ImportError)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -46,7 +48,12 @@ from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # 
 import crossdock.jax as xd  # noqa: E402
 from crossdock import _jax, errors  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 2, reason="needs two GPUs")]
+jax_for_cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpus() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(not jax_for_cuda, reason="needs JAX for CUDA: pip install 'jax[cuda13]'"),
+]
 
 
 @everywhere

@@ -1,0 +1,69 @@
+"""XLA's custom calls of expert parallelism, and the groups that they find.
+
+Built where jaxlib is found. Blocking calls release the GIL. Failures raise the classes of
+``crossdock.errors``. What `close` drops lives on in executables that use it.
+"""
+
+from typing import Any
+
+def registrations() -> dict[str, dict[str, dict[str, Any]]]:
+    """What jax.ffi registers, by platform: ``types`` and ``targets`` with their stages."""
+
+def calls() -> int:
+    """How often XLA has called a handler of an operation in this process.
+
+    Less often than operations have run where it replays command buffers.
+    """
+
+class Ranks:
+    """The communicators of this process's devices."""
+
+    def __init__(
+        self,
+        device_type: int,
+        seats: list[tuple[int, int, int, int, bytes]],
+        timeout_ms: int = 0,
+        name: str = "",
+    ) -> None:
+        """Join all at once. Collective, blocking.
+
+        Args:
+            device_type: DLPack's: 1 = CPU, 2 = CUDA.
+            seats: for each device (ordinal by which XLA names it to custom calls, or -1 in a
+                process that has one only; CUDA device; rank; number of ranks; unique id).
+            timeout_ms: longest wait for a peer; 0 = the environment's, else 10 minutes.
+        """
+
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def error(self) -> tuple[str, str] | None:
+        """(status, text) of the first communicator that is finished."""
+
+    def register_memory(self, pointers: list[int], bytes: list[int]) -> None:
+        """Make memory of each rank part of its symmetric memory. Collective, blocking."""
+
+    def abort(self) -> None: ...
+
+class Group:
+    """One config's groups on all ranks of this process; made by `create` or an executable."""
+
+    def __init__(self, ranks: Ranks, text: str, **config: int) -> None:
+        """Local.
+
+        Args:
+            text: the config as executables name it.
+            config: fields of ``xd_ep_config``, dtype as DLPack's code << 8 | bits.
+        """
+
+    @property
+    def number(self) -> int:
+        """By which custom calls find it; no other group of this process ever has it."""
+
+    def create(self) -> None:
+        """Make the groups, unless they have been made. Collective, blocking."""
+
+    def status(self, index: int) -> dict[str, Any] | None:
+        """Read and clear the non-fatal errors of the rank with that index of the seats."""
+
+    def close(self) -> None: ...
