@@ -68,7 +68,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, auxiliary loss, load of the experts."""
         x = x + self.attention(self.before_attention(x))
-        out, aux_loss, load = self.experts(self.before_experts(x))
+        out, aux_loss, load = self.experts(self.before_experts(x))[:3]
         return x + out, aux_loss, load
 
 

@@ -158,7 +158,11 @@ class EpGroup:
         self.plan_parts = PlanParts(self.num_local_experts, num_ranks)
 
     def prepare(
-        self, topk_idx: torch.Tensor, *, after: Plan | None = None, out: Plan | None = None
+        self,
+        topk_idx: torch.Tensor,
+        *,
+        after: Plan | torch.Tensor | None = None,
+        out: Plan | None = None,
     ) -> Plan:
         """Exchange counts and make the plan of a batch. Collective.
 
@@ -166,9 +170,9 @@ class EpGroup:
             topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none. Contiguous.
                 T may differ per rank, and be 0; K is equal.
             after: a plan whose operations, so far, come before those of this one, and whose
-                backward operations come after, although no data says so. Needed under
-                ``torch.compile`` for branches that do not depend on one another. Both belong to one
-                backward pass.
+                backward operations come after, although no data says so; or the order of such a
+                plan (``Plan.order``, ``MoEOutput.order``). Needed under ``torch.compile`` for
+                branches that do not depend on one another. Both belong to one backward pass.
             out: a plan of the same shape to overwrite. A backward pass that still needs what it
                 held raises RuntimeError.
 
@@ -181,10 +185,22 @@ class EpGroup:
                 anywhere; more rows than some capacity. On CUDA `check` raises them.
         """
         self.require_tensors(PREPARE, topk_idx=topk_idx)
-        order = self.first_order if after is None else after.order
+        order = self._order_after(after)
         data, info, order = torch.ops.crossdock.prepare.default(topk_idx, order, self.handle)
         plan = Plan(self, data, info, order, topk_idx.shape[0], topk_idx.shape[1])
         return plan if out is None else out.overwrite(plan)
+
+    def _order_after(self, after: Plan | torch.Tensor | None) -> torch.Tensor:
+        """The order that the next plan begins with."""
+        order = after.order if isinstance(after, Plan) else after
+        if order is None:
+            return self.first_order
+        self.require_tensors(PREPARE, after=order)
+        if order.shape != (1,) or order.dtype != torch.float32:
+            expected = "expected a plan or an order, which is torch.float32 of shape (1,)"
+            got = f"got {order.dtype} of shape {tuple(order.shape)}"
+            self.refuse(PREPARE, ValueError, f"after: {expected}; {got}")
+        return order
 
     def status(self) -> dict[str, Any]:
         """Read and clear the group's non-fatal error state; never blocks.

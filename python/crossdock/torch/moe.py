@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from ._calls import PREPARE
 from ._comm import Communicator
 from ._group import EpGroup, Plan
 from ._ops import combine, dispatch
@@ -23,6 +24,7 @@ class MoEOutput(NamedTuple):
     hidden: torch.Tensor  # shape and dtype of the input
     aux_loss: torch.Tensor  # [] float32, times aux_loss_weight: add it to the loss
     load: torch.Tensor  # [E] float32: share of all choices that went to each expert; no gradient
+    order: torch.Tensor  # [1] float32, 0: stands for the layer's operations; see `after` of forward
 
 
 class MoELayer(nn.Module):
@@ -122,19 +124,26 @@ class MoELayer(nn.Module):
             _fill(self.shared_in, generator)
             _fill(self.shared_out, generator)
 
-    def forward(self, x: torch.Tensor, *, after: Plan | None = None) -> MoEOutput:
+    def forward(self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None) -> MoEOutput:
         """Send each token of ``x`` ``[..., H]`` through its experts.
 
         Args:
-            x: tokens; at most ``max_tokens`` of them. 0 is fine, and takes part.
-            after: a plan whose operations come before these although no data says so; see
-                ``EpGroup.prepare``.
+            x: tokens of any floating-point dtype; at most ``max_tokens`` of them. 0 is fine, and
+                takes part.
+            after: `MoEOutput.order` of a layer, or a plan, whose operations come before these
+                although no data says so; see ``EpGroup.prepare``.
+
+        Raises:
+            TypeError, ValueError: a bad argument; no row has moved, and the peers get Mismatch.
+            CrossdockError: as ``EpGroup.prepare``, ``dispatch`` and ``combine``.
         """
+        self._check_input(x)
         tokens = x.reshape(-1, self.hidden).contiguous()
         logits = F.linear(tokens.float(), self.router.float())
         routing = route(logits, self.topk, normalize=self.normalize_weights)
-        load = expert_load(routing.topk_idx, self.num_experts, self.group.comm.process_group)
         plan = self.group.prepare(routing.topk_idx, after=after)
+        # Counted over ranks, so not before prepare has told whether all ranks are here.
+        load = expert_load(routing.topk_idx, self.num_experts, self.group.comm.process_group)
         received = dispatch(
             plan,
             tokens.to(self.group.dtype),
@@ -148,7 +157,22 @@ class MoELayer(nn.Module):
             aux_loss = self.aux_loss_weight * balance_loss(routing.probabilities, load)
         else:
             aux_loss = torch.zeros_like(load[0])
-        return MoEOutput(out.to(x.dtype).reshape(x.shape), aux_loss, load)
+        return MoEOutput(out.to(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        """Refuses an x that is no batch of tokens, before anything is sent."""
+        group, device = self.group, self.group.comm.device
+        group.require_tensors(PREPARE, x=x)
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
+            kind = ValueError
+            problem = f"expected shape [..., {self.hidden}], got {tuple(x.shape)}"
+        elif not x.is_floating_point():
+            kind, problem = TypeError, f"expected a floating-point dtype, got {x.dtype}"
+        elif x.device != device:
+            kind, problem = ValueError, f"expected a tensor on {device}, got one on {x.device}"
+        else:
+            return
+        group.refuse(PREPARE, kind, f"x: {problem}")
 
     def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """``[R, H]``, grouped by expert, through the experts that this rank holds."""

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
+from crossdock.errors import Mismatch
+from functorch.compile import make_boxed_func
 from support import Rank, run_ranks
+from torch._dynamo.backends.common import aot_autograd
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))
 
@@ -124,6 +127,63 @@ def test_compiled_layer_reads_no_garbage(tokens_of_ranks: tuple[int, ...]) -> No
     run_ranks(len(tokens_of_ranks), check_compiled, tokens_of_ranks, timeout=120)
 
 
+def check_side_by_side(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
+    """Two layers of one group that need nothing of each other, one after the other by `after`."""
+    graphs: list[list[str]] = []
+
+    def record(graph_module: torch.fx.GraphModule, _):
+        operations = [node for node in graph_module.graph.nodes
+                      if str(node.target).startswith("crossdock.")
+                      and "grouped" not in str(node.target)]
+        for earlier, later in zip(operations, operations[1:]):
+            assert depends(later, earlier), f"{later} does not depend on {earlier}"
+        graphs.append([str(node.target).split(".")[1] for node in operations])
+        return make_boxed_func(graph_module.forward)
+
+    torch._dynamo.reset()
+    with joined() as comm:
+        left = make_layer(comm)
+        right = make_layer(comm, group=left.group)
+        right.reset_parameters()  # others than those of the left one
+        x, grad = (mine(me, whole, tokens_of_ranks) for whole in batch(tokens_of_ranks))
+
+        def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            one = left(x)
+            other = right(x, after=one.order)
+            return one.hidden, other.hidden, one.aux_loss + other.aux_loss
+
+        results = []
+        backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+        for function in (both, torch.compile(both, fullgraph=True, backend=backend)):
+            part = x.clone().requires_grad_()
+            for layer in (left, right):
+                layer.zero_grad()
+            *hidden, aux_loss = function(part)
+            ((hidden[0] * grad).sum() + (hidden[1] * grad.flip(-1)).sum() + aux_loss).backward()
+            results.append([*hidden, aux_loss, part.grad]
+                           + [p.grad.clone() for layer in (left, right)
+                              for p in layer.parameters()])
+        for eager, compiled in zip(*results):
+            close(compiled, eager)
+        assert graphs == [["prepare", "dispatch", "combine"] * 2,
+                          ["combine_bwd", "dispatch_bwd"] * 2]
+
+
+def depends(later: torch.fx.Node, earlier: torch.fx.Node) -> bool:
+    """Whether `later` comes after `earlier` in any order that the data allows."""
+    found, todo = set(), [later]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+    return earlier in found
+
+
+@pytest.mark.parametrize("tokens_of_ranks", [(7, 3), (5, 0)], ids=str)
+def test_compiled_layers_side_by_side_are_one_chain(tokens_of_ranks: tuple[int, ...]) -> None:
+    run_ranks(2, check_side_by_side, tokens_of_ranks, timeout=200)
+
+
 def check_bfloat16(me: Rank) -> None:
     with joined() as comm:
         layer, plain = make_layer(comm, dtype=torch.bfloat16), make_plain()
@@ -194,3 +254,31 @@ def check_refusals(me: Rank) -> None:
 
 def test_what_does_not_fit_the_group_is_named() -> None:
     run_ranks(2, check_refusals)
+
+
+def check_bad_inputs(me: Rank) -> None:
+    """Each mistake of rank 0 is named there; rank 1 hears of it at once, and the layer goes on."""
+    with joined() as comm:
+        layer = make_layer(comm)
+        good = torch.ones(3, HIDDEN)
+        expected = layer(good).hidden
+        bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+            ({"x": torch.ones(4, 4 * HIDDEN)}, ValueError, r"x: .*\[..., 16\], got \(4, 64\)"),
+            ({"x": torch.ones(4, HIDDEN // 2)}, ValueError, r"x: .*\[..., 16\], got \(4, 8\)"),
+            ({"x": torch.ones(())}, ValueError, r"x: expected shape \[..., 16\], got \(\)"),
+            ({"x": good.long()}, TypeError, "x: expected a floating-point dtype, got torch.int64"),
+            ({"x": good.to("meta")}, ValueError, "x: expected a tensor on cpu, got one on meta"),
+            ({"x": [1.0]}, TypeError, r"x: expected a tensor, got \[1.0\]"),
+            ({"x": good, "after": torch.ones(2)}, ValueError, r"after: .* of shape \(2,\)"),
+            ({"x": good, "after": 3}, TypeError, "after: expected a tensor, got 3"),
+        ]
+        for arguments, kind, text in bad:
+            if me.rank == 1:
+                arguments, kind, text = {"x": good}, Mismatch, "rank 0: its call failed"
+            with pytest.raises(kind, match=text):
+                layer(**arguments)
+            assert torch.equal(layer(good).hidden, expected)
+
+
+def test_a_bad_input_is_named_and_the_peers_hear_of_it() -> None:
+    run_ranks(2, check_bad_inputs)

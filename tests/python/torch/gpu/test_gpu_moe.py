@@ -107,7 +107,7 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     """Forward and backward; output and all gradients, copied."""
     x = x.clone().requires_grad_()
     layer.zero_grad(set_to_none=True)
-    hidden, aux_loss, load = layer(x)
+    hidden, aux_loss, load, _ = layer(x)
     (hidden.float().square().sum() + aux_loss).backward()
     found = [hidden, aux_loss, load, x.grad, *(p.grad for p in layer.parameters())]
     return [tensor.detach().clone() for tensor in found]
