@@ -15,7 +15,7 @@ topk_idx_t = torch.int64
 """Type of the elements of topk_idx."""
 
 MAX_TOPK = 32  # choices per token that a group knows
-_ROW_ALIGNMENT = 16
+ROW_ALIGNMENT = 16  # bytes
 _ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_TYPES = (torch.float32, torch.int32)
@@ -124,8 +124,8 @@ def read_tokens(checks: Checks, x: Any) -> Tokens:
         tokens = Tokens(rows, scales)
         if tokens.scale_columns < 1:
             checks.fail("x[1]", "at least one scale per token", "none")
-    if tokens.row_bytes < 1 or tokens.row_bytes % _ROW_ALIGNMENT != 0:
-        checks.fail("x", f"rows of a positive multiple of {_ROW_ALIGNMENT} bytes",
+    if tokens.row_bytes < 1 or tokens.row_bytes % ROW_ALIGNMENT != 0:
+        checks.fail("x", f"rows of a positive multiple of {ROW_ALIGNMENT} bytes",
                     f"{tokens.row_bytes} bytes")
     return tokens
 

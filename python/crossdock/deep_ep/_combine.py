@@ -6,23 +6,51 @@ import torch
 
 from crossdock.torch import _calls
 
+from ._arguments import ROW_ALIGNMENT, Checks
 from ._groups import Sequence
 from ._lane import Turn
 from ._runtime import Handle, Runtime
 from .utils import EventOverlap
 
-_HALVES = 2  # float32 rows are twice as long as 16-bit ones, and so travel in two pieces
+_HALVES = 2  # float32 rows are twice as long as 16-bit ones
+_WIDE = 4  # bytes of a float32
 
 
-def operations_of(x: object, topk_weights: object, bias: object) -> list[int]:
-    """The operations that a combine with such arguments consists of."""
+def pieces_of(x: object, bias: object, row_bytes: int) -> int:
+    """In how many operations, each with as many columns, the rows of x travel.
+
+    Float32 rows that are longer than those of the group travel in halves. It is made for 16-bit
+    rows: to make all groups for float32 would double their memory.
+
+    Args:
+        x, bias: of combine, not checked yet.
+        row_bytes: the longest row that the group takes.
+    """
     biased = any(one is not None for one in (bias if isinstance(bias, tuple) else (bias,)))
-    sums = _HALVES if biased and getattr(x, "dtype", None) != torch.float32 else 1
-    return [_calls.COMBINE] * sums + [_calls.DISPATCH_BWD] * (topk_weights is not None)
+    if not isinstance(x, torch.Tensor) or x.ndim == 0:
+        return _HALVES if biased else 1  # as the peers do, as a rule
+    if not biased and x.dtype != torch.float32:
+        return 1
+    return _HALVES if x.shape[-1] * _WIDE > row_bytes else 1
+
+
+def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) -> None:
+    """Refuses columns that the group does not take in so many pieces."""
+    size = _WIDE if pieces > 1 else x.element_size()
+    unit, most = ROW_ALIGNMENT * pieces // size, row_bytes * pieces // size
+    columns = x.shape[1]
+    if columns % unit != 0 or not 0 < columns <= most:
+        checks.fail("x", f"a positive multiple of {unit} columns and, as the handle was made for, "
+                         f"at most {most}", columns)
+
+
+def operations_of(pieces: int, topk_weights: object) -> list[int]:
+    """The operations that a combine with such arguments consists of."""
+    return [_calls.COMBINE] * pieces + [_calls.DISPATCH_BWD] * (topk_weights is not None)
 
 
 def combine(runtime: Runtime, sequence: Sequence, x: torch.Tensor, handle: Handle,
-            topk_weights: torch.Tensor | None, bias: list[torch.Tensor], turn: Turn
+            topk_weights: torch.Tensor | None, bias: list[torch.Tensor], pieces: int, turn: Turn
             ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given. Nothing waits for the host."""
     routing = handle.routing
@@ -33,8 +61,8 @@ def combine(runtime: Runtime, sequence: Sequence, x: torch.Tensor, handle: Handl
             weights = torch.empty(routing.num_tokens, routing.topk, dtype=torch.float32,
                                   device=x.device)
     with turn.running():
-        if bias:
-            _sum_with_bias(runtime, sequence, x, handle.plan, bias, out)
+        if bias or pieces > 1:
+            _sum_wide(runtime, sequence, x, handle.plan, bias, pieces, out)
         else:
             sequence.run(_calls.combine, handle.plan, x, out)
         if topk_weights is not None:
@@ -44,19 +72,17 @@ def combine(runtime: Runtime, sequence: Sequence, x: torch.Tensor, handle: Handl
     return out, weights, event
 
 
-def _sum_with_bias(runtime: Runtime, sequence: Sequence, x: torch.Tensor, plan: torch.Tensor,
-                   bias: list[torch.Tensor], out: torch.Tensor) -> None:
+def _sum_wide(runtime: Runtime, sequence: Sequence, x: torch.Tensor, plan: torch.Tensor,
+              bias: list[torch.Tensor], pieces: int, out: torch.Tensor) -> None:
     """out = the ranks' sum + bias in float32, rounded once.
 
-    The library rounds a sum to the type of its rows. So rows travel as float32, in pieces that are
-    no longer than a row of x, the length that the group is made for.
+    The library rounds a sum to the type of its rows. So rows travel as float32.
     """
-    pieces = _HALVES if x.element_size() == 2 else 1
     width = x.shape[1] // pieces
     for piece in range(pieces):
         columns = slice(piece * width, (piece + 1) * width)
         rows = x
-        if pieces > 1:
+        if pieces > 1 or x.dtype != torch.float32:
             rows = runtime.pool.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 # DeepEP's own names for the positional parameters, which callers may use as keywords.
 _LONG_NAMES = {
@@ -74,6 +79,24 @@ class Config:
         """Bytes to give to Buffer as ``num_rdma_bytes``: 0, all ranks are on one host."""
         _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         return 0
+
+
+def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Lets callers use other keywords too: name in DeepEP = parameter of the function."""
+
+    def rename(function: Callable[..., _T]) -> Callable[..., _T]:
+        @functools.wraps(function)
+        def renamed(*args: Any, **options: Any) -> _T:
+            for other, name in names.items():
+                if other in options:
+                    if name in options:
+                        raise TypeError(f"{name}: given twice, also as {other}")
+                    options[name] = options.pop(other)
+            return function(*args, **options)
+
+        return renamed
+
+    return rename
 
 
 def require_sms(num_sms: int, name: str) -> None:

@@ -12,8 +12,8 @@ from crossdock import _core
 from crossdock.torch import _calls
 
 from ._arguments import read_bias, read_choices, read_tokens
-from ._combine import combine, operations_of
-from ._config import Config, require_sms
+from ._combine import check_columns, combine, operations_of, pieces_of
+from ._config import Config, also_named, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
 from ._groups import Sequence
 from ._lane import Turn
@@ -176,10 +176,19 @@ class Buffer:
         return _default_config(num_ranks)
 
     @staticmethod
+    @also_named(num_max_dispatch_tokens_per_rank="max_tokens")
     def get_low_latency_rdma_size_hint(
         max_tokens: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes to give as ``num_rdma_bytes``: 0, there are no low-latency operations."""
+        """Bytes to give as ``num_rdma_bytes``: 0, there are no low-latency operations.
+
+        Args:
+            max_tokens: also by its name in DeepEP, ``num_max_dispatch_tokens_per_rank``.
+            hidden, num_ranks, num_experts: positive.
+
+        Raises:
+            ValueError: a number out of range.
+        """
         sizes = {"max_tokens": max_tokens, "hidden": hidden, "num_ranks": num_ranks,
                  "num_experts": num_experts}
         for name, value in sizes.items():
@@ -295,7 +304,8 @@ class Buffer:
             x: [T,H] bfloat16, float16 or float32; or a pair of [T,H] float8_e4m3fn or float8_e5m2
                 and [T,S] float32 or int32 scales (S = H / 128 as a rule; row-major, column-major or
                 any other strides), or [T] scales.
-            handle: from an earlier dispatch of T tokens on this Buffer: its routing again.
+            handle: from an earlier dispatch of T tokens on this Buffer: its routing again. float32
+                rows need one that was made when rows as long had been dispatched before.
             num_tokens_per_rank: [W] int32; needed without `handle`, not read.
             num_tokens_per_rdma_rank: ignored.
             is_token_in_rank: [T,W] bool; needed without `handle`, the routing where there is no
@@ -345,7 +355,8 @@ class Buffer:
         bias rows travel as float32: for 16-bit rows twice the bytes.
 
         Args:
-            x: [N,H] bfloat16, float16 or float32, rows as dispatch gave them.
+            x: [N,H] bfloat16, float16 or float32, as many rows as dispatch gave, and as many
+                columns; of any of these types, the same on all ranks.
             handle: from that dispatch.
             topk_weights: [N,K] float32, to be summed back per choice; only the weight at a choice
                 of this rank counts. Needs a `handle` that was made with `topk_idx`.
@@ -365,11 +376,14 @@ class Buffer:
         checks = runtime.checks
         known = self._known(handle)
         routing = known.routing
-        with Sequence(routing.lease, *operations_of(x, topk_weights, bias)) as sequence:
+        row_bytes = routing.lease.sizes.row_bytes
+        pieces = pieces_of(x, bias, row_bytes)
+        with Sequence(routing.lease, *operations_of(pieces, topk_weights)) as sequence:
             checks.events(previous_event, async_finish, allocate_on_comm_stream)
             checks.num_sms(config, Buffer.num_sms)
             x = checks.tensor(x, "x", (routing.num_rows, "H"),
                               (torch.bfloat16, torch.float16, torch.float32))
+            check_columns(checks, x, pieces, row_bytes)
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
                 if routing.topk == 0:
@@ -378,7 +392,7 @@ class Buffer:
                 checks.tensor(topk_weights, "topk_weights", (routing.num_rows, routing.topk),
                               (torch.float32,))
             turn = Turn(runtime.lane, previous_event, async_finish)
-            return combine(runtime, sequence, x, known, topk_weights, biases, turn)
+            return combine(runtime, sequence, x, known, topk_weights, biases, pieces, turn)
 
     def _dispatch_cached(self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any,
                          events: _Events) -> _Dispatched:
@@ -396,6 +410,10 @@ class Buffer:
             if len(tokens.rows) != known.routing.num_tokens:
                 checks.fail("x", f"{known.routing.num_tokens} rows, as the handle was made for",
                             len(tokens.rows))
+            most = known.routing.lease.sizes.row_bytes
+            if tokens.row_bytes > most:
+                checks.fail("x", f"rows of at most {most} bytes, as the handle was made for",
+                            f"{tokens.row_bytes} bytes")
             turn = Turn(runtime.lane, *events[:2])
             received, event = dispatch_cached(runtime, sequence, tokens, known, turn)
         return _paired(received.rows, received.scales), None, None, None, None, event

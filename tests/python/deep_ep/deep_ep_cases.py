@@ -124,11 +124,15 @@ class Caller:
         assert middle == [None] * 4
         self.check_rows(x)
 
-    def combine_checked(self, handle: Any, seed: int, biases: int = 0,
-                        weights: bool = False) -> None:
-        """combine of random rows, compared; with no bias, a tensor, or a pair."""
-        outputs = expert_outputs(seed, self.batch)
-        bias = make_bias(seed, self.batch, self.rank)[:biases]
+    def combine_checked(self, handle: Any, seed: int, biases: int = 0, weights: bool = False,
+                        dtype: torch.dtype | None = None) -> None:
+        """combine of random rows, compared; with no bias, a tensor, or a pair.
+
+        Args:
+            dtype: of rows and biases; None = that of the batch.
+        """
+        outputs = expert_outputs(seed, self.batch, dtype)
+        bias = make_bias(seed, self.batch, self.rank, dtype)[:biases]
         given: Any = tuple(self.on_device(one) for one in bias)
         if biases < 2:
             given = given[0] if given else None
@@ -157,6 +161,9 @@ def everything(buffer: Buffer, seed: int, **streams: bool) -> None:
         caller.combine_checked(handle, seed, biases)
     caller.combine_checked(handle, seed, weights=True)
     caller.combine_checked(handle, seed, 2, weights=True)
+    # Rows twice as long as those that were dispatched.
+    caller.combine_checked(handle, seed, dtype=torch.float32)
+    caller.combine_checked(handle, seed, 2, weights=True, dtype=torch.float32)
 
 
 def by_rank_alone(buffer: Buffer, seed: int, **streams: bool) -> None:
@@ -231,6 +238,7 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
         same(f"cached recv_x {name}", x.view(torch.uint8), batch.received(caller.rank, as_bytes))
         same(f"cached recv_scales {name}", got, want)
         caller.combine_checked(handle, seed, 2)
+        caller.combine_checked(handle, seed, dtype=torch.float32)
         caller.cached_checked(handle)  # bfloat16 rows, as in the backward of combine
 
 

@@ -110,17 +110,19 @@ def make_batch(seed: int, num_ranks: int, tokens: list[int] | int = 17, hidden: 
     return batch
 
 
-def expert_outputs(seed: int, batch: Batch) -> list[torch.Tensor]:
-    """What the experts of every rank make of their rows."""
+def expert_outputs(seed: int, batch: Batch,
+                   dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """What the experts of every rank make of their rows; None = of the rows' own type."""
     generator = torch.Generator().manual_seed(seed + 1000)
-    hidden, dtype = batch.x[0].shape[1], batch.x[0].dtype
+    hidden, dtype = batch.x[0].shape[1], dtype or batch.x[0].dtype
     return [torch.randn(len(batch.rows(rank)), hidden, generator=generator).to(dtype)
             for rank in range(batch.num_ranks)]
 
 
-def make_bias(seed: int, batch: Batch, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_bias(seed: int, batch: Batch, rank: int,
+              dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Two biases for the tokens of `rank`."""
     generator = torch.Generator().manual_seed(seed + 2000 + rank)
-    shape, dtype = batch.x[rank].shape, batch.x[rank].dtype
+    shape, dtype = batch.x[rank].shape, dtype or batch.x[rank].dtype
     return (torch.randn(shape, generator=generator).to(dtype),
             torch.randn(shape, generator=generator).to(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -13,7 +14,8 @@ import torch
 from deep_ep_reference import make_batch
 from support import run_ranks
 
-from crossdock.deep_ep import Buffer
+from crossdock.deep_ep import Buffer, Config
+from crossdock.deep_ep._config import _LONG_NAMES
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "deep_ep.md"
 SEED = 60
@@ -43,11 +45,40 @@ def test_program_on_the_page_runs() -> None:
     run_ranks(2, run_page, program)
 
 
-@pytest.mark.parametrize("method", ["__init__", "get_dispatch_layout", "dispatch", "combine"])
+def section_of(title: str) -> str:
+    page = PAGE.read_text(encoding="utf-8")
+    (section,) = re.findall(rf"### {re.escape(title)}\n(.*?)\n##", page, re.DOTALL)
+    return section
+
+
+@pytest.mark.parametrize("method", [
+    "__init__", "get_dispatch_layout", "dispatch", "combine", "get_local_buffer_tensor"])
 def test_page_says_what_each_argument_does(method: str) -> None:
     title = {"__init__": "Buffer"}.get(method, method)
-    page = PAGE.read_text(encoding="utf-8")
-    (section,) = re.findall(rf"### `{title}\(\.\.\.\)`\n(.*?)\n##", page, re.DOTALL)
-    named = [name for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-             for name in re.findall(r"`(\w+)`", line)]
-    assert named == list(inspect.signature(getattr(Buffer, method)).parameters)[1:]
+    parameters = list(inspect.signature(getattr(Buffer, method)).parameters)[1:]
+    assert arguments_in(section_of(f"`{title}(...)`")) == parameters
+
+
+def arguments_in(section: str) -> list[str]:
+    return [name for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", line)]
+
+
+def test_page_says_what_config_takes() -> None:
+    section = section_of("`Config(...)`")
+    table, other_names = section.strip().rsplit("\n\n", 1)
+    fields = [field.name for field in dataclasses.fields(Config)]
+    assert arguments_in(table) == fields
+    assert re.findall(r"`(\w+)`", other_names) == list(_LONG_NAMES)
+    assert list(_LONG_NAMES.values()) == fields[1:]
+
+
+def test_page_says_what_size_hints_take() -> None:
+    rows = re.findall(r"^\| `(\w+)\.(\w+)` \| (.*?) \|", section_of("Size hints"), re.MULTILINE)
+    named = {(owner, name): re.findall(r"`(\w+)`", arguments) for owner, name, arguments in rows}
+    there_are = {}
+    for owner in (Buffer, Config):
+        for name in filter(lambda name: name.endswith("size_hint"), vars(owner)):
+            parameters = inspect.signature(getattr(owner, name)).parameters
+            there_are[owner.__name__, name] = [one for one in parameters if one != "self"]
+    assert named == there_are

@@ -75,6 +75,8 @@ def mistakes_in_cached(caller: cases.Caller) -> Mistakes:
     return [
         ({"topk_idx": caller.topk_idx}, "topk_idx: expected None, as handle is given"),
         ({"topk_weights": caller.topk_weights}, "topk_weights: expected None, as handle is given"),
+        ({"x": caller.x.float()},
+         "x: expected rows of at most 512 bytes, as the handle was made for, got 1024 bytes"),
         ({"x": caller.x[:3]}, "x: expected 17 rows, as the handle was made for, got 3"),
     ]
 
@@ -84,6 +86,10 @@ def mistakes_in_combine(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tens
     return [
         ({"x": x[1:]}, rf"x: expected \[{rows},H\] .*, got \[{rows - 1},256\]"),
         ({"x": x.to(torch.float8_e4m3fn)}, "x: expected .*, got .* float8_e4m3fn"),
+        ({"x": torch.zeros(rows, 264, dtype=x.dtype)},
+         "x: expected a positive multiple of 8 columns and, .* at most 256, got 264"),
+        ({"x": torch.zeros(rows, 260)}, "x: expected .* multiple of 8 columns .*, got 260"),
+        ({"x": x[:, :0].contiguous()}, "x: expected a positive multiple of 8 columns .*, got 0"),
         ({"topk_weights": weights.double()}, r"topk_weights: expected .* float32, got .* float64"),
         ({"bias": bias.float()}, r"bias: expected \[17,256\] bfloat16, got \[17,256\] float32"),
         ({"bias": (bias, bias[1:])}, r"bias\[1\]: expected \[17,256\] bfloat16, got \[16,256\]"),

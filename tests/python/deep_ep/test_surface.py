@@ -97,6 +97,14 @@ def test_size_hints() -> None:
     assert Config(20, 6, 256).get_nvl_buffer_size_hint(14336, 4) == 256 * 4 * 14336
     assert Config().get_rdma_buffer_size_hint(14336, 4) == 0
     assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 4, 256) == 0
+    sizes = {"hidden": 7168, "num_ranks": 4, "num_experts": 256}
+    for name in ("max_tokens", "num_max_dispatch_tokens_per_rank"):
+        assert Buffer.get_low_latency_rdma_size_hint(**{name: 128}, **sizes) == 0
+        with pytest.raises(ValueError, match="max_tokens: expected at least 1, got 0"):
+            Buffer.get_low_latency_rdma_size_hint(**{name: 0}, **sizes)
+    with pytest.raises(TypeError, match="max_tokens: given twice"):
+        Buffer.get_low_latency_rdma_size_hint(
+            max_tokens=1, num_max_dispatch_tokens_per_rank=1, **sizes)
     with pytest.raises(ValueError, match="hidden_bytes: expected at least 1, got 0"):
         Config().get_nvl_buffer_size_hint(0, 4)
     with pytest.raises(ValueError, match="num_experts: expected at least 1, got 0"):
