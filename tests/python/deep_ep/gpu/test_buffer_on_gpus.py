@@ -23,9 +23,13 @@ ASYNC = {"previous": True, "async_finish": True}
 SLEEP_CYCLES = 1_000_000_000  # about half a second
 
 
-def on_ranks(fn: Callable[..., None], *args: Any) -> None:
-    """Runs ``fn`` on two GPUs, or on the one there is."""
-    run_ranks(min(2, torch.cuda.device_count()), fn, *args, timeout=180)
+# Ranks to test with, ascending; all tests run with the most, and one of the modes with all of them.
+RANKS = [ranks for ranks in (2, 4) if ranks <= torch.cuda.device_count()] or [1]
+
+
+def on_ranks(fn: Callable[..., None], *args: Any, ranks: int = RANKS[-1]) -> None:
+    """Runs ``fn`` on as many GPUs."""
+    run_ranks(ranks, fn, *args, timeout=180)
 
 
 def on_gpu(me: Any) -> Any:
@@ -47,6 +51,12 @@ def run_mode(me: Any, name: str, streams: dict[str, bool]) -> None:
 def test_mode_equals_reference(name: str, streams: dict[str, bool]) -> None:
     print(f"seed {SEED}")
     on_ranks(run_mode, name, streams)
+
+
+@pytest.mark.parametrize("ranks", RANKS[:-1])
+def test_modes_equal_reference_with_fewer_ranks(ranks: int) -> None:
+    print(f"seed {SEED}")
+    on_ranks(run_mode, "everything", {}, ranks=ranks)
 
 
 def run_beside_work(me: Any) -> None:
@@ -147,7 +157,7 @@ def test_graph_of_a_layer_follows_new_routing() -> None:
 def err_on_device(me: Any) -> None:
     """What peers can know only later is raised by the next dispatch, on all ranks, once."""
     with on_gpu(me) as buffer:
-        batch = make_batch(SEED, me.num_ranks, tokens=[17, 9][: me.num_ranks])
+        batch = make_batch(SEED, me.num_ranks, tokens=[17, 9, 5, 0][: me.num_ranks])
         caller = cases.Caller(buffer, batch)
         handle = caller.dispatch_checked()
         layout, topk = caller.layout(), caller.topk()

@@ -1,6 +1,7 @@
 """dispatch and combine on GPUs: values, streams, reuse of memory, CUDA graphs, mistakes.
 
-As many ranks as there are GPUs (4, 2 or 1), whose processes serve all tests of this file.
+As many ranks as there are GPUs (4, 2 or 1), whose processes serve all tests of this file; one test
+runs with fewer too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ LAYOUTS = ("expert_major", "rank_major")
 DTYPE = torch.bfloat16
 
 
-def ranks() -> int:
-    return max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
+# Ranks to test with, ascending.
+RANKS = [ranks for ranks in (2, 4) if ranks <= torch.cuda.device_count()] or [1]
 
 
-def run(fn, *args) -> None:
-    run_ranks(ranks(), fn, *args, timeout=120)
+def run(fn, *args, ranks: int = RANKS[-1]) -> None:
+    run_ranks(ranks, fn, *args, timeout=120)
 
 
 def case(num_ranks: int, even: bool = False) -> tuple:
@@ -71,6 +72,11 @@ def _layer(me: Rank, layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
 def test_layer_and_its_gradients_are_exact(layout, dtype):
     run(_layer, layout, dtype)
+
+
+@pytest.mark.parametrize("ranks", RANKS[:-1])
+def test_layer_with_fewer_ranks(ranks):
+    run(_layer, "expert_major", DTYPE, ranks=ranks)
 
 
 def _compiled(me: Rank) -> None:
