@@ -37,7 +37,7 @@ std::optional<Problem> Group::create() {
   if (created_) return std::nullopt;
   const std::vector<Ranks::Rank>& ranks = ranks_->all();
   std::vector<Member> members(ranks.size());
-  const std::optional<Problem> problem = for_each_rank(ranks.size(), [&](std::size_t i) {
+  std::optional<Problem> problem = for_each_rank(ranks.size(), [&](std::size_t i) {
     return problem_of(xd_ep_group_create(ranks[i].comm, &config_, &members[i].group));
   });
   if (problem) {

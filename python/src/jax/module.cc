@@ -62,7 +62,8 @@ struct RanksHandle {
   std::shared_ptr<Ranks> ranks;
   ~RanksHandle() { drop(ranks); }
 
-  [[nodiscard]] const std::shared_ptr<Ranks>& open() const {
+  // A share for the call: close() may come while it runs.
+  [[nodiscard]] std::shared_ptr<Ranks> open() const {
     if (!ranks) raise(invalid("these ranks have been closed"));
     return ranks;
   }
@@ -74,7 +75,7 @@ struct GroupHandle {
   std::int64_t number = 0;
   ~GroupHandle() { drop(group); }
 
-  [[nodiscard]] const std::shared_ptr<Group>& open() const {
+  [[nodiscard]] std::shared_ptr<Group> open() const {
     if (!group) raise(invalid("this group has been closed"));
     return group;
   }
@@ -92,7 +93,8 @@ void create_group(const GroupHandle& self) {
 
 // Of the rank with that index; None before the group has been made.
 nb::object group_status(const GroupHandle& self, std::size_t index) {
-  const Group::Member* member = self.open()->member(index);
+  const std::shared_ptr<Group> group = self.open();
+  const Group::Member* member = group->member(index);
   if (member == nullptr) return nb::none();
   xd_ep_status status XD_EP_STATUS_INIT;
   if (const auto problem = problem_of(xd_ep_group_status(member->group, &status))) raise(*problem);
@@ -111,7 +113,8 @@ nb::object group_status(const GroupHandle& self, std::size_t index) {
 
 // (status, text) of the first rank of this process whose communicator is finished, or None.
 nb::object fatal_error(const RanksHandle& self) {
-  for (const Ranks::Rank& rank : self.open()->all()) {
+  const std::shared_ptr<Ranks> ranks = self.open();
+  for (const Ranks::Rank& rank : ranks->all()) {
     xd_error_info info XD_ERROR_INFO_INIT;
     if (xd_comm_error(rank.comm, &info) == XD_SUCCESS && info.status != XD_SUCCESS) {
       return nb::make_tuple(xd_status_name(info.status), info.text);
@@ -132,7 +135,8 @@ void register_memory(const RanksHandle& self, const std::vector<std::uintptr_t>&
 }
 
 void give_up(const RanksHandle& self) {
-  for (const Ranks::Rank& rank : self.open()->all()) xd_comm_abort(rank.comm);
+  const std::shared_ptr<Ranks> ranks = self.open();
+  for (const Ranks::Rank& rank : ranks->all()) xd_comm_abort(rank.comm);
 }
 
 }  // namespace
