@@ -13,7 +13,7 @@ from .trainer import train
 
 def verify(settings: Settings, all_ranks: tuple[int, ...]) -> int:
     """Hold each number of ranks against one process without Crossdock; returns the exit code."""
-    device = launch.pick_device(settings.device, max(all_ranks))
+    device = _pick_device(settings, max(all_ranks))
     settings = settings.replace(device=device, sample_bytes=0)
     plain = _run(settings.replace(plain=True), 1, "plain")
     agree = True
@@ -50,7 +50,15 @@ def _demo_ranks(settings: Settings, ranks: int) -> tuple[int, str]:
     """Number of ranks, and device: rather two ranks on GPUs than four on the CPU."""
     if settings.device == "auto" and 2 <= launch.num_gpus() < ranks:
         return 2, "cuda"
-    return ranks, launch.pick_device(settings.device, ranks)
+    return ranks, _pick_device(settings, ranks)
+
+
+def _pick_device(settings: Settings, ranks: int) -> str:
+    """The device; says so if that is the CPU although the machine has GPUs."""
+    device, gpus = launch.pick_device(settings.device, ranks), launch.num_gpus()
+    if settings.device == "auto" and device == "cpu" and gpus:
+        print(f"On the CPU: {ranks} ranks take a GPU each, and this machine has {gpus}.")
+    return device
 
 
 def _run(settings: Settings, ranks: int, name: str) -> Path:

@@ -36,9 +36,13 @@ def grouped_mm(
         x: ``[R, N]``, rows grouped by expert.
         weight: ``[L, N, M]``, dtype and device of ``x``; any strides.
         offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
-        out_group: handle of an ``EpGroup`` in whose symmetric memory the result is made, for a
-            result that goes to ``combine``; 0 = ordinary memory.
-        grad_group: the same for the gradient of ``x``, where ``x`` came from ``dispatch``.
+        out_group: handle of an ``EpGroup`` from whose symmetric memory the result is taken, for a
+            result that goes to ``combine``; 0 = ordinary memory. The one grouped kernel makes its
+            result in ordinary memory whatever this says, and nothing is copied for that: on GPUs an
+            expert-major ``combine`` reads expert_out where it lies, as each rank sums its own rows
+            and sends the sums.
+        grad_group: the same for the gradient of ``x``, where ``x`` came from ``dispatch``; the
+            backward pass of ``dispatch`` reads it as ``combine`` reads expert_out.
 
     Returns:
         ``[R, M]``.
@@ -85,8 +89,8 @@ def _grouped_mm(
 ) -> torch.Tensor:
     matrices = weight.transpose(1, 2) if transpose else weight
     if _one_kernel(x, matrices):
-        # Torch's kernel has no out=. A result in ordinary memory is staged by combine, live rows
-        # only: less than a copy of all rows from here.
+        # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
+        # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
         return _GROUPED_MM(x, matrices, offs=offsets[1:])
     shape = (x.shape[0], matrices.shape[2])
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)

@@ -14,7 +14,8 @@ import torch
 from runs import REPOSITORY, TEXT, run, small
 from support import run_ranks
 
-from moe_lm.compare import SAME_CHOICES_TOLERANCE, compare, read_log
+from moe_lm import comparison, launch
+from moe_lm.compare import SAME_CHOICES_STEPS, SAME_CHOICES_TOLERANCE, compare, read_log
 from moe_lm.trainer import PROMPT
 from train_moe_lm import main
 
@@ -47,11 +48,22 @@ def test_losses_and_gradients_agree_with_one_process(
     assert [len(outcome.sample) for outcome in outcomes] == [len(PROMPT) + 20] + [0] * (ranks - 1)
 
 
+def write_log(folder: pathlib.Path, records: list[dict[str, Any]]) -> None:
+    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def change_loss(folder: pathlib.Path) -> None:
     """One loss becomes larger by more than is allowed where choices are equal."""
     records = read_log(folder)
     records[2]["loss"] *= 1 + 10 * SAME_CHOICES_TOLERANCE
-    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_log(folder, records)
+
+
+def change_choices(folder: pathlib.Path) -> None:
+    """Tokens of the third step go to other experts, as they may later on."""
+    records = read_log(folder)
+    records[SAME_CHOICES_STEPS - 1]["load"][1].reverse()
+    write_log(folder, records)
 
 
 def change_gradient(folder: pathlib.Path) -> None:
@@ -63,7 +75,9 @@ def change_gradient(folder: pathlib.Path) -> None:
     torch.save(gradients, path)
 
 
-@pytest.mark.parametrize("change, check", [(None, None), (change_gradient, 0), (change_loss, 1)])
+@pytest.mark.parametrize("change, check", [
+    (None, None), (change_gradient, 0), (change_loss, 1), (change_choices, 1),
+])
 def test_a_disagreement_is_found(
     change: Callable[[pathlib.Path], None] | None, check: int | None, plain: pathlib.Path,
     tmp_path: pathlib.Path,
@@ -92,6 +106,20 @@ def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
     assert "    | class Reader:\n    |     def read(self, " in done.stdout
     assert done.stdout.count("agrees") == 4
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("gpus, ranks, expected, words", [
+    (0, 4, (4, "cpu"), ""), (1, 4, (4, "cpu"), "On the CPU: 4 ranks take a GPU each, and this "
+                                               "machine has 1.\n"),
+    (1, 1, (1, "cuda"), ""), (2, 4, (2, "cuda"), ""), (4, 4, (4, "cuda"), ""),
+])
+def test_demo_says_when_it_leaves_a_gpu_alone(
+    gpus: int, ranks: int, expected: tuple[int, str], words: str, tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "num_gpus", lambda: gpus)
+    assert comparison._demo_ranks(small(tmp_path, device="auto"), ranks) == expected
+    assert capsys.readouterr().out == words
 
 
 @pytest.mark.parametrize("arguments, text", [
