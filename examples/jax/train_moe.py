@@ -5,7 +5,8 @@
     train_moe.py --device gpu     the same on 4 GPUs
     train_moe.py --processes      ranks as processes of this host with one device each
     train_moe.py --check          first compares the model on the mesh with the model on one device
-                                  without Crossdock: forward, and every gradient; then trains both
+                                  without Crossdock: forward, and every gradient; then trains
+                                  both, but for --processes
 
 Writes FOLDER/log.jsonl and, with matplotlib, FOLDER/loss.png.
 Exit code 0; 1 after a failure or a disagreement, 2 after a usage error, 130 after Ctrl-C.
@@ -78,12 +79,13 @@ def _run(settings: Settings, check: bool) -> int:
     first = jax.process_index() == 0
     text = read_corpus(s.text).train
     mesh = make_mesh(s)
+    launch.meet(mesh)
     trainer = Trainer(s, f"{s.data} x {s.experts_axis} ranks, Crossdock", make_moe(s, mesh), mesh)
     runs, agree = {}, True
     if check:
         plain = Trainer(s, "1 device, plain JAX", make_plain_moe(s))
         agree = compare(plain, trainer, text, show=first)
-        if first:
+        if jax.process_count() == 1:
             plain.train(text, show=True)
             runs[plain.title] = plain.records
     trainer.train(text, show=first)

@@ -6,6 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _PLACE = "MOE_MODEL_PLACE"  # "rank port" of a process started by run_processes
 
@@ -67,3 +71,25 @@ def set_up_jax(ranks: int, device: str) -> None:
         raise ValueError(
             f"--device {device}: expected {ranks} devices for the mesh, found {len(jax.devices())}"
         )
+
+
+def meet(mesh: Mesh) -> None:
+    """Let the processes of a mesh connect for XLA's own collectives, which add up gradients.
+
+    On the CPU they give up when another comes half a minute later, and compiling the model may keep
+    processes that long apart. Now they are together.
+    """
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    if jax.process_count() == 1:
+        return
+    for axes in (mesh.axis_names, *mesh.axis_names):
+        total = jax.shard_map(
+            lambda axes=axes: jax.lax.psum(jax.lax.axis_index(mesh.axis_names), axes)[None],
+            mesh=mesh,
+            in_specs=(),
+            out_specs=P(mesh.axis_names),
+            check_vma=False,
+        )
+        jax.block_until_ready(jax.jit(total)())

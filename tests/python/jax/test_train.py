@@ -1,0 +1,61 @@
+"""The example trains, and agrees with one device; the documentation's program learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[3] / "examples" / "jax"
+SMALL = ["--steps", "3", "--context", "16", "--hidden", "16", "--ffn", "32", "--sequences", "8"]
+
+
+def run(*command: str, code: int = 0) -> str:
+    """What a program prints; it must end with that exit code."""
+    # XLA takes most of the time here to make a little code fast.
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240,
+                           check=False, env=environment)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("where", [[], ["--processes"], ["--data", "1", "--experts-axis", "4"]],
+                         ids=["devices", "processes", "experts only"])
+def test_training_agrees_with_one_device(where, tmp_path):
+    text = run(str(EXAMPLES / "train_moe.py"), *SMALL, *where, "--check", "--folder", str(tmp_path))
+    checked = re.findall(r"^ +(.+?) +differs by .* agrees$", text, re.MULTILINE)
+    assert len(checked) == 12 and "DISAGREES" not in text  # losses, load, 10 parameters
+    assert {"losses", "load of experts", "gradient of blocks moe router"} < set(checked)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert records[2]["loss"] < records[0]["loss"]
+    assert (tmp_path / "loss.png").exists() or "matplotlib is not installed" in text
+
+
+def test_disagreement_is_an_exit_code(tmp_path):
+    # A model of which the plain one knows nothing: its experts' weights are not scaled.
+    program = (f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import functools\n"
+               "import train_moe, crossdock.jax.moe as moe\n"
+               "import crossdock.jax as xd\n"
+               "xd.moe_layer = functools.partial(moe.moe_layer, normalize_weights=False)\n"
+               "sys.exit(train_moe.main(sys.argv[1:]))\n")
+    text = run("-c", program, *SMALL, "--check", "--folder", str(tmp_path), code=1)
+    assert "gradient of blocks moe router" in text and "DISAGREES" in text
+
+
+def test_mistakes_are_named():
+    text = run(str(EXAMPLES / "train_moe.py"), "--sequences", "6", code=2)
+    assert "--sequences 6: expected a multiple of 4, the ranks" in text
+
+
+def test_program_of_the_documentation_learns():
+    losses = re.findall(r"step \d+  loss (\S+)", run(str(EXAMPLES / "quickstart.py")))
+    assert len(losses) == 4 and float(losses[-1]) < 0.7 * float(losses[0])
+    lines = (EXAMPLES / "quickstart.py").read_text().splitlines()
+    assert len(lines) < 40
