@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from crossdock.errors import CrossdockError
+
 from . import _calls
 from ._group import EpGroup, group_of
 
@@ -44,7 +46,10 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
         def run(*args: object) -> object:
             try:
                 return kernel(*args)
-            except torch.OutOfMemoryError as error:  # of an output: the operation has not begun
+            except RuntimeError as error:
+                if isinstance(error, CrossdockError):
+                    raise
+                # Torch's, of memory for an output mostly: the operation has not begun.
                 group_of(args[group_position]).refuse(operation, type(error), str(error))
 
         LIBRARY.define(schema, tags=_TAGS)
@@ -70,11 +75,11 @@ def _given(output: Tensor | None, like: Tensor) -> Tensor:
     return _absent(like) if output is None else output
 
 
-def _usable(grad: Tensor | None) -> Tensor | None:
-    """A gradient as the library takes it: autograd gives any strides and alignment."""
-    if grad is None or (grad.is_contiguous() and grad.data_ptr() % 16 == 0):
-        return grad
-    return grad.clone(memory_format=torch.contiguous_format)
+def _usable(tensor: Tensor | None) -> Tensor | None:
+    """An input as the library takes it: slices begin anywhere, gradients have any strides."""
+    if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % _ROW_ALIGNMENT == 0):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _check(group: EpGroup, operation: int, **tensors: tuple[Tensor | None, int]) -> None:
@@ -142,11 +147,12 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tenso
     _check(ep, _calls.PREPARE, topk_idx=(topk_idx, 2))
     parts = ep.plan_parts
     plan = topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8)
-    info = topk_idx.new_empty(parts.num_elements, dtype=torch.int32)
+    # Zeros: on a GPU an operation may fail after its call, and offsets are read all the same.
+    info = topk_idx.new_zeros(parts.num_elements, dtype=torch.int32)
     order = torch.zeros_like(order)
     _calls.prepare(
         ep.core,
-        topk_idx,
+        _usable(topk_idx),
         plan,
         info[parts.counts],
         info[parts.padded_counts],
@@ -213,10 +219,10 @@ def _dispatch(
     _calls.dispatch(
         ep.core,
         plan,
-        x,
+        _usable(x),
         tokens,
-        scales=scales,
-        topk_weights=topk_weights,
+        scales=_usable(scales),
+        topk_weights=_usable(topk_weights),
         recv_scales=recv_scales,
         recv_weights=weights,
         recv_topk_idx=idx,
@@ -312,7 +318,7 @@ def _combine(
     _check(ep, _calls.COMBINE, expert_out=(expert_out, 2), weights=(weights, dimensions))
     out = expert_out.new_empty(num_tokens, expert_out.shape[1])
     order = torch.zeros_like(order)
-    _calls.combine(ep.core, plan, expert_out, out, weights=weights)
+    _calls.combine(ep.core, plan, _usable(expert_out), out, weights=_usable(weights))
     return out, order
 
 
@@ -344,8 +350,8 @@ def _combine_bwd(
         plan,
         _usable(grad_out),
         grad_expert_out,
-        expert_out=expert_out,
-        weights=weights,
+        expert_out=_usable(expert_out),
+        weights=_usable(weights),
         grad_weights=grad_weights,
     )
     return grad_expert_out, _given(grad_weights, order), order

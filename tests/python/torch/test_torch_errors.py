@@ -180,7 +180,7 @@ def test_group_of_bad_or_different_sizes():
     run_ranks(4, _configs)
 
 
-def _out_of_memory(me: Rank) -> None:
+def _out_of_memory(me: Rank, kind: type[Exception]) -> None:
     batch = Batch(SEED + 7)
     with xd.init(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         group = batch.group()
@@ -188,20 +188,21 @@ def _out_of_memory(me: Rank) -> None:
         plan = group.prepare(topk_idx)
 
         def no_memory(shape, dtype):
-            raise torch.OutOfMemoryError(f"no memory for {shape}")
+            raise kind(f"no memory for {shape}")
 
         bad = me.rank == BAD_RANK
         if bad:
             patch.setattr(group.comm.pool, "empty", no_memory)
-        kind, words = (torch.OutOfMemoryError, "no memory for") if bad else (Mismatch, "")
-        with pytest.raises(kind, match=words):
+        expected, words = (kind, "no memory for") if bad else (Mismatch, "")
+        with pytest.raises(expected, match=words):
             xd.dispatch(plan, x, weights)
         patch.undo()
         assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
 
 
-def test_rank_without_memory_for_its_rows_tells_its_peers():
-    run_ranks(4, _out_of_memory)
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])  # GPUs; the CPU
+def test_rank_without_memory_for_its_rows_tells_its_peers(kind):
+    run_ranks(4, _out_of_memory, kind)
 
 
 def _left(me: Rank) -> None:

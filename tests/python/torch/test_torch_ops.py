@@ -131,6 +131,32 @@ def test_gradient_of_one_input_alone(needs):
     run_ranks(4, _frozen, needs)
 
 
+def _slice_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, contiguous, beginning where no multiple of 16 bytes lies."""
+    flat = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    assert tensor.numel() == 0 or flat.data_ptr() % 16 != 0
+    return flat.copy_(tensor)
+
+
+def _slices(me: Rank, layout: str) -> None:
+    batch = Batch(SEED + 9, layout=layout)
+    with xd.init():
+        topk_idx, x, weights, grad_out = (_slice_of(part.detach()) for part in batch.local(me.rank))
+        x.requires_grad_()
+        weights.requires_grad_()
+        out = layer(batch.group().prepare(topk_idx), x, weights)
+        out.backward(grad_out)
+        out_expected, x_expected, weights_expected = batch.expected(me.rank)
+        assert_equal("out", out, out_expected)
+        assert_equal("grad of x", x.grad, x_expected)
+        assert_equal("grad of weights", weights.grad, weights_expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_may_begin_anywhere(layout):
+    run_ranks(4, _slices, layout)
+
+
 def _any_gradient(me: Rank) -> None:
     """Gradients as autograd makes them: expanded, transposed, at odd addresses."""
     batch = Batch(SEED + 4)
