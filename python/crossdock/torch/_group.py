@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock.errors import InvalidArgument, from_details
+from crossdock.errors import CrossdockError, InvalidArgument, from_details
 
 from ._calls import DTYPE_CODES, OPERATIONS, PREPARE, current_stream
 from ._capture import is_capturing
@@ -120,15 +121,20 @@ class EpGroup:
         self.max_tokens = max_tokens
         self.layout = layout
         self.dtype = dtype
-        self._create(
-            max_scale_bytes=4 * math.ceil(hidden / 128),
-            alignment=alignment,
-            recv_capacity=capacity or 0,
-            overflow=_choice("overflow", overflow, _OVERFLOWS),
-            staging=0 if staging else 1,
-            zero_tail=int(zero_tail),
-            num_sms=num_sms,
-        )
+        try:
+            self._create(
+                max_scale_bytes=4 * math.ceil(hidden / 128),
+                alignment=alignment,
+                recv_capacity=_rows(capacity),
+                overflow=_choice("overflow", overflow, _OVERFLOWS),
+                staging=0 if staging else 1,
+                zero_tail=int(zero_tail),
+                num_sms=num_sms,
+            )
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, CrossdockError):
+                _tell_peers(self.comm.core)
+            raise
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
         device = self.comm.device
         self.first_order = torch.zeros(1, device=device)
@@ -287,6 +293,25 @@ class EpGroup:
         beside = self.topk if self.layout == "rank_major" else 1
         rows = block_bytes(self.rows * self.hidden * self.dtype.itemsize)
         return rows + block_bytes(self.rows * 4 * beside)
+
+
+def _tell_peers(core: _core.Comm) -> None:
+    """Takes part in the making of a group with a config that fails, so that peers get Mismatch."""
+    with contextlib.suppress(InvalidArgument):
+        _core.Group(
+            core,
+            num_experts=0,
+            max_topk=1,
+            max_tokens_per_rank=1,
+            hidden=1,
+            dtype=DTYPE_CODES[torch.float32],
+        )
+
+
+def _rows(capacity: int | None) -> int:
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity: expected at least 1, or None; got {capacity}")
+    return capacity or 0
 
 
 def _drop_grad(leaf: torch.Tensor) -> None:

@@ -171,8 +171,14 @@ def _configs(me: Rank) -> None:
                 xd.EpGroup(8, 32, 3, 16)
         with pytest.raises(Mismatch, match="hidden|row"):
             xd.EpGroup(8, 32 + 16 * (me.rank == 3), 3, 16)
-        with pytest.raises(ValueError, match="layout: expected one of .*, got 'rows'"):
-            xd.EpGroup(8, 32, 3, 16, layout="rows")
+        for name, value, kind, text in (
+            ("layout", "rows", ValueError, "layout: expected one of .*, got 'rows'"),
+            ("capacity", 0, ValueError, "capacity: expected at least 1, or None; got 0"),
+            ("alignment", 1.5, TypeError, ""),
+        ):  # found before the library is asked, and the peers know at once
+            bad = me.rank == 1
+            with pytest.raises(kind if bad else Mismatch, match=text if bad else "rank 1"):
+                xd.EpGroup(8, 32, 3, 16, **({name: value} if bad else {}))
         xd.EpGroup(8, 32, 3, 16)
 
 
