@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from ._config import Config
-from .utils import EventOverlap
+from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 """Type of the elements of topk_idx."""
@@ -64,6 +64,9 @@ class Checks:
         """The three arguments about streams."""
         if previous_event is not None and not isinstance(previous_event, EventOverlap):
             self.fail("previous_event", "an EventOverlap or None", _kind(previous_event))
+        event = None if previous_event is None else previous_event.event
+        if event is not None and not isinstance(event, EventHandle):
+            self.fail("previous_event", "an EventOverlap of an EventHandle", _kind(event))
         if allocate_on_comm_stream and (previous_event is None or not async_finish):
             self.fail("allocate_on_comm_stream", "previous_event and async_finish with it",
                       f"previous_event={previous_event}, async_finish={async_finish}")
@@ -173,6 +176,11 @@ def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
         checks.fail("bias", "None, a tensor, or a tuple of two", _kind(bias))
     return [checks.tensor(one, f"bias[{i}]", shape, (dtype,))
             for i, one in enumerate(bias) if one is not None]
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor where the library reads it: slices may begin anywhere."""
+    return tensor if tensor.data_ptr() % ROW_ALIGNMENT == 0 else tensor.clone()
 
 
 def _described(shape: Iterable[int | str], dtypes: Iterable[torch.dtype]) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from crossdock.torch import _calls
 
-from ._arguments import ROW_ALIGNMENT, Checks
+from ._arguments import ROW_ALIGNMENT, Checks, aligned
 from ._groups import Sequence
 from ._lane import Turn
 from ._runtime import Handle, Runtime
@@ -54,21 +54,22 @@ def combine(runtime: Runtime, sequence: Sequence, x: torch.Tensor, handle: Handl
             ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given. Nothing waits for the host."""
     routing = handle.routing
-    with turn.allocating():
-        out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
-        weights = None
-        if topk_weights is not None:
-            weights = torch.empty(routing.num_tokens, routing.topk, dtype=torch.float32,
-                                  device=x.device)
-    with turn.running():
-        if bias or pieces > 1:
-            _sum_wide(runtime, sequence, x, handle.plan, bias, pieces, out)
-        else:
-            sequence.run(_calls.combine, handle.plan, x, out)
-        if topk_weights is not None:
-            sequence.run(_calls.dispatch_bwd, handle.plan, grad_recv_weights=topk_weights,
-                         grad_topk_weights=weights)
-    event = turn.finish((x, topk_weights, *bias, handle.plan), (out, weights))
+    with turn:
+        with turn.allocating():
+            out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
+            weights = None
+            if topk_weights is not None:
+                weights = torch.empty(routing.num_tokens, routing.topk, dtype=torch.float32,
+                                      device=x.device)
+        with turn.running():
+            if bias or pieces > 1:
+                _sum_wide(runtime, sequence, x, handle.plan, bias, pieces, out)
+            else:
+                sequence.run(_calls.combine, handle.plan, x, out)
+            if topk_weights is not None:
+                sequence.run(_calls.dispatch_bwd, handle.plan,
+                             grad_recv_weights=aligned(topk_weights), grad_topk_weights=weights)
+        event = turn.finish((x, topk_weights, *bias, handle.plan), (out, weights))
     return out, weights, event
 
 

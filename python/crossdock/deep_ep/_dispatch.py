@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
 from ._agreement import Request
-from ._arguments import Choices, Tokens, topk_idx_t
+from ._arguments import Choices, Tokens, aligned, topk_idx_t
 from ._groups import Lease, Sequence
 from ._lane import Turn
 from ._runtime import Handle, Routing, Runtime
@@ -18,6 +20,7 @@ from .utils import EventOverlap
 
 _SCALE_BLOCK = 128  # columns that share a scale
 _COUNTS_AT = 4  # place of the counts in the numbers for the host: 16-byte aligned, behind the total
+_FAILED = -1  # in place of counts
 
 
 class Received(NamedTuple):
@@ -57,11 +60,12 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
 def dispatch_cached(runtime: Runtime, sequence: Sequence, tokens: Tokens, handle: Handle,
                     turn: Turn) -> tuple[Received, EventOverlap]:
     """Dispatches along the routing of `handle`. Nothing waits for the host."""
-    with turn.allocating():
-        received = _allocate(runtime, tokens, handle.routing.num_rows, 0)
-    with turn.running():
-        _send(sequence, handle.plan, tokens, None, received)
-    event = turn.finish((tokens.rows, tokens.scales, handle.plan), received)
+    with turn:
+        with turn.allocating():
+            received = _allocate(runtime, tokens, handle.routing.num_rows, 0)
+        with turn.running():
+            _send(sequence, handle.plan, tokens, None, received)
+        event = turn.finish((tokens.rows, tokens.scales, handle.plan), received)
     return _shaped(tokens, received), event
 
 
@@ -70,9 +74,11 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
     """Exchanges counts, then dispatches. The host waits for them, unless `limits` has the rows."""
     topk = 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
     ranks, device = runtime.num_ranks, runtime.device
-    with Sequence(lease, _calls.PREPARE) as sequence:
-        if limits.worst_tokens:
-            sequence.owe(_calls.DISPATCH)
+    # Ranks may hear of an earlier operation's failure at different times, while they wait for the
+    # numbers: whoever does takes part in all that follows.
+    between = _turns_for_counts(runtime, choices)
+    with Sequence(lease, _calls.PREPARE, *between, _calls.DISPATCH,
+                  host_waits=not limits.worst_tokens) as sequence, turn:
         with turn.allocating():
             prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
             plan = torch.empty(lease.plan_bytes, dtype=torch.uint8, device=device)
@@ -81,15 +87,14 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
             _prepare(sequence, choices, plan, prefix, numbers)
         num_rows, per_expert = limits.worst_tokens, []
         if numbers is not None:
-            num_rows, per_expert = _await_numbers(runtime, choices, lease, numbers)
-            sequence.owe(_calls.DISPATCH)
+            num_rows, per_expert = _await_numbers(runtime, sequence, choices, lease, numbers)
         with turn.allocating():
             received = _allocate(runtime, tokens, num_rows, topk)
         with turn.running():
             _send(sequence, plan, tokens, choices.topk_weights, received)
-    inputs = (tokens.rows, tokens.scales, choices.topk_idx, choices.topk_weights, choices.in_rank,
-              choices.per_expert)
-    event = turn.finish(inputs, (*received, prefix, plan))
+        inputs = (tokens.rows, tokens.scales, choices.topk_idx, choices.topk_weights,
+                  choices.in_rank, choices.per_expert)
+        event = turn.finish(inputs, (*received, prefix, plan))
     handle = Handle(prefix, plan, Routing(lease, tokens.rows.shape[0], topk, num_rows))
     return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
 
@@ -114,23 +119,44 @@ def _prepare(sequence: Sequence, choices: Choices, plan: torch.Tensor, prefix: t
             counts.copy_(choices.per_expert, non_blocking=True)
             counts = None
     rank_rows = torch.empty_like(prefix)
-    sequence.run(_calls.prepare, topk_idx, plan, counts=counts, total=total, rank_rows=rank_rows)
+    sequence.run(_calls.prepare, aligned(topk_idx), plan, counts=counts, total=total,
+                 rank_rows=rank_rows)
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
 
-def _await_numbers(runtime: Runtime, choices: Choices, lease: Lease,
+def _turns_for_counts(runtime: Runtime, choices: Choices) -> list[Callable[[], object]]:
+    """How a rank that has failed takes part in `_sum_counts`, if the peers come to it."""
+    if choices.topk_idx is not None:
+        return []
+    failed = torch.full((choices.experts,), _FAILED, dtype=torch.int32).numpy().tobytes()
+    return [lambda: runtime.exchange.all_gather(failed)]
+
+
+def _sum_counts(runtime: Runtime, counts: torch.Tensor) -> torch.Tensor:
+    """[E] rows per expert from all ranks. Collective."""
+    total = torch.zeros_like(counts)
+    for peer, row in enumerate(runtime.exchange.all_gather(counts.numpy().tobytes())):
+        found = torch.frombuffer(bytearray(row), dtype=torch.int32)
+        if int(found[0]) == _FAILED:
+            raise Mismatch(f"dispatch: rank {peer} failed (rank {runtime.rank})",
+                           status="XD_ERROR_MISMATCH", rank=runtime.rank, peer=peer,
+                           operation="prepare")
+        total += found
+    return total
+
+
+def _await_numbers(runtime: Runtime, sequence: Sequence, choices: Choices, lease: Lease,
                    numbers: torch.Tensor) -> tuple[int, list[int]]:
     """Rows that this rank receives, and its rows per local expert."""
     runtime.lane.wait_for_host_data()
     failure = lease.failure()
     if failure is not None:
-        raise failure  # on all ranks: the exchange of counts tells everybody
+        raise failure  # of this exchange on all ranks; of earlier work perhaps on this one only
     counts = numbers[_COUNTS_AT:]
     if choices.topk_idx is None:
         local = choices.experts // runtime.num_ranks
-        sent = runtime.exchange.all_gather(counts.numpy().tobytes())
-        every = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.int32) for row in sent])
-        counts = every.sum(0)[runtime.rank * local : (runtime.rank + 1) * local]
+        sequence.begin()
+        counts = _sum_counts(runtime, counts)[runtime.rank * local : (runtime.rank + 1) * local]
     return int(numbers[0]), counts.tolist()
 
 
@@ -152,14 +178,14 @@ def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: 
     scales = tokens.scales
     if scales is not None:
         # The library moves rows of scales without reading them: integers travel as float32.
-        scales = scales.contiguous().view(torch.float32).view(-1, tokens.scale_columns)
+        scales = aligned(scales.contiguous()).view(torch.float32).view(-1, tokens.scale_columns)
     sequence.run(
         _calls.dispatch,
         plan,
         tokens.rows,
         received.rows,
         scales=scales,
-        topk_weights=topk_weights,
+        topk_weights=None if topk_weights is None else aligned(topk_weights),
         recv_scales=received.scales,
         recv_weights=received.topk_weights,
         recv_topk_idx=received.topk_idx,

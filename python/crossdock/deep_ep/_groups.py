@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -151,17 +152,22 @@ class Sequence:
 
     Args:
         lease: whose group runs them.
-        operations: in order, as ``_calls`` names them.
+        turns: in order, operations as ``_calls`` names them. Or, where peers wait for something
+            else, what tells them there that this rank has failed.
+        host_waits: whether the caller hears of a failure before the last operation. It is not told
+            again by later calls then.
     """
 
-    def __init__(self, lease: Lease, *operations: int) -> None:
+    def __init__(self, lease: Lease, *turns: int | Callable[[], object],
+                 host_waits: bool = False) -> None:
         self._lease = lease
-        self._owed = list(operations)
+        self._owed = list(turns)
+        self._host_waits = host_waits
         self._in_call = False
 
-    def owe(self, operation: int) -> None:
-        """One operation more."""
-        self._owed.append(operation)
+    def begin(self) -> None:
+        """The next turn, which is no operation, is being taken."""
+        self._owed.pop(0)
 
     def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
         """The next operation: a function of ``_calls`` and its arguments behind the group."""
@@ -179,11 +185,27 @@ class Sequence:
             return
         if not self._lease.lane.cuda:
             self._owed = [] if self._in_call else self._owed[:1]
-        for operation in self._owed:
-            try:
-                self._lease.group.join_failed(operation, str(error), self._lease.lane.raw_stream)
-            except CrossdockError:
-                pass  # the text again; or the communicator is finished, and nobody waits
+        for turn in self._owed:
+            # The text again; or the communicator is finished, and nobody waits.
+            with contextlib.suppress(CrossdockError):
+                self._fail_in(turn, str(error))
+        if self._host_waits and isinstance(error, Exception):
+            self._forget()
+
+    def _fail_in(self, turn: int | Callable[[], object], text: str) -> None:
+        if callable(turn):
+            turn()
+        else:
+            self._lease.group.join_failed(turn, text, self._lease.lane.raw_stream)
+
+    def _forget(self) -> None:
+        """Clears what the group remembers of the failure that the caller hears of now."""
+        lane = self._lease.lane
+        if is_capturing(lane.device):
+            return  # nothing may wait now
+        lane.wait_for_host_data()
+        with contextlib.suppress(CrossdockError):
+            self._lease.failure()
 
 
 # Groups that were let go of during the capture of a CUDA graph, when nothing may wait for a stream:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import TracebackType
 
 import torch
 
@@ -46,7 +47,10 @@ class Lane:
 
 
 class Turn:
-    """One operation on the lane, ordered against the caller's stream.
+    """One operation on the lane, ordered against the caller's stream. A context manager.
+
+    If the body raises, the caller's stream waits for what the lane has been given: that stream uses
+    the memory of the operation's tensors next, which die with the error.
 
     Args:
         lane: where it runs.
@@ -57,11 +61,14 @@ class Turn:
 
     def __init__(self, lane: Lane, previous_event: EventOverlap | None, async_finish: bool) -> None:
         self._lane = lane
+        self._previous = previous_event.event if previous_event is not None else None
         self._async = async_finish
+
+    def __enter__(self) -> Turn:
+        lane, previous = self._lane, self._previous
         if not lane.cuda:
-            return
+            return self
         self._caller = torch.cuda.current_stream(lane.device)
-        previous = previous_event.event if previous_event is not None else None
         if previous is None or previous.event is None:
             lane.stream.wait_stream(self._caller)
             self._allocator = self._caller
@@ -70,17 +77,30 @@ class Turn:
             # work of that stream may still be using.
             lane.stream.wait_event(previous.event)
             self._allocator = lane.stream
+        return self
 
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is not None and self._lane.cuda:
+            self._caller.wait_stream(self._lane.stream)
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
         """Within it, results are to be allocated."""
-        return self._on(self._allocator) if self._lane.cuda else contextlib.nullcontext()
+        if not self._lane.cuda:
+            yield
+            return
+        with torch.cuda.stream(self._allocator):
+            yield
+        if self._allocator is self._caller:
+            # The pool lets the allocating stream wait where memory comes from a third one.
+            self._lane.stream.wait_stream(self._caller)
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Within it, work goes to the lane."""
-        return self._on(self._lane.stream) if self._lane.cuda else contextlib.nullcontext()
-
-    def _on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
+        if not self._lane.cuda:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._lane.stream)
 
     def finish(self, inputs: Iterable[torch.Tensor | None],
                results: Iterable[torch.Tensor | None]) -> EventOverlap:

@@ -11,6 +11,7 @@ import torch
 
 from crossdock import _core
 from crossdock.torch import _calls
+from crossdock.torch._capture import is_capturing
 from crossdock.torch._pool import SymmetricPool
 
 from ._agreement import RECORD_BYTES, Request, agree, refuse
@@ -122,7 +123,8 @@ class Runtime:
     def close(self) -> None:
         """Ends all that runs, then leaves. Local: waits for no peer."""
         self._groups.close()
-        self.lane.synchronize()
+        if not is_capturing(self.device):
+            self.lane.synchronize()
         self.exchange.close()
         if self._host is not self._comm:
             self._host.close()

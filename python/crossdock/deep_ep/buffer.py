@@ -268,12 +268,12 @@ class Buffer:
         checks.events(previous_event, async_finish, allocate_on_comm_stream)
         checks.topk_idx(topk_idx)
         checks.experts(num_experts, "num_experts")
-        turn = Turn(runtime.lane, previous_event, async_finish)
-        with turn.allocating():
-            layout = empty_layout(len(topk_idx), self.group_size, num_experts, runtime.device)
-        with turn.running():
-            fill_layout(topk_idx, layout)
-        event = turn.finish((topk_idx,), layout)
+        with Turn(runtime.lane, previous_event, async_finish) as turn:
+            with turn.allocating():
+                layout = empty_layout(len(topk_idx), self.group_size, num_experts, runtime.device)
+            with turn.running():
+                fill_layout(topk_idx, layout)
+            event = turn.finish((topk_idx,), layout)
         per_rank, per_expert, in_rank = layout
         return per_rank, None, per_expert, in_rank, event
 
@@ -444,10 +444,13 @@ class Buffer:
                 per_expert, handle, event)
 
     def _known(self, handle: Any) -> Handle:
-        """The handle, if it is one."""
+        """The handle, if it is one of this Buffer."""
+        checks = self._live().checks
         if not (isinstance(handle, tuple) and len(handle) == len(Handle._fields)
                 and isinstance(handle[-1], Routing)):
-            self._live().checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+            checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+        if handle[-1].lease.lane is not self._live().lane:
+            checks.fail("handle", "what dispatch of this Buffer returned", "another Buffer's")
         return Handle(*handle)
 
     # ---- Low latency -----------------------------------------------------------------------------

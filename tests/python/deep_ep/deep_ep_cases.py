@@ -60,11 +60,15 @@ class Caller:
         self.device = buffer._live().device
         self.streams = streams
         self.x = self.on_device(batch.x[self.rank])
-        self.topk_idx = self.on_device(batch.topk_idx[self.rank])
-        self.topk_weights = self.on_device(batch.topk_weights[self.rank])
+        self.topk_idx = self.beside_rows(batch.topk_idx[self.rank])
+        self.topk_weights = self.beside_rows(batch.topk_weights[self.rank])
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device)
+
+    def beside_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An argument that is no rows: choices, weights or scales."""
+        return self.on_device(tensor)
 
     def events(self) -> dict[str, Any]:
         """Arguments about streams."""
@@ -138,7 +142,7 @@ class Caller:
             given = given[0] if given else None
         row_weights = None
         if weights:
-            row_weights = self.on_device(self.batch.received_topk(self.rank)[1])
+            row_weights = self.beside_rows(self.batch.received_topk(self.rank)[1])
         out, combined_weights, event = self.buffer.combine(
             self.on_device(outputs[self.rank]), handle, row_weights, given, **self.events())
         self.wait(event)
@@ -149,6 +153,17 @@ class Caller:
         chosen = self.batch.topk_idx[self.rank] >= 0
         want = torch.where(chosen, self.batch.topk_weights[self.rank], torch.zeros(()))
         same("combined_topk_weights", combined_weights, want)
+
+
+class SlicingCaller(Caller):
+    """Gives contiguous slices of larger tensors, which begin anywhere."""
+
+    def beside_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        larger = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=self.device)
+        slice_of_it = larger[1:].view(tensor.shape)
+        slice_of_it.copy_(tensor)
+        assert tensor.numel() == 0 or slice_of_it.data_ptr() % 16 != 0
+        return slice_of_it
 
 
 def everything(buffer: Buffer, seed: int, **streams: bool) -> None:
@@ -240,6 +255,21 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
         caller.combine_checked(handle, seed, 2)
         caller.combine_checked(handle, seed, dtype=torch.float32)
         caller.cached_checked(handle)  # bfloat16 rows, as in the backward of combine
+
+
+def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """Choices, weights and scales that are slices of larger tensors."""
+    batch = make_batch(seed, buffer.group_size, hidden=256)
+    caller = SlicingCaller(buffer, batch, **streams)
+    handle = caller.dispatch_checked()
+    caller.combine_checked(handle, seed, weights=True)
+    generator = torch.Generator().manual_seed(seed)
+    scales = [torch.rand(len(one), 2, generator=generator) for one in batch.x]
+    x = caller.x.to(torch.float8_e4m3fn)
+    (_, got), *_, event = buffer.dispatch((x, caller.beside_rows(scales[caller.rank])), handle,
+                                          **caller.events())
+    caller.wait(event)
+    same("recv_scales", got, batch.received(caller.rank, scales))
 
 
 def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:

@@ -45,6 +45,8 @@ def mistakes_about_streams() -> Mistakes:
     return [
         ({"config": 24}, "config: expected a Config or None, got a int"),
         ({"previous_event": 1}, "previous_event: expected an EventOverlap or None, got a int"),
+        ({"previous_event": EventOverlap(3)},
+         "previous_event: expected an EventOverlap of an EventHandle, got a int"),
         ({"allocate_on_comm_stream": True, "previous_event": EventOverlap()},
          "allocate_on_comm_stream: expected previous_event and async_finish with it"),
     ]
@@ -88,6 +90,8 @@ def mistakes_in_combine(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tens
         ({"x": x.to(torch.float8_e4m3fn)}, "x: expected .*, got .* float8_e4m3fn"),
         ({"x": torch.zeros(rows, 264, dtype=x.dtype)},
          "x: expected a positive multiple of 8 columns and, .* at most 256, got 264"),
+        ({"x": torch.zeros(rows, 9, dtype=x.dtype), "bias": torch.zeros(17, 9, dtype=x.dtype)},
+         "x: expected a positive multiple of 8 columns .*, got 9"),
         ({"x": torch.zeros(rows, 260)}, "x: expected .* multiple of 8 columns .*, got 260"),
         ({"x": x[:, :0].contiguous()}, "x: expected a positive multiple of 8 columns .*, got 0"),
         ({"topk_weights": weights.double()}, r"topk_weights: expected .* float32, got .* float64"),
@@ -250,6 +254,13 @@ def misuse_handles(me: Any) -> None:
             for call in (buffer.dispatch, buffer.combine):
                 with pytest.raises(ValueError, match="handle: expected what dispatch"):
                     call(x, handle)
+        with cases.buffer_of(me) as other:
+            caller = cases.Caller(other, make_batch(SEED, 1))
+            handle = caller.dispatch_checked()
+            for call in (buffer.dispatch, buffer.combine):
+                with pytest.raises(ValueError, match="handle: expected .* this Buffer .*another"):
+                    call(caller.x, handle)
+            caller.cached_checked(handle)
         with pytest.raises(ValueError, match="num_experts: expected an integer of at least 1"):
             buffer.get_dispatch_layout(torch.zeros(3, 2, dtype=torch.int64), 0)
         with pytest.raises(ValueError, match="topk_idx: expected .*int64, got .*int32"):

@@ -1,0 +1,260 @@
+"""Turns and streams on a GPU, with stand-ins for group, streams and the ranks' exchange.
+
+Each stand-in writes down what it is asked for; nothing runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from crossdock.deep_ep import EventHandle, EventOverlap, _groups, _lane
+from crossdock.deep_ep._arguments import Choices, Tokens
+from crossdock.deep_ep._combine import combine
+from crossdock.deep_ep._dispatch import Limits, dispatch_new
+from crossdock.deep_ep._groups import Sequence
+from crossdock.deep_ep._lane import Turn
+from crossdock.deep_ep._runtime import Handle, Routing
+from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.torch._calls import COMBINE, DISPATCH, DISPATCH_BWD, PREPARE
+
+TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
+STREAM = 7
+FAILED = torch.full((EXPERTS,), -1, dtype=torch.int32).numpy().tobytes()
+
+Log = list[Any]
+
+
+class Stream:
+    """A stream that says which others it waits for."""
+
+    def __init__(self, name: str, log: Log) -> None:
+        self.name = name
+        self.cuda_stream = STREAM
+        self._log = log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: object) -> None:
+        self._log.append(f"{self.name} waits for an event")
+
+
+class Group:
+    """A group whose calls succeed, or fail as `errors` says by name."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self.errors: dict[str, Exception] = {}
+
+    def _call(self, name: str) -> None:
+        self._log.append(name)
+        if name in self.errors:
+            raise self.errors[name]
+
+    def prepare(self, *_: Any) -> None:
+        self._call("prepare")
+
+    def dispatch(self, *_: Any) -> None:
+        self._call("dispatch")
+
+    def combine(self, *_: Any) -> None:
+        self._call("combine")
+
+    def dispatch_bwd(self, *_: Any) -> None:
+        self._call("dispatch_bwd")
+
+    def join_failed(self, operation: int, text: str, stream: int) -> None:
+        assert stream == STREAM
+        self._log.append((operation, text))
+        raise InvalidArgument(text, status="XD_ERROR_INVALID_ARGUMENT")
+
+
+class Device:
+    """One rank of a Buffer on a GPU.
+
+    Args:
+        log: what happens, in order.
+        failures: what reading the group's state gives in turn; None once they are used up.
+    """
+
+    def __init__(self, log: Log, failures: list[Exception] | None = None) -> None:
+        self.log = log
+        self.failures = failures or []
+        self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
+        self.caller, stream = Stream("caller", log), Stream("lane", log)
+        self.lane = SimpleNamespace(
+            cuda=True, device=self.device, stream=stream, raw_stream=STREAM, pool=self,
+            wait_for_host_data=lambda: log.append("host waits"))
+        self.pool = self
+        self.group = Group(log)
+        self.lease: Any = SimpleNamespace(lane=self.lane, group=self.group, plan_bytes=64,
+                                          failure=self.failure)
+        self.exchange = SimpleNamespace(all_gather=self.all_gather)
+
+    def failure(self) -> Exception | None:
+        self.log.append("state read")
+        return self.failures.pop(0) if self.failures else None
+
+    def all_gather(self, row: bytes) -> list[bytes]:
+        self.log.append(("gather", row))
+        return [row] * RANKS
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def host_numbers(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    found: Log = []
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        found.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(_lane.torch.cuda, "stream", on)
+    monkeypatch.setattr(_lane.torch.cuda, "current_stream", lambda _: Stream("caller", found))
+    monkeypatch.setattr(_groups, "is_capturing", lambda _: False)
+    return found
+
+
+def dispatch(device: Device, topk: bool = True, worst_tokens: int = 0) -> Any:
+    topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64) if topk else None
+    choices = Choices(EXPERTS, torch.ones(EXPERTS, dtype=torch.int32),
+                      torch.ones(TOKENS, RANKS, dtype=torch.bool), topk_idx,
+                      torch.zeros(TOKENS, TOPK) if topk else None)
+    tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
+    runtime: Any = device
+    return dispatch_new(runtime, tokens, choices, Limits(1, worst_tokens, 0), device.lease,
+                        Turn(device.lane, None, False))
+
+
+def turns(log: Log) -> Log:
+    """What peers take part in, and where the host waits."""
+    order = [one for one in log if not isinstance(one, str) or not one.startswith(("on ", "lane"))]
+    return [one for one in order if one != "caller waits for lane"]
+
+
+def mismatch(text: str = "of earlier") -> Mismatch:
+    return Mismatch(text, status="XD_ERROR_MISMATCH")
+
+
+def test_rank_that_hears_of_an_earlier_failure_takes_part_in_the_dispatch(log: Log) -> None:
+    with pytest.raises(Mismatch, match="of earlier"):
+        dispatch(Device(log, [mismatch()]))
+    assert turns(log) == ["prepare", "host waits", "state read", (DISPATCH, "of earlier"),
+                          "host waits", "state read"]
+
+
+def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
+    device = Device(log)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt("now")
+
+    device.lane.wait_for_host_data = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        dispatch(device)
+    assert turns(log) == ["prepare", (DISPATCH, "now")]
+
+
+def test_rank_that_fails_without_topk_takes_part_in_the_exchange_of_counts(log: Log) -> None:
+    with pytest.raises(Mismatch, match="of earlier"):
+        dispatch(Device(log, [mismatch()]), topk=False)
+    assert turns(log) == ["prepare", "host waits", "state read", ("gather", FAILED),
+                          (DISPATCH, "of earlier"), "host waits", "state read"]
+
+
+def test_peers_of_a_rank_that_fails_without_topk_hear_it_in_the_exchange(log: Log) -> None:
+    device = Device(log)
+    counts = torch.zeros(EXPERTS, dtype=torch.int32).numpy().tobytes()
+    device.exchange.all_gather = lambda row: [counts, FAILED]
+    text = r"dispatch: rank 1 failed \(rank 0\)"
+    with pytest.raises(Mismatch, match=text) as found:
+        dispatch(device, topk=False)
+    assert found.value.peer == 1
+    assert turns(log) == ["prepare", "host waits", "state read", (DISPATCH, str(found.value)),
+                          "host waits", "state read"]
+
+
+def test_mistake_that_the_call_finds_is_not_told_again(log: Log) -> None:
+    device = Device(log)
+    device.group.errors["dispatch"] = InvalidArgument("bad", status="XD_ERROR_INVALID_ARGUMENT")
+    device.lease.failure = lambda: log.append("state read")  # none so far
+    with pytest.raises(InvalidArgument, match="bad"):
+        dispatch(device)
+    assert turns(log) == ["prepare", "host waits", "state read", "dispatch", "host waits",
+                          "state read"]
+
+
+def test_host_does_not_wait_for_a_failure_that_peers_hear_of_later(log: Log) -> None:
+    device = Device(log)
+    device.group.errors["prepare"] = InvalidArgument("bad", status="XD_ERROR_INVALID_ARGUMENT")
+    with pytest.raises(InvalidArgument, match="bad"):
+        dispatch(device, worst_tokens=8)
+    assert turns(log) == ["prepare", (DISPATCH, "bad")]
+
+
+def test_good_dispatch_joins_nothing(log: Log) -> None:
+    for topk in (True, False):
+        log.clear()
+        dispatch(Device(log), topk)
+        counts = torch.ones(EXPERTS, dtype=torch.int32).numpy().tobytes()
+        gather = [] if topk else [("gather", counts)]
+        assert turns(log) == ["prepare", "host waits", "state read", *gather, "dispatch"]
+
+
+def combine_badly(device: Device) -> None:
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    plan = torch.zeros(64, dtype=torch.uint8)
+    handle = Handle(torch.zeros(RANKS, RANKS), plan, Routing(device.lease, TOKENS, TOPK, TOKENS))
+    runtime: Any = device
+    with Sequence(device.lease, COMBINE, DISPATCH_BWD) as sequence:
+        combine(runtime, sequence, x, handle, torch.zeros(TOKENS, TOPK), [], 1,
+                Turn(device.lane, None, True))
+
+
+def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
+    device = Device(log)
+    device.group.errors["dispatch_bwd"] = InvalidArgument("bad", status="")
+    with pytest.raises(InvalidArgument, match="bad"):
+        combine_badly(device)
+    assert log[-4:] == ["on lane", "combine", "dispatch_bwd", "caller waits for lane"]
+
+
+def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:
+    with Turn(Device(log).lane, None, False) as turn, turn.allocating():
+        log.append("allocated")
+    assert log == ["lane waits for caller", "on caller", "allocated", "lane waits for caller"]
+
+
+def test_lane_that_allocates_does_not_wait_for_the_caller(log: Log) -> None:
+    event = EventHandle()
+    event.event = SimpleNamespace()
+    with Turn(Device(log).lane, EventOverlap(event), True) as turn, turn.allocating():
+        log.append("allocated")
+    assert log == ["lane waits for an event", "on lane", "allocated"]
+
+
+def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
+    device = Device(log)
+
+    def refuse(event: object) -> None:
+        raise RuntimeError("no event")
+
+    device.lane.stream.wait_event = refuse
+    event = EventHandle()
+    event.event = SimpleNamespace()
+    with pytest.raises(RuntimeError, match="no event"), \
+            Sequence(device.lease, PREPARE, DISPATCH), Turn(device.lane, EventOverlap(event), True):
+        pytest.fail("the turn has begun")
+    assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event")]
