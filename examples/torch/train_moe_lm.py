@@ -97,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path("moe-lm"), help="log, checkpoints, "
                         "figure (moe-lm)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: GPUs if there is one for each rank (--demo: if there are 2, it "
-                        "is content with 2 ranks), else the CPU: a single GPU serves --ranks 1 only")
+                        help="auto: GPUs if there is one for each rank (--demo: with 2 or more, it "
+                        "takes 2 ranks), else the CPU: one GPU serves --ranks 1 only")
     parser.add_argument("--text", type=Path, help="folder of .py files (the standard library)")
     parser.add_argument("--resume", action="store_true", help="from the folder's last checkpoint")
     parser.add_argument("--plain", action="store_true",
