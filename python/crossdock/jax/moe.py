@@ -39,11 +39,13 @@ class MoEOutput(NamedTuple):
         aux_loss: ``[]`` float32, 1 if all experts are used alike, more if not: the load-balancing
             loss of the whole batch. Add it to the loss with a factor such as 0.01.
         load: ``[E]`` float32: share of all choices that went to each expert; no gradient.
+        order: stands for the layer's operations, for the ``after`` of a layer beside it.
     """
 
     hidden: jax.Array
     aux_loss: jax.Array
     load: jax.Array
+    order: jax.Array
 
 
 def moe_layer(
@@ -52,6 +54,7 @@ def moe_layer(
     x: jax.Array,
     *,
     normalize_weights: bool = True,
+    after: jax.Array | None = None,
     mesh: EpMesh | None = None,
 ) -> MoEOutput:
     """Send each token of ``x`` through the ``config.topk`` SwiGLU experts that its router chooses.
@@ -66,6 +69,8 @@ def moe_layer(
         params: see `MoEParams`.
         x: ``[..., H]``, the first dimension along the mesh's data and expert axes.
         normalize_weights: whether a token's K weights are scaled to sum to 1.
+        after: the order of a layer whose operations come before these, forward, and after these,
+            backward. Needed where neither layer's input depends on the other's output.
         mesh: from `init`; None = the last one.
 
     Raises:
@@ -76,16 +81,19 @@ def moe_layer(
     if config.rank_major:
         raise ValueError(f"config: expected layout 'expert_major', got {config.layout!r}")
     experts, batch = PartitionSpec(place.ep_axes), PartitionSpec(place.batch_axes)
+    arrays = {
+        "params.router": (params.router, PartitionSpec()),
+        "params.experts_in": (params.experts_in, experts),
+        "params.experts_out": (params.experts_out, experts),
+        "x": (x, batch),
+    }
+    if after is not None:
+        arrays["after"] = (after, batch)
     return on_each_rank(
         place,
         functools.partial(_layer_of_rank, config, place, mesh, normalize_weights),
-        {
-            "params.router": (params.router, PartitionSpec()),
-            "params.experts_in": (params.experts_in, experts),
-            "params.experts_out": (params.experts_out, experts),
-            "x": (x, batch),
-        },
-        out_specs=MoEOutput(batch, PartitionSpec(), PartitionSpec()),
+        arrays,
+        out_specs=MoEOutput(batch, PartitionSpec(), PartitionSpec(), batch),
     )
 
 
@@ -98,6 +106,7 @@ def _layer_of_rank(
     experts_in: jax.Array,
     experts_out: jax.Array,
     x: jax.Array,
+    after: jax.Array | None = None,
 ) -> MoEOutput:
     params = MoEParams(router, experts_in, experts_out)
     _check_shapes(config, place, params, x)
@@ -112,13 +121,12 @@ def _layer_of_rank(
     load = jax.lax.pmean(chosen.mean((0, 1), dtype=jnp.float32), place.batch_axes)
     mean = jax.lax.pmean(probabilities.mean(0), place.batch_axes)
 
-    plan = ep_prepare(config, topk_idx, mesh=mesh)
+    plan = ep_prepare(config, topk_idx, after=after, mesh=mesh)
     received = ep_dispatch(plan, tokens.astype(config.dtype), weights)
     rows = _experts(config, params, received.tokens, plan.padded_counts)
-    out, _ = ep_combine(received.plan, rows, received.weights)
-    return MoEOutput(
-        out.astype(x.dtype).reshape(x.shape), config.num_experts * load @ mean, load
-    )
+    out, plan = ep_combine(received.plan, rows, received.weights)
+    aux_loss = config.num_experts * load @ mean
+    return MoEOutput(out.astype(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
 
 
 def _experts(

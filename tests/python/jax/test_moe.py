@@ -102,7 +102,7 @@ def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
     layer = jax.shard_map(
         lambda params, x: xd.moe_layer(config, params, x), mesh=ep.mesh,
         in_specs=(xd.MoEParams(P(), experts, experts), along),
-        out_specs=xd.MoEOutput(along, P(), P()))
+        out_specs=xd.MoEOutput(along, P(), P(), along))
     jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
 
 
@@ -130,6 +130,29 @@ def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
         lambda p, x: xd.moe_layer(config, xd.MoEParams(**p), x).hidden), (0, 1)))(
             sharded, jax.device_put(x, along), jax.device_put(grad, along))
     jax.tree.map(close, got, expected)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["global", "shard_map"])
+def test_layers_side_by_side_are_chained(mapped):
+    params, x, grad = values(28)
+    ep = make_mesh(*MESHES[1])
+    config = make_config(7)
+    along, experts = P(("data", "expert")), P("expert")
+
+    def both(params, x):
+        first = xd.moe_layer(config, params, x)
+        second = xd.moe_layer(config, params, -x, after=first.order)
+        return second._replace(hidden=first.hidden + second.hidden,
+                               aux_loss=first.aux_loss + second.aux_loss)
+
+    layer = both if not mapped else jax.shard_map(
+        both, mesh=ep.mesh, in_specs=(xd.MoEParams(P(), experts, experts), along),
+        out_specs=xd.MoEOutput(along, P(), P(), along))
+    (out, aux_loss, _), (got, _) = on_mesh(ep, params, x, grad, layer)
+    left, right = plain(params, x, grad), plain(params, -x, grad)
+    close(out, left[0][0] + right[0][0])
+    close(aux_loss, left[0][1] + right[0][1])
+    jax.tree.map(lambda got, one, other: close(got, one + other), got, left[1][0], right[1][0])
 
 
 def test_bfloat16_layer_is_near_float32():
