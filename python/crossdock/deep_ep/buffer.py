@@ -314,7 +314,7 @@ class Buffer:
             topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none.
             topk_weights: [T,K] float32, with `topk_idx`.
             expert_alignment: what numbers of rows per expert are rounded up to.
-            num_worst_tokens: rows to return, at least as many as any rank receives; equal on all
+            num_worst_tokens: rows to return, at least W times the tokens of any rank; equal on all
                 ranks; needs `topk_idx`. 0 = exactly as many as there are. Ignored with `handle`.
             config: its ``num_sms`` counts, without `handle`; None = `Buffer.num_sms`.
             previous_event, async_finish, allocate_on_comm_stream: as in `get_dispatch_layout`.
