@@ -1,4 +1,4 @@
-"""The example trains, and agrees with one device; the documentation's program learns."""
+"""The example trains, and agrees with one device; the documentation's programs run."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ def test_disagreement_is_an_exit_code(tmp_path):
 def test_mistakes_are_named():
     text = run(str(EXAMPLES / "train_moe.py"), "--sequences", "6", code=2)
     assert "--sequences 6: expected a multiple of 4, the ranks" in text
+
+
+def test_operations_of_the_documentation():
+    assert "gradients as expected" in run(str(EXAMPLES / "operations.py"))
 
 
 def test_program_of_the_documentation_learns():

@@ -1,0 +1,37 @@
+"""One batch to its experts and back, in jax.shard_map: gradients of tokens and router weights."""
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # where there is no GPU
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import crossdock.jax as xd
+
+RANKS, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 8, 16, 32, 2
+
+mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+xd.init(mesh, "expert")
+config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, max_tokens=TOKENS, dtype=jnp.float32)
+
+
+def layer(topk_idx, x, topk_weights):  # arrays of one rank
+    plan = xd.ep_prepare(config, topk_idx)
+    tokens, weights, _, plan = xd.ep_dispatch(plan, x, topk_weights)
+    # Rows of local expert e are plan.offsets[e] to plan.offsets[e + 1]; here all are doubled.
+    y, plan = xd.ep_combine(plan, 2 * tokens, weights)
+    return y
+
+
+def loss(topk_idx, x, topk_weights):  # arrays of all ranks, one after the other
+    y = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(
+        topk_idx, x, topk_weights)
+    return (y * y).sum()
+
+
+topk_idx = jnp.arange(RANKS * TOKENS * TOPK, dtype=jnp.int32).reshape(-1, TOPK) % EXPERTS
+x, topk_weights = jnp.ones((RANKS * TOKENS, HIDDEN)), jnp.full((RANKS * TOKENS, TOPK), 0.5)
+grad_x, grad_weights = jax.jit(jax.grad(loss, (1, 2)))(topk_idx, x, topk_weights)
+assert (grad_x == 8).all() and (grad_weights == 8 * HIDDEN).all()
+print("gradients as expected")
