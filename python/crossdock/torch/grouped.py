@@ -91,7 +91,7 @@ def _grouped_mm(
     if _one_kernel(x, matrices):
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
-        return _GROUPED_MM(x, matrices, offs=offsets[1:])
+        return _GROUPED_MM(x, matrices, offs=_ends(x, offsets))
     shape = (x.shape[0], matrices.shape[2])
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
     for expert, rows in _zones(offsets):
@@ -114,7 +114,7 @@ def _(x, weight, offsets, transpose, out_group, grad_group):
 def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
     if _one_kernel(x, y):
-        out = _GROUPED_MM(x.t(), y, offs=offsets[1:])
+        out = _GROUPED_MM(x.t(), y, offs=_ends(x, offsets))
         # Whether the kernel writes a group without rows differs between torch releases.
         return out.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
     out = x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
@@ -166,6 +166,11 @@ def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
         and b.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(a.device) >= (9, 0)
     )
+
+
+def _ends(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Where zones end, inside x: those of a plan that overflows go on behind it."""
+    return offsets[1:].clamp(max=x.shape[0])
 
 
 def _zones(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:

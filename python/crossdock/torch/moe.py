@@ -129,7 +129,7 @@ class MoELayer(nn.Module):
 
         Args:
             x: tokens of any floating-point dtype; at most ``max_tokens`` of them. 0 is fine, and
-                takes part.
+                takes part. ``torch.autocast`` does not reach into the layer.
             after: `MoEOutput.order` of a layer, or a plan, whose operations come before these
                 although no data says so; see ``EpGroup.prepare``.
 
@@ -138,6 +138,10 @@ class MoELayer(nn.Module):
             CrossdockError: as ``EpGroup.prepare``, ``dispatch`` and ``combine``.
         """
         self._check_input(x)
+        with torch.autocast(x.device.type, enabled=False):  # dtypes are the layer's own
+            return self._forward(x, after)
+
+    def _forward(self, x: torch.Tensor, after: Plan | torch.Tensor | None) -> MoEOutput:
         tokens = x.reshape(-1, self.hidden).contiguous()
         logits = F.linear(tokens.float(), self.router.float())
         routing = route(logits, self.topk, normalize=self.normalize_weights)

@@ -199,6 +199,21 @@ def test_bfloat16_layer_pads_zones_and_is_near_float32() -> None:
     run_ranks(2, check_bfloat16)
 
 
+def check_autocast(me: Rank) -> None:
+    with joined() as comm:
+        layer = make_layer(comm)
+        x = mine(me, batch((5, 3))[0], (5, 3))
+        expected = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = layer(x)
+        for name, got, wanted in zip(output._fields, output, expected):
+            assert got.dtype == wanted.dtype and torch.equal(got, wanted), name
+
+
+def test_autocast_does_not_reach_into_the_layer() -> None:
+    run_ranks(2, check_autocast)
+
+
 def check_average(me: Rank) -> None:
     with joined() as comm:
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), make_layer(comm))
