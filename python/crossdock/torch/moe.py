@@ -135,6 +135,8 @@ class MoELayer(nn.Module):
 
         Raises:
             TypeError, ValueError: a bad argument; no row has moved, and the peers get Mismatch.
+                Where ``torch.compile(fullgraph=True)`` meets a bad x, its own error comes instead,
+                and the peers wait until the timeout.
             CrossdockError: as ``EpGroup.prepare``, ``dispatch`` and ``combine``.
         """
         self._check_input(x)
