@@ -27,8 +27,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "minutes on two cores. Needs PyTorch and matplotlib.",
     )
     parser.add_argument("--ranks", type=number(1), default=4, metavar="W",
-                        help="rank processes; on GPUs if there are as many (2 ranks where there are 2 or 3 "
-                             "GPUs), else on the CPU (default: %(default)s)")
+                        help="rank processes; on GPUs if there are as many (2 ranks where there "
+                             "are 2 or 3 GPUs), else on the CPU (default: %(default)s)")
     parser.add_argument("--folder", default="demo",
                         help="for logs and the figure (default: %(default)s)")
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS",
