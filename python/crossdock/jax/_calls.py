@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from ._mesh import EpGroup
+    from ._group import EpGroup
 
 __all__ = ["combine", "combine_bwd", "dispatch", "dispatch_bwd", "prepare", "uniform", "varying"]
 

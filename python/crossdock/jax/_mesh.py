@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,62 +16,17 @@ from crossdock import _core, _jax
 from crossdock.errors import from_details
 
 from ._config import EpConfig
+from ._group import EpGroup, Place, forget_programs, remember_programs
 from ._pool import device_pool
 from ._register import register
 
-__all__ = ["EpGroup", "EpMesh", "current_mesh", "init"]
+__all__ = ["EpMesh", "current_mesh", "init"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
 _ANY = -1  # the ordinal of a process's only device
 
 _meetings = itertools.count()
 _current: EpMesh | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """How arrays lie on a mesh.
-
-    Attributes:
-        mesh: of `init`.
-        ep_axes: the axes whose devices exchange tokens.
-        batch_axes: the axes that the first dimension of global arrays is split over.
-        num_ranks: W.
-    """
-
-    mesh: Mesh
-    ep_axes: tuple[str, ...]
-    batch_axes: tuple[str, ...]
-    num_ranks: int
-
-
-class EpGroup:
-    """One config's group of ranks. Made with the first executable that uses it.
-
-    Attributes:
-        config, place: as given.
-        rows: R, the rows of every receive array of a rank.
-        plan_bytes: bytes of a rank's plan.
-        text: the config as executables name it.
-    """
-
-    def __init__(self, ranks: _jax.Ranks, place: Place, config: EpConfig) -> None:
-        self.place = place
-        self.config = config
-        self.rows = config.rows(place.num_ranks)
-        self.plan_bytes = config.plan_bytes(place.num_ranks)
-        sizes = config.sizes(place.num_ranks)
-        self.text = " ".join(f"{name}={value}" for name, value in sizes.items())
-        self.core = _jax.Group(ranks, self.text, **sizes)
-        self.sharded: dict[Any, Any] = {}  # its operations on global arrays, compiled
-
-    @property
-    def number(self) -> int:
-        """By which custom calls find it."""
-        return self.core.number
-
-    def __repr__(self) -> str:
-        return f"EpGroup({self.number}: {self.config}, {self.place.num_ranks} ranks)"
 
 
 class EpMesh:
@@ -94,14 +49,23 @@ class EpMesh:
         self.devices = tuple(devices)
         self._place = place
         self._ranks = ranks
-        self._groups: dict[EpConfig, EpGroup] = {}
+        self._groups: dict[EpConfig, tuple[EpGroup, _jax.Group]] = {}
+        self._finalizer = weakref.finalize(self, _leave, self._groups, ranks)
 
     def group(self, config: EpConfig) -> EpGroup:
         """The group of a config, the same for equal configs. Local."""
-        group = self._groups.get(config)
-        if group is None:
-            group = self._groups[config] = EpGroup(self._ranks, self._place, config)
-        return group
+        return self._group(config)[0]
+
+    def _group(self, config: EpConfig) -> tuple[EpGroup, _jax.Group]:
+        if config not in self._groups:
+            sizes = config.sizes(self.num_ranks)
+            text = " ".join(f"{name}={value}" for name, value in sizes.items())
+            core = _jax.Group(self._ranks, text, **sizes)
+            rows, plan_bytes = config.rows(self.num_ranks), config.plan_bytes(self.num_ranks)
+            group = EpGroup(core.number, config, self._place, rows, plan_bytes, text)
+            self._groups[config] = group, core
+            remember_programs(core.number)
+        return self._groups[config]
 
     def create(self, config: EpConfig) -> None:
         """Make a config's group now, rather than with the first executable that uses it.
@@ -113,7 +77,7 @@ class EpMesh:
             Mismatch: sizes differ between ranks.
             OutOfMemory: no memory left here (Mismatch on the others).
         """
-        self.group(config).core.create()
+        self._group(config)[1].create()
 
     def status(self, config: EpConfig) -> dict[jax.Device, dict[str, Any]]:
         """Read and clear the non-fatal error state of this process's ranks; never blocks.
@@ -122,7 +86,7 @@ class EpMesh:
             By device the fields of ``xd_ep_status`` in ``crossdock/ep.h``; nothing before the group
             has been made.
         """
-        core = self.group(config).core
+        core = self._group(config)[1]
         found = {device: core.status(index) for index, device in enumerate(self.devices)}
         return {device: status for device, status in found.items() if status is not None}
 
@@ -175,14 +139,19 @@ class EpMesh:
         global _current
         if _current is self:
             _current = None
-        for group in self._groups.values():
-            group.core.close()
-        self._groups.clear()
-        self._ranks.close()
+        self._finalizer()
 
     def __repr__(self) -> str:
         axes = ", ".join(self.ep_axes)
         return f"EpMesh({dict(self.mesh.shape)}, {self.num_ranks} ranks along {axes})"
+
+
+def _leave(groups: dict[EpConfig, tuple[EpGroup, _jax.Group]], ranks: _jax.Ranks) -> None:
+    for group, core in groups.values():
+        forget_programs(group.number)
+        core.close()
+    groups.clear()
+    ranks.close()
 
 
 def current_mesh() -> EpMesh:

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from . import _calls
 from ._config import EpConfig
-from ._mesh import EpGroup, EpMesh, current_mesh
+from ._group import EpGroup
+from ._mesh import EpMesh, current_mesh
 from ._plan import Dispatched, EpPlan
 from ._where import check_layout, local_shape, on_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ._mesh import Place
+from ._group import Place
 from ._where import inside, refuse_elsewhere
 
 __all__ = ["on_each_rank"]

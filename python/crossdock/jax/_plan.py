@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 if TYPE_CHECKING:
-    from ._mesh import EpGroup
+    from ._group import EpGroup
 
 __all__ = ["Dispatched", "EpPlan"]
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ._calls import uniform, varying
-from ._mesh import EpGroup, Place
+from ._group import EpGroup, Place, programs_of
 
 __all__ = ["check_layout", "inside", "local_shape", "on_ranks", "refuse_elsewhere"]
 
@@ -117,10 +117,11 @@ def on_ranks(function: Callable[..., Any], group: EpGroup, *static: Any) -> Call
     if inside(group.place):
         return lambda *arrays: local(*uniform(*arrays))
     key = (function, static)
-    if key not in group.sharded:
+    programs = programs_of(group.number)
+    if key not in programs:
         spec = PartitionSpec(group.place.batch_axes)
         mapped = jax.shard_map(
             local, mesh=group.place.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
-        group.sharded[key] = jax.jit(mapped, inline=True)
-    return group.sharded[key]
+        programs[key] = jax.jit(mapped, inline=True)
+    return programs[key]

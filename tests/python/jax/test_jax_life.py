@@ -111,6 +111,20 @@ def test_groups_that_are_dropped_leave_nothing(where):
     run(where, many)
 
 
+def test_operations_outside_of_jit_keep_nothing():
+    before = workers()
+    world = World()
+    ids = np.zeros((4 * TOKENS, 1), np.int32)
+    x = np.ones((4 * TOKENS, HIDDEN), np.float32)
+    plan = xd.ep_prepare(CONFIG, ids)
+    out, plan = xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)
+    np.testing.assert_array_equal(np.asarray(out), x)
+    assert workers() == before + 4
+    world.ep.close()
+    gc.collect()
+    assert workers() == before  # the plan is data
+
+
 def test_what_is_closed_cannot_be_compiled():
     world = World()
     lowered = program(world).lower(*(world.put(parts) for parts in (
