@@ -41,7 +41,7 @@ class Trainer:
         self.params = self._place(params)
         self._moments = tuple(self._place(jax.tree.map(np.zeros_like, params)) for _ in range(2))
         self.loss_and_gradients = jax.jit(functools.partial(_loss_and_gradients, settings, moe))
-        self._step = jax.jit(functools.partial(_train_step, settings, moe), donate_argnums=(0, 1))
+        self._update = jax.jit(functools.partial(_updated, settings), donate_argnums=(0, 1))
 
     def train(self, text: bytes, show: bool) -> None:
         """Train to the last step. ``show``: print progress, and log to the run's folder."""
@@ -70,8 +70,11 @@ class Trainer:
     def _train_step(self, data: np.ndarray, step: int) -> None:
         s = self.settings
         start = time.perf_counter()
-        self.params, self._moments, losses, load = self._step(
-            self.params, self._moments, jnp.int32(step), *self.batch(data, step)
+        (_, (losses, load)), gradients = self.loss_and_gradients(
+            self.params, *self.batch(data, step)
+        )
+        self.params, self._moments = self._update(
+            self.params, self._moments, gradients, jnp.int32(step)
         )
         loss, aux_loss = np.asarray(losses).tolist()
         self.records.append({
@@ -123,17 +126,14 @@ def _loss_and_gradients(
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-def _train_step(
+def _updated(
     s: Settings,
-    moe: MoE,
     params: Params,
     moments: tuple[Params, Params],
+    gradients: Params,
     step: jax.Array,
-    inputs: jax.Array,
-    targets: jax.Array,
-) -> tuple[Params, tuple[Params, Params], jax.Array, jax.Array]:
-    """One step of AdamW: parameters, moments, losses, load."""
-    (_, (losses, load)), gradients = _loss_and_gradients(s, moe, params, inputs, targets)
+) -> tuple[Params, tuple[Params, Params]]:
+    """Parameters and moments after a step of AdamW."""
     rate = s.learning_rate * jnp.minimum(1.0, (step + 1) / s.warmup)  # up in a line, then down
     rate *= 0.55 + 0.45 * jnp.cos(math.pi * step / s.steps)  # to a tenth
     first, second = _MOMENTS
@@ -145,4 +145,4 @@ def _train_step(
         m, v = m / (1 - first ** (step + 1)), v / (1 - second ** (step + 1))
         return p - rate * (m / (jnp.sqrt(v) + 1e-8) + _WEIGHT_DECAY * p)
 
-    return jax.tree.map(moved, params, mean, square), (mean, square), losses, load
+    return jax.tree.map(moved, params, mean, square), (mean, square)
