@@ -180,7 +180,8 @@ def init(
     (``jax.distributed``) or several. The result serves every `ep_prepare` that names no other.
 
     Args:
-        mesh: devices of one host, CPUs or GPUs.
+        mesh: devices of one host, CPUs or GPUs. Functions in ``shard_map`` use this mesh, or one
+            with the same devices in the same order.
         ep_axis: its axis of experts, or several, the first one counting slowest.
         data_axes: for calls outside ``shard_map``: the axes over which, before `ep_axis`, the first
             dimension of arrays is split.

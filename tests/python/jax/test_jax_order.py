@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import crossdock.jax as xd
-from jax_support import World, equal, everywhere, routing, run, whole
+from jax_support import ON_GPUS, World, equal, everywhere, routing, run, whole
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 33
 CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32)
@@ -65,7 +65,8 @@ def branches(world: World) -> None:
             equal(world.parts(got),
                   lambda r: 2 * x[r] * np.where(ids[r] < 0, np.float32(0), w[r]).sum(
                       1, keepdims=True, dtype=np.float32))
-    assert_chain(compiled.lower(*inputs).compile().as_text())
+    if not ON_GPUS:  # where XLA puts operations into computations of their own
+        assert_chain(compiled.lower(*inputs).compile().as_text())
 
 
 def assert_chain(hlo: str) -> None:
