@@ -79,7 +79,8 @@ class Bench:
         return even + 6 * math.isqrt(even)
 
     def put(self, array: Any) -> Any:
-        sharding = self.jax.sharding.NamedSharding(self.mesh, self.jax.sharding.PartitionSpec("ep"))
+        parts = self.jax.sharding.PartitionSpec("ep")
+        sharding = self.jax.sharding.NamedSharding(self.mesh, parts)
         return self.jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def on_ranks(self, function: Callable[..., Any]) -> Callable[..., Any]:
