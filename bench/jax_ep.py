@@ -74,7 +74,7 @@ class Bench:
         self.check()
 
     def capacity(self) -> int:
-        """Rows that uniform routing never exceeds. Those that it leaves over are zeroed each time."""
+        """Rows that uniform routing never exceeds; what it leaves over is zeroed each time."""
         even = self.options.tokens * self.options.topk
         return even + 6 * math.isqrt(even)
 
