@@ -4,9 +4,9 @@
 
 One rank with a handful of tokens, so that the operations themselves take little. On CUDA the calls
 return before the operations have run: the device is synchronised between batches of calls, and its
-time is not counted. An operator that torch.library.custom_op makes, with a derivative as these have,
-is what one would write without further thought. The smallest mean of a batch counts: what disturbs
-the host only adds.
+time is not counted. An operator that torch.library.custom_op makes, with a derivative as these
+have, is what one would write without further thought. The smallest mean of a batch counts: what
+disturbs the host only adds.
 """
 
 from __future__ import annotations

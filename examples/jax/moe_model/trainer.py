@@ -52,7 +52,8 @@ class Trainer:
                 self._train_step(data, step)
             return
         s.folder.mkdir(parents=True, exist_ok=True)
-        with (s.folder / "log.jsonl").open("w") as log, Progress(self.title, s.steps, 0) as progress:
+        log_file = s.folder / "log.jsonl"
+        with log_file.open("w") as log, Progress(self.title, s.steps, 0) as progress:
             for step in range(s.steps):
                 self._train_step(data, step)
                 print(json.dumps(self.records[-1]), file=log, flush=True)

@@ -123,8 +123,9 @@ def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
 
     expected = jax.jit(jax.grad(objective(
         lambda p, x: plain_moe(p, x, topk=TOPK, aux_loss_weight=0)[0]), (0, 1)))(stacked, x, grad)
-    sharded = {name: jax.device_put(array, NamedSharding(
-        ep.mesh, P() if name == "router" else P(None, "expert"))) for name, array in stacked.items()}
+    specs = {name: P() if name == "router" else P(None, "expert") for name in stacked}
+    sharded = {name: jax.device_put(array, NamedSharding(ep.mesh, specs[name]))
+               for name, array in stacked.items()}
     along = NamedSharding(ep.mesh, P(("data", "expert")))
     got = jax.jit(jax.grad(objective(
         lambda p, x: xd.moe_layer(config, xd.MoEParams(**p), x).hidden), (0, 1)))(
@@ -185,12 +186,14 @@ def test_what_does_not_fit_is_named():
         with pytest.raises(ValueError, match=text):
             xd.moe_layer(config, params, x)
 
-    refused("layout 'expert_major', got 'rank_major'", make_config(7, layout="rank_major"), layer, x)
+    refused("layout 'expert_major', got 'rank_major'", make_config(7, layout="rank_major"), layer,
+            x)
     refused(r"params.router: expected shape \(16, 8\) on a rank, got \(16, 4\)", make_config(7),
             layer._replace(router=params["router"][:, :4]), x)
     refused(r"params.experts_in: expected shape \(4, 16, 48\)", make_config(7),
             layer._replace(experts_in=params["experts_in"][:, :, :24]), x)
-    refused(r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)", make_config(7), layer, x[:27])
+    refused(r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)",
+            make_config(7), layer, x[:27])
     wrong = NamedSharding(ep.mesh, P("expert"))
     refused(r"x: expected P\(\('data', 'expert'\),\), .*; got P\('expert'", make_config(7), layer,
             jax.device_put(x, wrong))
