@@ -52,9 +52,12 @@ def set_up_jax(ranks: int, device: str) -> None:
         ValueError: there are not so many.
     """
     rank = started_rank()
-    if rank is None and device == "cpu":  # which has as many devices as it is told to have
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={ranks}"
+    if device == "cpu":
+        # Keep what jax.checkpoint repeats behind the forward pass: see docs/jax.md, Order.
+        flags = "--xla_disable_hlo_passes=cse_barrier_expander"
+        if rank is None:  # a CPU has as many devices as it is told to have
+            flags += f" --xla_force_host_platform_device_count={ranks}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     import jax  # reads the flags
 
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])

@@ -25,7 +25,8 @@ def run(*command: str, code: int = 0) -> str:
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("where", [[], ["--processes"]], ids=["devices", "processes"])
+@pytest.mark.parametrize("where", [[], ["--processes", "--layers", "1"]],
+                         ids=["devices", "processes"])
 def test_training_agrees_with_one_device(where, tmp_path):
     text = run(str(EXAMPLES / "train_moe.py"), *SMALL, *where, "--check", "--folder", str(tmp_path))
     checked = re.findall(r"^ +(.+?) +differs by .* agrees$", text, re.MULTILINE)
