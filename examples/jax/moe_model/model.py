@@ -6,6 +6,7 @@ gives: Crossdock's layer, or the plain one of plain_moe.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Callable, NamedTuple
 
@@ -59,8 +60,10 @@ def init_params(settings: Settings) -> Params:
 def predict(params: Params, inputs: jax.Array, heads: int, moe: MoE) -> Prediction:
     """``inputs``: bytes, ``[sequences, context]`` int32."""
 
-    # Nothing of a block is kept for its backward pass but what went in.
-    @jax.checkpoint
+    # Nothing of a block is kept for its backward pass but what went in, and Crossdock's order.
+    @functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("crossdock_order")
+    )
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x = x + _attention(p, _normalized(x, p["before_attention"]), heads)
         out, aux_loss, load = moe(p["moe"], _normalized(x, p["before_experts"]))
