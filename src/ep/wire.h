@@ -105,7 +105,8 @@ struct ListedWord {
 struct ChunkFlags {
   int most_tokens;  // of a chunk
 
-  static constexpr int kFewestChunks = 512, kMostParts = 8, kLeastPartBytes = 1024;
+  static constexpr int kFewestChunks = 512, kMostParts = 8;
+  static constexpr std::uint64_t kLeastPartBytes = 1024;
 
   constexpr int tokens_per_chunk(int tokens) const {
     const int wanted = (tokens + kFewestChunks - 1) / kFewestChunks;
@@ -120,7 +121,7 @@ struct ChunkFlags {
   constexpr int parts(int tokens, std::uint64_t row_bytes) const {
     int parts = 1;
     while (parts < kMostParts && 2 * parts * count(tokens) <= kFewestChunks &&
-           row_bytes / (2 * parts) >= kLeastPartBytes) {
+           row_bytes >= 2 * kLeastPartBytes * static_cast<std::uint64_t>(parts)) {
       parts *= 2;
     }
     return parts;
