@@ -74,4 +74,18 @@ xd_ep_config group_config(const nb::kwargs& options) {
   return config;
 }
 
+nb::dict fields_of(const xd_ep_status& status) {
+  nb::dict found;
+  found["status"] = xd_status_name(status.status);
+  found["operation"] = static_cast<int>(status.operation);
+  found["epoch"] = status.epoch;
+  found["rank"] = status.rank;
+  found["bad_ids"] = status.bad_ids;
+  found["needed_rows"] = status.needed_rows;
+  found["capacity_rows"] = status.capacity_rows;
+  found["dropped_rows"] = status.dropped_rows;
+  found["text"] = status.text;
+  return found;
+}
+
 }  // namespace xdpy

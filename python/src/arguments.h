@@ -1,4 +1,4 @@
-// Python values as C ones, with errors that name the argument.
+// Python values as C ones, with errors that name the argument; and what a group says, the other way.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -60,5 +60,8 @@ inline xd_stream stream_of(std::uintptr_t address) {
 // The group's sizes from keyword arguments, named as in xd_ep_config; dtype as data_type() takes
 // it. TypeError for a name that does not exist.
 xd_ep_config group_config(const nb::kwargs& options);
+
+// By the names of xd_ep_status; the status as its name.
+nb::dict fields_of(const xd_ep_status& status);
 
 }  // namespace xdpy

@@ -57,18 +57,7 @@ xd_ep_status Group::read_status() {
 
 nb::dict Group::status() {
   read_status();
-  const xd_ep_status status = std::exchange(unread_, xd_ep_status XD_EP_STATUS_INIT);
-  nb::dict found;
-  found["status"] = xd_status_name(status.status);
-  found["operation"] = static_cast<int>(status.operation);
-  found["epoch"] = status.epoch;
-  found["rank"] = status.rank;
-  found["bad_ids"] = status.bad_ids;
-  found["needed_rows"] = status.needed_rows;
-  found["capacity_rows"] = status.capacity_rows;
-  found["dropped_rows"] = status.dropped_rows;
-  found["text"] = status.text;
-  return found;
+  return fields_of(std::exchange(unread_, xd_ep_status XD_EP_STATUS_INIT));
 }
 
 namespace {

@@ -98,17 +98,7 @@ nb::object group_status(const GroupHandle& self, std::size_t index) {
   if (member == nullptr) return nb::none();
   xd_ep_status status XD_EP_STATUS_INIT;
   if (const auto problem = problem_of(xd_ep_group_status(member->group, &status))) raise(*problem);
-  nb::dict found;
-  found["status"] = xd_status_name(status.status);
-  found["operation"] = static_cast<int>(status.operation);
-  found["epoch"] = status.epoch;
-  found["rank"] = status.rank;
-  found["bad_ids"] = status.bad_ids;
-  found["needed_rows"] = status.needed_rows;
-  found["capacity_rows"] = status.capacity_rows;
-  found["dropped_rows"] = status.dropped_rows;
-  found["text"] = status.text;
-  return found;
+  return xdpy::fields_of(status);
 }
 
 // (status, text) of the first rank of this process whose communicator is finished, or None.
