@@ -1,4 +1,4 @@
-// Python values as C ones, with errors that name the argument; and what a group says, the other way.
+// Python values as C ones, with errors that name the argument; what a group says, the other way.
 #pragma once
 
 #include <crossdock/crossdock.h>
