@@ -159,6 +159,7 @@ class Turn {
   }
   __device__ static std::uint64_t epoch_of(const std::uint64_t* record);
   __device__ bool wait_record(int peer) const;
+  __device__ void read_record(int from, std::uint64_t* words) const;
   __device__ bool take_record(int peer, const RowSizes& sizes);
   __device__ std::byte* tensor_of(int rank, std::uint64_t place, std::uint64_t bytes) const;
   __device__ bool is_last_block(std::uint32_t* counter);

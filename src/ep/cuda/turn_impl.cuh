@@ -249,10 +249,21 @@ __device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place,
   return there ? range.base + offset : nullptr;
 }
 
+// Copies a rank's record of this operation, which has been waited for. Its words are stored one by
+// one, so they are loaded as wait_record() does: never by a weak load, which might miss them.
+__device__ inline void Turn::read_record(int from, std::uint64_t* words) const {
+  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
+  const std::uint64_t* sent = record_at(rank(), from, s_.epoch);
+#pragma unroll
+  for (int w = 0; w < kRecordWords; ++w) {
+    words[w] = from == rank() ? own[w] : ptx::ld_relaxed_sys(sent + w);
+  }
+}
+
 // Reads a peer's record and finds its tensors; false if it offers some that do not exist.
 __device__ inline bool Turn::take_record(int peer, const RowSizes& sizes) {
-  const std::uint64_t* words = peer == rank() ? reinterpret_cast<const std::uint64_t*>(&s_.own)
-                                              : record_at(rank(), peer, s_.epoch);
+  std::uint64_t words[kRecordWords];
+  read_record(peer, words);
   const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
   // status, operation, dtype, flags, row_bytes | extra (and rows) | fingerprint | four places
   static_assert(offsetof(Record, status) == 0 && offsetof(Record, flags) == 3 &&
@@ -411,11 +422,7 @@ __device__ inline void Turn::report() {
                                                       : -1;
   if (s_.status == XD_ERROR_MISMATCH) {
     auto* records = reinterpret_cast<std::uint64_t*>(to->record);
-    for (int r = 0; r < ranks(); ++r) {
-      const std::uint64_t* from = r == rank() ? reinterpret_cast<const std::uint64_t*>(&s_.own)
-                                              : record_at(rank(), r, s_.epoch);
-      for (int w = 0; w < kRecordWords; ++w) records[r * kRecordWords + w] = from[w];
-    }
+    for (int r = 0; r < ranks(); ++r) read_record(r, records + r * kRecordWords);
   }
   ptx::st_release_sys(&to->written, written + 1);
 }
