@@ -188,13 +188,15 @@ XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
 
 /* Makes memory that the caller owns on the communicator's CUDA device part of symmetric memory, so
  * that operations use tensors in it in place: [ptr, ptr + bytes) inside one allocation of
- * cudaMalloc, or of a pool that is made of it. May differ per rank; bytes = 0: none of this rank.
- * *registration gets its number, the same on all ranks. Collective, blocking.
+ * cudaMalloc, or of virtual memory (cuMemCreate with POSIX file descriptors), or of a pool that is
+ * made of either. May differ per rank; bytes = 0: none of this rank. *registration gets its number,
+ * the same on all ranks. Collective, blocking.
  * The memory stays the caller's, and must stay where it is until it has been deregistered, or the
- * communicator destroyed, on all ranks: peers that use it after its process has ended or freed it
- * fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger.
- * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (CUDA
- * IPC cannot share it, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY
+ * communicator destroyed, on all ranks: peers that use cudaMalloc's after its process has ended or
+ * freed it fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger, nor has
+ * virtual memory of another process.
+ * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (it
+ * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY
  * (at most 64 growths and registrations together); on the other ranks MISMATCH. Then nothing has
  * changed. */
 XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);

@@ -24,7 +24,7 @@ int Comm::register_memory(void* ptr, std::size_t bytes) {
     if (!number) heap_.require_room();
     XD_REQUIRE(bytes == 0 || ptr != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
     if (bytes > 0) own = lend_cuda_memory(device_.device_id, ptr, bytes);
-    return Contribution{.blob = own.description};
+    return Contribution{.blob = own.description, .fd = own.fd.get()};
   });
   Segments segments(items.size());
   agree(Collective::enlist, [&] {
@@ -32,7 +32,8 @@ int Comm::register_memory(void* ptr, std::size_t bytes) {
       if (r == at(rank_)) {
         segments[r] = own.segment;
       } else if (!items[r].blob.empty()) {
-        segments[r] = borrow_cuda_memory(device_.device_id, static_cast<int>(r), items[r].blob);
+        segments[r] = borrow_cuda_memory(device_.device_id, static_cast<int>(r), items[r].blob,
+                                         std::move(items[r].fd));
       }
     }
     device_side_->set_heap(*number, segments);

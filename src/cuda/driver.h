@@ -9,25 +9,28 @@
 namespace xd::cuda {
 
 // XD_DRIVER_FUNCTION(name, version of its signature)
-#define XD_DRIVER_FUNCTIONS                                 \
-  XD_DRIVER_FUNCTION(cuGetErrorName, 6000)                  \
-  XD_DRIVER_FUNCTION(cuGetErrorString, 6000)                \
-  XD_DRIVER_FUNCTION(cuDeviceGet, 2000)                     \
-  XD_DRIVER_FUNCTION(cuDeviceGetAttribute, 2000)            \
-  XD_DRIVER_FUNCTION(cuDevicePrimaryCtxRetain, 7000)        \
-  XD_DRIVER_FUNCTION(cuCtxPushCurrent, 4000)                \
-  XD_DRIVER_FUNCTION(cuCtxPopCurrent, 4000)                 \
-  XD_DRIVER_FUNCTION(cuMemGetAllocationGranularity, 10020)  \
-  XD_DRIVER_FUNCTION(cuMemCreate, 10020)                    \
-  XD_DRIVER_FUNCTION(cuMemRelease, 10020)                   \
-  XD_DRIVER_FUNCTION(cuMemAddressReserve, 10020)            \
-  XD_DRIVER_FUNCTION(cuMemAddressFree, 10020)               \
-  XD_DRIVER_FUNCTION(cuMemMap, 10020)                       \
-  XD_DRIVER_FUNCTION(cuMemUnmap, 10020)                     \
-  XD_DRIVER_FUNCTION(cuMemSetAccess, 10020)                 \
-  XD_DRIVER_FUNCTION(cuMemExportToShareableHandle, 10020)   \
-  XD_DRIVER_FUNCTION(cuMemImportFromShareableHandle, 10020) \
-  XD_DRIVER_FUNCTION(cuPointerGetAttribute, 4000)           \
+#define XD_DRIVER_FUNCTIONS                                         \
+  XD_DRIVER_FUNCTION(cuGetErrorName, 6000)                          \
+  XD_DRIVER_FUNCTION(cuGetErrorString, 6000)                        \
+  XD_DRIVER_FUNCTION(cuDeviceGet, 2000)                             \
+  XD_DRIVER_FUNCTION(cuDeviceGetAttribute, 2000)                    \
+  XD_DRIVER_FUNCTION(cuDevicePrimaryCtxRetain, 7000)                \
+  XD_DRIVER_FUNCTION(cuCtxPushCurrent, 4000)                        \
+  XD_DRIVER_FUNCTION(cuCtxPopCurrent, 4000)                         \
+  XD_DRIVER_FUNCTION(cuMemGetAllocationGranularity, 10020)          \
+  XD_DRIVER_FUNCTION(cuMemCreate, 10020)                            \
+  XD_DRIVER_FUNCTION(cuMemRelease, 10020)                           \
+  XD_DRIVER_FUNCTION(cuMemAddressReserve, 10020)                    \
+  XD_DRIVER_FUNCTION(cuMemAddressFree, 10020)                       \
+  XD_DRIVER_FUNCTION(cuMemMap, 10020)                               \
+  XD_DRIVER_FUNCTION(cuMemUnmap, 10020)                             \
+  XD_DRIVER_FUNCTION(cuMemSetAccess, 10020)                         \
+  XD_DRIVER_FUNCTION(cuMemExportToShareableHandle, 10020)           \
+  XD_DRIVER_FUNCTION(cuMemImportFromShareableHandle, 10020)         \
+  XD_DRIVER_FUNCTION(cuMemRetainAllocationHandle, 11000)            \
+  XD_DRIVER_FUNCTION(cuMemGetAllocationPropertiesFromHandle, 10020) \
+  XD_DRIVER_FUNCTION(cuMemGetAccess, 10020)                         \
+  XD_DRIVER_FUNCTION(cuPointerGetAttribute, 4000)                   \
   XD_DRIVER_FUNCTION(cuMemGetAddressRange, 3020)
 
 struct Driver {

@@ -9,6 +9,7 @@
 #include "cuda/device.h"
 #include "cuda/driver.h"
 #include "cuda/error.h"
+#include "cuda/virtual_memory.h"
 #include "memory/process_token.h"
 
 namespace xd {
@@ -16,14 +17,18 @@ namespace {
 
 using cuda::driver;
 
-// What peers are told. A handle stands for a whole allocation.
+// What peers are told of a range of an allocation.
 struct Description {
   std::uint64_t process;  // whose addresses these are
-  std::uint64_t address;
-  std::uint64_t offset;  // from the start of the allocation
+  std::uint64_t base;     // of the allocation
+  std::uint64_t allocated;
+  std::uint64_t offset;
   std::uint64_t bytes;
   cuda::Uuid device;
-  cudaIpcMemHandle_t handle;
+  std::uint64_t is_virtual;   // a descriptor comes with it
+  cudaIpcMemHandle_t handle;  // else
+
+  std::byte* address() const { return cuda::as_pointer(base + offset); }
 };
 
 // Memory of this process that somebody else owns.
@@ -32,18 +37,28 @@ class LentSegment final : public Segment {
   LentSegment(std::byte* base, std::size_t bytes) : Segment(base, bytes, false) {}
 };
 
-// Memory of another process. The driver counts how often a process has opened it.
-class BorrowedSegment final : public Segment {
+// Memory of another process, opened by a handle. The driver counts how often a process has.
+class OpenedSegment final : public Segment {
  public:
-  BorrowedSegment(int device, std::byte* allocation, std::size_t offset, std::size_t bytes)
-      : Segment(allocation + offset, bytes, false), device_(device), allocation_(allocation) {}
-  ~BorrowedSegment() override {
+  OpenedSegment(int device, std::byte* allocation, const Description& d)
+      : Segment(allocation + d.offset, d.bytes, false), device_(device), allocation_(allocation) {}
+  ~OpenedSegment() override {
     cuda::try_on_device(device_, [this] { cudaIpcCloseMemHandle(allocation_); });
   }
 
  private:
   int device_;
   std::byte* allocation_;
+};
+
+// Memory of another process, mapped here: it stays, whatever its owner does.
+class MappedSegment final : private cuda::Mapping, public Segment {
+ public:
+  MappedSegment(int device, const cuda::Allocation& allocation, const Description& d)
+      : Mapping(device, allocation, d.allocated),
+        Segment(Mapping::base() + d.offset, d.bytes, false) {
+    cuda::allow_access(Mapping::base(), d.allocated, device);
+  }
 };
 
 struct Range {
@@ -66,16 +81,32 @@ Range allocation_of(int device, void* ptr, std::size_t bytes) {
   return range;
 }
 
-void require_lendable(void* ptr) {
-  int lendable = 0;
-  XD_CUDA_CHECK(driver().cuPointerGetAttribute(&lendable,
-                                               CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-                                               reinterpret_cast<CUdeviceptr>(ptr)));
-  if (lendable == 0) {
-    fail(XD_ERROR_UNSUPPORTED, "ptr = ", ptr,
-         ": CUDA IPC cannot share this memory, as it does not come from cudaMalloc (but from "
-         "cudaMallocAsync or virtual memory)");
+bool has_ipc_handle(const void* ptr) {
+  int has = 0;
+  XD_CUDA_CHECK(driver().cuPointerGetAttribute(
+      &has, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, reinterpret_cast<CUdeviceptr>(ptr)));
+  return has != 0;
+}
+
+cudaIpcMemHandle_t ipc_handle(void* ptr) {
+  cudaIpcMemHandle_t handle{};
+  if (const cudaError_t error = cudaIpcGetMemHandle(&handle, ptr); error != cudaSuccess) {
+    cudaGetLastError();
+    fail(XD_ERROR_UNSUPPORTED, "ptr = ", ptr, ": cudaIpcGetMemHandle: ", cudaGetErrorString(error));
   }
+  return handle;
+}
+
+UniqueFd share_virtual(const void* ptr, const Range& range) {
+  const auto first = cuda::Allocation::at(range.base);
+  if (!first || !first.shareable()) {
+    fail(XD_ERROR_UNSUPPORTED, "ptr = ", ptr,
+         ": this memory cannot be shared: it is neither cudaMalloc's nor virtual memory made for "
+         "POSIX file descriptors (but cudaMallocAsync's, perhaps)");
+  }
+  const auto last = cuda::Allocation::at(range.base + range.bytes - 1);
+  XD_REQUIRE(first.get() == last.get(), "ptr = ", ptr, ", expected memory of one allocation");
+  return first.share();
 }
 
 void enable_peer_access(int owner) {
@@ -95,19 +126,21 @@ SegmentMaker::Made lend_cuda_memory(int device, void* ptr, std::size_t bytes) {
              ", expected a 16-byte aligned address");
   const cuda::DeviceGuard guard(device);
   const Range allocation = allocation_of(device, ptr, bytes);
-  require_lendable(ptr);
+  const bool is_virtual = !has_ipc_handle(ptr);
+  SegmentMaker::Made made;
   Description description{.process = process_token(),
-                          .address = reinterpret_cast<std::uint64_t>(ptr),
+                          .base = allocation.base,
+                          .allocated = allocation.bytes,
                           .offset = reinterpret_cast<CUdeviceptr>(ptr) - allocation.base,
                           .bytes = bytes,
                           .device = cuda::require_device(device).uuid,
+                          .is_virtual = is_virtual,
                           .handle = {}};
-  if (const cudaError_t error = cudaIpcGetMemHandle(&description.handle, ptr);
-      error != cudaSuccess) {
-    cudaGetLastError();
-    fail(XD_ERROR_UNSUPPORTED, "ptr = ", ptr, ": cudaIpcGetMemHandle: ", cudaGetErrorString(error));
+  if (is_virtual) {
+    made.fd = share_virtual(ptr, allocation);
+  } else {
+    description.handle = ipc_handle(ptr);
   }
-  SegmentMaker::Made made;
   made.segment = std::make_shared<LentSegment>(static_cast<std::byte*>(ptr), bytes);
   made.description.resize(sizeof(description));
   std::memcpy(made.description.data(), &description, sizeof(description));
@@ -115,7 +148,7 @@ SegmentMaker::Made lend_cuda_memory(int device, void* ptr, std::size_t bytes) {
 }
 
 std::shared_ptr<Segment> borrow_cuda_memory(int device, int owner,
-                                            std::span<const std::byte> description) {
+                                            std::span<const std::byte> description, UniqueFd fd) {
   Description d{};
   if (description.size() != sizeof(d)) {
     fail(XD_ERROR_MISMATCH, "rank ", owner, " sent a malformed description of its memory");
@@ -125,8 +158,15 @@ std::shared_ptr<Segment> borrow_cuda_memory(int device, int owner,
   const int there = cuda::find_device(d.device);
   if (there >= 0) cuda::require_peer_access(device, there);
   if (d.process == process_token()) {
-    if (there != device) enable_peer_access(there);
-    return std::make_shared<LentSegment>(cuda::as_pointer(d.address), d.bytes);
+    if (d.is_virtual != 0) {
+      cuda::allow_access(cuda::as_pointer(d.base), d.allocated, device);
+    } else if (there != device) {
+      enable_peer_access(there);
+    }
+    return std::make_shared<LentSegment>(d.address(), d.bytes);
+  }
+  if (d.is_virtual != 0) {
+    return std::make_shared<MappedSegment>(device, cuda::Allocation::import(fd), d);
   }
   void* allocation = nullptr;
   const cudaError_t error =
@@ -136,8 +176,7 @@ std::shared_ptr<Segment> borrow_cuda_memory(int device, int owner,
     fail(XD_ERROR_UNSUPPORTED, "the memory of rank ", owner,
          " cannot be opened here: cudaIpcOpenMemHandle: ", cudaGetErrorString(error));
   }
-  return std::make_shared<BorrowedSegment>(device, static_cast<std::byte*>(allocation), d.offset,
-                                           d.bytes);
+  return std::make_shared<OpenedSegment>(device, static_cast<std::byte*>(allocation), d);
 }
 
 }  // namespace xd

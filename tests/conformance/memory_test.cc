@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -166,35 +167,46 @@ TEST(SymmetricMemory, AGrowthThatOneRankCannotAffordGrowsNowhere) {
 }
 
 // Without staging nothing but the registration lets rows reach these tensors.
-TEST(SymmetricMemory, OfTheCallerIsUsedInPlaceOnceRegistered) {
+void use_in_place(const Rank& rank) {
+  FixedShape shape;
+  shape.staging = XD_EP_STAGING_NONE;
+  FixedStep step(rank, shape);
+  std::vector<std::int32_t> registrations;
+  for (Tensor* tensor : step.receive_tensors()) {
+    const xd_status status =
+        xd_mem_register(rank.comm, tensor->buffer().data(), tensor->buffer().bytes(),
+                        &registrations.emplace_back());
+    if (rank.memory->device().device_type == kDLCPU) {
+      EXPECT_EQ(status, XD_ERROR_UNSUPPORTED) << xd_last_error();
+      return;
+    }
+    ok(status);
+  }
+  const Group group = make_group(rank.comm, shape.config(rank.num_ranks));
+  for (int number = 0; number < 7; ++number) {
+    step.load(number);
+    step.enqueue_all(group.get());
+    ok(finish(rank, group.get(), XD_SUCCESS));
+    step.check();
+  }
+  for (const std::int32_t registration : registrations) {
+    ok(xd_mem_deregister(rank.comm, registration));
+  }
+  EXPECT_EQ(step.enqueue(group.get(), XD_EP_PREPARE), XD_SUCCESS) << xd_last_error();
+  EXPECT_EQ(finish(rank, group.get(), step.enqueue(group.get(), XD_EP_DISPATCH)),
+            XD_ERROR_INVALID_ARGUMENT);
+}
+
+TEST(SymmetricMemory, OfTheCallerIsUsedInPlaceOnceRegistered) { on_every_rank(use_in_place); }
+
+TEST(SymmetricMemory, VirtualMemoryOfTheCallerIsUsedInPlaceOnceRegistered) {
   on_every_rank([](Rank& rank) {
-    FixedShape shape;
-    shape.staging = XD_EP_STAGING_NONE;
-    FixedStep step(rank, shape);
-    std::vector<std::int32_t> registrations;
-    for (Tensor* tensor : step.receive_tensors()) {
-      const xd_status status =
-          xd_mem_register(rank.comm, tensor->buffer().data(), tensor->buffer().bytes(),
-                          &registrations.emplace_back());
-      if (rank.memory->device().device_type == kDLCPU) {
-        EXPECT_EQ(status, XD_ERROR_UNSUPPORTED) << xd_last_error();
-        return;
-      }
-      ok(status);
+    const std::unique_ptr<Memory> memory = rank.memory->of_virtual_memory();
+    if (memory == nullptr) {
+      EXPECT_EQ(rank.memory->device().device_type, kDLCPU);
+      return;
     }
-    const Group group = make_group(rank.comm, shape.config(rank.num_ranks));
-    for (int number = 0; number < 7; ++number) {
-      step.load(number);
-      step.enqueue_all(group.get());
-      ok(finish(rank, group.get(), XD_SUCCESS));
-      step.check();
-    }
-    for (const std::int32_t registration : registrations) {
-      ok(xd_mem_deregister(rank.comm, registration));
-    }
-    EXPECT_EQ(step.enqueue(group.get(), XD_EP_PREPARE), XD_SUCCESS) << xd_last_error();
-    EXPECT_EQ(finish(rank, group.get(), step.enqueue(group.get(), XD_EP_DISPATCH)),
-              XD_ERROR_INVALID_ARGUMENT);
+    use_in_place(rank.on(*memory));
   });
 }
 

@@ -23,6 +23,7 @@ class HostMemory final : public Memory {
   }
   void synchronize() override {}
   std::unique_ptr<Memory> another_stream() const override { return std::make_unique<HostMemory>(); }
+  std::unique_ptr<Memory> of_virtual_memory() const override { return nullptr; }
   std::size_t device_bytes_used() const override { return 0; }
 
  private:

@@ -29,6 +29,8 @@ class Memory {
   virtual void synchronize() = 0;
   // The same device, with a stream of its own.
   virtual std::unique_ptr<Memory> another_stream() const = 0;
+  // The same device's, allocated as pools of virtual memory do; null where there is no such thing.
+  virtual std::unique_ptr<Memory> of_virtual_memory() const = 0;
   // Bytes of the device that are taken, by whomever; 0 where that says nothing.
   virtual std::size_t device_bytes_used() const = 0;
 };

@@ -5,6 +5,7 @@
 #include "support/memory_cuda.h"
 
 #include <crossdock/version.h>
+#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include <map>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace xd::test {
@@ -32,9 +34,51 @@ struct Lane {
   std::byte* staging = nullptr;  // pinned
 };
 
+void check(CUresult error, const char* call) {
+  if (error == CUDA_SUCCESS) return;
+  throw std::runtime_error(std::string(call) + ": error " + std::to_string(error));
+}
+
+template <class Function>
+Function driver(const char* name, unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  check(cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result),
+        name);
+  return reinterpret_cast<Function>(function);
+}
+
+enum class Source { malloc, virtual_memory };
+
+void* malloc_chunk(std::size_t bytes) {
+  void* chunk = nullptr;
+  check(cudaMalloc(&chunk, bytes), "cudaMalloc");
+  return chunk;
+}
+
+// As XLA does: shareable, accessible from its own device alone.
+void* map_chunk(int device, std::size_t bytes) {
+  const CUmemLocation where{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = where;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  CUmemGenericAllocationHandle handle = 0;
+  check(driver<PFN_cuMemCreate_v10020>("cuMemCreate", 10020)(&handle, bytes, &properties, 0),
+        "cuMemCreate");
+  CUdeviceptr base = 0;
+  check(driver<PFN_cuMemAddressReserve_v10020>("cuMemAddressReserve", 10020)(&base, bytes, 0, 0, 0),
+        "cuMemAddressReserve");
+  check(driver<PFN_cuMemMap_v10020>("cuMemMap", 10020)(base, bytes, 0, handle, 0), "cuMemMap");
+  const CUmemAccessDesc access{.location = where, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  check(driver<PFN_cuMemSetAccess_v10020>("cuMemSetAccess", 10020)(base, bytes, &access, 1),
+        "cuMemSetAccess");
+  return reinterpret_cast<void*>(base);  // NOLINT(performance-no-int-to-ptr)
+}
+
 class Device {
  public:
-  explicit Device(int ordinal) : ordinal_(ordinal) {}
+  Device(int ordinal, Source source) : ordinal_(ordinal), source_(source) {}
   int ordinal() const { return ordinal_; }
   // For the calling thread.
   void select() const { check(cudaSetDevice(ordinal_), "cudaSetDevice"); }
@@ -74,8 +118,8 @@ class Device {
     constexpr std::size_t kChunk = std::size_t{64} << 20;
     if (size > chunk_left_) {
       chunk_left_ = std::max(size, kChunk);
-      void* chunk = nullptr;
-      check(cudaMalloc(&chunk, chunk_left_), "cudaMalloc");
+      void* const chunk =
+          source_ == Source::malloc ? malloc_chunk(chunk_left_) : map_chunk(ordinal_, chunk_left_);
       chunk_ = static_cast<std::byte*>(chunk);
     }
     std::byte* const result = chunk_;
@@ -94,6 +138,7 @@ class Device {
   }
 
   const int ordinal_;
+  const Source source_;
   std::mutex mutex_;
   std::byte* chunk_ = nullptr;
   std::size_t chunk_left_ = 0;
@@ -103,11 +148,11 @@ class Device {
 };
 
 // Never destroyed: the driver may be gone by then.
-Device& device(int ordinal) {
+Device& device(int ordinal, Source source) {
   static std::mutex mutex;
-  static auto* const devices = new std::map<int, Device>;
+  static auto* const devices = new std::map<std::pair<int, Source>, Device>;
   const std::lock_guard lock(mutex);
-  return devices->try_emplace(ordinal, ordinal).first->second;
+  return devices->try_emplace({ordinal, source}, ordinal, source).first->second;
 }
 
 class CudaMemory final : public Memory {
@@ -161,6 +206,9 @@ class CudaMemory final : public Memory {
   std::unique_ptr<Memory> another_stream() const override {
     return std::make_unique<CudaMemory>(device_);
   }
+  std::unique_ptr<Memory> of_virtual_memory() const override {
+    return std::make_unique<CudaMemory>(test::device(device_.ordinal(), Source::virtual_memory));
+  }
 
   std::size_t device_bytes_used() const override {
     device_.select();
@@ -195,7 +243,7 @@ int cuda_device_count() {
 }
 
 std::unique_ptr<Memory> make_cuda_memory(int rank) {
-  return std::make_unique<CudaMemory>(device(rank % cuda_device_count()));
+  return std::make_unique<CudaMemory>(device(rank % cuda_device_count(), Source::malloc));
 }
 
 }  // namespace xd::test

@@ -15,6 +15,7 @@ __all__ = ["EpConfig"]
 
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
 _OVERFLOWS = {"error": 0, "drop": 1}
+_STAGINGS = {"auto": 0, "none": 1}
 
 # DLPack's type code << 8 | bits.
 _DTYPES = {
@@ -44,6 +45,9 @@ class EpConfig:
             fails; ``"drop"``: its last rows are dropped.
         alignment: of each expert's rows, a power of two; padding rows are zero.
         num_sms: GPUs: multiprocessors to use; 0 = chosen by the library.
+        staging: ``"auto"``: the group has memory of its own, through which rows go where XLA's
+            buffers are not symmetric memory; ``"none"``: it has not, and such buffers are refused
+            (GPUs, after `EpMesh.register_memory`).
     """
 
     num_experts: int
@@ -56,10 +60,12 @@ class EpConfig:
     overflow: str = "error"
     alignment: int = 1
     num_sms: int = 0
+    staging: str = "auto"
 
     def __post_init__(self) -> None:
         _choice("layout", self.layout, _LAYOUTS)
         _choice("overflow", self.overflow, _OVERFLOWS)
+        _choice("staging", self.staging, _STAGINGS)
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
@@ -99,6 +105,7 @@ class EpConfig:
             "overflow": _OVERFLOWS[self.overflow],
             "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static
             "num_sms": self.num_sms,
+            "staging": _STAGINGS[self.staging],
         }
 
 

@@ -118,10 +118,11 @@ class EpMesh:
     def register_memory(self) -> None:
         """Let operations on GPUs use XLA's buffers in place, without copies. Collective, blocking.
 
-        Makes the memory that XLA's allocator has taken from each device so far part of symmetric
-        memory: with the default preallocation that is its whole pool. What it takes later goes
-        through the groups' own memory, as without this call. A process that ends without `close`
-        may take its peers' device contexts with it.
+        Makes the allocation that XLA's allocator carves a device's buffers from part of symmetric
+        memory: with the default preallocation that is its whole pool. What it allocates beside it
+        goes through the groups' own memory, as without this call. Where XLA takes its pool with
+        ``cudaMalloc`` (it does not with JAX 0.11), a process that ends without `close` may take its
+        peers' device contexts with it.
 
         Raises:
             Unsupported: the memory cannot be shared, as with ``cuda_async`` as allocator, or on the

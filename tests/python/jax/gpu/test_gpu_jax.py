@@ -6,6 +6,7 @@ As many ranks as there are GPUs, 4 or 2. XLA puts operations into command buffer
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -31,7 +32,7 @@ if gpus() > 1:
     os.environ["XD_JAX_GPUS"] = str(4 if gpus() >= 4 else 2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(os.environ["XD_JAX_GPUS"]))))
     os.environ["JAX_PLATFORMS"] = "cuda"
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.1"
     os.environ["XLA_FLAGS"] = ("--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL "
                                "--xla_gpu_graph_min_graph_size=1")
 
@@ -113,13 +114,13 @@ def test_two_programs_back_to_back(where):
 CONFIG = xd.EpConfig(8, 128, 2, 64, dtype=np.float32)
 
 
-def trip(ids, x, weights):
-    tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
-    return xd.ep_combine(plan, tokens * 2, weights)[0]
-
-
-def round_trips(world: World, batches: int, runs: int) -> None:
+def round_trips(world: World, batches: int, runs: int, config: xd.EpConfig = CONFIG) -> None:
     """One program on one batch after another, some times each."""
+
+    def trip(ids, x, weights):
+        tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(config, ids), x, weights)
+        return xd.ep_combine(plan, tokens * 2, weights)[0]
+
     function = world.on_ranks(trip)
     rng = np.random.default_rng(111)
     for seed in range(batches):
@@ -163,11 +164,16 @@ def test_bad_expert_ids(where):
     run(where, bad_ids)
 
 
-def in_place(world: World) -> None:
+def in_place(world: World, layout: str) -> None:
+    """A group without memory to stage rows takes XLA's buffers, once its pool is registered."""
+    config = dataclasses.replace(CONFIG, staging="none", layout=layout)
+    with pytest.raises(Exception, match="symmetric memory"):
+        round_trips(world, 1, 1, config)
     world.ep.register_memory()
-    round_trips(world, 5, 2)
+    round_trips(world, 5, 2, config)
 
 
-def test_memory_pool_of_xla_in_place():
-    """Only between processes: CUDA shares a process's memory with others, not with itself."""
-    run("processes", in_place)
+@everywhere
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_memory_pool_of_xla_in_place(where, layout):
+    run(where, in_place, layout)
