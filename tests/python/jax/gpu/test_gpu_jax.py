@@ -119,7 +119,14 @@ def round_trips(world: World, batches: int, runs: int, config: xd.EpConfig = CON
 
     def trip(ids, x, weights):
         tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(config, ids), x, weights)
-        return xd.ep_combine(plan, tokens * 2, weights)[0]
+        return xd.ep_combine(plan, tokens * 2, None if config.rank_major else weights)[0]
+
+    def factors(ids, weights):
+        """Of each token of a rank: its weights' sum, or how many ranks it goes to."""
+        if not config.rank_major:
+            return np.where(ids < 0, np.float32(0), weights).sum(1, keepdims=True)
+        owners = np.where(ids < 0, -1, ids // (config.num_experts // RANKS))
+        return (owners[:, :, None] == np.arange(RANKS)).any(1).sum(1, keepdims=True)
 
     function = world.on_ranks(trip)
     rng = np.random.default_rng(111)
@@ -127,10 +134,10 @@ def round_trips(world: World, batches: int, runs: int, config: xd.EpConfig = CON
         ids = routing(seed, 64, 8, 2, "uniform")
         x, weights = whole(rng, 64, 128), whole(rng, 64, 2)
         inputs = world.put(ids), world.put(x), world.put(weights)
-        sums = [np.where(i < 0, np.float32(0), w).sum(1, keepdims=True)
-                for i, w in zip(ids, weights)]
+        expected = [2 * x[rank] * factors(ids[rank], weights[rank]).astype(np.float32)
+                    for rank in range(RANKS)]
         for _ in range(runs):
-            equal(world.parts(function(*inputs)), lambda rank: 2 * x[rank] * sums[rank])
+            equal(world.parts(function(*inputs)), lambda rank: expected[rank])
     world.ep.check()
 
 
@@ -167,8 +174,10 @@ def test_bad_expert_ids(where):
 def in_place(world: World, layout: str) -> None:
     """A group without memory to stage rows takes XLA's buffers, once its pool is registered."""
     config = dataclasses.replace(CONFIG, staging="none", layout=layout)
-    with pytest.raises(Exception, match="symmetric memory"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="outside symmetric memory"):
         round_trips(world, 1, 1, config)
+    with pytest.raises(errors.InvalidArgument):
+        world.ep.check()
     world.ep.register_memory()
     round_trips(world, 5, 2, config)
 
