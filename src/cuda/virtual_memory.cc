@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <mutex>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -98,6 +99,9 @@ std::byte* Mapping::base() const { return as_pointer(base_); }
 
 void allow_access(void* base, std::size_t bytes, int device) {
   const CUmemLocation where{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+  // The driver refuses access that another thread has given between the question and the grant.
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   unsigned long long flags = 0;
   XD_CUDA_CHECK(driver().cuMemGetAccess(&flags, &where, address_of(base)));
   if (flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) return;

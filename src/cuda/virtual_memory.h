@@ -56,7 +56,8 @@ class Mapping {
   std::size_t bytes_;
 };
 
-// Lets `device` read and write what is mapped there, if it could not. Access of others stays.
+// Lets `device` read and write what is mapped there, if it could not. Access of others stays. Any
+// thread.
 void allow_access(void* base, std::size_t bytes, int device);
 
 }  // namespace xd::cuda
