@@ -30,6 +30,7 @@ from ._config import EpConfig
 from ._mesh import EpMesh, init
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._plan import Dispatched, EpPlan
+from ._quantized import QuantizedRows
 from .moe import MoEOutput, MoEParams, moe_layer
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "EpPlan",
     "MoEOutput",
     "MoEParams",
+    "QuantizedRows",
     "ep_combine",
     "ep_dispatch",
     "ep_prepare",

@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from ._quantized import ELEMENT, SCALE_BLOCK
 
 if TYPE_CHECKING:
     from ._group import EpGroup
@@ -37,23 +40,41 @@ def prepare(group: EpGroup, topk_idx: Array, order: Array) -> tuple[Array, ...]:
 
 
 def dispatch(
-    group: EpGroup, plan: Array, x: Array, topk_weights: Array | None, order: Array
+    group: EpGroup,
+    quantize: bool,
+    plan: Array,
+    x: Array,
+    scales: Array | None,
+    topk_weights: Array | None,
+    order: Array,
 ) -> tuple[Array | None, ...]:
-    """-> recv_tokens, recv_weights or None, recv_topk_idx or None, order."""
-    rows = group.rows
+    """-> recv_tokens, recv_scales, link (see `QuantizedRows`), recv_weights, recv_topk_idx, order.
+
+    All but the first and last may be None.
+    """
+    rows, columns = group.rows, x.shape[-1]
     topk = group.config.topk if topk_weights is None else topk_weights.shape[-1]
     inputs = {"plan": plan, "tokens": _rows(x)}
-    outputs = {"recv_tokens": ((rows, x.shape[-1]), x.dtype)}
+    outputs = {"recv_tokens": ((rows, columns), ELEMENT if quantize else x.dtype)}
+    if quantize:
+        outputs["recv_scales"] = ((rows, columns // SCALE_BLOCK), np.float32)
+    elif scales is not None:
+        inputs["scales"] = _rows(scales)
+        outputs["recv_scales"] = ((rows, scales.shape[-1]), scales.dtype)
     if topk_weights is not None:
         inputs["topk_weights"] = _rows(topk_weights)
         shape = (rows, topk) if group.config.rank_major else (rows,)
         outputs["recv_weights"] = (shape, np.float32)
     if group.config.rank_major:
         outputs["recv_topk_idx"] = ((rows, topk), np.int32)
-    return _call("dispatch", group, inputs, outputs, order, _DISPATCH_RESULTS)
+    tokens, scales, *others, order = _call(
+        "dispatch", group, inputs, outputs, order, _DISPATCH_RESULTS
+    )
+    link = uniform(jnp.zeros((rows, columns), x.dtype), order)[0] if quantize else None
+    return tokens, scales, link, *others, order
 
 
-_DISPATCH_RESULTS = ("recv_tokens", "recv_weights", "recv_topk_idx")
+_DISPATCH_RESULTS = ("recv_tokens", "recv_scales", "recv_weights", "recv_topk_idx")
 
 
 def combine(
@@ -79,22 +100,25 @@ def dispatch_bwd(
     shape: tuple[int, ...],
     topk: int,
     plan: Array,
-    grad_tokens: Array,
+    grad_tokens: Array | None,
     grad_weights: Array | None,
     order: Array,
 ) -> tuple[Array | None, ...]:
-    """-> grad of x ``[*shape, H]``, grad of topk_weights ``[*shape, K]`` or None, order."""
-    tokens, hidden = math.prod(shape), grad_tokens.shape[-1]
-    inputs = {"plan": plan, "grad_recv_tokens": grad_tokens}
-    outputs: dict[str, Any] = {"grad_tokens": ((tokens, hidden), grad_tokens.dtype)}
+    """-> grad of x ``[*shape, H]`` or None, grad of topk_weights ``[*shape, K]`` or None, order.
+
+    One of the two gradients must be given.
+    """
+    tokens = math.prod(shape)
+    inputs, outputs = {"plan": plan}, {}
+    if grad_tokens is not None:
+        inputs["grad_recv_tokens"] = grad_tokens
+        outputs["grad_tokens"] = ((tokens, grad_tokens.shape[-1]), grad_tokens.dtype)
     if grad_weights is not None:
         inputs["grad_recv_weights"] = grad_weights
         outputs["grad_topk_weights"] = ((tokens, topk), np.float32)
     names = ("grad_tokens", "grad_topk_weights")
-    grad_x, grad_topk_weights, order = _call("dispatch_bwd", group, inputs, outputs, order, names)
-    if grad_topk_weights is not None:
-        grad_topk_weights = grad_topk_weights.reshape(*shape, topk)
-    return grad_x.reshape(*shape, hidden), grad_topk_weights, order
+    *grads, order = _call("dispatch_bwd", group, inputs, outputs, order, names)
+    return (*(None if g is None else g.reshape(*shape, g.shape[-1]) for g in grads), order)
 
 
 def combine_bwd(

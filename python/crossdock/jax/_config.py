@@ -11,6 +11,8 @@ import numpy as np
 
 from crossdock import _core
 
+from ._quantized import SCALE_BLOCK
+
 __all__ = ["EpConfig"]
 
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
@@ -103,6 +105,7 @@ class EpConfig:
             "alignment": self.alignment,
             "recv_capacity": self.capacity or 0,
             "overflow": _OVERFLOWS[self.overflow],
+            "max_scale_bytes": 4 * -(-self.hidden // SCALE_BLOCK),
             "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static
             "num_sms": self.num_sms,
             "staging": _STAGINGS[self.staging],

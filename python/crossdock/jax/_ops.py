@@ -17,6 +17,7 @@ from ._config import EpConfig
 from ._group import EpGroup
 from ._mesh import EpMesh, current_mesh
 from ._plan import Dispatched, EpPlan
+from ._quantized import ELEMENT, SCALE_BLOCK, QuantizedRows
 from ._where import check_layout, local_shape, on_ranks
 
 __all__ = ["ep_combine", "ep_dispatch", "ep_prepare"]
@@ -86,13 +87,24 @@ def ep_prepare(
     return EpPlan(*arrays, order, *site)
 
 
-def ep_dispatch(plan: EpPlan, x: Array, topk_weights: Array | None = None) -> Dispatched:
+def ep_dispatch(
+    plan: EpPlan,
+    x: Array | QuantizedRows,
+    topk_weights: Array | None = None,
+    *,
+    quantize: bool = False,
+) -> Dispatched:
     """Copy every token's row to the ranks that hold its experts. Collective, differentiable.
 
     Args:
         plan: from `ep_prepare`.
-        x: ``[..., H]`` bfloat16, float16 or float32, with the leading dimensions of topk_idx.
+        x: ``[..., H]`` bfloat16, float16 or float32, with the leading dimensions of topk_idx. Or
+            rows without a gradient: 8-bit ones (float8_e4m3fn, float8_e5m2, int8, uint8), and
+            `QuantizedRows`, whose scales travel beside them.
         topk_weights: ``[..., K]`` float32. Other types are refused: cast them.
+        quantize: send bfloat16 rows as float8_e4m3fn with one float32 scale per 128 columns, H a
+            multiple of 128. tokens are `QuantizedRows` then, whose `dequantize` gives rows back;
+            their gradient reaches x as it is, in bfloat16 (straight-through).
 
     Returns:
         tokens ``[R, H]``, weights, topk_idx, and the plan for what comes after.
@@ -102,16 +114,31 @@ def ep_dispatch(plan: EpPlan, x: Array, topk_weights: Array | None = None) -> Di
         jax.errors.JaxRuntimeError: as `ep_prepare`.
     """
     site = _site(plan)
+    x, scales = (x.elements, jnp.asarray(x.scales)) if isinstance(x, QuantizedRows) else (x, None)
     x = jnp.asarray(x)
-    _check_payload("x", x, site.group.config)
+    _check_payload("x", x, site.group.config, _NARROW)
     _check_batch(site, "x", x, None)
+    if quantize and (x.dtype != jnp.bfloat16 or x.shape[-1] % SCALE_BLOCK):
+        raise ValueError(
+            f"x: expected bfloat16 with a multiple of {SCALE_BLOCK} columns, to be quantised; got "
+            f"{x.dtype} of shape {x.shape}"
+        )
+    if scales is not None:
+        if x.dtype not in _NARROW:
+            raise TypeError(f"x.elements: expected 8-bit elements, got {x.dtype}")
+        if scales.dtype not in _SCALES:
+            raise TypeError(
+                f"x.scales: expected float32, float8_e8m0fnu or uint8, got {scales.dtype}"
+            )
+        _check_batch(site, "x.scales", scales, None)
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights)
         _check_weights("topk_weights", topk_weights)
         _check_batch(site, "topk_weights", topk_weights, site.topk)
-    data, x, topk_weights, order = _calls.uniform(plan.data, x, topk_weights, plan.order)
-    tokens, weights, topk_idx, order = _dispatch(site, data, x, topk_weights, order)
-    return Dispatched(tokens, weights, topk_idx, plan.after(order))
+    arrays = _calls.uniform(plan.data, x, scales, topk_weights, plan.order)
+    tokens, scales, link, weights, topk_idx, order = _dispatch(site, quantize, *arrays)
+    rows = tokens if scales is None else QuantizedRows(tokens, scales, link)
+    return Dispatched(rows, weights, topk_idx, plan.after(order))
 
 
 def ep_combine(
@@ -182,26 +209,39 @@ def _prepare_bwd(site: _Site, saved: None, grads: tuple[Any, ...]) -> tuple[Any,
 _prepare.defvjp(_prepare_fwd, _prepare_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(
-    site: _Site, plan: Array, x: Array, topk_weights: Array | None, order: Array
+    site: _Site,
+    quantize: bool,
+    plan: Array,
+    x: Array,
+    scales: Array | None,
+    topk_weights: Array | None,
+    order: Array,
 ) -> tuple[Any, ...]:
-    return on_ranks(_calls.dispatch, site.group)(plan, x, topk_weights, order)
+    run = on_ranks(_calls.dispatch, site.group, quantize)
+    return run(plan, x, scales, topk_weights, order)
 
 
-def _dispatch_fwd(site, plan, x, topk_weights, order):
-    results = _dispatch(site, plan, x, topk_weights, order)
-    return results, (plan, _named(results[-1]))
+def _dispatch_fwd(site, quantize, *arrays):
+    results = _dispatch(site, quantize, *arrays)
+    return results, (arrays[0], _named(results[-1]))
 
 
-def _dispatch_bwd(site, saved, grads):
+def _dispatch_bwd(site, quantize, saved, grads):
     plan, order = saved
-    grad_tokens, grad_weights, _, grad_order = grads
+    grad_tokens, _, grad_link, grad_weights, _, grad_order = grads
+    if quantize:
+        grad_tokens = grad_link
+    elif grad_tokens.dtype not in _WIDE:
+        grad_tokens = None
+    if grad_tokens is None and grad_weights is None:
+        return None, None, None, None, grad_order
     backward = on_ranks(_calls.dispatch_bwd, site.group, site.shape, site.topk)
     grad_x, grad_topk_weights, order = backward(
         plan, grad_tokens, grad_weights, grad_order + order
     )
-    return None, grad_x, grad_topk_weights, order
+    return None, grad_x, None, grad_topk_weights, order
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -263,9 +303,21 @@ def _first_order(site: _Site, topk_idx: Array) -> Array:
     return order
 
 
-def _check_payload(argument: str, array: Array, config: EpConfig) -> None:
-    if array.dtype not in (jnp.bfloat16, np.float16, np.float32):
-        raise TypeError(f"{argument}: expected bfloat16, float16 or float32, got {array.dtype}")
+# Rows that have gradients, and others.
+_WIDE = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, np.float16, np.float32))
+_NARROW = tuple(np.dtype(dtype) for dtype in (ELEMENT, jnp.float8_e5m2, np.int8, np.uint8))
+_SCALES = tuple(np.dtype(dtype) for dtype in (np.float32, jnp.float8_e8m0fnu, np.uint8))
+
+
+def _check_payload(
+    argument: str, array: Array, config: EpConfig, others: tuple[np.dtype, ...] = ()
+) -> None:
+    """`others`: dtypes that are allowed beside those that have gradients."""
+    if array.dtype not in _WIDE + others:
+        more = ", or 8-bit elements" if others else ""
+        raise TypeError(
+            f"{argument}: expected bfloat16, float16 or float32{more}, got {array.dtype}"
+        )
     if array.ndim < 1 or array.shape[-1] * array.dtype.itemsize > (
         config.hidden * config.dtype.itemsize
     ):

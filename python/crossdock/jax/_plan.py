@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
+from ._quantized import QuantizedRows
+
 if TYPE_CHECKING:
     from ._group import EpGroup
 
@@ -57,13 +59,13 @@ class Dispatched(NamedTuple):
     """What a rank receives: R rows, of which those past the last one are zero.
 
     Attributes:
-        tokens: ``[R, H]``, dtype of x.
+        tokens: ``[R, H]``, dtype of x; `QuantizedRows` of a quantised x.
         weights: float32 ``[R]`` (expert_major) or ``[R, K]`` (rank_major); None unless given.
         topk_idx: ``[R, K]`` int32 local expert of each choice, else -1; None in expert_major.
         plan: for the operations that come after this one.
     """
 
-    tokens: jax.Array
+    tokens: jax.Array | QuantizedRows
     weights: jax.Array | None
     topk_idx: jax.Array | None
     plan: EpPlan

@@ -41,6 +41,7 @@ pytest.importorskip("crossdock.jax", exc_type=ImportError)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import test_jax_fp8 as fp8  # noqa: E402
 import test_jax_gradients as gradients  # noqa: E402
 import test_jax_ops as ops  # noqa: E402
 import test_jax_order as order  # noqa: E402
@@ -99,6 +100,18 @@ def test_plans_are_ordinary_arrays(where):
 @everywhere
 def test_no_tail_reaches_a_gradient(where):
     run(where, gradients.no_garbage)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_quantised_rows(where, layout):
+    run(where, fp8.quantised, layout)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_given_scales(where, layout):
+    run(where, fp8.given, layout)
 
 
 @everywhere

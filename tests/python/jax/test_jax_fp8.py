@@ -1,0 +1,148 @@
+"""8-bit rows: quantised on the way with a straight-through gradient, or given with their scales."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import crossdock.jax as xd
+from jax_support import RANKS, World, equal, everywhere, routing, run, whole
+from reference import Routing
+
+EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 256, 7
+LAYOUTS = ("expert_major", "rank_major")
+
+
+def rule(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The library's in NumPy: e4m3 elements, one scale per 128 columns."""
+    blocks = x.astype(np.float32).reshape(len(x), -1, 128)
+    largest = np.abs(blocks).max(2, keepdims=True)
+    scales = np.where(largest == 0, np.float32(1), np.maximum(largest / np.float32(448), 2.0**-126))
+    elements = np.clip(blocks * (np.float32(1) / scales), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return elements.reshape(x.shape), scales[:, :, 0].astype(np.float32)
+
+
+def tailed(world: World, config: xd.EpConfig, rows: np.ndarray) -> np.ndarray:
+    """The rows of a receive array with its zero tail, as float32."""
+    padding = world.ep.group(config).rows - len(rows)
+    return np.pad(rows.astype(np.float32), ((0, padding), (0, 0)))
+
+
+def config_of(layout: str) -> xd.EpConfig:
+    return xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, layout=layout)
+
+
+def quantised(world: World, layout: str) -> None:
+    config = config_of(layout)
+    ids = routing(131, TOKENS, EXPERTS, TOPK, "skewed")
+    expected = Routing(ids, EXPERTS, layout)
+    rng = np.random.default_rng(132)
+    x = [rng.normal(size=(TOKENS, HIDDEN)).astype(jnp.bfloat16) for _ in range(RANKS)]
+    elements, scales = (list(values) for values in zip(*(rule(part) for part in x)))
+    # Small whole numbers: sums of a few are exact in bfloat16.
+    rows = world.ep.group(config).rows
+    grads = [rng.integers(-3, 4, (rows, HIDDEN)).astype(np.float32) for _ in range(RANKS)]
+
+    def wide(ids, x, grad):
+        received = xd.ep_dispatch(xd.ep_prepare(config, ids), x, quantize=True).tokens
+        return (received.dequantize(np.float32) * grad).sum(), received
+
+    def both(ids, x, grad):
+        slope, received = jax.grad(wide, 1, has_aux=True)(ids, x, grad)
+        return slope, received.elements.astype(np.float32), received.scales, received.dequantize()
+
+    slope, got, beside, product = world.on_ranks(both)(*map(world.put, (ids, x, grads)))
+    sent = [expected.dispatch(r, elements).astype(np.float32) for r in range(RANKS)]
+    factors = [expected.dispatch(r, scales) for r in range(RANKS)]
+    equal(world.parts(got), lambda r: tailed(world, config, sent[r]))
+    scales_of = {r: part[: len(sent[r])] for r, part in world.parts(beside).items()}
+    equal(scales_of, lambda r: factors[r])
+    rounded = [(s * f.repeat(128, 1)).astype(jnp.bfloat16) for s, f in zip(sent, factors)]
+    equal({r: part.astype(np.float32) for r, part in world.parts(product).items()},
+          lambda r: tailed(world, config, rounded[r]))
+    back = [grad[: len(s)].astype(jnp.bfloat16) for grad, s in zip(grads, sent)]
+    equal(world.parts(slope), lambda r: expected.combine(r, back))
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantised_rows_and_their_gradient(where, layout):
+    run(where, quantised, layout)
+
+
+def given(world: World, layout: str) -> None:
+    """Scales travel with their rows; weights have a gradient although the rows have none."""
+    config = config_of(layout)
+    ids = routing(141, TOKENS, EXPERTS, TOPK, "uniform")
+    expected = Routing(ids, EXPERTS, layout)
+    rng = np.random.default_rng(142)
+    elements, scales = (list(v) for v in zip(*(rule(w) for w in whole(rng, TOKENS, HIDDEN))))
+    weights = whole(rng, TOKENS, TOPK)
+
+    def send(ids, elements, scales, weights):
+        plan = xd.ep_prepare(config, ids)
+        received = xd.ep_dispatch(plan, xd.QuantizedRows(elements, scales), weights)
+        assert received.tokens.link is None
+        return (received.weights**2).sum() / 2, received.tokens.dequantize(np.float32)
+
+    gradients = world.on_ranks(jax.grad(send, 3, has_aux=True))
+    slope, rows = gradients(*map(world.put, (ids, elements, scales, weights)))
+    products = [e.astype(np.float32) * s.repeat(128, 1) for e, s in zip(elements, scales)]
+    equal(world.parts(rows), lambda r: tailed(world, config, expected.dispatch(r, products)))
+    kept = [expected.dispatch_weights(r, weights) for r in range(RANKS)]
+    equal(world.parts(slope), lambda r: expected.dispatch_bwd_weights(r, kept))
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_scales_travel_with_their_rows(where, layout):
+    run(where, given, layout)
+
+
+def integers(world: World) -> None:
+    """8-bit integers move as they are; a loss on their weights alone leaves them alone."""
+    config = config_of("expert_major")
+    ids = routing(151, TOKENS, EXPERTS, TOPK, "uniform")
+    expected = Routing(ids, EXPERTS)
+    x = whole(np.random.default_rng(152), TOKENS, HIDDEN, dtype=np.int8)
+
+    def send(ids, x):
+        return xd.ep_dispatch(xd.ep_prepare(config, ids), x).tokens
+
+    for function in (world.on_ranks(send), jax.jit(send)):
+        rows = function(world.put(ids), world.put(x))
+        equal(world.parts(rows),
+              lambda r: tailed(world, config, expected.dispatch(r, x)).astype(np.int8))
+
+
+@everywhere
+def test_rows_of_8_bit_integers(where):
+    run(where, integers)
+
+
+@pytest.mark.parametrize(("change", "error", "text"), [
+    (lambda x, s: dict(x=x[:, :96].astype(jnp.bfloat16), quantize=True), ValueError,
+     "bfloat16 with a multiple of 128 columns"),
+    (lambda x, s: dict(x=x, quantize=True), ValueError, "to be quantised; got float16"),
+    (lambda x, s: dict(x=xd.QuantizedRows(x, s)), TypeError, "x.elements: expected 8-bit"),
+    (lambda x, s: dict(x=xd.QuantizedRows(x.astype(np.int8), s.astype(np.float16))), TypeError,
+     "x.scales: expected float32, float8_e8m0fnu or uint8, got float16"),
+    (lambda x, s: dict(x=xd.QuantizedRows(x.astype(np.int8), s[:RANKS])), ValueError,
+     "x.scales: expected a rank's part with shape"),
+], ids=["columns", "type", "elements", "scale type", "scale rows"])
+def test_arguments_that_do_not_fit(change, error, text):
+    world = World()
+    try:
+        plan = xd.ep_prepare(config_of("expert_major"), np.zeros((RANKS * TOKENS, 1), np.int32))
+        rows = np.zeros((RANKS * TOKENS, HIDDEN), np.float16)
+        with pytest.raises(error, match=text):
+            xd.ep_dispatch(plan, **change(rows, np.ones((len(rows), 2), np.float32)))
+        bad = xd.QuantizedRows(jnp.zeros((2, 8), np.int8), jnp.ones((2, 3)))
+        with pytest.raises(ValueError, match="a divisor of 8 columns"):
+            bad.dequantize()
+    finally:
+        world.ep.close()
+        jax.clear_caches()
