@@ -169,8 +169,9 @@ def show(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print("".join(f"{row[column]:>12}" for column in COLUMNS))
     if options.json:
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
         with open(options.json, "w") as file:
-            file.writelines(json.dumps({**vars(options), **row}) + "\n" for row in rows)
+            file.writelines(json.dumps({**settings, **row}) + "\n" for row in rows)
 
 
 def main() -> None:

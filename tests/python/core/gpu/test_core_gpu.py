@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 import crossdock
@@ -34,3 +36,18 @@ def test_memory_of_the_caller_is_registered_and_taken_out() -> None:
         core.mem_deregister(registration)
         with pytest.raises(crossdock.InvalidArgument):
             core.mem_register(on_the_host.data_ptr(), on_the_host.nbytes)
+
+
+def test_memory_that_cannot_be_shared_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    torch.zeros(1, device="cuda:0")  # makes the device's context this thread's
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_uint64()
+    assert driver.cuMemAllocAsync(ctypes.byref(pointer), ctypes.c_size_t(1 << 20), None) == 0
+    try:
+        with crossdock.Comm(crossdock.unique_id(), rank=0, num_ranks=1, device="cuda:0") as comm:
+            with pytest.raises(crossdock.Unsupported, match="cannot be shared"):
+                comm.core().mem_register(pointer.value, 1 << 20)
+    finally:
+        torch.cuda.synchronize()
+        assert driver.cuMemFreeAsync(pointer, None) == 0
