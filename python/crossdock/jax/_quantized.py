@@ -25,8 +25,8 @@ class QuantizedRows:
 
     Attributes:
         elements: ``[..., H]`` float8_e4m3fn; given ones also float8_e5m2, int8 or uint8.
-        scales: ``[..., S]`` float32; given ones also float8_e8m0fnu or uint8. Scale s belongs to the
-            columns from ``s * H / S`` on.
+        scales: ``[..., S]`` float32; given ones also float8_e8m0fnu or uint8. Scale s belongs to
+            the columns from ``s * H / S`` on.
         link: ``[R, H]`` zeros through which the gradient of `dequantize` finds its way, as 8-bit
             elements have none that is wide enough; None of given rows, which have no gradient.
     """
