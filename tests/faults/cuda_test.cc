@@ -112,18 +112,20 @@ TEST_F(CudaWait, IsNotLongWhereRanksReplayDifferentOperations) {
   });
 }
 
-class CudaKill : public testing::TestWithParam<int> {};
+class CudaKill : public testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    if (executor() != "cuda") GTEST_SKIP() << "graphs and lent memory are CUDA's";
+  }
+};
 
-TEST_P(CudaKill, InTheMiddleOfReplaysReleasesAll) {
-  if (executor() != "cuda") GTEST_SKIP() << "graphs are CUDA's";
+void expect_release(RankProgram program, milliseconds moment) {
   constexpr int kVictim = 1;
-  RankProgram program;
-  program.program = Program::replays;
   program.tokens = 512;
   Processes ranks(program, {{0}, {kVictim}, {2}});
   for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
   for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
-  std::this_thread::sleep_for(milliseconds(GetParam()));
+  std::this_thread::sleep_for(moment);
   const auto since = ranks.kill(kVictim);
   for (const int survivor : {0, 2}) {
     const Result result = ranks.wait_for_result(survivor);
@@ -133,6 +135,20 @@ TEST_P(CudaKill, InTheMiddleOfReplaysReleasesAll) {
         << std::chrono::duration_cast<milliseconds>(result.when - since).count() << " ms";
     EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
   }
+}
+
+TEST_P(CudaKill, InTheMiddleOfReplaysReleasesAll) {
+  RankProgram program;
+  program.program = Program::replays;
+  expect_release(program, milliseconds(GetParam()));
+}
+
+// Its memory stays where peers have mapped it: their kernels fault on nothing.
+TEST_P(CudaKill, OfALenderOfVirtualMemoryTakesNothingAway) {
+  RankProgram program;
+  program.program = Program::steps;
+  program.registered = true;
+  expect_release(program, milliseconds(GetParam()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Milliseconds, CudaKill, testing::Values(50, 103, 251));

@@ -105,6 +105,7 @@ class RankRun {
   }
 
   xd_status run_operations() {
+    if (program_.registered) use_registered_memory();
     const Case c = case_of_program();
     group_ = make_group(comm_.get(), c.config(rank_.rank));
     // In symmetric memory outputs show what peers have moved; the fatal argument alone is staged.
@@ -132,6 +133,14 @@ class RankRun {
     const Outcome later = batch.call(group_.get(), XD_EP_COMBINE);
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
     return outcome.status;
+  }
+
+  // The first allocation lies where the memory's one chunk begins.
+  void use_registered_memory() {
+    registered_ = memory_->of_virtual_memory();
+    rank_.memory = registered_.get();
+    std::int32_t registration = -1;
+    ok(xd_mem_register(comm_.get(), registered_->allocate(1), std::size_t{1} << 26, &registration));
   }
 
   // Until a replay fails; several are on their way at any time.
@@ -196,6 +205,7 @@ class RankRun {
 
   const RankProgram& program_;
   std::unique_ptr<Memory> memory_;
+  std::unique_ptr<Memory> registered_;
   Rank rank_;
   Comm comm_;
   Group group_;
@@ -231,7 +241,8 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
                    .argument = arguments.at(9),
                    .part = static_cast<Part>(std::stoi(arguments.at(10))),
                    .id_of_rest = id_from_hex(arguments.at(11))};
-  for (std::size_t i = 12; i < arguments.size(); ++i)
+  program.registered = std::stoi(arguments.at(12)) != 0;
+  for (std::size_t i = 13; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -254,7 +265,8 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
                                      std::to_string(program.death.victim),
                                      program.death.argument,
                                      std::to_string(static_cast<int>(program.death.part)),
-                                     to_hex(program.death.id_of_rest)};
+                                     to_hex(program.death.id_of_rest),
+                                     std::to_string(static_cast<int>(program.registered))};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

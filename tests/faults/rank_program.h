@@ -53,6 +53,7 @@ struct RankProgram {
   int calls = 1;           // of the operation, while they succeed
   int tokens = 12;
   int timeout_ms = 20000;
+  bool registered = false;  // tensors lie in virtual memory of the rank's own, registered
   xd_unique_id id{};
   RankDeath death;
 };
