@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch_support import where
 
 from crossdock.torch import grouped_mm
 
@@ -16,7 +17,7 @@ INNER, OUTER = 8, 6
 def small_integers(*shape: int, seed: int) -> torch.Tensor:
     """Exact in float32 whatever the order of sums."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator).float()
+    return torch.randint(-4, 5, shape, generator=generator, device="cpu").float().to(where())
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

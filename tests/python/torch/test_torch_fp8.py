@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 from support import Rank, run_ranks
-from torch_support import Batch, assert_equal
+from torch_support import Batch, assert_equal, ragged, where
 
 import crossdock.torch as xd
 
 SEED = 70
-CASE = ((5, 0, 9, 1), 8, 3, 256)
+HIDDEN = 256
 LAYOUTS = ("expert_major", "rank_major")
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule of the library in torch: e4m3 elements, one scale per 128 columns."""
+    """The rule of the library in torch: e4m3 elements, one scale per 128 columns.
+
+    On the CPU, where torch divides by a number instead of multiplying by its inverse.
+    """
     blocks = x.float().unflatten(1, (-1, 128))
     largest = blocks.abs().amax(2, keepdim=True)
     scales = torch.where(largest == 0, 1.0, (largest / 448).clamp_min(2.0**-126))
@@ -30,18 +33,18 @@ def _placed(batch: Batch, rank: int, values: list[torch.Tensor]) -> np.ndarray:
 
 
 def _quantise(me: Rank, layout: str) -> None:
-    batch = Batch(SEED, CASE, layout)
+    batch = Batch(SEED, ragged(me, HIDDEN), layout)
     inputs = []
     for rank in range(me.num_ranks):
         random = torch.Generator().manual_seed(SEED + rank)
-        shape = (CASE[0][rank], 256)
-        inputs.append(torch.randn(shape, generator=random).to(torch.bfloat16))
+        x = torch.randn(batch.tokens[rank], HIDDEN, generator=random, device="cpu")
+        inputs.append(x.to(torch.bfloat16))
     pairs = [quantised(x) for x in inputs]
     tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
     with xd.init():
         group = batch.group(torch.bfloat16)
         topk_idx, _, weights, _ = batch.local(me.rank)
-        x = inputs[me.rank].requires_grad_()
+        x = inputs[me.rank].to(where()).requires_grad_()
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights, quantize=True)
         rows = len(tokens)
@@ -54,7 +57,8 @@ def _quantise(me: Rank, layout: str) -> None:
         assert int(torch.count_nonzero(wide[rows:])) == 0
 
         # The gradient of a row is a small integer: its source and its place in the row.
-        grads = [np.zeros((batch.routing.total(r), 256), np.float32) for r in range(4)]
+        grads = [np.zeros((batch.routing.total(r), HIDDEN), np.float32)
+                 for r in range(me.num_ranks)]
         for rank, grad in enumerate(grads):
             grad[:] = (np.arange(len(grad)) % 5 + rank)[:, None] - 3
         grad = torch.zeros_like(wide)
@@ -71,14 +75,14 @@ def test_quantised_rows_and_their_gradient(layout):
 
 
 def _given(me: Rank, layout: str) -> None:
-    batch = Batch(SEED + 1, CASE, layout)
+    batch = Batch(SEED + 1, ragged(me, HIDDEN), layout)
     pairs = [quantised(torch.from_numpy(x)) for x in batch.x]
     tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
     with xd.init():
         group = batch.group(torch.bfloat16)
         topk_idx, _, weights, _ = batch.local(me.rank)
         plan = group.prepare(topk_idx)
-        elements, beside = pairs[me.rank]
+        elements, beside = (part.to(where()) for part in pairs[me.rank])
         elements.requires_grad_()  # fp8 has no gradient: that is ignored
         received = xd.dispatch(plan, elements, weights, scales=beside)
         assert_equal("tokens", received.tokens[: len(tokens)], tokens)
@@ -89,7 +93,8 @@ def _given(me: Rank, layout: str) -> None:
         # Weights have a gradient although the rows have none.
         received.weights.sum().backward()
         assert elements.grad is None
-        ones = [np.ones_like(batch.routing.dispatch_weights(r, batch.weights)) for r in range(4)]
+        ones = [np.ones_like(batch.routing.dispatch_weights(r, batch.weights))
+                for r in range(me.num_ranks)]
         assert_equal("gradient of topk_weights", weights.grad,
                      batch.routing.dispatch_bwd_weights(me.rank, ones))
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 import pytest
 import torch
 from support import Rank, run_ranks
+from torch_support import where
 
 import crossdock.torch as xd
 
 SEED, HIDDEN, EXPERTS, TOPK = 23, 32, 8, 3
-TOKENS = (7, 0, 4, 1)
+TOKENS = (7, 0, 4, 1)  # of four ranks; two have the first two's
 
 
 def _parameters(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Router [H, E] and experts [E, H, H]."""
     random = torch.Generator().manual_seed(SEED)
-    router = torch.randn(HIDDEN, EXPERTS, generator=random, dtype=torch.float64)
-    experts = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=random, dtype=torch.float64) / 6
+    router = _normal(random, HIDDEN, EXPERTS)
+    experts = _normal(random, EXPERTS, HIDDEN, HIDDEN) / 6
     return router.to(dtype).requires_grad_(), experts.to(dtype).requires_grad_()
+
+
+def _normal(random: torch.Generator, *shape: int) -> torch.Tensor:
+    """float64, the same on every device."""
+    return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(where())
 
 
 def _tokens(rank: int, dtype: torch.dtype) -> torch.Tensor:
     random = torch.Generator().manual_seed(SEED + 1 + rank)
-    x = torch.randn(TOKENS[rank], HIDDEN, generator=random, dtype=torch.float64)
-    return x.to(dtype).requires_grad_()
+    return _normal(random, TOKENS[rank], HIDDEN).to(dtype).requires_grad_()
 
 
 def _route(x: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,10 +40,10 @@ def _loss(out: torch.Tensor) -> torch.Tensor:
     return (out.sin() * torch.arange(1, HIDDEN + 1)).sum()
 
 
-def _reference(dtype: torch.dtype = torch.float64):
+def _reference(num_ranks: int, dtype: torch.dtype = torch.float64):
     """Gradients of (x of each rank, router, experts) of the sum of the ranks' losses."""
     router, experts = _parameters(dtype)
-    inputs = [_tokens(rank, dtype) for rank in range(len(TOKENS))]
+    inputs = [_tokens(rank, dtype) for rank in range(num_ranks)]
     loss = torch.zeros((), dtype=dtype)
     for x in inputs:
         weights, topk_idx = _route(x, router)
@@ -71,17 +76,17 @@ def _block(me: Rank, layout: str):
             scale = (mask * received.weights[:, :, None]).sum(1)
             out = xd.combine(plan, (every.tanh() * scale[:, :, None]).sum(1))
         _loss(out).backward()
-    return x.grad, router.grad, experts.grad[first:first + local]
+    return x.grad.cpu(), router.grad.cpu(), experts.grad[first:first + local].cpu()
 
 
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
 def test_gradients_agree_with_one_process(layout):
-    inputs, router, experts = _reference()
     per_rank = run_ranks(len(TOKENS), _block, layout)
+    inputs, router, experts = _reference(len(per_rank))
 
     def agree(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
         # float32 sums of up to some hundred terms, against float64.
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4,
+        torch.testing.assert_close(got.double(), expected.cpu(), rtol=1e-4, atol=1e-4,
                                    msg=lambda text: f"{name} (seed {SEED}): {text}")
 
     for rank, (grad_x, _, _) in enumerate(per_rank):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support import Rank, free_port, run_ranks
-from torch_support import Batch, assert_equal, layer
+from torch_support import Batch, assert_equal, layer, ragged
 
 import crossdock.torch as xd
 
@@ -32,7 +32,7 @@ def _process_groups(me: Rank, port: int) -> None:
             assert (comm.rank, comm.num_ranks) == (me.rank, 4)
             assert comm.process_group is dist.group.WORLD
             assert comm.core.timeout_ms == 30000
-            _round_trip(me.rank, comm, Batch(SEED))
+            _round_trip(me.rank, comm, Batch(SEED, ragged(me)))
             # A group of some ranks, in another order than the world's: numbers are the group's.
             odd = dist.new_group([3, 1])
             if me.rank in (1, 3):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, poison
+from torch_support import Batch, assert_equal, layer, poison, ragged, where
 
 import crossdock.torch as xd
 
@@ -15,7 +15,7 @@ SEED = 20261121
 
 
 def _rows(me: Rank, layout: str, alignment: int) -> None:
-    batch = Batch(SEED, layout=layout, alignment=alignment)
+    batch = Batch(SEED, ragged(me), layout, alignment)
     routing = batch.routing
     with xd.init() as comm:
         group = batch.group()
@@ -50,7 +50,7 @@ def test_rows_lie_where_the_routing_puts_them(layout):
 
 
 def _layer(me: Rank, layout: str, dtype: torch.dtype, options: dict) -> None:
-    batch = Batch(SEED + 1, layout=layout)
+    batch = Batch(SEED + 1, ragged(me), layout)
     out, grad_x, grad_weights = batch.expected(me.rank)
     with xd.init() as comm:
         group = batch.group(dtype)
@@ -76,7 +76,7 @@ def test_trimmed_rows_give_the_same(layout):
 
 
 def _exact_rows(me: Rank) -> None:
-    batch = Batch(SEED)
+    batch = Batch(SEED, ragged(me))
     with xd.init():
         topk_idx, x, weights, _ = batch.local(me.rank)
         received = xd.dispatch(batch.group().prepare(topk_idx), x, weights, exact=True)
@@ -90,7 +90,7 @@ def test_exact_has_as_many_rows_as_the_batch():
 
 
 def _unweighted(me: Rank) -> None:
-    batch = Batch(SEED + 2)
+    batch = Batch(SEED + 2, ragged(me))
     with xd.init() as comm:
         group = batch.group()
         poison(comm)
@@ -112,7 +112,7 @@ def test_unweighted_sum_and_its_gradient_are_exact():
 
 
 def _frozen(me: Rank, needs: tuple[bool, bool]) -> None:
-    batch = Batch(SEED + 3)
+    batch = Batch(SEED + 3, ragged(me))
     _, grad_x, grad_weights = batch.expected(me.rank)
     with xd.init():
         topk_idx, x, weights, grad_out = batch.local(me.rank)
@@ -139,7 +139,7 @@ def _slice_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slices(me: Rank, layout: str) -> None:
-    batch = Batch(SEED + 9, layout=layout)
+    batch = Batch(SEED + 9, ragged(me), layout)
     with xd.init():
         topk_idx, x, weights, grad_out = (_slice_of(part.detach()) for part in batch.local(me.rank))
         x.requires_grad_()
@@ -159,7 +159,7 @@ def test_slices_may_begin_anywhere(layout):
 
 def _any_gradient(me: Rank) -> None:
     """Gradients as autograd makes them: expanded, transposed, at odd addresses."""
-    batch = Batch(SEED + 4)
+    batch = Batch(SEED + 4, ragged(me))
     with xd.init():
         topk_idx, x, weights, grad_out = batch.local(me.rank)
         plan = batch.group().prepare(topk_idx)
@@ -179,7 +179,7 @@ def test_gradients_of_any_strides_are_taken():
 
 
 def _dropped(me: Rank, capacity: int) -> None:
-    batch = Batch(SEED + 5)
+    batch = Batch(SEED + 5, ragged(me))
     with xd.init() as comm:
         group = batch.group(capacity=capacity, overflow="drop")
         poison(comm)
@@ -207,7 +207,7 @@ def test_dropped_rows_have_no_output_and_no_gradient():
 
 
 def _plain_inference(me: Rank) -> None:
-    batch = Batch(SEED + 6)
+    batch = Batch(SEED + 6, ragged(me))
     with xd.init():
         group = batch.group()
         topk_idx, x, weights, _ = batch.local(me.rank)
@@ -231,7 +231,7 @@ def test_one_rank_needs_nothing_around_it():
     """A world of one: no process group, no environment."""
     batch = Batch(SEED + 7, ((6,), 8, 3, 32))
     with xd.init() as comm:
-        assert (comm.rank, comm.num_ranks, comm.device) == (0, 1, torch.device("cpu"))
+        assert (comm.rank, comm.num_ranks, comm.device) == (0, 1, where())
         topk_idx, x, weights, grad_out = batch.local(0)
         out = layer(batch.group().prepare(topk_idx), x, weights)
         out.backward(grad_out)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer
+from torch_support import Batch, assert_equal, layer, ragged
 
 import crossdock.torch as xd
 
@@ -14,7 +14,7 @@ SEED = 99
 
 
 def _overwritten(me: Rank) -> None:
-    batch, other = Batch(SEED), Batch(SEED + 1)
+    batch, other = Batch(SEED, ragged(me)), Batch(SEED + 1, ragged(me))
     with xd.init():
         group = batch.group()
         topk_idx, x, weights, grad_out = batch.local(me.rank)
@@ -39,7 +39,7 @@ def test_plan_overwritten_before_its_backward_is_caught():
 
 
 def _other_shape(me: Rank) -> None:
-    batch = Batch(SEED)
+    batch = Batch(SEED, ragged(me))
     with xd.init():
         group = batch.group()
         topk_idx, *_ = batch.local(me.rank)
@@ -53,7 +53,7 @@ def test_plan_of_another_shape_is_not_overwritten():
 
 
 def _twice(me: Rank) -> None:
-    batch = Batch(SEED + 2)
+    batch = Batch(SEED + 2, ragged(me))
     out, grad_x, _ = batch.expected(me.rank)
     with xd.init():
         topk_idx, x, weights, grad_out = batch.local(me.rank)
@@ -76,7 +76,7 @@ def test_plan_serves_several_times():
 
 
 def _interleaved(me: Rank) -> None:
-    batches = [Batch(SEED + 3), Batch(SEED + 4), Batch(SEED + 5)]
+    batches = [Batch(SEED + number, ragged(me)) for number in (3, 4, 5)]
     with xd.init():
         group = batches[0].group()
         locals_ = [batch.local(me.rank) for batch in batches]
@@ -95,7 +95,7 @@ def test_batches_in_flight_do_not_disturb_each_other():
 
 
 def _chained(me: Rank) -> None:
-    batches = [Batch(SEED + 6), Batch(SEED + 7)]
+    batches = [Batch(SEED + number, ragged(me)) for number in (6, 7)]
     with xd.init():
         group = batches[0].group()
         for connected in (False, True):
@@ -123,7 +123,7 @@ def test_after_orders_branches_in_both_directions():
 
 
 def _checkpointed(me: Rank, plan_too: bool) -> None:
-    batch = Batch(SEED + 8)
+    batch = Batch(SEED + 8, ragged(me))
     with xd.init():
         group = batch.group()
         topk_idx, x, weights, grad_out = batch.local(me.rank)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, poison
+from torch_support import Batch, assert_equal, layer, poison, ragged
 
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument
@@ -134,7 +134,7 @@ def test_blocks_hold_what_was_asked(num_bytes):
 
 def _staged(me: Rank, layout: str) -> None:
     """The same results with no symmetric memory at all, with little, and with enough."""
-    batch = Batch(SEED, layout=layout)
+    batch = Batch(SEED, ragged(me), layout)
     for symmetric_tensors in (0, 1, 8):
         with xd.init() as comm:
             group = batch.group(symmetric_tensors=symmetric_tensors)
@@ -164,7 +164,7 @@ def test_staged_and_zero_copy_give_the_same(layout):
 
 
 def _refused(me: Rank) -> None:
-    batch = Batch(SEED + 1)
+    batch = Batch(SEED + 1, ragged(me))
     with xd.init() as comm, torch.no_grad():
         group = batch.group(staging=False)
         topk_idx, x, weights, _ = batch.local(me.rank)
@@ -183,7 +183,7 @@ def test_without_staging_ordinary_receive_tensors_are_refused():
 
 def _tail(me: Rank) -> None:
     """Tails of receive tensors and of gradients are zero although the memory was full of NaN."""
-    batch = Batch(SEED + 2, alignment=4)
+    batch = Batch(SEED + 2, ragged(me), alignment=4)
     with xd.init() as comm:
         group = batch.group(symmetric_tensors=12)
         poison(comm)

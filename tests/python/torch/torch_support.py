@@ -5,14 +5,48 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 import numpy as np
+import pytest
 import torch
 from reference import Routing
+from support import Rank
 
 import crossdock.torch as xd
+from crossdock.errors import CrossdockError
 
-# (tokens of each rank, experts, top-k, hidden): one rank without tokens, one with a single one.
-RAGGED = ((5, 0, 9, 1), 8, 3, 32)
+# Tokens of each rank, by how many ranks there are.
+_RAGGED = {4: (5, 0, 9, 1), 2: (9, 1), 1: (9,)}
+
+
+def ragged(me: Rank, hidden: int = 32) -> tuple:
+    """(tokens of each rank, experts, top-k, hidden): ranks with few tokens, one with nine."""
+    return _RAGGED[me.num_ranks], 8, 3, hidden
+
+
+def where() -> torch.device:
+    """What the test computes on: torch's default device."""
+    return torch.get_default_device()
+
+
+def settle(group: xd.EpGroup) -> None:
+    """Raises, on a GPU, what the group's operations so far have met."""
+    if group.comm.device.type == "cuda":
+        torch.cuda.synchronize()
+        group.check()
+
+
+@contextmanager
+def reported(group: xd.EpGroup, kind: type[Exception],
+             match: str = "") -> Iterator[pytest.ExceptionInfo]:
+    """Expects an operation to fail: in its call, or on a GPU also after it."""
+    with pytest.raises(kind, match=match) as raised:
+        yield raised
+        settle(group)
+    with suppress(CrossdockError):
+        settle(group)  # the group has its own note of what a call has raised
 
 
 def integers(seed: int, *shape: int) -> np.ndarray:
@@ -23,7 +57,7 @@ def integers(seed: int, *shape: int) -> np.ndarray:
 class Batch:
     """One batch of all ranks, which each rank computes from the seed alone."""
 
-    def __init__(self, seed: int, case: tuple = RAGGED, layout: str = "expert_major",
+    def __init__(self, seed: int, case: tuple, layout: str = "expert_major",
                  alignment: int = 1) -> None:
         self.tokens, self.num_experts, self.topk, self.hidden = case
         self.layout, self.alignment = layout, alignment
@@ -46,8 +80,10 @@ class Batch:
         return xd.EpGroup(self.num_experts, self.hidden, self.topk, max(self.tokens),
                           layout=self.layout, alignment=self.alignment, dtype=dtype, **options)
 
-    def local(self, rank: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    def local(self, rank: int, dtype: torch.dtype = torch.float32,
+              device: torch.device | str | None = None):
         """topk_idx, x, topk_weights, grad_out of a rank; x and topk_weights require grad."""
+        device = device or where()
         return (
             torch.from_numpy(self.topk_idx[rank]).to(device),
             torch.from_numpy(self.x[rank]).to(device, dtype).requires_grad_(),

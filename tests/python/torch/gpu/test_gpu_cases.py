@@ -1,0 +1,102 @@
+"""The CPU's tests on GPUs: all that are not left out below, as they stand, with their parameters.
+
+Torch's default device says where a test computes: in each rank's process its own GPU, in this one
+the first. A test of four ranks runs with as many as there are GPUs: 4, 2 or 1.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support import Rank, run_ranks
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import test_moe_grouped as moe_grouped  # noqa: E402
+import test_moe_layer as moe_layer  # noqa: E402
+import test_torch_compile as compiled  # noqa: E402
+import test_torch_errors as errors  # noqa: E402
+import test_torch_fp8 as fp8  # noqa: E402
+import test_torch_gradients as gradients  # noqa: E402
+import test_torch_opcheck as opcheck  # noqa: E402
+import test_torch_ops as ops  # noqa: E402
+import test_torch_plans as plans  # noqa: E402
+import test_torch_pool as pool  # noqa: E402
+from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
+from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
+
+pytestmark = pytest.mark.gpu
+
+# Compilers last, and inductor at the end: they take longest.
+MODULES = {
+    "ops": ops, "gradients": gradients, "plans": plans, "fp8": fp8, "pool": pool,
+    "errors": errors, "opcheck": opcheck, "moe_grouped": moe_grouped, "moe_layer": moe_layer,
+    "compile": compiled,
+}
+
+LEFT_OUT = {
+    # Numbers alone.
+    pool.test_blocks_hold_what_was_asked,
+    # Its bounds are those of the CPU's memory: a GPU's grows by pages of 2 MiB.
+    pool.test_room_for_more_groups_than_growths,
+    # Where one rank's call raises, its peers on GPUs go on to the operations that follow, which that
+    # rank does not call. What the rank itself sees is tested below, and what its peers see of a
+    # single operation is among the errors.
+    moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
+    compiled.test_mistakes_inside_compiled_code_reach_the_peers,
+}
+
+GPUS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=0)
+
+
+@contextmanager
+def computing_on(gpu: int) -> Iterator[None]:
+    torch.cuda.set_device(gpu)
+    torch.set_default_device(torch.device("cuda", gpu))
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def run_case(me: Rank, case: Callable[..., Any], *args: Any) -> Any:
+    """Runs a case of a rank on the rank's GPU."""
+    with computing_on(me.rank):
+        return case(me, *args)
+
+
+def run_on_gpus(num_ranks: int, case: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+    """`run_ranks` with a GPU for each rank."""
+    if GPUS == 1 and (num_ranks == 2 or case is errors._configs):
+        pytest.skip("needs two GPUs")
+    return run_ranks(min(num_ranks, GPUS), run_case, case, *args, timeout=timeout + 60)
+
+
+@pytest.fixture(autouse=True)
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in MODULES.values():
+        monkeypatch.setattr(module, "run_ranks", run_on_gpus, raising=False)
+    with computing_on(0):
+        yield
+
+
+def test_a_bad_input_of_a_layer_is_named() -> None:
+    run_on_gpus(1, moe_layer.check_bad_inputs)
+
+
+def test_a_mistake_inside_compiled_code_is_named() -> None:
+    run_on_gpus(1, compiled._mistake_inside)
+
+
+globals().update({
+    name.replace("test_", f"test_{subject}_", 1): test
+    for subject, module in MODULES.items()
+    for name, test in vars(module).items()
+    if name.startswith("test_") and test not in LEFT_OUT
+})
