@@ -45,12 +45,15 @@ LEFT_OUT = {
     pool.test_blocks_hold_what_was_asked,
     # Its bounds are those of the CPU's memory: a GPU's grows by pages of 2 MiB.
     pool.test_room_for_more_groups_than_growths,
-    # Where one rank's call raises, its peers on GPUs go on to the operations that follow, which that
-    # rank does not call. What the rank itself sees is tested below, and what its peers see of a
-    # single operation is among the errors.
+    # Where one rank's call raises, its peers on GPUs go on to the operations that follow, which
+    # that rank does not call. What the rank itself sees is tested below, and what its peers see of
+    # a single operation is among the errors.
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,
 }
+
+# Those of any number of ranks but one.
+ABOUT_PEERS = (errors._configs, moe_layer.check_average)
 
 GPUS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=0)
 
@@ -73,7 +76,7 @@ def run_case(me: Rank, case: Callable[..., Any], *args: Any) -> Any:
 
 def run_on_gpus(num_ranks: int, case: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
     """`run_ranks` with a GPU for each rank."""
-    if GPUS == 1 and (num_ranks == 2 or case is errors._configs):
+    if GPUS == 1 and (num_ranks == 2 or case in ABOUT_PEERS):
         pytest.skip("needs two GPUs")
     return run_ranks(min(num_ranks, GPUS), run_case, case, *args, timeout=timeout + 60)
 
