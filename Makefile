@@ -69,10 +69,11 @@ format:  ## format all C and C++ files in place
 	@tools/setup.sh check check
 	@.venv/bin/clang-format -i $(FORMATTED)
 
-check:  ## format, lint, include directions, lengths, headers, exported symbols
-	@tools/setup.sh check check python
+check:  ## format, lint, types, include directions, lengths, headers, exported symbols
+	@tools/setup.sh check check torch jax python
 	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
 	@.venv/bin/shellcheck .ci/run $(shell find tools tests -name '*.sh')
+	@.venv/bin/mypy
 	$(call build,build/tidy,$(TIDY))
 	@$(CTEST) --test-dir build/tidy -L check --verbose | grep -E '^[0-9]+: [a-z]|tests passed|Failed'
 

@@ -11,9 +11,11 @@ from crossdock import _core
 from crossdock._comm import parse_device
 from crossdock._dtypes import dtype_name, pack
 
-__all__ = ["EpConfig", "GroupMemory", "Layout"]
+__all__ = ["EpConfig", "GroupMemory", "Layout", "Overflow", "Staging"]
 
 Layout = Literal["expert_major", "rank_major"]
+Overflow = Literal["error", "drop"]
+Staging = Literal["auto", "none"]
 
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
 _OVERFLOWS = {"error": 0, "drop": 1}
@@ -69,8 +71,8 @@ class EpConfig:
     layout: Layout = "expert_major"
     alignment: int = 1
     recv_capacity: int = 0
-    overflow: Literal["error", "drop"] = "error"
-    staging: Literal["auto", "none"] = "auto"
+    overflow: Overflow = "error"
+    staging: Staging = "auto"
     zero_tail: bool = False
     num_sms: int = 0
 

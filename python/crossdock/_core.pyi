@@ -1,6 +1,6 @@
-"""The C API as it is. Addresses and streams are integers, and a tensor is None or
+"""The C API as it is. Addresses and streams are integers, and a tensor is
 (address, shape, dtype) of a C-contiguous tensor on the communicator's device, with dtype = DLPack's
-code << 8 | bits. The caller keeps all memory alive, on CUDA until the stream has passed the call.
+code << 8 | bits; optional ones may be None. The caller keeps all memory alive, on CUDA until the stream has passed the call.
 
 Calls that can wait release the GIL. A failed call raises the class of crossdock.errors for its
 status; TypeError where a value has the wrong Python type.
@@ -9,7 +9,7 @@ status; TypeError where a value has the wrong Python type.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-Spec = tuple[int, tuple[int, ...], int] | None
+_Spec = tuple[int, tuple[int, ...], int]
 
 version: str
 
@@ -85,6 +85,7 @@ class Group:
     def __init__(
         self,
         comm: Comm,
+        /,
         *,
         num_experts: int,
         max_topk: int,
@@ -110,57 +111,57 @@ class Group:
 
     def prepare(
         self,
-        topk_idx: Spec,
+        topk_idx: _Spec,
         plan_ptr: int,
         plan_bytes: int,
-        counts: Spec = None,
-        padded_counts: Spec = None,
-        offsets: Spec = None,
-        total: Spec = None,
-        rank_rows: Spec = None,
+        counts: _Spec | None = None,
+        padded_counts: _Spec | None = None,
+        offsets: _Spec | None = None,
+        total: _Spec | None = None,
+        rank_rows: _Spec | None = None,
         stream: int = 0,
     ) -> None: ...
     def dispatch(
         self,
         plan_ptr: int,
         plan_bytes: int,
-        tokens: Spec,
-        scales: Spec,
-        topk_weights: Spec,
-        recv_tokens: Spec,
-        recv_scales: Spec,
-        recv_weights: Spec,
-        recv_topk_idx: Spec = None,
+        tokens: _Spec,
+        scales: _Spec | None,
+        topk_weights: _Spec | None,
+        recv_tokens: _Spec,
+        recv_scales: _Spec | None,
+        recv_weights: _Spec | None,
+        recv_topk_idx: _Spec | None = None,
         stream: int = 0,
     ) -> None: ...
     def combine(
         self,
         plan_ptr: int,
         plan_bytes: int,
-        expert_out: Spec,
-        weights: Spec,
-        out: Spec,
+        expert_out: _Spec,
+        weights: _Spec | None,
+        out: _Spec,
         stream: int = 0,
     ) -> None: ...
     def dispatch_bwd(
         self,
         plan_ptr: int,
         plan_bytes: int,
-        grad_recv_tokens: Spec,
-        grad_recv_weights: Spec,
-        grad_tokens: Spec,
-        grad_topk_weights: Spec,
+        grad_recv_tokens: _Spec | None,
+        grad_recv_weights: _Spec | None,
+        grad_tokens: _Spec | None,
+        grad_topk_weights: _Spec | None,
         stream: int = 0,
     ) -> None: ...
     def combine_bwd(
         self,
         plan_ptr: int,
         plan_bytes: int,
-        grad_out: Spec,
-        expert_out: Spec,
-        weights: Spec,
-        grad_expert_out: Spec,
-        grad_weights: Spec = None,
+        grad_out: _Spec,
+        expert_out: _Spec | None,
+        weights: _Spec | None,
+        grad_expert_out: _Spec,
+        grad_weights: _Spec | None = None,
         stream: int = 0,
     ) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...

@@ -150,13 +150,15 @@ class EpGroup:
             )
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, quantize)
-            outputs = (
+            tensors = (
+                *inputs,
                 describe("out.tokens", out.tokens, write=True),
                 _optional("out.scales", out.scales, write=True),
                 _optional("out.weights", out.weights, write=True),
                 _optional("out.topk_idx", out.topk_idx, write=True),
             )
-        self._core.dispatch(*plan.place(), *inputs, *outputs)
+        address, num_bytes = plan.place()
+        self._core.dispatch(address, num_bytes, *tensors)
         return out
 
     def combine(self, plan: Plan, expert_out: np.ndarray, weights: np.ndarray | None = None, *,
@@ -229,7 +231,8 @@ class EpGroup:
             rows = plan.recv_rows
             grad_expert_out = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
             grad_weights = None if expert_out is None else self._empty((rows,), np.float32)
-        self._core.combine_bwd(*plan.place(), *inputs,
+        address, num_bytes = plan.place()
+        self._core.combine_bwd(address, num_bytes, *inputs,
                                describe("grad_expert_out", grad_expert_out),
                                _optional("grad_weights", grad_weights))
         return grad_expert_out, grad_weights

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import math
 import pathlib
+from typing import Any
 
 from crossdock.cli import _console, _gpus, _report
 from crossdock.cli._doctor import feature
@@ -20,7 +21,7 @@ starts itself on this host, beside a copy of as many bytes in the same run. Befo
 checks every element of one round trip."""
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``bench ep`` to the commands."""
     bench = commands.add_parser("bench", help="measure on this machine",
                                 description="Measures on this machine.")
@@ -154,7 +155,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         raise UsageError("--plot: matplotlib is not installed")
 
 
-def _measure(workload: Workload) -> list[dict]:
+def _measure(workload: Workload) -> list[dict[str, Any]]:
     """Runs the ranks with a progress bar; what each of them returned."""
     # Importing, sizing and checking come before the waits that the ranks bound themselves.
     limit = 24 * 3600

@@ -11,9 +11,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
 try:
-    from rich.console import Console as _RichConsole
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -24,7 +25,9 @@ try:
     )
     from rich.table import Table
 except ImportError:  # plain lines then
-    _RichConsole = None
+    _HAS_RICH = False
+else:
+    _HAS_RICH = True
 
 _PLAIN_INTERVAL = 10.0  # seconds between two plain progress lines: a log wants few of them
 
@@ -32,8 +35,8 @@ Advance = Callable[[str, float], None]
 """What a progress bar is driven with: (what is being done, share of all that is done)."""
 
 
-def _rich(stream) -> object | None:
-    return _RichConsole(file=stream) if _RichConsole and stream.isatty() else None
+def _rich(stream: TextIO) -> Console | None:
+    return Console(file=stream) if _HAS_RICH and stream.isatty() else None
 
 
 def _plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:

@@ -16,7 +16,7 @@ from crossdock.cli._options import number
 _PROGRAM = pathlib.Path("examples/torch/train_moe_lm.py")
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``demo`` to the commands."""
     parser = commands.add_parser(
         "demo",

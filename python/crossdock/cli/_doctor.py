@@ -25,7 +25,7 @@ _TRIAL_SECONDS = 120
 Fact = tuple[str, "bool | None", str]
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``doctor`` to the commands."""
     parser = commands.add_parser(
         "doctor",

@@ -58,7 +58,9 @@ class TorchEngine:
         plan = self._group.prepare(self._ids)
         sent = xd.dispatch(plan, self._tokens, self._weights)
         experts = sent.tokens.detach().requires_grad_()
-        weights = sent.weights.detach() if self._workload.layout == "expert_major" else None
+        weights = None
+        if sent.weights is not None and self._workload.layout == "expert_major":
+            weights = sent.weights.detach()
         plan = plan.detach()  # so that combine's backward pass ends there
         out = xd.combine(plan, experts, weights)
         grad_out = torch.ones_like(out)

@@ -76,9 +76,11 @@ class _Rank:
             )
         finally:
             os.close(write_end)
+        assert self._process.stdin is not None  # a pipe, as was asked for
+        self._stdin = self._process.stdin
         with contextlib.suppress(BrokenPipeError):  # it has ended: its last words say why
-            self._process.stdin.write(json.dumps(task).encode() + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(task).encode() + b"\n")
+            self._stdin.flush()
 
     def read(self) -> tuple[list[Message], bool]:
         """(new messages, whether more may come); waits for some."""
@@ -102,7 +104,7 @@ class _Rank:
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._stdin.close()
         self._output.close()
         os.close(self.answers)
 
@@ -163,8 +165,8 @@ def run_ranks(
                 raise CommandError(f"rank {rank} cannot be started: {error}") from None
         return _listen(ranks, time.monotonic() + limit, on_message)
     finally:
-        for rank in ranks:
-            rank.close()
+        for started in ranks:
+            started.close()
 
 
 def _listen(ranks: list[_Rank], deadline: float, on_message: Hear) -> list[Any]:

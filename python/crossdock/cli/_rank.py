@@ -10,20 +10,23 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from crossdock.cli._engine import make_engine
 from crossdock.cli._workload import Workload
 
+_Tell = Callable[[str, float], None]  # what is being done, and its share that is done
 
-def _trial(workload: Workload, tell) -> dict[str, Any]:
+
+def _trial(workload: Workload, tell: _Tell) -> dict[str, Any]:
     """One round trip with every element checked."""
     with make_engine(workload) as engine:
         engine.check()
     return {}
 
 
-def _bench(workload: Workload, tell) -> dict[str, Any]:
+def _bench(workload: Workload, tell: _Tell) -> dict[str, Any]:
     """Checks one round trip, then times every operation."""
     tell("starting", 0.0)
     with make_engine(workload) as engine:

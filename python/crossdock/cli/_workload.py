@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from crossdock._config import Layout
+
 ROUTINGS = ("uniform", "zipf", "hot")
 LAYOUTS = ("expert_major", "rank_major")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -20,7 +22,7 @@ class Workload:
     hidden: int
     topk: int
     experts: int
-    layout: str
+    layout: Layout
     dtype: str
     routing: str
     seed: int

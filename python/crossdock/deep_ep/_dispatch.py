@@ -85,7 +85,8 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
         numbers = None if limits.worst_tokens else _host_numbers(runtime, choices)
         with turn.running():
             _prepare(sequence, choices, plan, prefix, numbers)
-        num_rows, per_expert = limits.worst_tokens, []
+        num_rows = limits.worst_tokens
+        per_expert: list[int] = []
         if numbers is not None:
             num_rows, per_expert = _await_numbers(runtime, sequence, choices, lease, numbers)
         with turn.allocating():
@@ -194,7 +195,7 @@ def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: 
 
 def _shaped(tokens: Tokens, received: Received) -> Received:
     """The scales in the type and the dimensions that came in."""
-    if tokens.scales is None:
+    if tokens.scales is None or received.scales is None:
         return received
     scales = received.scales.view(tokens.scales.dtype)
     return received._replace(scales=scales.flatten() if tokens.scales.ndim == 1 else scales)

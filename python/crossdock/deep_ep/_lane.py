@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -26,7 +27,8 @@ class Lane:
         self.device = device
         self.pool = pool
         self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device, priority=-1) if self.cuda else torch.cpu.Stream()
+        stream = torch.cuda.Stream(device, priority=-1) if self.cuda else torch.cpu.Stream()
+        self.stream = cast(torch.cuda.Stream, stream)  # a stand-in on the CPU: nothing asks it
 
     @property
     def raw_stream(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_X = TypeVar("_X", torch.Tensor, tuple[torch.Tensor, torch.Tensor], _Rows)
 _Layout = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]
 _Dispatched = tuple[
     _Rows,
@@ -196,7 +197,7 @@ class Buffer:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         return 0
 
-    def get_comm_stream(self) -> torch.Stream:
+    def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that operations run on: a ``torch.cuda.Stream``; on the CPU a stand-in."""
         return self._live().lane.stream
 
@@ -276,6 +277,44 @@ class Buffer:
             event = turn.finish((topk_idx,), layout)
         per_rank, per_expert, in_rank = layout
         return per_rank, None, per_expert, in_rank, event
+
+    @overload
+    def dispatch(
+        self,
+        x: _X,
+        handle: None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[_X, torch.Tensor | None, torch.Tensor | None, list[int], Handle, EventOverlap]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: _X,
+        handle: Handle,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: None = None,
+        topk_weights: None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[_X, None, None, None, None, EventOverlap]: ...
 
     def dispatch(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["combine", "combine_bwd", "dispatch", "dispatch_bwd", "prepare", "uniform", "varying"]
 
-Array = jax.Array
+Array: TypeAlias = jax.Array
+_Given = TypeVar("_Given", bound=jax.Array | None)
+_Results = dict[str, tuple[tuple[int, ...], Any]]  # by name: shape, dtype
 
 
 def prepare(group: EpGroup, topk_idx: Array, order: Array) -> tuple[Array, ...]:
     """-> plan, counts, padded_counts, offsets, total, rank_rows, order."""
     ranks = group.place.num_ranks
     experts = group.config.num_experts // ranks
-    outputs = {
+    outputs: _Results = {
         "plan": ((group.plan_bytes,), np.uint8),
         "counts": ((experts,), np.int32),
         "padded_counts": ((experts,), np.int32),
@@ -55,7 +57,7 @@ def dispatch(
     rows, columns = group.rows, x.shape[-1]
     topk = group.config.topk if topk_weights is None else topk_weights.shape[-1]
     inputs = {"plan": plan, "tokens": _rows(x)}
-    outputs = {"recv_tokens": ((rows, columns), ELEMENT if quantize else x.dtype)}
+    outputs: _Results = {"recv_tokens": ((rows, columns), ELEMENT if quantize else x.dtype)}
     if quantize:
         outputs["recv_scales"] = ((rows, columns // SCALE_BLOCK), np.float32)
     elif scales is not None:
@@ -90,7 +92,7 @@ def combine(
     inputs = {"plan": plan, "expert_out": expert_out}
     if weights is not None:
         inputs["weights"] = weights
-    outputs = {"out": ((math.prod(shape), hidden), expert_out.dtype)}
+    outputs: _Results = {"out": ((math.prod(shape), hidden), expert_out.dtype)}
     out, order = _call("combine", group, inputs, outputs, order)
     return out.reshape(*shape, hidden), order
 
@@ -109,7 +111,8 @@ def dispatch_bwd(
     One of the two gradients must be given.
     """
     tokens = math.prod(shape)
-    inputs, outputs = {"plan": plan}, {}
+    inputs = {"plan": plan}
+    outputs: _Results = {}
     if grad_tokens is not None:
         inputs["grad_recv_tokens"] = grad_tokens
         outputs["grad_tokens"] = ((tokens, grad_tokens.shape[-1]), grad_tokens.dtype)
@@ -131,19 +134,19 @@ def combine_bwd(
 ) -> tuple[Array | None, ...]:
     """-> grad of expert_out ``[R, H]``, grad of weights ``[R]`` or None, order."""
     inputs = {"plan": plan, "grad_out": _rows(grad_out)}
-    outputs = {"grad_expert_out": ((group.rows, grad_out.shape[-1]), grad_out.dtype)}
-    if weights is not None:
+    outputs: _Results = {"grad_expert_out": ((group.rows, grad_out.shape[-1]), grad_out.dtype)}
+    if weights is not None and expert_out is not None:
         inputs |= {"expert_out": expert_out, "weights": weights}
         outputs["grad_weights"] = ((group.rows,), np.float32)
     names = ("grad_expert_out", "grad_weights")
     return _call("combine_bwd", group, inputs, outputs, order, names)
 
 
-def uniform(*arrays: Array | None) -> tuple[Array | None, ...]:
+def uniform(*arrays: _Given) -> tuple[_Given, ...]:
     """The arrays, all as varying over the mesh axes over which any of them varies."""
     axes = frozenset().union(*(varying(array) for array in arrays if array is not None))
 
-    def cast(array: Array | None) -> Array | None:
+    def cast(array: _Given) -> _Given:
         missing = () if array is None else tuple(axes - varying(array))
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
@@ -165,7 +168,7 @@ def _call(
     operation: str,
     group: EpGroup,
     inputs: Mapping[str, Array],
-    outputs: Mapping[str, tuple[tuple[int, ...], Any]],
+    outputs: _Results,
     order: Array,
     names: tuple[str, ...] = (),
 ) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossdock import _core
+from crossdock._config import Layout, Overflow, Staging
 
 from ._quantized import SCALE_BLOCK
 
@@ -56,13 +57,13 @@ class EpConfig:
     hidden: int
     topk: int
     max_tokens: int
-    layout: str = "expert_major"
+    layout: Layout = "expert_major"
     dtype: Any = jnp.bfloat16
     capacity: int | None = None
-    overflow: str = "error"
+    overflow: Overflow = "error"
     alignment: int = 1
     num_sms: int = 0
-    staging: str = "auto"
+    staging: Staging = "auto"
 
     def __post_init__(self) -> None:
         _choice("layout", self.layout, _LAYOUTS)

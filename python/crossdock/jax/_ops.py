@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from ._where import check_layout, local_shape, on_ranks
 
 __all__ = ["ep_combine", "ep_dispatch", "ep_prepare"]
 
-Array = jax.Array
+Array: TypeAlias = jax.Array
+_X = TypeVar("_X", bound=jax.Array | QuantizedRows)
 
 
 class _Site(NamedTuple):
@@ -82,18 +83,30 @@ def ep_prepare(
         )
     site = _Site(group, shape, topk_idx.shape[-1])
     order = _first_order(site, topk_idx) if after is None else _order_of(after)
-    topk_idx, order = _calls.uniform(topk_idx, order)
-    *arrays, order = _prepare(site, topk_idx, order)
-    return EpPlan(*arrays, order, *site)
+    arrays = _prepare(site, *_calls.uniform(topk_idx, order))
+    data, counts, padded_counts, offsets, total, rank_rows, order = arrays
+    return EpPlan(data, counts, padded_counts, offsets, total, rank_rows, order, *site)
 
 
+@overload
+def ep_dispatch(
+    plan: EpPlan, x: _X, topk_weights: Array | None = None, *, quantize: Literal[False] = False
+) -> Dispatched[_X]: ...
+@overload
+def ep_dispatch(
+    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: Literal[True]
+) -> Dispatched[QuantizedRows]: ...
+@overload
+def ep_dispatch(
+    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: bool
+) -> Dispatched[Array | QuantizedRows]: ...
 def ep_dispatch(
     plan: EpPlan,
     x: Array | QuantizedRows,
     topk_weights: Array | None = None,
     *,
     quantize: bool = False,
-) -> Dispatched:
+) -> Dispatched[Array | QuantizedRows]:
     """Copy every token's row to the ranks that hold its experts. Collective, differentiable.
 
     Args:
@@ -182,8 +195,8 @@ def ep_combine(
             raise ValueError(
                 f"weights: expected one for each of {expert_out.shape[0]} rows, got {weights.shape}"
             )
-    data, expert_out, weights, order = _calls.uniform(plan.data, expert_out, weights, plan.order)
-    out, order = _combine(site, data, expert_out, weights, order)
+    arrays = _calls.uniform(plan.data, expert_out, weights, plan.order)
+    out, order = _combine(site, *arrays)
     return out, plan.after(order)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ._group import EpGroup
 
 __all__ = ["Dispatched", "EpPlan"]
+
+_Rows = TypeVar("_Rows", bound=jax.Array | QuantizedRows, covariant=True)
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +57,7 @@ class EpPlan:
         return dataclasses.replace(self, order=order)
 
 
-class Dispatched(NamedTuple):
+class Dispatched(NamedTuple, Generic[_Rows]):
     """What a rank receives: R rows, of which those past the last one are zero.
 
     Attributes:
@@ -65,7 +67,7 @@ class Dispatched(NamedTuple):
         plan: for the operations that come after this one.
     """
 
-    tokens: jax.Array | QuantizedRows
+    tokens: _Rows
     weights: jax.Array | None
     topk_idx: jax.Array | None
     plan: EpPlan

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ._config import EpConfig
-from ._mesh import EpMesh, Place, current_mesh
+from ._group import Place
+from ._mesh import EpMesh, current_mesh
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._partition import on_each_rank
 
@@ -93,7 +94,7 @@ def moe_layer(
         place,
         functools.partial(_layer_of_rank, config, place, mesh, normalize_weights),
         arrays,
-        out_specs=MoEOutput(batch, PartitionSpec(), PartitionSpec(), batch),
+        out_specs=MoEOutput._make((batch, PartitionSpec(), PartitionSpec(), batch)),
     )
 
 
@@ -148,9 +149,7 @@ def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Arra
     """Of one rank's arrays."""
     hidden, local = x.shape[-1], config.num_experts // place.num_ranks
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
-    expected = MoEParams(
-        (hidden, config.num_experts), (local, hidden, 2 * ffn), (local, ffn, hidden)
-    )
+    expected = ((hidden, config.num_experts), (local, hidden, 2 * ffn), (local, ffn, hidden))
     for name, array, shape in zip(MoEParams._fields, params, expected):
         if array.shape != shape:
             raise ValueError(

@@ -9,6 +9,8 @@ caching allocator may be dropped at once: their memory is reused only by later w
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 from crossdock import _core
@@ -44,6 +46,10 @@ DTYPE_CODES = _dtype_codes()
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+@overload
+def spec(tensor: torch.Tensor) -> Spec: ...
+@overload
+def spec(tensor: torch.Tensor | None) -> Spec | None: ...
 def spec(tensor: torch.Tensor | None) -> Spec | None:
     """What ``_core`` takes for a tensor: (address, shape, dtype code).
 

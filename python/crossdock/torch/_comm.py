@@ -7,7 +7,7 @@ import os
 import weakref
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -169,7 +169,7 @@ def init(
     global _default
     where = _device(device)
     is_cuda = where.type == "cuda"
-    options = {
+    options: dict[str, Any] = {
         "device_type": _CUDA if is_cuda else _CPU,
         "device_id": where.index if is_cuda else 0,
         "heap_bytes": heap_bytes,
@@ -177,8 +177,9 @@ def init(
         "name": name,
     }
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if process_group is not None or distributed:
-        process_group = process_group or torch.distributed.group.WORLD
+    if process_group is None and distributed:
+        process_group = torch.distributed.group.WORLD
+    if process_group is not None:
         core = _meet_through(process_group, where, options)
     elif "WORLD_SIZE" in os.environ:
         core = _core.Comm(bootstrap="environment", **options)
@@ -211,7 +212,7 @@ def empty_symmetric(
 
 
 def _meet_through(
-    process_group: ProcessGroup, device: torch.device, options: dict[str, object]
+    process_group: ProcessGroup, device: torch.device, options: dict[str, Any]
 ) -> _core.Comm:
     dist = torch.distributed
     size = dist.get_world_size(process_group)

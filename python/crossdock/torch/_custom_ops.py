@@ -16,6 +16,7 @@ up to 60 microseconds a call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
     group_position = arguments.split(", ").index("int group")
 
     def define(kernel: Callable[..., object]) -> Callable[..., object]:
-        def run(*args: object) -> object:
+        def run(*args: Any) -> object:
             try:
                 return kernel(*args)
             except RuntimeError as error:
@@ -75,6 +76,10 @@ def _given(output: Tensor | None, like: Tensor) -> Tensor:
     return _absent(like) if output is None else output
 
 
+@overload
+def _usable(tensor: Tensor) -> Tensor: ...
+@overload
+def _usable(tensor: Tensor | None) -> Tensor | None: ...
 def _usable(tensor: Tensor | None) -> Tensor | None:
     """An input as the library takes it: slices begin anywhere, gradients have any strides."""
     if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % _ROW_ALIGNMENT == 0):
@@ -88,6 +93,7 @@ def _check(group: EpGroup, operation: int, **tensors: tuple[Tensor | None, int])
     Args:
         tensors: by argument (tensor, number of dimensions).
     """
+    kind: type[Exception]
     for name, (tensor, dimensions) in tensors.items():
         if tensor is None:
             continue
@@ -227,7 +233,7 @@ def _dispatch(
         recv_weights=weights,
         recv_topk_idx=idx,
     )
-    optional = (_given(output, x) for output in (weights, idx, recv_scales, link))
+    optional = _given(weights, x), _given(idx, x), _given(recv_scales, x), _given(link, x)
     return (tokens, *optional, order)
 
 
@@ -343,7 +349,10 @@ def _combine_bwd(
     """-> grad_expert_out, grad_weights (given expert_out), order."""
     ep = group_of(group)
     grad_expert_out = ep.comm.pool.empty((rows, grad_out.shape[1]), grad_out.dtype)
-    grad_weights = None if expert_out is None else ep.comm.pool.empty(weights.shape, _FLOAT32)
+    grad_weights = None
+    if expert_out is not None:
+        assert weights is not None  # those whose gradient is asked for
+        grad_weights = ep.comm.pool.empty(weights.shape, _FLOAT32)
     order = torch.zeros_like(order)
     _calls.combine_bwd(
         ep.core,

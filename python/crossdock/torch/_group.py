@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from crossdock import _core
+from crossdock._config import Layout, Overflow
 from crossdock.errors import CrossdockError, InvalidArgument, from_details
 
 from ._calls import DTYPE_CODES, OPERATIONS, PREPARE, current_stream
@@ -72,10 +73,10 @@ class EpGroup:
         topk: int,
         max_tokens: int,
         *,
-        layout: str = "expert_major",
+        layout: Layout = "expert_major",
         dtype: torch.dtype = torch.bfloat16,
         capacity: int | None = None,
-        overflow: str = "error",
+        overflow: Overflow = "error",
         alignment: int = 1,
         staging: bool = True,
         zero_tail: bool = True,

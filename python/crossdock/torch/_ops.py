@@ -177,4 +177,5 @@ def _trimmed(received: Dispatched, plan: Plan) -> Dispatched:
     rows = min(int(plan.total), plan.group.rows)
     if plan.data.is_cuda:  # where prepare failed without a word, and the number is none
         plan.group.check()
-    return Dispatched(*(None if part is None else part[:rows] for part in received))
+    tokens, *beside = received
+    return Dispatched(tokens[:rows], *(None if part is None else part[:rows] for part in beside))

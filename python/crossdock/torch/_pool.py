@@ -176,10 +176,7 @@ class SymmetricPool:
             capture = capture_id(self._device, stream)
             self._sort_returned(capture)
             fitting = self._free.get((capture, stream, size))
-            if fitting:
-                block = fitting.pop()
-            else:
-                block = self._allocate(size, stream, capture)
+            block = fitting.pop() if fitting else self._allocate(size, stream, capture)
             if block is not None:
                 self._live[block.address] = block
             return block

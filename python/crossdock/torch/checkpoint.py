@@ -181,12 +181,12 @@ def _expert_part(
 def _optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    wanted: Callable[[nn.Parameter], bool],
+    wanted: Callable[[torch.Tensor], bool],
 ) -> dict[str, Any] | None:
     """State and hyperparameters by parameter name: the order of parameters means nothing."""
     if optimizer is None:
         return None
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         "state": {names[p]: dict(s) for p, s in optimizer.state.items() if wanted(p)},
         "groups": [

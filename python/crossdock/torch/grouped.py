@@ -6,7 +6,7 @@ zone belong to nobody: they are never read, and hold anything in a result.
 
 from __future__ import annotations
 
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -88,7 +88,7 @@ def _grouped_mm(
     grad_group: int,
 ) -> torch.Tensor:
     matrices = weight.transpose(1, 2) if transpose else weight
-    if _one_kernel(x, matrices):
+    if _GROUPED_MM is not None and _one_kernel(x, matrices):
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
         return _GROUPED_MM(x, matrices, offs=_ends(x, offsets))
@@ -113,7 +113,7 @@ def _(x, weight, offsets, transpose, out_group, grad_group):
 
 def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
-    if _one_kernel(x, y):
+    if _GROUPED_MM is not None and _one_kernel(x, y):
         out = _GROUPED_MM(x.t(), y, offs=_ends(x, offsets))
         # Whether the kernel writes a group without rows differs between torch releases.
         return out.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
@@ -131,12 +131,12 @@ def _(x, y, offsets):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, offsets, ctx.transpose, ctx.out_group, ctx.grad_group = inputs
     ctx.save_for_backward(x, weight, offsets)
 
 
-def _backward(ctx, grad: torch.Tensor):
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     grad_x = grad_weight = None
@@ -156,10 +156,9 @@ torch.library.register_autograd(
 
 
 def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch has one kernel for these operands."""
+    """Whether torch's kernel takes these operands."""
     return (
-        _GROUPED_MM is not None
-        and a.is_cuda
+        a.is_cuda
         and a.dtype == torch.bfloat16
         and a.shape[0] > 0
         and a.shape[-1] % 8 == 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Iterator, NamedTuple
+from typing import TYPE_CHECKING, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from crossdock._config import Overflow
+
 from ._calls import PREPARE
 from ._comm import Communicator
-from ._group import EpGroup, Plan
+from ._group import EpGroup
 from ._ops import combine, dispatch
+from ._plan import Plan
 from .grouped import grouped_mm
 from .moe_router import balance_loss, expert_load, route
 
@@ -54,7 +57,7 @@ class MoELayer(nn.Module):
         comm: Communicator | None = None,
         max_tokens: int | None = None,
         capacity: int | None = None,
-        overflow: str = "error",
+        overflow: Overflow = "error",
         shared_experts: int = 0,
         aux_loss_weight: float = 0.01,
         normalize_weights: bool = True,
@@ -120,9 +123,15 @@ class MoELayer(nn.Module):
         # Not from torch's generator: that moves on equally far on every rank, by one draw.
         generator = torch.Generator().manual_seed(base + self.num_experts)
         _fill(self.router.t(), generator)
-        if self.shared_in is not None:
-            _fill(self.shared_in, generator)
-            _fill(self.shared_out, generator)
+        for shared in (self.shared_in, self.shared_out):
+            if shared is not None:
+                _fill(shared, generator)
+
+    if TYPE_CHECKING:  # what a call returns; for torch's stubs it is Any
+
+        def __call__(
+            self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None
+        ) -> MoEOutput: ...
 
     def forward(self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None) -> MoEOutput:
         """Send each token of ``x`` ``[..., H]`` through its experts.
@@ -157,7 +166,7 @@ class MoELayer(nn.Module):
             exact=tokens.device.type == "cpu" and not torch.compiler.is_compiling(),
         )
         out = combine(plan, self._experts(received.tokens, plan.offsets), received.weights)
-        if self.shared_in is not None:
+        if self.shared_in is not None and self.shared_out is not None:
             out = out + swiglu(tokens.to(out.dtype) @ self.shared_in) @ self.shared_out
         if self.aux_loss_weight:
             aux_loss = self.aux_loss_weight * balance_loss(routing.probabilities, load)
@@ -168,6 +177,7 @@ class MoELayer(nn.Module):
     def _check_input(self, x: torch.Tensor) -> None:
         """Refuses an x that is no batch of tokens, before anything is sent."""
         group, device = self.group, self.group.comm.device
+        kind: type[Exception]
         group.require_tensors(PREPARE, x=x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             kind = ValueError
@@ -278,7 +288,7 @@ def _make_group(
     comm: Communicator | None,
     max_tokens: int | None,
     capacity: int | None,
-    overflow: str,
+    overflow: Overflow,
     dtype: torch.dtype | None,
 ) -> EpGroup:
     if max_tokens is None:
