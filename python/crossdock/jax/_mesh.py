@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
 from jax.sharding import Mesh
 
-from crossdock import _core, _jax
+from crossdock import _jax
+from crossdock._comm import milliseconds
 from crossdock.errors import from_details
 
 from ._config import EpConfig
 from ._group import EpGroup, Place, forget_programs, remember_programs
+from ._meeting import meeting_point
 from ._pool import device_pool
 from ._register import register
 
 __all__ = ["EpMesh", "current_mesh", "init"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
-_ANY = -1  # the ordinal of a process's only device
+_ANY = -1  # the ordinal of a process's only device of a platform
 
-_meetings = itertools.count()
 _current: EpMesh | None = None
 
 
@@ -191,22 +190,24 @@ def init(
         name: shown in logs.
 
     Raises:
-        ValueError: a bad argument (InvalidArgument).
+        TypeError, ValueError: a bad argument (InvalidArgument).
         Timeout: not all ranks came.
         Unsupported: no such device in this build or on this machine.
     """
     global _current
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
+    timeout_ms = milliseconds(timeout)
     place = _place(mesh, ep_axis, data_axes)
     platform = mesh.devices.flat[0].platform
     if platform not in ("cpu", "gpu"):
         raise ValueError(f"mesh: expected CPU or GPU devices, got {platform}")
     register(platform)
-    devices, seats = _seats(place)
+    devices, seats = _seats(place, timeout_ms)
     if not seats:
         raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
-    milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
     device_type = _CPU if platform == "cpu" else _CUDA
-    ranks = _jax.Ranks(device_type, seats, milliseconds, name)
+    ranks = _jax.Ranks(device_type, seats, timeout_ms, name)
     _current = EpMesh(place, ranks, devices)
     return _current
 
@@ -227,19 +228,20 @@ def _place(mesh: Mesh, ep_axis: str | Sequence[str], data_axes: str | Sequence[s
     return Place(mesh, ep_axes, batch, num_ranks)
 
 
-def _seats(place: Place) -> tuple[list[jax.Device], list[tuple[int, int, int, int, bytes]]]:
+def _seats(
+    place: Place, timeout_ms: int
+) -> tuple[list[jax.Device], list[tuple[int, int, int, int, bytes]]]:
     """This process's devices, and of each one (ordinal, device, rank, ranks, meeting point)."""
     names = place.mesh.axis_names
     others = [axis for axis in names if axis not in place.ep_axes]
     order = [names.index(axis) for axis in (*others, *place.ep_axes)]
     sets = place.mesh.devices.transpose(order).reshape(-1, place.num_ranks)
-    meeting = next(_meetings)
     mine = jax.process_index()
     found, seats = [], []
-    for number, devices in enumerate(sets):
+    for devices in sets:
         if all(device.process_index != mine for device in devices):
             continue
-        unique_id = _meeting_point(f"crossdock/{meeting}/{number}", devices)
+        unique_id = meeting_point(devices, timeout_ms)
         for rank, device in enumerate(devices):
             if device.process_index == mine:
                 found.append(device)
@@ -253,19 +255,4 @@ def _numbers(device: jax.Device) -> tuple[int, int]:
         ordinal, number = device.id, 0
     else:
         ordinal = number = device.local_hardware_id
-    return (_ANY if jax.local_device_count() == 1 else ordinal), number
-
-
-def _meeting_point(key: str, devices: np.ndarray) -> bytes:
-    """Opened by the process of the first rank, told to the others through jax.distributed."""
-    processes = {device.process_index for device in devices}
-    if processes == {jax.process_index()}:
-        return _core.unique_id()
-    client = distributed.global_state.client
-    if client is None:
-        raise RuntimeError("init: expected jax.distributed to be initialised for several processes")
-    if devices[0].process_index == jax.process_index():
-        unique_id = _core.unique_id()
-        client.key_value_set_bytes(key, unique_id)
-        return unique_id
-    return client.blocking_key_value_get_bytes(key, 600_000)
+    return (_ANY if device.client.local_device_count() == 1 else ordinal), number

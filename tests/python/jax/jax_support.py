@@ -72,12 +72,17 @@ def _run(case: Callable[..., Any], args: tuple[Any, ...]) -> None:
         jax.clear_caches()
 
 
-def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def distributed(me: Rank) -> None:
+    """Makes this process one of jax.distributed with one device."""
     if not jax.distributed.is_initialized():
         if not ON_GPUS:
             os.environ["XLA_FLAGS"] = ""
         jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", me.num_ranks, me.rank,
                                    local_device_ids=[me.rank] if ON_GPUS else None)
+
+
+def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    distributed(me)
     _run(case, args)
 
 

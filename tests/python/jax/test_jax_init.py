@@ -1,0 +1,112 @@
+"""Who meets whom, and for how long they wait."""
+
+from __future__ import annotations
+
+import math
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import crossdock.jax as xd
+from crossdock import errors
+from crossdock.jax import _mesh, _meeting
+from jax_support import RANKS, World, distributed, run
+from support import Rank, run_ranks
+
+CONFIG = xd.EpConfig(num_experts=8, hidden=16, topk=2, max_tokens=4, dtype=np.float32)
+
+
+# ---- Arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, 2**31 / 1000])
+def test_timeouts_that_are_none(timeout):
+    mesh = Mesh(np.array(jax.devices()), ("ep",))
+    with pytest.raises(ValueError, match=f"timeout: expected seconds above 0, .* got {timeout}"):
+        xd.init(mesh, "ep", timeout=timeout)
+
+
+@pytest.mark.parametrize("mesh", [None, ("ep",), jax.sharding.AbstractMesh((4,), ("ep",))],
+                         ids=["None", "tuple", "abstract"])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(TypeError, match=f"mesh: expected .*Mesh, got {type(mesh).__name__}"):
+        xd.init(mesh, "ep")
+
+
+@pytest.mark.parametrize(("devices", "ordinal"), [(1, -1), (4, 2)])
+def test_devices_are_counted_on_their_own_platform(monkeypatch, devices, ordinal):
+    """CPUs of a process whose default devices are something else."""
+    monkeypatch.setattr(jax, "local_device_count", lambda *_: 5 - devices)
+    client = types.SimpleNamespace(local_device_count=lambda: devices)
+    cpu = types.SimpleNamespace(platform="cpu", id=2, client=client)
+    assert _mesh._numbers(cpu) == (ordinal, 0)
+
+
+# ---- Meetings -----------------------------------------------------------------------------------
+
+
+def late(world: World) -> None:
+    """The first rank does not come in time, then all do."""
+    world.ep.close()
+    if jax.process_index() > 0:
+        start = time.monotonic()
+        with pytest.raises(errors.Timeout, match=r"waited 300 ms .* rank 0, process 0") as caught:
+            xd.init(world.mesh, "ep", timeout=0.3)
+        assert time.monotonic() - start < 5
+        error = caught.value
+        assert (error.status, error.rank, error.peer, error.phase, error.fatal) == (
+            "XD_ERROR_TIMEOUT", jax.process_index(), 0, "host", False)
+    tell, wait_for = _meeting._key_value_store()
+    tell(f"has waited/{jax.process_index()}", b"")
+    for process in range(RANKS):
+        wait_for(f"has waited/{process}", 20_000)
+    _works(World())
+
+
+def test_init_waits_no_longer_than_its_timeout():
+    run("processes", late)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1234", 1234), (None, 600_000), ("x", 600_000)])
+def test_the_default_timeout_is_the_librarys(monkeypatch, text, expected):
+    if text is None:
+        monkeypatch.delenv("XD_TIMEOUT_MS")
+    else:
+        monkeypatch.setenv("XD_TIMEOUT_MS", text)
+    assert _meeting._default_ms() == expected
+
+
+def some_then_all(me: Rank) -> None:
+    distributed(me)
+    devices = np.array(jax.devices())
+    if me.rank < 2:
+        for _ in range(2):
+            some = xd.init(Mesh(devices[:2], ("ep",)), "ep", timeout=20)
+            some.create(CONFIG)
+            some.close()
+    everyone = xd.init(Mesh(devices, ("ep",)), "ep", timeout=20)
+    assert everyone.num_ranks == 3
+    everyone.create(xd.EpConfig(num_experts=9, hidden=16, topk=2, max_tokens=4))
+    everyone.close()
+
+
+def test_a_mesh_of_all_processes_after_meshes_of_some():
+    run_ranks(3, some_then_all, timeout=60, fresh=True)
+
+
+def test_a_jax_without_the_key_value_store_is_named(monkeypatch):
+    monkeypatch.delattr("jax._src.distributed.global_state")
+    with pytest.raises(RuntimeError, match=rf"0\.10 and 0\.11 have it; JAX {jax.__version__} has"):
+        _meeting._key_value_store()
+
+
+def _works(world: World) -> None:
+    ids = [np.full((4, 1), rank, np.int32) for rank in range(RANKS)]
+    counts = world.on_ranks(lambda ids: xd.ep_prepare(CONFIG, ids).counts)(world.put(ids))
+    assert sum(int(part.sum()) for part in world.parts(counts).values()) == sum(
+        int((np.concatenate(ids) // (8 // RANKS) == rank).sum()) for rank in world.parts(counts))
+    world.ep.close()
