@@ -33,8 +33,8 @@ Group::~Group() {
 }
 
 std::optional<Problem> Group::create() {
-  const std::lock_guard lock(mutex_);
-  if (created_) return std::nullopt;
+  const std::lock_guard lock(creating_);
+  if (created_.load(std::memory_order_relaxed)) return std::nullopt;
   const std::vector<Ranks::Rank>& ranks = ranks_->all();
   std::vector<Member> members(ranks.size());
   std::optional<Problem> problem = for_each_rank(ranks.size(), [&](std::size_t i) {
@@ -49,7 +49,7 @@ std::optional<Problem> Group::create() {
     if (ranks[i].device.device_type == kDLCPU) members[i].worker = std::make_unique<Worker>();
   }
   members_ = std::move(members);
-  created_ = true;
+  created_.store(true, std::memory_order_release);
   return std::nullopt;
 }
 
@@ -62,8 +62,7 @@ Group::Member* Group::on_device(int ordinal) {
 }
 
 const Group::Member* Group::member(std::size_t index) const {
-  const std::lock_guard lock(mutex_);
-  return created_ ? &members_[index] : nullptr;
+  return created_.load(std::memory_order_acquire) ? &members_[index] : nullptr;
 }
 
 std::int64_t enter_group(const std::shared_ptr<Group>& group) {

@@ -3,6 +3,7 @@
 
 #include <crossdock/crossdock.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -37,7 +38,7 @@ class Group {
   // The rank on the device that XLA names so; NULL without one.
   [[nodiscard]] Member* on_device(int ordinal);
 
-  // That of ranks()->all()[index]; NULL before create().
+  // That of ranks()->all()[index]; NULL before create(), for which it does not wait.
   [[nodiscard]] const Member* member(std::size_t index) const;
 
   [[nodiscard]] const std::string& text() const { return text_; }
@@ -46,10 +47,10 @@ class Group {
  private:
   const std::shared_ptr<Ranks> ranks_;
   const xd_ep_config config_;
-  const std::string text_;    // the config, as executables name it
-  mutable std::mutex mutex_;  // of create()
-  bool created_ = false;
-  std::vector<Member> members_;  // of ranks_->all()
+  const std::string text_;             // the config, as executables name it
+  std::mutex creating_;                // held by create(), which waits for other ranks
+  std::atomic<bool> created_ = false;  // set when members_ will not change any more
+  std::vector<Member> members_;        // of ranks_->all()
 };
 
 // Gives the group a number that no other group of this process ever gets.

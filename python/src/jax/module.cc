@@ -50,11 +50,13 @@ std::shared_ptr<Ranks> join(int device_type, const nb::list& seats, int timeout_
   }
 }
 
-// Dropping the last reference may wait for kernels, and those for ranks of other threads.
+// Dropping the last reference may wait for kernels, and those for ranks of other threads. These may
+// look at the handle as soon as they have the GIL: it is empty before.
 template <class T>
 void drop(std::shared_ptr<T>& object) {
+  std::shared_ptr<T> last = std::move(object);
   const nb::gil_scoped_release released;
-  object.reset();
+  last.reset();
 }
 
 // Python's share of the ranks.
@@ -82,11 +84,12 @@ struct GroupHandle {
 };
 
 void create_group(const GroupHandle& self) {
-  const std::shared_ptr<Group> group = self.open();
+  std::shared_ptr<Group> group = self.open();
   std::optional<Problem> problem;
   {
     const nb::gil_scoped_release released;
     problem = group->create();
+    group.reset();  // the last one, if close() came
   }
   if (problem) raise(*problem);
 }
@@ -115,11 +118,12 @@ nb::object fatal_error(const RanksHandle& self) {
 
 void register_memory(const RanksHandle& self, const std::vector<std::uintptr_t>& pointers,
                      const std::vector<std::size_t>& bytes) {
-  const std::shared_ptr<Ranks> ranks = self.open();
+  std::shared_ptr<Ranks> ranks = self.open();
   std::optional<Problem> problem;
   {
     const nb::gil_scoped_release released;
     problem = ranks->register_memory(pointers, bytes);
+    ranks.reset();
   }
   if (problem) raise(*problem);
 }

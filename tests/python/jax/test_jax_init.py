@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import types
 
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import crossdock.jax as xd
-from crossdock import errors
+from crossdock import _core, _jax, errors
 from crossdock.jax import _mesh, _meeting
 from jax_support import RANKS, World, distributed, run
 from support import Rank, run_ranks
@@ -110,3 +111,35 @@ def _works(world: World) -> None:
     assert sum(int(part.sum()) for part in world.parts(counts).values()) == sum(
         int((np.concatenate(ids) // (8 // RANKS) == rank).sum()) for rank in world.parts(counts))
     world.ep.close()
+
+
+# ---- While others are awaited -------------------------------------------------------------------
+
+
+def test_status_does_not_wait_for_a_group_that_is_being_made():
+    meeting = _core.unique_id()
+    ranks: list[_jax.Ranks] = [None] * 2  # of two ranks of this process
+    on_all(lambda rank: ranks.__setitem__(
+        rank, _jax.Ranks(1, [(-1, 0, rank, 2, meeting)], timeout_ms=5000)))
+    first, second = (_jax.Group(each, "", **CONFIG.sizes(2)) for each in ranks)
+    making = threading.Thread(target=first.create)
+    making.start()
+    end = time.monotonic() + 0.5
+    looked = 0
+    while time.monotonic() < end:
+        assert first.status(0) is None
+        looked += 1
+    second.create()  # in time
+    making.join()
+    assert looked > 10
+    assert first.status(0)["status"] == "XD_SUCCESS"
+    for each in (first, second, *ranks):
+        each.close()
+
+
+def on_all(function) -> None:
+    threads = [threading.Thread(target=function, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
