@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._calls import uniform, varying
 from ._group import EpGroup, Place, programs_of
@@ -78,7 +78,8 @@ def check_layout(place: Place, argument: str, array: Any) -> None:
 def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpec) -> None:
     """Refuses a global array that XLA would have to move to where `spec` says.
 
-    It would do so quietly, with collectives of its own.
+    It would do so quietly, with collectives of its own. An array that is not committed to any
+    device lies nowhere yet, and may go where it is wanted.
 
     Raises:
         ValueError: with the layout that was expected. For what a jitted program computes it comes
@@ -95,10 +96,24 @@ def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpe
                 "array is to be split"
             )
 
+    def check_computed(found: Sharding) -> None:
+        # One device of several only outside jit, in an eager jax.checkpoint: an array that is not
+        # committed to it, or one that JAX itself refuses to combine with the mesh.
+        if not isinstance(found, SingleDeviceSharding):
+            check(found)
+
+    array = _behind_derivatives(array)
     if isinstance(array, jax.core.Tracer):
-        jax.debug.inspect_array_sharding(array, callback=check)
+        jax.debug.inspect_array_sharding(array, callback=check_computed)
     elif getattr(array, "committed", False):
         check(array.sharding)
+
+
+def _behind_derivatives(array: Any) -> Any:
+    """What eager ``jax.grad`` wraps: an array at hand, or one that a program computes."""
+    while isinstance(array, jax.core.Tracer) and hasattr(array, "primal"):
+        array = array.primal
+    return array
 
 
 def _checks_vma() -> bool:

@@ -106,6 +106,19 @@ def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
     jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
 
 
+def test_gradients_outside_jit_of_arrays_that_are_nowhere_yet():
+    params, x, grad = values(28)
+    make_mesh(*MESHES[1])
+    config = make_config(7)
+
+    def objective(params, x):
+        out = xd.moe_layer(config, xd.MoEParams(**params), x)
+        return (out.hidden * grad).sum() + 0.5 * out.aux_loss
+
+    got = jax.grad(objective, (0, 1))(jax.tree.map(jnp.asarray, params), jnp.asarray(x))
+    jax.tree.map(close, got, plain(params, x, grad)[1])
+
+
 def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
     params, x, grad = values(28)
     stacked = {name: np.stack([array, array[..., ::-1]]) for name, array in params.items()}

@@ -81,6 +81,48 @@ def test_arrays_that_are_nowhere_yet_are_split(mesh):
     np.testing.assert_array_equal(out, np.full((TOKENS, HIDDEN), TOPK))
 
 
+def eager(function):
+    return function
+
+
+def of_jax(array: np.ndarray) -> jax.Array:
+    """On one device, but not committed to it."""
+    return jax.numpy.asarray(array)
+
+
+@pytest.mark.parametrize("how, kind", [
+    (eager, np.asarray), (eager, of_jax), (jax.jit, np.asarray), (jax.jit, of_jax),
+    (jax.checkpoint, of_jax)])
+def test_derivatives_of_arrays_that_are_nowhere_yet(mesh, how, kind):
+    host = {name: kind(np.asarray(array)) for name, array in arrays(mesh).items()}
+
+    def loss(x, topk_idx, topk_weights):
+        out = round_trip(topk_idx, x, topk_weights)
+        return (out * out).sum() / 2
+
+    grad = jax.grad(how(loss), (0, 2))
+    grad_x, grad_weights = grad(host["x"], host["topk_idx"], host["topk_weights"])
+    np.testing.assert_array_equal(grad_x, np.full((TOKENS, HIDDEN), TOPK * TOPK))
+    np.testing.assert_array_equal(grad_weights, np.full((TOKENS, TOPK), TOPK * HIDDEN))
+
+
+@pytest.mark.parametrize("spec", WRONG, ids=str)
+def test_eager_derivatives_of_arrays_that_lie_otherwise_are_refused(mesh, spec):
+    given = arrays(mesh, x=spec)
+    with pytest.raises(ValueError, match=refusal("x", spec)):
+        jax.grad(lambda x, i, w: round_trip(i, x, w).sum())(*(
+            given[name] for name in ("x", "topk_idx", "topk_weights")))
+
+
+def test_eager_derivatives_of_an_array_on_one_device_are_refused(mesh):
+    given = arrays(mesh) | {"x": jax.device_put(np.ones((TOKENS, HIDDEN), np.float32),
+                                                jax.devices()[0])}
+    for how in (eager, jax.checkpoint):
+        with pytest.raises(ValueError, match="x: expected .* got SingleDevice|incompatible devices"):
+            jax.grad(how(lambda x, i, w: round_trip(i, x, w).sum()))(*(
+                given[name] for name in ("x", "topk_idx", "topk_weights")))
+
+
 @pytest.mark.parametrize("axes, text", [
     ({"expert"}, "expected one over all axes of the mesh"),
     ({"data"}, "expected one over all axes of the mesh"),
