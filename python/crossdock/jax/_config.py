@@ -72,6 +72,11 @@ class EpConfig:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(
+                "capacity: expected at least 1 row, or None, which is enough for any routing; got "
+                f"{self.capacity}"
+            )
 
     @property
     def rank_major(self) -> bool:
@@ -80,7 +85,9 @@ class EpConfig:
 
     def rows(self, num_ranks: int) -> int:
         """R, the rows of every receive array of a rank."""
-        return self.capacity or _core.recv_bound(**self.sizes(num_ranks))
+        if self.capacity is not None:
+            return self.capacity
+        return _core.recv_bound(**self.sizes(num_ranks))
 
     def plan_bytes(self, num_ranks: int) -> int:
         """Bytes of a plan."""
@@ -104,7 +111,7 @@ class EpConfig:
             "dtype": _DTYPES[self.dtype],
             "layout": _LAYOUTS[self.layout],
             "alignment": self.alignment,
-            "recv_capacity": self.capacity or 0,
+            "recv_capacity": 0 if self.capacity is None else self.capacity,
             "overflow": _OVERFLOWS[self.overflow],
             "max_scale_bytes": 4 * -(-self.hidden // SCALE_BLOCK),
             "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static

@@ -82,7 +82,7 @@ def ep_prepare(
             f"topk_idx: expected at most {config.max_tokens} tokens of a rank, got {shape}"
         )
     site = _Site(group, shape, topk_idx.shape[-1])
-    order = _first_order(site, topk_idx) if after is None else _order_of(after)
+    order = _first_order(site, topk_idx) if after is None else _order_of(site, after)
     arrays = _prepare(site, *_calls.uniform(topk_idx, order))
     data, counts, padded_counts, offsets, total, rank_rows, order = arrays
     return EpPlan(data, counts, padded_counts, offsets, total, rank_rows, order, *site)
@@ -302,8 +302,15 @@ def _site(plan: EpPlan) -> _Site:
     return _Site(plan.group, plan.shape, plan.topk)
 
 
-def _order_of(after: EpPlan | Array) -> Array:
-    return after.order if isinstance(after, EpPlan) else after
+def _order_of(site: _Site, after: EpPlan | Array) -> Array:
+    order = jnp.asarray(after.order if isinstance(after, EpPlan) else after)
+    local = local_shape(site.group.place, "after", order.shape)
+    if order.dtype != np.float32 or local != (1,):
+        raise ValueError(
+            "after: expected a plan or an order, which is float32 of shape (1,) on a rank; got "
+            f"{order.dtype} of shape {order.shape}"
+        )
+    return order
 
 
 def _first_order(site: _Site, topk_idx: Array) -> Array:
@@ -331,9 +338,13 @@ def _check_payload(
         raise TypeError(
             f"{argument}: expected bfloat16, float16 or float32{more}, got {array.dtype}"
         )
-    if array.ndim < 1 or array.shape[-1] * array.dtype.itemsize > (
-        config.hidden * config.dtype.itemsize
-    ):
+    row_bytes = array.shape[-1] * array.dtype.itemsize if array.ndim else 0
+    if row_bytes < 1 or row_bytes % 16:
+        raise ValueError(
+            f"{argument}: expected rows of a positive multiple of 16 bytes, got shape "
+            f"{array.shape} of {array.dtype}, {row_bytes} bytes a row"
+        )
+    if row_bytes > config.hidden * config.dtype.itemsize:
         raise ValueError(
             f"{argument}: expected rows of at most {config.hidden} elements of {config.dtype}, got "
             f"shape {array.shape} of {array.dtype}"

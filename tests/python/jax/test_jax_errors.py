@@ -57,6 +57,10 @@ def test_weights_are_float32_or_refused(world, dtype):
         ({"ids": lambda a: a[:-1]}, ValueError, "a first dimension that 4 devices share evenly"),
         ({"x": lambda a: a.astype(np.int32)}, TypeError, "x: expected bfloat16, float16 or"),
         ({"x": lambda a: np.tile(a, 2)}, ValueError, "x: expected rows of at most 16 elements"),
+        ({"x": lambda a: a[:, :3]}, ValueError,
+         r"x: .* multiple of 16 bytes, got shape \(44, 3\) of float32, 12 bytes a row"),
+        ({"x": lambda a: a[:, :0]}, ValueError, "x: .* positive multiple of 16 bytes, .* 0 bytes"),
+        ({"x": lambda a: a[:, :8].astype(np.int8)}, ValueError, "x: .* of 16 bytes, .* int8, 8 "),
         ({"x": lambda a: a[:-RANKS]}, ValueError, r"x: expected a rank's part with shape \(11, "),
         ({"w": lambda a: a[:, :1]}, ValueError, r"topk_weights: expected .* shape \(11, 2\)"),
     ],
@@ -77,10 +81,21 @@ def test_combine_refuses_other_rows(world):
         xd.ep_combine(received.plan, np.asarray(received.tokens)[:-RANKS])
     with pytest.raises(ValueError, match=f"weights: expected one for each of {RANKS * rows} rows"):
         xd.ep_combine(received.plan, received.tokens, np.asarray(received.weights)[:-RANKS])
+    with pytest.raises(ValueError, match="expert_out: .* multiple of 16 bytes, .* 12 bytes a row"):
+        xd.ep_combine(received.plan, np.asarray(received.tokens)[:, :3])
     by_rank = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32, layout="rank_major")
     received = xd.ep_dispatch(xd.ep_prepare(by_rank, ids), x, weights)
     with pytest.raises(ValueError, match="weights: expected None in rank_major"):
         xd.ep_combine(received.plan, received.tokens, np.asarray(received.weights)[:, 0])
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["global", "shard_map"])
+@pytest.mark.parametrize("after", [np.zeros(RANKS, np.int32), np.zeros(2 * RANKS, np.float32),
+                                   np.zeros((RANKS, 1), np.float32)], ids=["type", "size", "shape"])
+def test_after_is_an_order_or_refused(world, after, mapped):
+    prepare = lambda ids, after: xd.ep_prepare(CONFIG, ids, after=after).order  # noqa: E731
+    with pytest.raises(ValueError, match=r"after: expected a plan or an order, .* \(1,\) on a rank"):
+        (world.on_ranks(prepare) if mapped else prepare)(inputs()[0], after)
 
 
 def test_config_is_checked_and_hashable():
@@ -89,6 +104,9 @@ def test_config_is_checked_and_hashable():
         xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, layout="slots")
     with pytest.raises(ValueError, match="dtype: expected bfloat16"):
         xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float64)
+    for capacity in (0, -8):
+        with pytest.raises(ValueError, match=f"capacity: expected at least 1 .* got {capacity}"):
+            xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, capacity=capacity)
 
 
 def test_sizes_that_do_not_fit_the_ranks(world):
