@@ -22,8 +22,8 @@ try:
 except ImportError as error:
     raise ImportError(
         "crossdock.jax needs the extension crossdock._jax, which is built where jaxlib is "
-        "installed: pip install jax nanobind scikit-build-core, then "
-        "pip install --no-build-isolation crossdock"
+        "installed: pip install jax nanobind scikit-build-core, then, in Crossdock's source "
+        "folder, pip install --no-build-isolation ."
     ) from error
 
 from ._config import EpConfig
