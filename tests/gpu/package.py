@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 BRING = re.compile(r"lib(hwy|sodium)\b")  # libraries of the system that travel along
-SOURCES = ["python", "tests/python", "examples/python", "examples/torch"]  # for with-python
+SOURCES = ["python", "tests/python", "examples/jax", "examples/python", "examples/torch"]
 PROGRAMS = ["bench/crossdock-bench", "tools/run/crossdock-run"]  # wanted beside the tests
 
 

@@ -11,13 +11,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
+from jax_support import RANKS
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 3
 COLLECTIVES = re.compile(
     r"\b((?:all-gather|all-to-all|ragged-all-to-all|all-reduce|reduce-scatter|collective-permute|"
-    r"collective-broadcast)(?:-start)?)\(")
-MESHES = [((4,), ("expert",), ()), ((2, 2), ("data", "expert"), ("data",)),
-          ((2, 2), ("expert", "data"), ("data",)), ((2, 2), ("tensor", "expert"), ())]
+    r"collective-broadcast)(?:-start|-done)?)\(")
+MESHES = [((RANKS,), ("expert",), ()), ((RANKS // 2, 2), ("data", "expert"), ("data",)),
+          ((2, RANKS // 2), ("expert", "data"), ("data",)),
+          ((RANKS // 2, 2), ("tensor", "expert"), ())]
 BATCH = ("x", "topk_idx", "topk_weights", "grad")
 
 
@@ -119,12 +121,9 @@ def test_order_of_two_independent_branches_is_in_the_program():
 
 def chain_of_calls(text: str) -> list[str]:
     """Operations in the order that their operands force; fails if it leaves a choice."""
-    calls, operands = {}, {}
-    for name, rest in re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)$", text, re.MULTILINE):
-        target = re.search(r'custom_call_target="crossdock_ep_(\w+)"', rest)
-        if target:
-            calls[name] = target[1]
-        operands[name] = re.findall(r"%[\w.-]+", rest)
+    operands = dependencies(text)
+    call = r'^ *(?:ROOT )?(%[\w.-]+) = .*custom_call_target="crossdock_ep_(\w+)"'
+    calls = dict(re.findall(call, text, re.MULTILINE))
 
     def before(name: str, seen: set[str]) -> set[str]:
         for operand in operands.get(name, []):
@@ -137,6 +136,48 @@ def chain_of_calls(text: str) -> list[str]:
     order = sorted(calls, key=lambda name: len(needs[name]))
     assert [len(needs[name]) for name in order] == list(range(len(order)))
     return [calls[name] for name in order]
+
+
+def dependencies(text: str) -> dict[str, list[str]]:
+    """Of each instruction what comes before it, also across calls, as of command buffers."""
+    operands, parameters, roots, called = {}, {}, {}, []
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?(%[\w.-]+) .*\{$", line):
+            parameters[computation := header[1]] = {}
+        elif instruction := re.match(r" *(ROOT )?(%[\w.-]+) = (.*)$", line):
+            root, name, rest = instruction.groups()
+            operands[name] = re.findall(r"%[\w.-]+", rest)
+            if root:
+                roots[computation] = name
+            if number := re.search(r" parameter\((\d+)\)", rest):
+                parameters[computation][int(number[1])] = name
+            if call := re.search(r" call\((.*?)\), to_apply=(%[\w.-]+)", rest):
+                called.append((name, re.findall(r"%[\w.-]+", call[1]), call[2]))
+    for name, given, computation in called:
+        operands[name].append(roots[computation])
+        for number, parameter in parameters[computation].items():
+            operands[parameter].append(given[number])
+    return operands
+
+
+def test_order_is_followed_into_computations_that_are_called():
+    text = """
+%buffer (a: f32[1], b: f32[1]) -> f32[1] {
+  %b = f32[1] parameter(1)
+  %a = f32[1] parameter(0)
+  ROOT %second = f32[1] custom-call(FIRST), custom_call_target="crossdock_ep_dispatch"
+}
+
+ENTRY %main (p: f32[1]) -> f32[1] {
+  %p = f32[1] parameter(0)
+  %first = f32[1] custom-call(%p), custom_call_target="crossdock_ep_prepare"
+  %call = f32[1] call(%p, %first), to_apply=%buffer
+  ROOT %third = f32[1] custom-call(%call), custom_call_target="crossdock_ep_combine"
+}
+"""
+    assert chain_of_calls(text.replace("FIRST", "%b")) == ["prepare", "dispatch", "combine"]
+    with pytest.raises(AssertionError):
+        chain_of_calls(text.replace("FIRST", "%a"))
 
 
 ORDER_SAVED = jax.checkpoint_policies.save_only_these_names("crossdock_order")

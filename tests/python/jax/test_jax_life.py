@@ -14,16 +14,21 @@ import numpy as np
 import pytest
 
 import crossdock.jax as xd
-from jax_support import World, equal, everywhere, routing, run, whole
+from jax_support import ON_GPUS, RANKS, World, equal, everywhere, routing, run, whole
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 11
 CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32)
 
 
 def workers() -> int:
-    """Threads that run operations in this process: one for each rank of a group that lives."""
+    """Threads that run operations in this process: see `workers_of`."""
     names = pathlib.Path("/proc/self/task").glob("*/comm")
     return sum(name.read_text() == "crossdock-jax\n" for name in names)
+
+
+def workers_of(ranks: int) -> int:
+    """Of a group of that many ranks of this process, while it lives: GPUs have streams."""
+    return 0 if ON_GPUS else ranks
 
 
 def mappings() -> int:
@@ -57,7 +62,7 @@ def free_everything() -> None:
 def again(world: World) -> None:
     """The old executable keeps its group, the new one has another, both run in turn."""
     before = workers()
-    ranks = len(world.ep.devices)
+    ranks = workers_of(len(world.ep.devices))
     old = program(world)
     works(world, old, 91)
     old_number = world.ep.group(CONFIG).number
@@ -103,7 +108,8 @@ def many(world: World) -> None:
         del other, function
         free_everything()
         counts.append(count())
-    assert counts[-1] == counts[1], counts
+    slack = 3 if ON_GPUS else 0  # the driver has files of its own
+    assert all(abs(last - first) <= slack for first, last in zip(counts[1], counts[-1])), counts
 
 
 @everywhere
@@ -114,12 +120,12 @@ def test_groups_that_are_dropped_leave_nothing(where):
 def test_operations_outside_of_jit_keep_nothing():
     before = workers()
     world = World()
-    ids = np.zeros((4 * TOKENS, 1), np.int32)
-    x = np.ones((4 * TOKENS, HIDDEN), np.float32)
+    ids = np.zeros((RANKS * TOKENS, 1), np.int32)
+    x = np.ones((RANKS * TOKENS, HIDDEN), np.float32)
     plan = xd.ep_prepare(CONFIG, ids)
     out, plan = xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)
     np.testing.assert_array_equal(np.asarray(out), x)
-    assert workers() == before + 4
+    assert workers() == before + workers_of(RANKS)
     world.ep.close()
     gc.collect()
     assert workers() == before  # the plan is data
@@ -137,19 +143,21 @@ def test_what_is_closed_cannot_be_compiled():
 
 
 def test_another_mesh_takes_over():
-    """2 x 2 devices: two sets of two ranks after one of four."""
+    """Two sets of ranks after one of them all."""
     World()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "ep"))
+    devices = jax.devices()[:RANKS]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, -1), ("data", "ep"))
     ep = xd.init(mesh, "ep", data_axes="data")
     try:
-        assert (ep.num_ranks, ep.devices) == (2, tuple(jax.devices()))
-        ids = np.arange(4 * TOKENS, dtype=np.int32).reshape(-1, 1) % EXPERTS
-        x = np.arange(4 * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
+        assert (ep.num_ranks, ep.devices) == (RANKS // 2, tuple(devices))
+        ids = np.arange(RANKS * TOKENS, dtype=np.int32).reshape(-1, 1) % EXPERTS
+        x = np.arange(RANKS * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
         plan = xd.ep_prepare(CONFIG, ids)
         out, _ = xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)
         np.testing.assert_array_equal(np.asarray(out), x)
         # The sets know nothing of each other: each has all experts.
-        assert int(plan.total[:2].sum()) == int(plan.total[2:].sum()) == 2 * TOKENS
+        totals = np.asarray(plan.total).reshape(2, -1).sum(1)
+        np.testing.assert_array_equal(totals, 2 * [RANKS // 2 * TOKENS])
     finally:
         ep.close()
 
@@ -171,7 +179,7 @@ def test_a_process_ends_with_everything_alive():
     here = os.path.dirname(__file__)
     script = textwrap.dedent(EXIT).replace("PATHS", repr([here, os.path.dirname(here)]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                          timeout=60)
+                          timeout=120)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "at the end"), done.stderr
 
 

@@ -1,6 +1,7 @@
 """The cases of the CPU on GPUs, each as one process per GPU and as one process with all of them.
 
-As many ranks as there are GPUs, 4 or 2. XLA puts operations into command buffers.
+As many ranks as there are GPUs, 4 or 2. XLA puts operations into command buffers. Tests of the CPU
+that take its devices in their own process run in another one here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -41,10 +45,15 @@ pytest.importorskip("crossdock.jax", exc_type=ImportError)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import test_hlo as hlo  # noqa: E402
 import test_jax_fp8 as fp8  # noqa: E402
 import test_jax_gradients as gradients  # noqa: E402
+import test_jax_life as life  # noqa: E402
 import test_jax_ops as ops  # noqa: E402
 import test_jax_order as order  # noqa: E402
+import test_moe as moe  # noqa: E402
+import test_sharding as sharding  # noqa: E402
+import test_train as train  # noqa: E402
 from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # noqa: E402
 
 import crossdock.jax as xd  # noqa: E402
@@ -122,6 +131,86 @@ def test_branches_are_one_chain(where):
 @everywhere
 def test_two_programs_back_to_back(where):
     run(where, order.two_programs)
+
+
+def elsewhere(world: World, test: Callable[..., None], *args: Any) -> None:
+    """A test that makes ranks of its own, in a process that may take GPUs."""
+    world.ep.close()
+    with jax.default_matmul_precision("float32"):  # not TF32, in what is compared with
+        test(*args)
+
+
+@pytest.mark.parametrize("mesh, spelling, layout", [
+    (0, "automatic", "expert_major"), (1, "shard_map", "expert_major"),
+    (1, "automatic", "rank_major")])
+def test_no_collective_but_ours_forward_and_backward(mesh, spelling, layout):
+    run("devices", elsewhere, hlo.test_no_collective_but_ours_forward_and_backward,
+        hlo.MESHES[mesh], spelling, layout)
+
+
+@pytest.mark.parametrize("test", [
+    hlo.test_collectives_would_be_found,
+    hlo.test_order_of_two_independent_branches_is_in_the_program,
+    life.test_operations_outside_of_jit_keep_nothing,
+    life.test_what_is_closed_cannot_be_compiled,
+    life.test_another_mesh_takes_over,
+    moe.test_layer_inside_shard_map_is_the_layer_on_global_arrays,
+    moe.test_layers_in_scan_with_remat_have_the_gradients_of_one_device,
+    moe.test_bfloat16_layer_is_near_float32,
+], ids=lambda test: test.__name__.removeprefix("test_"))
+def test_as_on_the_cpu(test):
+    run("devices", elsewhere, test)
+
+
+@everywhere
+def test_another_init_while_an_executable_lives(where):
+    run(where, life.again)
+
+
+@everywhere
+def test_groups_that_are_dropped_leave_nothing(where):
+    run(where, life.many)
+
+
+def test_a_process_ends_with_everything_alive():
+    life.test_a_process_ends_with_everything_alive()
+
+
+def test_layer_and_all_gradients_are_those_of_one_device():
+    run("devices", elsewhere, moe.test_layer_and_all_gradients_are_those_of_one_device,
+        moe.MESHES[1], (4, 7))
+
+
+def test_layers_side_by_side_are_chained():
+    run("devices", elsewhere, moe.test_layers_side_by_side_are_chained, True)
+
+
+def layouts() -> None:
+    """Wrong ones are refused, eagerly and when XLA compiles; arrays that are nowhere are split."""
+    mesh = sharding.make_mesh()
+    for name in ("topk_idx", "x"):
+        for spec in sharding.WRONG[:2]:
+            sharding.test_arrays_that_lie_otherwise_are_refused(mesh, name, spec)
+    sharding.test_refused_gradients_too(mesh)
+    sharding.test_constraint_splits_what_a_program_computes(mesh)
+    sharding.test_arrays_that_are_nowhere_yet_are_split(mesh)
+    for how in (sharding.eager, jax.jit):
+        sharding.test_derivatives_of_arrays_that_are_nowhere_yet(mesh, how, sharding.of_jax)
+
+
+def test_layouts():
+    run("devices", elsewhere, layouts)
+
+
+@pytest.mark.parametrize("where", [[], ["--processes"]], ids=["devices", "processes"])
+def test_training_agrees_with_one_device(where, tmp_path):
+    command = [str(train.EXAMPLES / "train_moe.py"), "--check", "--device", "gpu", "--data", "1",
+               "--experts-axis", str(RANKS), *train.SMALL, *where, "--folder", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240,
+                           check=False, env=environment)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 0 and " agrees" in text and "DISAGREES" not in text, text
 
 
 CONFIG = xd.EpConfig(8, 128, 2, 64, dtype=np.float32)
