@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch"))
 
 from moe_lm.corpus import read_corpus  # noqa: E402
+from moe_lm.folders import make_folder  # noqa: E402
 from moe_model import launch  # noqa: E402
 from moe_model.settings import Settings  # noqa: E402
 
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(**{name: getattr(options, name) for name in names})
     try:
         settings.check()
+        make_folder(settings.folder)
         if options.processes and launch.started_rank() is None:
             return launch.run_processes(settings.ranks, arguments)
         launch.set_up_jax(settings.ranks, options.device)

@@ -24,6 +24,7 @@ from pathlib import Path
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from moe_lm import comparison, launch
+from moe_lm.folders import make_folder
 from moe_lm.settings import Settings
 from moe_lm.trainer import train
 
@@ -81,6 +82,7 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
     ranks = int(os.environ["WORLD_SIZE"]) if launched else options.ranks
     settings.check(ranks)
     device = launch.pick_device(settings.device, ranks)
+    make_folder(settings.folder)
     if launched:
         launch.run_launched(device, train, settings)
     else:

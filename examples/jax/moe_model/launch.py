@@ -70,10 +70,14 @@ def set_up_jax(ranks: int, device: str) -> None:
             process_id=rank,
             local_device_ids=[rank] if device == "gpu" else None,
         )
-    if len(jax.devices()) < ranks:
-        raise ValueError(
-            f"--device {device}: expected {ranks} devices for the mesh, found {len(jax.devices())}"
-        )
+    try:
+        found = len(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        why = str(error) or "this JAX was installed for the CPU only"
+        problem = f"expected {ranks} devices for the mesh, found none: {why}"
+        raise ValueError(f"--device {device}: {problem}") from None
+    if found < ranks:
+        raise ValueError(f"--device {device}: expected {ranks} devices for the mesh, found {found}")
 
 
 def meet(mesh: Mesh) -> None:

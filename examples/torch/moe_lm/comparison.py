@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from . import launch
 from .compare import Check, compare, read_log
+from .folders import make_room
 from .settings import Settings
 from .trainer import train
 
@@ -15,11 +15,14 @@ def verify(settings: Settings, all_ranks: tuple[int, ...]) -> int:
     """Hold each number of ranks against one process without Crossdock; returns the exit code."""
     device = _pick_device(settings, max(all_ranks))
     settings = settings.replace(device=device, sample_bytes=0)
-    plain = _run(settings.replace(plain=True), 1, "plain")
+    plain = _of_run(settings.replace(plain=True), 1, "plain")
+    runs = {ranks: _of_run(settings, ranks, f"{ranks}-ranks") for ranks in all_ranks}
+    make_room(plain.folder, *(run.folder for run in runs.values()))
+    _train(plain, 1)
     agree = True
-    for ranks in all_ranks:
-        folder = _run(settings, ranks, f"{ranks}-ranks")
-        agree = _print(ranks, compare(plain, folder)) and agree
+    for ranks, run in runs.items():
+        _train(run, ranks)
+        agree = _print(ranks, compare(plain.folder, run.folder)) and agree
     return 0 if agree else 1
 
 
@@ -31,16 +34,19 @@ def demo(settings: Settings, ranks: int) -> int:
         figure = None
     ranks, device = _demo_ranks(settings, ranks)
     settings = settings.replace(device=device)
-    plain = _run(settings.replace(plain=True, sample_bytes=0), 1, "plain")
-    folder = _run(settings, ranks, f"{ranks}-ranks")
-    agree = _print(ranks, compare(plain, folder))
+    plain = _of_run(settings.replace(plain=True, sample_bytes=0), 1, "plain")
+    run = _of_run(settings, ranks, f"{ranks}-ranks")
+    make_room(plain.folder, run.folder)
+    _train(plain, 1)
+    _train(run, ranks)
+    agree = _print(ranks, compare(plain.folder, run.folder))
     if figure is None:
         print("No figure: matplotlib is not installed.")
     else:
         picture = settings.folder / "loss.png"
         figure.draw(picture, {
-            "1 process, plain PyTorch": read_log(plain),
-            f"{ranks} ranks, Crossdock": read_log(folder),
+            "1 process, plain PyTorch": read_log(plain.folder),
+            f"{ranks} ranks, Crossdock": read_log(run.folder),
         })
         print(f"Loss curves and use of the experts: {picture}")
     return 0 if agree else 1
@@ -61,14 +67,16 @@ def _pick_device(settings: Settings, ranks: int) -> str:
     return device
 
 
-def _run(settings: Settings, ranks: int, name: str) -> Path:
-    """Train in a new folder of that name, which is returned."""
+def _of_run(settings: Settings, ranks: int, name: str) -> Settings:
+    """Those of one run, in the folder of that name; ValueError if it cannot be."""
     folder = settings.folder / name
-    shutil.rmtree(folder, ignore_errors=True)
-    settings = settings.replace(folder=folder, save_gradients=True, resume=False)
-    settings.check(ranks)
-    launch.run_ranks(ranks, settings.device, train, settings)
-    return folder
+    run = settings.replace(folder=folder, save_gradients=True, resume=False)
+    run.check(ranks)
+    return run
+
+
+def _train(run: Settings, ranks: int) -> None:
+    launch.run_ranks(ranks, run.device, train, run)
 
 
 def _print(ranks: int, checks: list[Check]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 
 from commands import run
@@ -21,3 +23,28 @@ def test_options_and_exit_codes_are_the_program_s():
     ended = run("demo", "--", "--steps", "many")
     assert ended.returncode == 2
     assert "argument --steps: invalid int value: 'many'" in ended.stderr
+
+
+@pytest.mark.parametrize("folder, said", [
+    ("/proc/nope", "/proc/nope/plain: expected a folder to write to: No such file or directory"),
+    (__file__, f"{__file__}/plain: expected a folder to write to: Not a directory"),
+])
+def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(folder: str, said: str):
+    ended = run("demo", "--folder", folder, "--", "--device", "cpu")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.splitlines()[-1] == f"train_moe_lm.py: error: --folder: {said}"
+
+
+@pytest.mark.parametrize("mine", ["plain/thesis.tex", "2-ranks/step-000100/common.pt"])
+def test_files_of_the_user_stay(mine: str, tmp_path: pathlib.Path):
+    logs = [tmp_path / run / "log.jsonl" for run in ("plain", "2-ranks")]
+    for file in (*logs, tmp_path / mine):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("weeks of work")
+    ended = run("demo", "--ranks", "2", "--folder", str(tmp_path), "--", "--device", "cpu")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    run_folder, name, *_ = pathlib.Path(mine).parts
+    assert ended.stderr.splitlines()[-1] == (
+        f"train_moe_lm.py: error: --folder: {tmp_path / run_folder}: expected files of an earlier "
+        f"comparison only, to overwrite; got {name}")
+    assert all(file.read_text() == "weeks of work" for file in (*logs, tmp_path / mine))

@@ -49,9 +49,21 @@ def test_disagreement_is_an_exit_code(tmp_path):
     assert "gradient of blocks moe router" in text and "DISAGREES" in text
 
 
-def test_mistakes_are_named():
-    text = run(str(EXAMPLES / "train_moe.py"), "--sequences", "6", code=2)
-    assert "--sequences 6: expected a multiple of 4, the ranks" in text
+MISTAKES = {
+    "sequences": (["--sequences", "6"], "--sequences 6: expected a multiple of 4, the ranks"),
+    "GPUs": (["--device", "gpu"], "--device gpu: expected 4 devices for the mesh, found none: "),
+    "no folder": (["--folder", "/proc/nope"], "--folder: /proc/nope: expected a folder to write"),
+    "file": (["--folder", __file__], f"--folder: {__file__}: expected a folder to write to: File"),
+}
+
+
+@pytest.mark.parametrize("arguments, said", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_named(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text = run(str(EXAMPLES / "train_moe.py"), *arguments, code=2)
+    assert said in text and "Traceback" not in text
+    assert text.splitlines()[-1].startswith("train_moe.py: error: ")
 
 
 def test_operations_of_the_documentation():

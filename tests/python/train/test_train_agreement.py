@@ -100,6 +100,10 @@ TINY = ("--text", TEXT, "--device", "cpu", "--sequences", 4, "--context", 16, "-
 
 
 def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
+    for run_folder in ("plain", "2-ranks"):  # as an earlier demo leaves them
+        (tmp_path / run_folder).mkdir()
+        (tmp_path / run_folder / "gradients-3.pt").write_bytes(b"of four ranks")
+        (tmp_path / run_folder / "log.jsonl").write_text("old\n")
     done = program("--demo", "--ranks", 2, "--folder", tmp_path, "--steps", 4, *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks against one process without Crossdock" in done.stdout
@@ -128,6 +132,8 @@ def test_demo_says_when_it_leaves_a_gpu_alone(
     (("--plain",), "--plain: expected --ranks 1"),
     (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
     (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
+    (("--folder", "/proc/nope"), "--folder: /proc/nope: expected a folder to write to: No such"),
+    (("--folder", __file__), f"--folder: {__file__}: expected a folder to write to: File exists"),
 ], ids=str)
 def test_a_users_mistake_is_named(
     arguments: tuple[Any, ...], text: str, capsys: pytest.CaptureFixture[str]
