@@ -15,6 +15,9 @@ from crossdock.cli._launch import run_ranks
 from crossdock.cli._options import number
 from crossdock.cli._workload import ITEM_BYTES, LAYOUTS, ROUTINGS, Workload
 
+# What the library takes at most, each for itself; --topk also depends on --experts.
+_LIMITS = {"ranks": 1024, "experts": 65536, "tokens": 1 << 26, "hidden": 1 << 24,
+           "timeout": 2**31 // 1000}
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 _DESCRIPTION = """Times prepare, dispatch, combine and their backward passes over ranks that it
 starts itself on this host, beside a copy of as many bytes in the same run. Before it measures, it
@@ -45,7 +48,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                        help="of rows (default: bf16, without PyTorch and ml_dtypes fp32)")
     sizes.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0],
                        help="how tokens choose experts (default: %(default)s)")
-    sizes.add_argument("--seed", type=int, default=1, help="of the routing (default: %(default)s)")
+    sizes.add_argument("--seed", type=number(0), default=1, metavar="N",
+                       help="of the routing (default: %(default)s)")
     how = parser.add_argument_group("how it is measured")
     how.add_argument("--device", choices=("cpu", "cuda"),
                      help="what the ranks compute on (default: cuda where it can be used)")
@@ -124,10 +128,9 @@ def _ranks(asked: int | None, device: str) -> int:
 
 
 def _check_sizes(workload: Workload) -> None:
-    if workload.ranks > 1024:
-        raise UsageError(f"--ranks {workload.ranks}: at most 1024")
-    if workload.experts > 65536:
-        raise UsageError(f"--experts {workload.experts}: at most 65536")
+    for name, most in _LIMITS.items():
+        if getattr(workload, name) > most:
+            raise UsageError(f"--{name} {getattr(workload, name)}: at most {most}")
     if workload.experts % workload.ranks:
         nearest = math.ceil(workload.experts / workload.ranks) * workload.ranks
         raise UsageError(f"--experts {workload.experts}: not a multiple of --ranks "
