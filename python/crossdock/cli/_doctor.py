@@ -20,6 +20,7 @@ from crossdock.cli._workload import Workload
 
 FEATURES = ("cpu", "cuda", "network", "gemm")
 _OLDEST_TORCH = (2, 6)
+_OLDEST_JAX = (0, 10)
 _TRIAL_SECONDS = 120
 
 Fact = tuple[str, "bool | None", str]
@@ -75,8 +76,9 @@ def _versions() -> Iterator[Fact]:
     yield "python", None, platform.python_version()
     yield "numpy", True, _version_of("numpy")
     yield _torch_fact()
-    for package, use in (("jax", "JAX arrays"), ("ml_dtypes", "bf16 and fp8 in NumPy"),
-                         ("rich", "progress bars"), ("matplotlib", "plots")):
+    yield _jax_fact()
+    for package, use in (("ml_dtypes", "bf16 and fp8 in NumPy"), ("rich", "progress bars"),
+                         ("matplotlib", "plots")):
         version = _version_of(package)
         yield package, bool(version), version or f"not installed: no {use}"
 
@@ -88,9 +90,28 @@ def _torch_fact() -> Fact:
     # Importing PyTorch takes seconds; its version file is plain assignments.
     version = runpy.run_path(str(pathlib.Path(spec.submodule_search_locations[0]) / "version.py"))
     text = version["__version__"]
-    if tuple(int(part) for part in text.split(".")[:2]) < _OLDEST_TORCH:
+    if _release(text) < _OLDEST_TORCH:
         return "torch", False, f"{text} is too old: crossdock.torch needs 2.6 or later"
     return "torch", True, f"{text}, CUDA {version.get('cuda') or 'not built in: CPU only'}"
+
+
+def _jax_fact() -> Fact:
+    version = _version_of("jax")
+    if not version:
+        return "jax", False, "not installed: no crossdock.jax"
+    if _release(version) < _OLDEST_JAX:
+        return "jax", False, f"{version} is too old: crossdock.jax needs 0.10 or later"
+    if importlib.util.find_spec("crossdock._jax") is None:
+        return "jax", False, (
+            f"{version}, but no crossdock.jax: crossdock was built where there was no jaxlib; "
+            "pip install --no-build-isolation crossdock builds it where there is one"
+        )
+    return "jax", True, version
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _host_facts() -> Iterator[Fact]:

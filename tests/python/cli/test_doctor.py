@@ -10,7 +10,7 @@ import pytest
 
 import crossdock
 from commands import run
-from crossdock.cli import _gpus
+from crossdock.cli import _doctor, _gpus
 
 # What nvidia-smi prints on a host of four GPUs of which the last hangs on the host's bridge only.
 QUERY = "".join(f"{gpu}, NVIDIA H200, 143771 MiB, 9.0, Disabled, 580.95.05\n" for gpu in range(4))
@@ -64,6 +64,24 @@ def test_says_what_the_library_says_of_every_feature():
         mark = "ok" if crossdock.feature_available(name) else "no"
         line = next(line for line in text.splitlines() if line.split()[:1] == [name])
         assert line.split(maxsplit=2) == [name, mark, crossdock.feature_reason(name)]
+
+
+@pytest.mark.parametrize("version, has_extension, fact", [
+    ("", True, (False, "not installed: no crossdock.jax")),
+    ("0.9.2", True, (False, "0.9.2 is too old: crossdock.jax needs 0.10 or later")),
+    ("0.10.2", False, (False, "0.10.2, but no crossdock.jax: crossdock was built where there was "
+                              "no jaxlib; pip install --no-build-isolation crossdock builds it "
+                              "where there is one")),
+    ("0.10.2", True, (True, "0.10.2")),
+])
+def test_jax_is_there_where_crossdock_jax_is(version, has_extension, fact, monkeypatch):
+    def find_spec(name: str) -> object:
+        assert name == "crossdock._jax"
+        return object() if has_extension else None
+
+    monkeypatch.setattr(_doctor, "_version_of", {"jax": version}.get)
+    monkeypatch.setattr(_doctor.importlib.util, "find_spec", find_spec)
+    assert _doctor._jax_fact() == ("jax", *fact)
 
 
 def test_ranks_exchange_tokens_on_this_machine():
