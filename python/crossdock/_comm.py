@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -15,9 +17,11 @@ from crossdock import _core
 from crossdock._arrays import Heap
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
 
-__all__ = ["Comm", "MemoryInfo", "milliseconds", "parse_device", "unique_id"]
+__all__ = ["Comm", "MemoryInfo", "byte_count", "grow", "milliseconds", "parse_device", "unique_id"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
+_MOST_BYTES = 1 << 62
+_IMPOSSIBLE = 1 << 63  # bytes: more than any machine has, so that a growth by them fails
 
 
 def unique_id(address: str | None = None, *, port: int = 0, timeout: float | None = None) -> bytes:
@@ -187,10 +191,10 @@ class Comm:
         symmetric memory. Collective. Nothing moves. An array never spans two growths.
 
         Raises:
-            OutOfMemory: on the rank that has none, Mismatch naming it on the others; then no
-                rank's memory has grown.
+            TypeError, ValueError: on the rank with a bad number, and OutOfMemory on one that has
+                none; Mismatch naming it on the others. Then no rank's memory has grown.
         """
-        self.core().mem_grow(num_bytes)
+        grow(self.core(), num_bytes)
 
     def memory(self) -> MemoryInfo:
         """The state of this rank's symmetric memory."""
@@ -232,6 +236,37 @@ def milliseconds(timeout: float | None) -> int:
         raise ValueError(f"timeout: expected seconds above 0, below {2**31 / 1000:.0f}, "
                          f"got {timeout}")
     return max(1, round(timeout * 1000))
+
+
+def byte_count(name: str, given: Any) -> int:
+    """A number of bytes as the library takes it.
+
+    Raises:
+        TypeError, ValueError: no whole number, negative, or more than there can be.
+    """
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number of bytes, got {given!r}") from None
+    if not 0 <= number <= _MOST_BYTES:
+        raise ValueError(f"{name}: expected 0 to 2^62 bytes, got {given!r}")
+    return number
+
+
+def grow(comm: _core.Comm, num_bytes: int) -> None:
+    """``mem_grow``; a bad `num_bytes` raises here, and Mismatch at once on the other ranks.
+
+    Raises:
+        TypeError, ValueError: as `byte_count`; no rank's memory has grown.
+        CrossdockError: as ``xd_mem_grow``.
+    """
+    try:
+        wanted = byte_count("num_bytes", num_bytes)
+    except (TypeError, ValueError):
+        with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+            comm.mem_grow(_IMPOSSIBLE)
+        raise
+    comm.mem_grow(wanted)
 
 
 def parse_device(device: str) -> tuple[int, int]:

@@ -42,6 +42,16 @@ def _dtype_codes() -> dict[torch.dtype, int]:
 
 DTYPE_CODES = _dtype_codes()
 
+# What the library takes where: the rest it has for other arguments.
+INDICES = (torch.int32, torch.int64)
+SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
+PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+SCALES = tuple(
+    dtype
+    for dtype, code in DTYPE_CODES.items()
+    if code in (2 << 8 | 32, 14 << 8 | 8, 1 << 8 | 8)  # float8_e8m0fnu by its code: see above
+)
+
 # The handle of a device's current stream without making a Stream object, where torch has it.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 

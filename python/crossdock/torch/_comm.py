@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from crossdock import _core
+from crossdock._comm import byte_count
 
 from ._pool import SymmetricPool
 
@@ -75,6 +76,7 @@ class Communicator:
         """Add symmetric memory to the pool. Collective, blocking; may differ per rank.
 
         Raises:
+            TypeError, ValueError: a bad number (Mismatch on the others); nothing has grown.
             OutOfMemory: this rank has no memory left (Mismatch on the others); nothing has grown.
         """
         self.pool.reserve(num_bytes)
@@ -85,16 +87,18 @@ class Communicator:
         A communicator can grow 64 times and have more groups than that: from the 32nd on, growths
         provide ever more groups to come, of the size of the present one.
         """
-        self._missing_bytes += num_bytes
+        missing = self._missing_bytes + num_bytes
         if self._groups_provided:
             self._groups_provided -= 1
+            self._missing_bytes = missing
             return
         ahead = max(0, self._growths - _GROWTHS_FOR_ONE)
-        granted = self._missing_bytes + ahead * num_bytes
+        # Nothing where larger groups have been provided for than came.
+        granted = max(0, missing + ahead * num_bytes)
         self.reserve(granted)
         self._growths += 1
         self._groups_provided = ahead
-        self._missing_bytes -= granted
+        self._missing_bytes = missing - granted
 
     def barrier(self) -> None:
         """Return when all ranks have called it. It waits for no CUDA stream."""
@@ -172,7 +176,7 @@ def init(
     options: dict[str, Any] = {
         "device_type": _CUDA if is_cuda else _CPU,
         "device_id": where.index if is_cuda else 0,
-        "heap_bytes": heap_bytes,
+        "heap_bytes": byte_count("heap_bytes", heap_bytes),
         "timeout_ms": _milliseconds(timeout),
         "name": name,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import sys
@@ -13,18 +12,17 @@ import torch
 
 from crossdock import _core
 from crossdock._config import Layout, Overflow
-from crossdock.errors import CrossdockError, InvalidArgument, from_details
+from crossdock.errors import InvalidArgument, from_details
 
-from ._calls import DTYPE_CODES, OPERATIONS, PREPARE, current_stream
+from ._calls import OPERATIONS, PREPARE, current_stream
 from ._capture import is_capturing
 from ._comm import Communicator, default_communicator
+from ._config import read_config
 from ._plan import Plan, PlanParts
 from ._pool import SymmetricPool, block_bytes
 
 __all__ = ["EpGroup", "group_of", "pool_of"]
 
-_LAYOUTS = {"expert_major": 0, "rank_major": 1}
-_OVERFLOWS = {"error": 0, "drop": 1}
 # Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
 # device: they are freed with the process.
 _left_by_captures: list[_core.Group] = []
@@ -110,11 +108,28 @@ class EpGroup:
             comm: None = the default communicator.
 
         Raises:
-            ValueError: a bad argument (InvalidArgument), on this rank.
+            TypeError, ValueError: a bad argument, on this rank; InvalidArgument where the library
+                finds it.
             Mismatch: sizes differ between ranks, or another rank's argument is bad.
             OutOfMemory: no memory left here (Mismatch on the others).
         """
         self.comm = default_communicator() if comm is None else comm
+        config = read_config(
+            self.comm.core,
+            num_experts=num_experts,
+            hidden=hidden,
+            topk=topk,
+            max_tokens=max_tokens,
+            layout=layout,
+            dtype=dtype,
+            capacity=capacity,
+            overflow=overflow,
+            alignment=alignment,
+            staging=staging,
+            zero_tail=zero_tail,
+            num_sms=num_sms,
+            symmetric_tensors=symmetric_tensors,
+        )
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.comm.num_ranks
         self.hidden = hidden
@@ -122,20 +137,7 @@ class EpGroup:
         self.max_tokens = max_tokens
         self.layout = layout
         self.dtype = dtype
-        try:
-            self._create(
-                max_scale_bytes=4 * math.ceil(hidden / 128),
-                alignment=alignment,
-                recv_capacity=_rows(capacity),
-                overflow=_choice("overflow", overflow, _OVERFLOWS),
-                staging=0 if staging else 1,
-                zero_tail=int(zero_tail),
-                num_sms=num_sms,
-            )
-        except (TypeError, ValueError) as error:
-            if not isinstance(error, CrossdockError):
-                _tell_peers(self.comm.core)
-            raise
+        self._create(config | {"max_scale_bytes": 4 * math.ceil(hidden / 128)})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
         device = self.comm.device
         self.first_order = torch.zeros(1, device=device)
@@ -146,19 +148,11 @@ class EpGroup:
         self.handle: int = next(_handles)
         _groups[self.handle] = self
 
-    def _create(self, **options: int) -> None:
+    def _create(self, config: dict[str, int]) -> None:
         """Makes the extension's group and asks for its sizes."""
-        config = options | {
-            "num_experts": self.num_experts,
-            "max_topk": self.topk,
-            "max_tokens_per_rank": self.max_tokens,
-            "hidden": self.hidden,
-            "dtype": _choice("dtype", self.dtype, DTYPE_CODES),
-            "layout": _choice("layout", self.layout, _LAYOUTS),
-        }
         self.core = _core.Group(self.comm.core, **config)
         num_ranks = self.comm.num_ranks
-        self.rows: int = options["recv_capacity"] or _core.recv_bound(
+        self.rows: int = config["recv_capacity"] or _core.recv_bound(
             num_ranks=num_ranks, **config
         )
         self.plan_bytes: int = _core.plan_size(num_ranks=num_ranks, **config)
@@ -296,30 +290,5 @@ class EpGroup:
         return rows + block_bytes(self.rows * 4 * beside)
 
 
-def _tell_peers(core: _core.Comm) -> None:
-    """Takes part in the making of a group with a config that fails, so that peers get Mismatch."""
-    with contextlib.suppress(InvalidArgument):
-        _core.Group(
-            core,
-            num_experts=0,
-            max_topk=1,
-            max_tokens_per_rank=1,
-            hidden=1,
-            dtype=DTYPE_CODES[torch.float32],
-        )
-
-
-def _rows(capacity: int | None) -> int:
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"capacity: expected at least 1, or None; got {capacity}")
-    return capacity or 0
-
-
 def _drop_grad(leaf: torch.Tensor) -> None:
     leaf.grad = None
-
-
-def _choice(name: str, given: Any, known: dict[Any, int]) -> int:
-    if given not in known:
-        raise ValueError(f"{name}: expected one of {list(known)}, got {given!r}")
-    return known[given]

@@ -23,6 +23,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from crossdock import _core
+from crossdock._comm import grow
 from crossdock.errors import OutOfMemory
 
 from ._calls import DTYPE_CODES, current_stream
@@ -130,9 +131,10 @@ class SymmetricPool:
         """Make the pool larger. Collective, blocking; `num_bytes` may differ per rank.
 
         Raises:
+            TypeError, ValueError: a bad number (Mismatch on the others); nothing has grown.
             OutOfMemory: this rank has no memory left (Mismatch on the others); nothing has grown.
         """
-        self._comm.mem_grow(num_bytes)
+        grow(self._comm, num_bytes)
 
     def close(self) -> None:
         """Close the communicator: now, or when the last tensor of this pool has died."""

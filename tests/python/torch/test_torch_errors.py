@@ -13,7 +13,13 @@ from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged, reported, settle
 
 import crossdock.torch as xd
-from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch, PeerLost
+from crossdock.errors import (
+    CapacityOverflow,
+    InvalidArgument,
+    Mismatch,
+    OutOfMemory,
+    PeerLost,
+)
 
 SEED = 4711
 
@@ -284,3 +290,64 @@ def test_no_communicator():
 def test_bad_arguments_of_init(options, words):
     with pytest.raises(ValueError, match=words):
         xd.init(**options)
+
+
+def _bad_sizes_of_groups(me: Rank, name: str, value: object, words: str, told: str) -> None:
+    bad = me.rank == 1
+    sizes = {"num_experts": 8, "hidden": 32, "topk": 3, "max_tokens": 16}
+    with xd.init() as comm:
+        began = time.monotonic()
+        expected = (TypeError, ValueError) if bad else Mismatch
+        with pytest.raises(expected, match=words if bad else f"rank 1 failed: .*{told}"):
+            xd.EpGroup(**(sizes | {name: value} if bad else sizes))
+        assert time.monotonic() - began < 10
+        comm.barrier()
+        xd.EpGroup(**sizes)
+
+
+@pytest.mark.parametrize(("name", "value", "words", "told"), [
+    ("symmetric_tensors", -1, "symmetric_tensors: expected a whole number from 0 .*, got -1", ""),
+    ("symmetric_tensors", "4", "symmetric_tensors: expected a whole number, got '4'", ""),
+    ("num_experts", "8", "num_experts: expected a whole number, got '8'", "config.num_experts"),
+    ("hidden", 32.0, "hidden: expected a whole number, got 32.0", "config.hidden"),
+    ("max_tokens", 2**40, "max_tokens: expected a whole number .*, got 1099511627776",
+     "config.max_tokens_per_rank"),
+    ("topk", None, "topk: expected a whole number, got None", "config.max_topk"),
+    ("dtype", torch.int32, r"dtype: expected one of \[torch.bfloat16, torch.float16, "
+     r"torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8\], got "
+     "torch.int32", "config.dtype"),
+    ("layout", "rows", "layout: expected one of .*, got 'rows'", "config.layout"),
+])
+def test_bad_sizes_of_a_group_are_named_on_every_rank(name, value, words, told):
+    run_ranks(2, _bad_sizes_of_groups, name, value, words, told)
+
+
+def _bad_growths(me: Rank) -> None:
+    with xd.init() as comm:
+        total = comm.core.mem_info()["total_bytes"]
+        for value, kind, words in ((-5, ValueError, "num_bytes: expected 0 to .*, got -5"),
+                                   (4.5, TypeError, "num_bytes: expected a whole .*, got 4.5")):
+            began = time.monotonic()
+            bad = me.rank == 1
+            with pytest.raises(kind if bad else Mismatch, match=words if bad else "rank 1 failed"):
+                comm.reserve(value if bad else 4096)
+            assert time.monotonic() - began < 10
+        assert comm.core.mem_info()["total_bytes"] == total
+        comm.reserve(4096)
+        assert comm.core.mem_info()["total_bytes"] >= total + 4096
+
+
+def test_bad_growth_of_memory_is_named_on_every_rank():
+    run_ranks(2, _bad_growths)
+
+
+def _growths_that_fail(me: Rank) -> None:
+    with xd.init() as comm:
+        bad = me.rank == 1
+        with pytest.raises(OutOfMemory if bad else Mismatch):
+            xd.EpGroup(8, 32, 3, 16, symmetric_tensors=2**30 if bad else 4)
+        xd.EpGroup(8, 32, 3, 16)
+
+
+def test_group_that_found_no_memory_is_not_provided_for_later():
+    run_ranks(2, _growths_that_fail)

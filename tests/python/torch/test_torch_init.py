@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import Rank, free_port, run_ranks
@@ -63,6 +64,7 @@ def test_environment_without_torch_distributed():
 
 SCRIPT = """
 import sys
+import pytest
 import torch
 import crossdock.torch as xd
 
@@ -102,3 +104,21 @@ def test_leaving_at_the_end_of_the_process():
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
                           timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_small_groups_after_many_large_ones():
+    """Memory is provided ahead for groups of the present size: smaller ones then need no more."""
+    with xd.init() as comm:
+        grown = []
+        for num_bytes in [1 << 16] * 34 + [4096] * 8:
+            before = comm.core.mem_info()["total_bytes"]
+            comm.provide(num_bytes)
+            grown.append(comm.core.mem_info()["total_bytes"] - before)
+        assert all(grown[:34])
+        assert not any(grown[34:])
+
+
+@pytest.mark.parametrize("value", [-1, "1M", 2**63])
+def test_heap_of_no_size(value):
+    with pytest.raises((TypeError, ValueError), match="heap_bytes: expected .*got"):
+        xd.init(heap_bytes=value)
