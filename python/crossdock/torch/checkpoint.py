@@ -99,8 +99,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint there, or a part is missing.
-        ValueError: it is of another model or optimiser: names what is missing or does not fit.
-            Parameters are unchanged then.
+        ValueError: a file is damaged or no part of a checkpoint, or it is of another model or
+            optimiser: names what is missing or does not fit. Parameters are unchanged then.
     """
     path = Path(path)
     common = _read(path / "common.pt")
@@ -301,8 +301,16 @@ def _write(path: Path, part: dict[str, Any]) -> None:
 
 
 def _read(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    # weights_only: no code runs.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    try:
+        # weights_only: no code runs.
+        part = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of a damaged file torch may say anything
+        raise ValueError(f"path: {path} is damaged, or no part of a checkpoint: {error}") from error
+    if not isinstance(part, dict) or "model" not in part:
+        raise ValueError(f"path: {path} is no part of a checkpoint, but has other content")
+    return part
 
 
 def _expert_files(path: Path) -> list[tuple[int, int]]:

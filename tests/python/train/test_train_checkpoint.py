@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pathlib
+import re
 import shutil
 from unittest import mock
 
@@ -161,6 +162,28 @@ def test_what_does_not_fit_is_named_and_nothing_overwritten(tmp_path: pathlib.Pa
     run_ranks(2, in_distributed, save_numbered, path)
     run_ranks(2, in_distributed, refuse_other_models, path)
     run_ranks(2, in_distributed, load_numbered, path)
+
+
+def refuse_damaged_files(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+    model = Model(comm)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for file, damage in (("common.pt", b"\x01\x02" * 50), ("common.pt", b""),
+                         ("experts-0-4.pt", b"PK\x03\x04 cut off"), ("common.pt", None)):
+        whole = (path / file).read_bytes()
+        if damage is None:
+            torch.save([1, 2, 3], path / file)
+        else:
+            (path / file).write_bytes(damage)
+        with pytest.raises(ValueError, match=f"path: {re.escape(str(path / file))} is "):
+            xd.load_checkpoint(path, model)
+        (path / file).write_bytes(whole)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_damaged_file_is_named_and_nothing_overwritten(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(2, in_distributed, save_numbered, path)
+    run_ranks(1, in_distributed, refuse_damaged_files, path)
 
 
 def fill_disk_of_rank_1(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
