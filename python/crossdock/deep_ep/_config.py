@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ class Config:
 
     Raises:
         ValueError: a number out of range.
-        TypeError: an unknown name.
+        TypeError: an unknown name, or a `num_sms` that is no whole number.
     """
 
     num_sms: int
@@ -100,7 +101,11 @@ def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]
 
 
 def require_sms(num_sms: int, name: str) -> None:
-    """Raises ValueError unless `num_sms` is an even number that a group takes."""
+    """Raises TypeError or ValueError unless `num_sms` is an even number that a group takes."""
+    try:
+        operator.index(num_sms)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {num_sms!r}") from None
     if not 0 <= num_sms <= 4096 or num_sms % 2 != 0:
         raise ValueError(f"{name}: expected an even number from 0 to 4096, got {num_sms}")
 

@@ -156,7 +156,7 @@ class Buffer:
         """Sets `Buffer.num_sms`, for calls without a ``config``; 0 = chosen by the library.
 
         Raises:
-            ValueError: an odd or negative number.
+            TypeError, ValueError: no whole number, an odd or a negative one.
         """
         require_sms(new_num_sms, "new_num_sms")
         Buffer.num_sms = new_num_sms

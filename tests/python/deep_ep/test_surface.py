@@ -119,6 +119,8 @@ def test_number_of_multiprocessors_is_that_of_default_configs(
     for ranks in (1, 3, 4, 160):
         assert Buffer.get_dispatch_config(ranks).num_sms == 24
         assert Buffer.get_combine_config(ranks).num_sms == 24
+    with pytest.raises(TypeError, match="new_num_sms: expected a whole number, got 2.0"):
+        Buffer.set_num_sms(2.0)
     with pytest.raises(ValueError, match="new_num_sms: expected an even number"):
         Buffer.set_num_sms(23)
     assert Buffer.num_sms == 24
