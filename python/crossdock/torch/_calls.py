@@ -46,11 +46,8 @@ DTYPE_CODES = _dtype_codes()
 INDICES = (torch.int32, torch.int64)
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
-SCALES = tuple(
-    dtype
-    for dtype, code in DTYPE_CODES.items()
-    if code in (2 << 8 | 32, 14 << 8 | 8, 1 << 8 | 8)  # float8_e8m0fnu by its code: see above
-)
+_E8M0 = tuple(dtype for dtype, code in DTYPE_CODES.items() if code == 14 << 8 | 8)
+SCALES = (torch.float32, *_E8M0, torch.uint8)
 
 # The handle of a device's current stream without making a Stream object, where torch has it.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -13,7 +13,9 @@ import torch
 
 from crossdock import _core
 from crossdock._comm import byte_count
+from crossdock.errors import Unsupported
 
+from ._calls import DTYPE_CODES
 from ._pool import SymmetricPool
 
 if TYPE_CHECKING:
@@ -57,11 +59,25 @@ class Communicator:
         _made.add(self)
 
     def empty_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of undefined content in symmetric memory.
+        """A contiguous tensor of undefined content in symmetric memory. Local.
 
         It lies in ordinary memory when the pool is exhausted; results are the same, and operations
-        copy it.
+        copy it. Its memory is used again when the tensor, and its last view, have died.
+
+        Args:
+            shape: any, usually ``[R, H]`` with R = ``EpGroup.rows``; it may differ per rank.
+            dtype: bfloat16, float16, float32, fp8, int8, uint8, int32 or int64.
+
+        Raises:
+            TypeError, ValueError: another dtype; a size below 0.
+            InvalidArgument: the communicator has been closed.
+            RuntimeError: torch's, where ordinary memory is exhausted, too.
         """
+        if dtype not in DTYPE_CODES:
+            known = ", ".join(map(str, DTYPE_CODES))
+            raise TypeError(f"dtype: expected one of {known}; got {dtype}")
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shape: expected sizes from 0 on, got {tuple(shape)}")
         return self.pool.empty(shape, dtype)
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -211,7 +227,14 @@ def default_communicator() -> Communicator:
 def empty_symmetric(
     shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, comm: Communicator | None = None
 ) -> torch.Tensor:
-    """`Communicator.empty_symmetric` of `comm`, or of the default communicator."""
+    """A contiguous ``shape`` tensor of undefined content in symmetric memory, on this rank's device.
+
+    `Communicator.empty_symmetric`, which says more, of `comm`, or of the default communicator.
+
+    Raises:
+        RuntimeError: there is no default communicator.
+        TypeError, ValueError, InvalidArgument: as of the method.
+    """
     return (comm or default_communicator()).empty_symmetric(shape, dtype)
 
 
@@ -240,13 +263,18 @@ def _meet_through(
 
 def _device(given: torch.device | str | None) -> torch.device:
     """The device with its index."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if given is None:
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if not local_rank.isdecimal():
+            raise ValueError(f"LOCAL_RANK in the environment: expected a number, got {local_rank!r}")
         usable = torch.cuda.is_available() and _core.feature_available("cuda")
-        return torch.device("cuda", local_rank) if usable else torch.device("cpu")
+        return torch.device("cuda", int(local_rank)) if usable else torch.device("cpu")
     device = torch.device(given)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        problem = f"PyTorch {torch.__version__} can use no CUDA device here"
+        raise Unsupported(f"device: {device}: {problem}", status="XD_ERROR_UNSUPPORTED")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -24,6 +24,7 @@ from torch import Tensor
 from crossdock.errors import CrossdockError
 
 from . import _calls
+from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._group import EpGroup, group_of
 
 __all__ = ["LIBRARY"]
@@ -31,6 +32,7 @@ __all__ = ["LIBRARY"]
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
 
 _FLOAT32 = torch.float32
+_WEIGHTS = (_FLOAT32,)
 _SCALE_BLOCK = 128  # columns of quantised rows that share a scale
 _ROW_ALIGNMENT = 16  # bytes
 # Inputs keep the strides that the model gave them: the library takes contiguous rows.
@@ -87,22 +89,26 @@ def _usable(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _check(group: EpGroup, operation: int, **tensors: tuple[Tensor | None, int]) -> None:
+def _check(
+    group: EpGroup,
+    operation: int,
+    **tensors: tuple[Tensor | None, int, tuple[torch.dtype, ...]],
+) -> None:
     """Refuses tensors on another device, not contiguous, of foreign dtypes or dimensions.
 
     Args:
-        tensors: by argument (tensor, number of dimensions).
+        tensors: by argument (tensor, number of dimensions, dtypes that it may have).
     """
     kind: type[Exception]
-    for name, (tensor, dimensions) in tensors.items():
+    for name, (tensor, dimensions, dtypes) in tensors.items():
         if tensor is None:
             continue
         if tensor.device != group.comm.device:
             kind = ValueError
             problem = f"expected a tensor on {group.comm.device}, got one on {tensor.device}"
-        elif tensor.dtype not in _calls.DTYPE_CODES:
+        elif tensor.dtype not in dtypes:
             kind = TypeError
-            known = ", ".join(str(dtype) for dtype in _calls.DTYPE_CODES)
+            known = ", ".join(str(dtype) for dtype in dtypes)
             problem = f"expected a dtype of {known}; got {tensor.dtype}"
         elif tensor.dim() != dimensions:
             kind = ValueError
@@ -143,6 +149,17 @@ def _check_rows(group: EpGroup, x: Tensor, quantize: bool) -> None:
     group.refuse(_calls.DISPATCH, ValueError, f"x: {problem}")
 
 
+def _check_scales(group: EpGroup, scales: Tensor) -> None:
+    """Refuses scales whose rows the group cannot take, under the name that they have here."""
+    row_bytes, most = scales.shape[1] * scales.element_size(), group.max_scale_bytes
+    if not 0 < row_bytes <= most:
+        problem = (
+            f"expected rows of 1 to {most} bytes, got {row_bytes}: {scales.dtype} of shape "
+            f"{tuple(scales.shape)}"
+        )
+        group.refuse(_calls.DISPATCH, ValueError, f"scales: {problem}")
+
+
 # ---- prepare ------------------------------------------------------------------------------------
 
 
@@ -150,7 +167,7 @@ def _check_rows(group: EpGroup, x: Tensor, quantize: bool) -> None:
 def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """-> plan, counts (see PlanParts), order."""
     ep = group_of(group)
-    _check(ep, _calls.PREPARE, topk_idx=(topk_idx, 2))
+    _check(ep, _calls.PREPARE, topk_idx=(topk_idx, 2, INDICES))
     parts = ep.plan_parts
     plan = topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8)
     # Zeros: on a GPU an operation may fail after its call, and offsets are read all the same.
@@ -204,9 +221,17 @@ def _dispatch(
     """
     ep = group_of(group)
     operation = _calls.DISPATCH
-    _check(ep, operation, x=(x, 2), topk_weights=(topk_weights, 2), scales=(scales, 2))
+    _check(
+        ep,
+        operation,
+        x=(x, 2, PAYLOADS),
+        topk_weights=(topk_weights, 2, _WEIGHTS),
+        scales=(scales, 2, SCALES),
+    )
     _check_tokens(ep, operation, "x", x, num_tokens)
     _check_rows(ep, x, quantize)
+    if scales is not None:
+        _check_scales(ep, scales)
     pool, rows = ep.comm.pool, ep.rows
     rank_major = ep.layout == "rank_major"
     dtype = torch.float8_e4m3fn if quantize else x.dtype
@@ -320,8 +345,13 @@ def _combine(
 ) -> tuple[Tensor, Tensor]:
     """-> out, order."""
     ep = group_of(group)
-    dimensions = 2 if ep.layout == "rank_major" else 1  # the library refuses those of rank_major
-    _check(ep, _calls.COMBINE, expert_out=(expert_out, 2), weights=(weights, dimensions))
+    if weights is not None and ep.layout == "rank_major":
+        expected = "expected None in rank_major, where a row stands for several experts, summed"
+        problem = f"weights: {expected}; got shape {tuple(weights.shape)}"
+        ep.refuse(_calls.COMBINE, ValueError, problem)
+    _check(
+        ep, _calls.COMBINE, expert_out=(expert_out, 2, SUMMABLE), weights=(weights, 1, _WEIGHTS)
+    )
     out = expert_out.new_empty(num_tokens, expert_out.shape[1])
     order = torch.zeros_like(order)
     _calls.combine(ep.core, plan, _usable(expert_out), out, weights=_usable(weights))

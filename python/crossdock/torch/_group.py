@@ -60,6 +60,7 @@ class EpGroup:
         comm: its Communicator.
         handle: its number in this process, by which operators find it.
         rows: R, the rows of every receive tensor of this rank.
+        max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
         num_experts, num_local_experts, hidden, topk, max_tokens, layout, dtype: as given.
         core: the group of the extension.
     """
@@ -137,7 +138,8 @@ class EpGroup:
         self.max_tokens = max_tokens
         self.layout = layout
         self.dtype = dtype
-        self._create(config | {"max_scale_bytes": 4 * math.ceil(hidden / 128)})
+        self.max_scale_bytes = 4 * math.ceil(hidden / 128)
+        self._create(config | {"max_scale_bytes": self.max_scale_bytes})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
         device = self.comm.device
         self.first_order = torch.zeros(1, device=device)
@@ -263,10 +265,22 @@ class EpGroup:
         )
 
     def require_tensors(self, operation: int, **values: object) -> None:
-        """Refuses a first value that is no tensor, and others that are neither that nor None."""
+        """Refuses a first value that is no tensor here, and others that are neither that nor None.
+
+        What torch would not bring to the operator: tensors of another device, such as meta, or of
+        another layout, such as sparse ones.
+        """
+        device = self.comm.device
         for position, (name, value) in enumerate(values.items()):
-            if not (isinstance(value, torch.Tensor) or (position and value is None)):
-                self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
+            if not isinstance(value, torch.Tensor):
+                if value is not None or not position:
+                    self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
+            elif value.device != device:
+                problem = f"expected a tensor on {device}, got one on {value.device}"
+                self.refuse(operation, ValueError, f"{name}: {problem}")
+            elif value.layout is not torch.strided:
+                problem = f"expected a dense tensor, got one of layout {value.layout}"
+                self.refuse(operation, ValueError, f"{name}: {problem}")
 
     def refuse(self, operation: int, kind: type[Exception], problem: str) -> NoReturn:
         """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.

@@ -176,19 +176,16 @@ class MoELayer(nn.Module):
 
     def _check_input(self, x: torch.Tensor) -> None:
         """Refuses an x that is no batch of tokens, before anything is sent."""
-        group, device = self.group, self.group.comm.device
         kind: type[Exception]
-        group.require_tensors(PREPARE, x=x)
+        self.group.require_tensors(PREPARE, x=x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             kind = ValueError
             problem = f"expected shape [..., {self.hidden}], got {tuple(x.shape)}"
         elif not x.is_floating_point():
             kind, problem = TypeError, f"expected a floating-point dtype, got {x.dtype}"
-        elif x.device != device:
-            kind, problem = ValueError, f"expected a tensor on {device}, got one on {x.device}"
         else:
             return
-        group.refuse(PREPARE, kind, f"x: {problem}")
+        self.group.refuse(PREPARE, kind, f"x: {problem}")
 
     def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """``[R, H]``, grouped by expert, through the experts that this rank holds."""
@@ -319,6 +316,8 @@ def _check_group(
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")
     if hidden > group.hidden:
         raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")
+    if not 1 <= topk <= num_experts:
+        raise ValueError(f"topk: expected 1 to {num_experts}, the experts, got {topk}")
     if topk > group.topk:
         raise ValueError(f"topk: expected at most the group's {group.topk}, got {topk}")
     if dtype is not None and dtype != group.dtype:

@@ -189,7 +189,7 @@ def _mistake_inside(me: Rank) -> None:
             fullgraph=True, backend="aot_eager")
         assert_equal("out", block(topk_idx, x, weights), batch.expected(me.rank)[0])
         bad = me.rank == 0
-        kind, words = (ValueError, "topk_weights") if bad else (Mismatch, "rank 0")
+        kind, words = (TypeError, "topk_weights") if bad else (Mismatch, "rank 0")
         with reported(group, kind, words):
             block(topk_idx, x, weights.bfloat16() if bad else weights)
         assert_equal("out", block(topk_idx, x, weights), batch.expected(me.rank)[0])

@@ -19,6 +19,7 @@ from crossdock.errors import (
     Mismatch,
     OutOfMemory,
     PeerLost,
+    Unsupported,
 )
 
 SEED = 4711
@@ -41,7 +42,8 @@ MISTAKES = {
         r"dispatch: x: expected a contiguous tensor, got shape \(9, 32\) with strides \(64, 2\)"),
     "x is float64": (
         lambda plan, x, w: xd.dispatch(plan, x.double(), w), TypeError,
-        r"dispatch: x: expected a dtype of .*torch.bfloat16.*; got torch.float64"),
+        r"dispatch: x: expected a dtype of torch.bfloat16, torch.float16, torch.float32, "
+        r"torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64"),
     "x is no tensor": (
         lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w), TypeError,
         r"dispatch: x: expected a tensor, got \[\]"),
@@ -52,8 +54,8 @@ MISTAKES = {
         lambda plan, x, w: xd.dispatch(plan, x[:, 0].contiguous(), w), ValueError,
         r"dispatch: x: expected 2 dimensions, got shape \(9,\)"),
     "weights are bfloat16": (
-        lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()), ValueError,
-        r"topk_weights: is bfloat16, expected float32"),
+        lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()), TypeError,
+        r"dispatch: topk_weights: expected a dtype of torch.float32; got torch.bfloat16"),
     "weights are not contiguous": (
         lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)), ValueError,
         r"dispatch: topk_weights: expected a contiguous tensor"),
@@ -69,6 +71,25 @@ MISTAKES = {
     "rows are no multiple of 16 bytes": (
         lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 3), w), ValueError,
         r"dispatch: x: expected rows of a positive multiple of 16 bytes .*, got 12: .*\(9, 3\)"),
+    "x is on the meta device": (
+        lambda plan, x, w: xd.dispatch(plan, x.to("meta"), w), ValueError,
+        r"dispatch: x: expected a tensor on (cpu|cuda:\d), got one on meta"),
+    "x is sparse": (
+        lambda plan, x, w: xd.dispatch(plan, x.to_sparse(), w), ValueError,
+        r"dispatch: x: expected a dense tensor, got one of layout torch.sparse_coo"),
+    "weights are sparse rows": (
+        lambda plan, x, w: xd.dispatch(plan, x, w.to_sparse_csr()), ValueError,
+        r"dispatch: topk_weights: expected a dense tensor, got one of layout torch.sparse_csr"),
+    "scales are float16": (
+        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 1).half()), TypeError,
+        r"dispatch: scales: expected a dtype of torch.float32, [^;]*torch.uint8; got "
+        r"torch.float16"),
+    "scales have too many columns": (
+        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 2)), ValueError,
+        r"dispatch: scales: expected rows of 1 to 4 bytes, got 8: torch.float32 .* \(9, 2\)"),
+    "scales have no columns": (
+        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 0)), ValueError,
+        r"dispatch: scales: expected rows of 1 to 4 bytes, got 0: torch.float32 .* \(9, 0\)"),
 }
 
 
@@ -127,8 +148,11 @@ def _rank_major_weights(me: Rank) -> None:
         topk_idx, x, weights, _ = batch.local(me.rank)
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)
-        with reported(group, InvalidArgument, "weights"):
-            xd.combine(plan, received.tokens, received.weights)
+        words = r"combine: weights: expected None in rank_major, .* got shape "
+        for wrong in (received.weights, received.weights[:, 0].contiguous()):
+            shape = re.escape(str(tuple(wrong.shape)))
+            with reported(group, ValueError, words + shape):
+                xd.combine(plan, received.tokens, wrong)
 
 
 def test_rank_major_rows_take_no_weights():
@@ -351,3 +375,57 @@ def _growths_that_fail(me: Rank) -> None:
 
 def test_group_that_found_no_memory_is_not_provided_for_later():
     run_ranks(2, _growths_that_fail)
+
+
+def _foreign_dtypes(me: Rank) -> None:
+    batch = Batch(SEED + 8, ragged(me))
+    bad = me.rank == bad_rank(batch)
+    with xd.init(), torch.no_grad():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        # int8 is a dtype of tokens: what is suggested for ids must do for ids.
+        words = "prepare: topk_idx: expected a dtype of torch.int32, torch.int64; got torch.int8"
+        with reported(group, TypeError if bad else Mismatch, words if bad else ""):
+            group.prepare(topk_idx.to(torch.int8) if bad else topk_idx)
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights)
+        rows = received.tokens.to(torch.int8) if bad else received.tokens
+        words = ("combine: expert_out: expected a dtype of torch.bfloat16, torch.float16, "
+                 "torch.float32; got torch.int8")
+        with reported(group, TypeError if bad else Mismatch, words if bad else ""):
+            xd.combine(plan, rows, received.weights)
+        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
+
+
+def test_dtypes_that_are_suggested_are_those_of_the_argument():
+    run_ranks(4, _foreign_dtypes)
+
+
+def test_no_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(Unsupported, match=rf"device: {device}: .* can use no CUDA device here"):
+            xd.init(device=device)
+
+
+def test_local_rank_of_the_environment(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(ValueError, match="LOCAL_RANK in the environment: .* got 'x'"):
+        xd.init()
+
+
+def test_more_choices_than_experts():
+    with xd.init():
+        for topk in (0, 9):
+            group = xd.EpGroup(8, 32, 16, 4, dtype=torch.float32)
+            with pytest.raises(ValueError, match=f"topk: expected 1 to 8, the experts, got {topk}"):
+                xd.MoELayer(32, 16, 8, topk, group=group)
+
+
+def test_bad_arguments_of_empty_symmetric():
+    with xd.init(heap_bytes=1 << 20) as comm:
+        with pytest.raises(TypeError, match="dtype: expected one of .*; got torch.float64"):
+            comm.empty_symmetric((2, 3), torch.float64)
+        with pytest.raises(ValueError, match=r"shape: expected sizes from 0 on, got \(2, -1\)"):
+            xd.empty_symmetric((2, -1))
+        assert xd.empty_symmetric((2, 0)).shape == (2, 0)
