@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,29 +22,30 @@ Spec = tuple[int, tuple[int, ...], int]
 _ALIGNMENT = 16  # of tensors and plans, in bytes
 
 
-def describe(name: str, array: Any, *, write: bool = False) -> Spec:
-    """Describes a NumPy array to crossdock._core, which checks shapes and what dtype goes where.
+def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False) -> Spec:
+    """Describes a NumPy array to crossdock._core, which checks shapes.
 
     Args:
         name: of the argument, for errors.
         array: C-contiguous; it must stay alive during the call.
+        dtypes: names of those that this argument may have.
         write: whether the call writes to it.
 
     Raises:
-        TypeError: not an array, or of a dtype that Crossdock does not move.
+        TypeError: not an array, or of another dtype.
         ValueError: not C-contiguous, or read-only though written to.
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: expected a NumPy array, got {type(array).__name__}")
-    packed = DLPACK.get(array.dtype.name)
-    if packed is None:
-        raise TypeError(f"{name}: expected a dtype of {', '.join(DLPACK)}, got {array.dtype}")
+    dtype = array.dtype.name
+    if dtype not in dtypes:
+        raise TypeError(f"{name}: expected a dtype of {', '.join(dtypes)}, got {array.dtype}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides} "
                          f"for shape {array.shape}; numpy.ascontiguousarray makes one")
     if write and not array.flags.writeable:
         raise ValueError(f"{name}: expected an array to write to, got a read-only one")
-    return array.__array_interface__["data"][0], array.shape, packed
+    return array.__array_interface__["data"][0], array.shape, DLPACK[dtype]
 
 
 def aligned_empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:

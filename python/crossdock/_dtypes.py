@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DLPACK", "dtype_name", "numpy_dtype", "pack"]
+__all__ = [
+    "DLPACK",
+    "INDICES",
+    "PAYLOADS",
+    "SCALES",
+    "SUMMABLE",
+    "WEIGHTS",
+    "dtype_name",
+    "numpy_dtype",
+    "pack",
+]
 
 # By NumPy's name: DLPack's code << 8 | bits, as crossdock._core takes it.
 DLPACK: dict[str, int] = {
@@ -20,6 +30,13 @@ DLPACK: dict[str, int] = {
     "float8_e5m2": 12 << 8 | 8,
     "float8_e8m0fnu": 14 << 8 | 8,
 }
+# What the library takes where.
+INDICES = ("int32", "int64")
+WEIGHTS = ("float32",)
+SUMMABLE = ("float32", "float16", "bfloat16")
+PAYLOADS = (*SUMMABLE, "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+SCALES = ("float32", "float8_e8m0fnu", "uint8")
+
 _OF_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig
-from crossdock._dtypes import numpy_dtype
+from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
 from crossdock._plan import Plan
 from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
 
@@ -115,14 +116,14 @@ class EpGroup:
             CapacityOverflow: on every rank, if some rank would receive more than it can.
         """
         with self._joining(_PREPARE):
-            ids = describe("topk_idx", topk_idx)
+            ids = describe("topk_idx", topk_idx, INDICES)
             plan = self.empty_plan() if out is None else out
             outputs = (
-                describe("out.counts", plan.counts, write=True),
-                describe("out.padded_counts", plan.padded_counts, write=True),
-                describe("out.offsets", plan.offsets, write=True),
-                describe("out.needed_rows", plan.needed_rows, write=True),
-                describe("out.rank_rows", plan.rank_rows, write=True),
+                describe("out.counts", plan.counts, INDICES, write=True),
+                describe("out.padded_counts", plan.padded_counts, INDICES, write=True),
+                describe("out.offsets", plan.offsets, INDICES, write=True),
+                describe("out.needed_rows", plan.needed_rows, INDICES, write=True),
+                describe("out.rank_rows", plan.rank_rows, INDICES, write=True),
             )
         self._core.prepare(ids, *plan.place(), *outputs)
         return plan
@@ -141,21 +142,29 @@ class EpGroup:
             out: arrays to receive into; None = new ones.
 
         Which optional arrays are given must agree over the ranks.
+
+        Raises:
+            TypeError, ValueError: a bad argument that is found in Python, such as a dtype.
+            InvalidArgument: one that the library finds, such as a shape, or another group's plan.
+            Mismatch: the ranks' arguments disagree, or another rank's are bad.
+            CapacityOverflow: the plan needs more rows than some rank's capacity.
+            CrossdockError: a fatal one, after which the communicator is finished: Timeout, PeerLost
+                or Aborted.
         """
         with self._joining(_DISPATCH):
             inputs = (
-                describe("tokens", tokens),
-                _optional("scales", scales),
-                _optional("topk_weights", topk_weights),
+                describe("tokens", tokens, PAYLOADS),
+                _optional("scales", scales, SCALES),
+                _optional("topk_weights", topk_weights, WEIGHTS),
             )
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, quantize)
             tensors = (
                 *inputs,
-                describe("out.tokens", out.tokens, write=True),
-                _optional("out.scales", out.scales, write=True),
-                _optional("out.weights", out.weights, write=True),
-                _optional("out.topk_idx", out.topk_idx, write=True),
+                describe("out.tokens", out.tokens, PAYLOADS, write=True),
+                _optional("out.scales", out.scales, SCALES, write=True),
+                _optional("out.weights", out.weights, WEIGHTS, write=True),
+                _optional("out.topk_idx", out.topk_idx, INDICES, write=True),
             )
         address, num_bytes = plan.place()
         self._core.dispatch(address, num_bytes, *tensors)
@@ -173,12 +182,18 @@ class EpGroup:
 
         Returns:
             [T,H], of expert_out's dtype; zero for a token without rows.
+
+        Raises:
+            As dispatch.
         """
         with self._joining(_COMBINE):
-            inputs = describe("expert_out", expert_out), _optional("weights", weights)
+            inputs = (
+                describe("expert_out", expert_out, SUMMABLE),
+                _optional("weights", weights, WEIGHTS),
+            )
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)
-            output = describe("out", out, write=True)
+            output = describe("out", out, SUMMABLE, write=True)
         self._core.combine(*plan.place(), *inputs, output)
         return out
 
@@ -195,10 +210,13 @@ class EpGroup:
         Returns:
             grad_tokens [T,H], the sum over each token's rows, and grad_topk_weights [T,K] float32,
             0 for -1 and dropped rows; None for what was not given.
+
+        Raises:
+            As dispatch.
         """
         with self._joining(_DISPATCH_BWD):
-            inputs = (_optional("grad_recv_tokens", grad_recv_tokens),
-                      _optional("grad_recv_weights", grad_recv_weights))
+            inputs = (_optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
+                      _optional("grad_recv_weights", grad_recv_weights, WEIGHTS))
             info = plan.info()
             tokens = weights = None
             if grad_recv_tokens is not None:
@@ -206,8 +224,8 @@ class EpGroup:
                                      grad_recv_tokens.dtype)
             if grad_recv_weights is not None:
                 weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
-        self._core.dispatch_bwd(*plan.place(), *inputs, _optional("grad_tokens", tokens),
-                                _optional("grad_topk_weights", weights))
+        self._core.dispatch_bwd(*plan.place(), *inputs, _optional("grad_tokens", tokens, SUMMABLE),
+                                _optional("grad_topk_weights", weights, WEIGHTS))
         return tokens, weights
 
     def combine_bwd(self, plan: Plan, grad_out: np.ndarray, expert_out: np.ndarray | None = None,
@@ -224,17 +242,23 @@ class EpGroup:
             grad_expert_out [R,H]: weight (1 without weights) times the token's row of grad_out,
             padding 0; and, if expert_out is given, grad_weights [R] float32, which is what
             dispatch_bwd takes as grad_recv_weights, else None.
+
+        Raises:
+            As dispatch.
         """
         with self._joining(_COMBINE_BWD):
-            inputs = (describe("grad_out", grad_out), _optional("expert_out", expert_out),
-                      _optional("weights", weights))
+            inputs = (
+                describe("grad_out", grad_out, SUMMABLE),
+                _optional("expert_out", expert_out, SUMMABLE),
+                _optional("weights", weights, WEIGHTS),
+            )
             rows = plan.recv_rows
             grad_expert_out = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
             grad_weights = None if expert_out is None else self._empty((rows,), np.float32)
         address, num_bytes = plan.place()
         self._core.combine_bwd(address, num_bytes, *inputs,
-                               describe("grad_expert_out", grad_expert_out),
-                               _optional("grad_weights", grad_weights))
+                               describe("grad_expert_out", grad_expert_out, SUMMABLE),
+                               _optional("grad_weights", grad_weights, WEIGHTS))
         return grad_expert_out, grad_weights
 
     def status(self) -> EpStatus:
@@ -283,8 +307,10 @@ class EpGroup:
         if quantize:
             dtype = numpy_dtype("float8_e4m3fn")
             recv_scales = self._empty((rows, tokens.shape[1] // _QUANTISED_BLOCK), np.float32)
+            self._check_scales("quantize", recv_scales)
         elif scales is not None:
             recv_scales = self._empty((rows, *scales.shape[1:]), scales.dtype)
+            self._check_scales("scales", recv_scales)
         if topk_weights is not None:
             weights = self._empty((rows, topk) if rank_major else (rows,), np.float32)
         if rank_major:
@@ -293,5 +319,16 @@ class EpGroup:
                           recv_scales)
 
 
-def _optional(name: str, array: Any, *, write: bool = False) -> Spec | None:
-    return None if array is None else describe(name, array, write=write)
+    def _check_scales(self, name: str, received: np.ndarray) -> None:
+        """Refuses what is too long for the group by the name of what the caller gave."""
+        row_bytes = math.prod(received.shape[1:]) * received.itemsize
+        most = self._config.max_scale_bytes
+        if row_bytes > most:
+            raise ValueError(f"{name}: expected at most max_scale_bytes = {most} bytes of scales "
+                             f"beside a row, got {row_bytes}")
+
+
+def _optional(
+    name: str, array: Any, dtypes: Sequence[str], *, write: bool = False
+) -> Spec | None:
+    return None if array is None else describe(name, array, dtypes, write=write)

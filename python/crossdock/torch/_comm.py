@@ -227,7 +227,7 @@ def default_communicator() -> Communicator:
 def empty_symmetric(
     shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, comm: Communicator | None = None
 ) -> torch.Tensor:
-    """A contiguous ``shape`` tensor of undefined content in symmetric memory, on this rank's device.
+    """A contiguous tensor of undefined content in symmetric memory, on this rank's device. Local.
 
     `Communicator.empty_symmetric`, which says more, of `comm`, or of the default communicator.
 
@@ -266,7 +266,8 @@ def _device(given: torch.device | str | None) -> torch.device:
     if given is None:
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if not local_rank.isdecimal():
-            raise ValueError(f"LOCAL_RANK in the environment: expected a number, got {local_rank!r}")
+            problem = f"expected a number, got {local_rank!r}"
+            raise ValueError(f"LOCAL_RANK in the environment: {problem}")
         usable = torch.cuda.is_available() and _core.feature_available("cuda")
         return torch.device("cuda", int(local_rank)) if usable else torch.device("cpu")
     device = torch.device(given)

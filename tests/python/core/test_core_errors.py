@@ -43,8 +43,13 @@ def bad_arguments(me: Rank) -> None:
         mistakes = [
             (TypeError, r"tokens: expected a NumPy array, got list",
              lambda: group.dispatch(plan, tokens.tolist())),
-            (TypeError, r"tokens: expected a dtype of .*float32.*, got float64",
+            (TypeError, r"tokens: expected a dtype of float32, float16, bfloat16, float8_e4m3fn, "
+                        r"float8_e5m2, int8, uint8, got float64",
              lambda: group.dispatch(plan, tokens.astype(np.float64))),
+            (TypeError, r"topk_weights: expected a dtype of float32, got float16",
+             lambda: group.dispatch(plan, tokens, np.ones((2, 2), np.float16))),
+            (ValueError, r"^scales: expected at most max_scale_bytes = 0 bytes .*, got 4",
+             lambda: group.dispatch(plan, tokens, scales=np.ones((2, 1), np.float32))),
             (ValueError, r"tokens: expected a C-contiguous array, got strides \(4, 8\)",
              lambda: group.dispatch(plan, np.ones((8, 2), np.float32).T)),
             (crossdock.InvalidArgument, r"tokens: has 3 rows, expected 2 .*rank 1 of 2",
