@@ -104,7 +104,7 @@ def _jax_fact() -> Fact:
     if importlib.util.find_spec("crossdock._jax") is None:
         return "jax", False, (
             f"{version}, but no crossdock.jax: crossdock was built where there was no jaxlib; "
-            "pip install --no-build-isolation crossdock builds it where there is one"
+            "in its source folder, pip install --no-build-isolation . builds it where there is one"
         )
     return "jax", True, version
 

@@ -70,8 +70,8 @@ def test_says_what_the_library_says_of_every_feature():
     ("", True, (False, "not installed: no crossdock.jax")),
     ("0.9.2", True, (False, "0.9.2 is too old: crossdock.jax needs 0.10 or later")),
     ("0.10.2", False, (False, "0.10.2, but no crossdock.jax: crossdock was built where there was "
-                              "no jaxlib; pip install --no-build-isolation crossdock builds it "
-                              "where there is one")),
+                              "no jaxlib; in its source folder, pip install "
+                              "--no-build-isolation . builds it where there is one")),
     ("0.10.2", True, (True, "0.10.2")),
 ])
 def test_jax_is_there_where_crossdock_jax_is(version, has_extension, fact, monkeypatch):
