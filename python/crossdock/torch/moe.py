@@ -115,13 +115,13 @@ class MoELayer(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new parameters; torch's default CPU generator decides which."""
-        base = int(torch.randint(2**62, ()))
+        base = int(torch.randint(2**62, (), device="cpu"))
         for expert, (w_in, w_out) in enumerate(zip(self.experts_in, self.experts_out)):
-            generator = torch.Generator().manual_seed(base + self.first_expert + expert)
+            generator = torch.Generator("cpu").manual_seed(base + self.first_expert + expert)
             _fill(w_in, generator)
             _fill(w_out, generator)
         # Not from torch's generator: that moves on equally far on every rank, by one draw.
-        generator = torch.Generator().manual_seed(base + self.num_experts)
+        generator = torch.Generator("cpu").manual_seed(base + self.num_experts)
         _fill(self.router.t(), generator)
         for shared in (self.shared_in, self.shared_out):
             if shared is not None:
@@ -274,7 +274,8 @@ def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
 
 def _fill(matrix: torch.Tensor, generator: torch.Generator) -> None:
     """Normal values with variance 1 / rows; drawn on the CPU, so equal on every device."""
-    values = torch.randn(matrix.shape, generator=generator) / math.sqrt(matrix.shape[0])
+    values = torch.randn(matrix.shape, generator=generator, device="cpu")
+    values /= math.sqrt(matrix.shape[0])
     matrix.copy_(values)
 
 

@@ -47,8 +47,7 @@ def joined() -> Iterator[xd.Communicator]:
 def make_layer(comm: xd.Communicator, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
     torch.manual_seed(SEED)
     options = {"aux_loss_weight": 0.5, "dtype": torch.float32} | options
-    with DRAWN:
-        return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=max_tokens, **options)
+    return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=max_tokens, **options)
 
 
 def make_plain() -> PlainMoE:
@@ -160,8 +159,7 @@ def check_side_by_side(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
     with joined() as comm:
         left = make_layer(comm)
         right = make_layer(comm, group=left.group)
-        with DRAWN:
-            right.reset_parameters()  # others than those of the left one
+        right.reset_parameters()  # others than those of the left one
         x, grad = (mine(me, whole, tokens_of_ranks) for whole in batch(tokens_of_ranks))
 
         def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -229,6 +227,19 @@ def check_autocast(me: Rank) -> None:
 
 def test_autocast_does_not_reach_into_the_layer() -> None:
     run_ranks(2, check_autocast)
+
+
+def check_default_device(me: Rank) -> None:
+    with joined() as comm:
+        expected = make_layer(comm)
+        with torch.device("meta"):  # one that nothing could be computed on
+            layer = make_layer(comm)
+        for got, wanted in zip(layer.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_parameters_do_not_depend_on_the_default_device() -> None:
+    run_ranks(1, check_default_device)
 
 
 def check_average(me: Rank) -> None:
