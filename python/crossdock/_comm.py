@@ -17,11 +17,11 @@ from crossdock import _core
 from crossdock._arrays import Heap
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
 
-__all__ = ["Comm", "MemoryInfo", "byte_count", "grow", "milliseconds", "parse_device", "unique_id"]
+__all__ = ["Comm", "MemoryInfo", "grow", "join", "milliseconds", "parse_device", "unique_id"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
 _MOST_BYTES = 1 << 62
-_IMPOSSIBLE = 1 << 63  # bytes: more than any machine has, so that a growth by them fails
+_IMPOSSIBLE = 1 << 63  # bytes: more than any machine has, so that asking for them fails
 
 
 def unique_id(address: str | None = None, *, port: int = 0, timeout: float | None = None) -> bytes:
@@ -71,6 +71,7 @@ class Comm:
             same time. Equal on all ranks.
 
     Raises:
+        TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch.
         InvalidArgument; Timeout naming the ranks that did not come; Mismatch (another num_ranks,
         another kind of device, a rank taken twice, a peer that failed); PeerLost; Unsupported (no
         such device here, ranks on different hosts); OutOfMemory; SystemFailure.
@@ -108,8 +109,8 @@ class Comm:
 
     def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
         device_type, device_id = parse_device(device)
-        self._core = _core.Comm(device_type=device_type, device_id=device_id,
-                                timeout_ms=milliseconds(timeout), **options)
+        self._core = join(device_type=device_type, device_id=device_id,
+                          timeout_ms=milliseconds(timeout), **options)
         self._heap = Heap(self._core)
         self._closed = False
         return self
@@ -238,7 +239,23 @@ def milliseconds(timeout: float | None) -> int:
     return max(1, round(timeout * 1000))
 
 
-def byte_count(name: str, given: Any) -> int:
+def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
+    """``_core.Comm``; a bad `heap_bytes` raises here, and Mismatch at once on the other ranks.
+
+    Raises:
+        TypeError, ValueError: as `_byte_count`.
+        CrossdockError: as ``xd_comm_create``.
+    """
+    try:
+        wanted = _byte_count("heap_bytes", heap_bytes)
+    except (TypeError, ValueError):
+        with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+            _core.Comm(heap_bytes=_IMPOSSIBLE, **options)
+        raise
+    return _core.Comm(heap_bytes=wanted, **options)
+
+
+def _byte_count(name: str, given: Any) -> int:
     """A number of bytes as the library takes it.
 
     Raises:
@@ -257,11 +274,11 @@ def grow(comm: _core.Comm, num_bytes: int) -> None:
     """``mem_grow``; a bad `num_bytes` raises here, and Mismatch at once on the other ranks.
 
     Raises:
-        TypeError, ValueError: as `byte_count`; no rank's memory has grown.
+        TypeError, ValueError: as `_byte_count`; no rank's memory has grown.
         CrossdockError: as ``xd_mem_grow``.
     """
     try:
-        wanted = byte_count("num_bytes", num_bytes)
+        wanted = _byte_count("num_bytes", num_bytes)
     except (TypeError, ValueError):
         with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
             comm.mem_grow(_IMPOSSIBLE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from crossdock import _core
-from crossdock._comm import byte_count
+from crossdock._comm import join
 from crossdock.errors import Unsupported
 
 from ._calls import DTYPE_CODES
@@ -182,7 +182,7 @@ def init(
             same time. Equal on all ranks.
 
     Raises:
-        ValueError: a bad argument.
+        TypeError, ValueError: a bad argument; of `heap_bytes` the others hear by Mismatch.
         CrossdockError: see ``crossdock.errors``: Timeout names the ranks that did not come;
             Unsupported says what this machine lacks.
     """
@@ -192,7 +192,7 @@ def init(
     options: dict[str, Any] = {
         "device_type": _CUDA if is_cuda else _CPU,
         "device_id": where.index if is_cuda else 0,
-        "heap_bytes": byte_count("heap_bytes", heap_bytes),
+        "heap_bytes": heap_bytes,
         "timeout_ms": _milliseconds(timeout),
         "name": name,
     }
@@ -202,9 +202,9 @@ def init(
     if process_group is not None:
         core = _meet_through(process_group, where, options)
     elif "WORLD_SIZE" in os.environ:
-        core = _core.Comm(bootstrap="environment", **options)
+        core = join(bootstrap="environment", **options)
     else:
-        core = _core.Comm(
+        core = join(
             bootstrap="unique_id", rank=0, num_ranks=1, unique_id=_core.unique_id(), **options
         )
     comm = Communicator(core, where, process_group)
@@ -252,7 +252,7 @@ def _meet_through(
     # Object collectives of NCCL go through the current CUDA device.
     context = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with context:
-        return _core.Comm(
+        return join(
             bootstrap="all_gather",
             rank=dist.get_rank(process_group),
             num_ranks=size,

@@ -15,6 +15,7 @@ from support import Rank, free_port, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged
 
 import crossdock.torch as xd
+from crossdock.errors import Mismatch
 
 SEED = 8
 
@@ -122,3 +123,16 @@ def test_small_groups_after_many_large_ones():
 def test_heap_of_no_size(value):
     with pytest.raises((TypeError, ValueError), match="heap_bytes: expected .*got"):
         xd.init(heap_bytes=value)
+
+
+def _bad_heap(me: Rank) -> None:
+    bad = me.rank == 1
+    kind, words = (ValueError, "heap_bytes: expected") if bad else (Mismatch, "rank 1")
+    with pytest.raises(kind, match=words):
+        xd.init(heap_bytes=-1 if bad else 1 << 16)
+    with xd.init(heap_bytes=1 << 16) as comm:
+        comm.barrier()
+
+
+def test_heap_of_no_size_is_told_to_the_others():
+    run_ranks(2, _bad_heap)
