@@ -15,37 +15,22 @@ Exit code 0; 1 after a failure or a disagreement, 2 after a usage error, 130 aft
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
-# The text, progress bar and figure are those of the PyTorch example; they need no PyTorch.
+# The text, options, progress bar and figure are those of the PyTorch example; they need no PyTorch.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch"))
 
 from moe_lm.corpus import read_corpus  # noqa: E402
 from moe_lm.folders import make_folder  # noqa: E402
+from moe_lm.options import MODEL, add_numbers, make_parser, read_settings  # noqa: E402
 from moe_model import launch  # noqa: E402
 from moe_model.settings import Settings  # noqa: E402
 
-_NUMBERS = {  # option: help
+_MESH = {  # option: help
     "data": "ranks along the mesh's axis for data",
     "experts-axis": "ranks along the mesh's axis for experts",
-    "steps": "steps of the optimiser",
-    "seed": "of parameters and data",
-    "sequences": "per step, over all ranks",
-    "context": "bytes per sequence",
-    "hidden": "columns of a token",
-    "heads": "of attention",
-    "layers": "attention and experts each",
-    "ffn": "columns inside an expert",
-    "experts": "of each layer",
-    "topk": "experts per token",
-    "warmup": "steps in which the learning rate rises",
-}
-_FRACTIONS = {
-    "learning-rate": "the highest, of AdamW",
-    "aux-loss-weight": "of the loss that keeps experts evenly used",
 }
 
 
@@ -54,8 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     options = parser.parse_args(arguments)
-    names = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(options, name) for name in names})
+    settings = read_settings(Settings, options)
     try:
         settings.check()
         make_folder(settings.folder)
@@ -107,20 +91,13 @@ def _draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    head, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("moe-jax"),
                         help="log and figure (moe-jax)")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="(cpu)")
     parser.add_argument("--processes", action="store_true", help="one process per rank")
     parser.add_argument("--check", action="store_true", help="compare with one device")
-    parser.add_argument("--text", type=Path, help="folder of .py files (the standard library)")
-    for names, kind in ((_NUMBERS, int), (_FRACTIONS, float)):
-        for name, text in names.items():
-            default = getattr(Settings, name.replace("-", "_"))
-            parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
+    add_numbers(parser, Settings, _MESH | MODEL)
     return parser
 
 

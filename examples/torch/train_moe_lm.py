@@ -16,7 +16,6 @@ Exit code 0; 1 after a failure or a disagreement, 2 after a usage error, 130 aft
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -25,27 +24,13 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from moe_lm import comparison, launch
 from moe_lm.folders import make_folder
+from moe_lm.options import MODEL, add_numbers, make_parser, read_settings
 from moe_lm.settings import Settings
 from moe_lm.trainer import train
 
-_NUMBERS = {  # option: help
-    "steps": "steps of the optimiser",
-    "seed": "of parameters and data",
-    "sequences": "per step, over all ranks",
-    "context": "bytes per sequence",
-    "hidden": "columns of a token",
-    "heads": "of attention",
-    "layers": "attention and experts each",
-    "ffn": "columns inside an expert",
-    "experts": "of each layer, over all ranks",
-    "topk": "experts per token",
-    "warmup": "steps in which the learning rate rises",
+_MORE = {  # option: help
     "save-every": "steps between checkpoints; 0 = none",
     "sample-bytes": "of text to write at the end; 0 = none",
-}
-_FRACTIONS = {
-    "learning-rate": "the highest, of AdamW",
-    "aux-loss-weight": "of the loss that keeps experts evenly used",
 }
 
 
@@ -53,13 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    settings = Settings(
-        **{
-            field.name: getattr(options, field.name)
-            for field in dataclasses.fields(Settings)
-            if hasattr(options, field.name)
-        }
-    )
+    settings = read_settings(Settings, options)
     try:
         return _run(options, settings)
     except ValueError as error:
@@ -91,27 +70,20 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    head, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (4)")
     parser.add_argument("--folder", type=Path, default=Path("moe-lm"), help="log, checkpoints, "
                         "figure (moe-lm)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="auto: GPUs if there is one for each rank (--demo: with 2 or more, it "
                         "takes 2 ranks), else the CPU: one GPU serves --ranks 1 only")
-    parser.add_argument("--text", type=Path, help="folder of .py files (the standard library)")
     parser.add_argument("--resume", action="store_true", help="from the folder's last checkpoint")
     parser.add_argument("--plain", action="store_true",
                         help="without Crossdock, in one process")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--verify", action="store_true", help="compare 1, 2 and 4 ranks")
     what.add_argument("--demo", action="store_true", help="compare, show and draw")
-    for names, kind in ((_NUMBERS, int), (_FRACTIONS, float)):
-        for name, text in names.items():
-            default = getattr(Settings, name.replace("-", "_"))
-            parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
+    add_numbers(parser, Settings, MODEL | _MORE)
     return parser
 
 

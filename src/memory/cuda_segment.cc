@@ -47,7 +47,6 @@ class CudaSegment final : private cuda::Mapping, public Segment {
         Segment(Mapping::base(), bytes, false),
         device_(device) {}
 
-  // Calls exclude each other: see the table.
   void make_accessible_from(int device) { cuda::allow_access(Segment::base(), bytes(), device); }
 
   // On a stream of its own: it waits for nothing that runs on the device.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_lm.options import check_model, check_positive
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -35,21 +37,11 @@ class Settings:
 
     def check(self) -> None:
         """Raise ValueError, naming the option, if the mesh cannot run this."""
-        for name in ("data", "experts_axis", "steps", "sequences", "context", "layers", "ffn"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {getattr(self, name)}: expected at least 1")
-        if not 1 <= self.topk <= self.experts:
-            raise ValueError(f"--topk {self.topk}: expected 1 to {self.experts}, the experts")
-        if self.hidden % (2 * self.heads) or self.hidden % 4:
-            raise ValueError(
-                f"--hidden {self.hidden}: expected a multiple of 4 and of {2 * self.heads}, "
-                "twice the heads"
-            )
-        if self.sequences % self.ranks:
-            raise ValueError(
-                f"--sequences {self.sequences}: expected a multiple of {self.ranks}, the ranks"
-            )
+        for name in ("data", "experts_axis"):
+            check_positive(self, name)
+        check_model(self, self.ranks)
+        if self.hidden % 4:
+            raise ValueError(f"--hidden {self.hidden}: expected a multiple of 4, 16 bytes")
         if self.experts % self.experts_axis:
             raise ValueError(
                 f"--experts {self.experts}: expected a multiple of {self.experts_axis}, the ranks "

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from .options import check_model
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -36,20 +38,9 @@ class Settings:
 
     def check(self, ranks: int) -> None:
         """Raise ValueError, naming the option, if ``ranks`` ranks cannot run this."""
-        for name in ("steps", "sequences", "context", "hidden", "layers", "ffn", "experts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected at least 1")
-        if not 1 <= self.topk <= self.experts:
-            raise ValueError(f"--topk {self.topk}: expected 1 to {self.experts}, the experts")
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"--hidden {self.hidden}: expected a multiple of {2 * self.heads}, twice the heads"
-            )
-        for name in ("sequences", "experts"):
-            if getattr(self, name) % ranks:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)}: expected a multiple of {ranks}, the ranks"
-                )
+        check_model(self, ranks)
+        if self.experts % ranks:
+            raise ValueError(f"--experts {self.experts}: expected a multiple of {ranks}, the ranks")
         if self.plain and (ranks != 1 or self.save_every or self.resume):
             raise ValueError("--plain: expected --ranks 1, no --save-every and no --resume")
 

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import crossdock.jax as xd
 from jax_support import ON_GPUS, RANKS
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "jax"))
+EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
+sys.path[:0] = [str(EXAMPLES / "jax"), str(EXAMPLES / "torch")]  # whose settings are shared
 
 from moe_model.plain_moe import plain_moe  # noqa: E402
 

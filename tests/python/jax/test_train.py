@@ -50,6 +50,7 @@ def test_disagreement_is_an_exit_code(tmp_path):
 
 
 MISTAKES = {
+    "heads": (["--heads", "0"], "--heads 0: expected at least 1"),
     "sequences": (["--sequences", "6"], "--sequences 6: expected a multiple of 4, the ranks"),
     "GPUs": (["--device", "gpu"], "--device gpu: expected 4 devices for the mesh, found none: "),
     "no folder": (["--folder", "/proc/nope"], "--folder: /proc/nope: expected a folder to write"),

@@ -131,6 +131,7 @@ def test_demo_says_when_it_leaves_a_gpu_alone(
     (("--ranks", 4, "--experts", 6), "--experts 6: expected a multiple of 4, the ranks"),
     (("--plain",), "--plain: expected --ranks 1"),
     (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
+    (("--heads", 0), "--heads 0: expected at least 1"),
     (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
     (("--folder", "/proc/nope"), "--folder: /proc/nope: expected a folder to write to: No such"),
     (("--folder", __file__), f"--folder: {__file__}: expected a folder to write to: File exists"),
