@@ -28,6 +28,7 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
 
     Raises:
         Timeout: the process of the first rank has not come.
+        ValueError: XD_TIMEOUT_MS is not positive.
         RuntimeError: there are several processes, and no jax.distributed between them.
     """
     mine, owner = jax.process_index(), devices[0].process_index
@@ -41,14 +42,15 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
         unique_id = _core.unique_id(timeout_ms=timeout_ms)
         tell(key, unique_id)
     else:
+        limit = timeout_ms or _default_ms()
         try:
-            unique_id = wait_for(key, timeout_ms or _default_ms())
+            unique_id = wait_for(key, limit)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             rank = [device.process_index for device in devices].index(mine)
             text = (
-                f"rank {rank} waited {timeout_ms or _default_ms()} ms in init for rank 0, process "
+                f"rank {rank} waited {limit} ms in init for rank 0, process "
                 f"{owner}, to open the meeting point of devices {numbers}"
             )
             status = {"status": "XD_ERROR_TIMEOUT", "text": text}
@@ -58,11 +60,14 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
 
 
 def _default_ms() -> int:
-    """What the library takes a timeout of 0 for."""
+    """What the library takes a timeout of 0 for (src/base/env.def)."""
     try:
-        return int(os.environ["XD_TIMEOUT_MS"])
+        limit = int(os.environ["XD_TIMEOUT_MS"])
     except (KeyError, ValueError):
         return 600_000
+    if limit <= 0:
+        raise ValueError(f"XD_TIMEOUT_MS in the environment: expected more than 0, got {limit}")
+    return limit
 
 
 def _key_value_store() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -376,12 +376,11 @@ def _combine_bwd(
     group: int,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> grad_expert_out, grad_weights (given expert_out), order."""
+    """-> grad_expert_out, grad_weights (given expert_out and weights), order."""
     ep = group_of(group)
     grad_expert_out = ep.comm.pool.empty((rows, grad_out.shape[1]), grad_out.dtype)
     grad_weights = None
-    if expert_out is not None:
-        assert weights is not None  # those whose gradient is asked for
+    if expert_out is not None and weights is not None:
         grad_weights = ep.comm.pool.empty(weights.shape, _FLOAT32)
     order = torch.zeros_like(order)
     _calls.combine_bwd(

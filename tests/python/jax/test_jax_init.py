@@ -81,6 +81,13 @@ def test_the_default_timeout_is_the_librarys(monkeypatch, text, expected):
     assert _meeting._default_ms() == expected
 
 
+@pytest.mark.parametrize("text", ["0", "-5"])
+def test_a_default_timeout_of_nothing_is_refused(monkeypatch, text):
+    monkeypatch.setenv("XD_TIMEOUT_MS", text)
+    with pytest.raises(ValueError, match=f"XD_TIMEOUT_MS .* more than 0, got {text}"):
+        _meeting._default_ms()
+
+
 def some_then_all(me: Rank) -> None:
     distributed(me)
     devices = np.array(jax.devices())
