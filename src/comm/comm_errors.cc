@@ -41,6 +41,7 @@ void Comm::raise(const FatalError& error, Spread spread) {
   // Until then the mesh itself ends whatever waits.
   if (!connected_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(raise_mutex_);
+  if (closed_.load(std::memory_order_relaxed)) return;  // who has said goodbye says nothing more
   record(error);
   if (spread == Spread::here || told_peers_) return;
   tell_peers(*controls_[at(rank_)].error());  // the first one, which may be another
@@ -59,7 +60,7 @@ void Comm::record(const FatalError& error) const {
 
 void Comm::raise_and_throw(const FatalError& error, Spread spread) {
   raise(error, spread);
-  throw_if_failed();
+  check_usable();
   fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded: ", describe(error));
 }
 
@@ -73,17 +74,22 @@ void Comm::tell_peers(const FatalError& error) {
 }
 
 void Comm::close() {
-  closed_.store(true, std::memory_order_release);
   if (process_ != ::getpid()) {
+    closed_.store(true, std::memory_order_release);
     // A fork has the watch thread's state without the thread: nothing of it can be taken down, and
     // a goodbye would be the parent's.
     [[maybe_unused]] const Mesh* left_behind = mesh_.release();
     return;
   }
-  if (const FatalError* error = fatal_error()) {
-    // A peer that has not heard of it yet must not take this rank's goodbye for the cause.
+  const FatalError* error = fatal_error();
+  {
     const std::lock_guard lock(raise_mutex_);
-    tell_peers(*error);
+    if (closed_.load(std::memory_order_relaxed)) return;
+    // A peer that has not heard of it yet must not take this rank's goodbye for the cause.
+    if (error != nullptr) tell_peers(*error);
+    // From here on raise() does nothing: what this rank sees while it leaves, and others perhaps
+    // with it, is nobody's error.
+    closed_.store(true, std::memory_order_release);
   }
   mesh_.reset();
   // The caller has promised that no kernel runs any more; one that does is told to go.

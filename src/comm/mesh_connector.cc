@@ -172,10 +172,7 @@ bool MeshConnector::is_awaited(const PeerProcess& process) const {
 }
 
 void MeshConnector::check_link(int rank) {
-  std::byte first;
-  const ssize_t count =
-      ::recv(links_[at(rank)].get(), &first, sizeof(first), MSG_PEEK | MSG_DONTWAIT);
-  if (count <= 0) fail_gone(at(rank));
+  if (!has_packet(links_[at(rank)].get())) fail_gone(at(rank));
   closed_[at(rank)] = true;
 }
 

@@ -60,6 +60,22 @@ int take_descriptors(msghdr& message, UniqueFd& first) {
   return count;
 }
 
+// recvmsg() that never blocks. A peer that closes its end with messages unread there makes the kernel
+// report ECONNRESET, once, and before what that peer had sent, its goodbye perhaps: only a second
+// one in a row ends the connection.
+ssize_t receive_now(int fd, msghdr& message, int flags) {
+  bool reset = false;
+  while (true) {
+    const ssize_t count = ::recvmsg(fd, &message, flags | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (count >= 0) return count;
+    if (errno == ECONNRESET && !reset) {
+      reset = true;
+    } else if (errno != EINTR) {
+      return count;
+    }
+  }
+}
+
 }  // namespace
 
 UniqueFd listen_for_links(const Tag& name, int backlog) {
@@ -114,6 +130,15 @@ Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::b
   return Sent::done;
 }
 
+bool has_packet(int fd) {
+  std::byte first;
+  iovec part{&first, sizeof(first)};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  return receive_now(fd, message, MSG_PEEK) > 0;
+}
+
 Packet receive_packet(int fd, std::span<std::byte> buffer) {
   iovec part{buffer.data(), buffer.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
@@ -122,10 +147,7 @@ Packet receive_packet(int fd, std::span<std::byte> buffer) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t count = -1;
-  do {
-    count = ::recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  } while (count < 0 && errno == EINTR);
+  const ssize_t count = receive_now(fd, message, 0);
 
   Packet packet;
   if (count < 0) {

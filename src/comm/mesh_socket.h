@@ -34,6 +34,9 @@ struct Packet {
   UniqueFd fd;                       // the descriptor that came with it
 };
 
+// Whether a packet is there to be received.
+bool has_packet(int fd);
+
 // Receives one packet. Malformed: larger than the buffer, more than one descriptor, or one that
 // this process has no room for.
 Packet receive_packet(int fd, std::span<std::byte> buffer);

@@ -4,8 +4,11 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <array>
 #include <atomic>
 
 #include "comm/mesh_connector.h"
@@ -28,6 +31,28 @@ std::string content_of(int fd) {
   char buffer[64];
   const ssize_t count = ::pread(fd, buffer, sizeof(buffer), 0);
   return {buffer, static_cast<std::size_t>(std::max<ssize_t>(count, 0))};
+}
+
+// The kernel tells of the unread message first.
+TEST(MeshSocket, WhatAPeerSentBeforeItClosedUponUnreadMessagesIsReceived) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  const UniqueFd here(ends[0]);
+  UniqueFd there(ends[1]);
+  ASSERT_EQ(send_packet(here.get(), bytes_of("never read")), Sent::done);
+  EXPECT_FALSE(has_packet(here.get()));
+  for (const char* text : {"first", "goodbye"})
+    ASSERT_EQ(send_packet(there.get(), bytes_of(text)), Sent::done);
+  there.reset();
+  std::array<std::byte, 64> buffer;
+  EXPECT_TRUE(has_packet(here.get()));
+  for (const char* text : {"first", "goodbye"}) {
+    const Packet packet = receive_packet(here.get(), buffer);
+    ASSERT_EQ(packet.kind, Packet::Kind::data) << text;
+    EXPECT_EQ(text_of(packet.bytes), text);
+  }
+  EXPECT_FALSE(has_packet(here.get()));
+  EXPECT_EQ(receive_packet(here.get(), buffer).kind, Packet::Kind::end);
 }
 
 class Meshes : public testing::TestWithParam<int> {};

@@ -1,0 +1,103 @@
+// Ranks that leave in good order are never reported as lost, whoever else leaves at that moment.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <thread>
+
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Keeps one core of the machine busy: goodbyes overtake one another where threads have to wait.
+class Load {
+ public:
+  Load() {
+    if (!world().reports()) return;  // one process of the launch is enough
+    thread_ = std::thread([this] {
+      while (!over_.load()) {
+      }
+    });
+  }
+  ~Load() {
+    over_ = true;
+    if (thread_.joinable()) thread_.join();
+  }
+  Load(const Load&) = delete;
+  Load& operator=(const Load&) = delete;
+
+ private:
+  std::atomic<bool> over_{false};
+  std::thread thread_;
+};
+
+// Processes that look for one another on a busy machine take a while.
+int rounds() {
+  if (std::getenv("XD_TEST_FULL") != nullptr) return 150;
+  return world().threads() ? 60 : 25;
+}
+
+TEST(Leaving, OfAllOthersAtOnceIsNoLossToTheOneThatStays) {
+  const Load load;
+  on_every_rank([](Rank& rank) {
+    for (int round = 0; round < rounds(); ++round) {
+      Comm comm = rank.another_comm("leaving" + std::to_string(round), 0);
+      ok(xd_comm_barrier(comm.get()));
+      if (rank.rank != 0) comm.reset();
+      ok(xd_comm_barrier(rank.comm));  // all others have left, and whatever they say has been said
+      if (rank.rank != 0) continue;
+      std::this_thread::sleep_for(milliseconds(2));
+      const xd_error_info info = comm_error(comm.get());
+      EXPECT_EQ(info.status, XD_SUCCESS) << "round " << round << ", raised by rank " << info.rank
+                                         << ": " << info.text;
+    }
+  });
+}
+
+// The last one learns who has left, and that it has, when it needs somebody.
+TEST(Leaving, IsNamedAsSuchWhereTheRankIsNeeded) {
+  on_every_rank([](Rank& rank) {
+    if (rank.num_ranks == 1) return;
+    for (int round = 0; round < 10; ++round) {
+      Comm comm = rank.another_comm("needed" + std::to_string(round), 0);
+      ok(xd_comm_barrier(comm.get()));
+      if (rank.rank != 0) comm.reset();
+      ok(xd_comm_barrier(rank.comm));
+      if (rank.rank != 0) continue;
+      EXPECT_EQ(xd_comm_barrier(comm.get()), XD_ERROR_PEER_LOST);
+      const std::string text = xd_last_error();
+      EXPECT_NE(text.find("has left"), std::string::npos) << text;
+      const xd_error_info info = comm_error(comm.get());
+      EXPECT_EQ(info.status, XD_ERROR_PEER_LOST);
+      EXPECT_NE(std::string(info.text).find("has left"), std::string::npos) << info.text;
+    }
+  });
+}
+
+// Half of the ranks leave while the others use the communicator: those end with 'has left', never
+// with a loss.
+TEST(Leaving, WhileOthersWaitIsNoLoss) {
+  const Load load;
+  on_every_rank([](Rank& rank) {
+    for (int round = 0; round < rounds() / 4; ++round) {
+      Comm comm = rank.another_comm("waiting" + std::to_string(round), 0);
+      ok(xd_comm_barrier(comm.get()));
+      if (rank.rank % 2 == 0) {
+        const xd_status status = xd_comm_barrier(comm.get());
+        const std::string text = xd_last_error();
+        EXPECT_EQ(status, rank.num_ranks == 1 ? XD_SUCCESS : XD_ERROR_PEER_LOST) << text;
+        EXPECT_TRUE(status == XD_SUCCESS || text.find("has left") != std::string::npos) << text;
+      }
+      comm.reset();
+      ok(xd_comm_barrier(rank.comm));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
