@@ -36,8 +36,8 @@
  * Layouts of receive tensors:
  *   XD_EP_EXPERT_MAJOR  one row per (token, expert). Local expert e owns rows offsets[e] ..
  *                       offsets[e] + padded[e] - 1; zones follow one another; padded = count
- *                       rounded up to `alignment`. In a zone: by source rank, then token. Padding
- *                       rows are zero and have weight 0 in every output.
+ *                       rounded up to the plan's `alignment`. In a zone: by source rank, then
+ *                       token. Padding rows are zero and have weight 0 in every output.
  *   XD_EP_RANK_MAJOR    one row per (token, rank), by source rank, then token; recv_topk_idx [R,K]
  *                       has the local expert of each k that this rank holds, else -1;
  *                       recv_weights [R,K] likewise has the weight, else 0; past the last row they
@@ -45,9 +45,9 @@
  *                       expert, for callers that permute rows themselves.
  * Rows past the last zone or row are left untouched, unless the group has `zero_tail`.
  *
- * Receive tensors need at least min(total, recv_capacity) rows, and may have more. All tensors
- * named recv_*, grad_recv_*, expert_out, grad_expert_out and the weights beside them are receive
- * tensors.
+ * Receive tensors need at least min(total, capacity) rows, and may have more; the capacity of a
+ * plan is recv_capacity rounded down to a multiple of its alignment. All tensors named recv_*,
+ * grad_recv_*, expert_out, grad_expert_out and the weights beside them are receive tensors.
  *
  * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
  * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank in
@@ -74,6 +74,13 @@ typedef enum xd_ep_overflow {
   XD_EP_OVERFLOW_DROP = 1   /* the last rows in zone order are dropped; combine treats them as
                                absent */
 } xd_ep_overflow;
+
+/* What an expert's second and later mentions in a row of topk_idx are. They count as -1 either way:
+ * no row, gradient 0. */
+typedef enum xd_ep_duplicate_ids {
+  XD_EP_DUPLICATE_IDS_ERROR = 0,   /* bad ids */
+  XD_EP_DUPLICATE_IDS_COLLAPSE = 1 /* nothing to mention, and their weights are ignored */
+} xd_ep_duplicate_ids;
 
 typedef enum xd_ep_staging {
   XD_EP_STAGING_AUTO = 0, /* tensors outside symmetric memory are copied through memory that the
@@ -105,11 +112,13 @@ typedef struct xd_ep_config {
                                   or uint8 */
   int32_t max_scale_bytes; /* largest scale row beside a token row, in bytes; 0 = no scales */
   xd_ep_layout layout;
-  int32_t alignment;     /* of zones, in rows: a power of two up to 2^20; 0 = 1 (none) */
-  int64_t recv_capacity; /* R of this rank: a multiple of alignment, below 2^31 - 1;
-                            0 = xd_ep_recv_bound. All ranks' together (RANK_MAJOR: times
-                            E / W) stay below 2^32 - 1 */
+  int32_t alignment;     /* of zones, in rows: the largest that a plan may have, and what it has if
+                            prepare does not say; a power of two up to 2^20; 0 = 1 (none) */
+  int64_t recv_capacity; /* R of this rank: at least alignment, below 2^31 - 1; every plan rounds
+                            it down to a multiple of its own alignment. 0 = xd_ep_recv_bound. All
+                            ranks' together (RANK_MAJOR: times E / W) stay below 2^32 - 1 */
   xd_ep_overflow overflow;
+  xd_ep_duplicate_ids duplicate_ids;
   xd_ep_staging staging;
   int32_t zero_tail;   /* 1 = rows past the last one are zeroed in every receive tensor that is
                         written */
@@ -121,7 +130,7 @@ typedef struct xd_ep_config {
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
-   XD_EP_OVERFLOW_ERROR, XD_EP_STAGING_AUTO, 0, 0, 0}
+   XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_STAGING_AUTO, 0, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -170,10 +179,10 @@ typedef struct xd_ep_status {
                                 the call itself found: the number of the call, not counting
                                 replays of graphs */
   int32_t rank;              /* the lowest rank it is about; -1 = none */
-  int64_t bad_ids;           /* expert ids out of range or repeated in a row, over all ranks, in
-                                plans made since */
+  int64_t bad_ids;           /* expert ids out of range or (DUPLICATE_IDS_ERROR) repeated in a row,
+                                over all ranks, in plans made since */
   int64_t needed_rows;       /* OVERFLOW: padded rows that `rank` would have received ... */
-  int64_t capacity_rows;     /* ... and its capacity */
+  int64_t capacity_rows;     /* ... and its capacity in that plan */
   int64_t dropped_rows;      /* rows this rank did not receive under XD_EP_OVERFLOW_DROP, in
                                 plans made since */
   char text[256];
@@ -198,10 +207,13 @@ XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 typedef struct xd_ep_prepare_args {
   size_t struct_size;
   const DLTensor* topk_idx; /* in  [T,K] int32 or int64: expert of each choice; -1 = none. K is
-                               equal on all ranks. Ids < -1 or >= E, and an expert's second and
-                               later mentions in a row, count as -1 and as bad */
+                               equal on all ranks, and may differ from plan to plan. Ids < -1 or
+                               >= E count as -1 and as bad; so do an expert's second and later
+                               mentions in a row, unless the group collapses them */
   void* plan;               /* out, plan_bytes >= xd_ep_plan_size */
   size_t plan_bytes;
+  int32_t alignment;        /* of this plan's zones: a power of two up to the group's, equal on all
+                               ranks; 0 = the group's */
   /* Optional outputs, int32 or int64 each: */
   const DLTensor* counts;        /* [L]   rows (RANK_MAJOR: pairs) per local expert, without
                                     padding and dropped rows */
@@ -214,7 +226,7 @@ typedef struct xd_ep_prepare_args {
                                     destination d, after drops */
 } xd_ep_prepare_args;
 #define XD_EP_PREPARE_ARGS_INIT \
-  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL }
 
 /* Exchanges counts and writes the plan. Bad expert ids anywhere: the plan is complete and usable,
  * and on every rank the status is INVALID_ARGUMENT (CPU: returned; CUDA: in xd_ep_group_status)
@@ -329,9 +341,9 @@ typedef struct xd_ep_plan_info {
   int32_t topk;       /* K */
   xd_ep_layout layout;
   int32_t alignment;
-  int64_t recv_rows;  /* rows of the receive tensor in use: min(total, capacity) */
-  int64_t total_rows; /* before any drop */
-  int64_t capacity_rows;
+  int64_t recv_rows;     /* rows of the receive tensor in use: min(total, capacity) */
+  int64_t total_rows;    /* before any drop */
+  int64_t capacity_rows; /* recv_capacity rounded down to a multiple of alignment */
   int64_t bad_ids;       /* over all ranks */
   int32_t bad_id_rank;   /* lowest rank that has some; -1 = none */
   int32_t overflow_rank; /* lowest rank whose capacity is exceeded; -1 = none */

@@ -47,9 +47,10 @@ class EpConfig:
         layout: of receive arrays. ``"expert_major"``: one row per (token, expert), a zone per local
             expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then
             token.
-        alignment: of zones, in rows: a power of two; padding rows are zero.
-        recv_capacity: rows that this rank can receive, a multiple of `alignment`; 0 = what no
-            routing can exceed.
+        alignment: of zones, in rows: a power of two, the largest that a plan may have; padding rows
+            are zero.
+        recv_capacity: rows that this rank can receive, which a plan rounds down to a multiple of its
+            alignment; 0 = what no routing can exceed.
         overflow: what happens to a batch that exceeds a capacity: ``"error"``: nothing moves and
             all ranks raise CapacityOverflow; ``"drop"``: the last rows in zone order are dropped.
         staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;

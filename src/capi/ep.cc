@@ -138,7 +138,7 @@ xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_in
     value.alignment = h.alignment;
     value.recv_rows = h.recv_rows;
     value.total_rows = h.total_rows;
-    value.capacity_rows = h.capacity;
+    value.capacity_rows = xd::ep::capacity_of(h);
     value.bad_ids = h.bad_ids;
     value.bad_id_rank = h.bad_id_rank;
     value.overflow_rank = h.overflow_rank;

@@ -1,6 +1,7 @@
 #include "ep/calls.h"
 
 #include <array>
+#include <bit>
 
 #include "base/error.h"
 #include "base/options.h"
@@ -126,6 +127,14 @@ void read_dispatch_weights(const xd_ep_dispatch_args& a, const Reader& reader, c
   }
 }
 
+int read_alignment(std::int32_t given, const Config& config) {
+  XD_REQUIRE(given >= 0 && std::popcount(static_cast<unsigned>(given)) <= 1 &&
+                 given <= config.alignment,
+             "alignment = ", given, ", expected 0 or a power of two up to the group's ",
+             config.alignment);
+  return given != 0 ? given : static_cast<int>(config.alignment);
+}
+
 }  // namespace
 
 PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context) {
@@ -134,6 +143,7 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
   const Reader reader(context);
   PrepareCall call{.topk_idx = reader.required(a.topk_idx, "topk_idx", 2, kIndexTypes),
                    .plan = static_cast<std::byte*>(a.plan),
+                   .alignment = read_alignment(a.alignment, config),
                    .counts = reader.numbers(a.counts, "counts", 1),
                    .padded_counts = reader.numbers(a.padded_counts, "padded_counts", 1),
                    .offsets = reader.numbers(a.offsets, "offsets", 1),

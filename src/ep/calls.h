@@ -22,6 +22,7 @@ struct PlanBytes {
 struct PrepareCall {
   Tensor topk_idx;
   std::byte* plan;
+  int alignment;  // of the plan
   Tensor counts, padded_counts, offsets, total, rank_rows;
 };
 PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context);

@@ -74,6 +74,8 @@ void read_rows(const xd_ep_config& user, Config& config) {
 void read_receive(const xd_ep_config& user, Config& config) {
   require_range("layout", raw_enum(user.layout), XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR);
   require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
+  require_range("duplicate_ids", raw_enum(user.duplicate_ids), XD_EP_DUPLICATE_IDS_ERROR,
+                XD_EP_DUPLICATE_IDS_COLLAPSE);
   require_range("staging", raw_enum(user.staging), XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
   require_range("zero_tail", user.zero_tail, 0, 1);
   require_range("num_sms", user.num_sms, 0, 4096);
@@ -83,6 +85,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
   config.layout = user.layout;
   config.overflow = user.overflow;
+  config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
   config.staging = user.staging == XD_EP_STAGING_AUTO;
   config.any_staging = config.staging;
   config.zero_tail = user.zero_tail != 0;
@@ -92,9 +95,9 @@ void read_receive(const xd_ep_config& user, Config& config) {
   XD_REQUIRE(user.recv_capacity != 0 || bound < INT32_MAX, "config.recv_capacity = 0 stands for ",
              bound, " rows, more than ", INT32_MAX - 1, ": set it");
   require_range("recv_capacity", user.recv_capacity, 0, INT32_MAX - 1);
-  XD_REQUIRE(user.recv_capacity % config.alignment == 0,
+  XD_REQUIRE(user.recv_capacity == 0 || user.recv_capacity >= config.alignment,
              "config.recv_capacity = ", user.recv_capacity,
-             ", expected a multiple of alignment = ", config.alignment);
+             ", expected 0 or at least alignment = ", config.alignment);
   config.capacity = user.recv_capacity != 0 ? user.recv_capacity : bound;
 }
 

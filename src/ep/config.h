@@ -18,6 +18,11 @@ inline constexpr int kMaxDeviceExperts = 4096;       // on CUDA
 inline constexpr std::uint64_t kRowAlignment = 16;   // payload rows are a multiple of it
 inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
 
+// Receive rows that a plan has of a capacity: whole multiples of its alignment, a power of two.
+constexpr std::int64_t whole_rows(std::int64_t capacity, std::int64_t alignment) {
+  return capacity & ~(alignment - 1);
+}
+
 struct Config {
   int ranks = 0;
   int experts = 0;
@@ -27,9 +32,10 @@ struct Config {
   std::uint64_t max_row_bytes = 0;
   std::uint64_t max_scale_bytes = 0;
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
-  std::int64_t alignment = 1;
-  std::int64_t capacity = 0;  // this rank's
+  std::int64_t alignment = 1;  // of plans: the largest, and the default
+  std::int64_t capacity = 0;   // this rank's, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
+  bool collapse = false;  // duplicate ids are not bad
   bool staging = true;
   bool any_staging = true;  // some rank's; as this rank's until the ranks have agreed
   bool zero_tail = false;

@@ -12,7 +12,7 @@ namespace {
 // What ranks tell one another of their configs.
 struct Announcement {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, max_scale_bytes, layout, alignment,
-      overflow;                               // equal on all ranks
+      overflow, duplicate_ids;                // equal on all ranks
   std::int64_t capacity, staging, zero_tail;  // may differ
 };
 
@@ -29,6 +29,7 @@ constexpr std::array kEqualFields = {
     Field{"layout", &Announcement::layout},
     Field{"alignment", &Announcement::alignment},
     Field{"overflow", &Announcement::overflow},
+    Field{"duplicate_ids", &Announcement::duplicate_ids},
 };
 
 Announcement announce(const Config& c) {
@@ -40,6 +41,7 @@ Announcement announce(const Config& c) {
           .layout = c.layout,
           .alignment = c.alignment,
           .overflow = c.overflow,
+          .duplicate_ids = c.collapse,
           .capacity = c.capacity,
           .staging = c.staging,
           .zero_tail = c.zero_tail};

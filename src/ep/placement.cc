@@ -22,22 +22,24 @@ std::int64_t kept_rows(std::int64_t first, std::int64_t count, std::int64_t limi
 
 // One destination as place() goes through them.
 struct Placement::Target {
-  int rank;            // the destination
-  int self;            // the rank that computes
+  int rank;  // the destination
+  int self;  // the rank that computes
+  std::int64_t alignment;
   std::int64_t limit;  // rows from here on are dropped; no limit under ERROR
 };
 
 void Placement::place(const CountTable& counts, const Config& config,
-                      std::span<const std::int64_t> capacities, int rank) {
+                      std::span<const std::int64_t> capacities, const View& view) {
   bad_ids = 0;
   bad_id_rank = -1;
   overflow_rank = -1;
   std::ranges::fill(rank_rows, 0);
   for (int d = config.ranks - 1; d >= 0; --d) {
-    const std::int64_t capacity = capacities[at(d)];
+    const std::int64_t capacity = whole_rows(capacities[at(d)], view.alignment);
     const bool drop = config.overflow == XD_EP_OVERFLOW_DROP;
     const Target target{.rank = d,
-                        .self = rank,
+                        .self = view.rank,
+                        .alignment = view.alignment,
                         .limit = drop ? capacity : std::numeric_limits<std::int64_t>::max()};
     if (config.expert_major()) {
       place_zones(counts, config, target);
@@ -45,10 +47,10 @@ void Placement::place(const CountTable& counts, const Config& config,
       place_rows(counts, config, target);
     }
     if (total[at(d)] > capacity) overflow_rank = d;
+    if (d == view.rank) recv_rows = std::min(total[at(d)], capacity);
     if (counts.bad_ids(d) > 0) bad_id_rank = d;
     bad_ids += counts.bad_ids(d);
   }
-  recv_rows = std::min(total[at(rank)], capacities[at(rank)]);
 }
 
 // EXPERT_MAJOR: zones of the destination's experts follow one another, each padded; in a zone the
@@ -70,7 +72,7 @@ void Placement::place_zones(const CountTable& counts, const Config& config, cons
       offset[at(e)] = std::min(zone, target.limit);
       dropped_rows += row - zone - count[at(e)];
     }
-    zone += pad(row - zone, config.alignment);
+    zone += pad(row - zone, target.alignment);
   }
   total[at(target.rank)] = zone;
   if (target.rank == target.self) offset[at(config.local_experts)] = std::min(zone, target.limit);
@@ -94,18 +96,18 @@ void Placement::place_rows(const CountTable& counts, const Config& config, const
       count[at(e)] += counts.choices(s, target.rank * config.local_experts + e);
     }
   }
-  lay_out_pairs(config);
+  lay_out_pairs(target.alignment);
 }
 
-void Placement::cut_pairs(std::span<const std::int64_t> kept, const Config& config) {
+void Placement::cut_pairs(std::span<const std::int64_t> kept, std::int64_t alignment) {
   std::ranges::copy(kept, count.begin());
-  lay_out_pairs(config);
+  lay_out_pairs(alignment);
 }
 
-void Placement::lay_out_pairs(const Config& config) {
+void Placement::lay_out_pairs(std::int64_t alignment) {
   offset[0] = 0;
   for (std::size_t e = 0; e < count.size(); ++e) {
-    offset[e + 1] = offset[e] + pad(count[e], config.alignment);
+    offset[e + 1] = offset[e] + pad(count[e], alignment);
   }
 }
 

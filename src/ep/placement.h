@@ -37,6 +37,11 @@ struct CountTable {
 
 // Everything that follows from the counts. Sized once by reserve(); place() allocates nothing.
 struct Placement {
+  struct View {
+    int rank;                // that computes
+    std::int64_t alignment;  // of the plan
+  };
+
   // Receive side of this rank. Under DROP the zones are cut at the capacity; under ERROR they are
   // whole, also where they do not fit. In RANK_MAJOR they describe (token, expert) pairs, which the
   // counts alone cannot cut: see cut_pairs().
@@ -71,16 +76,16 @@ struct Placement {
     for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });
   }
   void place(const CountTable& counts, const Config& config,
-             std::span<const std::int64_t> capacities, int rank);
+             std::span<const std::int64_t> capacities, const View& view);
 
   // RANK_MAJOR under DROP: replaces the pairs per local expert by what the sources kept.
-  void cut_pairs(std::span<const std::int64_t> kept, const Config& config);
+  void cut_pairs(std::span<const std::int64_t> kept, std::int64_t alignment);
 
  private:
   struct Target;
   void place_zones(const CountTable& counts, const Config& config, const Target& target);
   void place_rows(const CountTable& counts, const Config& config, const Target& target);
-  void lay_out_pairs(const Config& config);
+  void lay_out_pairs(std::int64_t alignment);
 };
 
 }  // namespace xd::ep

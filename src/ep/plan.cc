@@ -24,7 +24,7 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
 
 bool PlanView::zones_fit() const {
   const PlanHeader& h = header_;
-  if (h.recv_rows < 0 || h.recv_rows > h.capacity) return false;
+  if (h.recv_rows < 0 || h.recv_rows > capacity_of(h)) return false;
   if (refused() || h.layout != XD_EP_EXPERT_MAJOR) return true;
   std::int32_t end = 0;
   for (int e = 0; e < h.experts / h.ranks; ++e) {
@@ -83,7 +83,6 @@ void PlanView::require_binding(const PlanBinding& binding) const {
   require("num_ranks", header_.ranks, c.ranks);
   require("num_experts", header_.experts, c.experts);
   require("layout", header_.layout, c.layout);
-  require("alignment", header_.alignment, c.alignment);
   require("staging", header_.keeps_list, c.keeps_lists() ? 1 : 0);
   require("items", header_.keeps_items, c.keeps_items() ? 1 : 0);
   require("overflow policy", header_.overflow, c.overflow);
@@ -93,6 +92,8 @@ void PlanView::require_binding(const PlanBinding& binding) const {
   XD_REQUIRE(header_.tokens <= c.max_tokens && header_.topk <= c.max_topk, "plan: made for ",
              header_.tokens, " tokens and top-", header_.topk, ", the group's bounds are ",
              c.max_tokens, " and ", c.max_topk);
+  XD_REQUIRE(header_.alignment <= c.alignment, "plan: made for alignment = ", header_.alignment,
+             ", the group's bound is ", c.alignment);
 }
 
 void seal_plan(std::byte* plan) {

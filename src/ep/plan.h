@@ -18,7 +18,8 @@
 //                   ascending rank, of those that hold rows of the token
 //
 // A plan is bound to its rank and to the sizes of its group, and to nothing else: it holds no
-// pointer and no identity of the group. Header and zones are covered by a checksum; codes are
+// pointer and no identity of the group. Tokens, top-k and alignment are its own, up to the group's
+// bounds. Header and zones are covered by a checksum; codes are
 // bounds-checked when they are used.
 #pragma once
 
@@ -55,13 +56,13 @@ struct PlanHeader {
   std::int32_t overflow_rank;
   std::int32_t reserved;
   std::int64_t list_rows;          // room of the list
-  std::int64_t recv_rows;          // min(total_rows, capacity)
+  std::int64_t recv_rows;          // min(total_rows, capacity_of())
   std::int64_t total_rows;         // before any drop
   std::int64_t bad_ids;            // over all ranks
   std::int64_t overflow_needed;    // of overflow_rank
   std::int64_t overflow_capacity;  // of overflow_rank
   std::uint64_t capacities;        // hash of all ranks' capacities
-  std::int64_t capacity;           // of this rank
+  std::int64_t capacity;           // of this rank, as configured: room of the parts below
   std::uint64_t fingerprint;
   std::uint64_t epoch;
   std::uint64_t bytes;     // of the whole plan
@@ -107,8 +108,14 @@ struct PlanMap {
 constexpr bool plausible(const PlanHeader& h) {
   return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
          h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
-         h.topk <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
+         h.topk <= kMaxTopk && h.alignment >= 1 && (h.alignment & (h.alignment - 1)) == 0 &&
+         h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 &&
          h.capacity <= INT32_MAX;
+}
+
+// The rows that a receive tensor of the plan can have.
+constexpr std::int64_t capacity_of(const PlanHeader& h) {
+  return whole_rows(h.capacity, h.alignment);
 }
 
 constexpr PlanMap map_of(const PlanHeader& h) {
@@ -177,7 +184,8 @@ class PlanView {
   // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version.
   static PlanView open(const void* plan, std::size_t bytes);
 
-  // Throws INVALID_ARGUMENT unless the plan is of this rank and of a group of these sizes.
+  // Throws INVALID_ARGUMENT unless the plan is of this rank, of a group of these sizes and within
+  // its bounds.
   void require_binding(const PlanBinding& binding) const;
 
   const PlanHeader& header() const { return header_; }
@@ -205,7 +213,7 @@ void seal_plan(std::byte* plan);
 struct Batch {
   std::uint64_t counts;      // sum of hash_entry() over the count table [W][CountLayout]
   std::uint64_t capacities;  // hash of all ranks' capacities
-  int topk, group;
+  int topk, alignment, group;
   std::uint64_t epoch;  // of its prepare
 };
 // Equal on all ranks, and other than that of any other batch of this group: the epoch tells apart
@@ -213,6 +221,7 @@ struct Batch {
 constexpr std::uint64_t plan_fingerprint(const Batch& batch) {
   std::uint64_t hash = hash_combine(batch.counts, batch.capacities);
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.topk));
+  hash = hash_combine(hash, static_cast<std::uint64_t>(batch.alignment));
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.group));
   return hash_combine(hash, batch.epoch);
 }

@@ -14,7 +14,9 @@ Record of_rows(xd_ep_operation operation, const Tensor& rows) {
 }  // namespace
 
 Record describe(const PrepareCall& call) {
-  return {.operation = XD_EP_PREPARE, .extra = static_cast<std::uint32_t>(call.topk_idx.cols)};
+  return {.operation = XD_EP_PREPARE,
+          .row_bytes = static_cast<std::uint32_t>(call.alignment),
+          .extra = static_cast<std::uint32_t>(call.topk_idx.cols)};
 }
 
 Record describe(const DispatchCall& call) {

@@ -29,10 +29,12 @@ std::string difference(const Record& mine, const Record& theirs) {
     return of("type", dtype_name(static_cast<DType>(theirs.dtype)),
               dtype_name(static_cast<DType>(mine.dtype)));
   }
-  if (theirs.row_bytes != mine.row_bytes) return of("row bytes", theirs.row_bytes, mine.row_bytes);
+  const bool prepares = mine.operation == XD_EP_PREPARE;
+  if (theirs.row_bytes != mine.row_bytes) {
+    return of(prepares ? "alignment" : "row bytes", theirs.row_bytes, mine.row_bytes);
+  }
   if (theirs.extra != mine.extra) {
-    return of(mine.operation == XD_EP_PREPARE ? "top-k" : "scale row bytes", theirs.extra,
-              mine.extra);
+    return of(prepares ? "top-k" : "scale row bytes", theirs.extra, mine.extra);
   }
   if (shared_flags(theirs) != shared_flags(mine)) {
     return "another set of optional tensors, or quantises where this rank does not";

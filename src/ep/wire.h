@@ -73,9 +73,9 @@ struct Record {
   std::uint8_t operation = 0;
   std::uint8_t dtype = 0;  // a DType
   std::uint8_t flags = 0;
-  std::uint32_t row_bytes = 0;
-  std::uint32_t extra = 0;  // dispatch: bytes of a scale row; prepare: top-k
-  std::uint32_t rows = 0;   // of each receive tensor
+  std::uint32_t row_bytes = 0;  // prepare: alignment
+  std::uint32_t extra = 0;      // dispatch: bytes of a scale row; prepare: top-k
+  std::uint32_t rows = 0;       // of each receive tensor
   std::uint64_t fingerprint = 0;
   TensorPlace rows_in{};     // receive rows that peers read or write
   TensorPlace scales_in{};   // dispatch: receive scales; combine_bwd: expert_out

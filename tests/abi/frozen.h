@@ -118,10 +118,11 @@ FROZEN_FIELD(xd_ep_config, layout, 36);
 FROZEN_FIELD(xd_ep_config, alignment, 40);
 FROZEN_FIELD(xd_ep_config, recv_capacity, 48);
 FROZEN_FIELD(xd_ep_config, overflow, 56);
-FROZEN_FIELD(xd_ep_config, staging, 60);
-FROZEN_FIELD(xd_ep_config, zero_tail, 64);
-FROZEN_FIELD(xd_ep_config, num_sms, 68);
-FROZEN_FIELD(xd_ep_config, device_type, 72);
+FROZEN_FIELD(xd_ep_config, duplicate_ids, 60);
+FROZEN_FIELD(xd_ep_config, staging, 64);
+FROZEN_FIELD(xd_ep_config, zero_tail, 68);
+FROZEN_FIELD(xd_ep_config, num_sms, 72);
+FROZEN_FIELD(xd_ep_config, device_type, 76);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);
@@ -141,16 +142,17 @@ FROZEN_FIELD(xd_ep_status, capacity_rows, 48);
 FROZEN_FIELD(xd_ep_status, dropped_rows, 56);
 FROZEN_FIELD(xd_ep_status, text, 64);
 
-FROZEN_SIZE(xd_ep_prepare_args, 72);
+FROZEN_SIZE(xd_ep_prepare_args, 80);
 FROZEN_FIELD(xd_ep_prepare_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_prepare_args, topk_idx, 8);
 FROZEN_FIELD(xd_ep_prepare_args, plan, 16);
 FROZEN_FIELD(xd_ep_prepare_args, plan_bytes, 24);
-FROZEN_FIELD(xd_ep_prepare_args, counts, 32);
-FROZEN_FIELD(xd_ep_prepare_args, padded_counts, 40);
-FROZEN_FIELD(xd_ep_prepare_args, offsets, 48);
-FROZEN_FIELD(xd_ep_prepare_args, total, 56);
-FROZEN_FIELD(xd_ep_prepare_args, rank_rows, 64);
+FROZEN_FIELD(xd_ep_prepare_args, alignment, 32);
+FROZEN_FIELD(xd_ep_prepare_args, counts, 40);
+FROZEN_FIELD(xd_ep_prepare_args, padded_counts, 48);
+FROZEN_FIELD(xd_ep_prepare_args, offsets, 56);
+FROZEN_FIELD(xd_ep_prepare_args, total, 64);
+FROZEN_FIELD(xd_ep_prepare_args, rank_rows, 72);
 
 FROZEN_SIZE(xd_ep_dispatch_args, 80);
 FROZEN_FIELD(xd_ep_dispatch_args, struct_size, 0);
@@ -216,6 +218,10 @@ FROZEN_VALUE(XD_EP_RANK_MAJOR, 1);
 FROZEN_ENUM(xd_ep_overflow);
 FROZEN_VALUE(XD_EP_OVERFLOW_ERROR, 0);
 FROZEN_VALUE(XD_EP_OVERFLOW_DROP, 1);
+
+FROZEN_ENUM(xd_ep_duplicate_ids);
+FROZEN_VALUE(XD_EP_DUPLICATE_IDS_ERROR, 0);
+FROZEN_VALUE(XD_EP_DUPLICATE_IDS_COLLAPSE, 1);
 
 FROZEN_ENUM(xd_ep_staging);
 FROZEN_VALUE(XD_EP_STAGING_AUTO, 0);

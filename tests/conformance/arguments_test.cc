@@ -250,6 +250,21 @@ TEST(BadArguments, MoreTokensOrChoicesThanTheGroupHoldsAreRefused) {
   });
 }
 
+TEST(BadArguments, AnAlignmentThatIsNoneOfTheGroupsIsRefused) {
+  const Case c = plain_case(world().num_ranks());  // of alignment 4
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    for (const int alignment : {-1, 3, 8, INT32_MIN}) {
+      batch.prepare_args.alignment = rank.rank == guilty_rank(rank) ? alignment : 0;
+      expect_refused(rank, group.get(), batch, XD_EP_PREPARE,
+                     "alignment = " + std::to_string(alignment) +
+                         ", expected 0 or a power of two up to the group's 4");
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
 TEST(BadArguments, WeightsOfARankMajorCombineAreRefused) {
   Case c = plain_case(world().num_ranks());
   c.layout = XD_EP_RANK_MAJOR;

@@ -28,7 +28,8 @@ Batch::Batch(const Rank& rank, const Case& c, int number, Place place)
     : rank_(rank),
       place_(place),
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
-      routed_(c.placement(), c.choices(number)) {
+      topk_(c.topk_of(number)),
+      routed_(c.placement(number), c.choices(number)) {
   std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(rank.rank);
   ok(xd_ep_plan_size(&config, &plan_bytes));
@@ -71,9 +72,10 @@ void Batch::add_prepare(const Case& c) {
   const Choices& mine = routed_.choices(rank_.rank);
   const std::int64_t ranks = c.num_ranks;
   Tensor& topk_idx =
-      tensors_.emplace_back(rank_, kI64, std::vector<std::int64_t>{mine.tokens, c.topk});
+      tensors_.emplace_back(rank_, kI64, std::vector<std::int64_t>{mine.tokens, topk_});
   topk_idx.write(mine.ids);
   prepare_args.topk_idx = topk_idx.dl();
+  if (c.alignments == PerPlan::own) prepare_args.alignment = routed_.placement().alignment;
   fields_.push_back(
       {XD_EP_PREPARE, "topk_idx", &prepare_args.topk_idx, Role::token_input, &topk_idx});
   const auto output = [&](const char* name, const DLTensor** slot,
@@ -91,7 +93,7 @@ void Batch::add_dispatch(const Case& c) {
   const bool expert_major = c.layout == XD_EP_EXPERT_MAJOR;
   const bool scaled = c.cargo == Cargo::e4m3_with_floats;
   const std::int64_t t = routed_.choices(rank_.rank).tokens;
-  const std::int64_t k = c.topk;
+  const std::int64_t k = topk_;
   const std::int64_t rows = static_cast<std::int64_t>(routed_.received(rank_.rank).rows.size());
   const DLDataType type = scaled ? kE4m3 : c.dtype;
   const std::int64_t h =
@@ -121,7 +123,7 @@ void Batch::add_dispatch(const Case& c) {
 void Batch::add_backward(const Case& c) {
   const bool expert_major = c.layout == XD_EP_EXPERT_MAJOR;
   const std::int64_t t = routed_.choices(rank_.rank).tokens;
-  const std::int64_t k = c.topk;
+  const std::int64_t k = topk_;
   const std::int64_t rows = static_cast<std::int64_t>(routed_.received(rank_.rank).rows.size());
   const std::int64_t h =
       std::int64_t{16} * c.row_units / static_cast<std::int64_t>(element_bytes(c.dtype));

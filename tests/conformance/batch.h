@@ -78,6 +78,7 @@ class Batch {
   const Rank& rank_;
   Place place_;
   std::uint64_t seed_;
+  int topk_;
   Routed routed_;
   Buffer plan_;
   std::deque<Tensor> tensors_;

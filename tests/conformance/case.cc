@@ -34,6 +34,8 @@ constexpr std::array kCapacities{Capacity::bound, Capacity::exact, Capacity::lar
                                  Capacity::refusing, Capacity::dropping};
 constexpr std::array kReceiveRows{ReceiveRows::exact, ReceiveRows::capacity, ReceiveRows::more};
 constexpr std::array kZeroTails{ZeroTail::off, ZeroTail::on, ZeroTail::differ};
+constexpr std::array kPerPlan{PerPlan::bound, PerPlan::own};
+constexpr std::array kDuplicates{false, true};
 
 // Rows of all ranks' receive tensors stay below this, so that a case takes milliseconds.
 constexpr std::int64_t kMaxReceiveBytes = std::int64_t{2} << 20;
@@ -58,6 +60,9 @@ void for_each_dimension(Case& c, Visit&& visit) {
   visit(c.capacity, kCapacities);
   visit(c.receive_rows, kReceiveRows);
   visit(c.zero_tail, kZeroTails);
+  visit(c.alignments, kPerPlan);
+  visit(c.topks, kPerPlan);
+  visit(c.duplicates, kDuplicates);
 }
 
 std::vector<int> dimension_sizes() {
@@ -99,6 +104,18 @@ std::int64_t bound_of(const Case& c) {
   return rows;
 }
 
+// Makes about every fourth id equal to one that may be its row's or the row's before.
+void repeat(std::vector<Choices>& ranks, std::uint64_t seed) {
+  Random random(seed);
+  for (Choices& choices : ranks) {
+    const auto topk = static_cast<std::uint64_t>(choices.topk);
+    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
+      const std::uint64_t back = 1 + random.below(std::min<std::uint64_t>(i, topk));
+      if (random.one_in(4)) choices.ids[i] = choices.ids[i - back];
+    }
+  }
+}
+
 // Makes about every fifth id bad: too large, too small, or equal to the one before it.
 void spoil(std::vector<Choices>& ranks, std::int64_t experts, std::uint64_t seed) {
   Random random(seed);
@@ -122,40 +139,68 @@ std::uint64_t test_seed() {
   return value ? std::strtoull(value, nullptr, 0) : 1;
 }
 
-RoutingShape Case::routing() const {
-  return {num_ranks, num_ranks * local_experts, topk, max_tokens, pattern, tokens};
+int Case::alignment_of(int step) const {
+  int result = alignment;
+  if (alignments == PerPlan::bound) return result;
+  std::uint64_t chance = mix(seed, 0xA1, static_cast<std::uint64_t>(step));
+  for (; result > 1 && chance % 2 == 0; chance /= 2) result /= 2;
+  return result;
+}
+
+int Case::topk_of(int step) const {
+  if (topks == PerPlan::bound) return topk;
+  const std::uint64_t chance = mix(seed, 0x70, static_cast<std::uint64_t>(step));
+  return 1 + static_cast<int>(chance % static_cast<std::uint64_t>(topk));
+}
+
+RoutingShape Case::routing(int step) const {
+  return {num_ranks, num_ranks * local_experts, topk_of(step), max_tokens, pattern, tokens};
 }
 
 std::vector<Choices> Case::choices(int step) const {
   const std::uint64_t batch = mix(seed, static_cast<std::uint64_t>(step));
-  std::vector<Choices> ranks = make_routing(routing(), batch);
+  std::vector<Choices> ranks = make_routing(routing(step), batch);
+  if (duplicates) repeat(ranks, mix(batch, 0xD0));
   if (bad_ids) spoil(ranks, std::int64_t{num_ranks} * local_experts, batch);
   return ranks;
 }
 
-Placement Case::placement() const {
-  const std::int64_t bound = bound_of(*this);
-  Placement result{num_ranks, local_experts, layout, alignment, {}, XD_EP_OVERFLOW_ERROR};
-  // Where nothing overflows, the policy must not matter.
+Placement Case::placement(int step) const {
+  return {num_ranks,    local_experts, layout,    alignment_of(step),
+          capacities(), overflow(),    duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE
+                                                  : XD_EP_DUPLICATE_IDS_ERROR};
+}
+
+// Where nothing overflows, the policy must not matter.
+xd_ep_overflow Case::overflow() const {
   const bool drop =
       capacity == Capacity::dropping || (capacity == Capacity::exact && mix(seed) % 2 == 0);
-  if (drop) result.overflow = XD_EP_OVERFLOW_DROP;
-  result.capacity.assign(static_cast<std::size_t>(num_ranks), bound);
+  return drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR;
+}
+
+std::vector<std::int64_t> Case::capacities() const {
+  const std::int64_t bound = bound_of(*this);
+  std::vector<std::int64_t> result(static_cast<std::size_t>(num_ranks), bound);
   if (capacity == Capacity::bound) return result;
-  const Placement roomy = result;
+  std::vector<Routed> roomy;
+  for (int step = 0; step < kSteps; ++step) {
+    roomy.emplace_back(Placement{num_ranks, local_experts, layout, alignment_of(step), result},
+                       choices(step));
+  }
   for (int rank = 0; rank < num_ranks; ++rank) {
-    std::int64_t& rows = result.capacity[static_cast<std::size_t>(rank)];
+    std::int64_t& rows = result[static_cast<std::size_t>(rank)];
     std::int64_t most = 0;
-    for (int step = 0; step < kSteps; ++step) {
-      most = std::max(most, Routed(roomy, choices(step)).received(rank).total);
-    }
+    for (const Routed& routed : roomy) most = std::max(most, routed.received(rank).total);
+    const std::uint64_t chance = mix(seed, static_cast<std::uint64_t>(rank));
     const std::int64_t padded = (most + alignment - 1) / alignment * alignment;
-    const bool scarce = rank == 0 || mix(seed, static_cast<std::uint64_t>(rank)) % 2 == 0;
+    const bool scarce = rank == 0 || chance % 2 == 0;
     if (capacity == Capacity::exact) rows = std::max<std::int64_t>(padded, alignment);
     if (capacity == Capacity::larger) rows = bound + std::int64_t{3} * alignment;
     if ((capacity == Capacity::refusing || capacity == Capacity::dropping) && scarce) {
       rows = std::max<std::int64_t>(most * 2 / 3 / alignment * alignment, alignment);
     }
+    // Rows beyond a multiple of the alignment are none that could be received.
+    rows += static_cast<std::int64_t>(mix(chance) % static_cast<std::uint64_t>(alignment));
   }
   return result;
 }
@@ -168,7 +213,7 @@ bool Case::zeroes_tail(int rank) const {
 }
 
 xd_ep_config Case::config(int rank) const {
-  const Placement rows = placement();
+  const std::vector<std::int64_t> rows = capacities();
   xd_ep_config config = XD_EP_CONFIG_INIT;
   config.num_ranks = num_ranks;
   config.num_experts = num_ranks * local_experts;
@@ -179,9 +224,9 @@ xd_ep_config Case::config(int rank) const {
   config.max_scale_bytes = cargo == Cargo::payload ? 0 : 4 * row_units;
   config.layout = layout;
   config.alignment = alignment;
-  config.recv_capacity =
-      capacity == Capacity::bound ? 0 : rows.capacity[static_cast<std::size_t>(rank)];
-  config.overflow = rows.overflow;
+  config.recv_capacity = capacity == Capacity::bound ? 0 : rows[static_cast<std::size_t>(rank)];
+  config.overflow = overflow();
+  config.duplicate_ids = duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR;
   config.staging = placing == Placing::unstaged ? XD_EP_STAGING_NONE : XD_EP_STAGING_AUTO;
   config.zero_tail = zeroes_tail(rank) ? 1 : 0;
   return config;
@@ -205,6 +250,10 @@ std::string Case::description() const {
        << kCapacityNames[static_cast<int>(capacity)] << ", receive rows "
        << kRowsNames[static_cast<int>(receive_rows)] << ", zero tail "
        << kTailNames[static_cast<int>(zero_tail)];
+  for (int step = 0; step < kSteps; ++step) {
+    text << ", batch " << step << " alignment " << alignment_of(step) << " K=" << topk_of(step);
+  }
+  if (duplicates) text << ", duplicates collapse";
   return text.str();
 }
 

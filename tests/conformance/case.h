@@ -38,19 +38,25 @@ enum class Capacity {
 enum class ReceiveRows { exact, capacity, more };
 enum class ZeroTail { off, on, differ };
 
+// What the batches of a case take of the group's bounds on alignment and top-k.
+enum class PerPlan {
+  bound,  // every batch the group's alignment, without saying so, and its largest top-k
+  own,    // every batch values of its own, up to the bounds
+};
+
 struct Case {
   std::uint64_t seed = 0;
   int num_ranks = 1;
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
   DLDataType dtype{};
   Cargo cargo = Cargo::payload;
-  int alignment = 1;
+  int alignment = 1;         // the group's
   DLDataType index_type{};   // of topk_idx
   DLDataType output_type{};  // of prepare's outputs and recv_topk_idx
   Pattern pattern = Pattern::uniform;
   Tokens tokens = Tokens::full;
   int max_tokens = 1;
-  int topk = 1;
+  int topk = 1;  // the group's bound
   int local_experts = 1;
   int row_units = 1;  // bytes of the largest row, in units of 16
   bool weights = false;
@@ -58,17 +64,26 @@ struct Case {
   Capacity capacity = Capacity::bound;
   ReceiveRows receive_rows = ReceiveRows::exact;
   ZeroTail zero_tail = ZeroTail::off;
-  bool bad_ids = false;  // some ids are out of range or repeated
+  PerPlan alignments = PerPlan::bound;
+  PerPlan topks = PerPlan::bound;
+  bool duplicates = false;  // some ids are repeated in a row, and the group collapses them
+  bool bad_ids = false;     // some ids are out of range or repeated
 
   static constexpr int kSteps = 2;  // batches that go through the group
 
-  RoutingShape routing() const;
+  int alignment_of(int step) const;
+  int topk_of(int step) const;
+  RoutingShape routing(int step) const;
   std::vector<Choices> choices(int step) const;
-  Placement placement() const;  // with the capacities of all ranks
+  Placement placement(int step) const;  // with the capacities of all ranks
   xd_ep_config config(int rank) const;
   bool zeroes_tail(int rank) const;
   int least_row_units() const;  // of the shortest row that dispatch can carry
   std::string description() const;
+
+ private:
+  std::vector<std::int64_t> capacities() const;  // of all ranks, as configured
+  xd_ep_overflow overflow() const;
 };
 
 // The cases of a launch with this number of ranks: all pairs of values, then random samples. The

@@ -59,6 +59,36 @@ TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
   });
 }
 
+// Under COLLAPSE repeated ids are no mistake of anybody; others are bad as ever.
+TEST(BadIds, DoNotCountDuplicatesWhereTheGroupCollapsesThem) {
+  const Case c = plain_case(world().num_ranks());
+  const std::int64_t experts = std::int64_t{c.num_ranks} * c.local_experts;
+  const BadIds kinds[] = {
+      {{0, 0, 1}, 0},  {{2, 2, 2}, 0},           {{-1, -1, -1}, 0},
+      {{1, -7, 1}, 1}, {{experts, experts, 0}, 2},
+  };
+  on_every_rank([&](Rank& rank) {
+    xd_ep_config config = c.config(rank.rank);
+    config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE;
+    const Group group = make_group(rank.comm, config);
+    const int guilty = rank.num_ranks - 1;
+    for (const BadIds& bad : kinds) {
+      SCOPED_TRACE("ids " + testing::PrintToString(bad.last_rank));
+      Batch batch(rank, c);
+      std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
+      if (rank.rank == guilty) std::copy(bad.last_rank.begin(), bad.last_rank.end(), ids.begin());
+      batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
+      const Outcome outcome = batch.call(group.get(), XD_EP_PREPARE);
+      EXPECT_EQ(outcome, bad.count > 0 ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS);
+      EXPECT_EQ(outcome.group.bad_ids, bad.count);
+      const std::vector<std::byte> plan = batch.plan().read();
+      xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+      ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
+      EXPECT_EQ(info.bad_ids, bad.count);
+    }
+  });
+}
+
 // The grid's routing is clean; here the same operations run on one that is not.
 TEST(BadIds, ActAsNoExpert) {
   Case c = plain_case(world().num_ranks());
@@ -207,6 +237,26 @@ TEST(Disagreement, OnTheNumberOfChoicesIsAMismatchOnEveryRank) {
   });
 }
 
+TEST(Disagreement, OnTheAlignmentIsAMismatchThatNamesTheValues) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const Case c = plain_case(world().num_ranks());  // of alignment 4
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    if (rank.rank == 0) batch.prepare_args.alignment = 2;
+    const Outcome outcome = batch.call(group.get(), XD_EP_PREPARE);
+    EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+    EXPECT_TRUE(outcome.mentions(rank.rank == 0 ? "rank 1: alignment 4, here 2"
+                                                : "rank 0: alignment 2, here 4"))
+        << outcome.text;
+    EXPECT_TRUE(batch.untouched(XD_EP_PREPARE));
+    // Saying what the group has is the same as saying nothing.
+    batch.prepare_args.alignment = rank.rank == 0 ? 4 : 0;
+    batch.prepare(group.get());
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
 struct ConfigField {
   const char* name;
   std::function<void(xd_ep_config&)> change;
@@ -224,6 +274,8 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
       {"layout", [](xd_ep_config& config) { config.layout = XD_EP_RANK_MAJOR; }},
       {"alignment", [](xd_ep_config& config) { config.alignment = 8; }},
       {"overflow", [](xd_ep_config& config) { config.overflow = XD_EP_OVERFLOW_DROP; }},
+      {"duplicate_ids",
+       [](xd_ep_config& config) { config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE; }},
   };
   on_every_rank([&](Rank& rank) {
     for (const ConfigField& field : fields) {
@@ -250,7 +302,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
     config.zero_tail = rank.rank % 2;
     config.num_sms = rank.rank;
     config.staging = rank.rank % 2 == 0 ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
-    config.recv_capacity = 400 + 4 * std::int64_t{rank.rank};
+    config.recv_capacity = 400 + 5 * std::int64_t{rank.rank};
     const Group good = make_group(rank.comm, config);
     EXPECT_NE(good, nullptr);
   });

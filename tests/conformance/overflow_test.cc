@@ -82,22 +82,24 @@ TEST_P(WorstRouting, NeverOverflowsTheBound) {
   });
 }
 
-TEST_P(WorstRouting, OverflowsTheNextSmallerCapacity) {
-  config.recv_capacity = bound - std::max(1, GetParam().alignment);
+// The next smaller one, as capacities are rounded down to the alignment.
+TEST_P(WorstRouting, OverflowsACapacityOfOneRowLess) {
+  config.recv_capacity = bound - 1;
+  const std::int64_t capacity = bound - GetParam().alignment;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, config);
     const Outcome outcome = prepare(rank, group.get());
     EXPECT_EQ(outcome, XD_ERROR_OVERFLOW);
     const std::string& text = outcome.text;
     EXPECT_NE(text.find("rank 0"), std::string::npos) << text;
-    EXPECT_NE(text.find(std::to_string(config.recv_capacity)), std::string::npos) << text;
+    EXPECT_NE(text.find("recv_capacity = " + std::to_string(capacity)), std::string::npos) << text;
     const xd_ep_status& status = outcome.group;
     EXPECT_EQ(status.status, XD_ERROR_OVERFLOW);
     EXPECT_EQ(status.rank, 0);
     EXPECT_EQ(status.needed_rows, GetParam().layout == XD_EP_RANK_MAJOR
                                       ? std::int64_t{kTokens} * rank.num_ranks
                                       : bound);
-    EXPECT_EQ(status.capacity_rows, config.recv_capacity);
+    EXPECT_EQ(status.capacity_rows, capacity);
   });
 }
 
@@ -107,6 +109,34 @@ INSTANTIATE_TEST_SUITE_P(Sizes, WorstRouting,
                                          Worst{XD_EP_EXPERT_MAJOR, 2, 1},
                                          Worst{XD_EP_RANK_MAJOR, 2, 1},
                                          Worst{XD_EP_RANK_MAJOR, 2, 4}));
+
+// A capacity is what whole units of the plan's alignment make of it.
+TEST(Overflow, ACapacityIsRoundedDownToThePlansAlignment) {
+  Case c = plain_case(world().num_ranks());
+  c.alignment = 8;
+  on_every_rank([&](Rank& rank) {
+    xd_ep_config config = c.config(rank.rank);
+    config.recv_capacity = 8 * 64 + 7;
+    const Group group = make_group(rank.comm, config);
+    std::size_t plan_bytes = 0;
+    ok(xd_ep_plan_size(&config, &plan_bytes));
+    Buffer plan(rank, plan_bytes, Place::ordinary);
+    for (const int alignment : {0, 8, 4, 2, 1}) {
+      SCOPED_TRACE("alignment " + std::to_string(alignment));
+      Batch batch(rank, c);
+      batch.prepare_args.plan = plan.data();
+      batch.prepare_args.plan_bytes = plan.bytes();
+      batch.prepare_args.alignment = alignment;
+      batch.prepare(group.get());
+      const std::vector<std::byte> bytes = plan.read();
+      xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+      ok(xd_ep_plan_get_info(bytes.data(), bytes.size(), &info));
+      const int used = alignment == 0 ? 8 : alignment;
+      EXPECT_EQ(info.alignment, used);
+      EXPECT_EQ(info.capacity_rows, config.recv_capacity / used * used);
+    }
+  });
+}
 
 TEST(Overflow, UnderErrorMovesNothingAndTheNextBatchWorks) {
   Case c = plain_case(world().num_ranks());

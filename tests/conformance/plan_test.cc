@@ -67,12 +67,14 @@ TEST_P(Plan, ServesAnotherGroupOfTheSameSizes) {
 }
 
 // Bounds are a group's, not a plan's: only what the batch has counts.
-TEST_P(Plan, ServesAGroupOfAnotherTopkBound) {
+TEST_P(Plan, ServesAGroupOfOtherBoundsOnTopkAndAlignment) {
+  c.alignments = PerPlan::own;
   on_every_rank([&](Rank& rank) {
     xd_ep_config wide = c.config(rank.rank), narrow = wide;
+    ok(xd_ep_recv_bound(&narrow, &narrow.recv_capacity));
+    wide.recv_capacity = narrow.recv_capacity;
     wide.max_topk = c.topk + 4;
-    ok(xd_ep_recv_bound(&wide, &wide.recv_capacity));
-    narrow.recv_capacity = wide.recv_capacity;
+    wide.alignment = 2 * c.alignment;
     std::size_t plan_bytes = 0;
     ok(xd_ep_plan_size(&wide, &plan_bytes));
     const Group first = make_group(rank.comm, wide), second = make_group(rank.comm, narrow);
@@ -85,6 +87,27 @@ TEST_P(Plan, ServesAGroupOfAnotherTopkBound) {
     used.combine();
     used.combine_bwd();
     used.dispatch_bwd();
+  });
+}
+
+TEST_P(Plan, OfALargerAlignmentThanTheGroupsIsRefused) {
+  on_every_rank([&](Rank& rank) {
+    xd_ep_config coarse = c.config(rank.rank), fine = coarse;
+    coarse.alignment = 2 * c.alignment;
+    ok(xd_ep_recv_bound(&coarse, &coarse.recv_capacity));
+    fine.recv_capacity = coarse.recv_capacity;
+    std::size_t plan_bytes = 0;
+    ok(xd_ep_plan_size(&coarse, &plan_bytes));
+    const Group first = make_group(rank.comm, coarse), second = make_group(rank.comm, fine);
+    Buffer plan(rank, plan_bytes, Place::ordinary);
+    Batch batch(rank, c);
+    batch.prepare_args.plan = plan.data();
+    batch.prepare_args.plan_bytes = plan.bytes();
+    batch.prepare(first.get());
+    batch.use_plan(plan.data(), plan.bytes());
+    const Outcome outcome = batch.call(second.get(), XD_EP_DISPATCH_BWD);
+    EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_TRUE(outcome.mentions("alignment = 8, the group's bound is 4")) << outcome.text;
   });
 }
 

@@ -21,7 +21,7 @@ Routed::Routed(Placement placement, std::vector<Choices> choices)
   for (int rank = 0; rank < placement_.num_ranks; ++rank) {
     Received received = placement_.layout == XD_EP_EXPERT_MAJOR ? receive_expert_major(rank)
                                                                 : receive_rank_major(rank);
-    if (received.total > placement_.capacity[static_cast<std::size_t>(rank)]) {
+    if (received.total > placement_.whole_capacity(rank)) {
       if (overflow_rank_ < 0) overflow_rank_ = rank;
       if (placement_.overflow == XD_EP_OVERFLOW_DROP) cut(received, rank);
     }
@@ -38,9 +38,11 @@ void Routed::remove_bad_ids() {
     for (int token = 0; token < source.tokens; ++token) {
       std::int64_t* row = source.ids.data() + std::ptrdiff_t{token} * source.topk;
       for (int k = 0; k < source.topk; ++k) {
+        const bool outside = row[k] < -1 || row[k] >= experts;
         const bool repeated = row[k] != -1 && std::find(row, row + k, row[k]) != row + k;
-        if (row[k] >= -1 && row[k] < experts && !repeated) continue;
+        if (!outside && !repeated) continue;
         row[k] = -1;
+        if (!outside && placement_.duplicates == XD_EP_DUPLICATE_IDS_COLLAPSE) continue;
         ++bad_ids_;
         if (bad_id_rank_ < 0) bad_id_rank_ = static_cast<int>(rank);
       }
@@ -84,7 +86,7 @@ Received Routed::receive_rank_major(int rank) const {
 }
 
 void Routed::cut(Received& received, int rank) const {
-  const std::int64_t capacity = placement_.capacity[static_cast<std::size_t>(rank)];
+  const std::int64_t capacity = placement_.whole_capacity(rank);
   const auto last = received.rows.begin() + capacity;
   received.dropped =
       std::count_if(last, received.rows.end(), [](const Row& row) { return !row.padding(); });

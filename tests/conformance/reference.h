@@ -20,8 +20,15 @@ struct Placement {
   int local_experts = 1;
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
   int alignment = 1;
-  std::vector<std::int64_t> capacity;  // of each rank
+  std::vector<std::int64_t> capacity;  // of each rank, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
+  xd_ep_duplicate_ids duplicates = XD_EP_DUPLICATE_IDS_ERROR;
+
+  // What a rank can receive: whole multiples of the alignment.
+  std::int64_t whole_capacity(int rank) const {
+    const std::int64_t rows = capacity[static_cast<std::size_t>(rank)];
+    return rows - rows % alignment;
+  }
 };
 
 // A row of a receive tensor.
@@ -42,7 +49,8 @@ struct Received {
 
 class Routed {
  public:
-  // Ids that are out of range or repeated in a row count as -1.
+  // Ids that are out of range or repeated in a row count as -1; repeated ones are bad, too, where
+  // they are not collapsed.
   Routed(Placement placement, std::vector<Choices> choices);
 
   const Placement& placement() const { return placement_; }

@@ -72,6 +72,23 @@ TEST(Reference, BadIdsCountAsNoExpert) {
   EXPECT_EQ(rows_of(routed.received(1)), (Rows{{0, 1, 0}}));
 }
 
+TEST(Reference, DuplicatesThatCollapseAreNotBad) {
+  Placement collapsing = placement(XD_EP_EXPERT_MAJOR, 1);
+  collapsing.duplicates = XD_EP_DUPLICATE_IDS_COLLAPSE;
+  const Routed routed(collapsing, {{2, 2, {4, 4, 3, 3}}, {1, 2, {-2, -1}}});
+  EXPECT_EQ(routed.bad_ids(), 3);  // 4, twice, and -2
+  EXPECT_EQ(rows_of(routed.received(1)), (Rows{{0, 1, 0}}));
+}
+
+TEST(Reference, CapacitiesAreRoundedDownToTheAlignment) {
+  Placement scarce = placement(XD_EP_EXPERT_MAJOR, 2);
+  scarce.capacity = {100, 3};
+  scarce.overflow = XD_EP_OVERFLOW_DROP;
+  const Routed routed(scarce, two_ranks());
+  EXPECT_EQ(rows_of(routed.received(1)), (Rows{{0, 0, 0}, {0, 1, 1}}));
+  EXPECT_EQ(routed.received(1).total, 4);
+}
+
 // bf16 has 8 bits of precision. On rank 0: 256 + 1 = 257 is a tie and becomes 256. Summed over both
 // ranks at once, 256 + 1 + 1 = 258 would have been exact.
 TEST(Reference, SumsAreRoundedOnEachRankFirst) {

@@ -1,7 +1,9 @@
 // Plans, groups and communicators that are alive together and take turns.
 #include <gtest/gtest.h>
 
+#include <deque>
 #include <memory>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -40,6 +42,37 @@ TEST_P(Sequence, TwoPlansOfAGroupInterleave) {
     a.dispatch();  // a plan serves any number of operations
     a.combine();
   });
+}
+
+// Alignment and top-k are a plan's: nothing but calls of prepare lies between.
+TEST_P(Sequence, PlansOfOtherAlignmentAndTopkInterleave) {
+  c.alignment = 16;
+  c.topk = 7;
+  c.alignments = c.topks = PerPlan::own;
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    c.layout = layout;
+    SCOPED_TRACE(c.description());
+    std::set<int> alignments, topks;
+    constexpr int kPlans = 6;
+    for (int number = 0; number < kPlans; ++number) {
+      alignments.insert(c.alignment_of(number));
+      topks.insert(c.topk_of(number));
+    }
+    ASSERT_GE(alignments.size(), 2u) << "the case tests nothing";
+    ASSERT_GE(topks.size(), 2u) << "the case tests nothing";
+    on_every_rank([&](Rank& rank) {
+      const Group group = make_group(rank.comm, c.config(rank.rank));
+      std::deque<Step> steps;
+      for (int number = 0; number < kPlans; ++number) {
+        steps.emplace_back(rank, c, group.get(), number).prepare();
+      }
+      for (Step& step : steps) step.dispatch();
+      for (auto step = steps.rbegin(); step != steps.rend(); ++step) step->combine();
+      for (Step& step : steps) step.combine_bwd();
+      for (auto step = steps.rbegin(); step != steps.rend(); ++step) step->dispatch_bwd();
+      for (Step& step : steps) step.dispatch();
+    });
+  }
 }
 
 TEST_P(Sequence, TwoGroupsInterleave) {

@@ -26,7 +26,8 @@ Step::Step(const Rank& rank, const Case& c, xd_ep_group* group, int number)
       group_(group),
       number_(number),
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
-      routed_(c.placement(), c.choices(number)),
+      topk_(c.topk_of(number)),
+      routed_(c.placement(number), c.choices(number)),
       row_units_(c.row_units) {
   std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(rank.rank);
@@ -68,7 +69,7 @@ float Step::weight_at(int rank, std::int64_t row) const {
 }
 
 std::int64_t Step::capacity() const {
-  return routed_.placement().capacity[static_cast<std::size_t>(rank_.rank)];
+  return routed_.placement().whole_capacity(rank_.rank);
 }
 
 std::int64_t Step::receive_rows(std::uint64_t salt) const {
@@ -85,7 +86,7 @@ std::int64_t Step::receive_rows(std::uint64_t salt) const {
 }
 
 Step::Shape Step::choice_shape(std::int64_t rows) const {
-  return case_.layout == XD_EP_EXPERT_MAJOR ? Shape{rows} : Shape{rows, case_.topk};
+  return case_.layout == XD_EP_EXPERT_MAJOR ? Shape{rows} : Shape{rows, topk_};
 }
 
 Tensor Step::output(DLDataType type, Shape shape, bool receive) {
@@ -141,11 +142,11 @@ void Step::expect_tokens(const char* name, const Tensor& tensor, const CodeAt& c
 // row, whether or not the group zeroes tails.
 void Step::expect_choices(const char* name, const Tensor& tensor, ChoiceField field) const {
   const bool weights = field == ChoiceField::weight;
-  Image image(tensor.shape()[0], case_.topk, tensor.type(), kPoison);
+  Image image(tensor.shape()[0], topk_, tensor.type(), kPoison);
   for (std::int64_t r = 0; r < image.rows() && !routed_.refused(); ++r) {
     image.fill_row(r, weights ? std::byte{0} : std::byte{0xFF});
     if (r >= static_cast<std::int64_t>(received().rows.size())) continue;
-    for (int k = 0; k < case_.topk; ++k) {
+    for (int k = 0; k < topk_; ++k) {
       const std::int64_t id = routed_.choices(row_at(r).source).id(row_at(r).token, k);
       if (id < 0 || routed_.owner(id) != rank_.rank) continue;
       image.set(r, k,

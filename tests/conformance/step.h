@@ -79,6 +79,7 @@ class Step {
   xd_ep_group* group_;
   int number_;
   std::uint64_t seed_;
+  int topk_;
   Routed routed_;
   Buffer plan_;
   int row_units_;  // of this batch's rows, at most the case's

@@ -87,14 +87,14 @@ void Step::dispatch() {
   Tensor scales = token_input(p.scale_type, {tokens(), p.scale_columns}, [&](auto t, auto column) {
     return any_code(element(Content::scales, me, t, column));
   });
-  Tensor weights = token_input(kF32, {tokens(), case_.topk}, [&](auto t, auto k) {
+  Tensor weights = token_input(kF32, {tokens(), topk_}, [&](auto t, auto k) {
     return encode(weight({me, static_cast<int>(t), -1}, static_cast<int>(k)), kFormatF32);
   });
   Tensor recv_tokens = output(p.recv_type, {rows, p.columns}, true);
   Tensor recv_scales = output(p.scale_type, {rows, p.scale_columns}, true);
   Tensor recv_weights = output(kF32, choice_shape(rows), true);
   // The width of the indices is each rank's own choice.
-  Tensor recv_idx = output(own_chance(5) % 2 == 0 ? kI32 : kI64, {rows, case_.topk}, true);
+  Tensor recv_idx = output(own_chance(5) % 2 == 0 ? kI32 : kI64, {rows, topk_}, true);
   const bool with_idx = case_.layout == XD_EP_RANK_MAJOR && common_chance(6) % 4 != 0;
 
   xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
@@ -161,7 +161,7 @@ void Step::dispatch_bwd() {
   Tensor grad_recv_weights = receive_input(kF32, choice_shape(rows),
                                            [&](auto r, auto k) { return weight_grad(me, r, k); });
   Tensor grad_tokens = output(case_.dtype, {tokens(), columns}, false);
-  Tensor grad_topk_weights = output(kF32, {tokens(), case_.topk}, false);
+  Tensor grad_topk_weights = output(kF32, {tokens(), topk_}, false);
   const bool with_tokens = common_chance(8) % 4 != 0;
   const bool with_weights = !with_tokens || common_chance(9) % 2 == 0;
 

@@ -39,13 +39,14 @@ std::vector<CountOutput> count_outputs(const Routed& routed, int rank) {
 void Step::prepare() {
   const Choices mine = case_.choices(number_)[static_cast<std::size_t>(rank_.rank)];  // bad ids too
   Tensor topk_idx =
-      token_input(case_.index_type, {tokens(), case_.topk}, [&](std::int64_t t, std::int64_t k) {
+      token_input(case_.index_type, {tokens(), topk_}, [&](std::int64_t t, std::int64_t k) {
         return static_cast<std::uint64_t>(mine.id(static_cast<int>(t), static_cast<int>(k)));
       });
   xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = topk_idx.dl();
   args.plan = plan_.data();
   args.plan_bytes = plan_.bytes();
+  if (case_.alignments == PerPlan::own) args.alignment = routed_.placement().alignment;
   // In some batches each rank leaves out which outputs it likes.
   const std::uint64_t left_out = common_chance(2) % 4 == 0 ? own_chance(2) : 0;
   const std::vector<CountOutput> outputs = count_outputs(routed_, rank_.rank);
@@ -78,9 +79,9 @@ void Step::expect_plan_info() const {
   EXPECT_EQ(info.num_ranks, case_.num_ranks);
   EXPECT_EQ(info.num_experts, case_.num_ranks * case_.local_experts);
   EXPECT_EQ(info.num_tokens, tokens());
-  EXPECT_EQ(info.topk, case_.topk);
+  EXPECT_EQ(info.topk, topk_);
   EXPECT_EQ(info.layout, case_.layout);
-  EXPECT_EQ(info.alignment, case_.alignment);
+  EXPECT_EQ(info.alignment, routed_.placement().alignment);
   EXPECT_EQ(info.recv_rows, std::min(received().total, capacity()));
   EXPECT_EQ(info.total_rows, received().total);
   EXPECT_EQ(info.capacity_rows, capacity());

@@ -67,11 +67,13 @@ TEST(ConfigTest, NamesTheFieldThatIsWrong) {
                  c.dtype = {8, 8, 1};
                }},
       BadField{"config.alignment = 3", [](xd_ep_config& c) { c.alignment = 3; }},
-      BadField{"config.recv_capacity = 6, expected a multiple of alignment = 4",
+      BadField{"config.recv_capacity = 3, expected 0 or at least alignment = 4",
                [](xd_ep_config& c) {
                  c.alignment = 4;
-                 c.recv_capacity = 6;
+                 c.recv_capacity = 3;
                }},
+      BadField{"config.duplicate_ids = 2",
+               [](xd_ep_config& c) { c.duplicate_ids = static_cast<xd_ep_duplicate_ids>(2); }},
       BadField{"config.max_scale_bytes = -1", [](xd_ep_config& c) { c.max_scale_bytes = -1; }},
       BadField{"config.layout = 7",
                [](xd_ep_config& c) { c.layout = static_cast<xd_ep_layout>(7); }},

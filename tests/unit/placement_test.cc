@@ -17,12 +17,17 @@ struct Choice {
 
 struct Routing {
   Config config;
+  std::int64_t alignment = 1;
   std::vector<std::int64_t> capacities;
   std::vector<Choice> choices;
   std::vector<std::uint32_t> table;
 
   CountTable counts() const { return {{config.experts, config.ranks}, table}; }
   std::int64_t owner(int expert) const { return expert / config.local_experts; }
+  // What a rank can receive: whole multiples of the alignment.
+  std::int64_t capacity(std::size_t rank) const {
+    return capacities[rank] / alignment * alignment;
+  }
 };
 
 Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow overflow) {
@@ -33,7 +38,7 @@ Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow
   r.config.ranks = pick(1, 5);
   r.config.local_experts = pick(1, 4);
   r.config.experts = r.config.ranks * r.config.local_experts;
-  r.config.alignment = 1 << pick(0, 3);
+  r.alignment = 1 << pick(0, 3);
   r.config.layout = layout;
   r.config.overflow = overflow;
   const CountLayout counts{r.config.experts, r.config.ranks};
@@ -52,7 +57,7 @@ Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow
       for (int d = 0; d < r.config.ranks; ++d)
         row[counts.rank(d)] += to_rank[static_cast<std::size_t>(d)];
     }
-    r.capacities.push_back(r.config.alignment * pick(0, 20));
+    r.capacities.push_back(r.alignment * pick(0, 20) + pick(0, 7));
   }
   return r;
 }
@@ -80,11 +85,11 @@ Enumeration enumerate_zones(const Routing& r) {
         result.first[s][static_cast<std::size_t>(expert)] = row;
         for (const Choice& c : r.choices) {
           if (c.source != static_cast<int>(s) || c.expert != expert) continue;
-          if (!drop || row < r.capacities[d]) ++result.rank_rows[s][d];
+          if (!drop || row < r.capacity(d)) ++result.rank_rows[s][d];
           ++row;
         }
       }
-      while (row % r.config.alignment != 0) ++row;
+      while (row % r.alignment != 0) ++row;
     }
     result.total[d] = row;
   }
@@ -102,11 +107,11 @@ TEST_P(PlacementTest, ExpertMajorMatchesARowByRowEnumeration) {
     for (int self = 0; self < r.config.ranks; ++self) {
       Placement p;
       p.reserve(r.config);
-      p.place(r.counts(), r.config, r.capacities, self);
+      p.place(r.counts(), r.config, r.capacities, {self, r.alignment});
       const auto me = static_cast<std::size_t>(self);
       EXPECT_EQ(p.first_row, expected.first[me]);
       EXPECT_EQ(p.total, expected.total);
-      EXPECT_EQ(p.recv_rows, std::min(expected.total[me], r.capacities[me]));
+      EXPECT_EQ(p.recv_rows, std::min(expected.total[me], r.capacity(me)));
       std::int64_t received = 0, counted = 0;
       for (std::size_t s = 0; s < expected.first.size(); ++s) {
         for (std::size_t d = 0; d < expected.first.size(); ++d) {
@@ -130,14 +135,14 @@ TEST_P(PlacementTest, AllRanksNameTheLowestRankThatOverflowsOrHasBadIds) {
     std::int64_t bad_ids = 0;
     for (int d = r.config.ranks - 1; d >= 0; --d) {
       const auto i = static_cast<std::size_t>(d);
-      if (expected.total[i] > r.capacities[i]) overflow = d;
+      if (expected.total[i] > r.capacity(i)) overflow = d;
       if (r.counts().bad_ids(d) > 0) bad = d;
       bad_ids += r.counts().bad_ids(d);
     }
     for (int self = 0; self < r.config.ranks; ++self) {
       Placement p;
       p.reserve(r.config);
-      p.place(r.counts(), r.config, r.capacities, self);
+      p.place(r.counts(), r.config, r.capacities, {self, r.alignment});
       EXPECT_EQ(p.overflow_rank, overflow);
       EXPECT_EQ(p.bad_id_rank, bad);
       EXPECT_EQ(p.bad_ids, bad_ids);
@@ -155,7 +160,7 @@ Routing small_routing(xd_ep_overflow overflow, std::int64_t capacity) {
   r.config.ranks = 2;
   r.config.local_experts = 2;
   r.config.experts = 4;
-  r.config.alignment = 4;
+  r.alignment = 4;
   r.config.overflow = overflow;
   //            experts   rows to ranks, tokens, bad ids
   r.table = {3, 0, 0, 1, 3, 1, 3, 0,   // rank 0
@@ -165,10 +170,10 @@ Routing small_routing(xd_ep_overflow overflow, std::int64_t capacity) {
 }
 
 TEST(PlacementTest, DropCutsTheLastZoneAtTheCapacity) {
-  const Routing r = small_routing(XD_EP_OVERFLOW_DROP, 4);
+  const Routing r = small_routing(XD_EP_OVERFLOW_DROP, 7);
   Placement p;
   p.reserve(r.config);
-  p.place(r.counts(), r.config, r.capacities, 0);
+  p.place(r.counts(), r.config, r.capacities, {0, r.alignment});
   EXPECT_EQ(p.count, (std::vector<std::int64_t>{4, 0}));
   EXPECT_EQ(p.offset, (std::vector<std::int64_t>{0, 4, 4}));
   EXPECT_EQ(p.total[0], 8);
@@ -181,7 +186,7 @@ TEST(PlacementTest, ErrorPolicyReportsWholeZones) {
   const Routing r = small_routing(XD_EP_OVERFLOW_ERROR, 4);
   Placement p;
   p.reserve(r.config);
-  p.place(r.counts(), r.config, r.capacities, 0);
+  p.place(r.counts(), r.config, r.capacities, {0, r.alignment});
   EXPECT_EQ(p.count, (std::vector<std::int64_t>{4, 2}));
   EXPECT_EQ(p.offset, (std::vector<std::int64_t>{0, 4, 8}));
   EXPECT_EQ(p.overflow_rank, 0);
@@ -192,7 +197,7 @@ TEST(PlacementTest, RankMajorRowsFollowTheSources) {
   r.config.layout = XD_EP_RANK_MAJOR;
   Placement p;
   p.reserve(r.config);
-  p.place(r.counts(), r.config, r.capacities, 1);
+  p.place(r.counts(), r.config, r.capacities, {1, r.alignment});
   EXPECT_EQ(p.first_row, (std::vector<std::int64_t>{3, 1}));  // behind rank 0's rows
   EXPECT_EQ(p.total, (std::vector<std::int64_t>{5, 1}));
   EXPECT_EQ(p.overflow_rank, 0);

@@ -62,7 +62,7 @@ class PlanTest : public testing::Test {
     header.experts = 4;
     header.tokens = 3;
     header.topk = 2;
-    header.alignment = 1;
+    header.alignment = 4;
     header.keeps_list = 1;
     header.capacity = 16;
     header.capacities = 99;
@@ -74,6 +74,7 @@ class PlanTest : public testing::Test {
     config_.max_tokens = 3;
     config_.max_topk = 2;
     config_.capacity = 16;
+    config_.alignment = 4;
   }
 
   std::byte* data() { return bytes_.data()->bytes; }
@@ -133,9 +134,6 @@ TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
   EXPECT_NE(refusal({0, &config_, 99}).find("rank = 1, used with rank = 0"), std::string::npos);
   EXPECT_NE(refusal({1, &config_, 98}).find("capacities of the peers"), std::string::npos);
   Config other = config_;
-  other.alignment = 2;
-  EXPECT_NE(refusal({1, &other, 99}).find("alignment = 1"), std::string::npos);
-  other = config_;
   other.overflow = XD_EP_OVERFLOW_DROP;
   EXPECT_NE(refusal({1, &other, 99}).find("overflow policy"), std::string::npos);
   other = config_;
@@ -144,6 +142,12 @@ TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
   other = config_;
   other.max_tokens = 2;
   EXPECT_NE(refusal({1, &other, 99}).find("3 tokens"), std::string::npos);
+  other = config_;
+  other.alignment = 2;
+  EXPECT_NE(refusal({1, &other, 99}).find("alignment = 4, the group's bound is 2"),
+            std::string::npos);
+  other.alignment = 8;
+  EXPECT_EQ(refusal({1, &other, 99}), "");
 }
 
 TEST(PlanSizeTest, StaysWithinItsDocumentedBound) {

@@ -42,8 +42,8 @@ class EpConfig:
         layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
             expert; ``"rank_major"``: one per (token, rank), grouped by source.
         dtype: widest payload: bfloat16, float16 or float32.
-        capacity: R, the rows of every receive array of a rank, a multiple of `alignment`; None =
-            enough for any routing.
+        capacity: R, the rows of every receive array of a rank; None = enough for any routing. What
+            is over a multiple of `alignment` stays empty.
         overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
             fails; ``"drop"``: its last rows are dropped.
         alignment: of each expert's rows, a power of two; padding rows are zero.

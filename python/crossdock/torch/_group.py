@@ -96,7 +96,8 @@ class EpGroup:
             layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
                 expert; ``"rank_major"``: one per (token, rank), grouped by source.
             dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integer.
-            capacity: R in rows, a multiple of `alignment`; None = enough for any routing.
+            capacity: R in rows; None = enough for any routing. What is over a multiple of a plan's
+                alignment stays empty.
             overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
                 raises CapacityOverflow; ``"drop"``: its last rows are dropped.
             alignment: of each expert's rows, a power of two; padding rows are zero.

@@ -31,6 +31,9 @@ class PrepareOp {
   void hash_plan();
   Setback report() const;
   const Config& config() const { return context_.group.config(); }
+  std::int64_t capacity_of(int rank) const {
+    return whole_rows(context_.group.capacities()[at(rank)], call_.alignment);
+  }
 
   Context context_;
   PrepareCall call_;

@@ -64,7 +64,8 @@ void PrepareOp::stage_in() {
   normalise_ids();
 }
 
-// A choice counts if its id is an expert's and this row has not named that expert before.
+// A choice counts if its id is an expert's and this row has not named that expert before. Others
+// are bad, but for those of a group that collapses duplicates.
 void PrepareOp::normalise_ids() {
   const CountLayout layout{config().experts, config().ranks};
   std::vector<std::uint32_t>& counts = context_.scratch.counts;
@@ -80,8 +81,9 @@ void PrepareOp::normalise_ids() {
                                 : call_.topk_idx.as<std::int32_t>()[i];
     code[i] = RowCodec::kNone;
     if (id == -1) continue;
-    if (id < 0 || id >= config().experts || seen[at(id)] == mark) {
-      ++counts[layout.bad_ids()];
+    const bool inside = id >= 0 && id < config().experts;
+    if (!inside || seen[at(id)] == mark) {
+      if (!inside || !config().collapse) ++counts[layout.bad_ids()];
       continue;
     }
     const auto expert = static_cast<int>(id);
@@ -104,7 +106,7 @@ void PrepareOp::move() {
                                                                 at(rank) * scratch.counts.size()));
   context_.lockstep.await_counts(scratch.table);
   const CountTable table{{config().experts, config().ranks}, scratch.table};
-  scratch.placement.place(table, config(), context_.group.capacities(), rank);
+  scratch.placement.place(table, config(), context_.group.capacities(), {rank, call_.alignment});
   hash_plan();
   assign_rows();
   if (!config().expert_major() && config().overflow == XD_EP_OVERFLOW_DROP) send_kept();
@@ -117,6 +119,7 @@ void PrepareOp::hash_plan() {
   fingerprint_ = plan_fingerprint({.counts = counts,
                                    .capacities = context_.group.plan_binding().capacities,
                                    .topk = topk_,
+                                   .alignment = call_.alignment,
                                    .group = context_.group.number(),
                                    .epoch = context_.lockstep.epoch()});
 }
@@ -133,7 +136,7 @@ void PrepareOp::assign_rows() {
       if (code[k] == RowCodec::kNone) continue;
       const auto expert = static_cast<int>(code[k]);
       const RowRef ref = next_row(expert);
-      const bool kept = ref.row < context_.group.capacities()[at(ref.rank)];
+      const bool kept = ref.row < capacity_of(ref.rank);
       code[k] = kept ? context_.group.codec().encode(ref) : RowCodec::kNone;
       if (kept) ++scratch.kept[at(expert)];
     }
@@ -153,7 +156,7 @@ RowRef PrepareOp::next_row(int expert) const {
   }
   const std::int64_t row = next[at(expert)]++;
   std::uint32_t* const list = scratch.lists[at(rank)];
-  if (list != nullptr && row < context_.group.capacities()[at(rank)]) {
+  if (list != nullptr && row < capacity_of(rank)) {
     const auto entry = static_cast<std::uint32_t>(row);
     list[++*list] = first < 0 ? entry | PlanHeader::kFirstOfToken : entry;
     first = row;
@@ -167,7 +170,7 @@ void PrepareOp::send_kept() const {
   const Scratch& scratch = context_.scratch;
   const auto local = at(config().local_experts);
   for (int d = 0; d < config().ranks; ++d) {
-    if (scratch.placement.total[at(d)] <= context_.group.capacities()[at(d)]) continue;
+    if (scratch.placement.total[at(d)] <= capacity_of(d)) continue;
     std::byte* area = context_.lockstep.area_of(d, context_.lockstep.map_of(d).kept);
     auto* row = reinterpret_cast<std::uint32_t*>(area) + at(context_.group.rank()) * local;
     std::copy_n(scratch.kept.begin() + static_cast<std::ptrdiff_t>(at(d) * local), local, row);
@@ -215,7 +218,7 @@ void PrepareOp::collect_kept() {
   for (std::size_t i = 0; i < at(config().ranks) * local; ++i) {
     scratch.kept_pairs[i % local] += area[i];
   }
-  scratch.placement.cut_pairs(scratch.kept_pairs, config());
+  scratch.placement.cut_pairs(scratch.kept_pairs, call_.alignment);
 }
 
 Setback PrepareOp::finish() {
@@ -245,7 +248,7 @@ void PrepareOp::write_plan() {
   header.tokens = tokens_;
   header.topk = topk_;
   header.layout = config().layout;
-  header.alignment = static_cast<std::int32_t>(config().alignment);
+  header.alignment = call_.alignment;
   header.overflow = config().overflow;
   header.keeps_list = config().keeps_lists() ? 1 : 0;
   header.list_rows = collect_lists();
@@ -256,7 +259,7 @@ void PrepareOp::write_plan() {
   header.bad_ids = p.bad_ids;
   if (p.overflow_rank >= 0) {
     header.overflow_needed = p.total[at(p.overflow_rank)];
-    header.overflow_capacity = context_.group.capacities()[at(p.overflow_rank)];
+    header.overflow_capacity = capacity_of(p.overflow_rank);
   }
   header.capacities = context_.group.plan_binding().capacities;
   header.capacity = config().capacity;

@@ -108,6 +108,7 @@ PrepareParams prepare_params(const PrepareCall& call, const GroupView&) {
   params.wide_ids = call.topk_idx.type == DType::i64;
   params.tokens = static_cast<int>(call.topk_idx.rows);
   params.topk = static_cast<int>(call.topk_idx.cols);
+  params.alignment = call.alignment;
   params.plan = call.plan;
   params.counts = output(call.counts);
   params.padded_counts = output(call.padded_counts);

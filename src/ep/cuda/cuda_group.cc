@@ -175,6 +175,7 @@ void CudaGroup::describe_group() {
   g.alignment = static_cast<int>(c.alignment);
   g.expert_major = c.expert_major();
   g.drop = c.overflow == XD_EP_OVERFLOW_DROP;
+  g.collapse = c.collapse;
   g.zero_tail = c.zero_tail;
   g.keeps_items = c.keeps_items();
   g.capacity = c.capacity;

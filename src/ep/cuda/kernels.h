@@ -19,7 +19,7 @@ struct PrepareParams {
   TurnParams turn;
   const void* topk_idx;
   bool wide_ids;  // int64
-  int tokens, topk;
+  int tokens, topk, alignment;
   std::byte* plan;
   struct Output {
     void* data;  // nullptr = not given

@@ -39,15 +39,16 @@ enum class PlanFault : std::int32_t {
   binding,      // made for kBindingNames[which] = got, used with expected
   capacities,   // of the peers
   too_large,    // got tokens, expected top-k: beyond the group's bounds
+  alignment,    // got, expected at most
   tensor_rows,  // `name` has got rows, expected at least
   tokens,       // `name` has got rows, expected tokens of the plan
   topk,         // `name` has got columns, expected top-k of the plan
 };
 
 // What a plan is bound to besides the capacities of all ranks.
-inline constexpr const char* kBindingNames[] = {"rank",   "num_ranks",       "num_experts",
-                                                "layout", "alignment",       "staging",
-                                                "items",  "overflow policy", "recv_capacity"};
+inline constexpr const char* kBindingNames[] = {"rank",    "num_ranks", "num_experts",
+                                                "layout",  "staging",   "items",
+                                                "overflow policy", "recv_capacity"};
 
 struct Fault {
   PlanFault kind;
@@ -80,8 +81,8 @@ struct GroupDevice {
   int number;
   int experts, local_experts;
   int max_tokens, max_topk;
-  int alignment;
-  bool expert_major, drop, zero_tail, keeps_items;
+  int alignment;  // plans' bound
+  bool expert_major, drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
   std::uint64_t plan_head_bytes;            // of this group's plans: all in front of the codes

@@ -31,7 +31,8 @@ __device__ inline std::int64_t Prepare::id_at(std::int64_t token, std::int64_t e
                      : static_cast<const std::int32_t*>(p_.topk_idx)[at];
 }
 
-// A choice counts if its id is an expert's and this row has not named that expert before.
+// A choice counts if its id is an expert's and this row has not named that expert before. Others
+// are bad, but for those of a group that collapses duplicates.
 __device__ inline Prepare::Pick Prepare::pick(std::int64_t token, bool active,
                                               std::int64_t id) const {
   const int of_step = lane_id() / p_.topk;
@@ -42,7 +43,7 @@ __device__ inline Prepare::Pick Prepare::pick(std::int64_t token, bool active,
   const unsigned same = __match_any_sync(kAllLanes, key);
   const bool repeated = inside && (same & ((1u << lane_id()) - 1)) != 0;
   c.good = inside && !repeated;
-  c.bad = active && id != -1 && !c.good;
+  c.bad = active && id != -1 && !c.good && !(repeated && g_.collapse);
   if (c.good) {
     c.id = static_cast<int>(id);
     c.rank = c.id / g_.local_experts;
@@ -225,7 +226,7 @@ __device__ void Prepare::scan(int count, Value&& value, Store&& store) {
 
 // Zones of all experts, padded rows of all ranks, this block's first rows.
 __device__ inline void Prepare::place() {
-  const auto alignment = static_cast<std::uint64_t>(g_.alignment);
+  const auto alignment = static_cast<std::uint64_t>(p_.alignment);
   const std::uint32_t* base = block_base(static_cast<int>(blockIdx.x));
   for (int c = thread(); c < columns_; c += threads()) {
     next_[c] = base[c];

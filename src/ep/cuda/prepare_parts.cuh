@@ -100,8 +100,10 @@ class Prepare {
   __device__ std::uint32_t said(int source, std::size_t index) const {
     return count_of(ptx::ld_relaxed_sys(counts_at(g_.rank(), source) + index));
   }
+  // The rows that a rank can receive under this plan.
   __device__ std::uint32_t capacity_of(int rank) const {
-    return shared_.base[rank + 1] - shared_.base[rank];
+    const std::uint32_t configured = shared_.base[rank + 1] - shared_.base[rank];
+    return static_cast<std::uint32_t>(whole_rows(configured, p_.alignment));
   }
   __device__ std::uint64_t limit_of(int rank) const {
     return g_.drop ? capacity_of(rank) : ~std::uint64_t{0};

@@ -129,7 +129,7 @@ __device__ inline void Prepare::write_zones() {
   const PlanMap map = plan_map();
   auto* counts = reinterpret_cast<std::int32_t*>(plan_part(map.count));
   auto* offsets = reinterpret_cast<std::int32_t*>(plan_part(map.offset));
-  const auto alignment = static_cast<std::uint64_t>(g_.alignment);
+  const auto alignment = static_cast<std::uint64_t>(p_.alignment);
   const std::uint64_t limit = g_.expert_major ? limit_of(g_.rank()) : ~std::uint64_t{0};
   const std::uint32_t* totals = p_.scratch + scratch_.expert_total + g_.rank() * g_.local_experts;
   const auto rows = [&](int e) -> std::uint64_t {
@@ -180,7 +180,7 @@ __device__ inline void Prepare::write_header() {
                     .tokens = p_.tokens,
                     .topk = p_.topk,
                     .layout = g_.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR,
-                    .alignment = g_.alignment,
+                    .alignment = p_.alignment,
                     .overflow = g_.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR,
                     .keeps_list = g_.expert_major ? 1 : 0,
                     .keeps_items = g_.keeps_items ? 1 : 0,
@@ -188,7 +188,8 @@ __device__ inline void Prepare::write_header() {
                     .overflow_rank = overflow,
                     .reserved = 0,
                     .list_rows = g_.expert_major ? g_.capacity : 0,
-                    .recv_rows = min(static_cast<std::int64_t>(total), g_.capacity),
+                    .recv_rows = static_cast<std::int64_t>(
+                        min(total, std::uint64_t{capacity_of(g_.rank())})),
                     .total_rows = static_cast<std::int64_t>(total),
                     .bad_ids = static_cast<std::int64_t>(s_.bad_ids),
                     .overflow_needed = has ? static_cast<std::int64_t>(s_.total[overflow]) : 0,
@@ -198,6 +199,7 @@ __device__ inline void Prepare::write_header() {
                     .fingerprint = plan_fingerprint({.counts = g_.control->counts_hash,
                                                      .capacities = g_.capacities_hash,
                                                      .topk = p_.topk,
+                                                     .alignment = p_.alignment,
                                                      .group = g_.number,
                                                      .epoch = turn_.epoch()}),
                     .epoch = turn_.epoch(),
@@ -260,7 +262,7 @@ __device__ inline void Prepare::write_rank_rows() const {
 __device__ inline void Prepare::report_totals() const {
   if (thread() != 0) return;
   const std::uint64_t total = s_.total[g_.rank()];
-  const auto capacity = static_cast<std::uint64_t>(g_.capacity);
+  const std::uint64_t capacity = capacity_of(g_.rank());
   const std::uint64_t dropped = !g_.drop           ? 0
                                 : g_.expert_major  ? s_.dropped_rows
                                 : total > capacity ? total - capacity

@@ -38,6 +38,9 @@ std::string text_of(const Fault& fault, const Config& config) {
     case PlanFault::too_large:
       return concat("plan: made for ", fault.got, " tokens and top-", fault.expected,
                     ", the group's bounds are ", config.max_tokens, " and ", config.max_topk);
+    case PlanFault::alignment:
+      return concat("plan: made for alignment = ", fault.got, ", the group's bound is ",
+                    fault.expected);
     case PlanFault::tensor_rows:
       return concat(fault.name, ": has ", fault.got, " rows, expected at least ", fault.expected,
                     ", which the plan brings to this rank");

@@ -55,7 +55,7 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
   const GroupDevice& g = turn.group();
   const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
   const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
-  if (g.expert_major && g.alignment > 1) {
+  if (g.expert_major && turn.plan().alignment > 1) {
     for (std::uint64_t e = warp; e < static_cast<std::uint64_t>(g.local_experts); e += warps) {
       const std::int64_t end = std::int64_t{plan.offset[e]} + plan.count[e];
       const std::int64_t gap = plan.offset[e + 1] - end;

@@ -93,7 +93,6 @@ __device__ inline Fault Turn::binding_fault() const {
       {h.ranks, ranks()},
       {h.experts, g.experts},
       {h.layout, g.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR},
-      {h.alignment, g.alignment},
       {h.keeps_list, g.expert_major ? 1 : 0},
       {h.keeps_items, g.keeps_items ? 1 : 0},
       {h.overflow, g.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR},
@@ -110,6 +109,9 @@ __device__ inline Fault Turn::binding_fault() const {
   if (h.capacities != g.capacities_hash) return {PlanFault::capacities, 0, nullptr, 0, 0};
   if (h.tokens > g.max_tokens || h.topk > g.max_topk) {
     return {PlanFault::too_large, 0, nullptr, h.tokens, h.topk};
+  }
+  if (h.alignment > g.alignment) {
+    return {PlanFault::alignment, 0, nullptr, h.alignment, g.alignment};
   }
   return {};
 }
@@ -177,7 +179,7 @@ __device__ inline void Turn::check_plan(const ZoneLook& look) {
   s_.fault = binding_fault();
   if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
   const bool has_zones = !refused(h) && p_.group.expert_major;
-  const bool damaged = h.recv_rows < 0 || h.recv_rows > h.capacity ||
+  const bool damaged = h.recv_rows < 0 || h.recv_rows > capacity_of(h) ||
                        (has_zones && (bad || s_.first_zone != 0 || s_.zones_end != h.recv_rows));
   if (s_.fault.kind == PlanFault::none && (damaged || !same_head)) {
     s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
