@@ -173,7 +173,7 @@ XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {
   size_t struct_size;
-  xd_status status;          /* the first non-fatal error since the last read; XD_SUCCESS = none */
+  xd_status status;          /* of the error; XD_SUCCESS = none */
   xd_ep_operation operation; /* the operation that met it ... */
   uint64_t epoch;            /* ... and its number in the group, from 1. CUDA, for mistakes that
                                 the call itself found: the number of the call, not counting
@@ -192,9 +192,24 @@ typedef struct xd_ep_status {
   {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}}
 /* clang-format on */
 
-/* Reads and clears the group's non-fatal error state (overflow, bad ids, bad arguments, mismatch):
- * needed where operations are asynchronous, useful everywhere. Never blocks. Any thread. */
+/* Reads and clears what the group remembers: the first non-fatal error (overflow, bad ids, mismatch,
+ * a plan that does not fit) that an operation met after its call had returned XD_SUCCESS, and the
+ * bad ids and dropped rows of all plans. An error that a call has returned is not told again here:
+ * on the CPU, where calls return all of them, that leaves the numbers. Never blocks. Any thread. */
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
+
+/* What the non-fatal error was that the calling thread's last operation (or xd_ep_join_failed)
+ * returned: what xd_last_error() says, as numbers. status->status = XD_SUCCESS if it returned none.
+ * Never blocks. */
+XD_API xd_status xd_ep_last_error(xd_ep_status* status);
+
+/* A word that counts the operations of this rank that have ended with a non-fatal error, returned
+ * ones and others; it only grows. For hosts that want to hear of errors without a call into the
+ * library: a look costs a read of host memory (CUDA: pinned, written by the kernel that reports).
+ * Load it with acquire (`__atomic_load_n(word, __ATOMIC_ACQUIRE)`): whoever sees n finds in
+ * xd_ep_group_status what the n-th error left there. Any thread may look, until the group is
+ * destroyed. Fatal errors are not counted: see xd_comm_error. */
+XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word);
 
 /* ---- Operations ------------------------------------------------------------------------------ */
 

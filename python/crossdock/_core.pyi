@@ -109,6 +109,9 @@ class Group:
     def status(self) -> dict[str, Any]:
         """xd_ep_status by its fields; reads and clears."""
 
+    def errors(self) -> int:
+        """What the word of xd_ep_group_watch says: operations that ended with an error."""
+
     def prepare(
         self,
         topk_idx: _Spec,

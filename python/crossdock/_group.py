@@ -38,7 +38,10 @@ class Dispatched:
 
 @dataclasses.dataclass(frozen=True)
 class EpStatus:
-    """The non-fatal error state of a group since it was last read."""
+    """The non-fatal error state of a group since it was last read.
+
+    Operations on the CPU raise their errors, which are not repeated here: only numbers are left.
+    """
 
     status: str  # name of the first error's status; "XD_SUCCESS" = none
     operation: int  # the operation that met it: 0 prepare, 1 dispatch, 2 combine, 3 and 4 backward
@@ -264,6 +267,10 @@ class EpGroup:
     def status(self) -> EpStatus:
         """Reads and clears the group's non-fatal error state. Never blocks."""
         return EpStatus(**self._core.status())
+
+    def errors(self) -> int:
+        """How many operations of this rank have ended with a non-fatal error; any thread."""
+        return self._core.errors()
 
     def close(self) -> None:
         """Frees the group's memory. Local; before or after the communicator's close().

@@ -41,6 +41,9 @@ class CrossdockError(RuntimeError):
             ``"combine_bwd"``, or None.
         expected_epoch: of a timeout, the epoch waited for, else None.
         seen_epoch: of a timeout, the last epoch seen of that peer, else None.
+        needed_rows: of an overflow that a call has raised, the rows that `peer` would have received,
+            else None.
+        capacity_rows: likewise, its capacity.
         fatal: whether the communicator is finished.
     """
 
@@ -56,6 +59,8 @@ class CrossdockError(RuntimeError):
         operation: str | None = None,
         expected_epoch: int | None = None,
         seen_epoch: int | None = None,
+        needed_rows: int | None = None,
+        capacity_rows: int | None = None,
         fatal: bool = False,
     ) -> None:
         super().__init__(text)
@@ -68,6 +73,8 @@ class CrossdockError(RuntimeError):
         self.operation = operation
         self.expected_epoch = expected_epoch
         self.seen_epoch = seen_epoch
+        self.needed_rows = needed_rows
+        self.capacity_rows = capacity_rows
         self.fatal = fatal
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -69,6 +69,10 @@ void raise(xd_status status, const Failure& failure) {
     details["peer"] = number_or_none(failure.peer);
     details["operation"] = number_or_none(failure.operation);
   }
+  if (status == XD_ERROR_OVERFLOW) {
+    details["needed_rows"] = failure.needed_rows;
+    details["capacity_rows"] = failure.capacity_rows;
+  }
   details["text"] = text;
   details["rank"] = number_or_none(failure.rank);
   raise_exception(details);

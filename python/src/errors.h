@@ -4,6 +4,8 @@
 #include <crossdock/crossdock.h>
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+
 namespace xdpy {
 
 namespace nb = nanobind;
@@ -15,6 +17,7 @@ struct Failure {
   int peer = -1;            // rank that a non-fatal error is about
   int group = -1;
   int operation = -1;  // an xd_ep_operation
+  std::int64_t needed_rows = 0, capacity_rows = 0;  // of an overflow
 };
 
 // A fatal error as the details that crossdock.errors.from_details takes.

@@ -35,29 +35,28 @@ xd_ep_group* Group::usable() const {
   return group_;
 }
 
-void Group::fail(xd_ep_operation operation, xd_status status) {
+void Group::fail(xd_ep_operation operation, xd_status status) const {
   Failure failure = comm_.failure();
   failure.operation = operation;
-  const xd_ep_status latest = read_status();
-  if (latest.status == status && latest.operation == operation) failure.peer = latest.rank;
+  xd_ep_status met XD_EP_STATUS_INIT;
+  if (xd_ep_last_error(&met) == XD_SUCCESS && met.status == status) {
+    failure.peer = met.rank;
+    failure.needed_rows = met.needed_rows;
+    failure.capacity_rows = met.capacity_rows;
+  }
   raise(status, failure);
 }
 
-// The state since the last call; adds it to unread_, which keeps the first error.
-xd_ep_status Group::read_status() {
-  xd_ep_status latest XD_EP_STATUS_INIT;
-  check(xd_ep_group_status(usable(), &latest), comm_.failure());
-  const std::int64_t bad_ids = unread_.bad_ids + latest.bad_ids;
-  const std::int64_t dropped_rows = unread_.dropped_rows + latest.dropped_rows;
-  if (unread_.status == XD_SUCCESS) unread_ = latest;
-  unread_.bad_ids = bad_ids;
-  unread_.dropped_rows = dropped_rows;
-  return latest;
+nb::dict Group::status() const {
+  xd_ep_status status XD_EP_STATUS_INIT;
+  check(xd_ep_group_status(usable(), &status), comm_.failure());
+  return fields_of(status);
 }
 
-nb::dict Group::status() {
-  read_status();
-  return fields_of(std::exchange(unread_, xd_ep_status XD_EP_STATUS_INIT));
+std::uint64_t Group::errors() const {
+  const volatile std::uint64_t* word = nullptr;
+  check(xd_ep_group_watch(usable(), &word), comm_.failure());
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
 namespace {
@@ -189,6 +188,7 @@ void bind_group(nb::module_& module) {
       .def_prop_ro("closed", &Group::closed)
       .def_prop_ro("comm", &Group::comm)
       .def("status", &Group::status)
+      .def("errors", &Group::errors)
       .def("prepare", &prepare, "topk_idx"_a, "plan_ptr"_a, "plan_bytes"_a, "counts"_a = nb::none(),
            "padded_counts"_a = nb::none(), "offsets"_a = nb::none(), "total"_a = nb::none(),
            "rank_rows"_a = nb::none(), "stream"_a = 0)

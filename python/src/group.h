@@ -24,7 +24,10 @@ class Group {
   [[nodiscard]] nb::object comm() const { return comm_object_; }
 
   // Reads and clears the state of non-fatal errors.
-  nb::dict status();
+  [[nodiscard]] nb::dict status() const;
+
+  // The number of operations that have ended with a non-fatal error.
+  [[nodiscard]] std::uint64_t errors() const;
 
   [[nodiscard]] DLDevice device() const { return comm_.info().device; }
 
@@ -41,15 +44,12 @@ class Group {
 
  private:
   [[nodiscard]] xd_ep_group* usable() const;
-  [[noreturn]] void fail(xd_ep_operation operation, xd_status status);
-  xd_ep_status read_status();
+  [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;
 
   nb::object comm_object_;
   Comm& comm_;
   xd_ep_group* group_ = nullptr;
   int calls_ = 0;
-  // What was read to raise an exception and has not been asked for by status() yet.
-  xd_ep_status unread_ XD_EP_STATUS_INIT;
 };
 
 void bind_group(nb::module_& module);

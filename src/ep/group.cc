@@ -74,6 +74,32 @@ Setback current_setback(int rank) {
   }
 }
 
+namespace {
+
+thread_local xd_ep_status last_error_of_thread XD_EP_STATUS_INIT;
+
+void describe(const Setback& setback, xd_ep_operation operation, std::uint64_t epoch,
+              xd_ep_status& status) {
+  status.status = setback.status;
+  status.operation = operation;
+  status.epoch = epoch;
+  status.rank = setback.rank;
+  status.needed_rows = setback.needed_rows;
+  status.capacity_rows = setback.capacity_rows;
+  std::strncpy(status.text, setback.text.c_str(), sizeof(status.text) - 1);
+}
+
+}  // namespace
+
+xd_ep_status last_error() { return last_error_of_thread; }
+void forget_last_error() { last_error_of_thread = xd_ep_status XD_EP_STATUS_INIT; }
+
+void Group::give_back(const Setback& setback, xd_ep_operation operation, std::uint64_t epoch) {
+  describe(setback, operation, epoch, last_error_of_thread);
+  last_error_of_thread.bad_ids = setback.bad_ids;
+  fail(setback.status, setback.text);
+}
+
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config)
     : comm_(std::move(comm)), number_(comm_->next_group_number()) {
   agree_on_config(config);
@@ -115,14 +141,7 @@ void Group::agree_on_config(const xd_ep_config* config) {
 
 void Group::remember(const Setback& setback, xd_ep_operation operation, std::uint64_t epoch) {
   const std::lock_guard lock(status_mutex_);
-  if (status_.status != XD_SUCCESS) return;
-  status_.status = setback.status;
-  status_.operation = operation;
-  status_.epoch = epoch;
-  status_.rank = setback.rank;
-  status_.needed_rows = setback.needed_rows;
-  status_.capacity_rows = setback.capacity_rows;
-  std::strncpy(status_.text, setback.text.c_str(), sizeof(status_.text) - 1);
+  if (status_.status == XD_SUCCESS) describe(setback, operation, epoch, status_);
 }
 
 void Group::count_losses(std::int64_t bad_ids, std::int64_t dropped_rows) {

@@ -22,6 +22,7 @@ struct Setback {
   xd_status status = XD_SUCCESS;
   std::string text;
   int rank = -1;                 // the lowest rank it is about
+  std::int64_t bad_ids = 0;      // of bad ids only
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
   std::int64_t capacity_rows = 0;
 
@@ -30,6 +31,10 @@ struct Setback {
 
 // Inside a catch block: the exception in flight as a setback of `rank`'s own call.
 Setback current_setback(int rank);
+
+// What xd_ep_last_error tells the calling thread; forgotten when it begins its next operation.
+xd_ep_status last_error();
+void forget_last_error();
 
 class Group {
  public:
@@ -56,12 +61,19 @@ class Group {
   CallContext call_context() const { return {&config_, comm_->device()}; }
   PlanBinding plan_binding() const { return {rank(), &config_, capacities_hash_}; }
 
-  // Keeps the first setback until it is read; counts bad ids and dropped rows of all plans.
+  // Keeps the first setback that no call has returned until it is read; counts bad ids and dropped
+  // rows of all plans.
   void remember(const Setback& setback, xd_ep_operation operation, std::uint64_t epoch);
   void count_losses(std::int64_t bad_ids, std::int64_t dropped_rows);
   virtual xd_ep_status take_status();
+  // See xd_ep_group_watch.
+  virtual const volatile std::uint64_t* watch() const = 0;
 
  protected:
+  // The call returns this setback.
+  [[noreturn]] static void give_back(const Setback& setback, xd_ep_operation operation,
+                                     std::uint64_t epoch);
+
   // Collective: validates the config here, and that the ranks agree. Throws INVALID_ARGUMENT where
   // the config is bad and MISMATCH elsewhere.
   Group(std::shared_ptr<Comm> comm, const xd_ep_config* config);

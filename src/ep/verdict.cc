@@ -74,7 +74,8 @@ Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {
               "topk_idx: ", bad_ids, " expert ids over all ranks (the lowest rank with some is ",
               lowest_rank, ") are out of range or repeated in a row, expected -1 or 0 to ",
               experts - 1, " and each expert once; they count as -1 and the plan is usable"),
-          .rank = lowest_rank};
+          .rank = lowest_rank,
+          .bad_ids = bad_ids};
 }
 
 }  // namespace xd::ep

@@ -35,7 +35,7 @@ void expect_refused(const Rank& rank, xd_ep_group* group, Batch& batch, xd_ep_op
     EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
     EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty_rank(rank)))) << outcome.text;
   }
-  EXPECT_EQ(outcome.group.status, outcome.status) << outcome.group.text;
+  EXPECT_EQ(outcome.met.status, outcome.status) << outcome.met.text;
   EXPECT_TRUE(batch.untouched(operation)) << "an output was written";
   EXPECT_TRUE(batch.guards_intact());
 }
@@ -309,7 +309,7 @@ TEST(BadArguments, ARankThatJoinsWithAFailureIsNamedToItsPeers) {
             rank, group.get(), xd_ep_join_failed(group.get(), operation, text, rank.stream()));
         EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
         EXPECT_TRUE(outcome.mentions(text)) << outcome.text;
-        EXPECT_EQ(outcome.group.status, XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_EQ(outcome.met.status, XD_ERROR_INVALID_ARGUMENT);
       } else {
         expect_refused(rank, group.get(), batch, operation, "");
       }

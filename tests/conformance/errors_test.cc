@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include "conformance/batch.h"
 #include "conformance/step.h"
@@ -50,7 +51,7 @@ TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
       ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
       EXPECT_EQ(info.bad_ids, bad.count);
       EXPECT_EQ(info.bad_id_rank, guilty);
-      const xd_ep_status& status = outcome.group;
+      const xd_ep_status& status = outcome.met;
       EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
       EXPECT_EQ(status.operation, XD_EP_PREPARE);
       EXPECT_EQ(status.rank, guilty);
@@ -308,30 +309,146 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
   });
 }
 
-TEST(GroupStatus, KeepsTheFirstErrorUntilItIsRead) {
+xd_ep_status last_error() {
+  xd_ep_status status = XD_EP_STATUS_INIT;
+  ok(xd_ep_last_error(&status));
+  return status;
+}
+
+// Ids of a batch whose last rank names an expert that does not exist.
+void spoil_ids(const Rank& rank, Batch& batch) {
+  std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
+  if (rank.rank == rank.num_ranks - 1) ids[0] = -7;
+  batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
+}
+
+TEST(GroupStatus, IsEmptyAtFirst) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
-    xd_ep_status status = group_status(group.get());
+    const xd_ep_status status = group_status(group.get());
     EXPECT_EQ(status.status, XD_SUCCESS);
     EXPECT_EQ(status.rank, -1);
     EXPECT_STREQ(status.text, "");
+  });
+}
+
+// What a call has returned, on any executor, is told with its numbers by xd_ep_last_error, and no
+// second time by the group.
+TEST(GroupStatus, DoesNotRepeatWhatACallHasReturned) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
     Step(rank, c, group.get(), 0).run_all();  // epochs 1 to 5
     ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_COMBINE, "first", rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
-    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_DISPATCH, "second", rank.stream()),
-              XD_ERROR_INVALID_ARGUMENT);
+    const xd_ep_status returned = last_error();
+    EXPECT_EQ(returned.status, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(returned.operation, XD_EP_COMBINE);
+    EXPECT_EQ(returned.epoch, 6u);
+    EXPECT_EQ(returned.rank, rank.rank);
+    EXPECT_STREQ(returned.text, "first");
+    rank.memory->synchronize();
+    EXPECT_EQ(group_status(group.get()).status, XD_SUCCESS);
     Batch batch(rank, c, 1);
     ASSERT_EQ(batch.enqueue(group.get(), XD_EP_PREPARE), XD_SUCCESS) << xd_last_error();
+    EXPECT_EQ(last_error().status, XD_SUCCESS);  // the last operation met none
     rank.memory->synchronize();
-    status = group_status(group.get());
-    EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_EQ(status.operation, XD_EP_COMBINE);
-    EXPECT_EQ(status.epoch, 6u);
-    EXPECT_NE(std::string(status.text).find("first"), std::string::npos) << status.text;
+    EXPECT_EQ(group_status(group.get()).status, XD_SUCCESS);
+  });
+}
+
+// Bad ids are found by the operation: it returns them where it has run by then, and where it runs
+// later they are in the group's status, which keeps the first error. Numbers are counted on both.
+TEST(GroupStatus, HasEveryErrorOnceAndTheFirstUntilItIsRead) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    spoil_ids(rank, batch);
+    const xd_status expected = rank.asynchronous() ? XD_SUCCESS : XD_ERROR_INVALID_ARGUMENT;
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_EQ(batch.enqueue(group.get(), XD_EP_PREPARE), expected);
+      EXPECT_EQ(last_error().status, expected);
+    }
+    rank.memory->synchronize();
+    xd_ep_status status = group_status(group.get());
+    EXPECT_EQ(status.status, rank.asynchronous() ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS);
+    if (rank.asynchronous()) {
+      EXPECT_EQ(status.operation, XD_EP_PREPARE);
+      EXPECT_EQ(status.epoch, 1u);
+      EXPECT_EQ(status.rank, rank.num_ranks - 1);
+    }
+    EXPECT_EQ(status.bad_ids, 3);
     status = group_status(group.get());
     EXPECT_EQ(status.status, XD_SUCCESS);
+    EXPECT_EQ(status.bad_ids, 0);
     EXPECT_STREQ(status.text, "");
+  });
+}
+
+// The word that a host may watch.
+class Watched {
+ public:
+  explicit Watched(xd_ep_group* group) { ok(xd_ep_group_watch(group, &word_)); }
+  std::uint64_t count() const { return __atomic_load_n(word_, __ATOMIC_ACQUIRE); }
+
+ private:
+  const volatile std::uint64_t* word_ = nullptr;
+};
+
+TEST(Watch, CountsEveryOperationThatEndsWithANonFatalError) {
+  Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const Watched watched(group.get());
+    EXPECT_EQ(watched.count(), 0u);
+    Step(rank, c, group.get(), 0).run_all();
+    EXPECT_EQ(watched.count(), 0u);
+    Batch batch(rank, c);
+    spoil_ids(rank, batch);
+    const auto call = [&](auto&& enqueue) {
+      static_cast<void>(enqueue());
+      rank.memory->synchronize();
+    };
+    call([&] { return batch.enqueue(group.get(), XD_EP_PREPARE); });
+    EXPECT_EQ(watched.count(), 1u);
+    call([&] { return xd_ep_join_failed(group.get(), XD_EP_COMBINE, "mine", rank.stream()); });
+    EXPECT_EQ(watched.count(), 2u);
+    // Bytes that are no plan on one rank: an error of every rank.
+    batch.plan().fill(std::byte{0});
+    for (std::uint64_t n = 3; n < 6; ++n) {
+      call([&] { return batch.enqueue(group.get(), XD_EP_DISPATCH); });
+      EXPECT_EQ(watched.count(), n);
+    }
+    static_cast<void>(group_status(group.get()));
+    EXPECT_EQ(watched.count(), 5u);  // reading the status takes nothing back
+    Step(rank, c, group.get(), 1).run_all();
+    EXPECT_EQ(watched.count(), 5u);
+  });
+}
+
+// Whoever sees a count finds in the group's status what it stands for.
+TEST(Watch, IsSeenByAnotherThreadWhichThenFindsTheError) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const Watched watched(group.get());
+    std::uint64_t seen = 0;
+    xd_ep_status status = XD_EP_STATUS_INIT;
+    std::thread host([&] {
+      const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      while (seen == 0 && std::chrono::steady_clock::now() < give_up) seen = watched.count();
+      status = group_status(group.get());
+    });
+    Batch batch(rank, c);
+    spoil_ids(rank, batch);
+    static_cast<void>(batch.enqueue(group.get(), XD_EP_PREPARE));
+    host.join();
+    EXPECT_EQ(seen, 1u);
+    EXPECT_EQ(status.bad_ids, 1);
+    EXPECT_EQ(status.status, rank.asynchronous() ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS);
+    rank.memory->synchronize();
   });
 }
 
@@ -343,12 +460,10 @@ TEST(GroupStatus, JoinFailedCutsLongTexts) {
     EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, text.c_str(), rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
     EXPECT_EQ(std::ranges::count(std::string(xd_last_error()), 'q'), 255) << xd_last_error();
-    rank.memory->synchronize();
-    EXPECT_EQ(group_status(group.get()).text, std::string(255, 'q'));
+    EXPECT_EQ(last_error().text, std::string(255, 'q'));
     EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_PREPARE, nullptr, rank.stream()),
               XD_ERROR_INVALID_ARGUMENT);
-    rank.memory->synchronize();
-    EXPECT_EQ(group_status(group.get()).status, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_STREQ(last_error().text, "");
     Step(rank, c, group.get(), 0).run_all();
   });
 }

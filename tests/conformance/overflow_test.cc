@@ -93,7 +93,7 @@ TEST_P(WorstRouting, OverflowsACapacityOfOneRowLess) {
     const std::string& text = outcome.text;
     EXPECT_NE(text.find("rank 0"), std::string::npos) << text;
     EXPECT_NE(text.find("recv_capacity = " + std::to_string(capacity)), std::string::npos) << text;
-    const xd_ep_status& status = outcome.group;
+    const xd_ep_status& status = outcome.met;
     EXPECT_EQ(status.status, XD_ERROR_OVERFLOW);
     EXPECT_EQ(status.rank, 0);
     EXPECT_EQ(status.needed_rows, GetParam().layout == XD_EP_RANK_MAJOR

@@ -236,12 +236,15 @@ class Example {
     table.add("grad_topk_weights", grad_topk_weights_.read_as<float>(), kTopk).show(out_, who());
   }
 
+  // What prepare has returned, and what the group has counted.
   void show_status() {
-    const xd_ep_status status = group_status(group_.get());
-    out_.line(who() + "  " + xd_status_name(status.status) + "   bad_ids " +
-              std::to_string(status.bad_ids) + "   dropped_rows " +
-              std::to_string(status.dropped_rows));
-    if (status.text[0] != '\0') out_.line(std::string("        ") + status.text);
+    xd_ep_status returned = XD_EP_STATUS_INIT;
+    ok(xd_ep_last_error(&returned));
+    const xd_ep_status counted = group_status(group_.get());
+    out_.line(who() + "  " + xd_status_name(returned.status) + "   bad_ids " +
+              std::to_string(counted.bad_ids) + "   dropped_rows " +
+              std::to_string(counted.dropped_rows));
+    if (returned.text[0] != '\0') out_.line(std::string("        ") + returned.text);
   }
 
  private:

@@ -12,6 +12,7 @@ struct Outcome {
   xd_status status;
   std::string text;    // what the library says about it; empty after success
   xd_ep_status group;  // what the group's status was when the operation had ended
+  xd_ep_status met;    // the non-fatal error, whoever told of it
 
   bool mentions(const std::string& part) const { return text.find(part) != std::string::npos; }
 };

@@ -209,6 +209,8 @@ class EpGroup:
     def status(self) -> dict[str, Any]:
         """Read and clear the group's non-fatal error state; never blocks.
 
+        What a call has raised is not repeated: on the CPU that leaves bad_ids and dropped_rows.
+
         ``status`` (name), ``operation``, ``epoch``, ``rank``, ``bad_ids``, ``needed_rows``,
         ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
         """

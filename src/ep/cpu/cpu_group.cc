@@ -51,6 +51,8 @@ class CpuGroup final : public Group {
         });
   }
 
+  const volatile std::uint64_t* watch() const override { return &errors_; }
+
  private:
   // Marks the group as in use by this thread; finding it in use is fatal.
   class Turn {
@@ -86,6 +88,7 @@ class CpuGroup final : public Group {
   Lockstep lockstep_;
   Scratch scratch_;
   std::atomic<bool> busy_{false};
+  alignas(64) std::uint64_t errors_ = 0;  // written by operations, read by anybody
 };
 
 // A rank whose arguments are bad goes through the same steps with nothing but its failure, so that
@@ -105,8 +108,9 @@ void CpuGroup::run(xd_ep_operation operation, Make&& make) {
   lockstep_.begin(operation);
   setback = carry_out(op, std::move(setback));
   if (!setback) return;
-  remember(setback, operation, lockstep_.epoch());
-  fail(setback.status, setback.text);
+  // Release: as kernels do, although there is nothing here that a thread would have to find.
+  std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
+  give_back(setback, operation, lockstep_.epoch());
 }
 
 template <Operation Op>

@@ -47,6 +47,8 @@ class CudaGroup final : public Group {
     return Group::take_status();
   }
 
+  const volatile std::uint64_t* watch() const override { return &report_.as<Report>()->errors; }
+
  private:
   void collect_report() {
     const std::lock_guard lock(report_mutex_);
@@ -216,13 +218,11 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
   } catch (...) {
     setback = current_setback(rank());
   }
-  collect_report();  // what has happened before comes first
   FailedParams params{.turn =
                           turn({.record = {.operation = static_cast<std::uint8_t>(operation)}})};
   params.turn.record.status = static_cast<std::uint8_t>(setback.status);
   take_failed_turn(params, stream);
-  remember(setback, operation, params.turn.launch);
-  fail(setback.status, setback.text);
+  give_back(setback, operation, params.turn.launch);
 }
 
 // If not even that can be launched (a stream of another device), the peers would wait for the

@@ -25,6 +25,7 @@ struct Control {
   std::uint64_t counts_hash;   // prepare
   std::uint64_t bad_ids;       // over all plans made
   std::uint64_t dropped_rows;  // likewise
+  std::uint64_t errors;        // Report::errors
 };
 
 // What is wrong with a plan, in the device's eyes.
@@ -73,6 +74,9 @@ struct Report {
   Record record[kMaxDeviceRanks];  // MISMATCH: what every rank said
   // Totals over all plans made; only grow.
   std::uint64_t total_bad_ids, total_dropped_rows;
+  // Operations that have ended with a non-fatal error (release: after what is said of them above).
+  // On a line of its own, as hosts may look at it all the time.
+  alignas(64) std::uint64_t errors;
 };
 
 // What stays the same over a group's life.

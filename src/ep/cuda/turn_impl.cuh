@@ -444,8 +444,11 @@ __device__ inline void Turn::end_launch() {
   failed = any_failed(failed);
   if (threadIdx.x != 0) return;
   Control* control = p_.group.control;
-  // A failure of the host's own checks is known to the host already.
-  if (!failed && s_.status != XD_SUCCESS && p_.record.status == XD_SUCCESS) report();
+  if (!failed && s_.status != XD_SUCCESS) {
+    // A failure of the host's own checks is known to the host already.
+    if (p_.record.status == XD_SUCCESS) report();
+    ptx::st_release_sys(&p_.group.report->errors, ++control->errors);
+  }
   control->epoch = s_.epoch;
   control->barrier = control->finished = control->left = 0;
   control->next_unit[0] = control->next_unit[1] = 0;
