@@ -32,8 +32,8 @@ typedef struct xd_unique_id {
 
 typedef struct xd_unique_id_config {
   size_t struct_size;
-  const char* address; /* numeric address or host name to listen on, and on no other (no wildcard);
-                          NULL = "127.0.0.1" */
+  const char* address; /* numeric address or host name to listen on, and on no other (no wildcard,
+                          multicast or broadcast address); NULL = "127.0.0.1" */
   int32_t port;        /* TCP port; 0 = any free one */
   int32_t timeout_ms;  /* how long the meeting point waits for all ranks;
                           0 = XD_TIMEOUT_MS, else 600000 */
@@ -43,7 +43,7 @@ typedef struct xd_unique_id_config {
 
 /* Opens a meeting point in this process and describes it in *id. The caller need not be a rank. A
  * background thread serves the meeting and ends with it, or after timeout_ms. `config` may be NULL.
- * Does not block.
+ * Does not block. Strangers may connect in any number: they do not keep ranks out.
  * Errors: INVALID_ARGUMENT; SYSTEM (the address is not this host's, the port is taken). */
 XD_API xd_status xd_unique_id_create(const xd_unique_id_config* config, xd_unique_id* id);
 
@@ -69,8 +69,8 @@ typedef struct xd_comm_config {
   const xd_unique_id* unique_id; /* UNIQUE_ID only */
   xd_all_gather_fn all_gather;   /* ALL_GATHER only, with the context it gets */
   void* all_gather_context;
-  DLDevice device; /* what this rank computes on. {kDLCPU, 0}; {kDLCUDA, n};
-                         {kDLCUDA, -1} = LOCAL_RANK */
+  DLDevice device; /* what this rank computes on. {kDLCPU, 0} (any device_id means the same);
+                         {kDLCUDA, n}; {kDLCUDA, -1} = LOCAL_RANK */
   size_t
       heap_bytes; /* this rank's symmetric memory, rounded up to (huge) pages; may differ per rank;
                          0 = none yet */
@@ -88,12 +88,15 @@ typedef struct xd_comm_config {
 /* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps.
  * Collective.
  * Environment: the meeting point is the first free port of MASTER_PORT .. MASTER_PORT + 15 on
- * MASTER_ADDR (torchrun keeps MASTER_PORT itself busy). Set XD_JOB_SECRET to the same unguessable
- * text on all ranks when the host has other users.
+ * MASTER_ADDR, one address of rank 0's host (torchrun keeps MASTER_PORT itself busy). Set
+ * XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users. A rank
+ * with another secret, or another version of the library, is warned of at once on both sides; both
+ * wait on, since whoever listens on a port may say so, and name it when they end with TIMEOUT.
  * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
  * every other call is INVALID_ARGUMENT.
- * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another num_ranks
- * or protocol version, another kind of device, a rank taken twice, a peer that failed); PEER_LOST
+ * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
+ * num_ranks, at once on all ranks that have come; another protocol version or kind of device, a
+ * rank taken twice, a peer that failed); PEER_LOST
  * (a peer's process ended meanwhile, or the peer gave up); UNSUPPORTED (no such executor or device
  * here; CUDA devices that cannot use one another's memory, or more than 72 ranks on them; ranks on
  * different hosts); OUT_OF_MEMORY; SYSTEM.

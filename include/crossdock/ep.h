@@ -19,8 +19,9 @@
  * Sizes: T = tokens of this rank (0 <= T <= max_tokens_per_rank; may differ per rank and call),
  * K = top-k, H = hidden, R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
  *
- * Tensors are const DLTensor*: on this rank's device, rows contiguous (strides NULL or those of a
- * C-contiguous tensor), data 16-byte aligned (data may be NULL where the tensor has no elements),
+ * Tensors are const DLTensor*: on this rank's device (of a rank on the CPU: kDLCPU or kDLCUDAHost,
+ * whatever the device_id), rows contiguous (strides NULL or those of a C-contiguous tensor), data
+ * 16-byte aligned (data may be NULL where the tensor has no elements),
  * rows of tokens a multiple of 16 bytes. The pointer to the struct is const; whether the elements
  * are read or written is said at each field. Inputs and outputs do not overlap.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),

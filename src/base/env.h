@@ -6,13 +6,19 @@
 namespace xd {
 
 struct Env {
-#define XD_ENV(field, type, variable, default_value, meaning) type field;
+#define XD_ENV_TEXT(field, variable, default_value, meaning) std::string field;
+#define XD_ENV_NUMBER(field, variable, default_value, least, meaning) int field;
 #include "base/env.def"
-#undef XD_ENV
+#undef XD_ENV_TEXT
+#undef XD_ENV_NUMBER
 };
 
-// Values of this process. A variable that does not parse keeps its default, with one warning.
+// Values of this process.
 const Env& env();
+
+// Reads them. A bad value, whatever is bad about it, is ignored with one warning: the variable
+// keeps its default.
+Env read_env();
 
 // A timeout as configs have it: milliseconds, 0 = the environment's. Throws INVALID_ARGUMENT.
 int resolve_timeout(int timeout_ms);

@@ -57,15 +57,17 @@ RankEnvironment read_rank_environment(const xd_comm_config& config) {
 
   const std::string run = variable_or_empty("TORCHELASTIC_RUN_ID");
   const std::string port_text = std::to_string(port);
-  const std::string ranks_text = std::to_string(result.num_ranks);
-  const std::array<std::string_view, 7> parts{"crossdock environment",
+  // Who has another job secret means the same meeting, and hears that it is not let in. The number
+  // of ranks is in neither: ranks that disagree about it shall meet, and be told.
+  const std::array<std::string_view, 6> parts{"crossdock environment",
                                               env().job_secret,
                                               run,
                                               result.master_address,
                                               port_text,
-                                              ranks_text,
                                               config.name != nullptr ? config.name : ""};
-  result.secret = derive_secret(parts);
+  std::array<std::string_view, 6> name = parts;
+  name[1] = "";
+  result.key = Key(derive_secret(parts), tag_of(derive_secret(name)));
   return result;
 }
 

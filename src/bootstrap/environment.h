@@ -16,7 +16,7 @@ struct RankEnvironment {
   std::string master_address;
   std::uint16_t first_port = 0;  // of those on which rank 0 may serve
   std::uint16_t last_port = 0;
-  Secret secret{};
+  Key key{Secret{}};
 };
 
 // Reads RANK and WORLD_SIZE (unless config.num_ranks > 0 gives both), MASTER_ADDR and MASTER_PORT.

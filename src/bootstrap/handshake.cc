@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::array<char, 8> kMagic{'C', 'R', 'O', 'S', 'D', 'O', 'C', 'K'};
 constexpr std::size_t kPrefixBytes = sizeof(std::uint32_t);
+constexpr Tag kNoMeeting{};
+constexpr Proof kDenial{};
 
 }  // namespace
 
@@ -20,9 +22,10 @@ void Handshake::send(const T& frame) {
   output_.insert(output_.end(), bytes.begin(), bytes.end());
 }
 
-Handshake::Handshake(Side side, const Secret& secret, std::uint64_t sender, std::uint32_t version)
-    : side_(side), secret_(secret), own_{kMagic, version,        side,
-                                         sender, tag_of(secret), make_random<Nonce>()} {
+Handshake::Handshake(Side side, const Key& key, std::uint64_t sender, std::uint32_t version)
+    : side_(side),
+      secret_(key.secret),
+      own_{kMagic, version, side, sender, key.name, make_random<Nonce>()} {
   if (side_ == Side::client) send(own_);
 }
 
@@ -63,8 +66,11 @@ void Handshake::on_hello() {
   }
   if (peer_.side == side_)
     return refuse(Refusal::not_crossdock, "is not at the other end of a meeting");
-  if (peer_.meeting != own_.meeting)
-    return refuse(Refusal::other_meeting, "knows another secret: it means another meeting");
+  if (peer_.meeting != own_.meeting) {
+    if (side_ == Side::server) send(Hello{kMagic, own_.version, side_, 0, kNoMeeting, {}});
+    return refuse(Refusal::other_meeting, side_ == Side::server ? "means another meeting"
+                                                                : "serves another meeting");
+  }
   step_ = Step::proof;
   if (side_ == Side::server) return send(own_);
   send(prove(secret_, transcript(side_)));
@@ -75,8 +81,12 @@ void Handshake::on_proof() {
   std::memcpy(proof.data(), input_.data(), sizeof(proof));
   input_.clear();
   const Side prover = side_ == Side::server ? Side::client : Side::server;
-  if (!proof_holds(secret_, transcript(prover), proof))
+  if (side_ == Side::client && proof == kDenial)
+    return refuse(Refusal::denied, "refused this rank: it knows another secret");
+  if (!proof_holds(secret_, transcript(prover), proof)) {
+    if (side_ == Side::server) send(kDenial);
     return refuse(Refusal::wrong_proof, "failed to prove that it knows the secret");
+  }
   if (side_ == Side::server) send(prove(secret_, transcript(side_)));
   step_ = Step::proven;
 }

@@ -11,6 +11,10 @@
 // proves nothing itself. The proofs cover both hellos, hence also who the ends say they are. They
 // do not cover what is sent afterwards: like the rest of the library, they keep strangers out of a
 // connection, not somebody who can rewrite packets on the way.
+//
+// A client that is refused is told so, by a frame that is the same whatever the secret: a Hello
+// that names no meeting ("not this one"), or a Proof of zeros ("yours is wrong"). A connection that
+// ends without one was not refused: the server had no room, or went away.
 #pragma once
 
 #include <cstddef>
@@ -44,13 +48,14 @@ enum class Refusal {
   none,
   not_crossdock,  // the bytes are no hello of the other side
   version,        // crossdock, but another protocol version
-  other_meeting,  // a hello for something that another secret protects
-  wrong_proof
+  other_meeting,  // a hello for another meeting
+  wrong_proof,
+  denied  // the other end says that this end's proof is wrong
 };
 
 class Handshake {
  public:
-  Handshake(Side side, const Secret& secret, std::uint64_t sender = 0,
+  Handshake(Side side, const Key& key, std::uint64_t sender = 0,
             std::uint32_t version = kProtocolVersion);
 
   // Bytes to send now; empty if there are none. After a refusal there may still be some, so that

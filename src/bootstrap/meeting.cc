@@ -1,6 +1,7 @@
 #include "bootstrap/meeting.h"
 
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -16,7 +17,8 @@ namespace xd {
 namespace {
 
 constexpr int kOutOfDescriptorsPauseMs = 50;
-constexpr int kStrangerGraceMs = 1000;
+// So many are let in between two looks at those who are in.
+constexpr int kAcceptBatch = 64;
 constexpr std::size_t kMaxRefusedTexts = 4;
 
 // Ranks are told shortly before their own patience ends, so that they get the names of the missing.
@@ -24,16 +26,26 @@ Deadline answer_before(int remaining_ms) {
   return Deadline::after_ms(remaining_ms - std::min(remaining_ms / 4, 250));
 }
 
+// Strangers may hold an eighth of the application's descriptors.
+std::size_t strangers_allowed() {
+  struct rlimit limit {};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return Meeting::kMaxStrangers;
+  return std::clamp<std::size_t>(limit.rlim_cur / 8, 1, Meeting::kMaxStrangers);
+}
+
 }  // namespace
 
-Meeting::Guest::Guest(UniqueFd connection, std::string peer, const Secret& secret)
+Meeting::Guest::Guest(UniqueFd connection, std::string peer, const Key& key)
     : fd(std::move(connection)),
       name(std::move(peer)),
-      handshake(Side::server, secret),
+      handshake(Side::server, key),
       limit(Deadline::after_ms(kGuestLimitMs)) {}
 
 Meeting::Meeting(UniqueFd listener, MeetingOptions options)
-    : listener_(std::move(listener)), options_(options), accept_again_(Deadline::Clock::now()) {}
+    : listener_(std::move(listener)),
+      options_(options),
+      max_strangers_(strangers_allowed()),
+      accept_again_(Deadline::Clock::now()) {}
 
 void Meeting::run() noexcept {
   try {
@@ -90,8 +102,8 @@ bool Meeting::wait_and_serve(const Deadline& until) {
     items.push_back({guest->fd.get(), static_cast<short>(writes ? POLLIN | POLLOUT : POLLIN), 0});
   }
   if (listener_) {
-    const bool accepts = has_room();
-    if (!accepts) wake = std::min(wake, Deadline::after_ms(kOutOfDescriptorsPauseMs).when());
+    const bool accepts = accept_again_.passed();
+    if (!accepts) wake = std::min(wake, accept_again_.when());
     items.push_back({accepts ? listener_.get() : -1, POLLIN, 0});
     items.push_back({options_.stop_fd, POLLIN, 0});
   } else if (guests_.empty()) {
@@ -113,32 +125,51 @@ bool Meeting::wait_and_serve(const Deadline& until) {
   return true;
 }
 
-// With many strangers at the door, those who have had their chance make room. Ranks need a few
-// milliseconds, so a flood of silent connections delays them and does not shut them out.
-bool Meeting::has_room() {
-  if (!accept_again_.passed()) return false;
-  const auto is_stranger = [](const auto& guest) { return guest->is_stranger(); };
-  const auto count = std::count_if(guests_.begin(), guests_.end(), is_stranger);
-  if (static_cast<std::size_t>(count) < kMaxStrangers) return true;
-  const auto patience = Deadline::after_ms(kGuestLimitMs - kStrangerGraceMs).when();
-  for (const auto& guest : guests_)
-    if (guest->is_stranger() && guest->limit.when() < patience)
-      guest->limit = Deadline(Deadline::Clock::now());
-  return false;
+// The system's queue of connections is short, and ranks stand in it behind strangers: it is emptied
+// as fast as it can be.
+void Meeting::accept_guests() {
+  for (int i = 0; i < kAcceptBatch; ++i) {
+    TcpAddress peer;
+    peer.size = sizeof(peer.storage);
+    UniqueFd fd(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.size,
+                          SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd) {
+      if (num_strangers() >= max_strangers_) evict_stranger();
+      guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_.key));
+      read(*guests_.back());  // a rank has said hello already
+      continue;
+    }
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+    // Out of descriptors or memory, the connection stays in the queue, and so does its event.
+    const bool exhausted =
+        errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    if (exhausted && !evict_stranger()) {
+      accept_again_ = Deadline::after_ms(kOutOfDescriptorsPauseMs);
+      return;
+    }
+  }
 }
 
-void Meeting::accept_guests() {
-  TcpAddress peer;
-  peer.size = sizeof(peer.storage);
-  UniqueFd fd(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.size,
-                        SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (fd) {
-    guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_.secret));
-    return;
+std::size_t Meeting::num_strangers() const {
+  return static_cast<std::size_t>(std::count_if(guests_.begin(), guests_.end(), [](const auto& g) {
+    return !g->closed() && g->is_stranger();
+  }));
+}
+
+// The oldest of those who have said nothing of use; if all have, the oldest of all. Whoever knows
+// the secret has said hello when it is let in and proves it a round trip later, or comes again.
+// False = there is no stranger.
+bool Meeting::evict_stranger() {
+  Guest* oldest = nullptr;
+  for (const auto& guest : guests_) {  // in order of coming
+    if (guest->closed() || !guest->is_stranger()) continue;
+    const bool silent = !guest->handshake.peer_greeted();
+    if (oldest == nullptr || silent) oldest = guest.get();
+    if (silent) break;
   }
-  // Out of descriptors or memory, the connection stays in the queue, and so does its event.
-  if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
-    accept_again_ = Deadline::after_ms(kOutOfDescriptorsPauseMs);
+  if (oldest == nullptr) return false;
+  refuse(*oldest, "had not proved the secret when its room was needed", false);
+  return true;
 }
 
 void Meeting::read(Guest& guest) {
@@ -178,9 +209,11 @@ void Meeting::advance(Guest& guest) {
   guest.output.insert(guest.output.end(), output.begin(), output.end());
   flush(guest);
   if (guest.closed()) return;
-  if (guest.handshake.refusal() != Refusal::none) {
-    const bool other = guest.handshake.refusal() == Refusal::other_meeting;
-    return refuse(guest, guest.handshake.refusal_text(), other && options_.expects_strangers);
+  if (const Refusal refusal = guest.handshake.refusal(); refusal != Refusal::none) {
+    const std::string& reason = guest.handshake.refusal_text();
+    if (refusal == Refusal::wrong_proof || refusal == Refusal::version)
+      remember(concat(guest.name, ", which ", reason));
+    return refuse(guest, reason, refusal == Refusal::other_meeting && options_.expects_strangers);
   }
   if (!guest.join.refusal_text().empty()) return refuse(guest, guest.join.refusal_text(), false);
   if (guest.join.complete()) seat(guest);
@@ -189,8 +222,8 @@ void Meeting::advance(Guest& guest) {
 void Meeting::seat(Guest& guest) {
   const auto wish = decode_join(guest.join.payload());
   if (!wish) return refuse(guest, "sent no valid request to join", false);
-  if (num_seated() == 0) num_ranks_ = wish->num_ranks;
   if (!make_way(guest, *wish)) return;
+  num_ranks_ = wish->num_ranks;
   guest.message = *wish;
   guest.seated = true;
   guest.limit = answer_before(wish->remaining_ms);
@@ -200,16 +233,19 @@ void Meeting::seat(Guest& guest) {
 bool Meeting::make_way(Guest& newcomer, const JoinMessage& wish) {
   const auto turn_away = [&](const std::string& reason) {
     const std::string text = concat("rank ", wish.rank, " (", newcomer.name, ") ", reason);
-    if (refused_ranks_.size() < kMaxRefusedTexts) refused_ranks_.push_back(text);
-    answer(newcomer, {XD_ERROR_MISMATCH, text, {}});
+    const AnswerMessage refusal{XD_ERROR_MISMATCH, text, {}};
+    remember(text);
+    if (wish.num_ranks != num_ranks_) verdict_ = refusal;
+    answer(newcomer, refusal);
     return false;
   };
   for (const auto& other : guests_) {
     if (!other->seated) continue;
+    const bool other_size = other->message.num_ranks != wish.num_ranks;
     // A rank that gave up and tries again may be seen here before the end of its first connection.
-    if (other->message.rank == wish.rank) read(*other);
-    if (other->closed()) continue;
-    if (wish.num_ranks != num_ranks_)
+    if (other_size || other->message.rank == wish.rank) read(*other);
+    if (!other->seated) continue;
+    if (other_size)
       return turn_away(concat("has num_ranks = ", wish.num_ranks, ", expected ", num_ranks_,
                               " as rank ", other->message.rank, " (", other->name, ") has"));
     if (other->message.rank == wish.rank)
@@ -244,8 +280,12 @@ void Meeting::refuse(Guest& guest, const std::string& reason, bool is_normal_her
   if (is_normal_here)
     log_topic("comm", text);
   else
-    log_warning(text);
+    warnings_.warn(text);
   leave(guest);
+}
+
+void Meeting::remember(const std::string& refusal) {
+  if (refused_ranks_.size() < kMaxRefusedTexts) refused_ranks_.push_back(refusal);
 }
 
 void Meeting::close_overdue_guests() {
@@ -257,6 +297,7 @@ void Meeting::close_overdue_guests() {
 }
 
 AnswerMessage Meeting::result() const {
+  if (verdict_) return *verdict_;
   AnswerMessage message;
   message.blobs.resize(static_cast<std::size_t>(num_ranks_));
   std::vector<bool> present(message.blobs.size());

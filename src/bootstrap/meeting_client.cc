@@ -4,15 +4,13 @@
 #include <array>
 
 #include "bootstrap/handshake.h"
+#include "bootstrap/meeting_search.h"
 
 namespace xd {
 namespace {
 
-constexpr int kHandshakeMs = 5000;
-
-// Feeds `reader` (a Handshake or a FrameReader) until it wants no more or something has gone wrong.
-template <class Reader>
-Io read_what_it_wants(int fd, Reader& reader, const Deadline& deadline) {
+// Feeds `reader` until it wants no more or something has gone wrong.
+Io read_what_it_wants(int fd, FrameReader& reader, const Deadline& deadline) {
   std::array<std::byte, 65536> buffer;
   while (reader.wanted() != 0) {
     const auto room = std::span(buffer).first(std::min(reader.wanted(), buffer.size()));
@@ -20,37 +18,16 @@ Io read_what_it_wants(int fd, Reader& reader, const Deadline& deadline) {
     if (!receive_some(fd, room, count)) return Io::closed;
     reader.receive(room.first(count));
     if (count == 0 && wait_readable(fd, deadline) == Io::timed_out) return Io::timed_out;
-    if constexpr (requires { reader.take_output(); }) {
-      const Io sent = send_all(fd, reader.take_output(), deadline);
-      if (sent != Io::done) return sent;
-    }
   }
   return Io::done;
 }
 
 }  // namespace
 
-UniqueFd enter_meeting(const TcpAddress& address, const Secret& secret, int greeting_ms,
-                       const Deadline& deadline) {
-  const Deadline greeting(std::min(Deadline::after_ms(greeting_ms).when(), deadline.when()));
-  UniqueFd fd = tcp_connect(address, greeting);
-  Handshake handshake(Side::client, secret);
-  if (send_all(fd.get(), handshake.take_output(), greeting) != Io::done)
-    fail(XD_ERROR_MISMATCH, address.text(), " closed the connection: no meeting point");
-  // Who does not greet soon is somebody else; who does may be busy with many ranks.
-  Io end = wait_readable(fd.get(), greeting);
-  if (end == Io::done) {
-    const Deadline rest(std::min(Deadline::after_ms(kHandshakeMs).when(), deadline.when()));
-    end = read_what_it_wants(fd.get(), handshake, rest);
-  }
-  if (handshake.proven()) return fd;
-  if (handshake.refusal() != Refusal::none)
-    fail(XD_ERROR_MISMATCH, "what listens at ", address.text(), " ", handshake.refusal_text());
-  if (end == Io::timed_out)
-    fail(XD_ERROR_TIMEOUT, address.text(), " did not answer the greeting in time");
-  fail(XD_ERROR_MISMATCH, address.text(),
-       handshake.peer_greeted() ? " refused this rank: it knows another secret"
-                                : " refused this rank: it is no meeting point, or another one");
+UniqueFd enter_meeting(const TcpAddress& address, const Key& key, const Deadline& deadline) {
+  MeetingSearch search({&address, 1}, key, MeetingSearch::Place::sure);
+  if (auto entered = search.enter(deadline)) return std::move(*entered);
+  fail(XD_ERROR_TIMEOUT, "no way into the meeting in time: ", search.obstacles());
 }
 
 std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,

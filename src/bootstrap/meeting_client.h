@@ -18,11 +18,9 @@ class MeetingGone : public Error {
   using Error::Error;
 };
 
-// Connects and goes through the handshake; what answers has to greet within `greeting_ms`.
-// Throws SYSTEM (nobody listens there), MISMATCH (another version, another secret, no meeting
-// point) or TIMEOUT.
-UniqueFd enter_meeting(const TcpAddress& address, const Secret& secret, int greeting_ms,
-                       const Deadline& deadline);
+// Connects to the one place where the meeting is, and goes through the handshake. Throws SYSTEM
+// (nobody listens there), MISMATCH (another version, another secret, no meeting point) or TIMEOUT.
+UniqueFd enter_meeting(const TcpAddress& address, const Key& key, const Deadline& deadline);
 
 struct JoinRequest {
   int rank;

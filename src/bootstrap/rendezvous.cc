@@ -9,16 +9,12 @@
 #include "base/error.h"
 #include "bootstrap/meeting.h"
 #include "bootstrap/meeting_client.h"
+#include "bootstrap/meeting_search.h"
 #include "bootstrap/tcp.h"
 #include "bootstrap/thread.h"
 
 namespace xd {
 namespace {
-
-// How long somebody who listens on a port of the range may take to turn out to be rank 0.
-constexpr int kGreetingMs = 300;
-constexpr int kFirstPauseMs = 10;
-constexpr int kLongestPauseMs = 200;
 
 class UniqueIdBootstrap final : public Bootstrap {
  public:
@@ -29,7 +25,7 @@ class UniqueIdBootstrap final : public Bootstrap {
                                 const Deadline& deadline) override {
     const TcpAddress address =
         resolve(point_.address, "config.unique_id: address").front().with_port(point_.port);
-    return join_meeting(enter_meeting(address, point_.secret, deadline.remaining_ms(), deadline),
+    return join_meeting(enter_meeting(address, point_.secret, deadline),
                         {.rank = rank(), .num_ranks = num_ranks(), .blob = blob}, deadline);
   }
 
@@ -41,11 +37,11 @@ class UniqueIdBootstrap final : public Bootstrap {
 // every rank that came has its answer, which takes at most Meeting::kGuestLimitMs.
 class ServedMeeting {
  public:
-  ServedMeeting(UniqueFd listener, const Secret& secret, const Deadline& deadline)
+  ServedMeeting(UniqueFd listener, const Key& key, const Deadline& deadline)
       : stop_(::eventfd(0, EFD_CLOEXEC)) {
     if (!stop_) fail_errno("eventfd", errno);
     const MeetingOptions options{
-        .secret = secret, .deadline = deadline, .expects_strangers = true, .stop_fd = stop_.get()};
+        .key = key, .deadline = deadline, .expects_strangers = true, .stop_fd = stop_.get()};
     auto meeting = std::make_unique<Meeting>(std::move(listener), options);
     thread_ = start_thread("xd-meeting", [meeting = std::move(meeting)] { meeting->run(); });
   }
@@ -74,9 +70,8 @@ class EnvironmentBootstrap final : public Bootstrap {
     if (rank() != 0) return find_meeting(addresses, request, deadline);
     UniqueFd listener = listen(addresses);
     const TcpAddress here = local_address(listener.get());
-    const ServedMeeting meeting(std::move(listener), env_.secret, deadline);
-    return join_meeting(enter_meeting(here, env_.secret, deadline.remaining_ms(), deadline),
-                        request, deadline);
+    const ServedMeeting meeting(std::move(listener), env_.key, deadline);
+    return join_meeting(enter_meeting(here, env_.key, deadline), request, deadline);
   }
 
  private:
@@ -96,38 +91,23 @@ class EnvironmentBootstrap final : public Bootstrap {
 
   std::vector<Bytes> find_meeting(const std::vector<TcpAddress>& addresses,
                                   const JoinRequest& request, const Deadline& deadline) const {
-    std::string obstacle;
-    for (int pause = kFirstPauseMs;; pause = std::min(2 * pause, kLongestPauseMs)) {
-      for (int port = env_.first_port; port <= env_.last_port; ++port) {
-        for (const TcpAddress& address : addresses) {
-          UniqueFd door =
-              knock(address.with_port(static_cast<std::uint16_t>(port)), deadline, obstacle);
-          if (!door) continue;
-          try {
-            return join_meeting(std::move(door), request, deadline);
-          } catch (const MeetingGone& gone) {
-            // The end of an earlier meeting of the same ranks, perhaps: the next one will open.
-            obstacle = gone.text();
-          }
-        }
+    std::vector<TcpAddress> doors;
+    for (int port = env_.first_port; port <= env_.last_port; ++port) {
+      for (const TcpAddress& address : addresses)
+        doors.push_back(address.with_port(static_cast<std::uint16_t>(port)));
+    }
+    MeetingSearch search(doors, env_.key, MeetingSearch::Place::one_of_several);
+    while (auto entered = search.enter(deadline)) {
+      try {
+        return join_meeting(std::move(*entered), request, deadline);
+      } catch (const MeetingGone& gone) {
+        // The end of an earlier meeting of the same ranks, perhaps: the next one will open.
+        search.ended(gone.text());
       }
-      if (deadline.passed())
-        fail(XD_ERROR_TIMEOUT, "rank ", rank(), " of ", num_ranks(), " did not find rank 0 on ",
-             env_.master_address, " (MASTER_ADDR), ports ", env_.first_port, " to ", env_.last_port,
-             ", in time: rank 0 did not come; last obstacle: ", obstacle);
-      std::this_thread::sleep_for(
-          std::chrono::milliseconds(std::min(pause, deadline.remaining_ms())));
     }
-  }
-
-  // No descriptor, and the reason, if our meeting is not (yet) there.
-  UniqueFd knock(const TcpAddress& address, const Deadline& deadline, std::string& obstacle) const {
-    try {
-      return enter_meeting(address, env_.secret, kGreetingMs, deadline);
-    } catch (const Error& error) {
-      obstacle = error.text();
-      return UniqueFd();
-    }
+    fail(XD_ERROR_TIMEOUT, "rank ", rank(), " of ", num_ranks(), " did not find rank 0 on ",
+         env_.master_address, " (MASTER_ADDR), ports ", env_.first_port, " to ", env_.last_port,
+         ", in time: rank 0 did not come, or refuses this rank; ", search.obstacles());
   }
 
   RankEnvironment env_;
@@ -151,8 +131,6 @@ xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms)
   UniqueFd listener;
   int error = 0;
   for (const TcpAddress& address : resolve(host, "config.address")) {
-    XD_REQUIRE(!address.is_wildcard(), "config.address = ", host,
-               ", expected one address that the other ranks can connect to");
     listener = tcp_listen(address.with_port(static_cast<std::uint16_t>(config.port)));
     if (listener) break;
     error = errno;
@@ -163,7 +141,7 @@ xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms)
   const MeetingPoint point{here.host(), here.port(), make_random<Secret>()};
   auto meeting = std::make_unique<Meeting>(
       std::move(listener),
-      MeetingOptions{.secret = point.secret, .deadline = Deadline::after_ms(timeout_ms)});
+      MeetingOptions{.key = point.secret, .deadline = Deadline::after_ms(timeout_ms)});
   // The thread owns all it uses, and ends with the meeting or its time: nobody has to join it.
   start_thread("xd-meeting", [meeting = std::move(meeting)] { meeting->run(); }).detach();
   return encode_unique_id(point);

@@ -30,6 +30,16 @@ Secret derive_secret(std::span<const std::string_view> parts);
 // Public name of whatever `secret` protects; the secret cannot be computed from it.
 Tag tag_of(const Secret& secret);
 
+// What the ends of a connection must share, and the public name by which they find out, before any
+// proof, whether they mean the same meeting.
+struct Key {
+  Key(const Secret& of) : Key(of, tag_of(of)) {}  // with the name that follows from it
+  Key(const Secret& of, const Tag& called) : secret(of), name(called) {}
+
+  Secret secret;
+  Tag name;
+};
+
 // Keyed authentication code of `message`, and its comparison in constant time.
 Proof prove(const Secret& secret, std::span<const std::byte> message);
 bool proof_holds(const Secret& secret, std::span<const std::byte> message, const Proof& proof);

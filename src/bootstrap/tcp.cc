@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "base/error.h"
 
@@ -32,6 +33,34 @@ Io wait_for(int fd, short events, const Deadline& deadline) {
   }
 }
 
+// The IPv4 address in `address`, also in its IPv6 spelling (::ffff:a.b.c.d).
+std::optional<in_addr> ipv4_in(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET) return reinterpret_cast<const sockaddr_in*>(&address)->sin_addr;
+  const in6_addr& six = reinterpret_cast<const sockaddr_in6*>(&address)->sin6_addr;
+  if (!IN6_IS_ADDR_V4MAPPED(&six)) return std::nullopt;
+  in_addr four{};
+  std::memcpy(&four, six.s6_addr + 12, sizeof(four));
+  return four;
+}
+
+// Which addresses are broadcast depends on the host's networks. The system knows, and refuses to
+// aim a datagram socket at one until it is told that this is meant. Nothing is sent.
+bool is_broadcast(in_addr address) {
+  if (address.s_addr == htonl(INADDR_BROADCAST)) return true;
+  const UniqueFd fd(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_in target{};
+  target.sin_family = AF_INET;
+  target.sin_port = htons(9);
+  target.sin_addr = address;
+  const auto aim = [&] {
+    return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&target), sizeof(target)) == 0;
+  };
+  if (!fd || aim() || errno != EACCES) return false;
+  const int on = 1;
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_BROADCAST, &on, sizeof(on));
+  return aim();
+}
+
 bool try_again(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
@@ -53,10 +82,15 @@ std::string TcpAddress::text() const {
                                        : concat(host(), ":", port());
 }
 
-bool TcpAddress::is_wildcard() const {
-  if (storage.ss_family == AF_INET6)
-    return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr);
-  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr == htonl(INADDR_ANY);
+const char* TcpAddress::flaw() const {
+  if (const auto four = ipv4_in(storage)) {
+    if (four->s_addr == htonl(INADDR_ANY)) return "the wildcard";
+    if (IN_MULTICAST(ntohl(four->s_addr))) return "a multicast";
+    return is_broadcast(*four) ? "a broadcast" : nullptr;
+  }
+  const in6_addr& six = reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr;
+  if (IN6_IS_ADDR_UNSPECIFIED(&six)) return "the wildcard";
+  return IN6_IS_ADDR_MULTICAST(&six) ? "a multicast" : nullptr;
 }
 
 TcpAddress TcpAddress::with_port(std::uint16_t port) const {
@@ -80,6 +114,9 @@ std::vector<TcpAddress> resolve(const std::string& host, const char* what) {
     TcpAddress address;
     std::memcpy(&address.storage, item->ai_addr, item->ai_addrlen);
     address.size = item->ai_addrlen;
+    const char* const flaw = address.flaw();
+    XD_REQUIRE(flaw == nullptr, what, " = ", host, " is ", flaw,
+               " address, expected one address that the other ranks can connect to");
     addresses.push_back(address);
   }
   XD_REQUIRE(!addresses.empty(), what, " = ", host, " has no IPv4 or IPv6 address");
@@ -102,17 +139,31 @@ UniqueFd tcp_listen(const TcpAddress& address) {
   return fd;
 }
 
-UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline) {
+UniqueFd tcp_begin_connect(const TcpAddress& address) {
   UniqueFd fd = tcp_socket(address.storage.ss_family);
-  if (!fd) fail_errno("socket", errno);
-  if (::connect(fd.get(), as_sockaddr(address.storage), address.size) == 0) return fd;
-  if (errno != EINPROGRESS && errno != EINTR) fail_errno("connect to " + address.text(), errno);
-  if (wait_for(fd.get(), POLLOUT, deadline) == Io::timed_out)
-    fail(XD_ERROR_TIMEOUT, "no connection to ", address.text(), " in time");
+  if (!fd || ::connect(fd.get(), as_sockaddr(address.storage), address.size) == 0) return fd;
+  if (errno != EINPROGRESS && errno != EINTR) {
+    const int error = errno;
+    fd.reset();
+    errno = error;
+  }
+  return fd;
+}
+
+int connect_error(int fd) {
   int error = 0;
   socklen_t size = sizeof(error);
-  ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-  if (error != 0) fail_errno("connect to " + address.text(), error);
+  ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline) {
+  UniqueFd fd = tcp_begin_connect(address);
+  if (!fd) fail_errno("connect to " + address.text(), errno);
+  if (wait_for(fd.get(), POLLOUT, deadline) == Io::timed_out)
+    fail(XD_ERROR_TIMEOUT, "no connection to ", address.text(), " in time");
+  if (const int error = connect_error(fd.get()); error != 0)
+    fail_errno("connect to " + address.text(), error);
   return fd;
 }
 

@@ -21,17 +21,25 @@ struct TcpAddress {
   std::string host() const;  // numeric
   std::uint16_t port() const;
   std::string text() const;  // "127.0.0.1:4711", "[::1]:4711"
-  bool is_wildcard() const;  // 0.0.0.0 or ::
+  // Why it is not the address of one host's interface, by whatever spelling: "the wildcard", "a
+  // multicast", "a broadcast"; nullptr if it may be one.
+  const char* flaw() const;
   TcpAddress with_port(std::uint16_t port) const;
 };
 
 // The addresses of a host name or numeric address, in the system's order of preference. The look-up
-// of a name takes as long as the system's resolver takes. Throws INVALID_ARGUMENT naming `what`.
+// of a name takes as long as the system's resolver takes. Throws INVALID_ARGUMENT naming `what`,
+// also where an address has a flaw(): nobody shall listen on every interface, or call all hosts.
 std::vector<TcpAddress> resolve(const std::string& host, const char* what);
 
 // Listens on exactly this address; port 0 = any free one. Returns no descriptor and sets errno if
 // that is impossible.
 UniqueFd tcp_listen(const TcpAddress& address);
+
+// Begins to connect. Once the socket is writable, connect_error() is 0 or the reason why not.
+// Returns no descriptor and sets errno if it has failed already.
+UniqueFd tcp_begin_connect(const TcpAddress& address);
+int connect_error(int fd);
 
 // Throws SYSTEM (refused, unreachable) or TIMEOUT.
 UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline);

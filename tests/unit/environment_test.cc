@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "bootstrap/rendezvous.h"
 #include "bootstrap/tcp.h"
 #include "unit/net_support.h"
 
@@ -111,6 +112,57 @@ TEST_F(EnvironmentTest, MissingRanksAreNamed) {
   for (const std::size_t r : {0U, 2U})
     expect_error(errors[r], XD_ERROR_TIMEOUT, "rank 1 of 3 did not come");
   expect_error(error_of([&] { meet(config(1, 2), 300); }), XD_ERROR_TIMEOUT, "did not find rank 0");
+}
+
+TEST_F(EnvironmentTest, AnotherWorldSizeIsAMismatchAtOnceOnBoth) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = on_threads(2, [&](int r) { meet(config(r, 2 + r)); });
+  EXPECT_LT(ms_since(start), 3000);
+  for (const auto& error : errors) expect_error(error, XD_ERROR_MISMATCH, "has num_ranks = ");
+}
+
+// Whoever listens on a port may say that a secret is wrong, so that is no reason to give up: both
+// sides say at once what they have met, and again when their time is over.
+TEST_F(EnvironmentTest, AWrongSecretIsNamedOnBothSides) {
+  LogCapture log;
+  const auto name = make_random<Tag>();
+  const auto errors = on_threads(2, [&](int r) {
+    const auto bootstrap = meet_by_environment({.rank = r,
+                                                .num_ranks = 2,
+                                                .master_address = "127.0.0.1",
+                                                .first_port = static_cast<std::uint16_t>(port_),
+                                                .last_port = static_cast<std::uint16_t>(port_ + 15),
+                                                .key = {make_random<Secret>(), name}});
+    bootstrap->all_gather(bytes_of("blob"), Deadline::after_ms(1000));
+  });
+  std::string lines;
+  for (const std::string& line : log.end()) lines += line + "\n";
+  expect_error(errors[0], XD_ERROR_TIMEOUT,
+               "rank 1 of 2 did not come in time; refused: 127.0.0.1:");
+  expect_error(errors[0], XD_ERROR_TIMEOUT, "which failed to prove that it knows the secret");
+  expect_error(errors[1], XD_ERROR_TIMEOUT,
+               concat("what listens at 127.0.0.1:", port_,
+                      " refused this rank: it knows another secret"));
+  EXPECT_NE(lines.find("it failed to prove that it knows the secret"), std::string::npos) << lines;
+  EXPECT_NE(lines.find("refused this rank: it knows another secret"), std::string::npos) << lines;
+}
+
+TEST_F(EnvironmentTest, RankZeroListensOnOneAddressOnly) {
+  for (const char* address : {"0.0.0.0", "::", "::ffff:0.0.0.0", "224.0.0.1", "127.255.255.255"}) {
+    ::setenv("MASTER_ADDR", address, 1);
+    for (const int rank : {0, 1})
+      expect_error(error_of([&] { meet(config(rank, 2), 500); }), XD_ERROR_INVALID_ARGUMENT,
+                   concat("MASTER_ADDR = ", address, " is "));
+  }
+}
+
+// A service that takes connections and never speaks holds nobody up.
+TEST_F(EnvironmentTest, SilentListenersCostNoTime) {
+  std::vector<UniqueFd> silent;
+  for (int port = port_; port < port_ + 15; ++port) silent.push_back(occupy(port));
+  const auto start = std::chrono::steady_clock::now();
+  expect_no_errors(on_threads(3, [&](int r) { expect_all_came(meet(config(r, 3)), 3); }));
+  EXPECT_LT(ms_since(start), 2000);
 }
 
 TEST_F(EnvironmentTest, APassedDeadlineLeavesNothingBehind) {

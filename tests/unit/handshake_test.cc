@@ -54,26 +54,61 @@ TEST(Handshake, SecretsDoNotCrossTheWire) {
   EXPECT_EQ(wire.find(text_of(std::as_bytes(std::span(secret))).substr(0, 8)), std::string::npos);
 }
 
-TEST(Handshake, OtherSecretIsAnotherMeetingAndLearnsNothing) {
+TEST(Handshake, OtherSecretIsAnotherMeetingOnBothSides) {
   Handshake client(Side::client, make_random<Secret>()),
       server(Side::server, make_random<Secret>());
   converse(client, server);
   EXPECT_EQ(server.refusal(), Refusal::other_meeting);
-  EXPECT_TRUE(server.take_output().empty());
-  EXPECT_FALSE(client.proven());
+  EXPECT_EQ(client.refusal(), Refusal::other_meeting);
+  EXPECT_EQ(client.refusal_text(), "serves another meeting");
 }
 
-TEST(Handshake, ForgedProofIsRefusedAndNotAnswered) {
-  const auto secret = make_random<Secret>();
-  Handshake client(Side::client, secret), server(Side::server, secret);
+TEST(Handshake, AnotherSecretOfTheSameMeetingIsNamedOnBothSides) {
+  const auto name = make_random<Tag>();
+  Handshake client(Side::client, {make_random<Secret>(), name}),
+      server(Side::server, {make_random<Secret>(), name});
+  converse(client, server);
+  EXPECT_EQ(server.refusal(), Refusal::wrong_proof);
+  EXPECT_EQ(server.refusal_text(), "failed to prove that it knows the secret");
+  EXPECT_EQ(client.refusal(), Refusal::denied);
+  EXPECT_EQ(client.refusal_text(), "refused this rank: it knows another secret");
+}
+
+// What a stranger is told says no, and nothing that depends on the secret.
+TEST(Handshake, RefusalsAreTheSameForEverySecret) {
+  const auto to_other_meeting = [] {
+    Handshake server(Side::server, make_random<Secret>());
+    server.receive(Handshake(Side::client, make_random<Secret>()).take_output());
+    EXPECT_EQ(server.refusal(), Refusal::other_meeting);
+    return server.take_output();
+  };
+  const auto to_forged_proof = [] {
+    const auto secret = make_random<Secret>();
+    Handshake client(Side::client, secret), server(Side::server, secret);
+    server.receive(client.take_output());
+    client.receive(server.take_output());
+    Bytes proof = client.take_output();
+    EXPECT_EQ(proof.size(), sizeof(Proof));
+    proof[31] ^= std::byte{1};
+    server.receive(proof);
+    EXPECT_EQ(server.refusal(), Refusal::wrong_proof);
+    return server.take_output();
+  };
+  EXPECT_EQ(to_other_meeting(), to_other_meeting());
+  EXPECT_EQ(to_other_meeting().size(), sizeof(Hello));
+  EXPECT_EQ(to_forged_proof(), to_forged_proof());
+  EXPECT_EQ(to_forged_proof(), Bytes(sizeof(Proof)));
+}
+
+// A server that has not seen a right proof has proved nothing, whatever the client takes it for.
+TEST(Handshake, AServerThatSaysYesToEveryProofIsNotBelieved) {
+  const auto name = make_random<Tag>();
+  Handshake client(Side::client, {make_random<Secret>(), name}),
+      server(Side::server, {make_random<Secret>(), name});
   server.receive(client.take_output());
   client.receive(server.take_output());
-  Bytes proof = client.take_output();
-  ASSERT_EQ(proof.size(), sizeof(Proof));
-  proof[31] ^= std::byte{1};
-  server.receive(proof);
-  EXPECT_EQ(server.refusal(), Refusal::wrong_proof);
-  EXPECT_TRUE(server.take_output().empty());
+  client.receive(Bytes(sizeof(Proof), std::byte{1}));
+  EXPECT_EQ(client.refusal(), Refusal::wrong_proof);
 }
 
 TEST(Handshake, ClientRefusesAServerThatReflectsItsProof) {
