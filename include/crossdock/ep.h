@@ -376,6 +376,48 @@ typedef struct xd_ep_plan_info {
  * version, cut short, or damaged in the header. Never blocks. Any thread. */
 XD_API xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info);
 
+/* ---- Local calls ----------------------------------------------------------------------------- */
+/* They concern this rank alone: no peer makes them, or is waited for. They take no turn among a
+ * group's operations, may be made from any thread beside these, and leave nothing in its status. On
+ * CUDA they are enqueued on `stream`, and may be captured. */
+
+typedef struct xd_ep_plan_row_experts_args {
+  size_t struct_size;
+  const void* plan; /* as operations take it */
+  size_t plan_bytes;
+  const DLTensor* row_experts; /* out [rows] int32 or int64, any number of rows: local expert of
+                                  each row of a receive tensor, its padding included; -1 past the
+                                  last zone */
+} xd_ep_plan_row_experts_args;
+#define XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT \
+  { sizeof(xd_ep_plan_row_experts_args), NULL, 0, NULL }
+
+/* Whose zone each row lies in. EXPERT_MAJOR only: a row of RANK_MAJOR stands for several experts,
+ * which dispatch's recv_topk_idx names. INVALID_ARGUMENT for bytes that are no plan of such a group
+ * and rank; on CUDA, where they are not read before the stream comes to them, every row is -1
+ * then. */
+XD_API xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,
+                                        xd_stream stream);
+
+typedef struct xd_ep_routing_layout_args {
+  size_t struct_size;
+  int32_t num_experts;      /* E: a multiple of the communicator's ranks W */
+  const DLTensor* topk_idx; /* in  [T,K] int32 or int64, T up to 2^26, K from 1 to 32. -1 = none;
+                               an expert's second and later mentions in a row, and ids < -1 or
+                               >= E, count as -1 */
+  /* Optional outputs: */
+  const DLTensor* rows_per_rank;   /* [W] int32 or int64: tokens that go to each rank */
+  const DLTensor* rows_per_expert; /* [E] int32 or int64: tokens that go to each expert */
+  const DLTensor* token_in_rank;   /* [T,W] bool or uint8: 1 where the token goes to the rank */
+  const DLTensor* bad_ids;         /* [1] int32 or int64: ids < -1 or >= E */
+} xd_ep_routing_layout_args;
+#define XD_EP_ROUTING_LAYOUT_ARGS_INIT \
+  { sizeof(xd_ep_routing_layout_args), 0, NULL, NULL, NULL, NULL, NULL }
+
+/* Where the tokens of this rank go, without a plan. */
+XD_API xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,
+                                      xd_stream stream);
+
 #ifdef __cplusplus
 }
 #endif

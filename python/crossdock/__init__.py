@@ -20,7 +20,7 @@ wait for a peer releases the GIL, is bounded by the communicator's timeout, and 
 from __future__ import annotations
 
 from crossdock import _core
-from crossdock._comm import Comm, MemoryInfo, unique_id
+from crossdock._comm import Comm, MemoryInfo, RoutingLayout, unique_id
 from crossdock._config import EpConfig, GroupMemory
 from crossdock._group import Dispatched, EpGroup, EpStatus
 from crossdock._plan import Plan
@@ -74,6 +74,7 @@ __all__ = [
     "OutOfMemory",
     "PeerLost",
     "Plan",
+    "RoutingLayout",
     "SystemFailure",
     "Timeout",
     "Unsupported",

@@ -14,10 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock import _core
-from crossdock._arrays import Heap
+from crossdock._arrays import Heap, aligned_empty, describe
+from crossdock._dtypes import INDICES
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
 
-__all__ = ["Comm", "MemoryInfo", "grow", "join", "milliseconds", "parse_device", "unique_id"]
+__all__ = [
+    "Comm",
+    "MemoryInfo",
+    "RoutingLayout",
+    "grow",
+    "join",
+    "milliseconds",
+    "parse_device",
+    "unique_id",
+]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
 _MOST_BYTES = 1 << 62
@@ -50,6 +60,16 @@ class MemoryInfo:
     largest_free_bytes: int  # the largest allocation that would succeed now
     segments: int  # creation and growths
     huge_pages: bool  # whether all of it is in huge pages of the host
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingLayout:
+    """Where the tokens of one rank go. W ranks, E experts, T tokens."""
+
+    rows_per_rank: np.ndarray  # [W] int64: tokens that go to each rank
+    rows_per_expert: np.ndarray  # [E] int64: tokens that go to each expert
+    token_in_rank: np.ndarray  # [T,W] bool
+    bad_ids: int  # ids below -1, or E and more
 
 
 class Comm:
@@ -196,6 +216,34 @@ class Comm:
                 none; Mismatch naming it on the others. Then no rank's memory has grown.
         """
         grow(self.core(), num_bytes)
+
+    def routing_layout(self, topk_idx: np.ndarray, num_experts: int) -> RoutingLayout:
+        """Counts where this rank's tokens go, without a plan. Local: peers need not call it.
+
+        Args:
+            topk_idx: [T,K] int32 or int64, K up to 32; -1 = none. An expert's second and later
+                mentions in a row, and ids out of range, count as none.
+            num_experts: E, a multiple of the number of ranks.
+
+        Raises:
+            TypeError, ValueError, InvalidArgument: a bad argument.
+            Unsupported: this communicator is not on the CPU.
+        """
+        core = self.core()
+        if core.device_type != _CPU:
+            raise Unsupported(f"Comm.routing_layout: NumPy arrays lie on the CPU, this "
+                              f"communicator on {self.device}", status="XD_ERROR_UNSUPPORTED", rank=self.rank)
+        ids = describe("topk_idx", topk_idx, INDICES)
+        experts = operator.index(num_experts)
+        per_rank = aligned_empty(self.num_ranks, np.int64)
+        # What is no number of experts, the library refuses by itself.
+        per_expert = aligned_empty(max(0, min(experts, 1 << 16)), np.int64)
+        in_rank = np.empty((len(topk_idx), self.num_ranks), np.bool_)
+        bad_ids = aligned_empty(1, np.int64)
+        outputs = (per_rank, per_expert, in_rank.view(np.uint8), bad_ids)
+        core.routing_layout(experts, ids, *(describe("out", out, (*INDICES, "uint8"))
+                                            for out in outputs))
+        return RoutingLayout(per_rank, per_expert, in_rank, int(bad_ids[0]))
 
     def memory(self) -> MemoryInfo:
         """The state of this rank's symmetric memory."""

@@ -78,6 +78,16 @@ class Comm:
     def mem_deregister(self, registration: int) -> None: ...
     def mem_export(self, ptr: int) -> tuple[int, int, int]: ...
     def mem_import(self, rank: int, segment: int, offset: int) -> int: ...
+    def routing_layout(
+        self,
+        num_experts: int,
+        topk_idx: _Spec,
+        rows_per_rank: _Spec | None = None,
+        rows_per_expert: _Spec | None = None,
+        token_in_rank: _Spec | None = None,
+        bad_ids: _Spec | None = None,
+        stream: int = 0,
+    ) -> None: ...
 
 class Group:
     """xd_ep_group, with the fields of xd_ep_config as keywords. Keeps `comm` alive."""
@@ -168,3 +178,6 @@ class Group:
         stream: int = 0,
     ) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
+    def row_experts(
+        self, plan_ptr: int, plan_bytes: int, row_experts: _Spec, stream: int = 0
+    ) -> None: ...

@@ -264,6 +264,25 @@ class EpGroup:
                                _optional("grad_weights", grad_weights, WEIGHTS))
         return grad_expert_out, grad_weights
 
+    def row_experts(self, plan: Plan, *, out: np.ndarray | None = None) -> np.ndarray:
+        """The local expert of each received row, in expert_major. Local: peers need not call it.
+
+        Args:
+            plan: from prepare.
+            out: int32 or int64 array of any length to write; None = a new one.
+
+        Returns:
+            int64 [R]: the zone that a row lies in, padding included; -1 past the last zone.
+
+        Raises:
+            InvalidArgument: the layout is rank_major, where dispatch's topk_idx says it, or the
+                plan is another group's.
+        """
+        if out is None:
+            out = aligned_empty(plan.recv_rows, np.int64)
+        self._core.row_experts(*plan.place(), describe("out", out, INDICES, write=True))
+        return out
+
     def status(self) -> EpStatus:
         """Reads and clears the group's non-fatal error state. Never blocks."""
         return EpStatus(**self._core.status())

@@ -194,6 +194,29 @@ std::uintptr_t Comm::import_handle(int rank, int segment, std::uint64_t offset) 
   return address(place);
 }
 
+namespace {
+
+void routing_layout(const Comm& self, int num_experts, nb::handle topk_idx,
+                    nb::handle rows_per_rank, nb::handle rows_per_expert, nb::handle token_in_rank,
+                    nb::handle bad_ids, std::uintptr_t stream) {
+  const DLDevice device = self.info().device;
+  const Tensor idx_tensor(topk_idx, "topk_idx", device);
+  const Tensor rank_tensor(rows_per_rank, "rows_per_rank", device);
+  const Tensor expert_tensor(rows_per_expert, "rows_per_expert", device);
+  const Tensor flags_tensor(token_in_rank, "token_in_rank", device);
+  const Tensor bad_tensor(bad_ids, "bad_ids", device);
+  xd_ep_routing_layout_args args XD_EP_ROUTING_LAYOUT_ARGS_INIT;
+  args.num_experts = num_experts;
+  args.topk_idx = idx_tensor.get();
+  args.rows_per_rank = rank_tensor.get();
+  args.rows_per_expert = expert_tensor.get();
+  args.token_in_rank = flags_tensor.get();
+  args.bad_ids = bad_tensor.get();
+  self.call([&](xd_comm* comm) { return xd_ep_routing_layout(comm, &args, stream_of(stream)); });
+}
+
+}  // namespace
+
 void bind_comm(nb::module_& module) {
   nb::class_<Comm>(module, "Comm", nb::is_weak_referenceable())
       .def(
@@ -228,7 +251,11 @@ void bind_comm(nb::module_& module) {
       .def("mem_deregister", &Comm::deregister_memory, nb::arg("registration"))
       .def("mem_export", &Comm::export_handle, nb::arg("ptr"))
       .def("mem_import", &Comm::import_handle, nb::arg("rank"), nb::arg("segment"),
-           nb::arg("offset"));
+           nb::arg("offset"))
+      .def("routing_layout", &routing_layout, nb::arg("num_experts"), nb::arg("topk_idx"),
+           nb::arg("rows_per_rank") = nb::none(), nb::arg("rows_per_expert") = nb::none(),
+           nb::arg("token_in_rank") = nb::none(), nb::arg("bad_ids") = nb::none(),
+           nb::arg("stream") = 0);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
 

@@ -174,6 +174,18 @@ void join_failed(Group& self, int operation, const std::string& text, std::uintp
   });
 }
 
+void row_experts(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle row_experts,
+                 std::uintptr_t stream) {
+  const Tensor rows_tensor(row_experts, "row_experts", self.device());
+  xd_ep_plan_row_experts_args args XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
+  args.plan = pointer(plan);
+  args.plan_bytes = plan_bytes;
+  args.row_experts = rows_tensor.get();
+  self.call_local([&](xd_ep_group* group) {
+    return xd_ep_plan_row_experts(group, &args, stream_of(stream));
+  });
+}
+
 }  // namespace
 
 void bind_group(nb::module_& module) {
@@ -203,7 +215,9 @@ void bind_group(nb::module_& module) {
       .def("combine_bwd", &combine_bwd, "plan_ptr"_a, "plan_bytes"_a, "grad_out"_a,
            "expert_out"_a.none(), "weights"_a.none(), "grad_expert_out"_a,
            "grad_weights"_a = nb::none(), "stream"_a = 0)
-      .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0);
+      .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0)
+      .def("row_experts", &row_experts, "plan_ptr"_a, "plan_bytes"_a, "row_experts"_a,
+           "stream"_a = 0);
 }
 
 }  // namespace xdpy

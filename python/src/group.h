@@ -42,6 +42,17 @@ class Group {
     if (status != XD_SUCCESS) fail(operation, status);
   }
 
+  // Runs a local call, which is no operation, likewise.
+  template <class Fn>
+  void call_local(Fn fn) {
+    xd_ep_group* const group = usable();
+    const Comm::InUse comm_in_use(comm_);
+    ++calls_;
+    const xd_status status = without_gil([&] { return fn(group); });
+    --calls_;
+    check(status, comm_.failure());
+  }
+
  private:
   [[nodiscard]] xd_ep_group* usable() const;
   [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;

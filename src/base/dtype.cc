@@ -25,6 +25,7 @@ constexpr std::array kEntries = {
     Entry{DType::e4m3, kDLPackFloat8E4m3fn, 8, "float8_e4m3fn"},
     Entry{DType::e5m2, kDLPackFloat8E5m2, 8, "float8_e5m2"},
     Entry{DType::e8m0, kDLPackFloat8E8m0fnu, 8, "float8_e8m0fnu"},
+    Entry{DType::boolean, kDLPackBool, 8, "bool"},
 };
 
 const Entry& entry(DType type) { return kEntries[static_cast<std::size_t>(type)]; }

@@ -10,9 +10,10 @@
 
 namespace xd {
 
-enum class DType : std::uint8_t { bf16, f16, f32, i32, i64, i8, u8, e4m3, e5m2, e8m0 };
+enum class DType : std::uint8_t { bf16, f16, f32, i32, i64, i8, u8, e4m3, e5m2, e8m0, boolean };
 
-// DLPack 1.1 codes that an older DLPack header does not name.
+// DLPack codes that an older DLPack header does not name.
+inline constexpr std::uint8_t kDLPackBool = 6;
 inline constexpr std::uint8_t kDLPackFloat8E4m3fn = 10;
 inline constexpr std::uint8_t kDLPackFloat8E5m2 = 12;
 inline constexpr std::uint8_t kDLPackFloat8E8m0fnu = 14;

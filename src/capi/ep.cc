@@ -3,9 +3,11 @@
 #include "base/options.h"
 #include "capi/boundary.h"
 #include "ep/cpu/cpu_group.h"
+#include "ep/cpu/local.h"
 
 #if XD_CUDA
 #include "ep/cuda/cuda_group.h"
+#include "ep/cuda/local.h"
 #endif
 
 using xd::guarded;
@@ -16,6 +18,7 @@ namespace {
 #if XD_CUDA
 constexpr auto make_cuda_group = xd::ep::cuda::make_group;
 constexpr auto cuda_group_memory = xd::ep::cuda::group_memory;
+constexpr auto start_cuda_routing_layout = xd::ep::cuda::start_routing_layout;
 #else
 std::unique_ptr<xd::ep::Group> make_cuda_group(const std::shared_ptr<xd::Comm>&,
                                                const xd_ep_config*) {
@@ -24,6 +27,7 @@ std::unique_ptr<xd::ep::Group> make_cuda_group(const std::shared_ptr<xd::Comm>&,
 xd_ep_memory cuda_group_memory(const xd::ep::Config&) {
   xd::fail(XD_ERROR_UNSUPPORTED, "config.device_type = kDLCUDA: this build has no CUDA executor");
 }
+void start_cuda_routing_layout(const xd::ep::RoutingLayoutCall&, const DLDevice&, xd_stream) {}
 #endif
 
 std::unique_ptr<xd::ep::Group> make_group(const std::shared_ptr<xd::Comm>& comm,
@@ -138,6 +142,26 @@ xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const
   xd::ep::forget_last_error();
   return guarded_on("xd_ep_join_failed", g.comm(),
                     [&] { g.join_failed(xd::raw_enum(operation), text, stream); });
+}
+
+xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,
+                                 xd_stream stream) {
+  return operate("xd_ep_plan_row_experts", group, args, stream, &xd::ep::Group::row_experts);
+}
+
+xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,
+                               xd_stream stream) {
+  XD_REQUIRE_GIVEN("xd_ep_routing_layout", comm);
+  const xd::Comm& c = *comm->comm;
+  return guarded_on("xd_ep_routing_layout", c, [&] {
+    c.check_usable();
+    const auto call = xd::ep::read_routing_layout(args, c.num_ranks(), c.device());
+    if (c.device().device_type == kDLCUDA) {
+      start_cuda_routing_layout(call, c.device(), stream);
+    } else {
+      xd::ep::cpu::fill_routing_layout(call);
+    }
+  });
 }
 
 xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info) {

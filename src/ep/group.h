@@ -50,6 +50,9 @@ class Group {
   // `operation`: what the caller gave as an xd_ep_operation.
   virtual void join_failed(std::int32_t operation, const char* text, xd_stream stream) = 0;
 
+  // Local: takes no turn.
+  virtual void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) = 0;
+
   Comm& comm() const { return *comm_; }
   int rank() const { return comm_->rank(); }
   int number() const { return number_; }

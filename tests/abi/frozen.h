@@ -211,6 +211,21 @@ FROZEN_FIELD(xd_ep_plan_info, overflow_rank, 76);
 FROZEN_FIELD(xd_ep_plan_info, fingerprint, 80);
 FROZEN_FIELD(xd_ep_plan_info, epoch, 88);
 
+FROZEN_SIZE(xd_ep_plan_row_experts_args, 32);
+FROZEN_FIELD(xd_ep_plan_row_experts_args, struct_size, 0);
+FROZEN_FIELD(xd_ep_plan_row_experts_args, plan, 8);
+FROZEN_FIELD(xd_ep_plan_row_experts_args, plan_bytes, 16);
+FROZEN_FIELD(xd_ep_plan_row_experts_args, row_experts, 24);
+
+FROZEN_SIZE(xd_ep_routing_layout_args, 56);
+FROZEN_FIELD(xd_ep_routing_layout_args, struct_size, 0);
+FROZEN_FIELD(xd_ep_routing_layout_args, num_experts, 8);
+FROZEN_FIELD(xd_ep_routing_layout_args, topk_idx, 16);
+FROZEN_FIELD(xd_ep_routing_layout_args, rows_per_rank, 24);
+FROZEN_FIELD(xd_ep_routing_layout_args, rows_per_expert, 32);
+FROZEN_FIELD(xd_ep_routing_layout_args, token_in_rank, 40);
+FROZEN_FIELD(xd_ep_routing_layout_args, bad_ids, 48);
+
 FROZEN_ENUM(xd_ep_layout);
 FROZEN_VALUE(XD_EP_EXPERT_MAJOR, 0);
 FROZEN_VALUE(XD_EP_RANK_MAJOR, 1);

@@ -71,6 +71,7 @@ class Step {
   enum class ChoiceField { weight, local_expert };
   void expect_choices(const char* name, const Tensor& tensor, ChoiceField field) const;
   void expect_plan_info() const;
+  void expect_row_experts();
   void expect_dispatched(const Payload& payload, const Tensor& rows, const Tensor& scales) const;
   void expect_status(xd_ep_operation operation, xd_status called);
 

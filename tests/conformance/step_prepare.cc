@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 
 #include "conformance/step.h"
 
@@ -69,6 +70,38 @@ void Step::prepare() {
   }
   EXPECT_TRUE(plan_.guards_intact()) << "bytes beside the plan were written";
   expect_plan_info();
+  expect_row_experts();
+}
+
+// The zone of each row, also past the last one, whatever became of the plan.
+void Step::expect_row_experts() {
+  const std::int64_t rows = receive_rows(21);
+  Tensor row_experts = output(own_chance(22) % 2 == 0 ? kI32 : kI64, {rows}, false);
+  xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  args.row_experts = row_experts.dl();
+  const xd_status status = xd_ep_plan_row_experts(group_, &args, rank_.stream());
+  if (case_.layout == XD_EP_RANK_MAJOR) {
+    EXPECT_EQ(status, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(xd_last_error()).find("recv_topk_idx"), std::string::npos)
+        << xd_last_error();
+    EXPECT_TRUE(row_experts.untouched());
+    return;
+  }
+  ok(status);
+  rank_.memory->synchronize();
+  const std::vector<std::int64_t>& offsets = received().offsets;
+  Image image(rows, 1, row_experts.type(), kPoison);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int64_t expert = -1;
+    for (int e = 0; e < case_.local_experts; ++e) {
+      const auto at = static_cast<std::size_t>(e);
+      if (offsets[at] <= row && row < offsets[at + 1]) expert = e;
+    }
+    image.set(row, 0, static_cast<std::uint64_t>(expert));
+  }
+  expect_image("row_experts", row_experts, image);
 }
 
 void Step::expect_plan_info() const {

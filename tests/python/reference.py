@@ -73,6 +73,10 @@ class Routing:
         """First row of each zone, and the end of the last, in expert_major."""
         return [0, *np.cumsum(self.padded_counts(rank)).tolist()]
 
+    def row_experts(self, rank: int) -> np.ndarray:
+        """The local expert of each row, padding included, in expert_major."""
+        return np.repeat(np.arange(self.local_experts), self.padded_counts(rank))
+
     def total(self, rank: int) -> int:
         """Rows that `rank` receives, padding included."""
         return len(self.rows(rank))

@@ -16,7 +16,8 @@ inline constexpr DLDataType kF32{kDLFloat, 32, 1};
 inline constexpr DLDataType kI32{kDLInt, 32, 1};
 inline constexpr DLDataType kI64{kDLInt, 64, 1};
 inline constexpr DLDataType kU8{kDLUInt, 8, 1};
-// Codes of DLPack 1.1, which older headers do not name.
+// Codes that older headers of DLPack do not name.
+inline constexpr DLDataType kBool{6, 8, 1};
 inline constexpr DLDataType kE4m3{10, 8, 1};
 inline constexpr DLDataType kE5m2{12, 8, 1};
 inline constexpr DLDataType kE8m0{14, 8, 1};

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from ._quantized import QuantizedRows
 
@@ -51,6 +52,23 @@ class EpPlan:
     group: EpGroup = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     topk: int = dataclasses.field(metadata={"static": True})
+
+    def row_experts(self) -> jax.Array:
+        """``[R]`` int32: the local expert of each row of a receive array, padding included, else
+        -1.
+
+        Raises:
+            ValueError: the layout is rank_major, where `Dispatched.topk_idx` has the experts.
+        """
+        config = self.group.config
+        if config.layout == "rank_major":
+            raise ValueError("row_experts: expected a plan of an expert_major group, got one of "
+                             "rank_major; Dispatched.topk_idx has its experts")
+        local_experts = config.num_experts // self.group.place.num_ranks
+        ends = self.offsets.reshape(-1, local_experts + 1)[:, 1:]
+        rows = jnp.arange(self.group.rows, dtype=jnp.int32)
+        found = jax.vmap(lambda of_rank: jnp.searchsorted(of_rank, rows, side="right"))(ends)
+        return jnp.where(found < local_experts, found, -1).astype(jnp.int32).reshape(-1)
 
     def after(self, order: jax.Array) -> EpPlan:
         """The same plan, whose next operation comes after those that `order` stands for."""

@@ -14,7 +14,7 @@ have a static number of rows; `Plan.counts` and `Plan.offsets` say which are rea
 """
 
 from ._comm import Communicator, default_communicator, empty_symmetric, init
-from ._group import EpGroup
+from ._group import EpGroup, RoutingLayout
 from ._ops import Dispatched, combine, dequantize, dispatch
 from ._plan import Plan
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -28,6 +28,7 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "Plan",
+    "RoutingLayout",
     "average_gradients",
     "combine",
     "default_communicator",

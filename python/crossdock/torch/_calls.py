@@ -106,6 +106,35 @@ def prepare(
     )
 
 
+def row_experts(group: _core.Group, plan: torch.Tensor, out: torch.Tensor) -> None:
+    """``xd_ep_plan_row_experts``. Local: no peer has to call it."""
+    group.row_experts(plan.data_ptr(), plan.numel(), spec(out), current_stream(plan.device))
+
+
+def routing_layout(
+    comm: _core.Comm,
+    num_experts: int,
+    topk_idx: torch.Tensor,
+    rows_per_rank: torch.Tensor | None = None,
+    rows_per_expert: torch.Tensor | None = None,
+    token_in_rank: torch.Tensor | None = None,
+    bad_ids: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_routing_layout``. Local: no peer has to call it. `token_in_rank` is bool or uint8."""
+    flags = token_in_rank
+    if flags is not None and flags.dtype == torch.bool:
+        flags = flags.view(torch.uint8)
+    comm.routing_layout(
+        num_experts,
+        spec(topk_idx),
+        spec(rows_per_rank),
+        spec(rows_per_expert),
+        spec(flags),
+        spec(bad_ids),
+        current_stream(topk_idx.device),
+    )
+
+
 def dispatch(
     group: _core.Group,
     plan: torch.Tensor,

@@ -196,6 +196,59 @@ def _prepare_shapes(topk_idx, order, group):
     )
 
 
+# ---- Local calls --------------------------------------------------------------------------------
+
+
+def _local(schema: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Defines an operator that concerns this rank alone: no peer hears of its mistakes."""
+
+    def define(kernel: Callable[..., object]) -> Callable[..., object]:
+        LIBRARY.define(schema, tags=_TAGS)
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(schema.partition("(")[0], torch._disable_dynamo(kernel), key)
+        return kernel
+
+    return define
+
+
+def _row_experts_like(plan: Tensor, group: int, wide: bool) -> Tensor:
+    dtype = torch.int64 if wide else torch.int32
+    return plan.new_empty(group_of(group).rows, dtype=dtype)
+
+
+@_local("row_experts(Tensor plan, int group, bool wide) -> Tensor")
+def _row_experts(plan: Tensor, group: int, wide: bool) -> Tensor:
+    out = _row_experts_like(plan, group, wide)
+    _calls.row_experts(group_of(group).core, plan, out)
+    return out
+
+
+_shapes("row_experts")(_row_experts_like)
+
+
+def _layout_like(
+    topk_idx: Tensor, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ep = group_of(group)
+    numbers = (
+        topk_idx.new_empty(size, dtype=torch.int32) for size in (ep.comm.num_ranks, ep.num_experts)
+    )
+    in_rank = topk_idx.new_empty((topk_idx.shape[0], ep.comm.num_ranks), dtype=torch.bool)
+    return *numbers, in_rank, topk_idx.new_empty(1, dtype=torch.int32)
+
+
+@_local("routing_layout(Tensor topk_idx, int group) -> (Tensor, Tensor, Tensor, Tensor)")
+def _routing_layout(topk_idx: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> rows_per_rank, rows_per_expert, token_in_rank, bad_ids."""
+    ep = group_of(group)
+    outputs = _layout_like(topk_idx, group)
+    _calls.routing_layout(ep.comm.core, ep.num_experts, topk_idx.contiguous(), *outputs)
+    return outputs
+
+
+_shapes("routing_layout")(_layout_like)
+
+
 # ---- dispatch -----------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from ._config import read_config
 from ._plan import Plan, PlanParts
 from ._pool import SymmetricPool, block_bytes
 
-__all__ = ["EpGroup", "group_of", "pool_of"]
+__all__ = ["EpGroup", "RoutingLayout", "group_of", "pool_of"]
 
 # Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
 # device: they are freed with the process.
@@ -46,6 +46,22 @@ def group_of(handle: int) -> EpGroup:
 def pool_of(handle: int) -> SymmetricPool:
     """The pool that the tensors of this group come from."""
     return group_of(handle).comm.pool
+
+
+class RoutingLayout(NamedTuple):
+    """Where the tokens of one rank go. W ranks, E experts, T tokens.
+
+    Attributes:
+        rows_per_rank: ``[W]`` int32: tokens that go to each rank.
+        rows_per_expert: ``[E]`` int32: tokens that go to each expert.
+        token_in_rank: ``[T, W]`` bool.
+        bad_ids: ``[1]`` int32: ids below -1, or E and more.
+    """
+
+    rows_per_rank: torch.Tensor
+    rows_per_expert: torch.Tensor
+    token_in_rank: torch.Tensor
+    bad_ids: torch.Tensor
 
 
 class EpGroup:
@@ -193,6 +209,18 @@ class EpGroup:
         data, info, order = torch.ops.crossdock.prepare.default(topk_idx, order, self.handle)
         plan = Plan(self, data, info, order, topk_idx.shape[0], topk_idx.shape[1])
         return plan if out is None else out.overwrite(plan)
+
+    def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
+        """Count where this rank's tokens go, without a plan. Local: peers need not call it.
+
+        Args:
+            topk_idx: ``[T, K]`` int32 or int64, any T, K up to 32; -1 = none. An expert's second
+                and later mentions in a row, and ids out of range, count as none.
+
+        Raises:
+            TypeError, InvalidArgument: a bad argument.
+        """
+        return RoutingLayout(*torch.ops.crossdock.routing_layout.default(topk_idx, self.handle))
 
     def _order_after(self, after: Plan | torch.Tensor | None) -> torch.Tensor:
         """The order that the next plan begins with."""

@@ -87,6 +87,28 @@ class Plan:
         parts = self.group.plan_parts
         return self.info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks)
 
+    def row_experts(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """``[R]``: the local expert of each row of a receive tensor, padding included, else -1.
+
+        In expert_major; in rank_major `Dispatched.topk_idx` says it. Local, without a gradient;
+        also under ``torch.compile`` and in CUDA graphs.
+
+        Args:
+            dtype: torch.int64 or torch.int32.
+
+        Raises:
+            ValueError: the layout is rank_major, or another dtype.
+        """
+        if self.group.layout == "rank_major":
+            raise ValueError(
+                "row_experts: expected a plan of an expert_major group, got one of rank_major, "
+                "where a row stands for several experts; Dispatched.topk_idx has them"
+            )
+        if dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"dtype: expected torch.int64 or torch.int32, got {dtype}")
+        wide = dtype == torch.int64
+        return torch.ops.crossdock.row_experts.default(self.data, self.group.handle, wide)
+
     def detach(self) -> Plan:
         """The same routing with an order of its own.
 

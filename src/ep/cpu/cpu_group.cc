@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "ep/cpu/local.h"
 #include "ep/cpu/operations.h"
 #include "ep/verdict.h"
 
@@ -36,6 +37,11 @@ class CpuGroup final : public Group {
   }
   void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream) override {
     run(XD_EP_COMBINE_BWD, [&](const Context& context) { return CombineBwdOp(context, args); });
+  }
+
+  void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream) override {
+    comm().check_usable();
+    fill_row_experts(read_row_experts(args, call_context()), plan_binding());
   }
 
   void join_failed(std::int32_t operation, const char* text, xd_stream) override {

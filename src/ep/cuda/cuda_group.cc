@@ -10,6 +10,7 @@
 #include "base/math.h"
 #include "cuda/memory.h"
 #include "ep/cuda/calls.h"
+#include "ep/cuda/local.h"
 #include "ep/cuda/report.h"
 #include "ep/records.h"
 
@@ -41,6 +42,11 @@ class CudaGroup final : public Group {
         [&] { start_dispatch(read_combine_bwd(args, call_context()), stream); });
   }
   void join_failed(std::int32_t operation, const char* text, xd_stream stream) override;
+  void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
+    comm().check_usable();
+    const xd::cuda::DeviceGuard guard(comm().device().device_id);
+    start_row_experts(read_row_experts(args, call_context()), plan_binding(), stream);
+  }
 
   xd_ep_status take_status() override {
     collect_report();

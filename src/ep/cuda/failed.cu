@@ -9,6 +9,7 @@ namespace xd::ep::cuda {
 void load_prepare(std::size_t shared_bytes);
 void load_dispatch(std::size_t shared_bytes);
 void load_combine(std::size_t shared_bytes);
+void load_local();
 
 namespace {
 
@@ -34,6 +35,7 @@ void load_kernels(const DeviceFacts& device) {
   load_prepare(device.shared_bytes);
   load_dispatch(device.shared_bytes);
   load_combine(device.shared_bytes);
+  load_local();
 }
 
 }  // namespace xd::ep::cuda

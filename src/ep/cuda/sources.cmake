@@ -5,6 +5,7 @@ set(XD_EP_CUDA_SOURCES
   ep/cuda/dispatch.cu
   ep/cuda/failed.cu
   ep/cuda/launch_plan.cc
+  ep/cuda/local.cu
   ep/cuda/prepare.cu
   ep/cuda/report.cc
 )

@@ -91,6 +91,7 @@ def round_trip(me: Rank, case: Case) -> None:
         with crossdock.EpGroup(comm, config) as group:
             for _ in range(2):
                 plan = group.prepare(routing.topk_idx[me.rank])
+                check_local(group, plan, routing, me.rank)
                 check_plan(plan, routing, me.rank)
                 check_data(group, plan, routing, me.rank, tokens, weights, grads)
 
@@ -112,6 +113,26 @@ def check_plan(plan: crossdock.Plan, routing: Routing, rank: int) -> None:
     if routing.layout == "expert_major":
         assert plan.padded_counts.tolist() == routing.padded_counts(rank)
         assert plan.offsets.tolist() == routing.offsets(rank)
+
+
+def check_local(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing,
+                rank: int) -> None:
+    if routing.layout == "rank_major":
+        with pytest.raises(crossdock.InvalidArgument, match="recv_topk_idx"):
+            group.row_experts(plan)
+    else:
+        equal("row_experts", group.row_experts(plan), routing.row_experts(rank))
+        wide = group.row_experts(plan, out=np.full(routing.total(rank) + 3, 7, np.int32))
+        equal("row_experts", wide, np.int32([*routing.row_experts(rank), -1, -1, -1]))
+    ids = routing.topk_idx[rank]
+    layout = group.comm.routing_layout(ids, routing.num_ranks * routing.local_experts)
+    owner = np.where(ids >= 0, ids // routing.local_experts, -1)
+    goes = (owner[:, :, None] == np.arange(routing.num_ranks)).any(1)
+    equal("token_in_rank", layout.token_in_rank, goes)
+    equal("rows_per_rank", layout.rows_per_rank, goes.sum(0))
+    equal("rows_per_expert", layout.rows_per_expert,
+          (ids[:, :, None] == np.arange(len(layout.rows_per_expert))).any(1).sum(0))
+    assert layout.bad_ids == 0
 
 
 def check_data(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing, rank: int,

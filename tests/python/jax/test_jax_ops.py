@@ -32,11 +32,13 @@ def round_trip(world: World, layout: str, kind: str, dtype: str, tokens: int, al
         plan = xd.ep_prepare(config, ids)
         received = xd.ep_dispatch(plan, x, weights)
         out, _ = xd.ep_combine(received.plan, received.tokens)
-        return plan, received, out
+        experts = plan.row_experts() if layout == "expert_major" else None
+        return plan, received, out, experts
 
     with jax.enable_x64(index_type == "int64"):
         ids_on_mesh = world.put([part.astype(index_type) for part in ids])
-        plan, received, out = world.on_ranks(trip)(ids_on_mesh, world.put(x), world.put(weights))
+        plan, received, out, experts = world.on_ranks(trip)(ids_on_mesh, world.put(x),
+                                                            world.put(weights))
     rows = world.ep.group(config).rows
     expected = Routing(ids, EXPERTS, layout, alignment)
     equal(world.parts(plan.counts), lambda rank: np.int32(expected.counts(rank)))
@@ -45,6 +47,7 @@ def round_trip(world: World, layout: str, kind: str, dtype: str, tokens: int, al
     if layout == "expert_major":
         equal(world.parts(plan.padded_counts), lambda r: np.int32(expected.padded_counts(r)))
         equal(world.parts(plan.offsets), lambda r: np.int32(expected.offsets(r)))
+        equal(world.parts(experts), lambda r: padded(np.int32(expected.row_experts(r)), rows, -1))
     else:
         equal(world.parts(received.topk_idx),
               lambda rank: padded(np.int32(expected.recv_topk_idx(rank)), rows, -1))

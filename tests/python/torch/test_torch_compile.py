@@ -85,8 +85,10 @@ def test_operations_of_a_graph_are_one_chain():
     chains: list[list[str]] = []
 
     def record(graph_module: torch.fx.GraphModule, _):
-        operations = [node for node in graph_module.graph.nodes
-                      if str(node.target).startswith("crossdock.")]
+        calls = [node for node in graph_module.graph.nodes
+                 if str(node.target).startswith("crossdock.")]
+        # Whose zone a row lies in is no operation: it takes no turn.
+        operations = [node for node in calls if "row_experts" not in str(node.target)]
         for earlier, later in zip(operations, operations[1:]):
             assert earlier in _ancestors(later), f"{later} does not depend on {earlier}"
         chains.append([str(node.target).split(".")[1] for node in operations])

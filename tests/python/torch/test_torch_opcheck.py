@@ -31,6 +31,14 @@ def test_prepare(prepared):
                               test_utils=WITHOUT_VALUES)
 
 
+def test_local(prepared):
+    batch, group, plan = prepared
+    torch.library.opcheck(OPS.routing_layout.default, (batch.local(0)[0], group.handle))
+    if batch.layout == "expert_major":
+        for wide in (False, True):
+            torch.library.opcheck(OPS.row_experts.default, (plan.data, group.handle, wide))
+
+
 @pytest.mark.parametrize("wanted", ["weights", "rows alone", "quantised", "scaled"])
 def test_dispatch(prepared, wanted):
     _, group, plan = prepared

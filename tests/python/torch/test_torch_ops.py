@@ -98,8 +98,7 @@ def _unweighted(me: Rank) -> None:
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x)
         assert received.weights is None
-        rows = torch.arange(group.rows, dtype=torch.int32)
-        factor = torch.bucketize(rows, plan.offsets[1:], right=True) + 1
+        factor = plan.row_experts(torch.int32) + 1
         out = xd.combine(plan, received.tokens * factor[:, None])
         out.backward(grad_out)
         expected, grad_x, _ = batch.expected(me.rank, weighted=False)

@@ -38,6 +38,46 @@ def test_plan_overwritten_before_its_backward_is_caught():
     run_ranks(4, _overwritten)
 
 
+def _local(me: Rank) -> None:
+    batch = Batch(SEED + 40, ragged(me), alignment=4)
+    with xd.init():
+        group = batch.group()
+        ids = batch.local(me.rank)[0]
+        plan = group.prepare(ids)
+        for _ in range(me.rank):  # each rank as often as it likes
+            experts = plan.row_experts()
+            assert experts.dtype == torch.int64 and experts.shape == (group.rows,)
+            expected = batch.routing.row_experts(me.rank).tolist()
+            assert experts.tolist() == expected + [-1] * (group.rows - len(expected))
+            assert torch.equal(plan.row_experts(torch.int32), experts.int())
+            layout = group.routing_layout(ids)
+            owner = torch.where(ids < 0, -1, ids // group.num_local_experts)
+            goes = (owner[:, :, None] == torch.arange(me.num_ranks)).any(1)
+            assert torch.equal(layout.token_in_rank, goes)
+            assert layout.rows_per_rank.tolist() == goes.sum(0).tolist()
+            every = torch.arange(group.num_experts)
+            assert layout.rows_per_expert.tolist() == (ids[..., None] == every).sum((0, 1)).tolist()
+            assert layout.bad_ids.tolist() == [0]
+        with pytest.raises(ValueError, match=r"dtype: expected torch\.int64 or torch\.int32"):
+            plan.row_experts(torch.float32)
+
+
+def test_local_calls_need_no_peer():
+    run_ranks(4, _local)
+
+
+def _rank_major_rows(me: Rank) -> None:
+    batch = Batch(SEED + 41, ragged(me), "rank_major")
+    with xd.init():
+        plan = batch.group().prepare(batch.local(me.rank)[0])
+        with pytest.raises(ValueError, match=r"row_experts: .*Dispatched\.topk_idx"):
+            plan.row_experts()
+
+
+def test_rows_of_rank_major_have_no_single_expert():
+    run_ranks(2, _rank_major_rows)
+
+
 def _other_shape(me: Rank) -> None:
     batch = Batch(SEED, ragged(me))
     with xd.init():

@@ -111,9 +111,7 @@ def experts(plan: xd.Plan, received: xd.Dispatched) -> torch.Tensor:
     if plan.group.layout == "rank_major":
         factor = (received.topk_idx + 1) * received.weights  # idx -1: no expert
         return tokens * factor.sum(1, keepdim=True).to(tokens.dtype)
-    rows = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
-    # A copy: what torch 2.11 compiles for GPUs takes boundaries from where their memory begins.
-    factor = torch.bucketize(rows, plan.offsets[1:].clone(), right=True) + 1
+    factor = plan.row_experts()[: tokens.shape[0]] + 1
     return tokens * factor.to(tokens.dtype)[:, None]
 
 

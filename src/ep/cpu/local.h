@@ -1,0 +1,14 @@
+// Local calls on the CPU: they have happened when they return.
+#pragma once
+
+#include "ep/local_calls.h"
+#include "ep/plan.h"
+
+namespace xd::ep::cpu {
+
+// Throws INVALID_ARGUMENT for a plan that is none of `binding`'s group.
+void fill_row_experts(const RowExpertsCall& call, const PlanBinding& binding);
+
+void fill_routing_layout(const RoutingLayoutCall& call);
+
+}  // namespace xd::ep::cpu

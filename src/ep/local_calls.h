@@ -1,0 +1,26 @@
+// The arguments of local calls after their checks, as ep/calls.h has those of the operations.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include "ep/calls.h"
+#include "ep/tensor.h"
+
+namespace xd::ep {
+
+struct RowExpertsCall {
+  PlanBytes plan;
+  Tensor row_experts;
+};
+RowExpertsCall read_row_experts(const xd_ep_plan_row_experts_args* args,
+                                const CallContext& context);
+
+struct RoutingLayoutCall {
+  int experts = 0, ranks = 0;
+  Tensor topk_idx;
+  Tensor rows_per_rank, rows_per_expert, token_in_rank, bad_ids;
+};
+RoutingLayoutCall read_routing_layout(const xd_ep_routing_layout_args* args, int ranks,
+                                      DLDevice device);
+
+}  // namespace xd::ep
