@@ -31,6 +31,16 @@ def as_dlpack(
     """A DLPack capsule ("dltensor") over memory, which keeps `owner` alive until the consumer drops
     it."""
 
+def segment_functions() -> tuple[int, int]:
+    """Addresses of the functions by which a pool of torch's caching allocator takes memory and
+    gives it back. They give what the calling thread has been offered, and nothing else."""
+
+def offer_segment(ptr: int, bytes: int) -> None:
+    """The next segment of at most `bytes` bytes that this thread takes begins at `ptr`; 0 = none."""
+
+def segment_taken(ptr: int) -> bool:
+    """Whether the segment has been taken and not given back."""
+
 class Comm:
     """xd_comm. Leaves with its last reference, with close(), or at the interpreter's exit."""
 

@@ -3,6 +3,7 @@
 #include <crossdock/crossdock.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,6 +18,7 @@
 #include "comm.h"
 #include "errors.h"
 #include "group.h"
+#include "segments.h"
 
 namespace xdpy {
 namespace {
@@ -120,6 +122,9 @@ NB_MODULE(_core, module) {
       "feature_reason", [](const std::string& name) { return feature(name).second; }, "name"_a);
   module.def("as_dlpack", &as_dlpack, "ptr"_a, "shape"_a, "dtype"_a, "device_type"_a, "device_id"_a,
              "owner"_a);
+  module.def("segment_functions", &segment_functions);
+  module.def("offer_segment", &offer_segment, "ptr"_a, "bytes"_a);
+  module.def("segment_taken", &segment_taken, "ptr"_a);
   module.attr("version") = version();
 }
 

@@ -15,6 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 os.environ.setdefault("XD_TIMEOUT_MS", "60000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch_defaults  # noqa: E402
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true",
@@ -22,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch_defaults.apply()
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs with --gpu only")
 
 

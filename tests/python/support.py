@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch_defaults
+
 import crossdock
 from crossdock import _core
 
@@ -84,6 +86,7 @@ def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
     outcomes: list[Any] = [None] * num_ranks
 
     def serve(rank: int) -> None:
+        torch_defaults.apply()
         outcomes[rank] = _outcome(fn, Rank(rank, num_ranks, unique_id), args)
 
     threads = [threading.Thread(target=serve, args=(rank,), daemon=True)
@@ -162,6 +165,7 @@ class _Pool:
 
 
 def _serve(rank: int, num_ranks: int, pipe: multiprocessing.connection.Connection) -> None:
+    torch_defaults.apply()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank),
                       LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     while True:

@@ -16,8 +16,12 @@ topk_idx_t = torch.int64
 
 MAX_TOPK = 32  # choices per token that a group knows
 ROW_ALIGNMENT = 16  # bytes
-_ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# 4-bit numbers, two in a byte, from torch 2.8 on.
+_FP4_TYPES = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
+# Those of one byte, which may hold two numbers.
+_BYTES = (torch.uint8, torch.int8, *_FP4_TYPES)
+_BYTE_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, *_BYTES)
+_ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32, *_BYTE_TYPES)
 _SCALE_TYPES = (torch.float32, torch.int32)
 
 
@@ -106,6 +110,11 @@ class Tokens:
         return self.rows.shape[1] * self.rows.element_size()
 
     @property
+    def packed(self) -> int:
+        """Numbers that an element may stand for."""
+        return 2 if self.rows.dtype in _BYTES else 1
+
+    @property
     def scale_columns(self) -> int:
         if self.scales is None:
             return 0
@@ -113,13 +122,13 @@ class Tokens:
 
 
 def read_tokens(checks: Checks, x: Any) -> Tokens:
-    """x as a tensor of rows, or as a pair of fp8 rows and scales."""
+    """x as a tensor of rows, or as a pair of rows of bytes and scales."""
     if not isinstance(x, tuple):
         tokens = Tokens(checks.tensor(x, "x", ("T", "H"), _ROW_TYPES), None)
     else:
         if len(x) != 2:
             checks.fail("x", "a tensor, or a pair of rows and scales", f"{len(x)} items")
-        rows = checks.tensor(x[0], "x[0]", ("T", "H"), _FP8_TYPES)
+        rows = checks.tensor(x[0], "x[0]", ("T", "H"), _BYTE_TYPES)
         count = rows.shape[0]
         per_token = isinstance(x[1], torch.Tensor) and x[1].ndim == 1
         shape = (count,) if per_token else (count, "S")
@@ -165,6 +174,13 @@ def read_choices(checks: Checks, num_tokens: int, per_rank: Any, in_rank: Any, p
     return Choices(experts, per_expert, in_rank, topk_idx, topk_weights)
 
 
+def read_weights(checks: Checks, weights: Any, num_rows: int) -> None:
+    """The weights of combine: [N,K] float32 with any K that a group knows."""
+    found = checks.tensor(weights, "topk_weights", (num_rows, "K"), (torch.float32,))
+    if not 1 <= found.shape[1] <= MAX_TOPK:
+        checks.fail("topk_weights", f"1 to {MAX_TOPK} columns", found.shape[1])
+
+
 def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
               dtype: torch.dtype) -> list[torch.Tensor]:
     """None, a tensor, or a pair of which each may be None, as a list of the tensors."""
@@ -176,6 +192,11 @@ def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
         checks.fail("bias", "None, a tensor, or a tuple of two", _kind(bias))
     return [checks.tensor(one, f"bias[{i}]", shape, (dtype,))
             for i, one in enumerate(bias) if one is not None]
+
+
+def as_payload(rows: torch.Tensor) -> torch.Tensor:
+    """Rows in a type that the library knows; it moves them without reading them."""
+    return rows.view(torch.uint8) if rows.dtype in _FP4_TYPES else rows
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,11 @@ import torch
 
 from crossdock.torch import _calls
 
-from ._arguments import ROW_ALIGNMENT, Checks, aligned
+from ._arguments import ROW_ALIGNMENT, Checks
 from ._groups import Sequence
+from ._handle import Routing
 from ._lane import Turn
-from ._runtime import Handle, Runtime
+from ._memory import ReceiveMemory
 from .utils import EventOverlap
 
 _HALVES = 2  # float32 rows are twice as long as 16-bit ones
@@ -46,34 +47,48 @@ def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) 
 
 def operations_of(pieces: int, topk_weights: object) -> list[int]:
     """The operations that a combine with such arguments consists of."""
-    return [_calls.COMBINE] * pieces + [_calls.DISPATCH_BWD] * (topk_weights is not None)
+    return [_calls.COMBINE] * (pieces + (topk_weights is not None))
 
 
-def combine(runtime: Runtime, sequence: Sequence, x: torch.Tensor, handle: Handle,
+def combine(sequence: Sequence, x: torch.Tensor, routing: Routing,
             topk_weights: torch.Tensor | None, bias: list[torch.Tensor], pieces: int, turn: Turn
             ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given. Nothing waits for the host."""
-    routing = handle.routing
+    memory = routing.lease.home.memory
     with turn:
         with turn.allocating():
             out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
             weights = None
             if topk_weights is not None:
-                weights = torch.empty(routing.num_tokens, routing.topk, dtype=torch.float32,
-                                      device=x.device)
+                weights = torch.empty(routing.num_tokens, topk_weights.shape[1],
+                                      dtype=torch.float32, device=x.device)
         with turn.running():
             if bias or pieces > 1:
-                _sum_wide(runtime, sequence, x, handle.plan, bias, pieces, out)
+                _sum_wide(memory, sequence, x, routing.plan, bias, pieces, out)
             else:
-                sequence.run(_calls.combine, handle.plan, x, out)
-            if topk_weights is not None:
-                sequence.run(_calls.dispatch_bwd, handle.plan,
-                             grad_recv_weights=aligned(topk_weights), grad_topk_weights=weights)
-        event = turn.finish((x, topk_weights, *bias, handle.plan), (out, weights))
+                sequence.run(_calls.combine, routing.plan, x, out)
+            if topk_weights is not None and weights is not None:
+                _sum_weights(sequence, topk_weights, routing.plan, weights)
+        event = turn.finish((x, topk_weights, *bias, routing.plan), (out, weights))
     return out, weights, event
 
 
-def _sum_wide(runtime: Runtime, sequence: Sequence, x: torch.Tensor, plan: torch.Tensor,
+def _sum_weights(sequence: Sequence, weights: torch.Tensor, plan: torch.Tensor,
+                 out: torch.Tensor) -> None:
+    """out = the ranks' sum of each token's weights: they travel as rows."""
+    unit = ROW_ALIGNMENT // _WIDE
+    missing = -weights.shape[1] % unit
+    rows, total = weights, out
+    if missing or weights.data_ptr() % ROW_ALIGNMENT:
+        rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
+    if missing:
+        total = out.new_empty(out.shape[0], rows.shape[1])
+    sequence.run(_calls.combine, plan, rows, total)
+    if missing:
+        out.copy_(total[:, : out.shape[1]])
+
+
+def _sum_wide(memory: ReceiveMemory, sequence: Sequence, x: torch.Tensor, plan: torch.Tensor,
               bias: list[torch.Tensor], pieces: int, out: torch.Tensor) -> None:
     """out = the ranks' sum + bias in float32, rounded once.
 
@@ -84,7 +99,7 @@ def _sum_wide(runtime: Runtime, sequence: Sequence, x: torch.Tensor, plan: torch
         columns = slice(piece * width, (piece + 1) * width)
         rows = x
         if pieces > 1 or x.dtype != torch.float32:
-            rows = runtime.pool.empty((x.shape[0], width), torch.float32)
+            rows = memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
         sequence.run(_calls.combine, plan, rows, total)

@@ -6,16 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
 from ._agreement import Request
-from ._arguments import Choices, Tokens, aligned, topk_idx_t
+from ._arguments import MAX_TOPK, Choices, Tokens, aligned, as_payload, topk_idx_t
 from ._groups import Lease, Sequence
+from ._handle import Handle, Routing
 from ._lane import Turn
-from ._runtime import Handle, Routing, Runtime
+from ._memory import ReceiveMemory
+from ._runtime import Runtime
 from .utils import EventOverlap
 
 _SCALE_BLOCK = 128  # columns that share a scale
@@ -46,9 +49,10 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
     hidden = tokens.rows.shape[1]
     return Request(
         tokens=tokens.rows.shape[0],
-        # Room for both forms of a batch, whichever comes first: fp8 rows are combined as 16-bit
-        # ones, and their scales may come in a later, cached dispatch.
-        row_bytes=max(tokens.row_bytes, 2 * hidden),
+        # Room for all forms of a batch, whichever comes first: fp8 rows, and those of 4-bit numbers
+        # in bytes, are combined as 16-bit ones, their scales may come in a later, cached dispatch,
+        # and weights travel as rows.
+        row_bytes=max(tokens.row_bytes, 2 * hidden * tokens.packed, 4 * MAX_TOPK),
         scale_bytes=4 * max(tokens.scale_columns, -(-hidden // _SCALE_BLOCK)),
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
         experts=choices.experts,
@@ -57,15 +61,15 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
     )
 
 
-def dispatch_cached(runtime: Runtime, sequence: Sequence, tokens: Tokens, handle: Handle,
+def dispatch_cached(sequence: Sequence, tokens: Tokens, routing: Routing,
                     turn: Turn) -> tuple[Received, EventOverlap]:
-    """Dispatches along the routing of `handle`. Nothing waits for the host."""
+    """Dispatches along a routing. Nothing waits for the host."""
     with turn:
         with turn.allocating():
-            received = _allocate(runtime, tokens, handle.routing.num_rows, 0)
+            received = _allocate(routing.lease.home.memory, tokens, routing.num_rows, 0)
         with turn.running():
-            _send(sequence, handle.plan, tokens, None, received)
-        event = turn.finish((tokens.rows, tokens.scales, handle.plan), received)
+            _send(sequence, routing.plan, tokens, None, received)
+        event = turn.finish((tokens.rows, tokens.scales, routing.plan), received)
     return _shaped(tokens, received), event
 
 
@@ -90,13 +94,14 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
         if numbers is not None:
             num_rows, per_expert = _await_numbers(runtime, sequence, choices, lease, numbers)
         with turn.allocating():
-            received = _allocate(runtime, tokens, num_rows, topk)
+            received = _allocate(runtime.memory, tokens, num_rows, topk)
         with turn.running():
             _send(sequence, plan, tokens, choices.topk_weights, received)
         inputs = (tokens.rows, tokens.scales, choices.topk_idx, choices.topk_weights,
                   choices.in_rank, choices.per_expert)
         event = turn.finish(inputs, (*received, prefix, plan))
-    handle = Handle(prefix, plan, Routing(lease, tokens.rows.shape[0], topk, num_rows))
+    routing = Routing(lease, plan, tokens.rows.shape[0], num_rows)
+    handle = Handle(prefix, choices.in_rank, routing)
     return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
 
 
@@ -129,7 +134,7 @@ def _turns_for_counts(runtime: Runtime, choices: Choices) -> list[Callable[[], o
     """How a rank that has failed takes part in `_sum_counts`, if the peers come to it."""
     if choices.topk_idx is not None:
         return []
-    failed = torch.full((choices.experts,), _FAILED, dtype=torch.int32).numpy().tobytes()
+    failed = np.full(choices.experts, _FAILED, dtype=np.int32).tobytes()
     return [lambda: runtime.exchange.all_gather(failed)]
 
 
@@ -161,16 +166,15 @@ def _await_numbers(runtime: Runtime, sequence: Sequence, choices: Choices, lease
     return int(numbers[0]), counts.tolist()
 
 
-def _allocate(runtime: Runtime, tokens: Tokens, num_rows: int, topk: int) -> Received:
+def _allocate(memory: ReceiveMemory, tokens: Tokens, num_rows: int, topk: int) -> Received:
     """Receive tensors, in symmetric memory as long as there is some."""
-    empty = runtime.pool.empty
+    empty = memory.empty
     rows, columns = tokens.rows, tokens.scale_columns
-    return Received(
-        empty((num_rows, rows.shape[1]), rows.dtype),
-        empty((num_rows, columns), torch.float32) if columns else None,
-        empty((num_rows, topk), topk_idx_t) if topk else None,
-        empty((num_rows, topk), torch.float32) if topk else None,
-    )
+    # The rows last: small tensors that live on do not lie in the way of the next rows.
+    topk_idx = empty((num_rows, topk), topk_idx_t) if topk else None
+    topk_weights = empty((num_rows, topk), torch.float32) if topk else None
+    scales = empty((num_rows, columns), torch.float32) if columns else None
+    return Received(empty((num_rows, rows.shape[1]), rows.dtype), scales, topk_idx, topk_weights)
 
 
 def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: torch.Tensor | None,
@@ -183,8 +187,8 @@ def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: 
     sequence.run(
         _calls.dispatch,
         plan,
-        tokens.rows,
-        received.rows,
+        as_payload(tokens.rows),
+        as_payload(received.rows),
         scales=scales,
         topk_weights=None if topk_weights is None else aligned(topk_weights),
         recv_scales=received.scales,
@@ -197,7 +201,9 @@ def _shaped(tokens: Tokens, received: Received) -> Received:
     """The scales in the type and the dimensions that came in."""
     if tokens.scales is None or received.scales is None:
         return received
-    scales = received.scales.view(tokens.scales.dtype)
+    scales = received.scales
+    if tokens.scales.dtype != scales.dtype:
+        scales = scales.view(tokens.scales.dtype)
     return received._replace(scales=scales.flatten() if tokens.scales.ndim == 1 else scales)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from crossdock import _core
@@ -10,6 +12,7 @@ from crossdock.torch import _calls
 _MAX_TOPK = 32  # of a group: how many ranks one row may go to
 _RANK_MAJOR = 1
 _ROW_ALIGNMENT = 16
+_BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # whatever torch's defaults are
 
 
 class HostExchange:
@@ -42,11 +45,11 @@ class HostExchange:
             "layout": _RANK_MAJOR,
         }
         self._group = _core.Group(self._comm, **sizes)
-        self._plan = torch.empty(_core.plan_size(num_ranks=ranks, **sizes), dtype=torch.uint8)
-        readers = torch.arange(copies * topk, dtype=torch.int32).view(copies, topk)
+        self._plan = torch.empty(_core.plan_size(num_ranks=ranks, **sizes), **_BYTES)
+        readers = torch.arange(copies * topk, dtype=torch.int32, device="cpu").view(copies, topk)
         _calls.prepare(self._group, readers.masked_fill_(readers >= ranks, -1), self._plan)
-        self._sent = torch.zeros(copies, width, dtype=torch.uint8)
-        self._received = torch.empty(ranks, width, dtype=torch.uint8)
+        self._sent = torch.zeros(copies, width, **_BYTES)
+        self._received = torch.empty(ranks, width, **_BYTES)
 
     def all_gather(self, row: bytes) -> list[bytes]:
         """What every rank has sent, by rank. Collective; blocks without the GIL.

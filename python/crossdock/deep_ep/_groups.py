@@ -23,10 +23,12 @@ from crossdock.torch import _calls
 from crossdock.torch._capture import is_capturing
 
 from ._agreement import Request
+from ._home import Home
 from ._lane import Lane
+from ._memory import set_bytes
 
 _RANK_MAJOR = 1
-_POOLED_SETS = 2  # receive tensors at a time that symmetric memory is made for
+_SETS = 2  # of receive tensors at a time that symmetric memory is made for
 _KINDS = {
     "XD_ERROR_INVALID_ARGUMENT": InvalidArgument,
     "XD_ERROR_MISMATCH": Mismatch,
@@ -84,26 +86,28 @@ class Sizes:
             scale_bytes=max(self.scale_bytes, need.scale_bytes),
         )
 
-    def pooled_bytes(self) -> int:
-        """Symmetric memory for the receive tensors of this rank."""
+    def set_bytes(self) -> int:
+        """Memory for the receive tensors of a dispatch."""
         rows = len(self.num_sms) * self.tokens
-        row_bytes = self.row_bytes + self.scale_bytes + self.topk * 12  # weight 4, index 8
-        slack = 1 << 18  # blocks are rounded up
-        return _POOLED_SETS * (rows * row_bytes + slack)
+        weights, indices = 4 * self.topk, 8 * self.topk
+        return set_bytes([rows * one for one in (self.row_bytes, self.scale_bytes, weights,
+                                                 indices)])
 
 
 class Lease:
-    """A group; closed when the Buffer and all handles have let go of it, or with the Buffer.
+    """A group; closed when the Buffer and all handles have let go of it.
 
     Attributes:
         group: the ``crossdock._core.Group``.
         sizes: its bounds.
         plan_bytes: bytes of a plan.
+        home: its communicator, memory and stream.
         lane: where its operations run.
         close: closes the group now.
     """
 
-    def __init__(self, comm: _core.Comm, lane: Lane, sizes: Sizes) -> None:
+    def __init__(self, home: Home, sizes: Sizes) -> None:
+        comm, lane = home.comm, home.lane
         config = {
             "num_experts": sizes.experts,
             "max_topk": sizes.topk,
@@ -118,9 +122,10 @@ class Lease:
         self.sizes = sizes
         self.group = _core.Group(comm, **config)
         self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
-        self._comm = comm
+        self.home = home
         self.lane = lane
         self.close = weakref.finalize(self, _close, self.group, lane)
+        home.leases.add(self)
 
     def failure(self) -> CrossdockError | None:
         """What operations on the GPU have met since the last look. On the CPU they raise it.
@@ -130,15 +135,16 @@ class Lease:
         """
         if not self.lane.cuda:
             return None
-        if self._comm.error() is not None:
-            self._comm.mem_grow(0)  # a call that meets a fatal error raises all that is known
+        comm = self.home.comm
+        if comm.error() is not None:
+            comm.mem_grow(0)  # a call that meets a fatal error raises all that is known
         status = self.group.status()
         if status["status"] == "XD_SUCCESS":
             return None
         return _KINDS.get(status["status"], CrossdockError)(
             status["text"],
             status=status["status"],
-            rank=self._comm.rank,
+            rank=comm.rank,
             peer=None if status["rank"] < 0 else status["rank"],
         )
 
@@ -224,12 +230,12 @@ def _close(group: _core.Group, lane: Lane) -> None:
 class Groups:
     """The current groups of a Buffer: one for choices of experts, one for ``is_token_in_rank``."""
 
-    def __init__(self, comm: _core.Comm, lane: Lane) -> None:
-        self._comm = comm
-        self._lane = lane
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._ranks = home.comm.num_ranks
         self._current: dict[bool, Lease] = {}
-        self._alive: weakref.WeakSet[Lease] = weakref.WeakSet()  # also those that handles keep
-        self._pooled = 0  # bytes of symmetric memory
+        self._used: weakref.WeakSet[Lease] = weakref.WeakSet()  # also those that handles keep
+        self._reserved = 0  # bytes of symmetric memory
 
     def agreed_before(self, request: Request) -> Lease | None:
         """The group that serves `request` by what was agreed before, if it does.
@@ -240,9 +246,9 @@ class Groups:
         lease = self._current.get(request.topk > 0)
         if lease is None:
             return None
-        need = Sizes.of([dataclasses.replace(request, tokens=0)] * self._comm.num_ranks)
+        need = Sizes.of([dataclasses.replace(request, tokens=0)] * self._ranks)
         sizes = lease.sizes
-        mine = sizes.num_sms[self._comm.rank] == request.num_sms
+        mine = sizes.num_sms[self._home.comm.rank] == request.num_sms
         serves = mine and sizes.serve(dataclasses.replace(need, num_sms=sizes.num_sms))
         return lease if serves else None
 
@@ -254,7 +260,7 @@ class Groups:
         lease = self._current.get(True)
         if lease is None or not isinstance(worst_tokens, int) or worst_tokens < 1:
             return None
-        return lease if lease.sizes.tokens * self._comm.num_ranks >= worst_tokens else None
+        return lease if lease.sizes.tokens * self._ranks >= worst_tokens else None
 
     def for_requests(self, requests: list[Request]) -> Lease:
         """The group that serves the requests of all ranks. Collective if it has to be made."""
@@ -268,28 +274,31 @@ class Groups:
         self._current.pop(by_experts, None)
         del lease
         self._reserve(sizes, min(one.heap_bytes for one in requests))
-        lease = self._current[by_experts] = Lease(self._comm, self._lane, sizes)
-        self._alive.add(lease)
+        lease = self._current[by_experts] = Lease(self._home, sizes)
+        self.use(lease)
         return lease
+
+    def use(self, lease: Lease) -> None:
+        """From now on `failure` tells of this group's operations, too."""
+        self._used.add(lease)
 
     def _reserve(self, sizes: Sizes, heap_bytes: int) -> None:
         """Sees to symmetric memory for receive tensors of these sizes. Collective."""
-        self._pooled = max(self._pooled, heap_bytes)
-        if self._pooled >= sizes.pooled_bytes():
-            return
-        # Geometrically, as a communicator can grow a few dozen times only.
-        self._pooled = max(sizes.pooled_bytes(), self._pooled * 5 // 4)
+        self._reserved = max(self._reserved, heap_bytes)
+        more, needed = 0, _SETS * sizes.set_bytes()
+        if self._reserved < needed:
+            # Geometrically, as a communicator can grow a few dozen times only.
+            more = self._reserved = max(needed, self._reserved * 5 // 4)
         try:
-            self._lane.pool.reserve(self._pooled)
+            self._home.memory.reserve(more, sizes.set_bytes())
         except (OutOfMemory, Mismatch):
             pass  # some rank has no memory left: tensors are ordinary ones, which are staged
 
     def failure(self) -> CrossdockError | None:
         """What operations have met on the GPU since the last look."""
-        failures = [lease.failure() for lease in self._alive]
+        failures = [lease.failure() for lease in self._used]
         return next((failure for failure in failures if failure is not None), None)
 
     def close(self) -> None:
-        """Closes all groups, also those that handles still refer to."""
-        for lease in self._alive:
-            lease.close()
+        """Lets go of the groups; those that handles refer to stay."""
+        self._current.clear()

@@ -9,8 +9,6 @@ from typing import cast
 
 import torch
 
-from crossdock.torch._pool import SymmetricPool
-
 from .utils import EventHandle, EventOverlap
 
 
@@ -23,9 +21,8 @@ class Lane:
         stream: a ``torch.cuda.Stream`` of high priority, or a ``torch.cpu.Stream``.
     """
 
-    def __init__(self, device: torch.device, pool: SymmetricPool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool = pool
         self.cuda = device.type == "cuda"
         stream = torch.cuda.Stream(device, priority=-1) if self.cuda else torch.cpu.Stream()
         self.stream = cast(torch.cuda.Stream, stream)  # a stand-in on the CPU: nothing asks it
@@ -95,7 +92,7 @@ class Turn:
         with torch.cuda.stream(self._allocator):
             yield
         if self._allocator is self._caller:
-            # The pool lets the allocating stream wait where memory comes from a third one.
+            # Memory may come back to the caller's stream while the host waits within an operation.
             self._lane.stream.wait_stream(self._caller)
 
     def running(self) -> contextlib.AbstractContextManager[object]:
@@ -128,4 +125,4 @@ class Turn:
     def _record(self, tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
         for tensor in tensors:
             if tensor is not None:
-                self._lane.pool.record_stream(tensor, stream)
+                tensor.record_stream(stream)

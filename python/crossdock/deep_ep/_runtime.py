@@ -5,45 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from crossdock import _core
 from crossdock.torch import _calls
-from crossdock.torch._capture import is_capturing
-from crossdock.torch._pool import SymmetricPool
 
 from ._agreement import RECORD_BYTES, Request, agree, refuse
 from ._arguments import Checks
 from ._exchange import HostExchange
 from ._groups import Groups, Lease, Sequence
-from ._lane import Lane
+from ._home import Home
+from ._memory import leave_unused
 
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's
 
 AllGather = Callable[[bytes], list[bytes]]
 
 
-class Routing(NamedTuple):
-    """What a handle says besides its tensors."""
-
-    lease: Lease
-    num_tokens: int  # T
-    topk: int  # K; 0 = made from is_token_in_rank alone
-    num_rows: int  # N, of receive tensors
-
-
-class Handle(NamedTuple):
-    """A batch's routing, for later operations on it."""
-
-    rank_prefix_matrix: torch.Tensor  # [W,W] int32: [s,d] = rows of d from sources up to s
-    plan: torch.Tensor
-    routing: Routing
-
-
 class Runtime:
     """Communicators, memory, groups and stream of one Buffer. Making one is collective.
+
+    Attributes:
+        home: communicator, memory and stream, which handles share.
+        lane, memory: its stream and its memory.
+        exchange: among the hosts.
 
     Args:
         rank, num_ranks: the place of this rank.
@@ -59,15 +45,16 @@ class Runtime:
         self.device = device
         self.checks = Checks(rank, num_ranks, device)
         self._heap_bytes = heap_bytes
-        self._comm = self._meet(all_gather, device, heap_bytes)
+        leave_unused()
+        comm = self._meet(all_gather, device, heap_bytes)
         cpu = torch.device("cpu")
         # Ranks agree over the host, also where tensors are on GPUs.
-        self._host = self._comm if device == cpu else self._meet(all_gather, cpu, 0)
-        self.pool = SymmetricPool(self._comm, device)
-        self.lane = Lane(device, self.pool)
+        self._host = comm if device == cpu else self._meet(all_gather, cpu, 0)
+        self.home = Home(comm, device)
+        self.lane, self.memory = self.home.lane, self.home.memory
         self.exchange = HostExchange(self._host, RECORD_BYTES)
-        self._groups = Groups(self._comm, self.lane)
-        self._numbers = torch.empty(0, dtype=torch.int32)
+        self._groups = Groups(self.home)
+        self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def _meet(self, all_gather: AllGather, device: torch.device, heap_bytes: int) -> _core.Comm:
         return _core.Comm(
@@ -117,15 +104,18 @@ class Runtime:
     def host_numbers(self, count: int) -> torch.Tensor:
         """[count] int32 in memory that host and device write; good until the next call."""
         if self._numbers.numel() < count:
-            self._numbers = torch.empty(count, dtype=torch.int32, pin_memory=self.lane.cuda)
+            self._numbers = torch.empty(count, dtype=torch.int32, device="cpu",
+                                        pin_memory=self.lane.cuda)
         return self._numbers[:count]
 
+    def use(self, lease: Lease) -> None:
+        """An operation of this group, which may be another Buffer's, is about to run."""
+        self._groups.use(lease)
+
     def close(self) -> None:
-        """Ends all that runs, then leaves. Local: waits for no peer."""
+        """Ends all that runs, then leaves: with the last handle. Local: waits for no peer."""
         self._groups.close()
-        if not is_capturing(self.device):
-            self.lane.synchronize()
         self.exchange.close()
-        if self._host is not self._comm:
+        if self._host is not self.home.comm:
             self._host.close()
-        self.pool.close()
+        self.home.end()

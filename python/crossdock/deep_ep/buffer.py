@@ -11,14 +11,15 @@ import torch.distributed as dist
 from crossdock import _core
 from crossdock.torch import _calls
 
-from ._arguments import read_bias, read_choices, read_tokens
+from ._arguments import read_bias, read_choices, read_tokens, read_weights
 from ._combine import check_columns, combine, operations_of, pieces_of
 from ._config import Config, also_named, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
 from ._groups import Sequence
+from ._handle import Handle, Routing, routing_of
 from ._lane import Turn
 from ._layout import empty_layout, fill_layout
-from ._runtime import AllGather, Handle, Routing, Runtime
+from ._runtime import AllGather, Runtime
 from .utils import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Buffer:
 
     def destroy(self) -> None:
         """Waits for this rank's operations and leaves. Peers that need this rank later fail.
+
+        Handles that are alive go on: the rank leaves with the last of them.
 
         Raises:
             ValueError: the Buffer was made without ``explicitly_destroy``, or is destroyed already.
@@ -340,11 +343,13 @@ class Buffer:
         waits for the host.
 
         Args:
-            x: [T,H] bfloat16, float16 or float32; or a pair of [T,H] float8_e4m3fn or float8_e5m2
-                and [T,S] float32 or int32 scales (S = H / 128 as a rule; row-major, column-major or
-                any other strides), or [T] scales.
-            handle: from an earlier dispatch of T tokens on this Buffer: its routing again. float32
-                rows need one that was made when rows as long had been dispatched before.
+            x: [T,H] bfloat16, float16 or float32, or of bytes: float8_e4m3fn, float8_e5m2, uint8,
+                int8 or packed 4-bit numbers; or a pair of [T,H] bytes and [T,S] float32 or int32
+                scales (S = H / 128 as a rule; row-major, column-major or any other strides), or [T]
+                scales.
+            handle: from an earlier dispatch of T tokens, also of another Buffer of these ranks, and
+                if that is gone: its routing again. float32 rows need one that was made when rows as
+                long had been dispatched before.
             num_tokens_per_rank: [W] int32; needed without `handle`, not read.
             num_tokens_per_rdma_rank: ignored.
             is_token_in_rank: [T,W] bool; needed without `handle`, the routing where there is no
@@ -397,8 +402,7 @@ class Buffer:
             x: [N,H] bfloat16, float16 or float32, as many rows as dispatch gave, and as many
                 columns; of any of these types, the same on all ranks.
             handle: from that dispatch.
-            topk_weights: [N,K] float32, to be summed back per choice; only the weight at a choice
-                of this rank counts. Needs a `handle` that was made with `topk_idx`.
+            topk_weights: [N,K] float32, K from 1 to 32, to be summed over the ranks like the rows.
             bias: [T,H] of the type of x, or a pair of such, of which either may be None. Either all
                 ranks give a bias or none.
             config: ignored, but checked.
@@ -406,15 +410,14 @@ class Buffer:
 
         Returns:
             ``combined_x`` [T,H] of the type of x, zero plus bias for a token that went nowhere;
-            ``combined_topk_weights`` [T,K] float32, 0 where there was no choice, or None; event.
+            ``combined_topk_weights`` [T,K] float32, or None; event.
 
         Raises:
             ValueError: a bad argument.
         """
         runtime = self._live()
         checks = runtime.checks
-        known = self._known(handle)
-        routing = known.routing
+        routing = self._known(handle)
         row_bytes = routing.lease.sizes.row_bytes
         pieces = pieces_of(x, bias, row_bytes)
         with Sequence(routing.lease, *operations_of(pieces, topk_weights)) as sequence:
@@ -425,36 +428,32 @@ class Buffer:
             check_columns(checks, x, pieces, row_bytes)
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
-                if routing.topk == 0:
-                    checks.fail("topk_weights", "None, as the handle was made without topk_idx",
-                                "a tensor")
-                checks.tensor(topk_weights, "topk_weights", (routing.num_rows, routing.topk),
-                              (torch.float32,))
-            turn = Turn(runtime.lane, previous_event, async_finish)
-            return combine(runtime, sequence, x, known, topk_weights, biases, pieces, turn)
+                read_weights(checks, topk_weights, routing.num_rows)
+            turn = Turn(routing.lease.lane, previous_event, async_finish)
+            return combine(sequence, x, routing, topk_weights, biases, pieces, turn)
 
     def _dispatch_cached(self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any,
                          events: _Events) -> _Dispatched:
         """`dispatch` with a handle."""
-        known = self._known(handle)
-        runtime = self._live()
-        checks = runtime.checks
-        with Sequence(known.routing.lease, _calls.DISPATCH) as sequence:
+        routing = self._known(handle)
+        lease = routing.lease
+        checks = self._live().checks
+        with Sequence(lease, _calls.DISPATCH) as sequence:
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     checks.fail(name, "None, as handle is given", "a tensor")
             checks.events(*events)
             checks.num_sms(config, Buffer.num_sms)
             tokens = read_tokens(checks, x)
-            if len(tokens.rows) != known.routing.num_tokens:
-                checks.fail("x", f"{known.routing.num_tokens} rows, as the handle was made for",
+            if len(tokens.rows) != routing.num_tokens:
+                checks.fail("x", f"{routing.num_tokens} rows, as the handle was made for",
                             len(tokens.rows))
-            most = known.routing.lease.sizes.row_bytes
+            most = lease.sizes.row_bytes
             if tokens.row_bytes > most:
                 checks.fail("x", f"rows of at most {most} bytes, as the handle was made for",
                             f"{tokens.row_bytes} bytes")
-            turn = Turn(runtime.lane, *events[:2])
-            received, event = dispatch_cached(runtime, sequence, tokens, known, turn)
+            turn = Turn(lease.lane, *events[:2])
+            received, event = dispatch_cached(sequence, tokens, routing, turn)
         return _paired(received.rows, received.scales), None, None, None, None, event
 
     def _dispatch_new(self, x: Any, routing: tuple[Any, ...], limits: tuple[Any, Any, Any],
@@ -482,15 +481,21 @@ class Buffer:
         return (_paired(received.rows, received.scales), received.topk_idx, received.topk_weights,
                 per_expert, handle, event)
 
-    def _known(self, handle: Any) -> Handle:
-        """The handle, if it is one of this Buffer."""
-        checks = self._live().checks
-        if not (isinstance(handle, tuple) and len(handle) == len(Handle._fields)
-                and isinstance(handle[-1], Routing)):
-            checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
-        if handle[-1].lease.lane is not self._live().lane:
-            checks.fail("handle", "what dispatch of this Buffer returned", "another Buffer's")
-        return Handle(*handle)
+    def _known(self, handle: Any) -> Routing:
+        """The routing of the handle, if it is one of this Buffer's or of another like it."""
+        runtime = self._live()
+        routing = routing_of(handle)
+        if routing is None:
+            runtime.checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+        home = routing.lease.home
+        if home is not runtime.home:
+            place = home.comm.rank, home.comm.num_ranks, home.device
+            if place != (self.rank, self.group_size, runtime.device):
+                runtime.checks.fail(
+                    "handle", f"one of rank {self.rank} of {self.group_size} on {runtime.device}",
+                    "one of rank {} of {} on {}".format(*place))
+            runtime.use(routing.lease)
+        return routing
 
     # ---- Low latency -----------------------------------------------------------------------------
 

@@ -128,11 +128,12 @@ class Caller:
         assert middle == [None] * 4
         self.check_rows(x)
 
-    def combine_checked(self, handle: Any, seed: int, biases: int = 0, weights: bool = False,
+    def combine_checked(self, handle: Any, seed: int, biases: int = 0, weights: int = 0,
                         dtype: torch.dtype | None = None) -> None:
         """combine of random rows, compared; with no bias, a tensor, or a pair.
 
         Args:
+            weights: columns of weights to be summed; 0 = none.
             dtype: of rows and biases; None = that of the batch.
         """
         outputs = expert_outputs(seed, self.batch, dtype)
@@ -140,9 +141,9 @@ class Caller:
         given: Any = tuple(self.on_device(one) for one in bias)
         if biases < 2:
             given = given[0] if given else None
-        row_weights = None
+        row_weights, all_weights = None, row_weights_of(seed, self.batch, weights)
         if weights:
-            row_weights = self.beside_rows(self.batch.received_topk(self.rank)[1])
+            row_weights = self.beside_rows(all_weights[self.rank])
         out, combined_weights, event = self.buffer.combine(
             self.on_device(outputs[self.rank]), handle, row_weights, given, **self.events())
         self.wait(event)
@@ -150,9 +151,15 @@ class Caller:
         if not weights:
             assert combined_weights is None
             return
-        chosen = self.batch.topk_idx[self.rank] >= 0
-        want = torch.where(chosen, self.batch.topk_weights[self.rank], torch.zeros(()))
-        same("combined_topk_weights", combined_weights, want)
+        same("combined_topk_weights", combined_weights,
+             self.batch.combined(self.rank, all_weights))
+
+
+def row_weights_of(seed: int, batch: Batch, columns: int) -> list[torch.Tensor]:
+    """Weights of every rank's rows, also at choices that are no expert of that rank."""
+    generator = torch.Generator().manual_seed(seed + 3000)
+    return [torch.rand(len(batch.rows(rank)), columns, generator=generator)
+            for rank in range(batch.num_ranks)]
 
 
 class SlicingCaller(Caller):
@@ -174,11 +181,12 @@ def everything(buffer: Buffer, seed: int, **streams: bool) -> None:
     caller.cached_checked(handle)
     for biases in (0, 1, 2):
         caller.combine_checked(handle, seed, biases)
-    caller.combine_checked(handle, seed, weights=True)
-    caller.combine_checked(handle, seed, 2, weights=True)
+    for columns in (3, 8, 32):
+        caller.combine_checked(handle, seed, weights=columns)
+    caller.combine_checked(handle, seed, 2, weights=3)
     # Rows twice as long as those that were dispatched.
     caller.combine_checked(handle, seed, dtype=torch.float32)
-    caller.combine_checked(handle, seed, 2, weights=True, dtype=torch.float32)
+    caller.combine_checked(handle, seed, 2, weights=3, dtype=torch.float32)
 
 
 def by_rank_alone(buffer: Buffer, seed: int, **streams: bool) -> None:
@@ -190,7 +198,7 @@ def by_rank_alone(buffer: Buffer, seed: int, **streams: bool) -> None:
     assert per_expert == caller.batch.per_expert(caller.rank, 4)
     same("rank_prefix_matrix", handle[0], caller.batch.prefix())
     caller.cached_checked(handle)
-    caller.combine_checked(handle, seed, 1)
+    caller.combine_checked(handle, seed, 1, weights=5)
 
 
 def worst_case(buffer: Buffer, seed: int, **streams: bool) -> None:
@@ -257,12 +265,39 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
         caller.cached_checked(handle)  # bfloat16 rows, as in the backward of combine
 
 
+def plain_bytes(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """Rows of bytes without scales, such as pairs of 4-bit numbers, and rows of numbers back."""
+    batch = make_batch(seed, buffer.group_size, hidden=256)
+    caller = Caller(buffer, batch, **streams)
+    generator = torch.Generator().manual_seed(seed)
+    packed = [torch.randint(0, 256, (len(one), 128), dtype=torch.uint8, generator=generator)
+              for one in batch.x]
+    want = batch.received(caller.rank, packed)
+    names = ("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+    for dtype in (getattr(torch, name) for name in names if hasattr(torch, name)):
+        x = caller.on_device(packed[caller.rank]).view(dtype)
+        got, *_, handle, _ = caller.dispatch(x, **caller.topk())
+        assert got.dtype == dtype
+        same(f"recv_x {dtype}", got.view(torch.uint8), want)
+        got, *_, event = buffer.dispatch(x, handle, **caller.events())
+        caller.wait(event)
+        same(f"cached recv_x {dtype}", got.view(torch.uint8), want)
+        if dtype != torch.float8_e5m2:  # one number in a byte; it fits by what came before
+            caller.combine_checked(handle, seed)
+    scales = [torch.rand(len(one), 16, generator=generator) for one in batch.x]
+    pair = caller.on_device(packed[caller.rank]), caller.on_device(scales[caller.rank])
+    (got, got_scales), *_ = caller.dispatch(pair, **caller.topk())
+    same("recv_x beside scales", got, want)
+    same("recv_scales", got_scales, batch.received(caller.rank, scales))
+
+
 def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
     """Choices, weights and scales that are slices of larger tensors."""
     batch = make_batch(seed, buffer.group_size, hidden=256)
     caller = SlicingCaller(buffer, batch, **streams)
     handle = caller.dispatch_checked()
-    caller.combine_checked(handle, seed, weights=True)
+    for columns in (3, 4):
+        caller.combine_checked(handle, seed, weights=columns)
     generator = torch.Generator().manual_seed(seed)
     scales = [torch.rand(len(one), 2, generator=generator) for one in batch.x]
     x = caller.x.to(torch.float8_e4m3fn)
@@ -270,6 +305,36 @@ def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
                                           **caller.events())
     caller.wait(event)
     same("recv_scales", got, batch.received(caller.rank, scales))
+
+
+def under_default_device(me: Any, backend: str, device: torch.device, seed: int) -> None:
+    """A Buffer that is made and used while torch's own default device and dtype are others."""
+    batch = make_batch(seed, me.num_ranks)
+    with buffer_of(me, backend) as usual:
+        caller = Caller(usual, batch)
+    outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
+    bias = make_bias(seed, batch, me.rank)[0].to(caller.device)
+    torch.set_default_device(device)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with buffer_of(me, backend) as buffer:
+            layout = buffer.get_dispatch_layout(caller.topk_idx, batch.num_experts)
+            routing = {"num_tokens_per_rank": layout[0], "num_tokens_per_expert": layout[2],
+                       "is_token_in_rank": layout[3]}
+            buffer.dispatch(caller.x, **routing)
+            x, idx, weights, _, handle, _ = buffer.dispatch(caller.x, **routing, **caller.topk())
+            again, *_ = buffer.dispatch(caller.x, handle)
+            out, _, _ = buffer.combine(again, handle, weights, bias)
+            tensors = tuple(handle)
+            local = buffer.get_local_buffer_tensor(torch.int32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    for tensor in (*tensors, local):
+        assert tensor.device == caller.device
+    caller.check_rows(x)
+    same("recv_topk_idx", idx, batch.received_topk(me.rank)[0])
+    same("combined_x", out, batch.combined(me.rank, outputs, (bias.cpu(),)))
 
 
 def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
@@ -283,6 +348,6 @@ def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
     for number, growth in enumerate(growths):
         caller = Caller(buffer, make_batch(seed + number, ranks, **growth), **streams)
         grown = caller.dispatch_checked()
-        caller.combine_checked(grown, seed, weights=True)
+        caller.combine_checked(grown, seed, weights=3)
         kept.cached_checked(handle)
-        kept.combine_checked(handle, seed, 1, weights=True)
+        kept.combine_checked(handle, seed, 1, weights=1)

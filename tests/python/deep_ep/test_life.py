@@ -16,7 +16,7 @@ from support import run_ranks, run_threads
 
 from crossdock.deep_ep import Buffer, Config
 from crossdock.deep_ep._exchange import HostExchange
-from crossdock.errors import InvalidArgument, PeerLost
+from crossdock.errors import PeerLost
 
 SEED = 30
 
@@ -47,6 +47,14 @@ def meet_through_mpi(me: Any) -> None:
 
 def test_ranks_meet_through_mpi() -> None:
     run_ranks(2, meet_through_mpi)
+
+
+def run_under_default_device(me: Any) -> None:
+    cases.under_default_device(me, "gloo", torch.device("meta"), SEED)
+
+
+def test_buffer_runs_under_another_default_device() -> None:
+    run_ranks(2, run_under_default_device)
 
 
 def keep_arguments(me: Any) -> None:
@@ -92,8 +100,10 @@ def end(me: Any) -> None:
         cases.everything(other, SEED)
         caller = cases.Caller(other, make_batch(SEED, me.num_ranks))
         handle = caller.dispatch_checked()
-    with pytest.raises(InvalidArgument, match="closed"):
-        handle[-1].lease.group.status()
+    group = handle.routing.lease.group
+    assert not group.closed  # a handle serves as long as it lives
+    del handle
+    assert group.closed and group.comm.closed
     with pytest.raises(ValueError, match="one in use, got one that is destroyed"):
         other.destroy()
     with pytest.raises(ValueError, match="one in use, got one that is destroyed"):
@@ -136,7 +146,7 @@ def count_agreements(me: Any) -> None:
         assert cost(caller.dispatch, **caller.topk()) == 1
         handle = caller.dispatch_checked()
         assert cost(caller.cached_checked, handle) == 0
-        assert cost(caller.combine_checked, handle, SEED, 2, weights=True) == 0
+        assert cost(caller.combine_checked, handle, SEED, 2, weights=3) == 0
         # As many as were agreed on; more, once; and fewer again.
         bound = 17 * me.num_ranks
         for worst, rounds_of in ((bound, 0), (5 * bound, 1), (5 * bound, 0), (bound, 0)):
@@ -157,7 +167,7 @@ def count_groups(me: Any) -> None:
         for tokens in range(1, 200):
             caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, tokens=[tokens, 0]))
             _, _, _, _, handle, _ = caller.dispatch(**caller.topk())
-            leases.append(handle[-1].lease)
+            leases.append(handle.routing.lease)
         assert len(set(map(id, leases))) < 15
 
 
@@ -172,7 +182,7 @@ def alternate(me: Any) -> None:
 
         def lease_of(batch: Batch) -> Any:
             caller = cases.Caller(buffer, batch)
-            return caller.dispatch(**caller.topk())[4][-1].lease
+            return caller.dispatch(**caller.topk())[4].routing.lease
 
         *_, grown = [lease_of(batch) for batch in kinds]
         assert all(lease_of(batch) is grown for batch in kinds)
@@ -216,7 +226,7 @@ def be_many(me: Any, slots: list[bytes], barrier: threading.Barrier) -> None:
     caller = cases.Caller(buffer, batch)
     handle = caller.dispatch_checked()
     caller.cached_checked(handle)
-    caller.combine_checked(handle, SEED, 1, weights=True)
+    caller.combine_checked(handle, SEED, 1, weights=3)
     with pytest.raises(ValueError, match="topk_idx: expected a tensor, as there are more than 32"):
         buffer.dispatch(caller.x, **caller.layout())
     buffer.destroy()

@@ -18,10 +18,10 @@ from crossdock.deep_ep._arguments import Choices, Tokens
 from crossdock.deep_ep._combine import combine
 from crossdock.deep_ep._dispatch import Limits, dispatch_new
 from crossdock.deep_ep._groups import Sequence
+from crossdock.deep_ep._handle import Routing
 from crossdock.deep_ep._lane import Turn
-from crossdock.deep_ep._runtime import Handle, Routing
 from crossdock.errors import InvalidArgument, Mismatch
-from crossdock.torch._calls import COMBINE, DISPATCH, DISPATCH_BWD, PREPARE
+from crossdock.torch._calls import COMBINE, DISPATCH, PREPARE
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
 STREAM = 7
@@ -66,9 +66,6 @@ class Group:
     def combine(self, *_: Any) -> None:
         self._call("combine")
 
-    def dispatch_bwd(self, *_: Any) -> None:
-        self._call("dispatch_bwd")
-
     def join_failed(self, operation: int, text: str, stream: int) -> None:
         assert stream == STREAM
         self._log.append((operation, text))
@@ -89,12 +86,12 @@ class Device:
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
         self.caller, stream = Stream("caller", log), Stream("lane", log)
         self.lane = SimpleNamespace(
-            cuda=True, device=self.device, stream=stream, raw_stream=STREAM, pool=self,
+            cuda=True, device=self.device, stream=stream, raw_stream=STREAM,
             wait_for_host_data=lambda: log.append("host waits"))
-        self.pool = self
+        self.memory = self
         self.group = Group(log)
         self.lease: Any = SimpleNamespace(lane=self.lane, group=self.group, plan_bytes=64,
-                                          failure=self.failure)
+                                          failure=self.failure, home=self)
         self.exchange = SimpleNamespace(all_gather=self.all_gather)
 
     def failure(self) -> Exception | None:
@@ -107,6 +104,9 @@ class Device:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def serve(self, handle: object) -> None:
+        pass
 
     def host_numbers(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32)
@@ -217,19 +217,25 @@ def test_good_dispatch_joins_nothing(log: Log) -> None:
 def combine_badly(device: Device) -> None:
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
     plan = torch.zeros(64, dtype=torch.uint8)
-    handle = Handle(torch.zeros(RANKS, RANKS), plan, Routing(device.lease, TOKENS, TOPK, TOKENS))
-    runtime: Any = device
-    with Sequence(device.lease, COMBINE, DISPATCH_BWD) as sequence:
-        combine(runtime, sequence, x, handle, torch.zeros(TOKENS, TOPK), [], 1,
+    routing = Routing(device.lease, plan, TOKENS, TOKENS)
+    with Sequence(device.lease, COMBINE, COMBINE) as sequence:
+        combine(sequence, x, routing, torch.zeros(TOKENS, TOPK), [], 1,
                 Turn(device.lane, None, True))
 
 
-def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
+def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(
+        log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(log)
-    device.group.errors["dispatch_bwd"] = InvalidArgument("bad", status="")
+    combine_one = device.group.combine
+
+    def fail_next(*args: Any) -> None:
+        combine_one(*args)
+        device.group.errors["combine"] = InvalidArgument("bad", status="")
+
+    monkeypatch.setattr(device.group, "combine", fail_next)
     with pytest.raises(InvalidArgument, match="bad"):
         combine_badly(device)
-    assert log[-4:] == ["on lane", "combine", "dispatch_bwd", "caller waits for lane"]
+    assert log[-4:] == ["on lane", "combine", "combine", "caller waits for lane"]
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:

@@ -1,0 +1,106 @@
+"""What dispatch returns for later operations on the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ._groups import Lease
+
+# By the first tensor of a handle: its routing.
+_routings: Any = WeakTensorKeyDictionary()
+
+
+class Routing:
+    """The library's part of a handle.
+
+    Attributes:
+        lease: the group that made the plan.
+        plan: the batch's plan.
+        num_tokens: T.
+        num_rows: N, of receive tensors.
+    """
+
+    __slots__ = ("lease", "plan", "num_tokens", "num_rows", "__weakref__")
+
+    def __init__(self, lease: Lease, plan: torch.Tensor, num_tokens: int, num_rows: int) -> None:
+        self.lease = lease
+        self.plan = plan
+        self.num_tokens = num_tokens
+        self.num_rows = num_rows
+        lease.home.serve(self)
+
+
+class Handle(tuple[torch.Tensor, ...]):
+    """Six tensors, as DeepEP's handle, and the routing that operations go by. W = ranks, N = rows.
+
+    The tensors are::
+
+        rank_prefix_matrix         [W,W]  rows for rank d (column) from all sources up to s (line)
+        channel_prefix_matrix      [W,1]  tokens of this rank for each rank
+        recv_channel_prefix_matrix [W,1]  0
+        recv_src_idx               [N]    -1: which token of its source a row is, is not known
+        is_token_in_rank           [T,W]  as it was given, bool
+        send_head                  [T,W]  place among this rank's tokens for that rank, or -1
+
+    All but one are int32. As far as channels occur there is one. Operations read none of them; but
+    for the first and fifth they are made when somebody looks. Any tuple or list of a handle's
+    tensors is good as a handle.
+
+    Attributes:
+        routing: the library's part.
+    """
+
+    routing: Routing
+    _all: tuple[torch.Tensor, ...] | None
+
+    def __new__(cls, rank_prefix_matrix: torch.Tensor, is_token_in_rank: torch.Tensor,
+                routing: Routing) -> Handle:
+        nothing = torch.empty(0, dtype=torch.int32, device="cpu")
+        handle = super().__new__(cls, (rank_prefix_matrix, nothing, nothing, nothing,
+                                       is_token_in_rank, nothing))
+        handle.routing = routing
+        handle._all = None
+        _routings[rank_prefix_matrix] = routing
+        return handle
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._tensors())
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 0:
+            return super().__getitem__(0)
+        return self._tensors()[index]
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        if self._all is None:
+            prefix, in_rank = super().__getitem__(0), super().__getitem__(4)
+            # Tokens for a rank up to each.
+            places = torch.cumsum(in_rank, 0, dtype=torch.int32)
+            sent = torch.empty(in_rank.shape[1], 1, dtype=torch.int32, device=prefix.device)
+            torch.sum(in_rank, 0, dtype=torch.int32, out=sent.view(-1))
+            unknown = torch.full((self.routing.num_rows,), -1, dtype=torch.int32,
+                                 device=prefix.device)
+            self._all = (prefix, sent, torch.zeros_like(sent), unknown, in_rank,
+                         places.mul_(in_rank).sub_(1))
+        return self._all
+
+    def __repr__(self) -> str:
+        return f"Handle({self.routing.num_tokens} tokens, {self.routing.num_rows} rows)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a handle of crossdock.deep_ep.Buffer serves in the process that made it "
+                        "only: it cannot be copied or pickled")
+
+
+def routing_of(handle: object) -> Routing | None:
+    """The routing of a handle, or of a tuple or list of its tensors; None if it is neither."""
+    if isinstance(handle, Handle):
+        return handle.routing
+    if isinstance(handle, tuple | list) and len(handle) == 6 and torch.is_tensor(handle[0]):
+        found = _routings.get(handle[0])
+        return found if isinstance(found, Routing) else None
+    return None

@@ -1,0 +1,75 @@
+"""What a Buffer's operations need, there as long as the Buffer or one of its handles."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from crossdock import _core
+from crossdock.torch._capture import is_capturing
+
+from ._lane import Lane
+from ._memory import ReceiveMemory
+
+if TYPE_CHECKING:
+    from ._groups import Lease
+
+
+class Home:
+    """A communicator with its memory, its stream and its groups.
+
+    Attributes:
+        comm: the ``crossdock._core.Comm``.
+        device: what tensors are on.
+        memory: where results lie.
+        lane: where operations run.
+        leases: the groups that are alive.
+    """
+
+    def __init__(self, comm: _core.Comm, device: torch.device) -> None:
+        self.comm = comm
+        self.device = device
+        self.memory = ReceiveMemory(comm, device)
+        self.lane = Lane(device)
+        self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._lock = threading.RLock()  # a handle may die, on any thread, inside it
+        self._handles = 0
+        self._ended = False
+
+    def serve(self, handle: object) -> None:
+        """Stays as long as this object lives, also when the Buffer has ended."""
+        with self._lock:
+            self._handles += 1
+        # At exit the extension leaves by itself.
+        weakref.finalize(handle, self._let_go).atexit = False
+
+    def end(self) -> None:
+        """The Buffer ends: all is closed, now or when the last handle dies. Waits for no peer."""
+        self._wait()
+        with self._lock:
+            self._ended = True
+            unused = self._handles == 0
+        if unused:
+            self._close()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._handles -= 1
+            unused = self._ended and self._handles == 0
+        if unused and not sys.is_finalizing():
+            self._close()
+
+    def _close(self) -> None:
+        self._wait()
+        for lease in list(self.leases):
+            lease.close()
+        self.memory.close()
+
+    def _wait(self) -> None:
+        """Until this rank's operations have ended; in a capture nothing may wait."""
+        if not is_capturing(self.device):
+            self.lane.synchronize()

@@ -1,0 +1,225 @@
+"""The memory of what a Buffer returns: tensors that are torch's own, on GPUs in symmetric memory.
+
+Peers move rows straight into and out of symmetric memory. There a few large pieces of it, called
+sets, are given to a pool of torch's caching allocator, which cuts them into tensors. So whatever
+torch does with its tensors holds for these: ``record_stream``, freeing and resizing of storages,
+the statistics. A set belongs for ever to the stream that first needed it, as torch's segments do.
+
+Nothing here waits for a peer but `reserve`. What no set has room for is ordinary memory, which the
+operations copy through staging memory of the group. So are all tensors on the CPU, those made while
+a CUDA graph is captured (torch takes them from the graph's own pool), and all where torch has no
+pools with an allocator of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
+
+from crossdock import _core
+from crossdock._comm import grow
+from crossdock.errors import OutOfMemory
+from crossdock.torch._calls import current_stream
+from crossdock.torch._capture import is_capturing
+
+_MIB = 1 << 20
+# torch cuts smaller tensors out of segments of their own.
+_LEAST_TENSOR = _MIB + 512
+# torch asks for whole segments of this unit if they have at least so many bytes.
+_SEGMENT_UNIT, _LEAST_SEGMENT = 2 * _MIB, 10 * _MIB
+# What torch may lose by cutting: a rest of up to 1 MiB stays with the tensor.
+_CUTTING = _MIB
+
+# All that have given memory to torch, for those who want to send tensors to other processes.
+_giving: weakref.WeakSet[ReceiveMemory] = weakref.WeakSet()
+# Closed ones that tensors still use.
+_leaving: set[ReceiveMemory] = set()
+
+
+def set_bytes(parts: list[int]) -> int:
+    """Bytes of a set that has room for tensors of so many bytes at the same time."""
+    needed = sum(max(part, _LEAST_TENSOR) + _CUTTING for part in parts)
+    return max(_LEAST_SEGMENT, -(-needed // _SEGMENT_UNIT) * _SEGMENT_UNIT)
+
+
+class ReceiveMemory:
+    """Makes tensors on the device of a communicator, which it owns. Any thread.
+
+    Args:
+        comm: whose symmetric memory it takes.
+        device: that communicator's.
+    """
+
+    def __init__(self, comm: _core.Comm, device: torch.device) -> None:
+        self._comm = comm
+        self._device = device
+        self._lock = threading.RLock()  # an object that dies inside it may close this one
+        self._pool = _torch_pool(device)
+        self._set_bytes = 0
+        self._sets: list[tuple[int, int]] = []  # (address, bytes), known to torch
+        self._streams: set[int] = set()  # that have a set
+        self._full: set[int] = set()  # streams whose sets have no room until something dies
+        self._alive: list[StorageWeakRef] = []  # storages in sets
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of undefined content; it belongs to the current stream."""
+        if self._pool is not None and not is_capturing(self._device):
+            storage = self._from_set(math.prod(shape) * dtype.itemsize)
+            if storage is not None:
+                # A tensor with a storage of its own, no view of another.
+                empty = torch.empty(0, dtype=dtype, device=self._device)
+                return empty.set_(storage, 0, shape)
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in symmetric memory."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(begin <= address < begin + size for begin, size in self._sets)
+
+    def reserve(self, num_bytes: int, set_bytes: int) -> None:
+        """Takes more symmetric memory for sets of that size. Collective, blocking.
+
+        Raises:
+            OutOfMemory: this rank has no memory left (Mismatch on the others); nothing has grown.
+        """
+        if self._device.type == "cuda" and num_bytes > 0:
+            # Where no set can be made none is reserved, but the peers' growth needs this rank.
+            grow(self._comm, 0 if self._pool is None else num_bytes)
+        with self._lock:
+            self._set_bytes = set_bytes
+            self._full.clear()
+
+    def close(self) -> None:
+        """Closes the communicator: now, or if tensors use its memory, some time after they died.
+
+        The lane's operations have ended.
+        """
+        _leaving.add(self)
+        leave_unused()
+
+    def leave(self) -> bool:
+        """Closes the communicator unless its memory is in use; whether it did."""
+        with self._lock:
+            self._forget_dead()
+            if self._alive or is_capturing(self._device):
+                return False
+            if self._sets:
+                torch.cuda.synchronize(self._device)  # what still runs with tensors that died
+                if self._pool is None:
+                    torch.cuda.empty_cache()
+                self._pool = None  # gives back its segments
+                if any(_core.segment_taken(address) for address, _ in self._sets):
+                    return False
+            self._comm.close()
+            return True
+
+    def _from_set(self, num_bytes: int) -> torch.UntypedStorage | None:
+        """At least so many bytes of a set, if one has room."""
+        size = max(num_bytes, _LEAST_TENSOR)
+        stream = current_stream(self._device)
+        with self._lock:
+            self._forget_dead()
+            if size > self._set_bytes or stream in self._full:
+                return None
+            tensor = self._allocate(size) if stream in self._streams else None
+            if tensor is None and self._give_set(stream):
+                tensor = self._allocate(size)
+            if tensor is None:
+                self._full.add(stream)
+                return None
+            storage = tensor.untyped_storage()
+            self._alive.append(StorageWeakRef(storage))
+            return storage
+
+    def _allocate(self, size: int) -> torch.Tensor | None:
+        """Bytes of torch's pool; None if it has no room and was offered no segment."""
+        assert self._pool is not None
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+    def _give_set(self, stream: int) -> bool:
+        """Lets torch have one more set, for this stream; whether there was one."""
+        size = self._set_bytes
+        try:
+            address = self._comm.mem_alloc(size)
+        except OutOfMemory:
+            return False
+        _core.offer_segment(address, size)
+        whole = self._allocate(size)
+        _core.offer_segment(0, 0)
+        if not _core.segment_taken(address):
+            # What torch's allocator has been told, such as expandable_segments, is at odds with
+            # pools like this one.
+            self._comm.mem_free(address)
+            self._pool = None if not self._sets else self._pool
+            return False
+        self._sets.append((address, size))
+        self._streams.add(stream)
+        del whole  # torch keeps it, to cut tensors from
+        _giving.add(self)
+        _refuse_sending()
+        return True
+
+    def _forget_dead(self) -> None:
+        alive = [storage for storage in self._alive if not storage.expired()]
+        if len(alive) < len(self._alive):
+            self._full.clear()
+        self._alive = alive
+
+
+def leave_unused() -> None:
+    """Closes the communicators that only tensors had kept open which have died since."""
+    if sys.is_finalizing():
+        return
+    for memory in list(_leaving):
+        if memory.leave():
+            _leaving.discard(memory)
+
+
+def _torch_pool(device: torch.device) -> Any:
+    """A ``torch.cuda.MemPool`` that asks for what it is offered; None where there can be none."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return None
+    # Without it a pool would also serve the other threads of the process.
+    if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+        return None
+    global _allocator
+    if _allocator is None:
+        _allocator = torch._C._cuda_customAllocator(*_core.segment_functions())
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(_allocator)
+
+
+_allocator: Any = None  # as long as any pool lives
+
+
+_refusing = False
+
+
+def _refuse_sending() -> None:
+    """Sees to it that tensors in symmetric memory are not sent to other processes.
+
+    torch sends the address in a segment of CUDA's allocator, which these are not.
+    """
+    global _refusing
+    if not _refusing:
+        _refusing = True
+        ForkingPickler.register(torch.Tensor, _reduce)
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    if tensor.device.type == "cuda" and any(memory.owns(tensor) for memory in list(_giving)):
+        raise RuntimeError(
+            "a tensor that crossdock.deep_ep.Buffer returned lies in symmetric memory and cannot "
+            "be sent to another process; send tensor.clone()")
+    return reduce_tensor(tensor)

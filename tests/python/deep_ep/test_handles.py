@@ -1,0 +1,142 @@
+"""Handles: DeepEP's six tensors, and the routing behind them that outlives its Buffer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import deep_ep_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_reference import Batch, make_batch
+from support import run_ranks
+
+from crossdock.deep_ep import Buffer
+from crossdock.errors import Mismatch, PeerLost
+
+SEED = 70
+
+
+def tensors_of(batch: Batch, rank: int) -> tuple[torch.Tensor, ...]:
+    """What a handle has, with one channel per rank."""
+    per_rank, _, in_rank = batch.layout(rank)
+    head = torch.full(in_rank.shape, -1, dtype=torch.int32)
+    for peer in range(batch.num_ranks):
+        mine = [token for token in range(len(in_rank)) if in_rank[token, peer]]
+        for place, token in enumerate(mine):
+            head[token, peer] = place
+    unknown = torch.full((len(batch.rows(rank)),), -1, dtype=torch.int32)
+    return (batch.prefix(), per_rank[:, None], torch.zeros_like(per_rank)[:, None], unknown,
+            in_rank, head)
+
+
+def unpack(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        batch = make_batch(SEED, me.num_ranks)
+        caller = cases.Caller(buffer, batch)
+        handle = caller.dispatch_checked()
+        assert isinstance(handle, tuple) and len(handle) == 6
+        names = ("rank_prefix_matrix", "channel_prefix_matrix", "recv_channel_prefix_matrix",
+                 "recv_src_idx", "is_token_in_rank", "send_head")
+        prefix, channel, recv_channel, source, in_rank, head = handle
+        got = (prefix, channel, recv_channel, source, in_rank, head)
+        for number, (name, want) in enumerate(zip(names, tensors_of(batch, me.rank))):
+            cases.same(name, got[number], want)
+            cases.same(name, handle[number], want)
+        cases.same("the last one", handle[-1], head)
+        assert len(handle[1:3]) == 2
+        # Whatever callers make of the six is a handle.
+        for again in (tuple(handle), list(handle), (*handle,)):
+            caller.cached_checked(again)
+            caller.combine_checked(again, SEED, 1, weights=3)
+        with pytest.raises(TypeError, match="in the process that made it only"):
+            pickle.dumps(handle)
+        with pytest.raises(TypeError, match="in the process that made it only"):
+            copy.deepcopy(handle)
+        assert str(handle) == f"Handle({len(caller.x)} tokens, {len(batch.rows(me.rank))} rows)"
+
+
+def test_handle_unpacks_as_deep_eps_six_tensors() -> None:
+    print(f"seed {SEED}")
+    run_ranks(3, unpack)
+
+
+def replace_buffer(me: Any) -> None:
+    with cases.buffer_of(me):  # makes the process group
+        pass
+    first = Buffer(dist.group.WORLD)
+    caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
+    handle = caller.dispatch_checked()
+    home = handle.routing.lease.home
+    # Like a framework between forward and backward, when it meets larger rows.
+    larger = Buffer(dist.group.WORLD, num_nvl_bytes=1 << 20)
+    del first
+    caller.buffer = larger
+    gc.collect()
+    caller.cached_checked(handle)
+    caller.combine_checked(handle, SEED, 1, weights=3)
+    again = caller.dispatch_checked()
+    caller.cached_checked(handle)
+    caller.cached_checked(again)
+    # One rank's mistake is told to the peers as ever.
+    if me.rank == 0:
+        with pytest.raises(ValueError, match="x: expected"):
+            larger.dispatch(caller.x[1:], handle)
+    else:
+        with pytest.raises(Mismatch):
+            larger.dispatch(caller.x, handle)
+    caller.cached_checked(handle)
+    assert not home.comm.closed
+    del handle
+    gc.collect()
+    assert home.comm.closed
+    cases.everything(larger, SEED)
+
+
+def test_handle_serves_with_another_buffer_when_its_own_is_gone() -> None:
+    print(f"seed {SEED}")
+    run_ranks(3, replace_buffer)
+
+
+def use_after_destroy(me: Any) -> None:
+    with cases.buffer_of(me) as other:
+        first = Buffer(dist.group.WORLD, explicitly_destroy=True)
+        caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
+        handle = caller.dispatch_checked()
+        first.destroy()
+        caller.buffer = other
+        caller.cached_checked(handle)
+        caller.combine_checked(handle, SEED)
+        if me.rank == 0:
+            del handle
+            gc.collect()
+        else:
+            with pytest.raises(PeerLost):
+                while True:
+                    caller.cached_checked(handle)
+        cases.everything(other, SEED)
+
+
+def test_handle_serves_after_its_buffer_is_destroyed() -> None:
+    run_ranks(2, use_after_destroy)
+
+
+def mix_sizes(me: Any) -> None:
+    with cases.buffer_of(me) as buffer:
+        alone = [dist.new_group([rank]) for rank in range(me.num_ranks)][me.rank]
+        small = Buffer(alone, explicitly_destroy=True)
+        caller = cases.Caller(small, make_batch(SEED, 1))
+        handle = caller.dispatch_checked()
+        for call in (buffer.dispatch, buffer.combine):
+            with pytest.raises(ValueError, match=(f"handle: expected one of rank {me.rank} of 2 "
+                                                  "on cpu, got one of rank 0 of 1 on cpu")):
+                call(caller.x, handle)
+        small.destroy()
+        cases.everything(buffer, SEED)
+
+
+def test_handle_of_another_number_of_ranks_is_refused() -> None:
+    run_ranks(2, mix_sizes)

@@ -1,0 +1,67 @@
+"""Runs the package under another default device or dtype of torch than its tests.
+
+``XD_TEST_TORCH_DEFAULTS=meta`` (or cuda, or float64) says which. What the package makes without
+naming a device or dtype then is of the default one; what tests make stays what it is. Tensors that
+the package hands to the library are on the CPU or on its GPU, so that one which does not say so
+ends in an error, or in wrong results.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "XD_TEST_TORCH_DEFAULTS"
+
+_active: list[Any] = []  # modes, which end with their thread
+
+
+def apply() -> None:
+    """Sets what the environment asks for, for the calling thread."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        import torch
+        from torch.overrides import TorchFunctionMode
+        from torch.utils._device import _device_constructors
+
+        class Defaults(TorchFunctionMode):
+            """As ``torch.set_default_device`` and ``torch.set_default_dtype``."""
+
+            def __torch_function__(self, func: Callable[..., Any], types: Any,
+                                   args: tuple[Any, ...] = (),
+                                   kwargs: dict[str, Any] | None = None) -> Any:
+                kwargs = kwargs or {}
+                # A compiler traces this function too, and knows no frames.
+                if torch.compiler.is_compiling() or not _called_by_package():
+                    return func(*args, **kwargs)
+                if dtype is not None:
+                    usual = torch.get_default_dtype()
+                    torch.set_default_dtype(dtype)
+                    try:
+                        return func(*args, **kwargs)
+                    finally:
+                        torch.set_default_dtype(usual)
+                if func in _device_constructors() and kwargs.get("device") is None:
+                    kwargs = {**kwargs, "device": wanted}
+                return func(*args, **kwargs)
+
+        dtype = getattr(torch, wanted, None)
+        if not isinstance(dtype, torch.dtype):
+            dtype = None
+            torch.device(wanted)  # raises if it is neither
+        mode = Defaults()
+        mode.__enter__()
+        _active.append(mode)
+
+
+def _called_by_package() -> bool:
+    """Whether the package, itself or through torch's own Python code, made this call."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "torch" and not name.startswith("torch."):
+            return name.split(".")[0] == "crossdock"
+        frame = frame.f_back
+    return False
