@@ -142,6 +142,9 @@ constexpr ChunkFlags summed_chunks() { return {2}; }
 struct alignas(64) DoneFlag {
   std::atomic<std::uint64_t> epoch;
 };
+// CUDA: in a done flag beside the epoch. Its rank has not found a tensor that some rank offers, and
+// has moved nothing: the operation is a mismatch for all.
+inline constexpr std::uint64_t kFoundMissing = std::uint64_t{1} << 63;
 
 // A count and the epoch it belongs to, in one word that is written and read whole.
 constexpr std::uint64_t count_word(std::uint32_t count, std::uint64_t epoch) {

@@ -30,14 +30,18 @@ class Pusher {
   __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan, Terms& terms)
       : p_(params), turn_(turn), plan_(plan), terms_(terms) {}
 
+  // With a blank verdict, flags without sums.
   __device__ void push_all() {
+    const bool moves = turn_.verdict() == Verdict::go;
     const Team team{0, p_.push_blocks};
     for_each_arrival(turn_, plan_, summed_chunks(), p_.row_bytes, 0, team, [&](const Arrival& a) {
       if (reads_itself(a.source)) return true;
       const Columns columns = Columns::part_of(p_.row_bytes, a.part, a.parts);
-      for_each_item(
-          turn_, plan_, items_of(turn_, plan_, a.source, a.token, a.tokens),
-          [&](const ItemRows& rows, std::uint32_t slot) { push(a.source, rows, slot, columns); });
+      const ItemRange items =
+          moves ? items_of(turn_, plan_, a.source, a.token, a.tokens) : ItemRange{0, 0};
+      for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t slot) {
+        push(a.source, rows, slot, columns);
+      });
       // Also without items: a source whose codes are damaged must not wait for ever.
       turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
       return true;
@@ -194,16 +198,19 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
                 .extra = 0,
                 .partials = p.sums ? p.partial_bytes : 0});
   }
-  if (turn.verdict() == Verdict::go) {
+  const bool moves = turn.verdict() == Verdict::go;
+  if (moves || turn.verdict() == Verdict::blank) {
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
     Terms& terms = terms_of_warp[warp_in_block()];
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
     if (pushes) Pusher<T>(p, turn, plan, terms).push_all();
-    Summer<T> summer(p, turn, shared, plan, terms);
-    bool good = true;
-    if (p.sums) good = summer.sum_all();
-    if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
-    turn.any_failed(!good);
+    if (moves) {
+      Summer<T> summer(p, turn, shared, plan, terms);
+      bool good = true;
+      if (p.sums) good = summer.sum_all();
+      if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
+      turn.any_failed(!good);
+    }
   }
   turn.leave();
 }

@@ -51,13 +51,15 @@ class Sender {
                     const PlanParts& plan, Mover& mover, const FirstToken& first)
       : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover), first_(first) {}
 
+  // With a blank verdict, flags without rows.
   __device__ void send_all() {
+    const bool moves = turn_.verdict() == Verdict::go;
     const int tokens = turn_.plan().tokens;
     const int each = sent_chunks().tokens_per_chunk(tokens);
     const Team team{0, p_.send_blocks};
     for_each_unit(turn_, 0, team, sent_chunks().count(tokens), [&](int chunk) {
       const int last = min((chunk + 1) * each, tokens);
-      for (int t = chunk * each; t < last; ++t) send_token(t);
+      for (int t = chunk * each; moves && t < last; ++t) send_token(t);
       if (any_receiver()) {
         mover_.landed();
         turn_.release_chunk(chunk, [&](int d) { return receives(d); });
@@ -321,7 +323,8 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
                 .extra = p.indices ? turn.plan().topk * sizeof(std::int32_t) : 0,
                 .partials = 0});
   }
-  if (turn.verdict() == Verdict::go) {
+  const bool moves = turn.verdict() == Verdict::go;
+  if (moves || turn.verdict() == Verdict::blank) {
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
     if (p.own_rows_direct && threadIdx.x == 0) take_own_tensors(p, shared.peer[turn.rank()]);
     __syncthreads();
@@ -333,12 +336,14 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
       Mover mover(warp_stages, p.send);
       Sender(p, turn, shared, plan, mover, first).send_all();
     }
-    fill_gaps(p, turn, plan);
+    if (moves) fill_gaps(p, turn, plan);
     if (p.receives) {
       turn.finish();
-      Mover mover(warp_stages, p.fan_out);
-      const bool good = Receiver<Scaled>(p, turn, plan, mover).receive_all();
-      turn.any_failed(!good);
+      if (moves) {
+        Mover mover(warp_stages, p.fan_out);
+        const bool good = Receiver<Scaled>(p, turn, plan, mover).receive_all();
+        turn.any_failed(!good);
+      }
       return turn.close();
     }
   } else if (p.receives) {

@@ -18,8 +18,8 @@ struct Control {
   // operation claims the group and tells which epoch it was claimed at.
   std::uint64_t owner;
   std::uint32_t barrier;       // arrivals at the grid barriers of this launch
-  std::uint32_t finished;      // thread blocks that have no more to move
-  std::uint32_t left;          // thread blocks that are done altogether
+  std::uint32_t finished;      // thread blocks that have no more to move; upper half: blank ones
+  std::uint32_t left;          // thread blocks that are done altogether; likewise
   std::uint32_t next_unit[2];  // of work that warps take one by one
   std::uint32_t reserved;
   std::uint64_t counts_hash;   // prepare

@@ -6,7 +6,8 @@ namespace xd::ep::cuda {
 // Every block: what all ranks have told this one is there. False = fatal.
 __device__ inline bool Prepare::wait_for_sources() {
   bool good = true;
-  for (int s = thread(); s < g_.ranks() && good; s += threads()) good = turn_.wait_done(s);
+  std::uint64_t flag = 0;  // no tensors: nothing is ever missing
+  for (int s = thread(); s < g_.ranks() && good; s += threads()) good = turn_.wait_done(s, flag);
   return good;
 }
 

@@ -72,7 +72,10 @@ Setback setback_of(const Report& report, const Group& group) {
       const std::span<const Record> records(report.record, at(config.ranks));
       if (Setback found = disagreement(records, group.rank())) return found;
       return {.status = XD_ERROR_MISMATCH,
-              .text = "a rank offers a tensor outside its shared memory"};
+              .text = concat("rank ", report.rank,
+                             " does not find a tensor that some rank offers: it lies outside that "
+                             "rank's shared memory, or its registration has ended"),
+              .rank = report.rank};
     }
   }
 }

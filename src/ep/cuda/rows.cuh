@@ -56,11 +56,16 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
   const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
   const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
   if (g.expert_major && turn.plan().alignment > 1) {
-    for (std::uint64_t e = warp; e < static_cast<std::uint64_t>(g.local_experts); e += warps) {
+    // Few experts have long gaps, each for several warps; many have short ones, several for a warp.
+    const auto experts = static_cast<std::uint64_t>(g.local_experts);
+    const std::uint64_t parts = max(warps / experts, std::uint64_t{1});
+    for (std::uint64_t i = warp; i < experts * parts; i += warps) {
+      const std::uint64_t e = i / parts;
       const std::int64_t end = std::int64_t{plan.offset[e]} + plan.count[e];
       const std::int64_t gap = plan.offset[e + 1] - end;
       if (gap > 0) {
-        fill_bytes(tensor.data + end * tensor.row_bytes, gap * tensor.row_bytes, 0, 0, 1);
+        fill_bytes(tensor.data + end * tensor.row_bytes, gap * tensor.row_bytes, 0, i % parts,
+                   parts);
       }
     }
   }

@@ -24,8 +24,18 @@
 // (fanning out, final sums, closing) waits for what peers bring. All blocks of a launch are
 // resident (cooperative launch), so a block that is waited for always runs.
 //
+// All ranks, and all blocks of each, come to the same verdict, as they look at the same records and
+// plans; but where a tensor lies they look up in a table that the host of a rank may be changing (a
+// tensor is deregistered under a replayed graph, by mistake). A block that misses one may be alone
+// with that, so it raises every flag that others might wait for, and marks its rank's done flag:
+// all ranks then report a mismatch, and nobody has waited for what never comes.
+//
 // A fatal error ends every wait on every block; blocks then skip what is left, no done flag is
-// raised, and Control stays as it is: the communicator is finished.
+// raised, and Control may stay as it is: the communicator is finished.
+//
+// Nothing but the kernel's start says that earlier kernels of the stream have ended, which is what
+// enter() tells the peers. So these kernels must never be launched with programmatic dependent
+// launch, unless they wait for it (griddepcontrol.wait) before begin() fences.
 #pragma once
 
 #include "comm/device_wait.cuh"
@@ -36,7 +46,8 @@ namespace xd::ep::cuda {
 // What a launch does next.
 enum class Verdict : int {
   go,       // move rows
-  nothing,  // a non-fatal error: take part in the turn, move nothing
+  blank,    // a tensor is missing here: raise all flags, move nothing
+  nothing,  // a non-fatal error, known to all: take part in the turn, move nothing
   fatal,    // leave
 };
 
@@ -61,6 +72,8 @@ struct TurnShared {
   Fault fault;
   int mismatch;  // some record differs
   int is_last;
+  int some_blank;  // last block: of this launch
+  int finder;      // lowest rank that has not found a tensor; num_ranks = none
   unsigned long long sum;
   PlanHeader plan;
   Record own;
@@ -124,8 +137,9 @@ class Turn {
   }
   // Waits for a source's flag of a chunk; single threads. False = fatal.
   __device__ bool wait_chunk(int source, int chunk) const;
-  // Waits until `source` (itself, too) touches this rank's memory no more; single threads.
-  __device__ bool wait_done(int source) const;
+  // Waits until `source` (itself, too) touches this rank's memory no more; single threads. False =
+  // fatal. `flag`: what it says.
+  __device__ bool wait_done(int source, std::uint64_t& flag) const;
 
   // Lanes of the warp release a chunk's flag to every rank d with wanted(d). All lanes; what the
   // warp has stored before is covered.

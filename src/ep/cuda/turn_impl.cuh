@@ -9,6 +9,7 @@ namespace xd::ep::cuda {
 __device__ inline void Turn::judge_start() {
   s_.status = XD_SUCCESS;
   s_.mismatch = 0;
+  s_.finder = ranks();
   s_.fault = {};
   const device::WaitSite here = site(XD_PHASE_NONE);
   bool fatal = s_.failed != 0;
@@ -38,6 +39,7 @@ __device__ inline bool Turn::begin() {
   if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
   // Who sees the record also sees what earlier kernels of this stream have written. Fenced here and
   // not by a release of the record's last word: beside other waits, and with no word to wait for.
+  // (That they have ended is known from this kernel's start alone: see turn.cuh.)
   if (sends_records()) ptx::fence_acq_rel_sys();
   for (unsigned i = t; i <= static_cast<unsigned>(ranks()); i += blockDim.x) {
     s_.base[i] = p_.group.base[i];
@@ -324,10 +326,13 @@ __device__ inline bool Turn::await(const RowSizes& sizes) {
   const bool undisturbed = s_.status == XD_SUCCESS;
   const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
   if (threadIdx.x == 0 && undisturbed) {
-    if (s_.mismatch != 0 || some_missing) {
+    if (s_.mismatch != 0) {
       set_setback(XD_ERROR_MISMATCH);
     } else if (p_.plan != nullptr && refused(s_.plan)) {
       set_setback(XD_ERROR_OVERFLOW);
+    } else if (some_missing) {  // perhaps for this block alone
+      set_setback(XD_ERROR_MISMATCH);
+      s_.verdict = static_cast<int>(Verdict::blank);
     }
   }
   __syncthreads();
@@ -345,13 +350,16 @@ __device__ inline bool Turn::wait_chunk(int source, int chunk) const {
       [=] { return ptx::ld_acquire_sys(flag); });
 }
 
-__device__ inline bool Turn::wait_done(int source) const {
-  const std::uint64_t* flag = done_at(rank(), source);
+__device__ inline bool Turn::wait_done(int source, std::uint64_t& flag) const {
+  const std::uint64_t* at = done_at(rank(), source);
   const std::uint64_t expected = s_.epoch;
   return device::wait_until(
       p_.group.comm, site(XD_PHASE_DONE), source,
-      [=] { return ptx::ld_acquire_sys(flag) == expected; },
-      [=] { return ptx::ld_acquire_sys(flag); });
+      [=, &flag] {
+        flag = ptx::ld_acquire_sys(at);
+        return (flag & ~kFoundMissing) == expected;
+      },
+      [=] { return ptx::ld_acquire_sys(at) & ~kFoundMissing; });
 }
 
 __device__ inline bool Turn::barrier(std::uint32_t n) {
@@ -375,12 +383,17 @@ __device__ inline bool Turn::barrier(std::uint32_t n) {
 
 // ---- The end -----------------------------------------------------------------------------------
 
-// Counts the block; true on all threads of the last one.
+// Counts the block; true on all threads of the last one. Blank blocks are counted a second time, in
+// the upper half, so that the last one knows of them without another look.
 __device__ inline bool Turn::is_last_block(std::uint32_t* counter) {
+  constexpr std::uint32_t kBlank = 1u << 16;
   __syncthreads();
   if (threadIdx.x == 0) {
+    const std::uint32_t mine = verdict() == Verdict::blank ? 1 + kBlank : 1;
     // Release and acquire: what any block has stored before, the last one sees.
-    s_.is_last = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x ? 1 : 0;
+    const std::uint32_t all = ptx::add_acq_rel_gpu(counter, mine) + mine;
+    s_.is_last = all % kBlank == gridDim.x ? 1 : 0;
+    s_.some_blank = all >= kBlank ? 1 : 0;
   }
   __syncthreads();
   return s_.is_last != 0;
@@ -392,7 +405,8 @@ __device__ inline void Turn::raise_done() {
   for (int i = static_cast<int>(threadIdx.x); i < ranks(); i += static_cast<int>(blockDim.x)) {
     const int peer = (rank() + 1 + i) % ranks();
     // Release: who sees this epoch also sees every row written there, and none is read any more.
-    ptx::st_release_sys(done_at(peer, rank()), s_.epoch);
+    ptx::st_release_sys(done_at(peer, rank()),
+                        s_.epoch | (s_.some_blank != 0 ? kFoundMissing : 0));
   }
 }
 
@@ -421,6 +435,7 @@ __device__ inline void Turn::report() {
   to->rank = s_.status == XD_ERROR_OVERFLOW           ? s_.plan.overflow_rank
              : s_.fault.kind != PlanFault::none       ? rank()
              : s_.status == XD_ERROR_INVALID_ARGUMENT ? s_.plan.bad_id_rank
+             : s_.finder != ranks()                   ? s_.finder
                                                       : -1;
   if (s_.status == XD_ERROR_MISMATCH) {
     auto* records = reinterpret_cast<std::uint64_t*>(to->record);
@@ -439,10 +454,13 @@ __device__ inline void Turn::end_launch() {
   bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
   for (int peer = static_cast<int>(threadIdx.x); peer < ranks() && !failed;
        peer += static_cast<int>(blockDim.x)) {
-    failed = !wait_done(peer);
+    std::uint64_t flag = 0;
+    failed = !wait_done(peer, flag);
+    if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);
   }
   failed = any_failed(failed);
   if (threadIdx.x != 0) return;
+  if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
   Control* control = p_.group.control;
   if (!failed && s_.status != XD_SUCCESS) {
     // A failure of the host's own checks is known to the host already.
