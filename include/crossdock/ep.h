@@ -169,7 +169,8 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
- * running. NULL is allowed. */
+ * running (on CUDA one that runs all the same is waited for, 2 seconds at most; then the group's
+ * memory is never given back). NULL is allowed. */
 XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {

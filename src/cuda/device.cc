@@ -95,6 +95,7 @@ CUcontext primary_context(int ordinal) {
 
 DeviceFacts require_device(int ordinal) {
   const int count = device_count();
+  const RelaxedCapture relaxed;
   XD_REQUIRE(ordinal >= 0 && ordinal < count, "config.device.device_id = ", ordinal,
              ", expected 0 to ", count - 1);
   const DeviceFacts& facts = facts_of(ordinal);
@@ -122,6 +123,7 @@ std::string why_unavailable() noexcept {
 
 int find_device(const Uuid& uuid) {
   const int count = device_count();
+  const RelaxedCapture relaxed;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     if (facts_of(ordinal).uuid == uuid) return ordinal;
   }
@@ -130,6 +132,7 @@ int find_device(const Uuid& uuid) {
 
 void require_peer_access(int device, int owner) {
   if (device == owner) return;
+  const RelaxedCapture relaxed;
   int access = 0;
   XD_CUDA_CHECK(cudaDeviceCanAccessPeer(&access, device, owner));
   if (access == 0) {
@@ -147,6 +150,18 @@ void require_peer_access(int device, int owner) {
 
 std::string describe_device(int ordinal) {
   return concat("CUDA device ", ordinal, " (", facts_of(ordinal).name, ")");
+}
+
+// Fails where CUDA has not begun yet: then nobody captures.
+RelaxedCapture::RelaxedCapture() {
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  exchanged_ = driver().cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS;
+  mode_ = mode;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  auto mode = static_cast<CUstreamCaptureMode>(mode_);
+  if (exchanged_) driver().cuThreadExchangeStreamCaptureMode(&mode);
 }
 
 DeviceGuard::DeviceGuard(int ordinal) {

@@ -34,14 +34,34 @@ void require_peer_access(int device, int owner);
 // "CUDA device 0 (NVIDIA H200)"
 std::string describe_device(int ordinal);
 
+// Lets the calling thread allocate, map and wait while some thread captures a stream, this one
+// perhaps. Without it such a call fails wherever any thread captures in the global mode, which is
+// everybody's default, and takes that capture down with it. What the library allocates or waits for
+// is never part of a capture.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  bool exchanged_ = false;
+  int mode_ = 0;  // of the thread before: a CUstreamCaptureMode
+};
+
 // Makes a device current for the calling thread, and what was current before afterwards. (The
-// runtime's cudaSetDevice would make a context on the previous device if there was none.)
+// runtime's cudaSetDevice would make a context on the previous device if there was none.) Calls
+// under it disturb no capture.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int ordinal);
   ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  const RelaxedCapture relaxed_;  // first: it also covers the making of a context
 };
 
 // False in a forked child of a process that has used CUDA: nothing of it can be used or freed.

@@ -23,15 +23,20 @@ void require_driver() {
   }
 }
 
+// Null if the driver does not have it.
 void* find(const char* name, unsigned version) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result{};
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || function == nullptr) {
-    cudaGetLastError();
-    fail(XD_ERROR_UNSUPPORTED, "the NVIDIA driver has no ", name);
-  }
+  if (error == cudaSuccess && result == cudaDriverEntryPointSuccess) return function;
+  cudaGetLastError();
+  return nullptr;
+}
+
+void* find_required(const char* name, unsigned version) {
+  void* const function = find(name, version);
+  if (function == nullptr) fail(XD_ERROR_UNSUPPORTED, "the NVIDIA driver has no ", name);
   return function;
 }
 
@@ -39,8 +44,12 @@ Driver load() {
   require_driver();
   Driver table;
 #define XD_DRIVER_FUNCTION(name, version) \
-  table.name = reinterpret_cast<PFN_##name##_v##version>(find(#name, version));
+  table.name = reinterpret_cast<PFN_##name##_v##version>(find_required(#name, version));
   XD_DRIVER_FUNCTIONS
+#undef XD_DRIVER_FUNCTION
+#define XD_DRIVER_FUNCTION(name, version) \
+  table.name = reinterpret_cast<PFN_##name##_v##version>(find(#name, version));
+  XD_OPTIONAL_DRIVER_FUNCTIONS
 #undef XD_DRIVER_FUNCTION
   return table;
 }

@@ -17,6 +17,7 @@ namespace xd::cuda {
   XD_DRIVER_FUNCTION(cuDevicePrimaryCtxRetain, 7000)                \
   XD_DRIVER_FUNCTION(cuCtxPushCurrent, 4000)                        \
   XD_DRIVER_FUNCTION(cuCtxPopCurrent, 4000)                         \
+  XD_DRIVER_FUNCTION(cuThreadExchangeStreamCaptureMode, 10010)      \
   XD_DRIVER_FUNCTION(cuMemGetAllocationGranularity, 10020)          \
   XD_DRIVER_FUNCTION(cuMemCreate, 10020)                            \
   XD_DRIVER_FUNCTION(cuMemRelease, 10020)                           \
@@ -33,9 +34,15 @@ namespace xd::cuda {
   XD_DRIVER_FUNCTION(cuPointerGetAttribute, 4000)                   \
   XD_DRIVER_FUNCTION(cuMemGetAddressRange, 3020)
 
+// Null where the driver is older than they are.
+#define XD_OPTIONAL_DRIVER_FUNCTIONS             \
+  XD_DRIVER_FUNCTION(cuStreamGetGreenCtx, 12040) \
+  XD_DRIVER_FUNCTION(cuGreenCtxGetDevResource, 12040)
+
 struct Driver {
 #define XD_DRIVER_FUNCTION(name, version) PFN_##name##_v##version name = nullptr;
   XD_DRIVER_FUNCTIONS
+  XD_OPTIONAL_DRIVER_FUNCTIONS
 #undef XD_DRIVER_FUNCTION
 };
 

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
@@ -102,6 +104,22 @@ void DeviceBuffer::write(std::size_t offset, const void* from, std::size_t bytes
   XD_CUDA_CHECK(
       cudaMemcpyAsync(data_ + offset, from, bytes, cudaMemcpyHostToDevice, stream_.get()));
   XD_CUDA_CHECK(cudaStreamSynchronize(stream_.get()));
+}
+
+bool DeviceBuffer::read(std::size_t offset, void* pinned, std::size_t bytes,
+                        Deadline deadline) const {
+  XD_CHECK(offset <= bytes_ && bytes <= bytes_ - offset);
+  const DeviceGuard guard(stream_.device());
+  XD_CUDA_CHECK(
+      cudaMemcpyAsync(pinned, data_ + offset, bytes, cudaMemcpyDeviceToHost, stream_.get()));
+  for (;;) {
+    const cudaError_t state = cudaStreamQuery(stream_.get());
+    if (state == cudaSuccess) return true;
+    if (state != cudaErrorNotReady) fail_cuda("cudaStreamQuery", state);
+    cudaGetLastError();
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
 }
 
 PinnedBlock::PinnedBlock(int device, std::size_t bytes)

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "base/deadline.h"
 #include "cuda/stream.h"
 
 namespace xd::cuda {
@@ -39,6 +40,9 @@ class DeviceBuffer {
 
   // Returns when the bytes are there. Kernels that run meanwhile may read the others.
   void write(std::size_t offset, const void* from, std::size_t bytes) const;
+  // Into pinned memory, as kernels that run meanwhile leave the bytes. False: they are not there by
+  // the deadline, and arrive at any time later.
+  bool read(std::size_t offset, void* pinned, std::size_t bytes, Deadline deadline) const;
 
  private:
   Stream stream_;

@@ -1,5 +1,5 @@
-// A stream of the library's own. It waits for no other stream, and the legacy default stream does
-// not wait for it.
+// A stream of the library's own: it waits for no other stream, and the legacy default stream does
+// not wait for it. And what streams of callers are like.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -40,5 +40,15 @@ class Stream {
   int device_ = -1;
   cudaStream_t stream_ = nullptr;
 };
+
+// The device's context is current for both, and both may be asked of a stream that is captured.
+
+// False for a stream whose capture has been invalidated, and for the legacy default stream while a
+// blocking stream is captured: nothing can be enqueued there.
+bool takes_work(cudaStream_t stream);
+
+// Multiprocessors that kernels of a stream run on, if its green context has fewer than `all`, those
+// of the device. (A driver that knows no green contexts has none.)
+int multiprocessors_of(cudaStream_t stream, int all);
 
 }  // namespace xd::cuda

@@ -12,7 +12,6 @@
 namespace xd::test {
 namespace {
 
-constexpr int kTokens = 48;
 constexpr int kTopk = 4;
 constexpr int kLocalExperts = 4;
 constexpr int kHidden = 64;
@@ -41,7 +40,7 @@ xd_ep_config FixedShape::config(int num_ranks) const {
   config.num_ranks = num_ranks;
   config.num_experts = num_ranks * kLocalExperts;
   config.max_topk = kTopk;
-  config.max_tokens_per_rank = kTokens;
+  config.max_tokens_per_rank = tokens;
   config.hidden = kHidden;
   config.dtype = dtype;
   config.layout = layout;
@@ -64,18 +63,18 @@ FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
       rows_(capacity_of(config_)),
       hidden_(kHidden),
       plan_(rank, plan_bytes(config_), Place::ordinary),
-      topk_idx_(rank, kI64, {kTokens, kTopk}),
-      tokens_(rank, shape.dtype, {kTokens, kHidden}),
-      topk_weights_(rank, kF32, {kTokens, kTopk}),
+      topk_idx_(rank, kI64, {shape_.tokens, kTopk}),
+      tokens_(rank, shape.dtype, {shape_.tokens, kHidden}),
+      topk_weights_(rank, kF32, {shape_.tokens, kTopk}),
       recv_tokens_(rank, shape.dtype, {rows_, kHidden}, shape.place),
       recv_weights_(rank, kF32,
                     expert_major() ? std::vector{rows_} : std::vector<std::int64_t>{rows_, kTopk},
                     shape.place),
-      out_(rank, shape.dtype, {kTokens, kHidden}),
+      out_(rank, shape.dtype, {shape_.tokens, kHidden}),
       grad_expert_out_(rank, shape.dtype, {rows_, kHidden}, shape.place),
       grad_weights_(rank, kF32, {rows_}, shape.place),
-      grad_tokens_(rank, shape.dtype, {kTokens, kHidden}),
-      grad_topk_weights_(rank, kF32, {kTokens, kTopk}) {}
+      grad_tokens_(rank, shape.dtype, {shape_.tokens, kHidden}),
+      grad_topk_weights_(rank, kF32, {shape_.tokens, kTopk}) {}
 
 float FixedStep::token_value(int rank, int token, std::int64_t column) const {
   const std::uint64_t random =
@@ -113,7 +112,7 @@ void FixedStep::load(int number, bool spoiled) {
   const RoutingShape shape{rank_.num_ranks,
                            config_.num_experts,
                            kTopk,
-                           kTokens,
+                           shape_.tokens,
                            kPatterns[static_cast<std::size_t>(number) % std::size(kPatterns)],
                            Tokens::full};
   std::vector<Choices> choices =
@@ -129,7 +128,7 @@ void FixedStep::load(int number, bool spoiled) {
                             XD_EP_OVERFLOW_ERROR},
                   std::move(choices));
   Values tokens, weights;
-  for (int token = 0; token < kTokens; ++token) {
+  for (int token = 0; token < shape_.tokens; ++token) {
     for (std::int64_t column = 0; column < hidden_; ++column) {
       tokens.push_back(token_value(rank_.rank, token, column));
     }
@@ -273,7 +272,7 @@ int FixedStep::copies(int token) const {
 
 void FixedStep::check_tokens() const {
   Values sums, grads;
-  for (int token = 0; token < kTokens; ++token) {
+  for (int token = 0; token < shape_.tokens; ++token) {
     const auto times = static_cast<float>(copies(token));
     for (std::int64_t column = 0; column < hidden_; ++column) {
       sums.push_back(times * token_value(rank_.rank, token, column));

@@ -29,6 +29,7 @@ struct FixedShape {
   std::int64_t recv_capacity = 0;  // 0 = no routing overflows
   int num_sms = 0;
   xd_ep_staging staging = XD_EP_STAGING_AUTO;
+  int tokens = 48;
 
   xd_ep_config config(int num_ranks) const;
 };

@@ -3,8 +3,10 @@
 
 #include <chrono>
 #include <latch>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "conformance/cuda_graph.h"
 #include "conformance/fixed_step.h"
@@ -109,6 +111,59 @@ TEST_F(CudaWait, IsNotLongWhereRanksReplayDifferentOperations) {
       EXPECT_LT(Clock::now() - start, kLimit);
     }
     expect_replays(rank, replayed);
+  });
+}
+
+// Forbidden, and yet no reason to write into what belongs to others by then.
+TEST_F(CudaWait, OfAGroupThatIsDestroyedMeanwhileIsBoundedAndKeepsItsMemory) {
+  std::latch destroyed(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    FixedStep step(rank, FixedShape{});
+    Group group = make_group(rank.comm, FixedShape{}.config(2));
+    step.load(0);
+    step.enqueue_all(group.get());
+    ok(finish(rank, group.get(), XD_SUCCESS));
+    step.load(1);
+    if (rank.rank == 1) {
+      destroyed.wait();
+      ok(finish(rank, group.get(), step.enqueue(group.get(), XD_EP_PREPARE)));
+      return;
+    }
+    ok(step.enqueue(group.get(), XD_EP_PREPARE));
+    std::this_thread::sleep_for(milliseconds(20));  // its kernel waits for the peer
+    const auto start = Clock::now();
+    group.reset();
+    EXPECT_LT(Clock::now() - start, milliseconds(2000) + kLimit);
+    // Those who come next have all the memory that has been given back.
+    xd_unique_id id;
+    ok(xd_unique_id_create(nullptr, &id));
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    config.unique_id = &id;
+    config.rank = 0;
+    config.num_ranks = 1;
+    config.device = rank.memory->device();
+    config.heap_bytes = std::size_t{1} << 20;
+    const Comm comm = make_comm(config);
+    Rank alone = rank;
+    alone.num_ranks = 1;
+    alone.comm = comm.get();
+    const std::unique_ptr<Memory> memory = rank.memory->another_stream();
+    alone.memory = memory.get();
+    FixedStep other(alone, FixedShape{});
+    std::vector<Group> groups;
+    for (int i = 0; i < 16; ++i) groups.push_back(make_group(comm.get(), FixedShape{}.config(1)));
+    const auto expect_steps = [&] {
+      for (const Group& each : groups) {
+        other.load(2);
+        other.enqueue_all(each.get());
+        ok(finish(alone, each.get(), XD_SUCCESS));
+        other.check();
+      }
+    };
+    expect_steps();
+    destroyed.count_down();
+    rank.memory->synchronize();  // the kernel meets its peer after all
+    expect_steps();
   });
 }
 

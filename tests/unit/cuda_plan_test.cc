@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "ep/cuda/launch_plan.h"
 #include "ep/cuda/mover_plan.h"
+#include "ep/cuda/sm_ledger.h"
 #include "ep/wire.h"
 
 namespace xd::ep::cuda {
@@ -154,6 +155,52 @@ TEST(LaunchPlanTest, StaysWithinTheBudgetAndTheDevice) {
   }
 }
 
+// The most blocks of any operation of such a group, where the library chooses.
+int most_blocks(const Traffic& traffic, int local_experts, const DeviceFacts& device) {
+  const int budget = sm_budget(Config{}, device);
+  const int experts = local_experts * traffic.ranks;
+  int most = plan_prepare(experts, traffic.ranks, traffic.tokens, budget, device).blocks;
+  most = std::max(most, plan_combine(traffic, 0, budget, device).blocks);
+  const MoverPlan plain = MoverPlan::make(traffic.row_bytes, false);
+  for (const bool quantise : {false, true}) {
+    if (quantise && traffic.row_bytes % 256 != 0) continue;
+    const MoverPlan send = MoverPlan::make(traffic.row_bytes, quantise);
+    most = std::max(most, plan_dispatch(traffic, send, plain, 0, budget, device).blocks);
+  }
+  return most;
+}
+
+// Two operations of different groups, each on its own stream, wait for their peers with all their
+// blocks; if one keeps the other from starting, ranks that begin with the other wait for ever.
+TEST(LaunchPlanTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses) {
+  for (const int ranks_on_device : {1, 2, 3, 8}) {
+    DeviceFacts device = kHopper;
+    device.ranks_on_device = ranks_on_device;
+    int most = 0;
+    for (const bool by_expert : {false, true}) {
+      for (const bool receives : {false, true}) {
+        for (const int ranks : {1, 2, 4, 8, 72}) {
+          for (const int topk : {1, 2, 8, 32}) {
+            for (const std::uint64_t row_bytes : {16u, 2048u, 14336u, 65536u}) {
+              for (int tokens = 0; tokens <= 16384; tokens += tokens / 4 + 1) {
+                most = std::max(most, most_blocks({.ranks = ranks,
+                                                   .tokens = tokens,
+                                                   .topk = topk,
+                                                   .row_bytes = row_bytes,
+                                                   .expert_major = by_expert,
+                                                   .receives = receives},
+                                                  8, device));
+              }
+            }
+          }
+        }
+      }
+    }
+    EXPECT_LE(2 * most * ranks_on_device, device.sms - 4) << ranks_on_device << " ranks";
+    EXPECT_GE(2 * most * ranks_on_device, device.sms / 2) << "much of the device is left unused";
+  }
+}
+
 TEST(LaunchPlanTest, RanksOfOneDeviceShareIt) {
   Config config;
   for (const int ranks : {1, 2, 3, 8, 40}) {
@@ -174,6 +221,45 @@ TEST(LaunchPlanTest, RanksOfOneDeviceShareIt) {
     EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
     EXPECT_NE(error.text().find("expected at most 33"), std::string::npos) << error.text();
   }
+}
+
+TEST(SmLedgerTest, SumsUpTheGroupsThatLiveOnADevice) {
+  SmLedger ledger;
+  EXPECT_EQ(ledger.add(0, 64).sms, 64);
+  EXPECT_EQ(ledger.add(1, 20).sms, 20) << "another device";
+  const SmLedger::Sum both = ledger.add(0, 64);
+  EXPECT_EQ(both.sms, 128);
+  EXPECT_EQ(both.groups, 2);
+  ledger.remove(0, 64);
+  EXPECT_EQ(ledger.add(0, 8).sms, 72);
+  EXPECT_TRUE(ledger.first_warning(0));
+  EXPECT_FALSE(ledger.first_warning(0)) << "once";
+  EXPECT_TRUE(ledger.first_warning(1));
+}
+
+TEST(SmLedgerTest, AGroupLeavesTheLedgerOnce) {
+  const auto sum = [](int device) {
+    const SmLedger::Sum all = SmLedger::instance().add(device, 0);
+    SmLedger::instance().remove(device, 0);
+    return all.sms;
+  };
+  constexpr int kDevice = 4711;
+  {
+    SmShare share(kDevice, 64, 128);
+    EXPECT_EQ(sum(kDevice), 64);
+    SmShare moved = std::move(share);
+    EXPECT_EQ(sum(kDevice), 64);
+    SmShare other;
+    other = std::move(moved);
+    EXPECT_EQ(sum(kDevice), 64);
+  }
+  EXPECT_EQ(sum(kDevice), 0);
+}
+
+TEST(SmLedgerTest, SaysWhatItKnows) {
+  const std::string text = explain(3, {.groups = 2, .sms = 192}, 128);
+  EXPECT_EQ(text,
+            "CUDA device 3: 2 groups of this process may use 192 of 128 multiprocessors at once");
 }
 
 TEST(LaunchPlanTest, ExplainsItselfInOneLine) {

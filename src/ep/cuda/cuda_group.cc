@@ -2,16 +2,24 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstddef>
 #include <cstring>
 #include <mutex>
+#include <thread>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/math.h"
+#include "cuda/known_memory.h"
 #include "cuda/memory.h"
+#include "cuda/stream.h"
+#include "ep/cuda/call_memory.h"
 #include "ep/cuda/calls.h"
 #include "ep/cuda/local.h"
 #include "ep/cuda/report.h"
+#include "ep/cuda/sm_ledger.h"
 #include "ep/records.h"
 
 namespace xd::ep::cuda {
@@ -22,6 +30,7 @@ constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // of shared dev
 class CudaGroup final : public Group {
  public:
   CudaGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config);
+  ~CudaGroup() override;
 
   void prepare(const xd_ep_prepare_args* args, xd_stream stream) override {
     run(XD_EP_PREPARE, stream, [&] { start_prepare(read_prepare(args, call_context()), stream); });
@@ -45,7 +54,9 @@ class CudaGroup final : public Group {
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
     comm().check_usable();
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
-    start_row_experts(read_row_experts(args, call_context()), plan_binding(), stream);
+    const RowExpertsCall call = read_row_experts(args, call_context());
+    require_memory(call, plan_bytes_, known_memory_);
+    start_row_experts(call, plan_binding(), stream);
   }
 
   xd_ep_status take_status() override {
@@ -61,7 +72,9 @@ class CudaGroup final : public Group {
     reader_.collect(*report_.as<Report>(), *this);
   }
 
-  void take_failed_turn(const FailedParams& params, xd_stream stream);
+  std::uint32_t take_failed_turn(xd_ep_operation operation, xd_status status, xd_stream stream);
+  bool at_rest() const;
+  void keep_for_good() noexcept;
   void check_limits() const;
   void require_shared_memory() const;
   void share_memory();
@@ -84,10 +97,14 @@ class CudaGroup final : public Group {
             .expert_major = config().expert_major(),
             .receives = receives};
   }
-  void log_plan(int operation, const LaunchPlan& plan, const Traffic& traffic) const {
+  // Of the multiprocessors that the stream's kernels run on.
+  int budget_on(xd_stream stream) const {
+    return std::min(budget_, xd::cuda::multiprocessors_of(stream, facts_.sms));
+  }
+  void log_plan(int operation, const LaunchPlan& plan, const Traffic& traffic, int budget) const {
     if (!log_enabled("plan")) return;
     log_line(concat("[plan] ",
-                    explain(operation_name(operation), plan, traffic, config().num_sms, budget_)));
+                    explain(operation_name(operation), plan, traffic, config().num_sms, budget)));
   }
   void start_prepare(const PrepareCall& call, xd_stream stream);
   template <class Call>
@@ -95,11 +112,16 @@ class CudaGroup final : public Group {
   template <class Call>
   void start_combine(const Call& call, xd_stream stream);
 
+  std::shared_ptr<Comm> keeps_comm_;  // and so its memory, which kernels use
   DeviceFacts facts_;
   int budget_ = 0;
+  SmShare share_;
+  std::size_t plan_bytes_ = 0;
+  xd::cuda::KnownMemory& known_memory_;
   std::vector<std::shared_ptr<Segment>> segments_;
-  xd::cuda::DeviceBuffer control_, scratch_;
   xd::cuda::PinnedBlock report_;
+  xd::cuda::PinnedBlock last_look_;  // at Control::owner, when the group goes
+  xd::cuda::DeviceBuffer control_, scratch_;
   GroupDevice device_{};
   // Wraps after 2^32 - 1 launches: numbers only tell apart launches that overlap.
   std::uint32_t next_launch() {
@@ -113,7 +135,10 @@ class CudaGroup final : public Group {
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
-    : Group(std::move(owner), user) {
+    : Group(owner, user),
+      keeps_comm_(std::move(owner)),
+      plan_bytes_(plan_size(config())),
+      known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
   share_memory();
   comm().agree(Comm::Collective::group, [this] {
     check_limits();
@@ -132,10 +157,61 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
                                       "a group's working memory");
     report_ = xd::cuda::PinnedBlock(ordinal, sizeof(Report));
+    last_look_ = xd::cuda::PinnedBlock(ordinal, sizeof(Control::owner));
     load_kernels(facts_);
     describe_group();
     return Comm::Contribution{};
   });
+  share_ = SmShare(comm().device().device_id, budget_, facts_.sms - kReservedSms);
+}
+
+// The caller has promised that no operation runs any more. A kernel that does run would write into
+// memory that has become somebody else's: it is waited for, within bounds.
+CudaGroup::~CudaGroup() {
+  bool rests = true;
+  xd::cuda::try_on_device(comm().device().device_id, [&] { rests = at_rest(); });
+  if (!rests) keep_for_good();
+}
+
+// False: a kernel of this group is still running. (One that has not begun is not seen.)
+bool CudaGroup::at_rest() const {
+  constexpr int kPatienceMs = 2000;
+  // A fatal error ends every wait of a kernel within a millisecond, but it may leave the group
+  // owned: what is still owned then runs no more.
+  constexpr int kFailedMs = 100;
+  const auto deadline =
+      Deadline::after_ms(comm().fatal_error() == nullptr ? kPatienceMs : kFailedMs);
+  const auto* owner = last_look_.as<std::uint64_t>();
+  do {
+    if (!control_.read(offsetof(Control, owner), last_look_.data(), sizeof(*owner), deadline)) {
+      break;
+    }
+    if (static_cast<std::uint32_t>(*owner) == 0) return true;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  } while (!deadline.passed());
+  return comm().fatal_error() != nullptr;
+}
+
+// All that a kernel of this group may touch, never to be used again.
+void CudaGroup::keep_for_good() noexcept {
+  struct Kept {
+    std::shared_ptr<Comm> comm;
+    std::vector<std::shared_ptr<Segment>> segments;
+    xd::cuda::DeviceBuffer control, scratch;
+    xd::cuda::PinnedBlock report, last_look;
+    Kept* next;
+  };
+  static std::atomic<Kept*> all{nullptr};  // found from here, so that it is not lost
+  try {
+    log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
+                config().ranks, "]: its memory is kept until the process ends");
+    auto* const kept = new Kept{std::move(keeps_comm_), std::move(segments_), std::move(control_),
+                                std::move(scratch_),    std::move(report_),   std::move(last_look_),
+                                all.load()};
+    while (!all.compare_exchange_weak(kept->next, kept)) {
+    }
+  } catch (...) {
+  }
 }
 
 void CudaGroup::check_limits() const {
@@ -220,23 +296,36 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
   Setback setback;
   try {
+    // Here and not by the launch, which would take that capture down.
+    XD_REQUIRE(stream != nullptr || xd::cuda::takes_work(stream),
+               "stream = NULL, expected another stream while a blocking one is captured");
     return start();
   } catch (...) {
     setback = current_setback(rank());
   }
-  FailedParams params{.turn =
-                          turn({.record = {.operation = static_cast<std::uint8_t>(operation)}})};
-  params.turn.record.status = static_cast<std::uint8_t>(setback.status);
-  take_failed_turn(params, stream);
-  give_back(setback, operation, params.turn.launch);
+  const std::uint32_t launch = take_failed_turn(operation, setback.status, stream);
+  if (launch == 0) {
+    setback.text +=
+        ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
+        "hear of this call";
+  }
+  give_back(setback, operation, launch);
 }
 
-// If not even that can be launched (a stream of another device), the peers would wait for the
-// timeout: that is fatal.
-void CudaGroup::take_failed_turn(const FailedParams& params, xd_stream stream) {
+// Returns the number of the launch; 0: the stream takes no kernel, because its capture has been
+// invalidated or because another one forbids it. Then nothing of this call has been enqueued: it is
+// as if it had not been made, on this rank and on the others. If the launch fails otherwise (a
+// stream of another device), the peers would wait for the timeout: that is fatal.
+std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, xd_status status,
+                                          xd_stream stream) {
+  FailedParams params{.turn =
+                          turn({.record = {.status = static_cast<std::uint8_t>(status),
+                                           .operation = static_cast<std::uint8_t>(operation)}})};
+  if (!xd::cuda::takes_work(stream)) return 0;
   try {
     launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
   } catch (...) {
+    if (!xd::cuda::takes_work(stream)) return 0;
     comm().raise({.status = XD_ERROR_INTERNAL,
                   .rank = rank(),
                   .peer = rank(),
@@ -244,6 +333,7 @@ void CudaGroup::take_failed_turn(const FailedParams& params, xd_stream stream) {
                   .operation = params.turn.record.operation},
                  Comm::Spread::everywhere);
   }
+  return params.turn.launch;
 }
 
 void CudaGroup::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
@@ -268,38 +358,44 @@ TurnParams CudaGroup::turn(const Turning& turning) {
 }
 
 void CudaGroup::start_prepare(const PrepareCall& call, xd_stream stream) {
+  require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
   params.turn = turn({.record = describe(call)});
   params.scratch = scratch_.as<std::uint32_t>();
+  const int budget = budget_on(stream);
   const LaunchPlan plan =
-      plan_prepare(config().experts, config().ranks, params.tokens, budget_, facts_);
-  log_plan(XD_EP_PREPARE, plan, {config().ranks, params.tokens, 0, false});
+      plan_prepare(config().experts, config().ranks, params.tokens, budget, facts_);
+  log_plan(XD_EP_PREPARE, plan, {config().ranks, params.tokens, 0, false}, budget);
   launch(params, plan, stream);
 }
 
 template <class Call>
 void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
+  require_memory(call, plan_bytes_, known_memory_);
   DispatchStart start = dispatch_params(call, view());
   DispatchParams& params = start.params;
   const int tokens = static_cast<int>(start.tokens.rows);
   const Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
+  const int budget = budget_on(stream);
   const LaunchPlan plan =
-      plan_dispatch(traffic, params.send, params.fan_out, config().num_sms, budget_, facts_);
+      plan_dispatch(traffic, params.send, params.fan_out, config().num_sms, budget, facts_);
   params.turn = turn(start.turning);
   params.send_blocks = plan.first_blocks;
-  log_plan(start.turning.record.operation, plan, traffic);
+  log_plan(start.turning.record.operation, plan, traffic, budget);
   launch(params, start.tokens.type, plan, stream);
 }
 
 template <class Call>
 void CudaGroup::start_combine(const Call& call, xd_stream stream) {
+  require_memory(call, plan_bytes_, known_memory_);
   CombineStart start = combine_params(call, view());
   CombineParams& params = start.params;
   const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
-  const LaunchPlan plan = plan_combine(traffic, config().num_sms, budget_, facts_);
+  const int budget = budget_on(stream);
+  const LaunchPlan plan = plan_combine(traffic, config().num_sms, budget, facts_);
   params.turn = turn(start.turning);
   params.push_blocks = plan.first_blocks;
-  log_plan(start.turning.record.operation, plan, traffic);
+  log_plan(start.turning.record.operation, plan, traffic, budget);
   launch(params, start.type, plan, stream);
 }
 

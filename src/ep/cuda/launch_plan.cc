@@ -9,11 +9,7 @@
 namespace xd::ep::cuda {
 namespace {
 
-// Left to others when the library chooses: a caller's small kernels start while ours wait for
-// peers.
-constexpr int kReserve = 4;
-
-// Of a device whose other half is the caller's.
+// Of a device whose other half is the caller's, or another group's.
 constexpr int kMostChosen = 64;
 
 // In GB/s (Hopper, NVLink 4): rows that one multiprocessor stores by bulk copies, or reads and
@@ -62,9 +58,10 @@ int mover_warps(std::uint64_t warp_bytes, const DeviceFacts& device) {
 }  // namespace
 
 int sm_budget(const Config& config, const DeviceFacts& device) {
-  const int available = std::max(1, device.sms - kReserve);
-  const int share = std::max(1, available / device.ranks_on_device);
-  if (config.num_sms == 0) return share;
+  if (config.num_sms == 0) {
+    const int share = (device.sms - kReservedSms) / device.ranks_on_device;
+    return std::clamp(share / 2, 1, kMostChosen);
+  }
   XD_REQUIRE(config.num_sms <= device.sms, "config.num_sms = ", config.num_sms,
              ", expected at most the device's ", device.sms, " multiprocessors");
   XD_REQUIRE(config.num_sms * device.ranks_on_device <= device.sms,

@@ -29,6 +29,9 @@ struct DeviceFacts {
   int ranks_on_device = 1;       // of the communicator
 };
 
+// Multiprocessors left to others: a caller's small kernels start while ours wait for peers.
+inline constexpr int kReservedSms = 4;
+
 struct LaunchPlan {
   int blocks = 1;        // one per multiprocessor
   int first_blocks = 0;  // of these, how many begin with sending (dispatch) or with partial sums
@@ -46,9 +49,11 @@ struct Traffic {
   bool receives = false;  // dispatch: copies at the owner follow. combine: partial sums are pushed
 };
 
-// Multiprocessors that operations of a group may use on this device: config.num_sms, or what is
-// left of the device for each of its ranks. Throws INVALID_ARGUMENT if num_sms leaves too few for
-// the other ranks of the device.
+// Multiprocessors that operations of a group may use on this device: config.num_sms, or so few that
+// any two operations of every rank of the device run at once beside the reserve. (Two groups on two
+// streams, begun in different orders on different ranks, would wait for one another if one of them
+// kept the other out.) Throws INVALID_ARGUMENT if num_sms leaves too few for the other ranks of the
+// device.
 int sm_budget(const Config& config, const DeviceFacts& device);
 
 LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device);

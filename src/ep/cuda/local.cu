@@ -15,6 +15,7 @@
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "ep/config.h"
+#include "ep/cuda/call_memory.h"
 
 namespace xd::ep::cuda {
 namespace {
@@ -246,6 +247,7 @@ void start_routing_layout(const RoutingLayoutCall& call, const DLDevice& device,
          kMaxDeviceExperts, " on CUDA devices");
   }
   const xd::cuda::DeviceGuard guard(device.device_id);
+  require_memory(call, xd::cuda::KnownMemory::of(device.device_id));
   const LayoutParams params{
       .topk_idx = call.topk_idx.data,
       .wide_ids = call.topk_idx.type == DType::i64,

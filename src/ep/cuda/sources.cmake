@@ -1,4 +1,5 @@
 set(XD_EP_CUDA_SOURCES
+  ep/cuda/call_memory.cc
   ep/cuda/calls.cc
   ep/cuda/combine.cu
   ep/cuda/cuda_group.cc
@@ -8,4 +9,5 @@ set(XD_EP_CUDA_SOURCES
   ep/cuda/local.cu
   ep/cuda/prepare.cu
   ep/cuda/report.cc
+  ep/cuda/sm_ledger.cc
 )

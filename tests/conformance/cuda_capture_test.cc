@@ -1,0 +1,167 @@
+// Streams that somebody captures: what the library does to their captures, and they to it.
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/cuda_graph.h"
+#include "conformance/cuda_stream.h"
+#include "conformance/fixed_step.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+// A stream while it is captured; what was captured is not kept.
+class Capture {
+ public:
+  Capture(const Rank& rank, cudaStream_t stream, cudaStreamCaptureMode mode) : stream_(stream) {
+    cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
+    cuda_ok(cudaStreamBeginCapture(stream_, mode), "begin of capture");
+  }
+  ~Capture() { end(); }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  // What cudaStreamEndCapture() says; once.
+  cudaError_t end() {
+    if (stream_ == nullptr) return cudaSuccess;
+    cudaGraph_t graph = nullptr;
+    const cudaError_t error = cudaStreamEndCapture(stream_, &graph);
+    stream_ = nullptr;
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    cudaGetLastError();
+    return error;
+  }
+
+ private:
+  cudaStream_t stream_;
+};
+
+void expect_good_step(const Rank& rank, xd_ep_group* group, FixedStep& step, int number) {
+  step.load(number);
+  step.enqueue_all(group);
+  ok(finish(rank, group, XD_SUCCESS));
+  step.check();
+}
+
+// All that a call may be by now: well formed, wrong, or known to be wrong by a binding.
+void expect_refused_locally(const Rank& rank, xd_ep_group* group, FixedStep& step) {
+  for (const xd_ep_operation operation : kStepOperations) {
+    EXPECT_NE(step.enqueue(group, operation), XD_SUCCESS);
+    EXPECT_NE(std::string(xd_last_error()).find("capture"), std::string::npos) << xd_last_error();
+  }
+  EXPECT_EQ(xd_ep_join_failed(group, XD_EP_PREPARE, "a mistake", rank.stream()),
+            XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS) << comm_error(rank.comm).text;
+  EXPECT_EQ(group_status(group).status, XD_SUCCESS) << "no operation has been";
+}
+
+// PyTorch's users catch the error of a capture that went wrong, and go on without a graph.
+TEST(InvalidatedCapture, FailsCallsOnThatStreamAloneAndHarmsNothing) {
+  on_every_rank([](Rank& rank) {
+    FixedStep step(rank, FixedShape{});
+    const Group group = make_group(rank.comm, FixedShape{}.config(rank.num_ranks));
+    for (const int guilty : {0, rank.num_ranks - 1, rank.rank}) {  // the last time all are
+      expect_good_step(rank, group.get(), step, guilty);
+      if (rank.rank == guilty) {
+        Capture capture(rank, rank.stream(), cudaStreamCaptureModeThreadLocal);
+        EXPECT_NE(cudaStreamSynchronize(rank.stream()), cudaSuccess) << "a forbidden wait";
+        cudaGetLastError();
+        expect_refused_locally(rank, group.get(), step);
+        EXPECT_EQ(capture.end(), cudaErrorStreamCaptureInvalidated);
+      }
+      expect_good_step(rank, group.get(), step, guilty + 1);
+    }
+  });
+}
+
+TEST(BlockingCapture, IsNotTakenDownByACallOnTheDefaultStream) {
+  on_every_rank([](Rank& rank) {
+    FixedStep step(rank, FixedShape{});
+    const Group group = make_group(rank.comm, FixedShape{}.config(rank.num_ranks));
+    cudaStream_t blocking = nullptr;
+    cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
+    cuda_ok(cudaStreamCreateWithFlags(&blocking, cudaStreamDefault), "a blocking stream");
+    OnStream memory(*rank.memory, nullptr);
+    const Rank there = rank.on(memory);
+    FixedStep elsewhere(there, FixedShape{});
+    ok(xd_comm_barrier(rank.comm));
+    {
+      Capture capture(rank, blocking, cudaStreamCaptureModeThreadLocal);
+      expect_refused_locally(there, group.get(), elsewhere);
+      EXPECT_EQ(capture.end(), cudaSuccess);
+    }
+    cuda_ok(cudaStreamDestroy(blocking), "cudaStreamDestroy");
+    expect_good_step(rank, group.get(), step, 1);
+  });
+}
+
+// All that is not an operation. So many groups that they need pinned memory that nobody has had.
+void use_the_library(const Rank& rank, const std::string& name, Buffer& lent) {
+  constexpr int kGroups = 24;
+  const Comm comm = rank.another_comm(name, std::size_t{2} << 20);
+  std::vector<Group> groups;
+  for (int i = 0; i < kGroups; ++i) {
+    groups.push_back(make_group(comm.get(), FixedShape{}.config(rank.num_ranks)));
+    EXPECT_EQ(group_status(groups.back().get()).status, XD_SUCCESS);
+  }
+  ok(xd_mem_grow(comm.get(), std::size_t{2} << 20));
+  void* ptr = nullptr;
+  ok(xd_mem_alloc(comm.get(), 4096, &ptr));
+  ok(xd_mem_free(comm.get(), ptr));
+  std::int32_t registration = -1;
+  ok(xd_mem_register(comm.get(), lent.data(), lent.bytes(), &registration));
+  ok(xd_mem_deregister(comm.get(), registration));
+  EXPECT_EQ(comm_error(comm.get()).status, XD_SUCCESS);
+  while (!groups.empty()) groups.pop_back();
+}
+
+// The mode that PyTorch captures in: whatever any thread of the process does may spoil it.
+TEST(GlobalCapture, IsDisturbedByNoCallOfTheLibraryOnAnyThread) {
+  on_every_rank([](Rank& rank) {
+    FixedStep step(rank, FixedShape{});
+    const Group group = make_group(rank.comm, FixedShape{}.config(rank.num_ranks));
+    Buffer lent(rank, 65536, Place::ordinary), lent_beside(rank, 65536, Place::ordinary);
+    step.load(0);
+    cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
+    ok(xd_comm_barrier(rank.comm));  // from here on no rank does anything but with the library
+    cuda_ok(cudaStreamBeginCapture(rank.stream(), cudaStreamCaptureModeGlobal), "begin");
+    ok(step.enqueue(group.get(), XD_EP_PREPARE));
+    ok(step.enqueue(group.get(), XD_EP_DISPATCH));
+    ok(xd_comm_barrier(rank.comm));  // all capture
+    std::exception_ptr failure;
+    std::thread([&] {
+      try {
+        use_the_library(rank, "beside", lent_beside);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }).join();
+    use_the_library(rank, "within", lent);
+    for (const auto operation : {XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
+      ok(step.enqueue(group.get(), operation));
+    }
+    ok(xd_comm_barrier(rank.comm));
+    cudaGraph_t graph = nullptr;
+    const cudaError_t end = cudaStreamEndCapture(rank.stream(), &graph);
+    ok(xd_comm_barrier(rank.comm));  // none captures any more
+    if (failure) std::rethrow_exception(failure);
+    cuda_ok(end, "end of capture");
+    cudaGraphExec_t executable = nullptr;
+    cuda_ok(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+    for (int number = 0; number < 3; ++number) {
+      step.load(number);
+      cuda_ok(cudaGraphLaunch(executable, rank.stream()), "cudaGraphLaunch");
+      ok(finish(rank, group.get(), XD_SUCCESS));
+      step.check();
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
