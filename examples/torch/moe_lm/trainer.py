@@ -60,7 +60,10 @@ class Trainer:
         self.comm: xd.Communicator | None = None
         self.model = self._make_model()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+            xd.parameter_groups(self.model),
+            settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
         )
         self.step = 0
 
@@ -232,7 +235,7 @@ class Trainer:
     def _save_gradients(self) -> None:
         experts = xd.expert_parameters(self.model)
         gradients = {
-            name: (parameter in experts, parameter.grad.cpu())
+            name: (parameter in experts, xd.local_tensor(parameter.grad).cpu())
             for name, parameter in self.model.named_parameters()
         }
         self.settings.folder.mkdir(parents=True, exist_ok=True)

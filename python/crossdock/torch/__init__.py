@@ -17,9 +17,17 @@ from ._comm import Communicator, default_communicator, empty_symmetric, init
 from ._group import EpGroup, RoutingLayout
 from ._ops import Dispatched, combine, dequantize, dispatch
 from ._plan import Plan
+from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
 from .grouped import grouped_mm
-from .moe import MoELayer, MoEOutput, average_gradients, expert_parameters
+from .moe import MoELayer, MoEOutput, expert_parameters
+from .training import (
+    assert_replicated,
+    average_gradients,
+    clip_grad_norm_,
+    data_parallel,
+    parameter_groups,
+)
 
 __all__ = [
     "Communicator",
@@ -29,8 +37,11 @@ __all__ = [
     "MoEOutput",
     "Plan",
     "RoutingLayout",
+    "assert_replicated",
     "average_gradients",
+    "clip_grad_norm_",
     "combine",
+    "data_parallel",
     "default_communicator",
     "dequantize",
     "dispatch",
@@ -39,5 +50,7 @@ __all__ = [
     "grouped_mm",
     "init",
     "load_checkpoint",
+    "local_tensor",
+    "parameter_groups",
     "save_checkpoint",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import weakref
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -16,10 +17,12 @@ from crossdock._comm import join
 from crossdock.errors import Unsupported
 
 from ._calls import DTYPE_CODES
+from ._launcher import require_no_other_launcher
 from ._pool import SymmetricPool
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Communicator", "default_communicator", "empty_symmetric", "init"]
 
@@ -40,16 +43,26 @@ class Communicator:
         num_ranks: number of ranks.
         device: the torch device that this rank computes on.
         process_group: the torch.distributed group of the same ranks; None without one.
+        mesh: the DeviceMesh of these ranks over which a layer's experts are sharded; None without a
+            process group, and of one rank.
+        replicas: the process group of the ranks that hold the same experts, where `data_parallel`
+            has been told of them; else None.
         pool: where tensors in symmetric memory come from.
         core: the communicator of the extension.
     """
 
     def __init__(
-        self, core: _core.Comm, device: torch.device, process_group: ProcessGroup | None
+        self,
+        core: _core.Comm,
+        device: torch.device,
+        process_group: ProcessGroup | None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.core = core
         self.device = device
         self.process_group = process_group
+        self.replicas: ProcessGroup | None = None
+        self._mesh = mesh
         self.rank: int = core.rank
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
@@ -57,6 +70,15 @@ class Communicator:
         self._groups_provided = 0
         self._missing_bytes = 0
         _made.add(self)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """See the class."""
+        if self._mesh is None and self.process_group is not None and self.num_ranks > 1:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            self._mesh = DeviceMesh.from_group(self.process_group, self.device.type)
+        return self._mesh if self.num_ranks > 1 else None
 
     def empty_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of undefined content in symmetric memory. Local.
@@ -137,6 +159,16 @@ class Communicator:
             torch.cuda.synchronize(self.device)
         self.pool.close()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
+        """Itself: what is copied with a model, for an average of its parameters say, shares it."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Communicator belongs to its process and cannot be pickled: save model.state_dict(), "
+            "or use crossdock.torch.save_checkpoint, rather than the model itself"
+        )
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -157,7 +189,7 @@ def _finish_work() -> None:
 
 
 def init(
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
     *,
     heap_bytes: int = 0,
@@ -168,11 +200,12 @@ def init(
 
     The ranks are those of `process_group`, of any backend; without one those of torch.distributed's
     default group if it is initialised; else those of torchrun's environment (``RANK``,
-    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``); else one rank. The first communicator that is
-    open serves every EpGroup that names none.
+    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``); else one rank, unless mpirun or srun have
+    started several. The first communicator that is open serves every EpGroup that names none.
 
     Args:
-        process_group: torch.distributed group whose members call this.
+        process_group: torch.distributed group whose members call this; or a DeviceMesh of one
+            dimension, such as ``mesh["expert"]``, which FSDP over another dimension needs.
         device: what this rank computes on; None = ``cuda:LOCAL_RANK`` where the library can use
             CUDA, else the CPU. The same kind on all ranks.
         heap_bytes: symmetric memory to begin with; EpGroups add what they need.
@@ -183,6 +216,8 @@ def init(
 
     Raises:
         TypeError, ValueError: a bad argument; of `heap_bytes` the others hear by Mismatch.
+        RuntimeError: another launcher than torchrun has started several ranks, and
+            torch.distributed, through which they could meet, is not initialised.
         CrossdockError: see ``crossdock.errors``: Timeout names the ranks that did not come;
             Unsupported says what this machine lacks.
     """
@@ -199,15 +234,20 @@ def init(
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if process_group is None and distributed:
         process_group = torch.distributed.group.WORLD
+    process_group, mesh = _group_and_mesh(process_group)
+    # Before the ranks meet, for what takes seconds on a slow disk must not be waited for by peers:
+    # torch imports its compiler when an operator that compilers must not look into is first called.
+    importlib.import_module("torch._dynamo")
     if process_group is not None:
         core = _meet_through(process_group, where, options)
     elif "WORLD_SIZE" in os.environ:
         core = join(bootstrap="environment", **options)
     else:
+        require_no_other_launcher()
         core = join(
             bootstrap="unique_id", rank=0, num_ranks=1, unique_id=_core.unique_id(), **options
         )
-    comm = Communicator(core, where, process_group)
+    comm = Communicator(core, where, process_group, mesh)
     if _default is None:
         _default = comm
     return comm
@@ -259,6 +299,15 @@ def _meet_through(
             all_gather=all_gather,
             **options,
         )
+
+
+def _group_and_mesh(given: Any) -> tuple[ProcessGroup | None, DeviceMesh | None]:
+    """Of either, or of None."""
+    if not hasattr(given, "get_group"):
+        return given, None
+    if given.ndim != 1:
+        raise ValueError(f"process_group: expected a mesh of one dimension, got {given}")
+    return given.get_group(), given
 
 
 def _device(given: torch.device | str | None) -> torch.device:

@@ -280,6 +280,16 @@ class EpGroup:
             torch.cuda.synchronize(self.comm.device)
         self.core.close()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> EpGroup:
+        """Itself: layers may share a group, and so do copies of a model."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an EpGroup belongs to its process and cannot be pickled: save model.state_dict(), or "
+            "use crossdock.torch.save_checkpoint, rather than the model itself"
+        )
+
     def __del__(self) -> None:
         if not hasattr(self, "core") or sys.is_finalizing():  # without it: the making failed
             return

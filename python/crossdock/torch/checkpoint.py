@@ -13,12 +13,20 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ._agreement import TOKEN_BYTES, from_rank_0, ranks_where
+from ._group import EpGroup
+from ._sharding import is_share, like, local_tensor
 from .moe import MoELayer, expert_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FORMAT = 1
 _EXPERT_FILE = re.compile(r"experts-(\d+)-(\d+)\.pt")
@@ -30,8 +38,16 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: dict[str, Any] | None = None,
+    replicas: ProcessGroup | DeviceMesh | None = None,
 ) -> None:
     """Write ``model`` and ``optimizer`` into the new folder ``path``. Collective.
+
+    On a mesh of data and expert parallelism all ranks call it, with `replicas`; the first replica
+    writes, and the others wait for its verdict. Without `replicas` only the ranks of one
+    communicator may call it for one path.
+
+    No rank goes on before all know whether all have written. While they write, the folder is called
+    ``<path>.partial-<token>``, with a token from rank 0; one that a crash has left may be deleted.
 
     Args:
         path: must not exist; the same on every rank, in a folder that all ranks share.
@@ -40,37 +56,74 @@ def save_checkpoint(
         optimizer: of parameters of ``model``.
         extra: from rank 0: step, random states and the like; numbers, strings, tensors, and lists
             and dicts of them.
+        replicas: the ranks that hold the same experts as this one, as in `data_parallel`; None =
+            those that this has been told of.
 
     Raises:
         FileExistsError: ``path`` exists.
         OSError: this rank could not write its part; nothing appears under ``path``.
         RuntimeError: another rank could not; likewise.
-        ValueError: the model has no `MoELayer`, or layers with unequally many experts.
+        ValueError: the model has no `MoELayer`, or layers with unequally many experts, or FSDP has
+            sharded it.
         CrossdockError: a rank is lost, or has not come in time.
     """
     path = Path(path)
     layer = _one_layer(model)
-    comm = layer.group.comm
-    if path.exists():
-        raise FileExistsError(f"path: expected a new folder, got {path}, which exists")
-    comm.barrier()  # all have looked
-    partial = path.with_name(path.name + ".partial")
-    failure = _attempt(_make_folder, partial) if comm.rank == 0 else None
-    comm.barrier()
-    failure = failure or _attempt(_write_parts, partial, model, optimizer, extra, layer)
-    comm.barrier()
-    complete = _is_complete(partial, layer.num_experts)
-    comm.barrier()
+    _refuse_fsdp(model)
+    group: Any = replicas if replicas is not None else layer.group.comm.replicas
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if group is None:
+        _write_checkpoint(path, model, optimizer, extra, layer)
+        return
+    failure = None
+    if dist.get_rank(group) == 0:
+        failure = _attempt(_write_checkpoint, path, model, optimizer, extra, layer)
+    verdict = [None if failure is None else str(failure)]
+    dist.broadcast_object_list(verdict, dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure
-    if not complete:
-        raise RuntimeError(f"path: another rank could not write its part of {partial}")
-    failure = _attempt(_give_name, partial, path) if comm.rank == 0 else None
-    comm.barrier()
+    if verdict[0] is not None:
+        raise RuntimeError(f"path: the replica that writes could not: {verdict[0]}")
+
+
+def _write_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any] | None,
+    layer: MoELayer,
+) -> None:
+    """`save_checkpoint` of one communicator."""
+    group, rank = layer.group, layer.group.comm.rank
+    token = from_rank_0(group, os.urandom(TOKEN_BYTES)).hex()[:8]
+    partial = path.with_name(f"{path.name}.partial-{token}")
+    try:
+        _together(group, _make_folder, path, partial if rank == 0 else None)
+        _together(group, _write_parts, partial, model, optimizer, extra, layer)
+        _together(group, _give_name, partial if rank == 0 else None, path)
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _together(group: EpGroup, work: Callable[..., None], *arguments: Any) -> None:
+    """Each rank does its work; returns where that went well on all of them.
+
+    What a rank sees of the folder decides nothing: on network file systems one rank's files appear
+    late on another's host.
+
+    Raises:
+        Exception: what `work` has raised here.
+        RuntimeError: it has failed elsewhere: names the ranks.
+    """
+    failure = _attempt(work, *arguments)
+    failed = ranks_where(group, failure is not None)
     if failure is not None:
         raise failure
-    if not path.exists():
-        raise RuntimeError(f"path: rank 0 could not give {partial} its name")
+    if failed:
+        ranks = ", ".join(map(str, failed))
+        raise RuntimeError(f"path: another rank could not write its part of it: rank {ranks}")
 
 
 def _attempt(work: Callable[..., None], *arguments: Any) -> Exception | None:
@@ -80,6 +133,18 @@ def _attempt(work: Callable[..., None], *arguments: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _refuse_fsdp(model: nn.Module) -> None:
+    """Shares of shares have no place in these files."""
+    experts = expert_parameters(model)
+    for name, parameter in model.named_parameters():
+        share: Any = parameter
+        if is_share(share) and (parameter not in experts or share.device_mesh.ndim != 1):
+            raise ValueError(
+                f"{name}: expected a parameter that FSDP has not sharded, got placements "
+                f"{share.placements}: use torch.distributed.checkpoint for this model"
+            )
 
 
 def load_checkpoint(
@@ -116,6 +181,7 @@ def load_checkpoint(
         state[name] = shards.gather("model", name, layer)
     _check_names(path, set(model.state_dict()), set(state))
     for name, value in model.state_dict().items():
+        value = local_tensor(value)
         if value.shape != state[name].shape:
             raise ValueError(
                 f"{name}: expected shape {tuple(value.shape)}, {path} has "
@@ -173,7 +239,9 @@ def _expert_part(
     return {
         "first": layer.first_expert,
         "end": layer.first_expert + layer.num_local_experts,
-        "model": {name: p.detach() for name, p in model.named_parameters() if p in experts},
+        "model": {
+            name: local_tensor(p.detach()) for name, p in model.named_parameters() if p in experts
+        },
         "optimizer": _optimizer_state(model, optimizer, lambda p: p in experts),
     }
 
@@ -188,7 +256,11 @@ def _optimizer_state(
         return None
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
-        "state": {names[p]: dict(s) for p, s in optimizer.state.items() if wanted(p)},
+        "state": {
+            names[p]: {key: local_tensor(value) for key, value in state.items()}
+            for p, state in optimizer.state.items()
+            if wanted(p)
+        },
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
             | {"names": [names[p] for p in group["params"]]}
@@ -216,7 +288,8 @@ def _load_optimizer(
     for name, layer in sharded.items():
         gathered = shards.optimizer(name, layer)
         if gathered is not None:
-            state[name] = gathered
+            parameter = names[name]
+            state[name] = {key: _placed(value, parameter) for key, value in gathered.items()}
     order = [name for group in here for name in group]
     positions = iter(range(len(order)))
     groups = [
@@ -231,6 +304,14 @@ def _load_optimizer(
             "param_groups": groups,
         }
     )
+
+
+def _placed(value: Any, parameter: Any) -> Any:
+    """State of the shape of a rank's slices, as the parameter lies."""
+    if not is_share(parameter) or not isinstance(value, torch.Tensor):
+        return value
+    is_slices = value.shape == parameter.to_local().shape
+    return like(value.to(parameter.device), parameter) if is_slices else value
 
 
 def _check_names(path: Path, expected: set[str], got: set[str]) -> None:
@@ -324,18 +405,23 @@ def _covers(files: list[tuple[int, int]], num_experts: int) -> bool:
     return ends[-1] == num_experts and all(first == end for (first, _), end in zip(files, ends))
 
 
-def _is_complete(path: Path, num_experts: int) -> bool:
-    return (path / "common.pt").exists() and _covers(_expert_files(path), num_experts)
+def _make_folder(path: Path, partial: Path | None) -> None:
+    """Looks on every rank, makes it on one."""
+    if path.exists():
+        raise FileExistsError(f"path: expected a new folder, got {path}, which exists")
+    if partial is not None:
+        partial.mkdir(parents=True)
 
 
-def _make_folder(path: Path) -> None:
-    """Empty: what is there is left from a save that failed."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _give_name(partial: Path, path: Path) -> None:
-    """Renames, and puts that on the disk."""
+def _give_name(partial: Path | None, path: Path) -> None:
+    """Renames, and puts that on the disk; on one rank."""
+    if partial is None:
+        return
+    if path.exists():  # now: ranks of another communicator have saved to it, too
+        raise FileExistsError(
+            f"path: {path} has appeared while this checkpoint was written: do ranks of several "
+            "communicators save to it? See `replicas` of save_checkpoint"
+        )
     partial.rename(path)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

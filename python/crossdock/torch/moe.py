@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from ._comm import Communicator
 from ._group import EpGroup
 from ._ops import combine, dispatch
 from ._plan import Plan
+from ._sharding import as_share, convert_loaded, is_share, local_tensor
 from .grouped import grouped_mm
 from .moe_router import balance_loss, expert_load, route
 
@@ -33,8 +33,13 @@ class MoEOutput(NamedTuple):
 class MoELayer(nn.Module):
     """Router, ``num_experts`` SwiGLU experts of which each token uses ``topk``, and shared experts.
 
-    Rank d of W holds experts ``d * L .. d * L + L - 1`` (L = E / W): the parameters ``experts_in``
-    ``[L, H, 2F]`` and ``experts_out`` ``[L, F, H]``. Router and shared experts are on every rank.
+    Rank d of W holds experts ``d * L .. d * L + L - 1`` (L = E / W) of the parameters
+    ``experts_in`` ``[E, H, 2F]`` and ``experts_out`` ``[E, F, H]``. Where torch.distributed stands
+    behind the communicator, these are DTensors, ``Shard(0)`` over `Communicator.mesh`, so that
+    torch's own tools know that ranks hold different experts; `local_tensor` gives this rank's
+    slices. Elsewhere, and on one rank, they are plain tensors ``[L, ...]``. Router and shared
+    experts are plain tensors, equal on every rank.
+
     Every rank calls forward and backward equally often, in one order, also without tokens; tokens
     per rank may differ. After backward call `average_gradients`.
 
@@ -99,13 +104,19 @@ class MoELayer(nn.Module):
         self.first_expert = group.comm.rank * self.num_local_experts
 
         self.router = self._empty(num_experts, hidden, dtype=torch.float32)
-        self.experts_in = self._empty(self.num_local_experts, hidden, 2 * ffn)
-        self.experts_out = self._empty(self.num_local_experts, ffn, hidden)
-        self.shared_in = self.shared_out = None
-        if shared_experts:
-            self.shared_in = self._empty(hidden, 2 * shared_experts * ffn)
-            self.shared_out = self._empty(shared_experts * ffn, hidden)
+        self.experts_in = self._empty_experts(hidden, 2 * ffn)
+        self.experts_out = self._empty_experts(ffn, hidden)
+        self._shares = is_share(self.experts_in)
+        columns = shared_experts * ffn
+        self.shared_in = self._empty(hidden, 2 * columns) if shared_experts else None
+        self.shared_out = self._empty(columns, hidden) if shared_experts else None
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_convert_loaded)
+
+    def _empty_experts(self, *shape: int) -> nn.Parameter:
+        """A parameter with one slice per expert, of which this rank has its own."""
+        local = self._empty(self.num_local_experts, *shape).detach()
+        return nn.Parameter(as_share(local, self.group.comm))
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A parameter on the communicator's device, of the group's dtype unless told otherwise."""
@@ -116,7 +127,8 @@ class MoELayer(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new parameters; torch's default CPU generator decides which."""
         base = int(torch.randint(2**62, (), device="cpu"))
-        for expert, (w_in, w_out) in enumerate(zip(self.experts_in, self.experts_out)):
+        matrices = zip(local_tensor(self.experts_in), local_tensor(self.experts_out))
+        for expert, (w_in, w_out) in enumerate(matrices):
             generator = torch.Generator("cpu").manual_seed(base + self.first_expert + expert)
             _fill(w_in, generator)
             _fill(w_out, generator)
@@ -149,6 +161,7 @@ class MoELayer(nn.Module):
             CrossdockError: as ``EpGroup.prepare``, ``dispatch`` and ``combine``.
         """
         self._check_input(x)
+        self._check_experts()
         with torch.autocast(x.device.type, enabled=False):  # dtypes are the layer's own
             return self._forward(x, after)
 
@@ -187,14 +200,29 @@ class MoELayer(nn.Module):
             return
         self.group.refuse(PREPARE, kind, f"x: {problem}")
 
+    def _check_experts(self) -> None:
+        """Refuses parameters that a wrapper has taken away, for no optimiser would see them."""
+        for name in ("experts_in", "experts_out"):
+            if self._parameters.get(name) is None:
+                problem = (
+                    f"{name}: expected a parameter of the layer, got none: what wraps the model, "
+                    "such as DistributedDataParallel(device_mesh=...), has taken it away; use "
+                    "crossdock.torch.data_parallel"
+                )
+                self.group.refuse(PREPARE, RuntimeError, problem)
+
     def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """``[R, H]``, grouped by expert, through the experts that this rank holds."""
         handle = self.group.handle
-        inner = grouped_mm(rows, self.experts_in, offsets, grad_group=handle)
-        return grouped_mm(swiglu(inner), self.experts_out, offsets, out_group=handle)
+        w_in: Any = self.experts_in
+        w_out: Any = self.experts_out
+        if self._shares:
+            w_in, w_out = w_in.to_local(), w_out.to_local()
+        inner = grouped_mm(rows, w_in, offsets, grad_group=handle)
+        return grouped_mm(swiglu(inner), w_out, offsets, out_group=handle)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that differ from rank to rank: ``[L, ...]``, one slice per expert."""
+        """The parameters of which ranks hold different slices, one slice per expert."""
         yield self.experts_in
         yield self.experts_out
 
@@ -213,63 +241,22 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-@torch.no_grad()
-def average_gradients(model: nn.Module) -> None:
-    """Make gradients those of the loss averaged over ranks. Collective; after backward.
-
-    Gradients of parameters that every rank holds are averaged. An expert's gradient already is the
-    sum over all ranks' tokens, and is only scaled. With equally many tokens per rank and a loss
-    that is a mean over them, this is the gradient of one process with the whole batch.
-
-    Args:
-        model: one `MoELayer` or more, on one communicator, whose ranks these are; a parameter that
-            has no gradient here counts as zero.
-
-    Raises:
-        ValueError: the model has no `MoELayer`.
-        RuntimeError: the communicator was made without torch.distributed, which does the averaging.
-    """
-    experts = expert_parameters(model)
-    if not experts:
-        raise ValueError("model: expected a MoELayer in it, got none")
-    comm = next(iter(experts.values())).group.comm
-    if comm.num_ranks == 1:
-        return
-    if comm.process_group is None:
-        raise RuntimeError(
-            "average_gradients: expected torch.distributed to be initialised before "
-            "crossdock.torch.init, got a communicator without it"
-        )
-    shared: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in model.parameters():
-        if parameter in experts:
-            if parameter.grad is not None:
-                parameter.grad.div_(comm.num_ranks)
-        elif parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            shared.setdefault((parameter.device, parameter.dtype), []).append(parameter.grad)
-    for gradients in shared.values():
-        _average(gradients, comm)
-
-
-def _average(gradients: list[torch.Tensor], comm: Communicator) -> None:
-    """Over ranks, in place; tensors of one device and dtype."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=comm.process_group)
-    parts = flat.div_(comm.num_ranks).split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts):
-        gradient.copy_(part.view_as(gradient))
-
-
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
-    """The parameters of ``model`` that differ from rank to rank, and the layer of each."""
+    """The parameters of ``model`` of which ranks hold different slices, and the layer of each."""
     return {
         parameter: layer
         for layer in model.modules()
         if isinstance(layer, MoELayer)
         for parameter in layer.expert_parameters()
     }
+
+
+def _convert_loaded(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: plain tensors of experts become as the parameters are."""
+    for name in ("experts_in", "experts_out"):
+        if prefix + name in state:
+            value, parameter = state[prefix + name], layer._parameters[name]
+            state[prefix + name] = convert_loaded(value, parameter, layer.first_expert)
 
 
 def _fill(matrix: torch.Tensor, generator: torch.Generator) -> None:

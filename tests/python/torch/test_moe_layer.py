@@ -81,8 +81,8 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
         layer, plain = make_layer(comm), make_plain()
         here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
         assert torch.equal(layer.router, plain.router)
-        assert torch.equal(layer.experts_in, plain.experts_in[here])
-        assert torch.equal(layer.experts_out, plain.experts_out[here])
+        assert torch.equal(xd.local_tensor(layer.experts_in), plain.experts_in[here])
+        assert torch.equal(xd.local_tensor(layer.experts_out), plain.experts_out[here])
 
         x, grad = batch(tokens_of_ranks)
         whole = x.clone().requires_grad_()
@@ -98,8 +98,8 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
         close(output.hidden, mine(me, expected, tokens_of_ranks))
         close(output.load, expected_load.nan_to_num())  # 0 / 0 where nobody has tokens
         close(part.grad, mine(me, whole.grad, tokens_of_ranks))
-        close(layer.experts_in.grad, plain.experts_in.grad[here])
-        close(layer.experts_out.grad, plain.experts_out.grad[here])
+        close(xd.local_tensor(layer.experts_in.grad), plain.experts_in.grad[here])
+        close(xd.local_tensor(layer.experts_out.grad), plain.experts_out.grad[here])
         dist.all_reduce(layer.router.grad)
         close(layer.router.grad, plain.router.grad)
         mean_aux = output.aux_loss.detach().clone()
@@ -131,7 +131,7 @@ def check_compiled(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
             output = function(part)
             ((output.hidden * grad).sum() + output.aux_loss).backward()
             results.append([output.hidden.detach(), output.aux_loss.detach(), part.grad]
-                           + [parameter.grad.clone() for parameter in layer.parameters()])
+                           + [xd.local_tensor(p.grad).clone() for p in layer.parameters()])
         for eager, compiled in zip(*results):
             assert torch.isfinite(eager).all()
             close(compiled, eager)
@@ -176,7 +176,7 @@ def check_side_by_side(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
             *hidden, aux_loss = function(part)
             ((hidden[0] * grad).sum() + (hidden[1] * grad.flip(-1)).sum() + aux_loss).backward()
             results.append([*hidden, aux_loss, part.grad]
-                           + [p.grad.clone() for layer in (left, right)
+                           + [xd.local_tensor(p.grad).clone() for layer in (left, right)
                               for p in layer.parameters()])
         for eager, compiled in zip(*results):
             close(compiled, eager)
@@ -251,8 +251,8 @@ def check_average(me: Rank) -> None:
         xd.average_gradients(model)
         assert torch.equal(used.grad, torch.full_like(used, (me.num_ranks - 1) / 2))
         assert torch.equal(unused.grad, torch.zeros_like(unused))
-        expected = torch.full_like(model[1].experts_in, 8.0 / me.num_ranks)
-        assert torch.equal(model[1].experts_in.grad, expected)
+        experts = xd.local_tensor(model[1].experts_in.grad)
+        assert torch.equal(experts, torch.full_like(experts, 8.0 / me.num_ranks))
 
 
 def test_gradients_are_averaged_and_those_of_experts_scaled() -> None:

@@ -136,3 +136,66 @@ def _bad_heap(me: Rank) -> None:
 
 def test_heap_of_no_size_is_told_to_the_others():
     run_ranks(2, _bad_heap)
+
+
+LAUNCHERS = {"Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+             "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "3"},
+             "PMIx": {"PMIX_RANK": "1"},
+             "srun": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+             "srun's first": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+             "part of srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8",
+                              "SLURM_PROCID": "0", "SLURM_STEP_ID": "3"}}
+ALONE = {"an allocation's shell": {"SLURM_NTASKS": "2"},
+         "an interactive step": {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1",
+                                 "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
+         "a batch script": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+         "mpirun -n 1": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}}
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """As a process finds itself that was not started by torchrun."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_", "PMI", "SLURM_", "MV2_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_of_another_launcher_are_never_communicators_of_one(launcher, monkeypatch):
+    _launched(monkeypatch, LAUNCHERS[launcher])
+    with pytest.raises(RuntimeError, match="communicator of one. Initialise torch.distributed"):
+        xd.init(device="cpu")
+
+
+@pytest.mark.parametrize("place", ALONE)
+def test_one_process_of_a_launcher_is_one_rank(place, monkeypatch):
+    _launched(monkeypatch, ALONE[place])
+    with xd.init(device="cpu") as comm:
+        assert comm.num_ranks == 1
+
+
+def test_no_operation_imports_torchs_compiler():
+    """That takes seconds on a slow disk, for which peers would wait inside an operation."""
+    code = (
+        "import sys, torch, crossdock.torch as xd\n"
+        "from crossdock.torch import _comm\n"
+        "join = _comm.join\n"
+        "def meet(**options):\n"
+        "    assert 'torch._dynamo' in sys.modules\n"
+        "    return join(**options)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "_comm.join = meet\n"
+        "comm = xd.init()\n"
+        "group = xd.EpGroup(4, 32, 2, 8, dtype=torch.float32)\n"
+        "before = set(sys.modules)\n"
+        "plan = group.prepare(torch.tensor([[0, 3]]))\n"
+        "x = torch.ones(1, 32, requires_grad=True)\n"
+        "xd.combine(plan, xd.dispatch(plan, x).tokens).sum().backward()\n"
+        "late = [name for name in set(sys.modules) - before if name.startswith('torch')]\n"
+        "assert not late, late\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

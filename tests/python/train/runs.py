@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+import crossdock.torch as xd
 from support import Rank
 
 REPOSITORY = pathlib.Path(__file__).parents[3]
@@ -52,7 +53,8 @@ def run(me: Rank, settings: Settings) -> Outcome:
             trainer.run()
             parameters = trainer.model.named_parameters()
             return Outcome(
-                {name: value.detach().cpu().numpy().copy() for name, value in parameters},
+                {name: xd.local_tensor(value).detach().cpu().numpy().copy()
+                 for name, value in parameters},
                 trainer.held_out_loss(),
                 trainer.sample() if settings.sample_bytes else b"",
             )

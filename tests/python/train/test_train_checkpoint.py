@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
+from crossdock.torch._agreement import from_rank_0, ranks_where
 from runs import Outcome, run, small
 from support import Rank, run_ranks
 
@@ -102,7 +103,7 @@ def in_distributed(me: Rank, check, *args) -> None:
         dist.destroy_process_group()
 
 
-def save_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+def save_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path, **options) -> None:
     """A checkpoint in which every expert's values are its number, and so is its momentum."""
     model = Model(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -111,11 +112,12 @@ def save_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
         model.scale.fill_(1.5)
         for local in range(model.layer.num_local_experts):
             number = model.layer.first_expert + local
-            model.layer.experts_in[local] = number
-            model.layer.experts_out[local] = 10 + number
+            xd.local_tensor(model.layer.experts_in)[local] = number
+            xd.local_tensor(model.layer.experts_out)[local] = 10 + number
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
-    xd.save_checkpoint(path, model, optimizer, extra={"step": 5, "random": torch.arange(3)})
+    xd.save_checkpoint(path, model, optimizer, extra={"step": 5, "random": torch.arange(3)},
+                       **options)
 
 
 def load_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
@@ -127,11 +129,12 @@ def load_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
     assert (model.seen == 7).all() and (model.scale == 1.5).all()
     for local in range(model.layer.num_local_experts):
         number = model.layer.first_expert + local
-        assert (model.layer.experts_in[local] == number).all()
-        assert (model.layer.experts_out[local] == 10 + number).all()
+        assert (xd.local_tensor(model.layer.experts_in)[local] == number).all()
+        assert (xd.local_tensor(model.layer.experts_out)[local] == 10 + number).all()
     for parameter in model.parameters():
         state = optimizer.state[parameter]
-        assert torch.equal(state["momentum_buffer"], 100 + parameter.detach())
+        expected = 100 + xd.local_tensor(parameter.detach())
+        assert torch.equal(xd.local_tensor(state["momentum_buffer"]), expected)
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", [(4, 2), (2, 4), (4, 1), (1, 2)])
@@ -192,7 +195,7 @@ def fill_disk_of_rank_1(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> 
         with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space"):
             xd.save_checkpoint(path, Model(comm))
     else:
-        with pytest.raises(RuntimeError, match="another rank could not write its part"):
+        with pytest.raises(RuntimeError, match="another rank could not .*: rank 1"):
             xd.save_checkpoint(path, Model(comm))
 
 
@@ -201,6 +204,80 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_checkpoint(
 ) -> None:
     path = tmp_path / "saved"
     run_ranks(2, in_distributed, fill_disk_of_rank_1, path)
-    assert not path.exists()
-    run_ranks(2, in_distributed, save_numbered, path)  # what is left over is in nobody's way
+    assert not list(tmp_path.iterdir())
+    run_ranks(2, in_distributed, save_numbered, path)
     run_ranks(2, in_distributed, load_numbered, path)
+
+
+def miss_files(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+    """One rank's host shows it nothing of what others have written, as network file systems do."""
+    if me.rank == 1:
+        with (mock.patch.object(pathlib.Path, "iterdir", lambda self: iter(())),
+              mock.patch.object(pathlib.Path, "exists", lambda self: False)):
+            save_numbered(me, comm, path)
+    else:
+        save_numbered(me, comm, path)
+
+
+def test_what_a_rank_sees_of_the_folder_decides_nothing(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, in_distributed, miss_files, tmp_path / "saved")
+    run_ranks(1, in_distributed, load_numbered, tmp_path / "saved")
+
+
+def without_distributed(me: Rank, path: pathlib.Path) -> None:
+    with xd.init(device="cpu") as comm:
+        save_numbered(me, comm, path)
+        with pytest.raises(FileExistsError, match="expected a new folder"):
+            save_numbered(me, comm, path)
+
+
+def test_saving_needs_no_torch_distributed(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, without_distributed, tmp_path / "saved")
+    run_ranks(1, in_distributed, load_numbered, tmp_path / "saved")
+
+
+def agree(me: Rank) -> tuple[list[int], bytes]:
+    with xd.init(device="cpu") as comm:
+        # The smallest group there can be: one token, one expert of each.
+        group = xd.EpGroup(me.num_ranks, 16, 1, 1, dtype=torch.uint8, capacity=1, comm=comm)
+        return ranks_where(group, me.rank in (0, 2)), from_rank_0(group, bytes([me.rank] * 16))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_ranks_agree(ranks: int) -> None:
+    expected = [rank for rank in (0, 2) if rank < ranks], bytes(16)
+    assert run_ranks(ranks, agree) == [expected] * ranks
+
+
+def save_on_a_mesh(me: Rank, path: pathlib.Path) -> None:
+    """Four ranks, two by two, call it together; then each pair for itself, which cannot be."""
+    dist.init_process_group("gloo")
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        with xd.init(mesh["expert"], device="cpu") as comm:
+            save_numbered(me, comm, path / "together", replicas=mesh["data"])
+            assert (path / "together" / "common.pt").exists()
+            with pytest.raises((FileExistsError, RuntimeError), match="expected a new folder|the "
+                               "replica that writes could not: path: expected a new folder"):
+                save_numbered(me, comm, path / "together", replicas=mesh["data"])
+            dist.barrier()
+            try:
+                save_numbered(me, comm, path / "apart")
+                saved = True
+            except (FileExistsError, OSError, RuntimeError) as error:
+                assert "appeared while" in str(error) or "another rank" in str(error), error
+                saved = False
+            verdicts: list[bool] = [False] * 4
+            dist.all_gather_object(verdicts, saved)
+            assert verdicts in ([True, True, False, False], [False, False, True, True]), verdicts
+            assert sorted(file.name for file in path.iterdir()) == ["apart", "together"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_on_a_mesh_all_ranks_save_together_and_replicas_never_lose_parts(
+    tmp_path: pathlib.Path,
+) -> None:
+    run_ranks(4, save_on_a_mesh, tmp_path)
+    for folder in ("together", "apart"):
+        run_ranks(1, in_distributed, load_numbered, tmp_path / folder)

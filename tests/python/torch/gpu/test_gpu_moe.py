@@ -96,8 +96,8 @@ def check_layer(me: Rank) -> None:
         here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
         for got, wanted in (
             (output.hidden, expected[me.rank]), (output.load, load),
-            (layer.experts_in.grad, plain.experts_in.grad[here]),
-            (layer.experts_out.grad, plain.experts_out.grad[here]),
+            (xd.local_tensor(layer.experts_in.grad), plain.experts_in.grad[here]),
+            (xd.local_tensor(layer.experts_out.grad), plain.experts_out.grad[here]),
         ):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
         check_graphs(me, comm)
@@ -110,7 +110,7 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     hidden, aux_loss, load, _ = layer(x)
     (hidden.float().square().sum() + aux_loss).backward()
     found = [hidden, aux_loss, load, x.grad, *(p.grad for p in layer.parameters())]
-    return [tensor.detach().clone() for tensor in found]
+    return [xd.local_tensor(tensor.detach()).clone() for tensor in found]
 
 
 def check_graphs(me: Rank, comm: xd.Communicator) -> None:

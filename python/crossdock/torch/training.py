@@ -1,0 +1,319 @@
+"""What a training loop does with gradients and parameters of models that have `MoELayer`s.
+
+The ranks of a communicator hold different experts and the same of everything else. They may be one
+axis of a larger mesh: then ranks that hold the same experts are replicas, and wrappers for data
+parallelism (`data_parallel`, or FSDP) average over those.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._comm import Communicator
+from ._sharding import is_share, local_tensor, ranks_of, sharded_dims
+from .moe import expert_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "assert_replicated",
+    "average_gradients",
+    "clip_grad_norm_",
+    "data_parallel",
+    "parameter_groups",
+]
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Make gradients those of the loss averaged over ranks. Collective; after backward.
+
+    Gradients of parameters that every rank holds are averaged over the communicator. An expert's
+    gradient already is the sum over all its ranks' tokens, and is only scaled; with
+    `data_parallel` it is averaged over replicas, too. With equally many tokens per rank and a loss
+    that is a mean over them, this is the gradient of one process with the whole batch. Parameters
+    that FSDP has sharded over a mesh of which the communicator's ranks are part are left alone:
+    FSDP has averaged them.
+
+    Args:
+        model: one `MoELayer` or more, on one communicator, whose ranks these are; a parameter that
+            has no gradient here counts as zero.
+
+    Raises:
+        ValueError: the model has no `MoELayer`, or a parameter is sharded over some of the
+            communicator's ranks and not over others.
+        RuntimeError: the communicator was made without torch.distributed, which does the averaging.
+    """
+    experts = expert_parameters(model)
+    comm = _communicator_of(model, "average_gradients")
+    shared: list[torch.Tensor] = []
+    replicated: list[torch.Tensor] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = local_tensor(parameter.grad)
+        if parameter in experts:
+            gradient.div_(comm.num_ranks)
+            replicated.append(gradient)
+        elif not _covers(parameter, comm, name):
+            shared.append(gradient)
+    if comm.num_ranks > 1:
+        _average(shared, comm.process_group)
+    if comm.replicas is not None:
+        _average(replicated, comm.replicas)
+
+
+def _communicator_of(model: nn.Module, what: str) -> Communicator:
+    """That of the model's layers, fit for collectives of torch.distributed."""
+    layers = list(expert_parameters(model).values())
+    if not layers:
+        raise ValueError("model: expected a MoELayer in it, got none")
+    comm = layers[0].group.comm
+    if comm.num_ranks > 1 and comm.process_group is None:
+        raise RuntimeError(
+            f"{what}: expected torch.distributed to be initialised before "
+            "crossdock.torch.init, got a communicator without it"
+        )
+    return comm
+
+
+def _covers(parameter: Any, comm: Communicator, name: str) -> bool:
+    """Whether a parameter is a DTensor over all ranks of the communicator.
+
+    Raises:
+        ValueError: over some of them, beside this one.
+    """
+    if not is_share(parameter) or comm.process_group is None:
+        return False
+    ranks = set(dist.get_process_group_ranks(comm.process_group))
+    common = ranks & ranks_of(parameter.device_mesh)
+    if common not in (ranks, {dist.get_rank()}):
+        raise ValueError(
+            f"{name}: expected a parameter sharded over all of the communicator's ranks "
+            f"{sorted(ranks)} or over one of them, got {parameter.device_mesh}"
+        )
+    return common == ranks
+
+
+def _average(tensors: list[torch.Tensor], process_group: ProcessGroup | None) -> None:
+    """Over ranks, in place."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for parts in alike.values():
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(flat, group=process_group)
+        flat.div_(dist.get_world_size(process_group))
+        for part, mean in zip(parts, flat.split([part.numel() for part in parts])):
+            part.copy_(mean.view_as(part))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their norm over all ranks is at most `max_norm`. Collective.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which knows nothing of experts on other ranks. Call it
+    after `average_gradients`; every rank scales by the same factor.
+
+    Args:
+        model: one `MoELayer` or more, on one communicator; FSDP may have sharded it.
+        max_norm: of all gradients together, each expert and each parameter counted once.
+        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: whether a norm that is no finite number is an error; else gradients are
+            scaled by it.
+
+    Returns:
+        The norm before scaling, ``[]`` float32, equal on all ranks.
+
+    Raises:
+        ValueError: the model has no `MoELayer`, or `norm_type` is not above 0.
+        RuntimeError: the communicator was made without torch.distributed; a norm that is not
+            finite, where that is an error.
+    """
+    comm = _communicator_of(model, "clip_grad_norm_")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a number above 0, got {norm_type}")
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    total = _total_norm(gradients, float(norm_type), comm.device)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} is {total.item()}, expected a finite "
+            "one, as error_if_nonfinite is set"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        part = local_tensor(gradient)
+        part.mul_(factor.to(part.device, part.dtype))
+    return total
+
+
+def _total_norm(gradients: list[Any], order: float, device: torch.device) -> torch.Tensor:
+    """The norm of all gradients together; DTensors count with the parts of all their ranks."""
+    # Where a gradient's parts lie: in this rank, or along some dimensions of a mesh.
+    places: dict[Any, list[torch.Tensor]] = {(): []}
+    for gradient in gradients:
+        dims = sharded_dims(gradient) if is_share(gradient) else ()
+        key = (gradient.device_mesh, dims) if dims else ()
+        part = local_tensor(gradient)
+        if part.numel():
+            places.setdefault(key, []).append(torch.linalg.vector_norm(
+                part, order, dtype=torch.float32).to(device))
+        else:  # takes part in the sum over ranks all the same
+            places.setdefault(key, [])
+    norms = []
+    for key, parts in places.items():
+        norm = torch.zeros((), device=device)
+        if parts:
+            norm = torch.linalg.vector_norm(torch.stack(parts), order)
+        if key:
+            mesh, dims = key
+            if order != math.inf:
+                norm = norm.pow(order)
+            for dim in dims:
+                operation = dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM
+                dist.all_reduce(norm, operation, group=mesh.get_group(dim))
+            if order != math.inf:
+                norm = norm.pow(1 / order)
+        norms.append(norm)
+    return torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """Two groups for an optimiser: what every rank holds, and experts.
+
+    With both in one group, torch's optimisers take their slowest path, one operator after another,
+    and ``foreach=True`` and ``fused=True`` raise, as those operators take either plain tensors or
+    DTensors. In groups of their own all ways work.
+    """
+    experts = expert_parameters(model)
+    groups = [
+        {"params": [p for p in model.parameters() if p not in experts]},
+        {"params": list(experts)},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def data_parallel(
+    model: nn.Module, replicas: ProcessGroup | DeviceMesh, **options: Any
+) -> DistributedDataParallel:
+    """DistributedDataParallel over ranks that hold the same experts. Collective.
+
+    DDP takes plain parameters only, so experts are left out of it: as in DDP they begin as those of
+    the group's first rank, and `average_gradients`, which is needed anyway, averages their
+    gradients over replicas.
+
+    Args:
+        model: one `MoELayer` or more, on one communicator.
+        replicas: the ranks that hold the same experts as this one: the data axis of a mesh whose
+            other axis is the communicator's.
+        options: further arguments of DistributedDataParallel.
+
+    Raises:
+        ValueError: the model has no `MoELayer`; `replicas` has other ranks of the communicator,
+            which hold other experts.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    comm = _communicator_of(model, "data_parallel")
+    group: Any = replicas.get_group() if hasattr(replicas, "get_group") else replicas
+    if comm.process_group is not None:
+        others = set(dist.get_process_group_ranks(comm.process_group))
+        common = others & set(dist.get_process_group_ranks(group))
+        if common != {dist.get_rank()}:
+            raise ValueError(
+                "replicas: expected ranks that hold the same experts as this one, got ranks "
+                f"{sorted(common)} of its communicator, which hold different ones"
+            )
+    experts = expert_parameters(model)
+    first = dist.get_global_rank(group, 0)
+    for parameter in experts:
+        dist.broadcast(local_tensor(parameter.detach()), first, group=group)
+    ignored = [name for name, parameter in model.named_parameters() if parameter in experts]
+    ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    comm.replicas = group
+    return DistributedDataParallel(model, process_group=group, **options)
+
+
+@torch.no_grad()
+def assert_replicated(model: nn.Module) -> None:
+    """Check that ranks hold the same of what they should. Collective; for tests and debugging.
+
+    Compares, bit for bit by a hash, all parameters and buffers but experts over the communicator's
+    ranks, and with `data_parallel` everything over replicas. It finds ranks that began with
+    different seeds, and norms that were clipped on each rank for itself.
+
+    Raises:
+        ValueError: the model has no `MoELayer`.
+        RuntimeError: on all ranks: names the first parameter that differs, and where, on those that
+            compared it; or the communicator was made without torch.distributed.
+    """
+    comm = _communicator_of(model, "assert_replicated")
+    experts = expert_parameters(model)
+    shared: dict[str, torch.Tensor] = {}
+    everything: dict[str, torch.Tensor] = {}
+    for name, tensor in _held(model):
+        everything[name] = local_tensor(tensor)
+        if tensor not in experts and not _covers(tensor, comm, name):
+            shared[name] = everything[name]
+    axes = []
+    if comm.num_ranks > 1:
+        axes.append((shared, comm.process_group))
+    if comm.replicas is not None:
+        axes.append((everything, comm.replicas))
+    found = [text for tensors, group in axes if (text := _difference(tensors, group, comm.device))]
+    # One axis after the other, so that in the end all ranks of the mesh have heard.
+    verdict = torch.tensor(float(bool(found)), device=comm.device)
+    for _, group in axes:
+        dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
+    if verdict:
+        raise RuntimeError(found[0] if found else "other ranks found values that differ")
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _difference(
+    tensors: dict[str, torch.Tensor], process_group: ProcessGroup | None, device: torch.device
+) -> str:
+    """What differs first between the ranks of a group; "" if nothing does."""
+    mine = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
+    hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(hashes, mine, group=process_group)
+    ranks = dist.get_process_group_ranks(process_group)
+    for rank, other in zip(ranks, hashes):
+        for name, expected, got in zip(tensors, hashes[0].tolist(), other.tolist()):
+            if got != expected:
+                return (
+                    f"{name}: expected equal values on ranks {ranks}, got others on rank {rank} "
+                    f"than on rank {ranks[0]}"
+                )
+    return ""
+
+
+def _hash(tensor: torch.Tensor) -> torch.Tensor:
+    """``[2]`` int64 from its bits and their places."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    # Modulo 2^64; multiplied by odd numbers, one changed byte always changes the first sum.
+    place = torch.arange(bits.numel(), device=bits.device)
+    mixed = (place * 0x9E3779B1) ^ place
+    return torch.stack(((bits * (2 * place + 1)).sum(), (bits * mixed).sum()))

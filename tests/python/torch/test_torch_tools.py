@@ -1,0 +1,404 @@
+"""Torch's own tools on models with experts over ranks: right, or refused.
+
+Four ranks, as two by two: along one axis of the mesh ranks hold different experts, along the other
+the same. What they compute together is compared with one process that has the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import crossdock.torch as xd
+from support import Rank, run_ranks
+from torch_support import where
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))
+
+from moe_lm.plain_moe import PlainMoE  # noqa: E402
+
+HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 16, 24, 8, 3, 6  # tokens: of each rank
+SEED = 30
+BATCHES = 2
+
+DRAWN = torch.device("cpu")  # where random numbers come from, whatever the tests compute on
+
+
+class Model(nn.Module):
+    """Experts between what every rank holds."""
+
+    def __init__(self, make_experts: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        with DRAWN:
+            self.first = nn.Linear(HIDDEN, HIDDEN)
+            self.head = nn.Linear(HIDDEN, 5)
+        self.experts = make_experts()
+        self.register_buffer("scale", torch.ones(2, device=DRAWN))
+        self.to(where())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(x + self.experts(x)[0])
+
+
+def make_model(comm: xd.Communicator, **options: Any) -> Model:
+    options = {"aux_loss_weight": 0.0, "dtype": torch.float32} | options
+    return Model(lambda: xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=TOKENS,
+                                     **options))
+
+
+def make_plain() -> Model:
+    def experts() -> nn.Module:
+        with DRAWN:
+            return PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.0)
+    return Model(experts)
+
+
+def batch(step: int, ranks: int) -> torch.Tensor:
+    """[ranks, TOKENS, HIDDEN]"""
+    with DRAWN:
+        generator = torch.Generator().manual_seed(SEED + 1 + step)
+        drawn = torch.randn(ranks, TOKENS, HIDDEN, generator=generator)
+    return drawn.to(where())
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
+
+
+@contextmanager
+def two_by_two(me: Rank) -> Iterator[tuple[Any, xd.Communicator]]:
+    """A mesh of a data axis and an expert axis of all ranks, and the latter's communicator."""
+    device = where()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                            device_id=device if device.type == "cuda" else None)
+    try:
+        mesh = init_device_mesh(device.type, (me.num_ranks // 2, 2),
+                                mesh_dim_names=("data", "expert"))
+        with xd.init(mesh["expert"], device=device) as comm:
+            yield mesh, comm
+    finally:
+        dist.destroy_process_group()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All ranks' parts of a DTensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(me: Rank, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Steps with clipped gradients; the norms before."""
+    norms = []
+    for step in range(BATCHES):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, me.num_ranks)[me.rank]).backward()
+        xd.average_gradients(model)
+        norms.append(xd.clip_grad_norm_(model, 0.1).item())
+        optimizer.step()
+    return norms
+
+
+def train_plain(me: Rank) -> tuple[Model, list[float]]:
+    """The same in this process alone."""
+    plain, norms = make_plain(), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(BATCHES):
+        optimizer.zero_grad()
+        loss_of(plain, batch(step, me.num_ranks).flatten(0, 1)).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item())
+        optimizer.step()
+    return plain, norms
+
+
+def compare(model: nn.Module, plain: Model, what: Callable[[torch.Tensor], Any]) -> None:
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        close(whole(what(parameter)), what(expected[name.removeprefix("module.")]), name)
+
+
+def wrapped_in_ddp(model: Model, mesh: Any) -> nn.Module:
+    return xd.data_parallel(model, mesh["data"])
+
+
+def wrapped_in_fsdp(model: Model, mesh: Any) -> nn.Module:
+    fully_shard(model.head, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def check_training(me: Rank) -> None:
+    with two_by_two(me) as (mesh, comm):
+        plain, expected_norms = train_plain(me)
+        for wrap in (wrapped_in_ddp, wrapped_in_fsdp):
+            model = wrap(make_model(comm), mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            norms = train(me, model, optimizer)
+            assert norms == pytest.approx(expected_norms, rel=1e-4), wrap
+            assert min(norms) > 0.1  # so that clipping changes something
+            compare(model, plain, lambda parameter: parameter.grad)
+            # Adam makes a step of the rounding of a gradient near zero.
+            for name, parameter in model.named_parameters():
+                got = whole(parameter.detach())
+                expected = plain.get_parameter(name.removeprefix("module."))
+                torch.testing.assert_close(got, expected.detach(), rtol=1e-3, atol=2e-3)
+            xd.assert_replicated(model)
+            comm.replicas = None
+
+
+def test_ddp_and_fsdp_over_the_data_axis_train_as_one_process() -> None:
+    run_ranks(4, check_training)
+
+
+def check_norms(me: Rank) -> None:
+    with two_by_two(me) as (mesh, comm):
+        model, plain = make_model(comm), make_plain()
+        rows = batch(0, me.num_ranks)
+        here = rows[comm.rank]
+        loss_of(plain, rows[:2].flatten(0, 1)).backward()
+        for order in (1.0, 2.0, torch.inf):
+            model.zero_grad()
+            loss_of(model, here).backward()
+            xd.average_gradients(model)
+            expected = copy.deepcopy(plain)
+            for copied, parameter in zip(expected.parameters(), plain.parameters()):
+                copied.grad = parameter.grad.clone()
+            norm = xd.clip_grad_norm_(model, 0.01, order)
+            close(norm, nn.utils.clip_grad_norm_(expected.parameters(), 0.01, order), str(order))
+            compare(model, expected, lambda parameter: parameter.grad)
+        # Torch's own cannot be silently wrong: told that plain tensors are equal on all ranks it is
+        # right, and otherwise it raises.
+        before = [whole(p.grad).clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        for parameter, gradient in zip(model.parameters(), before):
+            assert torch.equal(whole(parameter.grad), gradient)
+        with implicit_replication():
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        close(whole(norm), nn.utils.clip_grad_norm_(expected.parameters(), 1e-3), "norm")
+        compare(model, expected, lambda parameter: parameter.grad)
+        model.first.weight.grad[0, 0] = torch.nan
+        with pytest.raises(RuntimeError, match="norm of order 2.0 is nan, expected a finite one"):
+            xd.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        with pytest.raises(ValueError, match="norm_type: expected a number above 0, got 0"):
+            xd.clip_grad_norm_(model, 1.0, 0)
+
+
+def test_norms_count_every_expert_once() -> None:
+    run_ranks(4, check_norms)
+
+
+def check_wrappers(me: Rank) -> None:
+    """DDP that would send one rank's experts to others."""
+    with two_by_two(me) as (mesh, comm):
+        model = make_model(comm)
+        before = [whole(p.detach()).clone() for p in model.parameters()]
+        for group in (None, mesh["data"].get_group()):
+            with pytest.raises(RuntimeError, match="DTensor"):
+                DDP(model, process_group=group)
+        # Experts in a dtype of their own travel in a bucket of their own.
+        halves = make_model(comm, dtype=torch.bfloat16)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            DDP(halves.experts)
+        for group in (None, mesh["expert"]):
+            with pytest.raises(ValueError, match="replicas: expected ranks that hold the same"):
+                xd.data_parallel(model, group or dist.group.WORLD)
+        for parameter, values in zip(model.parameters(), before):
+            assert torch.equal(whole(parameter.detach()), values)
+        taken = DDP(make_model(comm), device_mesh=mesh["data"])
+        with pytest.raises(RuntimeError, match="experts_in: expected a parameter of the layer"):
+            taken(batch(0, me.num_ranks)[me.rank])
+
+
+def test_ddp_that_would_mix_experts_is_refused() -> None:
+    run_ranks(4, check_wrappers)
+
+
+def check_replicated(me: Rank) -> None:
+    with two_by_two(me) as (mesh, comm):
+        model = xd.data_parallel(make_model(comm), mesh["data"])
+        xd.assert_replicated(model)
+
+        def differs(name: str, tensor: torch.Tensor, rank: int) -> None:
+            kept = tensor.detach().clone()
+            if me.rank == rank:
+                tensor.detach().view(-1)[-1] += 1e-3
+            with pytest.raises(RuntimeError, match="differ|expected equal values") as raised:
+                xd.assert_replicated(model)
+            if me.rank == rank:
+                assert f"{name}: expected equal values on ranks" in str(raised.value)
+            tensor.detach().copy_(kept)
+
+        layer = model.module.experts
+        differs("module.head.weight", model.module.head.weight, 1)
+        differs("module.scale", model.module.scale, 3)
+        differs("module.experts.experts_out", layer.experts_out.to_local(), 2)
+        xd.assert_replicated(model)
+
+
+def test_what_should_be_equal_and_is_not_is_found() -> None:
+    run_ranks(4, check_replicated)
+
+
+def check_copies(me: Rank) -> None:
+    with two_by_two(me) as (mesh, comm):
+        model, x = make_model(comm), batch(0, 2)[comm.rank]
+        expected = model(x)
+        twin = copy.deepcopy(model)
+        assert twin.experts.group is model.experts.group
+        assert torch.equal(twin(x), expected)
+        mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        with implicit_replication():
+            mean.update_parameters(model)  # copies
+        before = [whole(p.detach()).clone() for p in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+            mean.update_parameters(model)
+        mean.n_averaged.fill_(1)
+        with implicit_replication():
+            mean.update_parameters(model)
+        for got, first in zip(mean.module.parameters(), before):
+            close(whole(got.detach()), 2 * first, "mean")
+        with pytest.raises(TypeError, match="cannot be pickled: save model.state_dict()"):
+            torch.save(model, "/dev/null")
+
+
+def test_copies_and_moving_averages() -> None:
+    run_ranks(4, check_copies)
+
+
+def number_experts(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Every value of expert e becomes e, and its momentum 100 + e."""
+    layer = model.experts
+    with torch.no_grad():
+        for local in range(layer.num_local_experts):
+            for parameter in layer.expert_parameters():
+                share = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                share[local] = layer.first_expert + local
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
+
+
+def check_saving(me: Rank, folder: pathlib.Path, how: str) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    with two_by_two(me) as (mesh, comm):
+        model = make_model(comm)
+        if how == "fsdp":
+            # Sharding keeps the values, so that they are numbered before.
+            number_experts(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            wrapped_in_fsdp(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if how == "fsdp":
+            for parameter in model.parameters():
+                optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
+        else:
+            number_experts(model, optimizer)
+        states = get_state_dict(model, optimizer)
+        dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=folder)
+
+
+def check_loading(me: Rank, folder: pathlib.Path, how: str) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    dist.init_process_group("gloo") if me.num_ranks < 4 else None
+    context = two_by_two(me) if me.num_ranks == 4 else xd.init(device="cpu")
+    with context as made:
+        mesh, comm = made if me.num_ranks == 4 else (None, made)
+        model = make_model(comm)
+        if how == "fsdp":
+            wrapped_in_fsdp(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, torch.nan)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(states, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=states["model"],
+                       optim_state_dict=states["optimizer"])
+        expected = torch.arange(EXPERTS, dtype=torch.float32)
+        for parameter in model.experts.expert_parameters():
+            values = whole(parameter.detach())
+            momentum = whole(optimizer.state[parameter]["momentum_buffer"])
+            for got, wanted in ((values, expected), (momentum, 100 + expected)):
+                assert torch.equal(got, wanted[:, None, None].expand_as(got))
+        for name in ("first.weight", "head.bias", "experts.router"):
+            got = whole(model.get_parameter(name).detach())
+            assert torch.equal(got, make_plain().get_parameter(name).detach()), name
+    if me.num_ranks < 4:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("saved, loaded, ranks", [
+    ("plain", "plain", 4), ("plain", "plain", 2), ("fsdp", "plain", 1), ("plain", "fsdp", 4)])
+def test_torchs_checkpoints_keep_every_expert(
+    saved: str, loaded: str, ranks: int, tmp_path: pathlib.Path
+) -> None:
+    run_ranks(4, check_saving, tmp_path / "saved", saved)
+    run_ranks(ranks, check_loading, tmp_path / "saved", loaded)
+
+
+def check_state_dicts(me: Rank, folder: pathlib.Path) -> None:
+    with two_by_two(me) as (mesh, comm):
+        model = make_model(comm)
+        expected = [whole(p.detach()).clone() for p in model.parameters()]
+        share = {name: (value.to_local() if hasattr(value, "to_local") else value).clone()
+                 for name, value in model.state_dict().items()}
+        full = {name: whole(value).clone() for name, value in model.state_dict().items()}
+        # As each rank saves it for itself, as plain tensors of this rank, and of all ranks.
+        torch.save(model.state_dict(), folder / f"{me.rank}.pt")
+        for state in (torch.load(folder / f"{me.rank}.pt"), share, full):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(torch.nan)
+            model.load_state_dict(state)
+            for parameter, values in zip(model.parameters(), expected):
+                assert torch.equal(whole(parameter.detach()), values)
+        wrong = {**share, "experts.experts_in": torch.zeros(3, 2)}
+        with pytest.raises((RuntimeError, ValueError), match="experts.experts_in"):
+            model.load_state_dict(wrong)
+
+
+def test_state_dicts_of_dtensors_and_of_plain_tensors_are_loaded(tmp_path: pathlib.Path) -> None:
+    run_ranks(4, check_state_dicts, tmp_path)
+
+
+def check_optimizers(me: Rank) -> None:
+    with two_by_two(me) as (mesh, comm):
+        results = []
+        for options in ({}, {"foreach": True}, {"fused": True}):
+            model = make_model(comm)
+            loss_of(model, batch(0, 2)[comm.rank]).backward()
+            torch.optim.AdamW(xd.parameter_groups(model), lr=0.01, **options).step()
+            results.append([whole(p.detach()) for p in model.parameters()])
+        for other in results[1:]:
+            for got, expected in zip(other, results[0]):
+                torch.testing.assert_close(got, expected)
+        assert len(xd.parameter_groups(model)) == 2
+
+
+def test_optimisers_take_experts_in_a_group_of_their_own() -> None:
+    run_ranks(4, check_optimizers)
