@@ -97,9 +97,9 @@ typedef struct xd_comm_config {
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
  * num_ranks, at once on all ranks that have come; another protocol version or kind of device, a
  * rank taken twice, a peer that failed); PEER_LOST
- * (a peer's process ended meanwhile, or the peer gave up); UNSUPPORTED (no such executor or device
- * here; CUDA devices that cannot use one another's memory, or more than 72 ranks on them; ranks on
- * different hosts); OUT_OF_MEMORY; SYSTEM.
+ * (a peer's process ended meanwhile, or the peer gave up); ABORTED (see xd_set_interrupt);
+ * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
+ * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY; SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
  * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
@@ -115,6 +115,17 @@ XD_API xd_status xd_comm_destroy(xd_comm* comm);
 /* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the
  * communicator on all ranks. Any thread, any time before xd_comm_destroy; does not block. */
 XD_API xd_status xd_comm_abort(xd_comm* comm);
+
+/* Asked while a call of this thread waits for peers: nonzero = give up. `context` as given. */
+typedef int (*xd_interrupt_fn)(void* context);
+
+/* From now on, calls of this thread that wait on the host ask `ask` every 100 ms while they wait,
+ * and give up when it says so: the call is ABORTED as by xd_comm_abort, and the communicator
+ * finished on all ranks; xd_comm_create is ABORTED, too, and its peers hear of it as of any error.
+ * This is for callers with a user who may want to interrupt them. The function may call the library,
+ * but no collective call of a communicator that the thread is waiting in; it must not leave by an
+ * exception or longjmp. NULL = none. Of this thread only. Does not block. */
+XD_API xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context);
 
 /* Returns when all ranks have called it. Collective. For set-up and tests: no operation needs it.
  * Errors: the fatal ones. */

@@ -30,7 +30,7 @@ typedef enum xd_status {
   XD_ERROR_TIMEOUT = 4,          /* a bounded wait ran out (fatal, except while a communicator is
                                     being created) */
   XD_ERROR_PEER_LOST = 5,        /* a peer's process ended, or the peer has left (fatal) */
-  XD_ERROR_ABORTED = 6,          /* some rank called xd_comm_abort (fatal) */
+  XD_ERROR_ABORTED = 6,          /* some rank called xd_comm_abort, or was interrupted (fatal) */
   XD_ERROR_BUSY = 7,             /* a group was used by two threads at once (fatal) */
   XD_ERROR_OUT_OF_MEMORY = 8,    /* memory exhausted; the text has the sizes */
   XD_ERROR_UNSUPPORTED = 9,      /* not built in, or not possible on this machine; the text says

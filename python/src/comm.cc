@@ -134,7 +134,19 @@ xd_comm* Comm::usable() const {
   return comm_;
 }
 
-void Comm::abort() const { call(xd_comm_abort); }
+void Comm::refuse_in_handler() const {
+  if (calls_ == 0 || !in_signal_handler()) return;
+  raise_invalid(
+      "called by a signal handler while a call on this communicator waits: let the handler set a "
+      "flag, raise, or call abort()",
+      info_.rank);
+}
+
+void Comm::abort() const {
+  xd_comm* const comm = usable();
+  const InUse in_use(*this);
+  check(without_gil([&] { return xd_comm_abort(comm); }), failure());
+}
 
 void Comm::barrier() const { call(xd_comm_barrier); }
 

@@ -58,9 +58,14 @@ class Comm {
   template <class Fn>
   void call(Fn fn) const {
     xd_comm* const comm = usable();
+    refuse_in_handler();
     const InUse in_use(*this);
     check(without_gil([&] { return fn(comm); }), failure());
   }
+
+  // Throws in a signal handler that runs while this thread waits in a call on this communicator:
+  // the two would wait for each other.
+  void refuse_in_handler() const;
 
   // While one lives a call may be waiting, on any thread, and close() refuses.
   class InUse {

@@ -16,7 +16,7 @@ struct Failure {
   int rank = -1;            // of the caller; -1 = not in a communicator
   int peer = -1;            // rank that a non-fatal error is about
   int group = -1;
-  int operation = -1;  // an xd_ep_operation
+  int operation = -1;                               // an xd_ep_operation
   std::int64_t needed_rows = 0, capacity_rows = 0;  // of an overflow
 };
 
@@ -32,12 +32,24 @@ inline void check(xd_status status, const Failure& failure = {}) {
   if (status != XD_SUCCESS) raise(status, failure);
 }
 
+// Signals that arrive while this thread waits inside the library: see signals.cc.
+void handle_signals_in_waits();
+void throw_what_a_handler_raised();
+bool in_signal_handler();  // one that runs while this thread waits inside the library
+
 // The result of fn() -> xd_status, run without the GIL: for every call that may wait for a peer, or
-// for another thread that does.
+// for another thread that does. On Python's main thread signals are handled meanwhile; what a
+// handler raises, as Ctrl-C does, ends the wait, aborts the communicator, and is thrown here.
 template <class Fn>
 xd_status without_gil(Fn fn) {
-  const nb::gil_scoped_release released;
-  return fn();
+  handle_signals_in_waits();
+  xd_status status;
+  {
+    const nb::gil_scoped_release released;
+    status = fn();
+  }
+  throw_what_a_handler_raised();
+  return status;
 }
 
 // Throws InvalidArgument for what the bindings find themselves.

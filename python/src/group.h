@@ -35,10 +35,10 @@ class Group {
   template <class Fn>
   void call(xd_ep_operation operation, Fn fn) {
     xd_ep_group* const group = usable();
+    comm_.refuse_in_handler();
     const Comm::InUse comm_in_use(comm_);
-    ++calls_;
+    const InUse in_use(*this);
     const xd_status status = without_gil([&] { return fn(group); });
-    --calls_;
     if (status != XD_SUCCESS) fail(operation, status);
   }
 
@@ -46,14 +46,26 @@ class Group {
   template <class Fn>
   void call_local(Fn fn) {
     xd_ep_group* const group = usable();
+    comm_.refuse_in_handler();
     const Comm::InUse comm_in_use(comm_);
-    ++calls_;
+    const InUse in_use(*this);
     const xd_status status = without_gil([&] { return fn(group); });
-    --calls_;
     check(status, comm_.failure());
   }
 
  private:
+  // While one lives a call may be running, on any thread, and close() refuses.
+  class InUse {
+   public:
+    explicit InUse(Group& group) : group_(group) { ++group_.calls_; }
+    ~InUse() { --group_.calls_; }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+
+   private:
+    Group& group_;
+  };
+
   [[nodiscard]] xd_ep_group* usable() const;
   [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;
 

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 
 namespace xd {
@@ -26,6 +27,7 @@ MeetingSearch::MeetingSearch(std::span<const TcpAddress> addresses, const Key& k
 
 std::optional<UniqueFd> MeetingSearch::enter(const Deadline& deadline) {
   std::vector<bool> ready(doors_.size());
+  Interruption interruption;
   while (true) {
     for (std::size_t i = 0; i < doors_.size(); ++i) {
       Door& door = doors_[i];
@@ -36,7 +38,8 @@ std::optional<UniqueFd> MeetingSearch::enter(const Deadline& deadline) {
       return std::move(door.fd);
     }
     if (deadline.passed()) return std::nullopt;
-    wait(deadline, ready);
+    interruption.check();
+    wait(interruption.next(deadline), ready);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 
 namespace xd {
 namespace {
@@ -25,10 +26,12 @@ UniqueFd tcp_socket(int family) {
 
 Io wait_for(int fd, short events, const Deadline& deadline) {
   pollfd item{fd, events, 0};
+  Interruption interruption;
   while (true) {
-    const int ready = ::poll(&item, 1, deadline.remaining_ms());
+    const int ready = ::poll(&item, 1, interruption.next(deadline).remaining_ms());
     if (ready > 0) return Io::done;  // an error counts as ready: the next call on fd reports it
     if (ready < 0 && errno != EINTR) fail_errno("poll", errno);
+    interruption.check();
     if (deadline.passed()) return Io::timed_out;
   }
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/env.h"
+#include "base/interrupt.h"
 #include "base/options.h"
 #include "bootstrap/bootstrap.h"
 #include "capi/boundary.h"
@@ -42,6 +43,10 @@ xd_status xd_comm_destroy(xd_comm* comm) {
 xd_status xd_comm_abort(xd_comm* comm) {
   XD_REQUIRE_GIVEN("xd_comm_abort", comm);
   return guarded_on("xd_comm_abort", *comm->comm, [&] { comm->comm->abort(); });
+}
+
+xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context) {
+  return guarded("xd_set_interrupt", [&] { xd::set_interrupt(ask, context); });
 }
 
 xd_status xd_comm_barrier(xd_comm* comm) {

@@ -194,7 +194,7 @@ void Comm::fail_round(xd_status status, int peer) {
   raise({.status = status,
          .phase = XD_PHASE_HOST,
          .rank = rank_,
-         .peer = peer,
+         .peer = status == XD_ERROR_ABORTED ? rank_ : peer,
          .left = left,
          .timeout_ms = timeout_ms_},
         left ? Spread::here : Spread::everywhere);

@@ -19,6 +19,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/math.h"
 #include "comm/device_side.h"
 #include "comm/fatal.h"
@@ -129,6 +130,7 @@ class Comm final : private MeshEvents {
     if (ready()) return;
     Doorbell& bell = controls_[at(rank_)].bell();
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
+    Interruption interruption;
     for (;;) {
       const std::uint32_t rings = bell.value();  // before the flags: see Doorbell
       if (ready()) return;
@@ -137,7 +139,8 @@ class Comm final : private MeshEvents {
       if (left(peer) && !ready()) fail_left(peer, site);
       if (site.deadline.passed()) fail_timeout(peer, site, seen());
       if (spin.passed()) {
-        bell.sleep(rings, site.deadline);
+        bell.sleep(rings, interruption.next(site.deadline));
+        if (interruption.requested()) abort();
       } else {
         relax();
       }

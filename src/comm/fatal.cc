@@ -72,7 +72,7 @@ std::string describe(const FatalError& error) {
       return concat("rank ", error.peer, " has left the communicator and is needed by ",
                     site(error));
     case XD_ERROR_ABORTED:
-      return concat("rank ", error.peer, " called xd_comm_abort");
+      return concat("rank ", error.peer, " called xd_comm_abort, or was interrupted");
     case XD_ERROR_BUSY:
       return concat(
           "rank ", error.rank, " used group ", error.group,

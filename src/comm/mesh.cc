@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/math.h"
 #include "bootstrap/thread.h"
@@ -70,11 +71,15 @@ class UnixMesh final : public Mesh {
     const std::uint64_t round = inbox_.begin_round();
     const MeshHeader header{MeshMessageType::exchange, fd >= 0 ? 1U : 0U, round};
     const auto head = std::as_bytes(std::span(&header, 1));
+    Interruption interruption;
     for (int step = 1; step < num_ranks(); ++step) {
       const int peer = (parts_.rank + step) % num_ranks();
       const int link = parts_.links[at(peer)].get();
       // A closed link is no error here: the watch thread says whether its peer died or left.
-      while (send_packet(link, head, blob, fd) == Sent::full) wait_for_room(peer, round, deadline);
+      while (send_packet(link, head, blob, fd) == Sent::full) {
+        interruption.check();
+        wait_for_room(peer, round, deadline);
+      }
     }
     std::vector<Item> items = inbox_.wait_for(round, deadline);
     items[at(parts_.rank)].blob.assign(blob.begin(), blob.end());

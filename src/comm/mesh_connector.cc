@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/math.h"
 #include "bootstrap/rank_list.h"
@@ -40,13 +41,15 @@ MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductio
 }
 
 std::vector<UniqueFd> MeshConnector::run(const Deadline& deadline) {
+  Interruption interruption;
   while (true) {
     dial();
     const std::vector<int> absent = missing();
     if (absent.empty()) return std::move(links_);
     if (deadline.passed())
       fail(XD_ERROR_TIMEOUT, rank_list(absent), " did not connect to rank ", rank_, " in time");
-    wait(deadline);
+    interruption.check();
+    wait(interruption.next(deadline));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/math.h"
 #include "bootstrap/rank_list.h"
 
@@ -54,6 +55,7 @@ std::uint64_t MeshInbox::begin_round() {
 }
 
 std::vector<Mesh::Item> MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline) {
+  Interruption interruption;
   std::unique_lock lock(mutex_);
   while (true) {
     const std::vector<int> absent = missing(round);
@@ -63,7 +65,10 @@ std::vector<Mesh::Item> MeshInbox::wait_for(std::uint64_t round, const Deadline&
       throw Error(XD_ERROR_TIMEOUT,
                   concat("rank ", rank_, " waited too long for ", rank_list(absent)),
                   absent.front());
-    changed_.wait_until(lock, deadline.when());
+    changed_.wait_until(lock, interruption.next(deadline).when());
+    lock.unlock();
+    interruption.check();
+    lock.lock();
   }
   std::vector<Mesh::Item> items(peers_.size());
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {

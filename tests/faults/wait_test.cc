@@ -106,6 +106,42 @@ TEST_P(Wait, IsReleasedByAnAbortHereAndOnPeers) {
   });
 }
 
+// For xd_set_interrupt: says yes when it has been asked often enough.
+struct Impatience {
+  int patience = 2;
+  int asked = 0;
+
+  static int ask(void* context) {
+    auto& self = *static_cast<Impatience*>(context);
+    return ++self.asked > self.patience ? 1 : 0;
+  }
+};
+
+TEST_P(Wait, IsGivenUpWhenItsThreadIsInterrupted) {
+  std::latch interrupted(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank.comm, c_.config(rank.rank));
+    Batch batch(rank, c_);
+    batch.prepare(group.get());
+    if (rank.rank == 1) {
+      interrupted.wait();
+      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED);
+      EXPECT_EQ(comm_error(rank.comm).peer, 0);
+      return;
+    }
+    Impatience impatience;
+    EXPECT_EQ(xd_set_interrupt(&Impatience::ask, &impatience), XD_SUCCESS);
+    const auto since = Clock::now();
+    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED);
+    EXPECT_LT(Clock::now() - since, kLimit);
+    EXPECT_EQ(impatience.asked, impatience.patience + 1);
+    EXPECT_EQ(xd_set_interrupt(nullptr, nullptr), XD_SUCCESS);
+    expect_finished(rank.comm, group.get(), batch, XD_ERROR_ABORTED);
+    EXPECT_EQ(impatience.asked, impatience.patience + 1);
+    interrupted.count_down();
+  });
+}
+
 TEST_P(Wait, ForAPeerThatHasLeftEndsAtOnce) {
   std::latch left(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm& comm) {
@@ -211,6 +247,42 @@ TEST(Waits, OfHostCallsAreReleasedByAnAbort) {
       released.count_down();
     });
   }
+}
+
+TEST(Waits, OfHostCallsAreGivenUpWhenTheirThreadIsInterrupted) {
+  std::latch released(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    if (rank.rank == 1) {
+      released.wait();
+      EXPECT_EQ(xd_comm_barrier(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
+      EXPECT_EQ(comm_error(rank.comm).peer, 0);
+      return;
+    }
+    Impatience impatience;
+    xd_set_interrupt(&Impatience::ask, &impatience);
+    EXPECT_EQ(xd_comm_barrier(rank.comm), XD_ERROR_ABORTED) << xd_last_error();
+    EXPECT_EQ(impatience.asked, impatience.patience + 1);
+    xd_set_interrupt(nullptr, nullptr);
+    released.count_down();
+  });
+}
+
+TEST(Waits, ForRanksToMeetAreGivenUpWhenTheirThreadIsInterrupted) {
+  xd_unique_id id;
+  ok(xd_unique_id_create(nullptr, &id));
+  xd_comm_config config XD_COMM_CONFIG_INIT;
+  config.num_ranks = 2;
+  config.unique_id = &id;
+  config.timeout_ms = kLongTimeoutMs;
+  Impatience impatience;
+  xd_set_interrupt(&Impatience::ask, &impatience);
+  xd_comm* comm = nullptr;
+  const auto since = Clock::now();
+  EXPECT_EQ(xd_comm_create(&config, &comm), XD_ERROR_ABORTED) << xd_last_error();
+  EXPECT_LT(Clock::now() - since, kLimit);
+  EXPECT_EQ(impatience.asked, impatience.patience + 1);
+  EXPECT_EQ(comm, nullptr);
+  xd_set_interrupt(nullptr, nullptr);
 }
 
 TEST(Waits, OfOneThreadEndWhenAnotherOneGivesUp) {

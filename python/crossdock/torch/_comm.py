@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import threading
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -284,21 +286,40 @@ def _meet_through(
     dist = torch.distributed
     size = dist.get_world_size(process_group)
 
+    def gather(piece: bytes, pieces: list[bytes]) -> None:
+        # Object collectives of NCCL go through the current CUDA device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            dist.all_gather_object(pieces, piece, group=process_group)
+
     def all_gather(piece: bytes) -> list[bytes]:
         pieces: list[bytes] = [b""] * size
-        dist.all_gather_object(pieces, piece, group=process_group)
+        _on_a_thread(lambda: gather(piece, pieces))
         return pieces
 
-    # Object collectives of NCCL go through the current CUDA device.
-    context = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with context:
-        return join(
-            bootstrap="all_gather",
-            rank=dist.get_rank(process_group),
-            num_ranks=size,
-            all_gather=all_gather,
-            **options,
-        )
+    return join(
+        bootstrap="all_gather",
+        rank=dist.get_rank(process_group),
+        num_ranks=size,
+        all_gather=all_gather,
+        **options,
+    )
+
+
+def _on_a_thread(work: Callable[[], None]) -> None:
+    """Runs it where Ctrl-C need not wait for its end, as torch's own waits let it."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _group_and_mesh(given: Any) -> tuple[ProcessGroup | None, DeviceMesh | None]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -199,3 +202,19 @@ def test_no_operation_imports_torchs_compiler():
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
                           timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def _interrupted_meeting(me: Rank, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank,
+                            world_size=me.num_ranks)
+    if me.rank == 0:
+        return  # and does not come
+    since = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        xd.init(timeout=60)
+    assert time.monotonic() - since < 3
+
+
+def test_ctrl_c_ends_a_meeting_through_a_process_group():
+    run_ranks(2, _interrupted_meeting, free_port(), fresh=True)
