@@ -31,7 +31,8 @@
  * Operations are collective, in one order per group, also on a rank with T = 0. They allocate
  * nothing. Every operation of a rank first tells every peer what it is about to do; if anything
  * disagrees, or a peer's arguments are bad, no row moves, all ranks get an error at once, and the
- * group stays usable. The content of outputs after an error is undefined.
+ * group stays usable (unless it was made with XD_EP_ON_ERROR_FATAL). The content of outputs after
+ * an error is undefined.
  * Waits are bounded by the communicator's timeout.
  *
  * Layouts of receive tensors:
@@ -83,6 +84,15 @@ typedef enum xd_ep_duplicate_ids {
   XD_EP_DUPLICATE_IDS_COLLAPSE = 1 /* nothing to mention, and their weights are ignored */
 } xd_ep_duplicate_ids;
 
+/* What a non-fatal error of the group (bad argument, mismatch, overflow, bad ids) is for the
+ * communicator. */
+typedef enum xd_ep_on_error {
+  XD_EP_ON_ERROR_STATUS = 0, /* nothing: the next call works */
+  XD_EP_ON_ERROR_FATAL = 1   /* its fatal error, with this status: on all ranks every later call on
+                                it fails, xd_comm_error tells why, and kernels that have been
+                                enqueued behind move nothing */
+} xd_ep_on_error;
+
 typedef enum xd_ep_staging {
   XD_EP_STAGING_AUTO = 0, /* tensors outside symmetric memory are copied through memory that the
                              group owns */
@@ -120,6 +130,7 @@ typedef struct xd_ep_config {
                             ranks' together (RANK_MAJOR: times E / W) stay below 2^32 - 1 */
   xd_ep_overflow overflow;
   xd_ep_duplicate_ids duplicate_ids;
+  xd_ep_on_error on_error;
   xd_ep_staging staging;
   int32_t zero_tail;   /* 1 = rows past the last one are zeroed in every receive tensor that is
                         written */
@@ -131,7 +142,8 @@ typedef struct xd_ep_config {
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
-   XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_STAGING_AUTO, 0, 0, 0}
+   XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
+   XD_EP_STAGING_AUTO, 0, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -194,10 +206,11 @@ typedef struct xd_ep_status {
   {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}}
 /* clang-format on */
 
-/* Reads and clears what the group remembers: the first non-fatal error (overflow, bad ids, mismatch,
- * a plan that does not fit) that an operation met after its call had returned XD_SUCCESS, and the
- * bad ids and dropped rows of all plans. An error that a call has returned is not told again here:
- * on the CPU, where calls return all of them, that leaves the numbers. Never blocks. Any thread. */
+/* Reads and clears what the group remembers: the first non-fatal error (overflow, bad ids,
+ * mismatch, a plan that does not fit) that an operation met after its call had returned XD_SUCCESS,
+ * and the bad ids and dropped rows of all plans. An error that a call has returned is not told
+ * again here: on the CPU, where calls return all of them, that leaves the numbers. Never blocks.
+ * Any thread. */
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
 /* What the non-fatal error was that the calling thread's last operation (or xd_ep_join_failed)

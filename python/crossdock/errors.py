@@ -41,8 +41,8 @@ class CrossdockError(RuntimeError):
             ``"combine_bwd"``, or None.
         expected_epoch: of a timeout, the epoch waited for, else None.
         seen_epoch: of a timeout, the last epoch seen of that peer, else None.
-        needed_rows: of an overflow that a call has raised, the rows that `peer` would have received,
-            else None.
+        needed_rows: of an overflow that a call has raised, the rows that `peer` would have
+            received, else None.
         capacity_rows: likewise, its capacity.
         fatal: whether the communicator is finished.
     """

@@ -62,6 +62,8 @@ xd_ep_config group_config(const nb::kwargs& options) {
       config.overflow = static_cast<xd_ep_overflow>(number());
     else if (name == "duplicate_ids")
       config.duplicate_ids = static_cast<xd_ep_duplicate_ids>(number());
+    else if (name == "on_error")
+      config.on_error = static_cast<xd_ep_on_error>(number());
     else if (name == "staging")
       config.staging = static_cast<xd_ep_staging>(number());
     else if (name == "zero_tail")

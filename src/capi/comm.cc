@@ -84,7 +84,7 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
       value.operation = error->operation;
       value.expected_epoch = error->expected_epoch;
       value.seen_epoch = error->seen_epoch;
-      std::strncpy(value.text, xd::describe(*error).c_str(), sizeof(value.text) - 1);
+      std::strncpy(value.text, comm->comm->text_of(*error).c_str(), sizeof(value.text) - 1);
     }
     xd::write_struct("info", info, value);
   });

@@ -8,8 +8,10 @@
 
 #include <crossdock/comm.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -115,8 +117,21 @@ class Comm final : private MeshEvents {
   [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
   void abort();
 
+  // What this rank says of an error of a group that is fatal by the group's config.
+  struct Cause {
+    int peer = -1;  // the lowest rank it is about
+    std::array<char, 256> text{};
+  };
+  // Such an error of this rank.
+  void raise_cause(const FatalError& error, const Cause& cause);
+  // Where kernels raise such errors: called once with the first, when the host takes it over. From
+  // any thread, and under a lock: it must not call the communicator. Empty = none any more.
+  void explain_by(int group, std::function<Cause()> explain);
+
   // The fatal error, or nullptr. One that kernels have met is taken over here.
   const FatalError* fatal_error() const;
+  // That error as one sentence.
+  std::string text_of(const FatalError& error) const;
 
   // ---- Waiting for peers (CPU executor) ----
 
@@ -197,6 +212,8 @@ class Comm final : private MeshEvents {
   std::atomic<bool> connected_{false};       // controls_ and device_side_ are complete
   mutable std::mutex raise_mutex_;
   mutable bool told_self_ = false;  // this rank writes its slot of each board at most once
+  mutable Cause cause_;             // of the error in that slot, if it is a group's
+  std::map<int, std::function<Cause()>> explanations_;  // by group; under raise_mutex_
   bool told_peers_ = false;
 
   SymmetricHeap heap_;

@@ -28,13 +28,44 @@ const FatalError* Comm::fatal_error() const {
   const FatalError* met_by_kernel = device_side_->raised();
   if (met_by_kernel == nullptr) return nullptr;
   const std::lock_guard lock(raise_mutex_);
-  record(*met_by_kernel);
+  FatalError error = *met_by_kernel;
+  if (const auto found = explanations_.find(error.group);
+      error.met_by_all != 0 && !told_self_ && found != explanations_.end()) {
+    cause_ = found->second();
+    error.peer = cause_.peer;
+  }
+  record(error);
   return own.error();
+}
+
+std::string Comm::text_of(const FatalError& error) const {
+  if (error.met_by_all != 0 && error.rank == rank_) {
+    const std::lock_guard lock(raise_mutex_);
+    if (cause_.text[0] != '\0') return cause_.text.data();
+  }
+  return describe(error);
+}
+
+void Comm::raise_cause(const FatalError& error, const Cause& cause) {
+  {
+    const std::lock_guard lock(raise_mutex_);
+    if (!told_self_ && error.met_by_all != 0) cause_ = cause;
+  }
+  raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere);
+}
+
+void Comm::explain_by(int group, std::function<Cause()> explain) {
+  const std::lock_guard lock(raise_mutex_);
+  if (explain) {
+    explanations_[group] = std::move(explain);
+  } else {
+    explanations_.erase(group);
+  }
 }
 
 void Comm::throw_if_failed() const {
   const FatalError* error = fatal_error();
-  if (error != nullptr) fail(status_of(*error), describe(*error));
+  if (error != nullptr) fail(status_of(*error), text_of(*error));
 }
 
 void Comm::raise(const FatalError& error, Spread spread) {
@@ -43,6 +74,8 @@ void Comm::raise(const FatalError& error, Spread spread) {
   const std::lock_guard lock(raise_mutex_);
   if (closed_.load(std::memory_order_relaxed)) return;  // who has said goodbye says nothing more
   record(error);
+  // Host collectives of other threads: nobody will come to them.
+  if (error.met_by_all != 0) mesh_for_watch_->cancel();
   if (spread == Spread::here || told_peers_) return;
   tell_peers(*controls_[at(rank_)].error());  // the first one, which may be another
   // Boards and bells do not reach host collectives. A peer that hears of an abort finds this error
@@ -130,7 +163,7 @@ void Comm::on_tick() {
   // The host of the rank whose kernels met it tells the others' hosts, except of what those notice
   // by themselves.
   const bool spread = error->rank == rank_ && error->status != XD_ERROR_PEER_LOST &&
-                      error->status != XD_ERROR_ABORTED;
+                      error->status != XD_ERROR_ABORTED && error->met_by_all == 0;
   raise(*error, spread ? Spread::everywhere : Spread::here);
 }
 

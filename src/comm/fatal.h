@@ -1,8 +1,9 @@
 // Fatal errors: what finishes a communicator, and where it is written down.
 //
 // Every rank has one error board in shared memory. A rank that meets a fatal error (timeout, abort,
-// busy group) writes it to its own board and to every peer's; a lost peer is written to the own
-// board only, since every rank notices it by itself. The first writer of a board wins:
+// busy group) writes it to its own board and to every peer's; what every rank notices by itself (a
+// lost peer, a group's error that its config makes fatal) is written to the own board only. The
+// first writer of a board wins:
 //   writer s: fill slot[s] -> first: compare-and-swap 0 -> s + 1 (release)
 //   reader:   first (acquire) != 0 -> slot[first - 1] is complete and never changes again
 // Slot s of a board has one writer, rank s, which writes it at most once.
@@ -34,6 +35,7 @@ struct FatalError {
   // PEER_LOST: the ranks of the process that ended, ascending, as many as there is room for.
   std::int32_t num_lost = 0;
   std::array<std::int32_t, 16> lost{};
+  std::int32_t met_by_all = 0;  // 1 = by every rank itself: an error of a group that is fatal
 };
 
 // Name of an xd_ep_operation: that of the C function without its prefix; "?" for other numbers.

@@ -76,6 +76,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
   require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
   require_range("duplicate_ids", raw_enum(user.duplicate_ids), XD_EP_DUPLICATE_IDS_ERROR,
                 XD_EP_DUPLICATE_IDS_COLLAPSE);
+  require_range("on_error", raw_enum(user.on_error), XD_EP_ON_ERROR_STATUS, XD_EP_ON_ERROR_FATAL);
   require_range("staging", raw_enum(user.staging), XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
   require_range("zero_tail", user.zero_tail, 0, 1);
   require_range("num_sms", user.num_sms, 0, 4096);
@@ -85,6 +86,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
   config.layout = user.layout;
   config.overflow = user.overflow;
+  config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
   config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
   config.staging = user.staging == XD_EP_STAGING_AUTO;
   config.any_staging = config.staging;

@@ -35,7 +35,8 @@ struct Config {
   std::int64_t alignment = 1;  // of plans: the largest, and the default
   std::int64_t capacity = 0;   // this rank's, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
-  bool collapse = false;  // duplicate ids are not bad
+  bool collapse = false;      // duplicate ids are not bad
+  bool fatal_errors = false;  // finish the communicator
   bool staging = true;
   bool any_staging = true;  // some rank's; as this rank's until the ranks have agreed
   bool zero_tail = false;

@@ -1,6 +1,7 @@
 #include "ep/group.h"
 
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <new>
 
@@ -12,7 +13,7 @@ namespace {
 // What ranks tell one another of their configs.
 struct Announcement {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, max_scale_bytes, layout, alignment,
-      overflow, duplicate_ids;                // equal on all ranks
+      overflow, duplicate_ids, on_error;      // equal on all ranks
   std::int64_t capacity, staging, zero_tail;  // may differ
 };
 
@@ -30,6 +31,7 @@ constexpr std::array kEqualFields = {
     Field{"alignment", &Announcement::alignment},
     Field{"overflow", &Announcement::overflow},
     Field{"duplicate_ids", &Announcement::duplicate_ids},
+    Field{"on_error", &Announcement::on_error},
 };
 
 Announcement announce(const Config& c) {
@@ -42,6 +44,7 @@ Announcement announce(const Config& c) {
           .alignment = c.alignment,
           .overflow = c.overflow,
           .duplicate_ids = c.collapse,
+          .on_error = c.fatal_errors,
           .capacity = c.capacity,
           .staging = c.staging,
           .zero_tail = c.zero_tail};
@@ -98,6 +101,15 @@ void Group::give_back(const Setback& setback, xd_ep_operation operation, std::ui
   describe(setback, operation, epoch, last_error_of_thread);
   last_error_of_thread.bad_ids = setback.bad_ids;
   fail(setback.status, setback.text);
+}
+
+Comm::Cause Group::cause(const Setback& setback, std::int32_t operation,
+                         std::uint64_t epoch) const {
+  Comm::Cause cause{.peer = setback.rank, .text = {}};
+  std::snprintf(cause.text.data(), cause.text.size(), "xd_ep_%s of group %d, epoch %llu: %s",
+                operation_name(operation), number_, static_cast<unsigned long long>(epoch),
+                setback.text.c_str());
+  return cause;
 }
 
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config)

@@ -25,6 +25,7 @@ struct Setback {
   std::int64_t bad_ids = 0;      // of bad ids only
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
   std::int64_t capacity_rows = 0;
+  bool alone = false;  // only this rank has met it
 
   explicit operator bool() const { return status != XD_SUCCESS; }
 };
@@ -73,6 +74,8 @@ class Group {
   virtual const volatile std::uint64_t* watch() const = 0;
 
  protected:
+  // What the communicator says of it where errors are fatal.
+  Comm::Cause cause(const Setback& setback, std::int32_t operation, std::uint64_t epoch) const;
   // The call returns this setback.
   [[noreturn]] static void give_back(const Setback& setback, xd_ep_operation operation,
                                      std::uint64_t epoch);

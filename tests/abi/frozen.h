@@ -105,7 +105,7 @@ FROZEN_VALUE(XD_PHASE_COUNTS, 3);
 FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
 
-FROZEN_SIZE(xd_ep_config, 80);
+FROZEN_SIZE(xd_ep_config, 88);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -119,10 +119,11 @@ FROZEN_FIELD(xd_ep_config, alignment, 40);
 FROZEN_FIELD(xd_ep_config, recv_capacity, 48);
 FROZEN_FIELD(xd_ep_config, overflow, 56);
 FROZEN_FIELD(xd_ep_config, duplicate_ids, 60);
-FROZEN_FIELD(xd_ep_config, staging, 64);
-FROZEN_FIELD(xd_ep_config, zero_tail, 68);
-FROZEN_FIELD(xd_ep_config, num_sms, 72);
-FROZEN_FIELD(xd_ep_config, device_type, 76);
+FROZEN_FIELD(xd_ep_config, on_error, 64);
+FROZEN_FIELD(xd_ep_config, staging, 68);
+FROZEN_FIELD(xd_ep_config, zero_tail, 72);
+FROZEN_FIELD(xd_ep_config, num_sms, 76);
+FROZEN_FIELD(xd_ep_config, device_type, 80);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);
@@ -237,6 +238,10 @@ FROZEN_VALUE(XD_EP_OVERFLOW_DROP, 1);
 FROZEN_ENUM(xd_ep_duplicate_ids);
 FROZEN_VALUE(XD_EP_DUPLICATE_IDS_ERROR, 0);
 FROZEN_VALUE(XD_EP_DUPLICATE_IDS_COLLAPSE, 1);
+
+FROZEN_ENUM(xd_ep_on_error);
+FROZEN_VALUE(XD_EP_ON_ERROR_STATUS, 0);
+FROZEN_VALUE(XD_EP_ON_ERROR_FATAL, 1);
 
 FROZEN_ENUM(xd_ep_staging);
 FROZEN_VALUE(XD_EP_STAGING_AUTO, 0);

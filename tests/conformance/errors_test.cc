@@ -275,6 +275,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
       {"layout", [](xd_ep_config& config) { config.layout = XD_EP_RANK_MAJOR; }},
       {"alignment", [](xd_ep_config& config) { config.alignment = 8; }},
       {"overflow", [](xd_ep_config& config) { config.overflow = XD_EP_OVERFLOW_DROP; }},
+      {"on_error", [](xd_ep_config& config) { config.on_error = XD_EP_ON_ERROR_FATAL; }},
       {"duplicate_ids",
        [](xd_ep_config& config) { config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE; }},
   };

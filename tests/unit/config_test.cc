@@ -72,6 +72,8 @@ TEST(ConfigTest, NamesTheFieldThatIsWrong) {
                  c.alignment = 4;
                  c.recv_capacity = 3;
                }},
+      BadField{"config.on_error = -1",
+               [](xd_ep_config& c) { c.on_error = static_cast<xd_ep_on_error>(-1); }},
       BadField{"config.duplicate_ids = 2",
                [](xd_ep_config& c) { c.duplicate_ids = static_cast<xd_ep_duplicate_ids>(2); }},
       BadField{"config.max_scale_bytes = -1", [](xd_ep_config& c) { c.max_scale_bytes = -1; }},

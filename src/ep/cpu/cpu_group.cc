@@ -90,6 +90,7 @@ class CpuGroup final : public Group {
   Setback carry_out(std::optional<Op>& op, Setback setback);
   template <Operation Op>
   Setback move(Op& op);
+  void finish_comm(const Setback& setback, xd_ep_operation operation);
 
   Lockstep lockstep_;
   Scratch scratch_;
@@ -116,6 +117,7 @@ void CpuGroup::run(xd_ep_operation operation, Make&& make) {
   if (!setback) return;
   // Release: as kernels do, although there is nothing here that a thread would have to find.
   std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
+  if (config().fatal_errors) finish_comm(setback, operation);
   give_back(setback, operation, lockstep_.epoch());
 }
 
@@ -146,8 +148,22 @@ Setback CpuGroup::move(Op& op) {
     return {};
   } catch (...) {
     if (comm().fatal_error() != nullptr) throw;
-    return current_setback(rank());
+    Setback found = current_setback(rank());
+    found.alone = true;
+    return found;
   }
+}
+
+// The operation has ended: peers that meet the same find it without this rank.
+void CpuGroup::finish_comm(const Setback& setback, xd_ep_operation operation) {
+  comm().raise_cause({.status = setback.status,
+                      .rank = rank(),
+                      .peer = setback.rank,
+                      .group = number(),
+                      .operation = operation,
+                      .expected_epoch = lockstep_.epoch(),
+                      .met_by_all = setback.alone ? 0 : 1},
+                     cause(setback, operation, lockstep_.epoch()));
 }
 
 }  // namespace

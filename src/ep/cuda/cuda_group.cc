@@ -72,7 +72,10 @@ class CudaGroup final : public Group {
     reader_.collect(*report_.as<Report>(), *this);
   }
 
-  std::uint32_t take_failed_turn(xd_ep_operation operation, xd_status status, xd_stream stream);
+  void note_cause(const Comm::Cause& cause);
+  Comm::Cause first_cause();
+  std::uint32_t take_failed_turn(xd_ep_operation operation, const Setback& setback,
+                                 xd_stream stream);
   bool at_rest() const;
   void keep_for_good() noexcept;
   void check_limits() const;
@@ -132,6 +135,8 @@ class CudaGroup final : public Group {
   std::atomic<std::uint32_t> launches_{0};
   std::mutex report_mutex_;
   ReportReader reader_;
+  std::mutex cause_mutex_;
+  Comm::Cause cause_of_call_;  // of the first mistake that a call has found, where it is fatal
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
@@ -163,6 +168,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     return Comm::Contribution{};
   });
   share_ = SmShare(comm().device().device_id, budget_, facts_.sms - kReservedSms);
+  if (config().fatal_errors) comm().explain_by(number(), [this] { return first_cause(); });
 }
 
 // The caller has promised that no operation runs any more. A kernel that does run would write into
@@ -170,6 +176,10 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
 CudaGroup::~CudaGroup() {
   bool rests = true;
   xd::cuda::try_on_device(comm().device().device_id, [&] { rests = at_rest(); });
+  if (config().fatal_errors) {
+    static_cast<void>(comm().fatal_error());  // what it says needs this group
+    comm().explain_by(number(), {});
+  }
   if (!rests) keep_for_good();
 }
 
@@ -212,6 +222,21 @@ void CudaGroup::keep_for_good() noexcept {
     }
   } catch (...) {
   }
+}
+
+// A mistake that a call finds makes its kernel raise the error, which has nothing to tell of it.
+void CudaGroup::note_cause(const Comm::Cause& cause) {
+  const std::lock_guard lock(cause_mutex_);
+  if (cause_of_call_.text[0] == '\0') cause_of_call_ = cause;
+}
+
+Comm::Cause CudaGroup::first_cause() {
+  Report& report = *report_.as<Report>();
+  if (const Setback found = ReportReader::look(report, *this)) {
+    return cause(found, report.operation, report.epoch);
+  }
+  const std::lock_guard lock(cause_mutex_);
+  return cause_of_call_;
 }
 
 void CudaGroup::check_limits() const {
@@ -260,6 +285,7 @@ void CudaGroup::describe_group() {
   g.expert_major = c.expert_major();
   g.drop = c.overflow == XD_EP_OVERFLOW_DROP;
   g.collapse = c.collapse;
+  g.fatal_errors = c.fatal_errors;
   g.zero_tail = c.zero_tail;
   g.keeps_items = c.keeps_items();
   g.capacity = c.capacity;
@@ -303,7 +329,7 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
   } catch (...) {
     setback = current_setback(rank());
   }
-  const std::uint32_t launch = take_failed_turn(operation, setback.status, stream);
+  const std::uint32_t launch = take_failed_turn(operation, setback, stream);
   if (launch == 0) {
     setback.text +=
         ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
@@ -316,12 +342,13 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
 // invalidated or because another one forbids it. Then nothing of this call has been enqueued: it is
 // as if it had not been made, on this rank and on the others. If the launch fails otherwise (a
 // stream of another device), the peers would wait for the timeout: that is fatal.
-std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, xd_status status,
+std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, const Setback& setback,
                                           xd_stream stream) {
   FailedParams params{.turn =
-                          turn({.record = {.status = static_cast<std::uint8_t>(status),
+                          turn({.record = {.status = static_cast<std::uint8_t>(setback.status),
                                            .operation = static_cast<std::uint8_t>(operation)}})};
   if (!xd::cuda::takes_work(stream)) return 0;
+  if (config().fatal_errors) note_cause(cause(setback, operation, params.turn.launch));
   try {
     launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
   } catch (...) {

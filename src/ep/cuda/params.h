@@ -86,7 +86,7 @@ struct GroupDevice {
   int experts, local_experts;
   int max_tokens, max_topk;
   int alignment;  // plans' bound
-  bool expert_major, drop, collapse, zero_tail, keeps_items;
+  bool expert_major, drop, collapse, fatal_errors, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
   std::uint64_t plan_head_bytes;            // of this group's plans: all in front of the codes

@@ -82,6 +82,12 @@ Setback setback_of(const Report& report, const Group& group) {
 
 }  // namespace
 
+Setback ReportReader::look(Report& report, const Group& group) {
+  // Acquire: the error was complete before it was counted.
+  const std::uint32_t written = std::atomic_ref(report.written).load(std::memory_order_acquire);
+  return written != 0 ? setback_of(report, group) : Setback();
+}
+
 void ReportReader::collect(Report& report, Group& group) {
   // Acquire: the error was complete before it was counted.
   const std::uint32_t written = std::atomic_ref(report.written).load(std::memory_order_acquire);

@@ -180,6 +180,8 @@ class Turn {
   __device__ void raise_done();
   __device__ void end_launch();
   __device__ void report();
+  __device__ void finish_comm() const;
+  __device__ int rank_concerned() const;
 
   const TurnParams& p_;
   TurnShared& s_;

@@ -421,6 +421,25 @@ __device__ inline void Turn::leave() {
   end_launch();
 }
 
+// The lowest rank that this rank's error is about, as far as that shows without the records.
+__device__ inline int Turn::rank_concerned() const {
+  const bool own = p_.record.status != XD_SUCCESS || s_.fault.kind != PlanFault::none;
+  return own                                      ? rank()
+         : s_.status == XD_ERROR_OVERFLOW         ? s_.plan.overflow_rank
+         : s_.status == XD_ERROR_INVALID_ARGUMENT ? s_.plan.bad_id_rank
+         : s_.finder != ranks()                   ? s_.finder
+                                                  : -1;
+}
+
+// The operation's error becomes the communicator's: kernels behind it leave at once, and the host
+// hears of it. The peers' kernels meet an error of this operation, too, and need not be told.
+__device__ inline void Turn::finish_comm() const {
+  FatalError error =
+      device::error_at(p_.group.comm, site(XD_PHASE_NONE), s_.status, rank_concerned());
+  error.met_by_all = 1;
+  device::raise(p_.group.comm, error, device::Spread::here);
+}
+
 __device__ inline void Turn::report() {
   Report* to = p_.group.report;
   const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
@@ -432,11 +451,7 @@ __device__ inline void Turn::report() {
   to->bad_ids = s_.plan.bad_ids;
   to->needed_rows = s_.plan.overflow_needed;
   to->capacity_rows = s_.plan.overflow_capacity;
-  to->rank = s_.status == XD_ERROR_OVERFLOW           ? s_.plan.overflow_rank
-             : s_.fault.kind != PlanFault::none       ? rank()
-             : s_.status == XD_ERROR_INVALID_ARGUMENT ? s_.plan.bad_id_rank
-             : s_.finder != ranks()                   ? s_.finder
-                                                      : -1;
+  to->rank = rank_concerned();
   if (s_.status == XD_ERROR_MISMATCH) {
     auto* records = reinterpret_cast<std::uint64_t*>(to->record);
     for (int r = 0; r < ranks(); ++r) read_record(r, records + r * kRecordWords);
@@ -466,6 +481,7 @@ __device__ inline void Turn::end_launch() {
     // A failure of the host's own checks is known to the host already.
     if (p_.record.status == XD_SUCCESS) report();
     ptx::st_release_sys(&p_.group.report->errors, ++control->errors);
+    if (p_.group.fatal_errors) finish_comm();
   }
   control->epoch = s_.epoch;
   control->barrier = control->finished = control->left = 0;
