@@ -3,8 +3,10 @@
 
   PYTHONPATH=build/python deep_ep_speed.py [--ranks 4] [--sms 12,16,20] [--json FILE]
 
-What is timed is one `dispatch` along a handle or one `combine`, from an event before it on the
-caller's stream to an event behind it, so streams and events of the Buffer are part of it. Before
+What is timed is one `dispatch` along a handle (of bfloat16 rows; of fp8 rows with row-major
+scales, and with column-major ones), one `combine` of bfloat16 rows, or one `get_dispatch_layout`:
+from an event before it on the caller's stream to an event behind it, so streams and events of the
+Buffer are part of it. Before
 each iteration the GPUs are made busy until all hosts have enqueued, and then meet in a small
 operation. Of each iteration the slowest rank counts; p50 and p99 are over the iterations. Results
 are compared with what they must be, before and after. To compare: crossdock-bench ep --device cuda
@@ -27,6 +29,16 @@ from crossdock.deep_ep import Buffer, Config
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: longer than a host needs to enqueue one iteration
 COPIES = 3  # of the tokens, in turn, together larger than twice the L2 cache
+SCALE_BLOCK = 128  # columns of fp8 rows that share a scale
+
+# What is timed, by the method of Bench.
+OPERATIONS = {
+    "dispatch": "dispatch",
+    "dispatch fp8": "dispatch_fp8",
+    "dispatch fp8 columns": "dispatch_fp8_columns",
+    "combine": "combine",
+    "layout": "layout",
+}
 
 
 def parse() -> argparse.Namespace:
@@ -60,6 +72,11 @@ class Bench:
         # Small integers: every sum over ranks is exact.
         self.x = [torch.randint(-8, 9, shape, device="cuda", generator=generator).bfloat16()
                   for _ in range(COPIES)]
+        self.fp8 = [one.to(torch.float8_e4m3fn) for one in self.x]
+        scales = (options.tokens, options.hidden // SCALE_BLOCK)
+        self.scales = [torch.rand(scales, device="cuda", generator=generator)
+                       for _ in range(COPIES)]
+        self.columns = [one.t().contiguous().t() for one in self.scales]
         scores = torch.rand(options.tokens, options.experts, device="cuda", generator=generator)
         self.topk_idx = scores.topk(options.topk, dim=1).indices
         self.rows, self.handle, self.in_rank = self._dispatch(self.x[0], self.topk_idx)
@@ -80,15 +97,38 @@ class Bench:
         self.rows, *_ = self.buffer.dispatch(self.x[iteration % COPIES], self.handle,
                                              config=self.config)
 
+    def dispatch_fp8(self, iteration: int) -> None:
+        self._dispatch_pair(iteration, self.scales)
+
+    def dispatch_fp8_columns(self, iteration: int) -> None:
+        self._dispatch_pair(iteration, self.columns)
+
+    def _dispatch_pair(self, iteration: int, scales: list[torch.Tensor]) -> None:
+        copy = iteration % COPIES
+        self.pair, *_ = self.buffer.dispatch((self.fp8[copy], scales[copy]), self.handle,
+                                             config=self.config)
+
+    def layout(self, iteration: int) -> None:
+        self.buffer.get_dispatch_layout(self.topk_idx, self.options.experts)
+
     def combine(self, iteration: int) -> None:
         self.combined, *_ = self.buffer.combine(self.rows, self.handle, config=self.config)
 
     def check(self, copy: int) -> None:
-        """Combining what was dispatched gives each token once per rank that it went to."""
+        """Combining what was dispatched gives each token once per rank that it went to.
+
+        And both forms of scales arrive with the same rows.
+        """
         self.dispatch(copy)
+        self.dispatch_fp8(copy)
+        rows, scales = self.pair
+        self.dispatch_fp8_columns(copy)
+        same = torch.equal(rows.bfloat16(), self.rows) and torch.equal(
+            self.pair[0].bfloat16(), self.rows) and torch.equal(self.pair[1], scales)
+        del rows, scales, self.pair
         self.combine(copy)
         want = self.x[copy] * self.in_rank.sum(1, keepdim=True)
-        if not torch.equal(self.combined, want):
+        if not same or not torch.equal(self.combined, want):
             raise SystemExit(f"rank {self.rank}: wrong result")
 
     def times(self, operation: Callable[[int], None]) -> list[float]:
@@ -112,12 +152,13 @@ class Bench:
 
 
 def measure(options: argparse.Namespace, rank: int, num_sms: int) -> list[dict[str, object]]:
-    """Both operations with one budget."""
+    """All operations with one budget."""
     bench = Bench(options, rank, num_sms)
     results = []
-    for name in ("dispatch", "combine"):
+    for name, method in OPERATIONS.items():
         bench.check(0)
-        times = bench.times(getattr(bench, name))
+        times = bench.times(getattr(bench, method))
+        bench.pair = None
         bench.check(COPIES - 1)
         results.append({
             "operation": name, "through": "deep_ep.Buffer", "sms": num_sms,
@@ -139,12 +180,13 @@ def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
     if rank == 0:
         print(f"{options.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
               f"T={options.tokens} H={options.hidden} K={options.topk} E={options.experts} bf16, "
-              f"{options.iterations} iterations\noperation  SMs   p50 us   p99 us", flush=True)
+              f"{options.iterations} iterations\n{'operation':20}  SMs   p50 us   p99 us",
+              flush=True)
     for num_sms in (int(text) for text in options.sms.split(",")):
         for line in measure(options, rank, num_sms):
             lines.append(json.dumps(line))
             if rank == 0:
-                print(f"{line['operation']:9}{num_sms:5}{line['p50_us']:9}{line['p99_us']:9}",
+                print(f"{line['operation']:20}{num_sms:5}{line['p50_us']:9}{line['p99_us']:9}",
                       flush=True)
     if rank == 0 and options.json:
         with open(options.json, "w", encoding="utf-8") as file:

@@ -28,6 +28,7 @@ from ._lane import Lane
 from ._memory import set_bytes
 
 _RANK_MAJOR = 1
+_COLLAPSE = 1
 _SETS = 2  # of receive tensors at a time that symmetric memory is made for
 _KINDS = {
     "XD_ERROR_INVALID_ARGUMENT": InvalidArgument,
@@ -116,6 +117,7 @@ class Lease:
             "dtype": _calls.DTYPE_CODES[torch.uint8],
             "max_scale_bytes": sizes.scale_bytes,
             "layout": _RANK_MAJOR,
+            "duplicate_ids": _COLLAPSE,
             "zero_tail": 1,
             "num_sms": sizes.num_sms[comm.rank],
         }

@@ -1,10 +1,15 @@
-"""What each token's choices mean per rank and per expert, by torch operations alone."""
+"""What each token's choices mean per rank and per expert."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+from crossdock import _core
+from crossdock.torch._calls import current_stream, spec
+
+from ._arguments import aligned
 
 
 class Layout(NamedTuple):
@@ -25,25 +30,22 @@ def empty_layout(num_tokens: int, num_ranks: int, num_experts: int,
     )
 
 
-def fill_layout(topk_idx: torch.Tensor, layout: Layout) -> None:
-    """Writes `layout`. Ids outside 0 .. E - 1 are no choice. Nothing waits for the host.
+def fill_layout(comm: _core.Comm, topk_idx: torch.Tensor, layout: Layout) -> None:
+    """Writes `layout`, on the current stream. Nothing waits for the host, or for a peer.
+
+    An expert's second and later mentions in a row, and ids outside 0 .. E - 1, are no choices.
 
     Args:
+        comm: of the ranks that the experts are on.
         topk_idx: [T,K] int64, global experts.
         layout: from `empty_layout`.
     """
-    num_experts = layout.num_tokens_per_expert.numel()
-    num_tokens, num_ranks = layout.is_token_in_rank.shape
-    device = topk_idx.device
-    # A bin past the last takes what is no choice. (bincount would wait for the host.)
-    expert = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, num_experts)
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    ones = torch.ones((), dtype=torch.int32, device=device).expand(expert.numel())
-    per_expert.scatter_add_(0, expert.flatten(), ones)
-    layout.num_tokens_per_expert.copy_(per_expert[:num_experts])
-
-    rank = expert // (num_experts // num_ranks)
-    in_rank = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
-    in_rank.scatter_(1, rank, True)
-    layout.is_token_in_rank.copy_(in_rank[:, :num_ranks])
-    torch.sum(layout.is_token_in_rank, 0, dtype=torch.int32, out=layout.num_tokens_per_rank)
+    topk_idx = aligned(topk_idx)
+    comm.routing_layout(
+        layout.num_tokens_per_expert.numel(),
+        spec(topk_idx),
+        spec(layout.num_tokens_per_rank),
+        spec(layout.num_tokens_per_expert),
+        spec(layout.is_token_in_rank.view(torch.uint8)),
+        stream=current_stream(topk_idx.device),
+    )

@@ -19,6 +19,7 @@ from ._groups import Sequence
 from ._handle import Handle, Routing, routing_of
 from ._lane import Turn
 from ._layout import empty_layout, fill_layout
+from ._missing import LOW_LATENCY
 from ._runtime import AllGather, Runtime
 from .utils import EventHandle, EventOverlap
 
@@ -42,7 +43,7 @@ _Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 def _no_low_latency(self: Buffer, *args: Any, **kwargs: Any) -> NoReturn:
     """Does not exist."""
-    raise NotImplementedError("Crossdock has no low-latency operations yet.")
+    raise NotImplementedError(LOW_LATENCY)
 
 
 class Buffer:
@@ -64,7 +65,7 @@ class Buffer:
         group: torch.distributed group whose members make this Buffer; any backend.
         num_nvl_bytes: symmetric memory to begin with. More is taken when a dispatch needs it.
         num_rdma_bytes: ignored: all ranks are on one host.
-        low_latency_mode: ignored: the low-latency methods do not exist.
+        low_latency_mode: True is refused: the low-latency methods do not exist.
         num_qps_per_rank: ignored: there is no network.
         allow_nvlink_for_low_latency_mode: ignored.
         allow_mnnvl: ignored: all ranks are on one host.
@@ -81,7 +82,7 @@ class Buffer:
 
     Raises:
         ValueError: neither `group` nor `comm`, or a negative size.
-        NotImplementedError: `enable_shrink`.
+        NotImplementedError: `low_latency_mode`, `enable_shrink`.
         CrossdockError: ranks could not meet, or share no memory; see ``crossdock.errors``.
     """
 
@@ -102,6 +103,8 @@ class Buffer:
         comm: MPI.Comm | None = None,
     ) -> None:
         self._runtime: Runtime | None = None
+        if low_latency_mode:
+            raise NotImplementedError(f"low_latency_mode: expected False, got True: {LOW_LATENCY}")
         if enable_shrink:
             raise NotImplementedError("enable_shrink: Crossdock cannot leave out ranks yet.")
         for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
@@ -276,7 +279,7 @@ class Buffer:
             with turn.allocating():
                 layout = empty_layout(len(topk_idx), self.group_size, num_experts, runtime.device)
             with turn.running():
-                fill_layout(topk_idx, layout)
+                fill_layout(runtime.home.comm, topk_idx, layout)
             event = turn.finish((topk_idx,), layout)
         per_rank, per_expert, in_rank = layout
         return per_rank, None, per_expert, in_rank, event
@@ -355,7 +358,8 @@ class Buffer:
             is_token_in_rank: [T,W] bool; needed without `handle`, the routing where there is no
                 `topk_idx`, else not read.
             num_tokens_per_expert: [E] int32; needed without `handle`.
-            topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none.
+            topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none, and so are an
+                expert's second and later mentions in a row.
             topk_weights: [T,K] float32, with `topk_idx`.
             expert_alignment: what numbers of rows per expert are rounded up to.
             num_worst_tokens: rows to return, at least W times the tokens of any rank; equal on all
@@ -372,8 +376,8 @@ class Buffer:
             last one are zero, and their indices -1.
 
         Raises:
-            ValueError: a bad argument, or ids in `topk_idx` that are no experts or occur twice in a
-                row (InvalidArgument, on all ranks).
+            ValueError: a bad argument, or ids in `topk_idx` that are no experts (InvalidArgument,
+                on all ranks).
         """
         events = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
@@ -499,9 +503,14 @@ class Buffer:
 
     # ---- Low latency -----------------------------------------------------------------------------
 
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Does nothing: there is no low-latency buffer that normal operations could have used."""
+        self._live()
+
     low_latency_dispatch = _no_low_latency
     low_latency_combine = _no_low_latency
-    clean_low_latency_buffer = _no_low_latency
     get_next_low_latency_combine_buffer = _no_low_latency
     low_latency_update_mask_buffer = _no_low_latency
     low_latency_query_mask_buffer = _no_low_latency

@@ -291,6 +291,26 @@ def plain_bytes(buffer: Buffer, seed: int, **streams: bool) -> None:
     same("recv_scales", got_scales, batch.received(caller.rank, scales))
 
 
+def repeated_ids(buffer: Buffer, seed: int, **streams: bool) -> None:
+    """Experts drawn with replacement: what a row names again counts once."""
+    batch = make_batch(seed, buffer.group_size, topk=6, local_experts=2)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for idx in batch.topk_idx:
+        idx.copy_(torch.randint(-1, batch.num_experts, idx.shape, generator=generator))
+        drawn.append(idx.clone())
+        for row in idx:
+            for k in range(1, len(row)):
+                if row[k] in row[:k]:
+                    row[k] = -1
+    caller = Caller(buffer, batch, **streams)
+    caller.topk_idx = caller.on_device(drawn[caller.rank])
+    assert not buffer.rank == 0 or (caller.topk_idx.cpu() != batch.topk_idx[0]).any()
+    handle = caller.dispatch_checked()
+    caller.cached_checked(handle)
+    caller.combine_checked(handle, seed, weights=6)
+
+
 def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
     """Choices, weights and scales that are slices of larger tensors."""
     batch = make_batch(seed, buffer.group_size, hidden=256)

@@ -58,11 +58,13 @@ def test_buffer_runs_under_another_default_device() -> None:
 
 
 def keep_arguments(me: Any) -> None:
-    with cases.buffer_of(me, num_nvl_bytes=1 << 20, num_rdma_bytes=4096, low_latency_mode=True,
+    with cases.buffer_of(me, num_nvl_bytes=1 << 20, num_rdma_bytes=4096,
                          use_fabric=True, allow_mnnvl=True) as buffer:
         assert buffer.group is dist.group.WORLD
         assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, 4096)
-        assert buffer.low_latency_mode and buffer.explicitly_destroy and not buffer.enable_shrink
+        assert buffer.explicitly_destroy and not buffer.enable_shrink
+        assert buffer.low_latency_mode is False
+        assert buffer.clean_low_latency_buffer(128, 7168, 256) is None
         cases.everything(buffer, SEED)
         local = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([3, 5]), offset=32)
         assert local.shape == (3, 5) and local.dtype == torch.bfloat16

@@ -18,7 +18,7 @@ def run_case(me: Any, name: str, seed: int, streams: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["everything", "by_rank_alone", "worst_case", "fp8_pairs",
-                                  "plain_bytes", "slices", "outgrown"])
+                                  "plain_bytes", "repeated_ids", "slices", "outgrown"])
 def test_mode_equals_reference(name: str, num_ranks: int) -> None:
     print(f"seed {SEED}")
     run_ranks(num_ranks, run_case, name, SEED, {})

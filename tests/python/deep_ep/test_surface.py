@@ -18,6 +18,7 @@ SIGNATURES = {
                 "num_qps_per_rank=24, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, "
                 "use_fabric=False, explicitly_destroy=False, enable_shrink=False, comm=None",
     "destroy": "self",
+    "clean_low_latency_buffer": "self, num_max_dispatch_tokens_per_rank, hidden, num_experts",
     "is_sm90_compiled": "",
     "set_num_sms": "new_num_sms",
     "capture": "",
@@ -58,19 +59,20 @@ def test_static_methods_need_no_buffer(name: str) -> None:
 def test_package_has_the_names_that_callers_import() -> None:
     from crossdock.deep_ep import utils
 
-    assert set(deep_ep.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
+    assert set(deep_ep.__all__) == {
+        "Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"}
     assert (utils.EventHandle, utils.EventOverlap) == (EventHandle, EventOverlap)
     assert deep_ep.topk_idx_t is torch.int64
 
 
 @pytest.mark.parametrize("name", [
-    "low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer",
-    "get_next_low_latency_combine_buffer", "low_latency_update_mask_buffer",
-    "low_latency_query_mask_buffer", "low_latency_clean_mask_buffer",
+    "low_latency_dispatch", "low_latency_combine", "get_next_low_latency_combine_buffer",
+    "low_latency_update_mask_buffer", "low_latency_query_mask_buffer",
+    "low_latency_clean_mask_buffer",
 ])
 def test_low_latency_methods_say_that_they_do_not_exist(name: str) -> None:
     buffer = Buffer.__new__(Buffer)
-    with pytest.raises(NotImplementedError, match="no low-latency operations"):
+    with pytest.raises(NotImplementedError, match="no low-latency kernels yet: .* dispatch and"):
         getattr(buffer, name)(1, two=2)
 
 
@@ -148,6 +150,9 @@ def test_buffer_needs_a_group() -> None:
 
 
 def test_refused_arguments_are_refused_before_ranks_meet() -> None:
+    with pytest.raises(NotImplementedError,
+                       match="low_latency_mode: expected False, got True: .* no low-latency"):
+        Buffer(None, low_latency_mode=True)
     with pytest.raises(NotImplementedError, match="enable_shrink"):
         Buffer(None, enable_shrink=True)
     with pytest.raises(ValueError, match="num_nvl_bytes: expected at least 0, got -1"):

@@ -66,7 +66,7 @@ def test_results_on_the_cpu_can_be_sent_to_other_processes() -> None:
     run_ranks(1, send)
 
 
-# ---- Segments -------------------------------------------------------------------------------------
+# ---- Segments ------------------------------------------------------------------------------------
 
 _take, _give_back = _core.segment_functions()
 take = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(_take)
@@ -91,7 +91,7 @@ def test_a_segment_is_taken_once_by_who_was_offered_it() -> None:
     assert take(1, 0, None) is None
 
 
-# ---- Sets: a stand-in for torch's caching allocator ------------------------------------------------
+# ---- Sets, with a stand-in for the caching allocator of torch ----------------------------------
 
 
 class Heap:

@@ -18,8 +18,8 @@ from crossdock.errors import CrossdockError
 pytestmark = pytest.mark.gpu
 
 SEED = 50
-MODES = ["everything", "by_rank_alone", "worst_case", "fp8_pairs", "plain_bytes", "slices",
-         "outgrown"]
+MODES = ["everything", "by_rank_alone", "worst_case", "fp8_pairs", "plain_bytes", "repeated_ids",
+         "slices", "outgrown"]
 ASYNC = {"previous": True, "async_finish": True}
 SLEEP_CYCLES = 1_000_000_000  # about half a second
 

@@ -1,0 +1,8 @@
+"""What is said where something of DeepEP is asked for that is not there."""
+
+ELASTIC_BUFFER = (
+    "crossdock.deep_ep has no ElasticBuffer (DeepEP 2) yet: it has DeepEP 1.2's Buffer, whose "
+    "dispatch and combine serve the same ranks and batches")
+LOW_LATENCY = (
+    "Crossdock has no low-latency kernels yet: of DeepEP's Buffer it has the normal ones, dispatch "
+    "and combine")
