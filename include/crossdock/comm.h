@@ -99,7 +99,7 @@ typedef struct xd_comm_config {
  * rank taken twice, a peer that failed); PEER_LOST
  * (a peer's process ended meanwhile, or the peer gave up); ABORTED (see xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
- * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY; SYSTEM.
+ * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (see xd_mem_grow); SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
  * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
@@ -197,7 +197,9 @@ XD_API xd_status xd_mem_free(xd_comm* comm, void* ptr);
  * Collective, blocking. Nothing moves: old pointers stay good, and operations that run or have been
  * captured are not disturbed. An allocation never spans two growths.
  * Errors: OUT_OF_MEMORY on the rank that has none, MISMATCH naming it on the others; then no heap
- * has grown. */
+ * has grown. On the CPU sizes are compared before any rank allocates, here, in xd_comm_create and
+ * in xd_ep_group_create: ranks whose processes share a limit (control groups v1 and v2, the host)
+ * and together ask for more than it leaves all get OUT_OF_MEMORY, with the sum and the limit. */
 XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
 
 /* Makes memory that the caller owns on the communicator's CUDA device part of symmetric memory, so

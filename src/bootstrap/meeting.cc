@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "bootstrap/rank_list.h"
+#include "base/rank_list.h"
 #include "bootstrap/tcp.h"
 
 namespace xd {

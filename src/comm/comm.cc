@@ -219,8 +219,29 @@ std::vector<Mesh::Item> Comm::agree(Collective what, const std::function<Contrib
   return items;
 }
 
+// Sizes go round before any rank allocates, so that ranks which share a limit on memory and ask for
+// too much together all hear of it, and none is killed for it.
+void Comm::compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes) {
+  OwnDemand own;
+  const auto items = agree(what, [&] {
+    own = memory.demand(bytes, "this rank's memory");
+    Contribution contribution{.blob = Bytes(sizeof(own.demand))};
+    std::memcpy(contribution.blob.data(), &own.demand, sizeof(own.demand));
+    return contribution;
+  });
+  std::vector<MemoryDemand> of_rank(items.size());
+  for (std::size_t r = 0; r < items.size(); ++r) {
+    if (items[r].blob.size() != sizeof(MemoryDemand)) {
+      fail(XD_ERROR_MISMATCH, "rank ", r, " runs another version of the library");
+    }
+    std::memcpy(&of_rank[r], items[r].blob.data(), sizeof(MemoryDemand));
+  }
+  require_together(of_rank, rank_, own);
+}
+
 Comm::Segments Comm::share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
                               const std::function<void(const Segments&)>& use) {
+  if (memory.must_compare()) compare_demands(memory, what, bytes);
   SegmentMaker::Made own;
   auto items = agree(what, [&] {
     if (bytes > 0) own = memory.create(bytes, "this rank's memory");

@@ -171,6 +171,7 @@ class Comm final : private MeshEvents {
   // `use` is called with all segments in the last step that may fail on some rank.
   Segments share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
                     const std::function<void(const Segments&)>& use = {});
+  void compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes);
   void add_to_heap(Collective what, std::size_t bytes);
   void require_device_memory() const;
   std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);

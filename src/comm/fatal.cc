@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "bootstrap/rank_list.h"
+#include "base/rank_list.h"
 
 namespace xd {
 namespace {

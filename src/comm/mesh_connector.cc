@@ -12,7 +12,7 @@
 #include "base/interrupt.h"
 #include "base/log.h"
 #include "base/math.h"
-#include "bootstrap/rank_list.h"
+#include "base/rank_list.h"
 #include "comm/mesh_socket.h"
 
 namespace xd {

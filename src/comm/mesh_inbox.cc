@@ -5,7 +5,7 @@
 #include "base/error.h"
 #include "base/interrupt.h"
 #include "base/math.h"
-#include "bootstrap/rank_list.h"
+#include "base/rank_list.h"
 
 namespace xd {
 

@@ -7,7 +7,7 @@
 #include <cerrno>
 
 #include "base/error.h"
-#include "bootstrap/rank_list.h"
+#include "base/rank_list.h"
 
 namespace xd {
 namespace {

@@ -1,5 +1,7 @@
 #include "memory/available.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <fstream>
 #include <initializer_list>
@@ -7,10 +9,13 @@
 #include <sstream>
 #include <string_view>
 
+#include "base/error.h"
+
 namespace xd {
 namespace {
 
-constexpr std::uint64_t kUnlimited = UINT64_MAX;
+// Version 1 says "no limit" by the largest number of whole pages.
+constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 62;
 
 // The files of one generation of the memory controller.
 struct Controller {
@@ -49,38 +54,45 @@ std::optional<std::uint64_t> sum_of_lines(const std::string& path,
   return sum;
 }
 
-std::uint64_t available_in_system(const std::string& root) {
+void add_system(const std::string& root, std::vector<MemoryLimit>& limits) {
   const auto kib = sum_of_lines(root + "/proc/meminfo", {"MemAvailable:", "SwapFree:"});
-  return kib ? *kib * 1024 : kUnlimited;
+  if (kib) limits.push_back({.left = *kib * 1024, .name = "this host"});
 }
 
-std::uint64_t available_in_group(const std::string& directory, const Controller& files) {
+// A group is the same one in all processes that see its directory, wherever they see it.
+void add_group(const std::string& mount, const std::string& path, const Controller& files,
+               std::vector<MemoryLimit>& limits) {
+  const std::string directory = mount + path;
   const auto limit = read_number(directory + "/" + files.limit);
   const auto usage = read_number(directory + "/" + files.usage);
-  if (!limit || !usage) return kUnlimited;
+  struct stat status {};
+  if (!limit || *limit >= kNoLimit || !usage || ::stat(directory.c_str(), &status) != 0) return;
   const auto cache =
       sum_of_lines(directory + "/memory.stat", {files.inactive_cache, files.active_cache});
   const std::uint64_t kept = *usage - std::min(*usage, cache.value_or(0));
-  return *limit - std::min(*limit, kept);
+  limits.push_back({.id = {status.st_dev, status.st_ino},
+                    .left = *limit - std::min(*limit, kept),
+                    .name = concat("control group ", path.empty() ? "/" : path, ", whose ",
+                                   files.limit, " is ", *limit)});
 }
 
-// The least of a group and all groups above it. Inside a container the path may be the host's, of
-// which only the container's own part is visible, as the root: absent directories limit nothing.
-std::uint64_t available_in_groups(const std::string& mount, std::string path,
-                                  const Controller& files) {
-  std::uint64_t least = available_in_group(mount, files);
+// A group and all groups above it. Inside a container the path may be the host's, of which only the
+// container's own part is visible, as the root: absent directories limit nothing.
+void add_groups(const std::string& mount, std::string path, const Controller& files,
+                std::vector<MemoryLimit>& limits) {
   while (path.size() > 1) {
-    least = std::min(least, available_in_group(mount + path, files));
+    add_group(mount, path, files, limits);
     path.resize(path.rfind('/'));
   }
-  return least;
+  add_group(mount, "", files, limits);
 }
 
 }  // namespace
 
-std::uint64_t available_memory(const std::string& root) {
+std::vector<MemoryLimit> memory_limits(const std::string& root) {
   const std::string mount = root + "/sys/fs/cgroup";
-  std::uint64_t least = available_in_system(root);
+  std::vector<MemoryLimit> limits;
+  add_system(root, limits);
   std::ifstream groups(root + "/proc/self/cgroup");
   // Each line is "<number>:<controllers>:<path>"; version 2 has number 0 and names no controller.
   for (std::string line; std::getline(groups, line);) {
@@ -91,12 +103,29 @@ std::uint64_t available_memory(const std::string& root) {
     const std::string path = line.substr(second + 1);
     if (path.empty() || path.front() != '/') continue;
     if (controllers == ",,") {
-      least = std::min(least, available_in_groups(mount, path, kVersion2));
+      add_groups(mount, path, kVersion2, limits);
     } else if (controllers.find(",memory,") != std::string::npos) {
-      least = std::min(least, available_in_groups(mount + "/memory", path, kVersion1));
+      add_groups(mount + "/memory", path, kVersion1, limits);
     }
   }
+  return limits;
+}
+
+MemoryLimit tightest_limit(const std::string& root) {
+  MemoryLimit least{.left = UINT64_MAX, .name = "an unknown system"};
+  for (MemoryLimit& limit : memory_limits(root)) {
+    if (limit.left < least.left) least = std::move(limit);
+  }
   return least;
+}
+
+std::uint64_t available_memory(const std::string& root) { return tightest_limit(root).left; }
+
+std::uint64_t available_huge_pages(const std::string& root) {
+  const std::string pool = root + "/sys/kernel/mm/hugepages/hugepages-2048kB/";
+  const std::uint64_t free = read_number(pool + "free_hugepages").value_or(0);
+  const std::uint64_t reserved = read_number(pool + "resv_hugepages").value_or(0);
+  return (free - std::min(free, reserved)) << 21;
 }
 
 }  // namespace xd

@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "memory/available.h"
+#include "memory/process_token.h"
 
 namespace xd {
 
@@ -44,8 +45,8 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-// Memory is taken in steps, with a look at what is left before each: ranks that start at the same
-// time and together ask for too much are told so, instead of meeting the kernel's OOM killer.
+// Memory is taken in steps, with a look at what is left before each: whoever else takes some at the
+// same time is noticed before the kernel's OOM killer comes.
 constexpr std::size_t kStep = std::size_t{64} << 20;
 
 struct stat stat_of(const UniqueFd& fd) {
@@ -55,8 +56,9 @@ struct stat stat_of(const UniqueFd& fd) {
 }
 
 [[noreturn]] void fail_out_of_memory(const char* what, std::size_t asked, std::size_t taken) {
+  const MemoryLimit limit = tightest_limit();
   fail(XD_ERROR_OUT_OF_MEMORY, what, ": asked ", asked, " bytes of shared memory, available ",
-       available_memory(), " bytes after taking ", taken);
+       limit.left, " bytes of ", limit.name, ", after taking ", taken);
 }
 
 // Fills the page tables now, so that the first operations meet no page faults. Best effort: kernels
@@ -187,6 +189,15 @@ std::shared_ptr<HostSegment> HostSegment::open(UniqueFd fd, std::size_t bytes) {
   auto segment = HostSegmentTable::instance().map(fd, bytes, huge_pages);
   populate(segment->base(), segment->bytes());
   return segment;
+}
+
+OwnDemand HostSegmentMaker::demand(std::size_t bytes, const char* what) const {
+  const std::uint64_t huge_pages = available_huge_pages();
+  if (bytes > available_memory() && bytes > huge_pages) fail_out_of_memory(what, bytes, 0);
+  OwnDemand own = make_demand(bytes, memory_limits());
+  own.demand.huge_pages = huge_pages;
+  own.demand.process = process_token();
+  return own;
 }
 
 SegmentMaker::Made HostSegmentMaker::create(std::size_t bytes, const char* what) const {

@@ -45,6 +45,8 @@ struct HostSegment::Created {
 
 class HostSegmentMaker final : public SegmentMaker {
  public:
+  bool must_compare() const override { return true; }
+  OwnDemand demand(std::size_t bytes, const char* what) const override;
   Made create(std::size_t bytes, const char* what) const override;
   std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
                                 UniqueFd fd) const override;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "memory/demand.h"
 
 namespace xd {
 
@@ -48,6 +49,12 @@ class SegmentMaker {
   };
 
   virtual ~SegmentMaker() = default;
+
+  // True where taking more than there is ends processes, instead of failing. Then ranks compare
+  // what they are going to create (require_together()) before any of them does.
+  virtual bool must_compare() const { return false; }
+  // bytes = 0: nothing. Throws OUT_OF_MEMORY if this rank alone asks for too much.
+  virtual OwnDemand demand(std::size_t, const char*) const { return {}; }
 
   // `bytes` > 0, rounded up to pages. Content: zero. `what` starts error texts. Throws
   // OUT_OF_MEMORY with asked and available bytes; SYSTEM.

@@ -56,6 +56,7 @@ class Processes {
   std::string wait_for_after(int rank);
 
   void go(int rank);
+  pid_t pid(int rank) { return process_of(rank).pid; }
   // Shared memory that the rank's process has mapped under a name, so that it would outlive it.
   std::vector<std::string> named_shared_memory(int rank);
   // SIGKILL; returns when the process is gone. Its peers know nothing yet.

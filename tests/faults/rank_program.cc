@@ -47,7 +47,8 @@ class RankRun {
     config.num_ranks = program_.num_ranks;
     config.timeout_ms = program_.timeout_ms;
     config.device = memory_->device();
-    config.heap_bytes = std::size_t{1} << 20;
+    config.heap_bytes =
+        program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;
     const xd_status created = xd_comm_create(&config, &comm);
@@ -93,9 +94,9 @@ class RankRun {
     wait_for_go();
     xd_status status = XD_SUCCESS;
     if (program_.program == Program::grow) {
-      status = xd_mem_grow(comm_.get(), 1 << 16);
+      status = xd_mem_grow(comm_.get(), program_.bytes);
     } else {
-      const xd_ep_config config = case_of_program().config(rank_.rank);
+      const xd_ep_config config = case_of(program_).config(rank_.rank);
       xd_ep_group* group = nullptr;
       status = xd_ep_group_create(comm_.get(), &config, &group);
       group_.reset(group);
@@ -106,7 +107,7 @@ class RankRun {
 
   xd_status run_operations() {
     if (program_.registered) use_registered_memory();
-    const Case c = case_of_program();
+    const Case c = case_of(program_);
     group_ = make_group(comm_.get(), c.config(rank_.rank));
     // In symmetric memory outputs show what peers have moved; the fatal argument alone is staged.
     Batch batch(rank_, c, 0, someone_dies() ? Place::symmetric : Place::ordinary);
@@ -172,11 +173,14 @@ class RankRun {
     throw std::runtime_error("the victim lives");
   }
 
-  // After a fatal error every call says so again, all can be freed, and the process is as good as
+  // After a fatal error every call says so again, after another the communicator works. All can be
+  // freed, and the process is as good as
   // new: a communicator can be made in it, of all ranks but the fatal argument's victim, if there
   // is one, else of this rank alone.
   void after(xd_status status) {
-    if (comm_ && status != XD_SUCCESS) {
+    if (comm_ && status == XD_ERROR_OUT_OF_MEMORY) {  // not fatal
+      if (xd_comm_barrier(comm_.get()) != XD_SUCCESS) return say("after barrier fails");
+    } else if (comm_ && status != XD_SUCCESS) {
       if (comm_error(comm_.get()).status != status) return say("after xd_comm_error disagrees");
       if (xd_comm_barrier(comm_.get()) != status) return say("after barrier disagrees");
       if (xd_mem_grow(comm_.get(), 4096) != status) return say("after grow disagrees");
@@ -194,13 +198,6 @@ class RankRun {
     const Comm another = make_comm(config);
     ok(xd_comm_barrier(another.get()));
     say("after clean");
-  }
-
-  Case case_of_program() const {
-    Case c = plain_case(program_.num_ranks);
-    c.max_tokens = program_.tokens;
-    c.row_units = program_.tokens > 100 ? 128 : 4;
-    return c;
   }
 
   const RankProgram& program_;
@@ -242,7 +239,8 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
                    .part = static_cast<Part>(std::stoi(arguments.at(10))),
                    .id_of_rest = id_from_hex(arguments.at(11))};
   program.registered = std::stoi(arguments.at(12)) != 0;
-  for (std::size_t i = 13; i < arguments.size(); ++i)
+  program.bytes = std::stoull(arguments.at(13));
+  for (std::size_t i = 14; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -251,6 +249,13 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
 
 const std::string& executor() { return executor_name; }
 void set_executor(const std::string& name) { executor_name = name; }
+
+Case case_of(const RankProgram& program) {
+  Case c = plain_case(program.num_ranks);
+  c.max_tokens = program.tokens;
+  c.row_units = program.tokens > 100 ? 128 : 4;
+  return c;
+}
 
 std::vector<std::string> to_arguments(const RankProgram& program) {
   std::vector<std::string> arguments{kOption,
@@ -266,7 +271,8 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
                                      program.death.argument,
                                      std::to_string(static_cast<int>(program.death.part)),
                                      to_hex(program.death.id_of_rest),
-                                     std::to_string(static_cast<int>(program.registered))};
+                                     std::to_string(static_cast<int>(program.registered)),
+                                     std::to_string(program.bytes)};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

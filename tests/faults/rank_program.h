@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "conformance/case.h"
+
 namespace xd::test {
 
 enum class Program {
@@ -53,10 +55,14 @@ struct RankProgram {
   int calls = 1;           // of the operation, while they succeed
   int tokens = 12;
   int timeout_ms = 20000;
+  std::size_t bytes = 1 << 20;  // of the heap that is created, or by which it grows
   bool registered = false;  // tensors lie in virtual memory of the rank's own, registered
   xd_unique_id id{};
   RankDeath death;
 };
+
+// What the groups of a program are made for.
+Case case_of(const RankProgram& program);
 
 std::vector<std::string> to_arguments(const RankProgram& program);
 

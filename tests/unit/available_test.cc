@@ -1,4 +1,5 @@
-// The estimate of available memory, on made-up copies of /proc and /sys.
+// The estimate of available memory, and what ranks make of it together, on made-up copies of /proc
+// and /sys.
 #include "memory/available.h"
 
 #include <gtest/gtest.h>
@@ -8,6 +9,10 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "memory/demand.h"
 
 namespace xd {
 namespace {
@@ -106,6 +111,141 @@ TEST_F(AvailableMemory, TheMountedGroupCountsWhereThePathIsNotVisible) {
 TEST_F(AvailableMemory, OfThisMachineIsBelievable) {
   EXPECT_GT(available_memory(), 1u << 20);
   EXPECT_LT(available_memory(), std::uint64_t{1} << 50);
+}
+
+TEST_F(AvailableMemory, HugePagesAreThoseThatNobodyHasOrHasReserved) {
+  EXPECT_EQ(available_huge_pages(root_), 0u);
+  file("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "10\n");
+  EXPECT_EQ(available_huge_pages(root_), 10u << 21);
+  file("/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages", "7\n");
+  EXPECT_EQ(available_huge_pages(root_), 3u << 21);
+}
+
+// Ranks whose processes see the same or different control groups, on one host.
+class SharedLimits : public AvailableMemory {
+ protected:
+  static constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+
+  SharedLimits() {
+    system_with_gibibyte();
+    for (const char* group : {"/job", "/job/a", "/job/b"}) limit(group, 9'000'000'000);
+  }
+
+  void limit(const std::string& group, std::uint64_t bytes, std::uint64_t used = 0) const {
+    file("/sys/fs/cgroup" + group + "/memory.max", std::to_string(bytes) + "\n");
+    file("/sys/fs/cgroup" + group + "/memory.current", std::to_string(used) + "\n");
+  }
+
+  void add_rank(const std::string& group, std::uint64_t bytes, std::uint64_t huge_pages = 0) {
+    file("/proc/self/cgroup", "0::" + group + "\n");
+    own_.push_back(make_demand(bytes, memory_limits(root_)));
+    own_.back().demand.huge_pages = huge_pages;
+    own_.back().demand.process = own_.size();
+  }
+
+  // What a rank is told; "" = nothing.
+  std::string told(int rank, xd_status expected) const {
+    std::vector<MemoryDemand> of_rank;
+    for (const OwnDemand& own : own_) of_rank.push_back(own.demand);
+    try {
+      require_together(of_rank, rank, own_[static_cast<std::size_t>(rank)]);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), expected) << error.text();
+      return error.text();
+    }
+    return "";
+  }
+
+  std::vector<OwnDemand> own_;
+};
+
+TEST_F(SharedLimits, TogetherWithinThemRanksAreTakenAtTheirWord) {
+  limit("/job", 100 * kMiB);
+  for (int rank = 0; rank < 4; ++rank) add_rank("/job", 24 * kMiB);
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(told(rank, XD_SUCCESS), "");
+}
+
+TEST_F(SharedLimits, BeyondOneAllWhoAskHearTheSumAndTheLimit) {
+  limit("/job", 110 * kMiB, 10 * kMiB);
+  for (int rank = 0; rank < 4; ++rank) add_rank("/job", rank == 2 ? 0 : 40 * kMiB);
+  const std::string sum =
+      "ranks 0, 1, 3 together asked 125829120 bytes of shared memory, and page tables take 983040; "
+      "available 104857600 bytes";
+  for (const int rank : {0, 1, 3}) {
+    EXPECT_EQ(told(rank, XD_ERROR_OUT_OF_MEMORY),
+              sum + " of control group /job, whose memory.max is 115343360; rank " +
+                  std::to_string(rank) + " asked 41943040");
+  }
+  EXPECT_EQ(told(2, XD_ERROR_MISMATCH), sum);
+}
+
+TEST_F(SharedLimits, ThatRanksSawAtDifferentTimesCountByTheLeastThatTheyLeave) {
+  limit("/job", 100 * kMiB);
+  add_rank("/job", 40 * kMiB);
+  limit("/job", 100 * kMiB, 30 * kMiB);
+  add_rank("/job", 40 * kMiB);
+  for (const int rank : {0, 1}) EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY), "");
+}
+
+TEST_F(SharedLimits, GroupsOfTheirOwnDoNotAddUp) {
+  limit("/job/a", 50 * kMiB);
+  limit("/job/b", 50 * kMiB);
+  add_rank("/job/a", 40 * kMiB);
+  add_rank("/job/b", 40 * kMiB);
+  for (const int rank : {0, 1}) EXPECT_EQ(told(rank, XD_SUCCESS), "");
+}
+
+TEST_F(SharedLimits, OfAGroupAboveTheirsAddUp) {
+  limit("/job", 70 * kMiB);
+  add_rank("/job/a", 40 * kMiB);
+  add_rank("/job/b", 40 * kMiB);
+  for (const int rank : {0, 1}) {
+    EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY).find("control group /job, whose"),
+              std::string::npos);
+  }
+}
+
+TEST_F(SharedLimits, OfTheHostAddUp) {
+  add_rank("/job/a", 600 * kMiB);
+  add_rank("/job/b", 600 * kMiB);
+  for (const int rank : {0, 1}) {
+    EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY).find("bytes of this host; rank"),
+              std::string::npos);
+  }
+}
+
+TEST_F(SharedLimits, OfSomeRanksLeaveTheOthersWithAMismatch) {
+  limit("/job/a", 50 * kMiB);
+  add_rank("/job/b", 40 * kMiB);
+  add_rank("/job/a", 40 * kMiB);
+  add_rank("/job/a", 40 * kMiB);
+  EXPECT_TRUE(told(0, XD_ERROR_MISMATCH).starts_with("ranks 1, 2 together asked 83886080 bytes"));
+  for (const int rank : {1, 2}) EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY), "");
+}
+
+// They are nobody's until they are taken, and then whole segments lie in them.
+TEST_F(SharedLimits, AreSparedWhatHugePagesHold) {
+  limit("/job", 50 * kMiB);
+  for (int rank = 0; rank < 3; ++rank) add_rank("/job", 40 * kMiB, 80 * kMiB);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(told(rank, XD_SUCCESS), "");
+  add_rank("/job", 40 * kMiB, 80 * kMiB);
+  EXPECT_TRUE(told(0, XD_ERROR_MISMATCH).starts_with("ranks 2, 3 together asked 83886080 bytes"));
+}
+
+TEST_F(SharedLimits, HoldForSizesThatDoNotAddUpInSixtyFourBits) {
+  for (int rank = 0; rank < 3; ++rank) add_rank("/job", UINT64_MAX / 2);
+  EXPECT_NE(told(1, XD_ERROR_OUT_OF_MEMORY).find("18446744073709551615 bytes"), std::string::npos);
+}
+
+TEST_F(SharedLimits, TheTightestCountWhereThereAreMany) {
+  std::string group;
+  for (int depth = 0; depth < 12; ++depth) {
+    group += "/g" + std::to_string(depth);
+    limit(group, (depth == 5 ? 70 : 900) * kMiB);
+  }
+  add_rank(group, 40 * kMiB);
+  add_rank(group, 40 * kMiB);
+  EXPECT_NE(told(0, XD_ERROR_OUT_OF_MEMORY).find("/g4/g5, whose"), std::string::npos);
 }
 
 }  // namespace
