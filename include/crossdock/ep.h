@@ -34,6 +34,8 @@
  * group stays usable (unless it was made with XD_EP_ON_ERROR_FATAL). The content of outputs after
  * an error is undefined.
  * Waits are bounded by the communicator's timeout.
+ * On CUDA a call on a stream that takes no work, because its capture has been invalidated or
+ * another one forbids it, fails as if it had not been made: peers do not hear of it.
  *
  * Layouts of receive tensors:
  *   XD_EP_EXPERT_MAJOR  one row per (token, expert). Local expert e owns rows offsets[e] ..
@@ -134,8 +136,9 @@ typedef struct xd_ep_config {
   xd_ep_staging staging;
   int32_t zero_tail;   /* 1 = rows past the last one are zeroed in every receive tensor that is
                         written */
-  int32_t num_sms;     /* CUDA: multiprocessors to use, 0 = chosen by the library. The CPU executor
-                        ignores it */
+  int32_t num_sms;     /* CUDA: multiprocessors to use; 0 = chosen by the library, for each call, and
+                        so few that two groups fit beside one another. The CPU executor ignores
+                        it */
   int32_t device_type; /* for xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also
                           takes 0 = the communicator's */
 } xd_ep_config;

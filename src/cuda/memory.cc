@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "cuda/stream.h"
 
 namespace xd::cuda {
 namespace {
@@ -67,11 +68,12 @@ class PinnedPool {
 }  // namespace
 
 DeviceBuffer::DeviceBuffer(int device, std::size_t bytes, const char* what)
-    : stream_(device), bytes_(bytes) {
+    : device_(device), bytes_(bytes) {
   if (bytes == 0) return;
   const DeviceGuard guard(device);
+  const Stream stream(device);
   void* data = nullptr;
-  const cudaError_t error = cudaMallocAsync(&data, bytes, stream_.get());
+  const cudaError_t error = cudaMallocAsync(&data, bytes, stream.get());
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     std::size_t available = 0, total = 0;
@@ -81,10 +83,10 @@ DeviceBuffer::DeviceBuffer(int device, std::size_t bytes, const char* what)
   }
   check(error, "cudaMallocAsync");
   data_ = static_cast<std::byte*>(data);
-  const cudaError_t zeroed = cudaMemsetAsync(data, 0, bytes, stream_.get());
-  const cudaError_t done = cudaStreamSynchronize(stream_.get());
+  const cudaError_t zeroed = cudaMemsetAsync(data, 0, bytes, stream.get());
+  const cudaError_t done = cudaStreamSynchronize(stream.get());
   if (zeroed != cudaSuccess || done != cudaSuccess) {
-    cudaFreeAsync(data, stream_.get());
+    cudaFreeAsync(data, stream.get());
     check(zeroed, "cudaMemsetAsync");
     check(done, "cudaStreamSynchronize");
   }
@@ -92,32 +94,38 @@ DeviceBuffer::DeviceBuffer(int device, std::size_t bytes, const char* what)
 
 DeviceBuffer::~DeviceBuffer() {
   if (data_ == nullptr) return;
-  try_on_device(stream_.device(), [this] {
-    cudaFreeAsync(data_, stream_.get());
-    cudaStreamSynchronize(stream_.get());
+  try_on_device(device_, [this] {
+    const Stream stream(device_);
+    cudaFreeAsync(data_, stream.get());
+    cudaStreamSynchronize(stream.get());
   });
 }
 
 void DeviceBuffer::write(std::size_t offset, const void* from, std::size_t bytes) const {
   XD_CHECK(offset <= bytes_ && bytes <= bytes_ - offset);
-  const DeviceGuard guard(stream_.device());
+  const DeviceGuard guard(device_);
+  const Stream stream(device_);
   XD_CUDA_CHECK(
-      cudaMemcpyAsync(data_ + offset, from, bytes, cudaMemcpyHostToDevice, stream_.get()));
-  XD_CUDA_CHECK(cudaStreamSynchronize(stream_.get()));
+      cudaMemcpyAsync(data_ + offset, from, bytes, cudaMemcpyHostToDevice, stream.get()));
+  XD_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
 }
 
 bool DeviceBuffer::read(std::size_t offset, void* pinned, std::size_t bytes,
                         Deadline deadline) const {
   XD_CHECK(offset <= bytes_ && bytes <= bytes_ - offset);
-  const DeviceGuard guard(stream_.device());
+  const DeviceGuard guard(device_);
+  Stream stream(device_);
   XD_CUDA_CHECK(
-      cudaMemcpyAsync(pinned, data_ + offset, bytes, cudaMemcpyDeviceToHost, stream_.get()));
+      cudaMemcpyAsync(pinned, data_ + offset, bytes, cudaMemcpyDeviceToHost, stream.get()));
   for (;;) {
-    const cudaError_t state = cudaStreamQuery(stream_.get());
+    const cudaError_t state = cudaStreamQuery(stream.get());
     if (state == cudaSuccess) return true;
     if (state != cudaErrorNotReady) fail_cuda("cudaStreamQuery", state);
     cudaGetLastError();
-    if (deadline.passed()) return false;
+    if (deadline.passed()) {
+      stream.abandon();
+      return false;
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }

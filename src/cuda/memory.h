@@ -8,12 +8,11 @@
 #include <utility>
 
 #include "base/deadline.h"
-#include "cuda/stream.h"
+#include "cuda/device.h"
 
 namespace xd::cuda {
 
-// Device memory, zeroed. Made and freed on a stream of its own; both have happened when the call
-// returns.
+// Device memory, zeroed. All that is done with it here has happened when the call returns.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
@@ -21,11 +20,11 @@ class DeviceBuffer {
   DeviceBuffer(int device, std::size_t bytes, const char* what);
   ~DeviceBuffer();
   DeviceBuffer(DeviceBuffer&& other) noexcept
-      : stream_(std::move(other.stream_)),
+      : device_(other.device_),
         data_(std::exchange(other.data_, nullptr)),
         bytes_(std::exchange(other.bytes_, 0)) {}
   DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
-    std::swap(stream_, other.stream_);
+    std::swap(device_, other.device_);
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
     return *this;
@@ -45,7 +44,7 @@ class DeviceBuffer {
   bool read(std::size_t offset, void* pinned, std::size_t bytes, Deadline deadline) const;
 
  private:
-  Stream stream_;
+  int device_ = -1;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };

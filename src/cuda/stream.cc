@@ -1,9 +1,25 @@
 #include "cuda/stream.h"
 
+#include <map>
+#include <mutex>
+#include <vector>
+
 #include "cuda/driver.h"
 
 namespace xd::cuda {
 namespace {
+
+// Streams that nobody uses at the moment, by device. Never destroyed: streams may be given back by
+// other static destructors.
+struct StreamPool {
+  std::mutex mutex;
+  std::map<int, std::vector<cudaStream_t>> idle;
+
+  static StreamPool& instance() {
+    static StreamPool& pool = *new StreamPool;
+    return pool;
+  }
+};
 
 bool is_default_stream(cudaStream_t stream) {
   return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
@@ -15,6 +31,29 @@ bool is_capture_error(cudaError_t error) {
 }
 
 }  // namespace
+
+Stream::Stream(int device) : device_(device) {
+  StreamPool& pool = StreamPool::instance();
+  const std::lock_guard lock(pool.mutex);
+  std::vector<cudaStream_t>& idle = pool.idle[device];
+  if (!idle.empty()) {
+    stream_ = idle.back();
+    idle.pop_back();
+    return;
+  }
+  const DeviceGuard guard(device);
+  XD_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+}
+
+void Stream::give_back() noexcept {
+  if (stream_ == nullptr) return;
+  StreamPool& pool = StreamPool::instance();
+  const std::lock_guard lock(pool.mutex);
+  try {
+    pool.idle[device_].push_back(stream_);
+  } catch (...) {  // no host memory: one stream is lost
+  }
+}
 
 bool takes_work(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};

@@ -1,5 +1,4 @@
-// A stream of the library's own: it waits for no other stream, and the legacy default stream does
-// not wait for it. And what streams of callers are like.
+// Streams of the library's own, and what streams of callers are like.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,16 +10,17 @@
 
 namespace xd::cuda {
 
+// A stream of the library's own, for work that its user waits for. It waits for no other stream,
+// and the legacy default stream does not wait for it.
+//
+// It comes from a pool and goes back to it: a device has few hardware queues, which its streams
+// share, and work behind a caller's kernel in one queue waits for that kernel. So there are no more
+// of these streams than are used at a time.
 class Stream {
  public:
   Stream() = default;
-  explicit Stream(int device) : device_(device) {
-    const DeviceGuard guard(device);
-    XD_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  }
-  ~Stream() {
-    if (stream_ != nullptr) try_on_device(device_, [this] { cudaStreamDestroy(stream_); });
-  }
+  explicit Stream(int device);
+  ~Stream() { give_back(); }
   Stream(Stream&& other) noexcept
       : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
   Stream& operator=(Stream&& other) noexcept {
@@ -35,8 +35,12 @@ class Stream {
     const DeviceGuard guard(device_);
     XD_CUDA_CHECK(cudaStreamSynchronize(stream_));
   }
+  // Nobody uses it again: something on it does not end.
+  void abandon() { stream_ = nullptr; }
 
  private:
+  void give_back() noexcept;
+
   int device_ = -1;
   cudaStream_t stream_ = nullptr;
 };

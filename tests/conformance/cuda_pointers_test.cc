@@ -87,8 +87,11 @@ TEST_P(ForeignPointer, IsRefusedByNameAndHarmsNothing) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
-    batch.prepare(group.get());
-    batch.poison_outputs();
+    // Also after a refused prepare, which leaves no plan behind.
+    const auto make_plan = [&] {
+      batch.prepare(group.get());
+      batch.poison_outputs();
+    };
     const ForeignMemory memory(rank);
     for (const Foreign& foreign : memory.all()) {
       for (Batch::Field& field : batch.fields()) {
@@ -96,6 +99,7 @@ TEST_P(ForeignPointer, IsRefusedByNameAndHarmsNothing) {
         const bool number = field.operation == XD_EP_PREPARE && field.output();
         if (number && foreign.pinned) continue;  // the host may want to read these
         SCOPED_TRACE(foreign.name + " " + field.name);
+        make_plan();
         with_pointer(rank, field.slot, foreign.ptr, [&] {
           expect_refused(rank, group.get(), batch, field.operation, field.name);
         });
@@ -103,6 +107,7 @@ TEST_P(ForeignPointer, IsRefusedByNameAndHarmsNothing) {
       const bool guilty = rank.rank == rank.num_ranks - 1;
       for (const xd_ep_operation operation : kOperations) {
         SCOPED_TRACE(foreign.name + " plan of operation " + std::to_string(operation));
+        make_plan();
         if (guilty) {
           batch.use_plan(foreign.ptr, batch.plan().bytes());
           batch.prepare_args.plan = foreign.ptr;

@@ -15,6 +15,7 @@
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "cuda/memory.h"
+#include "cuda/stream.h"
 #include "ep/cuda/cuda_group.h"
 #include "unit/net_support.h"
 

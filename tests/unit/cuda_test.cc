@@ -12,7 +12,9 @@
 #include "cuda/device.h"
 #include "cuda/driver.h"
 #include "cuda/error.h"
+#include "cuda/known_memory.h"
 #include "cuda/memory.h"
+#include "cuda/stream.h"
 #include "memory/cuda_segment.h"
 #include "unit/net_support.h"
 
@@ -96,6 +98,74 @@ TEST_F(CudaTest, AGuardGivesBackWhatWasCurrent) {
     EXPECT_EQ(popped, nullptr) << "a context was left behind";
   })
       .join();
+}
+
+TEST_F(CudaTest, AGuardIsRelaxedAboutCapturesAndGivesTheModeBack) {
+  std::thread([] {
+    const auto exchange = [](CUstreamCaptureMode mode) {
+      XD_CUDA_CHECK(cuda::driver().cuThreadExchangeStreamCaptureMode(&mode));
+      return mode;
+    };
+    exchange(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+    {
+      const cuda::DeviceGuard guard(0);
+      EXPECT_EQ(exchange(CU_STREAM_CAPTURE_MODE_RELAXED), CU_STREAM_CAPTURE_MODE_RELAXED);
+    }
+    EXPECT_EQ(exchange(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+    EXPECT_TRUE(error_of([] { cuda::DeviceBuffer(0, std::size_t{1} << 50, "test"); }));
+    EXPECT_EQ(exchange(CU_STREAM_CAPTURE_MODE_GLOBAL), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        << "also after an error";
+  }).join();
+}
+
+TEST_F(CudaTest, MemoryIsKnownByWhereItLies) {
+  const cuda::DeviceGuard guard(0);
+  cuda::KnownMemory& known = cuda::KnownMemory::of(0);
+  const auto refused = [&](const void* data, std::size_t bytes, bool pinned) {
+    const auto error = error_of([&] { known.require({{"it", data, bytes, pinned}}); });
+    return error && error->status() == XD_ERROR_INVALID_ARGUMENT;
+  };
+  const cuda::DeviceBuffer pooled(0, kMiB, "test");
+  const auto segment = CudaSegmentMaker(0).create(kMiB, "test").segment;
+  void* managed = nullptr;
+  XD_CUDA_CHECK(cudaMallocManaged(&managed, kMiB));
+  for (int again = 0; again < 2; ++again) {
+    for (const void* here :
+         std::initializer_list<const void*>{pooled.data(), segment->base(), managed}) {
+      EXPECT_FALSE(refused(here, kMiB, false));
+      EXPECT_FALSE(refused(here, kMiB, true));
+      EXPECT_TRUE(refused(here, std::size_t{1} << 46, false)) << "longer than any device's";
+      EXPECT_TRUE(refused(here, SIZE_MAX, false)) << "longer than addresses";
+    }
+    const cuda::PinnedBlock block(0, 256);
+    EXPECT_TRUE(refused(block.data(), 256, false));
+    EXPECT_FALSE(refused(block.data(), 256, true));
+    const std::vector<char> pageable(256);
+    EXPECT_TRUE(refused(pageable.data(), 256, false));
+    EXPECT_TRUE(refused(pageable.data(), 256, true));
+    EXPECT_FALSE(refused(pageable.data(), 0, false)) << "nothing is touched";
+  }
+  XD_CUDA_CHECK(cudaFree(managed));
+}
+
+// A device has few hardware queues.
+TEST_F(CudaTest, StreamsAreUsedAgain) {
+  cudaStream_t first = nullptr;
+  {
+    const cuda::Stream one(0), other(0);
+    EXPECT_NE(one.get(), other.get());
+    first = one.get();
+  }
+  const cuda::Stream again(0), more(0);
+  EXPECT_TRUE(again.get() == first || more.get() == first);
+}
+
+TEST_F(CudaTest, BuffersAreRead) {
+  const cuda::DeviceBuffer buffer(0, 1000, "test");
+  const cuda::PinnedBlock block(0, 256);
+  buffer.write(900, "abc", 3);
+  ASSERT_TRUE(buffer.read(900, block.data(), 3, Deadline::after_ms(20000)));
+  EXPECT_EQ(std::memcmp(block.data(), "abc", 3), 0);
 }
 
 TEST_F(CudaTest, BuffersAreZeroAndWritable) {
