@@ -86,7 +86,7 @@ def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
     outcomes: list[Any] = [None] * num_ranks
 
     def serve(rank: int) -> None:
-        torch_defaults.apply()
+        torch_defaults.apply(alone=False)
         outcomes[rank] = _outcome(fn, Rank(rank, num_ranks, unique_id), args)
 
     threads = [threading.Thread(target=serve, args=(rank,), daemon=True)

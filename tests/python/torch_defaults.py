@@ -1,9 +1,9 @@
 """Runs the package under another default device or dtype of torch than its tests.
 
-``XD_TEST_TORCH_DEFAULTS=meta`` (or cuda, or float64) says which. What the package makes without
-naming a device or dtype then is of the default one; what tests make stays what it is. Tensors that
-the package hands to the library are on the CPU or on its GPU, so that one which does not say so
-ends in an error, or in wrong results.
+``XD_TEST_TORCH_DEFAULTS`` says which: a device such as meta or cuda, a dtype such as float64, or
+both with a comma between. What the package makes without naming a device or dtype is of the default
+one then; what tests make stays what it is. Tensors that the package hands to the library are on the
+CPU or on its GPU, so that one which does not say so ends in an error, or in wrong results.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ VARIABLE = "XD_TEST_TORCH_DEFAULTS"
 _active: list[Any] = []  # modes, which end with their thread
 
 
-def apply() -> None:
-    """Sets what the environment asks for, for the calling thread."""
-    wanted = os.environ.get(VARIABLE)
+def apply(alone: bool = True) -> None:
+    """Sets what the environment asks for, for the calling thread.
+
+    Args:
+        alone: whether other threads make no tensors: they share the default dtype.
+    """
+    wanted = os.environ.get(VARIABLE, "")
     if wanted:
         import torch
         from torch.overrides import TorchFunctionMode
@@ -36,21 +40,24 @@ def apply() -> None:
                 # A compiler traces this function too, and knows no frames.
                 if torch.compiler.is_compiling() or not _called_by_package():
                     return func(*args, **kwargs)
-                if dtype is not None:
-                    usual = torch.get_default_dtype()
-                    torch.set_default_dtype(dtype)
-                    try:
-                        return func(*args, **kwargs)
-                    finally:
-                        torch.set_default_dtype(usual)
-                if func in _device_constructors() and kwargs.get("device") is None:
-                    kwargs = {**kwargs, "device": wanted}
-                return func(*args, **kwargs)
+                if device and func in _device_constructors() and kwargs.get("device") is None:
+                    kwargs = {**kwargs, "device": device[0]}
+                if not dtype:
+                    return func(*args, **kwargs)
+                usual = torch.get_default_dtype()
+                torch.set_default_dtype(dtype[0])
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    torch.set_default_dtype(usual)
 
-        dtype = getattr(torch, wanted, None)
-        if not isinstance(dtype, torch.dtype):
-            dtype = None
-            torch.device(wanted)  # raises if it is neither
+        dtype, device = [], []
+        for name in wanted.split(","):
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                dtype.extend([found] if alone else [])
+            else:
+                device.append(torch.device(name))
         mode = Defaults()
         mode.__enter__()
         _active.append(mode)

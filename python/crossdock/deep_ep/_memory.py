@@ -75,7 +75,8 @@ class ReceiveMemory:
             if storage is not None:
                 # A tensor with a storage of its own, no view of another.
                 empty = torch.empty(0, dtype=dtype, device=self._device)
-                return empty.set_(storage, 0, shape)
+                strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+                return empty.set_(storage, 0, shape, strides)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def owns(self, tensor: torch.Tensor) -> bool:

@@ -33,7 +33,8 @@ def from_rank_0(group: EpGroup, value: bytes) -> bytes:
     while known < num_ranks:
         peer = rank + known
         plan = _send(group, peer if rank < known and peer < num_ranks else None)
-        row = torch.tensor(list(value), dtype=torch.uint8).expand(plan.num_tokens, -1)
+        row = torch.tensor(list(value), dtype=torch.uint8, device="cpu")
+        row = row.expand(plan.num_tokens, -1)
         received = dispatch(plan, row.contiguous().to(group.comm.device)).tokens
         if known <= rank < 2 * known:
             value = bytes(received[0].tolist())

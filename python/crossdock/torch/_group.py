@@ -159,10 +159,10 @@ class EpGroup:
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
         device = self.comm.device
-        self.first_order = torch.zeros(1, device=device)
+        self.first_order = torch.zeros(1, dtype=torch.float32, device=device)
         # See _ops.py: what keeps the operations of a rank without tokens in a compiled graph.
-        self.anchor = torch.zeros(1, device=device)
-        self.order_leaf = torch.zeros(1, device=device, requires_grad=True)
+        self.anchor = torch.zeros(1, dtype=torch.float32, device=device)
+        self.order_leaf = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
         self.handle: int = next(_handles)
         _groups[self.handle] = self

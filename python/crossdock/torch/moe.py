@@ -261,7 +261,7 @@ def _convert_loaded(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
 
 def _fill(matrix: torch.Tensor, generator: torch.Generator) -> None:
     """Normal values with variance 1 / rows; drawn on the CPU, so equal on every device."""
-    values = torch.randn(matrix.shape, generator=generator, device="cpu")
+    values = torch.randn(matrix.shape, generator=generator, dtype=torch.float32, device="cpu")
     values /= math.sqrt(matrix.shape[0])
     matrix.copy_(values)
 

@@ -178,7 +178,7 @@ def _total_norm(gradients: list[Any], order: float, device: torch.device) -> tor
             places.setdefault(key, [])
     norms = []
     for key, parts in places.items():
-        norm = torch.zeros((), device=device)
+        norm = torch.zeros((), dtype=torch.float32, device=device)
         if parts:
             norm = torch.linalg.vector_norm(torch.stack(parts), order)
         if key:

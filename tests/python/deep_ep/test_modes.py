@@ -16,7 +16,8 @@ def run_case(me: Any, name: str, seed: int, streams: dict[str, bool]) -> None:
         getattr(cases, name)(buffer, seed, **streams)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [
+    1, pytest.param(2, marks=pytest.mark.representative), 3, 4])
 @pytest.mark.parametrize("name", ["everything", "by_rank_alone", "worst_case", "fp8_pairs",
                                   "plain_bytes", "repeated_ids", "slices", "outgrown"])
 def test_mode_equals_reference(name: str, num_ranks: int) -> None:

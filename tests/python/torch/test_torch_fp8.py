@@ -69,6 +69,7 @@ def _quantise(me: Rank, layout: str) -> None:
         assert int(torch.count_nonzero(weights.grad)) == 0
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_quantised_rows_and_their_gradient(layout):
     run_ranks(4, _quantise, layout)
@@ -99,6 +100,7 @@ def _given(me: Rank, layout: str) -> None:
                      batch.routing.dispatch_bwd_weights(me.rank, ones))
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_given_scales_travel_with_their_rows(layout):
     run_ranks(4, _given, layout)

@@ -64,6 +64,7 @@ def _layer(me: Rank, layout: str, dtype: torch.dtype, options: dict) -> None:
             assert_equal(f"gradient of topk_weights, step {step}", weights.grad, grad_weights)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layer_and_its_gradients_are_exact(layout, dtype):
