@@ -11,14 +11,18 @@ from crossdock import _core
 from crossdock._comm import parse_device
 from crossdock._dtypes import dtype_name, pack
 
-__all__ = ["EpConfig", "GroupMemory", "Layout", "Overflow", "Staging"]
+__all__ = ["DuplicateIds", "EpConfig", "GroupMemory", "Layout", "OnError", "Overflow", "Staging"]
 
 Layout = Literal["expert_major", "rank_major"]
 Overflow = Literal["error", "drop"]
+DuplicateIds = Literal["error", "collapse"]
+OnError = Literal["status", "fatal"]
 Staging = Literal["auto", "none"]
 
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
 _OVERFLOWS = {"error": 0, "drop": 1}
+_DUPLICATES = {"error": 0, "collapse": 1}
+_ON_ERROR = {"status": 0, "fatal": 1}
 _STAGINGS = {"auto": 0, "none": 1}
 
 
@@ -49,10 +53,14 @@ class EpConfig:
             token.
         alignment: of zones, in rows: a power of two, the largest that a plan may have; padding rows
             are zero.
-        recv_capacity: rows that this rank can receive, which a plan rounds down to a multiple of its
-            alignment; 0 = what no routing can exceed.
+        recv_capacity: rows that this rank can receive, which a plan rounds down to a multiple of
+            its alignment; 0 = what no routing can exceed.
         overflow: what happens to a batch that exceeds a capacity: ``"error"``: nothing moves and
             all ranks raise CapacityOverflow; ``"drop"``: the last rows in zone order are dropped.
+        duplicate_ids: what an expert's second and later mentions in a row of topk_idx are, beside
+            counting as -1: ``"error"``: bad ids; ``"collapse"``: nothing to mention.
+        on_error: ``"status"``: after an error of an operation the next call works; ``"fatal"``: the
+            communicator is finished with it.
         staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;
             ``"none"``: no such memory, and receive arrays outside are InvalidArgument.
         zero_tail: rows past the last one are zeroed in every receive array.
@@ -73,6 +81,8 @@ class EpConfig:
     alignment: int = 1
     recv_capacity: int = 0
     overflow: Overflow = "error"
+    duplicate_ids: DuplicateIds = "error"
+    on_error: OnError = "status"
     staging: Staging = "auto"
     zero_tail: bool = False
     num_sms: int = 0
@@ -80,6 +90,7 @@ class EpConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         for field, words in (("layout", _LAYOUTS), ("overflow", _OVERFLOWS),
+                             ("duplicate_ids", _DUPLICATES), ("on_error", _ON_ERROR),
                              ("staging", _STAGINGS)):
             value = getattr(self, field)
             if value not in words:
@@ -90,7 +101,9 @@ class EpConfig:
         """The keyword arguments of crossdock._core's functions."""
         found = dataclasses.asdict(self)
         found.update(dtype=pack(self.dtype), layout=_LAYOUTS[self.layout],
-                     overflow=_OVERFLOWS[self.overflow], staging=_STAGINGS[self.staging],
+                     overflow=_OVERFLOWS[self.overflow],
+                     duplicate_ids=_DUPLICATES[self.duplicate_ids],
+                     on_error=_ON_ERROR[self.on_error], staging=_STAGINGS[self.staging],
                      zero_tail=int(self.zero_tail))
         return found
 

@@ -117,6 +117,8 @@ class Group:
         alignment: int = 1,
         recv_capacity: int = 0,
         overflow: int = 0,
+        duplicate_ids: int = 0,
+        on_error: int = 0,
         staging: int = 0,
         zero_tail: int = 0,
         num_sms: int = 0,
@@ -143,6 +145,7 @@ class Group:
         total: _Spec | None = None,
         rank_rows: _Spec | None = None,
         stream: int = 0,
+        alignment: int = 0,
     ) -> None: ...
     def dispatch(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -105,21 +106,25 @@ class EpGroup:
             rank_rows=aligned_empty((ranks, ranks), np.int64),
         )
 
-    def prepare(self, topk_idx: np.ndarray, *, out: Plan | None = None) -> Plan:
+    def prepare(self, topk_idx: np.ndarray, *, alignment: int = 0,
+                out: Plan | None = None) -> Plan:
         """Exchanges counts and makes the plan of a batch.
 
         Args:
             topk_idx: [T,K] int32 or int64: expert of each choice; -1 = none.
+            alignment: of this plan's zones: a power of two up to the group's; 0 = the group's.
             out: plan to overwrite; None = a new one.
 
         Raises:
             InvalidArgument: on every rank, if some rank has ids that are no experts, or an expert
-                twice in a row; `peer` is the lowest such rank. ``out`` is then complete, and such
-                ids count as -1.
+                twice in a row (unless the config collapses those); `peer` is the lowest such rank.
+                ``out`` is then complete, and such ids count as -1.
             CapacityOverflow: on every rank, if some rank would receive more than it can.
         """
         with self._joining(_PREPARE):
             ids = describe("topk_idx", topk_idx, INDICES)
+            if not -(1 << 31) <= operator.index(alignment) < 1 << 31:
+                raise ValueError(f"alignment: expected a number of 32 bits, got {alignment}")
             plan = self.empty_plan() if out is None else out
             outputs = (
                 describe("out.counts", plan.counts, INDICES, write=True),
@@ -128,7 +133,7 @@ class EpGroup:
                 describe("out.needed_rows", plan.needed_rows, INDICES, write=True),
                 describe("out.rank_rows", plan.rank_rows, INDICES, write=True),
             )
-        self._core.prepare(ids, *plan.place(), *outputs)
+        self._core.prepare(ids, *plan.place(), *outputs, alignment=alignment)
         return plan
 
     def dispatch(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None = None, *,

@@ -63,7 +63,7 @@ namespace {
 
 void prepare(Group& self, nb::handle topk_idx, std::uintptr_t plan, std::size_t plan_bytes,
              nb::handle counts, nb::handle padded_counts, nb::handle offsets, nb::handle total,
-             nb::handle rank_rows, std::uintptr_t stream) {
+             nb::handle rank_rows, std::uintptr_t stream, std::int32_t alignment) {
   const DLDevice device = self.device();
   const Tensor topk_idx_tensor(topk_idx, "topk_idx", device);
   const Tensor counts_tensor(counts, "counts", device);
@@ -75,6 +75,7 @@ void prepare(Group& self, nb::handle topk_idx, std::uintptr_t plan, std::size_t 
   args.topk_idx = topk_idx_tensor.get();
   args.plan = pointer(plan);
   args.plan_bytes = plan_bytes;
+  args.alignment = alignment;
   args.counts = counts_tensor.get();
   args.padded_counts = padded_tensor.get();
   args.offsets = offsets_tensor.get();
@@ -203,7 +204,7 @@ void bind_group(nb::module_& module) {
       .def("errors", &Group::errors)
       .def("prepare", &prepare, "topk_idx"_a, "plan_ptr"_a, "plan_bytes"_a, "counts"_a = nb::none(),
            "padded_counts"_a = nb::none(), "offsets"_a = nb::none(), "total"_a = nb::none(),
-           "rank_rows"_a = nb::none(), "stream"_a = 0)
+           "rank_rows"_a = nb::none(), "stream"_a = 0, "alignment"_a = 0)
       .def("dispatch", &dispatch, "plan_ptr"_a, "plan_bytes"_a, "tokens"_a, "scales"_a.none(),
            "topk_weights"_a.none(), "recv_tokens"_a, "recv_scales"_a.none(),
            "recv_weights"_a.none(), "recv_topk_idx"_a = nb::none(), "stream"_a = 0)

@@ -26,7 +26,7 @@ _Given = TypeVar("_Given", bound=jax.Array | None)
 _Results = dict[str, tuple[tuple[int, ...], Any]]  # by name: shape, dtype
 
 
-def prepare(group: EpGroup, topk_idx: Array, order: Array) -> tuple[Array, ...]:
+def prepare(group: EpGroup, alignment: int, topk_idx: Array, order: Array) -> tuple[Array, ...]:
     """-> plan, counts, padded_counts, offsets, total, rank_rows, order."""
     ranks = group.place.num_ranks
     experts = group.config.num_experts // ranks
@@ -38,7 +38,8 @@ def prepare(group: EpGroup, topk_idx: Array, order: Array) -> tuple[Array, ...]:
         "total": ((1,), np.int32),
         "rank_rows": ((ranks, ranks), np.int32),
     }
-    return _call("prepare", group, {"topk_idx": _rows(topk_idx)}, outputs, order)
+    inputs = {"topk_idx": _rows(topk_idx)}
+    return _call("prepare", group, inputs, outputs, order, alignment=alignment)
 
 
 def dispatch(
@@ -171,12 +172,14 @@ def _call(
     outputs: _Results,
     order: Array,
     names: tuple[str, ...] = (),
+    alignment: int = 0,
 ) -> tuple[Any, ...]:
     """Runs one operation.
 
     Args:
         inputs, outputs: by their names in ``crossdock/ep.h``, arrays or (shape, dtype).
         names: of the results, those that are not in `outputs` as None; () = all outputs.
+        alignment: of the plan that prepare makes.
 
     Returns:
         The results, and the order. The order is only passed through: it is one buffer before and
@@ -198,6 +201,7 @@ def _call(
         config=group.text,
         arguments=" ".join([*inputs, "order"]),
         results=" ".join([*outputs, "order"]),
+        alignment=np.int64(alignment),
     )
     by_name = dict(zip(outputs, found))
     return (*(by_name.get(name) for name in names or outputs), order)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossdock import _core
-from crossdock._config import Layout, Overflow, Staging
+from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
 
 from ._quantized import SCALE_BLOCK
 
@@ -18,6 +18,8 @@ __all__ = ["EpConfig"]
 
 _LAYOUTS = {"expert_major": 0, "rank_major": 1}
 _OVERFLOWS = {"error": 0, "drop": 1}
+_DUPLICATES = {"error": 0, "collapse": 1}
+_ON_ERROR = {"status": 0, "fatal": 1}
 _STAGINGS = {"auto": 0, "none": 1}
 
 # DLPack's type code << 8 | bits.
@@ -46,7 +48,12 @@ class EpConfig:
             is over a multiple of `alignment` stays empty.
         overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
             fails; ``"drop"``: its last rows are dropped.
-        alignment: of each expert's rows, a power of two; padding rows are zero.
+        alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have a
+            smaller one.
+        duplicate_ids: what an expert's second and later mentions by one token are, beside counting
+            as -1: ``"error"``: bad ids; ``"collapse"``: nothing to mention.
+        on_error: ``"status"``: after an error of an operation the next one works; ``"fatal"``: the
+            ranks' communicators are finished with it.
         num_sms: GPUs: multiprocessors to use; 0 = chosen by the library.
         staging: ``"auto"``: the group has memory of its own, through which rows go where XLA's
             buffers are not symmetric memory; ``"none"``: it has not, and such buffers are refused
@@ -64,11 +71,15 @@ class EpConfig:
     alignment: int = 1
     num_sms: int = 0
     staging: Staging = "auto"
+    duplicate_ids: DuplicateIds = "error"
+    on_error: OnError = "status"
 
     def __post_init__(self) -> None:
         _choice("layout", self.layout, _LAYOUTS)
         _choice("overflow", self.overflow, _OVERFLOWS)
         _choice("staging", self.staging, _STAGINGS)
+        _choice("duplicate_ids", self.duplicate_ids, _DUPLICATES)
+        _choice("on_error", self.on_error, _ON_ERROR)
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
@@ -117,6 +128,8 @@ class EpConfig:
             "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static
             "num_sms": self.num_sms,
             "staging": _STAGINGS[self.staging],
+            "duplicate_ids": _DUPLICATES[self.duplicate_ids],
+            "on_error": _ON_ERROR[self.on_error],
         }
 
 

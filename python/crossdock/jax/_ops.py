@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
@@ -41,6 +42,7 @@ def ep_prepare(
     config: EpConfig,
     topk_idx: Array,
     *,
+    alignment: int | None = None,
     after: EpPlan | Array | None = None,
     mesh: EpMesh | None = None,
 ) -> EpPlan:
@@ -52,6 +54,8 @@ def ep_prepare(
     Args:
         config: equal on all ranks.
         topk_idx: ``[..., K]`` int32 or int64, the expert of each choice; -1 = none.
+        alignment: of this plan's rows per expert, a power of two up to the config's; None = the
+            config's.
         after: a plan, or its `order`, whose operations so far come before those of this one, and
             whose backward operations come after, although no data says so. Needed where two layers
             of one program do not depend on one another: without it XLA may run their operations in
@@ -81,9 +85,15 @@ def ep_prepare(
         raise ValueError(
             f"topk_idx: expected at most {config.max_tokens} tokens of a rank, got {shape}"
         )
+    alignment = config.alignment if alignment is None else operator.index(alignment)
+    if not 1 <= alignment <= config.alignment or alignment.bit_count() != 1:
+        raise ValueError(
+            f"alignment: expected a power of two up to the config's {config.alignment}, or None; "
+            f"got {alignment}"
+        )
     site = _Site(group, shape, topk_idx.shape[-1])
     order = _first_order(site, topk_idx) if after is None else _order_of(site, after)
-    arrays = _prepare(site, *_calls.uniform(topk_idx, order))
+    arrays = _prepare(site, alignment, *_calls.uniform(topk_idx, order))
     data, counts, padded_counts, offsets, total, rank_rows, order = arrays
     return EpPlan(data, counts, padded_counts, offsets, total, rank_rows, order, *site)
 
@@ -206,16 +216,20 @@ def ep_combine(
 # itself, so that no backward operation runs before its own operation has, whatever the data say.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prepare(site: _Site, topk_idx: Array, order: Array) -> tuple[Array, ...]:
-    return on_ranks(_calls.prepare, site.group)(topk_idx, order)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _prepare(site: _Site, alignment: int, topk_idx: Array, order: Array) -> tuple[Array, ...]:
+    return on_ranks(_calls.prepare, site.group, alignment)(topk_idx, order)
 
 
-def _prepare_fwd(site: _Site, topk_idx: Array, order: Array) -> tuple[Any, None]:
-    return _prepare(site, topk_idx, order), None
+def _prepare_fwd(
+    site: _Site, alignment: int, topk_idx: Array, order: Array
+) -> tuple[Any, None]:
+    return _prepare(site, alignment, topk_idx, order), None
 
 
-def _prepare_bwd(site: _Site, saved: None, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+def _prepare_bwd(
+    site: _Site, alignment: int, saved: None, grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
     return None, grads[-1]
 
 

@@ -91,6 +91,7 @@ def prepare(
     offsets: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
     rank_rows: torch.Tensor | None = None,
+    alignment: int = 0,
 ) -> None:
     """``xd_ep_prepare``. `plan` is uint8 with at least ``_core.plan_size`` elements."""
     group.prepare(
@@ -103,6 +104,7 @@ def prepare(
         spec(total),
         spec(rank_rows),
         current_stream(plan.device),
+        alignment,
     )
 
 

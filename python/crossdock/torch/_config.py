@@ -55,6 +55,8 @@ _READERS: dict[str, tuple[str, Callable[[str, Any], int]]] = {
     "capacity": ("recv_capacity", _rows),
     "overflow": ("overflow", functools.partial(_choice, {"error": 0, "drop": 1})),
     "alignment": ("alignment", _number),
+    "duplicate_ids": ("duplicate_ids", functools.partial(_choice, {"error": 0, "collapse": 1})),
+    "on_error": ("on_error", functools.partial(_choice, {"status": 0, "fatal": 1})),
     "staging": ("staging", lambda _, given: 0 if given else 1),
     "zero_tail": ("zero_tail", lambda _, given: 1 if given else 0),
     "num_sms": ("num_sms", _number),

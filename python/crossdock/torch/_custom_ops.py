@@ -163,8 +163,12 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
 # ---- prepare ------------------------------------------------------------------------------------
 
 
-@_operator("prepare(Tensor topk_idx, Tensor order, int group) -> (Tensor, Tensor, Tensor)")
-def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+@_operator(
+    "prepare(Tensor topk_idx, Tensor order, int group, int alignment) -> (Tensor, Tensor, Tensor)"
+)
+def _prepare(
+    topk_idx: Tensor, order: Tensor, group: int, alignment: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> plan, counts (see PlanParts), order."""
     ep = group_of(group)
     _check(ep, _calls.PREPARE, topk_idx=(topk_idx, 2, INDICES))
@@ -182,12 +186,13 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int) -> tuple[Tensor, Tenso
         info[parts.offsets],
         info[parts.total],
         info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
+        alignment=alignment,
     )
     return plan, info, order
 
 
 @_shapes("prepare")
-def _prepare_shapes(topk_idx, order, group):
+def _prepare_shapes(topk_idx, order, group, alignment):
     ep = group_of(group)
     return (
         topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8),

@@ -48,13 +48,13 @@ class _Prepare(torch.autograd.Function):
     """Integers have no gradient; the order of what comes before and after has to get through."""
 
     @staticmethod
-    def forward(ctx, topk_idx, order, group):
+    def forward(ctx, topk_idx, order, group, alignment):
         with _below_autograd():
-            return _OPS.prepare.default(topk_idx, order, group)
+            return _OPS.prepare.default(topk_idx, order, group, alignment)
 
     @staticmethod
     def backward(ctx, grad_plan, grad_info, grad_order):
-        return None, grad_order.clone(), None
+        return None, grad_order.clone(), None, None
 
 
 class _Dispatch(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock._config import Layout, Overflow
+from crossdock._config import DuplicateIds, Layout, OnError, Overflow
 from crossdock.errors import InvalidArgument, from_details
 
 from ._calls import OPERATIONS, PREPARE, current_stream
@@ -93,6 +93,8 @@ class EpGroup:
         capacity: int | None = None,
         overflow: Overflow = "error",
         alignment: int = 1,
+        duplicate_ids: DuplicateIds = "error",
+        on_error: OnError = "status",
         staging: bool = True,
         zero_tail: bool = True,
         num_sms: int = 0,
@@ -116,7 +118,12 @@ class EpGroup:
                 alignment stays empty.
             overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
                 raises CapacityOverflow; ``"drop"``: its last rows are dropped.
-            alignment: of each expert's rows, a power of two; padding rows are zero.
+            alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have
+                a smaller one.
+            duplicate_ids: what an expert's second and later mentions by one token are, beside
+                counting as -1: ``"error"``: bad ids; ``"collapse"``: nothing to mention.
+            on_error: ``"status"``: after an error of an operation the next call works;
+                ``"fatal"``: the communicator is finished with it.
             staging: own memory through which receive tensors in ordinary memory go; without it they
                 are refused.
             zero_tail: zero the rows past the last one in every receive tensor that is written. Keep
@@ -143,6 +150,8 @@ class EpGroup:
             capacity=capacity,
             overflow=overflow,
             alignment=alignment,
+            duplicate_ids=duplicate_ids,
+            on_error=on_error,
             staging=staging,
             zero_tail=zero_tail,
             num_sms=num_sms,
@@ -181,6 +190,7 @@ class EpGroup:
         self,
         topk_idx: torch.Tensor,
         *,
+        alignment: int | None = None,
         after: Plan | torch.Tensor | None = None,
         out: Plan | None = None,
     ) -> Plan:
@@ -189,6 +199,8 @@ class EpGroup:
         Args:
             topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none. Contiguous.
                 T may differ per rank, and be 0; K is equal.
+            alignment: of this plan's rows per expert, a power of two up to the group's, equal on
+                all ranks; None = the group's.
             after: a plan whose operations, so far, come before those of this one, and whose
                 backward operations come after, although no data says so; or the order of such a
                 plan (``Plan.order``, ``MoEOutput.order``). Needed under ``torch.compile`` for
@@ -206,7 +218,14 @@ class EpGroup:
         """
         self.require_tensors(PREPARE, topk_idx=topk_idx)
         order = self._order_after(after)
-        data, info, order = torch.ops.crossdock.prepare.default(topk_idx, order, self.handle)
+        if alignment is None:
+            alignment = 0
+        elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
+            problem = f"alignment: expected a power of two, or None; got {alignment!r}"
+            self.refuse(PREPARE, ValueError, problem)
+        data, info, order = torch.ops.crossdock.prepare.default(
+            topk_idx, order, self.handle, alignment
+        )
         plan = Plan(self, data, info, order, topk_idx.shape[0], topk_idx.shape[1])
         return plan if out is None else out.overwrite(plan)
 
@@ -243,6 +262,10 @@ class EpGroup:
         ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
         """
         return self.core.status()
+
+    def errors(self) -> int:
+        """How many operations of this rank have ended with a non-fatal error; any thread."""
+        return self.core.errors()
 
     def check(self) -> None:
         """Raise what operations met since the last look, if anything; never blocks.

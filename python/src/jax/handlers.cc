@@ -34,6 +34,7 @@ struct Call {
   std::shared_ptr<Group> group;
   std::vector<std::string> arguments;  // names of the buffers, in XLA's order
   std::vector<std::string> results;
+  std::int32_t alignment = 0;  // of the plan that prepare makes
 };
 template <Platform platform>
 ffi::TypeId Call<platform>::id = {};
@@ -98,11 +99,13 @@ template <Platform platform>
 ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(std::int64_t group,
                                                           std::string_view config,
                                                           std::string_view arguments,
-                                                          std::string_view results) {
+                                                          std::string_view results,
+                                                          std::int64_t alignment) {
   try {
     auto call = std::make_unique<Call<platform>>();
     call->arguments = words(arguments);
     call->results = words(results);
+    call->alignment = static_cast<std::int32_t>(alignment);
     call->group = group_for(group, config);
     return call;
   } catch (const Problem& problem) {
@@ -158,7 +161,7 @@ ffi::Error on_cuda(xd_stream stream, int ordinal, Call<Platform::cuda>* call,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    Operands operands(member.device);
+    Operands operands(member.device, call->alignment);
     const auto bad = add_all(operands, call->arguments, call->results, args, rets);
     const auto problem = run_or_fail(operation, member.group, operands, bad, stream);
     return problem ? error_of(*problem) : ffi::Error::Success();
@@ -182,7 +185,7 @@ ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs ar
                    ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    auto operands = std::make_shared<Operands>(member.device);
+    auto operands = std::make_shared<Operands>(member.device, call->alignment);
     auto bad = add_all(*operands, call->arguments, call->results, args, rets);
     ffi::Promise promise;
     ffi::Future future(promise);
@@ -213,7 +216,8 @@ auto bind_instantiate() {
       .Attr<std::int64_t>("group")
       .Attr<std::string_view>("config")
       .Attr<std::string_view>("arguments")
-      .Attr<std::string_view>("results");
+      .Attr<std::string_view>("results")
+      .Attr<std::int64_t>("alignment");
 }
 
 template <Platform platform>

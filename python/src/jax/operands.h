@@ -1,4 +1,4 @@
-// The buffers of one call by their names in crossdock/ep.h.
+// The arguments of one call by their names in crossdock/ep.h: buffers, and a number.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -20,7 +20,8 @@ namespace xdjax {
 // until the operation has been reported as finished.
 class Operands {
  public:
-  explicit Operands(DLDevice device) : device_(device) {}
+  // `alignment`: of the plan that prepare makes.
+  Operands(DLDevice device, std::int32_t alignment) : device_(device), alignment_(alignment) {}
 
   // A problem: a type or a number of dimensions that the library has not.
   std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
@@ -28,6 +29,7 @@ class Operands {
   // NULL if there is none of that name.
   [[nodiscard]] const DLTensor* find(std::string_view name) const;
 
+  [[nodiscard]] std::int32_t alignment() const { return alignment_; }
   [[nodiscard]] void* data(std::string_view name) const;
   [[nodiscard]] std::size_t bytes(std::string_view name) const;
 
@@ -40,6 +42,7 @@ class Operands {
   };
 
   DLDevice device_;
+  std::int32_t alignment_;
   std::vector<std::unique_ptr<Item>> items_;  // tensors point into their items
 };
 

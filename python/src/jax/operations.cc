@@ -8,6 +8,7 @@ xd_status prepare(xd_ep_group* group, const Operands& operands, xd_stream stream
   args.topk_idx = operands.find("topk_idx");
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
+  args.alignment = operands.alignment();
   args.counts = operands.find("counts");
   args.padded_counts = operands.find("padded_counts");
   args.offsets = operands.find("offsets");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import signal
@@ -91,6 +92,40 @@ def bad_ids(me: Rank) -> None:
 
 def test_bad_ids_are_reported_on_every_rank_with_a_usable_plan() -> None:
     support.run_ranks(2, bad_ids)
+
+
+def duplicates(me: Rank) -> None:
+    config = dataclasses.replace(CONFIG, duplicate_ids="collapse")
+    with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
+        plan = group.prepare(np.array([[1, 1], [0, 1]]))
+        assert plan.info()["bad_ids"] == 0
+        tokens = np.ones((2, 8), np.float32)
+        out = group.combine(plan, group.dispatch(plan, tokens).tokens)
+        assert out[:, 0].tolist() == [1, 2]
+        raises(crossdock.InvalidArgument, lambda: group.prepare(np.array([[9, 9], [0, 1]])))
+        assert group.status().bad_ids == 4
+
+
+def test_repeated_ids_collapse_where_the_group_says_so() -> None:
+    support.run_ranks(2, duplicates)
+
+
+def fatal(me: Rank) -> None:
+    config = dataclasses.replace(CONFIG, on_error="fatal")
+    comm = me.comm()
+    with crossdock.EpGroup(comm, config) as group:
+        group.prepare(IDS)
+        error = raises(crossdock.InvalidArgument, lambda: group.prepare(np.array([[0, 9], [1, 0]])))
+        assert error.fatal and (error.operation, error.group) == ("prepare", 0)
+        for call in (comm.barrier, lambda: group.prepare(IDS)):
+            again = raises(crossdock.InvalidArgument, call)
+            assert again.fatal and "expert ids" in again.text
+        assert type(comm.error()) is crossdock.InvalidArgument
+    comm.close()
+
+
+def test_an_error_is_fatal_where_the_group_says_so() -> None:
+    support.run_ranks(2, fatal)
 
 
 def overflow(me: Rank) -> None:

@@ -169,6 +169,36 @@ def check_data(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing,
           routing.dispatch_bwd_weights(rank, recv_weights))
 
 
+def plans_of_their_own(me: Rank) -> None:
+    """Alignment and top-k are a plan's: several of them at once in one group."""
+    sizes = ((4, 8), (1, 1), (3, 2), (2, 4))  # top-k, alignment
+    cases = [Case((3, 4), num_experts=6, topk=topk, hidden=8, alignment=alignment)
+             for topk, alignment in sizes]
+    config = crossdock.EpConfig(num_experts=6, max_topk=4, max_tokens_per_rank=4, hidden=8,
+                                dtype="float32", alignment=8, recv_capacity=61)
+    with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
+        routings = [Routing(case.topk_idx(), 6, "expert_major", case.alignment) for case in cases]
+        plans = [group.prepare(routing.topk_idx[me.rank],
+                               alignment=0 if case.alignment == 8 else case.alignment)
+                 for case, routing in zip(cases, routings)]
+        for case, routing, plan in reversed(list(zip(cases, routings, plans))):
+            info = plan.info()
+            assert info["alignment"] == case.alignment
+            assert info["capacity_rows"] == 61 // case.alignment * case.alignment
+            check_plan(plan, routing, me.rank)
+            check_data(group, plan, routing, me.rank, case.per_token(1, 8),
+                       case.per_token(2, case.topk, np.dtype(np.float32)), case.per_token(3, 8))
+        for alignment, kind in ((16, crossdock.InvalidArgument), (1 << 40, ValueError),
+                                ("8", TypeError)):
+            with pytest.raises(kind if me.rank == 0 else crossdock.Mismatch):
+                group.prepare(routings[0].topk_idx[me.rank],
+                              alignment=alignment if me.rank == 0 else 0)
+
+
+def test_plans_of_any_alignment_and_topk_serve_side_by_side() -> None:
+    support.run_ranks(2, plans_of_their_own)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_operations_equal_the_reference(case: Case) -> None:
     support.run_ranks(len(case.num_tokens), round_trip, case)

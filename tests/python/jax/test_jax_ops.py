@@ -20,16 +20,17 @@ def padded(rows: np.ndarray, total: int, fill: float = 0) -> np.ndarray:
 
 
 def round_trip(world: World, layout: str, kind: str, dtype: str, tokens: int, alignment: int,
-               index_type: str) -> None:
+               index_type: str, bound: int | None = None) -> None:
+    """`bound`: the group's alignment, of which the plan's is a smaller one."""
     ids = routing(11, tokens, EXPERTS, TOPK, kind)
     rng = np.random.default_rng(12)
     x = whole(rng, tokens, HIDDEN, dtype=dtype)
     weights = [rng.random((tokens, TOPK), np.float32) for _ in range(RANKS)]
     config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, layout=layout, dtype=dtype,
-                         alignment=alignment)
+                         alignment=bound or alignment)
 
     def trip(ids, x, weights):
-        plan = xd.ep_prepare(config, ids)
+        plan = xd.ep_prepare(config, ids, alignment=alignment if bound else None)
         received = xd.ep_dispatch(plan, x, weights)
         out, _ = xd.ep_combine(received.plan, received.tokens)
         experts = plan.row_experts() if layout == "expert_major" else None
@@ -72,6 +73,11 @@ def test_round_trip(where, layout, kind):
 )
 def test_types_and_sizes(where, dtype, tokens, alignment, index_type):
     run(where, round_trip, "expert_major", "skewed", dtype, tokens, alignment, index_type)
+
+
+@everywhere
+def test_a_plan_has_its_own_alignment(where):
+    run(where, round_trip, "expert_major", "skewed", "float32", 13, 2, "int32", 8)
 
 
 def three_dimensions(world: World) -> None:

@@ -175,6 +175,7 @@ def _bad_ids(me: Rank) -> None:
             group.check() if x.is_cuda else group.prepare(wrong)
         assert raised.value.operation == "prepare"
         assert raised.value.peer == bad
+        assert group.errors() == 1
         group.check()
         assert group.status()["status"] == "XD_SUCCESS"
         assert_equal("out", layer(group.prepare(topk_idx), x, weights),
@@ -285,7 +286,7 @@ def _gone(me: Rank) -> None:
         while alive() and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread of autograd, as GPUs have, may drop its reference later
         with pytest.raises(RuntimeError, match="handle of a living EpGroup"):
-            torch.ops.crossdock.prepare(topk_idx, torch.zeros(1), handle)
+            torch.ops.crossdock.prepare(topk_idx, torch.zeros(1), handle, 0)
         group = batch.group()
         plan = group.prepare(topk_idx)
         group.close()

@@ -27,7 +27,7 @@ def test_prepare(prepared):
     for requires_grad in (False, True):
         order = torch.zeros(1, requires_grad=requires_grad)
         # No two plans are equal, as each says which prepare of its group made it.
-        torch.library.opcheck(OPS.prepare.default, (batch.local(0)[0], order, group.handle),
+        torch.library.opcheck(OPS.prepare.default, (batch.local(0)[0], order, group.handle, 0),
                               test_utils=WITHOUT_VALUES)
 
 

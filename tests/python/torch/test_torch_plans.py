@@ -9,6 +9,7 @@ from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged
 
 import crossdock.torch as xd
+from crossdock.errors import InvalidArgument, Mismatch
 
 SEED = 99
 
@@ -64,6 +65,54 @@ def _local(me: Rank) -> None:
 
 def test_local_calls_need_no_peer():
     run_ranks(4, _local)
+
+
+def _own_alignments(me: Rank) -> None:
+    batches = [Batch(SEED + 50 + i, ragged(me), alignment=a) for i, a in enumerate((8, 1, 2))]
+    with xd.init():
+        group = batches[0].group()
+        plans = [group.prepare(batch.local(me.rank)[0], alignment=batch.alignment)
+                 for batch in batches]
+        for batch, plan in zip(batches, plans):
+            assert plan.offsets.tolist() == batch.routing.offsets(me.rank)
+            topk_idx, x, weights, grad_out = batch.local(me.rank)
+            out = layer(plan, x, weights)
+            out.backward(grad_out)
+            for name, got, want in zip(("out", "gradient of x", "gradient of weights"),
+                                       (out, x.grad, weights.grad), batch.expected(me.rank)):
+                assert_equal(name, got, want)
+        ids = batches[0].local(me.rank)[0]
+        bad = me.rank == me.num_ranks - 1
+        for wrong, kind in ((0, ValueError), ("8", ValueError), (3, InvalidArgument),
+                            (16, InvalidArgument)):
+            with pytest.raises(kind if bad else Mismatch):
+                group.prepare(ids, alignment=wrong if bad else None)
+
+
+def test_plans_of_any_alignment_serve_side_by_side():
+    run_ranks(4, _own_alignments)
+
+
+def _collapsed(me: Rank) -> None:
+    batch = Batch(SEED + 60, ragged(me))
+    with xd.init():
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        wide = torch.cat([topk_idx, topk_idx[:, :1]], 1)  # the first choice a second time
+        group = xd.EpGroup(batch.num_experts, batch.hidden, batch.topk + 1, max(batch.tokens),
+                           dtype=torch.float32, duplicate_ids="collapse")
+        twice = torch.cat([weights.detach(), torch.full_like(weights[:, :1], 7)], 1)
+        twice.requires_grad_()
+        out = layer(group.prepare(wide), x, twice)
+        out.backward(grad_out)
+        expected = batch.expected(me.rank)
+        assert_equal("out", out, expected[0])
+        assert_equal("gradient of x", x.grad, expected[1])
+        assert_equal("gradient of weights", twice.grad[:, :-1], expected[2])
+        assert not twice.grad[:, -1].any()
+
+
+def test_repeated_ids_collapse_with_their_weights_and_gradients():
+    run_ranks(4, _collapsed)
 
 
 def _rank_major_rows(me: Rank) -> None:
