@@ -20,10 +20,12 @@
  * K = top-k, H = hidden, R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
  *
  * Tensors are const DLTensor*: on this rank's device (of a rank on the CPU: kDLCPU or kDLCUDAHost,
- * whatever the device_id), rows contiguous (strides NULL or those of a C-contiguous tensor), data
- * 16-byte aligned (data may be NULL where the tensor has no elements),
- * rows of tokens a multiple of 16 bytes. The pointer to the struct is const; whether the elements
- * are read or written is said at each field. Inputs and outputs do not overlap.
+ * whatever the device_id), C-contiguous (strides NULL or those of such a tensor), but for scales,
+ * which may have any strides. Rows of tokens, by any name, are [T,H] and [R,H]: their data is
+ * 16-byte aligned, and a row is a multiple of 16 bytes. All else begins at any multiple of its
+ * element's size. Data may be NULL where the tensor has no elements. The pointer to the struct is
+ * const; whether the elements are read or written is said at each field. Inputs and outputs do not
+ * overlap.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
  * float8_e5m2 (12), float8_e8m0fnu (14), whether or not the DLPack header at hand has a name for
  * them.
@@ -96,10 +98,12 @@ typedef enum xd_ep_on_error {
 } xd_ep_on_error;
 
 typedef enum xd_ep_staging {
-  XD_EP_STAGING_AUTO = 0, /* tensors outside symmetric memory are copied through memory that the
-                             group owns */
-  XD_EP_STAGING_NONE = 1  /* no such memory: receive tensors outside symmetric memory are
-                             XD_ERROR_INVALID_ARGUMENT */
+  XD_EP_STAGING_AUTO = 0, /* receive tensors outside symmetric memory are copied through memory
+                             that the group owns */
+  XD_EP_STAGING_NONE = 1  /* no such memory for rows: receive tensors [R,H] outside symmetric memory
+                             (xd_mem_alloc, xd_mem_register) are XD_ERROR_INVALID_ARGUMENT. What
+                             lies beside rows (weights, indices, scales) may lie anywhere all the
+                             same */
 } xd_ep_staging;
 
 typedef enum xd_ep_operation {
@@ -163,7 +167,8 @@ XD_API xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes);
 
 typedef struct xd_ep_memory {
   size_t struct_size;
-  size_t symmetric_bytes; /* memory shared with the peers: flags, counts and staging */
+  size_t symmetric_bytes; /* memory shared with the peers: flags, counts and staging, that of
+                             what lies beside rows included */
   size_t staging_bytes;   /* the part of it that staging = NONE would save */
   size_t private_bytes;   /* working memory of this rank */
 } xd_ep_memory;
@@ -275,7 +280,8 @@ typedef struct xd_ep_dispatch_args {
   size_t plan_bytes;
   const DLTensor* tokens;        /* in  [T,H] bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8 or
                                     uint8 */
-  const DLTensor* scales;        /* in  [T,S] optional; float32, float8_e8m0fnu or uint8 */
+  const DLTensor* scales;        /* in  [T,S] optional; float32, float8_e8m0fnu or uint8; any
+                                    strides */
   const DLTensor* topk_weights;  /* in  [T,K] optional; float32 */
   const DLTensor* recv_tokens;   /* out [R,H] type of tokens; or float8_e4m3fn where tokens are
                                     bf16: rows are quantised on the way in blocks of 128 columns
@@ -284,7 +290,8 @@ typedef struct xd_ep_dispatch_args {
                                     x * (1 / scale) rounded to nearest, at most +-448; NaN stays
                                     NaN */
   const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or
-                                    float32 [R,H/128] when quantising */
+                                    float32 [R,H/128] when quantising. Any strides under which
+                                    each element has a place of its own */
   const DLTensor* recv_weights;  /* out iff topk_weights is given. EXPERT_MAJOR [R],
                                     RANK_MAJOR [R,K]; float32 */
   const DLTensor* recv_topk_idx; /* out optional, RANK_MAJOR only: [R,K] int32 or int64 local

@@ -16,36 +16,43 @@ from crossdock._dtypes import DLPACK, numpy_dtype
 
 __all__ = ["Heap", "Spec", "aligned_empty", "describe"]
 
-# (address, shape, dtype): how crossdock._core takes a tensor.
-Spec = tuple[int, tuple[int, ...], int]
+# (address, shape, dtype) and perhaps strides in elements: how crossdock._core takes a tensor.
+Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 _ALIGNMENT = 16  # of tensors and plans, in bytes
 
 
-def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False) -> Spec:
+def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,
+             strided: bool = False) -> Spec:
     """Describes a NumPy array to crossdock._core, which checks shapes.
 
     Args:
         name: of the argument, for errors.
-        array: C-contiguous; it must stay alive during the call.
+        array: C-contiguous unless `strided`; it must stay alive during the call.
         dtypes: names of those that this argument may have.
         write: whether the call writes to it.
+        strided: whether it may have any strides of whole elements.
 
     Raises:
         TypeError: not an array, or of another dtype.
-        ValueError: not C-contiguous, or read-only though written to.
+        ValueError: other strides, or read-only though written to.
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: expected a NumPy array, got {type(array).__name__}")
     dtype = array.dtype.name
     if dtype not in dtypes:
         raise TypeError(f"{name}: expected a dtype of {', '.join(dtypes)}, got {array.dtype}")
-    if not array.flags.c_contiguous:
+    whole = all(stride % array.itemsize == 0 for stride in array.strides)
+    if not array.flags.c_contiguous and not (strided and whole):
         raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides} "
                          f"for shape {array.shape}; numpy.ascontiguousarray makes one")
     if write and not array.flags.writeable:
         raise ValueError(f"{name}: expected an array to write to, got a read-only one")
-    return array.__array_interface__["data"][0], array.shape, DLPACK[dtype]
+    address = array.__array_interface__["data"][0]
+    if array.flags.c_contiguous:
+        return address, array.shape, DLPACK[dtype]
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    return address, array.shape, DLPACK[dtype], strides
 
 
 def aligned_empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:

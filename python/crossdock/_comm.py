@@ -232,7 +232,8 @@ class Comm:
         core = self.core()
         if core.device_type != _CPU:
             raise Unsupported(f"Comm.routing_layout: NumPy arrays lie on the CPU, this "
-                              f"communicator on {self.device}", status="XD_ERROR_UNSUPPORTED", rank=self.rank)
+                              f"communicator on {self.device}", status="XD_ERROR_UNSUPPORTED",
+                              rank=self.rank)
         ids = describe("topk_idx", topk_idx, INDICES)
         experts = operator.index(num_experts)
         per_rank = aligned_empty(self.num_ranks, np.int64)

@@ -1,6 +1,7 @@
 """The C API as it is. Addresses and streams are integers, and a tensor is
 (address, shape, dtype) of a C-contiguous tensor on the communicator's device, with dtype = DLPack's
-code << 8 | bits; optional ones may be None. The caller keeps all memory alive, on CUDA until the stream has passed the call.
+code << 8 | bits, and with strides in elements as a fourth part where it has others; optional ones
+may be None. The caller keeps all memory alive, on CUDA until the stream has passed the call.
 
 Calls that can wait release the GIL. A failed call raises the class of crossdock.errors for its
 status; TypeError where a value has the wrong Python type.
@@ -9,7 +10,7 @@ status; TypeError where a value has the wrong Python type.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-_Spec = tuple[int, tuple[int, ...], int]
+_Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 version: str
 

@@ -145,7 +145,8 @@ class EpGroup:
             plan: from prepare.
             tokens: [T,H] float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8.
             topk_weights: [T,K] float32.
-            scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the tokens.
+            scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the tokens; of any
+                strides, like ``out.scales``.
             quantize: receive bfloat16 tokens as float8_e4m3fn with a float32 scale per 128 columns.
             out: arrays to receive into; None = new ones.
 
@@ -162,7 +163,7 @@ class EpGroup:
         with self._joining(_DISPATCH):
             inputs = (
                 describe("tokens", tokens, PAYLOADS),
-                _optional("scales", scales, SCALES),
+                _optional("scales", scales, SCALES, strided=True),
                 _optional("topk_weights", topk_weights, WEIGHTS),
             )
             if out is None:
@@ -170,7 +171,7 @@ class EpGroup:
             tensors = (
                 *inputs,
                 describe("out.tokens", out.tokens, PAYLOADS, write=True),
-                _optional("out.scales", out.scales, SCALES, write=True),
+                _optional("out.scales", out.scales, SCALES, write=True, strided=True),
                 _optional("out.weights", out.weights, WEIGHTS, write=True),
                 _optional("out.topk_idx", out.topk_idx, INDICES, write=True),
             )
@@ -359,7 +360,8 @@ class EpGroup:
                              f"beside a row, got {row_bytes}")
 
 
-def _optional(
-    name: str, array: Any, dtypes: Sequence[str], *, write: bool = False
-) -> Spec | None:
-    return None if array is None else describe(name, array, dtypes, write=write)
+def _optional(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,
+              strided: bool = False) -> Spec | None:
+    if array is None:
+        return None
+    return describe(name, array, dtypes, write=write, strided=strided)

@@ -15,8 +15,9 @@ DLDataType data_type(int packed) {
 
 Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
   if (spec.is_none()) return;
-  if (!PyTuple_Check(spec.ptr()) || PyTuple_GET_SIZE(spec.ptr()) != 3) {
-    expected(name, "None or (address, shape, dtype)", spec);
+  const Py_ssize_t parts = PyTuple_Check(spec.ptr()) ? PyTuple_GET_SIZE(spec.ptr()) : 0;
+  if (parts != 3 && parts != 4) {
+    expected(name, "None, (address, shape, dtype) or (address, shape, dtype, strides)", spec);
   }
   const nb::handle shape = PyTuple_GET_ITEM(spec.ptr(), 1);
   if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > Py_ssize_t(max_dims)) {
@@ -28,6 +29,16 @@ Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
     shape_[d] = integer<std::int64_t>(PyTuple_GET_ITEM(shape.ptr(), d), name);
   }
   tensor_.shape = shape_.data();
+  if (parts == 4) {
+    const nb::handle strides = PyTuple_GET_ITEM(spec.ptr(), 3);
+    if (!PyTuple_Check(strides.ptr()) || PyTuple_GET_SIZE(strides.ptr()) != tensor_.ndim) {
+      expected(name, "as many strides as the shape has dimensions", strides);
+    }
+    for (int d = 0; d < tensor_.ndim; ++d) {
+      strides_[d] = integer<std::int64_t>(PyTuple_GET_ITEM(strides.ptr(), d), name);
+    }
+    tensor_.strides = strides_.data();
+  }
   tensor_.dtype = data_type(integer<std::int32_t>(PyTuple_GET_ITEM(spec.ptr(), 2), name));
   tensor_.device = device;
   given_ = true;

@@ -27,8 +27,8 @@ Int integer(nb::handle value, const char* name) {
 // DLPack's code and bits in one number, code << 8 | bits: float32 is 0x220.
 DLDataType data_type(int packed);
 
-// A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor. Lives as long as
-// the call; owns nothing.
+// A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor, or with its strides
+// in elements behind these. Lives as long as the call; owns nothing.
 class Tensor {
  public:
   Tensor(nb::handle spec, const char* name, DLDevice device);
@@ -43,7 +43,7 @@ class Tensor {
 
   bool given_ = false;
   DLTensor tensor_{};
-  std::array<std::int64_t, max_dims> shape_{};
+  std::array<std::int64_t, max_dims> shape_{}, strides_{};
 };
 
 // Address of what a Python integer points to.

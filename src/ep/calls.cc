@@ -26,11 +26,24 @@ class Reader {
                   std::span<const DType> types) const {
     return read_tensor(t, {.name = name, .ndim = ndim, .types = types, .device = context_.device});
   }
-  Tensor optional(const DLTensor* t, const char* name, int ndim,
-                  std::span<const DType> types) const {
-    return read_tensor(
-        t,
-        {.name = name, .ndim = ndim, .types = types, .device = context_.device, .optional = true});
+  Tensor optional(const DLTensor* t, const char* name, int ndim, std::span<const DType> types,
+                  Fit fit = Fit::elements) const {
+    return read_tensor(t, {.name = name,
+                           .ndim = ndim,
+                           .types = types,
+                           .device = context_.device,
+                           .fit = fit,
+                           .optional = true});
+  }
+  // Rows of tokens.
+  Tensor rows(const DLTensor* t, const char* name, std::span<const DType> types,
+              bool optional = false) const {
+    return read_tensor(t, {.name = name,
+                           .ndim = 2,
+                           .types = types,
+                           .device = context_.device,
+                           .fit = Fit::rows,
+                           .optional = optional});
   }
   // An output of prepare, which the host may want to read.
   Tensor numbers(const DLTensor* t, const char* name, int ndim) const {
@@ -42,7 +55,7 @@ class Reader {
                            .pinned_host = true});
   }
   Tensor reducible(const DLTensor* t, const char* name) const {
-    return required(t, name, 2, kReducibleTypes);
+    return rows(t, name, kReducibleTypes);
   }
   // A weight per receive row: [R] in EXPERT_MAJOR, [R,K] in RANK_MAJOR.
   Tensor recv_weights(const DLTensor* t, const char* name) const {
@@ -89,8 +102,8 @@ void require_vector(const Tensor& tensor, std::int64_t size, const char* what) {
 
 void read_dispatch_scales(const xd_ep_dispatch_args& a, const Reader& reader, const Config& config,
                           DispatchCall& call) {
-  call.scales = reader.optional(a.scales, "scales", 2, kScaleTypes);
-  call.recv_scales = reader.optional(a.recv_scales, "recv_scales", 2, kScaleTypes);
+  call.scales = reader.optional(a.scales, "scales", 2, kScaleTypes, Fit::input);
+  call.recv_scales = reader.optional(a.recv_scales, "recv_scales", 2, kScaleTypes, Fit::output);
   if (call.quantise) {
     XD_REQUIRE(!call.scales, "scales: given, expected NULL where bfloat16 tokens are quantised");
     XD_REQUIRE(call.tokens.cols % kQuantiseBlock == 0, "tokens: has ", call.tokens.cols,
@@ -173,8 +186,8 @@ DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& c
   const Reader reader(context);
   DispatchCall call;
   call.plan = read_plan(a.plan, a.plan_bytes);
-  call.tokens = reader.required(a.tokens, "tokens", 2, kPayloadTypes);
-  call.recv_tokens = reader.required(a.recv_tokens, "recv_tokens", 2, kPayloadTypes);
+  call.tokens = reader.rows(a.tokens, "tokens", kPayloadTypes);
+  call.recv_tokens = reader.rows(a.recv_tokens, "recv_tokens", kPayloadTypes);
   call.quantise = call.tokens.type == DType::bf16 && call.recv_tokens.type == DType::e4m3;
   if (!call.quantise) require_same_type(call.recv_tokens, call.tokens);
   require_tokens_fit(call.tokens, config);
@@ -206,9 +219,9 @@ DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const Cal
   DispatchBwdCall call{
       .plan = read_plan(a.plan, a.plan_bytes),
       .grad_recv_tokens =
-          reader.optional(a.grad_recv_tokens, "grad_recv_tokens", 2, kReducibleTypes),
+          reader.rows(a.grad_recv_tokens, "grad_recv_tokens", kReducibleTypes, true),
       .grad_recv_weights = reader.recv_weights(a.grad_recv_weights, "grad_recv_weights"),
-      .grad_tokens = reader.optional(a.grad_tokens, "grad_tokens", 2, kReducibleTypes),
+      .grad_tokens = reader.rows(a.grad_tokens, "grad_tokens", kReducibleTypes, true),
       .grad_topk_weights =
           reader.optional(a.grad_topk_weights, "grad_topk_weights", 2, kWeightTypes)};
   require_together(call.grad_recv_tokens, call.grad_tokens);
@@ -233,7 +246,7 @@ CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallCo
   const Reader reader(context);
   CombineBwdCall call{.plan = read_plan(a.plan, a.plan_bytes),
                       .grad_out = reader.reducible(a.grad_out, "grad_out"),
-                      .expert_out = reader.optional(a.expert_out, "expert_out", 2, kReducibleTypes),
+                      .expert_out = reader.rows(a.expert_out, "expert_out", kReducibleTypes, true),
                       .weights = reader.row_weights(a.weights, "weights"),
                       .grad_expert_out = reader.reducible(a.grad_expert_out, "grad_expert_out"),
                       .grad_weights = reader.row_weights(a.grad_weights, "grad_weights")};

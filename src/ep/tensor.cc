@@ -1,10 +1,12 @@
 #include "ep/tensor.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "base/error.h"
 #include "base/math.h"
+#include "ep/config.h"
 
 namespace xd::ep {
 namespace {
@@ -18,17 +20,42 @@ std::string names(std::span<const DType> types) {
   return list;
 }
 
-// DLPack 0.x leaves strides NULL for C-contiguous tensors; later versions always set them. A stride
-// of a dimension of extent 1 (or of an empty tensor) is never used and may be anything.
-bool contiguous(const DLTensor& tensor) {
-  if (tensor.strides == nullptr) return true;
-  std::int64_t expected = 1;
-  for (int d = tensor.ndim - 1; d >= 0; --d) {
-    if (tensor.shape[d] == 0) return true;
-    if (tensor.shape[d] != 1 && tensor.strides[d] != expected) return false;
-    expected *= tensor.shape[d];
-  }
-  return true;
+// Strides of a matrix, in elements. DLPack 0.x leaves them NULL for C-contiguous tensors; later
+// versions always set them.
+void read_strides(const DLTensor& user, Tensor& tensor) {
+  tensor.row_stride = tensor.cols;
+  if (user.strides == nullptr) return;
+  tensor.row_stride = user.strides[0];
+  if (user.ndim > 1) tensor.col_stride = user.strides[1];
+}
+
+// A stride along an extent of 1, and any of an empty tensor, is never used and may be anything.
+void require_strides(const Tensor& tensor, const TensorSpec& spec) {
+  if (tensor.bytes() == 0 || tensor.packed()) return;
+  XD_REQUIRE(spec.fit == Fit::input || spec.fit == Fit::output, spec.name,
+             ": is not contiguous, expected C-contiguous rows");
+  const auto magnitude = [](std::int64_t stride) {
+    return stride < 0 ? 0 - static_cast<std::uint64_t>(stride) : static_cast<std::uint64_t>(stride);
+  };
+  const std::uint64_t down = magnitude(tensor.row_stride), along = magnitude(tensor.col_stride);
+  const std::uint64_t rows = at(tensor.rows), cols = at(tensor.cols);
+  constexpr std::uint64_t kFarthest = std::uint64_t{1} << 56;  // bytes to any element fit 64 bits
+  XD_REQUIRE((rows == 1 || down <= kFarthest / rows) && (cols == 1 || along <= kFarthest / cols),
+             spec.name, ": has strides ", tensor.row_stride, " and ", tensor.col_stride,
+             ", expected ones that stay within 2^56 elements");
+  if (spec.fit == Fit::input) return;
+  // Two elements meet where some steps down equal some steps along: the fewest are these.
+  const std::uint64_t common = std::max<std::uint64_t>(1, std::gcd(down, along));
+  XD_REQUIRE(along / common >= rows || down / common >= cols, spec.name, ": has strides ",
+             tensor.row_stride, " and ", tensor.col_stride,
+             ", expected each element to have a place of its own");
+}
+
+void require_alignment(const Tensor& tensor, const TensorSpec& spec) {
+  const std::size_t wanted = spec.fit == Fit::rows ? kRowAlignment : dtype_bytes(tensor.type);
+  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(tensor.data) % wanted == 0, spec.name,
+             ": data is at ", static_cast<const void*>(tensor.data), ", expected a ", wanted,
+             "-byte aligned address");
 }
 
 void require_device(const DLTensor& tensor, const TensorSpec& spec) {
@@ -50,7 +77,6 @@ void require_shape(const DLTensor& tensor, const TensorSpec& spec) {
     XD_REQUIRE(tensor.shape[d] >= 0 && tensor.shape[d] <= INT32_MAX, spec.name, ".shape[", d,
                "] = ", tensor.shape[d], ", expected 0 to ", INT32_MAX);
   }
-  XD_REQUIRE(contiguous(tensor), spec.name, ": is not contiguous, expected C-contiguous rows");
 }
 
 }  // namespace
@@ -72,12 +98,13 @@ Tensor read_tensor(const DLTensor* user, const TensorSpec& spec) {
                 .cols = user->ndim > 1 ? user->shape[1] : 1,
                 .given = true};
   checked_mul(static_cast<std::uint64_t>(tensor.rows), tensor.row_bytes(), spec.name);
+  read_strides(*user, tensor);
+  require_strides(tensor, spec);
   if (tensor.bytes() > 0) {
     XD_REQUIRE(tensor.data != nullptr, spec.name, ".data = NULL, expected ", tensor.bytes(),
                " bytes");
     tensor.data += user->byte_offset;
-    XD_REQUIRE(reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0, spec.name, ": data is at ",
-               static_cast<const void*>(tensor.data), ", expected a 16-byte aligned address");
+    require_alignment(tensor, spec);
   }
   return tensor;
 }

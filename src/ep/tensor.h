@@ -18,14 +18,28 @@ struct Tensor {
   std::int64_t rows = 0;
   std::int64_t cols = 0;  // 1 for a one-dimensional tensor
   bool given = false;
+  std::int64_t row_stride = 0, col_stride = 1;  // in elements
 
   explicit operator bool() const { return given; }
+  // Rows follow one another, and so do their elements.
+  bool packed() const {
+    return (rows <= 1 || row_stride == cols) && (cols <= 1 || col_stride == 1);
+  }
+  // Of a row and of all rows, packed.
   std::uint64_t row_bytes() const { return static_cast<std::uint64_t>(cols) * dtype_bytes(type); }
   std::uint64_t bytes() const { return static_cast<std::uint64_t>(rows) * row_bytes(); }
   template <class T>
   T* as() const {
     return reinterpret_cast<T*>(data);
   }
+};
+
+// How the elements of a tensor may lie.
+enum class Fit {
+  rows,      // packed, and aligned for copies in bulk
+  elements,  // packed, each element aligned to its size
+  input,     // each element aligned to its size, any strides
+  output,    // likewise, and no two elements in one place
 };
 
 // What a tensor argument must look like; everything else is INVALID_ARGUMENT with name, expected
@@ -35,9 +49,15 @@ struct TensorSpec {
   int ndim;
   std::span<const DType> types;
   DLDevice device;  // the communicator's
+  Fit fit = Fit::elements;
   bool optional = false;
   bool pinned_host = false;  // may lie in pinned host memory instead
 };
+
+// Text behind the name of rows that a group without staging cannot take.
+inline constexpr const char* kOutsideSymmetricMemory =
+    ": lies outside symmetric memory, expected memory from xd_mem_alloc or registered by "
+    "xd_mem_register: the group was made with XD_EP_STAGING_NONE";
 
 // A tensor with `given` = false for an optional one that is NULL.
 Tensor read_tensor(const DLTensor* tensor, const TensorSpec& spec);

@@ -9,8 +9,9 @@
 //                                        src still sends after drops; before its done flag
 //   lists[src]         src, in prepare   EXPERT_MAJOR: src's rows here, token by token (ep/plan.h);
 //                                        before its done flag
-//   rows, scales,      peers             staging for receive tensors outside symmetric memory
-//   weights, indices
+//   scales, weights,   peers             staging for what lies beside receive rows, where it lies
+//   indices                              outside symmetric memory, or scales have other strides
+//   rows               peers             staging for receive rows outside symmetric memory
 //
 // CUDA only:
 //   chunk[src][c]      src, once per op  all that src brings here in this operation for the tokens
@@ -159,8 +160,8 @@ constexpr std::uint32_t count_of(std::uint64_t word) {
 
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {
-  std::uint64_t record, done, counts, kept, chunk, listed, items, staging, lists, rows, partials,
-      scales, weights, indices, end;
+  std::uint64_t record, done, counts, kept, chunk, listed, items, scales, weights, indices, staging,
+      lists, rows, partials, end;
 
   // A source's list: its length, then so many rows.
   static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
@@ -170,8 +171,9 @@ struct GroupMap {
     const auto ranks = static_cast<std::uint64_t>(config.ranks);
     const auto local = static_cast<std::uint64_t>(config.local_experts);
     const bool keeps = !config.expert_major() && config.overflow == XD_EP_OVERFLOW_DROP;
-    const std::uint64_t staged = config.staging ? static_cast<std::uint64_t>(config.capacity) : 0;
-    const std::uint64_t values = staged * config.weights_per_row();
+    const auto capacity = static_cast<std::uint64_t>(config.capacity);
+    const std::uint64_t staged = config.staging ? capacity : 0;  // rows
+    const std::uint64_t values = capacity * config.weights_per_row();
     LayoutCursor cursor;
     GroupMap map{};
     map.record = cursor.place<EntryRecord>(2 * ranks, 64);
@@ -183,15 +185,15 @@ struct GroupMap {
     const std::uint64_t lists = config.keeps_lists() ? ranks * list_words(config) : 0;
     if (config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
     const std::uint64_t slots = config.keeps_partials() ? slots_of(config) : 0;
+    map.scales = cursor.place<std::byte>(capacity * config.max_scale_bytes, 256);
+    map.weights = cursor.place<float>(values, 256);
+    map.indices = cursor.place<std::int64_t>(config.expert_major() ? 0 : values, 256);
     map.staging = cursor.place<std::byte>(0, 256);
     if (!config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
     map.rows = cursor.place<std::byte>(std::max(staged, slots) * config.max_row_bytes, 256);
     map.partials = map.rows;
     // Without staging EXPERT_MAJOR would still have its partial sums.
     if (config.cuda && config.expert_major()) map.staging = map.rows + slots * config.max_row_bytes;
-    map.scales = cursor.place<std::byte>(staged * config.max_scale_bytes, 256);
-    map.weights = cursor.place<float>(values, 256);
-    map.indices = cursor.place<std::int64_t>(config.expert_major() ? 0 : values, 256);
     map.end = cursor.place<std::byte>(0, 256);
     return map;
   }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <utility>
 
 #include "conformance/batch.h"
 #include "conformance/step.h"
@@ -87,8 +88,8 @@ const Damage kDamages[] = {
     {"NegativeExtent", [](DamagedTensor& d) { *d.last() = -1; }},
     {"NoShape", [](DamagedTensor& d) { d.tensor.shape = nullptr; }},
     {"Misaligned",
-     [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 8; }},
-    {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 8; }},
+     [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 2; }},
+    {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 2; }},
     {"NoData", [](DamagedTensor& d) { d.tensor.data = nullptr; }},
     {"OtherDevice",
      [](DamagedTensor& d) {
@@ -115,6 +116,8 @@ TEST_P(BadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
     make_plan(group.get(), batch);
     for (Batch::Field& field : batch.fields()) {
       for (const Damage& damage : kDamages) {
+        const bool any_strides = std::string(field.name) == "scales";
+        if (any_strides && std::string(damage.name) == "NotContiguous") continue;
         SCOPED_TRACE(std::string(damage.name) + " " + field.name + " of operation " +
                      std::to_string(field.operation));
         const DLTensor* original = *field.slot;
@@ -279,6 +282,7 @@ TEST(BadArguments, WeightsOfARankMajorCombineAreRefused) {
   });
 }
 
+// Rows alone decide: see the grid for what lies beside them.
 TEST(BadArguments, PlainReceiveTensorsInAGroupWithoutStagingAreRefused) {
   Case c = plain_case(world().num_ranks());
   c.placing = Placing::unstaged;
@@ -288,9 +292,59 @@ TEST(BadArguments, PlainReceiveTensorsInAGroupWithoutStagingAreRefused) {
     Batch batch(rank, c, 0, place);
     batch.prepare(group.get());
     expect_refused(rank, group.get(), batch, XD_EP_DISPATCH, "recv_tokens");
+    expect_refused(rank, group.get(), batch, XD_EP_DISPATCH,
+                   "expected memory from xd_mem_alloc or registered by xd_mem_register");
     expect_refused(rank, group.get(), batch, XD_EP_COMBINE, "expert_out");
     expect_refused(rank, group.get(), batch, XD_EP_COMBINE_BWD, "expert_out");
     expect_refused(rank, group.get(), batch, XD_EP_DISPATCH_BWD, "grad_recv_tokens");
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, RowsThatAreNot16ByteAlignedAreRefused) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    make_plan(group.get(), batch);
+    for (const auto& [operation, name] :
+         {std::pair{XD_EP_DISPATCH, "tokens"}, {XD_EP_DISPATCH, "recv_tokens"},
+          {XD_EP_COMBINE, "expert_out"}, {XD_EP_COMBINE, "out"}, {XD_EP_COMBINE_BWD, "grad_out"},
+          {XD_EP_COMBINE_BWD, "grad_expert_out"}, {XD_EP_DISPATCH_BWD, "grad_recv_tokens"},
+          {XD_EP_DISPATCH_BWD, "grad_tokens"}}) {
+      SCOPED_TRACE(name);
+      Batch::Field& field = batch.field(operation, name);
+      const DLTensor* original = *field.slot;
+      DamagedTensor damaged(*original);
+      damaged.tensor.data = static_cast<std::byte*>(damaged.tensor.data) + 8;
+      if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
+      expect_refused(rank, group.get(), batch, operation, "16-byte aligned");
+      *field.slot = original;
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+// Any strides will do for scales, but two rows of an output must not share an element.
+TEST(BadArguments, ScalesThatOverlapAreRefused) {
+  Case c = plain_case(world().num_ranks());
+  c.cargo = Cargo::e4m3_with_floats;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    make_plan(group.get(), batch);
+    Batch::Field& field = batch.field(XD_EP_DISPATCH, "recv_scales");
+    const DLTensor* original = *field.slot;
+    for (const auto& [down, along] : {std::pair{0, 1}, {1, 0}, {1, 1}, {2, -2}, {-3, 3}}) {
+      SCOPED_TRACE("strides " + std::to_string(down) + ", " + std::to_string(along));
+      DamagedTensor damaged(*original);
+      damaged.strides[0] = down;
+      damaged.strides[1] = along;
+      damaged.tensor.strides = damaged.strides;
+      if (rank.rank == guilty_rank(rank)) *field.slot = &damaged.tensor;
+      expect_refused(rank, group.get(), batch, XD_EP_DISPATCH, "recv_scales: has strides");
+      *field.slot = original;
+    }
     expect_group_works(rank, c, group.get());
   });
 }

@@ -47,6 +47,7 @@ void Image::fill_row(std::int64_t row, std::byte value) {
 
 void expect_image(const char* name, const Tensor& tensor, const Image& expected) {
   EXPECT_TRUE(tensor.buffer().guards_intact()) << name << ": bytes beside the tensor were written";
+  EXPECT_TRUE(tensor.gaps_intact()) << name << ": bytes between its elements were written";
   const std::vector<std::byte> got = tensor.read();
   const std::vector<std::byte>& want = expected.bytes();
   ASSERT_EQ(got.size(), want.size()) << name;

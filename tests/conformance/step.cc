@@ -89,30 +89,65 @@ Step::Shape Step::choice_shape(std::int64_t rows) const {
   return case_.layout == XD_EP_EXPERT_MAJOR ? Shape{rows} : Shape{rows, topk_};
 }
 
-Tensor Step::output(DLDataType type, Shape shape, bool receive) {
-  ++tensors_;
-  const bool symmetric = case_.placing == Placing::symmetric ||
-                         (case_.placing == Placing::unstaged && receive) ||
-                         (case_.placing == Placing::mixed && own_chance(tensors_) % 2 == 0);
-  return Tensor(rank_, type, std::move(shape), symmetric ? Place::symmetric : Place::ordinary);
+Spread Step::spread(Grain grain, const Shape& shape) const {
+  Spread spread;
+  if (grain == Grain::rows) return spread;
+  const std::uint64_t chance = own_chance(tensors_ + 1000);
+  spread.shift = static_cast<std::int64_t>(chance % 16);
+  if (grain == Grain::elements) return spread;
+  const std::int64_t rows = shape[0], columns = shape[1];
+  const auto gap = static_cast<std::int64_t>(chance / 16 % 5);
+  switch (chance / 128 % 6) {
+    case 0:
+      break;
+    case 1:  // column after column
+      spread.strides = {1, std::max<std::int64_t>(1, rows + gap)};
+      break;
+    case 2:  // part of a wider matrix
+      spread.strides = {columns + gap, 1};
+      break;
+    case 3:  // every second element or so
+      spread.strides = {(columns + gap) * (1 + gap), 1 + gap};
+      break;
+    case 4:  // rows from the last to the first
+      spread.strides = {-(columns + gap), 1};
+      break;
+    case 5:  // columns likewise, one after another
+      spread.strides = {1 + gap, -((rows + gap) * (1 + gap))};
+      break;
+  }
+  return spread;
 }
 
-Tensor Step::token_input(DLDataType type, Shape shape, const CodeAt& code) {
+Tensor Step::output(DLDataType type, Shape shape, bool receive, Grain grain) {
+  ++tensors_;
+  const bool chosen = own_chance(tensors_) % 2 == 0;
+  bool symmetric = case_.placing == Placing::symmetric;
+  if (case_.placing == Placing::mixed) symmetric = chosen;
+  if (case_.placing == Placing::unstaged) {
+    symmetric = receive && (grain == Grain::rows || chosen);
+  }
+  Spread lie = spread(grain, shape);
+  return Tensor(rank_, type, std::move(shape), symmetric ? Place::symmetric : Place::ordinary,
+                std::move(lie));
+}
+
+Tensor Step::token_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain) {
   Image image(shape[0], columns_of(shape), type, kForbidden);
   for (std::int64_t row = 0; row < image.rows(); ++row) image.set_row(row, code);
-  Tensor tensor = output(type, std::move(shape), false);
+  Tensor tensor = output(type, std::move(shape), false, grain);
   tensor.write(image.bytes());
   return tensor;
 }
 
-Tensor Step::receive_input(DLDataType type, Shape shape, const CodeAt& code) {
+Tensor Step::receive_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain) {
   Image image(shape[0], columns_of(shape), type, kForbidden);
   const std::int64_t used =
       std::min(image.rows(), static_cast<std::int64_t>(received().rows.size()));
   for (std::int64_t row = 0; row < used; ++row) {
     if (!row_at(row).padding()) image.set_row(row, code);
   }
-  Tensor tensor = output(type, std::move(shape), true);
+  Tensor tensor = output(type, std::move(shape), true, grain);
   tensor.write(image.bytes());
   return tensor;
 }

@@ -58,11 +58,16 @@ class Step {
   Shape choice_shape(std::int64_t rows) const;  // of receive weights: [R] or [R,K]
   Payload payload() const;
 
+  // What the library asks of a tensor: rows of tokens are aligned to 16 bytes; what is beside them
+  // begins at any element; scales have any strides.
+  enum class Grain { rows, elements, scales };
   // Poisoned tensors, and tensors that hold `code`. `receive`: on the receive side, where padding
   // and tail of an input hold what must not be read.
-  Tensor output(DLDataType type, Shape shape, bool receive);
-  Tensor token_input(DLDataType type, Shape shape, const CodeAt& code);
-  Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code);
+  Tensor output(DLDataType type, Shape shape, bool receive, Grain grain = Grain::rows);
+  Tensor token_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
+  Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code,
+                       Grain grain = Grain::rows);
+  Spread spread(Grain grain, const Shape& shape) const;  // of the next tensor
 
   // Where the plan is refused nothing may have been written. Otherwise rows are as `code` says, and
   // on the receive side padding is zero and the tail is zero or untouched.

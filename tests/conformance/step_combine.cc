@@ -17,7 +17,8 @@ void Step::combine() {
   Tensor expert_out = receive_input(case_.dtype, {rows, columns},
                                     [&](auto r, auto column) { return code(me, r, column); });
   Tensor weights = receive_input(
-      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); });
+      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); },
+      Grain::elements);
   Tensor out = output(case_.dtype, {tokens(), columns}, false);
 
   xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
@@ -56,9 +57,10 @@ void Step::combine_bwd() {
     return code(Content::expert_out, me, r, column);
   });
   Tensor weights = receive_input(
-      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); });
+      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); },
+      Grain::elements);
   Tensor grad_expert_out = output(case_.dtype, {rows, columns}, true);
-  Tensor grad_weights = output(kF32, {rows}, true);
+  Tensor grad_weights = output(kF32, {rows}, true, Grain::elements);
 
   xd_ep_combine_bwd_args args = XD_EP_COMBINE_BWD_ARGS_INIT;
   args.plan = plan_.data();

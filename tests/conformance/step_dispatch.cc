@@ -84,17 +84,24 @@ void Step::dispatch() {
     const Element at = element(Content::tokens, me, t, column);
     return p.quantised ? quantisable_code(at) : any_code(at);
   });
-  Tensor scales = token_input(p.scale_type, {tokens(), p.scale_columns}, [&](auto t, auto column) {
-    return any_code(element(Content::scales, me, t, column));
-  });
-  Tensor weights = token_input(kF32, {tokens(), topk_}, [&](auto t, auto k) {
-    return encode(weight({me, static_cast<int>(t), -1}, static_cast<int>(k)), kFormatF32);
-  });
+  Tensor scales = token_input(
+      p.scale_type, {tokens(), p.scale_columns},
+      [&](auto t, auto column) {
+        return any_code(element(Content::scales, me, t, column));
+      },
+      Grain::scales);
+  Tensor weights = token_input(
+      kF32, {tokens(), topk_},
+      [&](auto t, auto k) {
+        return encode(weight({me, static_cast<int>(t), -1}, static_cast<int>(k)), kFormatF32);
+      },
+      Grain::elements);
   Tensor recv_tokens = output(p.recv_type, {rows, p.columns}, true);
-  Tensor recv_scales = output(p.scale_type, {rows, p.scale_columns}, true);
-  Tensor recv_weights = output(kF32, choice_shape(rows), true);
+  Tensor recv_scales = output(p.scale_type, {rows, p.scale_columns}, true, Grain::scales);
+  Tensor recv_weights = output(kF32, choice_shape(rows), true, Grain::elements);
   // The width of the indices is each rank's own choice.
-  Tensor recv_idx = output(own_chance(5) % 2 == 0 ? kI32 : kI64, {rows, topk_}, true);
+  const DLDataType idx_type = own_chance(5) % 2 == 0 ? kI32 : kI64;
+  Tensor recv_idx = output(idx_type, {rows, topk_}, true, Grain::elements);
   const bool with_idx = case_.layout == XD_EP_RANK_MAJOR && common_chance(6) % 4 != 0;
 
   xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
@@ -158,10 +165,11 @@ void Step::dispatch_bwd() {
   };
   Tensor grad_recv_tokens = receive_input(case_.dtype, {rows, columns},
                                           [&](auto r, auto column) { return grad(me, r, column); });
-  Tensor grad_recv_weights = receive_input(kF32, choice_shape(rows),
-                                           [&](auto r, auto k) { return weight_grad(me, r, k); });
+  Tensor grad_recv_weights = receive_input(
+      kF32, choice_shape(rows), [&](auto r, auto k) { return weight_grad(me, r, k); },
+      Grain::elements);
   Tensor grad_tokens = output(case_.dtype, {tokens(), columns}, false);
-  Tensor grad_topk_weights = output(kF32, {tokens(), topk_}, false);
+  Tensor grad_topk_weights = output(kF32, {tokens(), topk_}, false, Grain::elements);
   const bool with_tokens = common_chance(8) % 4 != 0;
   const bool with_weights = !with_tokens || common_chance(9) % 2 == 0;
 

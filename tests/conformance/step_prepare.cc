@@ -39,10 +39,12 @@ std::vector<CountOutput> count_outputs(const Routed& routed, int rank) {
 
 void Step::prepare() {
   const Choices mine = case_.choices(number_)[static_cast<std::size_t>(rank_.rank)];  // bad ids too
-  Tensor topk_idx =
-      token_input(case_.index_type, {tokens(), topk_}, [&](std::int64_t t, std::int64_t k) {
+  Tensor topk_idx = token_input(
+      case_.index_type, {tokens(), topk_},
+      [&](std::int64_t t, std::int64_t k) {
         return static_cast<std::uint64_t>(mine.id(static_cast<int>(t), static_cast<int>(k)));
-      });
+      },
+      Grain::elements);
   xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = topk_idx.dl();
   args.plan = plan_.data();
@@ -54,7 +56,7 @@ void Step::prepare() {
   std::vector<Tensor> tensors;
   tensors.reserve(outputs.size());  // args point into them
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    tensors.push_back(output(case_.output_type, outputs[i].shape, false));
+    tensors.push_back(output(case_.output_type, outputs[i].shape, false, Grain::elements));
     if ((left_out >> i) % 2 == 0) args.*outputs[i].field = tensors[i].dl();
   }
   expect_status(XD_EP_PREPARE, xd_ep_prepare(group_, &args, rank_.stream()));
@@ -76,7 +78,8 @@ void Step::prepare() {
 // The zone of each row, also past the last one, whatever became of the plan.
 void Step::expect_row_experts() {
   const std::int64_t rows = receive_rows(21);
-  Tensor row_experts = output(own_chance(22) % 2 == 0 ? kI32 : kI64, {rows}, false);
+  const DLDataType type = own_chance(22) % 2 == 0 ? kI32 : kI64;
+  Tensor row_experts = output(type, {rows}, false, Grain::elements);
   xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
   args.plan = plan_.data();
   args.plan_bytes = plan_.bytes();
@@ -92,7 +95,7 @@ void Step::expect_row_experts() {
   ok(status);
   rank_.memory->synchronize();
   const std::vector<std::int64_t>& offsets = received().offsets;
-  Image image(rows, 1, row_experts.type(), kPoison);
+  Image image(rows, 1, type, kPoison);
   for (std::int64_t row = 0; row < rows; ++row) {
     std::int64_t expert = -1;
     for (int e = 0; e < case_.local_experts; ++e) {

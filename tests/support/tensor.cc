@@ -1,6 +1,7 @@
 #include "support/tensor.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -29,10 +30,27 @@ void forbid(void*, std::size_t) {}
 void allow(void*, std::size_t) {}
 #endif
 
-std::size_t bytes_of(DLDataType type, const std::vector<std::int64_t>& shape) {
-  std::size_t bytes = element_bytes(type);
-  for (const std::int64_t extent : shape) bytes *= static_cast<std::size_t>(extent);
-  return bytes;
+std::size_t count_of(const std::vector<std::int64_t>& shape) {
+  std::size_t count = 1;
+  for (const std::int64_t extent : shape) count *= static_cast<std::size_t>(extent);
+  return count;
+}
+
+// Elements from the first in memory to the last one.
+std::size_t span_of(const std::vector<std::int64_t>& shape, const Spread& spread) {
+  const std::size_t count = count_of(shape);
+  if (count == 0 || spread.strides.empty()) return count;
+  std::size_t span = 1;
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    span += static_cast<std::size_t>((shape[d] - 1) * std::abs(spread.strides[d]));
+  }
+  return span;
+}
+
+std::size_t bytes_of(DLDataType type, const std::vector<std::int64_t>& shape,
+                     const Spread& spread) {
+  const std::size_t span = span_of(shape, spread);
+  return span == 0 ? 0 : element_bytes(type) * (span + static_cast<std::size_t>(spread.shift));
 }
 
 }  // namespace
@@ -108,26 +126,84 @@ bool Buffer::guards_intact() const {
   return std::ranges::all_of(guards, [](std::byte byte) { return byte == kGuardByte; });
 }
 
-Tensor::Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape, Place place)
+Tensor::Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape, Place place,
+               Spread spread)
     : type_(type),
       shape_(std::move(shape)),
+      spread_(std::move(spread)),
       place_(place),
-      buffer_(rank, bytes_of(type_, shape_), place) {
+      buffer_(rank, bytes_of(type_, shape_, spread_), place) {
   buffer_.fill(kPoison);
   dl_.device = rank.memory->device();
 }
 
 const DLTensor* Tensor::dl() {
-  const bool null = buffer_.bytes() == 0 && place_ == Place::ordinary;
-  dl_.data = null ? nullptr : buffer_.data();
+  const bool empty = buffer_.bytes() == 0;
+  const bool null = empty && place_ == Place::ordinary;
+  std::size_t first = 0;
+  if (!empty) first = places().front();
+  dl_.data = null ? nullptr : static_cast<std::byte*>(buffer_.data()) + first;
   dl_.ndim = static_cast<int>(shape_.size());
   dl_.dtype = type_;
   dl_.shape = shape_.data();
+  dl_.strides = spread_.strides.empty() ? nullptr : spread_.strides.data();
   return &dl_;
 }
 
+std::vector<std::size_t> Tensor::places() const {
+  const std::size_t size = element_bytes(type_), count = count_of(shape_);
+  std::vector<std::size_t> places(count);
+  const std::int64_t cols = shape_.size() > 1 ? shape_[1] : 1;
+  std::int64_t down = cols, along = 1, first = spread_.shift;
+  if (!spread_.strides.empty()) {
+    down = spread_.strides[0];
+    along = shape_.size() > 1 ? spread_.strides[1] : 1;
+  }
+  if (down < 0 && shape_[0] > 0) first -= (shape_[0] - 1) * down;
+  if (along < 0 && cols > 0) first -= (cols - 1) * along;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto at = static_cast<std::int64_t>(i);
+    places[i] = static_cast<std::size_t>(first + at / cols * down + at % cols * along) * size;
+  }
+  return places;
+}
+
+std::vector<std::byte> Tensor::read() const {
+  const std::vector<std::byte> bytes = buffer_.read();
+  const std::size_t size = element_bytes(type_);
+  std::vector<std::byte> packed;
+  for (const std::size_t place : places()) {
+    const auto from = bytes.begin() + static_cast<std::ptrdiff_t>(place);
+    packed.insert(packed.end(), from, from + static_cast<std::ptrdiff_t>(size));
+  }
+  return packed;
+}
+
+void Tensor::write_bytes(std::span<const std::byte> packed) {
+  const std::vector<std::size_t> all = places();
+  const std::size_t size = element_bytes(type_);
+  if (packed.size() != all.size() * size) {
+    throw std::logic_error("tensor of " + std::to_string(all.size() * size) + " bytes, written " +
+                           std::to_string(packed.size()));
+  }
+  std::vector<std::byte> bytes = buffer_.read();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    std::copy_n(packed.begin() + static_cast<std::ptrdiff_t>(i * size), size,
+                bytes.begin() + static_cast<std::ptrdiff_t>(all[i]));
+  }
+  buffer_.write(bytes);
+}
+
+bool Tensor::gaps_intact() const {
+  std::vector<std::byte> bytes = buffer_.read();
+  for (const std::size_t place : places()) {
+    std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(place), element_bytes(type_), kPoison);
+  }
+  return std::ranges::all_of(bytes, [](std::byte byte) { return byte == kPoison; });
+}
+
 bool Tensor::untouched() const {
-  return std::ranges::all_of(read(), [](std::byte byte) { return byte == kPoison; });
+  return std::ranges::all_of(buffer_.read(), [](std::byte byte) { return byte == kPoison; });
 }
 
 }  // namespace xd::test

@@ -63,11 +63,18 @@ class Buffer {
 // What an output holds before the call, and what no input of the library should pass on.
 inline constexpr std::byte kPoison{0xA5};
 
+// How a tensor's elements lie in its buffer, in elements.
+struct Spread {
+  std::int64_t shift = 0;  // of the first address, away from a multiple of 16 bytes
+  // Of a matrix; none = packed rows. Negative ones run backwards.
+  std::vector<std::int64_t> strides;
+};
+
 class Tensor {
  public:
   // Poisoned. A tensor without elements has data = NULL in ordinary memory.
   Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape,
-         Place place = Place::ordinary);
+         Place place = Place::ordinary, Spread spread = {});
   Tensor(Tensor&& other) noexcept = default;
 
   // Points into this object: valid until it is moved or destroyed.
@@ -76,25 +83,30 @@ class Tensor {
   DLDataType type() const { return type_; }
   Buffer& buffer() { return buffer_; }
   const Buffer& buffer() const { return buffer_; }
-  std::vector<std::byte> read() const { return buffer_.read(); }
-  bool untouched() const;  // still poisoned all over
+  std::vector<std::byte> read() const;  // its elements, as packed rows
+  bool untouched() const;               // still poisoned all over
+  bool gaps_intact() const;             // what lies between its elements is still poisoned
 
   template <class T>
   Tensor& write(const std::vector<T>& values) {
-    buffer_.write(std::as_bytes(std::span(values)));
+    write_bytes(std::as_bytes(std::span(values)));
     return *this;
   }
   template <class T>
   std::vector<T> read_as() const {
-    const std::vector<std::byte> bytes = buffer_.read();
+    const std::vector<std::byte> bytes = read();
     std::vector<T> values(bytes.size() / sizeof(T));
     std::copy(bytes.begin(), bytes.end(), std::as_writable_bytes(std::span(values)).begin());
     return values;
   }
 
  private:
+  void write_bytes(std::span<const std::byte> packed);
+  std::vector<std::size_t> places() const;  // of each element in the buffer, in bytes
+
   DLDataType type_;
   std::vector<std::int64_t> shape_;
+  Spread spread_;
   Place place_;
   Buffer buffer_;
   DLTensor dl_{};

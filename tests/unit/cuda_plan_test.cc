@@ -64,7 +64,8 @@ TEST(MoverPlanTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
 
 TEST(MoverPlanTest, ScalesTravelBesideRowsWhereBulkCopiesCanCarryThem) {
   EXPECT_EQ(MoverPlan::make(7168, false, 224).beside_bytes, 224u);
-  EXPECT_EQ(MoverPlan::make(7168, false, 7).beside_bytes, 0u);
+  EXPECT_EQ(MoverPlan::make(7168, false, 7).beside_bytes, 7u);
+  EXPECT_EQ(MoverPlan::make(7168, false, 16400).beside_bytes, 0u) << "more than a stage holds";
   EXPECT_EQ(MoverPlan::make(14336, true, 224).beside_bytes, 0u) << "they are made on the way";
 }
 

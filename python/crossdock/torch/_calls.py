@@ -2,8 +2,8 @@
 
 Each function runs one operation of a ``crossdock._core.Group`` on the current stream of the plan's
 device. Arguments have the names, shapes and dtypes of ``crossdock/ep.h``; optional ones may be
-None. Tensors must be contiguous: only addresses, shapes and dtypes travel. On the CPU an operation
-has finished when its function returns. On a GPU it has been enqueued, and tensors from torch's
+None. Tensors must be contiguous, but for scales, which may have any strides. On the CPU an
+operation has finished when its function returns. On a GPU it has been enqueued, and tensors from torch's
 caching allocator may be dropped at once: their memory is reused only by later work of that stream.
 """
 
@@ -19,7 +19,7 @@ from crossdock import _core
 OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = range(5)
 
-Spec = tuple[int, tuple[int, ...], int]
+Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 
 def _dtype_codes() -> dict[torch.dtype, int]:
@@ -58,7 +58,7 @@ def spec(tensor: torch.Tensor) -> Spec: ...
 @overload
 def spec(tensor: torch.Tensor | None) -> Spec | None: ...
 def spec(tensor: torch.Tensor | None) -> Spec | None:
-    """What ``_core`` takes for a tensor: (address, shape, dtype code).
+    """What ``_core`` takes for a tensor: (address, shape, dtype code), and strides if not packed.
 
     Raises:
         TypeError: the library has no such dtype.
@@ -69,7 +69,9 @@ def spec(tensor: torch.Tensor | None) -> Spec | None:
     if code is None:
         known = ", ".join(str(dtype) for dtype in DTYPE_CODES)
         raise TypeError(f"expected a dtype of {known}; got {tensor.dtype}")
-    return tensor.data_ptr(), tensor.shape, code
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.shape, code
+    return tensor.data_ptr(), tensor.shape, code, tensor.stride()
 
 
 def current_stream(device: torch.device) -> int:

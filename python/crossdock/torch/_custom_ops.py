@@ -79,24 +79,31 @@ def _given(output: Tensor | None, like: Tensor) -> Tensor:
 
 
 @overload
-def _usable(tensor: Tensor) -> Tensor: ...
+def _rows(tensor: Tensor) -> Tensor: ...
 @overload
-def _usable(tensor: Tensor | None) -> Tensor | None: ...
-def _usable(tensor: Tensor | None) -> Tensor | None:
-    """An input as the library takes it: slices begin anywhere, gradients have any strides."""
+def _rows(tensor: Tensor | None) -> Tensor | None: ...
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    """Rows as the library takes them: slices begin anywhere, gradients have any strides."""
     if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % _ROW_ALIGNMENT == 0):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _packed(tensor: Tensor | None) -> Tensor | None:
+    """What lies beside rows, as the library takes it: it may begin at any element."""
+    return None if tensor is None else tensor.contiguous()
+
+
 def _check(
     group: EpGroup,
     operation: int,
+    strided: tuple[str, ...] = (),
     **tensors: tuple[Tensor | None, int, tuple[torch.dtype, ...]],
 ) -> None:
     """Refuses tensors on another device, not contiguous, of foreign dtypes or dimensions.
 
     Args:
+        strided: arguments that need not be contiguous.
         tensors: by argument (tensor, number of dimensions, dtypes that it may have).
     """
     kind: type[Exception]
@@ -113,7 +120,7 @@ def _check(
         elif tensor.dim() != dimensions:
             kind = ValueError
             problem = f"expected {dimensions} dimensions, got shape {tuple(tensor.shape)}"
-        elif not tensor.is_contiguous():
+        elif name not in strided and not tensor.is_contiguous():
             kind = ValueError
             problem = (
                 f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
@@ -179,7 +186,7 @@ def _prepare(
     order = torch.zeros_like(order)
     _calls.prepare(
         ep.core,
-        _usable(topk_idx),
+        topk_idx.contiguous(),
         plan,
         info[parts.counts],
         info[parts.padded_counts],
@@ -282,6 +289,7 @@ def _dispatch(
     _check(
         ep,
         operation,
+        strided=("scales",),
         x=(x, 2, PAYLOADS),
         topk_weights=(topk_weights, 2, _WEIGHTS),
         scales=(scales, 2, SCALES),
@@ -308,10 +316,10 @@ def _dispatch(
     _calls.dispatch(
         ep.core,
         plan,
-        _usable(x),
+        _rows(x),
         tokens,
-        scales=_usable(scales),
-        topk_weights=_usable(topk_weights),
+        scales=scales,
+        topk_weights=_packed(topk_weights),
         recv_scales=recv_scales,
         recv_weights=weights,
         recv_topk_idx=idx,
@@ -368,8 +376,8 @@ def _dispatch_bwd(
     _calls.dispatch_bwd(
         ep.core,
         plan,
-        grad_recv_tokens=_usable(grad_recv_tokens),
-        grad_recv_weights=_usable(grad_recv_weights),
+        grad_recv_tokens=_rows(grad_recv_tokens),
+        grad_recv_weights=_packed(grad_recv_weights),
         grad_tokens=grad_tokens,
         grad_topk_weights=grad_topk_weights,
     )
@@ -412,7 +420,7 @@ def _combine(
     )
     out = expert_out.new_empty(num_tokens, expert_out.shape[1])
     order = torch.zeros_like(order)
-    _calls.combine(ep.core, plan, _usable(expert_out), out, weights=_usable(weights))
+    _calls.combine(ep.core, plan, _rows(expert_out), out, weights=_packed(weights))
     return out, order
 
 
@@ -444,10 +452,10 @@ def _combine_bwd(
     _calls.combine_bwd(
         ep.core,
         plan,
-        _usable(grad_out),
+        _rows(grad_out),
         grad_expert_out,
-        expert_out=_usable(expert_out),
-        weights=_usable(weights),
+        expert_out=_rows(expert_out),
+        weights=_packed(weights),
         grad_weights=grad_weights,
     )
     return grad_expert_out, _given(grad_weights, order), order

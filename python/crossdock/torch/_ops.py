@@ -53,7 +53,7 @@ def dispatch(
             multiple of 16 bytes.
         topk_weights: ``[T, K]`` float32, contiguous.
         scales: ``[T, S]`` float32, float8_e8m0fnu or uint8 that travels beside the rows, as for fp8
-            tokens. Neither gets a gradient then unless x is of a wider type.
+            tokens; of any strides. Neither gets a gradient then unless x is of a wider type.
         quantize: send bfloat16 rows as float8_e4m3fn with one float32 scale per 128 columns, H a
             multiple of 128. `dequantize` gives the rows back; their gradient reaches x as it is, in
             bfloat16 (straight-through).

@@ -78,8 +78,8 @@ void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, b
 CombineOp::CombineOp(const Context& context, const CombineCall& call)
     : PlanOperation(context, call.plan), call_(call) {
   require_tokens(call_.out, plan_);
-  expert_out_ = receive(call_.expert_out, own_map().rows);
-  weights_ = receive(call_.weights, own_map().weights);
+  expert_out_ = receive_rows(call_.expert_out);
+  weights_ = receive_beside(call_.weights, own_map().weights);
 }
 
 Record CombineOp::record() const {
@@ -105,8 +105,8 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
   require_tokens(call_.grad_topk_weights, plan_);
   require_topk(call_.grad_topk_weights, plan_);
   if (!config().expert_major()) require_topk(call_.grad_recv_weights, plan_);
-  grad_recv_tokens_ = receive(call_.grad_recv_tokens, own_map().rows);
-  grad_recv_weights_ = receive(call_.grad_recv_weights, own_map().weights);
+  grad_recv_tokens_ = receive_rows(call_.grad_recv_tokens);
+  grad_recv_weights_ = receive_beside(call_.grad_recv_weights, own_map().weights);
 }
 
 Record DispatchBwdOp::record() const {

@@ -11,10 +11,10 @@ namespace xd::ep::cpu {
 CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
     : PlanOperation(context, call.plan), call_(call) {
   require_tokens(call_.grad_out, plan_);
-  grad_expert_out_ = receive(call_.grad_expert_out, own_map().rows);
-  expert_out_ = receive(call_.expert_out, own_map().rows);
-  weights_ = receive(call_.weights, own_map().weights);
-  grad_weights_ = receive(call_.grad_weights, own_map().weights);
+  grad_expert_out_ = receive_rows(call_.grad_expert_out);
+  expert_out_ = receive_rows(call_.expert_out);
+  weights_ = receive_beside(call_.weights, own_map().weights);
+  grad_weights_ = receive_beside(call_.grad_weights, own_map().weights);
 }
 
 Record CombineBwdOp::record() const {

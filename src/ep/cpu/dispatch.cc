@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "ep/cpu/operations.h"
+#include "ep/cpu/strided.h"
 
 namespace xd::ep::cpu {
 
@@ -16,10 +17,10 @@ DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
     require_topk(call_.recv_weights, plan_);
     require_topk(call_.recv_topk_idx, plan_);
   }
-  recv_tokens_ = receive(call_.recv_tokens, own_map().rows);
-  recv_scales_ = receive(call_.recv_scales, own_map().scales);
-  recv_weights_ = receive(call_.recv_weights, own_map().weights);
-  recv_topk_idx_ = receive(call_.recv_topk_idx, own_map().indices);
+  recv_tokens_ = receive_rows(call_.recv_tokens);
+  recv_scales_ = receive_beside(call_.recv_scales, own_map().scales);
+  recv_weights_ = receive_beside(call_.recv_weights, own_map().weights);
+  recv_topk_idx_ = receive_beside(call_.recv_topk_idx, own_map().indices);
 }
 
 Record DispatchOp::record() const {
@@ -37,7 +38,8 @@ void DispatchOp::move() {
       {.row = call_.recv_tokens.row_bytes(),
        .scales = call_.recv_scales.row_bytes(),
        .weights = call_.recv_weights.row_bytes(),
-       .extra = call_.recv_topk_idx ? call_.recv_topk_idx.cols * sizeof(std::int32_t) : 0});
+       .extra = call_.recv_topk_idx ? call_.recv_topk_idx.cols * sizeof(std::int32_t) : 0,
+       .scale_alignment = dtype_bytes(call_.recv_scales.type)});
   store_ = store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) *
                      call_.recv_tokens.row_bytes());
   TokenRows rows;
@@ -65,7 +67,12 @@ void DispatchOp::send_row(std::int64_t token, const TokenRows& rows) const {
             [&](int r) { return row_target(r); });
   if (!call_.scales) return;
   const std::uint64_t scale_bytes = call_.scales.row_bytes();
-  store_row(rows, call_.scales.data + t * scale_bytes, scale_bytes, rows::Store::cached,
+  const std::byte* scales = call_.scales.data + t * scale_bytes;
+  if (!call_.scales.packed()) {
+    gather_row(call_.scales, token, context_.scratch.scales.data());
+    scales = context_.scratch.scales.data();
+  }
+  store_row(rows, scales, scale_bytes, rows::Store::cached,
             [&](int r) { return scale_target(r); });
 }
 

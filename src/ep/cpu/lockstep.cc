@@ -105,8 +105,9 @@ void Lockstep::await_counts(std::span<std::uint32_t> table) {
   });
 }
 
-std::byte* Lockstep::tensor_of(int rank, TensorPlace place, std::uint64_t bytes) const {
-  const bool aligned = place.offset() % kRowAlignment == 0;
+std::byte* Lockstep::tensor_of(int rank, TensorPlace place, std::uint64_t bytes,
+                               std::uint64_t alignment) const {
+  const bool aligned = place.offset() % alignment == 0;
   if (aligned && place.base() == TensorPlace::kGroup) {
     const Segment& segment = *segments_[at(rank)];
     if (place.offset() <= segment.bytes() && bytes <= segment.bytes() - place.offset()) {

@@ -45,8 +45,9 @@ class Lockstep {
   void await_counts(std::span<std::uint32_t> table);
 
   // Address of `bytes` bytes of a peer's tensor; throws MISMATCH if its record names no memory of
-  // its own, or a place that rows cannot start at.
-  std::byte* tensor_of(int rank, TensorPlace place, std::uint64_t bytes) const;
+  // its own, or a place that its elements cannot start at.
+  std::byte* tensor_of(int rank, TensorPlace place, std::uint64_t bytes,
+                       std::uint64_t alignment) const;
 
  private:
   EntryRecord& entry(int owner, int source, std::uint64_t epoch) const;

@@ -62,8 +62,12 @@ class PlanOperation {
     return {tensors(rank).rows, tensors(rank).one_row_per_token};
   }
   const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.rank()); }
-  ReceiveTensor receive(const Tensor& tensor, std::uint64_t staging_offset) const {
-    return ReceiveTensor(context_, plan_, tensor, staging_offset);
+  ReceiveTensor receive_rows(const Tensor& tensor) const {
+    return ReceiveTensor(context_, plan_, tensor, {own_map().rows, false});
+  }
+  // What lies beside rows.
+  ReceiveTensor receive_beside(const Tensor& tensor, std::uint64_t staging_offset) const {
+    return ReceiveTensor(context_, plan_, tensor, {staging_offset, true});
   }
   // Completes what the call says of itself.
   Record plan_record(Record record) const {

@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "ep/cpu/strided.h"
 #include "ep/verdict.h"
 
 namespace xd::ep::cpu {
@@ -27,7 +28,7 @@ std::size_t Scratch::bytes(const Config& config) {
 }
 
 ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
-                             std::uint64_t staging_offset)
+                             const Staging& staging)
     : tensor_(tensor) {
   if (!tensor) return;
   const Group& group = context.group;
@@ -35,14 +36,16 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
   XD_REQUIRE(tensor.rows >= rows, tensor.name, ": has ", tensor.rows, " rows, expected at least ",
              rows, ", which the plan brings to this rank");
   // No peer touches a tensor without rows, wherever it lies.
-  place_ = tensor.bytes() > 0 ? place_in_heap(group.comm(), tensor)
-                              : TensorPlace(TensorPlace::kGroup, staging_offset);
-  if (place_) return;
-  XD_REQUIRE(group.config().staging, tensor.name,
-             ": lies outside symmetric memory, expected memory from xd_mem_alloc: the group was "
-             "made with XD_EP_STAGING_NONE");
-  place_ = TensorPlace(TensorPlace::kGroup, staging_offset);
-  staged_ = context.lockstep.area_of(group.rank(), staging_offset);
+  place_ = TensorPlace(TensorPlace::kGroup, staging.offset);
+  if (tensor.bytes() == 0) return;
+  if (tensor.packed()) {
+    if (const TensorPlace in_heap = place_in_heap(group.comm(), tensor)) {
+      place_ = in_heap;
+      return;
+    }
+  }
+  XD_REQUIRE(staging.always || group.config().staging, tensor.name, kOutsideSymmetricMemory);
+  staged_ = context.lockstep.area_of(group.rank(), staging.offset);
 }
 
 void ReceiveTensor::copy_in(const PlanView& plan, const Config& config) const {
@@ -60,6 +63,12 @@ void ReceiveTensor::copy_out(const PlanView& plan, const Config& config) const {
   const std::uint64_t bytes = tensor_.row_bytes();
   for_each_run(plan, config, [&](std::int64_t first, std::int64_t count) {
     const std::uint64_t begin = at(first) * bytes, size = at(count) * bytes;
+    if (!tensor_.packed()) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        scatter_row(tensor_, first + i, staged_ + begin + at(i) * bytes);
+      }
+      return;
+    }
     rows::copy(tensor_.data + begin, staged_ + begin, size, store_for(size));
   });
   rows::flush();
@@ -77,12 +86,16 @@ void ListedRows::take(const PlanView& plan, std::size_t& position) {
 }
 
 void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
-  if (!config.expert_major()) return copy_out(plan, config);
+  if (!config.keeps_lists()) return copy_out(plan, config);
   if (staged_ == nullptr) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
   std::array<void*, kMaxTopk> places;
   for_each_token(plan, [&](std::span<const std::uint32_t> rows, auto) {
+    if (!tensor_.packed()) {
+      for (const std::uint32_t row : rows) scatter_row(tensor_, row, crossed(rows[0]));
+      return;
+    }
     for (std::size_t i = 0; i < rows.size(); ++i) places[i] = tensor_.data + rows[i] * bytes;
     rows::copy_to_many(places.data(), static_cast<int>(rows.size()), crossed(rows[0]), bytes,
                        store);
@@ -91,7 +104,7 @@ void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
 }
 
 void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const float* weights) const {
-  if (!config.expert_major()) return copy_in(plan, config);
+  if (!config.keeps_lists()) return copy_in(plan, config);
   if (staged_ == nullptr || plan.refused()) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
@@ -122,6 +135,10 @@ void ReceiveTensor::zero_gaps(const PlanView& plan, const Config& config) const 
   if (!tensor_) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   for_each_gap(plan, config, tensor_.rows, [&](std::int64_t first, std::int64_t count) {
+    if (!tensor_.packed()) {
+      for (std::int64_t i = 0; i < count; ++i) scatter_row(tensor_, first + i, nullptr);
+      return;
+    }
     rows::zero(tensor_.data + at(first) * bytes, at(count) * bytes, rows::Store::cached);
   });
 }
@@ -152,17 +169,21 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
   for (int r = 0; r < context.group.config().ranks; ++r) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
+    const bool lists = context.group.config_of(r).keeps_lists();
     const auto staged = [&](TensorPlace place) {
-      return context.group.config().expert_major() && place.base() == TensorPlace::kGroup;
+      return lists && place.base() == TensorPlace::kGroup;
     };
-    const auto find = [&](TensorPlace place, std::uint64_t bytes) {
-      return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes) : nullptr;
+    const auto find = [&](TensorPlace place, std::uint64_t bytes, std::uint64_t alignment) {
+      return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes, alignment)
+                       : nullptr;
     };
+    constexpr std::uint64_t kNarrow = sizeof(std::int32_t), kWide = sizeof(std::int64_t);
     context.scratch.ranks[at(r)] = {
-        .rows = find(record.rows_in, sizes.row),
-        .scales = find(record.scales_in, sizes.scales),
-        .weights = find(record.weights_in, sizes.weights),
-        .extra = find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra),
+        .rows = find(record.rows_in, sizes.row, kRowAlignment),
+        .scales = find(record.scales_in, sizes.scales, sizes.scale_alignment),
+        .weights = find(record.weights_in, sizes.weights, sizeof(float)),
+        .extra = find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra,
+                      wide ? kWide : kNarrow),
         .one_row_per_token = staged(record.rows_in),
         .one_scale_per_token = staged(record.scales_in),
         .num_rows = record.rows,

@@ -18,7 +18,8 @@ struct RankTensors {
   std::byte* scales = nullptr;
   std::byte* weights = nullptr;
   std::byte* extra = nullptr;
-  // Staged in EXPERT_MAJOR: a token's row stands in the first of its rows alone; see ReceiveTensor.
+  // Staged, and its owner keeps lists: a token's row stands in the first of its rows alone; see
+  // ReceiveTensor.
   bool one_row_per_token = false;
   bool one_scale_per_token = false;
   std::int64_t num_rows = 0;
@@ -37,6 +38,7 @@ struct Scratch {
   std::vector<std::int64_t> kept_pairs;  // [L]
   std::vector<std::byte> quantised;      // one quantised row
   std::vector<float> quantised_scales;   // and its scales
+  std::vector<std::byte> scales;         // one row of scales, packed
   Placement placement;
 
   // visit(vector, size) for every vector, the placement's too.
@@ -55,6 +57,7 @@ struct Scratch {
     visit(kept_pairs, static_cast<std::size_t>(config.local_experts));
     visit(quantised, config.max_row_bytes / 2);  // half of a bf16 row
     visit(quantised_scales, config.max_row_bytes / 2 / kQuantiseBlock);
+    visit(scales, config.max_scale_bytes);
     placement.for_each_vector(config, visit);
   }
   void reserve(const Config& config);
@@ -118,20 +121,26 @@ void for_each_token(const PlanView& plan, Body&& body) {
   }
 }
 
-// A receive tensor of this rank: used where it lies if that is symmetric memory, else through the
-// group's staging memory.
+// Where a receive tensor's staging memory is, from GroupMap, and whether it is always there.
+struct Staging {
+  std::uint64_t offset;
+  bool always;
+};
+
+// A receive tensor of this rank: used where it lies if that is symmetric memory and its rows are
+// packed, else through the group's staging memory.
 //
-// In EXPERT_MAJOR a token may have several rows here. In a staged tensor of token rows they cross
-// as one, which stands in the place of the first: fan_out() copies it to all of them, and what
-// peers read is the sum that add_up() leaves there. That sum is the partial sum of this rank, so
-// the bits are those of a tensor that is used in place.
+// In EXPERT_MAJOR a token may have several rows here. Where this rank stages rows, and so keeps
+// lists, those of a staged tensor cross as one, which stands in the place of the first: fan_out()
+// copies it to all of them, and what peers read is the sum that add_up() leaves there. That sum is
+// the partial sum of this rank, so the bits are those of a tensor that is used in place.
 class ReceiveTensor {
  public:
   ReceiveTensor() = default;
-  // `staging_offset` from GroupMap. Throws INVALID_ARGUMENT if the tensor has fewer rows than the
-  // plan needs, or would have to be staged in a group without staging.
+  // Throws INVALID_ARGUMENT if the tensor has fewer rows than the plan needs, or would have to be
+  // staged where there is no such memory.
   ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
-                std::uint64_t staging_offset);
+                const Staging& staging);
 
   TensorPlace place() const { return place_; }
   bool staged() const { return staged_ != nullptr; }
@@ -140,7 +149,7 @@ class ReceiveTensor {
   void copy_in(const PlanView& plan, const Config& config) const;
   void copy_out(const PlanView& plan, const Config& config) const;
 
-  // Token by token; RANK_MAJOR, where a token has one row: as above. `weights`: one per row.
+  // Token by token; without lists: as above. `weights`: one per row.
   void fan_out(const PlanView& plan, const Config& config) const;
   void add_up(const PlanView& plan, const Config& config, const float* weights) const;
 
@@ -170,6 +179,7 @@ Setback overflow_of(const PlanView& plan);
 struct RowSizes {
   std::uint64_t row = 0, scales = 0, weights = 0;  // bytes per receive row
   std::uint64_t extra = 0;                         // likewise; indices: as int32
+  std::uint64_t scale_alignment = kRowAlignment;   // of what `scales` stands for
 };
 // Fills scratch.ranks from the records of all ranks, for the tensors whose rows have bytes here.
 // After await().

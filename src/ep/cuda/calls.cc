@@ -30,7 +30,15 @@ class Reader {
   const Config& config() const { return view_.group->config(); }
   const GroupMap map() const { return GroupMap::make(config()); }
 
-  Reached receive(const Tensor& tensor, std::uint64_t staging_offset) {
+  // Rows of tokens: staged where the group has the memory for it.
+  Reached receive_rows(const Tensor& tensor) {
+    const Reached reached = receive_beside(tensor, map().rows);
+    XD_REQUIRE(!reached.staged() || config().staging, tensor.name, kOutsideSymmetricMemory);
+    return reached;
+  }
+
+  // What lies beside rows: there is always memory to stage it.
+  Reached receive_beside(const Tensor& tensor, std::uint64_t staging_offset) {
     Reached reached;
     if (!tensor) return reached;
     check(Check::recv_rows, tensor.name, tensor.rows);
@@ -41,14 +49,12 @@ class Reader {
     reached.place = TensorPlace(TensorPlace::kGroup, staging_offset);
     // No peer touches a tensor without rows, wherever it lies.
     if (tensor.bytes() == 0) return reached;
-    const auto place = view_.group->comm().heap().find(tensor.data, tensor.bytes());
-    if (place) {
-      reached.place = TensorPlace(TensorPlace::kHeap + place->segment, place->offset);
-      return reached;
+    if (tensor.packed()) {
+      if (const auto place = view_.group->comm().heap().find(tensor.data, tensor.bytes())) {
+        reached.place = TensorPlace(TensorPlace::kHeap + place->segment, place->offset);
+        return reached;
+      }
     }
-    XD_REQUIRE(config().staging, tensor.name,
-               ": lies outside symmetric memory, expected memory from xd_mem_alloc: the group was "
-               "made with XD_EP_STAGING_NONE");
     reached.rows.staged = view_.memory + staging_offset;
     return reached;
   }
@@ -77,6 +83,50 @@ PrepareParams::Output output(const Tensor& tensor) {
 template <class T>
 T* given(const Tensor& tensor) {
   return tensor ? tensor.as<T>() : nullptr;
+}
+
+// Rows that bulk copies can load and store.
+bool in_bulk(const ReceiveRows& rows) {
+  return (reinterpret_cast<std::uintptr_t>(rows.data) | rows.row_bytes) % kRowAlignment == 0;
+}
+
+StridedRows strided(const Tensor& tensor) {
+  StridedRows rows{};
+  if (!tensor) return rows;
+  rows.data = tensor.data;
+  rows.row_bytes = tensor.row_bytes();
+  rows.element = static_cast<std::uint32_t>(dtype_bytes(tensor.type));
+  const std::int64_t element = rows.element;
+  rows.row_stride = tensor.row_stride * element;
+  rows.col_stride = tensor.col_stride * element;
+  rows.bulk = tensor.packed() && rows.row_bytes % kRowAlignment == 0 &&
+              reinterpret_cast<std::uintptr_t>(tensor.data) % kRowAlignment == 0;
+  // Packed rows go in words where these are aligned.
+  if (tensor.packed() && rows.row_bytes % sizeof(std::uint32_t) == 0 &&
+      reinterpret_cast<std::uintptr_t>(tensor.data) % sizeof(std::uint32_t) == 0) {
+    rows.element = sizeof(std::uint32_t);
+    rows.col_stride = rows.element;
+  }
+  return rows;
+}
+
+// A staged tensor that comes together in staging memory first: for the kernel, that is its place.
+void come_late(DispatchParams& p, const Tensor& tensor, Reached& reached, LateCopy::Tail tail) {
+  if (!reached.staged()) return;
+  const auto element = static_cast<std::int64_t>(dtype_bytes(tensor.type));
+  p.late[p.num_late++] = {.from = reached.rows.staged,
+                          .to = tensor.data,
+                          .rows = tensor.rows,
+                          .row_bytes = tensor.row_bytes(),
+                          .row_stride = tensor.row_stride * element,
+                          .col_stride = tensor.col_stride * element,
+                          .element = static_cast<std::uint32_t>(element),
+                          .tail = tail};
+  // No rows of it are past the last one: those are the tensor's.
+  reached.rows = {.data = reached.rows.staged,
+                  .staged = nullptr,
+                  .rows = 0,
+                  .row_bytes = reached.rows.row_bytes};
 }
 
 // Sums of `rows` into `out`, if they are given: how the owner's rows get to the tokens' ranks.
@@ -127,23 +177,30 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
     reader.topk_of_plan(call.recv_weights);
     reader.topk_of_plan(call.recv_topk_idx);
   }
-  const Reached tokens = reader.receive(call.recv_tokens, map.rows);
-  const Reached scales = reader.receive(call.recv_scales, map.scales);
-  const Reached weights = reader.receive(call.recv_weights, map.weights);
-  const Reached indices = reader.receive(call.recv_topk_idx, map.indices);
+  const Reached tokens = reader.receive_rows(call.recv_tokens);
+  Reached scales = reader.receive_beside(call.recv_scales, map.scales);
+  Reached weights = reader.receive_beside(call.recv_weights, map.weights);
+  Reached indices = reader.receive_beside(call.recv_topk_idx, map.indices);
 
   DispatchStart start;
   start.tokens = call.tokens;
   DispatchParams& p = start.params;
+  const Config& config = reader.config();
+  p.receives = config.expert_major() || tokens.staged();
+  const auto tail = config.zero_tail ? LateCopy::zero : LateCopy::left;
+  if (!p.receives || !call.recv_scales.packed()) come_late(p, call.recv_scales, scales, tail);
+  if (!p.receives) {
+    come_late(p, call.recv_weights, weights, LateCopy::zero);
+    come_late(p, call.recv_topk_idx, indices, LateCopy::ones);
+  }
   p.send = MoverPlan::make(call.tokens.row_bytes(), call.quantise, call.scales.row_bytes());
-  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), false, call.recv_scales.row_bytes());
+  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), false,
+                              in_bulk(scales.rows) ? scales.rows.row_bytes : 0);
   p.own_rows_direct = true;
-  p.receives = reader.config().expert_major() || tokens.staged() || scales.staged() ||
-               weights.staged() || indices.staged();
   p.tokens = call.tokens.data;
   p.indices = static_cast<bool>(call.recv_topk_idx);
-  p.scales = given<std::byte>(call.scales);
-  p.scale_bytes = call.scales.row_bytes();
+  p.scales = strided(call.scales);
+  p.scale_alignment = static_cast<unsigned>(dtype_bytes(call.recv_scales.type));
   p.topk_weights = given<float>(call.topk_weights);
   p.recv_tokens = tokens.rows;
   p.recv_scales = scales.rows;
@@ -163,11 +220,11 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   Reader reader(view, call);
   const GroupMap map = reader.map();
   reader.tokens_of_plan(call.grad_out);
-  const Reached grads = reader.receive(call.grad_expert_out, map.rows);
+  const Reached grads = reader.receive_rows(call.grad_expert_out);
   // This rank's own affair, but no memory is reachable in one executor and not in another.
-  reader.receive(call.expert_out, map.rows);
-  reader.receive(call.weights, map.weights);
-  reader.receive(call.grad_weights, map.weights);
+  reader.receive_rows(call.expert_out);
+  reader.receive_beside(call.weights, map.weights);
+  reader.receive_beside(call.grad_weights, map.weights);
 
   DispatchStart start;
   start.tokens = call.grad_out;
@@ -192,8 +249,8 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
 CombineStart combine_params(const CombineCall& call, const GroupView& view) {
   Reader reader(view, call);
   reader.tokens_of_plan(call.out);
-  const Reached rows = reader.receive(call.expert_out, reader.map().rows);
-  reader.receive(call.weights, reader.map().weights);
+  const Reached rows = reader.receive_rows(call.expert_out);
+  reader.receive_beside(call.weights, reader.map().weights);
   CombineStart start = sums_of(reader, call.expert_out, rows, call.out);
   start.tokens = static_cast<int>(call.out.rows);
   start.params.weights = given<float>(call.weights);
@@ -207,8 +264,8 @@ CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) 
   reader.tokens_of_plan(call.grad_topk_weights);
   reader.topk_of_plan(call.grad_topk_weights);
   if (!reader.config().expert_major()) reader.topk_of_plan(call.grad_recv_weights);
-  const Reached rows = reader.receive(call.grad_recv_tokens, reader.map().rows);
-  const Reached weights = reader.receive(call.grad_recv_weights, reader.map().weights);
+  const Reached rows = reader.receive_rows(call.grad_recv_tokens);
+  const Reached weights = reader.receive_beside(call.grad_recv_weights, reader.map().weights);
   CombineStart start = sums_of(reader, call.grad_recv_tokens, rows, call.grad_tokens);
   const Tensor& tokens = call.grad_tokens ? call.grad_tokens : call.grad_topk_weights;
   start.tokens = static_cast<int>(tokens.rows);

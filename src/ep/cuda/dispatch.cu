@@ -9,12 +9,15 @@
 //                         rows of chunk c have landed
 //   own receive rows      receivers: a token's other   the caller
 //                         rows, padding, tail
+//   own tensors with      all, at the end: late.cuh    the caller
+//   strides
 //
 // Blocks [0, send_blocks) send first, and receive when they have sent. The others receive from the
 // start. Senders wait for entry records only; receivers for chunk flags, which senders raise
 // without waiting for anybody. Where the receive tensors need no work (RANK_MAJOR in symmetric
 // memory), nobody receives and no chunk flag is raised: the done flags say that rows have landed.
 #include "ep/cuda/kernels.h"
+#include "ep/cuda/late.cuh"
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/mover.cuh"
 #include "ep/cuda/rows.cuh"
@@ -95,9 +98,7 @@ class Sender {
       to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
       to.beside = peer.scales + c.row * p_.recv_scales.row_bytes;
     }
-    const std::byte* scales = p_.scales != nullptr
-                                  ? p_.scales + static_cast<std::uint64_t>(token) * p_.scale_bytes
-                                  : nullptr;
+    const std::byte* scales = p_.scales.data != nullptr ? p_.scales.row(token) : nullptr;
     mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
     if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
     if (turn_.group().expert_major) {
@@ -112,7 +113,7 @@ class Sender {
     return p_.own_rows_direct && rank == turn_.rank() && turn_.group().expert_major;
   }
 
-  // Scales that bulk copies cannot carry.
+  // Scales that no stage can hold.
   __device__ void send_scales(const std::byte* from, const Mover::Target& to) const {
     unsigned wanting = __ballot_sync(kAllLanes, to.row != nullptr);
     while (wanting != 0) {
@@ -120,7 +121,8 @@ class Sender {
       wanting &= wanting - 1;
       auto* there = reinterpret_cast<std::byte*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to.beside), lane));
-      copy_bytes(there, from, p_.scale_bytes);
+      copy_elements(there, p_.scales.element, from, p_.scales.col_stride, p_.scales.element,
+                    static_cast<std::uint32_t>(p_.scales.row_bytes / p_.scales.element));
     }
   }
 
@@ -305,6 +307,31 @@ __device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
   own.extra = p.recv_topk_idx.data;
 }
 
+// Something is done when the done flags have been raised.
+__device__ bool closes_late(const DispatchParams& p) { return p.receives || p.num_late > 0; }
+
+// How scales lie that go beside rows.
+__device__ Besides besides(const StridedRows& scales) {
+  if (scales.data == nullptr || scales.bulk) return {};
+  return {scales.element, scales.col_stride};
+}
+
+// All threads of every block, after finish(). A block with a blank verdict may be alone with that:
+// the others wait for it at the barrier.
+__device__ void copy_late(const DispatchParams& p, Turn& turn) {
+  const bool moves = turn.verdict() == Verdict::go;
+  bool failed = false;
+  for (int peer = static_cast<int>(threadIdx.x); peer < turn.ranks() && moves && !failed;
+       peer += static_cast<int>(blockDim.x)) {
+    std::uint64_t flag = 0;  // a tensor that is missing somewhere makes the content undefined
+    failed = !turn.wait_done(peer, flag);
+  }
+  if (turn.any_failed(failed)) return;
+  // Own receivers have put rows there, too.
+  if (p.receives && !turn.barrier(1)) return;
+  for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
+}
+
 template <class Scaled>
 __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
@@ -321,7 +348,8 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
                 .scales = p.recv_scales.row_bytes,
                 .weights = p.recv_weights.row_bytes,
                 .extra = p.indices ? turn.plan().topk * sizeof(std::int32_t) : 0,
-                .partials = 0});
+                .partials = 0,
+                .scale_alignment = p.scale_alignment});
   }
   const bool moves = turn.verdict() == Verdict::go;
   if (moves || turn.verdict() == Verdict::blank) {
@@ -333,20 +361,21 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     std::byte* warp_stages =
         stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
     if (static_cast<int>(blockIdx.x) < p.send_blocks) {
-      Mover mover(warp_stages, p.send);
+      Mover mover(warp_stages, p.send, besides(p.scales));
       Sender(p, turn, shared, plan, mover, first).send_all();
     }
     if (moves) fill_gaps(p, turn, plan);
-    if (p.receives) {
+    if (closes_late(p)) {
       turn.finish();
-      if (moves) {
+      bool failed = false;
+      if (moves && p.receives) {
         Mover mover(warp_stages, p.fan_out);
-        const bool good = Receiver<Scaled>(p, turn, plan, mover).receive_all();
-        turn.any_failed(!good);
+        failed = turn.any_failed(!Receiver<Scaled>(p, turn, plan, mover).receive_all());
       }
+      if (!failed && p.num_late > 0) copy_late(p, turn);
       return turn.close();
     }
-  } else if (p.receives) {
+  } else if (closes_late(p)) {
     turn.finish();
     return turn.close();
   }

@@ -38,10 +38,12 @@ struct DispatchParams {
   bool indices;          // receive tensors have recv_topk_idx
   bool receives;         // rows are fanned out, copied out of staging or scaled here
   const std::byte* tokens;
-  const std::byte* scales;  // beside tokens; nullptr = none, or made on the way
-  std::uint64_t scale_bytes;
+  StridedRows scales;  // beside tokens; none, too, where they are made on the way
   const float* topk_weights;  // nullptr = none
+  unsigned scale_alignment = 1;  // of all ranks' recv_scales
   ReceiveRows recv_tokens, recv_scales, recv_weights, recv_topk_idx;
+  int num_late;  // of these, those that first come together in staging memory
+  LateCopy late[3];
   // combine_bwd of a weighted combine:
   const std::byte* expert_out;  // nullptr = no grad_weights
   const float* weights;

@@ -5,6 +5,10 @@
 //   all lanes:  wait for it -> lanes with a destination store from the stage -> commit
 //   all lanes:  before the stage is loaded again, its stores have read it (wait_group.read)
 //
+// What goes beside a row (scales) is loaded with its first piece: by a bulk copy too, or where it
+// has strides or another alignment, element by element by the lanes. Destinations that bulk copies
+// cannot store to get it from the lanes.
+//
 // Quantising, a stage has room for what a piece becomes, which is what its stores read: the next
 // piece may be loaded meanwhile, and that room is waited for when it is written again.
 //
@@ -17,10 +21,38 @@
 
 namespace xd::ep::cuda {
 
+// How elements beside a row lie.
+struct Besides {
+  std::uint32_t element = 0;  // bytes of one; 0 = bulk copies load them
+  std::int64_t stride = 0;    // in bytes
+};
+
+// Elements of 1, 2, 4 or 8 bytes, by the lanes of a warp, from and to any memory.
+__device__ inline void copy_elements(std::byte* to, std::int64_t to_stride, const std::byte* from,
+                                     std::int64_t from_stride, std::uint32_t element,
+                                     std::uint32_t count) {
+  const auto copy = [&]<class Element>(Element) {
+    for (std::uint32_t i = threadIdx.x % 32; i < count; i += 32) {
+      *reinterpret_cast<Element*>(to + i * to_stride) =
+          *reinterpret_cast<const volatile Element*>(from + i * from_stride);
+    }
+  };
+  if (element == 4) {
+    copy(std::uint32_t{});
+  } else if (element == 1) {
+    copy(std::uint8_t{});
+  } else if (element == 2) {
+    copy(std::uint16_t{});
+  } else {
+    copy(std::uint64_t{});
+  }
+}
+
 class Mover {
  public:
   // `shared`: warp_bytes of this warp, 128-byte aligned. All lanes.
-  __device__ Mover(std::byte* shared, const MoverPlan& plan) : plan_(plan), shared_(shared) {
+  __device__ Mover(std::byte* shared, const MoverPlan& plan, const Besides& besides = {})
+      : plan_(plan), besides_(besides), shared_(shared) {
     barriers_ = reinterpret_cast<std::uint64_t*>(shared + plan.warp_bytes - 128);
     if (lane() == 0) {
       for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers_ + i, 1);
@@ -99,11 +131,17 @@ class Mover {
     if (lane() == 0) {
       std::uint64_t* barrier = barriers_ + loaded_ % kStages;
       const std::uint32_t bytes = piece_bytes(piece);
-      ptx::mbarrier_arrive_expect_bytes(barrier, bytes + (with_beside ? plan_.beside_bytes : 0));
+      const bool by_bulk = with_beside && besides_.element == 0;
+      ptx::mbarrier_arrive_expect_bytes(barrier, bytes + (by_bulk ? plan_.beside_bytes : 0));
       ptx::bulk_load(stage(loaded_), from.row + piece * plan_.piece_bytes, bytes, barrier);
-      if (with_beside) {
+      if (by_bulk) {
         ptx::bulk_load(beside(stage(loaded_)), from.beside, plan_.beside_bytes, barrier);
       }
+    }
+    if (with_beside && besides_.element != 0) {
+      copy_elements(beside(stage(loaded_)), besides_.element, from.beside, besides_.stride,
+                    besides_.element, plan_.beside_bytes / besides_.element);
+      ptx::fence_proxy_async();  // bulk stores read what the lanes have written
     }
   }
 
@@ -118,12 +156,31 @@ class Mover {
     const Target& to = previous_.to;
     if (plan_.out_bytes != 0) {
       store_quantised(from);
-    } else if (to.row != nullptr) {
-      ptx::bulk_store(to.row + previous_.piece * plan_.piece_bytes, from,
-                      piece_bytes(previous_.piece));
-      if (previous_.with_beside) ptx::bulk_store(to.beside, beside(from), plan_.beside_bytes);
+    } else {
+      if (to.row != nullptr) {
+        ptx::bulk_store(to.row + previous_.piece * plan_.piece_bytes, from,
+                        piece_bytes(previous_.piece));
+      }
+      if (previous_.with_beside) store_beside(beside(from), to);
     }
     ptx::bulk_commit();
+  }
+
+  __device__ void store_beside(const std::byte* from, const Target& to) {
+    __syncwarp();  // all lanes have loaded their elements
+    const auto place = reinterpret_cast<std::uint64_t>(to.beside);
+    const bool by_bulk = (place | plan_.beside_bytes) % 16 == 0;
+    if (to.row != nullptr && by_bulk) ptx::bulk_store(to.beside, from, plan_.beside_bytes);
+    unsigned others = __ballot_sync(0xFFFFFFFFu, to.row != nullptr && !by_bulk);
+    while (others != 0) {
+      const int other = __ffs(static_cast<int>(others)) - 1;
+      others &= others - 1;
+      const std::uint64_t there = __shfl_sync(0xFFFFFFFFu, place, other);
+      // Whole words where they fit; `from` is a multiple of 16.
+      const std::uint32_t unit = (there | plan_.beside_bytes) % 4 == 0 ? 4 : 1;
+      copy_elements(reinterpret_cast<std::byte*>(there), unit, from, unit, unit,
+                    plan_.beside_bytes / unit);
+    }
   }
 
   __device__ void store_quantised(std::byte* in) {
@@ -153,6 +210,7 @@ class Mover {
   }
 
   const MoverPlan plan_;
+  const Besides besides_;
   std::byte* shared_;
   std::uint64_t* barriers_;
   std::uint32_t loaded_ = 0, stored_ = 0;

@@ -21,13 +21,13 @@ struct MoverPlan {
   // warps share the arithmetic.
   static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 4096, kAlign = 256;
 
-  // `beside_bytes`: of a row of scales, if bulk copies can carry it (else its sender does).
+  // `beside_bytes`: of a row of scales, if a stage can hold it (else its sender moves it).
   static constexpr MoverPlan make(std::uint64_t row_bytes, bool quantise,
                                   std::uint64_t beside_bytes = 0) {
     MoverPlan plan{};
     const std::uint32_t most = quantise ? kMostQuantisedBytes : kMostPieceBytes;
     plan.row_bytes = static_cast<std::uint32_t>(row_bytes);
-    const bool carried = beside_bytes % 16 == 0 && beside_bytes <= kMostPieceBytes && !quantise;
+    const bool carried = beside_bytes <= kMostPieceBytes && !quantise;
     plan.beside_bytes = carried ? static_cast<std::uint32_t>(beside_bytes) : 0;
     plan.pieces = static_cast<std::uint32_t>((row_bytes + most - 1) / most);
     if (plan.pieces == 0) plan.pieces = 1;

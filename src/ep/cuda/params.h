@@ -139,4 +139,29 @@ struct ReceiveRows {
   std::uint64_t row_bytes;
 };
 
+// Rows that are read, of any strides (in bytes).
+struct StridedRows {
+  const std::byte* data;    // nullptr = not given
+  std::uint64_t row_bytes;  // packed
+  std::int64_t row_stride, col_stride;
+  std::uint32_t element;  // bytes
+  bool bulk;              // a row is what one bulk copy can load
+
+  constexpr const std::byte* row(std::int64_t i) const { return data + i * row_stride; }
+};
+
+// What goes from packed rows in staging memory to the caller's tensor, of any strides, when all of
+// it is there.
+struct LateCopy {
+  enum Tail : std::int32_t { left, zero, ones };  // bytes of what lies past the last row
+
+  const std::byte* from;
+  std::byte* to;
+  std::int64_t rows;        // of the tensor
+  std::uint64_t row_bytes;  // packed
+  std::int64_t row_stride, col_stride;
+  std::uint32_t element;
+  Tail tail;
+};
+
 }  // namespace xd::ep::cuda

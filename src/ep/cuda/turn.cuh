@@ -58,7 +58,7 @@ struct PeerTensors {
   std::byte* weights;
   std::byte* extra;
   std::uint32_t num_rows;
-  bool staged;        // some of them are copied out of its staging memory
+  bool staged;        // its rows are copied out of its staging memory
   bool wide_indices;  // its recv_topk_idx is int64
 };
 
@@ -85,6 +85,7 @@ struct TurnShared {
 struct RowSizes {
   std::uint64_t rows, scales, weights, extra;
   std::uint64_t partials;  // bytes of all partial sums, which then take the place of `extra`
+  unsigned scale_alignment = 1;
 };
 
 class Turn {
@@ -175,7 +176,8 @@ class Turn {
   __device__ bool wait_record(int peer) const;
   __device__ void read_record(int from, std::uint64_t* words) const;
   __device__ bool take_record(int peer, const RowSizes& sizes);
-  __device__ std::byte* tensor_of(int rank, std::uint64_t place, std::uint64_t bytes) const;
+  __device__ std::byte* tensor_of(int rank, std::uint64_t place, std::uint64_t bytes,
+                                  unsigned alignment) const;
   __device__ bool is_last_block(std::uint32_t* counter);
   __device__ void raise_done();
   __device__ void end_launch();

@@ -238,8 +238,8 @@ __device__ inline bool Turn::wait_record(int peer) const {
 }
 
 // The address of `bytes` bytes of a rank's tensor, or nullptr if it is not all there.
-__device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place,
-                                             std::uint64_t bytes) const {
+__device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place, std::uint64_t bytes,
+                                             unsigned alignment) const {
   const std::uint64_t base = place >> TensorPlace::kOffsetBits;
   const std::uint64_t offset = place & ((std::uint64_t{1} << TensorPlace::kOffsetBits) - 1);
   HeapTable::Range range{nullptr, 0};
@@ -248,7 +248,7 @@ __device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place,
   } else if (base >= TensorPlace::kHeap && base < TensorPlace::kHeap + kMaxHeapSegments) {
     range = p_.group.comm.heap->range[base - TensorPlace::kHeap][rank];
   }
-  const bool there = range.base != nullptr && offset % kRowAlignment == 0 &&
+  const bool there = range.base != nullptr && offset % alignment == 0 &&
                      offset <= range.bytes && bytes <= range.bytes - offset;
   return there ? range.base + offset : nullptr;
 }
@@ -287,24 +287,23 @@ __device__ inline bool Turn::take_record(int peer, const RowSizes& sizes) {
   const auto rows = static_cast<std::uint32_t>(second >> 32);
   PeerTensors& to = s_.peer[peer];
   bool there = true;
-  const auto find = [&](std::uint64_t place, std::uint64_t row_bytes) -> std::byte* {
+  const auto find = [&](std::uint64_t place, std::uint64_t row_bytes,
+                        unsigned alignment) -> std::byte* {
     if (row_bytes == 0 || place == 0) return nullptr;
-    std::byte* at = tensor_of(peer, place, row_bytes * rows);
+    std::byte* at = tensor_of(peer, place, row_bytes * rows, alignment);
     there &= at != nullptr;
     return at;
   };
   to.num_rows = rows;
-  to.staged = false;
-  for (int w = 3; w < 7; ++w) {
-    to.staged |= words[w] >> TensorPlace::kOffsetBits == TensorPlace::kGroup;
-  }
+  to.staged = words[3] >> TensorPlace::kOffsetBits == TensorPlace::kGroup;
   to.wide_indices = wide;
-  to.rows = find(words[3], sizes.rows);
-  to.scales = find(words[4], sizes.scales);
-  to.weights = find(words[5], sizes.weights);
-  to.extra = find(words[6], wide ? 2 * sizes.extra : sizes.extra);
+  to.rows = find(words[3], sizes.rows, kRowAlignment);
+  to.scales = find(words[4], sizes.scales, sizes.scale_alignment);
+  to.weights = find(words[5], sizes.weights, sizeof(float));
+  to.extra = wide ? find(words[6], 2 * sizes.extra, sizeof(std::int64_t))
+                  : find(words[6], sizes.extra, sizeof(std::int32_t));
   if (sizes.partials != 0 && words[6] != 0) {
-    to.extra = tensor_of(peer, words[6], sizes.partials);
+    to.extra = tensor_of(peer, words[6], sizes.partials, kRowAlignment);
     there &= to.extra != nullptr;
   }
   return there;

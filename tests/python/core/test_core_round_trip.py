@@ -231,6 +231,12 @@ def fp8(me: Rank) -> None:
         moved = group.dispatch(plan, narrow[me.rank], scales=scales[me.rank])
         equal("moved", moved.tokens, routing.dispatch(me.rank, narrow))
         equal("moved scales", moved.scales, routing.dispatch(me.rank, scales))
+        # Column after column, into every second element of a larger array from its end on.
+        wide = np.full((2 * len(want), 5), np.nan, np.float32)
+        out = crossdock.Dispatched(moved.tokens, None, None, wide[::-2, 1:4:2])
+        group.dispatch(plan, narrow[me.rank], scales=np.asfortranarray(scales[me.rank]), out=out)
+        equal("strided scales", out.scales, routing.dispatch(me.rank, scales))
+        assert np.isnan(wide).sum() == wide.size - out.scales.size
 
 
 def test_fp8_rows_come_with_their_scales() -> None:

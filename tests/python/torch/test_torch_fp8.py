@@ -88,6 +88,8 @@ def _given(me: Rank, layout: str) -> None:
         received = xd.dispatch(plan, elements, weights, scales=beside)
         assert_equal("tokens", received.tokens[: len(tokens)], tokens)
         assert_equal("scales", received.scales[: len(tokens)], scales)
+        columns = xd.dispatch(plan, elements, weights, scales=beside.t().contiguous().t())
+        assert_equal("scales by columns", columns.scales[: len(tokens)], scales)
         assert received.link is None
         with pytest.raises(ValueError, match="quantize=True"):
             xd.dequantize(received)
