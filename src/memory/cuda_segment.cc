@@ -49,7 +49,7 @@ class CudaSegment final : private cuda::Mapping, public Segment {
 
   void make_accessible_from(int device) { cuda::allow_access(Segment::base(), bytes(), device); }
 
-  // On a stream of its own: it waits for nothing that runs on the device.
+  // On a stream of the library's: it waits for nothing that runs on the device.
   void zero() {
     const cuda::Stream stream(device_);
     XD_CUDA_CHECK(cudaMemsetAsync(Segment::base(), 0, bytes(), stream.get()));
