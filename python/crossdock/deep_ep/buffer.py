@@ -346,17 +346,15 @@ class Buffer:
         waits for the host.
 
         Args:
-            x: [T,H] bfloat16, float16 or float32, or of bytes: float8_e4m3fn, float8_e5m2, uint8,
-                int8 or packed 4-bit numbers; or a pair of [T,H] bytes and [T,S] float32 or int32
-                scales (S = H / 128 as a rule; row-major, column-major or any other strides), or [T]
-                scales.
+            x: [T,H] bfloat16, float16, float32, or bytes: fp8, uint8, int8 or packed 4-bit numbers;
+                or a pair of [T,H] bytes and [T,S] or [T] scales, float32 or int32, of any strides.
             handle: from an earlier dispatch of T tokens, also of another Buffer of these ranks, and
                 if that is gone: its routing again. float32 rows need one that was made when rows as
                 long had been dispatched before.
             num_tokens_per_rank: [W] int32; needed without `handle`, not read.
             num_tokens_per_rdma_rank: ignored.
-            is_token_in_rank: [T,W] bool; needed without `handle`, the routing where there is no
-                `topk_idx`, else not read.
+            is_token_in_rank: [T,W] bool; needed without `handle`. Part of the new handle, and the
+                routing where there is no `topk_idx`.
             num_tokens_per_expert: [E] int32; needed without `handle`.
             topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none, and so are an
                 expert's second and later mentions in a row.
@@ -376,8 +374,7 @@ class Buffer:
             last one are zero, and their indices -1.
 
         Raises:
-            ValueError: a bad argument, or ids in `topk_idx` that are no experts (InvalidArgument,
-                on all ranks).
+            ValueError: a bad argument; ids that are no experts (InvalidArgument, on all ranks).
         """
         events = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
