@@ -199,11 +199,6 @@ def as_payload(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8) if rows.dtype in _FP4_TYPES else rows
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor where the library reads it: slices may begin anywhere."""
-    return tensor if tensor.data_ptr() % ROW_ALIGNMENT == 0 else tensor.clone()
-
-
 def _described(shape: Iterable[int | str], dtypes: Iterable[torch.dtype]) -> str:
     """Such as ``[T,256] bfloat16 or float16``."""
     types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -13,7 +13,7 @@ from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
 from ._agreement import Request
-from ._arguments import MAX_TOPK, Choices, Tokens, aligned, as_payload, topk_idx_t
+from ._arguments import MAX_TOPK, Choices, Tokens, as_payload, topk_idx_t
 from ._groups import Lease, Sequence
 from ._handle import Handle, Routing
 from ._lane import Turn
@@ -125,7 +125,7 @@ def _prepare(sequence: Sequence, choices: Choices, plan: torch.Tensor, prefix: t
             counts.copy_(choices.per_expert, non_blocking=True)
             counts = None
     rank_rows = torch.empty_like(prefix)
-    sequence.run(_calls.prepare, aligned(topk_idx), plan, counts=counts, total=total,
+    sequence.run(_calls.prepare, topk_idx, plan, counts=counts, total=total,
                  rank_rows=rank_rows)
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
@@ -182,15 +182,17 @@ def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: 
     """Runs the dispatch on the current stream."""
     scales = tokens.scales
     if scales is not None:
-        # The library moves rows of scales without reading them: integers travel as float32.
-        scales = aligned(scales.contiguous()).view(torch.float32).view(-1, tokens.scale_columns)
+        # The library moves scales without reading them: integers travel as float32.
+        scales = scales.view(torch.float32)
+        if scales.ndim == 1:
+            scales = scales[:, None]
     sequence.run(
         _calls.dispatch,
         plan,
         as_payload(tokens.rows),
         as_payload(received.rows),
         scales=scales,
-        topk_weights=None if topk_weights is None else aligned(topk_weights),
+        topk_weights=topk_weights,
         recv_scales=received.scales,
         recv_weights=received.topk_weights,
         recv_topk_idx=received.topk_idx,

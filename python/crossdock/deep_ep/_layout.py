@@ -9,8 +9,6 @@ import torch
 from crossdock import _core
 from crossdock.torch._calls import current_stream, spec
 
-from ._arguments import aligned
-
 
 class Layout(NamedTuple):
     """Where the tokens of one rank go. W = ranks, E = experts, T = tokens."""
@@ -40,7 +38,6 @@ def fill_layout(comm: _core.Comm, topk_idx: torch.Tensor, layout: Layout) -> Non
         topk_idx: [T,K] int64, global experts.
         layout: from `empty_layout`.
     """
-    topk_idx = aligned(topk_idx)
     comm.routing_layout(
         layout.num_tokens_per_expert.numel(),
         spec(topk_idx),

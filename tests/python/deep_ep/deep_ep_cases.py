@@ -241,6 +241,10 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
         "row-major": lambda tensor: tensor,
         "column-major": lambda tensor: tensor.t().contiguous().t(),
         "packed": lambda tensor: tensor.view(torch.int32),
+        "packed, column-major": lambda tensor: tensor.view(torch.int32).t().contiguous().t(),
+        "columns with gaps": lambda tensor: torch.cat([tensor, tensor]).t().contiguous().t()[
+            : len(tensor)],
+        "one for all": lambda tensor: tensor[:1].sum().expand(len(tensor), 3),
         "one per token": lambda tensor: tensor[:, 0],
     }
     as_bytes = [one.view(torch.uint8) for one in fp8]
