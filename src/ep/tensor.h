@@ -3,6 +3,7 @@
 
 #include <dlpack/dlpack.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -28,6 +29,20 @@ struct Tensor {
   // Of a row and of all rows, packed.
   std::uint64_t row_bytes() const { return static_cast<std::uint64_t>(cols) * dtype_bytes(type); }
   std::uint64_t bytes() const { return static_cast<std::uint64_t>(rows) * row_bytes(); }
+  // From its first element in memory to the end of its last, whatever the strides.
+  struct Extent {
+    const std::byte* first;
+    std::uint64_t bytes;
+  };
+  Extent extent() const {
+    if (bytes() == 0) return {data, 0};
+    const auto element = static_cast<std::int64_t>(dtype_bytes(type));
+    const std::int64_t down = (rows - 1) * row_stride * element;
+    const std::int64_t along = (cols - 1) * col_stride * element;
+    const std::int64_t lowest = std::min<std::int64_t>(down, 0) + std::min<std::int64_t>(along, 0);
+    const std::int64_t highest = std::max<std::int64_t>(down, 0) + std::max<std::int64_t>(along, 0);
+    return {data + lowest, static_cast<std::uint64_t>(highest - lowest + element)};
+  }
   template <class T>
   T* as() const {
     return reinterpret_cast<T*>(data);

@@ -11,6 +11,7 @@
 #include "ep/cuda/launch_plan.h"
 #include "ep/cuda/mover_plan.h"
 #include "ep/cuda/sm_ledger.h"
+#include "ep/tensor.h"
 #include "ep/wire.h"
 
 namespace xd::ep::cuda {
@@ -222,6 +223,40 @@ TEST(LaunchPlanTest, RanksOfOneDeviceShareIt) {
     EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
     EXPECT_NE(error.text().find("expected at most 33"), std::string::npos) << error.text();
   }
+}
+
+// What the device is asked about: no more than a tensor has, or a view at the end of an allocation
+// would be refused.
+TEST(TensorExtentTest, IsFromTheFirstElementToTheLastWhateverTheStrides) {
+  std::byte memory[4096];
+  for (const std::int64_t rows : {1, 2, 5}) {
+    for (const std::int64_t cols : {1, 3}) {
+      for (const std::int64_t down : {0, 1, 3, 7, -7}) {
+        for (const std::int64_t along : {0, 1, 5, -1}) {
+          const Tensor tensor{.name = "it",
+                              .data = memory + 2048,
+                              .type = DType::f32,
+                              .rows = rows,
+                              .cols = cols,
+                              .given = true,
+                              .row_stride = down,
+                              .col_stride = along};
+          const std::byte *first = tensor.data, *end = tensor.data;
+          for (std::int64_t r = 0; r < rows; ++r) {
+            for (std::int64_t c = 0; c < cols; ++c) {
+              const std::byte* element = tensor.data + 4 * (r * down + c * along);
+              first = std::min(first, element);
+              end = std::max(end, element + 4);
+            }
+          }
+          const Tensor::Extent extent = tensor.extent();
+          EXPECT_EQ(extent.first, first) << rows << " " << cols << " " << down << " " << along;
+          EXPECT_EQ(extent.first + extent.bytes, end);
+        }
+      }
+    }
+  }
+  EXPECT_EQ((Tensor{.rows = 0, .cols = 7}).extent().bytes, 0u);
 }
 
 TEST(SmLedgerTest, SumsUpTheGroupsThatLiveOnADevice) {

@@ -7,11 +7,16 @@ namespace {
 
 using Claim = xd::cuda::KnownMemory::Claim;
 
-Claim claim(const Tensor& tensor) { return {tensor.name, tensor.data, tensor.bytes()}; }
+Claim claim(const Tensor& tensor) {
+  const Tensor::Extent extent = tensor.extent();
+  return {tensor.name, extent.first, extent.bytes};
+}
 
 // An output that the host may want to read.
 Claim number(const Tensor& tensor) {
-  return {tensor.name, tensor.data, tensor.bytes(), /*pinned=*/true};
+  Claim result = claim(tensor);
+  result.pinned = true;
+  return result;
 }
 
 // No kernel reads more of a plan than the group's plans have.
