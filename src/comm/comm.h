@@ -113,7 +113,7 @@ class Comm final : private MeshEvents {
   // Records a fatal error; on each rank the first one wins. Any thread. What every rank notices by
   // itself (a lost peer) is recorded here only, until this rank leaves.
   enum class Spread { here, everywhere };
-  void raise(const FatalError& error, Spread spread);
+  void raise(const FatalError& error, Spread spread) { raise(error, spread, nullptr); }
   [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
   void abort();
 
@@ -123,7 +123,9 @@ class Comm final : private MeshEvents {
     std::array<char, 256> text{};
   };
   // Such an error of this rank.
-  void raise_cause(const FatalError& error, const Cause& cause);
+  void raise_cause(const FatalError& error, const Cause& cause) {
+    raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere, &cause);
+  }
   // Where kernels raise such errors: called once with the first, when the host takes it over. From
   // any thread, and under a lock: it must not call the communicator. Empty = none any more.
   void explain_by(int group, std::function<Cause()> explain);
@@ -176,6 +178,7 @@ class Comm final : private MeshEvents {
   void require_device_memory() const;
   std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);
   void fail_round(xd_status status, int peer);
+  void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
   void tell_peers(const FatalError& error);
   void on_lost(std::span<const int> ranks) override;
@@ -213,7 +216,7 @@ class Comm final : private MeshEvents {
   std::atomic<bool> connected_{false};       // controls_ and device_side_ are complete
   mutable std::mutex raise_mutex_;
   mutable bool told_self_ = false;  // this rank writes its slot of each board at most once
-  mutable Cause cause_;             // of the error in that slot, if it is a group's
+  mutable Cause cause_;  // of the error in that slot, if it is a group's; under raise_mutex_
   std::map<int, std::function<Cause()>> explanations_;  // by group; under raise_mutex_
   bool told_peers_ = false;
 

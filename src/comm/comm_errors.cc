@@ -39,19 +39,11 @@ const FatalError* Comm::fatal_error() const {
 }
 
 std::string Comm::text_of(const FatalError& error) const {
-  if (error.met_by_all != 0 && error.rank == rank_) {
+  if (error.rank == rank_) {
     const std::lock_guard lock(raise_mutex_);
     if (cause_.text[0] != '\0') return cause_.text.data();
   }
   return describe(error);
-}
-
-void Comm::raise_cause(const FatalError& error, const Cause& cause) {
-  {
-    const std::lock_guard lock(raise_mutex_);
-    if (!told_self_ && error.met_by_all != 0) cause_ = cause;
-  }
-  raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere);
 }
 
 void Comm::explain_by(int group, std::function<Cause()> explain) {
@@ -68,11 +60,12 @@ void Comm::throw_if_failed() const {
   if (error != nullptr) fail(status_of(*error), text_of(*error));
 }
 
-void Comm::raise(const FatalError& error, Spread spread) {
+void Comm::raise(const FatalError& error, Spread spread, const Cause* cause) {
   // Until then the mesh itself ends whatever waits.
   if (!connected_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(raise_mutex_);
   if (closed_.load(std::memory_order_relaxed)) return;  // who has said goodbye says nothing more
+  if (cause != nullptr && !told_self_) cause_ = *cause;
   record(error);
   // Host collectives of other threads: nobody will come to them.
   if (error.met_by_all != 0) mesh_for_watch_->cancel();

@@ -25,7 +25,7 @@ struct Setback {
   std::int64_t bad_ids = 0;      // of bad ids only
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
   std::int64_t capacity_rows = 0;
-  bool alone = false;  // only this rank has met it
+  bool met_by_all = false;  // every rank meets an error of its own in this operation
 
   explicit operator bool() const { return status != XD_SUCCESS; }
 };

@@ -52,6 +52,7 @@ Setback disagreement(std::span<const Record> records, int rank) {
     if (what.empty()) continue;
     if (!found) {
       found = {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = static_cast<int>(r)};
+      found.met_by_all = true;
     }
     found.text += concat("; rank ", r, ": ", what);
   }
@@ -65,7 +66,8 @@ Setback overflow(const Overflow& o) {
                          "; no row has moved"),
           .rank = o.rank,
           .needed_rows = o.needed_rows,
-          .capacity_rows = o.capacity_rows};
+          .capacity_rows = o.capacity_rows,
+          .met_by_all = true};
 }
 
 Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {
@@ -75,7 +77,8 @@ Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {
               lowest_rank, ") are out of range or repeated in a row, expected -1 or 0 to ",
               experts - 1, " and each expert once; they count as -1 and the plan is usable"),
           .rank = lowest_rank,
-          .bad_ids = bad_ids};
+          .bad_ids = bad_ids,
+          .met_by_all = true};
 }
 
 }  // namespace xd::ep

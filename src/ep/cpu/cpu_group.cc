@@ -111,6 +111,7 @@ void CpuGroup::run(xd_ep_operation operation, Make&& make) {
     op.emplace(make(context));
   } catch (...) {
     setback = current_setback(rank());
+    setback.met_by_all = true;  // the peers hear of it by this rank's record
   }
   lockstep_.begin(operation);
   setback = carry_out(op, std::move(setback));
@@ -148,13 +149,11 @@ Setback CpuGroup::move(Op& op) {
     return {};
   } catch (...) {
     if (comm().fatal_error() != nullptr) throw;
-    Setback found = current_setback(rank());
-    found.alone = true;
-    return found;
+    return current_setback(rank());
   }
 }
 
-// The operation has ended: peers that meet the same find it without this rank.
+// The operation has ended: peers that meet an error of it do so without this rank.
 void CpuGroup::finish_comm(const Setback& setback, xd_ep_operation operation) {
   comm().raise_cause({.status = setback.status,
                       .rank = rank(),
@@ -162,7 +161,7 @@ void CpuGroup::finish_comm(const Setback& setback, xd_ep_operation operation) {
                       .group = number(),
                       .operation = operation,
                       .expected_epoch = lockstep_.epoch(),
-                      .met_by_all = setback.alone ? 0 : 1},
+                      .met_by_all = setback.met_by_all ? 1 : 0},
                      cause(setback, operation, lockstep_.epoch()));
 }
 
