@@ -10,30 +10,12 @@
 
 enum { TOKENS = 8, HIDDEN = 64, TOPK = 2, LOCAL_EXPERTS = 2 };
 
-static const DLDataType kFloat = {kDLFloat, 32, 1};
-static const DLDataType kInt = {kDLInt, 32, 1};
+static const DLDevice kCpu = {kDLCPU, 0};
 
 static void check(xd_status status) {
   if (status == XD_SUCCESS) return;
   fprintf(stderr, "%s: %s\n", xd_status_name(status), xd_last_error());
   exit(1);
-}
-
-/* A dense tensor on the CPU. One dimension if columns = 0. */
-typedef struct tensor {
-  DLTensor dl;
-  int64_t shape[2];
-} tensor;
-
-static const DLTensor* view(tensor* t, void* data, DLDataType type, int64_t rows, int64_t columns) {
-  t->shape[0] = rows;
-  t->shape[1] = columns;
-  t->dl = (DLTensor){.data = data,
-                     .device = {kDLCPU, 0},
-                     .ndim = columns > 0 ? 2 : 1,
-                     .dtype = type,
-                     .shape = t->shape};
-  return &t->dl;
 }
 
 static void* allocate(xd_comm* comm, int64_t count, size_t bytes) {
@@ -88,24 +70,30 @@ static void run_experts(batch* b, int rank) {
 }
 
 static void round_trip(xd_ep_group* group, batch* b, int rank) {
-  tensor topk_idx, offsets, tokens, weights, recv, recv_weights, out;
+  xd_tensor topk_idx = xd_tensor_2d(b->topk_idx, XD_DTYPE_INT32, kCpu, TOKENS, TOPK);
+  xd_tensor offsets = xd_tensor_1d(b->offsets, XD_DTYPE_INT32, kCpu, LOCAL_EXPERTS + 1);
+  xd_tensor tokens = xd_tensor_2d(b->tokens, XD_DTYPE_FLOAT32, kCpu, TOKENS, HIDDEN);
+  xd_tensor weights = xd_tensor_2d(b->topk_weights, XD_DTYPE_FLOAT32, kCpu, TOKENS, TOPK);
+  xd_tensor recv = xd_tensor_2d(b->recv, XD_DTYPE_FLOAT32, kCpu, b->rows, HIDDEN);
+  xd_tensor recv_weights = xd_tensor_1d(b->recv_weights, XD_DTYPE_FLOAT32, kCpu, b->rows);
+  xd_tensor out = xd_tensor_2d(b->out, XD_DTYPE_FLOAT32, kCpu, TOKENS, HIDDEN);
 
   /* Where will every row go? */
   xd_ep_prepare_args prepare = XD_EP_PREPARE_ARGS_INIT;
-  prepare.topk_idx = view(&topk_idx, b->topk_idx, kInt, TOKENS, TOPK);
+  prepare.topk_idx = xd_tensor_view(&topk_idx);
   prepare.plan = b->plan;
   prepare.plan_bytes = b->plan_bytes;
-  prepare.offsets = view(&offsets, b->offsets, kInt, LOCAL_EXPERTS + 1, 0);
+  prepare.offsets = xd_tensor_view(&offsets);
   check(xd_ep_prepare(group, &prepare, NULL));
 
   /* Tokens go to their experts, */
   xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
   dispatch.plan = b->plan;
   dispatch.plan_bytes = b->plan_bytes;
-  dispatch.tokens = view(&tokens, b->tokens, kFloat, TOKENS, HIDDEN);
-  dispatch.topk_weights = view(&weights, b->topk_weights, kFloat, TOKENS, TOPK);
-  dispatch.recv_tokens = view(&recv, b->recv, kFloat, b->rows, HIDDEN);
-  dispatch.recv_weights = view(&recv_weights, b->recv_weights, kFloat, b->rows, 0);
+  dispatch.tokens = xd_tensor_view(&tokens);
+  dispatch.topk_weights = xd_tensor_view(&weights);
+  dispatch.recv_tokens = xd_tensor_view(&recv);
+  dispatch.recv_weights = xd_tensor_view(&recv_weights);
   check(xd_ep_dispatch(group, &dispatch, NULL));
 
   run_experts(b, rank);
@@ -116,7 +104,7 @@ static void round_trip(xd_ep_group* group, batch* b, int rank) {
   combine.plan_bytes = b->plan_bytes;
   combine.expert_out = dispatch.recv_tokens;
   combine.weights = dispatch.recv_weights;
-  combine.out = view(&out, b->out, kFloat, TOKENS, HIDDEN);
+  combine.out = xd_tensor_view(&out);
   check(xd_ep_combine(group, &combine, NULL));
 }
 
@@ -149,7 +137,7 @@ int main(void) {
   config.max_topk = TOPK;
   config.max_tokens_per_rank = TOKENS;
   config.hidden = HIDDEN;
-  config.dtype = kFloat;
+  config.dtype = XD_DTYPE_FLOAT32;
   xd_ep_group* group = NULL;
   check(xd_ep_group_create(comm, &config, &group));
 

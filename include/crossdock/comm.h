@@ -213,7 +213,8 @@ XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
  * virtual memory of another process.
  * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (it
  * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY
- * (at most 64 growths and registrations together); on the other ranks MISMATCH. Then nothing has
+ * (at most 4096 growths and registrations together: their table takes 4.5 MiB of device memory per
+ * communicator); on the other ranks MISMATCH. Then nothing has
  * changed, but that devices of the process which may use its virtual memory keep that access. */
 XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);
 

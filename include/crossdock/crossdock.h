@@ -5,6 +5,7 @@
  *   comm.h     communicators, symmetric memory
  *   ep.h       expert parallelism: dispatch tokens to experts, combine the results, and both
  *              backward
+ *   tensor.h   helpers for callers: tensors in one line, names of element types
  *
  * Conventions that hold for all of them:
  *   - C11 and C++; the only foreign header is DLPack's (struct DLTensor, DLDevice).
@@ -24,6 +25,7 @@
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
 #include <crossdock/status.h>
+#include <crossdock/tensor.h>
 #include <crossdock/version.h>
 
 #endif /* CROSSDOCK_CROSSDOCK_H_ */

@@ -252,7 +252,8 @@ typedef struct xd_ep_prepare_args {
   size_t plan_bytes;
   int32_t alignment;        /* of this plan's zones: a power of two up to the group's, equal on all
                                ranks; 0 = the group's */
-  /* Optional outputs, int32 or int64 each: */
+  /* Optional outputs, int32 or int64 each; on CUDA in this rank's device memory or in pinned memory
+   * of the host (kDLCUDAHost), which may read them when the stream has passed the call: */
   const DLTensor* counts;        /* [L]   rows (RANK_MAJOR: pairs) per local expert, without
                                     padding and dropped rows */
   const DLTensor* padded_counts; /* [L]   the same with padding; under DROP the cut zone ends

@@ -1,6 +1,8 @@
 // Comm's memory that the caller owns.
 #include "comm/comm.h"
 
+#include <cstring>
+
 #if XD_CUDA
 #include "memory/cuda_registered.h"
 #endif
@@ -49,10 +51,12 @@ void Comm::deregister_memory(int registration) {
   const auto items = agree(Collective::delist, [&] {
     XD_REQUIRE(registration >= 0 && heap_.is_registered(number), "registration = ", registration,
                ", expected one that xd_mem_register gave and that is still there");
-    return Contribution{.blob = Bytes{std::byte{static_cast<std::uint8_t>(registration)}}};
+    Contribution mine{.blob = Bytes(sizeof(registration))};
+    std::memcpy(mine.blob.data(), &registration, sizeof(registration));
+    return mine;
   });
   for (std::size_t r = 0; r < items.size(); ++r) {
-    if (items[r].blob.size() != 1 || items[r].blob[0] != items[at(rank_)].blob[0]) {
+    if (items[r].blob != items[at(rank_)].blob) {
       fail(XD_ERROR_MISMATCH, "rank ", r, " deregisters another registration than rank ", rank_);
     }
   }

@@ -20,7 +20,7 @@
 namespace xd {
 
 inline constexpr int kMaxDeviceRanks = 72;
-inline constexpr int kMaxHeapSegments = 64;
+inline constexpr int kMaxHeapSegments = 4096;
 
 struct HostWords {
   std::uint32_t finished;

@@ -13,6 +13,7 @@ void SymmetricHeap::add(std::vector<std::shared_ptr<Segment>> segment_of_rank) {
   const Segment* own = segment_of_rank[at(rank_)].get();
   const std::size_t bytes = own != nullptr ? own->bytes() : 0;
   const std::unique_lock lock(mutex_);
+  insert_range(own, static_cast<std::uint32_t>(segments_.size()));
   segments_.push_back(std::move(segment_of_rank));
   heap_.add_segment(bytes);
 }
@@ -25,6 +26,7 @@ std::uint32_t SymmetricHeap::next_segment() const {
 void SymmetricHeap::add_registered(std::uint32_t segment,
                                    std::vector<std::shared_ptr<Segment>> segment_of_rank) {
   const std::unique_lock lock(mutex_);
+  insert_range(segment_of_rank[at(rank_)].get(), segment);
   registered_.emplace(segment, std::move(segment_of_rank));
 }
 
@@ -43,6 +45,7 @@ bool SymmetricHeap::is_registered(std::uint32_t segment) const {
 
 void SymmetricHeap::remove_registered(std::uint32_t segment) {
   const std::unique_lock lock(mutex_);
+  erase_range(segment);
   registered_.erase(segment);
 }
 
@@ -67,18 +70,10 @@ bool SymmetricHeap::release(void* ptr) {
 std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {
   const auto* address = static_cast<const std::byte*>(ptr);
   const std::shared_lock lock(mutex_);
-  const auto look = [&](std::uint32_t number) -> std::optional<Place> {
-    const Segment* own = segment(number, rank_);
-    if (own == nullptr || !own->contains(address)) return std::nullopt;
-    const auto offset = static_cast<std::size_t>(address - own->base());
-    if (bytes > own->bytes() - offset) return std::nullopt;
-    return Place{.segment = number, .offset = offset};
-  };
-  for (std::uint32_t number = 0; number < segments_.size(); ++number) {
-    if (const auto place = look(number)) return place;
-  }
-  for (const auto& [number, of_rank] : registered_) {
-    if (const auto place = look(number)) return place;
+  auto next = std::ranges::upper_bound(ranges_, address, {}, &Range::begin);
+  while (next != ranges_.begin() && (--next)->furthest > address) {
+    if (address >= next->end || bytes > static_cast<std::size_t>(next->end - address)) continue;
+    return Place{.segment = next->number, .offset = static_cast<std::size_t>(address - next->begin)};
   }
   return std::nullopt;
 }
@@ -89,6 +84,23 @@ std::byte* SymmetricHeap::address(int rank, Place place, std::size_t bytes) cons
   if (there == nullptr || place.offset > there->bytes()) return nullptr;
   if (bytes > there->bytes() - place.offset) return nullptr;
   return there->base() + place.offset;
+}
+
+void SymmetricHeap::insert_range(const Segment* own, std::uint32_t number) {
+  if (own == nullptr) return;
+  const Range range{own->base(), own->base() + own->bytes(), nullptr, number};
+  ranges_.insert(std::ranges::upper_bound(ranges_, range.begin, {}, &Range::begin), range);
+  update_furthest();
+}
+
+void SymmetricHeap::erase_range(std::uint32_t number) {
+  std::erase_if(ranges_, [=](const Range& range) { return range.number == number; });
+  update_furthest();
+}
+
+void SymmetricHeap::update_furthest() {
+  const std::byte* furthest = nullptr;
+  for (Range& range : ranges_) range.furthest = furthest = std::max(furthest, range.end);
 }
 
 // Null if there is none. Under the lock.

@@ -46,7 +46,18 @@ class SymmetricHeap {
   bool huge_pages() const;
 
  private:
+  // This rank's segments by address.
+  struct Range {
+    const std::byte* begin;
+    const std::byte* end;
+    const std::byte* furthest;  // end of this or any earlier one: registrations may overlap
+    std::uint32_t number;
+  };
+
   const Segment* segment(std::uint32_t number, int rank) const;
+  void insert_range(const Segment* own, std::uint32_t number);
+  void erase_range(std::uint32_t number);
+  void update_furthest();
   std::size_t count() const { return segments_.size() + registered_.size(); }
 
   int rank_;
@@ -54,6 +65,7 @@ class SymmetricHeap {
   mutable std::shared_mutex mutex_;
   std::vector<std::vector<std::shared_ptr<Segment>>> segments_;  // [segment][rank]; only grows
   std::map<std::uint32_t, std::vector<std::shared_ptr<Segment>>> registered_;
+  std::vector<Range> ranges_;  // ascending
 };
 
 }  // namespace xd

@@ -154,5 +154,32 @@ TEST(Abi, CommunicatorsAndOperationsReadOlderCallersStructs) {
   EXPECT_EQ(xd_ep_prepare(group.get(), &args, nullptr), XD_SUCCESS) << xd_last_error();
 }
 
+TEST(TensorHeader, MakesTensorsThatMayBeCopiedBeforeTheyAreUsed) {
+  float data[12] = {};
+  const DLDevice device{kDLCPU, 0};
+  xd_tensor rows = xd_tensor_2d(data, XD_DTYPE_FLOAT32, device, 3, 4);
+  xd_tensor copy = rows;
+  const DLTensor* seen = xd_tensor_view(&copy);
+  EXPECT_EQ(xd_tensor_view(&rows)->shape, rows.shape);
+  EXPECT_EQ(seen->shape, copy.shape);
+  EXPECT_EQ(seen->data, data);
+  EXPECT_EQ(seen->ndim, 2);
+  EXPECT_EQ(seen->shape[0], 3);
+  EXPECT_EQ(seen->shape[1], 4);
+  EXPECT_EQ(seen->strides[0], 4);
+  EXPECT_EQ(seen->strides[1], 1);
+  EXPECT_EQ(seen->byte_offset, 0u);
+  xd_tensor columns = xd_tensor_2d_strided(data, XD_DTYPE_FLOAT32, device, 3, 4, 1, 3);
+  EXPECT_EQ(xd_tensor_view(&columns)->strides[1], 3);
+  xd_tensor vector = xd_tensor_1d(data, XD_DTYPE_FLOAT8_E8M0FNU, device, 12);
+  seen = xd_tensor_view(&vector);
+  EXPECT_EQ(seen->ndim, 1);
+  EXPECT_EQ(seen->shape[0], 12);
+  EXPECT_EQ(seen->strides[0], 1);
+  EXPECT_EQ(seen->dtype.code, 14);
+  EXPECT_EQ(seen->dtype.bits, 8);
+  EXPECT_EQ(seen->dtype.lanes, 1);
+}
+
 }  // namespace
 }  // namespace xd::test

@@ -128,6 +128,31 @@ TEST(SymmetricMemory, GrowsByDifferentAmountsAndMovesNothing) {
   });
 }
 
+// A pool that grows, or registers, segment by segment.
+TEST(SymmetricMemory, GrowsThousandsOfTimes) {
+  if (world().memory().device().device_type != kDLCPU) return;  // registrations: below
+  // Every rank maps all segments of all ranks; with many, fewer of them are enough.
+  const int growths = world().num_ranks() <= 2 ? 3000 : 100;
+  on_every_rank([&](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", 4096);
+    for (int i = 0; i < growths; ++i) ok(xd_mem_grow(comm.get(), 4096));
+    EXPECT_EQ(memory_info(comm.get()).segments, growths + 1);
+    std::vector<bool> found(static_cast<std::size_t>(growths) + 1);
+    for (int i = 0; i <= growths; ++i) {
+      xd_mem_handle handle{};
+      auto* ptr = static_cast<std::byte*>(allocate(comm.get(), 4096));
+      ok(xd_mem_export(comm.get(), ptr + 17, &handle));
+      EXPECT_EQ(handle.offset, 17u);
+      ASSERT_FALSE(found.at(static_cast<std::size_t>(handle.segment))) << handle.segment;
+      found[static_cast<std::size_t>(handle.segment)] = true;
+      void* back = nullptr;
+      ok(xd_mem_import(comm.get(), &handle, &back));
+      EXPECT_EQ(back, ptr + 17);
+    }
+    EXPECT_EQ(memory_info(comm.get()).largest_free_bytes, 0u);
+  });
+}
+
 TEST(SymmetricMemory, ExhaustionIsAStatusWithTheSizes) {
   on_every_rank([](Rank& rank) {
     const Comm comm = rank.another_comm("memory", kHeap);
@@ -198,6 +223,23 @@ void use_in_place(const Rank& rank) {
 }
 
 TEST(SymmetricMemory, OfTheCallerIsUsedInPlaceOnceRegistered) { on_every_rank(use_in_place); }
+
+TEST(SymmetricMemory, RegistersThousandsOfSegmentsBesideThoseInUse) {
+  on_every_rank([](Rank& rank) {
+    if (rank.memory->device().device_type == kDLCPU) return;
+    constexpr std::size_t kPiece = 256, kPieces = 3000;
+    Buffer pool(rank, kPiece * kPieces, Place::ordinary);
+    std::vector<std::int32_t> registrations(kPieces);
+    for (std::size_t i = 0; i < kPieces; ++i) {
+      ok(xd_mem_register(rank.comm, static_cast<std::byte*>(pool.data()) + i * kPiece, kPiece,
+                         &registrations[i]));
+    }
+    use_in_place(rank);
+    for (const std::int32_t registration : registrations) {
+      ok(xd_mem_deregister(rank.comm, registration));
+    }
+  });
+}
 
 TEST(SymmetricMemory, VirtualMemoryOfTheCallerIsUsedInPlaceOnceRegistered) {
   on_every_rank([](Rank& rank) {

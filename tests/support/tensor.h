@@ -1,6 +1,8 @@
 // Tensors and plans for tests: device memory with guard zones on both sides, described by DLPack.
 #pragma once
 
+#include <crossdock/tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -16,11 +18,10 @@ inline constexpr DLDataType kF32{kDLFloat, 32, 1};
 inline constexpr DLDataType kI32{kDLInt, 32, 1};
 inline constexpr DLDataType kI64{kDLInt, 64, 1};
 inline constexpr DLDataType kU8{kDLUInt, 8, 1};
-// Codes that older headers of DLPack do not name.
-inline constexpr DLDataType kBool{6, 8, 1};
-inline constexpr DLDataType kE4m3{10, 8, 1};
-inline constexpr DLDataType kE5m2{12, 8, 1};
-inline constexpr DLDataType kE8m0{14, 8, 1};
+inline constexpr DLDataType kBool = XD_DTYPE_BOOL;
+inline constexpr DLDataType kE4m3 = XD_DTYPE_FLOAT8_E4M3FN;
+inline constexpr DLDataType kE5m2 = XD_DTYPE_FLOAT8_E5M2;
+inline constexpr DLDataType kE8m0 = XD_DTYPE_FLOAT8_E8M0FNU;
 
 constexpr std::size_t element_bytes(DLDataType type) { return type.bits / 8u; }
 
