@@ -57,14 +57,15 @@ typedef enum xd_bootstrap {
   XD_BOOTSTRAP_UNIQUE_ID = 0,   /* meet at `unique_id` */
   XD_BOOTSTRAP_ENVIRONMENT = 1, /* RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, as
                                    torchrun sets them */
-  XD_BOOTSTRAP_ALL_GATHER = 2   /* through `all_gather`: MPI, or a framework's process group */
+  XD_BOOTSTRAP_ALL_GATHER = 2,  /* through `all_gather`: MPI, or a framework's process group */
+  XD_BOOTSTRAP_NCCL = 3         /* through `nccl_comm` */
 } xd_bootstrap;
 
 typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;
-  int32_t rank;                  /* 0 <= rank < num_ranks. ENVIRONMENT with num_ranks = 0: both
-                                    from the environment */
+  int32_t rank;                  /* 0 <= rank < num_ranks. With num_ranks = 0 ENVIRONMENT takes both
+                                    from the environment, NCCL from its communicator */
   int32_t num_ranks;             /* 1 to 1024 */
   const xd_unique_id* unique_id; /* UNIQUE_ID only */
   xd_all_gather_fn all_gather;   /* ALL_GATHER only, with the context it gets */
@@ -78,11 +79,14 @@ typedef struct xd_comm_config {
                          0 = XD_TIMEOUT_MS, else 600000 */
   const char* name;   /* shown in logs; tells apart communicators that meet through
                          the same environment at the same time. Equal on all ranks. NULL = "" */
+  void* nccl_comm; /* NCCL only: this rank's ncclComm_t, which stays the caller's. The ranks meet
+                      by one small all-gather on it, on a stream of the library's; no other thread
+                      uses it meanwhile, and it is not needed afterwards */
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
-   NULL}
+   NULL, NULL}
 /* clang-format on */
 
 /* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps.
@@ -92,6 +96,8 @@ typedef struct xd_comm_config {
  * XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users. A rank
  * with another secret, or another version of the library, is warned of at once on both sides; both
  * wait on, since whoever listens on a port may say so, and name it when they end with TIMEOUT.
+ * NCCL is looked for when it is needed: first what the process has loaded, then libnccl.so.2. The
+ * device may be the CPU, too. On TIMEOUT the all-gather is still enqueued: abort the communicator.
  * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
@@ -99,7 +105,7 @@ typedef struct xd_comm_config {
  * rank taken twice, a peer that failed); PEER_LOST
  * (a peer's process ended meanwhile, or the peer gave up); ABORTED (see xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
- * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (see xd_mem_grow); SYSTEM.
+ * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
  * rank had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);

@@ -127,6 +127,22 @@ class Comm:
                                       num_ranks=num_ranks, device=device, heap_bytes=heap_bytes,
                                       timeout=timeout, name=name)
 
+    @classmethod
+    def from_nccl(cls, nccl_comm: int, *, device: str = "cpu", heap_bytes: int = 0,
+                  timeout: float | None = None, name: str = "") -> Comm:
+        """Joins through a communicator of NCCL's, which says rank and number of ranks.
+
+        Args:
+            nccl_comm: its ncclComm_t, as a number. It stays the caller's, is used during this call
+                only, and by nobody else meanwhile. After Timeout, abort it.
+
+        Other arguments and errors as of Comm; Unsupported: no CUDA or no NCCL in this process.
+        """
+        if not isinstance(nccl_comm, int) or nccl_comm <= 0:
+            raise ValueError(f"nccl_comm: expected the address of an ncclComm_t, got {nccl_comm!r}")
+        return cls.__new__(cls)._join(bootstrap="nccl", nccl_comm=nccl_comm, device=device,
+                                      heap_bytes=heap_bytes, timeout=timeout, name=name)
+
     def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
         device_type, device_id = parse_device(device)
         self._core = join(device_type=device_type, device_id=device_id,

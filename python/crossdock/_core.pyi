@@ -48,11 +48,12 @@ class Comm:
     def __init__(
         self,
         *,
-        bootstrap: Literal["unique_id", "environment", "all_gather"],
+        bootstrap: Literal["unique_id", "environment", "all_gather", "nccl"],
         rank: int = 0,
         num_ranks: int = 0,
         unique_id: bytes | None = None,
         all_gather: Callable[[bytes], Sequence[bytes]] | None = None,
+        nccl_comm: int = 0,
         device_type: int = 1,
         device_id: int = 0,
         heap_bytes: int = 0,

@@ -68,8 +68,9 @@ xd_bootstrap bootstrap_of(const std::string& name) {
   if (name == "unique_id") return XD_BOOTSTRAP_UNIQUE_ID;
   if (name == "environment") return XD_BOOTSTRAP_ENVIRONMENT;
   if (name == "all_gather") return XD_BOOTSTRAP_ALL_GATHER;
+  if (name == "nccl") return XD_BOOTSTRAP_NCCL;
   throw nb::value_error(
-      ("bootstrap: expected 'unique_id', 'environment' or 'all_gather', got '" + name + "'")
+      ("bootstrap: expected 'unique_id', 'environment', 'all_gather' or 'nccl', got '" + name + "'")
           .c_str());
 }
 
@@ -100,6 +101,7 @@ Comm::Comm(const Options& options) {
     config.all_gather = &AllGather::call;
     config.all_gather_context = &all_gather;
   }
+  config.nccl_comm = reinterpret_cast<void*>(options.nccl_comm);
   config.device = {static_cast<DLDeviceType>(options.device_type), options.device_id};
   config.heap_bytes = options.heap_bytes;
   config.timeout_ms = options.timeout_ms;
@@ -234,14 +236,15 @@ void bind_comm(nb::module_& module) {
       .def(
           "__init__",
           [](Comm* self, std::string bootstrap, int rank, int num_ranks, nb::object unique_id,
-             nb::object all_gather, int device_type, int device_id, std::size_t heap_bytes,
-             int timeout_ms, std::string name) {
+             nb::object all_gather, std::uintptr_t nccl_comm, int device_type, int device_id,
+             std::size_t heap_bytes, int timeout_ms, std::string name) {
             new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
-                             std::move(all_gather), device_type, device_id, heap_bytes, timeout_ms,
-                             std::move(name)});
+                             std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
+                             timeout_ms, std::move(name)});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
+          nb::arg("nccl_comm") = 0,
           nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0, nb::arg("heap_bytes") = 0,
           nb::arg("timeout_ms") = 0, nb::arg("name") = "")
       .def("close", &Comm::close)

@@ -21,6 +21,7 @@ class Comm {
     int num_ranks = 0;
     nb::object unique_id;   // bytes or None
     nb::object all_gather;  // callable or None
+    std::uintptr_t nccl_comm = 0;
     int device_type = kDLCPU;
     int device_id = 0;
     std::size_t heap_bytes = 0;

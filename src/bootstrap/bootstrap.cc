@@ -4,8 +4,15 @@
 #include "base/options.h"
 #include "bootstrap/environment.h"
 #include "bootstrap/meeting_messages.h"
+#include "bootstrap/nccl_library.h"
 #include "bootstrap/rendezvous.h"
+#include "bootstrap/slots.h"
 #include "bootstrap/unique_id.h"
+
+#if XD_CUDA
+#include "bootstrap/nccl_bootstrap.h"
+#include "cuda/driver.h"
+#endif
 
 namespace xd {
 namespace {
@@ -27,33 +34,13 @@ class CallbackBootstrap final : public Bootstrap {
         call_(config.all_gather),
         context_(config.all_gather_context) {}
 
-  // Every rank sends the same number of bytes whatever its blob: a size, then the blob, then zeros.
   std::vector<Bytes> all_gather(std::span<const std::byte> blob, const Deadline&) override {
-    constexpr std::size_t kSlotBytes = sizeof(std::uint64_t) + kMaxBlob;
-    XD_CHECK(blob.size() <= kMaxBlob);
-    WireWriter slot;
-    slot.put(std::uint64_t{blob.size()});
-    slot.put_bytes(blob);
-    Bytes send = slot.take();
-    send.resize(kSlotBytes);
+    const Bytes send = make_slot(blob);
     Bytes received(kSlotBytes * static_cast<std::size_t>(num_ranks()));
     const int error = call_(context_, send.data(), received.data(), send.size());
     if (error != 0)
       fail(XD_ERROR_SYSTEM, "config.all_gather returned ", error, " on rank ", rank());
-
-    std::vector<Bytes> blobs;
-    WireReader in(received);
-    for (int r = 0; r < num_ranks(); ++r) {
-      WireReader from_rank(in.take_bytes(kSlotBytes));
-      const auto size = from_rank.take<std::uint64_t>();
-      if (size != blob.size())
-        fail(XD_ERROR_MISMATCH, "config.all_gather brought ", size, " bytes of rank ", r,
-             ", expected ", blob.size(), ": it mixes up calls, or rank ", r,
-             " runs another version of the library");
-      const auto bytes = from_rank.take_bytes(size);
-      blobs.emplace_back(bytes.begin(), bytes.end());
-    }
-    return blobs;
+    return read_slots(received, num_ranks(), blob.size(), "config.all_gather");
   }
 
  private:
@@ -76,11 +63,26 @@ std::unique_ptr<Bootstrap> by_environment(const xd_comm_config& config) {
   return meet_by_environment(std::move(environment));
 }
 
+std::unique_ptr<Bootstrap> by_nccl(const xd_comm_config& config) {
+  XD_REQUIRE(config.nccl_comm != nullptr, "config.nccl_comm = NULL, expected an ncclComm_t");
+#if XD_CUDA
+  cuda::driver();  // says what is missing
+  const NcclLibrary nccl = find_nccl();
+  const NcclSeat seat = read_seat(nccl, config);
+  if (seat.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  return meet_by_nccl(nccl, config.nccl_comm, seat);
+#else
+  fail(XD_ERROR_UNSUPPORTED,
+       "config.bootstrap = XD_BOOTSTRAP_NCCL: this library was built without CUDA");
+#endif
+}
+
 }  // namespace
 
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
   const std::int32_t kind = raw_enum(config.bootstrap);
   if (kind == XD_BOOTSTRAP_ENVIRONMENT) return by_environment(config);
+  if (kind == XD_BOOTSTRAP_NCCL) return by_nccl(config);
   check_ranks(config);
   if (kind == XD_BOOTSTRAP_UNIQUE_ID) {
     if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();

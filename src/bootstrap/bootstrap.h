@@ -1,7 +1,7 @@
 // How ranks find one another: one exchange of a small blob per rank, before anything is shared.
 //
-// Three ways in, one result: a TCP meeting point named by a unique id, the same meeting point named
-// by torchrun's environment, or a caller's all-gather.
+// Four ways in, one result: a TCP meeting point named by a unique id, the same meeting point named
+// by torchrun's environment, a caller's all-gather, or a caller's communicator of NCCL's.
 #pragma once
 
 #include <crossdock/comm.h>

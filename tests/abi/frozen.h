@@ -46,7 +46,7 @@ FROZEN_FIELD(xd_unique_id_config, address, 8);
 FROZEN_FIELD(xd_unique_id_config, port, 16);
 FROZEN_FIELD(xd_unique_id_config, timeout_ms, 20);
 
-FROZEN_SIZE(xd_comm_config, 80);
+FROZEN_SIZE(xd_comm_config, 88);
 FROZEN_FIELD(xd_comm_config, struct_size, 0);
 FROZEN_FIELD(xd_comm_config, bootstrap, 8);
 FROZEN_FIELD(xd_comm_config, rank, 12);
@@ -58,6 +58,7 @@ FROZEN_FIELD(xd_comm_config, device, 48);
 FROZEN_FIELD(xd_comm_config, heap_bytes, 56);
 FROZEN_FIELD(xd_comm_config, timeout_ms, 64);
 FROZEN_FIELD(xd_comm_config, name, 72);
+FROZEN_FIELD(xd_comm_config, nccl_comm, 80);
 
 FROZEN_SIZE(xd_comm_info, 32);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);

@@ -390,8 +390,8 @@ TEST(Config, MistakesAreNamed) {
   expect_error(error_with([](auto&) {}), status, "config.unique_id = NULL");
   expect_error(error_with([](auto& c) { c.bootstrap = XD_BOOTSTRAP_ALL_GATHER; }), status,
                "config.all_gather = NULL");
-  expect_error(error_with([](auto& c) { c.bootstrap = static_cast<xd_bootstrap>(3); }), status,
-               "config.bootstrap = 3");
+  expect_error(error_with([](auto& c) { c.bootstrap = static_cast<xd_bootstrap>(4); }), status,
+               "config.bootstrap = 4");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -109,6 +110,52 @@ def test_what_an_all_gather_raises_is_raised() -> None:
         crossdock.Comm.from_all_gather(lambda sent: [sent], rank=0, num_ranks=2)
     with pytest.raises(TypeError, match="all_gather: expected items that are bytes"):
         crossdock.Comm.from_all_gather(lambda sent: [sent, b""], rank=0, num_ranks=2)
+
+
+def test_a_communicator_of_nccl_is_an_address() -> None:
+    for wrong in (0, -1, None, "1"):
+        with pytest.raises(ValueError, match="nccl_comm: expected the address of an ncclComm_t"):
+            crossdock.Comm.from_nccl(wrong)
+
+
+JOIN = """
+import crossdock
+try:
+    crossdock.Comm.from_environment(timeout={timeout})
+except crossdock.CrossdockError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def meet(environments: list[dict[str, str]], timeout: float) -> list[tuple[str, str]]:
+    """What processes that join by environment print, on standard output and on standard error."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", JOIN.format(timeout=timeout)], text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env=os.environ | common | {"RANK": str(rank)} | own)
+        for rank, own in enumerate(environments)
+    ]
+    return [process.communicate(timeout=60) for process in processes]
+
+
+def test_another_world_size_is_a_mismatch_at_once_on_both() -> None:
+    start = time.monotonic()
+    for out, _ in meet([{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "3"}], timeout=50):
+        assert out.startswith("Mismatch ") and "has num_ranks = " in out
+    assert time.monotonic() - start < 30
+
+
+def test_another_job_secret_is_named_on_both_sides() -> None:
+    told = meet([{"WORLD_SIZE": "2", "XD_JOB_SECRET": name} for name in ("mine", "yours")], 3)
+    (server, server_log), (client, client_log) = told
+    assert server.startswith("Timeout ") and "failed to prove that it knows the secret" in server
+    assert client.startswith("Timeout ") and "refused this rank: it knows another secret" in client
+    assert "warning: " in server_log and "failed to prove that it knows" in server_log
+    assert "warning: " in client_log and "it knows another secret" in client_log
 
 
 def test_unique_ids_are_bytes_and_differ() -> None:

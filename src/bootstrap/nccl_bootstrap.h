@@ -1,0 +1,15 @@
+// Ranks that meet through a communicator of NCCL's. CUDA only.
+#pragma once
+
+#include <memory>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/nccl_library.h"
+
+namespace xd {
+
+// The communicator stays the caller's, who uses it for nothing else meanwhile.
+std::unique_ptr<Bootstrap> meet_by_nccl(const NcclLibrary& nccl, NcclComm comm,
+                                        const NcclSeat& seat);
+
+}  // namespace xd
