@@ -171,18 +171,24 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
 
 
 @_operator(
-    "prepare(Tensor topk_idx, Tensor order, int group, int alignment) -> (Tensor, Tensor, Tensor)"
+    "prepare(Tensor topk_idx, Tensor order, int group, int alignment) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 def _prepare(
     topk_idx: Tensor, order: Tensor, group: int, alignment: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> plan, counts (see PlanParts), order."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> plan, counts (see PlanParts), offsets, order.
+
+    Offsets have memory of their own: for GPUs torch 2.11 compiles ``bucketize`` and
+    ``searchsorted`` so that boundaries are read from where their memory begins.
+    """
     ep = group_of(group)
     _check(ep, _calls.PREPARE, topk_idx=(topk_idx, 2, INDICES))
     parts = ep.plan_parts
     plan = topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8)
-    # Zeros: on a GPU an operation may fail after its call, and offsets are read all the same.
-    info = topk_idx.new_zeros(parts.num_elements, dtype=torch.int32)
+    info, offsets = _counts_like(topk_idx, ep)
+    # On a GPU an operation may fail after its call, and offsets are read all the same.
+    torch._foreach_zero_((info, offsets))
     order = torch.zeros_like(order)
     _calls.prepare(
         ep.core,
@@ -190,22 +196,26 @@ def _prepare(
         plan,
         info[parts.counts],
         info[parts.padded_counts],
-        info[parts.offsets],
+        offsets,
         info[parts.total],
         info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
         alignment=alignment,
     )
-    return plan, info, order
+    return plan, info, offsets, order
 
 
 @_shapes("prepare")
 def _prepare_shapes(topk_idx, order, group, alignment):
     ep = group_of(group)
-    return (
-        topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8),
-        topk_idx.new_empty(ep.plan_parts.num_elements, dtype=torch.int32),
-        torch.empty_like(order),
-    )
+    plan = topk_idx.new_empty(ep.plan_bytes, dtype=torch.uint8)
+    return plan, *_counts_like(topk_idx, ep), torch.empty_like(order)
+
+
+def _counts_like(like: Tensor, ep: EpGroup) -> tuple[Tensor, Tensor]:
+    """What prepare counts, of undefined content: see PlanParts, and the zones' offsets."""
+    sizes = ep.plan_parts.num_elements, ep.num_local_experts + 1
+    info, offsets = (like.new_empty(size, dtype=torch.int32) for size in sizes)
+    return info, offsets
 
 
 # ---- Local calls --------------------------------------------------------------------------------
@@ -236,6 +246,16 @@ def _row_experts(plan: Tensor, group: int, wide: bool) -> Tensor:
 
 
 _shapes("row_experts")(_row_experts_like)
+
+
+@_local("zone_ends(Tensor offsets) -> Tensor")
+def _zone_ends(offsets: Tensor) -> Tensor:
+    return offsets[1:].clone()
+
+
+@_shapes("zone_ends")
+def _zone_ends_shapes(offsets):
+    return offsets.new_empty(offsets.shape[0] - 1)
 
 
 def _layout_like(

@@ -53,7 +53,7 @@ class _Prepare(torch.autograd.Function):
             return _OPS.prepare.default(topk_idx, order, group, alignment)
 
     @staticmethod
-    def backward(ctx, grad_plan, grad_info, grad_order):
+    def backward(ctx, grad_plan, grad_info, grad_offsets, grad_order):
         return None, grad_order.clone(), None, None
 
 

@@ -223,10 +223,10 @@ class EpGroup:
         elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
             problem = f"alignment: expected a power of two, or None; got {alignment!r}"
             self.refuse(PREPARE, ValueError, problem)
-        data, info, order = torch.ops.crossdock.prepare.default(
+        data, info, offsets, order = torch.ops.crossdock.prepare.default(
             topk_idx, order, self.handle, alignment
         )
-        plan = Plan(self, data, info, order, topk_idx.shape[0], topk_idx.shape[1])
+        plan = Plan(self, data, info, offsets, order, topk_idx.shape[0], topk_idx.shape[1])
         return plan if out is None else out.overwrite(plan)
 
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:

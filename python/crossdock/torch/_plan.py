@@ -19,12 +19,12 @@ class PlanParts:
     """Where a plan's counts lie in one int32 tensor."""
 
     def __init__(self, num_local_experts: int, num_ranks: int) -> None:
-        sizes = (num_local_experts, num_local_experts, num_local_experts + 1, 1, num_ranks**2)
+        sizes = (num_local_experts, num_local_experts, 1, num_ranks**2)
         places = [(size + _ALIGNED - 1) // _ALIGNED * _ALIGNED for size in sizes]
         starts = [0, *itertools.accumulate(places)]
         self.num_elements = starts[-1]
         self.num_ranks = num_ranks
-        self.counts, self.padded_counts, self.offsets, self.total, self.rank_rows = (
+        self.counts, self.padded_counts, self.total, self.rank_rows = (
             slice(start, start + size) for start, size in zip(starts, sizes)
         )
 
@@ -40,6 +40,7 @@ class Plan:
         group: its EpGroup, which it keeps alive.
         data: the routing, opaque, uint8.
         info: all counts below, int32.
+        offsets: ``[L + 1]`` int32: first row of each expert's zone, and the end of the last.
         order: 1 element float32 that stands for the operations so far; its value is 0.
         num_tokens: T of this rank.
         topk: K.
@@ -50,6 +51,7 @@ class Plan:
         group: EpGroup,
         data: torch.Tensor,
         info: torch.Tensor,
+        offsets: torch.Tensor,
         order: torch.Tensor,
         num_tokens: int,
         topk: int,
@@ -57,6 +59,7 @@ class Plan:
         self.group = group
         self.data = data
         self.info = info
+        self.offsets = offsets
         self.order = order
         self.num_tokens = num_tokens
         self.topk = topk
@@ -72,9 +75,13 @@ class Plan:
         return self.info[self.group.plan_parts.padded_counts]
 
     @property
-    def offsets(self) -> torch.Tensor:
-        """``[L + 1]`` int32: first row of each expert's zone, and the end of the last."""
-        return self.info[self.group.plan_parts.offsets]
+    def ends(self) -> torch.Tensor:
+        """``[L]`` int32: one past the last row of each expert's zone; ``offsets[1:]``, copied.
+
+        The boundaries for ``torch.bucketize`` and ``torch.searchsorted``, which torch 2.11 compiles
+        wrongly for slices; `row_experts` is what they would compute.
+        """
+        return torch.ops.crossdock.zone_ends.default(self.offsets)
 
     @property
     def total(self) -> torch.Tensor:
@@ -116,7 +123,8 @@ class Plan:
         operations of the first.
         """
         order = self.order.detach()
-        return Plan(self.group, self.data, self.info, order, self.num_tokens, self.topk)
+        counts = self.info, self.offsets
+        return Plan(self.group, self.data, *counts, order, self.num_tokens, self.topk)
 
     def overwrite(self, other: Plan) -> Plan:
         """Put `other` into the memory of this plan.
@@ -133,5 +141,6 @@ class Plan:
         # In place: the version counters of these tensors tell a backward pass that saved them.
         self.data.copy_(other.data)
         self.info.copy_(other.info)
+        self.offsets.copy_(other.offsets)
         self.order = other.order
         return self

@@ -38,7 +38,7 @@ def test_python_blocks_are_quotations(page: pathlib.Path):
 
 def test_every_example_is_run_here():
     named = {"numpy_round_trip.py", "errors.py", "torch_round_trip.py", "torch_moe_layer.py",
-             "torch_compile.py", "torch_graph.py"}
+             "torch_compile.py", "torch_graph.py", "torch_mesh.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
 
@@ -49,6 +49,15 @@ def test_numpy_round_trip():
 def test_errors_are_what_the_page_quotes():
     run(sys.executable, str(ROOT / "tests/docs/page.py"), str(ROOT / "docs/python.md"),
         sys.executable, str(EXAMPLES / "errors.py"))
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_torch_mesh(way):
+    pytest.importorskip("torch")
+    program = str(EXAMPLES / "torch_mesh.py")
+    said = run(*TORCHRUN[:-1], "4", program, way)
+    learned = re.findall(r"loss (\d\.\d+) at first, (\d\.\d+) at last; saved", said)
+    assert len(learned) == 4 and all(float(last) < 0.8 * float(first) for first, last in learned)
 
 
 # Inductor takes long, and is tested with crossdock.torch.

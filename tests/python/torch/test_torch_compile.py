@@ -210,13 +210,21 @@ def _constant_loss(me: Rank) -> None:
 
         @torch.compile(fullgraph=True, backend="inductor")
         def loss(topk_idx, x, weights, matrix):
-            return layer(group.prepare(topk_idx), x @ matrix, weights).sum()
+            plan = group.prepare(topk_idx)
+            # What row_experts says, computed: where boundaries lie is up to the compiler.
+            rows = torch.arange(group.rows, dtype=torch.int32, device=topk_idx.device)
+            experts = plan.row_experts(), torch.bucketize(rows, plan.ends, right=True)
+            return layer(plan, x @ matrix, weights).sum(), *experts
 
         topk_idx, x, weights, _ = batch.local(me.rank)
         matrix = torch.eye(32, requires_grad=True)
         with torch.no_grad():
             loss(topk_idx, x, weights, matrix)
-        loss(topk_idx, x, weights, matrix).backward()
+        total, experts, zones = loss(topk_idx, x, weights, matrix)
+        expected = batch.routing.row_experts(me.rank)
+        assert experts.tolist() == [*expected, *[-1] * (group.rows - len(expected))]
+        assert torch.equal(zones, torch.where(experts < 0, group.num_local_experts, experts))
+        total.backward()
         scale = (batch.factors(me.rank) * batch.weights[me.rank]).sum(1, keepdims=True)
         expected = batch.x[me.rank].T @ np.broadcast_to(scale, batch.x[me.rank].shape)
         assert_equal("gradient of the matrix", matrix.grad, expected)

@@ -34,6 +34,7 @@ def test_prepare(prepared):
 def test_local(prepared):
     batch, group, plan = prepared
     torch.library.opcheck(OPS.routing_layout.default, (batch.local(0)[0], group.handle))
+    torch.library.opcheck(OPS.zone_ends.default, (plan.offsets,))
     if batch.layout == "expert_major":
         for wide in (False, True):
             torch.library.opcheck(OPS.row_experts.default, (plan.data, group.handle, wide))

@@ -51,6 +51,10 @@ def _local(me: Rank) -> None:
             expected = batch.routing.row_experts(me.rank).tolist()
             assert experts.tolist() == expected + [-1] * (group.rows - len(expected))
             assert torch.equal(plan.row_experts(torch.int32), experts.int())
+            assert plan.ends.tolist() == plan.offsets[1:].tolist()
+            for numbers in (plan.ends, plan.offsets):  # compilers may read from where it begins
+                held = numbers.untyped_storage().nbytes()
+                assert held == 4 * numbers.numel() and numbers.storage_offset() == 0
             layout = group.routing_layout(ids)
             owner = torch.where(ids < 0, -1, ids // group.num_local_experts)
             goes = (owner[:, :, None] == torch.arange(me.num_ranks)).any(1)
