@@ -1,7 +1,7 @@
 // Signals while Python's main thread waits inside the library.
 //
-// Python notes a signal when it comes, and runs its handler when its main thread asks. A wait of the
-// library asks for it (xd_set_interrupt), so that Ctrl-C need not wait for the timeout.
+// Python notes a signal when it comes, and runs its handler when its main thread asks. A wait of
+// the library asks for it (xd_set_interrupt), so that Ctrl-C need not wait for the timeout.
 #include "errors.h"
 
 namespace xdpy {
