@@ -42,7 +42,7 @@ def main() -> None:
         plain = torch.autograd.grad(block(group, x, logits).sum(), (x, logits))
         fast = torch.autograd.grad(compiled(group, x, logits).sum(), (x, logits))
         torch.testing.assert_close(fast, plain)
-    print(f"rank {comm.rank}: gradients agree", flush=True)
+    print(f"rank {comm.rank}: gradients agree\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ TOKENS, HIDDEN, TOPK, EXPERTS = 64, 128, 2, 8
 def main() -> None:
     """Compares every replay with the same step outside the graph."""
     comm = xd.init()
+    if comm.device.type != "cuda":
+        raise SystemExit("torch_graph.py: needs a GPU per rank: the CPU has no CUDA graphs")
     torch.cuda.set_device(comm.device)
     group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max_tokens=TOKENS)
     x = torch.randn(TOKENS, HIDDEN, device=comm.device, dtype=torch.bfloat16)
@@ -41,7 +43,7 @@ def main() -> None:
         torch.testing.assert_close(out, step(), rtol=0, atol=0)
     torch.cuda.synchronize()
     group.check()
-    print(f"rank {comm.rank}: replays agree", flush=True)
+    print(f"rank {comm.rank}: replays agree\n", end="", flush=True)
 
 
 if __name__ == "__main__":

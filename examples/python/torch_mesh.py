@@ -76,8 +76,8 @@ def main() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     save(folder[0], model, optimizer)
-    print(f"rank {dist.get_rank()}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; saved",
-          flush=True)
+    print(f"rank {dist.get_rank()}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; "
+          "saved\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -39,7 +39,8 @@ def main() -> None:
     torch.testing.assert_close(out.detach(), expected)
     group.check()  # on a GPU operations tell their errors here
     print(f"rank {comm.rank}: {int(plan.total)} of {group.rows} rows used, sums as expected, "
-          f"gradients of {tokens.grad.norm():.1f} and {logits.grad.norm():.1f}", flush=True)
+          f"gradients of {tokens.grad.norm():.1f} and {logits.grad.norm():.1f}\n",
+          end="", flush=True)
 
 
 if __name__ == "__main__":

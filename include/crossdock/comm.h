@@ -128,9 +128,9 @@ typedef int (*xd_interrupt_fn)(void* context);
 /* From now on, calls of this thread that wait on the host ask `ask` every 100 ms while they wait,
  * and give up when it says so: the call is ABORTED as by xd_comm_abort, and the communicator
  * finished on all ranks; xd_comm_create is ABORTED, too, and its peers hear of it as of any error.
- * This is for callers with a user who may want to interrupt them. The function may call the library,
- * but no collective call of a communicator that the thread is waiting in; it must not leave by an
- * exception or longjmp. NULL = none. Of this thread only. Does not block. */
+ * This is for callers with a user who may want to interrupt them. The function may call the
+ * library, but no collective call of a communicator that the thread is waiting in; it must not
+ * leave by an exception or longjmp. NULL = none. Of this thread only. Does not block. */
 XD_API xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context);
 
 /* Returns when all ranks have called it. Collective. For set-up and tests: no operation needs it.

@@ -34,7 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code; only argparse's own ``--help`` and refusals leave by SystemExit, with
     0 and 2.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = ""
+        if arguments.run is _demo.run:
+            example = f"'demo -- {unknown[0]} ...'"
+            hint = f": options of the training program go behind --, as in {example}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()  # here, where a reader that is gone is understood

@@ -14,6 +14,7 @@ from crossdock.cli._errors import CommandError, UsageError
 from crossdock.cli._options import number
 
 _PROGRAM = pathlib.Path("examples/torch/train_moe_lm.py")
+_RANKS = (1, 2, 4, 8)  # those that share the program's 16 sequences and 8 experts evenly
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,6 +51,13 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     for package in ("torch", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"demo: needs {package}, which is not installed")
+    if arguments.ranks not in _RANKS and not arguments.options:
+        raise UsageError(
+            f"demo: --ranks {arguments.ranks}: expected one of {', '.join(map(str, _RANKS))}, "
+            "which share 16 sequences and 8 experts evenly; others need other sizes, as in 'crossdock "
+            f"demo --ranks {arguments.ranks} -- --sequences {4 * arguments.ranks} "
+            f"--experts {2 * arguments.ranks}'"
+        )
     options = ["--demo", "--ranks", str(arguments.ranks), "--folder", arguments.folder]
     command = [sys.executable, str(program()), *options, *arguments.options]
     # The program imports the crossdock that runs here, wherever that lies.

@@ -13,6 +13,13 @@ Operations use the current CUDA stream and, on a GPU, return before they have ru
 have a static number of rows; `Plan.counts` and `Plan.offsets` say which are real.
 """
 
+try:
+    import torch as _torch_package  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "crossdock.torch needs PyTorch 2.6 or newer: pip install torch, or 'crossdock[torch]'"
+    ) from error
+
 from ._comm import Communicator, default_communicator, empty_symmetric, init
 from ._group import EpGroup, RoutingLayout
 from ._ops import Dispatched, combine, dequantize, dispatch

@@ -124,7 +124,7 @@ def _check(
             kind = ValueError
             problem = (
                 f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}"
+                f"{tensor.stride()}: call .contiguous()"
             )
         else:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import reprlib
 import sys
 import weakref
 from typing import Any, NamedTuple, NoReturn
@@ -338,7 +339,8 @@ class EpGroup:
         for position, (name, value) in enumerate(values.items()):
             if not isinstance(value, torch.Tensor):
                 if value is not None or not position:
-                    self.refuse(operation, TypeError, f"{name}: expected a tensor, got {value!r}")
+                    shown = f"{type(value).__name__} {reprlib.repr(value)}"
+                    self.refuse(operation, TypeError, f"{name}: expected a tensor, got {shown}")
             elif value.device != device:
                 problem = f"expected a tensor on {device}, got one on {value.device}"
                 self.refuse(operation, ValueError, f"{name}: {problem}")

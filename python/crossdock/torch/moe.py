@@ -201,9 +201,17 @@ class MoELayer(nn.Module):
         self.group.refuse(PREPARE, kind, f"x: {problem}")
 
     def _check_experts(self) -> None:
-        """Refuses parameters that a wrapper has taken away, for no optimiser would see them."""
+        """Refuses parameters that a wrapper has taken away, for no optimiser would see them, and
+        those of another dtype than the group's."""
         for name in ("experts_in", "experts_out"):
-            if self._parameters.get(name) is None:
+            parameter = self._parameters.get(name)
+            if parameter is not None and parameter.dtype != self.group.dtype:
+                problem = (
+                    f"{name}: expected the group's dtype {self.group.dtype}, got "
+                    f"{parameter.dtype}: it is fixed when the layer is made, by MoELayer(dtype=...)"
+                )
+                self.group.refuse(PREPARE, TypeError, problem)
+            if parameter is None:
                 problem = (
                     f"{name}: expected a parameter of the layer, got none: what wraps the model, "
                     "such as DistributedDataParallel(device_mesh=...), has taken it away; use "

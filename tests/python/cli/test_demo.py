@@ -25,6 +25,19 @@ def test_options_and_exit_codes_are_the_program_s():
     assert "argument --steps: invalid int value: 'many'" in ended.stderr
 
 
+def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():
+    for ranks in (3, 16):
+        ended = run("demo", "--ranks", str(ranks))
+        assert (ended.returncode, ended.stdout) == (2, "")
+        said = f"crossdock: demo: --ranks {ranks}: expected one of 1, 2, 4, 8, which share 16 seq"
+        assert ended.stderr.startswith(said)
+    ended = run("demo", "--steps", "5")
+    assert ended.returncode == 2
+    assert "go behind --, as in 'demo -- --steps ...'" in ended.stderr
+    ended = run("demo", "--ranks", "3", "--", "--sequences", "16")
+    assert ended.returncode == 2 and "--sequences 16: expected a multiple of 3" in ended.stderr
+
+
 @pytest.mark.parametrize("folder, said", [
     ("/proc/nope", "/proc/nope/plain: expected a folder to write to: No such file or directory"),
     (__file__, f"{__file__}/plain: expected a folder to write to: Not a directory"),

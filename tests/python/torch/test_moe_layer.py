@@ -311,9 +311,9 @@ def check_bad_inputs(me: Rank) -> None:
             ({"x": torch.ones(())}, ValueError, r"x: expected shape \[..., 16\], got \(\)"),
             ({"x": good.long()}, TypeError, "x: expected a floating-point dtype, got torch.int64"),
             ({"x": good.to("meta")}, ValueError, f"x: expected a tensor on {where()}, got one"),
-            ({"x": [1.0]}, TypeError, r"x: expected a tensor, got \[1.0\]"),
+            ({"x": [1.0]}, TypeError, r"x: expected a tensor, got list \[1.0\]"),
             ({"x": good, "after": torch.ones(2)}, ValueError, r"after: .* of shape \(2,\)"),
-            ({"x": good, "after": 3}, TypeError, "after: expected a tensor, got 3"),
+            ({"x": good, "after": 3}, TypeError, "after: expected a tensor, got int 3"),
         ]
         for arguments, kind, text in bad:
             if me.rank == 1:
@@ -321,6 +321,9 @@ def check_bad_inputs(me: Rank) -> None:
             with reported(layer.group, kind, text):
                 layer(**arguments)
             assert torch.equal(layer(good).hidden, expected)
+        layer.bfloat16()
+        with pytest.raises(TypeError, match="fixed when the layer is made, by MoELayer.dtype"):
+            layer(good)
 
 
 def test_a_bad_input_is_named_and_the_peers_hear_of_it() -> None:

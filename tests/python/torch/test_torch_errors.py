@@ -45,7 +45,7 @@ MISTAKES = {
         r"torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64"),
     "x is no tensor": (
         lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w), TypeError,
-        r"dispatch: x: expected a tensor, got \[\]"),
+        r"dispatch: x: expected a tensor, got list \[\]"),
     "x has another number of tokens": (
         lambda plan, x, w: xd.dispatch(plan, x[1:], w), ValueError,
         r"dispatch: x: expected the plan's 9 tokens, got shape \(8, 32\)"),

@@ -218,3 +218,11 @@ def _interrupted_meeting(me: Rank, port: int) -> None:
 
 def test_ctrl_c_ends_a_meeting_through_a_process_group():
     run_ranks(2, _interrupted_meeting, free_port(), fresh=True)
+
+
+def test_without_torch_the_import_says_what_to_install():
+    code = "import sys; sys.modules['torch'] = None; import crossdock.torch"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
+                          timeout=60)
+    assert "ImportError: crossdock.torch needs PyTorch 2.6 or newer: pip install" in done.stderr

@@ -55,6 +55,15 @@ def test_wheel_has_all_that_the_package_is_made_of(wheel: pathlib.Path) -> None:
     assert any(re.fullmatch(r"crossdock/_core\..*\.so", name) for name in names)
 
 
+def test_metadata_says_what_it_is_in_a_few_lines(wheel: pathlib.Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        head = archive.read(name).decode().split("\n\n")[0].splitlines()
+    fields = {line.split(": ")[0] for line in head}
+    assert "License-Expression: Apache-2.0" in head and "License" not in fields, head
+    assert {"Author", "Keywords", "Classifier"} <= fields and len(head) < 40, head
+
+
 def test_installed_package_is_imported_and_moves_tokens(python: pathlib.Path) -> None:
     printed = run(python, pathlib.Path(__file__).parent / "two_ranks.py")
     assert printed.startswith(str(python.parents[1]))

@@ -28,6 +28,7 @@ import test_torch_opcheck as opcheck  # noqa: E402
 import test_torch_ops as ops  # noqa: E402
 import test_torch_plans as plans  # noqa: E402
 import test_torch_pool as pool  # noqa: E402
+import test_torch_tools as tools  # noqa: E402
 from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
 from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
 
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.gpu
 MODULES = {
     "ops": ops, "gradients": gradients, "plans": plans, "fp8": fp8, "pool": pool,
     "errors": errors, "opcheck": opcheck, "moe_grouped": moe_grouped, "moe_layer": moe_layer,
-    "compile": compiled,
+    "tools": tools, "compile": compiled,
 }
 
 LEFT_OUT = {
@@ -53,7 +54,10 @@ LEFT_OUT = {
 }
 
 # Those of any number of ranks but one.
-ABOUT_PEERS = (errors._configs, moe_layer.check_average)
+ABOUT_PEERS = (
+    errors._configs, moe_layer.check_average,
+    *(case for name, case in vars(tools).items() if name.startswith("check_")),
+)
 
 GPUS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=0)
 
