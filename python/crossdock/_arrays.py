@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,7 @@ class Heap:
 
     def __init__(self, comm: _core.Comm) -> None:
         self._comm = comm
+        self._process = os.getpid()
         self._arrays = 0  # whose memory is in use
         self._closing = False
 
@@ -99,6 +101,7 @@ class Heap:
         self._arrays -= 1
         if self._comm.closed:
             return  # the interpreter's exit has closed it
-        self._comm.mem_free(address)
+        if os.getpid() == self._process:  # a forked child's copy is nobody's memory
+            self._comm.mem_free(address)
         if self._closing and self._arrays == 0:
             self._comm.close()

@@ -45,10 +45,13 @@ const char* status_name(std::int32_t status) {
 }
 
 void fail_errno(const std::string& call, int error_number) {
-  fail(XD_ERROR_SYSTEM, call, ": ", std::strerror(error_number), " (errno ", error_number, ")");
+  throw Error(
+      XD_ERROR_SYSTEM,
+      error_text(call, ": ", std::strerror(error_number), " (errno ", error_number, ")"), -1,
+      error_number);
 }
 
-void set_last_error(const char* function, const char* text) noexcept {
+void set_last_error(const char* function, const char* text, const char* where) noexcept {
   std::size_t at = 0;
   const auto append = [&at](const char* part) {
     const std::size_t n = std::min(std::strlen(part), g_last_error.size() - 1 - at);
@@ -58,27 +61,39 @@ void set_last_error(const char* function, const char* text) noexcept {
   append(function);
   append(": ");
   append(text);
+  append(where);
   g_last_error[at] = '\0';
 }
 
 const char* last_error() noexcept { return g_last_error.data(); }
 
-xd_status current_exception_status(const char* function) noexcept {
+Caught caught(std::span<char> text) noexcept {
+  const auto keep = [text](const char* what) {
+    const std::size_t n = std::min(std::strlen(what), text.size() - 1);
+    std::memcpy(text.data(), what, n);
+    text[n] = '\0';
+  };
   try {
     throw;
   } catch (const Error& error) {
-    set_last_error(function, error.what());
-    return error.status();
+    keep(error.what());
+    return {error.status(), error.error_number()};
   } catch (const std::bad_alloc&) {
-    set_last_error(function, "out of host memory");
-    return XD_ERROR_OUT_OF_MEMORY;
+    keep("out of host memory");
+    return {XD_ERROR_OUT_OF_MEMORY, 0};
   } catch (const std::exception& error) {
-    set_last_error(function, error.what());
-    return XD_ERROR_INTERNAL;
+    keep(error.what());
   } catch (...) {
-    set_last_error(function, "unknown exception");
-    return XD_ERROR_INTERNAL;
+    keep("unknown exception");
   }
+  return {XD_ERROR_INTERNAL, 0};
+}
+
+xd_status current_exception_status(const char* function, const char* where) noexcept {
+  std::array<char, sizeof(g_last_error)> text;
+  const Caught error = caught(text);
+  set_last_error(function, text.data(), where);
+  return error.status;
 }
 
 }  // namespace xd

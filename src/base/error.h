@@ -6,8 +6,11 @@
 
 #include <cstdint>
 #include <exception>
+#include <new>
+#include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace xd {
@@ -17,11 +20,12 @@ const char* status_name(std::int32_t status);
 
 class Error : public std::exception {
  public:
-  Error(xd_status status, std::string text, int peer = -1)
-      : status_(status), text_(std::move(text)), peer_(peer) {}
+  Error(xd_status status, std::string text, int peer = -1, int error_number = 0)
+      : status_(status), text_(std::move(text)), peer_(peer), error_number_(error_number) {}
   xd_status status() const { return status_; }
   // The lowest rank that the error is about; -1 = none, or the text alone says it.
   int peer() const { return peer_; }
+  int error_number() const { return error_number_; }  // errno of a system call that failed, or 0
   const std::string& text() const { return text_; }
   const char* what() const noexcept override { return text_.c_str(); }
 
@@ -29,18 +33,30 @@ class Error : public std::exception {
   xd_status status_;
   std::string text_;
   int peer_;
+  int error_number_;
 };
 
 template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);
+  if (!out) throw std::bad_alloc();  // which streams swallow
   return out.str();
+}
+
+// The text of an error. Where there is no memory for it the error is still thrown, with hardly any.
+template <class... Parts>
+std::string error_text(const Parts&... parts) {
+  try {
+    return concat(parts...);
+  } catch (const std::bad_alloc&) {
+    return "(no memory)";  // short enough to need none
+  }
 }
 
 template <class... Parts>
 [[noreturn]] void fail(xd_status status, const Parts&... parts) {
-  throw Error(status, concat(parts...));
+  throw Error(status, error_text(parts...));
 }
 
 // An operating system call failed: throws XD_ERROR_SYSTEM with the call's name and errno's text.
@@ -60,12 +76,19 @@ template <class... Parts>
                  __LINE__);                                                                     \
   } while (0)
 
-// Stores "<function>: <text>" as the calling thread's last error; never throws.
-void set_last_error(const char* function, const char* text) noexcept;
+// Stores "<function>: <text><where>" as the calling thread's last error; never throws.
+void set_last_error(const char* function, const char* text, const char* where = "") noexcept;
 const char* last_error() noexcept;
 
-// Status of the exception in flight; call it inside a catch block only.
-xd_status current_exception_status(const char* function) noexcept;
+// The exception in flight, without allocating: call these inside a catch block only.
+struct Caught {
+  xd_status status;
+  int error_number;  // errno of a system call that failed, or 0
+};
+// Copies as much of its text into `text` as there is room for, and a zero.
+Caught caught(std::span<char> text) noexcept;
+// Its status; its text becomes the calling thread's last error, `where` behind it.
+xd_status current_exception_status(const char* function, const char* where = "") noexcept;
 
 // Runs body() behind the C boundary: no exception passes it.
 template <class Body>

@@ -1,18 +1,22 @@
 #include "base/log.h"
 
+#include <sys/uio.h>
 #include <unistd.h>
+
+#include <array>
 
 #include "base/env.h"
 
 namespace xd {
 
 void log_line(std::string_view text) noexcept {
-  try {
-    const std::string line = concat("crossdock: ", text, "\n");
-    // A log that cannot be written has nowhere to be reported.
-    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
-  } catch (...) {
-  }
+  const auto part = [](std::string_view bytes) {
+    return iovec{const_cast<char*>(bytes.data()), bytes.size()};
+  };
+  const std::array line{part("crossdock: "), part(text), part("\n")};
+  // A log that cannot be written has nowhere to be reported.
+  [[maybe_unused]] const auto written =
+      ::writev(STDERR_FILENO, line.data(), static_cast<int>(line.size()));
 }
 
 bool log_enabled(std::string_view topic) {

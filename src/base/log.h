@@ -8,20 +8,30 @@
 
 namespace xd {
 
-// One line, "crossdock: <text>", written by one call so that lines of threads do not mix.
+// One line, "crossdock: <text>", written by one call so that lines of threads do not mix. Allocates
+// nothing.
 void log_line(std::string_view text) noexcept;
 
 // True if XD_LOG names the topic or "all".
 bool log_enabled(std::string_view topic);
 
+// Lines for which there is no memory say only that.
 template <class... Parts>
-void log_warning(const Parts&... parts) {
-  log_line(concat("warning: ", parts...));
+void log_warning(const Parts&... parts) noexcept {
+  try {
+    log_line(concat("warning: ", parts...));
+  } catch (...) {
+    log_line("warning: (no memory for its text)");
+  }
 }
 
 template <class... Parts>
-void log_topic(std::string_view topic, const Parts&... parts) {
-  if (log_enabled(topic)) log_line(concat("[", topic, "] ", parts...));
+void log_topic(std::string_view topic, const Parts&... parts) noexcept {
+  try {
+    if (log_enabled(topic)) log_line(concat("[", topic, "] ", parts...));
+  } catch (...) {
+    log_line("(no memory for a line)");
+  }
 }
 
 }  // namespace xd

@@ -27,6 +27,9 @@ class Bootstrap {
   virtual std::vector<Bytes> all_gather(std::span<const std::byte> blob,
                                         const Deadline& deadline) = 0;
 
+  // Whether a call that has thrown may be made again, with another blob: the peers wait for it.
+  virtual bool can_come_again() const { return false; }
+
   static constexpr std::size_t kMaxBlob = 4096;
 
  protected:

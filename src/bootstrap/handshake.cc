@@ -105,6 +105,11 @@ Bytes Handshake::transcript(Side prover) const {
   return out.take();
 }
 
+void FrameReader::reserve(std::size_t bytes) {
+  prefix_.reserve(kPrefixBytes);
+  payload_.reserve(bytes);
+}
+
 std::size_t FrameReader::wanted() const {
   if (!refusal_text_.empty()) return 0;
   return length_ ? *length_ - payload_.size() : kPrefixBytes - prefix_.size();

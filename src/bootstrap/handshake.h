@@ -99,6 +99,8 @@ class FrameReader {
  public:
   explicit FrameReader(std::size_t max_bytes) : max_bytes_(max_bytes) {}
 
+  void reserve(std::size_t bytes);  // memory for a frame of that size, now
+
   std::size_t wanted() const;  // 0 = complete, or refused
   std::size_t receive(std::span<const std::byte> bytes);
   bool complete() const { return length_ && payload_.size() == *length_; }

@@ -45,7 +45,12 @@ Meeting::Meeting(UniqueFd listener, MeetingOptions options)
     : listener_(std::move(listener)),
       options_(options),
       max_strangers_(strangers_allowed()),
-      accept_again_(Deadline::Clock::now()) {}
+      accept_again_(Deadline::Clock::now()),
+      failure_(make_frame(
+          encode(AnswerMessage{XD_ERROR_MISMATCH,
+                               "the meeting point cannot go on: its process is short of memory or "
+                               "of another thing that it needs (its log says which)",
+                               {}}))) {}
 
 void Meeting::run() noexcept {
   try {
@@ -53,8 +58,21 @@ void Meeting::run() noexcept {
     // From here on a rank that comes finds the port closed, not a meeting that will not have it.
     listener_.reset();
     answer_all();
-  } catch (const std::exception& error) {
-    log_warning("meeting point: ", error.what());
+  } catch (...) {
+    give_up();
+  }
+}
+
+// Inside a catch block; allocates nothing. Who has joined is told; whoever is not so far finds the
+// connection, or the port, closed.
+void Meeting::give_up() noexcept {
+  std::array<char, 256> text;
+  caught(text);
+  log_warning("meeting point: ", text.data());
+  listener_.reset();
+  for (const auto& guest : guests_) {
+    std::size_t sent = 0;
+    if (guest->seated) send_some(guest->fd.get(), failure_, sent);
   }
 }
 
@@ -67,11 +85,17 @@ void Meeting::collect() {
 }
 
 void Meeting::answer_all() {
-  const AnswerMessage message = result();
+  // Nobody gets this answer before there is memory for all to get it.
+  const Bytes frame = make_frame(encode(result()));
+  for (const auto& guest : guests_)
+    if (guest->seated) guest->output.reserve(guest->output.size() + frame.size());
   for (const auto& guest : guests_) {
-    if (guest->seated)
-      answer(*guest, message);
-    else if (!guest->answered)
+    if (!guest->seated) continue;
+    give(*guest, frame);
+    flush(*guest);
+  }
+  for (const auto& guest : guests_) {
+    if (!guest->closed() && !guest->answered)
       refuse(*guest, "had not joined when the meeting ended", options_.expects_strangers);
   }
   const Deadline end = Deadline::after_ms(kGuestLimitMs);
@@ -258,12 +282,15 @@ bool Meeting::make_way(Guest& newcomer, const JoinMessage& wish) {
 }
 
 void Meeting::answer(Guest& guest, const AnswerMessage& message) {
-  const Bytes frame = make_frame(encode(message));
+  give(guest, make_frame(encode(message)));
+  flush(guest);
+}
+
+void Meeting::give(Guest& guest, std::span<const std::byte> frame) {
   guest.output.insert(guest.output.end(), frame.begin(), frame.end());
   guest.seated = false;
   guest.answered = true;
   guest.limit = Deadline::after_ms(kGuestLimitMs);
-  flush(guest);
 }
 
 void Meeting::flush(Guest& guest) {

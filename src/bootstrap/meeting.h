@@ -42,7 +42,7 @@ class Meeting {
   Meeting(UniqueFd listener, MeetingOptions options);
 
   // Serves until all ranks have their answer, or the waiting has ended and those present know who
-  // is missing. Never throws: what ends it early is logged.
+  // is missing. Never throws: what ends it early is logged, and told to those present.
   void run() noexcept;
 
  private:
@@ -66,6 +66,7 @@ class Meeting {
 
   void collect();
   void answer_all();
+  void give_up() noexcept;
   bool complete() const {
     return verdict_ || (num_ranks_ > 0 && num_seated() == num_ranks_);
   }
@@ -81,6 +82,7 @@ class Meeting {
   void seat(Guest& guest);
   bool make_way(Guest& newcomer, const JoinMessage& wish);
   void answer(Guest& guest, const AnswerMessage& message);
+  static void give(Guest& guest, std::span<const std::byte> frame);
   void flush(Guest& guest);
   static void leave(Guest& guest);
   void remember(const std::string& refusal);
@@ -96,6 +98,7 @@ class Meeting {
   std::optional<AnswerMessage> verdict_;  // why this meeting cannot succeed any more
   Deadline accept_again_;
   std::vector<std::unique_ptr<Guest>> guests_;
+  Bytes failure_;  // the answer to all if there is no memory to go on, made while there was some
   std::vector<std::string> refused_ranks_;  // texts, for the error of those who waited for them
   WarningLimit warnings_{"connections refused at the meeting point"};
 };

@@ -34,7 +34,11 @@ std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,
                                 const Deadline& deadline) {
   const JoinMessage join{request.rank, request.num_ranks, deadline.remaining_ms(),
                          Bytes(request.blob.begin(), request.blob.end())};
+  // Once this rank has joined, the others count on it: memory for the answer comes first.
   FrameReader reader(max_answer_bytes(request.num_ranks));
+  reader.reserve(answer_bytes(request.num_ranks, request.blob.size()));
+  AnswerMessage answer;
+  answer.blobs.assign(static_cast<std::size_t>(request.num_ranks), join.blob);
   Io end = send_all(connection.get(), make_frame(encode(join)), deadline);
   if (end == Io::done) end = read_what_it_wants(connection.get(), reader, deadline);
   if (end == Io::timed_out)
@@ -43,13 +47,12 @@ std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,
     throw MeetingGone(XD_ERROR_MISMATCH,
                       concat("the meeting point closed its connection to rank ", request.rank,
                              ": the process that serves it has ended"));
-  const auto answer =
-      reader.complete() ? decode_answer(reader.payload(), request.num_ranks) : std::nullopt;
-  if (!answer)
+  if (!reader.complete() ||
+      !decode_answer_into(answer, reader.payload(), request.num_ranks))
     fail(XD_ERROR_MISMATCH, "the meeting point gave rank ", request.rank, " an invalid answer ",
          reader.refusal_text());
-  if (answer->status != XD_SUCCESS) throw Error(answer->status, answer->text);
-  return answer->blobs;
+  if (answer.status != XD_SUCCESS) throw Error(answer.status, std::move(answer.text));
+  return std::move(answer.blobs);
 }
 
 }  // namespace xd

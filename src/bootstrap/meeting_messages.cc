@@ -20,6 +20,10 @@ std::size_t max_answer_bytes(int num_ranks) {
   return kAnswerHeaderBytes + std::max(blobs, kMaxTextBytes);
 }
 
+std::size_t answer_bytes(int num_ranks, std::size_t blob_bytes) {
+  return kAnswerHeaderBytes + static_cast<std::size_t>(num_ranks) * blob_bytes;
+}
+
 Bytes encode(const JoinMessage& join) {
   WireWriter out;
   out.put(join.rank);
@@ -53,24 +57,31 @@ std::optional<JoinMessage> decode_join(std::span<const std::byte> bytes) {
 }
 
 std::optional<AnswerMessage> decode_answer(std::span<const std::byte> bytes, int num_ranks) {
+  AnswerMessage answer;
+  if (!decode_answer_into(answer, bytes, num_ranks)) return std::nullopt;
+  return answer;
+}
+
+bool decode_answer_into(AnswerMessage& answer, std::span<const std::byte> bytes, int num_ranks) {
   WireReader in(bytes);
   const auto status = in.take<std::int32_t>();
-  if (!in.ok() || status < XD_SUCCESS || status > XD_ERROR_INTERNAL) return std::nullopt;
-  AnswerMessage answer;
+  if (!in.ok() || status < XD_SUCCESS || status > XD_ERROR_INTERNAL) return false;
   answer.status = static_cast<xd_status>(status);
   if (status != XD_SUCCESS) {
     const auto text = in.rest().first(std::min(in.rest().size(), kMaxTextBytes));
     answer.text.assign(reinterpret_cast<const char*>(text.data()), text.size());
-    return answer;
+    answer.blobs.clear();
+    return true;
   }
   const std::size_t ranks = static_cast<std::size_t>(num_ranks);
-  if (in.rest().size() % ranks != 0) return std::nullopt;
+  if (in.rest().size() % ranks != 0) return false;
   const std::size_t blob_bytes = in.rest().size() / ranks;
-  for (std::size_t r = 0; r < ranks; ++r) {
-    const auto blob = in.take_bytes(blob_bytes);
-    answer.blobs.emplace_back(blob.begin(), blob.end());
+  answer.blobs.resize(ranks);
+  for (Bytes& blob : answer.blobs) {
+    const auto taken = in.take_bytes(blob_bytes);
+    blob.assign(taken.begin(), taken.end());
   }
-  return answer;
+  return true;
 }
 
 }  // namespace xd

@@ -29,6 +29,7 @@ struct AnswerMessage {
 inline constexpr std::int32_t kMaxRanks = 1024;
 std::size_t max_join_bytes();
 std::size_t max_answer_bytes(int num_ranks);
+std::size_t answer_bytes(int num_ranks, std::size_t blob_bytes);  // of a success
 
 Bytes encode(const JoinMessage& join);
 Bytes encode(const AnswerMessage& answer);
@@ -36,5 +37,7 @@ Bytes encode(const AnswerMessage& answer);
 // Empty if the bytes are no such message: wrong size, a rank out of range, an unknown status.
 std::optional<JoinMessage> decode_join(std::span<const std::byte> bytes);
 std::optional<AnswerMessage> decode_answer(std::span<const std::byte> bytes, int num_ranks);
+// The same; allocates nothing for a success if `answer` has blobs of its sizes. False: no message.
+bool decode_answer_into(AnswerMessage& answer, std::span<const std::byte> bytes, int num_ranks);
 
 }  // namespace xd

@@ -28,6 +28,7 @@ class UniqueIdBootstrap final : public Bootstrap {
     return join_meeting(enter_meeting(address, point_.secret, deadline),
                         {.rank = rank(), .num_ranks = num_ranks(), .blob = blob}, deadline);
   }
+  bool can_come_again() const override { return true; }
 
  private:
   MeetingPoint point_;
@@ -73,6 +74,7 @@ class EnvironmentBootstrap final : public Bootstrap {
     const ServedMeeting meeting(std::move(listener), env_.key, deadline);
     return join_meeting(enter_meeting(here, env_.key, deadline), request, deadline);
   }
+  bool can_come_again() const override { return true; }
 
  private:
   UniqueFd listen(const std::vector<TcpAddress>& addresses) const {

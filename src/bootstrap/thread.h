@@ -16,19 +16,24 @@ namespace xd {
 // application's handlers keep running on the application's threads. Throws SYSTEM.
 template <class Body>
 std::thread start_thread(const char* name, Body&& body) {
-  sigset_t all, previous;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &previous);
-  std::thread thread;
+  // Blocked while the thread starts, since it inherits them.
+  struct SignalsBlocked {
+    SignalsBlocked() {
+      sigset_t all;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &previous);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &previous, nullptr); }
+    sigset_t previous;
+  } const blocked;
   try {
-    thread = std::thread(std::forward<Body>(body));
+    return std::thread([name, body = std::forward<Body>(body)]() mutable {
+      pthread_setname_np(pthread_self(), name);
+      body();
+    });
   } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &previous, nullptr);
     fail(XD_ERROR_SYSTEM, "start of thread ", name, ": ", error.what());
   }
-  pthread_sigmask(SIG_SETMASK, &previous, nullptr);
-  pthread_setname_np(thread.native_handle(), name);
-  return thread;
 }
 
 }  // namespace xd

@@ -4,6 +4,7 @@
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
 
+#include <cstdio>
 #include <memory>
 #include <utility>
 
@@ -24,13 +25,14 @@ namespace xd {
 // guarded(), with "[rank r of W]" behind every error's text.
 template <class Body>
 xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexcept {
-  return guarded(function, [&] {
-    try {
-      std::forward<Body>(body)();
-    } catch (const Error& error) {
-      fail(error.status(), error.text(), " [rank ", comm.rank(), " of ", comm.num_ranks(), "]");
-    }
-  });
+  try {
+    std::forward<Body>(body)();
+    return XD_SUCCESS;
+  } catch (...) {
+    char where[64];
+    std::snprintf(where, sizeof(where), " [rank %d of %d]", comm.rank(), comm.num_ranks());
+    return current_exception_status(function, where);
+  }
 }
 
 // For a handle or pointer that the caller must not leave out.

@@ -59,8 +59,9 @@ xd_status xd_comm_barrier(xd_comm* comm) {
 
 xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_get_info", comm);
-  return guarded("xd_comm_get_info", [&] {
+  return guarded_on("xd_comm_get_info", *comm->comm, [&] {
     const xd::Comm& c = *comm->comm;
+    c.check_process();
     xd_comm_info value XD_COMM_INFO_INIT;
     value.rank = c.rank();
     value.num_ranks = c.num_ranks();
@@ -73,7 +74,8 @@ xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
 
 xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_error", comm);
-  return guarded("xd_comm_error", [&] {
+  return guarded_on("xd_comm_error", *comm->comm, [&] {
+    comm->comm->check_process();
     xd_error_info value XD_ERROR_INFO_INIT;
     if (const xd::FatalError* error = comm->comm->fatal_error()) {
       value.status = xd::status_of(*error);
@@ -102,8 +104,9 @@ xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr) {
 
 xd_status xd_mem_free(xd_comm* comm, void* ptr) {
   XD_REQUIRE_GIVEN("xd_mem_free", comm);
-  if (ptr == nullptr) return XD_SUCCESS;
   return guarded_on("xd_mem_free", *comm->comm, [&] {
+    comm->comm->check_process();
+    if (ptr == nullptr) return;
     XD_REQUIRE(comm->comm->heap().release(ptr), "ptr = ", ptr,
                ", expected the start of a live allocation of this rank");
   });
@@ -137,7 +140,8 @@ xd_status xd_mem_deregister(xd_comm* comm, int32_t registration) {
 
 xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info) {
   XD_REQUIRE_GIVEN("xd_mem_get_info", comm);
-  return guarded("xd_mem_get_info", [&] {
+  return guarded_on("xd_mem_get_info", *comm->comm, [&] {
+    comm->comm->check_process();
     const auto usage = comm->comm->heap().usage();
     xd_mem_info value XD_MEM_INFO_INIT;
     value.total_bytes = usage.total;
@@ -153,6 +157,7 @@ xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle) {
   XD_REQUIRE_GIVEN("xd_mem_export", comm);
   XD_REQUIRE_GIVEN("xd_mem_export", handle);
   return guarded_on("xd_mem_export", *comm->comm, [&] {
+    comm->comm->check_process();
     const auto place = comm->comm->heap().find(ptr, 1);
     XD_REQUIRE(place, "ptr = ", ptr, ", expected an address in this rank's symmetric memory");
     *handle = {.rank = comm->comm->rank(),
@@ -167,6 +172,7 @@ xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr) 
   XD_REQUIRE_GIVEN("xd_mem_import", ptr);
   *ptr = nullptr;
   return guarded_on("xd_mem_import", *comm->comm, [&] {
+    comm->comm->check_process();
     XD_REQUIRE(handle->rank >= 0 && handle->rank < comm->comm->num_ranks(),
                "handle.rank = ", handle->rank, ", expected 0 to ", comm->comm->num_ranks() - 1);
     *ptr = comm->comm->heap().address(

@@ -66,9 +66,12 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
   *group = nullptr;
   return guarded_on("xd_ep_group_create", *comm->comm, [&] {
     comm->comm->check_usable();
-    auto handle = std::make_unique<xd_ep_group>();
-    handle->group = make_group(comm->comm, config);
-    *group = handle.release();
+    comm->comm->begin_group();
+    comm->comm->collectively(xd::Comm::Collective::group, [&] {
+      auto handle = std::make_unique<xd_ep_group>();
+      handle->group = make_group(comm->comm, config);
+      *group = handle.release();
+    });
   });
 }
 
@@ -80,6 +83,7 @@ xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status) {
   XD_REQUIRE_GIVEN("xd_ep_group_status", group);
   XD_REQUIRE_GIVEN("xd_ep_group_status", status);
   return guarded_on("xd_ep_group_status", group->group->comm(), [&] {
+    group->group->comm().check_process();
     // The state is taken only once the struct it goes into is known to be good.
     xd::write_struct("status", status, xd_ep_status XD_EP_STATUS_INIT);
     xd::write_struct("status", status, group->group->take_status());

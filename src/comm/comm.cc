@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstring>
 #include <new>
 
@@ -49,13 +51,30 @@ const char* name_of(Comm::Collective what) {
 // error's text.
 constexpr std::size_t kFrameBytes = 2;
 
-Bytes frame(Comm::Collective what, bool failed, std::span<const std::byte> body) {
-  Bytes bytes(kFrameBytes + body.size());
+Bytes frame(Comm::Collective what, std::span<const std::byte> blob) {
+  Bytes bytes(kFrameBytes + blob.size());
   bytes[0] = std::byte{static_cast<std::uint8_t>(what)};
-  bytes[1] = std::byte{failed};
-  std::ranges::copy(body, bytes.begin() + kFrameBytes);
+  bytes[1] = std::byte{0};
+  std::ranges::copy(blob, bytes.begin() + kFrameBytes);
   return bytes;
 }
+
+// The same of the exception in flight, which may be that there is no memory.
+class FailureFrame {
+ public:
+  explicit FailureFrame(Comm::Collective what) noexcept {
+    bytes_[0] = static_cast<char>(what);
+    bytes_[1] = 1;
+    caught(std::span(bytes_).subspan(kFrameBytes));
+  }
+  std::span<const std::byte> bytes() const {
+    return std::as_bytes(std::span(bytes_))
+        .first(kFrameBytes + std::strlen(bytes_.data() + kFrameBytes));
+  }
+
+ private:
+  std::array<char, 1024> bytes_;
+};
 
 // Takes the frame off a rank's contribution.
 void unframe(Comm::Collective what, int rank, Bytes& bytes) {
@@ -92,18 +111,32 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   comm->mesh_for_watch_ = comm->mesh_.get();
   comm->local_ranks_ = comm->mesh_->local_ranks();
   comm->mesh_->start(*comm);
-  comm->introduce();
-  comm->make_controls();
-  comm->make_device_side();
-  // Who leaves from now on is told to kernels by on_left().
-  comm->connected_.store(true);
-  for (int r = 0; r < comm->num_ranks_; ++r) {
-    if (comm->device_side_ && comm->left(r)) comm->device_side_->set_left(r);
+  try {
+    comm->set_up(config.heap_bytes);
+  } catch (const Error& error) {
+    // A peer that is gone, or has failed, is noticed and named by everybody.
+    const bool known = error.status() == XD_ERROR_PEER_LOST || error.status() == XD_ERROR_MISMATCH;
+    if (!known) comm->mesh_->send_failure();
+    throw;
+  } catch (...) {
+    comm->mesh_->send_failure();
+    throw;
   }
-  comm->add_to_heap(Collective::create, config.heap_bytes);
   log_topic("comm", "rank ", comm->rank_, " of ", comm->num_ranks_, " joined '", comm->name_, "', ",
             comm->local_ranks_, " in this process");
   return comm;
+}
+
+void Comm::set_up(std::size_t heap_bytes) {
+  introduce();
+  make_controls();
+  make_device_side();
+  // Who leaves from now on is told to kernels by on_left().
+  connected_.store(true);
+  for (int r = 0; r < num_ranks_; ++r) {
+    if (device_side_ && left(r)) device_side_->set_left(r);
+  }
+  add_to_heap(Collective::create, heap_bytes);
 }
 
 // The ranks compare their devices, so all come to the same verdict.
@@ -174,49 +207,73 @@ Comm::Comm(const xd_comm_config& config, Bootstrap& bootstrap)
 
 Comm::~Comm() { close(); }
 
-std::vector<Mesh::Item> Comm::gather(std::span<const std::byte> blob, int fd) {
+void Comm::gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items) {
   try {
-    return mesh_->all_gather(blob, fd, deadline());
+    mesh_->all_gather(blob, fd, deadline(), items);
   } catch (const Error& error) {
     throw_if_failed();  // what has been recorded is the cause of this failure
-    fail_round(error.status(), error.peer());
+    fail_round({error.status(), error.error_number()}, error.peer());
     throw;
   } catch (const std::bad_alloc&) {
-    fail_round(XD_ERROR_OUT_OF_MEMORY, -1);
+    fail_round({XD_ERROR_OUT_OF_MEMORY, 0}, -1);
     throw;
   }
 }
 
 // Some peers may have heard of this round and others not: the ranks are out of step for good.
-void Comm::fail_round(xd_status status, int peer) {
+void Comm::fail_round(const Caught& error, int peer) {
   // A loss is recorded by on_lost(), so this is a peer that has left.
-  const bool left = status == XD_ERROR_PEER_LOST;
-  raise({.status = status,
-         .phase = XD_PHASE_HOST,
-         .rank = rank_,
-         .peer = status == XD_ERROR_ABORTED ? rank_ : peer,
-         .left = left,
-         .timeout_ms = timeout_ms_},
-        left ? Spread::here : Spread::everywhere);
+  const bool left = error.status == XD_ERROR_PEER_LOST;
+  FatalError fatal{.status = error.status,
+                   .phase = XD_PHASE_HOST,
+                   .rank = rank_,
+                   .peer = error.status == XD_ERROR_ABORTED ? rank_ : peer,
+                   .left = left,
+                   .timeout_ms = timeout_ms_};
+  fatal.error_number = error.error_number;
+  raise(fatal, left ? Spread::here : Spread::everywhere);
+}
+
+// Inside a catch block: takes this rank's part in the next step of its peers with the exception in
+// flight. If that fails as well the communicator is finished, and the exception still the cause.
+void Comm::bring_failure(Collective what) noexcept {
+  const FailureFrame failure(what);
+  try {
+    const std::lock_guard lock(collective_mutex_);
+    if (fatal_error() == nullptr) gather(failure.bytes(), -1, {});
+  } catch (...) {
+  }
 }
 
 std::vector<Mesh::Item> Comm::agree(Collective what, const std::function<Contribution()>& work) {
   const std::lock_guard lock(collective_mutex_);
   Contribution mine;
-  std::optional<Error> mistake;
+  std::vector<Mesh::Item> items;
   try {
     mine = work();
-  } catch (const Error& error) {
-    mistake = error;
-  } catch (const std::bad_alloc&) {
-    mistake = Error(XD_ERROR_OUT_OF_MEMORY, "out of host memory");
+    // All memory that this step takes is there before it begins.
+    items.resize(at(num_ranks_));
+    items[at(rank_)].blob = frame(what, mine.blob);
+  } catch (...) {
+    const FailureFrame failure(what);
+    peers_know_ = true;
+    gather(failure.bytes(), -1, {});
+    throw;
   }
-  const Bytes framed = mistake ? frame(what, true, std::as_bytes(std::span(mistake->text())))
-                               : frame(what, false, mine.blob);
-  auto items = gather(framed, mistake ? -1 : mine.fd);
-  if (mistake) throw *mistake;
-  for (int r = 0; r < num_ranks_; ++r) unframe(what, r, items[at(r)].blob);
+  try {
+    gather(items[at(rank_)].blob, mine.fd, items);
+    for (int r = 0; r < num_ranks_; ++r) unframe(what, r, items[at(r)].blob);
+  } catch (...) {
+    peers_know_ = true;  // they have failed like this rank
+    throw;
+  }
   return items;
+}
+
+UniqueFd Comm::take_descriptor(int rank, Mesh::Item& item) {
+  if (item.fd_discarded)
+    fail_errno(concat("descriptor of the memory that rank ", rank, " shares"), EMFILE);
+  return std::move(item.fd);
 }
 
 // Sizes go round before any rank allocates, so that ranks which share a limit on memory and ask for
@@ -247,13 +304,15 @@ Comm::Segments Comm::share_on(const SegmentMaker& memory, Collective what, std::
     if (bytes > 0) own = memory.create(bytes, "this rank's memory");
     return Contribution{.blob = own.description, .fd = own.fd.get()};
   });
-  Segments segments(items.size());
+  Segments segments;
   agree(what, [&] {
+    segments.resize(items.size());
     for (std::size_t r = 0; r < items.size(); ++r) {
-      if (r == at(rank_)) {
+      const int rank = static_cast<int>(r);
+      if (rank == rank_) {
         segments[r] = own.segment;
       } else if (!items[r].blob.empty()) {
-        segments[r] = memory.open(static_cast<int>(r), items[r].blob, std::move(items[r].fd));
+        segments[r] = memory.open(rank, items[r].blob, take_descriptor(rank, items[r]));
       }
     }
     if (use) use(segments);
@@ -268,16 +327,18 @@ void Comm::barrier() {
 
 void Comm::add_to_heap(Collective what, std::size_t bytes) {
   const std::uint32_t next = heap_.next_segment();
+  const auto any = [](const Segments& segments) {
+    return std::ranges::any_of(segments, [](const auto& s) { return s != nullptr; });
+  };
   auto segments = share_on(*device_memory_, what, bytes, [&](const Segments& mapped) {
+    if (any(mapped)) heap_.make_room();  // adding must not fail when all ranks have agreed
     // Before any rank's call returns: its kernels, and those of peers, may use the memory at once.
     if (device_side_) {
       heap_.require_room();
       device_side_->set_heap(next, mapped);
     }
   });
-  if (std::ranges::any_of(segments, [](const auto& s) { return s != nullptr; })) {
-    heap_.add(std::move(segments));
-  }
+  if (any(segments)) heap_.add(std::move(segments));
 }
 
 }  // namespace xd

@@ -78,6 +78,20 @@ class Comm final : private MeshEvents {
   // that are in different collectives. After agree() has returned, `work` has succeeded everywhere.
   std::vector<Mesh::Item> agree(Collective what, const std::function<Contribution()>& work);
 
+  // A collective call as a whole: `body` goes through one or more agree(), and nothing can fail
+  // after the last. What fails on this rank between two of them (memory, above all) is brought into
+  // the next one, for which the peers wait.
+  template <class Body>
+  void collectively(Collective what, Body&& body) {
+    peers_know_ = false;
+    try {
+      std::forward<Body>(body)();
+    } catch (...) {
+      if (!peers_know_) bring_failure(what);
+      throw;
+    }
+  }
+
   using Segments = std::vector<std::shared_ptr<Segment>>;  // by rank
   // Allocates `bytes` of shared memory here (0 = none), maps every rank's. Null for a rank that
   // has none. On the ranks' devices, or on their host.
@@ -89,12 +103,16 @@ class Comm final : private MeshEvents {
   }
 
   void barrier();
-  void grow_heap(std::size_t bytes) { add_to_heap(Collective::grow, bytes); }
+  void grow_heap(std::size_t bytes) {
+    collectively(Collective::grow, [&] { add_to_heap(Collective::grow, bytes); });
+  }
   // Memory that the caller owns becomes one more segment of symmetric memory; bytes = 0: none of
   // this rank. Returns its number, the same on all ranks.
   int register_memory(void* ptr, std::size_t bytes);
   void deregister_memory(int registration);
-  int next_group_number() { return groups_++; }
+  // Every rank counts every group that it is asked to make, also if that fails.
+  void begin_group() { ++groups_; }
+  int group_number() const { return groups_ - 1; }
 
   // ---- Memory ----
 
@@ -167,6 +185,7 @@ class Comm final : private MeshEvents {
  private:
   Comm(const xd_comm_config& config, Bootstrap& bootstrap);
 
+  void set_up(std::size_t heap_bytes);
   void introduce();
   void make_controls();
   void make_device_side();
@@ -175,15 +194,21 @@ class Comm final : private MeshEvents {
                     const std::function<void(const Segments&)>& use = {});
   void compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes);
   void add_to_heap(Collective what, std::size_t bytes);
+  int enlist(void* ptr, std::size_t bytes);
+  void delist(int registration);
   void require_device_memory() const;
-  std::vector<Mesh::Item> gather(std::span<const std::byte> blob, int fd);
-  void fail_round(xd_status status, int peer);
+  void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
+  void bring_failure(Collective what) noexcept;
+  // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
+  static UniqueFd take_descriptor(int rank, Mesh::Item& item);
+  void fail_round(const Caught& error, int peer);
   void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
   void tell_peers(const FatalError& error);
   void on_lost(std::span<const int> ranks) override;
   void on_left(int rank) override;
   void on_abort(int rank) override;
+  void on_end(xd_status status, int error_number) noexcept override;
   int tick_ms() const override;
   void on_tick() override;
 
@@ -222,6 +247,7 @@ class Comm final : private MeshEvents {
 
   SymmetricHeap heap_;
   std::mutex collective_mutex_;
+  bool peers_know_ = false;  // that the collective call which is under way has failed
   Mesh* mesh_for_watch_ = nullptr;  // for the watch thread, which outlives mesh_'s value
   std::unique_ptr<Mesh> mesh_;      // last: its watch thread uses all of the above
 };

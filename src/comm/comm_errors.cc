@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "comm/comm.h"
 
@@ -57,7 +58,13 @@ void Comm::explain_by(int group, std::function<Cause()> explain) {
 
 void Comm::throw_if_failed() const {
   const FatalError* error = fatal_error();
-  if (error != nullptr) fail(status_of(*error), text_of(*error));
+  if (error == nullptr) return;
+  std::string text;
+  try {
+    text = text_of(*error);
+  } catch (const std::bad_alloc&) {  // it remains this error
+  }
+  throw Error(status_of(*error), std::move(text));
 }
 
 void Comm::raise(const FatalError& error, Spread spread, const Cause* cause) {
@@ -145,6 +152,13 @@ void Comm::on_left(int rank) {
 
 void Comm::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
+}
+
+void Comm::on_end(xd_status status, int error_number) noexcept {
+  FatalError error{.status = status, .phase = XD_PHASE_HOST, .rank = rank_, .peer = rank_};
+  error.error_number = error_number;
+  error.deaf = 1;
+  raise(error, Spread::everywhere);
 }
 
 // Kernels cannot wake their host: it looks.

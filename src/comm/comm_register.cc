@@ -20,7 +20,14 @@ void Comm::require_device_memory() const {
 
 int Comm::register_memory(void* ptr, std::size_t bytes) {
   require_device_memory();
+  int registration = -1;
+  collectively(Collective::enlist, [&] { registration = enlist(ptr, bytes); });
+  return registration;
+}
+
+int Comm::enlist(void* ptr, std::size_t bytes) {
   const auto number = heap_.next_registered();
+  SymmetricHeap::Registered entry;
   SegmentMaker::Made own;
   auto items = agree(Collective::enlist, [&] {
     if (!number) heap_.require_room();
@@ -28,25 +35,32 @@ int Comm::register_memory(void* ptr, std::size_t bytes) {
     if (bytes > 0) own = lend_cuda_memory(device_.device_id, ptr, bytes);
     return Contribution{.blob = own.description, .fd = own.fd.get()};
   });
-  Segments segments(items.size());
   agree(Collective::enlist, [&] {
+    Segments& segments = entry[*number];
+    segments.resize(items.size());
     for (std::size_t r = 0; r < items.size(); ++r) {
-      if (r == at(rank_)) {
+      const int rank = static_cast<int>(r);
+      if (rank == rank_) {
         segments[r] = own.segment;
       } else if (!items[r].blob.empty()) {
-        segments[r] = borrow_cuda_memory(device_.device_id, static_cast<int>(r), items[r].blob,
-                                         std::move(items[r].fd));
+        segments[r] = borrow_cuda_memory(device_.device_id, rank, items[r].blob,
+                                         take_descriptor(rank, items[r]));
       }
     }
+    heap_.make_room();  // adding must not fail when all ranks have agreed
     device_side_->set_heap(*number, segments);
     return Contribution{};
   });
-  heap_.add_registered(*number, std::move(segments));
+  heap_.add_registered(std::move(entry));
   return static_cast<int>(*number);
 }
 
 void Comm::deregister_memory(int registration) {
   require_device_memory();
+  collectively(Collective::delist, [&] { delist(registration); });
+}
+
+void Comm::delist(int registration) {
   const auto number = static_cast<std::uint32_t>(registration);
   const auto items = agree(Collective::delist, [&] {
     XD_REQUIRE(registration >= 0 && heap_.is_registered(number), "registration = ", registration,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <span>
 
 #include "base/error.h"
@@ -45,6 +46,11 @@ std::string lost_text(const FatalError& error) {
                 " lost: the process has ended or broken the protocol");
 }
 
+std::string cause(const FatalError& error) {
+  if (error.error_number == 0) return "";
+  return concat(": ", std::strerror(error.error_number), " (errno ", error.error_number, ")");
+}
+
 }  // namespace
 
 const char* operation_name(std::int32_t operation) {
@@ -79,7 +85,8 @@ std::string describe(const FatalError& error) {
           " at once by two threads or streams; the operations of a group form one sequence");
     default:
       return concat("fatal error ", status_name(status_of(error)), " raised by rank ", error.rank,
-                    " in ", site(error));
+                    error.deaf != 0 ? ": its watch thread had to end" : " in " + site(error),
+                    cause(error));
   }
 }
 

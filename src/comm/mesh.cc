@@ -5,7 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdio>
+#include <exception>
 #include <optional>
 #include <thread>
 
@@ -14,6 +17,7 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "bootstrap/thread.h"
+#include "comm/descriptor_reserve.h"
 #include "comm/mesh_connector.h"
 #include "comm/mesh_inbox.h"
 #include "comm/mesh_introduction.h"
@@ -30,19 +34,18 @@ constexpr int kSendSliceMs = 20;
 
 struct MeshParts {
   int rank;
+  UniqueFd stop;  // ends the watch thread
   PeerProcesses processes;
   std::vector<UniqueFd> links;  // by rank; never closed or replaced before the mesh ends
 };
 
 class UnixMesh final : public Mesh {
  public:
-  explicit UnixMesh(MeshParts parts)
-      : parts_(std::move(parts)),
-        inbox_(parts_.rank, num_ranks()),
-        stop_(::eventfd(0, EFD_CLOEXEC)),
-        creator_(::getpid()) {
-    if (!stop_) fail_errno("eventfd", errno);
-  }
+  // Takes the parts only once nothing can fail any more.
+  explicit UnixMesh(MeshParts&& parts)
+      : inbox_(parts.rank, static_cast<int>(parts.links.size())),
+        creator_(::getpid()),
+        parts_(std::move(parts)) {}
 
   ~UnixMesh() override {
     if (::getpid() != creator_) {
@@ -50,23 +53,28 @@ class UnixMesh final : public Mesh {
       if (thread_.joinable()) thread_.detach();
       return;
     }
-    tell_all(MeshMessageType::goodbye);
-    ::eventfd_write(stop_.get(), 1);
+    tell_all(parts_.links, MeshMessageType::goodbye);
+    ::eventfd_write(parts_.stop.get(), 1);
     if (thread_.joinable()) thread_.join();
   }
 
   void start(MeshEvents& events) override {
     XD_CHECK(!watch_);
-    watch_.emplace(MeshWatch::Sources{.rank = parts_.rank,
-                                      .links = parts_.links,
-                                      .processes = parts_.processes,
-                                      .inbox = inbox_,
-                                      .events = events});
-    if (num_ranks() > 1) thread_ = start_thread("xd-watch", [this] { watch_->run(stop_.get()); });
+    try {
+      watch_.emplace(MeshWatch::Sources{.rank = parts_.rank,
+                                        .links = parts_.links,
+                                        .processes = parts_.processes,
+                                        .inbox = inbox_,
+                                        .events = events});
+      if (num_ranks() > 1) thread_ = start_thread("xd-watch", [this, &events] { watch(events); });
+    } catch (...) {
+      send_failure();
+      throw;
+    }
   }
 
-  std::vector<Item> all_gather(std::span<const std::byte> blob, int fd,
-                               const Deadline& deadline) override {
+  void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
+                  std::span<Item> items) override {
     XD_CHECK(watch_ && blob.size() <= kMaxBlob);
     const std::uint64_t round = inbox_.begin_round();
     const MeshHeader header{MeshMessageType::exchange, fd >= 0 ? 1U : 0U, round};
@@ -76,85 +84,183 @@ class UnixMesh final : public Mesh {
       const int peer = (parts_.rank + step) % num_ranks();
       const int link = parts_.links[at(peer)].get();
       // A closed link is no error here: the watch thread says whether its peer died or left.
-      while (send_packet(link, head, blob, fd) == Sent::full) {
+      Sent sent = Sent::full;
+      while ((sent = send_packet(link, head, blob, fd)) == Sent::full) {
         interruption.check();
         wait_for_room(peer, round, deadline);
       }
+      if (sent == Sent::refused) fail_errno("sendmsg to a peer", errno);
     }
-    std::vector<Item> items = inbox_.wait_for(round, deadline);
-    items[at(parts_.rank)].blob.assign(blob.begin(), blob.end());
-    return items;
+    inbox_.wait_for(round, deadline, items);
   }
 
-  void send_abort() noexcept override { tell_all(MeshMessageType::abort); }
+  void send_abort() noexcept override {
+    tell_deafness();  // the cause comes first
+    tell_all(parts_.links, MeshMessageType::abort);
+  }
+  void send_failure() noexcept override { tell_failure(parts_.links); }
   void cancel() noexcept override { inbox_.cancel(); }
   int local_ranks() const override { return parts_.processes.local_ranks; }
 
  private:
   int num_ranks() const { return static_cast<int>(parts_.links.size()); }
 
+  // A rank that would not notice its peers any more must not go on as if nothing had happened:
+  // whoever waits here, or for this rank, is told at once. All of that without allocating.
+  void watch(MeshEvents& events) noexcept {
+    try {
+      watch_->run(parts_.stop.get());
+    } catch (...) {
+      const Caught error = caught(deaf_by_);
+      const char* text = deaf_by_.data();
+      deaf_.store(true, std::memory_order_release);
+      events.on_end(error.status, error.error_number);
+      inbox_.close(error.status, text);
+      tell_deafness();
+      std::array<char, kMaxFailureText + 128> line;
+      const int size =
+          std::snprintf(line.data(), line.size(),
+                        "warning: rank %d notices nothing of its peers any more: %s", parts_.rank,
+                        text);
+      log_line({line.data(), at(size)});
+    }
+  }
+
+  void tell_deafness() noexcept {
+    if (deaf_.load(std::memory_order_acquire))
+      tell_all(parts_.links, MeshMessageType::failure, deaf_by_.data());
+  }
+
   void wait_for_room(int peer, std::uint64_t round, const Deadline& deadline) {
     inbox_.check(round);
     if (deadline.passed())
       throw Error(XD_ERROR_TIMEOUT,
-                  concat("rank ", parts_.rank, " could not send to rank ", peer,
-                         " in time: it does not read"),
+                  error_text("rank ", parts_.rank, " could not send to rank ", peer,
+                             " in time: it does not read"),
                   peer);
     pollfd item{parts_.links[at(peer)].get(), POLLOUT, 0};
     ::poll(&item, 1, std::min(kSendSliceMs, deadline.remaining_ms()));
   }
 
-  // Best effort: who is gone needs no news, and who has not read a whole socket full of messages
-  // does not follow the protocol and gets the end of the connection instead.
-  void tell_all(MeshMessageType type) noexcept {
-    const MeshHeader header{type, 0, 0};
-    for (const UniqueFd& link : parts_.links) {
-      if (!link) continue;
-      try {
-        send_packet(link.get(), std::as_bytes(std::span(&header, 1)));
-      } catch (const std::exception& error) {
-        log_warning("rank ", parts_.rank, " could not tell a peer that it ends: ", error.what());
-      }
-    }
-  }
-
-  MeshParts parts_;
   MeshInbox inbox_;
-  UniqueFd stop_;
   const pid_t creator_;
+  MeshParts parts_;
   std::optional<MeshWatch> watch_;
+  std::array<char, kMaxFailureText> deaf_by_{};  // why the watch thread has ended; then deaf_
+  std::atomic<bool> deaf_{false};
   std::thread thread_;
 };
 
-std::vector<Introduction> introduce(Bootstrap& bootstrap, const Introduction& own,
-                                    const Deadline& deadline) {
-  const std::vector<Bytes> blobs = bootstrap.all_gather(encode(own), deadline);
-  std::vector<Introduction> introductions;
-  for (int r = 0; r < bootstrap.num_ranks(); ++r) {
-    const auto introduction = decode_introduction(blobs[at(r)]);
-    if (!introduction)
-      fail(XD_ERROR_MISMATCH, "rank ", r, " introduced itself with ", blobs[at(r)].size(),
-           " bytes that make no sense to rank ", bootstrap.rank());
-    check_peer(bootstrap.rank(), own, r, *introduction);
-    introductions.push_back(*introduction);
+// What a rank needs of its own before it meets the others. One that has not got it all meets them
+// nevertheless, to say so.
+class Preparation {
+ public:
+  explicit Preparation(int num_ranks) : num_ranks_(num_ranks) {
+    try {
+      own_ = make_introduction(num_ranks);
+      stop_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
+      if (!stop_) fail_errno("eventfd", errno);
+      if (num_ranks == 1) return;
+      // Listening comes first: whoever knows this rank can connect to it.
+      listener_ = listen_for_links(own_.socket_name, num_ranks);
+      // A connection to each peer, and one to the meeting point.
+      reserve_ = DescriptorReserve(stop_.get(), at(num_ranks));
+    } catch (...) {
+      give_up();
+    }
   }
-  return introductions;
-}
+
+  // What the ranks introduce themselves with. Throws what this rank has failed of, after its peers
+  // have heard of it.
+  std::vector<Bytes> meet(Bootstrap& bootstrap, const Deadline& deadline) {
+    std::vector<Bytes> blobs;
+    try {
+      reserve_.shrink_to(at(num_ranks_) - 1);
+      blobs = bootstrap.all_gather(encode(own_), deadline);
+    } catch (const std::bad_alloc&) {
+      // The others still wait for this rank.
+      if (mistake_ || !bootstrap.can_come_again()) throw;
+      give_up();
+      return meet(bootstrap, deadline);
+    } catch (...) {
+      if (mistake_) std::rethrow_exception(mistake_);
+      throw;
+    }
+    if (mistake_) std::rethrow_exception(mistake_);
+    return blobs;
+  }
+
+  std::unique_ptr<Mesh> connect(int rank, std::span<const Bytes> blobs, const Deadline& deadline) {
+    const std::vector<Introduction> introductions = decode(rank, blobs);
+    MeshParts parts{.rank = rank,
+                    .stop = std::move(stop_),
+                    .processes = find_processes(rank, introductions),
+                    .links = {}};
+    MeshConnector connector(rank, introductions, parts.processes, std::move(listener_),
+                            std::move(reserve_));
+    connects_ = true;
+    parts.links = connector.run(deadline);
+    try {
+      if (parts.processes.shortage != 0) fail_errno("pidfd_open", parts.processes.shortage);
+      return std::make_unique<UnixMesh>(std::move(parts));
+    } catch (...) {
+      tell_failure(parts.links);
+      throw;
+    }
+  }
+
+  // After connect() has found no memory to begin with: the peers wait for this rank's calls.
+  void give_up_calls(int rank, std::span<const Bytes> blobs) noexcept {
+    if (connects_) return;
+    try {
+      const std::vector<Introduction> introductions = decode(rank, blobs);
+      MeshConnector(rank, introductions, {}, {}).give_up();
+    } catch (...) {
+    }
+  }
+
+ private:
+  // Inside a catch block.
+  void give_up() noexcept {
+    mistake_ = std::current_exception();
+    own_ = introduce_failure(num_ranks_);
+    reserve_.shrink_to(0);
+    listener_.reset();
+    stop_.reset();
+  }
+
+  std::vector<Introduction> decode(int rank, std::span<const Bytes> blobs) const {
+    std::vector<Introduction> introductions;
+    for (int r = 0; r < num_ranks_; ++r) {
+      const auto introduction = decode_introduction(blobs[at(r)]);
+      if (!introduction)
+        fail(XD_ERROR_MISMATCH, "rank ", r, " introduced itself with ", blobs[at(r)].size(),
+             " bytes that make no sense to rank ", rank);
+      check_peer(rank, own_, r, *introduction);
+      introductions.push_back(*introduction);
+    }
+    return introductions;
+  }
+
+  int num_ranks_;
+  UniqueFd stop_, listener_;
+  DescriptorReserve reserve_;
+  Introduction own_{};
+  std::exception_ptr mistake_;
+  bool connects_ = false;
+};
 
 }  // namespace
 
 std::unique_ptr<Mesh> Mesh::connect(Bootstrap& bootstrap, const Deadline& deadline) {
-  const int rank = bootstrap.rank();
-  const Introduction own = make_introduction(bootstrap.num_ranks());
-  // Listening comes first: whoever knows this rank can connect to it.
-  UniqueFd listener;
-  if (bootstrap.num_ranks() > 1)
-    listener = listen_for_links(own.socket_name, bootstrap.num_ranks());
-  const std::vector<Introduction> introductions = introduce(bootstrap, own, deadline);
-  PeerProcesses processes = find_processes(rank, introductions);
-  std::vector<UniqueFd> links =
-      MeshConnector(rank, introductions, processes, std::move(listener)).run(deadline);
-  return std::make_unique<UnixMesh>(MeshParts{rank, std::move(processes), std::move(links)});
+  Preparation mine(bootstrap.num_ranks());
+  const std::vector<Bytes> blobs = mine.meet(bootstrap, deadline);
+  try {
+    return mine.connect(bootstrap.rank(), blobs, deadline);
+  } catch (const std::bad_alloc&) {
+    mine.give_up_calls(bootstrap.rank(), blobs);
+    throw;
+  }
 }
 
 }  // namespace xd

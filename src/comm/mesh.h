@@ -32,6 +32,9 @@ class MeshEvents {
       std::span<const int> ranks) = 0;  // ascending; processes that ended without goodbye
   virtual void on_left(int rank) = 0;   // said goodbye
   virtual void on_abort(int rank) = 0;  // called abort
+  // The watch thread cannot go on: nothing is reported from now on. What happens here allocates
+  // nothing, and may also send_abort() and cancel().
+  virtual void on_end(xd_status status, int error_number) noexcept = 0;
   // on_tick() comes at least that often; -1 = never.
   virtual int tick_ms() const { return -1; }
   virtual void on_tick() {}
@@ -42,27 +45,33 @@ class Mesh {
   // One message of a rank in an all_gather.
   struct Item {
     Bytes blob;
-    UniqueFd fd;  // empty if the rank sent none
+    UniqueFd fd;                // empty if the rank sent none
+    bool fd_discarded = false;  // it sent one, for which this process had no room
   };
 
   // Meets the other ranks and connects to each. Collective. Throws TIMEOUT naming missing ranks,
-  // MISMATCH (protocol version, num_ranks), UNSUPPORTED (ranks on different hosts), SYSTEM.
+  // MISMATCH (protocol version, num_ranks, a peer that failed), UNSUPPORTED (ranks on different
+  // hosts), SYSTEM. What this rank fails of is told to its peers.
   static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline);
   virtual ~Mesh() = default;  // says goodbye (unless in a forked child), joins the watch thread
 
-  // Starts the watch thread; no event comes before that.
+  // Starts the watch thread; no event comes before that. If it cannot, the peers are told why.
   virtual void start(MeshEvents& events) = 0;
 
-  // Collective, in the same order on all ranks (calls of one rank exclude each other). result[r] is
-  // what rank r sent; result[rank] holds the blob sent here and no descriptor. Blobs at most
-  // kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is duplicated, not taken.
-  // Throws TIMEOUT naming the missing ranks; PEER_LOST; ABORTED; whatever on_* reported while it
-  // waited ends the wait.
-  virtual std::vector<Item> all_gather(std::span<const std::byte> blob, int fd,
-                                       const Deadline& deadline) = 0;
+  // Collective, in the same order on all ranks (calls of one rank exclude each other). items[r]
+  // gets what rank r sent, items[rank] stays as it is; without any items, what comes is dropped.
+  // Blobs at most kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is duplicated, not taken.
+  // Throws TIMEOUT naming the missing ranks; PEER_LOST; MISMATCH (a peer has failed); ABORTED;
+  // SYSTEM; whatever on_* reported while it waited ends the wait. Allocates only to throw.
+  virtual void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
+                          std::span<Item> items) = 0;
 
   // Tells every peer that this rank aborts. Does not block; safe on any thread.
   virtual void send_abort() noexcept = 0;
+
+  // Tells every peer that this rank cannot go on, and why: the exception in flight. Theirs that
+  // wait for it throw MISMATCH.
+  virtual void send_failure() noexcept = 0;
 
   // Ends an all_gather that is waiting here (after a fatal error): it throws ABORTED.
   virtual void cancel() noexcept = 0;

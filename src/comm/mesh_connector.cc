@@ -14,6 +14,7 @@
 #include "base/math.h"
 #include "base/rank_list.h"
 #include "comm/mesh_socket.h"
+#include "comm/poll_list.h"
 
 namespace xd {
 namespace {
@@ -28,12 +29,14 @@ constexpr std::size_t kSpareCalls = 64;  // connections beyond those that the ra
 }  // namespace
 
 MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductions,
-                             const PeerProcesses& processes, UniqueFd listener)
+                             const PeerProcesses& processes, UniqueFd listener,
+                             DescriptorReserve reserve)
     : rank_(rank),
       introductions_(introductions),
       processes_(processes),
       secret_(mesh_secret(introductions)),
       listener_(std::move(listener)),
+      reserve_(std::move(reserve)),
       to_dial_(at(rank)),
       links_(introductions.size()),
       closed_(introductions.size()) {
@@ -41,11 +44,38 @@ MeshConnector::MeshConnector(int rank, std::span<const Introduction> introductio
 }
 
 std::vector<UniqueFd> MeshConnector::run(const Deadline& deadline) {
+  try {
+    connect(deadline);
+    return std::move(links_);
+  } catch (const Error& error) {
+    // A peer that is gone is noticed, and named, by everybody.
+    if (error.status() != XD_ERROR_PEER_LOST) tell_failure(links_);
+    give_up();
+    throw;
+  } catch (...) {
+    tell_failure(links_);
+    give_up();
+    throw;
+  }
+}
+
+void MeshConnector::give_up() noexcept {
+  try {
+    for (const int rank : to_dial_) {
+      if (connected(rank)) continue;
+      const UniqueFd fd = connect_link(introductions_[at(rank)].socket_name);
+      if (fd) send_packet(fd.get(), Handshake(Side::client, secret_, at(rank_)).take_output());
+    }
+  } catch (...) {
+  }
+}
+
+void MeshConnector::connect(const Deadline& deadline) {
   Interruption interruption;
   while (true) {
     dial();
     const std::vector<int> absent = missing();
-    if (absent.empty()) return std::move(links_);
+    if (absent.empty()) return;
     if (deadline.passed())
       fail(XD_ERROR_TIMEOUT, rank_list(absent), " did not connect to rank ", rank_, " in time");
     interruption.check();
@@ -60,8 +90,17 @@ std::vector<int> MeshConnector::missing() const {
   return result;
 }
 
+// Makes room for one more connection; those that are still to come stay reserved.
+void MeshConnector::open_one() {
+  const auto taken = static_cast<std::size_t>(std::ranges::count_if(
+                         links_, [](const UniqueFd& link) { return static_cast<bool>(link); })) +
+                     calls_.size() + 1;  // the next one
+  reserve_.shrink_to(links_.size() - 1 - std::min(taken, links_.size() - 1));
+}
+
 void MeshConnector::dial() {
   std::erase_if(to_dial_, [this](int rank) {
+    open_one();
     UniqueFd fd = connect_link(introductions_[at(rank)].socket_name);
     if (!fd && errno == EAGAIN) return false;
     // Every rank listens before it introduces itself.
@@ -77,37 +116,36 @@ void MeshConnector::dial() {
 }
 
 void MeshConnector::wait(const Deadline& deadline) {
-  std::vector<pollfd> items;
-  items.push_back({listener_.get(), POLLIN, 0});
-  for (const auto& call : calls_) items.push_back({call->fd.get(), POLLIN, 0});
-  const std::size_t first_process = items.size();
+  PollList items;
+  std::vector<int> of_call, of_process, of_link;
+  const int of_listener = items.add(listener_.get(), POLLIN);
+  for (const auto& call : calls_) of_call.push_back(items.add(call->fd.get(), POLLIN));
   for (const PeerProcess& process : processes_.processes)
-    items.push_back({is_awaited(process) ? process.pidfd.get() : -1, POLLIN, 0});
-  const std::size_t first_link = items.size();
+    of_process.push_back(items.add(is_awaited(process) ? process.pidfd.get() : -1, POLLIN));
   // What peers say over finished links is for later; that they hang up is for now.
   for (std::size_t r = 0; r < links_.size(); ++r)
-    items.push_back({closed_[r] ? -1 : links_[r].get(), 0, 0});
+    of_link.push_back(items.add(closed_[r] ? -1 : links_[r].get(), 0));
 
   const int patience =
       to_dial_.empty() ? deadline.remaining_ms() : std::min(kRedialMs, deadline.remaining_ms());
-  if (::poll(items.data(), items.size(), patience) < 0) {
+  if (items.wait(patience) < 0) {
     if (errno != EINTR) fail_errno("poll", errno);
     return;
   }
-  const std::size_t num_calls = calls_.size();
-  for (std::size_t i = 0; i < num_calls; ++i)
-    if (items[1 + i].revents != 0) read(*calls_[i]);
-  for (std::size_t p = 0; p < processes_.processes.size(); ++p)
-    if (items[first_process + p].revents != 0 && is_awaited(processes_.processes[p]))
+  for (std::size_t i = 0; i < of_call.size(); ++i)
+    if (items.has_news(of_call[i])) read(*calls_[i]);
+  for (std::size_t p = 0; p < of_process.size(); ++p)
+    if (items.has_news(of_process[p]) && is_awaited(processes_.processes[p]))
       fail(XD_ERROR_PEER_LOST, rank_list(processes_.processes[p].ranks),
            ": the process ended while the ranks were connecting");
   for (std::size_t r = 0; r < links_.size(); ++r)
-    if (items[first_link + r].revents != 0) check_link(static_cast<int>(r));
+    if (items.has_news(of_link[r])) check_link(static_cast<int>(r));
   std::erase_if(calls_, [](const auto& call) { return !call->fd; });
-  if (items[0].revents != 0) accept();
+  if (items.has_news(of_listener)) accept();
 }
 
 void MeshConnector::accept() {
+  open_one();
   UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!fd) {
     if (errno == EMFILE || errno == ENFILE) fail_errno("accept of a peer's connection", errno);

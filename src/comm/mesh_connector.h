@@ -9,6 +9,7 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "bootstrap/handshake.h"
+#include "comm/descriptor_reserve.h"
 #include "comm/mesh_introduction.h"
 #include "comm/mesh_peers.h"
 
@@ -16,12 +17,18 @@ namespace xd {
 
 class MeshConnector {
  public:
+  // `reserve` has a descriptor for each connection, or fewer if they are not to be had in advance.
   MeshConnector(int rank, std::span<const Introduction> introductions,
-                const PeerProcesses& processes, UniqueFd listener);
+                const PeerProcesses& processes, UniqueFd listener, DescriptorReserve reserve = {});
 
   // One proven connection per rank, none for this one. Throws TIMEOUT naming the ranks that are
-  // missing, PEER_LOST naming one that is gone, MISMATCH.
+  // missing, PEER_LOST naming one that is gone, MISMATCH; what fails here alone is told to those
+  // who are connected.
   std::vector<UniqueFd> run(const Deadline& deadline);
+
+  // Instead, or when that has failed: calls those who wait to be called and hangs up, so that they
+  // do not wait any longer. Best effort.
+  void give_up() noexcept;
 
  private:
   // A connection whose handshake is under way.
@@ -34,7 +41,9 @@ class MeshConnector {
   bool connected(int rank) const {
     return static_cast<bool>(links_[static_cast<std::size_t>(rank)]);
   }
+  void connect(const Deadline& deadline);
   std::vector<int> missing() const;
+  void open_one();
   void dial();
   void wait(const Deadline& deadline);
   void accept();
@@ -51,6 +60,7 @@ class MeshConnector {
   const PeerProcesses& processes_;
   Secret secret_;
   UniqueFd listener_;
+  DescriptorReserve reserve_;
   std::vector<int> to_dial_;
   std::vector<std::unique_ptr<Call>> calls_;
   std::vector<UniqueFd> links_;

@@ -1,5 +1,6 @@
 #include "comm/mesh_inbox.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -33,13 +34,36 @@ void MeshInbox::mark_left(int rank) {
   changed_.notify_all();
 }
 
+void MeshInbox::mark_failed(int rank, std::string_view text) {
+  const std::lock_guard lock(mutex_);
+  peers_[at(rank)].left = peers_[at(rank)].failed = true;
+  keep_failure(rank, XD_ERROR_MISMATCH, text);
+  changed_.notify_all();
+}
+
+void MeshInbox::close(xd_status status, std::string_view text) noexcept {
+  const std::lock_guard lock(mutex_);
+  failure_.rank = -1;  // this rank's own comes before a peer's
+  keep_failure(rank_, status, text);
+  changed_.notify_all();
+}
+
+void MeshInbox::keep_failure(int rank, xd_status status, std::string_view text) {
+  if (failure_.rank >= 0) return;
+  failure_.rank = rank;
+  failure_.status = status;
+  failure_.size = std::min(text.size(), failure_.text.size());
+  std::ranges::copy_n(text.begin(), static_cast<std::ptrdiff_t>(failure_.size),
+                      failure_.text.begin());
+}
+
 void MeshInbox::mark_aborted(int rank) {
   const std::lock_guard lock(mutex_);
   if (!aborted_by_) aborted_by_ = rank;
   changed_.notify_all();
 }
 
-void MeshInbox::cancel() {
+void MeshInbox::cancel() noexcept {
   const std::lock_guard lock(mutex_);
   cancelled_ = true;
   changed_.notify_all();
@@ -54,30 +78,29 @@ std::uint64_t MeshInbox::begin_round() {
   return round;
 }
 
-std::vector<Mesh::Item> MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline) {
+void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline,
+                         std::span<Mesh::Item> items) {
   Interruption interruption;
   std::unique_lock lock(mutex_);
-  while (true) {
-    const std::vector<int> absent = missing(round);
-    if (absent.empty()) break;
+  while (!complete(round)) {
     check_locked(round);
-    if (deadline.passed())
+    if (deadline.passed()) {
+      const std::vector<int> absent = missing(round);
       throw Error(XD_ERROR_TIMEOUT,
-                  concat("rank ", rank_, " waited too long for ", rank_list(absent)),
+                  error_text("rank ", rank_, " waited too long for ", rank_list(absent)),
                   absent.front());
+    }
     changed_.wait_until(lock, interruption.next(deadline).when());
     lock.unlock();
     interruption.check();
     lock.lock();
   }
-  std::vector<Mesh::Item> items(peers_.size());
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
     if (r == rank_) continue;
     Peer& peer = peers_[at(r)];
-    items[at(r)] = std::move(peer.letters.front().item);
+    if (!items.empty()) items[at(r)] = std::move(peer.letters.front().item);
     peer.letters.pop_front();
   }
-  return items;
 }
 
 void MeshInbox::check(std::uint64_t round) {
@@ -89,6 +112,12 @@ bool MeshInbox::has_letter(const Peer& peer, std::uint64_t round) const {
   return !peer.letters.empty() && peer.letters.front().round == round;
 }
 
+bool MeshInbox::complete(std::uint64_t round) const {
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
+    if (r != rank_ && !has_letter(peers_[at(r)], round)) return false;
+  return true;
+}
+
 std::vector<int> MeshInbox::missing(std::uint64_t round) const {
   std::vector<int> result;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
@@ -96,8 +125,18 @@ std::vector<int> MeshInbox::missing(std::uint64_t round) const {
   return result;
 }
 
+// If a peer has failed: whoever left afterwards did so because of it.
+void MeshInbox::throw_failure() const {
+  if (failure_.rank < 0) return;
+  throw Error(failure_.status, error_text("rank ", failure_.rank, " failed: ", failure_.view()),
+              failure_.rank);
+}
+
 void MeshInbox::check_locked(std::uint64_t round) const {
+  if (failure_.rank == rank_) throw Error(failure_.status, error_text(failure_.view()));
   if (cancelled_) fail(XD_ERROR_ABORTED, "the wait of rank ", rank_, " for its peers was ended");
+  for (const Peer& peer : peers_)
+    if (peer.failed && !has_letter(peer, round)) throw_failure();
   if (aborted_by_) fail(XD_ERROR_ABORTED, "rank ", *aborted_by_, " has aborted");
   std::vector<int> lost;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
@@ -106,8 +145,10 @@ void MeshInbox::check_locked(std::uint64_t round) const {
     fail(XD_ERROR_PEER_LOST, rank_list(lost), ": the process ended without saying goodbye");
   // Who left after it had sent its part is not missed.
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (peers_[at(r)].left && !has_letter(peers_[at(r)], round))
-      throw Error(XD_ERROR_PEER_LOST, concat("rank ", r, " has left"), r);
+    if (peers_[at(r)].left && !has_letter(peers_[at(r)], round)) {
+      throw_failure();
+      throw Error(XD_ERROR_PEER_LOST, error_text("rank ", r, " has left"), r);
+    }
 }
 
 }  // namespace xd

@@ -1,16 +1,19 @@
 // What the watch thread has received from the peers and learned about them; where all_gather waits.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/deadline.h"
 #include "comm/mesh.h"
+#include "comm/mesh_message.h"
 
 namespace xd {
 
@@ -25,17 +28,22 @@ class MeshInbox {
   bool deliver(int rank, std::uint64_t round, Mesh::Item item);
   void mark_lost(std::span<const int> ranks);
   void mark_left(int rank);
+  // Left, and said why.
+  void mark_failed(int rank, std::string_view text);
   void mark_aborted(int rank);
+  // The watch thread itself cannot go on: every wait ends with this error from now on.
+  void close(xd_status status, std::string_view text) noexcept;
 
   // ---- Callers of the mesh ----
 
   std::uint64_t begin_round();
-  // Waits for what every peer sent in `round`; result[own rank] is empty. Throws TIMEOUT,
-  // PEER_LOST or ABORTED.
-  std::vector<Mesh::Item> wait_for(std::uint64_t round, const Deadline& deadline);
-  // Throws PEER_LOST or ABORTED if the round cannot be completed any more.
+  // Waits for what every peer sent in `round`, and moves it to items[peer], or nowhere if there are
+  // none. Throws TIMEOUT and what check() throws; allocates nothing else.
+  void wait_for(std::uint64_t round, const Deadline& deadline, std::span<Mesh::Item> items);
+  // Throws PEER_LOST, MISMATCH (a peer has failed), ABORTED or the error of close() if the round
+  // cannot be completed any more.
   void check(std::uint64_t round);
-  void cancel();
+  void cancel() noexcept;
 
  private:
   struct Letter {
@@ -47,10 +55,23 @@ class MeshInbox {
     std::uint64_t rounds_received = 0;
     bool lost = false;
     bool left = false;
+    bool failed = false;  // left, and said why
   };
 
+  // Of the first rank that cannot go on; a fixed buffer, as memory may be what it is about.
+  struct Failure {
+    int rank = -1;  // nobody
+    xd_status status = XD_SUCCESS;
+    std::size_t size = 0;
+    std::array<char, kMaxFailureText> text{};
+    std::string_view view() const { return {text.data(), size}; }
+  };
+
+  void keep_failure(int rank, xd_status status, std::string_view text);
   bool has_letter(const Peer& peer, std::uint64_t round) const;
+  bool complete(std::uint64_t round) const;
   std::vector<int> missing(std::uint64_t round) const;
+  void throw_failure() const;
   void check_locked(std::uint64_t round) const;
 
   const int rank_;
@@ -59,6 +80,7 @@ class MeshInbox {
   std::vector<Peer> peers_;
   std::uint64_t rounds_begun_ = 0;
   std::optional<int> aborted_by_;
+  Failure failure_;
   bool cancelled_ = false;
 };
 

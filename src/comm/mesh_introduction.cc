@@ -49,7 +49,17 @@ Introduction make_introduction(int num_ranks) {
           .host = this_host(),
           .process = this_process(),
           .socket_name = make_random<Tag>(),
-          .nonce = make_random<Nonce>()};
+          .nonce = make_random<Nonce>(),
+          .failure = {}};
+}
+
+Introduction introduce_failure(int num_ranks) noexcept {
+  Introduction result{};
+  result.version = kProtocolVersion;
+  result.num_ranks = num_ranks;
+  caught(result.failure);
+  if (result.failure[0] == '\0') result.failure[0] = '?';  // no text is no failure
+  return result;
 }
 
 Bytes encode(const Introduction& introduction) {
@@ -75,6 +85,9 @@ void check_peer(int rank, const Introduction& own, int peer, const Introduction&
   if (theirs.num_ranks != own.num_ranks)
     fail(XD_ERROR_MISMATCH, "rank ", peer, " has num_ranks = ", theirs.num_ranks, ", expected ",
          own.num_ranks, " as rank ", rank, " has");
+  const std::string_view failure(theirs.failure.data(),
+                                 ::strnlen(theirs.failure.data(), theirs.failure.size()));
+  if (!failure.empty()) fail(XD_ERROR_MISMATCH, "rank ", peer, " failed: ", failure);
   if (theirs.host.boot_id != own.host.boot_id)
     fail(XD_ERROR_UNSUPPORTED, "ranks ", rank, " and ", peer, " are on different hosts (boot ids ",
          boot_id(own.host), " and ", boot_id(theirs.host),

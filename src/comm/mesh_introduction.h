@@ -35,17 +35,21 @@ struct Introduction {
   ProcessIdentity process;
   Tag socket_name;  // random
   Nonce nonce;      // this rank's share of the secret of the communicator
+  // Why this rank cannot take part; empty if it can. Then all but the first two may be missing.
+  std::array<char, 512> failure;
 };
 
 // Of the calling process, with a new socket name and nonce.
 Introduction make_introduction(int num_ranks);
+// Of a rank that comes to say that it has failed: the exception in flight is the reason.
+Introduction introduce_failure(int num_ranks) noexcept;
 
 Bytes encode(const Introduction& introduction);
 // Empty if the bytes are too few to be one; those of another version have only `version` set.
 std::optional<Introduction> decode_introduction(std::span<const std::byte> bytes);
 
-// Throws MISMATCH (protocol version, num_ranks) or UNSUPPORTED (different hosts) if rank `peer`
-// cannot be a peer of rank `rank`.
+// Throws MISMATCH (protocol version, num_ranks, a peer that has failed) or UNSUPPORTED (different
+// hosts) if rank `peer` cannot be a peer of rank `rank`.
 void check_peer(int rank, const Introduction& own, int peer, const Introduction& theirs);
 
 // What all ranks of the communicator know, and nobody else.

@@ -9,7 +9,13 @@
 
 namespace xd {
 
-enum class MeshMessageType : std::uint32_t { exchange = 1, goodbye = 2, abort = 3 };
+enum class MeshMessageType : std::uint32_t {
+  exchange = 1,
+  goodbye = 2,
+  abort = 3,
+  failure = 4  // a goodbye with its reason, the blob: this rank cannot go on
+};
+inline constexpr std::size_t kMaxFailureText = 512;
 
 struct MeshHeader {
   MeshMessageType type;

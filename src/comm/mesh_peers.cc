@@ -15,14 +15,14 @@ namespace {
 // An older kernel, a sandbox, or a process whose pid means something else here: its end is then
 // noticed by its connection alone.
 UniqueFd open_pidfd(const Introduction& own, const PeerProcess& process,
-                    const ProcessIdentity& identity) {
+                    const ProcessIdentity& identity, int& shortage) {
   if (identity.pid_namespace != own.process.pid_namespace) return UniqueFd();
 #ifdef SYS_pidfd_open
   UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(identity.pid), 0)));
   // Should the pid have been given to another process meanwhile, the peer's connection will fail.
   if (!fd && errno == ESRCH)
     fail(XD_ERROR_PEER_LOST, rank_list(process.ranks), ": process ", identity.pid, " has ended");
-  if (!fd && (errno == EMFILE || errno == ENFILE)) fail_errno("pidfd_open", errno);
+  if (!fd && (errno == EMFILE || errno == ENFILE)) shortage = errno;
   return fd;
 #else
   return UniqueFd();
@@ -51,7 +51,8 @@ PeerProcesses find_processes(int rank, std::span<const Introduction> introductio
   }
   for (PeerProcess& process : result.processes) {
     const auto& identity = introductions[static_cast<std::size_t>(process.ranks[0])].process;
-    if (!(identity == own.process)) process.pidfd = open_pidfd(own, process, identity);
+    if (!(identity == own.process))
+      process.pidfd = open_pidfd(own, process, identity, result.shortage);
   }
   return result;
 }

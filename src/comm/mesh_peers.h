@@ -18,6 +18,7 @@ struct PeerProcesses {
   std::vector<PeerProcess> processes;
   std::vector<int> of_rank;  // index into `processes`
   int local_ranks = 0;       // ranks of the calling process, `rank` included
+  int shortage = 0;          // errno: some pidfd is missing as this process has no descriptor left
 };
 
 // Groups the ranks. Those of the calling process are one "process" each: they cannot die, only

@@ -105,7 +105,7 @@ bool peer_has_our_user(int fd) {
 }
 
 Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::byte> body,
-                 int passed) {
+                 int passed) noexcept {
   std::array<iovec, 2> parts{iovec{const_cast<std::byte*>(head.data()), head.size()},
                              iovec{const_cast<std::byte*>(body.data()), body.size()}};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
@@ -125,9 +125,24 @@ Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::b
     if (errno == EINTR) continue;
     if (errno == EAGAIN || errno == EWOULDBLOCK) return Sent::full;
     if (errno == EPIPE || errno == ECONNRESET) return Sent::closed;
-    fail_errno("sendmsg to a peer", errno);
+    return Sent::refused;
   }
   return Sent::done;
+}
+
+void tell_all(std::span<const UniqueFd> links, MeshMessageType type,
+              std::string_view text) noexcept {
+  const MeshHeader header{type, 0, 0};
+  for (const UniqueFd& link : links) {
+    if (link)
+      send_packet(link.get(), std::as_bytes(std::span(&header, 1)), std::as_bytes(std::span(text)));
+  }
+}
+
+void tell_failure(std::span<const UniqueFd> links) noexcept {
+  std::array<char, kMaxFailureText> text;
+  caught(text);
+  tell_all(links, MeshMessageType::failure, text.data());
 }
 
 bool has_packet(int fd) {
@@ -152,14 +167,18 @@ Packet receive_packet(int fd, std::span<std::byte> buffer) {
   Packet packet;
   if (count < 0) {
     const bool later = errno == EAGAIN || errno == EWOULDBLOCK;
+    if (!later && errno != ECONNRESET) fail_errno("recvmsg from a peer", errno);
     packet.kind = later ? Packet::Kind::nothing_yet : Packet::Kind::end;
     return packet;
   }
   const int descriptors = take_descriptors(message, packet.fd);
+  // There is room for one: a message cut short without any had one that could not be opened here.
+  packet.fd_discarded = descriptors == 0 && (message.msg_flags & MSG_CTRUNC) != 0;
   // No message of the mesh is empty, so no bytes mean the end of the connection.
-  if (count == 0 && descriptors == 0) {
+  if (count == 0 && descriptors == 0 && !packet.fd_discarded) {
     packet.kind = Packet::Kind::end;
-  } else if (count == 0 || descriptors > 1 || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+  } else if (count == 0 || descriptors > 1 || (message.msg_flags & MSG_TRUNC) != 0 ||
+             (descriptors == 1 && (message.msg_flags & MSG_CTRUNC) != 0)) {
     packet.kind = Packet::Kind::malformed;
   } else {
     packet.kind = Packet::Kind::data;

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <span>
+#include <string_view>
 
 #include "base/fd.h"
 #include "bootstrap/secret.h"
 #include "bootstrap/wire.h"
+#include "comm/mesh_message.h"
 
 namespace xd {
 
@@ -20,25 +22,39 @@ UniqueFd connect_link(const Tag& name);
 // Whether the kernel vouches that the process at the other end runs as this user, or as root.
 bool peer_has_our_user(int fd);
 
-enum class Sent { done, full, closed };
+enum class Sent {
+  done,
+  full,
+  closed,
+  refused  // by the system, for a reason that errno tells
+};
 
 // Sends one packet, head and body, with a duplicate of descriptor `passed` unless it is -1. Never
-// blocks. Throws SYSTEM if the system refuses it for another reason.
+// blocks, never throws.
 Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::byte> body = {},
-                 int passed = -1);
+                 int passed = -1) noexcept;
+
+// Sends every peer a message of the mesh, best effort: who is gone needs no news, and who has not
+// read a whole socket full of messages does not follow the protocol and gets the end of the
+// connection instead. Allocates nothing.
+void tell_all(std::span<const UniqueFd> links, MeshMessageType type,
+              std::string_view text = {}) noexcept;
+// The exception in flight, as the reason why this rank cannot go on. Inside a catch block only.
+void tell_failure(std::span<const UniqueFd> links) noexcept;
 
 struct Packet {
   enum class Kind { nothing_yet, end, malformed, data };
   Kind kind = Kind::nothing_yet;
   std::span<const std::byte> bytes;  // in the caller's buffer
   UniqueFd fd;                       // the descriptor that came with it
+  bool fd_discarded = false;         // one came, and this process had no room for it
 };
 
 // Whether a packet is there to be received.
 bool has_packet(int fd);
 
-// Receives one packet. Malformed: larger than the buffer, more than one descriptor, or one that
-// this process has no room for.
+// Receives one packet. Malformed: larger than the buffer, or more than one descriptor. Throws SYSTEM
+// if the system refuses to receive.
 Packet receive_packet(int fd, std::span<std::byte> buffer);
 
 }  // namespace xd

@@ -1,7 +1,5 @@
 #include "comm/mesh_watch.h"
 
-#include <poll.h>
-
 #include <cerrno>
 #include <utility>
 
@@ -16,37 +14,42 @@ MeshWatch::MeshWatch(const Sources& sources)
       states_(sources.links.size()),
       ended_(sources.processes.processes.size()),
       aborted_(sources.links.size()),
-      buffer_(max_mesh_packet_bytes()) {}
+      place_of_rank_(sources.links.size()),
+      place_of_process_(sources.processes.processes.size()),
+      buffer_(max_mesh_packet_bytes()) {
+  sources_.reserve(1 + states_.size() + ended_.size());
+  lost_.reserve(states_.size());
+}
 
-void MeshWatch::run(int stop_fd) noexcept {
-  try {
-    while (!stopped_) wait_and_serve(stop_fd);
-  } catch (const std::exception& error) {
-    log_warning("rank ", from_.rank, " does not notice lost peers any more: ", error.what());
-  }
+void MeshWatch::run(int stop_fd) {
+  while (!stopped_) wait_and_serve(stop_fd);
 }
 
 // Links are never closed here, as other threads send over them; who is gone is not polled again.
-void MeshWatch::wait_and_serve(int stop_fd) {
-  std::vector<pollfd> items{{stop_fd, POLLIN, 0}};
-  const int num_ranks = static_cast<int>(states_.size());
-  for (int r = 0; r < num_ranks; ++r)
-    items.push_back({is_here(r) ? from_.links[at(r)].get() : -1, POLLIN, 0});
+int MeshWatch::list_sources(int stop_fd) {
+  sources_.clear();
+  for (int r = 0; r < static_cast<int>(states_.size()); ++r)
+    place_of_rank_[at(r)] = sources_.add(is_heard(r) ? from_.links[at(r)].get() : -1, POLLIN);
   const auto& processes = from_.processes.processes;
   for (std::size_t p = 0; p < processes.size(); ++p)
-    items.push_back({ended_[p] ? -1 : processes[p].pidfd.get(), POLLIN, 0});
+    place_of_process_[p] = sources_.add(ended_[p] ? -1 : processes[p].pidfd.get(), POLLIN);
+  return sources_.add(stop_fd, POLLIN);
+}
+
+void MeshWatch::wait_and_serve(int stop_fd) {
+  const int stop = list_sources(stop_fd);
   const int tick_ms = from_.events.tick_ms();
-  if (::poll(items.data(), items.size(), tick_ms) < 0) {
+  if (sources_.wait(tick_ms) < 0) {
     if (errno != EINTR) fail_errno("poll", errno);
     return;
   }
   if (tick_ms >= 0) from_.events.on_tick();
-  stopped_ = items[0].revents != 0;
-  for (int r = 0; r < num_ranks; ++r)
-    if (items[1 + at(r)].revents != 0 && drain(r)) lose(r);
-  for (std::size_t p = 0; p < processes.size(); ++p) {
-    if (items[1 + states_.size() + p].revents == 0 || ended_[p]) continue;
-    const int first = processes[p].ranks.front();
+  stopped_ = sources_.has_news(stop);
+  for (int r = 0; r < static_cast<int>(states_.size()); ++r)
+    if (sources_.has_news(place_of_rank_[at(r)]) && drain(r)) lose(r);
+  for (std::size_t p = 0; p < ended_.size(); ++p) {
+    if (!sources_.has_news(place_of_process_[p]) || ended_[p]) continue;
+    const int first = from_.processes.processes[p].ranks.front();
     drain(first);
     lose(first);
   }
@@ -56,16 +59,19 @@ bool MeshWatch::is_here(int rank) const {
   return rank != from_.rank && states_[at(rank)] == State::here;
 }
 
+bool MeshWatch::is_heard(int rank) const {
+  return is_here(rank) || states_[at(rank)] == State::failed;
+}
+
 // Handles all that has arrived from a rank, in order. True = nothing more can be expected of it.
 bool MeshWatch::drain(int rank) {
-  while (is_here(rank)) {
+  while (is_heard(rank)) {
     Packet packet = receive_packet(from_.links[at(rank)].get(), buffer_);
     const Packet::Kind kind = packet.kind;
     if (kind == Packet::Kind::nothing_yet) return false;
     if (kind == Packet::Kind::end) return true;
     if (kind == Packet::Kind::data && handle(rank, std::move(packet))) continue;
-    log_warning("rank ", from_.rank, " gives up rank ", rank,
-                ": it sent a malformed message, or a descriptor that this process has no room for");
+    log_warning("rank ", from_.rank, " gives up rank ", rank, ": it sent a malformed message");
     return true;
   }
   return false;
@@ -73,17 +79,25 @@ bool MeshWatch::drain(int rank) {
 
 // False = malformed.
 bool MeshWatch::handle(int rank, Packet packet) {
-  const auto message = decode_mesh_packet(packet.bytes, static_cast<bool>(packet.fd));
+  const auto message = decode_mesh_packet(packet.bytes, packet.fd || packet.fd_discarded);
   if (!message) return false;
   switch (message->header.type) {
     case MeshMessageType::exchange:
       return from_.inbox.deliver(
           rank, message->header.round,
-          {Bytes(message->blob.begin(), message->blob.end()), std::move(packet.fd)});
+          {Bytes(message->blob.begin(), message->blob.end()), std::move(packet.fd),
+           packet.fd_discarded});
     case MeshMessageType::goodbye:
+      if (is_here(rank)) from_.events.on_left(rank);
       states_[at(rank)] = State::left;
-      from_.events.on_left(rank);
       from_.inbox.mark_left(rank);
+      return true;
+    case MeshMessageType::failure:
+      if (!is_here(rank)) return true;  // it has said so before
+      states_[at(rank)] = State::failed;
+      from_.events.on_left(rank);
+      from_.inbox.mark_failed(
+          rank, {reinterpret_cast<const char*>(message->blob.data()), message->blob.size()});
       return true;
     case MeshMessageType::abort:
       if (!aborted_[at(rank)]) from_.events.on_abort(rank);
@@ -99,16 +113,17 @@ bool MeshWatch::handle(int rank, Packet packet) {
 void MeshWatch::lose(int rank) {
   const auto process = at(from_.processes.of_rank[at(rank)]);
   ended_[process] = true;
-  std::vector<int> lost;
+  lost_.clear();
   for (const int other : from_.processes.processes[process].ranks) {
     if (other != rank) drain(other);
+    if (is_heard(other) && !is_here(other)) states_[at(other)] = State::left;
     if (!is_here(other)) continue;
     states_[at(other)] = State::lost;
-    lost.push_back(other);
+    lost_.push_back(other);
   }
-  if (lost.empty()) return;
-  from_.events.on_lost(lost);
-  from_.inbox.mark_lost(lost);
+  if (lost_.empty()) return;
+  from_.events.on_lost(lost_);
+  from_.inbox.mark_lost(lost_);
 }
 
 }  // namespace xd

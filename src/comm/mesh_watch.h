@@ -12,6 +12,7 @@
 #include "comm/mesh_message.h"
 #include "comm/mesh_peers.h"
 #include "comm/mesh_socket.h"
+#include "comm/poll_list.h"
 
 namespace xd {
 
@@ -28,22 +29,29 @@ class MeshWatch {
 
   explicit MeshWatch(const Sources& sources);
 
-  // Returns when stop_fd becomes readable, or with one log line if the system refuses to wait.
-  void run(int stop_fd) noexcept;
+  // Returns when stop_fd becomes readable. Throws if it cannot go on: no memory for a peer's
+  // message, or the system refuses to wait or to receive.
+  void run(int stop_fd);
 
  private:
-  enum class State { here, left, lost };
+  enum class State { here, failed, left, lost };  // failed: has said so, and may say more
 
   void wait_and_serve(int stop_fd);
+  int list_sources(int stop_fd);  // the place of stop_fd
   bool drain(int rank);
   bool handle(int rank, Packet packet);
   void lose(int rank);
   bool is_here(int rank) const;
+  bool is_heard(int rank) const;  // is here, or has failed and not hung up
 
   Sources from_;
   std::vector<State> states_;
   std::vector<bool> ended_;    // by process
   std::vector<bool> aborted_;  // by rank
+  // What run() works with has room for all from the start: it allocates for messages alone.
+  PollList sources_;
+  std::vector<int> place_of_rank_, place_of_process_;  // in sources_
+  std::vector<int> lost_;
   Bytes buffer_;
   bool stopped_ = false;
 };

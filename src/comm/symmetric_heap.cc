@@ -9,6 +9,13 @@
 
 namespace xd {
 
+void SymmetricHeap::make_room() {
+  const std::unique_lock lock(mutex_);
+  segments_.reserve(segments_.size() + 1);
+  ranges_.reserve(ranges_.size() + 1);
+  heap_.make_room();
+}
+
 void SymmetricHeap::add(std::vector<std::shared_ptr<Segment>> segment_of_rank) {
   const Segment* own = segment_of_rank[at(rank_)].get();
   const std::size_t bytes = own != nullptr ? own->bytes() : 0;
@@ -23,11 +30,10 @@ std::uint32_t SymmetricHeap::next_segment() const {
   return static_cast<std::uint32_t>(segments_.size());
 }
 
-void SymmetricHeap::add_registered(std::uint32_t segment,
-                                   std::vector<std::shared_ptr<Segment>> segment_of_rank) {
+void SymmetricHeap::add_registered(Registered&& more) noexcept {
   const std::unique_lock lock(mutex_);
-  insert_range(segment_of_rank[at(rank_)].get(), segment);
-  registered_.emplace(segment, std::move(segment_of_rank));
+  for (const auto& [number, of_rank] : more) insert_range(of_rank[at(rank_)].get(), number);
+  registered_.merge(more);
 }
 
 std::optional<std::uint32_t> SymmetricHeap::next_registered() const {

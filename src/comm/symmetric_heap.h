@@ -19,13 +19,17 @@ class SymmetricHeap {
  public:
   explicit SymmetricHeap(int rank) : rank_(rank) {}
 
+  // Memory for one more segment's bookkeeping: the next add() allocates nothing.
+  void make_room();
   // Adds every rank's next segment; null for a rank whose share is empty.
   void add(std::vector<std::shared_ptr<Segment>> segment_of_rank);
   std::uint32_t next_segment() const;  // the number that add() will give
 
   // Memory that the callers own, by rank like the heap's own segments: found by address and by
-  // place, and nothing is allocated from it. Numbered downwards from the last.
-  void add_registered(std::uint32_t segment, std::vector<std::shared_ptr<Segment>> segment_of_rank);
+  // place, and nothing is allocated from it. Numbered downwards from the last. Adding allocates
+  // nothing.
+  using Registered = std::map<std::uint32_t, std::vector<std::shared_ptr<Segment>>>;
+  void add_registered(Registered&& more) noexcept;
   std::optional<std::uint32_t> next_registered() const;  // nothing: there is no room for one
   bool is_registered(std::uint32_t segment) const;
   void remove_registered(std::uint32_t segment);
@@ -64,7 +68,7 @@ class SymmetricHeap {
   Heap heap_;  // this rank's
   mutable std::shared_mutex mutex_;
   std::vector<std::vector<std::shared_ptr<Segment>>> segments_;  // [segment][rank]; only grows
-  std::map<std::uint32_t, std::vector<std::shared_ptr<Segment>>> registered_;
+  Registered registered_;
   std::vector<Range> ranges_;  // ascending
 };
 

@@ -65,16 +65,15 @@ void require_equal(std::span<const Announcement> of_rank) {
 
 }  // namespace
 
-Setback current_setback(int rank) {
+Setback current_setback(int rank) noexcept {
+  std::array<char, 1024> text;
+  Setback setback{.status = caught(text).status, .text = {}, .rank = rank};
   try {
-    throw;
-  } catch (const Error& error) {
-    return {.status = error.status(), .text = error.text(), .rank = rank};
+    setback.text = text.data();
   } catch (const std::bad_alloc&) {
-    return {.status = XD_ERROR_OUT_OF_MEMORY, .text = "no memory", .rank = rank};
-  } catch (const std::exception&) {
-    return {.status = XD_ERROR_INTERNAL, .text = "exception", .rank = rank};
+    setback.text = "(no memory)";  // short enough to need none
   }
+  return setback;
 }
 
 namespace {
@@ -113,7 +112,7 @@ Comm::Cause Group::cause(const Setback& setback, std::int32_t operation,
 }
 
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config)
-    : comm_(std::move(comm)), number_(comm_->next_group_number()) {
+    : comm_(std::move(comm)), number_(comm_->group_number()) {
   agree_on_config(config);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);

@@ -31,7 +31,7 @@ struct Setback {
 };
 
 // Inside a catch block: the exception in flight as a setback of `rank`'s own call.
-Setback current_setback(int rank);
+Setback current_setback(int rank) noexcept;
 
 // What xd_ep_last_error tells the calling thread; forgotten when it begins its next operation.
 xd_ep_status last_error();

@@ -9,12 +9,26 @@
 
 namespace xd {
 
+void Heap::make_room() {
+  const std::scoped_lock lock(mutex_);
+  make_room_locked();
+}
+
+void Heap::make_room_locked() {
+  zones_.reserve(zones_.size() + 1);
+  if (spare_.empty()) spare_.emplace(0, 0);
+}
+
 void Heap::add_segment(std::size_t bytes) {
   const std::scoped_lock lock(mutex_);
+  make_room_locked();
   Zone zone;
   zone.bytes = bytes;
   const std::uint64_t usable = bytes / kAlignment * kAlignment;
-  if (usable > 0) zone.free.emplace(0, usable);
+  if (usable > 0) {
+    zone.free.swap(spare_);
+    zone.free.begin()->second = usable;
+  }
   zones_.push_back(std::move(zone));
 }
 

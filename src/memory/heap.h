@@ -20,6 +20,8 @@ class Heap {
  public:
   static constexpr std::size_t kAlignment = 256;
 
+  // Memory for one more segment's bookkeeping: the next add_segment() allocates nothing.
+  void make_room();
   // Adds the next segment; an empty one counts, too.
   void add_segment(std::size_t bytes);
 
@@ -44,10 +46,12 @@ class Heap {
     Ranges live;
   };
 
+  void make_room_locked();
   Usage usage_locked() const;
 
   mutable std::mutex mutex_;
   std::vector<Zone> zones_;
+  Ranges spare_;  // one entry for the next segment, or none
 };
 
 }  // namespace xd

@@ -17,14 +17,18 @@ std::unique_ptr<World> the_world;
 
 // All processes of a launch run the same tests: one tells the story, the others what went wrong.
 class FailuresOnly final : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo& test) override { test_ = &test; }
+  void OnTestEnd(const testing::TestInfo&) override { test_ = nullptr; }
+  // GoogleTest holds its lock here: it can be asked nothing.
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const testing::TestInfo* test = testing::UnitTest::GetInstance()->current_test_info();
     std::fprintf(stderr, "%s:%d: %s.%s\n%s\n", result.file_name() ? result.file_name() : "?",
-                 result.line_number(), test ? test->test_suite_name() : "?",
-                 test ? test->name() : "?", result.message());
+                 result.line_number(), test_ ? test_->test_suite_name() : "?",
+                 test_ ? test_->name() : "?", result.message());
     std::fflush(stderr);
   }
+
+  const testing::TestInfo* test_ = nullptr;  // the one that runs
 };
 
 std::string executor_option(int argc, char** argv) {

@@ -21,6 +21,9 @@ class Diary final : public MeshEvents {
   }
   void on_left(int rank) override { add("left " + std::to_string(rank)); }
   void on_abort(int rank) override { add("abort " + std::to_string(rank)); }
+  void on_end(xd_status status, int) noexcept override {
+    add(std::string("end ") + status_name(status));
+  }
 
   std::vector<std::string> entries() const {
     const std::lock_guard lock(mutex_);
@@ -41,11 +44,14 @@ class Diary final : public MeshEvents {
 };
 
 // One rank: its diary outlives its mesh.
-struct Member {
+class Member {
+ public:
   Diary diary;
   std::unique_ptr<Mesh> mesh;
 
   void connect(const xd_unique_id& id, int rank, int num_ranks, int timeout_ms = 20000) {
+    rank_ = rank;
+    num_ranks_ = num_ranks;
     const auto bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
     mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms));
   }
@@ -54,8 +60,16 @@ struct Member {
     mesh->start(diary);
   }
   std::vector<Mesh::Item> gather(const std::string& text, int fd = -1, int timeout_ms = 20000) {
-    return mesh->all_gather(bytes_of(text), fd, Deadline::after_ms(timeout_ms));
+    const Bytes blob = bytes_of(text);
+    const auto ranks = static_cast<std::size_t>(num_ranks_);
+    std::vector<Mesh::Item> items(ranks);
+    mesh->all_gather(blob, fd, Deadline::after_ms(timeout_ms), items);
+    items[static_cast<std::size_t>(rank_)].blob = blob;
+    return items;
   }
+
+ private:
+  int rank_ = 0, num_ranks_ = 0;
 };
 
 // All ranks of a communicator as threads of this process, started.

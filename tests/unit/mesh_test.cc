@@ -341,6 +341,7 @@ class Clockwork final : public MeshEvents {
   void on_lost(std::span<const int>) override {}
   void on_left(int) override {}
   void on_abort(int) override {}
+  void on_end(xd_status, int) noexcept override {}
   int tick_ms() const override { return 5; }
   void on_tick() override { ++ticks; }
   std::atomic<int> ticks{0};

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <optional>
+#include <string_view>
 
 #include "base/error.h"
 #include "ep/cpu/local.h"
@@ -46,8 +47,8 @@ class CpuGroup final : public Group {
 
   void join_failed(std::int32_t operation, const char* text, xd_stream) override {
     const bool known = operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD;
-    const std::string cause(text != nullptr ? text : "",
-                            text != nullptr ? ::strnlen(text, 255) : 0);
+    const std::string_view cause(text != nullptr ? text : "",
+                                 text != nullptr ? ::strnlen(text, 255) : 0);
     // The peers wait for this rank's turn whatever it was to be; the failure comes before there is
     // an operation, so any type of one will do.
     run(known ? static_cast<xd_ep_operation>(operation) : XD_EP_PREPARE,
@@ -91,6 +92,8 @@ class CpuGroup final : public Group {
   template <Operation Op>
   Setback move(Op& op);
   void finish_comm(const Setback& setback, xd_ep_operation operation);
+  template <Operation Op>
+  Setback finish(Op& op);
 
   Lockstep lockstep_;
   Scratch scratch_;
@@ -134,7 +137,7 @@ Setback CpuGroup::carry_out(std::optional<Op>& op, Setback setback) {
   lockstep_.await();
   if (!setback) setback = move(*op);
   lockstep_.leave();
-  if (!setback) setback = op->finish();
+  if (!setback) setback = finish(*op);
   return setback;
 }
 
@@ -163,6 +166,15 @@ void CpuGroup::finish_comm(const Setback& setback, xd_ep_operation operation) {
                       .expected_epoch = lockstep_.epoch(),
                       .met_by_all = setback.met_by_all ? 1 : 0},
                      cause(setback, operation, lockstep_.epoch()));
+}
+
+template <Operation Op>
+Setback CpuGroup::finish(Op& op) {
+  try {
+    return op.finish();
+  } catch (...) {
+    return current_setback(rank());
+  }
 }
 
 }  // namespace

@@ -365,7 +365,8 @@ std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, const Setba
 
 void CudaGroup::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
   const bool known = operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD;
-  const std::string cause(text != nullptr ? text : "", text != nullptr ? ::strnlen(text, 255) : 0);
+  const std::string_view cause(text != nullptr ? text : "",
+                               text != nullptr ? ::strnlen(text, 255) : 0);
   run(known ? static_cast<xd_ep_operation>(operation) : XD_EP_PREPARE, stream, [&] {
     XD_REQUIRE(known, "operation = ", operation, ", expected an xd_ep_operation");
     fail(XD_ERROR_INVALID_ARGUMENT, cause);

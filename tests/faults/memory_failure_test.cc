@@ -1,0 +1,344 @@
+// Memory that runs out anywhere: the n-th allocation fails, for all n, on one rank's calling thread,
+// in a background thread of the library, or wherever it is in the process. The process lives, every
+// call on every rank returns soon with an error that says so, and what comes afterwards is whole.
+//
+// XD_TEST_FULL=1 tries every n; otherwise steps are larger.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/fixed_step.h"
+#include "faults/board.h"
+#include "faults/failing_new.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr auto kSoon = milliseconds(1000);
+constexpr int kTimeoutMs = 20000;  // of calls that nothing may delay that long
+constexpr int kMeetingTimeoutMs = 700;
+
+bool full() { return std::getenv("XD_TEST_FULL") != nullptr; }
+
+// Where memory is short, and on which rank.
+struct Shortage {
+  const char* name;
+  MemoryFault::Spec spec;
+  bool on_rank_0;  // else on the last
+};
+
+constexpr Shortage kShortages[] = {
+    {"calling_thread", {.of = Of::this_thread}, false},
+    {"calling_thread_lasting", {.of = Of::this_thread, .lasting = true}, false},
+    {"watch_thread", {.of = Of::thread, .thread = "xd-watch"}, false},
+    {"watch_thread_lasting", {.of = Of::thread, .thread = "xd-watch", .lasting = true}, false},
+    {"meeting_thread", {.of = Of::thread, .thread = "xd-meeting"}, true},
+    {"meeting_thread_lasting", {.of = Of::thread, .thread = "xd-meeting", .lasting = true}, true},
+    {"process", {.of = Of::process}, false},
+    {"process_lasting", {.of = Of::process, .lasting = true}, false},
+};
+
+std::size_t entries(const char* folder) {
+  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder),
+                                                std::filesystem::directory_iterator()));
+}
+
+std::size_t shared_mappings() {
+  std::ifstream maps("/proc/self/maps");
+  std::size_t count = 0;
+  for (std::string line; std::getline(maps, line);) count += line.find("/memfd:") != line.npos;
+  return count;
+}
+
+// Of the process. Threads of the library that nobody waits for end by themselves.
+void expect_nothing_left(std::size_t descriptors, std::size_t threads, std::size_t mappings) {
+  for (int i = 0; i < 500; ++i) {
+    if (entries("/proc/self/fd") <= descriptors && entries("/proc/self/task") <= threads) break;
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_LE(entries("/proc/self/fd"), descriptors);
+  EXPECT_LE(entries("/proc/self/task"), threads);
+  EXPECT_LE(shared_mappings(), mappings);
+}
+
+class MemoryFailure : public testing::TestWithParam<Shortage> {
+ protected:
+  using Call = std::function<xd_status(Rank&)>;
+  // What has become of the calls of all ranks; on every rank.
+  struct Trial {
+    long n;
+    Ended mine;
+    std::vector<std::int64_t> statuses;
+    bool all(xd_status status) const {
+      return std::ranges::all_of(statuses, [=](std::int64_t s) { return s == status; });
+    }
+  };
+  using Judge = std::function<void(Rank&, const Trial&)>;
+
+  bool of_meetings() const { return GetParam().on_rank_0; }
+  bool is_short(const Rank& rank) const {
+    return rank.rank == (GetParam().on_rank_0 ? 0 : rank.num_ranks - 1);
+  }
+
+  // `call` on all ranks for each n, or every `stride`-th, until it ends before the n-th allocation.
+  void for_every_allocation(Rank& rank, Board& board, long stride, const Call& call,
+                            const Judge& judge) {
+    for (long n = 1;; n += full() ? 1 : stride) {
+      ASSERT_LT(n, 5000) << "it never ends";
+      board.meet();
+      std::optional<MemoryFault> fault;
+      if (is_short(rank)) fault.emplace(GetParam().spec, n);
+      board.meet();
+      const Ended mine = timed([&] { return call(rank); });
+      board.meet();
+      const bool struck = fault && fault->struck();
+      fault.reset();
+      board.meet();
+      const Trial trial{n, mine, board.share(mine.status)};
+      SCOPED_TRACE("allocation " + std::to_string(n));
+      expect_named(trial);
+      judge(rank, trial);
+      const auto all = board.share(struck ? 1 : 0);
+      if (std::ranges::none_of(all, [](std::int64_t s) { return s != 0; })) return;
+    }
+  }
+
+  // The error is one of those that memory's end may cause, and came soon.
+  void expect_named(const Trial& trial) const {
+    if (trial.mine.status == XD_SUCCESS) return;
+    constexpr xd_status kNamed[] = {XD_ERROR_OUT_OF_MEMORY, XD_ERROR_MISMATCH,
+                                    XD_ERROR_INVALID_ARGUMENT, XD_ERROR_PEER_LOST,
+                                    XD_ERROR_SYSTEM};
+    // A rank that has failed before it could meet the others is missed, as it would be for any
+    // other reason; and one that never gets memory again cannot even call them.
+    const bool lasting = GetParam().spec.lasting;
+    if (trial.mine.status == XD_ERROR_TIMEOUT || (lasting && trial.mine.after >= kSoon)) {
+      EXPECT_TRUE(trial.mine.mentions("did not come in time") || lasting) << trial.mine;
+      EXPECT_LT(trial.mine.after, milliseconds(kMeetingTimeoutMs) + kSoon) << trial.mine;
+      return;
+    }
+    EXPECT_TRUE(std::ranges::find(kNamed, trial.mine.status) != std::end(kNamed)) << trial.mine;
+    EXPECT_LT(trial.mine.after, kSoon) << trial.mine;
+  }
+};
+
+Comm join(Board& board, const Rank& rank, int timeout_ms) {
+  const xd_unique_id id = board.new_id();
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.unique_id = &id;
+  config.rank = rank.rank;
+  config.num_ranks = rank.num_ranks;
+  config.timeout_ms = timeout_ms;
+  config.heap_bytes = std::size_t{2} << 20;
+  return make_comm(config);
+}
+
+TEST_P(MemoryFailure, InCreateIsAnErrorOnAllRanks) {
+  on_every_rank([this](Rank& rank) {
+    Board board(rank);
+    join(board, rank, kTimeoutMs);
+    board.meet();
+    const std::size_t descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task"),
+                      mappings = shared_mappings();
+    board.meet();
+    xd_comm* made = nullptr;
+    xd_unique_id id = board.new_id();
+    const auto create = [&](Rank& here) {
+      xd_comm_config config = XD_COMM_CONFIG_INIT;
+      config.unique_id = &id;
+      config.rank = here.rank;
+      config.num_ranks = here.num_ranks;
+      config.timeout_ms = kMeetingTimeoutMs;
+      config.heap_bytes = 4096;
+      return xd_comm_create(&config, &made);
+    };
+    // A rank that fails before it has met the others costs them their patience.
+    for_every_allocation(rank, board, 29, create, [&](Rank&, const Trial& trial) {
+      const Comm comm(std::exchange(made, nullptr));
+      EXPECT_EQ(comm != nullptr, trial.mine.status == XD_SUCCESS);
+      if (comm) {
+        // With somebody missing it is good for nothing, and says so at once.
+        const Ended used = timed([&] { return xd_comm_barrier(comm.get()); });
+        EXPECT_EQ(used.status == XD_SUCCESS, trial.all(XD_SUCCESS)) << used;
+        EXPECT_LT(used.after, kSoon);
+      }
+      board.meet();
+      id = board.new_id();
+    });
+    Comm last = join(board, rank, kTimeoutMs);
+    ok(xd_comm_barrier(last.get()));
+    last.reset();
+    board.meet();
+    expect_nothing_left(descriptors + 1, threads + 1, mappings);  // + a meeting that nobody came to
+    board.meet();
+  });
+}
+
+// Calls on a communicator that is there: after each trial it is as good as before, or finished on
+// all ranks alike; then the next one takes its place.
+class OnOne {
+ public:
+  OnOne(Board& board, const Rank& rank) : board_(board), rank_(rank) { renew(); }
+
+  xd_comm* get() const { return comm_.get(); }
+
+  // Whether it has been finished, and replaced.
+  bool finished() {
+    const auto fatal = [this] { return comm_error(comm_.get()).status; };
+    bool any = false;
+    for (const std::int64_t status : board_.share(fatal())) any |= status != XD_SUCCESS;
+    if (!any) return false;
+    const auto end = std::chrono::steady_clock::now() + kSoon;
+    while (fatal() == XD_SUCCESS && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_NE(fatal(), XD_SUCCESS) << "rank " << rank_.rank << " does not know";
+    const Ended later = timed([&] { return xd_comm_barrier(comm_.get()); });
+    EXPECT_EQ(later.status, fatal()) << later;
+    EXPECT_LT(later.after, kSoon);
+    board_.meet();
+    renew();
+    return true;
+  }
+
+ private:
+  void renew() {
+    comm_.reset();
+    comm_ = join(board_, rank_, kTimeoutMs);
+  }
+
+  Board& board_;
+  const Rank& rank_;
+  Comm comm_;
+};
+
+TEST_P(MemoryFailure, InABarrierIsAnErrorOnAllRanks) {
+  if (of_meetings()) return;  // is over by then
+  on_every_rank([this](Rank& rank) {
+    Board board(rank);
+    OnOne comm(board, rank);
+    for_every_allocation(
+        rank, board, 1, [&](Rank&) { return xd_comm_barrier(comm.get()); },
+        [&](Rank&, const Trial& trial) {
+          if (comm.finished()) return;
+          EXPECT_TRUE(trial.all(XD_SUCCESS) || trial.mine.status != XD_SUCCESS) << trial.mine;
+          ok(xd_comm_barrier(comm.get()));
+        });
+  });
+}
+
+TEST_P(MemoryFailure, InGrowLeavesAllHeapsAsTheyWere) {
+  if (of_meetings()) return;
+  on_every_rank([this](Rank& rank) {
+    Board board(rank);
+    OnOne comm(board, rank);
+    const auto total = [&] {
+      xd_mem_info info = XD_MEM_INFO_INIT;
+      ok(xd_mem_get_info(comm.get(), &info));
+      return info.total_bytes;
+    };
+    std::size_t before = total();
+    for_every_allocation(
+        rank, board, 7, [&](Rank&) { return xd_mem_grow(comm.get(), 4096); },
+        [&](Rank&, const Trial& trial) {
+          if (!comm.finished()) {
+            EXPECT_EQ(total(), before + (trial.mine.status == XD_SUCCESS ? 4096 : 0)) << trial.mine;
+            EXPECT_TRUE(trial.all(XD_SUCCESS) || trial.mine.status != XD_SUCCESS) << trial.mine;
+            ok(xd_mem_grow(comm.get(), 4096));
+          }
+          before = total();
+        });
+  });
+}
+
+TEST_P(MemoryFailure, InGroupCreateLeavesNoGroup) {
+  if (of_meetings()) return;
+  on_every_rank([this](Rank& rank) {
+    Board board(rank);
+    OnOne comm(board, rank);
+    const xd_ep_config config = FixedShape{}.config(rank.num_ranks);
+    xd_ep_group* made = nullptr;
+    const auto create = [&](Rank&) { return xd_ep_group_create(comm.get(), &config, &made); };
+    for_every_allocation(rank, board, 13, create, [&](Rank& here, const Trial& trial) {
+      Group group(std::exchange(made, nullptr));
+      EXPECT_EQ(group != nullptr, trial.mine.status == XD_SUCCESS);
+      if (comm.finished()) return;
+      EXPECT_TRUE(trial.all(XD_SUCCESS) || trial.mine.status != XD_SUCCESS) << trial.mine;
+      if (!group) group = make_group(comm.get(), config);
+      Rank there = here;
+      there.comm = comm.get();
+      FixedStep step(there, FixedShape{});
+      step.load(static_cast<int>(trial.n));
+      step.enqueue_all(group.get());
+      step.check();
+    });
+  });
+}
+
+// Operations allocate when they fail: then the ranks stay in step all the same, and the next step
+// is right.
+TEST_P(MemoryFailure, InAFailingOperationLeavesTheRanksInStep) {
+  if (of_meetings()) return;
+  on_every_rank([this](Rank& rank) {
+    Board board(rank);
+    const Comm comm = join(board, rank, kTimeoutMs);
+    Rank there = rank;
+    there.comm = comm.get();
+    const Group group = make_group(comm.get(), FixedShape{}.config(rank.num_ranks));
+    FixedStep step(there, FixedShape{});
+    const bool last = rank.rank == rank.num_ranks - 1;
+    const Call mistakes[] = {
+        [&](Rank&) { return step.enqueue(group.get(), XD_EP_PREPARE); },  // spoiled ids
+        [&](Rank&) {                                                     // a bad argument
+          const xd_ep_dispatch_args none = XD_EP_DISPATCH_ARGS_INIT;
+          return last ? xd_ep_dispatch(group.get(), &none, nullptr)
+                      : step.enqueue(group.get(), XD_EP_DISPATCH);
+        },
+        [&](Rank&) {  // different operations
+          return step.enqueue(group.get(), last ? XD_EP_COMBINE : XD_EP_DISPATCH);
+        },
+        [&](Rank&) {
+          return last ? xd_ep_join_failed(group.get(), XD_EP_COMBINE_BWD,
+                                          "a text that is too long for a short string", nullptr)
+                      : step.enqueue(group.get(), XD_EP_COMBINE_BWD);
+        },
+        [&](Rank&) {  // of a plan that is none
+          const xd_ep_dispatch_bwd_args none = XD_EP_DISPATCH_BWD_ARGS_INIT;
+          return xd_ep_dispatch_bwd(group.get(), &none, nullptr);
+        },
+    };
+    int number = 0;
+    for (const Call& mistake : mistakes) {
+      step.load(++number, true);
+      if (&mistake != mistakes) {
+        step.load(number);
+        ok(step.enqueue(group.get(), XD_EP_PREPARE));
+      }
+      for_every_allocation(rank, board, 3, mistake, [&](Rank&, const Trial& trial) {
+        EXPECT_NE(trial.mine.status, XD_SUCCESS) << "mistake " << &mistake - mistakes;
+        EXPECT_EQ(comm_error(comm.get()).status, XD_SUCCESS);
+        static_cast<void>(group_status(group.get()));
+        step.load(++number);
+        step.enqueue_all(group.get());
+        step.check();
+        if (&mistake == mistakes) step.load(number, true);
+      });
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Of, MemoryFailure, testing::ValuesIn(kShortages),
+                         [](const auto& instance) { return std::string(instance.param.name); });
+
+}  // namespace
+}  // namespace xd::test
