@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if arguments.ranks not in _RANKS and not arguments.options:
         raise UsageError(
             f"demo: --ranks {arguments.ranks}: expected one of {', '.join(map(str, _RANKS))}, "
-            "which share 16 sequences and 8 experts evenly; others need other sizes, as in 'crossdock "
+            "which share 16 sequences and 8 experts evenly; others need other sizes, as in "
+            "'crossdock "
             f"demo --ranks {arguments.ranks} -- --sequences {4 * arguments.ranks} "
             f"--experts {2 * arguments.ranks}'"
         )
