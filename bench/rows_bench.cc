@@ -118,9 +118,11 @@ void dot_in_cache(benchmark::State& state) {
 
 void quantise_in_cache(benchmark::State& state) {
   const Rows rows(2 * kRow);
-  float scales[kRow / 2 / xd::ep::kQuantiseBlock];
+  constexpr xd::ep::QuantiseFormat kFormat =
+      xd::ep::quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
+  float scales[kRow / 2 / kFormat.block];
   for (auto _ : state) {
-    xd::rows::quantise_e4m3(rows.in_order(1), scales, rows.in_order(0), kRow / 2, Store::cached);
+    xd::rows::quantise_e4m3(kFormat, rows.in_order(1), scales, rows.in_order(0), kRow / 2);
   }
   count_bytes(state, kRow);
 }

@@ -180,6 +180,7 @@ void EpRank::dispatch(int copy) {
   args.recv_tokens = recv_.dl(copy);
   if (at_.workload().element == Element::fp8) args.scales = scales_.dl(copy);
   if (at_.workload().is_fp8()) args.recv_scales = recv_scales_.dl(copy);
+  if (at_.workload().element == Element::bf16_to_fp8) args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
   bench::ok(xd_ep_dispatch(group_.get(), &args, at_.stream));
 }
 

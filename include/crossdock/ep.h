@@ -58,7 +58,10 @@
  * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
  * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank in
  * float32, rounded once. A weight multiplies its row in float32 (product rounded, then added).
- * Rounding is to nearest, ties to even; NaN stays quiet NaN.
+ * Rounding is to nearest, ties to even. A NaN that a sum or a product gives is the quiet one
+ * without sign and payload; a sum of one row without a weight keeps its NaNs, made quiet. What is
+ * only moved (dispatch's rows, scales and weights, combine_bwd's rows without weights and their
+ * scales, the gradients of weights in dispatch_bwd) keeps every bit, also of a signalling NaN.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_
@@ -127,7 +130,9 @@ typedef struct xd_ep_config {
                                   shorter, never more bytes */
   DLDataType dtype;        /* widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, fp8, int8
                                   or uint8 */
-  int32_t max_scale_bytes; /* largest scale row beside a token row, in bytes; 0 = no scales */
+  int32_t max_scale_bytes; /* largest scale row that a caller gives beside a token row, in bytes;
+                              0 = none. Scales of rows that dispatch quantises need none of it:
+                              their room follows from hidden and dtype */
   xd_ep_layout layout;
   int32_t alignment;     /* of zones, in rows: the largest that a plan may have, and what it has if
                             prepare does not say; a power of two up to 2^20; 0 = 1 (none) */
@@ -275,31 +280,58 @@ typedef struct xd_ep_prepare_args {
 XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args,
                                xd_stream stream);
 
+/* How dispatch makes float8_e4m3fn rows with scales of bf16 rows on the way. A row is cut into
+ * blocks of B columns (H is a multiple of B), and each has a scale: S = H / B.
+ *
+ *                       B    recv_scales              scale of a block
+ *   FP8_BLOCK128        128  float32                  amax / 448, at least 2^-126; 1 if amax = 0
+ *   FP8_BLOCK128_POW2   128  float32                  2^e, e >= -126; 1 if amax = 0
+ *   FP8_BLOCK128_E8M0   128  float8_e8m0fnu or uint8  2^e, e >= -127, as the byte e + 127
+ *   MXFP8               32   float8_e8m0fnu or uint8  2^e, e >= -127, as the byte e + 127
+ *
+ * amax is the largest |x| of the block over finite x, 0 if there is none. e is the smallest integer
+ * not below its bound with 448 * 2^e >= amax: with e8m0 scales it is the bound, byte 0, where
+ * amax = 0, and no finite x is cut off. That is how TransformerEngine casts to MXFP8, by
+ * ceil(log2(amax / 448)); the example of the OCP MX specification v1.0 (6.3) takes
+ * floor(log2(amax)) - 8, under which numbers between 448 and 512 times the scale saturate.
+ *
+ * Element: x times the scale's reciprocal, rounded to the nearest e4m3, ties to even, subnormals
+ * included, and limited to +-448. The quotient amax / 448, the reciprocal and the product are
+ * float32, each rounded to nearest; where the scale is a power of two, only the last rounding, to
+ * e4m3, changes anything. What becomes zero keeps its sign, an infinity becomes +-448 (0x7e, 0xfe),
+ * a NaN 0x7f with its sign. Equal bits on all devices. */
+typedef enum xd_ep_quantise {
+  XD_EP_QUANTISE_NONE = 0, /* rows arrive as they are */
+  XD_EP_QUANTISE_FP8_BLOCK128 = 1,
+  XD_EP_QUANTISE_FP8_BLOCK128_POW2 = 2,
+  XD_EP_QUANTISE_FP8_BLOCK128_E8M0 = 3,
+  XD_EP_QUANTISE_MXFP8 = 4
+} xd_ep_quantise;
+
 typedef struct xd_ep_dispatch_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
   const DLTensor* tokens;        /* in  [T,H] bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8 or
-                                    uint8 */
-  const DLTensor* scales;        /* in  [T,S] optional; float32, float8_e8m0fnu or uint8; any
-                                    strides */
+                                    uint8; bf16 to be quantised */
+  const DLTensor* scales;        /* in  [T,S] optional; float32, float8_e8m0fnu or uint8, any
+                                    strides; NULL when quantising */
   const DLTensor* topk_weights;  /* in  [T,K] optional; float32 */
-  const DLTensor* recv_tokens;   /* out [R,H] type of tokens; or float8_e4m3fn where tokens are
-                                    bf16: rows are quantised on the way in blocks of 128 columns
-                                    (H a multiple of 128): scale = max|x| / 448 over finite x,
-                                    at least 2^-126 (1 where that maximum is 0); element =
-                                    x * (1 / scale) rounded to nearest, at most +-448; NaN stays
-                                    NaN */
-  const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or
-                                    float32 [R,H/128] when quantising. Any strides under which
-                                    each element has a place of its own */
+  const DLTensor* recv_tokens;   /* out [R,H] type of tokens; float8_e4m3fn when quantising */
+  const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or as
+                                    xd_ep_quantise says. Padding rows have zeros, of every type.
+                                    Any strides under which each element has a place of its own */
   const DLTensor* recv_weights;  /* out iff topk_weights is given. EXPERT_MAJOR [R],
                                     RANK_MAJOR [R,K]; float32 */
   const DLTensor* recv_topk_idx; /* out optional, RANK_MAJOR only: [R,K] int32 or int64 local
                                     expert or -1 */
+  xd_ep_quantise quantise;       /* equal on all ranks */
 } xd_ep_dispatch_args;
+/* clang-format off */
 #define XD_EP_DISPATCH_ARGS_INIT \
-  { sizeof(xd_ep_dispatch_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  {sizeof(xd_ep_dispatch_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+   XD_EP_QUANTISE_NONE}
+/* clang-format on */
 
 /* Copies each token's row to every rank that holds one of its experts. Which optional tensors are
  * given must agree. */
@@ -346,21 +378,31 @@ typedef struct xd_ep_combine_bwd_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  const DLTensor* grad_out;        /* in  [T,H] bf16, fp16 or fp32 */
+  const DLTensor* grad_out;        /* in  [T,H] bf16, fp16 or fp32; without weights also
+                                      float8_e4m3fn, float8_e5m2, int8 or uint8 */
   const DLTensor* expert_out;      /* in  [R,H] optional, with grad_weights: as combine had it */
   const DLTensor* weights;         /* in  [R] iff combine was weighted; EXPERT_MAJOR only;
                                       float32 */
-  const DLTensor* grad_expert_out; /* out [R,H] row r of token t: weights[r] * grad_out[t]
-                                      (1 without weights); padding 0 */
+  const DLTensor* grad_expert_out; /* out [R,H] row r of token t: weights[r] * grad_out[t], or
+                                      without weights grad_out[t], copied; padding 0 */
   const DLTensor* grad_weights;    /* out [R] float32: dot product of expert_out[r] and
                                       grad_out[t]; padding 0. Optional, needs weights and
                                       expert_out. It is what dispatch_bwd takes as
                                       grad_recv_weights */
+  const DLTensor* grad_out_scales; /* in  [T,S] optional, without weights only; float32,
+                                      float8_e8m0fnu or uint8, up to config.max_scale_bytes; any
+                                      strides */
+  const DLTensor* grad_expert_out_scales; /* out [R,S] iff grad_out_scales is given, of its type:
+                                             row t's scales beside each of its rows; padding 0.
+                                             Any strides, as recv_scales */
 } xd_ep_combine_bwd_args;
 #define XD_EP_COMBINE_BWD_ARGS_INIT \
-  { sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
-/* Derivative of combine. */
+/* Derivative of combine. Rows of 8-bit elements, and rows with scales, are copied and not computed
+ * with, so they take no weights: a product would need scales of its own, chosen from the products.
+ * Who has such rows and a weighted combine multiplies what arrives by the row's weight: float32
+ * scales, or the dequantised row. */
 XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
                                    xd_stream stream);
 

@@ -47,7 +47,8 @@ class EpConfig:
         hidden: largest row, in elements of `dtype`.
         dtype: widest payload: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or
             uint8, as a dtype or by name.
-        max_scale_bytes: largest row of scales beside a token's row, in bytes; 0 = no scales.
+        max_scale_bytes: largest row of scales given beside a token's, in bytes; 0 = none. Rows that
+            are quantised need none.
         layout: of receive arrays. ``"expert_major"``: one row per (token, expert), a zone per local
             expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then
             token.

@@ -160,6 +160,7 @@ class Group:
         recv_scales: _Spec | None,
         recv_weights: _Spec | None,
         recv_topk_idx: _Spec | None = None,
+        quantise: int = 0,
         stream: int = 0,
     ) -> None: ...
     def combine(

@@ -19,12 +19,12 @@ from crossdock._comm import Comm
 from crossdock._config import EpConfig
 from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
 from crossdock._plan import Plan
+from crossdock._quantize import Quantization, quantization
 from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
 
 __all__ = ["Dispatched", "EpGroup", "EpStatus"]
 
 _PREPARE, _DISPATCH, _COMBINE, _DISPATCH_BWD, _COMBINE_BWD = range(5)
-_QUANTISED_BLOCK = 128  # columns that share one scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class EpGroup:
         return plan
 
     def dispatch(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None = None, *,
-                 scales: np.ndarray | None = None, quantize: bool = False,
+                 scales: np.ndarray | None = None, quantize: bool | str = False,
                  out: Dispatched | None = None) -> Dispatched:
         """Copies each token's row to every rank that holds one of its experts.
 
@@ -147,7 +147,9 @@ class EpGroup:
             topk_weights: [T,K] float32.
             scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the tokens; of any
                 strides, like ``out.scales``.
-            quantize: receive bfloat16 tokens as float8_e4m3fn with a float32 scale per 128 columns.
+            quantize: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
+                True), a float32 per 128 columns; "fp8_block128_pow2", powers of two; or as
+                float8_e8m0fnu "fp8_block128_e8m0", and "mxfp8" per 32 columns.
             out: arrays to receive into; None = new ones.
 
         Which optional arrays are given must agree over the ranks.
@@ -161,13 +163,14 @@ class EpGroup:
                 or Aborted.
         """
         with self._joining(_DISPATCH):
+            way = quantization(quantize)
             inputs = (
                 describe("tokens", tokens, PAYLOADS),
                 _optional("scales", scales, SCALES, strided=True),
                 _optional("topk_weights", topk_weights, WEIGHTS),
             )
             if out is None:
-                out = self._new_dispatched(plan, tokens, topk_weights, scales, quantize)
+                out = self._new_dispatched(plan, tokens, topk_weights, scales, way)
             tensors = (
                 *inputs,
                 describe("out.tokens", out.tokens, PAYLOADS, write=True),
@@ -176,7 +179,7 @@ class EpGroup:
                 _optional("out.topk_idx", out.topk_idx, INDICES, write=True),
             )
         address, num_bytes = plan.place()
-        self._core.dispatch(address, num_bytes, *tensors)
+        self._core.dispatch(address, num_bytes, *tensors, quantise=0 if way is None else way.code)
         return out
 
     def combine(self, plan: Plan, expert_out: np.ndarray, weights: np.ndarray | None = None, *,
@@ -330,19 +333,18 @@ class EpGroup:
             return aligned_empty(shape, dtype)
 
     def _new_dispatched(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None,
-                        scales: np.ndarray | None, quantize: bool) -> Dispatched:
+                        scales: np.ndarray | None, way: Quantization | None) -> Dispatched:
         info = plan.info()
         rows, topk = info["recv_rows"], info["topk"]
         rank_major = self._config.layout == "rank_major"
         recv_scales = weights = topk_idx = None
         dtype = tokens.dtype
-        if quantize:
+        if way is not None:
             dtype = numpy_dtype("float8_e4m3fn")
-            recv_scales = self._empty((rows, tokens.shape[1] // _QUANTISED_BLOCK), np.float32)
-            self._check_scales("quantize", recv_scales)
+            recv_scales = self._empty((rows, tokens.shape[1] // way.block), numpy_dtype(way.scale))
         elif scales is not None:
             recv_scales = self._empty((rows, *scales.shape[1:]), scales.dtype)
-            self._check_scales("scales", recv_scales)
+            self._check_scales(recv_scales)
         if topk_weights is not None:
             weights = self._empty((rows, topk) if rank_major else (rows,), np.float32)
         if rank_major:
@@ -351,12 +353,12 @@ class EpGroup:
                           recv_scales)
 
 
-    def _check_scales(self, name: str, received: np.ndarray) -> None:
-        """Refuses what is too long for the group by the name of what the caller gave."""
+    def _check_scales(self, received: np.ndarray) -> None:
+        """Refuses rows of scales that are too long for the group."""
         row_bytes = math.prod(received.shape[1:]) * received.itemsize
         most = self._config.max_scale_bytes
         if row_bytes > most:
-            raise ValueError(f"{name}: expected at most max_scale_bytes = {most} bytes of scales "
+            raise ValueError(f"scales: expected at most max_scale_bytes = {most} bytes of scales "
                              f"beside a row, got {row_bytes}")
 
 

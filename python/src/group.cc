@@ -88,7 +88,7 @@ void prepare(Group& self, nb::handle topk_idx, std::uintptr_t plan, std::size_t 
 void dispatch(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle tokens,
               nb::handle scales, nb::handle topk_weights, nb::handle recv_tokens,
               nb::handle recv_scales, nb::handle recv_weights, nb::handle recv_topk_idx,
-              std::uintptr_t stream) {
+              int quantise, std::uintptr_t stream) {
   const DLDevice device = self.device();
   const Tensor tokens_tensor(tokens, "tokens", device);
   const Tensor scales_tensor(scales, "scales", device);
@@ -107,6 +107,7 @@ void dispatch(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::hand
   args.recv_scales = recv_scales_tensor.get();
   args.recv_weights = recv_weights_tensor.get();
   args.recv_topk_idx = recv_idx_tensor.get();
+  args.quantise = static_cast<xd_ep_quantise>(quantise);
   self.call(XD_EP_DISPATCH,
             [&](xd_ep_group* group) { return xd_ep_dispatch(group, &args, stream_of(stream)); });
 }
@@ -207,7 +208,8 @@ void bind_group(nb::module_& module) {
            "rank_rows"_a = nb::none(), "stream"_a = 0, "alignment"_a = 0)
       .def("dispatch", &dispatch, "plan_ptr"_a, "plan_bytes"_a, "tokens"_a, "scales"_a.none(),
            "topk_weights"_a.none(), "recv_tokens"_a, "recv_scales"_a.none(),
-           "recv_weights"_a.none(), "recv_topk_idx"_a = nb::none(), "stream"_a = 0)
+           "recv_weights"_a.none(), "recv_topk_idx"_a = nb::none(), "quantise"_a = 0,
+           "stream"_a = 0)
       .def("combine", &combine, "plan_ptr"_a, "plan_bytes"_a, "expert_out"_a, "weights"_a.none(),
            "out"_a, "stream"_a = 0)
       .def("dispatch_bwd", &dispatch_bwd, "plan_ptr"_a, "plan_bytes"_a, "grad_recv_tokens"_a.none(),

@@ -100,30 +100,57 @@ void require_vector(const Tensor& tensor, std::int64_t size, const char* what) {
   if (tensor) require_rows(tensor, size, what);
 }
 
+// Scales that the caller gives, and where they arrive.
+void require_scales(const Tensor& scales, const Tensor& received, const Tensor& rows,
+                    const Config& config) {
+  require_together(scales, received);
+  if (!scales) return;
+  require_same_type(received, scales);
+  require_rows(scales, rows.rows, concat("rows of ", rows.name).c_str());
+  require_cols(received, scales.cols, concat("columns of ", scales.name).c_str());
+  XD_REQUIRE(received.row_bytes() >= 1 && received.row_bytes() <= config.max_scale_bytes,
+             received.name, ": a row has ", received.row_bytes(),
+             " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);
+}
+
+// Types, and the columns and the scales that a way of quantising asks for.
+void require_quantised(const DispatchCall& call) {
+  const QuantiseFormat format = quantise_format(call.quantise);
+  const std::string way = concat("quantise = XD_EP_QUANTISE_", quantise_name(call.quantise));
+  const auto require_type = [&](const Tensor& tensor, DType type) {
+    XD_REQUIRE(tensor.type == type, tensor.name, ": is ", dtype_name(tensor.type), ", expected ",
+               dtype_name(type), ": ", way);
+  };
+  require_type(call.tokens, DType::bf16);
+  require_type(call.recv_tokens, DType::e4m3);
+  XD_REQUIRE(!call.scales, "scales: given, expected NULL: ", way);
+  XD_REQUIRE(call.tokens.cols % format.block == 0, "tokens: has ", call.tokens.cols,
+             " columns, expected a multiple of ", format.block, ": ", way);
+  XD_REQUIRE(call.recv_scales, "recv_scales = NULL, expected a tensor: ", way);
+  if (format.scale_bytes == 4) {
+    require_type(call.recv_scales, DType::f32);
+  } else {
+    XD_REQUIRE(call.recv_scales.type != DType::f32,
+               "recv_scales: is float32, expected float8_e8m0fnu or uint8: ", way);
+  }
+  require_cols(call.recv_scales, call.tokens.cols / format.block,
+               concat("hidden / ", format.block).c_str());
+}
+
 void read_dispatch_scales(const xd_ep_dispatch_args& a, const Reader& reader, const Config& config,
                           DispatchCall& call) {
+  const int way = raw_enum(a.quantise);
+  XD_REQUIRE(way >= XD_EP_QUANTISE_NONE && way <= XD_EP_QUANTISE_MXFP8, "quantise = ", way,
+             ", expected an xd_ep_quantise, 0 to ", int{XD_EP_QUANTISE_MXFP8});
+  call.quantise = a.quantise;
   call.scales = reader.optional(a.scales, "scales", 2, kScaleTypes, Fit::input);
   call.recv_scales = reader.optional(a.recv_scales, "recv_scales", 2, kScaleTypes, Fit::output);
-  if (call.quantise) {
-    XD_REQUIRE(!call.scales, "scales: given, expected NULL where bfloat16 tokens are quantised");
-    XD_REQUIRE(call.tokens.cols % kQuantiseBlock == 0, "tokens: has ", call.tokens.cols,
-               " columns, expected a multiple of ", kQuantiseBlock, " to be quantised");
-    XD_REQUIRE(call.recv_scales, "recv_scales = NULL, expected a tensor: rows are quantised");
-    XD_REQUIRE(call.recv_scales.type == DType::f32, "recv_scales: is ",
-               dtype_name(call.recv_scales.type), ", expected float32");
-    require_cols(call.recv_scales, call.tokens.cols / kQuantiseBlock, "hidden / 128");
-  } else if (call.scales || call.recv_scales) {
-    require_together(call.scales, call.recv_scales);
-    require_same_type(call.recv_scales, call.scales);
-    require_rows(call.scales, call.tokens.rows, "rows of tokens");
-    require_cols(call.recv_scales, call.scales.cols, "columns of scales");
-  }
-  if (call.recv_scales) {
-    XD_REQUIRE(
-        call.recv_scales.row_bytes() >= 1 && call.recv_scales.row_bytes() <= config.max_scale_bytes,
-        "recv_scales: a row has ", call.recv_scales.row_bytes(),
-        " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);
-  }
+  if (call.quantise != XD_EP_QUANTISE_NONE) return require_quantised(call);
+  XD_REQUIRE(call.tokens.type != DType::bf16 || call.recv_tokens.type != DType::e4m3,
+             "quantise = XD_EP_QUANTISE_NONE, expected another xd_ep_quantise: tokens are bfloat16 "
+             "and recv_tokens float8_e4m3fn");
+  require_same_type(call.recv_tokens, call.tokens);
+  require_scales(call.scales, call.recv_scales, call.tokens, config);
 }
 
 void read_dispatch_weights(const xd_ep_dispatch_args& a, const Reader& reader, const Config& config,
@@ -188,8 +215,6 @@ DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& c
   call.plan = read_plan(a.plan, a.plan_bytes);
   call.tokens = reader.rows(a.tokens, "tokens", kPayloadTypes);
   call.recv_tokens = reader.rows(a.recv_tokens, "recv_tokens", kPayloadTypes);
-  call.quantise = call.tokens.type == DType::bf16 && call.recv_tokens.type == DType::e4m3;
-  if (!call.quantise) require_same_type(call.recv_tokens, call.tokens);
   require_tokens_fit(call.tokens, config);
   require_row_fits(call.tokens, config);
   require_cols(call.recv_tokens, call.tokens.cols, "columns of tokens");
@@ -243,18 +268,32 @@ DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const Cal
 
 CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallContext& context) {
   const auto a = read_struct("args", args, xd_ep_combine_bwd_args XD_EP_COMBINE_BWD_ARGS_INIT);
+  const Config& config = *context.config;
   const Reader reader(context);
-  CombineBwdCall call{.plan = read_plan(a.plan, a.plan_bytes),
-                      .grad_out = reader.reducible(a.grad_out, "grad_out"),
-                      .expert_out = reader.rows(a.expert_out, "expert_out", kReducibleTypes, true),
-                      .weights = reader.row_weights(a.weights, "weights"),
-                      .grad_expert_out = reader.reducible(a.grad_expert_out, "grad_expert_out"),
-                      .grad_weights = reader.row_weights(a.grad_weights, "grad_weights")};
-  require_tokens_fit(call.grad_out, *context.config);
-  require_row_fits(call.grad_out, *context.config);
+  CombineBwdCall call{
+      .plan = read_plan(a.plan, a.plan_bytes),
+      .grad_out = reader.rows(a.grad_out, "grad_out", kPayloadTypes),
+      .grad_out_scales =
+          reader.optional(a.grad_out_scales, "grad_out_scales", 2, kScaleTypes, Fit::input),
+      .expert_out = reader.rows(a.expert_out, "expert_out", kReducibleTypes, true),
+      .weights = reader.row_weights(a.weights, "weights"),
+      .grad_expert_out = reader.rows(a.grad_expert_out, "grad_expert_out", kPayloadTypes),
+      .grad_expert_out_scales = reader.optional(
+          a.grad_expert_out_scales, "grad_expert_out_scales", 2, kScaleTypes, Fit::output),
+      .grad_weights = reader.row_weights(a.grad_weights, "grad_weights")};
+  require_tokens_fit(call.grad_out, config);
+  require_row_fits(call.grad_out, config);
   require_same_type(call.grad_expert_out, call.grad_out);
   require_cols(call.grad_expert_out, call.grad_out.cols, "columns of grad_out");
+  require_scales(call.grad_out_scales, call.grad_expert_out_scales, call.grad_out, config);
   require_together(call.expert_out, call.grad_weights);
+  if (call.weights) {
+    constexpr const char* kMoved = ", expected NULL: rows of 8-bit elements or with scales are "
+                                   "copied, weigh what arrives";
+    XD_REQUIRE(dtype_bytes(call.grad_out.type) > 1, "weights: given with grad_out of ",
+               dtype_name(call.grad_out.type), kMoved);
+    XD_REQUIRE(!call.grad_out_scales, "weights: given with grad_out_scales", kMoved);
+  }
   if (call.expert_out) {
     XD_REQUIRE(call.weights, "weights = NULL, expected a tensor: grad_weights is given");
     require_same_type(call.expert_out, call.grad_out);

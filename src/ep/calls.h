@@ -31,7 +31,7 @@ struct DispatchCall {
   PlanBytes plan;
   Tensor tokens, scales, topk_weights;
   Tensor recv_tokens, recv_scales, recv_weights, recv_topk_idx;
-  bool quantise = false;
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
 };
 DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& context);
 
@@ -50,8 +50,8 @@ DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const Cal
 
 struct CombineBwdCall {
   PlanBytes plan;
-  Tensor grad_out, expert_out, weights;
-  Tensor grad_expert_out, grad_weights;
+  Tensor grad_out, grad_out_scales, expert_out, weights;
+  Tensor grad_expert_out, grad_expert_out_scales, grad_weights;
 };
 CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallContext& context);
 

@@ -8,15 +8,15 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "ep/quantise.h"
 
 namespace xd::ep {
 
 inline constexpr int kMaxTopk = 32;
 inline constexpr int kMaxRanks = 1024;
 inline constexpr int kMaxExperts = 65536;
-inline constexpr int kMaxDeviceExperts = 4096;       // on CUDA
-inline constexpr std::uint64_t kRowAlignment = 16;   // payload rows are a multiple of it
-inline constexpr std::int64_t kQuantiseBlock = 128;  // columns per scale of a quantised row
+inline constexpr int kMaxDeviceExperts = 4096;      // on CUDA
+inline constexpr std::uint64_t kRowAlignment = 16;  // payload rows are a multiple of it
 
 // Receive rows that a plan has of a capacity: whole multiples of its alignment, a power of two.
 constexpr std::int64_t whole_rows(std::int64_t capacity, std::int64_t alignment) {
@@ -30,7 +30,7 @@ struct Config {
   int max_topk = 0;
   int max_tokens = 0;
   std::uint64_t max_row_bytes = 0;
-  std::uint64_t max_scale_bytes = 0;
+  std::uint64_t max_scale_bytes = 0;  // of scales that callers give
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
   std::int64_t alignment = 1;  // of plans: the largest, and the default
   std::int64_t capacity = 0;   // this rank's, as configured
@@ -58,6 +58,10 @@ struct Config {
   std::uint64_t rows_per_source() const {
     return static_cast<std::uint64_t>(max_tokens) *
            static_cast<std::uint64_t>(std::min(max_topk, local_experts));
+  }
+  // Bytes per row of staged scales, given ones or those of rows that are quantised.
+  std::uint64_t scale_room() const {
+    return std::max(max_scale_bytes, quantised_scale_bytes(max_row_bytes));
   }
   // Values per receive row in a weights tensor.
   std::uint64_t weights_per_row() const {

@@ -11,6 +11,11 @@ Record of_rows(xd_ep_operation operation, const Tensor& rows) {
   return record;
 }
 
+std::uint8_t flags_of_scales(const Tensor& scales) {
+  if (!scales) return 0;
+  return static_cast<std::uint8_t>(kHasScales | (scales.type != DType::f32 ? kByteScales : 0));
+}
+
 }  // namespace
 
 Record describe(const PrepareCall& call) {
@@ -21,11 +26,11 @@ Record describe(const PrepareCall& call) {
 
 Record describe(const DispatchCall& call) {
   Record record = of_rows(XD_EP_DISPATCH, call.tokens);
-  record.extra = static_cast<std::uint32_t>(call.recv_scales.row_bytes());
+  record.extra =
+      ScaleRow{call.quantise, static_cast<std::uint32_t>(call.recv_scales.row_bytes())}.word();
   record.flags = static_cast<std::uint8_t>(
-      (call.quantise ? kQuantised : 0) | (call.scales ? kHasScales : 0) |
-      (call.recv_scales && call.recv_scales.type != DType::f32 ? kByteScales : 0) |
-      (call.topk_weights ? kHasWeights : 0) | (call.recv_topk_idx ? kHasIndices : 0) |
+      flags_of_scales(call.scales) | (call.topk_weights ? kHasWeights : 0) |
+      (call.recv_topk_idx ? kHasIndices : 0) |
       (call.recv_topk_idx && call.recv_topk_idx.type == DType::i64 ? kWideIndices : 0));
   return record;
 }
@@ -45,7 +50,9 @@ Record describe(const DispatchBwdCall& call) {
 
 Record describe(const CombineBwdCall& call) {
   Record record = of_rows(XD_EP_COMBINE_BWD, call.grad_out);
-  record.flags = static_cast<std::uint8_t>((call.weights ? kHasWeights : 0) |
+  record.extra = static_cast<std::uint32_t>(call.grad_out_scales.row_bytes());
+  record.flags = static_cast<std::uint8_t>(flags_of_scales(call.grad_out_scales) |
+                                           (call.weights ? kHasWeights : 0) |
                                            (call.grad_weights ? kHasGradWeights : 0));
   return record;
 }

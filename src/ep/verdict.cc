@@ -34,11 +34,14 @@ std::string difference(const Record& mine, const Record& theirs) {
     return of(prepares ? "alignment" : "row bytes", theirs.row_bytes, mine.row_bytes);
   }
   if (theirs.extra != mine.extra) {
-    return of(prepares ? "top-k" : "scale row bytes", theirs.extra, mine.extra);
+    if (prepares) return of("top-k", theirs.extra, mine.extra);
+    const ScaleRow a = ScaleRow::of(theirs.extra), b = ScaleRow::of(mine.extra);
+    if (a.quantise != b.quantise) {
+      return of("quantise", quantise_name(a.quantise), quantise_name(b.quantise));
+    }
+    return of("scale row bytes", a.bytes, b.bytes);
   }
-  if (shared_flags(theirs) != shared_flags(mine)) {
-    return "another set of optional tensors, or quantises where this rank does not";
-  }
+  if (shared_flags(theirs) != shared_flags(mine)) return "another set of optional tensors";
   return "";
 }
 

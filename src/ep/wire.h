@@ -60,11 +60,25 @@ enum RecordFlags : std::uint8_t {
   kHasScales = 1 << 0,
   kHasWeights = 1 << 1,
   kHasIndices = 1 << 2,
-  kQuantised = 1 << 3,
   kHasRows = 1 << 4,
-  kByteScales = 1 << 5,  // scales of one byte each, not float32
+  kByteScales = 1 << 5,  // given scales of one byte each, not float32
   kHasGradWeights = 1 << 6,
   kWideIndices = 1 << 7,  // recv_topk_idx is int64 here: the owner's choice, not compared
+};
+
+// What dispatch carries beside its rows, in 32 bits: the way of quantising above the bytes of a
+// scale row, which are at most 2^26.
+struct ScaleRow {
+  xd_ep_quantise quantise;
+  std::uint32_t bytes;
+
+  static constexpr int kByteBits = 27;
+  constexpr std::uint32_t word() const {
+    return static_cast<std::uint32_t>(quantise) << kByteBits | bytes;
+  }
+  static constexpr ScaleRow of(std::uint32_t word) {
+    return {static_cast<xd_ep_quantise>(word >> kByteBits), word & ((1u << kByteBits) - 1)};
+  }
 };
 
 // What a rank says when it enters an operation. Everything but the places, the number of rows and
@@ -75,11 +89,11 @@ struct Record {
   std::uint8_t dtype = 0;  // a DType
   std::uint8_t flags = 0;
   std::uint32_t row_bytes = 0;  // prepare: alignment
-  std::uint32_t extra = 0;      // dispatch: bytes of a scale row; prepare: top-k
-  std::uint32_t rows = 0;       // of each receive tensor
+  std::uint32_t extra = 0;  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: top-k
+  std::uint32_t rows = 0;   // of each receive tensor
   std::uint64_t fingerprint = 0;
   TensorPlace rows_in{};     // receive rows that peers read or write
-  TensorPlace scales_in{};   // dispatch: receive scales; combine_bwd: expert_out
+  TensorPlace scales_in{};   // receive scales; combine_bwd with weights: expert_out
   TensorPlace weights_in{};  // receive weights that peers read or write
   TensorPlace extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
 };
@@ -185,7 +199,7 @@ struct GroupMap {
     const std::uint64_t lists = config.keeps_lists() ? ranks * list_words(config) : 0;
     if (config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
     const std::uint64_t slots = config.keeps_partials() ? slots_of(config) : 0;
-    map.scales = cursor.place<std::byte>(capacity * config.max_scale_bytes, 256);
+    map.scales = cursor.place<std::byte>(capacity * config.scale_room(), 256);
     map.weights = cursor.place<float>(values, 256);
     map.indices = cursor.place<std::int64_t>(config.expert_major() ? 0 : values, 256);
     map.staging = cursor.place<std::byte>(0, 256);

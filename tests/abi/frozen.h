@@ -156,7 +156,7 @@ FROZEN_FIELD(xd_ep_prepare_args, offsets, 56);
 FROZEN_FIELD(xd_ep_prepare_args, total, 64);
 FROZEN_FIELD(xd_ep_prepare_args, rank_rows, 72);
 
-FROZEN_SIZE(xd_ep_dispatch_args, 80);
+FROZEN_SIZE(xd_ep_dispatch_args, 88);
 FROZEN_FIELD(xd_ep_dispatch_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_dispatch_args, plan, 8);
 FROZEN_FIELD(xd_ep_dispatch_args, plan_bytes, 16);
@@ -167,6 +167,7 @@ FROZEN_FIELD(xd_ep_dispatch_args, recv_tokens, 48);
 FROZEN_FIELD(xd_ep_dispatch_args, recv_scales, 56);
 FROZEN_FIELD(xd_ep_dispatch_args, recv_weights, 64);
 FROZEN_FIELD(xd_ep_dispatch_args, recv_topk_idx, 72);
+FROZEN_FIELD(xd_ep_dispatch_args, quantise, 80);
 
 FROZEN_SIZE(xd_ep_combine_args, 48);
 FROZEN_FIELD(xd_ep_combine_args, struct_size, 0);
@@ -185,7 +186,7 @@ FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_recv_weights, 32);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_tokens, 40);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_topk_weights, 48);
 
-FROZEN_SIZE(xd_ep_combine_bwd_args, 64);
+FROZEN_SIZE(xd_ep_combine_bwd_args, 80);
 FROZEN_FIELD(xd_ep_combine_bwd_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_combine_bwd_args, plan, 8);
 FROZEN_FIELD(xd_ep_combine_bwd_args, plan_bytes, 16);
@@ -194,6 +195,8 @@ FROZEN_FIELD(xd_ep_combine_bwd_args, expert_out, 32);
 FROZEN_FIELD(xd_ep_combine_bwd_args, weights, 40);
 FROZEN_FIELD(xd_ep_combine_bwd_args, grad_expert_out, 48);
 FROZEN_FIELD(xd_ep_combine_bwd_args, grad_weights, 56);
+FROZEN_FIELD(xd_ep_combine_bwd_args, grad_out_scales, 64);
+FROZEN_FIELD(xd_ep_combine_bwd_args, grad_expert_out_scales, 72);
 
 FROZEN_SIZE(xd_ep_plan_info, 96);
 FROZEN_FIELD(xd_ep_plan_info, struct_size, 0);
@@ -243,6 +246,13 @@ FROZEN_VALUE(XD_EP_DUPLICATE_IDS_COLLAPSE, 1);
 FROZEN_ENUM(xd_ep_on_error);
 FROZEN_VALUE(XD_EP_ON_ERROR_STATUS, 0);
 FROZEN_VALUE(XD_EP_ON_ERROR_FATAL, 1);
+
+FROZEN_ENUM(xd_ep_quantise);
+FROZEN_VALUE(XD_EP_QUANTISE_NONE, 0);
+FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128, 1);
+FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128_POW2, 2);
+FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128_E8M0, 3);
+FROZEN_VALUE(XD_EP_QUANTISE_MXFP8, 4);
 
 FROZEN_ENUM(xd_ep_staging);
 FROZEN_VALUE(XD_EP_STAGING_AUTO, 0);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
@@ -217,6 +218,95 @@ TEST(BadArguments, BesideTensorsAreRefused) {
       expect_refused(rank, group.get(), batch, XD_EP_DISPATCH, mistake.named);
       batch.dispatch_args = good;
     }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+// A row per token of the batch, and a row for each that it brings.
+struct RowsOf {
+  Tensor sent, received;
+  RowsOf(const Rank& rank, const Batch& batch, DLDataType sent_type, DLDataType received_type,
+         std::int64_t columns, std::int64_t received_columns)
+      : sent(rank, sent_type, {batch.dispatch_args.tokens->shape[0], columns}),
+        received(rank, received_type,
+                 {batch.dispatch_args.recv_tokens->shape[0], received_columns}) {}
+};
+
+TEST(BadArguments, AWayToQuantiseThatDoesNotFitTheTensorsIsRefused) {
+  Case c = plain_case(world().num_ranks());
+  c.row_units = 32;
+  struct Wrong {
+    const char* named;
+    int way;
+    DLDataType tokens, recv_tokens, recv_scales;
+    std::int64_t columns, scale_columns;
+  };
+  const Wrong kinds[] = {
+      {"quantise = XD_EP_QUANTISE_NONE", 0, kBf16, kE4m3, kF32, 256, 2},
+      {"quantise = 5", 5, kBf16, kE4m3, kF32, 256, 2},
+      {"quantise = -1", -1, kBf16, kE4m3, kF32, 256, 2},
+      {"tokens: is float16", XD_EP_QUANTISE_MXFP8, kF16, kE4m3, kE8m0, 256, 8},
+      {"recv_tokens: is bfloat16", XD_EP_QUANTISE_MXFP8, kBf16, kBf16, kE8m0, 256, 8},
+      {"recv_tokens: is float8_e5m2", XD_EP_QUANTISE_MXFP8, kBf16, kE5m2, kE8m0, 256, 8},
+      {"recv_scales: is float32", XD_EP_QUANTISE_MXFP8, kBf16, kE4m3, kF32, 256, 8},
+      {"recv_scales: is float8_e8m0fnu", XD_EP_QUANTISE_FP8_BLOCK128_POW2, kBf16, kE4m3, kE8m0, 256,
+       2},
+      {"recv_scales: has 2 columns, expected 8 (hidden / 32)", XD_EP_QUANTISE_MXFP8, kBf16, kE4m3,
+       kE8m0, 256, 2},
+      {"expected a multiple of 32", XD_EP_QUANTISE_MXFP8, kBf16, kE4m3, kE8m0, 240, 7},
+      {"expected a multiple of 128", XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kBf16, kE4m3, kE8m0, 192, 1},
+  };
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    const xd_ep_dispatch_args good = batch.dispatch_args;
+    for (const Wrong& wrong : kinds) {
+      SCOPED_TRACE(wrong.named);
+      RowsOf rows(rank, batch, wrong.tokens, wrong.recv_tokens, wrong.columns, wrong.columns);
+      RowsOf scales(rank, batch, kF32, wrong.recv_scales, 1, wrong.scale_columns);
+      if (rank.rank == guilty_rank(rank)) {
+        batch.dispatch_args.tokens = rows.sent.dl();
+        batch.dispatch_args.recv_tokens = rows.received.dl();
+        batch.dispatch_args.recv_scales = scales.received.dl();
+        std::memcpy(&batch.dispatch_args.quantise, &wrong.way, sizeof(wrong.way));
+      }
+      expect_refused(rank, group.get(), batch, XD_EP_DISPATCH, wrong.named);
+      batch.dispatch_args = good;
+    }
+    expect_group_works(rank, c, group.get());
+  });
+}
+
+TEST(BadArguments, WeightsOfGradientsThatAreOnlyCopiedAreRefused) {
+  const Case c = plain_case(world().num_ranks());
+  Case roomy = c;
+  roomy.cargo = Cargo::e4m3_with_floats;  // scales
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, roomy.config(rank.rank));
+    Batch batch(rank, c);
+    make_plan(group.get(), batch);
+    const xd_ep_combine_bwd_args good = batch.combine_bwd_args;
+    RowsOf bytes(rank, batch, kE4m3, kE4m3, 32, 32), scales(rank, batch, kE8m0, kE8m0, 1, 1);
+    const auto expect = [&](const char* named, auto change) {
+      SCOPED_TRACE(named);
+      if (rank.rank == guilty_rank(rank)) change(batch.combine_bwd_args);
+      expect_refused(rank, group.get(), batch, XD_EP_COMBINE_BWD, named);
+      batch.combine_bwd_args = good;
+    };
+    expect("weights: given with grad_out of float8_e4m3fn", [&](xd_ep_combine_bwd_args& a) {
+      a.grad_out = bytes.sent.dl();
+      a.grad_expert_out = bytes.received.dl();
+      a.expert_out = a.grad_weights = nullptr;
+    });
+    expect("weights: given with grad_out_scales", [&](xd_ep_combine_bwd_args& a) {
+      a.grad_out_scales = scales.sent.dl();
+      a.grad_expert_out_scales = scales.received.dl();
+    });
+    expect("grad_expert_out_scales", [&](xd_ep_combine_bwd_args& a) {
+      a.grad_out_scales = scales.sent.dl();
+      a.weights = a.expert_out = a.grad_weights = nullptr;
+    });
     expect_group_works(rank, c, group.get());
   });
 }

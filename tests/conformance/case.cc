@@ -16,7 +16,7 @@ namespace {
 constexpr std::array kLayouts{XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR};
 constexpr std::array kDtypes{kBf16, kF16, kF32};
 constexpr std::array kCargoes{Cargo::payload, Cargo::e4m3_with_floats, Cargo::e5m2_with_e8m0,
-                              Cargo::quantised};
+                              Cargo::quantised, Cargo::mxfp8};
 constexpr std::array kAlignments{1, 4, 16, 128};
 constexpr std::array kIndexTypes{kI32, kI64};
 constexpr std::array kPatterns{Pattern::uniform, Pattern::zipf,     Pattern::holes,
@@ -205,8 +205,10 @@ std::vector<std::int64_t> Case::capacities() const {
   return result;
 }
 
-// A row of quantised cargo is one block of 128 bf16 columns at least.
-int Case::least_row_units() const { return cargo == Cargo::quantised ? 16 : 1; }
+// A row of quantised cargo is one block of bf16 columns at least.
+int Case::least_row_units() const {
+  return cargo == Cargo::quantised ? 16 : cargo == Cargo::mxfp8 ? 4 : 1;
+}
 
 bool Case::zeroes_tail(int rank) const {
   return zero_tail == ZeroTail::on || (zero_tail == ZeroTail::differ && rank % 2 == 1);
@@ -221,7 +223,7 @@ xd_ep_config Case::config(int rank) const {
   config.max_tokens_per_rank = max_tokens;
   config.dtype = dtype;
   config.hidden = 16 * row_units / static_cast<int>(element_bytes(dtype));
-  config.max_scale_bytes = cargo == Cargo::payload ? 0 : 4 * row_units;
+  config.max_scale_bytes = carries_scales() ? 4 * row_units : 0;
   config.layout = layout;
   config.alignment = alignment;
   config.recv_capacity = capacity == Capacity::bound ? 0 : rows[static_cast<std::size_t>(rank)];
@@ -233,7 +235,8 @@ xd_ep_config Case::config(int rank) const {
 }
 
 std::string Case::description() const {
-  constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised"};
+  constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised",
+                                         "mxfp8"};
   constexpr const char* kPlacingNames[] = {"ordinary", "symmetric", "mixed", "unstaged"};
   constexpr const char* kCapacityNames[] = {"bound", "exact", "larger", "refusing", "dropping"};
   constexpr const char* kRowsNames[] = {"exact", "capacity", "more"};

@@ -12,12 +12,15 @@
 
 namespace xd::test {
 
-// What dispatch carries; the other operations carry `dtype`.
+// What dispatch carries, and combine_bwd without weights; the other operations carry `dtype`.
 enum class Cargo {
   payload,           // rows of `dtype`
   e4m3_with_floats,  // opaque e4m3 rows with float32 scales
   e5m2_with_e8m0,    // opaque e5m2 rows with e8m0 scales
-  quantised,         // bf16 rows become e4m3 rows with float32 scales on the way
+  // bf16 rows become e4m3 rows with scales on the way, in blocks of 128 columns or of 32;
+  // combine_bwd carries `dtype`
+  quantised,
+  mxfp8,
 };
 
 enum class Placing {
@@ -79,6 +82,9 @@ struct Case {
   xd_ep_config config(int rank) const;
   bool zeroes_tail(int rank) const;
   int least_row_units() const;  // of the shortest row that dispatch can carry
+  bool carries_scales() const {
+    return cargo == Cargo::e4m3_with_floats || cargo == Cargo::e5m2_with_e8m0;
+  }
   std::string description() const;
 
  private:

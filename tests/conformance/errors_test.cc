@@ -200,6 +200,32 @@ TEST(Disagreement, OnTheTypeOfEquallyLongScalesIsAMismatchOnEveryRank) {
   });
 }
 
+// Both ways have a float32 per 128 columns: nothing but the way itself tells them apart.
+TEST(Disagreement, OnTheWayToQuantiseIsAMismatchThatNamesBoth) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  Case c = plain_case(world().num_ranks());
+  c.row_units = 16;  // 128 columns of bf16
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    const std::int64_t rows = batch.dispatch_args.recv_tokens->shape[0];
+    Tensor tokens(rank, kE4m3, {rows, 128});
+    Tensor scales(rank, kF32, {rows, 1});
+    batch.dispatch_args.recv_tokens = tokens.dl();
+    batch.dispatch_args.recv_scales = scales.dl();
+    batch.dispatch_args.quantise =
+        rank.rank == 0 ? XD_EP_QUANTISE_FP8_BLOCK128 : XD_EP_QUANTISE_FP8_BLOCK128_POW2;
+    const Outcome outcome = batch.call(group.get(), XD_EP_DISPATCH);
+    EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+    const bool first = rank.rank == 0;
+    EXPECT_TRUE(outcome.mentions(first ? "quantise FP8_BLOCK128_POW2, here FP8_BLOCK128"
+                                       : "quantise FP8_BLOCK128, here FP8_BLOCK128_POW2"))
+        << outcome.text;
+    EXPECT_TRUE(tokens.untouched() && scales.untouched());
+  });
+}
+
 TEST(Disagreement, OnTheOperationIsAMismatchOnEveryRank) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   constexpr xd_ep_operation kAll[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,

@@ -45,6 +45,7 @@ enum class Content : std::uint64_t {
   grad_recv_tokens,
   grad_recv_weights,
   grad_out,
+  grad_out_scales,
 };
 
 struct Element {

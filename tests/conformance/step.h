@@ -39,7 +39,13 @@ class Step {
  private:
   using Shape = std::vector<std::int64_t>;  // one or two extents
   using CodeAt = std::function<std::uint64_t(std::int64_t row, std::int64_t column)>;
-  struct Payload;  // what dispatch carries
+  // What dispatch carries.
+  struct Payload {
+    DLDataType type, recv_type, scale_type;
+    std::int64_t columns, scale_columns;
+    xd_ep_quantise quantise;
+    bool scaled;  // scales travel with the rows
+  };
 
   // Numbers that follow from the batch: equal on all ranks, and this rank's own.
   std::uint64_t common_chance(std::uint64_t salt) const;
@@ -78,6 +84,7 @@ class Step {
   void expect_plan_info() const;
   void expect_row_experts();
   void expect_dispatched(const Payload& payload, const Tensor& rows, const Tensor& scales) const;
+  void combine_bwd_copied();
   void expect_status(xd_ep_operation operation, xd_status called);
 
   const Rank& rank_;

@@ -45,6 +45,7 @@ void Step::combine_bwd() {
   const std::int64_t rows = receive_rows(11);
   const std::int64_t columns = 16 * row_units_ / format.bytes;
   const bool weighted = case_.weights && case_.layout == XD_EP_EXPERT_MAJOR;
+  if (!weighted && case_.carries_scales()) return combine_bwd_copied();
   const bool dot = weighted && common_chance(12) % 2 == 0;
   const auto code = [&](Content content, int rank, std::int64_t r, std::int64_t column) {
     const Element at = element(content, rank, r, column);
@@ -88,6 +89,42 @@ void Step::combine_bwd() {
     }
     return encode(sum, kFormatF32);
   });
+}
+
+// Rows of 8-bit elements with scales, which dispatch carries in this case, as gradients.
+void Step::combine_bwd_copied() {
+  const Payload p = payload();
+  const int me = rank_.rank;
+  const std::int64_t rows = receive_rows(11);
+  const auto tokens_of = [&](Content content) {
+    return [this, content, me](auto t, auto column) {
+      return any_code(element(content, me, t, column));
+    };
+  };
+  const auto rows_of = [&](Content content) {
+    return [this, content](auto r, auto column) {
+      return any_code(element(content, row_at(r).source, row_at(r).token, column));
+    };
+  };
+  Tensor grad_out = token_input(p.type, {tokens(), p.columns}, tokens_of(Content::grad_out));
+  Tensor scales = token_input(p.scale_type, {tokens(), p.scale_columns},
+                              tokens_of(Content::grad_out_scales));
+  Tensor grad_expert_out = output(p.type, {rows, p.columns}, true);
+  Tensor received_scales = output(p.scale_type, {rows, p.scale_columns}, true);
+  const bool with_scales = common_chance(14) % 4 != 0;
+
+  xd_ep_combine_bwd_args args = XD_EP_COMBINE_BWD_ARGS_INIT;
+  args.plan = plan_.data();
+  args.plan_bytes = plan_.bytes();
+  args.grad_out = grad_out.dl();
+  args.grad_out_scales = with_scales ? scales.dl() : nullptr;
+  args.grad_expert_out = grad_expert_out.dl();
+  args.grad_expert_out_scales = with_scales ? received_scales.dl() : nullptr;
+  expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, rank_.stream()));
+
+  expect_received("grad_expert_out", grad_expert_out, rows_of(Content::grad_out));
+  if (!with_scales) return;
+  expect_received("grad_expert_out_scales", received_scales, rows_of(Content::grad_out_scales));
 }
 
 }  // namespace xd::test

@@ -1,53 +1,39 @@
 // Step: dispatch and dispatch_bwd.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <array>
-#include <cmath>
+#include <vector>
 
+#include "conformance/quantised.h"
 #include "conformance/step.h"
 #include "support/random.h"
 
 namespace xd::test {
 namespace {
 
-constexpr std::int64_t kBlock = 128;  // columns that share a scale
-
 // A bf16 number as quantisation meets it: magnitudes spread over e4m3's range and below, and blocks
 // that are all zero.
-std::uint32_t quantisable_code(Element at) {
-  const std::int64_t block = at.column / kBlock;
-  if ((at.row + block) % 4 == 3) return at.column % 2 == 0 ? 0 : kFormatBf16.sign_bit();
+std::uint16_t quantisable_code(Element at) {
+  const std::int64_t block = at.column / 128;
+  if ((at.row + block) % 4 == 3) return at.column % 2 == 0 ? 0 : 0x8000;
   const std::uint64_t random = any_code(at);
   at.column *= 16;  // ordinary magnitudes only
   const std::uint32_t code = float_code(at, kFormatBf16);
   const std::uint32_t smaller = random % 4 == 0 ? static_cast<std::uint32_t>(random >> 32) % 20 : 0;
-  return code - (smaller << kFormatBf16.mantissa_bits);
+  return static_cast<std::uint16_t>(code - (smaller << kFormatBf16.mantissa_bits));
 }
 
-float quantisable_value(const Element& at) { return decode(quantisable_code(at), kFormatBf16); }
-
-// The scale of the block of 128 columns that `at` lies in.
-float block_scale(Element at) {
-  float largest = 0;
-  const std::int64_t first = at.column / kBlock * kBlock;
-  for (at.column = first; at.column < first + kBlock; ++at.column) {
-    largest = std::max(largest, std::fabs(quantisable_value(at)));
-  }
-  return largest == 0 ? 1.0f : largest / 448.0f;
+// What becomes of the block that begins at `at`.
+QuantisedBlock block_at(const QuantisedWay& way, Element at) {
+  std::vector<std::uint16_t> codes;
+  const std::int64_t end = at.column + way.block;
+  for (; at.column < end; ++at.column) codes.push_back(quantisable_code(at));
+  return quantised_block(way, codes);
 }
 
 }  // namespace
 
-struct Step::Payload {
-  DLDataType type, recv_type, scale_type;
-  std::int64_t columns, scale_columns;
-  bool quantised;
-  bool scaled;  // scales travel with the rows
-};
-
 Step::Payload Step::payload() const {
-  Payload p{case_.dtype, case_.dtype, kF32, 0, 0, false, false};
+  Payload p{case_.dtype, case_.dtype, kF32, 0, 0, XD_EP_QUANTISE_NONE, false};
   const std::int64_t row_bytes = std::int64_t{16} * row_units_;
   switch (case_.cargo) {
     case Cargo::payload:
@@ -65,12 +51,19 @@ Step::Payload Step::payload() const {
       p.scaled = true;
       break;
     case Cargo::quantised:
+    case Cargo::mxfp8: {
+      const QuantisedWay way =
+          quantised_way(case_.cargo == Cargo::mxfp8 ? XD_EP_QUANTISE_MXFP8
+                                                    : kWaysToQuantise[common_chance(13) % 3]);
+      const bool plain_bytes = way.scale_type.bits == 8 && common_chance(15) % 2 == 0;
       p.type = kBf16;
       p.recv_type = kE4m3;
-      p.scale_columns = row_bytes / 2 / kBlock;
-      p.columns = p.scale_columns * kBlock;
-      p.quantised = true;
+      p.scale_type = plain_bytes ? kU8 : way.scale_type;
+      p.scale_columns = row_bytes / 2 / way.block;
+      p.columns = p.scale_columns * way.block;
+      p.quantise = way.way;
       return p;
+    }
   }
   p.columns = row_bytes / static_cast<std::int64_t>(element_bytes(p.type));
   return p;
@@ -80,9 +73,10 @@ void Step::dispatch() {
   const Payload p = payload();
   const int me = rank_.rank;
   const std::int64_t rows = receive_rows(4);
+  const bool quantised = p.quantise != XD_EP_QUANTISE_NONE;
   Tensor tokens_in = token_input(p.type, {tokens(), p.columns}, [&](auto t, auto column) {
     const Element at = element(Content::tokens, me, t, column);
-    return p.quantised ? quantisable_code(at) : any_code(at);
+    return quantised ? quantisable_code(at) : any_code(at);
   });
   Tensor scales = token_input(
       p.scale_type, {tokens(), p.scale_columns},
@@ -111,9 +105,10 @@ void Step::dispatch() {
   args.scales = p.scaled ? scales.dl() : nullptr;
   args.topk_weights = case_.weights ? weights.dl() : nullptr;
   args.recv_tokens = recv_tokens.dl();
-  args.recv_scales = p.scaled || p.quantised ? recv_scales.dl() : nullptr;
+  args.recv_scales = p.scaled || quantised ? recv_scales.dl() : nullptr;
   args.recv_weights = case_.weights ? recv_weights.dl() : nullptr;
   args.recv_topk_idx = with_idx ? recv_idx.dl() : nullptr;
+  args.quantise = p.quantise;
   expect_status(XD_EP_DISPATCH, xd_ep_dispatch(group_, &args, rank_.stream()));
 
   expect_dispatched(p, recv_tokens, recv_scales);
@@ -132,13 +127,15 @@ void Step::expect_dispatched(const Payload& p, const Tensor& rows, const Tensor&
   const auto source = [&](Content content, std::int64_t r, std::int64_t column) {
     return element(content, row_at(r).source, row_at(r).token, column);
   };
-  if (p.quantised) {
+  if (p.quantise != XD_EP_QUANTISE_NONE) {
+    const QuantisedWay way = quantised_way(p.quantise);
+    QuantisedBlock block;  // of the row that is looked at
     expect_received("recv_tokens", rows, [&](auto r, auto column) {
-      const Element at = source(Content::tokens, r, column);
-      return encode(quantisable_value(at) * (1.0f / block_scale(at)), kFormatE4m3);
+      if (column % way.block == 0) block = block_at(way, source(Content::tokens, r, column));
+      return block.elements[static_cast<std::size_t>(column % way.block)];
     });
-    expect_received("recv_scales", scales, [&](auto r, auto block) {
-      return encode(block_scale(source(Content::tokens, r, block * kBlock)), kFormatF32);
+    expect_received("recv_scales", scales, [&](auto r, auto s) {
+      return block_at(way, source(Content::tokens, r, s * way.block)).scale;
     });
     return;
   }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 
@@ -157,3 +158,31 @@ class Routing:
         grads = self.dispatch(rank, grad_out).astype(np.float32)
         products = grads * expert_out[: len(grads)].astype(np.float32)
         return products.sum(axis=1, dtype=np.float32)
+
+
+# By name: columns that share a scale, the least exponent of one, and its dtype.
+QUANTIZATIONS = {
+    "fp8_block128": (128, -126, "float32"),
+    "fp8_block128_pow2": (128, -126, "float32"),
+    "fp8_block128_e8m0": (128, -127, "float8_e8m0fnu"),
+    "mxfp8": (32, -127, "float8_e8m0fnu"),
+}
+
+
+def quantised(rows: np.ndarray, name: str = "fp8_block128") -> tuple[np.ndarray, np.ndarray]:
+    """e4m3 elements and scales of finite bfloat16 rows: xd_ep_quantise in crossdock/ep.h."""
+    block, least, dtype = QUANTIZATIONS[name]
+    blocks = rows.astype(np.float32).reshape(len(rows), rows.shape[1] // block, block)
+    largest = np.abs(blocks).max(2, keepdims=True)
+    if name == "fp8_block128":
+        scales = np.maximum(largest / np.float32(448), np.float32(2.0**least))
+    else:
+        mantissa, exponent = np.frexp(largest.astype(np.float64) / 448)
+        exponent = np.maximum(exponent - (mantissa == 0.5), least)
+        scales = np.ldexp(np.float32(1), np.where(largest == 0, least, exponent))
+    if dtype == "float32":
+        scales = np.where(largest == 0, np.float32(1), scales)
+    elements = np.clip(blocks * (np.float32(1) / scales), -448, 448)
+    narrow = getattr(ml_dtypes, dtype) if dtype != "float32" else np.float32
+    return (elements.astype(ml_dtypes.float8_e4m3fn).reshape(rows.shape),
+            scales[:, :, 0].astype(narrow))

@@ -20,6 +20,8 @@ namespace {
 constexpr DeviceFacts kHopper{
     .sms = 132, .shared_bytes = std::size_t{227} * 1024, .ranks_on_device = 1};
 
+constexpr QuantiseFormat kBlock128 = quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
+
 TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
   for (const ChunkFlags chunks : {sent_chunks(), summed_chunks()}) {
     for (int tokens = 0; tokens <= 20000; tokens = tokens * 5 / 4 + 1) {
@@ -42,7 +44,7 @@ TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
 
 TEST(MoverPlanTest, PiecesCoverTheRowAndFitTheirStages) {
   for (std::uint64_t bytes = 16; bytes <= (1u << 20); bytes = (bytes * 3 / 2 + 16) / 16 * 16) {
-    const MoverPlan plan = MoverPlan::make(bytes, false);
+    const MoverPlan plan = MoverPlan::make(bytes);
     EXPECT_LE(plan.piece_bytes, MoverPlan::kMostPieceBytes);
     EXPECT_GE(std::uint64_t{plan.pieces} * plan.piece_bytes, bytes);
     EXPECT_LT(std::uint64_t{plan.pieces - 1} * plan.piece_bytes, bytes) << "an empty piece";
@@ -53,21 +55,25 @@ TEST(MoverPlanTest, PiecesCoverTheRowAndFitTheirStages) {
 }
 
 TEST(MoverPlanTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
-  for (std::uint64_t columns = 128; columns <= 65536; columns += 896) {
-    const MoverPlan plan = MoverPlan::make(columns * 2, true);
-    EXPECT_EQ(plan.piece_bytes % 256, 0u);
-    const std::uint32_t scales = plan.piece_bytes / 256 * 4;
-    EXPECT_GE(plan.out_bytes, plan.scales_at() + scales);
-    EXPECT_EQ(plan.scales_at() % 16, 0u);
-    EXPECT_LT(std::uint64_t{plan.pieces - 1} * plan.piece_bytes, columns * 2);
+  for (const auto way : {XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
+                         XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8}) {
+    const QuantiseFormat format = quantise_format(way);
+    for (std::uint64_t columns = format.block; columns <= 65536; columns += 7 * format.block) {
+      const MoverPlan plan = MoverPlan::make(columns * 2, format);
+      EXPECT_EQ(plan.piece_bytes / 2 % format.block, 0u);
+      EXPECT_GE(plan.out_bytes,
+                plan.scales_at() + plan.piece_bytes / 2 / format.block * format.scale_bytes);
+      EXPECT_EQ(plan.scales_at() % 16, 0u);
+      EXPECT_LT(std::uint64_t{plan.pieces - 1} * plan.piece_bytes, columns * 2);
+    }
   }
 }
 
 TEST(MoverPlanTest, ScalesTravelBesideRowsWhereBulkCopiesCanCarryThem) {
-  EXPECT_EQ(MoverPlan::make(7168, false, 224).beside_bytes, 224u);
-  EXPECT_EQ(MoverPlan::make(7168, false, 7).beside_bytes, 7u);
-  EXPECT_EQ(MoverPlan::make(7168, false, 16400).beside_bytes, 0u) << "more than a stage holds";
-  EXPECT_EQ(MoverPlan::make(14336, true, 224).beside_bytes, 0u) << "they are made on the way";
+  EXPECT_EQ(MoverPlan::make(7168, {}, 224).beside_bytes, 224u);
+  EXPECT_EQ(MoverPlan::make(7168, {}, 7).beside_bytes, 7u);
+  EXPECT_EQ(MoverPlan::make(7168, {}, 16400).beside_bytes, 0u) << "more than a stage holds";
+  EXPECT_EQ(MoverPlan::make(14336, kBlock128, 224).beside_bytes, 0u) << "they are made on the way";
 }
 
 TEST(ChunkFlagsTest, FewTokensAreCutByColumnsIntoPartsOfSomeSize) {
@@ -80,7 +86,7 @@ TEST(ChunkFlagsTest, FewTokensAreCutByColumnsIntoPartsOfSomeSize) {
 }
 
 TEST(LaunchPlanTest, FewerRanksNeedMoreMultiprocessorsToFillTheirLinks) {
-  const MoverPlan row = MoverPlan::make(14336, false);
+  const MoverPlan row = MoverPlan::make(14336);
   int last = kHopper.sms;
   for (const int ranks : {2, 3, 4, 8}) {
     const Traffic traffic{.ranks = ranks, .tokens = 4096, .topk = 8, .row_bytes = 14336};
@@ -92,13 +98,13 @@ TEST(LaunchPlanTest, FewerRanksNeedMoreMultiprocessorsToFillTheirLinks) {
 }
 
 TEST(LaunchPlanTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
-  const MoverPlan row = MoverPlan::make(14336, false);
+  const MoverPlan row = MoverPlan::make(14336);
   Traffic traffic{.ranks = 4, .tokens = 4096, .topk = 8, .row_bytes = 14336};
   const int dispatch = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
   const int combine = plan_combine(traffic, 0, 128, kHopper).blocks;
   EXPECT_EQ(dispatch, 12) << "as many as fill the links of four ranks";
   EXPECT_EQ(combine, 16);
-  const MoverPlan quantised = MoverPlan::make(14336, true);
+  const MoverPlan quantised = MoverPlan::make(14336, kBlock128);
   EXPECT_GT(plan_dispatch(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch);
   traffic.receives = true;  // by rank, staged
   EXPECT_GT(plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks, dispatch);
@@ -111,7 +117,7 @@ TEST(LaunchPlanTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
 }
 
 TEST(LaunchPlanTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
-  const MoverPlan row = MoverPlan::make(14336, false);
+  const MoverPlan row = MoverPlan::make(14336);
   for (const bool by_expert : {false, true}) {
     Traffic traffic{.ranks = 2, .topk = 8, .row_bytes = 14336, .expert_major = by_expert};
     traffic.receives = by_expert;
@@ -134,7 +140,8 @@ TEST(LaunchPlanTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
 TEST(LaunchPlanTest, StaysWithinTheBudgetAndTheDevice) {
   for (const std::uint64_t bytes : {16u, 7168u, 14336u, 200000u}) {
     for (const bool quantise : {false, true}) {
-      const MoverPlan row = MoverPlan::make(bytes / 256 * 256 + 256, quantise);
+      const QuantiseFormat format = quantise ? kBlock128 : QuantiseFormat{};
+      const MoverPlan row = MoverPlan::make(bytes / 256 * 256 + 256, format);
       for (const int budget : {1, 2, 16, 128}) {
         for (const int tokens : {0, 1, 128, 4096}) {
           for (const int sms : {0, 1, 64}) {
@@ -163,10 +170,11 @@ int most_blocks(const Traffic& traffic, int local_experts, const DeviceFacts& de
   const int experts = local_experts * traffic.ranks;
   int most = plan_prepare(experts, traffic.ranks, traffic.tokens, budget, device).blocks;
   most = std::max(most, plan_combine(traffic, 0, budget, device).blocks);
-  const MoverPlan plain = MoverPlan::make(traffic.row_bytes, false);
+  const MoverPlan plain = MoverPlan::make(traffic.row_bytes);
   for (const bool quantise : {false, true}) {
     if (quantise && traffic.row_bytes % 256 != 0) continue;
-    const MoverPlan send = MoverPlan::make(traffic.row_bytes, quantise);
+    const MoverPlan send =
+        MoverPlan::make(traffic.row_bytes, quantise ? kBlock128 : QuantiseFormat{});
     most = std::max(most, plan_dispatch(traffic, send, plain, 0, budget, device).blocks);
   }
   return most;

@@ -199,5 +199,24 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   EXPECT_EQ(GroupMap::make(config).end, map.staging);
 }
 
+TEST(WireTest, StagingHasRoomForTheScalesOfEveryWayToQuantise) {
+  for (const std::uint64_t hidden : {32u, 96u, 128u, 7168u}) {
+    Config config;
+    config.ranks = config.experts = config.local_experts = config.max_topk = config.max_tokens = 1;
+    config.max_row_bytes = 2 * hidden;  // of bf16
+    config.capacity = 1000;
+    const GroupMap map = GroupMap::make(config);
+    for (const auto way : {XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
+                           XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8}) {
+      const QuantiseFormat format = quantise_format(way);
+      if (hidden % format.block != 0) continue;
+      EXPECT_GE(map.weights - map.scales, 1000 * format.scale_row_bytes(hidden)) << hidden;
+    }
+    config.max_scale_bytes = hidden;  // a caller's may be longer
+    const GroupMap roomy = GroupMap::make(config);
+    EXPECT_GE(roomy.weights - roomy.scales, 1000 * hidden);
+  }
+}
+
 }  // namespace
 }  // namespace xd::ep

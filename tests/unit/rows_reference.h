@@ -8,6 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include <crossdock/ep.h>
+
 namespace rows_reference {
 
 // A binary floating-point format by its parameters.
@@ -105,6 +107,52 @@ inline std::uint8_t e4m3(double value, bool nan) {
   const std::uint8_t magnitude =
       static_cast<std::uint8_t>(encode({9, 3, 7}, std::fabs(limited)));  // a wider exponent field
   return static_cast<std::uint8_t>(magnitude | (std::signbit(value) ? 0x80 : 0));
+}
+
+// A way of quantising, as the table of xd_ep_quantise has it.
+struct Way {
+  xd_ep_quantise quantise;
+  int block;
+  bool powers;
+  int least_exponent;  // of a power of two
+  bool bytes;          // e8m0 scales
+  const char* name;
+};
+inline constexpr Way kWays[] = {
+    {XD_EP_QUANTISE_FP8_BLOCK128, 128, false, -126, false, "FP8_BLOCK128"},
+    {XD_EP_QUANTISE_FP8_BLOCK128_POW2, 128, true, -126, false, "FP8_BLOCK128_POW2"},
+    {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, 128, true, -127, true, "FP8_BLOCK128_E8M0"},
+    {XD_EP_QUANTISE_MXFP8, 32, true, -127, true, "MXFP8"}};
+
+struct QuantisedBlock {
+  std::vector<std::uint8_t> elements;
+  std::uint32_t scale;  // float32 bits, or the e8m0 byte
+};
+
+inline double scale_of(const Way& way, double amax) {
+  if (amax == 0 && !way.bytes) return 1;
+  if (!way.powers) return std::fmax(div(amax, 448), std::ldexp(1.0, way.least_exponent));
+  int e = way.least_exponent;
+  while (std::ldexp(448.0, e) < amax) ++e;
+  return std::ldexp(1.0, e);
+}
+
+inline QuantisedBlock quantised(const Way& way, const std::vector<std::uint32_t>& codes) {
+  double amax = 0;
+  for (const auto code : codes) {
+    const double x = std::fabs(decode(kBf16, code));
+    if (std::isfinite(x)) amax = std::fmax(amax, x);
+  }
+  const double scale = scale_of(way, amax), reciprocal = div(1, scale);
+  QuantisedBlock block;
+  block.scale = way.bytes ? static_cast<std::uint32_t>(std::ilogb(scale) + 127)
+                          : encode(kF32, scale);
+  for (const auto code : codes) {
+    const double x = decode(kBf16, code);
+    const double sign = (code & 0x8000) != 0 ? -1.0 : 1.0;
+    block.elements.push_back(e4m3(std::isnan(x) ? sign : mul(x, reciprocal), std::isnan(x)));
+  }
+  return block;
 }
 
 }  // namespace rows_reference

@@ -4,10 +4,11 @@
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string_view>
 
-#include "ep/config.h"
 #include "unit/rows_reference.h"
 
 #if HWY_ARCH_X86
@@ -265,31 +266,35 @@ TEST_P(RowsOnTarget, DotMatchesTheDefinitionBitForBit) {
   }
 }
 
-// Reference for one block; the scale comes out through *scale.
-std::vector<std::uint8_t> quantised(const std::vector<std::uint32_t>& codes, float* scale) {
-  double amax = 0;
-  for (const auto code : codes) {
-    const double x = std::fabs(ref::decode(ref::kBf16, code));
-    if (std::isfinite(x)) amax = std::fmax(amax, x);
+// Blocks of a row, quantised and compared.
+void expect_quantised(const ref::Way& way, const std::vector<std::uint32_t>& codes) {
+  const auto block = static_cast<std::size_t>(way.block);
+  const std::size_t scale_bytes = way.bytes ? 1 : 4, blocks = codes.size() / block;
+  Row in(kPayloads[0], codes), out(codes.size());
+  std::vector<unsigned char> scales((blocks + 1) * scale_bytes + 1, 0xa5);
+  xd::rows::quantise_e4m3(xd::ep::quantise_format(way.quantise), out.data(), scales.data() + 1,
+                          in.data(), codes.size());
+  for (std::size_t b = 0; b < blocks; ++b) {
+    const auto begin = codes.begin() + static_cast<std::ptrdiff_t>(b * block);
+    const auto want = ref::quantised(way, {begin, begin + way.block});
+    std::uint32_t scale = 0;
+    std::memcpy(&scale, scales.data() + 1 + b * scale_bytes, scale_bytes);
+    ASSERT_EQ(scale, want.scale) << way.name << ", block " << b << std::hex << " of " << *begin;
+    for (std::size_t i = 0; i < block; ++i) {
+      ASSERT_EQ(out.data()[b * block + i], want.elements[i])
+          << way.name << std::hex << " of 0x" << codes[b * block + i] << " with scale 0x" << scale;
+    }
   }
-  const double wanted = std::fmax(ref::div(amax, 448.0), std::ldexp(1.0, -126));
-  *scale = static_cast<float>(amax == 0 ? 1.0 : wanted);
-  std::vector<std::uint8_t> out;
-  for (const auto code : codes) {
-    const double x = ref::decode(ref::kBf16, code);
-    const double sign = (code & 0x8000) != 0 ? -1.0 : 1.0;
-    out.push_back(
-        ref::e4m3(std::isnan(x) ? sign : ref::mul(x, ref::div(1.0, *scale)), std::isnan(x)));
-  }
-  return out;
+  EXPECT_EQ(scales[0], 0xa5);
+  EXPECT_EQ(scales[1 + blocks * scale_bytes], 0xa5);
+  EXPECT_TRUE(out.guards_intact());
 }
 
 TEST_P(RowsOnTarget, QuantisedBlocksMatchTheDefinition) {
   std::mt19937 random(5);
-  constexpr std::size_t kBlock = xd::ep::kQuantiseBlock;
   for (int round = 0; round < 3000; ++round) {
-    const std::size_t blocks = 1 + random() % 3;
-    std::vector<std::uint32_t> codes(blocks * kBlock);
+    const ref::Way& way = ref::kWays[round % 4];
+    std::vector<std::uint32_t> codes((1 + random() % 3) * static_cast<std::size_t>(way.block));
     // Blocks of one magnitude, 2^-133 to 2^127; some with any pattern, some all zero.
     std::normal_distribution<double> normal(
         0.0, std::ldexp(1.0, static_cast<int>(random() % 261) - 134));
@@ -298,23 +303,34 @@ TEST_P(RowsOnTarget, QuantisedBlocksMatchTheDefinition) {
              : round % 11 == 0 ? (random() % 2) << 15
                                : ref::encode(ref::kBf16, normal(random));
     }
-    Row in(kPayloads[0], codes), out(codes.size());
-    std::vector<float> scales(blocks + 1, -1.0f);
-    xd::rows::quantise_e4m3(out.data(), scales.data(), in.data(), codes.size(),
-                            kStores[random() % 2]);
-    xd::rows::flush();
-    for (std::size_t b = 0; b < blocks; ++b) {
-      const auto begin = codes.begin() + static_cast<std::ptrdiff_t>(b * kBlock);
-      float scale = 0;
-      const auto want = quantised({begin, begin + kBlock}, &scale);
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(scales[b]), std::bit_cast<std::uint32_t>(scale));
-      for (std::size_t i = 0; i < kBlock; ++i) {
-        ASSERT_EQ(out.data()[b * kBlock + i], want[i])
-            << std::hex << "0x" << codes[b * kBlock + i] << " with scale " << scale;
+    expect_quantised(way, codes);
+  }
+}
+
+// Every bf16 number in blocks whose largest is any power of two, 1.75 of it (which is what 448 is)
+// and the numbers beside that; infinities and NaNs in all of them. Every 31st number here, all with
+// XD_TEST_FULL=1.
+TEST_P(RowsOnTarget, EveryNumberIsQuantisedRightBesideEveryLargestOne) {
+  const char* full = std::getenv("XD_TEST_FULL");
+  const std::uint32_t step = full != nullptr && std::string_view(full) == "1" ? 1 : 31;
+  for (const ref::Way& way : ref::kWays) {
+    for (std::uint32_t largest = 0; largest < 0x7f80; largest += 0x80) {
+      for (const std::uint32_t mantissa : {0x00u, 0x01u, 0x5fu, 0x60u, 0x61u, 0x7fu}) {
+        if (mantissa != 0x60 && step > 1 && (largest / 0x80 + mantissa) % 5 != 0) continue;
+        const std::uint32_t most = largest + mantissa;
+        std::vector<std::uint32_t> codes{most};
+        for (std::uint32_t code = most % step; code < 0x10000; code += step) {
+          const std::uint32_t magnitude = code & 0x7fff;
+          if (codes.size() % static_cast<std::size_t>(way.block) == most % 32) {
+            codes.push_back(most | (code & 0x8000));
+          }
+          if (magnitude <= most || magnitude >= 0x7f80) codes.push_back(code);
+        }
+        codes.resize((codes.size() + 127) / 128 * 128);
+        expect_quantised(way, codes);
+        if (HasFatalFailure()) return;
       }
     }
-    EXPECT_EQ(scales[blocks], -1.0f);
-    EXPECT_TRUE(out.guards_intact());
   }
 }
 

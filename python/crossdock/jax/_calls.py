@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._quantized import ELEMENT, SCALE_BLOCK
+from crossdock._dtypes import numpy_dtype
+
+from ._quantized import ELEMENT
 
 if TYPE_CHECKING:
+    from crossdock._quantize import Quantization
+
     from ._group import EpGroup
 
 __all__ = ["combine", "combine_bwd", "dispatch", "dispatch_bwd", "prepare", "uniform", "varying"]
@@ -44,7 +48,7 @@ def prepare(group: EpGroup, alignment: int, topk_idx: Array, order: Array) -> tu
 
 def dispatch(
     group: EpGroup,
-    quantize: bool,
+    way: Quantization | None,
     plan: Array,
     x: Array,
     scales: Array | None,
@@ -58,9 +62,9 @@ def dispatch(
     rows, columns = group.rows, x.shape[-1]
     topk = group.config.topk if topk_weights is None else topk_weights.shape[-1]
     inputs = {"plan": plan, "tokens": _rows(x)}
-    outputs: _Results = {"recv_tokens": ((rows, columns), ELEMENT if quantize else x.dtype)}
-    if quantize:
-        outputs["recv_scales"] = ((rows, columns // SCALE_BLOCK), np.float32)
+    outputs: _Results = {"recv_tokens": ((rows, columns), x.dtype if way is None else ELEMENT)}
+    if way is not None:
+        outputs["recv_scales"] = ((rows, columns // way.block), numpy_dtype(way.scale))
     elif scales is not None:
         inputs["scales"] = _rows(scales)
         outputs["recv_scales"] = ((rows, scales.shape[-1]), scales.dtype)
@@ -71,9 +75,9 @@ def dispatch(
     if group.config.rank_major:
         outputs["recv_topk_idx"] = ((rows, topk), np.int32)
     tokens, scales, *others, order = _call(
-        "dispatch", group, inputs, outputs, order, _DISPATCH_RESULTS
+        "dispatch", group, inputs, outputs, order, _DISPATCH_RESULTS, way=way
     )
-    link = uniform(jnp.zeros((rows, columns), x.dtype), order)[0] if quantize else None
+    link = None if way is None else uniform(jnp.zeros((rows, columns), x.dtype), order)[0]
     return tokens, scales, link, *others, order
 
 
@@ -173,6 +177,7 @@ def _call(
     order: Array,
     names: tuple[str, ...] = (),
     alignment: int = 0,
+    way: Quantization | None = None,
 ) -> tuple[Any, ...]:
     """Runs one operation.
 
@@ -180,6 +185,7 @@ def _call(
         inputs, outputs: by their names in ``crossdock/ep.h``, arrays or (shape, dtype).
         names: of the results, those that are not in `outputs` as None; () = all outputs.
         alignment: of the plan that prepare makes.
+        way: in which rows are quantised.
 
     Returns:
         The results, and the order. The order is only passed through: it is one buffer before and
@@ -199,6 +205,7 @@ def _call(
         *arrays,
         group=np.int64(group.number),
         config=group.text,
+        quantise=np.int64(0 if way is None else way.code),
         arguments=" ".join([*inputs, "order"]),
         results=" ".join([*outputs, "order"]),
         alignment=np.int64(alignment),

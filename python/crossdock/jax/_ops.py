@@ -13,12 +13,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from crossdock._quantize import Quantization, quantization
+
 from . import _calls
 from ._config import EpConfig
 from ._group import EpGroup
 from ._mesh import EpMesh, current_mesh
 from ._plan import Dispatched, EpPlan
-from ._quantized import ELEMENT, SCALE_BLOCK, QuantizedRows
+from ._quantized import ELEMENT, QuantizedRows
 from ._where import check_layout, local_shape, on_ranks
 
 __all__ = ["ep_combine", "ep_dispatch", "ep_prepare"]
@@ -104,18 +106,18 @@ def ep_dispatch(
 ) -> Dispatched[_X]: ...
 @overload
 def ep_dispatch(
-    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: Literal[True]
+    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: Literal[True] | str
 ) -> Dispatched[QuantizedRows]: ...
 @overload
 def ep_dispatch(
-    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: bool
+    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: bool | str
 ) -> Dispatched[Array | QuantizedRows]: ...
 def ep_dispatch(
     plan: EpPlan,
     x: Array | QuantizedRows,
     topk_weights: Array | None = None,
     *,
-    quantize: bool = False,
+    quantize: bool | str = False,
 ) -> Dispatched[Array | QuantizedRows]:
     """Copy every token's row to the ranks that hold its experts. Collective, differentiable.
 
@@ -125,9 +127,11 @@ def ep_dispatch(
             rows without a gradient: 8-bit ones (float8_e4m3fn, float8_e5m2, int8, uint8), and
             `QuantizedRows`, whose scales travel beside them.
         topk_weights: ``[..., K]`` float32. Other types are refused: cast them.
-        quantize: send bfloat16 rows as float8_e4m3fn with one float32 scale per 128 columns, H a
-            multiple of 128. tokens are `QuantizedRows` then, whose `dequantize` gives rows back;
-            their gradient reaches x as it is, in bfloat16 (straight-through).
+        quantize: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
+            "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
+            powers of two; "fp8_block128_e8m0": as float8_e8m0fnu; "mxfp8": likewise, per 32
+            columns. tokens are `QuantizedRows` then, whose `dequantize` gives rows back; their
+            gradient reaches x as it is, in bfloat16 (straight-through).
 
     Returns:
         tokens ``[R, H]``, weights, topk_idx, and the plan for what comes after.
@@ -136,14 +140,14 @@ def ep_dispatch(
         TypeError, ValueError: a bad argument, while tracing.
         jax.errors.JaxRuntimeError: as `ep_prepare`.
     """
-    site = _site(plan)
+    site, way = _site(plan), quantization(quantize)
     x, scales = (x.elements, jnp.asarray(x.scales)) if isinstance(x, QuantizedRows) else (x, None)
     x = jnp.asarray(x)
     _check_payload("x", x, site.group.config, _NARROW)
     _check_batch(site, "x", x, None)
-    if quantize and (x.dtype != jnp.bfloat16 or x.shape[-1] % SCALE_BLOCK):
+    if way is not None and (x.dtype != jnp.bfloat16 or x.shape[-1] % way.block):
         raise ValueError(
-            f"x: expected bfloat16 with a multiple of {SCALE_BLOCK} columns, to be quantised; got "
+            f"x: expected bfloat16 with a multiple of {way.block} columns, to be quantised; got "
             f"{x.dtype} of shape {x.shape}"
         )
     if scales is not None:
@@ -159,7 +163,7 @@ def ep_dispatch(
         _check_weights("topk_weights", topk_weights)
         _check_batch(site, "topk_weights", topk_weights, site.topk)
     arrays = _calls.uniform(plan.data, x, scales, topk_weights, plan.order)
-    tokens, scales, link, weights, topk_idx, order = _dispatch(site, quantize, *arrays)
+    tokens, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
     rows = tokens if scales is None else QuantizedRows(tokens, scales, link)
     return Dispatched(rows, weights, topk_idx, plan.after(order))
 
@@ -239,26 +243,26 @@ _prepare.defvjp(_prepare_fwd, _prepare_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(
     site: _Site,
-    quantize: bool,
+    way: Quantization | None,
     plan: Array,
     x: Array,
     scales: Array | None,
     topk_weights: Array | None,
     order: Array,
 ) -> tuple[Any, ...]:
-    run = on_ranks(_calls.dispatch, site.group, quantize)
+    run = on_ranks(_calls.dispatch, site.group, way)
     return run(plan, x, scales, topk_weights, order)
 
 
-def _dispatch_fwd(site, quantize, *arrays):
-    results = _dispatch(site, quantize, *arrays)
+def _dispatch_fwd(site, way, *arrays):
+    results = _dispatch(site, way, *arrays)
     return results, (arrays[0], _named(results[-1]))
 
 
-def _dispatch_bwd(site, quantize, saved, grads):
+def _dispatch_bwd(site, way, saved, grads):
     plan, order = saved
     grad_tokens, _, grad_link, grad_weights, _, grad_order = grads
-    if quantize:
+    if way is not None:
         grad_tokens = grad_link
     elif grad_tokens.dtype not in _WIDE:
         grad_tokens = None

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ELEMENT", "SCALE_BLOCK", "QuantizedRows"]
+__all__ = ["ELEMENT", "QuantizedRows"]
 
 ELEMENT = jnp.float8_e4m3fn  # of rows that are quantised on the way
-SCALE_BLOCK = 128  # columns of such rows that share a scale
 
 
 @jax.tree_util.register_dataclass
@@ -20,12 +19,12 @@ SCALE_BLOCK = 128  # columns of such rows that share a scale
 class QuantizedRows:
     """Rows of 8-bit elements, each group of columns with a scale. A pytree.
 
-    What `ep_dispatch` gives with ``quantize=True``, and what it takes and gives where rows are
+    What `ep_dispatch` gives with ``quantize``, and what it takes and gives where rows are
     quantised already.
 
     Attributes:
         elements: ``[..., H]`` float8_e4m3fn; given ones also float8_e5m2, int8 or uint8.
-        scales: ``[..., S]`` float32; given ones also float8_e8m0fnu or uint8. Scale s belongs to
+        scales: ``[..., S]`` float32 or float8_e8m0fnu; given ones also uint8. Scale s belongs to
             the columns from ``s * H / S`` on.
         link: ``[R, H]`` zeros through which the gradient of `dequantize` finds its way, as 8-bit
             elements have none that is wide enough; None of given rows, which have no gradient.

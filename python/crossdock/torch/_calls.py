@@ -48,6 +48,7 @@ SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _E8M0 = tuple(dtype for dtype, code in DTYPE_CODES.items() if code == 14 << 8 | 8)
 SCALES = (torch.float32, *_E8M0, torch.uint8)
+E8M0 = _E8M0[0] if _E8M0 else torch.uint8  # of scales that are made on the way
 
 # The handle of a device's current stream without making a Stream object, where torch has it.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -150,6 +151,7 @@ def dispatch(
     recv_scales: torch.Tensor | None = None,
     recv_weights: torch.Tensor | None = None,
     recv_topk_idx: torch.Tensor | None = None,
+    quantise: int = 0,
 ) -> None:
     """``xd_ep_dispatch``."""
     group.dispatch(
@@ -162,6 +164,7 @@ def dispatch(
         spec(recv_scales),
         spec(recv_weights),
         spec(recv_topk_idx),
+        quantise,
         current_stream(plan.device),
     )
 

@@ -21,6 +21,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from crossdock._quantize import QUANTIZATIONS, Quantization
 from crossdock.errors import CrossdockError
 
 from . import _calls
@@ -33,8 +34,8 @@ LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
 
 _FLOAT32 = torch.float32
 _WEIGHTS = (_FLOAT32,)
-_SCALE_BLOCK = 128  # columns of quantised rows that share a scale
 _ROW_ALIGNMENT = 16  # bytes
+_WAYS = {way.code: way for way in QUANTIZATIONS.values()}  # operators carry numbers; 0 = none
 # Inputs keep the strides that the model gave them: the library takes contiguous rows.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -137,13 +138,19 @@ def _check_tokens(group: EpGroup, operation: int, name: str, rows: Tensor, expec
         group.refuse(operation, ValueError, f"{name}: {problem}")
 
 
-def _check_rows(group: EpGroup, x: Tensor, quantize: bool) -> None:
+def _scale_dtype(way: Quantization) -> torch.dtype:
+    return _FLOAT32 if way.scale == "float32" else _calls.E8M0
+
+
+def _check_rows(group: EpGroup, x: Tensor, way: Quantization | None) -> None:
     """Refuses an x whose rows the group cannot take, under the name that it has here."""
     columns, row_bytes = x.shape[1], x.shape[1] * x.element_size()
     most = group.hidden * group.dtype.itemsize
-    if quantize and (x.dtype != torch.bfloat16 or columns == 0 or columns % _SCALE_BLOCK != 0):
+    if way is not None and (
+        x.dtype != torch.bfloat16 or columns == 0 or columns % way.block != 0
+    ):
         problem = (
-            f"expected bfloat16 with a multiple of {_SCALE_BLOCK} columns, to be quantised; got "
+            f"expected bfloat16 with a multiple of {way.block} columns, to be quantised; got "
             f"{x.dtype} of shape {tuple(x.shape)}"
         )
     elif not 0 < row_bytes <= most or row_bytes % _ROW_ALIGNMENT != 0:
@@ -286,7 +293,7 @@ _shapes("routing_layout")(_layout_like)
 
 @_operator(
     "dispatch(Tensor plan, Tensor x, Tensor? topk_weights, Tensor? scales, Tensor order, "
-    "int group, SymInt num_tokens, SymInt topk, bool quantize) "
+    "int group, SymInt num_tokens, SymInt topk, int quantize) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _dispatch(
@@ -298,13 +305,13 @@ def _dispatch(
     group: int,
     num_tokens: int,
     topk: int,
-    quantize: bool,
+    quantize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> tokens, weights, topk_idx, scales, link, order.
 
     `link` stands for quantised tokens in autograd: fp8 tensors cannot have wider gradients.
     """
-    ep = group_of(group)
+    ep, way = group_of(group), _WAYS.get(quantize)
     operation = _calls.DISPATCH
     _check(
         ep,
@@ -315,20 +322,20 @@ def _dispatch(
         scales=(scales, 2, SCALES),
     )
     _check_tokens(ep, operation, "x", x, num_tokens)
-    _check_rows(ep, x, quantize)
+    _check_rows(ep, x, way)
     if scales is not None:
         _check_scales(ep, scales)
     pool, rows = ep.comm.pool, ep.rows
     rank_major = ep.layout == "rank_major"
-    dtype = torch.float8_e4m3fn if quantize else x.dtype
+    dtype = x.dtype if way is None else torch.float8_e4m3fn
     tokens = pool.empty((rows, x.shape[1]), dtype)
     weights = idx = recv_scales = link = None
     if topk_weights is not None:
         weights = pool.empty((rows, topk) if rank_major else (rows,), _FLOAT32)
     if rank_major:
         idx = pool.empty((rows, topk), torch.int32)
-    if quantize:
-        recv_scales = pool.empty((rows, x.shape[1] // _SCALE_BLOCK), _FLOAT32)
+    if way is not None:
+        recv_scales = pool.empty((rows, x.shape[1] // way.block), _scale_dtype(way))
         link = _link(x, rows)
     elif scales is not None:
         recv_scales = pool.empty((rows, scales.shape[1]), scales.dtype)
@@ -343,6 +350,7 @@ def _dispatch(
         recv_scales=recv_scales,
         recv_weights=weights,
         recv_topk_idx=idx,
+        quantise=quantize,
     )
     optional = _given(weights, x), _given(idx, x), _given(recv_scales, x), _given(link, x)
     return (tokens, *optional, order)
@@ -355,7 +363,7 @@ def _link(x: Tensor, rows: int) -> Tensor:
 
 @_shapes("dispatch")
 def _dispatch_shapes(plan, x, topk_weights, scales, order, group, num_tokens, topk, quantize):
-    ep = group_of(group)
+    ep, way = group_of(group), _WAYS.get(quantize)
     rank_major = ep.layout == "rank_major"
     rows, columns = ep.rows, x.shape[1]
     weights, idx, recv_scales, link = (_absent(x) for _ in range(4))
@@ -363,12 +371,12 @@ def _dispatch_shapes(plan, x, topk_weights, scales, order, group, num_tokens, to
         weights = x.new_empty((rows, topk) if rank_major else (rows,), dtype=_FLOAT32)
     if rank_major:
         idx = x.new_empty((rows, topk), dtype=torch.int32)
-    if quantize:
-        recv_scales = x.new_empty((rows, columns // _SCALE_BLOCK), dtype=_FLOAT32)
+    if way is not None:
+        recv_scales = x.new_empty((rows, columns // way.block), dtype=_scale_dtype(way))
         link = _link(x, rows)
     elif scales is not None:
         recv_scales = scales.new_empty((rows, scales.shape[1]))
-    tokens = x.new_empty((rows, columns), dtype=torch.float8_e4m3fn if quantize else x.dtype)
+    tokens = x.new_empty((rows, columns), dtype=x.dtype if way is None else torch.float8_e4m3fn)
     return tokens, weights, idx, recv_scales, link, torch.empty_like(order)
 
 

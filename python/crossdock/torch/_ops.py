@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from crossdock._quantize import Quantization, quantization
+
 from . import _derivatives  # noqa: F401  (registers the operators)
 from ._calls import COMBINE, DISPATCH
 from ._capture import is_capturing
+from ._group import EpGroup
 from ._plan import Plan
 
 __all__ = ["Dispatched", "combine", "dequantize", "dispatch"]
@@ -38,7 +41,7 @@ def dispatch(
     topk_weights: torch.Tensor | None = None,
     *,
     scales: torch.Tensor | None = None,
-    quantize: bool = False,
+    quantize: bool | str = False,
     exact: bool = False,
 ) -> Dispatched:
     """Copy every token's row to the ranks that hold its experts. Collective.
@@ -54,8 +57,10 @@ def dispatch(
         topk_weights: ``[T, K]`` float32, contiguous.
         scales: ``[T, S]`` float32, float8_e8m0fnu or uint8 that travels beside the rows, as for fp8
             tokens; of any strides. Neither gets a gradient then unless x is of a wider type.
-        quantize: send bfloat16 rows as float8_e4m3fn with one float32 scale per 128 columns, H a
-            multiple of 128. `dequantize` gives the rows back; their gradient reaches x as it is, in
+        quantize: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
+            "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
+            powers of two; "fp8_block128_e8m0": as float8_e8m0fnu; "mxfp8": likewise, per 32
+            columns. `dequantize` gives the rows back; their gradient reaches x as it is, in
             bfloat16 (straight-through).
         exact: trim the results to the rows that this batch has, after waiting for the device. Not
             under ``torch.compile`` or in CUDA graphs.
@@ -69,20 +74,21 @@ def dispatch(
     """
     group = plan.group
     group.require_tensors(DISPATCH, x=x, topk_weights=topk_weights, scales=scales)
+    way = _quantization(group, quantize)
     if exact:
         _require_host(plan)
     order = _incoming_order(plan, x, topk_weights)
     routing = (group.handle, plan.num_tokens, plan.topk)
     tokens, weights, topk_idx, recv_scales, link, order = torch.ops.crossdock.dispatch.default(
-        plan.data, x, topk_weights, scales, order, *routing, quantize
+        plan.data, x, topk_weights, scales, order, *routing, 0 if way is None else way.code
     )
     _leave_order(plan, order)
     received = Dispatched(
         tokens,
         None if topk_weights is None else weights,
         topk_idx if group.layout == "rank_major" else None,
-        None if scales is None and not quantize else recv_scales,
-        link if quantize else None,
+        None if scales is None and way is None else recv_scales,
+        None if way is None else link,
     )
     return _trimmed(received, plan) if exact else received
 
@@ -118,7 +124,7 @@ def combine(
 
 
 def dequantize(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """``[R, H]`` rows of quantised tokens: element times the scale of its 128 columns.
+    """``[R, H]`` rows of quantised tokens: element times the scale of its block of columns.
 
     Differentiable: the gradient goes to x of `dispatch` unchanged, but for rounding to bfloat16.
 
@@ -128,8 +134,17 @@ def dequantize(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> tor
     if received.link is None or received.scales is None:
         raise ValueError("received: expected what dispatch(..., quantize=True) returned")
     tokens, scales = received.tokens, received.scales
-    blocks = tokens.to(torch.float32).view(*scales.shape, -1) * scales[:, :, None]
+    factors = scales.to(torch.float32)[:, :, None]
+    blocks = tokens.to(torch.float32).view(*scales.shape, -1) * factors
     return _StraightThrough.apply(blocks.view(tokens.shape).to(dtype), received.link)
+
+
+def _quantization(group: EpGroup, quantize: bool | str) -> Quantization | None:
+    """As `quantization`, with a failure that the peers hear of."""
+    try:
+        return quantization(quantize)
+    except (TypeError, ValueError) as error:
+        return group.refuse(DISPATCH, type(error), str(error))
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -35,6 +35,7 @@ struct Call {
   std::vector<std::string> arguments;  // names of the buffers, in XLA's order
   std::vector<std::string> results;
   std::int32_t alignment = 0;  // of the plan that prepare makes
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
 };
 template <Platform platform>
 ffi::TypeId Call<platform>::id = {};
@@ -98,6 +99,7 @@ std::shared_ptr<Group> group_for(std::int64_t number, std::string_view config) {
 template <Platform platform>
 ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(std::int64_t group,
                                                           std::string_view config,
+                                                          std::int64_t quantise,
                                                           std::string_view arguments,
                                                           std::string_view results,
                                                           std::int64_t alignment) {
@@ -106,6 +108,7 @@ ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(std::int64_t group,
     call->arguments = words(arguments);
     call->results = words(results);
     call->alignment = static_cast<std::int32_t>(alignment);
+    call->quantise = static_cast<xd_ep_quantise>(quantise);
     call->group = group_for(group, config);
     return call;
   } catch (const Problem& problem) {
@@ -161,7 +164,7 @@ ffi::Error on_cuda(xd_stream stream, int ordinal, Call<Platform::cuda>* call,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    Operands operands(member.device, call->alignment);
+    Operands operands(member.device, call->alignment, call->quantise);
     const auto bad = add_all(operands, call->arguments, call->results, args, rets);
     const auto problem = run_or_fail(operation, member.group, operands, bad, stream);
     return problem ? error_of(*problem) : ffi::Error::Success();
@@ -185,7 +188,7 @@ ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs ar
                    ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    auto operands = std::make_shared<Operands>(member.device, call->alignment);
+    auto operands = std::make_shared<Operands>(member.device, call->alignment, call->quantise);
     auto bad = add_all(*operands, call->arguments, call->results, args, rets);
     ffi::Promise promise;
     ffi::Future future(promise);
@@ -215,6 +218,7 @@ auto bind_instantiate() {
   return ffi::Ffi::BindInstantiate()
       .Attr<std::int64_t>("group")
       .Attr<std::string_view>("config")
+      .Attr<std::int64_t>("quantise")
       .Attr<std::string_view>("arguments")
       .Attr<std::string_view>("results")
       .Attr<std::int64_t>("alignment");

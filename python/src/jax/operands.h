@@ -1,4 +1,4 @@
-// The arguments of one call by their names in crossdock/ep.h: buffers, and a number.
+// The arguments of one call by their names in crossdock/ep.h: buffers, and two numbers.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -20,8 +20,9 @@ namespace xdjax {
 // until the operation has been reported as finished.
 class Operands {
  public:
-  // `alignment`: of the plan that prepare makes.
-  Operands(DLDevice device, std::int32_t alignment) : device_(device), alignment_(alignment) {}
+  // `alignment`: of the plan that prepare makes; `quantise`: how dispatch does.
+  Operands(DLDevice device, std::int32_t alignment, xd_ep_quantise quantise)
+      : device_(device), alignment_(alignment), quantise_(quantise) {}
 
   // A problem: a type or a number of dimensions that the library has not.
   std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
@@ -32,6 +33,7 @@ class Operands {
   [[nodiscard]] std::int32_t alignment() const { return alignment_; }
   [[nodiscard]] void* data(std::string_view name) const;
   [[nodiscard]] std::size_t bytes(std::string_view name) const;
+  [[nodiscard]] xd_ep_quantise quantise() const { return quantise_; }
 
  private:
   static constexpr std::size_t max_dims = 4;
@@ -43,6 +45,7 @@ class Operands {
 
   DLDevice device_;
   std::int32_t alignment_;
+  xd_ep_quantise quantise_;
   std::vector<std::unique_ptr<Item>> items_;  // tensors point into their items
 };
 

@@ -28,6 +28,7 @@ xd_status dispatch(xd_ep_group* group, const Operands& operands, xd_stream strea
   args.recv_scales = operands.find("recv_scales");
   args.recv_weights = operands.find("recv_weights");
   args.recv_topk_idx = operands.find("recv_topk_idx");
+  args.quantise = operands.quantise();
   return xd_ep_dispatch(group, &args, stream);
 }
 

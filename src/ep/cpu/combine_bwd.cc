@@ -1,5 +1,5 @@
-// combine_bwd: every rank writes its tokens' output gradients to the rows they came from, and where
-// combine was weighted, the weights' gradients beside them.
+// combine_bwd: every rank writes its tokens' output gradients to the rows they came from, with
+// their scales, and where combine was weighted, the weights' gradients beside them.
 //
 // Where grad_expert_out is staged in EXPERT_MAJOR, gradients cross as they are, once per token, and
 // the owner of the rows does the rest: it has expert_out and weights at hand.
@@ -12,6 +12,7 @@ CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
     : PlanOperation(context, call.plan), call_(call) {
   require_tokens(call_.grad_out, plan_);
   grad_expert_out_ = receive_rows(call_.grad_expert_out);
+  grad_expert_out_scales_ = receive_beside(call_.grad_expert_out_scales, own_map().scales);
   expert_out_ = receive_rows(call_.expert_out);
   weights_ = receive_beside(call_.weights, own_map().weights);
   grad_weights_ = receive_beside(call_.grad_weights, own_map().weights);
@@ -20,7 +21,7 @@ CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
 Record CombineBwdOp::record() const {
   Record record = plan_record(describe(call_));
   record.rows_in = grad_expert_out_.place();
-  record.scales_in = expert_out_.place();
+  record.scales_in = call_.expert_out ? expert_out_.place() : grad_expert_out_scales_.place();
   record.weights_in = weights_.place();
   record.extra_in = grad_weights_.place();
   return record;
@@ -34,9 +35,15 @@ void CombineBwdOp::stage_in() {
 
 void CombineBwdOp::move() {
   resolve_tensors(context_, {.row = call_.grad_out.row_bytes(),
-                             .scales = call_.expert_out.row_bytes(),
+                             .scales = call_.expert_out
+                                           ? call_.expert_out.row_bytes()
+                                           : call_.grad_expert_out_scales.row_bytes(),
                              .weights = call_.weights.row_bytes(),
-                             .extra = call_.grad_weights.row_bytes()});
+                             .extra = call_.grad_weights.row_bytes(),
+                             .scale_alignment =
+                                 call_.expert_out
+                                     ? kRowAlignment
+                                     : dtype_bytes(call_.grad_expert_out_scales.type)});
   store_ =
       store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) * call_.grad_out.row_bytes());
   const std::uint64_t bytes = call_.grad_out.row_bytes();
@@ -48,6 +55,7 @@ void CombineBwdOp::move() {
       send_scaled(grad, rows);
     } else {
       store_row(rows, grad, bytes, store_, [&](int r) { return row_target(r); });
+      send_scales(call_.grad_out_scales, t, rows);
     }
   }
   rows::flush();
@@ -105,9 +113,11 @@ Setback CombineBwdOp::finish() {
     finish_rows();
   } else {
     grad_expert_out_.fan_out(plan_, config());
+    grad_expert_out_scales_.fan_out(plan_, config());
     grad_weights_.copy_out(plan_, config());
   }
   grad_expert_out_.zero_gaps(plan_, config());
+  grad_expert_out_scales_.zero_gaps(plan_, config());
   grad_weights_.zero_gaps(plan_, config());
   return {};
 }

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "ep/cpu/operations.h"
-#include "ep/cpu/strided.h"
 
 namespace xd::ep::cpu {
 
@@ -46,7 +45,7 @@ void DispatchOp::move() {
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
     rows.gather(context_, plan_, t);
     if (rows.count == 0) continue;
-    if (call_.quantise) {
+    if (call_.quantise != XD_EP_QUANTISE_NONE) {
       send_quantised(t, rows);
     } else {
       send_row(t, rows);
@@ -65,15 +64,7 @@ void DispatchOp::send_row(std::int64_t token, const TokenRows& rows) const {
   const std::uint64_t bytes = call_.tokens.row_bytes();
   store_row(rows, call_.tokens.data + t * bytes, bytes, store_,
             [&](int r) { return row_target(r); });
-  if (!call_.scales) return;
-  const std::uint64_t scale_bytes = call_.scales.row_bytes();
-  const std::byte* scales = call_.scales.data + t * scale_bytes;
-  if (!call_.scales.packed()) {
-    gather_row(call_.scales, token, context_.scratch.scales.data());
-    scales = context_.scratch.scales.data();
-  }
-  store_row(rows, scales, scale_bytes, rows::Store::cached,
-            [&](int r) { return scale_target(r); });
+  send_scales(call_.scales, token, rows);
 }
 
 void DispatchOp::send_quantised(std::int64_t token, const TokenRows& rows) const {
@@ -81,8 +72,8 @@ void DispatchOp::send_quantised(std::int64_t token, const TokenRows& rows) const
   const auto columns = static_cast<std::uint64_t>(call_.tokens.cols);
   const std::byte* row =
       call_.tokens.data + static_cast<std::uint64_t>(token) * call_.tokens.row_bytes();
-  rows::quantise_e4m3(scratch.quantised.data(), scratch.quantised_scales.data(), row, columns,
-                      rows::Store::cached);
+  rows::quantise_e4m3(quantise_format(call_.quantise), scratch.quantised.data(),
+                      scratch.quantised_scales.data(), row, columns);
   store_row(rows, scratch.quantised.data(), columns, store_, [&](int r) { return row_target(r); });
   store_row(rows, scratch.quantised_scales.data(), call_.recv_scales.row_bytes(),
             rows::Store::cached, [&](int r) { return scale_target(r); });

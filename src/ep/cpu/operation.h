@@ -4,6 +4,7 @@
 #include <concepts>
 
 #include "base/math.h"
+#include "ep/cpu/strided.h"
 #include "ep/cpu/transfer.h"
 #include "ep/records.h"
 
@@ -60,6 +61,20 @@ class PlanOperation {
   RankTensors& tensors(int rank) const { return context_.scratch.ranks[at(rank)]; }
   RowTarget row_target(int rank) const {
     return {tensors(rank).rows, tensors(rank).one_row_per_token};
+  }
+  RowTarget scale_target(int rank) const {
+    return {tensors(rank).scales, tensors(rank).one_scale_per_token};
+  }
+  // A token's row of scales, if there are some, to all its places.
+  void send_scales(const Tensor& scales, std::int64_t token, const TokenRows& rows) const {
+    if (!scales) return;
+    const std::byte* row = scales.data + at(token) * scales.row_bytes();
+    if (!scales.packed()) {
+      gather_row(scales, token, context_.scratch.scales.data());
+      row = context_.scratch.scales.data();
+    }
+    store_row(rows, row, scales.row_bytes(), rows::Store::cached,
+              [&](int r) { return scale_target(r); });
   }
   const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.rank()); }
   ReceiveTensor receive_rows(const Tensor& tensor) const {

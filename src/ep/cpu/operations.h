@@ -58,9 +58,6 @@ class DispatchOp : public PlanOperation {
   void send_weights(std::int64_t token, const TokenRows& rows) const;
   void send_choices(std::int64_t token, const TokenRows& rows) const;
   void end_choices() const;
-  RowTarget scale_target(int rank) const {
-    return {tensors(rank).scales, tensors(rank).one_scale_per_token};
-  }
 
   DispatchCall call_;
   ReceiveTensor recv_tokens_, recv_scales_, recv_weights_, recv_topk_idx_;
@@ -127,7 +124,7 @@ class CombineBwdOp : public PlanOperation {
   void finish_rows() const;
 
   CombineBwdCall call_;
-  ReceiveTensor grad_expert_out_, expert_out_, weights_, grad_weights_;
+  ReceiveTensor grad_expert_out_, grad_expert_out_scales_, expert_out_, weights_, grad_weights_;
   rows::Store store_ = rows::Store::cached;
 };
 

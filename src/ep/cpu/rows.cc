@@ -12,7 +12,6 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "ep/config.h"
 #include "ep/cpu/rows_codec-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -192,8 +191,8 @@ float dot_f32(const void* a, const void* b, std::size_t n) { return dot_as<F32>(
 
 // ---- quantise ---------------------------------------------------------------------------------
 
-constexpr std::size_t kQuantiseBlock = ep::kQuantiseBlock;
-constexpr std::size_t kBlockWords = kQuantiseBlock / Bf16::kPerWord;
+// The smallest block has 16 words.
+using BlockPiece = hn::CappedTag<std::uint32_t, 16>;
 
 // |x| as bf16 bits in the upper half of each lane; 0 where x is not finite.
 template <class D>
@@ -202,14 +201,14 @@ HWY_INLINE Words<D> finite_magnitude(D d, Words<D> upper) {
   return hn::IfThenElseZero(less(d, magnitude, hn::Set(d, 0x7f800000u)), magnitude);
 }
 
-HWY_INLINE float largest_finite(const std::uint32_t* block) {
-  const Wide d;
-  const hn::RebindToSigned<Wide> di;  // magnitudes are below 2^31, where both orders agree
+HWY_INLINE float largest_finite(const std::uint32_t* block, std::size_t words) {
+  const BlockPiece d;
+  const hn::RebindToSigned<BlockPiece> di;  // magnitudes are below 2^31, where both orders agree
   auto largest = hn::Zero(di);
-  for (std::size_t w = 0; w < kBlockWords; w += hn::Lanes(d)) {
-    const auto words = hn::LoadU(d, block + w);
-    const auto even = finite_magnitude(d, hn::ShiftLeft<16>(words));
-    const auto odd = finite_magnitude(d, words);
+  for (std::size_t w = 0; w < words; w += hn::Lanes(d)) {
+    const auto both = hn::LoadU(d, block + w);
+    const auto even = finite_magnitude(d, hn::ShiftLeft<16>(both));
+    const auto odd = finite_magnitude(d, both);
     largest = hn::Max(largest, hn::Max(hn::BitCast(di, even), hn::BitCast(di, odd)));
   }
   return std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(di, largest)));
@@ -227,36 +226,70 @@ HWY_INLINE Words<D> e4m3_bits(D d, Floats<D> v, float inverse) {
   return hn::Or(hn::IfThenElse(is_nan(d, v), hn::Set(d, 0x7fu), rounded), sign);
 }
 
-void quantise_block(std::uint8_t* out, float* scale, const std::uint32_t* block) {
-  const float amax = largest_finite(block);
-  const float wanted = amax / 448.0f;
-  *scale = amax == 0.0f ? 1.0f : (wanted < 0x1p-126f ? 0x1p-126f : wanted);
-  const float inverse = 1.0f / *scale;
-  const Wide d;
-  const hn::Rebind<std::uint16_t, Wide> d16;
-  for (std::size_t w = 0; w < kBlockWords; w += hn::Lanes(d)) {
-    auto even = hn::Zero(FloatTag<Wide>()), odd = even;
+void quantise_block(std::uint8_t* out, float inverse, const std::uint32_t* block,
+                    std::size_t words) {
+  const BlockPiece d;
+  const hn::Rebind<std::uint16_t, BlockPiece> d16;
+  for (std::size_t w = 0; w < words; w += hn::Lanes(d)) {
+    auto even = hn::Zero(FloatTag<BlockPiece>()), odd = even;
     Bf16::unpack(d, hn::LoadU(d, block + w), even, odd);
     const auto pair =
         hn::Or(e4m3_bits(d, even, inverse), hn::ShiftLeft<8>(e4m3_bits(d, odd, inverse)));
-    const hn::RebindToSigned<Wide> di;
+    const hn::RebindToSigned<BlockPiece> di;
     hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, pair)), d16,
                reinterpret_cast<std::uint16_t*>(out) + w);
   }
 }
 
-void quantise(void* out, float* scales, const void* row, std::size_t n, Store store) {
-  const auto* const words = static_cast<const std::uint32_t*>(row);
-  auto* const bytes = static_cast<std::uint8_t*>(out);
-  for (std::size_t b = 0; b < n / kQuantiseBlock; ++b) {
-    alignas(64) std::uint8_t block[kQuantiseBlock];
-    quantise_block(block, scales + b, words + b * kBlockWords);
-    std::uint8_t* const to = bytes + b * kQuantiseBlock;
-    if (store == Store::streaming) {
-      stream_copy(to, block, kQuantiseBlock);
+// Its scale and the reciprocal of that.
+struct BlockScale {
+  float scale, inverse;
+};
+
+BlockScale quotient_scale(float amax) {
+  const float wanted = amax / 448.0f;
+  const float scale = amax == 0.0f ? 1.0f : (wanted < 0x1p-126f ? 0x1p-126f : wanted);
+  return {scale, 1.0f / scale};
+}
+
+// The biased exponent of the smallest power of two that amax / 448 does not exceed, at least
+// `bound`. 448 = 1.75 * 2^8: what makes the mantissa of amax exceed 1.75 carries into its exponent.
+int power_of(float amax, int bound) {
+  const auto up = static_cast<int>((std::bit_cast<std::uint32_t>(amax) + 0x1fffffu) >> 23);
+  return up - 8 > bound ? up - 8 : bound;
+}
+
+float with_exponent(int biased) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(biased) << 23);
+}
+
+BlockScale power_scale(float amax) {
+  const int exponent = amax == 0.0f ? 127 : power_of(amax, 1);
+  return {with_exponent(exponent), with_exponent(254 - exponent)};
+}
+
+void quantise(const ep::QuantiseFormat& format, void* out, void* scales, const void* row,
+              std::size_t n) {
+  const std::size_t words = format.block / Bf16::kPerWord;
+  auto* to = static_cast<std::uint8_t*>(out);
+  auto* scale = static_cast<std::uint8_t*>(scales);
+  const auto* block = static_cast<const std::uint32_t*>(row);
+  for (std::size_t done = 0; done < n; done += format.block) {
+    const float amax = largest_finite(block, words);
+    float inverse = 0.0f;
+    if (format.scale_bytes == 1) {
+      const int byte = power_of(amax, 0);
+      *scale = static_cast<std::uint8_t>(byte);
+      inverse = with_exponent(254 - byte);
     } else {
-      std::memcpy(to, block, kQuantiseBlock);
+      const BlockScale s = format.powers ? power_scale(amax) : quotient_scale(amax);
+      std::memcpy(scale, &s.scale, sizeof(float));
+      inverse = s.inverse;
     }
+    quantise_block(to, inverse, block, words);
+    to += format.block;
+    scale += format.scale_bytes;
+    block += words;
   }
 }
 
@@ -359,8 +392,9 @@ float dot(Type type, const void* a, const void* b, std::size_t n) {
   return 0.0f;
 }
 
-void quantise_e4m3(void* out, float* scales, const void* bf16_row, std::size_t n, Store store) {
-  HWY_DYNAMIC_DISPATCH(quantise)(out, scales, bf16_row, n, store);
+void quantise_e4m3(const ep::QuantiseFormat& format, void* out, void* scales, const void* bf16_row,
+                   std::size_t n) {
+  HWY_DYNAMIC_DISPATCH(quantise)(format, out, scales, bf16_row, n);
 }
 
 }  // namespace xd::rows

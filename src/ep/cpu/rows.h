@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <span>
 
+#include "ep/quantise.h"
+
 namespace xd::rows {
 
 enum class Type { bf16, f16, f32 };
@@ -59,11 +61,10 @@ void scale(Type type, void* out, const void* row, float weight, std::size_t n, S
 // rounded before it is added. They are then added pairwise, j and j + 8, j + 4, j + 2, j + 1.
 float dot(Type type, const void* a, const void* b, std::size_t n);
 
-// Quantises n bf16 elements, a multiple of 128, to float8_e4m3fn bytes with n / 128 scales.
-// Per block: amax = the largest finite |x|; scale = amax / 448 in float32, at least 2^-126, and 1
-// if amax is 0; element = x * (1 / scale) in float32, limited to [-448, 448], rounded to nearest,
-// ties to even. Infinities become +-448; NaN becomes 0x7f with its sign. Scales need no alignment
-// beyond a float's. x * (1 / scale) of a denormal x depends on DAZ, nothing else does.
-void quantise_e4m3(void* out, float* scales, const void* bf16_row, std::size_t n, Store store);
+// Quantises n bf16 elements, a multiple of format.block, to float8_e4m3fn bytes and a scale per
+// block, as xd_ep_quantise in crossdock/ep.h says. `scales` need no alignment. x * (1 / scale) of a
+// denormal x depends on DAZ, nothing else does.
+void quantise_e4m3(const ep::QuantiseFormat& format, void* out, void* scales, const void* bf16_row,
+                   std::size_t n);
 
 }  // namespace xd::rows

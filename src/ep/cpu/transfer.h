@@ -36,9 +36,9 @@ struct Scratch {
   std::vector<std::uint32_t*> lists;     // [W] this rank's list there
   std::vector<std::uint32_t> kept;       // [E] choices that survive drops
   std::vector<std::int64_t> kept_pairs;  // [L]
-  std::vector<std::byte> quantised;      // one quantised row
-  std::vector<float> quantised_scales;   // and its scales
-  std::vector<std::byte> scales;         // one row of scales, packed
+  std::vector<std::byte> quantised;         // one quantised row
+  std::vector<std::byte> quantised_scales;  // and its scales
+  std::vector<std::byte> scales;            // one row of scales, packed
   Placement placement;
 
   // visit(vector, size) for every vector, the placement's too.
@@ -56,7 +56,7 @@ struct Scratch {
     visit(kept, experts);
     visit(kept_pairs, static_cast<std::size_t>(config.local_experts));
     visit(quantised, config.max_row_bytes / 2);  // half of a bf16 row
-    visit(quantised_scales, config.max_row_bytes / 2 / kQuantiseBlock);
+    visit(quantised_scales, quantised_scale_bytes(config.max_row_bytes));
     visit(scales, config.max_scale_bytes);
     placement.for_each_vector(config, visit);
   }

@@ -193,8 +193,9 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
     come_late(p, call.recv_weights, weights, LateCopy::zero);
     come_late(p, call.recv_topk_idx, indices, LateCopy::ones);
   }
-  p.send = MoverPlan::make(call.tokens.row_bytes(), call.quantise, call.scales.row_bytes());
-  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), false,
+  p.send = MoverPlan::make(call.tokens.row_bytes(), quantise_format(call.quantise),
+                           call.scales.row_bytes());
+  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), {},
                               in_bulk(scales.rows) ? scales.rows.row_bytes : 0);
   p.own_rows_direct = true;
   p.tokens = call.tokens.data;
@@ -221,6 +222,7 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   const GroupMap map = reader.map();
   reader.tokens_of_plan(call.grad_out);
   const Reached grads = reader.receive_rows(call.grad_expert_out);
+  Reached scales = reader.receive_beside(call.grad_expert_out_scales, map.scales);
   // This rank's own affair, but no memory is reachable in one executor and not in another.
   reader.receive_rows(call.expert_out);
   reader.receive_beside(call.weights, map.weights);
@@ -229,12 +231,21 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   DispatchStart start;
   start.tokens = call.grad_out;
   DispatchParams& p = start.params;
-  p.send = MoverPlan::make(call.grad_out.row_bytes(), false);
-  p.fan_out = p.send;
+  const Config& config = reader.config();
+  p.receives = config.expert_major() || grads.staged();
+  if (!p.receives || !call.grad_expert_out_scales.packed()) {
+    come_late(p, call.grad_expert_out_scales, scales,
+              config.zero_tail ? LateCopy::zero : LateCopy::left);
+  }
+  p.send = MoverPlan::make(call.grad_out.row_bytes(), {}, call.grad_out_scales.row_bytes());
+  p.fan_out = MoverPlan::make(call.grad_out.row_bytes(), {},
+                              in_bulk(scales.rows) ? scales.rows.row_bytes : 0);
   p.own_rows_direct = !call.weights;
-  p.receives = reader.config().expert_major() || grads.staged();
   p.tokens = call.grad_out.data;
+  p.scales = strided(call.grad_out_scales);
+  p.scale_alignment = static_cast<unsigned>(dtype_bytes(call.grad_expert_out_scales.type));
   p.recv_tokens = grads.rows;
+  p.recv_scales = scales.rows;
   p.expert_out = call.grad_weights ? given<std::byte>(call.expert_out) : nullptr;
   p.weights = given<float>(call.weights);
   p.grad_weights = given<float>(call.grad_weights);
@@ -242,6 +253,7 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
 
   Record& record = reader.turning().record;
   record.rows_in = grads.place;
+  record.scales_in = scales.place;
   start.turning = reader.turning();
   return start;
 }

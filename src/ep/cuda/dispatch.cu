@@ -48,10 +48,11 @@ __device__ FirstToken first_token(const DispatchParams& p, const Turn& turn) {
                                   : RowCodec::kNone};
 }
 
+template <class Quantiser>
 class Sender {
  public:
   __device__ Sender(const DispatchParams& params, Turn& turn, TurnShared& shared,
-                    const PlanParts& plan, Mover& mover, const FirstToken& first)
+                    const PlanParts& plan, Mover<Quantiser>& mover, const FirstToken& first)
       : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover), first_(first) {}
 
   // With a blank verdict, flags without rows.
@@ -92,7 +93,7 @@ class Sender {
                                           : RowCodec::kNone;
     const Choice c = decode(turn_, shared_, code);
     if (!__any_sync(kAllLanes, c.valid)) return;
-    Mover::Target to{nullptr, nullptr};
+    MoverTarget to{nullptr, nullptr};
     if (c.leader || (c.valid && goes_everywhere(c.rank))) {
       const PeerTensors& peer = turn_.peer(c.rank);
       to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
@@ -114,7 +115,7 @@ class Sender {
   }
 
   // Scales that no stage can hold.
-  __device__ void send_scales(const std::byte* from, const Mover::Target& to) const {
+  __device__ void send_scales(const std::byte* from, const MoverTarget& to) const {
     unsigned wanting = __ballot_sync(kAllLanes, to.row != nullptr);
     while (wanting != 0) {
       const int lane = __ffs(static_cast<int>(wanting)) - 1;
@@ -176,17 +177,18 @@ class Sender {
   Turn& turn_;
   TurnShared& shared_;
   const PlanParts& plan_;
-  Mover& mover_;
+  Mover<Quantiser>& mover_;
   const FirstToken first_;
 };
 
 // ---- Receiving ---------------------------------------------------------------------------------
 
 // `Scaled`: the type of rows that are multiplied by their weights on arrival, or NotScaled.
-template <class Scaled>
+template <class Scaled, class Quantiser>
 class Receiver {
  public:
-  __device__ Receiver(const DispatchParams& params, Turn& turn, const PlanParts& plan, Mover& mover)
+  __device__ Receiver(const DispatchParams& params, Turn& turn, const PlanParts& plan,
+                      Mover<Quantiser>& mover)
       : p_(params), turn_(turn), plan_(plan), mover_(mover) {}
 
   // False = fatal.
@@ -242,7 +244,7 @@ class Receiver {
     const bool staged = tensor.staged != nullptr || (carried && beside.staged != nullptr);
     const bool mine = lane_id() < rows.count && (lane_id() > 0 || staged);
     if (!__any_sync(kAllLanes, mine)) return;
-    Mover::Target to{nullptr, nullptr};
+    MoverTarget to{nullptr, nullptr};
     if (mine) {
       to = {tensor.data + rows.row * tensor.row_bytes, beside.data + rows.row * beside.row_bytes};
     }
@@ -282,7 +284,7 @@ class Receiver {
   const DispatchParams& p_;
   Turn& turn_;
   const PlanParts& plan_;
-  Mover& mover_;
+  Mover<Quantiser>& mover_;
 };
 
 __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanParts& plan) {
@@ -332,7 +334,7 @@ __device__ void copy_late(const DispatchParams& p, Turn& turn) {
   for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
 }
 
-template <class Scaled>
+template <class Scaled, class Quantiser>
 __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ TurnShared shared;
@@ -361,16 +363,16 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     std::byte* warp_stages =
         stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
     if (static_cast<int>(blockIdx.x) < p.send_blocks) {
-      Mover mover(warp_stages, p.send, besides(p.scales));
-      Sender(p, turn, shared, plan, mover, first).send_all();
+      Mover<Quantiser> mover(warp_stages, p.send, besides(p.scales));
+      Sender<Quantiser>(p, turn, shared, plan, mover, first).send_all();
     }
     if (moves) fill_gaps(p, turn, plan);
     if (closes_late(p)) {
       turn.finish();
       bool failed = false;
       if (moves && p.receives) {
-        Mover mover(warp_stages, p.fan_out);
-        failed = turn.any_failed(!Receiver<Scaled>(p, turn, plan, mover).receive_all());
+        Mover<Quantiser> mover(warp_stages, p.fan_out);
+        failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
       }
       if (!failed && p.num_late > 0) copy_late(p, turn);
       return turn.close();
@@ -387,18 +389,23 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
 void launch(const DispatchParams& params, DType scaled_type, const LaunchPlan& plan,
             cudaStream_t stream) {
   const bool scaled = params.weights != nullptr;
-  launch_cooperative(!scaled                      ? dispatch_kernel<NotScaled>
-                     : scaled_type == DType::bf16 ? dispatch_kernel<Bf16>
-                     : scaled_type == DType::f16  ? dispatch_kernel<F16>
-                                                  : dispatch_kernel<F32>,
+  const QuantiseFormat& format = params.send.format;
+  launch_cooperative(format && format.powers      ? dispatch_kernel<NotScaled, ByPowers>
+                     : format                     ? dispatch_kernel<NotScaled, ByQuotients>
+                     : !scaled                    ? dispatch_kernel<NotScaled, NotQuantised>
+                     : scaled_type == DType::bf16 ? dispatch_kernel<Bf16, NotQuantised>
+                     : scaled_type == DType::f16  ? dispatch_kernel<F16, NotQuantised>
+                                                  : dispatch_kernel<F32, NotQuantised>,
                      params, plan, stream);
 }
 
 void load_dispatch(std::size_t shared_bytes) {
-  load_kernel(dispatch_kernel<NotScaled>, shared_bytes);
-  load_kernel(dispatch_kernel<Bf16>, shared_bytes);
-  load_kernel(dispatch_kernel<F16>, shared_bytes);
-  load_kernel(dispatch_kernel<F32>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, NotQuantised>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, ByQuotients>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, ByPowers>, shared_bytes);
+  load_kernel(dispatch_kernel<Bf16, NotQuantised>, shared_bytes);
+  load_kernel(dispatch_kernel<F16, NotQuantised>, shared_bytes);
+  load_kernel(dispatch_kernel<F32, NotQuantised>, shared_bytes);
 }
 
 }  // namespace xd::ep::cuda

@@ -48,6 +48,18 @@ __device__ inline void copy_elements(std::byte* to, std::int64_t to_stride, cons
   }
 }
 
+// A row and what goes beside it: where they are (equal in all lanes), or where the lane wants them.
+struct MoverSource {
+  const std::byte* row;
+  const std::byte* beside;  // nullptr = nothing, also where the plan has no room for it
+};
+struct MoverTarget {
+  std::byte* row;  // nullptr = this lane wants nothing
+  std::byte* beside;
+};
+
+// `Quantiser`: how rows are quantised where the plan says that they are; ep/cuda/quantise.cuh.
+template <class Quantiser>
 class Mover {
  public:
   // `shared`: warp_bytes of this warp, 128-byte aligned. All lanes.
@@ -73,20 +85,9 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
-  // A row and what goes beside it: where they are (equal in all lanes), or where the lane wants
-  // them.
-  struct Source {
-    const std::byte* row;
-    const std::byte* beside;  // nullptr = nothing, also where the plan has no room for it
-  };
-  struct Target {
-    std::byte* row;  // nullptr = this lane wants nothing
-    std::byte* beside;
-  };
-
   // Moves a row to every lane that wants it; quantising, its scales go beside. It must stay as it
   // is until landed().
-  __device__ void move(const Source& from, const Target& to) {
+  __device__ void move(const MoverSource& from, const MoverTarget& to) {
     for (std::uint32_t i = 0; i < plan_.pieces; ++i) {
       const bool with_beside = i == 0 && plan_.beside_bytes != 0 && from.beside != nullptr;
       load(from, i, with_beside);
@@ -106,11 +107,12 @@ class Mover {
 
  private:
   struct Previous {
-    Target to;
+    MoverTarget to;
     std::uint32_t piece;
     bool any, with_beside;
   };
 
+  __device__ bool quantises() const { return Quantiser::kQuantises && plan_.out_bytes != 0; }
   __device__ static unsigned lane() { return threadIdx.x % 32; }
   __device__ std::uint32_t piece_bytes(std::uint32_t i) const {
     const std::uint32_t rest = plan_.row_bytes - i * plan_.piece_bytes;
@@ -124,9 +126,9 @@ class Mover {
     return stage + plan_.piece_bytes + plan_.out_bytes;
   }
 
-  __device__ void load(const Source& from, std::uint32_t piece, bool with_beside) {
+  __device__ void load(const MoverSource& from, std::uint32_t piece, bool with_beside) {
     // The last stores that were issued are this stage's: the other one's piece is still loading.
-    if (plan_.out_bytes == 0) ptx::bulk_wait_sources_read<0>();
+    if (!quantises()) ptx::bulk_wait_sources_read<0>();
     __syncwarp();
     if (lane() == 0) {
       std::uint64_t* barrier = barriers_ + loaded_ % kStages;
@@ -153,9 +155,9 @@ class Mover {
     while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
     }
     std::byte* from = stage(n);
-    const Target& to = previous_.to;
-    if (plan_.out_bytes != 0) {
-      store_quantised(from);
+    const MoverTarget& to = previous_.to;
+    if (quantises()) {
+      if constexpr (Quantiser::kQuantises) store_quantised(from);
     } else {
       if (to.row != nullptr) {
         ptx::bulk_store(to.row + previous_.piece * plan_.piece_bytes, from,
@@ -166,7 +168,7 @@ class Mover {
     ptx::bulk_commit();
   }
 
-  __device__ void store_beside(const std::byte* from, const Target& to) {
+  __device__ void store_beside(const std::byte* from, const MoverTarget& to) {
     __syncwarp();  // all lanes have loaded their elements
     const auto place = reinterpret_cast<std::uint64_t>(to.beside);
     const bool by_bulk = (place | plan_.beside_bytes) % 16 == 0;
@@ -186,26 +188,43 @@ class Mover {
   __device__ void store_quantised(std::byte* in) {
     std::byte* out = in + plan_.piece_bytes;
     const std::uint32_t columns = piece_bytes(previous_.piece) / 2;
-    auto* scales = reinterpret_cast<float*>(out + plan_.scales_at());
+    std::byte* scales = out + plan_.scales_at();
     // A group for each piece: the last one's stores read the other stage.
     static_assert(kStages == 2);
     ptx::bulk_wait_sources_read<1>();
     __syncwarp();
-    quantise_piece(out, scales, in, columns);
+    Quantiser::quantise(out, scales, in, columns, plan_.format);
     ptx::fence_proxy_async();  // bulk stores read what the lanes have written
     __syncwarp();
-    const Target& to = previous_.to;
+    const MoverTarget& to = previous_.to;
     if (to.row != nullptr) {
       ptx::bulk_store(to.row + previous_.piece * (plan_.piece_bytes / 2), out, columns);
     }
-    const std::uint32_t first = previous_.piece * (plan_.piece_bytes / 256);
+    store_scales(scales, columns);
+  }
+
+  // Of the last piece, to every lane that wants its row.
+  __device__ void store_scales(const std::byte* scales, std::uint32_t columns) {
+    const MoverTarget& to = previous_.to;
+    const std::uint32_t bytes = Quantiser::scale_bytes(columns, plan_.format);
+    const std::uint32_t first =
+        previous_.piece * Quantiser::scale_bytes(plan_.piece_bytes / 2, plan_.format);
     unsigned wanting = __ballot_sync(0xFFFFFFFFu, to.row != nullptr);
     while (wanting != 0) {
       const int other = __ffs(static_cast<int>(wanting)) - 1;
       wanting &= wanting - 1;
-      auto* there = reinterpret_cast<float*>(
-          __shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(to.beside), other));
-      for (std::uint32_t i = lane(); i < columns / 128; i += 32) there[first + i] = scales[i];
+      auto* there = reinterpret_cast<std::byte*>(__shfl_sync(
+                        0xFFFFFFFFu, reinterpret_cast<unsigned long long>(to.beside), other)) +
+                    first;
+      if (Quantiser::kFloatScales ||
+          (reinterpret_cast<unsigned long long>(there) | bytes) % 4 == 0) {
+        for (std::uint32_t i = lane(); i < bytes / 4; i += 32) {
+          reinterpret_cast<std::uint32_t*>(there)[i] =
+              reinterpret_cast<const std::uint32_t*>(scales)[i];
+        }
+      } else {
+        for (std::uint32_t i = lane(); i < bytes; i += 32) there[i] = scales[i];
+      }
     }
   }
 

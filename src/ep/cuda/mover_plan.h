@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "ep/quantise.h"
+
 namespace xd::ep::cuda {
 
 inline constexpr int kStages = 2;
@@ -14,17 +16,19 @@ struct MoverPlan {
   std::uint32_t piece_bytes;  // of a stage; a row's last piece may be shorter
   std::uint32_t pieces;
   std::uint32_t out_bytes;     // quantising: what a piece becomes, scales included; else 0
+  QuantiseFormat format;       // of what quantising makes
   std::uint32_t beside_bytes;  // of a second row that goes with the first piece; 0 = none
   std::uint32_t warp_bytes;    // of shared memory per warp, barriers included
 
-  // Pieces hold whole blocks of 128 columns where rows are quantised. Those are small, so that many
+  // Pieces hold whole blocks of columns where rows are quantised. Those are small, so that many
   // warps share the arithmetic.
   static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 4096, kAlign = 256;
 
   // `beside_bytes`: of a row of scales, if a stage can hold it (else its sender moves it).
-  static constexpr MoverPlan make(std::uint64_t row_bytes, bool quantise,
+  static constexpr MoverPlan make(std::uint64_t row_bytes, const QuantiseFormat& format = {},
                                   std::uint64_t beside_bytes = 0) {
     MoverPlan plan{};
+    const bool quantise = static_cast<bool>(format);
     const std::uint32_t most = quantise ? kMostQuantisedBytes : kMostPieceBytes;
     plan.row_bytes = static_cast<std::uint32_t>(row_bytes);
     const bool carried = beside_bytes <= kMostPieceBytes && !quantise;
@@ -34,7 +38,8 @@ struct MoverPlan {
     const std::uint64_t even = (row_bytes + plan.pieces - 1) / plan.pieces;
     plan.piece_bytes = static_cast<std::uint32_t>((even + kAlign - 1) / kAlign * kAlign);
     if (quantise) {
-      const std::uint32_t scales = plan.piece_bytes / 256 * 4;
+      plan.format = format;
+      const auto scales = static_cast<std::uint32_t>(format.scale_row_bytes(plan.piece_bytes / 2));
       plan.out_bytes = plan.piece_bytes / 2 + (scales + 15) / 16 * 16;
     }
     const std::uint32_t stage =

@@ -1,11 +1,12 @@
-// bfloat16 rows to float8 e4m3 rows with a float32 scale per 128 columns, as xd_ep_dispatch
-// describes it, with the bits of the CPU executor.
+// bfloat16 rows to float8 e4m3 rows with scales, as xd_ep_quantise describes it, with the bits of
+// the CPU executor.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "cuda/ptx.cuh"
+#include "ep/quantise.h"
 
 namespace xd::ep::cuda {
 
@@ -55,12 +56,12 @@ __device__ inline float scale_of(float most) {
   return most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
 }
 
-// All lanes of a warp; `columns` a multiple of 128. In shared memory. Sixteen lanes share a block,
-// so a warp has two at a time; some pairs of blocks are on their way at once. A multiprocessor is
-// busy with these instructions, so numbers that are not finite are only cared for where there are
-// some.
-__device__ inline void quantise_piece(std::byte* out, float* scales, const std::byte* in,
-                                      std::uint32_t columns) {
+// FP8_BLOCK128. All lanes of a warp; `columns` a multiple of 128. In shared memory. Sixteen lanes
+// share a block, so a warp has two at a time; some pairs of blocks are on their way at once. A
+// multiprocessor is busy with these instructions, so numbers that are not finite are only cared for
+// where there are some.
+__device__ inline void quantise_by_quotients(std::byte* out, float* scales, const std::byte* in,
+                                             std::uint32_t columns) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
   constexpr std::uint32_t kLanesPerBlock = 16, kColumnsPerLane = 8;
   constexpr int kAtOnce = 4;
@@ -108,5 +109,97 @@ __device__ inline void quantise_piece(std::byte* out, float* scales, const std::
     }
   }
 }
+
+// The biased exponent of the smallest power of two that most / 448 does not exceed, at least
+// `bound`; `most` is the magnitude of a finite bfloat16. 448 = 1.75 * 2^8: what makes a mantissa
+// exceed 1.75 carries into its exponent.
+__device__ inline int power_of(std::uint32_t most, int bound) {
+  return max(static_cast<int>((most + 0x1Fu) >> 7) - 8, bound);
+}
+
+// log2 of a block's columns.
+__device__ inline int block_bits(const QuantiseFormat& format) {
+  return __ffs(static_cast<int>(format.block)) - 1;
+}
+
+// Scales that are powers of two, as float32 or e8m0. Like quantise_by_quotients(), but for blocks
+// of eight columns for each of 2, 4, 8 or 16 lanes, and every lane works out its block's scale.
+__device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, const std::byte* in,
+                                          std::uint32_t columns, const QuantiseFormat& format) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  constexpr std::uint32_t kColumnsPerLane = 8, kColumnsPerWarp = 256;
+  constexpr int kAtOnce = 4;
+  const std::uint32_t own_column = threadIdx.x % 32 * kColumnsPerLane;
+  const bool bytes = format.scale_bytes == 1;
+  for (std::uint32_t first = own_column; first - own_column < columns;
+       first += kAtOnce * kColumnsPerWarp) {
+    uint4 x[kAtOnce];
+    std::uint32_t most[kAtOnce], far = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const std::uint32_t column = first + i * kColumnsPerWarp;
+      const std::byte* at = in + column * 2;
+      x[i] = column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+      most[i] = most_of(x[i], magnitudes);
+      far |= not_finite(most[i]);
+    }
+    const bool finite = !__any_sync(kAll, far != 0);
+    if (!finite) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
+    }
+    for (std::uint32_t step = format.block / kColumnsPerLane / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        most[i] = __vmaxu2(most[i], __shfl_xor_sync(kAll, most[i], step));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const std::uint32_t column = first + i * kColumnsPerWarp;
+      if (column >= columns) continue;
+      const std::uint32_t largest = max(most[i] & 0xFFFFu, most[i] >> 16);
+      const int exponent = bytes          ? power_of(largest, 0)
+                           : largest == 0 ? 127
+                                          : power_of(largest, 1);
+      const float inverse = __uint_as_float(static_cast<std::uint32_t>(254 - exponent) << 23);
+      *reinterpret_cast<uint2*>(out + column) =
+          finite ? e4m3_of(x[i], inverse, e4m3_of_finite) : e4m3_of(x[i], inverse, e4m3_of_any);
+      if ((column & (format.block - 1)) != 0) continue;
+      const std::uint32_t block = column >> block_bits(format);
+      if (bytes) {
+        scales[block] = static_cast<std::byte>(exponent);
+      } else {
+        reinterpret_cast<std::uint32_t*>(scales)[block] = static_cast<std::uint32_t>(exponent)
+                                                          << 23;
+      }
+    }
+  }
+}
+
+// What a kernel does to rows on the way. One that never quantises has no code for it.
+struct NotQuantised {
+  static constexpr bool kQuantises = false;
+};
+struct ByQuotients {
+  static constexpr bool kQuantises = true, kFloatScales = true;
+  __device__ static std::uint32_t scale_bytes(std::uint32_t columns, const QuantiseFormat&) {
+    return columns / 128 * 4;
+  }
+  __device__ static void quantise(std::byte* out, std::byte* scales, const std::byte* in,
+                                  std::uint32_t columns, const QuantiseFormat&) {
+    quantise_by_quotients(out, reinterpret_cast<float*>(scales), in, columns);
+  }
+};
+struct ByPowers {
+  static constexpr bool kQuantises = true, kFloatScales = false;  // not always
+  __device__ static std::uint32_t scale_bytes(std::uint32_t columns, const QuantiseFormat& format) {
+    return (columns >> block_bits(format)) * format.scale_bytes;
+  }
+  __device__ static void quantise(std::byte* out, std::byte* scales, const std::byte* in,
+                                  std::uint32_t columns, const QuantiseFormat& format) {
+    quantise_by_powers(out, scales, in, columns, format);
+  }
+};
 
 }  // namespace xd::ep::cuda

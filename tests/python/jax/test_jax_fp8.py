@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import crossdock.jax as xd
 from jax_support import RANKS, World, equal, everywhere, routing, run, whole
-from reference import Routing
+from reference import QUANTIZATIONS, Routing
+from reference import quantised as rule
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 256, 7
 LAYOUTS = ("expert_major", "rank_major")
-
-
-def rule(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The library's in NumPy: e4m3 elements, one scale per 128 columns."""
-    blocks = x.astype(np.float32).reshape(len(x), -1, 128)
-    largest = np.abs(blocks).max(2, keepdims=True)
-    scales = np.where(largest == 0, np.float32(1), np.maximum(largest / np.float32(448), 2.0**-126))
-    elements = np.clip(blocks * (np.float32(1) / scales), -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    return elements.reshape(x.shape), scales[:, :, 0].astype(np.float32)
 
 
 def tailed(world: World, config: xd.EpConfig, rows: np.ndarray) -> np.ndarray:
@@ -35,32 +26,34 @@ def config_of(layout: str) -> xd.EpConfig:
     return xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, layout=layout)
 
 
-def quantised(world: World, layout: str) -> None:
+def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:
     config = config_of(layout)
     ids = routing(131, TOKENS, EXPERTS, TOPK, "skewed")
     expected = Routing(ids, EXPERTS, layout)
     rng = np.random.default_rng(132)
     x = [rng.normal(size=(TOKENS, HIDDEN)).astype(jnp.bfloat16) for _ in range(RANKS)]
-    elements, scales = (list(values) for values in zip(*(rule(part) for part in x)))
+    elements, scales = (list(values) for values in zip(*(rule(part, name) for part in x)))
+    block = QUANTIZATIONS[name][0]
     # Small whole numbers: sums of a few are exact in bfloat16.
     rows = world.ep.group(config).rows
     grads = [rng.integers(-3, 4, (rows, HIDDEN)).astype(np.float32) for _ in range(RANKS)]
 
     def wide(ids, x, grad):
-        received = xd.ep_dispatch(xd.ep_prepare(config, ids), x, quantize=True).tokens
+        received = xd.ep_dispatch(xd.ep_prepare(config, ids), x, quantize=name).tokens
         return (received.dequantize(np.float32) * grad).sum(), received
 
     def both(ids, x, grad):
         slope, received = jax.grad(wide, 1, has_aux=True)(ids, x, grad)
-        return slope, received.elements.astype(np.float32), received.scales, received.dequantize()
+        parts = (part.astype(np.float32) for part in (received.elements, received.scales))
+        return slope, *parts, received.dequantize()
 
     slope, got, beside, product = world.on_ranks(both)(*map(world.put, (ids, x, grads)))
     sent = [expected.dispatch(r, elements).astype(np.float32) for r in range(RANKS)]
-    factors = [expected.dispatch(r, scales) for r in range(RANKS)]
+    factors = [expected.dispatch(r, scales).astype(np.float32) for r in range(RANKS)]
     equal(world.parts(got), lambda r: tailed(world, config, sent[r]))
     scales_of = {r: part[: len(sent[r])] for r, part in world.parts(beside).items()}
     equal(scales_of, lambda r: factors[r])
-    rounded = [(s * f.repeat(128, 1)).astype(jnp.bfloat16) for s, f in zip(sent, factors)]
+    rounded = [(s * f.repeat(block, 1)).astype(jnp.bfloat16) for s, f in zip(sent, factors)]
     equal({r: part.astype(np.float32) for r, part in world.parts(product).items()},
           lambda r: tailed(world, config, rounded[r]))
     back = [grad[: len(s)].astype(jnp.bfloat16) for grad, s in zip(grads, sent)]
@@ -71,6 +64,11 @@ def quantised(world: World, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_quantised_rows_and_their_gradient(where, layout):
     run(where, quantised, layout)
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZATIONS if name != "fp8_block128"])
+def test_other_ways_to_quantise(name):
+    run("devices", quantised, "expert_major", name)
 
 
 def given(world: World, layout: str) -> None:
@@ -126,13 +124,18 @@ def test_rows_of_8_bit_integers(where):
 @pytest.mark.parametrize(("change", "error", "text"), [
     (lambda x, s: dict(x=x[:, :96].astype(jnp.bfloat16), quantize=True), ValueError,
      "bfloat16 with a multiple of 128 columns"),
+    (lambda x, s: dict(x=x[:, :48].astype(jnp.bfloat16), quantize="mxfp8"), ValueError,
+     "bfloat16 with a multiple of 32 columns"),
+    (lambda x, s: dict(x=x, quantize="fp4"), ValueError, "quantize: expected .*mxfp8, got 'fp4'"),
+    (lambda x, s: dict(x=x, quantize=3), TypeError, "quantize: expected a bool or a str, got int"),
     (lambda x, s: dict(x=x, quantize=True), ValueError, "to be quantised; got float16"),
     (lambda x, s: dict(x=xd.QuantizedRows(x, s)), TypeError, "x.elements: expected 8-bit"),
     (lambda x, s: dict(x=xd.QuantizedRows(x.astype(np.int8), s.astype(np.float16))), TypeError,
      "x.scales: expected float32, float8_e8m0fnu or uint8, got float16"),
     (lambda x, s: dict(x=xd.QuantizedRows(x.astype(np.int8), s[:RANKS])), ValueError,
      "x.scales: expected a rank's part with shape"),
-], ids=["columns", "type", "elements", "scale type", "scale rows"])
+], ids=["columns", "columns of mxfp8", "way", "way's type", "type", "elements", "scale type",
+        "scale rows"])
 def test_arguments_that_do_not_fit(change, error, text):
     world = World()
     try:

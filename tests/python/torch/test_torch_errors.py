@@ -64,6 +64,12 @@ MISTAKES = {
     "rows to be quantised have 32 columns": (
         lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantize=True), ValueError,
         r"dispatch: x: expected bfloat16 with .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)"),
+    "no such way to quantise": (
+        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantize="fp4"), ValueError,
+        r"dispatch: quantize: expected a bool or one of fp8_block128, .*mxfp8, got 'fp4'"),
+    "rows to be quantised to mxfp8 have 24 columns": (
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 24).bfloat16(), quantize="mxfp8"),
+        ValueError, r"dispatch: x: expected bfloat16 with .* 32 columns.*; got .*\(9, 24\)"),
     "rows are longer than the group's": (
         lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 36), w), ValueError,
         r"dispatch: x: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import Rank, run_ranks
+from reference import QUANTIZATIONS, quantised
 from torch_support import Batch, assert_equal, ragged, where
 
 import crossdock.torch as xd
@@ -15,16 +16,11 @@ HIDDEN = 256
 LAYOUTS = ("expert_major", "rank_major")
 
 
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule of the library in torch: e4m3 elements, one scale per 128 columns.
-
-    On the CPU, where torch divides by a number instead of multiplying by its inverse.
-    """
-    blocks = x.float().unflatten(1, (-1, 128))
-    largest = blocks.abs().amax(2, keepdim=True)
-    scales = torch.where(largest == 0, 1.0, (largest / 448).clamp_min(2.0**-126))
-    elements = (blocks * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return elements.flatten(1), scales[:, :, 0]
+def rule(x: torch.Tensor, name: str = "fp8_block128") -> tuple[torch.Tensor, torch.Tensor]:
+    """What the library makes of bfloat16 rows."""
+    elements, scales = quantised(x.float().numpy(), name)
+    narrow = torch.from_numpy(elements.view(np.uint8)).view(torch.float8_e4m3fn)
+    return narrow, torch.from_numpy(scales.astype(np.float32))
 
 
 def _placed(batch: Batch, rank: int, values: list[torch.Tensor]) -> np.ndarray:
@@ -32,28 +28,30 @@ def _placed(batch: Batch, rank: int, values: list[torch.Tensor]) -> np.ndarray:
     return batch.routing.dispatch(rank, [value.float().numpy() for value in values])
 
 
-def _quantise(me: Rank, layout: str) -> None:
+def _quantise(me: Rank, layout: str, name: str) -> None:
     batch = Batch(SEED, ragged(me, HIDDEN), layout)
     inputs = []
     for rank in range(me.num_ranks):
         random = torch.Generator().manual_seed(SEED + rank)
         x = torch.randn(batch.tokens[rank], HIDDEN, generator=random, device="cpu")
         inputs.append(x.to(torch.bfloat16))
-    pairs = [quantised(x) for x in inputs]
+    pairs = [rule(x, name) for x in inputs]
+    block = QUANTIZATIONS[name][0]
     tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
     with xd.init():
         group = batch.group(torch.bfloat16)
         topk_idx, _, weights, _ = batch.local(me.rank)
         x = inputs[me.rank].to(where()).requires_grad_()
         plan = group.prepare(topk_idx)
-        received = xd.dispatch(plan, x, weights, quantize=True)
+        received = xd.dispatch(plan, x, weights, quantize=name)
         rows = len(tokens)
         assert received.tokens.dtype == torch.float8_e4m3fn
         assert not received.tokens.requires_grad
         assert_equal("tokens", received.tokens[:rows], tokens)
-        assert_equal("scales", received.scales[:rows], scales)
+        assert received.scales.dtype == getattr(torch, QUANTIZATIONS[name][2])
+        assert_equal("scales", received.scales[:rows].float(), scales)
         wide = xd.dequantize(received, torch.float32)
-        assert_equal("rows", wide[:rows], tokens * np.repeat(scales, 128, 1))
+        assert_equal("rows", wide[:rows], tokens * np.repeat(scales, block, 1))
         assert int(torch.count_nonzero(wide[rows:])) == 0
 
         # The gradient of a row is a small integer: its source and its place in the row.
@@ -70,14 +68,18 @@ def _quantise(me: Rank, layout: str) -> None:
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_quantised_rows_and_their_gradient(layout):
-    run_ranks(4, _quantise, layout)
+@pytest.mark.parametrize(("layout", "name"), [
+    ("expert_major", "fp8_block128"), ("rank_major", "fp8_block128"),
+    ("expert_major", "fp8_block128_pow2"), ("rank_major", "fp8_block128_e8m0"),
+    ("expert_major", "mxfp8"),
+])
+def test_quantised_rows_and_their_gradient(layout, name):
+    run_ranks(4, _quantise, layout, name)
 
 
 def _given(me: Rank, layout: str) -> None:
     batch = Batch(SEED + 1, ragged(me, HIDDEN), layout)
-    pairs = [quantised(torch.from_numpy(x)) for x in batch.x]
+    pairs = [rule(torch.from_numpy(x).bfloat16()) for x in batch.x]
     tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
     with xd.init():
         group = batch.group(torch.bfloat16)

@@ -55,9 +55,9 @@ def test_dispatch(prepared, wanted):
         weights = weights.detach()  # torch's check sums gradients of floats and integers alike
     arguments = (plan.data, x, weights, scales, plan.order, group.handle, 6, 3)
     if wanted == "quantised":
-        torch.library.opcheck(OPS.dispatch.default, (*arguments, True), test_utils=WITHOUT_VALUES)
+        torch.library.opcheck(OPS.dispatch.default, (*arguments, 1), test_utils=WITHOUT_VALUES)
     else:
-        torch.library.opcheck(OPS.dispatch.default, (*arguments, False))
+        torch.library.opcheck(OPS.dispatch.default, (*arguments, 0))
 
 
 def test_combine(prepared):

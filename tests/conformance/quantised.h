@@ -1,0 +1,36 @@
+// What dispatch must make of rows that it quantises, block by block and element by element, from
+// the words of xd_ep_quantise in crossdock/ep.h.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace xd::test {
+
+// Columns of the table in ep.h.
+struct QuantisedWay {
+  xd_ep_quantise way;
+  std::int64_t block;
+  DLDataType scale_type;  // float32, or float8_e8m0fnu (uint8 is taken as well)
+  bool powers_of_two;
+  int least_exponent;  // bound of the scale's
+};
+
+inline constexpr xd_ep_quantise kWaysToQuantise[] = {
+    XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
+    XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8};
+
+QuantisedWay quantised_way(xd_ep_quantise way);
+
+struct QuantisedBlock {
+  std::vector<std::uint8_t> elements;  // e4m3 codes
+  std::uint32_t scale;                 // code of the scale's type
+};
+
+// Of one block of bf16 codes.
+QuantisedBlock quantised_block(const QuantisedWay& way, std::span<const std::uint16_t> codes);
+
+}  // namespace xd::test
