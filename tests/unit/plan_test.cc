@@ -190,11 +190,12 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   EXPECT_GE(map.done, map.record + 6 * sizeof(EntryRecord));
   EXPECT_GE(map.counts, map.done + 6 * sizeof(DoneFlag));
   EXPECT_GE(map.kept, map.counts + std::uint64_t{6} * (6 + 3 + 2) * sizeof(std::uint64_t));
-  EXPECT_GE(map.rows, map.kept + 6 * sizeof(std::uint32_t));
-  EXPECT_GE(map.scales, map.rows + 480);
+  EXPECT_GE(map.scales, map.kept + 6 * sizeof(std::uint32_t));
   EXPECT_GE(map.weights, map.scales + 50);
   EXPECT_GE(map.indices, map.weights + 40 * sizeof(float));
-  EXPECT_GE(map.end, map.indices + 40 * sizeof(std::int64_t));
+  EXPECT_GE(map.staging, map.indices + 40 * sizeof(std::int64_t));
+  EXPECT_GE(map.rows, map.staging);
+  EXPECT_GE(map.end, map.rows + 480);
   config.staging = false;
   EXPECT_EQ(GroupMap::make(config).end, map.staging);
 }
