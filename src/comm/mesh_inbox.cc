@@ -137,6 +137,7 @@ void MeshInbox::check_locked(std::uint64_t round) const {
   if (cancelled_) fail(XD_ERROR_ABORTED, "the wait of rank ", rank_, " for its peers was ended");
   for (const Peer& peer : peers_)
     if (peer.failed && !has_letter(peer, round)) throw_failure();
+  if (aborted_by_) throw_failure();  // which was the reason
   if (aborted_by_) fail(XD_ERROR_ABORTED, "rank ", *aborted_by_, " has aborted");
   std::vector<int> lost;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)

@@ -11,26 +11,28 @@
 namespace xd::test {
 namespace {
 
-// Written before `armed` is set, and not while it is.
-MemoryFault::Spec spec;
+// Atomic one by one: threads that outlive a trial may look while the next one is set up.
+std::atomic<Of> of{Of::process};
+std::atomic<const char*> thread_name{""};
+std::atomic<bool> lasting{false};
 std::atomic<bool> armed{false};
 std::atomic<long> left{0};  // allocations until the one that fails
 std::atomic<bool> has_struck{false};
 thread_local bool arms = false;
 
 bool counts() {
-  if (spec.of == Of::process) return true;
-  if (spec.of == Of::this_thread) return arms;
+  if (of == Of::process) return true;
+  if (of == Of::this_thread) return arms;
   char name[16] = "";
   ::prctl(PR_GET_NAME, name);
-  return std::strcmp(name, spec.thread) == 0;
+  return std::strcmp(name, thread_name) == 0;
 }
 
 bool fails() {
   if (!armed.load(std::memory_order_acquire) || !counts()) return false;
   const long before = left.fetch_sub(1);
   if (before == 1) has_struck = true;
-  return before == 1 || (before < 1 && spec.lasting);
+  return before == 1 || (before < 1 && lasting);
 }
 
 void* allocate(std::size_t bytes) {
@@ -51,7 +53,9 @@ void* or_throw(void* ptr) {
 }  // namespace
 
 MemoryFault::MemoryFault(const Spec& what, long nth) {
-  spec = what;
+  of = what.of;
+  thread_name = what.thread;
+  lasting = what.lasting;
   left = nth;
   has_struck = false;
   arms = true;
