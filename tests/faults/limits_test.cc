@@ -155,8 +155,6 @@ TEST(Limits, OfDescriptorsInGrowAndGroupCreateAreNamedAndNotFatal) {
   });
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they take address space
-
 rlim_t address_space() {
   std::ifstream file("/proc/self/statm");
   rlim_t pages = 0;
@@ -190,8 +188,6 @@ TEST(Limits, ThatKeepAThreadFromStartingAreNamedOnAllRanks) {
     board.meet();
   });
 }
-
-#endif
 
 }  // namespace
 }  // namespace xd::test
