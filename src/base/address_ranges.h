@@ -1,11 +1,10 @@
-// A set of addresses that something is known of, as ranges. Not thread-safe.
+// A set of addresses that something is known of, as ranges. It never allocates. Not thread-safe.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
-#include <map>
 
 namespace xd {
 
@@ -22,27 +21,42 @@ class AddressRanges {
   // All of a range is known. An empty one is.
   bool contains(AddressRange range) const {
     if (range.first >= range.end) return true;
-    const auto next = end_of_.upper_bound(range.first);
-    return next != end_of_.begin() && std::prev(next)->second >= range.end;
+    const AddressRange* const next = behind(range.first);
+    return next != ranges_.data() && next[-1].end >= range.end;
   }
 
   // Ranges that overlap or touch become one.
   void add(AddressRange range) {
     if (range.first >= range.end) return;
-    if (end_of_.size() >= kMost) end_of_.clear();
-    auto next = end_of_.upper_bound(range.first);
-    if (next != end_of_.begin() && std::prev(next)->second >= range.first) --next;
-    while (next != end_of_.end() && next->first <= range.end) {
-      range = {std::min(range.first, next->first), std::max(range.end, next->second)};
-      next = end_of_.erase(next);
+    if (count_ == kMost) count_ = 0;
+    AddressRange* const end = ranges_.data() + count_;
+    AddressRange* first = ranges_.data() + (behind(range.first) - ranges_.data());
+    if (first != ranges_.data() && first[-1].end >= range.first) --first;
+    AddressRange* last = first;  // of those that become one with it: [first, last)
+    for (; last != end && last->first <= range.end; ++last) {
+      range = {std::min(range.first, last->first), std::max(range.end, last->end)};
     }
-    end_of_.emplace(range.first, range.end);
+    if (last == first) {
+      std::copy_backward(first, end, end + 1);
+    } else {
+      std::copy(last, end, first + 1);
+    }
+    *first = range;
+    count_ = count_ + 1 - static_cast<std::size_t>(last - first);
   }
 
-  std::size_t count() const { return end_of_.size(); }
+  std::size_t count() const { return count_; }
 
  private:
-  std::map<std::uintptr_t, std::uintptr_t> end_of_;  // by first address; apart from each other
+  // The first range that begins behind an address.
+  const AddressRange* behind(std::uintptr_t address) const {
+    return std::upper_bound(
+        ranges_.data(), ranges_.data() + count_, address,
+        [](std::uintptr_t value, const AddressRange& range) { return value < range.first; });
+  }
+
+  std::array<AddressRange, kMost> ranges_;  // in order, apart from each other
+  std::size_t count_ = 0;
 };
 
 }  // namespace xd

@@ -101,6 +101,7 @@ void Comm::raise_and_throw(const FatalError& error, Spread spread) {
 void Comm::tell_peers(const FatalError& error) {
   if (told_peers_) return;
   told_peers_ = true;
+  if (error.met_by_all != 0) return;  // they meet it themselves, and have a better text for it
   for (int i = 1; i < num_ranks_; ++i) {
     controls_[at((rank_ + i) % num_ranks_)].post(rank_, error);
   }

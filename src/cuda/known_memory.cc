@@ -16,8 +16,8 @@ enum class Kind { here, pinned, elsewhere };
 
 struct Found {
   Kind kind;
-  std::string what;     // elsewhere
-  AddressRange around;  // the allocation
+  AddressRange around;    // the allocation
+  int other_device = -1;  // elsewhere: whose it is; -1 = nobody's
 };
 
 AddressRange allocation_around(std::uintptr_t address) {
@@ -31,19 +31,25 @@ Found find(std::uintptr_t address, int device) {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, as_pointer(address)) != cudaSuccess) {
     cudaGetLastError();
-    return {Kind::elsewhere, "memory that CUDA does not know", {}};
+    return {Kind::elsewhere, {}};
   }
   switch (attributes.type) {
     case cudaMemoryTypeManaged:
-      return {Kind::here, "", allocation_around(address)};
+      return {Kind::here, allocation_around(address)};
     case cudaMemoryTypeHost:
-      return {Kind::pinned, "pinned host memory", allocation_around(address)};
+      return {Kind::pinned, allocation_around(address)};
     case cudaMemoryTypeDevice:
-      if (attributes.device == device) return {Kind::here, "", allocation_around(address)};
-      return {Kind::elsewhere, concat("memory of CUDA device ", attributes.device), {}};
+      if (attributes.device == device) return {Kind::here, allocation_around(address)};
+      return {Kind::elsewhere, {}, attributes.device};
     default:
-      return {Kind::elsewhere, "memory that CUDA does not know", {}};
+      return {Kind::elsewhere, {}};
   }
+}
+
+std::string describe(const Found& found) {
+  if (found.kind == Kind::pinned) return "pinned host memory";
+  if (found.other_device >= 0) return concat("memory of CUDA device ", found.other_device);
+  return "memory that CUDA does not know";
 }
 
 }  // namespace
@@ -77,7 +83,7 @@ void KnownMemory::look_up(const Claim& claim, AddressRange range) {
   for (const Found& found : ends) {
     const bool good = found.kind == Kind::here || (claim.pinned && found.kind == Kind::pinned);
     XD_REQUIRE(good, claim.name, &found == ends ? ": is at " : ": ends at ",
-               &found == ends ? claim.data : as_pointer(range.end - 1), ", ", found.what,
+               &found == ends ? claim.data : as_pointer(range.end - 1), ", ", describe(found),
                ", expected memory of ", describe_device(device_),
                claim.pinned ? " or pinned host memory" : "");
   }

@@ -119,7 +119,7 @@ def fatal(me: Rank) -> None:
         assert error.fatal and (error.operation, error.group) == ("prepare", 0)
         for call in (comm.barrier, lambda: group.prepare(IDS)):
             again = raises(crossdock.InvalidArgument, call)
-            assert again.fatal and "expert ids" in again.text
+            assert again.fatal and "expert ids" in again.text, again.text
         assert type(comm.error()) is crossdock.InvalidArgument
     comm.close()
 
