@@ -118,8 +118,7 @@ void dot_in_cache(benchmark::State& state) {
 
 void quantise_in_cache(benchmark::State& state) {
   const Rows rows(2 * kRow);
-  constexpr xd::ep::QuantiseFormat kFormat =
-      xd::ep::quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
+  constexpr xd::ep::QuantiseFormat kFormat = xd::ep::quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
   float scales[kRow / 2 / kFormat.block];
   for (auto _ : state) {
     xd::rows::quantise_e4m3(kFormat, rows.in_order(1), scales, rows.in_order(0), kRow / 2);

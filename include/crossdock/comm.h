@@ -79,7 +79,7 @@ typedef struct xd_comm_config {
                          0 = XD_TIMEOUT_MS, else 600000 */
   const char* name;   /* shown in logs; tells apart communicators that meet through
                          the same environment at the same time. Equal on all ranks. NULL = "" */
-  void* nccl_comm; /* NCCL only: this rank's ncclComm_t, which stays the caller's. The ranks meet
+  void* nccl_comm;    /* NCCL only: this rank's ncclComm_t, which stays the caller's. The ranks meet
                       by one small all-gather on it, on a stream of the library's; no other thread
                       uses it meanwhile, and it is not needed afterwards */
 } xd_comm_config;

@@ -143,9 +143,9 @@ typedef struct xd_ep_config {
   xd_ep_duplicate_ids duplicate_ids;
   xd_ep_on_error on_error;
   xd_ep_staging staging;
-  int32_t zero_tail;   /* 1 = rows past the last one are zeroed in every receive tensor that is
+  int32_t zero_tail; /* 1 = rows past the last one are zeroed in every receive tensor that is
                         written */
-  int32_t num_sms;     /* CUDA: multiprocessors to use; 0 = chosen by the library, for each call, and
+  int32_t num_sms;   /* CUDA: multiprocessors to use; 0 = chosen by the library, for each call, and
                         so few that two groups fit beside one another. The CPU executor ignores
                         it */
   int32_t device_type; /* for xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also
@@ -255,7 +255,7 @@ typedef struct xd_ep_prepare_args {
                                mentions in a row, unless the group collapses them */
   void* plan;               /* out, plan_bytes >= xd_ep_plan_size */
   size_t plan_bytes;
-  int32_t alignment;        /* of this plan's zones: a power of two up to the group's, equal on all
+  int32_t alignment; /* of this plan's zones: a power of two up to the group's, equal on all
                                ranks; 0 = the group's */
   /* Optional outputs, int32 or int64 each; on CUDA in this rank's device memory or in pinned memory
    * of the host (kDLCUDAHost), which may read them when the stream has passed the call: */

@@ -244,9 +244,8 @@ void bind_comm(nb::module_& module) {
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
-          nb::arg("nccl_comm") = 0,
-          nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0, nb::arg("heap_bytes") = 0,
-          nb::arg("timeout_ms") = 0, nb::arg("name") = "")
+          nb::arg("nccl_comm") = 0, nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0,
+          nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "")
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)

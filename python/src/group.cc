@@ -183,9 +183,8 @@ void row_experts(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::h
   args.plan = pointer(plan);
   args.plan_bytes = plan_bytes;
   args.row_experts = rows_tensor.get();
-  self.call_local([&](xd_ep_group* group) {
-    return xd_ep_plan_row_experts(group, &args, stream_of(stream));
-  });
+  self.call_local(
+      [&](xd_ep_group* group) { return xd_ep_plan_row_experts(group, &args, stream_of(stream)); });
 }
 
 }  // namespace

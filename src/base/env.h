@@ -6,7 +6,7 @@
 namespace xd {
 
 struct Env {
-#define XD_ENV_TEXT(field, variable, default_value, meaning) std::string field;
+#define XD_ENV_TEXT(field, variable, default_value, meaning)          std::string field;
 #define XD_ENV_NUMBER(field, variable, default_value, least, meaning) int field;
 #include "base/env.def"
 #undef XD_ENV_TEXT

@@ -45,10 +45,9 @@ const char* status_name(std::int32_t status) {
 }
 
 void fail_errno(const std::string& call, int error_number) {
-  throw Error(
-      XD_ERROR_SYSTEM,
-      error_text(call, ": ", std::strerror(error_number), " (errno ", error_number, ")"), -1,
-      error_number);
+  throw Error(XD_ERROR_SYSTEM,
+              error_text(call, ": ", std::strerror(error_number), " (errno ", error_number, ")"),
+              -1, error_number);
 }
 
 void set_last_error(const char* function, const char* text, const char* where) noexcept {

@@ -59,12 +59,9 @@ RankEnvironment read_rank_environment(const xd_comm_config& config) {
   const std::string port_text = std::to_string(port);
   // Who has another job secret means the same meeting, and hears that it is not let in. The number
   // of ranks is in neither: ranks that disagree about it shall meet, and be told.
-  const std::array<std::string_view, 6> parts{"crossdock environment",
-                                              env().job_secret,
-                                              run,
-                                              result.master_address,
-                                              port_text,
-                                              config.name != nullptr ? config.name : ""};
+  const std::array<std::string_view, 6> parts{
+      "crossdock environment", env().job_secret, run,
+      result.master_address,   port_text,        config.name != nullptr ? config.name : ""};
   std::array<std::string_view, 6> name = parts;
   name[1] = "";
   result.key = Key(derive_secret(parts), tag_of(derive_secret(name)));

@@ -23,9 +23,8 @@ void Handshake::send(const T& frame) {
 }
 
 Handshake::Handshake(Side side, const Key& key, std::uint64_t sender, std::uint32_t version)
-    : side_(side),
-      secret_(key.secret),
-      own_{kMagic, version, side, sender, key.name, make_random<Nonce>()} {
+    : side_(side), secret_(key.secret), own_{kMagic, version,  side,
+                                             sender, key.name, make_random<Nonce>()} {
   if (side_ == Side::client) send(own_);
 }
 
@@ -68,8 +67,8 @@ void Handshake::on_hello() {
     return refuse(Refusal::not_crossdock, "is not at the other end of a meeting");
   if (peer_.meeting != own_.meeting) {
     if (side_ == Side::server) send(Hello{kMagic, own_.version, side_, 0, kNoMeeting, {}});
-    return refuse(Refusal::other_meeting, side_ == Side::server ? "means another meeting"
-                                                                : "serves another meeting");
+    return refuse(Refusal::other_meeting,
+                  side_ == Side::server ? "means another meeting" : "serves another meeting");
   }
   step_ = Step::proof;
   if (side_ == Side::server) return send(own_);

@@ -67,9 +67,7 @@ class Meeting {
   void collect();
   void answer_all();
   void give_up() noexcept;
-  bool complete() const {
-    return verdict_ || (num_ranks_ > 0 && num_seated() == num_ranks_);
-  }
+  bool complete() const { return verdict_ || (num_ranks_ > 0 && num_seated() == num_ranks_); }
   int num_seated() const;
   Deadline end_of_waiting() const;
   bool wait_and_serve(const Deadline& until);

@@ -47,8 +47,7 @@ std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,
     throw MeetingGone(XD_ERROR_MISMATCH,
                       concat("the meeting point closed its connection to rank ", request.rank,
                              ": the process that serves it has ended"));
-  if (!reader.complete() ||
-      !decode_answer_into(answer, reader.payload(), request.num_ranks))
+  if (!reader.complete() || !decode_answer_into(answer, reader.payload(), request.num_ranks))
     fail(XD_ERROR_MISMATCH, "the meeting point gave rank ", request.rank, " an invalid answer ",
          reader.refusal_text());
   if (answer.status != XD_SUCCESS) throw Error(answer.status, std::move(answer.text));

@@ -247,7 +247,7 @@ class Comm final : private MeshEvents {
 
   SymmetricHeap heap_;
   std::mutex collective_mutex_;
-  bool peers_know_ = false;  // that the collective call which is under way has failed
+  bool peers_know_ = false;         // that the collective call which is under way has failed
   Mesh* mesh_for_watch_ = nullptr;  // for the watch thread, which outlives mesh_'s value
   std::unique_ptr<Mesh> mesh_;      // last: its watch thread uses all of the above
 };

@@ -35,7 +35,7 @@ struct FatalError {
   // PEER_LOST: the ranks of the process that ended, ascending, as many as there is room for.
   std::int32_t num_lost = 0;
   std::array<std::int32_t, 16> lost{};
-  std::int32_t met_by_all = 0;  // 1 = by every rank itself: an error of a group that is fatal
+  std::int32_t met_by_all = 0;    // 1 = by every rank itself: an error of a group that is fatal
   std::int32_t error_number = 0;  // errno of the system call that failed, if one did
   std::int32_t deaf = 0;          // 1 = the rank's watch thread met it: it hears no peer any more
 };

@@ -118,10 +118,9 @@ class UnixMesh final : public Mesh {
       inbox_.close(error.status, text);
       tell_deafness();
       std::array<char, kMaxFailureText + 128> line;
-      const int size =
-          std::snprintf(line.data(), line.size(),
-                        "warning: rank %d notices nothing of its peers any more: %s", parts_.rank,
-                        text);
+      const int size = std::snprintf(line.data(), line.size(),
+                                     "warning: rank %d notices nothing of its peers any more: %s",
+                                     parts_.rank, text);
       log_line({line.data(), at(size)});
     }
   }

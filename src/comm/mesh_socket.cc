@@ -60,9 +60,9 @@ int take_descriptors(msghdr& message, UniqueFd& first) {
   return count;
 }
 
-// recvmsg() that never blocks. A peer that closes its end with messages unread there makes the kernel
-// report ECONNRESET, once, and before what that peer had sent, its goodbye perhaps: only a second
-// one in a row ends the connection.
+// recvmsg() that never blocks. A peer that closes its end with messages unread there makes the
+// kernel report ECONNRESET, once, and before what that peer had sent, its goodbye perhaps: only a
+// second one in a row ends the connection.
 ssize_t receive_now(int fd, msghdr& message, int flags) {
   bool reset = false;
   while (true) {

@@ -53,8 +53,8 @@ struct Packet {
 // Whether a packet is there to be received.
 bool has_packet(int fd);
 
-// Receives one packet. Malformed: larger than the buffer, or more than one descriptor. Throws SYSTEM
-// if the system refuses to receive.
+// Receives one packet. Malformed: larger than the buffer, or more than one descriptor. Throws
+// SYSTEM if the system refuses to receive.
 Packet receive_packet(int fd, std::span<std::byte> buffer);
 
 }  // namespace xd

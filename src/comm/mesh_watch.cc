@@ -83,10 +83,9 @@ bool MeshWatch::handle(int rank, Packet packet) {
   if (!message) return false;
   switch (message->header.type) {
     case MeshMessageType::exchange:
-      return from_.inbox.deliver(
-          rank, message->header.round,
-          {Bytes(message->blob.begin(), message->blob.end()), std::move(packet.fd),
-           packet.fd_discarded});
+      return from_.inbox.deliver(rank, message->header.round,
+                                 {Bytes(message->blob.begin(), message->blob.end()),
+                                  std::move(packet.fd), packet.fd_discarded});
     case MeshMessageType::goodbye:
       if (is_here(rank)) from_.events.on_left(rank);
       states_[at(rank)] = State::left;

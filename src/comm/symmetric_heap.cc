@@ -79,7 +79,8 @@ std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) con
   auto next = std::ranges::upper_bound(ranges_, address, {}, &Range::begin);
   while (next != ranges_.begin() && (--next)->furthest > address) {
     if (address >= next->end || bytes > static_cast<std::size_t>(next->end - address)) continue;
-    return Place{.segment = next->number, .offset = static_cast<std::size_t>(address - next->begin)};
+    return Place{.segment = next->number,
+                 .offset = static_cast<std::size_t>(address - next->begin)};
   }
   return std::nullopt;
 }

@@ -20,7 +20,7 @@ class KnownMemory {
   struct Claim {
     const char* name;
     const void* data;
-    std::size_t bytes;  // 0: nothing is touched, and nothing is asked
+    std::size_t bytes;    // 0: nothing is touched, and nothing is asked
     bool pinned = false;  // pinned host memory is as good as the device's
   };
 

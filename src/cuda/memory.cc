@@ -105,8 +105,7 @@ void DeviceBuffer::write(std::size_t offset, const void* from, std::size_t bytes
   XD_CHECK(offset <= bytes_ && bytes <= bytes_ - offset);
   const DeviceGuard guard(device_);
   const Stream stream(device_);
-  XD_CUDA_CHECK(
-      cudaMemcpyAsync(data_ + offset, from, bytes, cudaMemcpyHostToDevice, stream.get()));
+  XD_CUDA_CHECK(cudaMemcpyAsync(data_ + offset, from, bytes, cudaMemcpyHostToDevice, stream.get()));
   XD_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
 }
 

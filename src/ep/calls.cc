@@ -168,10 +168,9 @@ void read_dispatch_weights(const xd_ep_dispatch_args& a, const Reader& reader, c
 }
 
 int read_alignment(std::int32_t given, const Config& config) {
-  XD_REQUIRE(given >= 0 && std::popcount(static_cast<unsigned>(given)) <= 1 &&
-                 given <= config.alignment,
-             "alignment = ", given, ", expected 0 or a power of two up to the group's ",
-             config.alignment);
+  XD_REQUIRE(
+      given >= 0 && std::popcount(static_cast<unsigned>(given)) <= 1 && given <= config.alignment,
+      "alignment = ", given, ", expected 0 or a power of two up to the group's ", config.alignment);
   return given != 0 ? given : static_cast<int>(config.alignment);
 }
 
@@ -278,8 +277,8 @@ CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallCo
       .expert_out = reader.rows(a.expert_out, "expert_out", kReducibleTypes, true),
       .weights = reader.row_weights(a.weights, "weights"),
       .grad_expert_out = reader.rows(a.grad_expert_out, "grad_expert_out", kPayloadTypes),
-      .grad_expert_out_scales = reader.optional(
-          a.grad_expert_out_scales, "grad_expert_out_scales", 2, kScaleTypes, Fit::output),
+      .grad_expert_out_scales = reader.optional(a.grad_expert_out_scales, "grad_expert_out_scales",
+                                                2, kScaleTypes, Fit::output),
       .grad_weights = reader.row_weights(a.grad_weights, "grad_weights")};
   require_tokens_fit(call.grad_out, config);
   require_row_fits(call.grad_out, config);
@@ -288,8 +287,9 @@ CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallCo
   require_scales(call.grad_out_scales, call.grad_expert_out_scales, call.grad_out, config);
   require_together(call.expert_out, call.grad_weights);
   if (call.weights) {
-    constexpr const char* kMoved = ", expected NULL: rows of 8-bit elements or with scales are "
-                                   "copied, weigh what arrives";
+    constexpr const char* kMoved =
+        ", expected NULL: rows of 8-bit elements or with scales are "
+        "copied, weigh what arrives";
     XD_REQUIRE(dtype_bytes(call.grad_out.type) > 1, "weights: given with grad_out of ",
                dtype_name(call.grad_out.type), kMoved);
     XD_REQUIRE(!call.grad_out_scales, "weights: given with grad_out_scales", kMoved);

@@ -16,30 +16,26 @@ constexpr std::int64_t kMostTokens = std::int64_t{1} << 26;
 
 RowExpertsCall read_row_experts(const xd_ep_plan_row_experts_args* args,
                                 const CallContext& context) {
-  const auto a = read_struct("args", args,
-                             xd_ep_plan_row_experts_args XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT);
+  const auto a =
+      read_struct("args", args, xd_ep_plan_row_experts_args XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT);
   XD_REQUIRE(context.config->expert_major(),
              "row_experts: asked for in a RANK_MAJOR group, where a row stands for several "
              "experts, expected recv_topk_idx of xd_ep_dispatch");
   XD_REQUIRE(a.plan != nullptr, "plan = NULL");
   return {.plan = {a.plan, a.plan_bytes},
-          .row_experts = read_tensor(a.row_experts, {.name = "row_experts",
-                                                     .ndim = 1,
-                                                     .types = kIndexTypes,
-                                                     .device = context.device})};
+          .row_experts = read_tensor(
+              a.row_experts,
+              {.name = "row_experts", .ndim = 1, .types = kIndexTypes, .device = context.device})};
 }
 
 RoutingLayoutCall read_routing_layout(const xd_ep_routing_layout_args* args, int ranks,
                                       DLDevice device) {
   const auto a =
       read_struct("args", args, xd_ep_routing_layout_args XD_EP_ROUTING_LAYOUT_ARGS_INIT);
-  const auto read = [&](const DLTensor* t, const char* name, int ndim,
-                        std::span<const DType> types, bool optional) {
-    return read_tensor(t, {.name = name,
-                           .ndim = ndim,
-                           .types = types,
-                           .device = device,
-                           .optional = optional});
+  const auto read = [&](const DLTensor* t, const char* name, int ndim, std::span<const DType> types,
+                        bool optional) {
+    return read_tensor(
+        t, {.name = name, .ndim = ndim, .types = types, .device = device, .optional = optional});
   };
   XD_REQUIRE(a.num_experts >= 1 && a.num_experts <= kMaxExperts && a.num_experts % ranks == 0,
              "num_experts = ", a.num_experts, ", expected a multiple of the communicator's ", ranks,

@@ -100,10 +100,9 @@ void require_together(std::span<const MemoryDemand> of_rank, int rank, const Own
     const Need need = need_of(of_rank, id);
     // What one rank cannot have alone is its own mistake, and found by itself.
     if (need.ranks.size() < 2 || add(need.bytes, need.page_tables) <= need.left) continue;
-    const std::string ask =
-        concat(rank_list(need.ranks), " together asked ", need.bytes,
-               " bytes of shared memory, and page tables take ", need.page_tables, "; available ",
-               need.left, " bytes");
+    const std::string ask = concat(rank_list(need.ranks), " together asked ", need.bytes,
+                                   " bytes of shared memory, and page tables take ",
+                                   need.page_tables, "; available ", need.left, " bytes");
     if (std::ranges::find(need.ranks, rank) == need.ranks.end()) fail(XD_ERROR_MISMATCH, ask);
     const auto number = find(own.demand, id) - own.demand.limits.data();
     fail(XD_ERROR_OUT_OF_MEMORY, ask, " of ", own.names[at(number)], "; rank ", rank, " asked ",

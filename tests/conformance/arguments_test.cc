@@ -397,11 +397,14 @@ TEST(BadArguments, RowsThatAreNot16ByteAlignedAreRefused) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
     make_plan(group.get(), batch);
-    for (const auto& [operation, name] :
-         {std::pair{XD_EP_DISPATCH, "tokens"}, {XD_EP_DISPATCH, "recv_tokens"},
-          {XD_EP_COMBINE, "expert_out"}, {XD_EP_COMBINE, "out"}, {XD_EP_COMBINE_BWD, "grad_out"},
-          {XD_EP_COMBINE_BWD, "grad_expert_out"}, {XD_EP_DISPATCH_BWD, "grad_recv_tokens"},
-          {XD_EP_DISPATCH_BWD, "grad_tokens"}}) {
+    for (const auto& [operation, name] : {std::pair{XD_EP_DISPATCH, "tokens"},
+                                          {XD_EP_DISPATCH, "recv_tokens"},
+                                          {XD_EP_COMBINE, "expert_out"},
+                                          {XD_EP_COMBINE, "out"},
+                                          {XD_EP_COMBINE_BWD, "grad_out"},
+                                          {XD_EP_COMBINE_BWD, "grad_expert_out"},
+                                          {XD_EP_DISPATCH_BWD, "grad_recv_tokens"},
+                                          {XD_EP_DISPATCH_BWD, "grad_tokens"}}) {
       SCOPED_TRACE(name);
       Batch::Field& field = batch.field(operation, name);
       const DLTensor* original = *field.slot;

@@ -166,9 +166,13 @@ std::vector<Choices> Case::choices(int step) const {
 }
 
 Placement Case::placement(int step) const {
-  return {num_ranks,    local_experts, layout,    alignment_of(step),
-          capacities(), overflow(),    duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE
-                                                  : XD_EP_DUPLICATE_IDS_ERROR};
+  return {num_ranks,
+          local_experts,
+          layout,
+          alignment_of(step),
+          capacities(),
+          overflow(),
+          duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR};
 }
 
 // Where nothing overflows, the policy must not matter.
@@ -235,8 +239,7 @@ xd_ep_config Case::config(int rank) const {
 }
 
 std::string Case::description() const {
-  constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised",
-                                         "mxfp8"};
+  constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised", "mxfp8"};
   constexpr const char* kPlacingNames[] = {"ordinary", "symmetric", "mixed", "unstaged"};
   constexpr const char* kCapacityNames[] = {"bound", "exact", "larger", "refusing", "dropping"};
   constexpr const char* kRowsNames[] = {"exact", "capacity", "more"};

@@ -65,8 +65,11 @@ TEST(BadIds, DoNotCountDuplicatesWhereTheGroupCollapsesThem) {
   const Case c = plain_case(world().num_ranks());
   const std::int64_t experts = std::int64_t{c.num_ranks} * c.local_experts;
   const BadIds kinds[] = {
-      {{0, 0, 1}, 0},  {{2, 2, 2}, 0},           {{-1, -1, -1}, 0},
-      {{1, -7, 1}, 1}, {{experts, experts, 0}, 2},
+      {{0, 0, 1}, 0},
+      {{2, 2, 2}, 0},
+      {{-1, -1, -1}, 0},
+      {{1, -7, 1}, 1},
+      {{experts, experts, 0}, 2},
   };
   on_every_rank([&](Rank& rank) {
     xd_ep_config config = c.config(rank.rank);

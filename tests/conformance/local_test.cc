@@ -30,12 +30,8 @@ Routing draw_routing(int num_ranks, Random& random) {
   r.tokens = random.below(8) == 0 ? 0 : static_cast<std::int64_t>(random.below(700));
   for (std::int64_t i = 0; i < r.tokens * r.topk; ++i) {
     const std::uint64_t kind = random.below(16);
-    const auto id =
-        static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(r.experts)));
-    r.ids.push_back(kind == 0   ? -1
-                    : kind == 1 ? r.experts + id
-                    : kind == 2 ? -2 - id
-                                : id);
+    const auto id = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(r.experts)));
+    r.ids.push_back(kind == 0 ? -1 : kind == 1 ? r.experts + id : kind == 2 ? -2 - id : id);
   }
   return r;
 }
@@ -154,8 +150,8 @@ TEST(RoutingLayout, OfManyTokensIsExact) {
                        .topk = 8,
                        .ids = {}};
     for (std::int64_t i = 0; i < routing.tokens * routing.topk; ++i) {
-      routing.ids.push_back(static_cast<std::int64_t>(
-          random.below(static_cast<std::uint64_t>(routing.experts))));
+      routing.ids.push_back(
+          static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(routing.experts))));
     }
     LayoutCall call(rank, routing, true);
     ok(call.call());

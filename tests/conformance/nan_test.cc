@@ -110,8 +110,7 @@ TEST_P(SignallingNaN, KeepsItsBitsWhereRowsAreOnlyMoved) {
     plan.into(dispatch);
     dispatch.tokens = tokens.dl();
     dispatch.recv_tokens = recv_tokens.dl();
-    ok(finish(rank, plan.group.get(),
-              xd_ep_dispatch(plan.group.get(), &dispatch, rank.stream())));
+    ok(finish(rank, plan.group.get(), xd_ep_dispatch(plan.group.get(), &dispatch, rank.stream())));
     expect_rows("recv_tokens", recv_tokens, moved);
 
     xd_ep_combine_bwd_args bwd = XD_EP_COMBINE_BWD_ARGS_INIT;

@@ -137,8 +137,7 @@ TEST_P(OnErrorFatal, FinishesTheCommunicatorWithItsStatusAndText) {
       ASSERT_EQ(comm_error(comm.get()).status, XD_SUCCESS);
 
       Batch batch(there, c);
-      const Outcome outcome =
-          finish(there, group.get(), mistake.make(there, batch, group.get()));
+      const Outcome outcome = finish(there, group.get(), mistake.make(there, batch, group.get()));
       EXPECT_EQ(outcome, verdict.status);
       EXPECT_TRUE(outcome.mentions(verdict.text)) << outcome.text;
       expect_finished(comm.get(), rank, verdict, mistake.operation);

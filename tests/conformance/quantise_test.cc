@@ -114,8 +114,8 @@ class Ring {
     Image elements(tokens.shape()[0], hidden_, kE4m3, kPoison);
     Image scale_image(scales.shape()[0], scales.shape()[1], way_.scale_type, kPoison);
     for (std::size_t at = 0; at < sent.size(); at += static_cast<std::size_t>(way_.block)) {
-      const QuantisedBlock block = quantised_block(
-          way_, std::span(sent).subspan(at, static_cast<std::size_t>(way_.block)));
+      const QuantisedBlock block =
+          quantised_block(way_, std::span(sent).subspan(at, static_cast<std::size_t>(way_.block)));
       const auto row = static_cast<std::int64_t>(at) / hidden_;
       const std::int64_t column = static_cast<std::int64_t>(at) % hidden_;
       for (std::int64_t i = 0; i < way_.block; ++i) {

@@ -20,8 +20,8 @@ struct QuantisedWay {
 };
 
 inline constexpr xd_ep_quantise kWaysToQuantise[] = {
-    XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
-    XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8};
+    XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2, XD_EP_QUANTISE_FP8_BLOCK128_E8M0,
+    XD_EP_QUANTISE_MXFP8};
 
 QuantisedWay quantised_way(xd_ep_quantise way);
 

@@ -68,9 +68,7 @@ float Step::weight_at(int rank, std::int64_t row) const {
   return weight_value(element(Content::weights, rank, row, 0));
 }
 
-std::int64_t Step::capacity() const {
-  return routed_.placement().whole_capacity(rank_.rank);
-}
+std::int64_t Step::capacity() const { return routed_.placement().whole_capacity(rank_.rank); }
 
 std::int64_t Step::receive_rows(std::uint64_t salt) const {
   const std::int64_t least = std::min(received().total, capacity());

@@ -71,8 +71,7 @@ class Step {
   // and tail of an input hold what must not be read.
   Tensor output(DLDataType type, Shape shape, bool receive, Grain grain = Grain::rows);
   Tensor token_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
-  Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code,
-                       Grain grain = Grain::rows);
+  Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
   Spread spread(Grain grain, const Shape& shape) const;  // of the next tensor
 
   // Where the plan is refused nothing may have been written. Otherwise rows are as `code` says, and

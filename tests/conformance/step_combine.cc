@@ -107,8 +107,8 @@ void Step::combine_bwd_copied() {
     };
   };
   Tensor grad_out = token_input(p.type, {tokens(), p.columns}, tokens_of(Content::grad_out));
-  Tensor scales = token_input(p.scale_type, {tokens(), p.scale_columns},
-                              tokens_of(Content::grad_out_scales));
+  Tensor scales =
+      token_input(p.scale_type, {tokens(), p.scale_columns}, tokens_of(Content::grad_out_scales));
   Tensor grad_expert_out = output(p.type, {rows, p.columns}, true);
   Tensor received_scales = output(p.scale_type, {rows, p.scale_columns}, true);
   const bool with_scales = common_chance(14) % 4 != 0;

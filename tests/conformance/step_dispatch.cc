@@ -80,9 +80,7 @@ void Step::dispatch() {
   });
   Tensor scales = token_input(
       p.scale_type, {tokens(), p.scale_columns},
-      [&](auto t, auto column) {
-        return any_code(element(Content::scales, me, t, column));
-      },
+      [&](auto t, auto column) { return any_code(element(Content::scales, me, t, column)); },
       Grain::scales);
   Tensor weights = token_input(
       kF32, {tokens(), topk_},

@@ -53,8 +53,8 @@ TEST(Leaving, OfAllOthersAtOnceIsNoLossToTheOneThatStays) {
       if (rank.rank != 0) continue;
       std::this_thread::sleep_for(milliseconds(2));
       const xd_error_info info = comm_error(comm.get());
-      EXPECT_EQ(info.status, XD_SUCCESS) << "round " << round << ", raised by rank " << info.rank
-                                         << ": " << info.text;
+      EXPECT_EQ(info.status, XD_SUCCESS)
+          << "round " << round << ", raised by rank " << info.rank << ": " << info.text;
     }
   });
 }

@@ -1,4 +1,4 @@
-// A process that has reached a limit of the system: the rank in it says so, and its peers repeat it.
+// A process that has reached a limit of the system: the rank in it says so, its peers repeat it.
 // Ranks are processes here, and the limit is the last one's.
 #include <gtest/gtest.h>
 
@@ -47,7 +47,8 @@ class Descriptors {
  public:
   explicit Descriptors(int more) {
     const int top = 64;
-    for (int fd = 0; fd >= 0 && fd < top; taken_.push_back(fd)) fd = ::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0);
+    for (int fd = 0; fd >= 0 && fd < top; taken_.push_back(fd))
+      fd = ::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0);
     limit_.emplace(RLIMIT_NOFILE, static_cast<rlim_t>(top + 1 + more));
   }
   ~Descriptors() {
@@ -141,10 +142,10 @@ TEST(Limits, OfDescriptorsInGrowAndGroupCreateAreNamedAndNotFatal) {
                    with_room_for(more, rank, board, [&] { return xd_mem_grow(comm.get(), 4096); }),
                    kExhausted);
       xd_ep_group* group = nullptr;
-      expect_cause(
-          rank, with_room_for(more, rank, board,
-                              [&] { return xd_ep_group_create(comm.get(), &config, &group); }),
-          kExhausted);
+      expect_cause(rank,
+                   with_room_for(more, rank, board,
+                                 [&] { return xd_ep_group_create(comm.get(), &config, &group); }),
+                   kExhausted);
       EXPECT_EQ(comm_error(comm.get()).status, XD_SUCCESS);
     }
     const auto grow = [&] { return xd_mem_grow(comm.get(), 4096); };

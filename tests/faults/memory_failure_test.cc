@@ -1,6 +1,7 @@
-// Memory that runs out anywhere: the n-th allocation fails, for all n, on one rank's calling thread,
-// in a background thread of the library, or wherever it is in the process. The process lives, every
-// call on every rank returns soon with an error that says so, and what comes afterwards is whole.
+// Memory that runs out anywhere: the n-th allocation fails, for all n, on one rank's calling
+// thread, in a background thread of the library, or wherever it is in the process. The process
+// lives, every call on every rank returns soon with an error that says so, and what comes
+// afterwards is whole.
 //
 // XD_TEST_FULL=1 tries every n; otherwise steps are larger.
 #include <gtest/gtest.h>
@@ -126,8 +127,7 @@ class MemoryFailure : public testing::TestWithParam<Shortage> {
   void expect_named(const Trial& trial) const {
     if (trial.mine.status == XD_SUCCESS) return;
     constexpr xd_status kNamed[] = {XD_ERROR_OUT_OF_MEMORY, XD_ERROR_MISMATCH,
-                                    XD_ERROR_INVALID_ARGUMENT, XD_ERROR_PEER_LOST,
-                                    XD_ERROR_SYSTEM};
+                                    XD_ERROR_INVALID_ARGUMENT, XD_ERROR_PEER_LOST, XD_ERROR_SYSTEM};
     // A rank that has failed before it could meet the others is missed, as it would be for any
     // other reason; and one that never gets memory again cannot even call them.
     const bool lasting = GetParam().spec.lasting;
@@ -308,7 +308,7 @@ TEST_P(MemoryFailure, InAFailingOperationLeavesTheRanksInStep) {
     const bool last = rank.rank == rank.num_ranks - 1;
     const Call mistakes[] = {
         [&](Rank&) { return step.enqueue(group.get(), XD_EP_PREPARE); },  // spoiled ids
-        [&](Rank&) {                                                     // a bad argument
+        [&](Rank&) {                                                      // a bad argument
           const xd_ep_dispatch_args none = XD_EP_DISPATCH_ARGS_INIT;
           return last ? xd_ep_dispatch(group.get(), &none, nullptr)
                       : step.enqueue(group.get(), XD_EP_DISPATCH);

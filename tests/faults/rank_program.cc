@@ -47,8 +47,7 @@ class RankRun {
     config.num_ranks = program_.num_ranks;
     config.timeout_ms = program_.timeout_ms;
     config.device = memory_->device();
-    config.heap_bytes =
-        program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
+    config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;
     const xd_status created = xd_comm_create(&config, &comm);

@@ -56,7 +56,7 @@ struct RankProgram {
   int tokens = 12;
   int timeout_ms = 20000;
   std::size_t bytes = 1 << 20;  // of the heap that is created, or by which it grows
-  bool registered = false;  // tensors lie in virtual memory of the rank's own, registered
+  bool registered = false;      // tensors lie in virtual memory of the rank's own, registered
   xd_unique_id id{};
   RankDeath death;
 };

@@ -142,9 +142,8 @@ const DLTensor* Tensor::dl() {
   const bool null = empty && place_ == Place::ordinary;
   std::size_t first = 0;
   if (!empty) {  // of a packed tensor without allocating: calls under test may count on that
-    first = spread_.strides.empty()
-                ? static_cast<std::size_t>(spread_.shift) * element_bytes(type_)
-                : places().front();
+    first = spread_.strides.empty() ? static_cast<std::size_t>(spread_.shift) * element_bytes(type_)
+                                    : places().front();
   }
   dl_.data = null ? nullptr : static_cast<std::byte*>(buffer_.data()) + first;
   dl_.ndim = static_cast<int>(shape_.size());

@@ -109,8 +109,7 @@ TEST(Bootstrap, ARankThatGaveUpMayComeAgain) {
   const xd_unique_id id = new_id();
   const MeetingPoint point = decode_unique_id(id);
   {
-    const UniqueFd fd =
-        enter_meeting(address_of(point), point.secret, Deadline::after_ms(5000));
+    const UniqueFd fd = enter_meeting(address_of(point), point.secret, Deadline::after_ms(5000));
     say(fd, make_frame(encode(JoinMessage{0, 2, 60000, bytes_of("rank 0")})));
   }
   expect_no_errors(

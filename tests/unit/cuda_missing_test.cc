@@ -93,8 +93,8 @@ class Seat {
   std::vector<unsigned char> received() const {
     const cuda::DeviceGuard guard(0);
     std::vector<unsigned char> bytes(shared_.used());
-    XD_CUDA_CHECK(cudaMemcpyAsync(bytes.data(), lent_, bytes.size(), cudaMemcpyDeviceToHost,
-                                  stream_.get()));
+    XD_CUDA_CHECK(
+        cudaMemcpyAsync(bytes.data(), lent_, bytes.size(), cudaMemcpyDeviceToHost, stream_.get()));
     stream_.synchronize();
     return bytes;
   }

@@ -43,8 +43,8 @@ TEST_P(EnvValues, BadOnesAreIgnoredWithOneWarning) {
     return;
   }
   ASSERT_EQ(lines.size(), 1U) << variable << "=" << text;
-  EXPECT_TRUE(lines[0].starts_with(concat("crossdock: warning: ", variable, "=", text,
-                                          " is ignored: expected ")))
+  EXPECT_TRUE(lines[0].starts_with(
+      concat("crossdock: warning: ", variable, "=", text, " is ignored: expected ")))
       << lines[0];
   EXPECT_EQ(values.timeout_ms, defaults.timeout_ms);
   EXPECT_EQ(values.spin_us, defaults.spin_us);

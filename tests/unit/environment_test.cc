@@ -140,9 +140,9 @@ TEST_F(EnvironmentTest, AWrongSecretIsNamedOnBothSides) {
   expect_error(errors[0], XD_ERROR_TIMEOUT,
                "rank 1 of 2 did not come in time; refused: 127.0.0.1:");
   expect_error(errors[0], XD_ERROR_TIMEOUT, "which failed to prove that it knows the secret");
-  expect_error(errors[1], XD_ERROR_TIMEOUT,
-               concat("what listens at 127.0.0.1:", port_,
-                      " refused this rank: it knows another secret"));
+  expect_error(
+      errors[1], XD_ERROR_TIMEOUT,
+      concat("what listens at 127.0.0.1:", port_, " refused this rank: it knows another secret"));
   EXPECT_NE(lines.find("it failed to prove that it knows the secret"), std::string::npos) << lines;
   EXPECT_NE(lines.find("refused this rank: it knows another secret"), std::string::npos) << lines;
 }

@@ -22,11 +22,11 @@
 namespace xd::test {
 
 struct FloodPlan {
-  int port = 0;                     // of 127.0.0.1
-  int processes = 1;                // each with at most 1000 connections
-  int connections = 1000;           // of each process, all held until the flood ends
+  int port = 0;                       // of 127.0.0.1
+  int processes = 1;                  // each with at most 1000 connections
+  int connections = 1000;             // of each process, all held until the flood ends
   std::chrono::microseconds every{};  // between two connections of a process
-  std::string says = {};            // on each connection
+  std::string says = {};              // on each connection
 };
 
 class Flood {

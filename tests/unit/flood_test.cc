@@ -40,9 +40,7 @@ INSTANTIATE_TEST_SUITE_P(
                {.processes = 5, .connections = 1000, .says = "CROSDOCK"},
                true},
         Attack{"AThousandASecond",
-               {.processes = 5,
-                .connections = 1000,
-                .every = std::chrono::milliseconds(5)},
+               {.processes = 5, .connections = 1000, .every = std::chrono::milliseconds(5)},
                false}),
     [](const auto& attack) { return attack.param.name; });
 
@@ -62,9 +60,8 @@ TEST_P(Flooded, RanksByEnvironmentMeetInTime) {
     if (rank == 2) return static_cast<void>(meet(config, 15000));
     const TcpAddress door =
         resolve("127.0.0.1", "address").front().with_port(static_cast<std::uint16_t>(port));
-    ASSERT_TRUE(eventually([&] {
-      return !error_of([&] { tcp_connect(door, Deadline::after_ms(1000)); });
-    }));
+    ASSERT_TRUE(eventually(
+        [&] { return !error_of([&] { tcp_connect(door, Deadline::after_ms(1000)); }); }));
     FloodPlan plan = GetParam().plan;
     plan.port = port;
     Flood flood(plan);
@@ -92,9 +89,8 @@ TEST_P(Flooded, RanksOfAUniqueIdMeetInTime) {
     ASSERT_TRUE(flood.wait_until_open(20000));
   }
   const auto start = std::chrono::steady_clock::now();
-  const auto errors = on_threads(4, [&](int rank) {
-    expect_all_came(meet(id_config(id, rank, 4), 15000), 4);
-  });
+  const auto errors =
+      on_threads(4, [&](int rank) { expect_all_came(meet(id_config(id, rank, 4), 15000), 4); });
   EXPECT_LT(ms_since(start), kMeetWithinMs);
   const auto lines = log.end();
   expect_no_errors(errors);
@@ -113,9 +109,8 @@ TEST(FewDescriptors, StrangersLeaveRoomForRanks) {
   Flood flood({.port = decode_unique_id(id).port, .processes = 1, .connections = 300});
   EXPECT_TRUE(flood.wait_until_open(20000));
   const auto start = std::chrono::steady_clock::now();
-  const auto errors = on_threads(4, [&](int rank) {
-    expect_all_came(meet(id_config(id, rank, 4), 15000), 4);
-  });
+  const auto errors =
+      on_threads(4, [&](int rank) { expect_all_came(meet(id_config(id, rank, 4), 15000), 4); });
   const int waited = ms_since(start);
   ::setrlimit(RLIMIT_NOFILE, &before);
   log.end();

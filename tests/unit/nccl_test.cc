@@ -94,7 +94,8 @@ struct Waiting {
 TEST(NcclWait, EndsWhenTheBytesHaveLanded) {
   Waiting at;
   int asked = 0;
-  EXPECT_TRUE(wait_for_nccl(at.nccl, &at, [&] { return ++asked == 3; }, at.patience));
+  EXPECT_TRUE(wait_for_nccl(
+      at.nccl, &at, [&] { return ++asked == 3; }, at.patience));
   EXPECT_EQ(asked, 3);
 }
 
@@ -102,16 +103,19 @@ TEST(NcclWait, EndsWhenTheBytesHaveLanded) {
 TEST(NcclWait, DoesNotTakeAnIdleStreamForAnAnswerBeforeAnythingIsEnqueued) {
   Waiting at;
   at.state = NcclLibrary::kInProgress;
-  EXPECT_TRUE(wait_for_nccl(at.nccl, &at, [] { return true; }, at.patience));
+  EXPECT_TRUE(wait_for_nccl(
+      at.nccl, &at, [] { return true; }, at.patience));
   EXPECT_EQ(at.looks, 3);
 }
 
 TEST(NcclWait, EndsWhenTheCommunicatorFails) {
   Waiting at;
   at.state = 6;
-  expect_error(
-      error_of([&] { wait_for_nccl(at.nccl, &at, [] { return false; }, at.patience); }),
-      XD_ERROR_SYSTEM, "ncclAllGather: remote process has gone (NCCL result 6)");
+  expect_error(error_of([&] {
+                 wait_for_nccl(
+                     at.nccl, &at, [] { return false; }, at.patience);
+               }),
+               XD_ERROR_SYSTEM, "ncclAllGather: remote process has gone (NCCL result 6)");
 }
 
 TEST(NcclWait, EndsWhenItsCallerHasGivenUp) {
@@ -121,7 +125,8 @@ TEST(NcclWait, EndsWhenItsCallerHasGivenUp) {
     const std::lock_guard lock(at.patience.mutex);
     at.patience.given_up = true;
   });
-  EXPECT_FALSE(wait_for_nccl(at.nccl, &at, [] { return false; }, at.patience));
+  EXPECT_FALSE(wait_for_nccl(
+      at.nccl, &at, [] { return false; }, at.patience));
   caller.join();
 }
 

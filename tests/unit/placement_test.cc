@@ -25,9 +25,7 @@ struct Routing {
   CountTable counts() const { return {{config.experts, config.ranks}, table}; }
   std::int64_t owner(int expert) const { return expert / config.local_experts; }
   // What a rank can receive: whole multiples of the alignment.
-  std::int64_t capacity(std::size_t rank) const {
-    return capacities[rank] / alignment * alignment;
-  }
+  std::int64_t capacity(std::size_t rank) const { return capacities[rank] / alignment * alignment; }
 };
 
 Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow overflow) {

@@ -145,8 +145,8 @@ inline QuantisedBlock quantised(const Way& way, const std::vector<std::uint32_t>
   }
   const double scale = scale_of(way, amax), reciprocal = div(1, scale);
   QuantisedBlock block;
-  block.scale = way.bytes ? static_cast<std::uint32_t>(std::ilogb(scale) + 127)
-                          : encode(kF32, scale);
+  block.scale =
+      way.bytes ? static_cast<std::uint32_t>(std::ilogb(scale) + 127) : encode(kF32, scale);
   for (const auto code : codes) {
     const double x = decode(kBf16, code);
     const double sign = (code & 0x8000) != 0 ? -1.0 : 1.0;

@@ -3,8 +3,9 @@
 Each function runs one operation of a ``crossdock._core.Group`` on the current stream of the plan's
 device. Arguments have the names, shapes and dtypes of ``crossdock/ep.h``; optional ones may be
 None. Tensors must be contiguous, but for scales, which may have any strides. On the CPU an
-operation has finished when its function returns. On a GPU it has been enqueued, and tensors from torch's
-caching allocator may be dropped at once: their memory is reused only by later work of that stream.
+operation has finished when its function returns. On a GPU it has been enqueued, and tensors from
+torch's caching allocator may be dropped at once: their memory is reused only by later work of that
+stream.
 """
 
 from __future__ import annotations

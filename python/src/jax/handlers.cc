@@ -97,12 +97,9 @@ std::shared_ptr<Group> group_for(std::int64_t number, std::string_view config) {
 }
 
 template <Platform platform>
-ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(std::int64_t group,
-                                                          std::string_view config,
-                                                          std::int64_t quantise,
-                                                          std::string_view arguments,
-                                                          std::string_view results,
-                                                          std::int64_t alignment) {
+ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(
+    std::int64_t group, std::string_view config, std::int64_t quantise, std::string_view arguments,
+    std::string_view results, std::int64_t alignment) {
   try {
     auto call = std::make_unique<Call<platform>>();
     call->arguments = words(arguments);

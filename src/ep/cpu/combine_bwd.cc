@@ -34,16 +34,15 @@ void CombineBwdOp::stage_in() {
 }
 
 void CombineBwdOp::move() {
-  resolve_tensors(context_, {.row = call_.grad_out.row_bytes(),
-                             .scales = call_.expert_out
-                                           ? call_.expert_out.row_bytes()
-                                           : call_.grad_expert_out_scales.row_bytes(),
-                             .weights = call_.weights.row_bytes(),
-                             .extra = call_.grad_weights.row_bytes(),
-                             .scale_alignment =
-                                 call_.expert_out
-                                     ? kRowAlignment
-                                     : dtype_bytes(call_.grad_expert_out_scales.type)});
+  resolve_tensors(
+      context_,
+      {.row = call_.grad_out.row_bytes(),
+       .scales = call_.expert_out ? call_.expert_out.row_bytes()
+                                  : call_.grad_expert_out_scales.row_bytes(),
+       .weights = call_.weights.row_bytes(),
+       .extra = call_.grad_weights.row_bytes(),
+       .scale_alignment =
+           call_.expert_out ? kRowAlignment : dtype_bytes(call_.grad_expert_out_scales.type)});
   store_ =
       store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) * call_.grad_out.row_bytes());
   const std::uint64_t bytes = call_.grad_out.row_bytes();

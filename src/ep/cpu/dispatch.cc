@@ -33,12 +33,11 @@ Record DispatchOp::record() const {
 
 void DispatchOp::move() {
   resolve_tensors(
-      context_,
-      {.row = call_.recv_tokens.row_bytes(),
-       .scales = call_.recv_scales.row_bytes(),
-       .weights = call_.recv_weights.row_bytes(),
-       .extra = call_.recv_topk_idx ? call_.recv_topk_idx.cols * sizeof(std::int32_t) : 0,
-       .scale_alignment = dtype_bytes(call_.recv_scales.type)});
+      context_, {.row = call_.recv_tokens.row_bytes(),
+                 .scales = call_.recv_scales.row_bytes(),
+                 .weights = call_.recv_weights.row_bytes(),
+                 .extra = call_.recv_topk_idx ? call_.recv_topk_idx.cols * sizeof(std::int32_t) : 0,
+                 .scale_alignment = dtype_bytes(call_.recv_scales.type)});
   store_ = store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) *
                      call_.recv_tokens.row_bytes());
   TokenRows rows;

@@ -43,8 +43,8 @@ void count_token(const RoutingLayoutCall& call, std::int64_t token, Counts& coun
     }
     const auto before = std::span(experts).first(at(named));
     if (std::ranges::find(before, static_cast<int>(id)) != before.end()) continue;
-    const bool known_rank = std::ranges::any_of(
-        before, [&](int other) { return other / per_rank == id / per_rank; });
+    const bool known_rank =
+        std::ranges::any_of(before, [&](int other) { return other / per_rank == id / per_rank; });
     experts[at(named++)] = static_cast<int>(id);
     ++counts.expert[at(id)];
     if (known_rank) continue;

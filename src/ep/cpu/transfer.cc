@@ -182,8 +182,8 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
         .rows = find(record.rows_in, sizes.row, kRowAlignment),
         .scales = find(record.scales_in, sizes.scales, sizes.scale_alignment),
         .weights = find(record.weights_in, sizes.weights, sizeof(float)),
-        .extra = find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra,
-                      wide ? kWide : kNarrow),
+        .extra =
+            find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra, wide ? kWide : kNarrow),
         .one_row_per_token = staged(record.rows_in),
         .one_scale_per_token = staged(record.scales_in),
         .num_rows = record.rows,

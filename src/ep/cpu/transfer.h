@@ -28,14 +28,14 @@ struct RankTensors {
 
 // Working memory of a group; all of it is allocated when the group is made.
 struct Scratch {
-  std::vector<RankTensors> ranks;        // [W]
-  std::vector<std::uint32_t> counts;     // [E + W + 1] this rank's counts
-  std::vector<std::uint32_t> table;      // [W][E + W + 1] everybody's
-  std::vector<std::uint32_t> seen;       // [E + W] token that last named an expert or a rank
-  std::vector<std::int64_t> row_of;      // [W] the current token's row per rank; -1 = none
-  std::vector<std::uint32_t*> lists;     // [W] this rank's list there
-  std::vector<std::uint32_t> kept;       // [E] choices that survive drops
-  std::vector<std::int64_t> kept_pairs;  // [L]
+  std::vector<RankTensors> ranks;           // [W]
+  std::vector<std::uint32_t> counts;        // [E + W + 1] this rank's counts
+  std::vector<std::uint32_t> table;         // [W][E + W + 1] everybody's
+  std::vector<std::uint32_t> seen;          // [E + W] token that last named an expert or a rank
+  std::vector<std::int64_t> row_of;         // [W] the current token's row per rank; -1 = none
+  std::vector<std::uint32_t*> lists;        // [W] this rank's list there
+  std::vector<std::uint32_t> kept;          // [E] choices that survive drops
+  std::vector<std::int64_t> kept_pairs;     // [L]
   std::vector<std::byte> quantised;         // one quantised row
   std::vector<std::byte> quantised_scales;  // and its scales
   std::vector<std::byte> scales;            // one row of scales, packed

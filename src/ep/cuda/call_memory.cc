@@ -28,34 +28,33 @@ Claim claim(const PlanBytes& plan, std::size_t most) {
 
 void require_memory(const PrepareCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {
   known.require({{"plan", c.plan, plan_bytes},
-                  claim(c.topk_idx),
-                  number(c.counts),
-                  number(c.padded_counts),
-                  number(c.offsets),
-                  number(c.total),
-                  number(c.rank_rows)});
+                 claim(c.topk_idx),
+                 number(c.counts),
+                 number(c.padded_counts),
+                 number(c.offsets),
+                 number(c.total),
+                 number(c.rank_rows)});
 }
 
 void require_memory(const DispatchCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {
-  known.require({claim(c.plan, plan_bytes), claim(c.tokens), claim(c.scales),
-                  claim(c.topk_weights), claim(c.recv_tokens), claim(c.recv_scales),
-                  claim(c.recv_weights), claim(c.recv_topk_idx)});
+  known.require({claim(c.plan, plan_bytes), claim(c.tokens), claim(c.scales), claim(c.topk_weights),
+                 claim(c.recv_tokens), claim(c.recv_scales), claim(c.recv_weights),
+                 claim(c.recv_topk_idx)});
 }
 
 void require_memory(const CombineCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {
-  known.require(
-      {claim(c.plan, plan_bytes), claim(c.expert_out), claim(c.weights), claim(c.out)});
+  known.require({claim(c.plan, plan_bytes), claim(c.expert_out), claim(c.weights), claim(c.out)});
 }
 
 void require_memory(const DispatchBwdCall& c, std::size_t plan_bytes,
                     xd::cuda::KnownMemory& known) {
   known.require({claim(c.plan, plan_bytes), claim(c.grad_recv_tokens), claim(c.grad_recv_weights),
-                  claim(c.grad_tokens), claim(c.grad_topk_weights)});
+                 claim(c.grad_tokens), claim(c.grad_topk_weights)});
 }
 
 void require_memory(const CombineBwdCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {
   known.require({claim(c.plan, plan_bytes), claim(c.grad_out), claim(c.expert_out),
-                  claim(c.weights), claim(c.grad_expert_out), claim(c.grad_weights)});
+                 claim(c.weights), claim(c.grad_expert_out), claim(c.grad_weights)});
 }
 
 void require_memory(const RowExpertsCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {

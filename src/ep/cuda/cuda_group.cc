@@ -215,9 +215,9 @@ void CudaGroup::keep_for_good() noexcept {
   try {
     log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
                 config().ranks, "]: its memory is kept until the process ends");
-    auto* const kept = new Kept{std::move(keeps_comm_), std::move(segments_), std::move(control_),
-                                std::move(scratch_),    std::move(report_),   std::move(last_look_),
-                                all.load()};
+    auto* const kept = new Kept{
+        std::move(keeps_comm_), std::move(segments_),  std::move(control_), std::move(scratch_),
+        std::move(report_),     std::move(last_look_), all.load()};
     while (!all.compare_exchange_weak(kept->next, kept)) {
     }
   } catch (...) {

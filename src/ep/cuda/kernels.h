@@ -38,8 +38,8 @@ struct DispatchParams {
   bool indices;          // receive tensors have recv_topk_idx
   bool receives;         // rows are fanned out, copied out of staging or scaled here
   const std::byte* tokens;
-  StridedRows scales;  // beside tokens; none, too, where they are made on the way
-  const float* topk_weights;  // nullptr = none
+  StridedRows scales;            // beside tokens; none, too, where they are made on the way
+  const float* topk_weights;     // nullptr = none
   unsigned scale_alignment = 1;  // of all ranks' recv_scales
   ReceiveRows recv_tokens, recv_scales, recv_weights, recv_topk_idx;
   int num_late;  // of these, those that first come together in staging memory

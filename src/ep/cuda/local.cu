@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kRowThreads)
   __syncthreads();
   if (threadIdx.x == 0) zones = is_plan_of(header, p) ? p.experts / p.ranks : 0;
   __syncthreads();
-  const auto* offsets = reinterpret_cast<const std::int32_t*>(
-      p.plan + (zones > 0 ? map_of(header).offset : 0));
+  const auto* offsets =
+      reinterpret_cast<const std::int32_t*>(p.plan + (zones > 0 ? map_of(header).offset : 0));
   for (int e = static_cast<int>(threadIdx.x); e < zones; e += kRowThreads) ends[e] = offsets[e + 1];
   __syncthreads();
   for (std::int64_t row = std::int64_t{blockIdx.x} * kRowThreads + threadIdx.x; row < p.rows;
@@ -200,10 +200,9 @@ template <class Params>
 void launch(void (*kernel)(Params), const Params& params, int blocks, int threads,
             std::size_t shared_bytes, cudaStream_t stream) {
   void* arguments[] = {const_cast<Params*>(&params)};
-  XD_CUDA_CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
-                                 dim3(static_cast<unsigned>(blocks)),
-                                 dim3(static_cast<unsigned>(threads)), arguments, shared_bytes,
-                                 stream));
+  XD_CUDA_CHECK(
+      cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+                       dim3(static_cast<unsigned>(threads)), arguments, shared_bytes, stream));
 }
 
 void load(const void* kernel) {

@@ -47,9 +47,9 @@ enum class PlanFault : std::int32_t {
 };
 
 // What a plan is bound to besides the capacities of all ranks.
-inline constexpr const char* kBindingNames[] = {"rank",    "num_ranks", "num_experts",
-                                                "layout",  "staging",   "items",
-                                                "overflow policy", "recv_capacity"};
+inline constexpr const char* kBindingNames[] = {
+    "rank",    "num_ranks", "num_experts",     "layout",
+    "staging", "items",     "overflow policy", "recv_capacity"};
 
 struct Fault {
   PlanFault kind;

@@ -159,9 +159,7 @@ __device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, con
       const std::uint32_t column = first + i * kColumnsPerWarp;
       if (column >= columns) continue;
       const std::uint32_t largest = max(most[i] & 0xFFFFu, most[i] >> 16);
-      const int exponent = bytes          ? power_of(largest, 0)
-                           : largest == 0 ? 127
-                                          : power_of(largest, 1);
+      const int exponent = bytes ? power_of(largest, 0) : largest == 0 ? 127 : power_of(largest, 1);
       const float inverse = __uint_as_float(static_cast<std::uint32_t>(254 - exponent) << 23);
       *reinterpret_cast<uint2*>(out + column) =
           finite ? e4m3_of(x[i], inverse, e4m3_of_finite) : e4m3_of(x[i], inverse, e4m3_of_any);

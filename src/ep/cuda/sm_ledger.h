@@ -46,8 +46,7 @@ class SmShare {
   ~SmShare() {
     if (sms_ > 0) SmLedger::instance().remove(device_, sms_);
   }
-  SmShare(SmShare&& other) noexcept
-      : device_(other.device_), sms_(std::exchange(other.sms_, 0)) {}
+  SmShare(SmShare&& other) noexcept : device_(other.device_), sms_(std::exchange(other.sms_, 0)) {}
   SmShare& operator=(SmShare&& other) noexcept {
     std::swap(device_, other.device_);
     std::swap(sms_, other.sms_);

@@ -248,8 +248,8 @@ __device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place, std:
   } else if (base >= TensorPlace::kHeap && base < TensorPlace::kHeap + kMaxHeapSegments) {
     range = p_.group.comm.heap->range[base - TensorPlace::kHeap][rank];
   }
-  const bool there = range.base != nullptr && offset % alignment == 0 &&
-                     offset <= range.bytes && bytes <= range.bytes - offset;
+  const bool there = range.base != nullptr && offset % alignment == 0 && offset <= range.bytes &&
+                     bytes <= range.bytes - offset;
   return there ? range.base + offset : nullptr;
 }
 
@@ -404,8 +404,7 @@ __device__ inline void Turn::raise_done() {
   for (int i = static_cast<int>(threadIdx.x); i < ranks(); i += static_cast<int>(blockDim.x)) {
     const int peer = (rank() + 1 + i) % ranks();
     // Release: who sees this epoch also sees every row written there, and none is read any more.
-    ptx::st_release_sys(done_at(peer, rank()),
-                        s_.epoch | (s_.some_blank != 0 ? kFoundMissing : 0));
+    ptx::st_release_sys(done_at(peer, rank()), s_.epoch | (s_.some_blank != 0 ? kFoundMissing : 0));
   }
 }
 
