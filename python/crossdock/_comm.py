@@ -257,9 +257,14 @@ class Comm:
         per_expert = aligned_empty(max(0, min(experts, 1 << 16)), np.int64)
         in_rank = np.empty((len(topk_idx), self.num_ranks), np.bool_)
         bad_ids = aligned_empty(1, np.int64)
-        outputs = (per_rank, per_expert, in_rank.view(np.uint8), bad_ids)
-        core.routing_layout(experts, ids, *(describe("out", out, (*INDICES, "uint8"))
-                                            for out in outputs))
+        core.routing_layout(
+            experts,
+            ids,
+            rows_per_rank=describe("rows_per_rank", per_rank, INDICES),
+            rows_per_expert=describe("rows_per_expert", per_expert, INDICES),
+            token_in_rank=describe("token_in_rank", in_rank.view(np.uint8), ("uint8",)),
+            bad_ids=describe("bad_ids", bad_ids, INDICES),
+        )
         return RoutingLayout(per_rank, per_expert, in_rank, int(bad_ids[0]))
 
     def memory(self) -> MemoryInfo:

@@ -269,11 +269,10 @@ def _layout_like(
     topk_idx: Tensor, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ep = group_of(group)
-    numbers = (
-        topk_idx.new_empty(size, dtype=torch.int32) for size in (ep.comm.num_ranks, ep.num_experts)
-    )
+    per_rank = topk_idx.new_empty(ep.comm.num_ranks, dtype=torch.int32)
+    per_expert = topk_idx.new_empty(ep.num_experts, dtype=torch.int32)
     in_rank = topk_idx.new_empty((topk_idx.shape[0], ep.comm.num_ranks), dtype=torch.bool)
-    return *numbers, in_rank, topk_idx.new_empty(1, dtype=torch.int32)
+    return per_rank, per_expert, in_rank, topk_idx.new_empty(1, dtype=torch.int32)
 
 
 @_local("routing_layout(Tensor topk_idx, int group) -> (Tensor, Tensor, Tensor, Tensor)")

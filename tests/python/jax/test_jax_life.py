@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import pathlib
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
