@@ -232,7 +232,7 @@ def fp8(me: Rank) -> None:
         equal("moved", moved.tokens, routing.dispatch(me.rank, narrow))
         equal("moved scales", moved.scales, routing.dispatch(me.rank, scales))
         # Column after column, into every second element of a larger array from its end on.
-        wide = np.full((2 * len(want), 5), np.nan, np.float32)
+        wide = np.full((2 * len(moved.scales), 5), np.nan, np.float32)
         out = crossdock.Dispatched(moved.tokens, None, None, wide[::-2, 1:4:2])
         group.dispatch(plan, narrow[me.rank], scales=np.asfortranarray(scales[me.rank]), out=out)
         equal("strided scales", out.scales, routing.dispatch(me.rank, scales))
