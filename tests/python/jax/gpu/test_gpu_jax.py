@@ -278,8 +278,7 @@ def in_place(world: World, layout: str) -> None:
     config = dataclasses.replace(CONFIG, staging="none", layout=layout)
     with pytest.raises(jax.errors.JaxRuntimeError, match="outside symmetric memory"):
         round_trips(world, 1, 1, config)
-    with pytest.raises(errors.InvalidArgument):
-        world.ep.check()
+    world.ep.check()  # what calls have raised is not told again
     world.ep.register_memory()
     round_trips(world, 5, 2, config)
 
