@@ -99,8 +99,11 @@ xd_status xd_ep_last_error(xd_ep_status* status) {
 xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) {
   XD_REQUIRE_GIVEN("xd_ep_group_watch", group);
   XD_REQUIRE_GIVEN("xd_ep_group_watch", word);
-  *word = group->group->watch();
-  return XD_SUCCESS;
+  xd::ep::Group& g = *group->group;
+  return guarded_on("xd_ep_group_watch", g.comm(), [&] {
+    g.comm().check_process();
+    *word = g.watch();
+  });
 }
 
 namespace {

@@ -32,15 +32,19 @@ const FatalError* Comm::fatal_error() const {
   FatalError error = *met_by_kernel;
   if (const auto found = explanations_.find(error.group);
       error.met_by_all != 0 && !told_self_ && found != explanations_.end()) {
-    cause_ = found->second();
-    error.peer = cause_.peer;
+    try {
+      cause_ = found->second();
+      error.peer = cause_.peer;
+    } catch (const std::bad_alloc&) {  // it remains this error, without the text
+    }
   }
   record(error);
   return own.error();
 }
 
 std::string Comm::text_of(const FatalError& error) const {
-  if (error.rank == rank_) {
+  // A peer's report of an error that every rank meets may have come first: the text is this rank's.
+  if (error.rank == rank_ || error.met_by_all != 0) {
     const std::lock_guard lock(raise_mutex_);
     if (cause_.text[0] != '\0') return cause_.text.data();
   }
@@ -101,7 +105,6 @@ void Comm::raise_and_throw(const FatalError& error, Spread spread) {
 void Comm::tell_peers(const FatalError& error) {
   if (told_peers_) return;
   told_peers_ = true;
-  if (error.met_by_all != 0) return;  // they meet it themselves, and have a better text for it
   for (int i = 1; i < num_ranks_; ++i) {
     controls_[at((rank_ + i) % num_ranks_)].post(rank_, error);
   }

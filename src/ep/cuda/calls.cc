@@ -101,8 +101,10 @@ StridedRows strided(const Tensor& tensor) {
   rows.col_stride = tensor.col_stride * element;
   rows.bulk = tensor.packed() && rows.row_bytes % kRowAlignment == 0 &&
               reinterpret_cast<std::uintptr_t>(tensor.data) % kRowAlignment == 0;
-  // Packed rows go in words where these are aligned.
-  if (tensor.packed() && rows.row_bytes % sizeof(std::uint32_t) == 0 &&
+  // Packed rows go in words where these are aligned. Not those that no stage can hold: they go
+  // straight to a peer's tensor, which may lie at any element.
+  if (tensor.packed() && rows.row_bytes <= MoverPlan::kMostPieceBytes &&
+      rows.row_bytes % sizeof(std::uint32_t) == 0 &&
       reinterpret_cast<std::uintptr_t>(tensor.data) % sizeof(std::uint32_t) == 0) {
     rows.element = sizeof(std::uint32_t);
     rows.col_stride = rows.element;

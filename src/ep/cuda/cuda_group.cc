@@ -193,8 +193,9 @@ bool CudaGroup::at_rest() const {
       Deadline::after_ms(comm().fatal_error() == nullptr ? kPatienceMs : kFailedMs);
   const auto* owner = last_look_.as<std::uint64_t>();
   do {
+    // A look that has not ended may still come, and needs both memories: nothing is at rest.
     if (!control_.read(offsetof(Control, owner), last_look_.data(), sizeof(*owner), deadline)) {
-      break;
+      return false;
     }
     if (static_cast<std::uint32_t>(*owner) == 0) return true;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
