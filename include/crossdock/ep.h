@@ -58,7 +58,8 @@
  * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
  * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank in
  * float32, rounded once. A weight multiplies its row in float32 (product rounded, then added).
- * Rounding is to nearest, ties to even. A NaN that a sum or a product gives is the quiet one
+ * Rounding is to nearest, ties to even, denormal numbers are numbers, and on the CPU neither depends
+ * on the floating-point modes of the calling thread, which it finds again. A NaN that a sum or a product gives is the quiet one
  * without sign and payload; a sum of one row without a weight keeps its NaNs, made quiet. What is
  * only moved (dispatch's rows, scales and weights, combine_bwd's rows without weights and their
  * scales, the gradients of weights in dispatch_bwd) keeps every bit, also of a signalling NaN.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include "conformance/batch.h"
 #include "conformance/image.h"
 #include "conformance/quantised.h"
+#include "support/float_modes.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -68,7 +70,8 @@ class Ring {
     plan_ = Buffer(rank, plan_bytes, Place::ordinary);
   }
 
-  void expect_quantised(std::uint32_t mantissa) {
+  // `mode`: the calling thread's, if it is not the usual one.
+  void expect_quantised(std::uint32_t mantissa, std::optional<FloatMode> mode = {}) {
     const auto here = padded(codes_of(rank_, static_cast<std::size_t>(way_.block), mantissa));
     Rank left = rank_;
     left.rank = (rank_.rank + rank_.num_ranks - 1) % rank_.num_ranks;
@@ -87,11 +90,21 @@ class Ring {
     args.recv_tokens = recv_tokens.dl();
     args.recv_scales = recv_scales.dl();
     args.quantise = way_.way;
-    ok(finish(rank_, group_.get(), xd_ep_dispatch(group_.get(), &args, rank_.stream())));
+    ok(finish(rank_, group_.get(), call(args, mode)));
     expect_blocks(sent, recv_tokens, recv_scales);
   }
 
  private:
+  xd_status call(const xd_ep_dispatch_args& args, std::optional<FloatMode> mode) const {
+    if (!mode) return xd_ep_dispatch(group_.get(), &args, rank_.stream());
+    const InFloatMode scope(*mode);
+    const xd_status status = xd_ep_dispatch(group_.get(), &args, rank_.stream());
+    if (!rank_.asynchronous()) {
+      EXPECT_TRUE(scope.untouched()) << "the caller's modes";
+    }
+    return status;
+  }
+
   std::vector<std::uint16_t> padded(std::vector<std::uint16_t> codes) const {
     const auto row = static_cast<std::size_t>(hidden_);
     codes.resize((codes.size() + row - 1) / row * row);
@@ -144,6 +157,17 @@ TEST_P(EveryWay, GivesTheBitsOfTheDefinitionForEveryNumberBesideEveryLargestOne)
     for (const std::uint32_t mantissa : {0x00u, 0x5fu, 0x60u, 0x61u, 0x7fu}) {
       SCOPED_TRACE("mantissa " + std::to_string(mantissa));
       ring.expect_quantised(mantissa);
+    }
+  });
+}
+
+TEST_P(EveryWay, GivesThemInEveryModeOfTheCallingThread) {
+  const QuantisedWay way = quantised_way(GetParam());
+  on_every_rank([&](Rank& rank) {
+    Ring ring(rank, way);
+    for (const FloatMode mode : {FloatMode::flushing, FloatMode::upward}) {
+      SCOPED_TRACE(mode == FloatMode::flushing ? "flushing" : "upward");
+      ring.expect_quantised(0x61, mode);
     }
   });
 }

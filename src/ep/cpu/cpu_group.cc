@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "base/error.h"
+#include "ep/cpu/float_modes.h"
 #include "ep/cpu/local.h"
 #include "ep/cpu/operations.h"
 #include "ep/verdict.h"
@@ -106,6 +107,7 @@ class CpuGroup final : public Group {
 template <class Make>
 void CpuGroup::run(xd_ep_operation operation, Make&& make) {
   const Turn turn(*this, operation);
+  const StandardFloatModes modes;
   const Context context{*this, lockstep_, scratch_};
   using Op = decltype(make(context));
   std::optional<Op> op;

@@ -9,8 +9,9 @@
 //   - a NaN that comes out of arithmetic (any weight, two terms or more) is the quiet NaN without
 //     sign and payload: 0x7fc0, 0x7e00, 0x7fc00000. Processors differ in which operand's payload
 //     they would pass on.
-// Conversions do not depend on the thread's flush-to-zero modes (FTZ, DAZ); float32 sums and
-// products of denormal numbers do, as does everything on a rounding mode other than nearest.
+// All this holds in a thread that computes in the standard modes (ep/cpu/float_modes.h). Where it
+// flushes denormal numbers to zero (FTZ, DAZ), conversions do not change, and float32 sums and
+// products of denormal numbers do; every result depends on the rounding mode.
 #pragma once
 
 #include <cstddef>
