@@ -26,6 +26,9 @@
  * element's size. Data may be NULL where the tensor has no elements. The pointer to the struct is
  * const; whether the elements are read or written is said at each field. Inputs and outputs do not
  * overlap.
+ * On CUDA every new address, of tensors and plans, is looked up, and one that this rank's device
+ * cannot follow is INVALID_ARGUMENT. On the CPU the DLDevice of a tensor is believed: an address
+ * that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process, as in memcpy.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
  * float8_e5m2 (12), float8_e8m0fnu (14), whether or not the DLPack header at hand has a name for
  * them.
@@ -58,11 +61,11 @@
  * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
  * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank in
  * float32, rounded once. A weight multiplies its row in float32 (product rounded, then added).
- * Rounding is to nearest, ties to even, denormal numbers are numbers, and on the CPU neither depends
- * on the floating-point modes of the calling thread, which it finds again. A NaN that a sum or a product gives is the quiet one
- * without sign and payload; a sum of one row without a weight keeps its NaNs, made quiet. What is
- * only moved (dispatch's rows, scales and weights, combine_bwd's rows without weights and their
- * scales, the gradients of weights in dispatch_bwd) keeps every bit, also of a signalling NaN.
+ * Rounding is to nearest, ties to even, and denormal numbers count, whatever floating-point modes
+ * the calling thread is in. A NaN that a sum or a product gives is the quiet one without sign and
+ * payload; a sum of one row without a weight keeps its NaNs, made quiet. What is only moved
+ * (dispatch's rows, scales and weights, combine_bwd's rows without weights and their scales, the
+ * gradients of weights in dispatch_bwd) keeps every bit, also of a signalling NaN.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_
@@ -446,8 +449,9 @@ XD_API xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_
 
 /* ---- Local calls ----------------------------------------------------------------------------- */
 /* They concern this rank alone: no peer makes them, or is waited for. They take no turn among a
- * group's operations, may be made from any thread beside these, and leave nothing in its status. On
- * CUDA they are enqueued on `stream`, and may be captured. */
+ * group's operations, may be made from any thread beside these, and leave nothing in its status.
+ * They work after a fatal error, too. On CUDA they are enqueued on `stream`, and may be captured.
+ */
 
 typedef struct xd_ep_plan_row_experts_args {
   size_t struct_size;

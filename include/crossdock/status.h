@@ -18,8 +18,9 @@ extern "C" {
 
 /* A number once given keeps its meaning for ever; new codes are appended. "Fatal" errors finish the
  * communicator: every later operation and collective call on it returns the same error; local calls
- * (queries, memory, destroying) still work. After any other error nothing is lost, started or
- * leaked and the next call works. */
+ * (queries, memory, routing layouts, experts of rows, destroying) still work. Any error of an
+ * operation is fatal in a group made with XD_EP_ON_ERROR_FATAL. After any other error nothing is
+ * lost, started or leaked and the next call works. */
 typedef enum xd_status {
   XD_SUCCESS = 0,
   XD_ERROR_INVALID_ARGUMENT = 1, /* an argument of this rank; the text says argument, expected
@@ -32,11 +33,12 @@ typedef enum xd_status {
   XD_ERROR_PEER_LOST = 5,        /* a peer's process ended, or the peer has left (fatal) */
   XD_ERROR_ABORTED = 6,          /* some rank called xd_comm_abort, or was interrupted (fatal) */
   XD_ERROR_BUSY = 7,             /* a group was used by two threads at once (fatal) */
-  XD_ERROR_OUT_OF_MEMORY = 8,    /* memory exhausted; the text has the sizes */
+  XD_ERROR_OUT_OF_MEMORY = 8,    /* memory exhausted; the text has the sizes (fatal if it kept the
+                                    library from watching the peers) */
   XD_ERROR_UNSUPPORTED = 9,      /* not built in, or not possible on this machine; the text says
                                     which need is missing */
   XD_ERROR_SYSTEM = 10,          /* an operating system call failed; the text has the call and
-                                    the reason */
+                                    the reason (fatal likewise) */
   XD_ERROR_INTERNAL = 11         /* a bug in the library: please report it with the text */
 } xd_status;
 

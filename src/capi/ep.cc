@@ -161,7 +161,7 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
   XD_REQUIRE_GIVEN("xd_ep_routing_layout", comm);
   const xd::Comm& c = *comm->comm;
   return guarded_on("xd_ep_routing_layout", c, [&] {
-    c.check_usable();
+    c.check_open();
     const auto call = xd::ep::read_routing_layout(args, c.num_ranks(), c.device());
     if (c.device().device_type == kDLCUDA) {
       start_cuda_routing_layout(call, c.device(), stream);

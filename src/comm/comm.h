@@ -126,6 +126,8 @@ class Comm final : private MeshEvents {
 
   // Throws if the communicator is finished, closed, or was made by a parent process.
   void check_usable() const;
+  // What calls need that concern this rank alone: the same, but a communicator may be finished.
+  void check_open() const;
   void check_process() const;
 
   // Records a fatal error; on each rank the first one wins. Any thread. What every rank notices by

@@ -14,9 +14,13 @@ void Comm::check_process() const {
              ", and process ", ::getpid(), " is a fork of it: make communicators after forking");
 }
 
-void Comm::check_usable() const {
+void Comm::check_open() const {
   check_process();
   XD_REQUIRE(!closed_.load(std::memory_order_acquire), "the communicator has been destroyed");
+}
+
+void Comm::check_usable() const {
+  check_open();
   throw_if_failed();
 }
 
@@ -134,8 +138,7 @@ void Comm::close() {
 }
 
 void Comm::abort() {
-  check_process();
-  XD_REQUIRE(!closed_.load(std::memory_order_acquire), "the communicator has been destroyed");
+  check_open();
   raise({.status = XD_ERROR_ABORTED, .rank = rank_, .peer = rank_}, Spread::everywhere);
 }
 

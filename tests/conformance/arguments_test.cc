@@ -96,6 +96,11 @@ const Damage kDamages[] = {
      [](DamagedTensor& d) {
        d.tensor.device = {kDLVulkan, 0};
      }},
+    {"DeviceOfTheOtherExecutor",
+     [](DamagedTensor& d) {
+       const bool cpu = d.tensor.device.device_type == kDLCPU;
+       d.tensor.device = {cpu ? kDLCUDA : kDLCPU, 0};
+     }},
     {"NotContiguous",
      [](DamagedTensor& d) {
        for (int i = 0; i < d.tensor.ndim; ++i) d.strides[i] = 2;

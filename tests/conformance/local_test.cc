@@ -206,6 +206,45 @@ TEST(RoutingLayout, RefusesWhatItCannotCountByName) {
   });
 }
 
+// A communicator that has failed has lost its peers, which these calls do not need.
+TEST(LocalCalls, WorkAfterAFatalError) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Comm comm = rank.another_comm("aborted", std::size_t{1} << 20);
+    Rank there = rank;
+    there.comm = comm.get();
+    const Group group = make_group(comm.get(), c.config(rank.rank));
+    Batch batch(there, c);
+    batch.prepare(group.get());
+    Random random(mix(test_seed(), 0x1C, static_cast<std::uint64_t>(rank.rank)));
+    const Routing routing = draw_routing(rank.num_ranks, random);
+    LayoutCall layout(there, routing, true);
+    const auto rows = static_cast<std::int64_t>(batch.routed().received(rank.rank).rows.size());
+    Tensor row_experts(rank, kI32, {rows + 1});
+    ok(xd_comm_barrier(rank.comm));  // all have prepared
+    ok(xd_comm_abort(comm.get()));
+    ASSERT_EQ(comm_error(comm.get()).status, XD_ERROR_ABORTED);
+    EXPECT_EQ(batch.enqueue(group.get(), XD_EP_DISPATCH), XD_ERROR_ABORTED) << "no local call";
+
+    ok(layout.call());
+    layout.expect(layout_of(routing));
+    xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
+    args.plan = batch.plan().data();
+    args.plan_bytes = batch.plan().bytes();
+    args.row_experts = row_experts.dl();
+    ok(xd_ep_plan_row_experts(group.get(), &args, rank.stream()));
+    rank.memory->synchronize();
+    std::vector<std::int32_t> expected(static_cast<std::size_t>(rows) + 1, -1);
+    const std::vector<std::int64_t>& offsets = batch.routed().received(rank.rank).offsets;
+    for (std::int32_t e = 0; e < c.local_experts; ++e) {
+      const auto at = static_cast<std::size_t>(e);
+      std::fill(expected.begin() + offsets[at], expected.begin() + offsets[at + 1], e);
+    }
+    EXPECT_EQ(row_experts.read_as<std::int32_t>(), expected);
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
 // row_experts is checked in every case of the grid; here is what is no plan of the group.
 TEST(RowExperts, OfBytesThatAreNoPlanOfTheGroupAreNotGiven) {
   Case c = plain_case(world().num_ranks());

@@ -52,7 +52,7 @@ class CudaGroup final : public Group {
   }
   void join_failed(std::int32_t operation, const char* text, xd_stream stream) override;
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
-    comm().check_usable();
+    comm().check_open();
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
     const RowExpertsCall call = read_row_experts(args, call_context());
     require_memory(call, plan_bytes_, known_memory_);
