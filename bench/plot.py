@@ -25,7 +25,7 @@ LABELS = {"tokens": "tokens per rank", "sms_allowed": "multiprocessors allowed"}
 
 
 def read(paths):
-    """(first line of the first file, all measured lines)"""
+    """(first line of the first file, all measured lines)."""
     heads, rows = [], []
     for path in paths:
         for line in path.read_text().splitlines():

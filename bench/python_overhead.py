@@ -16,7 +16,6 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ TARGET_US = 25.0
 def _empty_dispatch(
     plan: Tensor,
     x: Tensor,
-    topk_weights: Optional[Tensor],
-    scales: Optional[Tensor],
+    topk_weights: Tensor | None,
+    scales: Tensor | None,
     order: Tensor,
     group: int,
     num_tokens: int,
@@ -47,7 +46,7 @@ def _empty_dispatch(
 def _empty_combine(
     plan: Tensor,
     expert_out: Tensor,
-    weights: Optional[Tensor],
+    weights: Tensor | None,
     order: Tensor,
     group: int,
     num_tokens: int,

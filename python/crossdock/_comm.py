@@ -105,9 +105,12 @@ class Comm:
     @classmethod
     def from_environment(cls, *, device: str = "cpu", heap_bytes: int = 0,
                          timeout: float | None = None, name: str = "") -> Comm:
-        """Joins through RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as torchrun sets
-        them. Set XD_JOB_SECRET to the same unguessable text on all ranks when the host has other
-        users. Arguments and errors as of Comm."""
+        """Joins through the environment variables of a launcher.
+
+        They are RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as torchrun sets them.
+        Set XD_JOB_SECRET to the same unguessable text on all ranks when the host has other
+        users. Arguments and errors as of Comm.
+        """
         return cls.__new__(cls)._join(bootstrap="environment", device=device,
                                       heap_bytes=heap_bytes, timeout=timeout, name=name)
 
@@ -193,8 +196,11 @@ class Comm:
         self.core().barrier()
 
     def abort(self) -> None:
-        """Gives up: every wait of this rank ends with Aborted, the peers are told, and the
-        communicator is finished on all ranks. Any thread; does not block."""
+        """Gives up.
+
+        Every wait of this rank ends with Aborted, the peers are told, and the communicator is
+        finished on all ranks. Any thread; does not block.
+        """
         self.core().abort()
 
     def error(self) -> CrossdockError | None:
@@ -224,8 +230,10 @@ class Comm:
         return self._heap.empty(shape, dtype)
 
     def grow(self, num_bytes: int) -> None:
-        """Adds `num_bytes` (rounded up to pages; may differ per rank; 0 is allowed) to this rank's
-        symmetric memory. Collective. Nothing moves. An array never spans two growths.
+        """Adds `num_bytes` to this rank's symmetric memory. Collective.
+
+        The number is rounded up to pages, may differ per rank, and may be 0. Nothing moves. An
+        array never spans two growths.
 
         Raises:
             TypeError, ValueError: on the rank with a bad number, and OutOfMemory on one that has
@@ -272,8 +280,10 @@ class Comm:
         return MemoryInfo(**self.core().mem_info())
 
     def close(self) -> None:
-        """Leaves. Local and bounded: says goodbye, waits for nobody; peers that need this rank
-        later get PeerLost. A second call does nothing. Arrays from empty() that are still alive
+        """Leaves.
+
+        Local and bounded: says goodbye, waits for nobody; peers that need this rank later get
+        PeerLost. A second call does nothing. Arrays from empty() that are still alive
         stay valid, and the goodbye waits for the last of them.
 
         Raises:

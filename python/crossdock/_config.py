@@ -37,8 +37,9 @@ class GroupMemory:
 
 @dataclasses.dataclass(frozen=True)
 class EpConfig:
-    """Sizes of one kind of traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail
-    and num_sms.
+    """Sizes of one kind of traffic.
+
+    Equal on all ranks, but for recv_capacity, staging, zero_tail and num_sms.
 
     Attributes:
         num_experts: over all ranks: a multiple of the number of ranks, at most 65536.

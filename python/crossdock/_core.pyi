@@ -1,7 +1,9 @@
-"""The C API as it is. Addresses and streams are integers, and a tensor is
-(address, shape, dtype) of a C-contiguous tensor on the communicator's device, with dtype = DLPack's
-code << 8 | bits, and with strides in elements as a fourth part where it has others; optional ones
-may be None. The caller keeps all memory alive, on CUDA until the stream has passed the call.
+"""The C API as it is.
+
+Addresses and streams are integers, and a tensor is (address, shape, dtype) of a C-contiguous tensor
+on the communicator's device, with dtype = DLPack's code << 8 | bits, and with strides in elements
+as a fourth part where it has others; optional ones may be None. The caller keeps all memory alive,
+on CUDA until the stream has passed the call.
 
 Calls that can wait release the GIL. A failed call raises the class of crossdock.errors for its
 status; TypeError where a value has the wrong Python type.
@@ -29,15 +31,19 @@ def as_dlpack(
     device_id: int,
     owner: object,
 ) -> Any:
-    """A DLPack capsule ("dltensor") over memory, which keeps `owner` alive until the consumer drops
-    it."""
+    """A DLPack capsule ("dltensor") over memory.
+
+    It keeps `owner` alive until the consumer drops it.
+    """
 
 def segment_functions() -> tuple[int, int]:
-    """Addresses of the functions by which a pool of torch's caching allocator takes memory and
-    gives it back. They give what the calling thread has been offered, and nothing else."""
+    """Addresses of two functions: a pool of torch's caching allocator takes and returns memory.
+
+    They give what the calling thread has been offered, and nothing else.
+    """
 
 def offer_segment(ptr: int, bytes: int) -> None:
-    """The next segment of at most `bytes` bytes that this thread takes begins at `ptr`; 0 = none."""
+    """The next segment of up to `bytes` bytes that this thread takes begins at `ptr`; 0 = none."""
 
 def segment_taken(ptr: int) -> bool:
     """Whether the segment has been taken and not given back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 import numpy as np
 
 from crossdock import _core
@@ -39,9 +40,10 @@ class Plan:
         return self.data.ctypes.data, self.data.nbytes
 
     def info(self) -> dict[str, int]:
-        """The plan's own numbers: rank, num_ranks, num_experts, num_tokens, topk, layout,
-        alignment, recv_rows, total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank,
-        fingerprint, epoch.
+        """The plan's own numbers.
+
+        They are rank, num_ranks, num_experts, num_tokens, topk, layout, alignment, recv_rows,
+        total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank, fingerprint, epoch.
 
         Raises:
             InvalidArgument: `data` holds no plan of this library version.

@@ -1,5 +1,6 @@
-"""What dispatch and combine must give, in plain NumPy: the definition, which shares no code with
-the library.
+"""What dispatch and combine must give, in plain NumPy.
+
+This is the definition, which shares no code with the library.
 
 Row r of a receive tensor is a Row, or None for padding. Sums follow the one order that the library
 promises: per rank by ascending k in float32, rounded to the payload type; then the ranks' partial

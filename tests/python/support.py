@@ -19,9 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch_defaults
-
 import crossdock
+import torch_defaults
 from crossdock import _core
 
 GRACE_SECONDS = 10  # from the first rank's failure until the other ranks are given up

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from . import launch
 from .compare import Check, compare, read_log
 from .folders import make_room

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 try:
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
+    from rich.progress import BarColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 except ImportError:  # lines, then
     RichProgress = None
 
@@ -23,7 +22,7 @@ class Progress:
         self._start, self._first = time.perf_counter(), done
         self._bar = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Progress:
         if RichProgress is not None and sys.stdout.isatty():
             self._bar = RichProgress(
                 TextColumn("{task.description}"),

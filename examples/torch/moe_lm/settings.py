@@ -44,6 +44,6 @@ class Settings:
         if self.plain and (ranks != 1 or self.save_every or self.resume):
             raise ValueError("--plain: expected --ranks 1, no --save-every and no --resume")
 
-    def replace(self, **changes: object) -> "Settings":
+    def replace(self, **changes: object) -> Settings:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)

@@ -42,8 +42,9 @@ def train(device: torch.device, settings: Settings) -> None:
 
 
 class Trainer:
-    """Trains on one rank; a context manager. All ranks make one and call the same methods in the
-    same order.
+    """Trains on one rank; a context manager.
+
+    All ranks make one and call the same methods in the same order.
 
     Data-parallel in everything but the experts: each rank has its part of the batch, and rank d
     the experts ``d * L .. d * L + L - 1``.
@@ -67,7 +68,7 @@ class Trainer:
         )
         self.step = 0
 
-    def __enter__(self) -> "Trainer":
+    def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -193,8 +194,9 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self) -> bytes:
-        """Text that the model goes on with after the prompt, on rank 0; the other ranks have no
-        tokens of their own then, and only serve their experts. Empty on them.
+        """Text that the model goes on with after the prompt, on rank 0; empty on the others.
+
+        The other ranks have no tokens of their own then, and only serve their experts.
         """
         generator = torch.Generator().manual_seed(self.settings.seed)
         sequences = 1 if self.rank == 0 else 0

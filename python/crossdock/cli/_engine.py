@@ -26,8 +26,10 @@ class Engine(Protocol):
         """What is timed, by name; the copy that the others are compared with comes first."""
 
     def time(self, call: Call, tell: Tell) -> list[float]:
-        """Seconds of every timed iteration of `call` on this rank. Collective. `tell` hears the
-        share that is done."""
+        """Seconds of every timed iteration of `call` on this rank. Collective.
+
+        `tell` hears the share that is done.
+        """
 
     def versions(self) -> dict[str, str]:
         """Packages that had a part in it."""
@@ -60,8 +62,10 @@ def wall_times(workload: Workload, barrier: Call, call: Call, tell: Tell) -> lis
 
 
 def token_values(workload: Workload, rank: int) -> np.ndarray:
-    """Tokens of this rank, float32 [T,H]: integers from -3 to 3. Up to 32 copies of one add up to
-    an integer that even bf16 has, so sums can be compared exactly."""
+    """Tokens of this rank, float32 [T,H]: integers from -3 to 3.
+
+    Up to 32 copies of one add up to an integer that even bf16 has, so sums can be compared exactly.
+    """
     token = np.arange(workload.tokens)[:, None] + 5 * rank
     return ((3 * token + np.arange(workload.hidden)) % 7 - 3).astype(np.float32)
 

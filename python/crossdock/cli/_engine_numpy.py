@@ -76,7 +76,9 @@ class NumpyEngine:
 
 
 def _heap_bytes(workload: Workload, capacity: int) -> int:
-    """Symmetric memory for what is alive at a time: tokens, their sum and its gradient; rows
-    received and their gradient; weights; and what the heap rounds up."""
+    """Symmetric memory for what is alive at a time, and for what the heap rounds up.
+
+    Alive are tokens, their sum and its gradient; rows received and their gradient; weights.
+    """
     rows = 3 * workload.tokens + 2 * capacity
     return rows * workload.row_bytes + capacity * workload.topk * 16 + (1 << 20)

@@ -87,8 +87,10 @@ class TorchEngine:
         return lambda: copy.copy_(source, non_blocking=True)
 
     def time(self, call: Call, tell: Tell) -> list[float]:
-        """On a GPU by events between calls that follow one another without a gap: every operation
-        ends on all ranks at once, and so the next one starts."""
+        """On a GPU by events between calls that follow one another without a gap.
+
+        Every operation ends on all ranks at once, and so the next one starts.
+        """
         if self._device.type != "cuda":
             return _engine.wall_times(self._workload, self._comm.barrier, call, tell)
         count = self._workload.warmup + self._workload.iters

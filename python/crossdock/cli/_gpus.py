@@ -36,7 +36,7 @@ def _smi(*arguments: str) -> str:
 
 
 def find() -> tuple[list[Gpu], str]:
-    """(GPUs, why there are none)"""
+    """(GPUs, why there are none)."""
     if shutil.which("nvidia-smi") is None:
         return [], "nvidia-smi is not installed: no NVIDIA driver on this host"
     try:
@@ -62,8 +62,10 @@ def usable_count(gpus: list[Gpu]) -> int:
 
 
 def parse_matrix(text: str) -> dict[tuple[int, int], str]:
-    """{(row GPU, column GPU): cell} of a matrix that `nvidia-smi topo` prints, without its
-    diagonal. Columns that are no GPUs, and what follows the matrix, are left out."""
+    """{(row GPU, column GPU): cell} of a matrix that `nvidia-smi topo` prints.
+
+    Its diagonal is left out. Columns that are no GPUs, and what follows the matrix, are left out.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     columns: list[int] = []
     cells = {}
@@ -83,7 +85,7 @@ def parse_matrix(text: str) -> dict[tuple[int, int], str]:
 
 
 def links() -> tuple[dict[tuple[int, int], str], str]:
-    """(how GPU pairs are linked: NV18 = 18 NVLinks, PIX, SYS, ...; why that is not known)"""
+    """(how GPU pairs are linked: NV18 = 18 NVLinks, PIX, SYS, ...; why that is not known)."""
     try:
         return parse_matrix(_smi("topo", "-m")), ""
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
@@ -91,7 +93,7 @@ def links() -> tuple[dict[tuple[int, int], str], str]:
 
 
 def peer_access() -> tuple[dict[tuple[int, int], str], str]:
-    """(whether GPU pairs may store into each other over NVLink: OK or why not; why unknown)"""
+    """(whether GPU pairs may store into each other over NVLink: OK or why not; why unknown)."""
     try:
         return parse_matrix(_smi("topo", "-p2p", "n")), ""
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:

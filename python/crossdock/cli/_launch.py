@@ -135,7 +135,7 @@ class _Conversation:
         return more
 
     def failure(self) -> tuple[str, bool]:
-        """(what has gone wrong first, or empty; whether that is a cause and no echo of one)"""
+        """(what has gone wrong first, or empty; whether that is a cause and no echo of one)."""
         if not self._failures:
             return "", False
         rank, kind, text = min(self._failures, key=lambda failure: failure[1] in _ECHOES)

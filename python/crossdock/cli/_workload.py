@@ -94,8 +94,10 @@ def volume(workload: Workload) -> Volume:
 
 
 def sum_of_copies(workload: Workload, rank: int) -> np.ndarray:
-    """How many rows each token of `rank` has, int64 [T]: what combine multiplies it by where the
-    experts change nothing."""
+    """How many rows each token of `rank` has, int64 [T].
+
+    Combine multiplies the token by this number where the experts change nothing.
+    """
     chosen = choices(workload, rank)
     if workload.layout == "expert_major":
         return np.full(workload.tokens, workload.topk, np.int64)

@@ -54,8 +54,9 @@ class EpPlan:
     topk: int = dataclasses.field(metadata={"static": True})
 
     def row_experts(self) -> jax.Array:
-        """``[R]`` int32: the local expert of each row of a receive array, padding included, else
-        -1.
+        """``[R]`` int32: the local expert of each row of a receive array; -1 past the last row.
+
+        Rows of padding have the expert of their zone.
 
         Raises:
             ValueError: the layout is rank_major, where `Dispatched.topk_idx` has the experts.

@@ -6,7 +6,8 @@ zone belong to nobody: they are never read, and hold anything in a result.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 

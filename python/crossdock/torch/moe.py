@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -201,8 +202,10 @@ class MoELayer(nn.Module):
         self.group.refuse(PREPARE, kind, f"x: {problem}")
 
     def _check_experts(self) -> None:
-        """Refuses parameters that a wrapper has taken away, for no optimiser would see them, and
-        those of another dtype than the group's."""
+        """Refuses parameters that a wrapper has taken away, and those of another dtype.
+
+        No optimiser would see the first; the second must be of the group's dtype.
+        """
         for name in ("experts_in", "experts_out"):
             parameter = self._parameters.get(name)
             if parameter is not None and parameter.dtype != self.group.dtype:

@@ -14,11 +14,11 @@ import weakref
 
 import numpy as np
 import pytest
-import support
-from support import Rank
 
 import crossdock
+import support
 from crossdock import _core
+from support import Rank
 
 
 def alone(**options: object) -> crossdock.Comm:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import support
-from support import Rank
 
 import crossdock
+import support
+from support import Rank
 
 CONFIG = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8,
                             dtype="float32")

@@ -7,11 +7,11 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+
+import crossdock
 import support
 from reference import QUANTIZATIONS, Routing, quantised
 from support import Rank
-
-import crossdock
 
 SEED = 20260
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support import Rank, free_port, run_ranks
 
 import crossdock
 from crossdock.errors import Aborted, InvalidArgument
+from support import Rank, free_port, run_ranks
 
 AFTER = 0.3  # seconds until the signal: by then the call waits
 LIMIT = 2.0  # of all: half a second is promised, and the machine may be busy

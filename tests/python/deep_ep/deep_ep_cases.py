@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deep_ep_reference import Batch, expert_outputs, make_batch, make_bias
 
 from crossdock.deep_ep import Buffer
+from deep_ep_reference import Batch, expert_outputs, make_batch, make_bias
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ import pathlib
 import re
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
-from deep_ep_reference import make_batch
-from support import run_ranks
 
+import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer, Config
 from crossdock.deep_ep._config import _LONG_NAMES
+from deep_ep_reference import make_batch
+from support import run_ranks
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "deep_ep.md"
 SEED = 60

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
-from deep_ep_reference import make_batch
-from support import run_ranks
 
+import deep_ep_cases as cases
 from crossdock.deep_ep import Config, EventOverlap
 from crossdock.errors import InvalidArgument, Mismatch
+from deep_ep_reference import make_batch
+from support import run_ranks
 
 SEED = 40
 TOKENS = [17, 9]

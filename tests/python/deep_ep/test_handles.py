@@ -7,15 +7,15 @@ import gc
 import pickle
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_reference import Batch, make_batch
-from support import run_ranks
 
+import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
 from crossdock.errors import Mismatch, PeerLost
+from deep_ep_reference import Batch, make_batch
+from support import run_ranks
 
 SEED = 70
 

@@ -7,16 +7,16 @@ import threading
 import weakref
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_reference import Batch, make_batch
-from support import run_ranks, run_threads
 
+import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer, Config
 from crossdock.deep_ep._exchange import HostExchange
 from crossdock.errors import PeerLost
+from deep_ep_reference import Batch, make_batch
+from support import run_ranks, run_threads
 
 SEED = 30
 

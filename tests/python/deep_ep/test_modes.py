@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
+
+import deep_ep_cases as cases
 from support import run_ranks
 
 SEED = 20

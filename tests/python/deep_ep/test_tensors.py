@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
 import torch.multiprocessing
-from deep_ep_reference import make_batch
-from support import run_ranks
 
+import deep_ep_cases as cases
 from crossdock import _core
 from crossdock.deep_ep import _memory
 from crossdock.deep_ep._memory import ReceiveMemory, set_bytes
 from crossdock.errors import OutOfMemory
+from deep_ep_reference import make_batch
+from support import run_ranks
 
 SEED = 80
 MIB = 1 << 20

@@ -9,8 +9,7 @@ import pytest
 
 import crossdock.jax as xd
 from jax_support import RANKS, World, equal, everywhere, routing, run, whole
-from reference import QUANTIZATIONS, Routing
-from reference import quantised as rule
+from reference import QUANTIZATIONS, Routing, quantised as rule
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 256, 7
 LAYOUTS = ("expert_major", "rank_major")

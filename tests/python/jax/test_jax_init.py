@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import crossdock.jax as xd
 from crossdock import _core, _jax, errors
-from crossdock.jax import _mesh, _meeting
+from crossdock.jax import _meeting, _mesh
 from jax_support import RANKS, World, distributed, run
 from support import Rank, run_ranks
 

@@ -92,7 +92,7 @@ def assert_chain(hlo: str) -> None:
                     waiting.append(operand)
         return seen
 
-    behind = sorted((len(reaches(call) & set(calls)) for call in calls))
+    behind = sorted(len(reaches(call) & set(calls)) for call in calls)
     assert behind == list(range(len(calls))), "the operations are not one chain"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch_support import where
 
 from crossdock.torch import grouped_mm
+from torch_support import where
 
 # Rows of each of four zones; three rows more belong to nobody.
 COUNTS = (3, 0, 5, 1)

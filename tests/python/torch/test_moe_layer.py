@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import pathlib
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
-from functorch.compile import make_boxed_func
 from support import Rank, run_ranks
-from torch._dynamo.backends.common import aot_autograd
 from torch_support import reported, where
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))

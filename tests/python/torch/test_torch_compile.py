@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from support import Rank, run_ranks
 from torch._dynamo.backends.common import aot_autograd
-from torch_support import Batch, assert_equal, layer, reported
 
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer, reported
 
 SEED = 17
 CASE = ((6, 0), 8, 3, 32)

@@ -8,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, ragged, reported, settle
 
 import crossdock.torch as xd
 from crossdock.errors import (
@@ -20,6 +18,8 @@ from crossdock.errors import (
     PeerLost,
     Unsupported,
 )
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer, ragged, reported, settle
 
 SEED = 4711
 
@@ -369,7 +369,7 @@ def test_bad_growth_of_memory_is_named_on_every_rank():
 
 
 def _growths_that_fail(me: Rank) -> None:
-    with xd.init() as comm:
+    with xd.init():
         bad = me.rank == 1
         with pytest.raises(OutOfMemory if bad else Mismatch):
             xd.EpGroup(8, 32, 3, 16, symmetric_tensors=2**30 if bad else 4)

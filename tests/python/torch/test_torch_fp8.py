@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import Rank, run_ranks
-from reference import QUANTIZATIONS, quantised
-from torch_support import Batch, assert_equal, ragged, where
 
 import crossdock.torch as xd
+from reference import QUANTIZATIONS, quantised
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, ragged, where
 
 SEED = 70
 HIDDEN = 256

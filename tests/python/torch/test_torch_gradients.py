@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import Rank, run_ranks
-from torch_support import where
 
 import crossdock.torch as xd
+from support import Rank, run_ranks
+from torch_support import where
 
 SEED, HIDDEN, EXPERTS, TOPK = 23, 32, 8, 3
 TOKENS = (7, 0, 4, 1)  # of four ranks; two have the first two's

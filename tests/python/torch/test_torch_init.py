@@ -12,13 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from support import Rank, free_port, run_ranks
-from torch_support import Batch, assert_equal, layer, ragged
 
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
+from support import Rank, free_port, run_ranks
+from torch_support import Batch, assert_equal, layer, ragged
 
 SEED = 8
 

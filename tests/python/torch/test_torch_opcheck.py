@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch_support import Batch
 
 import crossdock.torch as xd
+from torch_support import Batch
 
 OPS = torch.ops.crossdock
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, poison, ragged, where
 
 import crossdock.torch as xd
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer, poison, ragged, where
 
 LAYOUTS = ("expert_major", "rank_major")
 SEED = 20261121

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, ragged, reported
 
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer, ragged, reported
 
 SEED = 99
 

@@ -7,12 +7,12 @@ import weakref
 
 import pytest
 import torch
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, poison, ragged
 
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument
 from crossdock.torch._pool import block_bytes
+from support import Rank, run_ranks
+from torch_support import Batch, assert_equal, layer, poison, ragged
 
 SEED = 3
 

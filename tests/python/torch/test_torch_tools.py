@@ -73,7 +73,7 @@ def make_plain() -> Model:
 
 
 def batch(step: int, ranks: int) -> torch.Tensor:
-    """[ranks, TOKENS, HIDDEN]"""
+    """[ranks, TOKENS, HIDDEN]."""
     with DRAWN:
         generator = torch.Generator().manual_seed(SEED + 1 + step)
         drawn = torch.randn(ranks, TOKENS, HIDDEN, generator=generator)

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from reference import Routing
-from support import Rank
 
 import crossdock.torch as xd
+from reference import Routing
+from support import Rank
 
 # Tokens of each rank, by how many ranks there are.
 _RAGGED = {4: (5, 0, 9, 1), 2: (9, 1), 1: (9,)}

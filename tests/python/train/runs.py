@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 import sysconfig
 from typing import Any, NamedTuple
 
@@ -12,14 +11,11 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
+from moe_lm.settings import Settings
+from moe_lm.trainer import Trainer
 from support import Rank
 
 REPOSITORY = pathlib.Path(__file__).parents[3]
-sys.path.insert(0, str(REPOSITORY / "examples" / "torch"))
-
-from moe_lm.settings import Settings  # noqa: E402
-from moe_lm.trainer import Trainer  # noqa: E402
-
 TEXT = pathlib.Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
 
 

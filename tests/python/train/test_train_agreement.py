@@ -6,17 +6,17 @@ import json
 import pathlib
 import subprocess
 import sys
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from runs import REPOSITORY, TEXT, run, small
-from support import run_ranks
-
 from moe_lm import comparison, launch
 from moe_lm.compare import SAME_CHOICES_STEPS, SAME_CHOICES_TOLERANCE, compare, read_log
 from moe_lm.trainer import PROMPT
+from runs import REPOSITORY, TEXT, run, small
+from support import run_ranks
 from train_moe_lm import main
 
 PROGRAM = REPOSITORY / "examples" / "torch" / "train_moe_lm.py"

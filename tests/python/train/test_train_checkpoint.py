@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock.torch._agreement import from_rank_0, ranks_where
+from moe_lm.compare import read_log
 from runs import Outcome, run, small
 from support import Rank, run_ranks
-
-from moe_lm.compare import read_log
 
 SAVED_AT, STEPS = 3, 6
 STOPPED = {"steps": SAVED_AT, "schedule_steps": STEPS, "save_every": SAVED_AT}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-import crossdock
 import numpy as np
+
+import crossdock
 
 
 def rank_main(rank: int, unique_id: bytes) -> None:

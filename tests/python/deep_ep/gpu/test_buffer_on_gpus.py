@@ -6,14 +6,14 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
-from deep_ep_reference import make_batch
-from support import run_ranks
 
+import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
 from crossdock.errors import CrossdockError
+from deep_ep_reference import make_batch
+from support import run_ranks
 
 pytestmark = pytest.mark.gpu
 

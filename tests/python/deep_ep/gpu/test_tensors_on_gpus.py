@@ -5,14 +5,14 @@ from __future__ import annotations
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import deep_ep_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+
+import deep_ep_cases as cases
+from crossdock.deep_ep import Buffer, _memory
 from deep_ep_reference import make_batch
 from support import run_ranks
-
-from crossdock.deep_ep import Buffer, _memory
 
 pytestmark = pytest.mark.gpu
 

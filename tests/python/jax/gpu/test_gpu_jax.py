@@ -45,6 +45,8 @@ pytest.importorskip("crossdock.jax", exc_type=ImportError)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+
+import crossdock.jax as xd  # noqa: E402
 import test_hlo as hlo  # noqa: E402
 import test_jax_fp8 as fp8  # noqa: E402
 import test_jax_gradients as gradients  # noqa: E402
@@ -54,10 +56,8 @@ import test_jax_order as order  # noqa: E402
 import test_moe as moe  # noqa: E402
 import test_sharding as sharding  # noqa: E402
 import test_train as train  # noqa: E402
-from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # noqa: E402
-
-import crossdock.jax as xd  # noqa: E402
 from crossdock import _jax, errors  # noqa: E402
+from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # noqa: E402
 
 jax_for_cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 pytestmark = [

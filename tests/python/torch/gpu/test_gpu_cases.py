@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from support import Rank, run_ranks
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))

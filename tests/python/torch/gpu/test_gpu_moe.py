@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import pathlib
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 import pytest
 import torch

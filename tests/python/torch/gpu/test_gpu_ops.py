@@ -11,10 +11,10 @@ import sys
 
 import pytest
 import torch
-from support import Rank, run_ranks
 
 import crossdock.torch as xd
 from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
+from support import Rank, run_ranks
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 
 import pytest
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from runs import run, small  # noqa: E402
-from support import run_ranks  # noqa: E402
-
-from moe_lm.compare import compare  # noqa: E402
-from moe_lm.trainer import PROMPT  # noqa: E402
+from moe_lm.compare import compare
+from moe_lm.trainer import PROMPT
+from runs import run, small
+from support import run_ranks
 
 pytestmark = pytest.mark.gpu
 
