@@ -1,4 +1,5 @@
-# Front door: every target brings the machine to where it can run (tools/setup.sh) and does the rest.
+# Front door: every target brings the machine to where it can run (tools/setup.sh), then does the
+# rest.
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -49,7 +50,7 @@ GPU_PACKAGE ?= build/gpu-package
 GPU_OPTIONS := -DCROSSDOCK_CUDA=ON -DCROSSDOCK_BUILD_EXAMPLES=OFF \
   -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON '-DCMAKE_BUILD_RPATH=$$ORIGIN/../lib;$$ORIGIN/../../lib'
 
-gpu-test: $(if $(BUILD),,gpu-package)  ## build for CUDA and run what needs a GPU; BUILD=folder runs a package
+gpu-test: $(if $(BUILD),,gpu-package)  ## build for CUDA, run what needs a GPU; BUILD=a package
 	@$(or $(BUILD),$(GPU_PACKAGE))/run-tests $(TESTS)
 
 gpu-bench: $(if $(BUILD),,gpu-package)  ## measure on this machine's GPUs; BUILD=folder likewise
@@ -61,21 +62,27 @@ gpu-package:  ## stage what those two run in build/gpu-package, to be carried to
 	@tests/gpu/package.py $(GPU) $(GPU_PACKAGE)
 
 # The build with clang-tidy beside the compiler: what has not changed is not looked at again.
-TIDY := -DCROSSDOCK_WERROR=ON -DCMAKE_CXX_CLANG_TIDY="$(CURDIR)/.venv/bin/clang-tidy;--quiet"
+CLANG_TIDY := $(CURDIR)/.venv/bin/clang-tidy
+TIDY := -DCROSSDOCK_WERROR=ON \
+  $(foreach language,C CXX,-DCMAKE_$(language)_CLANG_TIDY="$(CLANG_TIDY);--quiet")
 FORMATTED = $(shell find include src python tests bench examples tools -name '*.h' -o -name '*.c' \
   -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-format:  ## format all C and C++ files in place
+format:  ## format all C and C++ files and Python imports in place
 	@tools/setup.sh check check
 	@.venv/bin/clang-format -i $(FORMATTED)
+	@.venv/bin/ruff check --quiet --fix-only .
 
 check:  ## format, lint, types, include directions, lengths, headers, exported symbols
 	@tools/setup.sh check check torch jax python
 	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
-	@.venv/bin/shellcheck .ci/run $(shell find tools tests -name '*.sh')
+	@.venv/bin/ruff check --quiet .
+	@.venv/bin/shellcheck .ci/run $(shell find bench tools tests -name '*.sh')
 	@.venv/bin/mypy
 	$(call build,build/tidy,$(TIDY))
-	@$(CTEST) --test-dir build/tidy -L check --verbose | grep -E '^[0-9]+: [a-z]|tests passed|Failed'
+	@.venv/bin/python tools/check/kernels.py $(CLANG_TIDY) build/tidy
+	@$(CTEST) --test-dir build/tidy -L check --verbose >build/tidy/check.log; code=$$?; \
+	  grep -E '^[0-9]+: [a-z]|tests passed|Failed' build/tidy/check.log; exit $$code
 
 # ThreadSanitizer wants addresses that are not too random.
 FIXED_ADDRESSES = $(shell setarch $(shell uname -m) -R true 2>/dev/null && echo setarch -R)

@@ -1,5 +1,5 @@
-# cmake --install: library, headers, crossdock-run, CMake package, pkg-config file. Everything in the
-# installed tree finds the rest relative to itself, so that it may be moved.
+# cmake --install: library, headers, crossdock-run, CMake package, pkg-config file. Everything in
+# the installed tree finds the rest relative to itself, so that it may be moved.
 
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/crossdock)

@@ -1,5 +1,6 @@
-# Whether the Python extension is built: XD_PYTHON. It needs an interpreter with its headers and with
-# nanobind: the one of .venv (tools/setup.sh makes it), else Python_EXECUTABLE, else the system's.
+# Whether the Python extension is built: XD_PYTHON. It needs an interpreter with its headers and
+# with nanobind: the one of .venv (tools/setup.sh makes it), else Python_EXECUTABLE, else the
+# system's.
 
 set(XD_PYTHON OFF)
 if(NOT CROSSDOCK_PYTHON MATCHES "^(AUTO|ON|OFF)$")

@@ -101,7 +101,7 @@ Comm::Comm(const Options& options) {
     config.all_gather = &AllGather::call;
     config.all_gather_context = &all_gather;
   }
-  config.nccl_comm = reinterpret_cast<void*>(options.nccl_comm);
+  config.nccl_comm = pointer(options.nccl_comm);
   config.device = {static_cast<DLDeviceType>(options.device_type), options.device_id};
   config.heap_bytes = options.heap_bytes;
   config.timeout_ms = options.timeout_ms;

@@ -76,8 +76,9 @@ bool SymmetricHeap::release(void* ptr) {
 std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {
   const auto* address = static_cast<const std::byte*>(ptr);
   const std::shared_lock lock(mutex_);
-  auto next = std::ranges::upper_bound(ranges_, address, {}, &Range::begin);
-  while (next != ranges_.begin() && (--next)->furthest > address) {
+  const auto above = std::ranges::upper_bound(ranges_, address, {}, &Range::begin);
+  for (auto next = std::reverse_iterator(above); next != ranges_.rend(); ++next) {
+    if (next->furthest <= address) break;
     if (address >= next->end || bytes > static_cast<std::size_t>(next->end - address)) continue;
     return Place{.segment = next->number,
                  .offset = static_cast<std::size_t>(address - next->begin)};

@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/fd.h"
@@ -74,7 +75,8 @@ class Flood {
     const timespec pause{0, static_cast<long>(plan.every.count()) * 1000};
     for (int i = 0; i < plan.connections; ++i) {
       const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
-      ::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+      // It is in progress, or the queue of the listener is full: either is a flood.
+      std::ignore = ::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
       if (!plan.says.empty()) {
         pollfd item{fd, POLLOUT, 0};
         ::poll(&item, 1, 100);

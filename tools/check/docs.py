@@ -13,7 +13,7 @@ import sys
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 EXCERPT = re.compile(r"^```\w+ from=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(
-    r'^XD_ENV_\w+\(\w+, ("\w+"), ("[^"]*"|-?\d+)(?:, -?\d+)?, "(.*)"\)$', re.MULTILINE)
+    r'^XD_ENV_\w+\(\w+, ("\w+"), ("[^"]*"|-?\d+)(?:, -?\d+)?,\s+"(.*)"\)$', re.MULTILINE)
 ROW = re.compile(r"^\| `(XD_\w+)` \| (.*?) \| (.*) \|$", re.MULTILINE)
 STATUS = re.compile(r"^\s+(XD_(?:SUCCESS|ERROR_\w+)) = \d+", re.MULTILINE)
 TARGET = re.compile(r"`make (\w+)`")
