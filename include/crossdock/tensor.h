@@ -49,7 +49,7 @@ static inline xd_tensor xd_tensor_2d_strided(void* data, DLDataType dtype, DLDev
   tensor.dl.device = device;
   tensor.dl.ndim = 2;
   tensor.dl.dtype = dtype;
-  tensor.dl.shape = NULL; /* NOLINT(modernize-use-nullptr): this is C, too */
+  tensor.dl.shape = NULL;   /* NOLINT(modernize-use-nullptr): this is C, too */
   tensor.dl.strides = NULL; /* NOLINT(modernize-use-nullptr) */
   tensor.dl.byte_offset = 0;
   tensor.shape[0] = rows;
