@@ -14,12 +14,11 @@ HIDDEN, TOPK, EXPERTS = 32, 2, 4
 def main() -> None:
     """One step of a mixture-of-experts layer, and the same computed without ranks."""
     comm = xd.init()  # this rank's GPU, or the CPU where there is none
-    group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max_tokens=64, dtype=torch.float32)
 
     # Every rank makes all matrices, and keeps those of its own experts.
     torch.manual_seed(1)
     all_experts = torch.randn(EXPERTS, HIDDEN, HIDDEN).to(comm.device)
-    local = group.num_local_experts
+    local = EXPERTS // comm.num_ranks
     experts = all_experts[comm.rank * local :][:local].clone().requires_grad_()
 
     # Its tokens are its own, also in number.
@@ -28,6 +27,7 @@ def main() -> None:
     logits = torch.randn(len(tokens), EXPERTS, device=comm.device, requires_grad=True)
     topk_weights, topk_idx = logits.softmax(dim=-1).topk(TOPK)
 
+    group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max_tokens=64, dtype=torch.float32)
     plan = group.prepare(topk_idx)
     received = xd.dispatch(plan, tokens, topk_weights)
     expert_out = xd.grouped_mm(received.tokens, experts, plan.offsets)

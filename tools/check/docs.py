@@ -65,7 +65,7 @@ def wrong_tables(root):
 
 def main():
     root = pathlib.Path(__file__).resolve().parents[2]
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     found = [(root / "docs/errors.md", what) for what in wrong_tables(root)]
     for page in pages:
         found += [(page, what) for what in broken_links(page)]

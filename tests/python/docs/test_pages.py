@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples/python"
 ELSEWHERE = ["deep_ep.md"]  # tests/python/deep_ep runs what it says
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md"))
                                if page.name not in ELSEWHERE)]
 BLOCK = re.compile(r"^ *```(py\S*|python)([^\n]*)\n", re.MULTILINE)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -27,7 +27,7 @@ def run(*command: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_are_quotations(page: pathlib.Path):
     # That they say what stands in the file is checked with all other quotations (docs.py).
     for language, source in BLOCK.findall(page.read_text()):
@@ -47,7 +47,7 @@ def test_numpy_round_trip():
 
 
 def test_errors_are_what_the_page_quotes():
-    run(sys.executable, str(ROOT / "tests/docs/page.py"), str(ROOT / "docs/python.md"),
+    run(sys.executable, str(ROOT / "tests/docs/page.py"), str(ROOT / "docs/python_errors.md"),
         sys.executable, str(EXAMPLES / "errors.py"))
 
 
