@@ -17,14 +17,14 @@ extern "C" {
 
 typedef struct xd_comm xd_comm;
 
-/* A CUDA stream (cudaStream_t, CUstream) of the communicator's device. The CPU executor ignores it
- * and has finished when a call returns: pass NULL. */
+/* A CUDA stream (cudaStream_t, CUstream) of the communicator's device. The CPU executor ignores the
+ * stream and has finished when a call returns: pass NULL. */
 typedef struct CUstream_st* xd_stream;
 
 /* ---- How ranks meet -------------------------------------------------------------------------- */
 
-/* Meeting point of one communicator: address, port and a random secret. Plain bytes: copy it to the
- * other ranks by any means that strangers cannot read. Good for one communicator. */
+/* Meeting point of one communicator: address, port and a random secret. It is plain bytes: copy it
+ * to the other ranks by any means that strangers cannot read. It is good for one communicator. */
 #define XD_UNIQUE_ID_BYTES 128
 typedef struct xd_unique_id {
   unsigned char bytes[XD_UNIQUE_ID_BYTES];
@@ -32,11 +32,13 @@ typedef struct xd_unique_id {
 
 typedef struct xd_unique_id_config {
   size_t struct_size;
-  const char* address; /* numeric address or host name to listen on, and on no other (no wildcard,
-                          multicast or broadcast address); NULL = "127.0.0.1" */
-  int32_t port;        /* TCP port; 0 = any free one */
-  int32_t timeout_ms;  /* how long the meeting point waits for all ranks;
-                          0 = XD_TIMEOUT_MS, else 600000 */
+  /* Numeric address or host name to listen on, and on no other; a wildcard, multicast or broadcast
+   * address is refused. NULL = "127.0.0.1". */
+  const char* address;
+  /* TCP port; 0 = any free one. */
+  int32_t port;
+  /* How long the meeting point waits for all ranks. 0 = XD_TIMEOUT_MS, else 600000. */
+  int32_t timeout_ms;
 } xd_unique_id_config;
 #define XD_UNIQUE_ID_CONFIG_INIT \
   { sizeof(xd_unique_id_config), NULL, 0, 0 }
@@ -49,39 +51,49 @@ XD_API xd_status xd_unique_id_create(const xd_unique_id_config* config, xd_uniqu
 
 /* Gathers `bytes` bytes from every rank: recv[r * bytes, (r + 1) * bytes) = what rank r sent.
  * Blocking; returns 0 on success. Called a small, fixed number of times (the same on all ranks)
- * with equal `bytes`, during xd_comm_create only. The caller bounds its waiting. What it carries is
- * secret: other users must not be able to read it. */
+ * with equal `bytes`, during xd_comm_create only. The caller bounds its waiting. The bytes are
+ * secret: other users must not be able to read them. */
 typedef int (*xd_all_gather_fn)(void* context, const void* send, void* recv, size_t bytes);
 
 typedef enum xd_bootstrap {
-  XD_BOOTSTRAP_UNIQUE_ID = 0,   /* meet at `unique_id` */
-  XD_BOOTSTRAP_ENVIRONMENT = 1, /* RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, as
-                                   torchrun sets them */
-  XD_BOOTSTRAP_ALL_GATHER = 2,  /* through `all_gather`: MPI, or a framework's process group */
-  XD_BOOTSTRAP_NCCL = 3         /* through `nccl_comm` */
+  /* The ranks meet at `unique_id`. */
+  XD_BOOTSTRAP_UNIQUE_ID = 0,
+  /* The ranks meet by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as torchrun sets
+   * them. */
+  XD_BOOTSTRAP_ENVIRONMENT = 1,
+  /* The ranks meet through `all_gather`: MPI, or a framework's process group. */
+  XD_BOOTSTRAP_ALL_GATHER = 2,
+  /* The ranks meet through `nccl_comm`. */
+  XD_BOOTSTRAP_NCCL = 3
 } xd_bootstrap;
 
 typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;
-  int32_t rank;                  /* 0 <= rank < num_ranks. With num_ranks = 0 ENVIRONMENT takes both
-                                    from the environment, NCCL from its communicator */
-  int32_t num_ranks;             /* 1 to 1024 */
-  const xd_unique_id* unique_id; /* UNIQUE_ID only */
-  xd_all_gather_fn all_gather;   /* ALL_GATHER only, with the context it gets */
+  /* 0 <= rank < num_ranks <= 1024. With num_ranks = 0 ENVIRONMENT takes both from the environment,
+   * and NCCL from its communicator. */
+  int32_t rank;
+  int32_t num_ranks;
+  /* UNIQUE_ID only. */
+  const xd_unique_id* unique_id;
+  /* ALL_GATHER only: the function, and the context that it gets. */
+  xd_all_gather_fn all_gather;
   void* all_gather_context;
-  DLDevice device; /* what this rank computes on. {kDLCPU, 0} (any device_id means the same);
-                         {kDLCUDA, n}; {kDLCUDA, -1} = LOCAL_RANK */
-  size_t
-      heap_bytes; /* this rank's symmetric memory, rounded up to (huge) pages; may differ per rank;
-                         0 = none yet */
-  int32_t timeout_ms; /* longest wait for a peer, here and in every later call;
-                         0 = XD_TIMEOUT_MS, else 600000 */
-  const char* name;   /* shown in logs; tells apart communicators that meet through
-                         the same environment at the same time. Equal on all ranks. NULL = "" */
-  void* nccl_comm;    /* NCCL only: this rank's ncclComm_t, which stays the caller's. The ranks meet
-                      by one small all-gather on it, on a stream of the library's; no other thread
-                      uses it meanwhile, and it is not needed afterwards */
+  /* The device this rank computes on: {kDLCPU, 0} (any device_id means the same), {kDLCUDA, n}, or
+   * {kDLCUDA, -1} for LOCAL_RANK. */
+  DLDevice device;
+  /* Size of this rank's symmetric memory, rounded up to (huge) pages. It may differ per rank;
+   * 0 = none yet. */
+  size_t heap_bytes;
+  /* Longest wait for a peer, here and in every later call. 0 = XD_TIMEOUT_MS, else 600000. */
+  int32_t timeout_ms;
+  /* Shown in logs; tells apart communicators that meet through the same environment at the same
+   * time. Equal on all ranks. NULL = "". */
+  const char* name;
+  /* NCCL only: this rank's ncclComm_t, which stays the caller's. The ranks meet by one small
+   * all-gather on it, on a stream of the library. No other thread may use it meanwhile, and it is
+   * not needed afterwards. */
+  void* nccl_comm;
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
@@ -96,23 +108,24 @@ typedef struct xd_comm_config {
  * XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users. A rank
  * with another secret, or another version of the library, is warned of at once on both sides; both
  * wait on, since whoever listens on a port may say so, and name it when they end with TIMEOUT.
- * NCCL is looked for when it is needed: first what the process has loaded, then libnccl.so.2. The
- * device may be the CPU, too. On TIMEOUT the all-gather is still enqueued: abort the communicator.
+ * NCCL is looked for when it is needed: first among the libraries that the process has loaded, then
+ * as libnccl.so.2. The device may also be the CPU. On TIMEOUT the all-gather is still enqueued:
+ * abort NCCL's communicator.
  * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
  * num_ranks, at once on all ranks that have come; another protocol version or kind of device, a
- * rank taken twice, a peer that failed); PEER_LOST
- * (a peer's process ended meanwhile, or the peer gave up); ABORTED (see xd_set_interrupt);
+ * rank taken twice, a peer that failed); PEER_LOST (a peer's process ended meanwhile, or the peer
+ * gave up); ABORTED (see xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
  * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
- * On error *comm is NULL, nothing is left behind, and the peers get an error too: at once if this
- * rank had met them, else TIMEOUT. */
+ * On error *comm is NULL, nothing is left behind, and the peers get an error: at once if this rank
+ * had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
 /* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank
  * later get PEER_LOST ('left'). Call it when no operation of this rank is running: on CUDA, after
- * synchronising the streams of its operations. That is bounded too: after a fatal error operations
+ * synchronising the streams of its operations. Their end is bounded: after a fatal error operations
  * end by themselves at once, else with the timeout. Groups that are still alive keep what they need
  * until they are destroyed, but their operations are INVALID_ARGUMENT; pointers from xd_mem_alloc
  * die here. NULL is allowed. Works after fatal errors. */
@@ -122,15 +135,17 @@ XD_API xd_status xd_comm_destroy(xd_comm* comm);
  * communicator on all ranks. Any thread, any time before xd_comm_destroy; does not block. */
 XD_API xd_status xd_comm_abort(xd_comm* comm);
 
-/* Asked while a call of this thread waits for peers: nonzero = give up. `context` as given. */
+/* A function that is asked while a call of this thread waits for peers: nonzero = give up. It gets
+ * the `context` that was given with it. */
 typedef int (*xd_interrupt_fn)(void* context);
 
 /* From now on, calls of this thread that wait on the host ask `ask` every 100 ms while they wait,
- * and give up when it says so: the call is ABORTED as by xd_comm_abort, and the communicator
- * finished on all ranks; xd_comm_create is ABORTED, too, and its peers hear of it as of any error.
- * This is for callers with a user who may want to interrupt them. The function may call the
+ * and give up when it says so: the call is ABORTED as by xd_comm_abort, and the communicator is
+ * finished on all ranks. xd_comm_create is ABORTED as well, and its peers hear of it as of any
+ * error. This is for callers with a user who may want to interrupt them. The function may call the
  * library, but no collective call of a communicator that the thread is waiting in; it must not
- * leave by an exception or longjmp. NULL = none. Of this thread only. Does not block. */
+ * leave by an exception or longjmp. NULL = none. The call concerns this thread only, and does not
+ * block. */
 XD_API xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context);
 
 /* Returns when all ranks have called it. Collective. For set-up and tests: no operation needs it.
@@ -143,7 +158,8 @@ typedef struct xd_comm_info {
   int32_t num_ranks;
   DLDevice device;
   int32_t timeout_ms;
-  int32_t local_ranks; /* ranks of this communicator that live in this process */
+  /* Ranks of this communicator that live in this process. */
+  int32_t local_ranks;
 } xd_comm_info;
 #define XD_COMM_INFO_INIT \
   { sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0 }
@@ -154,25 +170,36 @@ XD_API xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info);
 /* Where a wait stood when a fatal error ended it. */
 typedef enum xd_phase {
   XD_PHASE_NONE = 0,
-  XD_PHASE_HOST = 1,   /* a collective host call: creating, growing, barrier */
-  XD_PHASE_ENTRY = 2,  /* waiting for a peer to enter the operation */
-  XD_PHASE_COUNTS = 3, /* waiting for a peer's routing counts */
-  XD_PHASE_DONE = 4,   /* waiting for a peer to finish with this rank's memory */
-  XD_PHASE_ROWS = 5    /* CUDA: waiting for rows that a peer brings */
+  /* A collective host call: creating, growing, barrier. */
+  XD_PHASE_HOST = 1,
+  /* Waiting for a peer to enter the operation. */
+  XD_PHASE_ENTRY = 2,
+  /* Waiting for a peer's routing counts. */
+  XD_PHASE_COUNTS = 3,
+  /* Waiting for a peer to finish with this rank's memory. */
+  XD_PHASE_DONE = 4,
+  /* CUDA: waiting for rows that a peer brings. */
+  XD_PHASE_ROWS = 5
 } xd_phase;
 
 typedef struct xd_error_info {
   size_t struct_size;
-  xd_status status; /* XD_SUCCESS = no fatal error */
+  /* XD_SUCCESS = no fatal error. */
+  xd_status status;
   xd_phase phase;
-  int32_t rank;            /* rank that raised the error */
-  int32_t peer;            /* rank it is about: lost, waited for, or that aborted; -1 = none */
-  int32_t group;           /* number of the group on this communicator, in order of creation;
-                              -1 = none */
-  int32_t operation;       /* an xd_ep_operation; -1 = none */
-  uint64_t expected_epoch; /* TIMEOUT: the epoch waited for ... */
-  uint64_t seen_epoch;     /* ... and the last one seen of that peer */
-  char text[256];          /* all of it as one sentence */
+  /* The rank that raised the error. */
+  int32_t rank;
+  /* The rank that the error is about: lost, waited for, or the one that aborted; -1 = none. */
+  int32_t peer;
+  /* Number of the group on this communicator, in order of creation; -1 = none. */
+  int32_t group;
+  /* An xd_ep_operation; -1 = none. */
+  int32_t operation;
+  /* TIMEOUT: the epoch waited for, and the last one seen of that peer. */
+  uint64_t expected_epoch;
+  uint64_t seen_epoch;
+  /* All of the above as one sentence. */
+  char text[256];
 } xd_error_info;
 /* clang-format off */
 #define XD_ERROR_INFO_INIT \
@@ -185,17 +212,17 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 /* ---- Symmetric memory ------------------------------------------------------------------------ */
 /* Memory that every peer of the host has mapped already, so that operations move rows straight into
  * and out of tensors that lie in it ("zero-copy"): operations find such tensors by address. Other
- * tensors work too, through the group's staging memory. It is memory of the communicator's device:
- * on the CPU anonymous shared memory, on CUDA virtual memory in units of 2 MiB. It has no name, and
- * vanishes with the last process. */
+ * tensors go through the group's staging memory. Symmetric memory belongs to the communicator's
+ * device: on the CPU it is anonymous shared memory, on CUDA virtual memory in units of 2 MiB. It
+ * has no name, and vanishes with the last process. */
 
 /* Allocates from this rank's heap. Local and cheap; calls need not match across ranks. *ptr is
  * 256-byte aligned, its content undefined. bytes = 0 gives a valid pointer. Any thread.
  * Errors: OUT_OF_MEMORY with asked, largest free and total bytes; nothing is grown. */
 XD_API xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr);
 
-/* Gives it back, in any order. No operation that uses it may be running on any rank. NULL is
- * allowed. Any thread.
+/* Gives an allocation back, in any order. No operation that uses it may be running on any rank.
+ * NULL is allowed. Any thread.
  * Errors: INVALID_ARGUMENT if `ptr` is not the start of a live allocation of this communicator. */
 XD_API xd_status xd_mem_free(xd_comm* comm, void* ptr);
 
@@ -211,30 +238,36 @@ XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
 /* Makes memory that the caller owns on the communicator's CUDA device part of symmetric memory, so
  * that operations use tensors in it in place: [ptr, ptr + bytes) inside one allocation of
  * cudaMalloc, or of virtual memory (cuMemCreate with POSIX file descriptors), or of a pool that is
- * made of either. May differ per rank; bytes = 0: none of this rank. *registration gets its number,
- * the same on all ranks. Collective, blocking.
- * The memory stays the caller's, and must stay where it is until it has been deregistered, or the
- * communicator destroyed, on all ranks: peers that use cudaMalloc's after its process has ended or
- * freed it fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger, nor has
+ * made of either. Ranks may give different sizes; a rank with bytes = 0 gives none. *registration
+ * gets the number of the registration, the same on all ranks. Collective, blocking. The memory
+ * stays the caller's, and must stay where it is until it has been deregistered, or the communicator
+ * destroyed, on all ranks. Peers that use memory of cudaMalloc after its process has ended or freed
+ * it fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger, nor has
  * virtual memory of another process.
  * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (it
- * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY
- * (at most 4096 growths and registrations together: their table takes 4.5 MiB of device memory per
- * communicator); on the other ranks MISMATCH. Then nothing has
- * changed, but that devices of the process which may use its virtual memory keep that access. */
+ * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY (at
+ * most 4096 growths and registrations together: their table takes 4.5 MiB of device memory per
+ * communicator); on the other ranks MISMATCH. After an error nothing is registered. Devices of this
+ * process that were given access to the memory keep it. */
 XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);
 
-/* Takes it out again. Collective, blocking; no operation that uses it may be running on any rank,
- * or be replayed from a captured graph later. The caller frees the memory after the call. */
+/* Takes registered memory out again. Collective, blocking; no operation that uses the memory may be
+ * running on any rank, or be replayed from a captured graph later. The caller frees the memory
+ * after the call. */
 XD_API xd_status xd_mem_deregister(xd_comm* comm, int32_t registration);
 
 typedef struct xd_mem_info {
   size_t struct_size;
-  size_t total_bytes;        /* size of this rank's heap */
-  size_t used_bytes;         /* allocated, rounding included */
-  size_t largest_free_bytes; /* the largest xd_mem_alloc that would succeed now */
-  int32_t segments;          /* creation and growths */
-  int32_t huge_pages;        /* 1 if all of it is in huge pages of the host */
+  /* Size of this rank's heap. */
+  size_t total_bytes;
+  /* Allocated bytes, rounding included. */
+  size_t used_bytes;
+  /* The largest xd_mem_alloc that would succeed now. */
+  size_t largest_free_bytes;
+  /* Pieces of the heap: one from creation, and one per growth. */
+  int32_t segments;
+  /* 1 if the whole heap is in huge pages of the host. */
+  int32_t huge_pages;
 } xd_mem_info;
 #define XD_MEM_INFO_INIT \
   { sizeof(xd_mem_info), 0, 0, 0, 0, 0 }
@@ -242,8 +275,8 @@ typedef struct xd_mem_info {
 /* Never blocks. Any thread. */
 XD_API xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info);
 
-/* Name of a place in some rank's symmetric memory: good on every rank of the communicator. Plain
- * bytes. */
+/* Name of a place in some rank's symmetric memory, in plain bytes: it is good on every rank of the
+ * communicator. */
 typedef struct xd_mem_handle {
   int32_t rank;
   int32_t segment;

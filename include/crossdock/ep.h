@@ -19,16 +19,17 @@
  * Sizes: T = tokens of this rank (0 <= T <= max_tokens_per_rank; may differ per rank and call),
  * K = top-k, H = hidden, R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
  *
- * Tensors are const DLTensor*: on this rank's device (of a rank on the CPU: kDLCPU or kDLCUDAHost,
- * whatever the device_id), C-contiguous (strides NULL or those of such a tensor), but for scales,
- * which may have any strides. Rows of tokens, by any name, are [T,H] and [R,H]: their data is
- * 16-byte aligned, and a row is a multiple of 16 bytes. All else begins at any multiple of its
- * element's size. Data may be NULL where the tensor has no elements. The pointer to the struct is
- * const; whether the elements are read or written is said at each field. Inputs and outputs do not
- * overlap.
- * On CUDA every new address, of tensors and plans, is looked up, and one that this rank's device
- * cannot follow is INVALID_ARGUMENT. On the CPU the DLDevice of a tensor is believed: an address
- * that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process, as in memcpy.
+ * Tensors are const DLTensor*. They lie on this rank's device (for a rank on the CPU that is kDLCPU
+ * or kDLCUDAHost, whatever the device_id) and are C-contiguous (strides NULL or those of such a
+ * tensor), except scales, which may have any strides. Tensors [T,H] and [R,H], by any name, hold
+ * rows of tokens: their data is 16-byte aligned, and a row is a multiple of 16 bytes. All other
+ * tensors begin at any multiple of their element's size. Data may be NULL where the tensor has no
+ * elements. The pointer to the struct is const; each field says whether the elements are read (in)
+ * or written (out). Inputs and outputs do not overlap.
+ * On CUDA every new address, of tensors and plans, is looked up, and an address that this rank's
+ * device cannot follow is INVALID_ARGUMENT. On the CPU the DLDevice of a tensor is believed: an
+ * address that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process, as in
+ * memcpy.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
  * float8_e5m2 (12), float8_e8m0fnu (14), whether or not the DLPack header at hand has a name for
  * them.
@@ -39,8 +40,8 @@
  * group stays usable (unless it was made with XD_EP_ON_ERROR_FATAL). The content of outputs after
  * an error is undefined.
  * Waits are bounded by the communicator's timeout.
- * On CUDA a call on a stream that takes no work, because its capture has been invalidated or
- * another one forbids it, fails as if it had not been made: peers do not hear of it.
+ * On CUDA a call fails as if it had not been made, and peers do not hear of it, if its stream takes
+ * no work because a capture of it has been invalidated, or because another capture forbids it.
  *
  * Layouts of receive tensors:
  *   XD_EP_EXPERT_MAJOR  one row per (token, expert). Local expert e owns rows offsets[e] ..
@@ -63,9 +64,9 @@
  * float32, rounded once. A weight multiplies its row in float32 (product rounded, then added).
  * Rounding is to nearest, ties to even, and denormal numbers count, whatever floating-point modes
  * the calling thread is in. A NaN that a sum or a product gives is the quiet one without sign and
- * payload; a sum of one row without a weight keeps its NaNs, made quiet. What is only moved
- * (dispatch's rows, scales and weights, combine_bwd's rows without weights and their scales, the
- * gradients of weights in dispatch_bwd) keeps every bit, also of a signalling NaN.
+ * payload; a sum of one row without a weight keeps its NaNs, made quiet. Elements that are only
+ * moved (dispatch's rows, scales and weights, combine_bwd's rows without weights and their scales,
+ * the gradients of weights in dispatch_bwd) keep every bit, also of a signalling NaN.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_
@@ -82,35 +83,39 @@ typedef enum xd_ep_layout { XD_EP_EXPERT_MAJOR = 0, XD_EP_RANK_MAJOR = 1 } xd_ep
 
 /* What happens to a plan under which some rank would receive more rows than its capacity. */
 typedef enum xd_ep_overflow {
-  XD_EP_OVERFLOW_ERROR = 0, /* all ranks: the plan's operations move nothing and report
-                               XD_ERROR_OVERFLOW */
-  XD_EP_OVERFLOW_DROP = 1   /* the last rows in zone order are dropped; combine treats them as
-                               absent */
+  /* On all ranks the plan's operations move nothing and report XD_ERROR_OVERFLOW. */
+  XD_EP_OVERFLOW_ERROR = 0,
+  /* The last rows in zone order are dropped; combine treats them as absent. */
+  XD_EP_OVERFLOW_DROP = 1
 } xd_ep_overflow;
 
-/* What an expert's second and later mentions in a row of topk_idx are. They count as -1 either way:
- * no row, gradient 0. */
+/* How an expert's second and later mentions in a row of topk_idx are taken. They count as -1 either
+ * way: they have no row, and gradient 0. */
 typedef enum xd_ep_duplicate_ids {
-  XD_EP_DUPLICATE_IDS_ERROR = 0,   /* bad ids */
-  XD_EP_DUPLICATE_IDS_COLLAPSE = 1 /* nothing to mention, and their weights are ignored */
+  /* They are bad ids. */
+  XD_EP_DUPLICATE_IDS_ERROR = 0,
+  /* They are allowed, and their weights are ignored. */
+  XD_EP_DUPLICATE_IDS_COLLAPSE = 1
 } xd_ep_duplicate_ids;
 
-/* What a non-fatal error of the group (bad argument, mismatch, overflow, bad ids) is for the
+/* What a non-fatal error of the group (bad argument, mismatch, overflow, bad ids) means for the
  * communicator. */
 typedef enum xd_ep_on_error {
-  XD_EP_ON_ERROR_STATUS = 0, /* nothing: the next call works */
-  XD_EP_ON_ERROR_FATAL = 1   /* its fatal error, with this status: on all ranks every later call on
-                                it fails, xd_comm_error tells why, and kernels that have been
-                                enqueued behind move nothing */
+  /* Nothing: the next call works. */
+  XD_EP_ON_ERROR_STATUS = 0,
+  /* The error becomes the communicator's fatal error, with the same status: on all ranks every
+   * later call on the communicator fails, xd_comm_error tells why, and kernels that have been
+   * enqueued behind move nothing. */
+  XD_EP_ON_ERROR_FATAL = 1
 } xd_ep_on_error;
 
 typedef enum xd_ep_staging {
-  XD_EP_STAGING_AUTO = 0, /* receive tensors outside symmetric memory are copied through memory
-                             that the group owns */
-  XD_EP_STAGING_NONE = 1  /* no such memory for rows: receive tensors [R,H] outside symmetric memory
-                             (xd_mem_alloc, xd_mem_register) are XD_ERROR_INVALID_ARGUMENT. What
-                             lies beside rows (weights, indices, scales) may lie anywhere all the
-                             same */
+  /* Receive tensors outside symmetric memory are copied through memory that the group owns. */
+  XD_EP_STAGING_AUTO = 0,
+  /* The group has no such memory for rows: receive tensors [R,H] outside symmetric memory
+   * (xd_mem_alloc, xd_mem_register) are XD_ERROR_INVALID_ARGUMENT. Weights, indices and scales may
+   * lie anywhere all the same. */
+  XD_EP_STAGING_NONE = 1
 } xd_ep_staging;
 
 typedef enum xd_ep_operation {
@@ -125,35 +130,41 @@ typedef enum xd_ep_operation {
  * and num_sms (of hidden and dtype, the row's bytes are what must be equal). */
 typedef struct xd_ep_config {
   size_t struct_size;
-  int32_t num_ranks;           /* W. For the pure functions below; xd_ep_group_create also takes
-                                  0 = the communicator's */
-  int32_t num_experts;         /* E: a multiple of num_ranks, at most 65536 */
-  int32_t max_topk;            /* largest K, 1 to 32 */
-  int32_t max_tokens_per_rank; /* largest T, 1 to 2^26 */
-  int32_t hidden;              /* largest H, in elements of `dtype`; a row of a call may be
-                                  shorter, never more bytes */
-  DLDataType dtype;        /* widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, fp8, int8
-                                  or uint8 */
-  int32_t max_scale_bytes; /* largest scale row that a caller gives beside a token row, in bytes;
-                              0 = none. Scales of rows that dispatch quantises need none of it:
-                              their room follows from hidden and dtype */
+  /* W, for the pure functions below. xd_ep_group_create also takes 0 = the communicator's. */
+  int32_t num_ranks;
+  /* E: a multiple of num_ranks, at most 65536. */
+  int32_t num_experts;
+  /* Largest K, 1 to 32. */
+  int32_t max_topk;
+  /* Largest T, 1 to 2^26. */
+  int32_t max_tokens_per_rank;
+  /* Largest H, in elements of `dtype`. A row of a call may have fewer bytes, never more. */
+  int32_t hidden;
+  /* Widest payload: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, fp8, int8 or uint8. */
+  DLDataType dtype;
+  /* Largest scale row that a caller gives beside a token row, in bytes; 0 = none. Rows that
+   * dispatch quantises need none of it: the room for their scales follows from hidden and dtype. */
+  int32_t max_scale_bytes;
   xd_ep_layout layout;
-  int32_t alignment;     /* of zones, in rows: the largest that a plan may have, and what it has if
-                            prepare does not say; a power of two up to 2^20; 0 = 1 (none) */
-  int64_t recv_capacity; /* R of this rank: at least alignment, below 2^31 - 1; every plan rounds
-                            it down to a multiple of its own alignment. 0 = xd_ep_recv_bound. All
-                            ranks' together (RANK_MAJOR: times E / W) stay below 2^32 - 1 */
+  /* Alignment of zones, in rows: the largest that a plan may have, and the one it has if prepare
+   * does not say; a power of two up to 2^20; 0 = 1 (none). */
+  int32_t alignment;
+  /* R of this rank: at least alignment, below 2^31 - 1; every plan rounds it down to a multiple of
+   * its own alignment. 0 = xd_ep_recv_bound. The capacities of all ranks (RANK_MAJOR: times E / W)
+   * sum to less than 2^32 - 1. */
+  int64_t recv_capacity;
   xd_ep_overflow overflow;
   xd_ep_duplicate_ids duplicate_ids;
   xd_ep_on_error on_error;
   xd_ep_staging staging;
-  int32_t zero_tail; /* 1 = rows past the last one are zeroed in every receive tensor that is
-                        written */
-  int32_t num_sms;   /* CUDA: multiprocessors to use; 0 = chosen by the library, for each call, and
-                        so few that two groups fit beside one another. The CPU executor ignores
-                        it */
-  int32_t device_type; /* for xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also
-                          takes 0 = the communicator's */
+  /* 1 = rows past the last one are zeroed in every receive tensor that is written. */
+  int32_t zero_tail;
+  /* CUDA: multiprocessors to use. 0 = the library chooses, for each call, and so few that two
+   * groups fit beside one another. The CPU executor ignores it. */
+  int32_t num_sms;
+  /* For xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also takes 0 = the
+   * communicator's. */
+  int32_t device_type;
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
@@ -163,8 +174,8 @@ typedef struct xd_ep_config {
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
-/* Pure functions of a config; no communicator, no memory, any thread. INVALID_ARGUMENT for a bad
- * config. */
+/* These are pure functions of a config: they need no communicator and no memory, and may be called
+ * from any thread. They return INVALID_ARGUMENT for a bad config. */
 
 /* The smallest recv_capacity that no routing can overflow, in rows: EXPERT_MAJOR
  * W * max_tokens * min(K, L) and worst-case padding; RANK_MAJOR W * max_tokens rounded up to the
@@ -176,10 +187,13 @@ XD_API xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes);
 
 typedef struct xd_ep_memory {
   size_t struct_size;
-  size_t symmetric_bytes; /* memory shared with the peers: flags, counts and staging, that of
-                             what lies beside rows included */
-  size_t staging_bytes;   /* the part of it that staging = NONE would save */
-  size_t private_bytes;   /* working memory of this rank */
+  /* Memory shared with the peers: flags, counts and staging, that of weights, indices and scales
+   * included. */
+  size_t symmetric_bytes;
+  /* The part of it that staging = NONE would save. */
+  size_t staging_bytes;
+  /* Working memory of this rank. */
+  size_t private_bytes;
 } xd_ep_memory;
 #define XD_EP_MEMORY_INIT \
   { sizeof(xd_ep_memory), 0, 0, 0 }
@@ -190,32 +204,38 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
 
 /* ---- Groups ---------------------------------------------------------------------------------- */
 
-/* Makes a group: allocates, maps and exchanges all that its operations will need (its memory is its
- * own, not the heap's). Collective, blocking. Many groups may live on one communicator.
+/* Makes a group: allocates, maps and exchanges all that its operations will need (a group has
+ * memory of its own, beside the heap). Collective, blocking. Many groups may live on one
+ * communicator.
  * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH
  * naming the field in which configs differ; OUT_OF_MEMORY; the fatal ones. On error *group is
  * NULL. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
- * running (on CUDA one that runs all the same is waited for, 2 seconds at most; then the group's
- * memory is never given back). NULL is allowed. */
+ * running (on CUDA the call waits at most 2 seconds for an operation that runs all the same; after
+ * that the group's memory is never given back). NULL is allowed. */
 XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {
   size_t struct_size;
-  xd_status status;          /* of the error; XD_SUCCESS = none */
-  xd_ep_operation operation; /* the operation that met it ... */
-  uint64_t epoch;            /* ... and its number in the group, from 1. CUDA, for mistakes that
-                                the call itself found: the number of the call, not counting
-                                replays of graphs */
-  int32_t rank;              /* the lowest rank it is about; -1 = none */
-  int64_t bad_ids;           /* expert ids out of range or (DUPLICATE_IDS_ERROR) repeated in a row,
-                                over all ranks, in plans made since */
-  int64_t needed_rows;       /* OVERFLOW: padded rows that `rank` would have received ... */
-  int64_t capacity_rows;     /* ... and its capacity in that plan */
-  int64_t dropped_rows;      /* rows this rank did not receive under XD_EP_OVERFLOW_DROP, in
-                                plans made since */
+  /* Status of the error; XD_SUCCESS = there is none. */
+  xd_status status;
+  /* The operation that met the error. */
+  xd_ep_operation operation;
+  /* Number of that operation in the group, from 1. CUDA, for mistakes that the call itself found:
+   * the number of the call, not counting replays of graphs. */
+  uint64_t epoch;
+  /* The lowest rank that the error is about; -1 = none. */
+  int32_t rank;
+  /* Expert ids out of range or (DUPLICATE_IDS_ERROR) repeated in a row, over all ranks, in plans
+   * made since. */
+  int64_t bad_ids;
+  /* OVERFLOW: padded rows that `rank` would have received, and its capacity in that plan. */
+  int64_t needed_rows;
+  int64_t capacity_rows;
+  /* Rows that this rank did not receive under XD_EP_OVERFLOW_DROP, in plans made since. */
+  int64_t dropped_rows;
   char text[256];
 } xd_ep_status;
 /* clang-format off */
@@ -230,17 +250,17 @@ typedef struct xd_ep_status {
  * Any thread. */
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
-/* What the non-fatal error was that the calling thread's last operation (or xd_ep_join_failed)
- * returned: what xd_last_error() says, as numbers. status->status = XD_SUCCESS if it returned none.
- * Never blocks. */
+/* The non-fatal error that the calling thread's last operation (or xd_ep_join_failed) returned, as
+ * numbers; xd_last_error() has its text. status->status = XD_SUCCESS if it returned none. Never
+ * blocks. */
 XD_API xd_status xd_ep_last_error(xd_ep_status* status);
 
 /* A word that counts the operations of this rank that have ended with a non-fatal error, returned
- * ones and others; it only grows. For hosts that want to hear of errors without a call into the
- * library: a look costs a read of host memory (CUDA: pinned, written by the kernel that reports).
- * Load it with acquire (`__atomic_load_n(word, __ATOMIC_ACQUIRE)`): whoever sees n finds in
- * xd_ep_group_status what the n-th error left there. Any thread may look, until the group is
- * destroyed. Fatal errors are not counted: see xd_comm_error. */
+ * ones and others; it only grows. It is for hosts that want to hear of errors without a call into
+ * the library: a look costs a read of host memory (CUDA: pinned, written by the kernel that
+ * reports). Load it with acquire (`__atomic_load_n(word, __ATOMIC_ACQUIRE)`): a thread that sees n
+ * finds in xd_ep_group_status what the n-th error left there. Any thread may look, until the group
+ * is destroyed. Fatal errors are not counted: see xd_comm_error. */
 XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word);
 
 /* ---- Operations ------------------------------------------------------------------------------ */
@@ -248,30 +268,34 @@ XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t**
 /* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device):
  * it may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
  * and holds no pointer. It serves any number of operations, interleaved with those of other plans,
- * in any group of the same config (capacities of all ranks included) on the same
- * rank. 16-byte aligned. */
+ * in any group of the same config (capacities of all ranks included) on the same rank. It begins
+ * at a multiple of 16 bytes. */
 
 typedef struct xd_ep_prepare_args {
   size_t struct_size;
-  const DLTensor* topk_idx; /* in  [T,K] int32 or int64: expert of each choice; -1 = none. K is
-                               equal on all ranks, and may differ from plan to plan. Ids < -1 or
-                               >= E count as -1 and as bad; so do an expert's second and later
-                               mentions in a row, unless the group collapses them */
-  void* plan;               /* out, plan_bytes >= xd_ep_plan_size */
+  /* In [T,K] int32 or int64: expert of each choice; -1 = none. K is equal on all ranks, and may
+   * differ from plan to plan. Ids < -1 or >= E count as -1 and as bad; so do an expert's second and
+   * later mentions in a row, unless the group collapses them. */
+  const DLTensor* topk_idx;
+  /* Out, plan_bytes >= xd_ep_plan_size. */
+  void* plan;
   size_t plan_bytes;
-  int32_t alignment; /* of this plan's zones: a power of two up to the group's, equal on all
-                               ranks; 0 = the group's */
-  /* Optional outputs, int32 or int64 each; on CUDA in this rank's device memory or in pinned memory
-   * of the host (kDLCUDAHost), which may read them when the stream has passed the call: */
-  const DLTensor* counts;        /* [L]   rows (RANK_MAJOR: pairs) per local expert, without
-                                    padding and dropped rows */
-  const DLTensor* padded_counts; /* [L]   the same with padding; under DROP the cut zone ends
-                                    at R */
-  const DLTensor* offsets;       /* [L+1] first row of each zone, and the end of the last */
-  const DLTensor* total;         /* [1]   rows this rank would need, padding included, before any
-                                    drop */
-  const DLTensor* rank_rows;     /* [W,W] rows that source s puts into the receive tensor of
-                                    destination d, after drops */
+  /* Alignment of this plan's zones: a power of two up to the group's, equal on all ranks;
+   * 0 = the group's. */
+  int32_t alignment;
+  /* The outputs from here on are optional, int32 or int64 each. On CUDA they lie in this rank's
+   * device memory or in pinned memory of the host (kDLCUDAHost), which the host may read when the
+   * stream has passed the call. */
+  /* Out [L]: rows (RANK_MAJOR: pairs) per local expert, without padding and dropped rows. */
+  const DLTensor* counts;
+  /* Out [L]: the same with padding; under DROP the cut zone ends at R. */
+  const DLTensor* padded_counts;
+  /* Out [L+1]: first row of each zone, and the end of the last. */
+  const DLTensor* offsets;
+  /* Out [1]: rows that this rank would need, padding included, before any drop. */
+  const DLTensor* total;
+  /* Out [W,W]: rows that source s puts into the receive tensor of destination d, after drops. */
+  const DLTensor* rank_rows;
 } xd_ep_prepare_args;
 #define XD_EP_PREPARE_ARGS_INIT \
   { sizeof(xd_ep_prepare_args), NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL }
@@ -284,7 +308,7 @@ typedef struct xd_ep_prepare_args {
 XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args,
                                xd_stream stream);
 
-/* How dispatch makes float8_e4m3fn rows with scales of bf16 rows on the way. A row is cut into
+/* How dispatch makes float8_e4m3fn rows with scales out of bf16 rows on the way. A row is cut into
  * blocks of B columns (H is a multiple of B), and each has a scale: S = H / B.
  *
  *                       B    recv_scales              scale of a block
@@ -302,10 +326,11 @@ XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* arg
  * Element: x times the scale's reciprocal, rounded to the nearest e4m3, ties to even, subnormals
  * included, and limited to +-448. The quotient amax / 448, the reciprocal and the product are
  * float32, each rounded to nearest; where the scale is a power of two, only the last rounding, to
- * e4m3, changes anything. What becomes zero keeps its sign, an infinity becomes +-448 (0x7e, 0xfe),
- * a NaN 0x7f with its sign. Equal bits on all devices. */
+ * e4m3, changes anything. An element that becomes zero keeps its sign, an infinity becomes +-448
+ * (0x7e, 0xfe), and a NaN 0x7f with its sign. All devices give equal bits. */
 typedef enum xd_ep_quantise {
-  XD_EP_QUANTISE_NONE = 0, /* rows arrive as they are */
+  /* Rows arrive as they are. */
+  XD_EP_QUANTISE_NONE = 0,
   XD_EP_QUANTISE_FP8_BLOCK128 = 1,
   XD_EP_QUANTISE_FP8_BLOCK128_POW2 = 2,
   XD_EP_QUANTISE_FP8_BLOCK128_E8M0 = 3,
@@ -316,20 +341,23 @@ typedef struct xd_ep_dispatch_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  const DLTensor* tokens;        /* in  [T,H] bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8 or
-                                    uint8; bf16 to be quantised */
-  const DLTensor* scales;        /* in  [T,S] optional; float32, float8_e8m0fnu or uint8, any
-                                    strides; NULL when quantising */
-  const DLTensor* topk_weights;  /* in  [T,K] optional; float32 */
-  const DLTensor* recv_tokens;   /* out [R,H] type of tokens; float8_e4m3fn when quantising */
-  const DLTensor* recv_scales;   /* out [R,S] iff scales is given, of its type; or as
-                                    xd_ep_quantise says. Padding rows have zeros, of every type.
-                                    Any strides under which each element has a place of its own */
-  const DLTensor* recv_weights;  /* out iff topk_weights is given. EXPERT_MAJOR [R],
-                                    RANK_MAJOR [R,K]; float32 */
-  const DLTensor* recv_topk_idx; /* out optional, RANK_MAJOR only: [R,K] int32 or int64 local
-                                    expert or -1 */
-  xd_ep_quantise quantise;       /* equal on all ranks */
+  /* In [T,H]: bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8 or uint8; bf16 to be quantised. */
+  const DLTensor* tokens;
+  /* In [T,S], optional: float32, float8_e8m0fnu or uint8, any strides. NULL when quantising. */
+  const DLTensor* scales;
+  /* In [T,K], optional: float32. */
+  const DLTensor* topk_weights;
+  /* Out [R,H]: type of tokens; float8_e4m3fn when quantising. */
+  const DLTensor* recv_tokens;
+  /* Out [R,S]: given iff scales is given, and of its type; or as xd_ep_quantise says. Padding rows
+   * have zeros, of every type. Any strides under which each element has a place of its own. */
+  const DLTensor* recv_scales;
+  /* Out, given iff topk_weights is given: float32, EXPERT_MAJOR [R], RANK_MAJOR [R,K]. */
+  const DLTensor* recv_weights;
+  /* Out [R,K], optional, RANK_MAJOR only: int32 or int64, local expert or -1. */
+  const DLTensor* recv_topk_idx;
+  /* Equal on all ranks. */
+  xd_ep_quantise quantise;
 } xd_ep_dispatch_args;
 /* clang-format off */
 #define XD_EP_DISPATCH_ARGS_INIT \
@@ -346,11 +374,13 @@ typedef struct xd_ep_combine_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  const DLTensor* expert_out; /* in  [R,H] bf16, fp16 or fp32 */
-  const DLTensor* weights;    /* in  [R] optional, EXPERT_MAJOR only; float32, usually dispatch's
-                                 recv_weights */
-  const DLTensor* out;        /* out [T,H] type of expert_out: sum over the token's rows,
-                                 weighted if weights are given; zero for a token without rows */
+  /* In [R,H]: bf16, fp16 or fp32. */
+  const DLTensor* expert_out;
+  /* In [R], optional, EXPERT_MAJOR only: float32, usually dispatch's recv_weights. */
+  const DLTensor* weights;
+  /* Out [T,H], type of expert_out: sum over the token's rows, weighted if weights are given; zero
+   * for a token without rows. */
+  const DLTensor* out;
 } xd_ep_combine_args;
 #define XD_EP_COMBINE_ARGS_INIT \
   { sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL }
@@ -364,12 +394,14 @@ typedef struct xd_ep_dispatch_bwd_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  const DLTensor* grad_recv_tokens;  /* in  [R,H] bf16, fp16 or fp32; optional, with grad_tokens */
-  const DLTensor* grad_recv_weights; /* in  EXPERT_MAJOR [R], RANK_MAJOR [R,K]; float32;
-                                        optional, with grad_topk_weights */
-  const DLTensor* grad_tokens;       /* out [T,H] sum over the token's rows, in combine's order */
-  const DLTensor* grad_topk_weights; /* out [T,K] float32: the gradient of that very choice;
-                                        0 for -1 and dropped rows */
+  /* In [R,H], optional, with grad_tokens: bf16, fp16 or fp32. */
+  const DLTensor* grad_recv_tokens;
+  /* In, optional, with grad_topk_weights: float32, EXPERT_MAJOR [R], RANK_MAJOR [R,K]. */
+  const DLTensor* grad_recv_weights;
+  /* Out [T,H]: sum over the token's rows, in combine's order. */
+  const DLTensor* grad_tokens;
+  /* Out [T,K], float32: the gradient of that very choice; 0 for -1 and dropped rows. */
+  const DLTensor* grad_topk_weights;
 } xd_ep_dispatch_bwd_args;
 #define XD_EP_DISPATCH_BWD_ARGS_INIT \
   { sizeof(xd_ep_dispatch_bwd_args), NULL, 0, NULL, NULL, NULL, NULL }
@@ -382,31 +414,33 @@ typedef struct xd_ep_combine_bwd_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  const DLTensor* grad_out;        /* in  [T,H] bf16, fp16 or fp32; without weights also
-                                      float8_e4m3fn, float8_e5m2, int8 or uint8 */
-  const DLTensor* expert_out;      /* in  [R,H] optional, with grad_weights: as combine had it */
-  const DLTensor* weights;         /* in  [R] iff combine was weighted; EXPERT_MAJOR only;
-                                      float32 */
-  const DLTensor* grad_expert_out; /* out [R,H] row r of token t: weights[r] * grad_out[t], or
-                                      without weights grad_out[t], copied; padding 0 */
-  const DLTensor* grad_weights;    /* out [R] float32: dot product of expert_out[r] and
-                                      grad_out[t]; padding 0. Optional, needs weights and
-                                      expert_out. It is what dispatch_bwd takes as
-                                      grad_recv_weights */
-  const DLTensor* grad_out_scales; /* in  [T,S] optional, without weights only; float32,
-                                      float8_e8m0fnu or uint8, up to config.max_scale_bytes; any
-                                      strides */
-  const DLTensor* grad_expert_out_scales; /* out [R,S] iff grad_out_scales is given, of its type:
-                                             row t's scales beside each of its rows; padding 0.
-                                             Any strides, as recv_scales */
+  /* In [T,H]: bf16, fp16 or fp32; without weights also float8_e4m3fn, float8_e5m2, int8 or
+   * uint8. */
+  const DLTensor* grad_out;
+  /* In [R,H], optional, with grad_weights: the tensor that combine had. */
+  const DLTensor* expert_out;
+  /* In [R], given iff combine was weighted, EXPERT_MAJOR only: float32. */
+  const DLTensor* weights;
+  /* Out [R,H]: row r of token t is weights[r] * grad_out[t], or without weights a copy of
+   * grad_out[t]; padding is 0. */
+  const DLTensor* grad_expert_out;
+  /* Out [R], optional, float32: dot product of expert_out[r] and grad_out[t]; padding is 0. Needs
+   * weights and expert_out. dispatch_bwd takes it as grad_recv_weights. */
+  const DLTensor* grad_weights;
+  /* In [T,S], optional, without weights only: float32, float8_e8m0fnu or uint8, up to
+   * config.max_scale_bytes, any strides. */
+  const DLTensor* grad_out_scales;
+  /* Out [R,S], given iff grad_out_scales is given, and of its type: row t's scales beside each of
+   * its rows; padding is 0. Any strides, as recv_scales. */
+  const DLTensor* grad_expert_out_scales;
 } xd_ep_combine_bwd_args;
 #define XD_EP_COMBINE_BWD_ARGS_INIT \
   { sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Derivative of combine. Rows of 8-bit elements, and rows with scales, are copied and not computed
  * with, so they take no weights: a product would need scales of its own, chosen from the products.
- * Who has such rows and a weighted combine multiplies what arrives by the row's weight: float32
- * scales, or the dequantised row. */
+ * A caller with such rows and a weighted combine multiplies the arrived float32 scales, or the
+ * dequantised row, by the row's weight. */
 XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
                                    xd_stream stream);
 
@@ -424,19 +458,27 @@ typedef struct xd_ep_plan_info {
   int32_t rank;
   int32_t num_ranks;
   int32_t num_experts;
-  int32_t num_tokens; /* T */
-  int32_t topk;       /* K */
+  /* T. */
+  int32_t num_tokens;
+  /* K. */
+  int32_t topk;
   xd_ep_layout layout;
   int32_t alignment;
-  int64_t recv_rows;     /* rows of the receive tensor in use: min(total, capacity) */
-  int64_t total_rows;    /* before any drop */
-  int64_t capacity_rows; /* recv_capacity rounded down to a multiple of alignment */
-  int64_t bad_ids;       /* over all ranks */
-  int32_t bad_id_rank;   /* lowest rank that has some; -1 = none */
-  int32_t overflow_rank; /* lowest rank whose capacity is exceeded; -1 = none */
-  uint64_t fingerprint;  /* equal on all ranks for one batch, different for any other batch of
-                            the group */
-  uint64_t epoch;        /* number of the prepare in its group */
+  /* Rows of the receive tensor in use: min(total, capacity). */
+  int64_t recv_rows;
+  /* Rows before any drop. */
+  int64_t total_rows;
+  /* recv_capacity rounded down to a multiple of alignment. */
+  int64_t capacity_rows;
+  /* Bad ids over all ranks, and the lowest rank that has some; -1 = none. */
+  int64_t bad_ids;
+  int32_t bad_id_rank;
+  /* The lowest rank whose capacity is exceeded; -1 = none. */
+  int32_t overflow_rank;
+  /* Equal on all ranks for one batch, different for any other batch of the group. */
+  uint64_t fingerprint;
+  /* Number of the prepare in its group. */
+  uint64_t epoch;
 } xd_ep_plan_info;
 /* clang-format off */
 #define XD_EP_PLAN_INFO_INIT \
@@ -448,45 +490,51 @@ typedef struct xd_ep_plan_info {
 XD_API xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info);
 
 /* ---- Local calls ----------------------------------------------------------------------------- */
-/* They concern this rank alone: no peer makes them, or is waited for. They take no turn among a
- * group's operations, may be made from any thread beside these, and leave nothing in its status.
- * They work after a fatal error, too. On CUDA they are enqueued on `stream`, and may be captured.
- */
+/* Local calls concern this rank alone: no peer takes part or is waited for. They take no turn among
+ * a group's operations, may be made from any thread beside these, and leave nothing in the group's
+ * status. They also work after a fatal error. On CUDA they are enqueued on `stream`, and may be
+ * captured. */
 
 typedef struct xd_ep_plan_row_experts_args {
   size_t struct_size;
-  const void* plan; /* as operations take it */
+  /* A plan, as operations take it. */
+  const void* plan;
   size_t plan_bytes;
-  const DLTensor* row_experts; /* out [rows] int32 or int64, any number of rows: local expert of
-                                  each row of a receive tensor, its padding included; -1 past the
-                                  last zone */
+  /* Out [rows] int32 or int64, any number of rows: local expert of each row of a receive tensor,
+   * its padding included; -1 past the last zone. */
+  const DLTensor* row_experts;
 } xd_ep_plan_row_experts_args;
 #define XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT \
   { sizeof(xd_ep_plan_row_experts_args), NULL, 0, NULL }
 
-/* Whose zone each row lies in. EXPERT_MAJOR only: a row of RANK_MAJOR stands for several experts,
- * which dispatch's recv_topk_idx names. INVALID_ARGUMENT for bytes that are no plan of such a group
- * and rank; on CUDA, where they are not read before the stream comes to them, every row is -1
- * then. */
+/* Names the expert in whose zone each row lies. EXPERT_MAJOR only: a row of RANK_MAJOR stands for
+ * several experts, which dispatch's recv_topk_idx names. INVALID_ARGUMENT for bytes that are no
+ * plan of such a group and rank; on CUDA, where the bytes are not read before the stream comes to
+ * the call, every row is -1 instead. */
 XD_API xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,
                                         xd_stream stream);
 
 typedef struct xd_ep_routing_layout_args {
   size_t struct_size;
-  int32_t num_experts;      /* E: a multiple of the communicator's ranks W */
-  const DLTensor* topk_idx; /* in  [T,K] int32 or int64, T up to 2^26, K from 1 to 32. -1 = none;
-                               an expert's second and later mentions in a row, and ids < -1 or
-                               >= E, count as -1 */
-  /* Optional outputs: */
-  const DLTensor* rows_per_rank;   /* [W] int32 or int64: tokens that go to each rank */
-  const DLTensor* rows_per_expert; /* [E] int32 or int64: tokens that go to each expert */
-  const DLTensor* token_in_rank;   /* [T,W] bool or uint8: 1 where the token goes to the rank */
-  const DLTensor* bad_ids;         /* [1] int32 or int64: ids < -1 or >= E */
+  /* E: a multiple of the communicator's ranks W. */
+  int32_t num_experts;
+  /* In [T,K] int32 or int64, T up to 2^26, K from 1 to 32. -1 = none; an expert's second and later
+   * mentions in a row, and ids < -1 or >= E, count as -1. */
+  const DLTensor* topk_idx;
+  /* The outputs from here on are optional. */
+  /* Out [W] int32 or int64: tokens that go to each rank. */
+  const DLTensor* rows_per_rank;
+  /* Out [E] int32 or int64: tokens that go to each expert. */
+  const DLTensor* rows_per_expert;
+  /* Out [T,W] bool or uint8: 1 where the token goes to the rank. */
+  const DLTensor* token_in_rank;
+  /* Out [1] int32 or int64: ids < -1 or >= E. */
+  const DLTensor* bad_ids;
 } xd_ep_routing_layout_args;
 #define XD_EP_ROUTING_LAYOUT_ARGS_INIT \
   { sizeof(xd_ep_routing_layout_args), 0, NULL, NULL, NULL, NULL, NULL }
 
-/* Where the tokens of this rank go, without a plan. */
+/* Tells where the tokens of this rank go, without a plan. */
 XD_API xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,
                                       xd_stream stream);
 

@@ -23,23 +23,30 @@ extern "C" {
  * lost, started or leaked and the next call works. */
 typedef enum xd_status {
   XD_SUCCESS = 0,
-  XD_ERROR_INVALID_ARGUMENT = 1, /* an argument of this rank; the text says argument, expected
-                                    and got */
-  XD_ERROR_MISMATCH = 2,         /* ranks disagree on operation, plan, shapes, dtypes or version,
-                                    or a peer's call failed */
-  XD_ERROR_OVERFLOW = 3,         /* more rows than a receive capacity, under XD_EP_OVERFLOW_ERROR */
-  XD_ERROR_TIMEOUT = 4,          /* a bounded wait ran out (fatal, except while a communicator is
-                                    being created) */
-  XD_ERROR_PEER_LOST = 5,        /* a peer's process ended, or the peer has left (fatal) */
-  XD_ERROR_ABORTED = 6,          /* some rank called xd_comm_abort, or was interrupted (fatal) */
-  XD_ERROR_BUSY = 7,             /* a group was used by two threads at once (fatal) */
-  XD_ERROR_OUT_OF_MEMORY = 8,    /* memory exhausted; the text has the sizes (fatal if it kept the
-                                    library from watching the peers) */
-  XD_ERROR_UNSUPPORTED = 9,      /* not built in, or not possible on this machine; the text says
-                                    which need is missing */
-  XD_ERROR_SYSTEM = 10,          /* an operating system call failed; the text has the call and
-                                    the reason (fatal likewise) */
-  XD_ERROR_INTERNAL = 11         /* a bug in the library: please report it with the text */
+  /* An argument of this rank is wrong; the text says argument, expected and got. */
+  XD_ERROR_INVALID_ARGUMENT = 1,
+  /* Ranks disagree on operation, plan, shapes, dtypes or version, or a peer's call failed. */
+  XD_ERROR_MISMATCH = 2,
+  /* A rank would receive more rows than its capacity, under XD_EP_OVERFLOW_ERROR. */
+  XD_ERROR_OVERFLOW = 3,
+  /* A bounded wait ran out (fatal, except while a communicator is being created). */
+  XD_ERROR_TIMEOUT = 4,
+  /* A peer's process ended, or the peer has left (fatal). */
+  XD_ERROR_PEER_LOST = 5,
+  /* Some rank called xd_comm_abort, or was interrupted (fatal). */
+  XD_ERROR_ABORTED = 6,
+  /* Two threads, or on CUDA two streams, used one group at once (fatal). */
+  XD_ERROR_BUSY = 7,
+  /* Memory is exhausted; the text has the sizes (fatal if it kept the library from watching the
+   * peers). */
+  XD_ERROR_OUT_OF_MEMORY = 8,
+  /* Not built in, or not possible on this machine; the text says which need is missing. */
+  XD_ERROR_UNSUPPORTED = 9,
+  /* An operating system call failed; the text has the call and the reason (fatal if it kept the
+   * library from watching the peers). */
+  XD_ERROR_SYSTEM = 10,
+  /* A bug in the library: please report it with the text. */
+  XD_ERROR_INTERNAL = 11
 } xd_status;
 
 /* "XD_ERROR_TIMEOUT" and so on; "XD_UNKNOWN_STATUS" for a number that this library does not know.

@@ -35,9 +35,11 @@ extern "C" {
 
 /* A tensor with the storage of its shape and strides. */
 typedef struct xd_tensor {
-  DLTensor dl; /* see xd_tensor_view */
+  /* Complete after xd_tensor_view. */
+  DLTensor dl;
   int64_t shape[2];
-  int64_t strides[2]; /* in elements */
+  /* In elements. */
+  int64_t strides[2];
 } xd_tensor;
 
 /* A matrix of any strides. */
@@ -70,7 +72,8 @@ static inline xd_tensor xd_tensor_1d(void* data, DLDataType dtype, DLDevice devi
   return tensor;
 }
 
-/* The tensor as calls take it: good while `tensor` lives where it is and is not copied over. */
+/* The tensor as calls take it. The view is good while `tensor` lives where it is and is not copied
+ * over. */
 static inline const DLTensor* xd_tensor_view(xd_tensor* tensor) {
   tensor->dl.shape = tensor->shape;
   tensor->dl.strides = tensor->strides;

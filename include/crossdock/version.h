@@ -20,10 +20,14 @@ XD_API int32_t xd_version(void);
 
 /* Parts of the library that may be absent from a build or unable to run on this machine. */
 typedef enum xd_feature {
-  XD_FEATURE_CPU = 0,     /* the CPU executor */
-  XD_FEATURE_CUDA = 1,    /* the CUDA executor */
-  XD_FEATURE_NETWORK = 2, /* ranks on several hosts */
-  XD_FEATURE_GEMM = 3     /* communication overlapped with GEMM */
+  /* The CPU executor. */
+  XD_FEATURE_CPU = 0,
+  /* The CUDA executor. */
+  XD_FEATURE_CUDA = 1,
+  /* Ranks on several hosts. */
+  XD_FEATURE_NETWORK = 2,
+  /* Communication overlapped with GEMM. */
+  XD_FEATURE_GEMM = 3
 } xd_feature;
 
 /* 1 if the feature can be used in this process now, else 0. With `reason` not NULL, *reason gets a
