@@ -1,4 +1,4 @@
-// A set of addresses that something is known of, as ranges. It never allocates. Not thread-safe.
+// A set of addresses about which one fact is known, as ranges. It never allocates. Not thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ struct AddressRange {
 
 class AddressRanges {
  public:
-  // More are forgotten, all at once: what is known can be found out again.
+  // A set that would need more ranges forgets all of them: its user can find the fact out again.
   static constexpr std::size_t kMost = 1024;
 
-  // All of a range is known. An empty one is.
+  // True if all of the range is known. An empty range is.
   bool contains(AddressRange range) const {
     if (range.first >= range.end) return true;
     const AddressRange* const next = behind(range.first);
@@ -32,7 +32,7 @@ class AddressRanges {
     AddressRange* const end = ranges_.data() + count_;
     AddressRange* first = ranges_.data() + (behind(range.first) - ranges_.data());
     if (first != ranges_.data() && first[-1].end >= range.first) --first;
-    AddressRange* last = first;  // of those that become one with it: [first, last)
+    AddressRange* last = first;  // [first, last) become one with the range
     for (; last != end && last->first <= range.end; ++last) {
       range = {std::min(range.first, last->first), std::max(range.end, last->end)};
     }

@@ -13,7 +13,7 @@ struct Entry {
   const char* name;
 };
 
-// In the order of DType, so that a type is its entry's index.
+// The entries stand in the order of DType, so that a type is its entry's index.
 constexpr std::array kEntries = {
     Entry{DType::bf16, kDLBfloat, 16, "bfloat16"},
     Entry{DType::f16, kDLFloat, 16, "float16"},

@@ -30,7 +30,7 @@ int read(const char* variable, int default_value, int least) {
   return default_value;
 }
 
-// Of a comma list of topics, those that there are.
+// Keeps the topics of a comma list that exist.
 std::string known_topics(const std::string& list) {
   constexpr std::array<std::string_view, 3> kTopics{"comm", "plan", "all"};
   std::string known;

@@ -13,14 +13,15 @@ struct Env {
 #undef XD_ENV_NUMBER
 };
 
-// Values of this process.
+// The variables' values in this process.
 const Env& env();
 
-// Reads them. A bad value, whatever is bad about it, is ignored with one warning: the variable
-// keeps its default.
+// Reads the variables. A bad value, whatever is bad about it, is ignored with one warning: the
+// variable keeps its default.
 Env read_env();
 
-// A timeout as configs have it: milliseconds, 0 = the environment's. Throws INVALID_ARGUMENT.
+// The timeout that a config means: milliseconds, where 0 stands for the environment's. Throws
+// INVALID_ARGUMENT.
 int resolve_timeout(int timeout_ms);
 
 }  // namespace xd

@@ -8,7 +8,7 @@
 namespace xd {
 namespace {
 
-// A fixed buffer: storing an error must not itself be able to fail.
+// The buffer is fixed, because storing an error must not itself be able to fail.
 thread_local std::array<char, 1024> g_last_error{};
 
 }  // namespace

@@ -40,17 +40,17 @@ template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);
-  if (!out) throw std::bad_alloc();  // which streams swallow
+  if (!out) throw std::bad_alloc();  // streams swallow this exception
   return out.str();
 }
 
-// The text of an error. Where there is no memory for it the error is still thrown, with hardly any.
+// The text of an error. Where there is no memory for it, the error is thrown with a short text.
 template <class... Parts>
 std::string error_text(const Parts&... parts) {
   try {
     return concat(parts...);
   } catch (const std::bad_alloc&) {
-    return "(no memory)";  // short enough to need none
+    return "(no memory)";  // short enough to fit into the string itself
   }
 }
 
@@ -68,7 +68,8 @@ template <class... Parts>
     if (!(condition)) ::xd::fail(XD_ERROR_INVALID_ARGUMENT, __VA_ARGS__); \
   } while (0)
 
-// A promise of the library to itself; failing means a bug here, not a mistake of the caller.
+// Checks a promise of the library to itself. A failed check is a bug here, not a mistake of the
+// caller.
 #define XD_CHECK(condition)                                                                     \
   do {                                                                                          \
     if (!(condition))                                                                           \
@@ -85,9 +86,10 @@ struct Caught {
   xd_status status;
   int error_number;  // errno of a system call that failed, or 0
 };
-// Copies as much of its text into `text` as there is room for, and a zero.
+// Copies as much of the exception's text into `text` as there is room for, and a zero.
 Caught caught(std::span<char> text) noexcept;
-// Its status; its text becomes the calling thread's last error, `where` behind it.
+// Returns the exception's status. Its text becomes the calling thread's last error, with `where`
+// behind it.
 xd_status current_exception_status(const char* function, const char* where = "") noexcept;
 
 // Runs body() behind the C boundary: no exception passes it.

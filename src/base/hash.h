@@ -1,4 +1,4 @@
-// A 64-bit hash that tells data apart; it keeps nobody out.
+// A 64-bit hash that tells data apart. It is no protection: anybody can make data for a given hash.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace xd {
 
-// One step: the multiplier is 2^64 / golden ratio (Knuth, TAOCP 3, 6.4); the shift feeds high bits
-// back so that every bit of every word reaches every bit of the result.
+// Hashes one more word. The multiplier is 2^64 / golden ratio (Knuth, TAOCP 3, 6.4); the shift
+// feeds high bits back so that every bit of every word reaches every bit of the result.
 constexpr std::uint64_t hash_combine(std::uint64_t hash, std::uint64_t word) {
   hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
   return hash ^ (hash >> 29);

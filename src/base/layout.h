@@ -1,4 +1,5 @@
-// Placing typed areas one after another in a shared buffer: the one way layouts are written here.
+// A cursor that places typed areas one after another in a shared buffer. All layouts of the library
+// are written with it.
 #pragma once
 
 #include <cstddef>

@@ -8,14 +8,14 @@
 
 namespace xd {
 
-// One line, "crossdock: <text>", written by one call so that lines of threads do not mix. Allocates
-// nothing.
+// Writes one line, "crossdock: <text>", by one system call, so that lines of threads do not mix.
+// Allocates nothing.
 void log_line(std::string_view text) noexcept;
 
 // True if XD_LOG names the topic or "all".
 bool log_enabled(std::string_view topic);
 
-// Lines for which there is no memory say only that.
+// Logs the parts as one line. Where there is no memory for the line, it says only that.
 template <class... Parts>
 void log_warning(const Parts&... parts) noexcept {
   try {

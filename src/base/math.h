@@ -1,4 +1,4 @@
-// Arithmetic on sizes. Everything is 64-bit; what might not fit is checked.
+// Arithmetic on sizes. Everything is 64-bit, and products that might not fit are checked.
 #pragma once
 
 #include <concepts>
@@ -9,7 +9,7 @@
 
 namespace xd {
 
-// A number that is known not to be negative, as an index.
+// An index from a number that is known not to be negative.
 constexpr std::size_t at(std::integral auto number) { return static_cast<std::size_t>(number); }
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {

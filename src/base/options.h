@@ -10,8 +10,8 @@
 
 namespace xd {
 
-// The number in an enum that a C caller has set, to anything perhaps: a C++ enum must not be read
-// before it is known to hold one of its values.
+// The number in an enum that a C caller has set, perhaps to none of its values: a C++ enum must not
+// be read as such before it is known to hold one of them.
 template <class Enum>
 std::int32_t raw_enum(const Enum& value) {
   static_assert(sizeof(Enum) == sizeof(std::int32_t));
@@ -20,8 +20,9 @@ std::int32_t raw_enum(const Enum& value) {
   return number;
 }
 
-// A copy of *user as this library knows the struct. An older caller passes fewer bytes: the rest
-// keep the values of `defaults`. A newer one may pass more, as long as those bytes are zero.
+// A copy of *user as this library knows the struct. An older caller passes fewer bytes, and the
+// rest keep the values of `defaults`. A newer caller may pass more bytes, as long as the additional
+// ones are zero.
 template <class T>
 T read_struct(const char* name, const T* user, T defaults) {
   XD_REQUIRE(user != nullptr, name, " = NULL, expected a struct");

@@ -1,4 +1,4 @@
-// Naming ranks in error texts.
+// Names of ranks in error texts.
 #pragma once
 
 #include <algorithm>

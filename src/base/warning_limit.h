@@ -1,4 +1,4 @@
-// Warnings about what others do, who may do it thousands of times a second.
+// A limit on warnings about strangers and peers, who may cause thousands a second.
 #pragma once
 
 #include <string>
@@ -10,13 +10,13 @@
 namespace xd {
 
 // Prints the first few warnings of each interval, counts the rest, and says how many there were
-// when the next interval begins, or in the end. For one thread.
+// when the next interval begins, or when the object goes. One thread uses it.
 class WarningLimit {
  public:
   static constexpr int kLines = 10;
   static constexpr int kIntervalMs = 10'000;
 
-  // `what` is counted: "connections refused".
+  // `what` names the things that are counted: "connections refused".
   explicit WarningLimit(const char* what) : what_(what) {}
   WarningLimit(const WarningLimit&) = delete;
   WarningLimit& operator=(const WarningLimit&) = delete;

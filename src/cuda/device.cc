@@ -16,9 +16,9 @@
 namespace xd::cuda {
 namespace {
 
-constexpr int kLeastMajor = 9;  // bulk copies between global and shared memory
+constexpr int kLeastMajor = 9;  // the first with bulk copies between global and shared memory
 
-std::atomic<pid_t> g_process{0};  // the one that has used CUDA; 0 = none yet
+std::atomic<pid_t> g_process{0};  // the process that has used CUDA; 0 = none yet
 
 int device_count() {
   driver();  // says better than the runtime what is wrong with it
@@ -45,7 +45,7 @@ DeviceFacts query_facts(int ordinal) {
   return facts;
 }
 
-// Asked for once: it takes milliseconds and does not change.
+// CUDA is asked for the facts once: that takes milliseconds, and they do not change.
 const DeviceFacts& facts_of(int ordinal) {
   static std::mutex& mutex = *new std::mutex;
   static std::map<int, DeviceFacts>& known = *new std::map<int, DeviceFacts>;
@@ -77,7 +77,7 @@ void require_abilities(const DeviceFacts& facts) {
                     "memory handles that are file descriptors");
 }
 
-// The context that the runtime uses on a device. Kept for good, as the runtime does.
+// The context that the runtime uses on a device. It is kept for good, as the runtime keeps it.
 CUcontext primary_context(int ordinal) {
   static std::mutex& mutex = *new std::mutex;
   static std::map<int, CUcontext>& contexts = *new std::map<int, CUcontext>;
@@ -152,7 +152,7 @@ std::string describe_device(int ordinal) {
   return concat("CUDA device ", ordinal, " (", facts_of(ordinal).name, ")");
 }
 
-// Fails where CUDA has not begun yet: then nobody captures.
+// The call fails where CUDA has not begun yet, and then no thread captures.
 RelaxedCapture::RelaxedCapture() {
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
   exchanged_ = driver().cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS;

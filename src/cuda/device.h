@@ -1,4 +1,4 @@
-// Devices: what they are, what the library needs of them, and making one the current one.
+// Devices: their properties, the library's requirements, and making one the current device.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ struct DeviceFacts {
 // the requirement that is missing, INVALID_ARGUMENT if there is no such device. Makes no context.
 DeviceFacts require_device(int ordinal);
 
-// Why no device of this machine will do; empty if one will. Never throws.
+// The reason why no device of this machine can be used; empty if one can. Never throws.
 std::string why_unavailable() noexcept;
 
 // The device of this process with that uuid; -1 = not visible here.
@@ -34,10 +34,10 @@ void require_peer_access(int device, int owner);
 // "CUDA device 0 (NVIDIA H200)"
 std::string describe_device(int ordinal);
 
-// Lets the calling thread allocate, map and wait while some thread captures a stream, this one
-// perhaps. Without it such a call fails wherever any thread captures in the global mode, which is
-// everybody's default, and takes that capture down with it. What the library allocates or waits for
-// is never part of a capture.
+// Lets the calling thread allocate, map and wait while some thread captures a stream, perhaps this
+// one. Without it such a call fails wherever any thread captures in the global mode, which is the
+// default, and invalidates that capture. The library's own allocations and waits are never part of
+// a capture.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -47,10 +47,10 @@ class RelaxedCapture {
 
  private:
   bool exchanged_ = false;
-  int mode_ = 0;  // of the thread before: a CUstreamCaptureMode
+  int mode_ = 0;  // the thread's mode before: a CUstreamCaptureMode
 };
 
-// Makes a device current for the calling thread, and what was current before afterwards. (The
+// Makes a device current for the calling thread, and restores the previous one at the end. (The
 // runtime's cudaSetDevice would make a context on the previous device if there was none.) Calls
 // under it disturb no capture.
 class DeviceGuard {
@@ -64,10 +64,11 @@ class DeviceGuard {
   const RelaxedCapture relaxed_;  // first: it also covers the making of a context
 };
 
-// False in a forked child of a process that has used CUDA: nothing of it can be used or freed.
+// False in a forked child of a process that has used CUDA: there CUDA's objects can neither be used
+// nor freed.
 bool usable_in_this_process() noexcept;
 
-// Runs `work` on the device, for destructors: what fails is ignored, as the context may be gone
+// Runs `work` on the device, for destructors. Errors are ignored, since the context may be gone
 // with the program's end.
 template <class Work>
 void try_on_device(int ordinal, Work&& work) noexcept {

@@ -23,7 +23,7 @@ void require_driver() {
   }
 }
 
-// Null if the driver does not have it.
+// Returns null if the driver does not have the function.
 void* find(const char* name, unsigned version) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result{};

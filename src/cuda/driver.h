@@ -34,7 +34,7 @@ namespace xd::cuda {
   XD_DRIVER_FUNCTION(cuPointerGetAttribute, 4000)                   \
   XD_DRIVER_FUNCTION(cuMemGetAddressRange, 3020)
 
-// Null where the driver is older than they are.
+// These functions are null where the driver is older than they are.
 #define XD_OPTIONAL_DRIVER_FUNCTIONS             \
   XD_DRIVER_FUNCTION(cuStreamGetGreenCtx, 12040) \
   XD_DRIVER_FUNCTION(cuGreenCtxGetDevResource, 12040)
@@ -46,7 +46,7 @@ struct Driver {
 #undef XD_DRIVER_FUNCTION
 };
 
-// The driver knows addresses, and descriptors in the place of handles, as numbers.
+// The driver's functions take addresses, and descriptors in the place of handles, as numbers.
 inline std::byte* as_pointer(std::uint64_t number) {
   return reinterpret_cast<std::byte*>(number);  // NOLINT(performance-no-int-to-ptr)
 }

@@ -1,4 +1,4 @@
-// Errors of the CUDA runtime and driver, as this library's.
+// Turns errors of the CUDA runtime and driver into this library's errors.
 #pragma once
 
 #include <cuda.h>

@@ -17,7 +17,7 @@ enum class Kind { here, pinned, elsewhere };
 struct Found {
   Kind kind;
   AddressRange around;    // the allocation
-  int other_device = -1;  // elsewhere: whose it is; -1 = nobody's
+  int other_device = -1;  // for memory elsewhere, its device; -1 = none
 };
 
 AddressRange allocation_around(std::uintptr_t address) {
@@ -54,7 +54,7 @@ std::string describe(const Found& found) {
 
 }  // namespace
 
-// Never destroyed: groups may be dropped by other static destructors.
+// The objects are never destroyed, since other static destructors may drop groups.
 KnownMemory& KnownMemory::of(int device) {
   static std::mutex& mutex = *new std::mutex;
   static std::map<int, KnownMemory*>& known = *new std::map<int, KnownMemory*>;
@@ -77,7 +77,7 @@ void KnownMemory::require(std::initializer_list<Claim> claims) {
   }
 }
 
-// Under the lock.
+// The caller holds the lock.
 void KnownMemory::look_up(const Claim& claim, AddressRange range) {
   const Found ends[] = {find(range.first, device_), find(range.end - 1, device_)};
   for (const Found& found : ends) {
@@ -88,10 +88,10 @@ void KnownMemory::look_up(const Claim& claim, AddressRange range) {
                claim.pinned ? " or pinned host memory" : "");
   }
   AddressRanges& known = ends[0].kind == Kind::here ? here_ : pinned_;
-  // Both ends are of one kind, or else the middle is unknown and will be asked for again.
+  // If the two ends are of different kinds, the middle is unknown and will be asked for again.
   if (ends[0].kind != ends[1].kind) return;
   for (const Found& found : ends) known.add(found.around);
-  // Several allocations, mapped side by side.
+  // The range spans several allocations that are mapped side by side.
   known.add(range);
 }
 

@@ -1,4 +1,4 @@
-// Whether addresses that a caller gives are what kernels of a device may touch.
+// Checks that addresses given by a caller are memory that kernels of a device may touch.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,15 @@ namespace xd::cuda {
 // nanoseconds. So memory that has been given back to CUDA since is not noticed.
 class KnownMemory {
  public:
-  // What this process knows of a device.
+  // The knowledge of this process about a device.
   static KnownMemory& of(int device);
 
-  // What an argument is said to be.
+  // The memory that an argument claims to be.
   struct Claim {
     const char* name;
     const void* data;
-    std::size_t bytes;    // 0: nothing is touched, and nothing is asked
-    bool pinned = false;  // pinned host memory is as good as the device's
+    std::size_t bytes;    // 0: kernels touch nothing, and CUDA is not asked
+    bool pinned = false;  // true: pinned host memory is as good as the device's
   };
 
   // Throws INVALID_ARGUMENT naming the first claim that is wrong: its first or last byte lies
@@ -35,7 +35,7 @@ class KnownMemory {
 
   const int device_;
   std::mutex mutex_;
-  AddressRanges here_, pinned_;  // of whole allocations
+  AddressRanges here_, pinned_;  // ranges of whole allocations
 };
 
 }  // namespace xd::cuda

@@ -15,10 +15,10 @@
 namespace xd::cuda {
 namespace {
 
-// Blocks of powers of two, cut from pages and kept for the next that asks.
+// Blocks of powers of two, cut from pages and kept for the next request.
 class PinnedPool {
  public:
-  // Never destroyed: blocks may be dropped by other static destructors.
+  // The pool is never destroyed, since other static destructors may drop blocks.
   static PinnedPool& instance() {
     static PinnedPool& pool = *new PinnedPool;
     return pool;
@@ -41,11 +41,11 @@ class PinnedPool {
 
   void give_back(std::byte* block, std::size_t bytes) noexcept {
     const std::lock_guard lock(mutex_);
-    free_[block_bytes(bytes)].push_back(block);  // has room: see add_page
+    free_[block_bytes(bytes)].push_back(block);  // has room, thanks to add_page
   }
 
  private:
-  static constexpr std::size_t kSmallest = 256;  // two cache lines: no block shares one
+  static constexpr std::size_t kSmallest = 256;  // two cache lines, so that no block shares one
   static constexpr std::size_t kPage = std::size_t{64} << 10;
 
   void add_page(int device, std::size_t size, std::vector<std::byte*>& free) {
@@ -61,8 +61,8 @@ class PinnedPool {
   }
 
   std::mutex mutex_;
-  std::map<std::size_t, std::vector<std::byte*>> free_;  // by size
-  std::map<std::size_t, std::size_t> blocks_;            // how many there are, by size
+  std::map<std::size_t, std::vector<std::byte*>> free_;  // free blocks, by size
+  std::map<std::size_t, std::size_t> blocks_;            // number of all blocks, by size
 };
 
 }  // namespace

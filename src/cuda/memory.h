@@ -1,4 +1,4 @@
-// Memory of the library's own that peers do not see: on the device, and pinned on the host.
+// Memory of the library that peers do not see: on the device, and pinned on the host.
 //
 // Nothing here waits for kernels that run: ranks may be threads that share a device, and a kernel
 // of one of them may be waiting for the very rank that allocates.
@@ -12,7 +12,7 @@
 
 namespace xd::cuda {
 
-// Device memory, zeroed. All that is done with it here has happened when the call returns.
+// Device memory, zeroed. Each call here has done its work when it returns.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
@@ -37,10 +37,10 @@ class DeviceBuffer {
     return reinterpret_cast<T*>(data_);
   }
 
-  // Returns when the bytes are there. Kernels that run meanwhile may read the others.
+  // Returns when the bytes are there. Kernels that run meanwhile may read all other bytes.
   void write(std::size_t offset, const void* from, std::size_t bytes) const;
-  // Into pinned memory, as kernels that run meanwhile leave the bytes. False: they are not there by
-  // the deadline, and arrive at any time later.
+  // Reads into pinned memory; kernels that run meanwhile may be writing the bytes. False: the bytes
+  // are not there by the deadline, and may arrive at any later time.
   bool read(std::size_t offset, void* pinned, std::size_t bytes, Deadline deadline) const;
 
  private:
@@ -54,7 +54,7 @@ class DeviceBuffer {
 class PinnedBlock {
  public:
   PinnedBlock() = default;
-  // `device` is where a context exists already; the memory belongs to none.
+  // `device` is one where a context exists already; the memory belongs to no device.
   PinnedBlock(int device, std::size_t bytes);
   ~PinnedBlock();
   PinnedBlock(PinnedBlock&& other) noexcept
@@ -65,7 +65,7 @@ class PinnedBlock {
     return *this;
   }
 
-  std::byte* data() const { return data_; }  // for host and devices
+  std::byte* data() const { return data_; }  // the address for host and devices
   template <class T>
   T* as() const {
     return reinterpret_cast<T*>(data_);

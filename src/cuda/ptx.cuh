@@ -1,4 +1,4 @@
-// All PTX of the library. A name says what is done, with which order, at which scope: a diff that
+// All PTX of the library. A function's name has its instruction, order and scope, so a diff that
 // weakens an order shows in a name.
 #pragma once
 
@@ -50,7 +50,7 @@ __device__ inline void st_relaxed_sys(std::uint64_t* p, std::uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// What the thread has seen and stored so far comes before what it stores from now on.
+// All that the thread has loaded and stored so far comes before all that it stores from now on.
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ inline std::uint32_t add_acq_rel_gpu(std::uint32_t* p, std::uint32_t v) {
@@ -100,12 +100,13 @@ __device__ inline std::uint64_t or_acquire_gpu(std::uint64_t* p, std::uint64_t b
   return old;
 }
 
-// Somebody wants this: it is loaded, whatever the compiler thinks.
+// Makes the compiler load `v`, even if nothing else uses it.
 __device__ inline void keep(std::uint32_t v) { asm volatile("" ::"r"(v)); }
 
 // ---- Rows through registers --------------------------------------------------------------------
 
-// Read once, not kept in L1. Coherent: never ld.nc, peers may have written this memory.
+// A load for data that is read once: it is not kept in L1. The load is coherent and never ld.nc,
+// since peers may have written this memory.
 __device__ inline uint4 ld_streaming(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -133,12 +134,12 @@ __device__ inline void mbarrier_init(std::uint64_t* barrier, std::uint32_t arriv
                : "memory");
 }
 
-// Before its memory is used for anything else.
+// Call it before the barrier's memory is used for anything else.
 __device__ inline void mbarrier_invalidate(std::uint64_t* barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// After mbarrier_init, before a bulk copy uses the barrier.
+// Call it after mbarrier_init, before a bulk copy uses the barrier.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -162,7 +163,7 @@ __device__ inline bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t p
   return done != 0;
 }
 
-// 16-byte aligned, a multiple of 16 bytes; counted by the barrier when they have landed.
+// Addresses and size are multiples of 16 bytes. The barrier counts the bytes when they have landed.
 __device__ inline void bulk_load(void* shared, const void* global, std::uint32_t bytes,
                                  std::uint64_t* barrier) {
   asm volatile(
@@ -172,7 +173,7 @@ __device__ inline void bulk_load(void* shared, const void* global, std::uint32_t
       : "memory");
 }
 
-// Belongs to the calling thread's current bulk group.
+// The store belongs to the calling thread's current bulk group.
 __device__ inline void bulk_store(void* global, const void* shared, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
@@ -181,19 +182,20 @@ __device__ inline void bulk_store(void* global, const void* shared, std::uint32_
 
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// The calling thread's stores, but for those of its last kPending groups, have read their sources:
-// these may be overwritten. Nothing has landed yet for anybody.
+// When it returns, the calling thread's stores, except those of its last kPending groups, have read
+// their sources, which may be overwritten. It does not say that any of them has landed.
 template <int kPending>
 __device__ void bulk_wait_sources_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// The calling thread's stores are complete and visible to it, so that it may release them.
+// When it returns, the calling thread's stores are complete and visible to it, so that it may
+// release them.
 __device__ inline void bulk_wait_landed() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Between generic accesses and bulk copies of the same memory, either way.
+// Stands between generic accesses and bulk copies of the same memory, in either order.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---- Numbers -----------------------------------------------------------------------------------
@@ -204,21 +206,21 @@ __device__ inline std::uint64_t global_timer_ns() {
   return t;
 }
 
-// Two float32 to bfloat16, to nearest, ties to even; `low` goes into the low half.
+// Rounds two float32 to bfloat16, to nearest, ties to even; `low` goes into the low half.
 __device__ inline std::uint32_t pack_bf16(float low, float high) {
   std::uint32_t v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 
-// Two float32 to float16, likewise.
+// Rounds two float32 to float16 in the same way.
 __device__ inline std::uint32_t pack_f16(float low, float high) {
   std::uint32_t v;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 
-// Two float32 to float8 e4m3fn, to nearest, ties to even, limited to +-448.
+// Rounds two float32 to float8 e4m3fn, to nearest, ties to even, limited to +-448.
 __device__ inline std::uint16_t pack_e4m3(float low, float high) {
   std::uint16_t v;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));

@@ -9,8 +9,8 @@
 namespace xd::cuda {
 namespace {
 
-// Streams that nobody uses at the moment, by device. Never destroyed: streams may be given back by
-// other static destructors.
+// Streams that are not in use at the moment, by device. The pool is never destroyed, since other
+// static destructors may give streams back.
 struct StreamPool {
   std::mutex mutex;
   std::map<int, std::vector<cudaStream_t>> idle;
@@ -25,7 +25,7 @@ bool is_default_stream(cudaStream_t stream) {
   return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
 }
 
-// cudaErrorStreamCaptureUnsupported and its neighbours.
+// True for cudaErrorStreamCaptureUnsupported and the neighbouring codes.
 bool is_capture_error(cudaError_t error) {
   return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
 }
@@ -51,7 +51,7 @@ void Stream::give_back() noexcept {
   const std::lock_guard lock(pool.mutex);
   try {
     pool.idle[device_].push_back(stream_);
-  } catch (...) {  // no host memory: one stream is lost
+  } catch (...) {  // no host memory for the pool: the stream is lost
   }
 }
 

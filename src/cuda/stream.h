@@ -1,4 +1,4 @@
-// Streams of the library's own, and what streams of callers are like.
+// Streams of the library, and questions about streams of callers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,12 +10,12 @@
 
 namespace xd::cuda {
 
-// A stream of the library's own, for work that its user waits for. It waits for no other stream,
-// and the legacy default stream does not wait for it.
+// A stream of the library, for work that its user waits for. It waits for no other stream, and the
+// legacy default stream does not wait for it.
 //
-// It comes from a pool and goes back to it: a device has few hardware queues, which its streams
-// share, and work behind a caller's kernel in one queue waits for that kernel. So there are no more
-// of these streams than are used at a time.
+// The stream comes from a pool and goes back to it: a device has few hardware queues, which its
+// streams share, and work behind a caller's kernel in one queue waits for that kernel. So the
+// library makes no more streams than are used at a time.
 class Stream {
  public:
   Stream() = default;
@@ -35,7 +35,7 @@ class Stream {
     const DeviceGuard guard(device_);
     XD_CUDA_CHECK(cudaStreamSynchronize(stream_));
   }
-  // Nobody uses it again: something on it does not end.
+  // Keeps the stream out of the pool for ever, because work on it does not end.
   void abandon() { stream_ = nullptr; }
 
  private:
@@ -45,14 +45,15 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// The device's context is current for both, and both may be asked of a stream that is captured.
+// The device's context must be current for both functions. Both may be asked about a stream that is
+// captured.
 
 // False for a stream whose capture has been invalidated, and for the legacy default stream while a
 // blocking stream is captured: nothing can be enqueued there.
 bool takes_work(cudaStream_t stream);
 
-// Multiprocessors that kernels of a stream run on, if its green context has fewer than `all`, those
-// of the device. (A driver that knows no green contexts has none.)
+// The number of multiprocessors that kernels of a stream run on: those of its green context, if
+// that has fewer than `all`, the device's. (A driver that knows no green contexts has none.)
 int multiprocessors_of(cudaStream_t stream, int all);
 
 }  // namespace xd::cuda

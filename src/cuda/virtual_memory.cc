@@ -99,7 +99,7 @@ std::byte* Mapping::base() const { return as_pointer(base_); }
 
 void allow_access(void* base, std::size_t bytes, int device) {
   const CUmemLocation where{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
-  // The driver refuses access that another thread has given between the question and the grant.
+  // The driver refuses a grant that another thread has made between our question and our grant.
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   unsigned long long flags = 0;

@@ -11,15 +11,16 @@
 
 namespace xd::cuda {
 
-// A handle of a physical allocation, released when this goes; the memory stays while it is mapped.
+// A handle of a physical allocation, released when the object goes; the memory stays while it is
+// mapped.
 class Allocation {
  public:
-  // In units of the device's granularity, shareable. Throws OUT_OF_MEMORY with what was asked for
-  // and what is there; `what` starts the text.
+  // Makes a shareable allocation in units of the device's granularity. Throws OUT_OF_MEMORY with
+  // the bytes asked for and available; `what` starts the text.
   static Allocation create(int device, std::size_t bytes, const char* what);
-  // What is mapped at an address of this process; empty if the driver knows of nothing.
+  // The allocation that is mapped at an address of this process; empty if the driver knows of none.
   static Allocation at(CUdeviceptr address);
-  // What another process has shared.
+  // An allocation that another process has shared.
   static Allocation import(const UniqueFd& fd);
 
   Allocation() = default;
@@ -30,8 +31,8 @@ class Allocation {
 
   explicit operator bool() const { return handle_ != 0; }
   CUmemGenericAllocationHandle get() const { return handle_; }
-  std::size_t bytes() const { return bytes_; }  // of create()
-  bool shareable() const;                       // by share()
+  std::size_t bytes() const { return bytes_; }  // set by create()
+  bool shareable() const;                       // true if share() would work
   UniqueFd share() const;
 
  private:
@@ -39,8 +40,8 @@ class Allocation {
   std::size_t bytes_ = 0;
 };
 
-// The first `bytes` of an allocation at an address of their own, until this goes. No device has
-// access yet.
+// Maps the first `bytes` of an allocation at an address of its own, until the object goes. No
+// device has access at first.
 class Mapping {
  public:
   Mapping(int device, const Allocation& allocation, std::size_t bytes);
@@ -51,13 +52,13 @@ class Mapping {
   std::byte* base() const;
 
  private:
-  int device_;  // where a context is
+  int device_;  // a device with a context
   CUdeviceptr base_ = 0;
   std::size_t bytes_;
 };
 
-// Lets `device` read and write what is mapped there, if it could not. Access of others stays. Any
-// thread.
+// Lets `device` read and write the memory that is mapped there, if it could not. Other devices keep
+// their access. Any thread.
 void allow_access(void* base, std::size_t bytes, int device);
 
 }  // namespace xd::cuda

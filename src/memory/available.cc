@@ -14,7 +14,7 @@
 namespace xd {
 namespace {
 
-// Version 1 says "no limit" by the largest number of whole pages.
+// Version 1 of control groups says "no limit" by the largest number of whole pages.
 constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 62;
 
 // The files of one generation of the memory controller.
@@ -30,7 +30,7 @@ constexpr Controller kVersion2{"memory.max", "memory.current", "inactive_file", 
 constexpr Controller kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes",
                                "total_inactive_file", "total_active_file"};
 
-// The number in a file that holds one; nothing if it is absent or holds a word ("max").
+// The number in a file; nothing if the file is absent or holds a word ("max").
 std::optional<std::uint64_t> read_number(const std::string& path) {
   std::ifstream file(path);
   std::uint64_t value = 0;

@@ -8,26 +8,27 @@
 
 namespace xd {
 
-// Something that bounds the memory of several processes together.
+// A limit on the memory of several processes together.
 struct MemoryLimit {
-  std::array<std::uint64_t, 2> id{};  // the same in every process of the host that it binds
+  std::array<std::uint64_t, 2> id{};  // the same in every process of the host that the limit binds
   std::uint64_t left = 0;             // bytes that may still be taken
   std::string name;                   // for error texts
 };
 
-// What binds this process: the host, with its free and reclaimable memory plus free swap, and each
-// limit set on this process's control group (v2 or v1) or on a group above it. Estimates: others
-// allocate too. None if the system tells nothing. `root` is where /proc and /sys are looked for.
+// The limits that bind this process: the host, with its free and reclaimable memory plus free swap,
+// and each limit set on this process's control group (v2 or v1) or on a group above it. These are
+// estimates, since other processes allocate at the same time. Empty if the system tells nothing.
+// `root` is where /proc and /sys are looked for.
 std::vector<MemoryLimit> memory_limits(const std::string& root = "");
 
-// The one that leaves least; UINT64_MAX bytes if there is none.
+// The limit that leaves least; UINT64_MAX bytes if there is none.
 MemoryLimit tightest_limit(const std::string& root = "");
 
-// Bytes that it leaves.
+// Bytes that the tightest limit leaves.
 std::uint64_t available_memory(const std::string& root = "");
 
-// Bytes in the system's pool of 2 MiB pages that nobody has or has reserved. They count against
-// none of these limits.
+// Bytes in the system's pool of 2 MiB pages that no process has or has reserved. They count against
+// none of the limits above.
 std::uint64_t available_huge_pages(const std::string& root = "");
 
 }  // namespace xd

@@ -17,27 +17,28 @@ namespace {
 
 using cuda::driver;
 
-// What peers are told of a range of an allocation.
+// The description that peers get of a range of an allocation.
 struct Description {
-  std::uint64_t process;  // whose addresses these are
+  std::uint64_t process;  // the process whose addresses these are
   std::uint64_t base;     // of the allocation
   std::uint64_t allocated;
   std::uint64_t offset;
   std::uint64_t bytes;
   cuda::Uuid device;
-  std::uint64_t is_virtual;   // a descriptor comes with it
-  cudaIpcMemHandle_t handle;  // else
+  std::uint64_t is_virtual;   // 1: a descriptor comes with the description
+  cudaIpcMemHandle_t handle;  // if not virtual
 
   std::byte* address() const { return cuda::as_pointer(base + offset); }
 };
 
-// Memory of this process that somebody else owns.
+// Memory of this process that the caller owns.
 class LentSegment final : public Segment {
  public:
   LentSegment(std::byte* base, std::size_t bytes) : Segment(base, bytes, false) {}
 };
 
-// Memory of another process, opened by a handle. The driver counts how often a process has.
+// Memory of another process, opened by a handle. The driver counts how often a process has opened
+// it.
 class OpenedSegment final : public Segment {
  public:
   OpenedSegment(int device, std::byte* allocation, const Description& d)
@@ -51,7 +52,7 @@ class OpenedSegment final : public Segment {
   std::byte* allocation_;
 };
 
-// Memory of another process, mapped here: it stays, whatever its owner does.
+// Memory of another process, mapped here. It stays, whatever its owner does.
 class MappedSegment final : private cuda::Mapping, public Segment {
  public:
   MappedSegment(int device, const cuda::Allocation& allocation, const Description& d)
@@ -66,7 +67,7 @@ struct Range {
   std::size_t bytes;
 };
 
-// The allocation around [ptr, ptr + bytes).
+// Finds the allocation around [ptr, ptr + bytes).
 Range allocation_of(int device, void* ptr, std::size_t bytes) {
   cudaPointerAttributes attributes{};
   XD_CUDA_CHECK(cudaPointerGetAttributes(&attributes, ptr));
@@ -121,7 +122,7 @@ void enable_peer_access(int owner) {
 }  // namespace
 
 SegmentMaker::Made lend_cuda_memory(int device, void* ptr, std::size_t bytes) {
-  // Places in a segment are multiples of 16 bytes from its start.
+  // Tensors lie at multiples of 16 bytes from the start of a segment.
   XD_REQUIRE(reinterpret_cast<std::uintptr_t>(ptr) % 16 == 0, "ptr = ", ptr,
              ", expected a 16-byte aligned address");
   const cuda::DeviceGuard guard(device);

@@ -19,7 +19,7 @@
 namespace xd {
 namespace {
 
-// Of an allocation, in all processes.
+// The identity of an allocation, the same in all processes.
 struct Identity {
   std::uint64_t process;  // a process_token()
   std::uint64_t serial;   // within it
@@ -27,7 +27,7 @@ struct Identity {
   auto operator<=>(const Identity&) const = default;
 };
 
-// What peers are told.
+// The description that peers get.
 struct Description {
   std::uint64_t bytes;
   Identity identity;
@@ -49,7 +49,7 @@ class CudaSegment final : private cuda::Mapping, public Segment {
 
   void make_accessible_from(int device) { cuda::allow_access(Segment::base(), bytes(), device); }
 
-  // On a stream of the library's: it waits for nothing that runs on the device.
+  // Zeroes on a stream of the library, which waits for nothing that runs on the device.
   void zero() {
     const cuda::Stream stream(device_);
     XD_CUDA_CHECK(cudaMemsetAsync(Segment::base(), 0, bytes(), stream.get()));
@@ -60,10 +60,10 @@ class CudaSegment final : private cuda::Mapping, public Segment {
   int device_;
 };
 
-// What this process has mapped. Entries are weak: a mapping lives as long as some rank holds it.
+// The mappings of this process. Entries are weak: a mapping lives as long as some rank holds it.
 class CudaSegmentTable {
  public:
-  // Never destroyed: segments may be dropped by other static destructors.
+  // The table is never destroyed, since other static destructors may drop segments.
   static CudaSegmentTable& instance() {
     static CudaSegmentTable& table = *new CudaSegmentTable;
     return table;
@@ -120,7 +120,7 @@ std::shared_ptr<Segment> CudaSegmentMaker::open(int owner, std::span<const std::
                                                 UniqueFd fd) const {
   const Description d = read_description(owner, description);
   const cuda::DeviceGuard guard(device_);
-  // A device that this process does not see may be used all the same.
+  // Memory of a device that this process does not see may be used all the same.
   if (const int there = cuda::find_device(d.device); there >= 0) {
     cuda::require_peer_access(device_, there);
   }

@@ -26,7 +26,7 @@ const MemoryDemand::Limit* find(const MemoryDemand& demand, const Id& id) {
   return found != demand.limits.end() ? &*found : nullptr;
 }
 
-// In an order that is the same on all ranks.
+// The identities of all limits, in an order that is the same on all ranks.
 std::set<Id> ids_of(std::span<const MemoryDemand> of_rank) {
   std::set<Id> ids;
   for (const MemoryDemand& demand : of_rank) {
@@ -37,8 +37,8 @@ std::set<Id> ids_of(std::span<const MemoryDemand> of_rank) {
   return ids;
 }
 
-// By rank, what is left to be taken from ordinary memory when huge pages have gone to whom they
-// suffice.
+// By rank, the bytes that it takes from ordinary memory: huge pages go first to the ranks whose
+// whole demand they cover.
 std::vector<std::uint64_t> ordinary_bytes(std::span<const MemoryDemand> of_rank) {
   std::uint64_t pool = UINT64_MAX;
   for (const MemoryDemand& demand : of_rank) pool = std::min(pool, demand.huge_pages);
@@ -52,12 +52,12 @@ std::vector<std::uint64_t> ordinary_bytes(std::span<const MemoryDemand> of_rank)
   return bytes;
 }
 
-// What the ranks that share one limit need of it.
+// The sum of what the ranks that share one limit need of it.
 struct Need {
   std::uint64_t left = UINT64_MAX;
   std::uint64_t bytes = 0;
   std::uint64_t page_tables = 0;
-  std::vector<int> ranks;  // that take something
+  std::vector<int> ranks;  // ranks that take something
 };
 
 Need need_of(std::span<const MemoryDemand> of_rank, const Id& id) {
@@ -98,7 +98,7 @@ OwnDemand make_demand(std::uint64_t bytes, std::vector<MemoryLimit> limits) {
 void require_together(std::span<const MemoryDemand> of_rank, int rank, const OwnDemand& own) {
   for (const Id& id : ids_of(of_rank)) {
     const Need need = need_of(of_rank, id);
-    // What one rank cannot have alone is its own mistake, and found by itself.
+    // A rank that alone asks for too much finds that mistake itself.
     if (need.ranks.size() < 2 || add(need.bytes, need.page_tables) <= need.left) continue;
     const std::string ask = concat(rank_list(need.ranks), " together asked ", need.bytes,
                                    " bytes of shared memory, and page tables take ",

@@ -10,7 +10,8 @@
 
 namespace xd {
 
-// A place in one rank's heap: the segment's number in order of creation, and bytes from its start.
+// A place in one rank's heap: the segment's number in order of creation, and the bytes from the
+// segment's start.
 struct Place {
   std::uint32_t segment = 0;
   std::uint64_t offset = 0;
@@ -20,13 +21,14 @@ class Heap {
  public:
   static constexpr std::size_t kAlignment = 256;
 
-  // Memory for one more segment's bookkeeping: the next add_segment() allocates nothing.
+  // Takes memory for one more segment's bookkeeping, so that the next add_segment() allocates
+  // nothing.
   void make_room();
-  // Adds the next segment; an empty one counts, too.
+  // Adds the next segment, which may be empty.
   void add_segment(std::size_t bytes);
 
-  // Throws OUT_OF_MEMORY with asked, largest free and total bytes. bytes = 0 counts as 1. Takes the
-  // smallest range that fits; the lowest of equals.
+  // Throws OUT_OF_MEMORY with asked, largest free and total bytes. bytes = 0 counts as 1. The
+  // allocator takes the smallest range that fits, and the lowest of equal ones.
   Place allocate(std::size_t bytes);
 
   // False if no live allocation starts there.

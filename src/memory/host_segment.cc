@@ -24,16 +24,17 @@
 
 namespace xd {
 
-// What this process has mapped. Entries are weak: a mapping lives as long as some rank holds it.
+// The mappings of this process. Entries are weak: a mapping lives as long as some rank holds it.
 class HostSegmentTable {
  public:
-  // Never destroyed, so that segments may be dropped at any time, also by other static destructors.
+  // The table is never destroyed, so that segments may be dropped at any time, also by other static
+  // destructors.
   static HostSegmentTable& instance() {
     static HostSegmentTable& table = *new HostSegmentTable;
     return table;
   }
 
-  // The one mapping of this file.
+  // Returns the one mapping of this file, and makes it if there is none.
   std::shared_ptr<HostSegment> map(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
 
  private:
@@ -45,8 +46,8 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-// Memory is taken in steps, with a look at what is left before each: whoever else takes some at the
-// same time is noticed before the kernel's OOM killer comes.
+// Memory is taken in steps, with a look at the memory that is left before each. So a process that
+// takes memory at the same time is noticed before the kernel's OOM killer comes.
 constexpr std::size_t kStep = std::size_t{64} << 20;
 
 struct stat stat_of(const UniqueFd& fd) {
@@ -106,13 +107,13 @@ std::byte* map_file(const UniqueFd& fd, std::size_t bytes) {
   return static_cast<std::byte*>(base);
 }
 
-// Nothing if the pool of huge pages cannot hold it all.
+// Returns nothing if the pool of huge pages cannot hold all bytes.
 HostSegment::Created create_in_huge_pages(std::size_t bytes) {
   UniqueFd fd(
       ::memfd_create("crossdock", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB | MFD_HUGE_2MB));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return {};
   try {
-    // Mapping reserves: it fails at once when the pool is too small.
+    // Mapping reserves the pages, and fails at once when the pool is too small.
     auto segment = HostSegmentTable::instance().map(fd, bytes, true);
     if (::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0) return {};
     seal(fd);
@@ -126,7 +127,7 @@ HostSegment::Created create_in_huge_pages(std::size_t bytes) {
 
 HostSegment::HostSegment(const UniqueFd& fd, std::size_t bytes, bool huge_pages)
     : Segment(map_file(fd, bytes), bytes, huge_pages) {
-  if (!huge_pages) ::madvise(base(), bytes, MADV_HUGEPAGE);  // A wish: refused is fine.
+  if (!huge_pages) ::madvise(base(), bytes, MADV_HUGEPAGE);  // a wish that the system may refuse
 }
 
 HostSegment::~HostSegment() { ::munmap(base(), bytes()); }
@@ -180,7 +181,7 @@ std::shared_ptr<HostSegment> HostSegment::open(UniqueFd fd, std::size_t bytes) {
   const bool huge_pages = filesystem.f_type == HUGETLBFS_MAGIC;
   XD_REQUIRE(S_ISREG(status.st_mode) && (huge_pages || filesystem.f_type == TMPFS_MAGIC),
              "memory segment: the descriptor is not a memory file");
-  // Files of the kind that cannot be sealed answer with an error, -1, which would have all bits.
+  // Files that cannot be sealed answer with the error -1, which would have all bits set.
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   XD_REQUIRE(seals >= 0 && (seals & kSeals) == kSeals, "memory segment: seals = ", seals,
              ", expected its size to be sealed (", kSeals, ")");

@@ -21,9 +21,9 @@ class HostSegment final : public Segment {
  public:
   struct Created;
 
-  // Allocates, seals and maps `bytes` (> 0, rounded up to pages: see bytes()). Huge pages where the
-  // system has them, silently ordinary ones otherwise. Content: zero. `what` starts error texts.
-  // Throws OUT_OF_MEMORY with asked and available bytes; SYSTEM.
+  // Allocates, seals and maps `bytes` (> 0, rounded up to pages: see bytes()). The pages are huge
+  // where the system has such pages, and silently ordinary ones otherwise. They are zero. `what`
+  // starts error texts. Throws OUT_OF_MEMORY with asked and available bytes; SYSTEM.
   static Created create(std::size_t bytes, const char* what);
 
   // Maps a segment that another rank created. Throws INVALID_ARGUMENT if the descriptor is not a
@@ -37,7 +37,7 @@ class HostSegment final : public Segment {
   HostSegment(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
 };
 
-// The descriptor is for handing round; close it when every peer has it.
+// A segment, and its descriptor to hand to peers; close that when every peer has it.
 struct HostSegment::Created {
   std::shared_ptr<HostSegment> segment;
   UniqueFd fd;

@@ -1,4 +1,4 @@
-// Which process something belongs to, as a number that can be sent to others.
+// A number that names this process and can be sent to others.
 #pragma once
 
 #include <sys/random.h>
@@ -10,7 +10,7 @@
 
 namespace xd {
 
-// Random; the same for as long as the process lives.
+// The number is random, and the same for as long as the process lives.
 inline std::uint64_t process_token() {
   static const std::uint64_t token = [] {
     std::uint64_t word = 0;

@@ -1,5 +1,5 @@
-// One piece of memory that ranks share, on the host or on a device. Executors see only where it is;
-// how it is made and handed to peers is SegmentMaker's.
+// One piece of memory that ranks share, on the host or on a device. Executors see only its address;
+// SegmentMaker knows how it is made and handed to peers.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ class Segment {
 };
 
 // Makes segments of one kind, and maps those of peers. A peer gets a descriptor and a few bytes of
-// description, by whatever way the caller has.
+// description, in whatever way the caller has.
 class SegmentMaker {
  public:
   struct Made {
@@ -50,8 +50,8 @@ class SegmentMaker {
 
   virtual ~SegmentMaker() = default;
 
-  // True where taking more than there is ends processes, instead of failing. Then ranks compare
-  // what they are going to create (require_together()) before any of them does.
+  // True where a rank that takes more memory than there is gets killed, instead of an error. Then
+  // ranks compare what they are going to create (require_together()) before any of them creates it.
   virtual bool must_compare() const { return false; }
   // bytes = 0: nothing. Throws OUT_OF_MEMORY if this rank alone asks for too much.
   virtual OwnDemand demand(std::size_t, const char*) const { return {}; }
@@ -60,7 +60,7 @@ class SegmentMaker {
   // OUT_OF_MEMORY with asked and available bytes; SYSTEM.
   virtual Made create(std::size_t bytes, const char* what) const = 0;
 
-  // Maps what rank `owner` has made. Throws MISMATCH if the description makes no sense.
+  // Maps a segment that rank `owner` has made. Throws MISMATCH if the description makes no sense.
   virtual std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
                                         UniqueFd fd) const = 0;
 };
