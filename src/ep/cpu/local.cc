@@ -28,7 +28,7 @@ struct Counts {
   std::int64_t bad_ids = 0;
 };
 
-// One token's choices. `in_rank`: [W], or null.
+// Counts one token's choices. `in_rank` is [W], or null.
 void count_token(const RoutingLayoutCall& call, std::int64_t token, Counts& counts,
                  std::uint8_t* in_rank) {
   const int per_rank = call.experts / call.ranks;

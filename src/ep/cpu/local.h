@@ -1,4 +1,4 @@
-// Local calls on the CPU: they have happened when they return.
+// Local calls on the CPU. They have finished when they return.
 #pragma once
 
 #include "ep/local_calls.h"
@@ -6,7 +6,7 @@
 
 namespace xd::ep::cpu {
 
-// Throws INVALID_ARGUMENT for a plan that is none of `binding`'s group.
+// Throws INVALID_ARGUMENT if the plan does not belong to `binding`'s group.
 void fill_row_experts(const RowExpertsCall& call, const PlanBinding& binding);
 
 void fill_routing_layout(const RoutingLayoutCall& call);

@@ -8,7 +8,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ep/cpu/rows.cc"
 #include <hwy/foreach_target.h>
-// After foreach_target.h.
+// These headers have to come after foreach_target.h.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
@@ -17,7 +17,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace xd::rows::HWY_NAMESPACE {
 
-// 16 bytes, what rows are made of.
+// Lanes of 16 bytes: every row is a multiple of them.
 using Narrow = hn::CappedTag<std::uint32_t, 4>;
 using Wide = hn::ScalableTag<std::uint32_t>;
 
@@ -30,8 +30,8 @@ HWY_INLINE void put(D d, Words<D> words, std::uint32_t* to, Store store) {
   }
 }
 
-// body(tag, i) for words [i, i + lanes) of an output, wide where possible. When streaming, a wide
-// piece starts at a multiple of its size, as streaming stores must.
+// Calls body(tag, i) for words [i, i + lanes) of an output, with wide tags where possible. When
+// streaming, a wide piece starts at a multiple of its size, as streaming stores must.
 template <class Body>
 HWY_INLINE void for_each_piece(const std::uint32_t* out, std::size_t words, Store store,
                                const Body& body) {
@@ -50,8 +50,8 @@ HWY_INLINE void for_each_piece(const std::uint32_t* out, std::size_t words, Stor
   for (; i < words; i += hn::Lanes(narrow)) body(narrow, i);
 }
 
-// dst is 16-byte aligned, bytes a multiple of 16. Not inlined: GCC 12 would warn about the loads
-// that it believes the loop to make behind a short source.
+// dst is 16-byte aligned, and bytes a multiple of 16. The function is not inlined, because GCC 12
+// would warn about loads behind a short source, which the loop does not make.
 HWY_NOINLINE void stream_copy(void* dst, const void* src, std::size_t bytes) {
   auto* const to = static_cast<std::uint32_t*>(dst);
   const auto* const from = static_cast<const std::uint32_t*>(src);
@@ -97,7 +97,7 @@ HWY_INLINE Floats<D> with_canonical_nan(D d, Floats<D> v) {
   return floats(d, hn::IfThenElse(is_nan(d, v), hn::Set(d, 0x7fc00000u), bits(d, v)));
 }
 
-// Words [at, at + lanes) of the sum.
+// Computes words [at, at + lanes) of the sum.
 template <class Codec, class D>
 HWY_INLINE Words<D> sum_piece(D d, const Terms& terms, std::size_t at) {
   auto even = hn::Zero(FloatTag<D>()), odd = even;
@@ -140,8 +140,8 @@ void sum_f32(void* out, const Terms& t, std::size_t n, Store s) { sum_as<F32>(ou
 
 using Sums = hn::CappedTag<std::uint32_t, 8>;
 
-// Adds the products of 16 elements. Where a codec interleaves, sums[0, 8) belong to the even ones
-// and sums[8, 16) to the odd ones; else, sums[i] belongs to element i.
+// Adds the products of 16 elements. Where a codec interleaves, sums[0, 8) belong to the even
+// elements and sums[8, 16) to the odd ones. Otherwise sums[i] belongs to element i.
 template <class Codec>
 HWY_INLINE void add_products(const std::uint32_t* a, const std::uint32_t* b, float* sums) {
   const Sums d;
@@ -169,7 +169,8 @@ float dot_as(const void* a, const void* b, std::size_t n) {
     add_products<Codec>(a_words + at, b_words + at, sums);
   }
   if (at < words) {
-    // Filled up with zeros: adding +0 changes no sum, for none of them can be -0.
+    // The tails are filled up with zeros. Adding +0 changes no sum, since none of the sums can be
+    // -0.
     std::uint32_t a_tail[kBlock] = {}, b_tail[kBlock] = {};
     std::memcpy(a_tail, a_words + at, (words - at) * sizeof(*a_tail));
     std::memcpy(b_tail, b_words + at, (words - at) * sizeof(*b_tail));
@@ -194,7 +195,7 @@ float dot_f32(const void* a, const void* b, std::size_t n) { return dot_as<F32>(
 // The smallest block has 16 words.
 using BlockPiece = hn::CappedTag<std::uint32_t, 16>;
 
-// |x| as bf16 bits in the upper half of each lane; 0 where x is not finite.
+// Returns |x| as bf16 bits in the upper half of each lane, and 0 where x is not finite.
 template <class D>
 HWY_INLINE Words<D> finite_magnitude(D d, Words<D> upper) {
   const auto magnitude = hn::And(upper, hn::Set(d, 0x7fff0000u));
@@ -214,7 +215,7 @@ HWY_INLINE float largest_finite(const std::uint32_t* block, std::size_t words) {
   return std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(di, largest)));
 }
 
-// e4m3fn bits of v * inverse in the low byte of each lane.
+// Returns the e4m3fn bits of v * inverse in the low byte of each lane.
 template <class D>
 HWY_INLINE Words<D> e4m3_bits(D d, Floats<D> v, float inverse) {
   const auto scaled = bits(d, hn::Mul(v, hn::Set(FloatTag<D>(), inverse)));
@@ -241,7 +242,7 @@ void quantise_block(std::uint8_t* out, float inverse, const std::uint32_t* block
   }
 }
 
-// Its scale and the reciprocal of that.
+// The scale of a block, and the scale's reciprocal.
 struct BlockScale {
   float scale, inverse;
 };
@@ -253,7 +254,8 @@ BlockScale quotient_scale(float amax) {
 }
 
 // The biased exponent of the smallest power of two that amax / 448 does not exceed, at least
-// `bound`. 448 = 1.75 * 2^8: what makes the mantissa of amax exceed 1.75 carries into its exponent.
+// `bound`. 448 = 1.75 * 2^8, so the addend is chosen such that a mantissa of amax above 1.75
+// carries into the exponent.
 int power_of(float amax, int bound) {
   const auto up = static_cast<int>((std::bit_cast<std::uint32_t>(amax) + 0x1fffffu) >> 23);
   return up - 8 > bound ? up - 8 : bound;
@@ -311,7 +313,7 @@ HWY_EXPORT(quantise);
 
 namespace {
 
-// Bytes to the next multiple of 16, where streaming can begin.
+// The number of bytes to the next multiple of 16, where streaming can begin.
 std::size_t bytes_to_boundary(const void* p, std::size_t bytes) {
   const std::size_t to_boundary = (16 - reinterpret_cast<std::uintptr_t>(p) % 16) % 16;
   return to_boundary < bytes ? to_boundary : bytes;

@@ -23,14 +23,15 @@ namespace xd::rows {
 
 enum class Type { bf16, f16, f32 };
 
-// Where stores go. `streaming` bypasses the caches: for outputs that are larger than these. Such
-// stores are weakly ordered: call flush() before a flag says that they have happened.
+// The way in which a row is stored. `streaming` bypasses the caches, for outputs that are larger
+// than the caches. Such stores are weakly ordered: call flush() before a flag says that they have
+// happened.
 enum class Store { cached, streaming };
 
 // Copies any number of bytes between any addresses; the ranges do not overlap.
 void copy(void* dst, const void* src, std::size_t bytes, Store store);
 
-// The same to `count` destinations; the source is fetched from memory once.
+// Copies to `count` destinations; the source is fetched from memory once.
 void copy_to_many(void* const* dsts, int count, const void* src, std::size_t bytes, Store store);
 
 void zero(void* dst, std::size_t bytes, Store store);
@@ -45,7 +46,7 @@ struct Terms {
   const float* weights;  // one per row; nullptr: unweighted
   const int* partial_ends;
   int num_partials;
-  // Rows that will be summed next: brought into the cache meanwhile. May be empty.
+  // The rows of the next sum, which are brought into the cache meanwhile. May be empty.
   std::span<const void* const> next_rows{};
 };
 

@@ -4,9 +4,9 @@
 // are unpacked to one float vector per half (kInterleaved), so no lane ever moves: sums are
 // elementwise, and packing undoes what unpacking did.
 //
-// Integer arithmetic, with two exceptions: denormal results are rounded by adding a constant whose
-// last place is the format's, which is exact and out of reach of FTZ and DAZ; and fp16 uses the
-// processor's own conversions where a target has them.
+// The arithmetic is on integers, with two exceptions: denormal results are rounded by adding a
+// constant whose last place is the format's, which is exact and out of reach of FTZ and DAZ; and
+// fp16 uses the processor's own conversions where a target has them.
 
 // Per-target include guard.
 #if defined(CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -47,21 +47,22 @@ HWY_INLINE hn::Mask<D> is_nan(D d, Floats<D> v) {
   return hn::RebindMask(d, hn::IsNaN(v));
 }
 
-// a < b for words below 2^31: signed comparison is the cheap one.
+// Returns a < b for words below 2^31. For those a signed comparison is right, and it is the cheap
+// one.
 template <class D>
 HWY_INLINE hn::Mask<D> less(D d, Words<D> a, Words<D> b) {
   const hn::RebindToSigned<D> di;
   return hn::RebindMask(d, hn::Lt(hn::BitCast(di, a), hn::BitCast(di, b)));
 }
 
-// word + half of the last place that stays when kDropped low bits are cut; ties go to even.
+// Adds half of the last place that stays when kDropped low bits are cut; ties go to even.
 template <int kDropped, class D>
 HWY_INLINE Words<D> round_up_bits(D d, Words<D> word) {
   const auto odd = hn::And(hn::ShiftRight<kDropped>(word), hn::Set(d, 1u));
   return hn::Add(hn::Add(word, hn::Set(d, (1u << (kDropped - 1)) - 1)), odd);
 }
 
-// A small float format by its bits: kMantissa mantissa bits, exponent bias kBias.
+// A small float format, described by its number of mantissa bits and its exponent bias.
 template <int kMantissa, int kBias>
 struct SmallFloat {
   static constexpr int kDropped = 23 - kMantissa;
@@ -70,7 +71,8 @@ struct SmallFloat {
   // The power of two whose last place in float32 is the format's smallest denormal.
   static constexpr std::uint32_t kDenormalMagic = (kRebias + 1 + kDropped) << 23;
 
-  // Magnitude bits of |v|, given as float32 bits; right up to where the exponent overflows.
+  // The magnitude bits of |v|, which is given as float32 bits. They are right until the exponent
+  // overflows.
   template <class D>
   static HWY_INLINE Words<D> round(D d, Words<D> magnitude) {
     const auto normal = hn::Sub(hn::ShiftRight<kDropped>(round_up_bits<kDropped>(d, magnitude)),
@@ -100,7 +102,7 @@ struct Bf16 {
   }
 
  private:
-  // The result is in the upper half; the lower one is not cleared.
+  // The result is in the upper half of each word; the lower half is not cleared.
   template <class D>
   static HWY_INLINE Words<D> rounded_bits(D d, Floats<D> v) {
     const auto quiet = hn::Or(bits(d, v), hn::Set(d, 0x00400000u));
@@ -108,8 +110,8 @@ struct Bf16 {
   }
 };
 
-// These targets have instructions for fp16, of the same bits; they ignore FTZ, DAZ and the rounding
-// mode. Elements are unpacked to the lower and the upper half of the piece.
+// These targets have instructions for fp16 that give the same bits; they ignore FTZ, DAZ and the
+// rounding mode. Elements are unpacked to the lower and the upper half of the piece.
 #if (HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL) && \
     !defined(HWY_DISABLE_F16C)
 
@@ -168,7 +170,7 @@ struct F16 {
     const auto magnitude = hn::And(half, hn::Set(d, 0x7fffu));
     const auto rebias = hn::Set(d, 112u << 23);
     const auto normal = hn::Add(hn::ShiftLeft<13>(magnitude), rebias);
-    // Exponent 31, infinity and NaN, goes to 255: the same step once more.
+    // Exponent 31 (infinity and NaN) becomes 255 by the same step once more.
     const auto large =
         hn::IfThenElse(less(d, magnitude, hn::Set(d, 0x7c00u)), normal, hn::Add(normal, rebias));
     const hn::RebindToSigned<D> di;
@@ -186,7 +188,8 @@ struct F16 {
     const auto infinity = hn::Set(d, 0x7c00u);
     const auto payload = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(d, 0x3ffu));
     const auto nan = hn::Or(payload, hn::Set(d, 0x7e00u));
-    // From 2^16 on; what rounds up to 2^16 from below carries into infinity by itself.
+    // Numbers from 2^16 on overflow. A number below that rounds up to 2^16 carries into infinity by
+    // itself.
     const auto overflow = hn::IfThenElse(is_nan(d, v), nan, infinity);
     const auto finite = SmallFloat<10, 15>::round(d, magnitude);
     const auto value =

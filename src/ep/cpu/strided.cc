@@ -5,7 +5,7 @@
 namespace xd::ep::cpu {
 namespace {
 
-// body(element's address, its number), for every element of a row.
+// Calls body(address, number) for every element of a row.
 template <class Body>
 void for_each_element(const Tensor& tensor, std::int64_t row, Body&& body) {
   const auto bytes = static_cast<std::int64_t>(dtype_bytes(tensor.type));

@@ -1,4 +1,4 @@
-// Matrices of any strides, from and to packed rows.
+// Copies between matrices of any strides and packed rows.
 #pragma once
 
 #include "ep/tensor.h"
@@ -7,7 +7,7 @@ namespace xd::ep::cpu {
 
 void gather_row(const Tensor& from, std::int64_t row, std::byte* packed);
 
-// Row `row` of `to` gets the packed row; zeros where it is null.
+// Writes the packed row, or zeros if it is null, into row `row` of `to`.
 void scatter_row(const Tensor& to, std::int64_t row, const std::byte* packed);
 
 }  // namespace xd::ep::cpu

@@ -8,7 +8,7 @@
 namespace xd::ep::cpu {
 namespace {
 
-// Where `tensor` lies in this rank's heap, if it does.
+// The place of `tensor` in this rank's heap, if it lies there.
 TensorPlace place_in_heap(const Comm& comm, const Tensor& tensor) {
   const auto place = comm.heap().find(tensor.data, tensor.bytes());
   return place ? TensorPlace(TensorPlace::kHeap + place->segment, place->offset) : TensorPlace();

@@ -1,4 +1,4 @@
-// What the row-moving operations share: receive tensors of this rank as peers reach them, the
+// Parts that the row-moving operations share: receive tensors of this rank as peers reach them, the
 // peers' tensors as this rank reaches them, and the rows of one token.
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace xd::ep::cpu {
 
-// A rank's receive tensors of the current operation, at this process' addresses.
+// A rank's receive tensors of the current operation, as addresses in this process.
 struct RankTensors {
   std::byte* rows = nullptr;
   std::byte* scales = nullptr;
   std::byte* weights = nullptr;
   std::byte* extra = nullptr;
-  // Staged, and its owner keeps lists: a token's row stands in the first of its rows alone; see
-  // ReceiveTensor.
+  // True if the tensor is staged and its owner keeps lists. Then a token's row stands only in the
+  // first of its rows: see ReceiveTensor.
   bool one_row_per_token = false;
   bool one_scale_per_token = false;
   std::int64_t num_rows = 0;
@@ -30,10 +30,10 @@ struct RankTensors {
 struct Scratch {
   std::vector<RankTensors> ranks;           // [W]
   std::vector<std::uint32_t> counts;        // [E + W + 1] this rank's counts
-  std::vector<std::uint32_t> table;         // [W][E + W + 1] everybody's
+  std::vector<std::uint32_t> table;         // [W][E + W + 1] counts of all ranks
   std::vector<std::uint32_t> seen;          // [E + W] token that last named an expert or a rank
   std::vector<std::int64_t> row_of;         // [W] the current token's row per rank; -1 = none
-  std::vector<std::uint32_t*> lists;        // [W] this rank's list there
+  std::vector<std::uint32_t*> lists;        // [W] this rank's list at each rank
   std::vector<std::uint32_t> kept;          // [E] choices that survive drops
   std::vector<std::int64_t> kept_pairs;     // [L]
   std::vector<std::byte> quantised;         // one quantised row
@@ -41,7 +41,7 @@ struct Scratch {
   std::vector<std::byte> scales;            // one row of scales, packed
   Placement placement;
 
-  // visit(vector, size) for every vector, the placement's too.
+  // Calls visit(vector, size) for every vector, including those of the placement.
   template <class Visit>
   void for_each_vector(const Config& config, Visit&& visit) {
     const auto num_ranks = static_cast<std::size_t>(config.ranks);
@@ -55,7 +55,7 @@ struct Scratch {
     visit(lists, num_ranks);
     visit(kept, experts);
     visit(kept_pairs, static_cast<std::size_t>(config.local_experts));
-    visit(quantised, config.max_row_bytes / 2);  // half of a bf16 row
+    visit(quantised, config.max_row_bytes / 2);  // e4m3 rows have half the bytes of bf16 rows
     visit(quantised_scales, quantised_scale_bytes(config.max_row_bytes));
     visit(scales, config.max_scale_bytes);
     placement.for_each_vector(config, visit);
@@ -70,7 +70,7 @@ struct Context {
   Scratch& scratch;
 };
 
-// Rows of the receive tensor that hold a token's row, in runs: body(first, count).
+// Calls body(first, count) for each run of receive rows that hold a token's row.
 template <class Body>
 void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
   const std::int64_t rows = plan.header().recv_rows;
@@ -83,7 +83,8 @@ void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
   }
 }
 
-// Rows that hold none and must read as zero, in runs: padding, and the tail with zero_tail.
+// Calls body(first, count) for each run of receive rows that hold no token's row and must read as
+// zero: padding, and with zero_tail the tail.
 template <class Body>
 void for_each_gap(const PlanView& plan, const Config& config, std::int64_t tensor_rows,
                   Body&& body) {
@@ -97,19 +98,19 @@ void for_each_gap(const PlanView& plan, const Config& config, std::int64_t tenso
   if (config.zero_tail && tensor_rows > rows) body(rows, tensor_rows - rows);
 }
 
-// A token's rows in this rank's receive tensors, the first one first.
+// A token's rows in this rank's receive tensors, lowest first.
 struct ListedRows {
   std::array<std::uint32_t, kMaxTopk> list;
   std::size_t count = 0;
 
   std::span<const std::uint32_t> rows() const { return {list.data(), count}; }
   // Takes the token at `position` of the plan's list and moves on behind it. Rows that the plan's
-  // tensors do not have are left out; at the end of the list there are none.
+  // tensors do not have are left out. At the end of the list it takes no rows.
   void take(const PlanView& plan, std::size_t& position);
 };
 
-// The receive rows of one token after another (EXPERT_MAJOR with staging): body(rows, next), both
-// spans; `next` is what comes after `rows`.
+// Calls body(rows, next) for one token after another (EXPERT_MAJOR with staging). Both are spans of
+// receive rows: those of the token, and those of the token after it.
 template <class Body>
 void for_each_token(const PlanView& plan, Body&& body) {
   std::array<ListedRows, 2> tokens;
@@ -121,19 +122,20 @@ void for_each_token(const PlanView& plan, Body&& body) {
   }
 }
 
-// Where a receive tensor's staging memory is, from GroupMap, and whether it is always there.
+// The place of a receive tensor's staging memory, from GroupMap, and whether every group has it.
 struct Staging {
   std::uint64_t offset;
   bool always;
 };
 
-// A receive tensor of this rank: used where it lies if that is symmetric memory and its rows are
-// packed, else through the group's staging memory.
+// A receive tensor of this rank. It is used where it lies if that is symmetric memory and its rows
+// are packed; otherwise it goes through the group's staging memory.
 //
 // In EXPERT_MAJOR a token may have several rows here. Where this rank stages rows, and so keeps
-// lists, those of a staged tensor cross as one, which stands in the place of the first: fan_out()
-// copies it to all of them, and what peers read is the sum that add_up() leaves there. That sum is
-// the partial sum of this rank, so the bits are those of a tensor that is used in place.
+// lists, a token's rows of a staged tensor cross as one row, which stands in the place of the
+// first. fan_out() copies it to all of them. In the other direction add_up() leaves the rows' sum
+// there for peers to read. That sum is the partial sum of this rank, so the bits are those of a
+// tensor that is used in place.
 class ReceiveTensor {
  public:
   ReceiveTensor() = default;
@@ -145,11 +147,13 @@ class ReceiveTensor {
   TensorPlace place() const { return place_; }
   bool staged() const { return staged_ != nullptr; }
 
-  // Row by row, between tensor and staging. Nothing to do for a tensor that is not staged.
+  // copy_in and copy_out copy row by row between tensor and staging. They do nothing for a tensor
+  // that is not staged.
   void copy_in(const PlanView& plan, const Config& config) const;
   void copy_out(const PlanView& plan, const Config& config) const;
 
-  // Token by token; without lists: as above. `weights`: one per row.
+  // fan_out and add_up copy token by token, and without lists row by row as copy_out and copy_in
+  // do. `weights` has one number per row.
   void fan_out(const PlanView& plan, const Config& config) const;
   void add_up(const PlanView& plan, const Config& config, const float* weights) const;
 
@@ -163,7 +167,7 @@ class ReceiveTensor {
  private:
   Tensor tensor_;
   TensorPlace place_;
-  std::byte* staged_ = nullptr;  // null = used in place, or not given
+  std::byte* staged_ = nullptr;  // null = the tensor is used in place, or not given
 };
 
 // Opens the plan and checks it against the group.
@@ -173,19 +177,20 @@ PlanView open_plan(const Context& context, PlanBytes plan);
 void require_tokens(const Tensor& tensor, const PlanView& plan);
 void require_topk(const Tensor& tensor, const PlanView& plan);
 
-// OVERFLOW if the plan's operations move nothing.
+// Returns OVERFLOW if the plan's operations move nothing.
 Setback overflow_of(const PlanView& plan);
 
 struct RowSizes {
   std::uint64_t row = 0, scales = 0, weights = 0;  // bytes per receive row
-  std::uint64_t extra = 0;                         // likewise; indices: as int32
-  std::uint64_t scale_alignment = kRowAlignment;   // of what `scales` stands for
+  std::uint64_t extra = 0;                         // bytes per receive row; indices count as int32
+  std::uint64_t scale_alignment =
+      kRowAlignment;  // alignment of the tensor that `scales` stands for
 };
-// Fills scratch.ranks from the records of all ranks, for the tensors whose rows have bytes here.
-// After await().
+// Fills scratch.ranks from the records of all ranks, for the tensors whose rows have bytes in
+// `sizes`. Call it after await().
 void resolve_tensors(const Context& context, const RowSizes& sizes);
 
-// The rows of one token: by ascending rank, then ascending k; in RANK_MAJOR one per rank.
+// The rows of one token, by ascending rank, then ascending k; in RANK_MAJOR there is one per rank.
 struct TokenRows {
   struct Row {
     RowRef ref;
@@ -199,7 +204,7 @@ struct TokenRows {
     return i == 0 || list[n - 1].ref.rank != list[n].ref.rank;
   }
 
-  // Only rows that the peers' tensors have.
+  // Gathers only rows that the peers' tensors have.
   void gather(const Context& context, const PlanView& plan, std::int64_t token);
 };
 
@@ -209,7 +214,8 @@ inline rows::Type row_type(DType type) {
                               : rows::Type::f32;
 }
 
-// Outputs larger than the caches are not read again soon from there.
+// Outputs larger than the caches would be evicted before anyone reads them, so they are streamed
+// past the caches.
 inline rows::Store store_for(std::uint64_t bytes) {
   constexpr std::uint64_t kStreamingBytes = std::uint64_t{4} << 20;
   return bytes >= kStreamingBytes ? rows::Store::streaming : rows::Store::cached;
