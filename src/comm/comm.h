@@ -148,7 +148,8 @@ class Comm final : private MeshEvents {
   }
   // Where kernels raise such errors: called once with the first, when the host takes it over. From
   // any thread, and under a lock: it must not call the communicator. Empty = none any more.
-  void explain_by(int group, std::function<Cause()> explain);
+  using Explain = std::function<Cause(const FatalError&)>;
+  void explain_by(int group, Explain explain);
 
   // The fatal error, or nullptr. One that kernels have met is taken over here.
   const FatalError* fatal_error() const;
@@ -244,7 +245,7 @@ class Comm final : private MeshEvents {
   mutable std::mutex raise_mutex_;
   mutable bool told_self_ = false;  // this rank writes its slot of each board at most once
   mutable Cause cause_;  // of the error in that slot, if it is a group's; under raise_mutex_
-  std::map<int, std::function<Cause()>> explanations_;  // by group; under raise_mutex_
+  std::map<int, Explain> explanations_;  // by group; under raise_mutex_
   bool told_peers_ = false;
 
   SymmetricHeap heap_;

@@ -37,7 +37,7 @@ const FatalError* Comm::fatal_error() const {
   if (const auto found = explanations_.find(error.group);
       error.met_by_all != 0 && !told_self_ && found != explanations_.end()) {
     try {
-      cause_ = found->second();
+      cause_ = found->second(error);
       error.peer = cause_.peer;
     } catch (const std::bad_alloc&) {  // it remains this error, without the text
     }
@@ -55,7 +55,7 @@ std::string Comm::text_of(const FatalError& error) const {
   return describe(error);
 }
 
-void Comm::explain_by(int group, std::function<Cause()> explain) {
+void Comm::explain_by(int group, Explain explain) {
   const std::lock_guard lock(raise_mutex_);
   if (explain) {
     explanations_[group] = std::move(explain);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <exception>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -76,6 +77,95 @@ TEST(InvalidatedCapture, FailsCallsOnThatStreamAloneAndHarmsNothing) {
       }
       expect_good_step(rank, group.get(), step, number++);
     }
+  });
+}
+
+// ---- Mistakes that a capture keeps, where errors are fatal --------------------------------------
+
+// A communicator with a group whose errors finish it, and two operations that have gone well. What
+// is captured there and never launched has a number among the calls, and none among the epochs.
+class FatalGroup {
+ public:
+  explicit FatalGroup(const Rank& rank)
+      : comm_(rank.another_comm("fatal", std::size_t{8} << 20)), rank_(rank) {
+    rank_.comm = comm_.get();
+    xd_ep_config config = FixedShape{}.config(rank.num_ranks);
+    config.on_error = XD_EP_ON_ERROR_FATAL;
+    group_ = make_group(comm_.get(), config);
+    step_.emplace(rank_, FixedShape{});
+    step_->load(0);
+    {
+      Capture capture(rank_, rank_.stream(), cudaStreamCaptureModeThreadLocal);
+      ok(step_->enqueue(group_.get(), XD_EP_PREPARE));
+      ok(step_->enqueue(group_.get(), XD_EP_DISPATCH));
+      fail("captured, and never launched");
+      EXPECT_EQ(capture.end(), cudaSuccess);
+    }
+    ok(step_->enqueue(group_.get(), XD_EP_PREPARE));
+    ok(step_->enqueue(group_.get(), XD_EP_DISPATCH));
+    rank_.memory->synchronize();
+    EXPECT_EQ(comm_error(comm_.get()).status, XD_SUCCESS);
+  }
+
+  const Rank& rank() const { return rank_; }
+  void fail(const char* text) {
+    EXPECT_EQ(xd_ep_join_failed(group_.get(), XD_EP_COMBINE_BWD, text, rank_.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+  }
+  // By its third operation.
+  void expect_finished_by(const std::string& text) {
+    rank_.memory->synchronize();
+    const xd_error_info info = comm_error(comm_.get());
+    EXPECT_EQ(info.status, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(info.rank, rank_.rank);
+    EXPECT_EQ(info.peer, rank_.rank);
+    EXPECT_EQ(info.operation, XD_EP_COMBINE_BWD);
+    EXPECT_EQ(info.expected_epoch, 3u);
+    EXPECT_EQ(std::string(info.text), "xd_ep_combine_bwd of group 0, epoch 3: " + text);
+    EXPECT_EQ(step_->enqueue(group_.get(), XD_EP_COMBINE), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(xd_last_error()).find(text), std::string::npos) << xd_last_error();
+  }
+
+ private:
+  const Comm comm_;
+  Rank rank_;
+  Group group_;
+  std::optional<FixedStep> step_;
+};
+
+TEST(CapturedMistake, IsNotTheCauseIfAnotherOneRuns) {
+  on_every_rank([](Rank& rank) {
+    FatalGroup group(rank);
+    group.fail("made at once");
+    group.expect_finished_by("made at once");
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+TEST(CapturedMistake, IsTheCauseOnceItsGraphRuns) {
+  on_every_rank([](Rank& rank) {
+    FatalGroup group(rank);
+    const Graph wrong(group.rank(), [&] { group.fail("captured first"); });
+    const Graph later(group.rank(), [&] { group.fail("captured last"); });
+    wrong.launch();
+    group.expect_finished_by("captured first");
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+TEST(CapturedMistake, IsNotTheCauseIfTheStreamTookNoWork) {
+  on_every_rank([](Rank& rank) {
+    FatalGroup group(rank);
+    {
+      Capture capture(rank, rank.stream(), cudaStreamCaptureModeThreadLocal);
+      EXPECT_NE(cudaStreamSynchronize(rank.stream()), cudaSuccess) << "a forbidden wait";
+      cudaGetLastError();
+      group.fail("on an invalidated capture");
+      EXPECT_EQ(capture.end(), cudaErrorStreamCaptureInvalidated);
+    }
+    group.fail("made at once");
+    group.expect_finished_by("made at once");
+    ok(xd_comm_barrier(rank.comm));
   });
 }
 

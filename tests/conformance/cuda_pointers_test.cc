@@ -144,6 +144,40 @@ TEST_P(ForeignPointer, AlsoAtTheEndOfATensorIsRefused) {
   });
 }
 
+// What combine_bwd copies instead of weighing has scales beside it.
+TEST_P(ForeignPointer, OfScalesIsRefusedWhicheverWayTheyGo) {
+  Case c = plain_case(world().num_ranks());
+  c.layout = GetParam();
+  c.cargo = Cargo::e4m3_with_floats;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    const xd_ep_dispatch_args& forward = batch.dispatch_args;
+    xd_ep_combine_bwd_args& backward = batch.combine_bwd_args;
+    backward.grad_out = forward.tokens;
+    backward.grad_out_scales = forward.scales;
+    backward.grad_expert_out = forward.recv_tokens;
+    backward.grad_expert_out_scales = forward.recv_scales;
+    backward.expert_out = backward.weights = backward.grad_weights = nullptr;
+    const ForeignMemory memory(rank);
+    for (const Foreign& foreign : memory.all()) {
+      const auto expect = [&](xd_ep_operation operation, const char* name, const DLTensor** slot) {
+        SCOPED_TRACE(foreign.name + " " + name);
+        with_pointer(rank, slot, foreign.ptr,
+                     [&] { expect_refused(rank, group.get(), batch, operation, name); });
+      };
+      expect(XD_EP_DISPATCH, "scales", &batch.dispatch_args.scales);
+      expect(XD_EP_DISPATCH, "recv_scales", &batch.dispatch_args.recv_scales);
+      expect(XD_EP_COMBINE_BWD, "grad_out_scales", &backward.grad_out_scales);
+      expect(XD_EP_COMBINE_BWD, "grad_expert_out_scales", &backward.grad_expert_out_scales);
+    }
+    EXPECT_TRUE(batch.untouched(XD_EP_DISPATCH)) << "where combine_bwd would have written, too";
+    ok(batch.call(group.get(), XD_EP_COMBINE_BWD));
+    EXPECT_TRUE(batch.guards_intact());
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Layouts, ForeignPointer,
                          testing::Values(XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR));
 

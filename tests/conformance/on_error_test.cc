@@ -115,6 +115,7 @@ void expect_finished(xd_comm* comm, const Rank& rank, const Verdict& verdict,
   EXPECT_EQ(info.operation, operation);
   EXPECT_EQ(info.expected_epoch, 1u);
   EXPECT_NE(std::string(info.text).find(verdict.text), std::string::npos) << info.text;
+  EXPECT_NE(std::string(info.text).find(", epoch 1: "), std::string::npos) << info.text;
 }
 
 TEST_P(OnErrorFatal, FinishesTheCommunicatorWithItsStatusAndText) {

@@ -53,8 +53,9 @@ void require_memory(const DispatchBwdCall& c, std::size_t plan_bytes,
 }
 
 void require_memory(const CombineBwdCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {
-  known.require({claim(c.plan, plan_bytes), claim(c.grad_out), claim(c.expert_out),
-                 claim(c.weights), claim(c.grad_expert_out), claim(c.grad_weights)});
+  known.require({claim(c.plan, plan_bytes), claim(c.grad_out), claim(c.grad_out_scales),
+                 claim(c.expert_out), claim(c.weights), claim(c.grad_expert_out),
+                 claim(c.grad_expert_out_scales), claim(c.grad_weights)});
 }
 
 void require_memory(const RowExpertsCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {

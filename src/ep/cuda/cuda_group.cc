@@ -17,6 +17,7 @@
 #include "cuda/stream.h"
 #include "ep/cuda/call_memory.h"
 #include "ep/cuda/calls.h"
+#include "ep/cuda/failed_calls.h"
 #include "ep/cuda/local.h"
 #include "ep/cuda/report.h"
 #include "ep/cuda/sm_ledger.h"
@@ -72,8 +73,7 @@ class CudaGroup final : public Group {
     reader_.collect(*report_.as<Report>(), *this);
   }
 
-  void note_cause(const Comm::Cause& cause);
-  Comm::Cause first_cause();
+  Comm::Cause cause_of(const FatalError& error);
   std::uint32_t take_failed_turn(xd_ep_operation operation, const Setback& setback,
                                  xd_stream stream);
   bool at_rest() const;
@@ -135,8 +135,7 @@ class CudaGroup final : public Group {
   std::atomic<std::uint32_t> launches_{0};
   std::mutex report_mutex_;
   ReportReader reader_;
-  std::mutex cause_mutex_;
-  Comm::Cause cause_of_call_;  // of the first mistake that a call has found, where it is fatal
+  FailedCalls failed_calls_;  // where errors are fatal
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
@@ -168,7 +167,9 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     return Comm::Contribution{};
   });
   share_ = SmShare(comm().device().device_id, budget_, facts_.sms - kReservedSms);
-  if (config().fatal_errors) comm().explain_by(number(), [this] { return first_cause(); });
+  if (config().fatal_errors) {
+    comm().explain_by(number(), [this](const FatalError& error) { return cause_of(error); });
+  }
 }
 
 // The caller has promised that no operation runs any more. A kernel that does run would write into
@@ -225,19 +226,20 @@ void CudaGroup::keep_for_good() noexcept {
   }
 }
 
-// A mistake that a call finds makes its kernel raise the error, which has nothing to tell of it.
-void CudaGroup::note_cause(const Comm::Cause& cause) {
-  const std::lock_guard lock(cause_mutex_);
-  if (cause_of_call_.text[0] == '\0') cause_of_call_ = cause;
-}
-
-Comm::Cause CudaGroup::first_cause() {
+// What a kernel of this group says of an error that it has raised. A mistake that a call has found
+// on the host is known to the host alone; which call that was, and at which epoch, to the kernel
+// alone.
+Comm::Cause CudaGroup::cause_of(const FatalError& error) {
   Report& report = *report_.as<Report>();
+  // Relaxed: it was written before the error, which has been taken over with acquire.
+  const auto launch = std::atomic_ref(report.fatal_launch).load(std::memory_order_relaxed);
+  if (const auto call = failed_calls_.find(launch)) {
+    return cause(call->setback, call->operation, error.expected_epoch);
+  }
   if (const Setback found = ReportReader::look(report, *this)) {
     return cause(found, report.operation, report.epoch);
   }
-  const std::lock_guard lock(cause_mutex_);
-  return cause_of_call_;
+  return {.peer = error.peer, .text = {}};
 }
 
 void CudaGroup::check_limits() const {
@@ -349,11 +351,14 @@ std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, const Setba
                           turn({.record = {.status = static_cast<std::uint8_t>(setback.status),
                                            .operation = static_cast<std::uint8_t>(operation)}})};
   if (!xd::cuda::takes_work(stream)) return 0;
-  if (config().fatal_errors) note_cause(cause(setback, operation, params.turn.launch));
+  if (config().fatal_errors) failed_calls_.note(params.turn.launch, operation, setback);
   try {
     launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
   } catch (...) {
-    if (!xd::cuda::takes_work(stream)) return 0;
+    if (!xd::cuda::takes_work(stream)) {
+      failed_calls_.forget(params.turn.launch);
+      return 0;
+    }
     comm().raise({.status = XD_ERROR_INTERNAL,
                   .rank = rank(),
                   .peer = rank(),

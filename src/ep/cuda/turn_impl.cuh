@@ -435,6 +435,7 @@ __device__ inline void Turn::finish_comm() const {
   FatalError error =
       device::error_at(p_.group.comm, site(XD_PHASE_NONE), s_.status, rank_concerned());
   error.met_by_all = 1;
+  p_.group.report->fatal_launch = p_.launch;  // raise() releases it to the host
   device::raise(p_.group.comm, error, device::Spread::here);
 }
 

@@ -1,0 +1,57 @@
+// Mistakes that calls have found on the host, kept until a kernel says whose turn finished the
+// communicator: calls are made in one order and, because of captures, run in another, or never.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <new>
+#include <optional>
+
+#include "ep/group.h"
+
+namespace xd::ep::cuda {
+
+// Of one group. Any thread.
+class FailedCalls {
+ public:
+  struct Call {
+    xd_ep_operation operation;
+    Setback setback;
+  };
+
+  // Before the launch that takes the call's turn. Of many calls that are captured and never run the
+  // latest are kept, and none where there is no memory: the error then has no text of its own.
+  void note(std::uint32_t launch, xd_ep_operation operation, const Setback& setback) noexcept {
+    const std::lock_guard lock(mutex_);
+    try {
+      calls_.insert_or_assign(launch, Call{operation, setback});
+    } catch (const std::bad_alloc&) {
+      return;
+    }
+    if (calls_.size() > kMost) calls_.erase(calls_.begin());
+  }
+
+  // The launch has not been made.
+  void forget(std::uint32_t launch) noexcept {
+    const std::lock_guard lock(mutex_);
+    calls_.erase(launch);
+  }
+
+  // The call whose turn that launch has taken, if it had found a mistake.
+  std::optional<Call> find(std::uint32_t launch) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = calls_.find(launch);
+    return found != calls_.end() ? std::optional(found->second) : std::nullopt;
+  }
+
+  static constexpr std::size_t kMost = 64;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::uint32_t, Call> calls_;
+};
+
+}  // namespace xd::ep::cuda
