@@ -16,14 +16,14 @@
 namespace xd::test {
 
 // A batch that any number of ranks can run: three choices per token, weights, bf16, and rows on
-// every rank. Tests change what they are about.
+// every rank. Each test changes the part that it is about.
 Case plain_case(int num_ranks);
 
 class Batch {
  public:
   enum class Role { token_input, token_output, receive_input, receive_output };
 
-  // A tensor argument: where its pointer stands, and what the batch passes there.
+  // A tensor argument: the place of its pointer, and the tensor that the batch passes there.
   struct Field {
     xd_ep_operation operation;
     const char* name;
@@ -47,7 +47,7 @@ class Batch {
   void use_plan(const void* plan, std::size_t bytes);  // in all operations but prepare
   const Routed& routed() const { return routed_; }
 
-  // No output of this operation has been written; nothing beside any tensor has.
+  // True if no output of this operation, and no byte beside any tensor, has been written.
   bool untouched(xd_ep_operation operation) const;
   bool guards_intact() const;
   void poison_outputs();

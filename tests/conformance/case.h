@@ -12,7 +12,8 @@
 
 namespace xd::test {
 
-// What dispatch carries, and combine_bwd without weights; the other operations carry `dtype`.
+// The rows that dispatch carries, and combine_bwd without weights; the other operations carry
+// `dtype`.
 enum class Cargo {
   payload,           // rows of `dtype`
   e4m3_with_floats,  // opaque e4m3 rows with float32 scales
@@ -41,10 +42,10 @@ enum class Capacity {
 enum class ReceiveRows { exact, capacity, more };
 enum class ZeroTail { off, on, differ };
 
-// What the batches of a case take of the group's bounds on alignment and top-k.
+// The alignment and top-k that the batches of a case use, within the group's bounds.
 enum class PerPlan {
-  bound,  // every batch the group's alignment, without saying so, and its largest top-k
-  own,    // every batch values of its own, up to the bounds
+  bound,  // every batch has the group's alignment, by default, and its largest top-k
+  own,    // every batch has values of its own, up to the bounds
 };
 
 struct Case {

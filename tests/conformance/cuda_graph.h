@@ -17,7 +17,7 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  // On the rank's stream.
+  // Launches on the rank's stream.
   void launch() const;
 
  private:

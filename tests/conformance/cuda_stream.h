@@ -10,7 +10,7 @@
 
 namespace xd::test {
 
-// Another rank's way to the same device. Copies happen when the stream has come to rest.
+// The memory of a rank, with another stream. Copies happen when the stream has come to rest.
 class OnStream final : public Memory {
  public:
   OnStream(Memory& base, cudaStream_t stream) : base_(base), stream_(stream) {}
@@ -27,7 +27,7 @@ class OnStream final : public Memory {
     synchronize();
     base_.copy_out(host, device, bytes);
   }
-  // Of a default stream nobody here enqueues anything on, so there is nothing to wait for.
+  // No test enqueues anything on a default stream, so there is nothing to wait for.
   void synchronize() override {
     if (stream_ != nullptr) cuda_ok(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }

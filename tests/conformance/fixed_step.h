@@ -1,8 +1,9 @@
 // A training step on tensors that stay where they are while their content changes, routing
-// included: what a captured graph replays.
+// included, so that a captured graph can replay it.
 //
-// The experts pass rows on: dispatch, combine of what arrived, combine_bwd of the tokens, and
-// dispatch_bwd of that. All numbers are small whole numbers, so that every result is exact.
+// The experts pass rows on: the step is dispatch, combine of the arrived rows, combine_bwd of the
+// tokens, and dispatch_bwd of the rows that this gives. All numbers are small whole numbers, so
+// that every result is exact.
 #pragma once
 
 #include <crossdock/ep.h>
@@ -53,7 +54,7 @@ class FixedStep {
   xd_status enqueue(xd_ep_group* group, xd_ep_operation operation);
   void enqueue_all(xd_ep_group* group);  // throws if a call fails
   std::vector<Tensor*> receive_tensors();
-  // How a step of the loaded batch must end.
+  // The status with which a step of the loaded batch must end.
   xd_status expected() const;
   // Fails the test where an output is not what the loaded batch gives.
   void check() const;
@@ -65,16 +66,16 @@ class FixedStep {
   float token_value(int rank, int token, std::int64_t column) const;
   float weight_value(int rank, int token, int k) const;
   float row_value(const Row& row, std::int64_t column, bool weighted) const;
-  float square(int rank, int token) const;  // of a token's length
+  float square(int rank, int token) const;  // squared length of a token
   const Choices& mine() const { return routed_->choices(rank_.rank); }
   bool expert_major() const { return shape_.layout == XD_EP_EXPERT_MAJOR; }
 
   void write(Tensor& tensor, const Values& values) const;
-  // `values` of the first rows; what lies behind them is untouched.
+  // Expects `values` in the first rows; the rows behind them are untouched.
   void expect(const char* name, const Tensor& tensor, const Values& values) const;
   void check_received() const;
   void check_tokens() const;
-  int copies(int token) const;  // that a token's sums have, by weight
+  int copies(int token) const;  // weighted number of copies in a token's sums
 
   const Rank& rank_;
   const FixedShape shape_;

@@ -1,4 +1,4 @@
-// What a tensor holds or must hold, in host memory; and what test data looks like.
+// The content that a tensor has or must have, in host memory; and the values of test data.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class Image {
   const std::vector<std::byte>& bytes() const { return bytes_; }
   void set(std::int64_t row, std::int64_t column, std::uint64_t code);
   void fill_row(std::int64_t row, std::byte value);
-  // code(row, column) for every column.
+  // Writes code(row, column) for every column.
   template <class CodeAt>
   void set_row(std::int64_t row, const CodeAt& code) {
     for (std::int64_t column = 0; column < columns_; ++column) set(row, column, code(row, column));

@@ -1,5 +1,5 @@
-// Small floating-point formats by their definition, one element at a time: the reference that the
-// library's vector code is compared with. Slow and plain on purpose.
+// Small floating-point formats by their definition, one element at a time. Tests compare the
+// library's vector code with them, so they are slow and plain on purpose.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -33,8 +33,8 @@ Format format_of(DLDataType type);
 
 float decode(std::uint32_t code, Format format);
 
-// Rounds to nearest, ties to even. What is too large becomes infinity, or NaN where there is none.
-// `value` is no NaN.
+// Rounds to nearest, ties to even. A value that is too large becomes infinity, or NaN in a format
+// without infinity. `value` is no NaN.
 std::uint32_t encode(float value, Format format);
 
 }  // namespace xd::test

@@ -1,4 +1,4 @@
-// A kernel that leaves nothing of a device to others.
+// A kernel that leaves no multiprocessor of a device to others.
 //
 // It touches no memory and trusts no flag: every block takes all the shared memory that a block may
 // have, so that one block fills a multiprocessor, and watches the clock.

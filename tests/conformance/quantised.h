@@ -1,5 +1,5 @@
-// What dispatch must make of rows that it quantises, block by block and element by element, from
-// the words of xd_ep_quantise in crossdock/ep.h.
+// The rows that dispatch must make when it quantises, block by block and element by element, from
+// the text of xd_ep_quantise in crossdock/ep.h.
 #pragma once
 
 #include <crossdock/ep.h>
@@ -16,7 +16,7 @@ struct QuantisedWay {
   std::int64_t block;
   DLDataType scale_type;  // float32, or float8_e8m0fnu (uint8 is taken as well)
   bool powers_of_two;
-  int least_exponent;  // bound of the scale's
+  int least_exponent;  // bound of the scale's exponent
 };
 
 inline constexpr xd_ep_quantise kWaysToQuantise[] = {
@@ -30,7 +30,7 @@ struct QuantisedBlock {
   std::uint32_t scale;                 // code of the scale's type
 };
 
-// Of one block of bf16 codes.
+// Quantises one block of bf16 codes.
 QuantisedBlock quantised_block(const QuantisedWay& way, std::span<const std::uint16_t> codes);
 
 }  // namespace xd::test

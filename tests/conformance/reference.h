@@ -24,7 +24,7 @@ struct Placement {
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
   xd_ep_duplicate_ids duplicates = XD_EP_DUPLICATE_IDS_ERROR;
 
-  // What a rank can receive: whole multiples of the alignment.
+  // The rows that a rank can receive: its capacity in whole multiples of the alignment.
   std::int64_t whole_capacity(int rank) const {
     const std::int64_t rows = capacity[static_cast<std::size_t>(rank)];
     return rows - rows % alignment;
@@ -35,11 +35,11 @@ struct Placement {
 struct Row {
   int source = -1;  // -1 = padding
   int token = -1;
-  int k = -1;  // the choice that it is for; RANK_MAJOR: -1, for all that this rank holds
+  int k = -1;  // its choice; RANK_MAJOR: -1, for all choices that this rank holds
   bool padding() const { return source < 0; }
 };
 
-// What one rank receives.
+// The rows that one rank receives.
 struct Received {
   std::vector<Row> rows;  // after drops
   std::vector<std::int64_t> counts, padded, offsets;
@@ -49,8 +49,8 @@ struct Received {
 
 class Routed {
  public:
-  // Ids that are out of range or repeated in a row count as -1; repeated ones are bad, too, where
-  // they are not collapsed.
+  // Ids that are out of range or repeated in a row count as -1. Ids out of range are bad, and so
+  // are repeated ones where they are not collapsed.
   Routed(Placement placement, std::vector<Choices> choices);
 
   const Placement& placement() const { return placement_; }
@@ -68,7 +68,7 @@ class Routed {
   std::int64_t bad_ids() const { return bad_ids_; }
   int bad_id_rank() const { return bad_id_rank_; }      // lowest; -1 = none
   int overflow_rank() const { return overflow_rank_; }  // lowest; -1 = none
-  // The plan's operations move nothing.
+  // True if the plan's operations move nothing.
   bool refused() const {
     return overflow_rank_ >= 0 && placement_.overflow == XD_EP_OVERFLOW_ERROR;
   }

@@ -19,7 +19,7 @@ namespace xd::test {
 
 class Step {
  public:
-  // `number` selects the batch of the case.
+  // `number` chooses one of the case's batches.
   Step(const Rank& rank, const Case& c, xd_ep_group* group, int number);
 
   void prepare();
@@ -31,7 +31,7 @@ class Step {
 
   const Routed& routed() const { return routed_; }
   Buffer& plan() { return plan_; }
-  // What the group's status said of rows dropped by the operations so far.
+  // The number of rows dropped by the operations so far, by the group's status.
   std::int64_t reported_drops() const { return reported_drops_; }
   // Makes the operations read another plan; returns the one they read so far.
   Buffer exchange_plan(Buffer plan) { return std::exchange(plan_, std::move(plan)); }
@@ -39,7 +39,7 @@ class Step {
  private:
   using Shape = std::vector<std::int64_t>;  // one or two extents
   using CodeAt = std::function<std::uint64_t(std::int64_t row, std::int64_t column)>;
-  // What dispatch carries.
+  // The rows that dispatch carries.
   struct Payload {
     DLDataType type, recv_type, scale_type;
     std::int64_t columns, scale_columns;
@@ -64,17 +64,17 @@ class Step {
   Shape choice_shape(std::int64_t rows) const;  // of receive weights: [R] or [R,K]
   Payload payload() const;
 
-  // What the library asks of a tensor: rows of tokens are aligned to 16 bytes; what is beside them
-  // begins at any element; scales have any strides.
+  // The alignment that the library asks of a tensor: rows of tokens are aligned to 16 bytes;
+  // tensors beside them begin at any element; scales have any strides.
   enum class Grain { rows, elements, scales };
-  // Poisoned tensors, and tensors that hold `code`. `receive`: on the receive side, where padding
-  // and tail of an input hold what must not be read.
+  // Make poisoned tensors, and tensors that hold `code`. `receive`: the tensor is on the receive
+  // side, where padding and tail of an input hold values that must not be read.
   Tensor output(DLDataType type, Shape shape, bool receive, Grain grain = Grain::rows);
   Tensor token_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
   Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
   Spread spread(Grain grain, const Shape& shape) const;  // of the next tensor
 
-  // Where the plan is refused nothing may have been written. Otherwise rows are as `code` says, and
+  // Where the plan is refused, the tensor must be untouched. Otherwise rows are as `code` says, and
   // on the receive side padding is zero and the tail is zero or untouched.
   void expect_received(const char* name, const Tensor& tensor, const CodeAt& code) const;
   void expect_tokens(const char* name, const Tensor& tensor, const CodeAt& code) const;

@@ -12,7 +12,7 @@
 
 namespace xd::test {
 
-// What one rank says, section by section.
+// The lines that one rank reports, section by section.
 class Sections {
  public:
   void begin(std::string name) { sections_.emplace_back(std::move(name), ""); }
@@ -24,7 +24,7 @@ class Sections {
   std::vector<std::pair<std::string, std::string>> sections_;
 };
 
-// Prints "=== name", then what each rank said there, in the order of ranks.
+// Prints "=== name", then the lines of each rank in that section, in the order of ranks.
 inline void print(const std::vector<Sections>& of_rank) {
   for (std::size_t i = 0; i < of_rank[0].all().size(); ++i) {
     std::printf("=== %s\n", of_rank[0].all()[i].first.c_str());

@@ -1,6 +1,6 @@
-// What ranks of a fault test tell one another without the library's calls: a few words of symmetric
-// memory of a communicator that stays out of harm's way. Meeting there allocates nothing and sends
-// nothing.
+// A board on which ranks of a fault test tell one another things without the library's calls: a few
+// words in the symmetric memory of a communicator that the test leaves alone. Meeting there
+// allocates nothing and sends nothing.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ class Board {
       : rank_(rank.rank),
         ranks_(static_cast<std::uint32_t>(rank.num_ranks)),
         comm_(rank.another_comm("board", sizeof(Words))) {
-    // Where a first allocation lies is the same on every rank.
+    // The first allocation has the same offset on every rank.
     void* mine = nullptr;
     ok(xd_mem_alloc(comm_.get(), sizeof(Words), &mine));
     xd_mem_handle first{};
@@ -51,7 +51,7 @@ class Board {
     }
   }
 
-  // result[r] = what rank r gave.
+  // result[r] = the value of rank r.
   std::vector<std::int64_t> share(std::int64_t value) {
     words_->values[static_cast<std::size_t>(rank_)] = value;
     meet();
@@ -63,7 +63,7 @@ class Board {
   // A new meeting point, made by rank 0.
   xd_unique_id new_id() {
     xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
-    config.timeout_ms = 1500;  // a meeting to which not all come ends then
+    config.timeout_ms = 1500;  // end of a meeting to which not all come
     if (rank_ == 0) ok(xd_unique_id_create(&config, &words_->id));
     meet();
     const xd_unique_id id = words_->id;
@@ -84,7 +84,7 @@ class Board {
   Words* words_ = nullptr;
 };
 
-// A call, and how it ended: kept without allocating.
+// The end of a call, kept without allocating.
 struct Ended {
   xd_status status = XD_SUCCESS;
   std::chrono::milliseconds after{};

@@ -1,4 +1,4 @@
-// A control group (v2 or v1) of a test's own, with a limit on memory.
+// A control group (v2 or v1) that belongs to a test, with a limit on memory.
 #pragma once
 
 #include <sys/types.h>
@@ -11,14 +11,15 @@ namespace xd::test {
 
 class ControlGroup {
  public:
-  // Below this process's own group, or one above it. Null where none can be made: that takes rights
-  // which few users have.
+  // Makes a group below this process's own, or below one above that. Null where this is impossible:
+  // it takes rights which few users have.
   static std::unique_ptr<ControlGroup> make(std::uint64_t bytes);
-  ~ControlGroup();  // when the processes in it have ended
+  ~ControlGroup();  // call it when the processes in the group have ended
   ControlGroup(const ControlGroup&) = delete;
   ControlGroup& operator=(const ControlGroup&) = delete;
 
-  // Memory that the process has already stays with the group it came from. False = refused.
+  // Moves a process into the group. Memory that it has already stays with the old group. False =
+  // refused.
   bool add(pid_t process) const;
 
  private:

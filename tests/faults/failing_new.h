@@ -3,15 +3,15 @@
 
 namespace xd::test {
 
-// Which allocations count.
+// The allocations that count.
 enum class Of {
   this_thread,  // the one that arms the fault
   thread,       // all threads of one name
   process,
 };
 
-// While one is alive, the n-th allocation from now on throws std::bad_alloc; with `lasting` all
-// later ones do so, too. One at a time in a process.
+// While the object lives, the n-th allocation from now on throws std::bad_alloc, and with `lasting`
+// also all later ones. A process has one at a time.
 class MemoryFault {
  public:
   struct Spec {

@@ -1,5 +1,5 @@
-// An argument of an operation that lies in memory which nobody may touch: the operation ends its
-// process, by SIGSEGV, when it comes to read or write it.
+// An argument of an operation in memory that may not be touched: the operation ends its process, by
+// SIGSEGV, when it comes to read or write the argument.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace xd::test {
 
-// Whole pages of a file in memory, so that what is in them can be read whatever their protection.
+// Whole pages of a file in memory, so that their content can be read whatever their protection.
 class Pages {
  public:
   explicit Pages(std::size_t bytes);
@@ -37,14 +37,14 @@ class Pages {
 
 class FatalArgument {
  public:
-  // Replaces the argument in the batch's calls; what it held is copied. From now on, or for
+  // Replaces the argument in the batch's calls; its content is copied. From now on, or for
   // Part::second_pass when on_armed is called, it is fatal to touch that part of it.
   FatalArgument(Batch& batch, const RankProgram& program, int rank,
                 const std::function<void()>& on_armed);
   ~FatalArgument();
 
  private:
-  // Where in the pages the argument begins, so that its fatal part begins a page.
+  // The place in the pages where the argument begins, such that its fatal part begins a page.
   struct Extent {
     std::size_t begin, fatal;
   };

@@ -1,4 +1,4 @@
-// Rank processes of a fault test, and what they have said so far.
+// Rank processes of a fault test, and the lines that they have reported.
 #pragma once
 
 #include <sys/types.h>
@@ -45,11 +45,11 @@ class Processes {
  public:
   // processes[i] = the ranks of process i. All ranks run `program`.
   Processes(RankProgram program, const std::vector<std::vector<int>>& processes);
-  ~Processes();  // ends and reaps what is left
+  ~Processes();  // ends and reaps the processes that are left
   Processes(const Processes&) = delete;
   Processes& operator=(const Processes&) = delete;
 
-  // Each throws std::runtime_error if the rank does not say it in time.
+  // Each of these throws std::runtime_error if the rank does not report in time.
   void wait_until_ready(int rank);
   void wait_until_armed(int rank);
   Result wait_for_result(int rank);
@@ -57,11 +57,12 @@ class Processes {
 
   void go(int rank);
   pid_t pid(int rank) { return process_of(rank).pid; }
-  // Shared memory that the rank's process has mapped under a name, so that it would outlive it.
+  // Names of shared memory that the rank's process has mapped, and that would outlive the process.
   std::vector<std::string> named_shared_memory(int rank);
-  // SIGKILL; returns when the process is gone. Its peers know nothing yet.
+  // Kills the process by SIGKILL, and returns when it is gone. Its peers know nothing yet.
   Clock::time_point kill(int rank);
-  // Of a process that ends itself: how, as waitpid() tells. Throws if it does not.
+  // Waits for a process that ends itself, and returns its status as waitpid() tells it. Throws if
+  // it does not end.
   int wait_for_death(int rank);
 
  private:
@@ -69,7 +70,7 @@ class Processes {
     pid_t pid = -1;
     std::vector<int> ranks;
     Descriptor input, output;
-    std::string partial;  // of a line
+    std::string partial;  // beginning of a line
   };
   struct Line {
     std::string text;

@@ -1,4 +1,4 @@
-// What a rank process of a fault test does. The test program starts itself again with these
+// The program of a rank process in a fault test. The test program starts itself again with these
 // settings, tells the rank when to go on through its standard input, and reads what it reports:
 //
 //   <rank> ready                          has set up, waits for a line
@@ -24,10 +24,10 @@ enum class Program {
   grow,          // xd_mem_grow
   operation,     // EP operations of one kind
   steps,         // whole training steps, until one fails
-  replays,       // the same, captured in a CUDA graph
+  replays,       // whole training steps, captured in a CUDA graph
 };
 
-// Which part of an argument is fatal to touch.
+// The part of an argument that is fatal to touch.
 enum class Part {
   all,
   end,          // the last few bytes, and so the last row
@@ -37,13 +37,13 @@ enum class Part {
 
 // A rank dies in the operation, by touching an argument.
 struct RankDeath {
-  int victim = -1;  // nobody
+  int victim = -1;  // -1 = none
   std::string argument = "none";
   Part part = Part::all;
-  xd_unique_id id_of_rest{};  // where the others meet afterwards
+  xd_unique_id id_of_rest{};  // meeting point of the other ranks afterwards
 };
 
-// What --executor says, "cpu" unless it is there: of the tests and of the ranks they start.
+// The value of --executor, "cpu" by default. The tests pass it on to the ranks that they start.
 const std::string& executor();
 void set_executor(const std::string& name);
 
@@ -51,22 +51,23 @@ struct RankProgram {
   Program program = Program::operation;
   xd_ep_operation operation = XD_EP_PREPARE;
   int num_ranks = 1;
-  std::vector<int> ranks;  // that live in this process
-  int calls = 1;           // of the operation, while they succeed
+  std::vector<int> ranks;  // ranks that live in this process
+  int calls = 1;           // calls of the operation, while they succeed
   int tokens = 12;
   int timeout_ms = 20000;
-  std::size_t bytes = 1 << 20;  // of the heap that is created, or by which it grows
-  bool registered = false;      // tensors lie in virtual memory of the rank's own, registered
+  std::size_t bytes = 1 << 20;  // size of the heap that is created, or of its growth
+  bool registered = false;      // tensors lie in virtual memory that the rank has registered
   xd_unique_id id{};
   RankDeath death;
 };
 
-// What the groups of a program are made for.
+// The case that the groups of a program are made for.
 Case case_of(const RankProgram& program);
 
 std::vector<std::string> to_arguments(const RankProgram& program);
 
-// True, and runs to the end, if `arguments` are to_arguments of some program.
+// Runs a rank's program to its end and returns true, if `arguments` are to_arguments of some
+// program.
 bool run_if_rank_program(const std::vector<std::string>& arguments);
 
 }  // namespace xd::test

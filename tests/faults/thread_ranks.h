@@ -7,8 +7,8 @@
 
 namespace xd::test {
 
-// Runs body on `num_ranks` ranks. A rank that throws fails the test; its communicator goes, so that
-// its peers do not wait for it.
+// Runs body on `num_ranks` ranks. A rank that throws makes the test fail. Its communicator is
+// destroyed, so that its peers do not wait for it.
 void on_thread_ranks(int num_ranks, int timeout_ms, const std::function<void(Rank&, Comm&)>& body);
 
 }  // namespace xd::test

@@ -14,8 +14,8 @@ enum class FloatMode {
   upward,    // rounds towards infinity
 };
 
-// The calling thread is in this mode until the end of the scope. What the test itself computes
-// there is computed so, too.
+// The calling thread is in this mode until the end of the scope. The test's own arithmetic there is
+// in that mode as well.
 class InFloatMode {
  public:
   explicit InFloatMode(FloatMode mode) {
@@ -30,7 +30,7 @@ class InFloatMode {
   InFloatMode(const InFloatMode&) = delete;
   InFloatMode& operator=(const InFloatMode&) = delete;
 
-  // The modes are what they were when the scope began.
+  // True if the modes are still those that the scope began with.
   bool untouched() const {
 #if defined(__x86_64__)
     return modes() == inside_;

@@ -15,11 +15,12 @@ namespace {
 
 std::unique_ptr<World> the_world;
 
-// All processes of a launch run the same tests: one tells the story, the others what went wrong.
+// All processes of a launch run the same tests. One of them prints everything, and the others only
+// their failures.
 class FailuresOnly final : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo& test) override { test_ = &test; }
   void OnTestEnd(const testing::TestInfo&) override { test_ = nullptr; }
-  // GoogleTest holds its lock here: it can be asked nothing.
+  // GoogleTest holds its lock here, so it must not be called.
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
     std::fprintf(stderr, "%s:%d: %s.%s\n%s\n", result.file_name() ? result.file_name() : "?",
@@ -28,7 +29,7 @@ class FailuresOnly final : public testing::EmptyTestEventListener {
     std::fflush(stderr);
   }
 
-  const testing::TestInfo* test_ = nullptr;  // the one that runs
+  const testing::TestInfo* test_ = nullptr;  // the test that runs
 };
 
 std::string executor_option(int argc, char** argv) {

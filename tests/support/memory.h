@@ -11,31 +11,32 @@
 
 namespace xd::test {
 
-// One rank's way to its device.
+// The memory of one rank's device.
 class Memory {
  public:
   virtual ~Memory() = default;
   virtual DLDevice device() const = 0;
-  // What the rank's operations run on. NULL: they have finished when their call returns.
+  // The stream of the rank's operations. NULL: they have finished when their call returns.
   virtual xd_stream stream() const = 0;
   // 256-byte aligned.
   virtual void* allocate(std::size_t bytes) = 0;
   virtual void release(void* ptr) = 0;
-  // Either side may be this memory or symmetric memory of the same device. In the stream's order;
-  // returns when done.
+  // Each device address may be in this memory or in symmetric memory of the same device. Copies
+  // follow the stream's order, and have finished when the call returns.
   virtual void copy_in(void* device, const void* host, std::size_t bytes) = 0;
   virtual void copy_out(void* host, const void* device, std::size_t bytes) = 0;
   // Returns when all that was enqueued on the stream has finished.
   virtual void synchronize() = 0;
-  // The same device, with a stream of its own.
+  // Memory of the same device, with a stream of its own.
   virtual std::unique_ptr<Memory> another_stream() const = 0;
-  // The same device's, allocated as pools of virtual memory do; null where there is no such thing.
+  // Memory of the same device, allocated as pools of virtual memory do it; null where there is no
+  // virtual memory.
   virtual std::unique_ptr<Memory> of_virtual_memory() const = 0;
-  // Bytes of the device that are taken, by whomever; 0 where that says nothing.
+  // Bytes of the device that any process has taken; 0 where the number says nothing.
   virtual std::size_t device_bytes_used() const = 0;
 };
 
-// This machine cannot run what was asked for; says what is missing.
+// Thrown where this machine cannot run the launch; the text says what is missing.
 class Unavailable : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -1,5 +1,5 @@
 // Several ranks may share a device, and a kernel of one rank may be waiting for another rank, which
-// is about to do something here. So nothing here waits for the device: no default stream, no
+// is about to call a function here. So nothing here waits for the device: no default stream, no
 // cudaFree, no kernel that would have to be loaded first. Device memory, pinned memory and streams
 // are kept for the next user and go with the process.
 #include "support/memory_cuda.h"
@@ -56,7 +56,7 @@ void* malloc_chunk(std::size_t bytes) {
   return chunk;
 }
 
-// As XLA does: shareable, accessible from its own device alone.
+// Maps memory as XLA does: shareable, and accessible from its own device alone.
 void* map_chunk(int device, std::size_t bytes) {
   const CUmemLocation where{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
   CUmemAllocationProp properties{};
@@ -80,7 +80,7 @@ class Device {
  public:
   Device(int ordinal, Source source) : ordinal_(ordinal), source_(source) {}
   int ordinal() const { return ordinal_; }
-  // For the calling thread.
+  // Makes the device current for the calling thread.
   void select() const { check(cudaSetDevice(ordinal_), "cudaSetDevice"); }
 
   void* allocate(std::size_t bytes) {
@@ -147,7 +147,7 @@ class Device {
   std::vector<Lane> lanes_;
 };
 
-// Never destroyed: the driver may be gone by then.
+// Devices are never destroyed, since the driver may be gone by then.
 Device& device(int ordinal, Source source) {
   static std::mutex mutex;
   static auto* const devices = new std::map<std::pair<int, Source>, Device>;
@@ -220,14 +220,15 @@ class CudaMemory final : public Memory {
  private:
   Device& device_;
   Lane lane_;
-  std::mutex mutex_;  // of the staging
+  std::mutex mutex_;  // guards the staging
 };
 
 }  // namespace
 
 int cuda_device_count() {
-  // Before the driver starts. Streams that share a queue of the device wait for one another; and
-  // kernels that are loaded late, which is the default of new drivers only, are the harder case.
+  // This has to happen before the driver starts. Streams that share a queue of the device wait for
+  // one another; and kernels that are loaded late, which is the default of new drivers only, are
+  // the harder case.
   ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   ::setenv("CUDA_MODULE_LOADING", "LAZY", 0);
   int count = 0;

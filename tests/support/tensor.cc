@@ -9,7 +9,7 @@
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__  // as GCC calls it
+#define __SANITIZE_ADDRESS__  // GCC's name of it
 #endif
 #endif
 #if defined(__SANITIZE_ADDRESS__)
@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::byte kGuardByte{0x5C};
 
-// Under AddressSanitizer guard zones in host memory are forbidden ground, for reads too.
+// Under AddressSanitizer guard zones in host memory may be neither written nor read.
 #if defined(__SANITIZE_ADDRESS__)
 void forbid(void* at, std::size_t bytes) { __asan_poison_memory_region(at, bytes); }
 void allow(void* at, std::size_t bytes) { __asan_unpoison_memory_region(at, bytes); }
@@ -141,7 +141,7 @@ const DLTensor* Tensor::dl() {
   const bool empty = buffer_.bytes() == 0;
   const bool null = empty && place_ == Place::ordinary;
   std::size_t first = 0;
-  if (!empty) {  // of a packed tensor without allocating: calls under test may count on that
+  if (!empty) {  // without allocating, for a packed tensor: calls under test may rely on that
     first = spread_.strides.empty() ? static_cast<std::size_t>(spread_.shift) * element_bytes(type_)
                                     : places().front();
   }

@@ -52,7 +52,8 @@ class Buffer {
   void close_guards() const;
   void open_guards() const;
 
-  // A multiple of 16 and of nothing larger: data is aligned as little as the library allows.
+  // The size is a multiple of 16 but of no larger power of two, so that data is aligned as little
+  // as the library allows.
   static constexpr std::size_t kGuard = std::size_t{16} * 9;
 
   Memory* memory_ = nullptr;
@@ -61,19 +62,20 @@ class Buffer {
   std::size_t bytes_ = 0;
 };
 
-// What an output holds before the call, and what no input of the library should pass on.
+// The byte that fills outputs before the call, and that the library should never pass on from an
+// input.
 inline constexpr std::byte kPoison{0xA5};
 
 // How a tensor's elements lie in its buffer, in elements.
 struct Spread {
-  std::int64_t shift = 0;  // of the first address, away from a multiple of 16 bytes
-  // Of a matrix; none = packed rows. Negative ones run backwards.
+  std::int64_t shift = 0;  // distance of the first address from a multiple of 16 bytes
+  // Strides of a matrix; none = packed rows. Negative strides run backwards.
   std::vector<std::int64_t> strides;
 };
 
 class Tensor {
  public:
-  // Poisoned. A tensor without elements has data = NULL in ordinary memory.
+  // The tensor is poisoned. Without elements it has data = NULL in ordinary memory.
   Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape,
          Place place = Place::ordinary, Spread spread = {});
   Tensor(Tensor&& other) noexcept = default;
@@ -86,7 +88,7 @@ class Tensor {
   const Buffer& buffer() const { return buffer_; }
   std::vector<std::byte> read() const;  // its elements, as packed rows
   bool untouched() const;               // still poisoned all over
-  bool gaps_intact() const;             // what lies between its elements is still poisoned
+  bool gaps_intact() const;             // the bytes between its elements are still poisoned
 
   template <class T>
   Tensor& write(const std::vector<T>& values) {
@@ -103,7 +105,7 @@ class Tensor {
 
  private:
   void write_bytes(std::span<const std::byte> packed);
-  std::vector<std::size_t> places() const;  // of each element in the buffer, in bytes
+  std::vector<std::size_t> places() const;  // offset of each element in the buffer, in bytes
 
   DLDataType type_;
   std::vector<std::int64_t> shape_;

@@ -60,7 +60,7 @@ World::World(const std::string& executor) {
   threads_ = kind == "threads";
   num_ranks_ = int_variable("WORLD_SIZE");
   first_rank_ = threads_ ? 0 : int_variable("RANK");
-  // Processes that share a device take turns on it: a wait would last until the others' turns.
+  // Processes that share a device take turns on it, so a wait would last until the others' turns.
   if (!threads_ && num_ranks_ > device_count(executor)) {
     throw Unavailable(std::to_string(num_ranks_) + " rank processes need as many devices, found " +
                       std::to_string(device_count(executor)));
@@ -80,10 +80,11 @@ void World::run_rank(int local, const std::function<void(Rank&)>& body) {
     if (!comm) comm = rank.another_comm("shared", kHeapBytes);
     rank.comm = comm.get();
     body(rank);
-    // Nobody starts the next body, or gives up the communicator, while a peer is still in this one.
+    // No rank starts the next body, or gives up the communicator, while a peer is still in this
+    // one.
     ok(xd_comm_barrier(comm.get()));
   } catch (...) {
-    if (rank.asynchronous() && comm) {  // destroying is for when nothing runs any more
+    if (rank.asynchronous() && comm) {  // nothing may run any more when it is destroyed
       xd_comm_abort(comm.get());
       memory->synchronize();
     }

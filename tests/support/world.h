@@ -27,12 +27,13 @@ struct Rank {
   std::string run_name;  // the same on all ranks, different in every run
 
   xd_stream stream() const { return memory->stream(); }
-  // Calls of operations return before the operations have ended: see support/outcome.h.
+  // True if calls of operations return before the operations have ended: see support/outcome.h.
   bool asynchronous() const { return stream() != nullptr; }
   // The same rank, enqueueing on another stream.
   Rank on(Memory& other) const;
 
-  // Another communicator of the same ranks. Collective. `name` tells apart those of one body.
+  // Makes another communicator of the same ranks. Collective. `name` tells apart the communicators
+  // of one body.
   Comm another_comm(const std::string& name, std::size_t heap_bytes,
                     std::int32_t timeout_ms = kTimeoutMs) const;
 
@@ -52,9 +53,9 @@ class World {
 
   int num_ranks() const { return num_ranks_; }
   bool threads() const { return threads_; }
-  // Of the lowest rank in this process.
+  // The memory of the lowest rank in this process.
   Memory& memory() const { return *memories_.front(); }
-  // One process of the launch prints what all have in common.
+  // True in the one process of the launch that prints what all have in common.
   bool reports() const { return threads_ || first_rank_ == 0; }
 
   // Executes body on every rank of this process and returns those that failed, also because a peer

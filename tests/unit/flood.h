@@ -1,6 +1,6 @@
-// Strangers who connect to a port in great numbers: processes of their own, so that neither their
-// descriptors nor their work are those of the ranks under test. On loopback only, bounded in number
-// and time.
+// Strangers that connect to a port in great numbers. They are separate processes, so that they use
+// neither the descriptors nor the cores' time of the ranks under test. They connect on loopback
+// only, and are bounded in number and time.
 #pragma once
 
 #include <fcntl.h>
@@ -23,11 +23,11 @@
 namespace xd::test {
 
 struct FloodPlan {
-  int port = 0;                       // of 127.0.0.1
-  int processes = 1;                  // each with at most 1000 connections
-  int connections = 1000;             // of each process, all held until the flood ends
-  std::chrono::microseconds every{};  // between two connections of a process
-  std::string says = {};              // on each connection
+  int port = 0;                       // port on 127.0.0.1
+  int processes = 1;                  // number of processes, each with at most 1000 connections
+  int connections = 1000;             // connections of each process, all held until the flood ends
+  std::chrono::microseconds every{};  // pause between two connections of a process
+  std::string says = {};              // bytes that are sent on each connection
 };
 
 class Flood {
@@ -61,12 +61,12 @@ class Flood {
   }
 
  private:
-  // In a fork of a program with threads: system calls only.
+  // Runs in a fork of a program with threads, so it makes system calls only.
   [[noreturn]] static void connect_and_wait(const FloodPlan& plan, int tell) {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     ::alarm(60);
     for (int fd = 3; fd < 1024; ++fd) {
-      if (fd != tell) ::close(fd);  // the listener, perhaps
+      if (fd != tell) ::close(fd);  // this may be the listener
     }
     sockaddr_in address{};
     address.sin_family = AF_INET;
@@ -75,7 +75,7 @@ class Flood {
     const timespec pause{0, static_cast<long>(plan.every.count()) * 1000};
     for (int i = 0; i < plan.connections; ++i) {
       const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
-      // It is in progress, or the queue of the listener is full: either is a flood.
+      // The connection is in progress, or the listener's queue is full. Either is a flood.
       std::ignore = ::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
       if (!plan.says.empty()) {
         pollfd item{fd, POLLOUT, 0};

@@ -11,7 +11,7 @@
 
 namespace xd::test {
 
-// Writes down what the watch thread reports, in order: "lost 1 2", "left 3", "abort 0".
+// Writes down the watch thread's reports, in order: "lost 1 2", "left 3", "abort 0".
 class Diary final : public MeshEvents {
  public:
   void on_lost(std::span<const int> ranks) override {

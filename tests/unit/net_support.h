@@ -1,4 +1,4 @@
-// What the tests of bootstrap and mesh share.
+// Helpers that the tests of bootstrap and mesh share.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,8 +18,8 @@
 
 namespace xd::test {
 
-// Collects standard error. Whatever is not one of the library's lines is passed on when the
-// collecting ends, so that a sanitizer's report is not swallowed.
+// Collects standard error. Lines that are not the library's are passed on when the collecting ends,
+// so that a sanitizer's report is not swallowed.
 class LogCapture {
  public:
   LogCapture() { testing::internal::CaptureStderr(); }
@@ -129,7 +129,7 @@ inline xd_comm_config id_config(const xd_unique_id& id, int rank, int num_ranks)
   return config;
 }
 
-// Meets the others with the blob "rank <r>" and returns what all brought.
+// Meets the others with the blob "rank <r>" and returns the blobs of all.
 inline std::vector<std::string> meet(const xd_comm_config& config, int timeout_ms = 20000) {
   const auto bootstrap = make_bootstrap(config);
   const Bytes blob = bytes_of("rank " + std::to_string(bootstrap->rank()));

@@ -1,5 +1,5 @@
-// What the row arithmetic must give, written from the formats' definitions in double and integer
-// arithmetic, one element at a time.
+// The results that the row arithmetic must give, written from the formats' definitions in double
+// and integer arithmetic, one element at a time.
 #pragma once
 
 #include <bit>
@@ -54,7 +54,7 @@ inline std::uint32_t encode(const Format& f, double value) {
 }
 
 // float32 results of double operations: the second rounding does no harm to one sum, product or
-// quotient of float32 numbers, for 53 >= 2 * 24 + 2.
+// quotient of float32 numbers, because 53 >= 2 * 24 + 2.
 inline double add(double a, double b) { return static_cast<float>(a + b); }
 inline double mul(double a, double b) { return static_cast<float>(a * b); }
 inline double div(double a, double b) { return static_cast<float>(a / b); }
@@ -109,12 +109,12 @@ inline std::uint8_t e4m3(double value, bool nan) {
   return static_cast<std::uint8_t>(magnitude | (std::signbit(value) ? 0x80 : 0));
 }
 
-// A way of quantising, as the table of xd_ep_quantise has it.
+// A way of quantising: a line of the table of xd_ep_quantise.
 struct Way {
   xd_ep_quantise quantise;
   int block;
   bool powers;
-  int least_exponent;  // of a power of two
+  int least_exponent;  // least exponent of a power of two
   bool bytes;          // e8m0 scales
   const char* name;
 };
