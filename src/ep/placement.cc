@@ -13,11 +13,6 @@ std::int64_t pad(std::int64_t count, std::int64_t alignment) {
       round_up(static_cast<std::uint64_t>(count), static_cast<std::uint64_t>(alignment)));
 }
 
-// How many of `count` rows from `first` on lie below `limit`.
-std::int64_t kept_rows(std::int64_t first, std::int64_t count, std::int64_t limit) {
-  return std::clamp<std::int64_t>(limit - first, 0, count);
-}
-
 }  // namespace
 
 // One destination as place() goes through them.
@@ -89,7 +84,7 @@ void Placement::place_rows(const CountTable& counts, const Config& config, const
   }
   total[at(target.rank)] = row;
   if (target.rank != target.self) return;
-  dropped_rows = row - kept_rows(0, row, target.limit);
+  dropped_rows = row - kept_rows<std::int64_t>(0, row, target.limit);
   for (int e = 0; e < config.local_experts; ++e) {
     count[at(e)] = 0;
     for (int s = 0; s < config.ranks; ++s) {

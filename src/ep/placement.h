@@ -4,11 +4,19 @@
 
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "ep/config.h"
 
 namespace xd::ep {
+
+// How many of `count` rows from `first` on lie below `limit`.
+template <class Rows>
+constexpr Rows kept_rows(Rows first, std::type_identity_t<Rows> count,
+                         std::type_identity_t<Rows> limit) {
+  return first >= limit ? 0 : count < limit - first ? count : limit - first;
+}
 
 // What one rank says about its batch, as 32-bit values: choices per expert [E], rows per
 // destination if each token is sent there once [W], tokens [1], bad ids [1].

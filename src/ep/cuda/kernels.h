@@ -27,6 +27,16 @@ struct PrepareParams {
   };
   Output counts, padded_counts, offsets, total, rank_rows;
   std::uint32_t* scratch;  // PrepareScratch
+
+  constexpr PlanMap plan_map() const {
+    const GroupDevice& g = turn.group;
+    return PlanMap::make({.local_experts = g.local_experts,
+                          .tokens = tokens,
+                          .topk = topk,
+                          .list_rows = g.expert_major ? g.capacity : 0,
+                          .items = g.keeps_items ? g.capacity : 0,
+                          .ranks = g.ranks()});
+  }
 };
 
 // dispatch, and combine_bwd, which sends gradients the same way.

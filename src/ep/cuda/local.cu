@@ -16,11 +16,10 @@
 #include "cuda/error.h"
 #include "ep/config.h"
 #include "ep/cuda/call_memory.h"
+#include "ep/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
 namespace {
-
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // An int32 or int64 output.
 struct Numbers {
@@ -139,9 +138,7 @@ class LayoutCounter {
   // True on the first lane of the token with this key; keys are below 2^16.
   __device__ bool first_of_token(bool valid, int key) const {
     const auto token = static_cast<unsigned>(lane_ / p_.topk);
-    const unsigned own = valid ? token << 16 | static_cast<unsigned>(key) : 0x80000000u | lane_;
-    const unsigned same = __match_any_sync(kAllLanes, own);
-    return valid && (same & ((1u << lane_) - 1)) == 0;
+    return first_of_equals(token << 16 | static_cast<unsigned>(key), valid);
   }
 
   __device__ void count(std::int64_t first, int each, std::int64_t id) const {

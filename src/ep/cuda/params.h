@@ -110,6 +110,9 @@ struct GroupDevice {
   // A token's slots for partial sums; the plan's top-k counts, so that groups of another bound may
   // use it.
   constexpr int slots_per_token(int topk) const { return topk < ranks() ? topk : ranks(); }
+  constexpr bool keeps_items_at(int rank) const {
+    return (keeps_items_mask[rank / 64] >> (rank % 64) & 1) != 0;
+  }
 };
 
 // A condition on the plan that only the device can check.

@@ -16,45 +16,59 @@
 //      which has no tokens if there is another, writes and seals the plan's head (with drops: in 5)
 //   5  done flags; every block copies what it was told into the plan
 //
-// Counters of a block, per warp, in shared memory: a column for each expert, then for each rank the
-// tokens that go there, then for each rank the choices.
+// A class has each step, and its file says which of this memory it touches and which flags it
+// trusts: Choices and Counters step 1, Exchange 2, Zones 3, Numbering 4, PlanWriter the head and 5.
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
-#include "ep/cuda/prepare_parts.cuh"
+#include "ep/cuda/prepare_numbering.cuh"
+#include "ep/cuda/prepare_plan_writer.cuh"
 
 namespace xd::ep::cuda {
 namespace {
+
+struct PrepareShared {
+  Counters::Shared counters;
+  Zones::Shared zones;
+  PlanWriter::Shared writer;
+};
 
 __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     prepare_kernel(const __grid_constant__ PrepareParams p) {
   __shared__ TurnShared shared;
   __shared__ PrepareShared state;
-  extern __shared__ __align__(16) std::uint32_t counters[];
+  extern __shared__ __align__(16) std::uint32_t columns[];
   fetch_params(p);
   Turn turn(p.turn, shared);
-  Prepare prepare(p, turn, shared, state, counters);
+  const Choices choices(p);
+  Counters counters(p, state.counters, columns);
+  const Exchange exchange(p, turn, counters);
+  const Zones zones(p, shared.base, counters, exchange, state.zones);
+  const Numbering numbering(p, turn, shared.base, choices, counters, exchange, zones);
+  const PlanWriter writer(p, turn, shared, exchange, zones, state.writer);
   bool good = turn.begin();
   if (good) {
     turn.enter();
-    prepare.count_choices();
+    writer.invalidate();
+    numbering.clear();
+    counters.count(choices);
     good = turn.await({0, 0, 0, 0, 0}) && turn.barrier(1);
   }
   if (good && turn.verdict() == Verdict::go) {
-    good = !turn.any_failed(!prepare.exchange_counts()) && turn.barrier(2);
+    good = !turn.any_failed(!exchange.run()) && turn.barrier(2);
     if (good) {
-      prepare.place();
-      if (prepare.head_can_be_early()) prepare.write_head();
-      good = prepare.number_rows();
+      zones.place();
+      writer.write_early();
+      good = numbering.run();
     }
-    if (good && !prepare.needs_sources()) {
-      prepare.finish_plan();
+    if (good && !writer.needs_sources()) {
+      writer.finish();
       return turn.leave();
     }
     if (good) {
       turn.finish();
-      good = !turn.any_failed(!prepare.wait_for_sources());
+      good = !turn.any_failed(!writer.wait_for_sources());
     }
-    if (good) prepare.finish_plan();
+    if (good) writer.finish();
   } else {
     turn.finish();
   }

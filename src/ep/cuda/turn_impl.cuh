@@ -1,6 +1,8 @@
 // Definitions of ep/cuda/turn.cuh, which includes this file.
 #pragma once
 
+#include "ep/cuda/turn.cuh"
+
 #include "base/hash.h"
 
 namespace xd::ep::cuda {

@@ -3,14 +3,9 @@
 #pragma once
 
 #include "ep/cuda/turn.cuh"
+#include "ep/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
-
-inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-
-__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
-__device__ inline int warp_in_block() { return static_cast<int>(threadIdx.x / 32); }
-__device__ inline int warps_per_block() { return static_cast<int>(blockDim.x / 32); }
 
 // The parts of a checked plan.
 struct PlanParts {
@@ -69,9 +64,7 @@ __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std:
     c.expert = g.expert_major ? 0 : static_cast<int>(code % g.codec_experts);
     c.valid = c.row < shared.peer[low].num_rows;
   }
-  const unsigned key = c.valid ? static_cast<unsigned>(c.rank) : 0x10000u + lane_id();
-  const unsigned same = __match_any_sync(kAllLanes, key);
-  c.leader = c.valid && (same & ((1u << lane_id()) - 1)) == 0;
+  c.leader = first_of_equals(static_cast<unsigned>(c.rank), c.valid);
   return c;
 }
 

@@ -1,0 +1,151 @@
+// The counters of prepare: how many choices and tokens go where, and later the next number of each.
+//
+//   memory                        written by                      read by
+//   columns [warps][C], bad ids   this block                      this block, after its barriers
+//   counts_of(block)              that block, in publish()        all blocks, after a grid barrier
+//   counts_before(block)          the columns' threads, step 2    all blocks, after grid barrier 2
+//
+// The first row lies in shared memory, the others in device memory that no peer touches. A warp adds
+// to its own row of columns alone; open() is the only one to write other warps' rows, between
+// barriers of the block. No flag is looked at: the caller raises the grid barriers.
+//
+// C columns: one for each expert, its choices; then one for each rank, the tokens that go there;
+// then one for each rank, the choices.
+#pragma once
+
+#include "ep/cuda/prepare_choices.cuh"
+
+namespace xd::ep::cuda {
+
+inline constexpr std::uint32_t kFarRow = 0x7FFFFFFF;  // beyond every capacity
+
+__device__ inline std::uint32_t saturate(std::uint64_t row) {
+  return row < kFarRow ? static_cast<std::uint32_t>(row) : kFarRow;
+}
+
+class Counters {
+ public:
+  struct Shared {
+    std::uint32_t bad_ids;  // of this block's tokens
+  };
+
+  __device__ Counters(const PrepareParams& params, Shared& shared, std::uint32_t* columns)
+      : s_(shared),
+        values_(columns),
+        experts_(params.turn.group.experts),
+        ranks_(params.turn.group.ranks()),
+        columns_(static_cast<int>(counter_columns(experts_, ranks_))),
+        scratch_(params.scratch),
+        map_(PrepareScratch::make(experts_, ranks_)) {}
+
+  __device__ int columns() const { return columns_; }
+  __device__ int column_of_tokens(int rank) const { return experts_ + rank; }
+  __device__ int column_of_choices(int rank) const { return experts_ + ranks_ + rank; }
+  __device__ int column_of_bad_ids() const { return columns_; }  // in counts_of() alone
+  // Shared memory behind the columns.
+  __device__ std::uint32_t* end() const { return of_warp(warps_per_block()); }
+
+  // What a block has counted, by column; and what the blocks before it have, together.
+  __device__ std::uint32_t* counts_of(int block) const {
+    return scratch_ + map_.block_counts + static_cast<std::uint64_t>(block) * (columns_ + 1);
+  }
+  __device__ std::uint32_t* counts_before(int block) const {
+    return scratch_ + map_.block_base + static_cast<std::uint64_t>(block) * (columns_ + 1);
+  }
+
+  // Counts this block's choices and publishes their sums. All threads.
+  __device__ void count(const Choices& choices);
+
+  // One more in a column of this warp. Single lanes.
+  __device__ void add(int column) const { atomicAdd(&mine()[column], 1u); }
+  // The columns of ranks start again from 0, for this warp. All lanes.
+  __device__ void clear_ranks() const;
+  // The block's sums of the columns from `from` on, for all blocks. All threads; begins with a
+  // barrier of the block.
+  __device__ void publish(int from) const;
+  // From counts to numbers: of the columns from `from` on, each warp's counter becomes the number
+  // that its first choice or token gets, first(column) being the block's. All threads; ends with a
+  // barrier of the block.
+  template <class First>
+  __device__ void open(int from, First&& first) const;
+  // Numbers for the active lanes of each column, in lane order; the warp's counters move on. All
+  // lanes.
+  __device__ std::uint32_t take(bool active, int column) const;
+
+ private:
+  __device__ std::uint32_t* of_warp(int warp) const { return values_ + warp * columns_; }
+  __device__ std::uint32_t* mine() const { return of_warp(warp_in_block()); }
+
+  Shared& s_;
+  std::uint32_t* values_;  // [warps][columns_]
+  const int experts_, ranks_, columns_;
+  std::uint32_t* scratch_;
+  const PrepareScratch map_;
+};
+
+__device__ inline void Counters::count(const Choices& choices) {
+  for (int i = thread_in_block(); i < warps_per_block() * columns_; i += threads_per_block()) {
+    values_[i] = 0;
+  }
+  if (thread_in_block() == 0) s_.bad_ids = 0;
+  __syncthreads();
+  choices.for_each([&](const Pick& c) {
+    const bool first_there = first_of_equals(c.token_at_rank(), c.good);
+    if (c.good) {
+      add(c.id);
+      add(column_of_choices(c.rank));
+      if (first_there) add(column_of_tokens(c.rank));
+    }
+    const unsigned bad = __ballot_sync(kAllLanes, c.bad);
+    if (lane_id() == 0 && bad != 0) {
+      atomicAdd(&s_.bad_ids, static_cast<unsigned>(__popc(bad)));
+    }
+  });
+  publish(0);
+  if (thread_in_block() == 0) {
+    counts_of(static_cast<int>(blockIdx.x))[column_of_bad_ids()] = s_.bad_ids;
+  }
+}
+
+__device__ inline void Counters::clear_ranks() const {
+  for (int c = experts_ + lane_id(); c < columns_; c += 32) mine()[c] = 0;
+  __syncwarp();
+}
+
+__device__ inline void Counters::publish(int from) const {
+  __syncthreads();
+  std::uint32_t* to = counts_of(static_cast<int>(blockIdx.x));
+  for (int c = thread_in_block() + from; c < columns_; c += threads_per_block()) {
+    std::uint32_t sum = 0;
+    for (int w = 0; w < warps_per_block(); ++w) sum += of_warp(w)[c];
+    to[c] = sum;
+  }
+}
+
+template <class First>
+__device__ void Counters::open(int from, First&& first) const {
+  for (int c = thread_in_block() + from; c < columns_; c += threads_per_block()) {
+    std::uint64_t next = first(c);
+    for (int w = 0; w < warps_per_block(); ++w) {
+      const std::uint32_t count = of_warp(w)[c];
+      of_warp(w)[c] = saturate(next);
+      next += count;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ inline std::uint32_t Counters::take(bool active, int column) const {
+  const unsigned same = equal_lanes(static_cast<unsigned>(column), active);
+  const unsigned before = same & lower_lanes();
+  std::uint32_t number = 0;
+  if (active) number = mine()[column] + __popc(before);
+  __syncwarp();
+  if (active && before == 0) {
+    mine()[column] = saturate(std::uint64_t{mine()[column]} + __popc(same));
+  }
+  __syncwarp();
+  return number;
+}
+
+}  // namespace xd::ep::cuda

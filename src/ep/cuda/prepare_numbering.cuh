@@ -1,0 +1,239 @@
+// Step 4 of prepare: every choice gets its row, every owner of rows is told its items.
+//
+//   memory                       written by                       read by
+//   codes, in the plan           the warp whose tokens they are   that warp; later operations
+//   items[s], lists[s]           s's warps                        the owner, after s's done flag
+//   listed[s]                    s's block 0                      likewise
+//   kept[s], RANK_MAJOR, drops   s's block 0                      likewise
+//   surviving                    all blocks (atomics)             block 0, after grid barrier 3
+//
+// items, lists, listed and kept are group memory of the owner, reached after its record; plain
+// stores, which the done flag covers. `surviving` lies in device memory that no peer touches, and is
+// cleared before grid barrier 1. No flag of a peer is looked at: what is read of peers is their
+// counts, which have been waited for.
+#pragma once
+
+#include "ep/cuda/prepare_zones.cuh"
+
+namespace xd::ep::cuda {
+
+class Numbering {
+ public:
+  // `base`: prefix sums of all ranks' capacities.
+  __device__ Numbering(const PrepareParams& params, Turn& turn, const std::uint32_t* base,
+                       const Choices& choices, const Counters& counters, const Exchange& exchange,
+                       const Zones& zones)
+      : p_(params),
+        g_(params.turn.group),
+        turn_(turn),
+        base_(base),
+        choices_(choices),
+        counters_(counters),
+        exchange_(exchange),
+        zones_(zones),
+        surviving_(params.scratch + PrepareScratch::make(g_.experts, g_.ranks()).kept),
+        codes_(reinterpret_cast<std::uint32_t*>(params.plan + params.plan_map().code)) {}
+
+  // All threads, before grid barrier 1.
+  __device__ void clear() const;
+  // All threads, when zones are placed. Passes grid barrier 3 where rows are dropped. False = fatal.
+  __device__ bool run() const;
+
+ private:
+  struct Place {
+    bool kept;    // the row lies within the owner's capacity
+    bool leader;  // the first kept choice of its token at this owner
+    std::uint32_t row;
+  };
+
+  __device__ std::uint32_t& code_of(const Pick& c) const {
+    return codes_[static_cast<std::uint64_t>(c.token) * p_.topk + (lane_id() - c.first_lane)];
+  }
+  // This rank's row of an array that the owner has for every source.
+  template <class Word>
+  __device__ Word* at_owner(int owner, std::uint64_t offset, std::uint64_t words) const {
+    return reinterpret_cast<Word*>(g_.area[owner] + offset) +
+           static_cast<std::uint64_t>(g_.rank()) * words;
+  }
+  __device__ std::uint32_t pack(const Pick& c, const Place& place) const;
+  __device__ Place place_choice(const Pick& c) const;
+  __device__ void keep_count(const Pick& c, const Place& place) const;
+  __device__ void tell_owner(const Pick& c, const Place& place) const;
+  __device__ int lower_ranks(const Pick& c, const Place& place) const;
+  __device__ bool recount() const;
+  __device__ void tell_again() const;
+  __device__ ListedWord told(int owner) const;
+  __device__ void tell_lengths() const;
+  __device__ void send_kept() const;
+
+  const PrepareParams& p_;
+  const GroupDevice& g_;
+  Turn& turn_;
+  const std::uint32_t* base_;
+  const Choices& choices_;
+  const Counters& counters_;
+  const Exchange& exchange_;
+  const Zones& zones_;
+  std::uint32_t* surviving_;  // [E] choices of this rank, RANK_MAJOR with drops
+  std::uint32_t* codes_;      // [T][K]
+};
+
+__device__ inline void Numbering::clear() const {
+  if (blockIdx.x != 0) return;
+  for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) surviving_[e] = 0;
+}
+
+__device__ inline bool Numbering::run() const {
+  // EXPERT_MAJOR with drops: items and entries of lists have numbers only when all blocks have
+  // counted what survives. Until then the columns of ranks count that.
+  const bool again = zones_.drops() && g_.expert_major;
+  if (again) counters_.clear_ranks();
+  choices_.for_each([&](const Pick& c) {
+    const Place place = place_choice(c);
+    if (c.active) code_of(c) = pack(c, place);
+    if (zones_.drops()) keep_count(c, place);
+    if (!again) tell_owner(c, place);
+  });
+  if (zones_.drops() && !recount()) return false;
+  tell_lengths();
+  return true;
+}
+
+// See RowCodec.
+__device__ inline std::uint32_t Numbering::pack(const Pick& c, const Place& place) const {
+  const std::uint32_t global = base_[place.kept ? c.rank : 0] + place.row;
+  return !place.kept       ? RowCodec::kNone
+         : g_.expert_major ? global
+                           : global * g_.codec_experts + c.id % g_.local_experts;
+}
+
+// The choice's row. All lanes.
+__device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const {
+  Place place{false, false, 0};
+  if (g_.expert_major) {
+    place.row = counters_.take(c.good, c.id);
+  } else {
+    const unsigned same = equal_lanes(c.token_at_rank(), c.good);
+    const bool first = c.good && (same & lower_lanes()) == 0;
+    place.row = counters_.take(first, counters_.column_of_tokens(c.good ? c.rank : 0));
+    place.row = __shfl_sync(kAllLanes, place.row, __ffs(static_cast<int>(same)) - 1);
+  }
+  place.kept = c.good && place.row < zones_.capacity_of(c.rank);
+  place.leader = first_of_equals(c.token_at_rank(), place.kept);
+  return place;
+}
+
+// Of the ranks that hold rows of this lane's token, how many are lower than its own. All lanes.
+__device__ inline int Numbering::lower_ranks(const Pick& c, const Place& place) const {
+  const int leading = place.leader ? c.rank : INT32_MAX;
+  int lower = 0;
+  for (int k = 0; k < p_.topk; ++k) {
+    const int lane = min(c.first_lane + k, 31);
+    lower += __shfl_sync(kAllLanes, leading, lane) < c.rank ? 1 : 0;
+  }
+  return lower;
+}
+
+// The items and rows of these choices, into the memory of their owners. All lanes.
+__device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) const {
+  const int rank = place.kept ? c.rank : 0;
+  const int order = lower_ranks(c, place);
+  std::uint32_t item = 0, entry = 0;
+  if (g_.expert_major) {
+    item = counters_.take(place.leader, counters_.column_of_tokens(rank));
+    entry = counters_.take(place.kept, counters_.column_of_choices(rank));
+  } else if (place.leader) {
+    item = place.row - static_cast<std::uint32_t>(exchange_.tokens_before(g_.rank(), rank));
+  }
+  if (!place.kept || !g_.keeps_items_at(rank)) return;
+  if (g_.expert_major) {
+    at_owner<std::uint32_t>(rank, g_.lists, g_.lists_stride)[1 + entry] = place.row;
+  }
+  if (!place.leader) return;
+  const ItemWord word{entry,
+                      static_cast<std::uint32_t>(c.token * g_.slots_per_token(p_.topk) + order)};
+  at_owner<std::uint64_t>(rank, g_.items, g_.max_tokens)[item] =
+      std::uint64_t{word.slot} << 32 | word.start;
+}
+
+// With drops: what survives, per rank (EXPERT_MAJOR) or per expert (RANK_MAJOR).
+__device__ inline void Numbering::keep_count(const Pick& c, const Place& place) const {
+  if (g_.expert_major) {
+    if (place.leader) counters_.add(counters_.column_of_tokens(c.rank));
+    if (place.kept) counters_.add(counters_.column_of_choices(c.rank));
+  } else if (place.kept) {
+    atomicAdd(&surviving_[c.id], 1u);
+  }
+}
+
+// With drops: what survives in all blocks decides what owners are told. False = fatal.
+__device__ inline bool Numbering::recount() const {
+  if (g_.expert_major) counters_.publish(g_.experts);
+  if (!turn_.barrier(3)) return false;
+  if (!g_.expert_major) {
+    send_kept();
+    return true;
+  }
+  counters_.open(g_.experts, [&](int c) {
+    std::uint64_t first = 0;
+    for (int b = 0; b < static_cast<int>(blockIdx.x); ++b) first += counters_.counts_of(b)[c];
+    return first;
+  });
+  tell_again();
+  return true;
+}
+
+// The lists, from the codes that the warp has written.
+__device__ inline void Numbering::tell_again() const {
+  choices_.for_each([&](const Pick& c) {
+    Place place{false, false, 0};
+    if (c.good) {
+      const std::uint32_t global = code_of(c);
+      place.kept = global != RowCodec::kNone;
+      if (place.kept) place.row = global - base_[c.rank];
+    }
+    place.leader = first_of_equals(c.token_at_rank(), place.kept);
+    tell_owner(c, place);
+  });
+}
+
+// How much an owner has been told by all blocks.
+__device__ inline ListedWord Numbering::told(int owner) const {
+  if (!g_.expert_major) {
+    const std::uint64_t before = exchange_.tokens_before(g_.rank(), owner);
+    const auto kept = static_cast<std::uint32_t>(
+        kept_rows(before, exchange_.tokens_for(g_.rank(), owner), zones_.capacity_of(owner)));
+    return {kept, kept};
+  }
+  const int tokens = counters_.column_of_tokens(owner);
+  const int choices = counters_.column_of_choices(owner);
+  const int last = Choices::blocks() - 1;
+  ListedWord sum{0, 0};
+  if (!zones_.drops())
+    sum = {counters_.counts_before(last)[tokens], counters_.counts_before(last)[choices]};
+  for (int b = zones_.drops() ? 0 : last; b <= last; ++b) {
+    sum.items += counters_.counts_of(b)[tokens];
+    sum.rows += counters_.counts_of(b)[choices];
+  }
+  return sum;
+}
+
+// Block 0.
+__device__ inline void Numbering::tell_lengths() const {
+  const int d = thread_in_block();
+  if (blockIdx.x != 0 || d >= g_.ranks()) return;
+  const ListedWord word = told(d);
+  *at_owner<std::uint64_t>(d, g_.listed, 1) = std::uint64_t{word.rows} << 32 | word.items;
+}
+
+// RANK_MAJOR: into each rank that overflows, this rank's surviving choices of its experts. Block 0.
+__device__ inline void Numbering::send_kept() const {
+  if (blockIdx.x != 0) return;
+  for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) {
+    const int d = e / g_.local_experts;
+    if (zones_.total(d) <= zones_.capacity_of(d)) continue;
+    at_owner<std::uint32_t>(d, g_.kept, g_.local_experts)[e % g_.local_experts] = surviving_[e];
+  }
+}
+
+}  // namespace xd::ep::cuda

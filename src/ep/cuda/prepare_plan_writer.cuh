@@ -1,0 +1,388 @@
+// Step 5 of prepare: the plan but for its codes, the outputs, and what becomes of the operation.
+//
+//   memory                       written by                     read by
+//   plan: header and zones       the last block, the "head"     later operations
+//   plan: list, start, slot      all blocks                     later operations
+//   outputs                      head block; rank_rows: all     the caller, later in the stream
+//   Shared, TurnShared::plan     this block                     this block; its report
+//   Control, Report: totals      the head block                 later operations; the host
+//   items, lists, listed, kept   their source                   this rank, after its done flag
+//
+// The last row is group memory of this rank, and trusted when wait_for_sources() has seen the done
+// flags of all sources. Counts, zones and overflows are trusted after Zones::place().
+#pragma once
+
+#include "ep/cuda/prepare_zones.cuh"
+
+namespace xd::ep::cuda {
+
+class PlanWriter {
+ public:
+  struct Shared {
+    ListedWord told[kMaxDeviceRanks];  // what every source has here
+    std::int32_t item_begin[kMaxDeviceRanks + 1];
+    std::int32_t row_begin[kMaxDeviceRanks + 1];
+    unsigned long long dropped_rows;  // EXPERT_MAJOR: of this rank
+    unsigned long long checksum;
+    std::uint64_t partial[kMostPrepareWarps];  // of scan_block()
+  };
+
+  __device__ PlanWriter(const PrepareParams& params, Turn& turn, TurnShared& turn_shared,
+                        const Exchange& exchange, const Zones& zones, Shared& shared)
+      : p_(params),
+        g_(params.turn.group),
+        turn_(turn),
+        header_(turn_shared.plan),
+        exchange_(exchange),
+        zones_(zones),
+        s_(shared),
+        map_(params.plan_map()) {}
+
+  // From now on the plan's bytes are no plan. All threads.
+  __device__ void invalidate() const;
+  // Without drops: writes all that follows from the counts alone. All threads, after Zones::place().
+  __device__ void write_early() const;
+  // Whether something of the plan is what the sources tell, beyond their counts.
+  __device__ bool needs_sources() const { return g_.keeps_items || zones_.drops(); }
+  // What all ranks have told this one is there. All threads. False = fatal.
+  __device__ bool wait_for_sources() const;
+  // Writes the rest; every block comes to the same verdict about the operation. All threads.
+  __device__ void finish() const;
+
+ private:
+  __device__ static bool is_head() { return blockIdx.x == gridDim.x - 1; }
+  template <class Word>
+  __device__ Word* part(std::uint64_t offset) const {
+    return reinterpret_cast<Word*>(p_.plan + offset);
+  }
+  // An array of this rank's group memory that sources have written.
+  template <class Word>
+  __device__ const Word* told_here(std::uint64_t offset) const {
+    return reinterpret_cast<const Word*>(g_.area[g_.rank()] + offset);
+  }
+  __device__ void derive_told() const;
+  __device__ void read_told() const;
+  __device__ void find_begins() const;
+  __device__ void write_head() const;
+  __device__ std::uint64_t pairs_of(int local_expert) const;
+  __device__ void write_zones() const;
+  __device__ PlanHeader make_header() const;
+  __device__ void write_header() const;
+  __device__ void seal() const;
+  __device__ void report_totals() const;
+  __device__ void copy_items() const;
+  __device__ std::uint64_t rows_between(int source, int rank, int lane) const;
+  __device__ void write_rank_rows() const;
+  __device__ void judge() const;
+  __device__ static void write_number(const PrepareParams::Output& out, std::int64_t at,
+                                      std::int64_t value) {
+    if (out.data == nullptr) return;
+    if (out.wide) {
+      static_cast<std::int64_t*>(out.data)[at] = value;
+    } else {
+      static_cast<std::int32_t*>(out.data)[at] =
+          static_cast<std::int32_t>(min(value, std::int64_t{INT32_MAX}));
+    }
+  }
+
+  const PrepareParams& p_;
+  const GroupDevice& g_;
+  Turn& turn_;
+  PlanHeader& header_;  // in shared memory: what a report says
+  const Exchange& exchange_;
+  const Zones& zones_;
+  Shared& s_;
+  const PlanMap map_;
+};
+
+__device__ inline void PlanWriter::invalidate() const {
+  if (blockIdx.x != 0 || threadIdx.x >= sizeof(PlanHeader) / sizeof(std::uint64_t)) return;
+  part<std::uint64_t>(0)[threadIdx.x] = 0;
+}
+
+__device__ inline void PlanWriter::write_early() const {
+  if (zones_.drops()) return;
+  if (g_.keeps_items) derive_told();
+  if (is_head()) write_head();
+}
+
+__device__ inline bool PlanWriter::wait_for_sources() const {
+  bool good = true;
+  std::uint64_t flag = 0;  // no tensors: nothing is ever missing
+  for (int s = thread_in_block(); s < g_.ranks() && good; s += threads_per_block()) {
+    good = turn_.wait_done(s, flag);
+  }
+  return good;
+}
+
+__device__ inline void PlanWriter::finish() const {
+  if (zones_.drops()) {
+    if (g_.keeps_items) read_told();
+    if (is_head()) write_head();
+  }
+  find_begins();
+  if (g_.keeps_items) copy_items();
+  write_rank_rows();
+  judge();
+}
+
+// Without drops, how many items and rows every source has here follows from its counts.
+__device__ inline void PlanWriter::derive_told() const {
+  for (int s = warp_in_block(); s < g_.ranks(); s += warps_per_block()) {
+    std::uint32_t rows = 0;
+    for (int e = lane_id(); e < g_.local_experts; e += 32) {
+      rows += exchange_.choices(s, g_.rank() * g_.local_experts + e);
+    }
+    rows = warp_sum(rows);
+    if (lane_id() == 0) s_.told[s] = {exchange_.tokens_for(s, g_.rank()), rows};
+  }
+}
+
+// With drops, it is what the source has told.
+__device__ inline void PlanWriter::read_told() const {
+  const int s = thread_in_block();
+  if (s >= g_.ranks()) return;
+  const std::uint64_t word = ptx::ld_relaxed_sys(told_here<std::uint64_t>(g_.listed) + s);
+  s_.told[s] = {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32)};
+}
+
+// Where every source's items and rows begin.
+__device__ inline void PlanWriter::find_begins() const {
+  __syncthreads();
+  if (thread_in_block() == 0) {
+    std::int64_t items = 0, rows = 0;
+    for (int s = 0; s <= g_.ranks(); ++s) {
+      s_.item_begin[s] = static_cast<std::int32_t>(items);
+      s_.row_begin[s] = static_cast<std::int32_t>(rows);
+      if (s == g_.ranks() || !g_.keeps_items) continue;
+      items = min(items + s_.told[s].items, g_.capacity);
+      rows = min(rows + s_.told[s].rows, g_.capacity);
+    }
+  }
+  __syncthreads();
+}
+
+// ---- The head block ----------------------------------------------------------------------------
+
+__device__ inline void PlanWriter::write_head() const {
+  if (thread_in_block() == 0) s_.dropped_rows = s_.checksum = 0;
+  find_begins();
+  write_zones();
+  write_header();
+  seal();
+  report_totals();
+}
+
+// RANK_MAJOR: pairs of a local expert, after drops.
+__device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
+  if (!zones_.drops() || zones_.total(g_.rank()) <= zones_.capacity_of(g_.rank())) {
+    return exchange_.expert_total(g_.rank() * g_.local_experts + local_expert);
+  }
+  const auto* kept = told_here<std::uint32_t>(g_.kept);
+  std::uint64_t pairs = 0;
+  for (int s = 0; s < g_.ranks(); ++s) {
+    pairs +=
+        ptx::ld_relaxed_sys(kept + static_cast<std::uint64_t>(s) * g_.local_experts + local_expert);
+  }
+  return pairs;
+}
+
+// Counts and offsets of this rank's zones, in the plan and in the outputs.
+__device__ inline void PlanWriter::write_zones() const {
+  auto* counts = part<std::int32_t>(map_.count);
+  auto* offsets = part<std::int32_t>(map_.offset);
+  const std::uint64_t limit = g_.expert_major ? zones_.limit_of(g_.rank()) : ~std::uint64_t{0};
+  const auto rows = [&](int e) -> std::uint64_t {
+    return g_.expert_major ? exchange_.expert_total(g_.rank() * g_.local_experts + e) : pairs_of(e);
+  };
+  const auto padded = [&](int e) { return zones_.padded(rows(e)); };
+  scan_block(s_.partial, g_.local_experts, padded, [&](int e, std::uint64_t zone) {
+    const std::uint64_t offset = min(zone, limit);
+    offsets[e] = static_cast<std::int32_t>(min(offset, std::uint64_t{INT32_MAX}));
+    write_number(p_.offsets, e, static_cast<std::int64_t>(offset));
+    if (e == g_.local_experts) return;
+    const std::uint64_t kept = kept_rows(zone, rows(e), limit);
+    counts[e] = static_cast<std::int32_t>(min(kept, std::uint64_t{INT32_MAX}));
+    write_number(p_.counts, e, static_cast<std::int64_t>(kept));
+    write_number(p_.padded_counts, e,
+                 static_cast<std::int64_t>(min(zone + padded(e), limit) - offset));
+    atomicAdd(&s_.dropped_rows, static_cast<unsigned long long>(rows(e) - kept));
+  });
+  if (thread_in_block() == 0) {
+    write_number(p_.total, 0, static_cast<std::int64_t>(zones_.total(g_.rank())));
+  }
+}
+
+__device__ inline PlanHeader PlanWriter::make_header() const {
+  const std::uint64_t total = zones_.total(g_.rank());
+  const std::int64_t capacity = zones_.capacity_of(g_.rank());
+  const int overflow = zones_.overflow_rank();
+  const bool has = overflow >= 0;
+  return {.magic = PlanHeader::kMagic,
+          .version = PlanHeader::kVersion,
+          .rank = g_.rank(),
+          .ranks = g_.ranks(),
+          .experts = g_.experts,
+          .tokens = p_.tokens,
+          .topk = p_.topk,
+          .layout = g_.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR,
+          .alignment = p_.alignment,
+          .overflow = g_.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR,
+          .keeps_list = g_.expert_major ? 1 : 0,
+          .keeps_items = g_.keeps_items ? 1 : 0,
+          .bad_id_rank = zones_.bad_id_rank(),
+          .overflow_rank = overflow,
+          .reserved = 0,
+          .list_rows = g_.expert_major ? g_.capacity : 0,
+          .recv_rows = min(static_cast<std::int64_t>(total), capacity),
+          .total_rows = static_cast<std::int64_t>(total),
+          .bad_ids = static_cast<std::int64_t>(zones_.bad_ids()),
+          .overflow_needed = has ? static_cast<std::int64_t>(zones_.total(overflow)) : 0,
+          .overflow_capacity = has ? zones_.capacity_of(overflow) : 0,
+          .capacities = g_.capacities_hash,
+          .capacity = g_.capacity,
+          .fingerprint = plan_fingerprint({.counts = g_.control->counts_hash,
+                                           .capacities = g_.capacities_hash,
+                                           .topk = p_.topk,
+                                           .alignment = p_.alignment,
+                                           .group = g_.number,
+                                           .epoch = turn_.epoch()}),
+          .epoch = turn_.epoch(),
+          .bytes = map_.end,
+          .checksum = 0};
+}
+
+// The header, and the parts that are not large.
+__device__ inline void PlanWriter::write_header() const {
+  if (g_.keeps_items) {
+    auto* tokens = part<std::int32_t>(map_.tokens);
+    auto* begin = part<std::int32_t>(map_.item_begin);
+    for (int s = thread_in_block(); s <= g_.ranks(); s += threads_per_block()) {
+      begin[s] = s_.item_begin[s];
+      if (s < g_.ranks()) tokens[s] = static_cast<std::int32_t>(exchange_.tokens(s));
+    }
+  }
+  // The gap before the codes, so that equal plans have equal checksums.
+  for (std::uint64_t i = map_.zones_end + threadIdx.x; i < map_.code; i += threads_per_block()) {
+    p_.plan[i] = std::byte{0};
+  }
+  if (thread_in_block() == 0) header_ = make_header();
+  __syncthreads();
+}
+
+__device__ inline void PlanWriter::seal() const {
+  constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
+  constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
+  const auto* header = reinterpret_cast<const std::uint64_t*>(&header_);
+  auto* words = part<std::uint64_t>(0);
+  std::uint64_t sum = 0;
+  for (std::uint64_t i = threadIdx.x; i < map_.code / sizeof(std::uint64_t);
+       i += threads_per_block()) {
+    if (i < kHeaderWords) words[i] = header[i];
+    if (i != kChecksumWord) sum += hash_entry(i, i < kHeaderWords ? header[i] : words[i]);
+  }
+  atomicAdd(&s_.checksum, static_cast<unsigned long long>(sum));
+  __syncthreads();
+  if (thread_in_block() == 0) words[kChecksumWord] = s_.checksum;
+}
+
+// The group's totals, which its host reads. Only what has changed: the host's memory is reached over
+// PCIe, and done flags wait for what has been stored.
+__device__ inline void PlanWriter::report_totals() const {
+  if (thread_in_block() != 0) return;
+  const std::uint64_t total = zones_.total(g_.rank());
+  const std::uint64_t capacity = zones_.capacity_of(g_.rank());
+  const std::uint64_t dropped = !g_.drop           ? 0
+                                : g_.expert_major  ? s_.dropped_rows
+                                : total > capacity ? total - capacity
+                                                   : 0;
+  if (zones_.bad_ids() == 0 && dropped == 0) return;
+  g_.control->bad_ids += zones_.bad_ids();
+  g_.control->dropped_rows += dropped;
+  g_.report->total_bad_ids = g_.control->bad_ids;
+  g_.report->total_dropped_rows = g_.control->dropped_rows;
+}
+
+// ---- All blocks --------------------------------------------------------------------------------
+
+// Items and rows of all sources, one source after another.
+__device__ inline void PlanWriter::copy_items() const {
+  auto* list = part<std::uint32_t>(map_.list);
+  auto* start = part<std::uint32_t>(map_.start);
+  auto* slot = part<std::uint32_t>(map_.slot);
+  const auto* items = told_here<std::uint64_t>(g_.items);
+  const auto* lists = told_here<std::uint32_t>(g_.lists);
+  const int first = static_cast<int>(blockIdx.x) * threads_per_block() + thread_in_block();
+  const int stride = static_cast<int>(gridDim.x) * threads_per_block();
+  for (int s = 0; s < g_.ranks(); ++s) {
+    const int count = min(s_.item_begin[s + 1] - s_.item_begin[s], g_.max_tokens);
+    for (int i = first; i < count; i += stride) {
+      const std::uint64_t word =
+          ptx::ld_relaxed_sys(items + static_cast<std::uint64_t>(s) * g_.max_tokens + i);
+      slot[s_.item_begin[s] + i] = static_cast<std::uint32_t>(word >> 32);
+      if (g_.expert_major) {
+        start[s_.item_begin[s] + i] = s_.row_begin[s] + static_cast<std::uint32_t>(word);
+      }
+    }
+    if (!g_.expert_major) continue;
+    const int rows = s_.row_begin[s + 1] - s_.row_begin[s];
+    for (int i = first; i < rows; i += stride) {
+      list[s_.row_begin[s] + i] = ptx::ld_relaxed_sys(lists + s * g_.lists_stride + 1 + i);
+    }
+  }
+  if (g_.expert_major && first == 0) {
+    start[s_.item_begin[g_.ranks()]] = static_cast<std::uint32_t>(s_.row_begin[g_.ranks()]);
+  }
+}
+
+// Rows that `source` puts into `rank`'s receive tensor: this lane's part of them.
+__device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, int lane) const {
+  const std::uint64_t limit = zones_.limit_of(rank);
+  if (!g_.expert_major) {
+    if (lane != 0) return 0;
+    return kept_rows(exchange_.tokens_before(source, rank), exchange_.tokens_for(source, rank),
+                     limit);
+  }
+  std::uint64_t rows = 0;
+  for (int i = lane; i < g_.local_experts; i += 32) {
+    const int e = rank * g_.local_experts + i;
+    std::uint64_t first = zones_.first_row(e);
+    for (int s = 0; s < source; ++s) first += exchange_.choices(s, e);
+    rows += kept_rows(first, exchange_.choices(source, e), limit);
+  }
+  return rows;
+}
+
+// A warp per number.
+__device__ inline void PlanWriter::write_rank_rows() const {
+  if (p_.rank_rows.data == nullptr) return;
+  const int warps = static_cast<int>(gridDim.x) * warps_per_block();
+  const int ranks = g_.ranks();
+  for (int i = static_cast<int>(blockIdx.x) * warps_per_block() + warp_in_block();
+       i < ranks * ranks; i += warps) {
+    const std::uint64_t rows = warp_sum(rows_between(i / ranks, i % ranks, lane_id()));
+    if (lane_id() == 0) write_number(p_.rank_rows, i, static_cast<std::int64_t>(rows));
+  }
+}
+
+// What becomes of the operation; every block says the same.
+__device__ inline void PlanWriter::judge() const {
+  __syncthreads();
+  if (thread_in_block() == 0) {
+    header_.bad_ids = static_cast<std::int64_t>(zones_.bad_ids());
+    header_.bad_id_rank = zones_.bad_id_rank();
+    header_.overflow_rank = zones_.overflow_rank();
+    if (header_.overflow_rank >= 0) {
+      header_.overflow_needed = static_cast<std::int64_t>(zones_.total(header_.overflow_rank));
+      header_.overflow_capacity = zones_.capacity_of(header_.overflow_rank);
+    }
+    if (header_.overflow_rank >= 0 && !g_.drop) {
+      turn_.set_setback(XD_ERROR_OVERFLOW);
+    } else if (header_.bad_ids > 0) {
+      turn_.set_setback(XD_ERROR_INVALID_ARGUMENT);
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,153 @@
+// Step 3 of prepare: from everybody's counts to the zones of all experts, the overflow of every
+// rank, and the first numbers of this block. Each block computes all of it for itself.
+//
+//   memory                 written by                   read by
+//   Shared, first rows,    this block, in place()       this block, after place()
+//   block's first numbers
+//
+// All of it is shared memory. What the exchange has left is trusted after grid barrier 2; no flag is
+// looked at. Every block of every rank computes the same zones and overflows, as all have the same
+// counts.
+#pragma once
+
+#include "ep/cuda/prepare_exchange.cuh"
+#include "ep/cuda/scan.cuh"
+
+namespace xd::ep::cuda {
+
+class Zones {
+ public:
+  struct Shared {
+    std::uint64_t partial[kMostPrepareWarps];   // of scan_block()
+    unsigned long long total[kMaxDeviceRanks];  // padded rows each rank needs
+    std::uint64_t start[kMaxDeviceRanks + 1];   // padded rows of all lower ranks
+    int overflow_rank, bad_id_rank;             // the lowest; INT32_MAX = none
+    unsigned long long bad_ids;
+    int drops;
+  };
+
+  // `base`: prefix sums of all ranks' capacities. Takes the shared memory behind the counters.
+  __device__ Zones(const PrepareParams& params, const std::uint32_t* base, const Counters& counters,
+                   const Exchange& exchange, Shared& shared)
+      : p_(params),
+        g_(params.turn.group),
+        base_(base),
+        counters_(counters),
+        exchange_(exchange),
+        s_(shared),
+        next_(counters.end()),
+        first_row_(next_ + counters.columns()) {}
+
+  // Places everything and opens the counters: from now on take() gives rows and numbers of items.
+  // All threads.
+  __device__ void place() const;
+
+  // Whether rows are dropped somewhere: what survives must be counted again.
+  __device__ bool drops() const { return s_.drops != 0; }
+  // Padded rows that a rank needs.
+  __device__ std::uint64_t total(int rank) const { return s_.total[rank]; }
+  // First row of an expert's zone, on its rank.
+  __device__ std::uint32_t first_row(int expert) const { return first_row_[expert]; }
+  // The lowest rank of that kind; -1 = none.
+  __device__ int overflow_rank() const { return or_none(s_.overflow_rank); }
+  __device__ int bad_id_rank() const { return or_none(s_.bad_id_rank); }
+  __device__ std::uint64_t bad_ids() const { return s_.bad_ids; }
+
+  // The rows that a rank can receive under this plan.
+  __device__ std::uint32_t capacity_of(int rank) const {
+    return static_cast<std::uint32_t>(whole_rows(base_[rank + 1] - base_[rank], p_.alignment));
+  }
+  // Rows from here on are dropped.
+  __device__ std::uint64_t limit_of(int rank) const {
+    return g_.drop ? capacity_of(rank) : ~std::uint64_t{0};
+  }
+  __device__ std::uint64_t padded(std::uint64_t rows) const {
+    const auto alignment = static_cast<std::uint64_t>(p_.alignment);
+    return (rows + alignment - 1) / alignment * alignment;
+  }
+
+ private:
+  __device__ static int or_none(int rank) { return rank == INT32_MAX ? -1 : rank; }
+  __device__ void fetch() const;
+  __device__ void lay_out() const;
+  __device__ void find_overflow() const;
+  __device__ void open_counters() const;
+
+  const PrepareParams& p_;
+  const GroupDevice& g_;
+  const std::uint32_t* base_;
+  const Counters& counters_;
+  const Exchange& exchange_;
+  Shared& s_;
+  std::uint32_t* next_;       // [C] what this block's counters begin with, but for zones
+  std::uint32_t* first_row_;  // [E]
+};
+
+__device__ inline void Zones::place() const {
+  fetch();
+  lay_out();
+  find_overflow();
+  open_counters();
+}
+
+// Loads what lies in device memory, once for all steps.
+__device__ inline void Zones::fetch() const {
+  const std::uint32_t* before = counters_.counts_before(static_cast<int>(blockIdx.x));
+  for (int c = thread_in_block(); c < counters_.columns(); c += threads_per_block()) {
+    next_[c] = before[c];
+    if (c >= g_.experts) continue;
+    next_[c] += exchange_.expert_base(c);
+    first_row_[c] = exchange_.expert_total(c);
+  }
+  if (thread_in_block() == 0) {
+    s_.overflow_rank = s_.bad_id_rank = INT32_MAX;
+    s_.bad_ids = 0;
+  }
+  __syncthreads();
+}
+
+// Totals become first rows.
+__device__ inline void Zones::lay_out() const {
+  // As one sequence over all ranks, of which start[d] is where rank d begins.
+  scan_block(
+      s_.partial, g_.experts, [&](int e) { return padded(first_row_[e]); },
+      [&](int e, std::uint64_t sum) {
+        if (e % g_.local_experts == 0) s_.start[e / g_.local_experts] = sum;
+        if (e < g_.experts) first_row_[e] = static_cast<std::uint32_t>(sum);
+      });
+  for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) {
+    const int d = e / g_.local_experts;
+    const bool far = s_.start[d + 1] - s_.start[d] >= kFarRow;
+    first_row_[e] = far ? kFarRow : first_row_[e] - static_cast<std::uint32_t>(s_.start[d]);
+  }
+  __syncthreads();
+}
+
+__device__ inline void Zones::find_overflow() const {
+  const int d = thread_in_block();
+  if (d < g_.ranks()) {
+    const std::uint32_t bad = exchange_.bad_ids(d);
+    s_.total[d] =
+        g_.expert_major ? s_.start[d + 1] - s_.start[d] : exchange_.tokens_before(g_.ranks(), d);
+    if (s_.total[d] > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
+    if (bad > 0) atomicMin(&s_.bad_id_rank, d);
+    atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(bad));
+  }
+  __syncthreads();
+  if (thread_in_block() == 0) s_.drops = g_.drop && s_.overflow_rank != INT32_MAX ? 1 : 0;
+  __syncthreads();
+}
+
+__device__ inline void Zones::open_counters() const {
+  counters_.open(0, [&](int c) {
+    std::uint64_t first = next_[c];
+    if (c < g_.experts) {
+      first += first_row_[c];
+    } else if (!g_.expert_major && c < g_.experts + g_.ranks()) {
+      first += exchange_.tokens_before(g_.rank(), c - g_.experts);
+    }
+    return first;
+  });
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,36 @@
+// Prefix sums over the threads of a block. Touches the caller's working memory, one word per warp
+// in shared memory, and what `value` and `store` touch; trusts barriers of the block alone.
+#pragma once
+
+#include "ep/cuda/warp.cuh"
+
+namespace xd::ep::cuda {
+
+// Exclusive prefix sums of value(0 .. count - 1): store(i, sum before i), also for i = count.
+// `partial` has a word for every warp. All threads; ends with a barrier of the block.
+template <class Value, class Store>
+__device__ void scan_block(std::uint64_t* partial, int count, Value&& value, Store&& store) {
+  const int each = (count + threads_per_block() - 1) / threads_per_block();
+  const int begin = min(thread_in_block() * each, count), end = min(begin + each, count);
+  std::uint64_t own = 0;
+  for (int i = begin; i < end; ++i) own += value(i);
+  std::uint64_t before = own;
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint64_t other = __shfl_up_sync(kAllLanes, before, step);
+    if (lane_id() >= step) before += other;
+  }
+  __syncthreads();
+  if (lane_id() == 31) partial[warp_in_block()] = before;
+  __syncthreads();
+  before -= own;
+  for (int w = 0; w < warp_in_block(); ++w) before += partial[w];
+  for (int i = begin; i < end; ++i) {
+    const std::uint64_t own_value = value(i);
+    store(i, before);
+    before += own_value;
+  }
+  if (begin < count && end == count) store(count, before);
+  __syncthreads();
+}
+
+}  // namespace xd::ep::cuda

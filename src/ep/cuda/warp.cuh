@@ -1,0 +1,39 @@
+// A thread's place in its block, and what the lanes of a warp find out together. Touches no memory;
+// "all lanes" means that all 32 lanes of the warp call the function.
+#pragma once
+
+#include <cstdint>
+
+namespace xd::ep::cuda {
+
+inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline int warp_in_block() { return static_cast<int>(threadIdx.x / 32); }
+__device__ inline int warps_per_block() { return static_cast<int>(blockDim.x / 32); }
+__device__ inline int thread_in_block() { return static_cast<int>(threadIdx.x); }
+__device__ inline int threads_per_block() { return static_cast<int>(blockDim.x); }
+
+// The lanes below this one, as a mask.
+__device__ inline unsigned lower_lanes() { return (1u << lane_id()) - 1; }
+
+// The active lanes whose key equals this lane's, as a mask; a lane that is not active equals itself
+// alone. Keys are below 2^31. All lanes.
+__device__ inline unsigned equal_lanes(unsigned key, bool active) {
+  return __match_any_sync(kAllLanes, active ? key : 0x80000000u | lane_id());
+}
+
+// Whether this lane is active and the lowest of the active lanes with its key. All lanes.
+__device__ inline bool first_of_equals(unsigned key, bool active) {
+  const unsigned same = equal_lanes(key, active);
+  return active && (same & lower_lanes()) == 0;
+}
+
+// The sum of all lanes' values, on every lane. All lanes.
+template <class Number>
+__device__ Number warp_sum(Number value) {
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
+}  // namespace xd::ep::cuda
