@@ -286,8 +286,8 @@ __device__ inline void PlanWriter::seal() const {
   if (thread_in_block() == 0) words[kChecksumWord] = s_.checksum;
 }
 
-// The group's totals, which its host reads. Only what has changed: the host's memory is reached over
-// PCIe, and done flags wait for what has been stored.
+// The group's totals, which its host reads. Only what has changed: the host's memory is reached
+// over PCIe, and done flags wait for what has been stored.
 __device__ inline void PlanWriter::report_totals() const {
   if (thread_in_block() != 0) return;
   const std::uint64_t total = zones_.total(g_.rank());

@@ -5,9 +5,9 @@
 //   Shared, first rows,    this block, in place()       this block, after place()
 //   block's first numbers
 //
-// All of it is shared memory. What the exchange has left is trusted after grid barrier 2; no flag is
-// looked at. Every block of every rank computes the same zones and overflows, as all have the same
-// counts.
+// All of it is shared memory. What the exchange has left is trusted after grid barrier 2; no flag
+// is looked at. Every block of every rank computes the same zones and overflows, as all have the
+// same counts.
 #pragma once
 
 #include "ep/cuda/prepare_exchange.cuh"
