@@ -5,9 +5,9 @@
 //   counts_of(block)              that block, in publish()        all blocks, after a grid barrier
 //   counts_before(block)          the columns' threads, step 2    all blocks, after grid barrier 2
 //
-// The first row lies in shared memory, the others in device memory that no peer touches. A warp adds
-// to its own row of columns alone; open() is the only one to write other warps' rows, between
-// barriers of the block. No flag is looked at: the caller raises the grid barriers.
+// The first row lies in shared memory, the others in device memory that no peer touches. A warp
+// adds to its own row of columns alone; only open() writes other warps' rows, between barriers of
+// the block. No flag is looked at: the caller raises the grid barriers.
 //
 // C columns: one for each expert, its choices; then one for each rank, the tokens that go there;
 // then one for each rank, the choices.

@@ -1,10 +1,10 @@
 // Step 2 of prepare: every count goes to all peers and comes from all of them.
 //
-//   memory                  written by                      read by
-//   counts[slot][s]         s's column threads, into the    this rank's threads, as words that carry
-//                           memory of every rank            this epoch; after grid barrier 2 all
-//   expert_total, _base     the expert's column thread      all blocks, after grid barrier 2
-//   Control::counts_hash    all blocks (atomics)            the plan's writer, likewise
+//   memory                 written by                     read by
+//   counts[slot][s]        s's column threads, into the   this rank's threads, as words that carry
+//                          memory of every rank           this epoch; all after grid barrier 2
+//   expert_total, _base    the expert's column thread     all blocks, after grid barrier 2
+//   Control::counts_hash   all blocks (atomics)           the plan's writer, likewise
 //
 // The first row is group memory. A count and the low half of its epoch are one word, stored and
 // loaded whole, so that the word is its own flag and nothing else is read because of it. What the
@@ -26,8 +26,8 @@ class Exchange {
         layout_{g_.experts, g_.ranks()},
         scratch_(PrepareScratch::make(g_.experts, g_.ranks())) {}
 
-  // Adds up this rank's counts over blocks, sends them and waits for everybody's. All threads of all
-  // blocks, after grid barrier 1; what follows holds after grid barrier 2. False = fatal.
+  // Adds up this rank's counts over blocks, sends them and waits for everybody's. All threads of
+  // all blocks, after grid barrier 1; what follows holds after grid barrier 2. False = fatal.
   __device__ bool run() const;
 
   // What a source has said.

@@ -8,8 +8,8 @@
 //   surviving                    all blocks (atomics)             block 0, after grid barrier 3
 //
 // items, lists, listed and kept are group memory of the owner, reached after its record; plain
-// stores, which the done flag covers. `surviving` lies in device memory that no peer touches, and is
-// cleared before grid barrier 1. No flag of a peer is looked at: what is read of peers is their
+// stores, which the done flag covers. `surviving` lies in device memory that no peer touches, and
+// is cleared before grid barrier 1. No flag of a peer is looked at: what is read of peers is their
 // counts, which have been waited for.
 #pragma once
 
@@ -36,7 +36,8 @@ class Numbering {
 
   // All threads, before grid barrier 1.
   __device__ void clear() const;
-  // All threads, when zones are placed. Passes grid barrier 3 where rows are dropped. False = fatal.
+  // All threads, when zones are placed. Passes grid barrier 3 where rows are dropped. False =
+  // fatal.
   __device__ bool run() const;
 
  private:

@@ -40,7 +40,8 @@ class PlanWriter {
 
   // From now on the plan's bytes are no plan. All threads.
   __device__ void invalidate() const;
-  // Without drops: writes all that follows from the counts alone. All threads, after Zones::place().
+  // Without drops: writes all that follows from the counts alone. All threads, when zones are
+  // placed.
   __device__ void write_early() const;
   // Whether something of the plan is what the sources tell, beyond their counts.
   __device__ bool needs_sources() const { return g_.keeps_items || zones_.drops(); }
