@@ -56,7 +56,7 @@ class EpRun {
     plan_.resize((plan_bytes + sizeof(PlanUnit) - 1) / sizeof(PlanUnit));
   }
 
-  // What the heap must hold, with some room for rounding.
+  // The bytes that the heap must hold, with some room for rounding.
   static std::size_t heap_bytes(const Workload& w, int rank, bool staged) {
     const auto rows =
         staged ? 0
@@ -69,7 +69,7 @@ class EpRun {
     measure(0, [&] { prepare(); });
     measure(1, [&] { dispatch(); });
     measure(2, [&] { combine(); });
-    // Before the backward operations reuse the tensors.
+    // This comes before the backward operations, which reuse the tensors.
     const auto used = static_cast<std::size_t>(traffic_.recv_rows) * w_.row_bytes();
     sums()[0] = checksum(recv_.data(), used, 1);
     sums()[1] = checksum(out_.data(), static_cast<std::size_t>(w_.tokens) * w_.row_bytes(), 1);
@@ -117,7 +117,8 @@ class EpRun {
     ok(xd_comm_barrier(comm_));
     const std::atomic_ref<std::int64_t> named(*static_cast<std::int64_t*>(start_.of(0)));
     if (rank_ == 0) named.store(choose_start(), std::memory_order_relaxed);
-    // The barrier has ended the last round: a value that differs from its start is this round's.
+    // The barrier has ended the last round, so a value that differs from the one at its start
+    // belongs to this round.
     const std::int64_t give_up = nanoseconds_now() + 60'000'000'000;
     std::int64_t start = named.load(std::memory_order_relaxed);
     while (start == last_start_) {
@@ -165,7 +166,7 @@ class EpRun {
     args.recv_tokens = recv_.dl();
     ok(xd_ep_dispatch(group_.get(), &args, nullptr));
   }
-  // The experts return what they got.
+  // The experts return their rows unchanged.
   void combine() {
     auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
     args.expert_out = recv_.dl();

@@ -1,4 +1,4 @@
-// The group that a workload needs, on every device.
+// The config of the group that a workload needs, on every device.
 #pragma once
 
 #include <crossdock/ep.h>

@@ -1,4 +1,4 @@
-// What a reader must know to judge a table: machine, build, and reasons to doubt the numbers.
+// The facts that a reader needs to judge a table: machine, build, and reasons to doubt the numbers.
 #pragma once
 
 #include <string>

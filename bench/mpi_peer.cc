@@ -1,5 +1,5 @@
-// The same dispatch and combine on MPI: pack, MPI_Alltoallv, unpack. Started by crossdock-bench
-// with mpirun and the same arguments; prints lines of "key value..." that the driver reads.
+// The same dispatch and combine on MPI: pack, MPI_Alltoallv, unpack. crossdock-bench starts it with
+// mpirun and the same arguments, and reads the lines "key value..." that it prints.
 //
 // It is the best that this scheme gives, not a straw man: counts are known beforehand and not
 // timed; a token crosses once per destination rank and is fanned out by the receiver; rows that

@@ -21,7 +21,8 @@ std::filesystem::path peer_program() {
   return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "crossdock-bench-mpi";
 }
 
-// The environment without what describes this launch: the peer's ranks are MPI's business.
+// The environment without the variables that describe this launch, since MPI starts the peer's
+// ranks.
 std::vector<char*> environment() {
   std::vector<char*> kept;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -40,7 +41,7 @@ std::vector<std::string> command_line(int ranks, const std::vector<std::string>&
                                    "--bind-to", "none",
                                    // This host and its shared memory only.
                                    "--mca", "btl", "self,vader", "--mca", "plm", "isolated",
-                                   // Without it a rank that spins keeps the one it waits for from
+                                   // Without it a spinning rank keeps the rank it waits for from
                                    // running, wherever a core is shared: tens of milliseconds.
                                    "--mca", "mpi_yield_when_idle", "1", "--timeout", "300"};
   if (::geteuid() == 0) command.push_back("--allow-run-as-root");

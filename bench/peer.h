@@ -1,4 +1,4 @@
-// The MPI peer as the driver sees it: started by mpirun, its numbers read from a pipe.
+// Runs the MPI peer, which mpirun starts, and reads its numbers from a pipe.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace bench {
 
 struct PeerResults {
-  std::string unavailable;  // why there are no results; empty: there are
+  std::string unavailable;  // the reason why there are no results; empty: there are some
   std::string version;
   // One vector of seconds per kind of store; the maximum over the ranks.
   std::vector<std::vector<double>> dispatch, combine;

@@ -31,7 +31,8 @@ struct Launch {
 // True in a process that crossdock-run has started.
 bool is_launched();
 
-// From the environment; throws std::runtime_error if this is not a launch by crossdock-run.
+// Reads the launch from the environment; throws std::runtime_error if crossdock-run has not started
+// it.
 Launch read_launch();
 
 // Runs body(rank) for every rank of this process, each on its own thread, and returns how many

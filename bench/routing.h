@@ -1,4 +1,4 @@
-// Which experts the tokens of every rank choose, and where their rows go.
+// The experts that the tokens of every rank choose, and the places where their rows go.
 #pragma once
 
 #include <cstdint>
@@ -44,20 +44,20 @@ struct Arrival {
   int rows_end;
 };
 
-// What one rank receives, in the order (source, token).
+// The rows that one rank receives, in the order (source, token).
 struct Placement {
   std::vector<Arrival> arrivals;
   std::vector<std::int32_t> rows;
-  std::vector<std::int32_t> padding_rows;  // rows inside zones that belong to nobody
+  std::vector<std::int32_t> padding_rows;  // rows inside zones that belong to no token
   std::int64_t total = 0;                  // rows of the receive tensor in use, padding included
 };
 Placement place(const Workload& workload, const std::vector<Choices>& routing, int rank);
 
-// What one rank sends and receives.
+// The amounts that one rank sends and receives.
 struct Traffic {
   Choices choices;
   std::int64_t recv_rows = 0;      // used rows of the receive tensor
-  std::int64_t recv_capacity = 0;  // the same as a multiple of the alignment, at least one of it
+  std::int64_t recv_capacity = 0;  // recv_rows rounded up to whole alignments, at least one
   std::int64_t sent_rows = 0;      // to other ranks
 };
 Traffic traffic_of(const Workload& workload, const std::vector<Choices>& routing, int rank);

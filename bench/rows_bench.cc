@@ -1,5 +1,5 @@
 // Copies and sums of 8 KiB rows into scattered places, cached against streaming stores, beside one
-// long memcpy. Answers from which total on the outputs should bypass the caches.
+// long memcpy. It shows from which total on the outputs should bypass the caches.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -58,7 +58,7 @@ void long_memcpy(benchmark::State& state) {
   count_bytes(state, total_of(state));
 }
 
-// `read`: the outputs are read afterwards, as the tensor's next user will.
+// `read`: the outputs are read afterwards, as the tensor's next user would.
 template <Store kStore, bool kRead>
 void copy(benchmark::State& state) {
   const Rows from(total_of(state)), to(total_of(state));

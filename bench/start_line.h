@@ -1,6 +1,6 @@
 // A common start for all ranks of this host. A barrier alone lets them go one after another when
-// there are fewer cores than ranks; so after it everybody waits, giving way to the others, for a
-// moment that rank 0 has named. Times count from that moment.
+// there are fewer cores than ranks; so after it every rank waits, yielding its core, for a moment
+// that rank 0 has named. Times count from that moment.
 #pragma once
 
 #include <sched.h>

@@ -11,8 +11,8 @@
 
 namespace bench {
 
-// A matrix in the symmetric memory of a communicator or, without one, in ordinary memory. Zeroed,
-// so that no page is touched for the first time while something is timed.
+// A matrix in the symmetric memory of a communicator or, without one, in ordinary memory. It is
+// zeroed, so that no page is touched for the first time while an operation is timed.
 class Matrix {
  public:
   struct Shape {
@@ -51,9 +51,9 @@ class Matrix {
   DLTensor tensor_{};
 };
 
-// Memory of equal size on every rank that all of them can address. All ranks make theirs in the
-// same order, before any other allocation: then its handles differ in the rank only. Freed with
-// the communicator.
+// Memory of equal size on every rank that all ranks can address. All ranks make theirs in the same
+// order, before any other allocation, so that the handles differ in the rank only. The memory is
+// freed with the communicator.
 class SharedBlock {
  public:
   SharedBlock(xd_comm* comm, std::size_t bytes) : comm_(comm) {

@@ -1,5 +1,5 @@
-# Whether the CUDA executor is built: XD_CUDA. The runtime is linked statically and the driver is
-# asked for at run time, so that the library also starts on machines without a driver.
+# Decides whether the CUDA executor is built: XD_CUDA. The runtime is linked statically and the
+# driver is looked up at run time, so that the library also starts on machines without a driver.
 
 set(XD_CUDA OFF)
 if(NOT CROSSDOCK_CUDA MATCHES "^(AUTO|ON|OFF)$")

@@ -1,5 +1,5 @@
-# Whether the Python extension is built: XD_PYTHON. It needs an interpreter with its headers and
-# with nanobind: the one of .venv (tools/setup.sh makes it), else Python_EXECUTABLE, else the
+# Decides whether the Python extension is built: XD_PYTHON. It needs an interpreter with its headers
+# and with nanobind: the one of .venv (tools/setup.sh makes it), else Python_EXECUTABLE, else the
 # system's.
 
 set(XD_PYTHON OFF)

@@ -1,4 +1,5 @@
-# What all targets of this tree share. Nothing here is global: a target gets it by linking xd_build.
+# Options that all targets of this tree share. They are not global: a target gets them by linking
+# xd_build.
 
 if(PROJECT_IS_TOP_LEVEL)
   if(NOT CMAKE_BUILD_TYPE)

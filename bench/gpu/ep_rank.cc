@@ -57,8 +57,8 @@ Tensor::Shape recv_scale_shape(const Workload& w, const Traffic& traffic) {
 int token_copies(const Workload& w, int device) {
   return copies_against_cache(w, Tensor::bytes(token_type(w.element), token_shape(w), 1), device);
 }
-// Equal on all ranks, which take turns over their copies together: as if each received its own
-// tokens, which is the least.
+// The number is equal on all ranks, which go round their copies together. It is computed as if each
+// rank received its own tokens, which is the least that it receives.
 int recv_copies(const Workload& w, int device) {
   return copies_against_cache(w, Tensor::bytes(recv_type(w), token_shape(w), 1), device);
 }
@@ -118,7 +118,7 @@ xd_ep_config EpRank::group_config(int num_sms) const {
 }
 
 void EpRank::open(int num_sms) {
-  group_.reset();  // its budget is free before the next one asks for its own
+  group_.reset();  // frees its budget before the next group asks for one
   at_.barrier();
   config_ = group_config(num_sms);
   xd_ep_group* group = nullptr;
@@ -184,7 +184,7 @@ void EpRank::dispatch(int copy) {
   bench::ok(xd_ep_dispatch(group_.get(), &args, at_.stream));
 }
 
-// The experts return what they got.
+// The experts return their rows unchanged.
 void EpRank::combine(int copy) {
   auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
   args.expert_out = recv_.dl(copy);
@@ -233,7 +233,7 @@ std::vector<Origin> EpRank::received_origins() const {
   return origins;
 }
 
-// What comes back to a token whose experts return what they got: itself, once per row.
+// The sum for a token whose experts return their rows unchanged: the token itself, once per row.
 std::vector<Origin> EpRank::sum_origins() const {
   const Workload& w = at_.workload();
   std::vector<Origin> origins;
@@ -304,7 +304,7 @@ void EpRank::check(Operation operation) {
   poison(receives(operation) ? recv_ : out_);
   if (receives(operation)) poison(recv_scales_);
   at_.settle("poisoning");
-  // All copies, so that later operations find their inputs.
+  // It runs on all copies, so that later operations find their inputs.
   const int runs = receives(operation) ? recv_.copies() : 1;
   for (int copy = 0; copy < runs; ++copy) enqueue(operation, copy);
   check_left_by(operation, runs - 1);

@@ -19,26 +19,28 @@ class EpRank {
  public:
   EpRank(const RankContext& context, bool staged);
 
-  // Symmetric memory that it takes, with some room for rounding.
+  // Bytes of symmetric memory that a rank takes, with some room for rounding.
   static std::size_t heap_bytes(const Batch& batch, int rank, int device, bool staged);
 
   // Makes a group with this budget and a plan, fills every receive tensor by a dispatch.
   // Collective.
   void open(int num_sms);
 
-  // One operation; `iteration` picks the copies of its tensors.
+  // Enqueues one operation; `iteration` picks the copies of its tensors.
   void enqueue(Operation operation, int iteration);
 
   // The longest repetition of tensors: iterations this far apart are the same.
   int period() const { return std::max(tokens_.copies(), recv_.copies()); }
 
-  // Runs it once over poisoned outputs and compares every element with what it must be. Collective.
+  // Runs the operation once over poisoned outputs and compares every element with its expected
+  // value. Collective.
   void check(Operation operation);
 
-  // Compares what the last of many repetitions has left.
+  // Compares the outputs that the last of many repetitions has left.
   void check_left_by(Operation operation, int last_iteration) const;
 
-  // Throws if an operation of this rank has failed on the device. The stream has ended.
+  // Throws if an operation of this rank has failed on the device. The stream must have come to
+  // rest.
   void check_status() const;
 
   xd_ep_memory group_memory() const;

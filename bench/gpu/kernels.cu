@@ -145,7 +145,7 @@ __global__ void check_quantised_kernel(Payload payload, const void* rows, const 
 
 // ---- Wire floor --------------------------------------------------------------------------------
 
-// Every warp takes pieces of its own; neighbouring ones go to different blocks.
+// Every warp takes pieces of its own; neighbouring pieces go to different blocks.
 __global__ void __launch_bounds__(1024)
     store_kernel(const Piece* pieces, std::int64_t count, const std::byte* from) {
   constexpr int kBatch = 8;  // loads in flight per thread
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32)
   };
   for (int turn = 0; turn < kAhead; ++turn) load(turn);
   for (std::int64_t turn = 0; first + turn * warps < count; ++turn) {
-    // The stage to load into was last stored from kStages - kAhead turns ago.
+    // The last store from the stage that is loaded next was issued kStages - kAhead turns ago.
     ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kStages - kAhead - 1>());
     load(turn + kAhead);
     const auto parity = static_cast<std::uint32_t>(turn / kStages & 1);

@@ -23,7 +23,7 @@ struct Gate {
   std::uint32_t round;
 };
 
-// Ends when the hosts of all ranks have enqueued what they measure in this round, so that neither
+// Ends when the hosts of all ranks have enqueued the operations of this round, so that neither
 // their speed nor their skew is measured; or after 20 s.
 void launch_gate(const Gate& gate, cudaStream_t stream);
 
@@ -38,7 +38,7 @@ struct Payload {
   std::uint64_t seed;
 };
 
-// Where a row comes from; it is expected to be `factor` times that token's row.
+// The token that a row comes from; the row is expected to be `factor` times the token's row.
 struct Origin {
   std::int32_t source;
   std::int32_t token;
@@ -53,8 +53,8 @@ void fill_rows(const Payload& payload, int source, void* rows, std::int64_t coun
 void check_rows(const Payload& payload, const void* rows, const Origin* origins, std::int64_t count,
                 unsigned long long* wrong, cudaStream_t stream);
 
-// The same for rows that were quantised on the way from `payload` to e4m3 bytes, with one scale per
-// 128 columns.
+// Checks rows that were quantised on the way from `payload` to e4m3 bytes, with one scale per 128
+// columns.
 void check_quantised(const Payload& payload, const void* rows, const float* scales,
                      const Origin* origins, std::int64_t count, unsigned long long* wrong,
                      cudaStream_t stream);

@@ -12,7 +12,7 @@ std::string version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
 
-// What NVML knows and the runtime does not. Its library comes with the driver.
+// Asks NVML for facts that the runtime does not know. NVML's library comes with the driver.
 void ask_nvml(GpuMachine& machine) {
   void* const library = ::dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return;

@@ -15,7 +15,7 @@ struct GpuMachine {
   std::string l2;
 };
 
-// There is a device.
+// There must be a device.
 GpuMachine describe_gpus();
 std::string to_string(const GpuMachine& machine);
 std::string to_json(const GpuMachine& machine);

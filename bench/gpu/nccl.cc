@@ -11,7 +11,8 @@
 namespace bench::gpu {
 namespace {
 
-// Declared here, so that neither building nor starting needs NCCL. From nccl.h, stable since 2.7.
+// NCCL's types and functions are declared here, so that neither building nor starting needs NCCL.
+// They are those of nccl.h, stable since 2.7.
 struct UniqueId {
   char internal[128];
 };
@@ -101,8 +102,8 @@ const Library& nccl() {
   return library;
 }
 
-// Not freed: it stays with the process, like NCCL's threads. Ranks of this process use an entry
-// each.
+// The world is never freed: it stays with the process, like NCCL's threads. Each rank of this
+// process uses one entry.
 struct World {
   int ranks = 0;
   Communicator of[kMaxRanks] = {};
@@ -118,8 +119,8 @@ Communicator communicator(const RankContext& at) {
   return mine;
 }
 
-// From cudaMalloc: NCCL reads a peer's buffer in place where both are in one process, and memory of
-// an asynchronous pool is closed to other devices.
+// The buffer comes from cudaMalloc: NCCL reads a peer's buffer in place where both are in one
+// process, and memory of an asynchronous pool is closed to other devices.
 struct Buffer {
   explicit Buffer(std::size_t bytes) {
     ok(cudaMalloc(&data, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
@@ -157,7 +158,7 @@ std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_pe
   at.settle("NCCL");
   std::vector<double> slowest =
       at.board.slowest(at.watch.measure(at.iterations(), [&](int) { all_to_all(); }));
-  at.settle("NCCL");  // nobody frees while a peer may still be sending
+  at.settle("NCCL");  // no rank frees while a peer may still be sending
   return slowest;
 }
 

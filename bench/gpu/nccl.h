@@ -7,8 +7,8 @@
 
 namespace bench::gpu {
 
-// Why there is no baseline, or empty; and what NCCL it is. Looks for libnccl.so.2 at XD_NCCL_LIB
-// (the library or its folder), where the loader finds it, and in Python's nvidia.nccl.
+// The reason why there is no baseline, or empty; and NCCL's version. Looks for libnccl.so.2 at
+// XD_NCCL_LIB (the library or its folder), where the loader finds it, and in Python's nvidia.nccl.
 struct NcclState {
   std::string unavailable;
   std::string version;

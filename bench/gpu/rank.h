@@ -1,4 +1,4 @@
-// One rank of a case: what all that it measures has in common.
+// One rank of a case: the parts that all its measurements share.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace bench::gpu {
 
-// What every rank of this process knows of the batch; computed once.
+// The facts about the batch that every rank of this process needs; computed once.
 struct Batch {
   explicit Batch(const Workload& w)
       : workload(w), routing(make_routing(w)), rows(count_rows(w, routing)) {}
@@ -33,10 +33,10 @@ class Board {
     return std::max<std::size_t>(static_cast<std::size_t>(w.iters) * sizeof(double), 4096);
   }
 
-  // Of every element the maximum over the ranks, on rank 0; empty on the others.
+  // The maximum over the ranks of every element, on rank 0; empty on the others.
   std::vector<double> slowest(const std::vector<double>& mine) const;
 
-  // Rank 0's bytes, at most 4096, on every rank.
+  // Copies rank 0's bytes, at most 4096, to every rank.
   void broadcast(std::span<std::byte> bytes) const;
 
  private:
@@ -68,8 +68,8 @@ struct RankContext {
   }
 };
 
-// How many copies of `bytes` bytes keep an iteration from finding in the L2 cache what it reads; no
-// more than there are iterations.
+// The number of copies of `bytes` bytes with which an iteration finds none of its inputs in the L2
+// cache; no more than there are iterations.
 int copies_against_cache(const Workload& w, std::size_t bytes, int device);
 
 // Overwrites the L2 cache of this device.

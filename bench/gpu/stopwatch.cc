@@ -39,7 +39,7 @@ double Stopwatch::measure_once(const std::function<void()>& enqueue) {
     enqueue();
     ok(cudaEventRecord(end_, stream_), "end");
   } catch (...) {
-    words_.host[kEnqueued] = gate_.round;  // the gate must not wait for what does not come
+    words_.host[kEnqueued] = gate_.round;  // the gate must not wait for operations that never come
     throw;
   }
   std::atomic_thread_fence(std::memory_order_release);

@@ -1,4 +1,4 @@
-// How long an operation takes on the device, from a start that all ranks have in common.
+// Measures how long an operation takes on the device, from a start that all ranks have in common.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,7 @@ struct Iterations {
   int all() const { return warmup + timed; }
 };
 
-// One per rank. Collective.
+// Each rank makes one, collectively.
 class Stopwatch {
  public:
   // `slots`: memory of slots_bytes() on every rank.

@@ -16,7 +16,7 @@
 namespace xd::run {
 namespace {
 
-// Ports above the given one on which ranks may meet, too.
+// Number of ports above the given one on which ranks may also meet.
 constexpr int kMoreMeetingPorts = 15;
 
 [[noreturn]] void fail_errno(const char* call) {
@@ -65,7 +65,7 @@ int find_free_port() {
 
 std::string make_secret() {
   std::array<unsigned char, 16> bytes{};
-  // Up to 256 bytes come whole.
+  // getrandom() never cuts requests of up to 256 bytes.
   if (::getrandom(bytes.data(), bytes.size(), 0) < 0) fail_errno("getrandom");
   std::string text;
   for (const unsigned char byte : bytes) {

@@ -1,4 +1,4 @@
-// What ranks are told through their environment.
+// The environment variables that describe a launch to its ranks.
 #pragma once
 
 #include <string>
@@ -17,8 +17,8 @@ struct JobEnvironment {
 std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
                                           const std::vector<std::string>& inherited);
 
-// A TCP port that nobody listens on now. Ranks look for the meeting point from this port upwards,
-// so there are some above it. Throws std::system_error.
+// A TCP port that no process listens on now. Ranks look for the meeting point from this port
+// upwards, so there are some above it. Throws std::system_error.
 int find_free_port();
 
 // A secret that cannot be guessed, in hexadecimal digits. Throws std::system_error.

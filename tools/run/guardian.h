@@ -1,7 +1,8 @@
-// A helper process that ends the ranks, with all they have started, if the launcher is killed.
+// A helper process that ends the ranks, and all processes that they have started, if the launcher
+// is killed.
 //
-// The kernel's parent-death signal reaches a launcher's children only. The guardian reaches their
-// children, too: it knows the session of each rank, and notices the launcher's end by its socket.
+// The kernel's parent-death signal reaches a launcher's children only. The guardian also reaches
+// their children: it knows the session of each rank, and notices the launcher's end by its socket.
 #pragma once
 
 #include <sys/types.h>
@@ -17,11 +18,11 @@ class Guardian {
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
 
-  // A rank, as leader of its process group, does this itself before it runs the program: so no
-  // process of it is ever unknown here. Safe between fork and exec.
+  // A rank, as leader of its process group, calls this before it runs the program, so that the
+  // guardian knows each of the rank's processes. Safe between fork and exec.
   void watch_this_process() const noexcept;
 
-  // The launcher does this before the number can be given to another process.
+  // The launcher calls this before the system can give the number to another process.
   void forget(pid_t group) const noexcept;
 
  private:

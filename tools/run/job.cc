@@ -21,8 +21,8 @@ namespace xd::run {
 namespace {
 
 constexpr std::int64_t kKillAfterMs = 2'000;
-// Output of processes that have ended is in the pipe already; only one that has left its session
-// could still hold the pipe open.
+// The output of processes that have ended is in the pipe already. Only a process that has left its
+// session could still hold the pipe open.
 constexpr std::int64_t kDrainMs = 1'000;
 
 std::vector<std::string> inherited_environment() {
@@ -45,8 +45,8 @@ std::string seconds(std::chrono::milliseconds time) {
   return text.data();
 }
 
-// Writes all of it, or gives up at the deadline or when nobody reads any more. A pipe that polls
-// as writable takes PIPE_BUF bytes without blocking.
+// Writes all of the text, or gives up at the deadline or when no process reads any more. A pipe
+// that polls as writable takes PIPE_BUF bytes without blocking.
 void write_all(int fd, std::string_view text, Deadline deadline) {
   while (!text.empty()) {
     pollfd writable{.fd = fd, .events = POLLOUT, .revents = 0};
@@ -60,8 +60,8 @@ void write_all(int fd, std::string_view text, Deadline deadline) {
 }  // namespace
 
 Job::Signals::Signals() {
-  // Some parents leave these ignored. Then ranks could not be reaped, and would run on although
-  // nobody reads their output any more.
+  // Some parents leave these signals ignored. Then ranks could not be reaped, and would run on
+  // although no process reads their output any more.
   ::signal(SIGCHLD, SIG_DFL);
   ::signal(SIGPIPE, SIG_DFL);
   sigset_t handled;
@@ -120,7 +120,7 @@ void Job::wait_for_event() {
   ::poll(polled.data(), polled.size(), (kill_at_ ? *kill_at_ : end_at_).remaining_ms());
 }
 
-// Reads what is there, without blocking, and passes whole lines on.
+// Reads the output that is there, without blocking, and passes whole lines on.
 void Job::pump(Stream& stream) {
   std::array<char, 65536> chunk;
   const Deadline patience(timeout_.when() + std::chrono::milliseconds(kKillAfterMs));
@@ -135,7 +135,7 @@ void Job::pump(Stream& stream) {
     }
     const std::string_view read(chunk.data(), static_cast<std::size_t>(bytes));
     write_all(stream.to, stream.lines.feed(read), patience);
-    // Less than asked: the pipe is empty, and the other ranks have their turn.
+    // A read of less than was asked for has emptied the pipe, and the other ranks have their turn.
     if (read.size() < chunk.size()) return;
   }
 }
@@ -147,7 +147,7 @@ void Job::read_signals() {
     if (number == SIGCHLD) continue;  // reap_ranks() looks at each of them anyway.
     const bool first = !outcome_;
     if (first) outcome_ = {128 + number, std::string("interrupted by ") + ::strsignal(number)};
-    // Who asks when the job is already ending does not want to wait.
+    // A user who asks again while the job is ending does not want to wait.
     signal_all(first ? number : SIGKILL);
     end_by(Deadline::after_ms(options_.grace.count()));
   }
@@ -160,7 +160,7 @@ void Job::reap_ranks() {
   for (int rank = 0; rank < options_.processes(); ++rank) {
     const auto end = ranks_[static_cast<std::size_t>(rank)]->reap();
     if (!end || end->code == 0 || options_.expendable.contains(rank)) continue;
-    // Of several found at once, one that crashed is the likely cause of the others.
+    // If several ends are found at once, a rank that crashed is the likely cause of the others.
     if (failed && (by_signal || !end->by_signal)) continue;
     failed = true;
     by_signal = end->by_signal;
@@ -185,7 +185,7 @@ void Job::keep_deadlines() {
     kill_at_ = Deadline::after_ms(kKillAfterMs);
   } else if (kill_at_ && kill_at_->passed()) {
     signal_all(SIGKILL);
-    kill_at_ = Deadline::after_ms(kKillAfterMs);  // Only for the next look: nothing survives this.
+    kill_at_ = Deadline::after_ms(kKillAfterMs);  // nothing survives SIGKILL
   }
 }
 

@@ -22,7 +22,8 @@ class Job {
   // Starts the ranks. Throws StartError; std::system_error.
   explicit Job(const Options& options);
 
-  // Waits until all are gone, tells on standard error what went wrong, and returns the exit code.
+  // Waits until all ranks are gone, tells on standard error what went wrong, and returns the exit
+  // code.
   int run();
 
  private:
@@ -62,11 +63,11 @@ class Job {
   std::vector<std::unique_ptr<Process>> ranks_;
   std::vector<Stream> streams_;
   const Deadline timeout_;
-  // The first thing that went wrong decides; what follows from it does not count.
+  // The first failure decides; failures that follow from it do not count.
   std::optional<Outcome> outcome_;
   Deadline end_at_;                  // running ranks get SIGTERM ...
   std::optional<Deadline> kill_at_;  // ... and later SIGKILL
-  std::vector<int> ended_;           // ranks that had to be told
+  std::vector<int> ended_;           // ranks that had to be ended
 };
 
 }  // namespace xd::run

@@ -17,7 +17,7 @@ class Lines {
   // The lines that `chunk` completes, each with prefix and newline; the rest waits.
   std::string feed(std::string_view chunk);
 
-  // What is left of a last line without a newline, with one; empty if there is none.
+  // The rest of a last line without a newline, with one added; empty if there is no rest.
   std::string finish();
 
  private:

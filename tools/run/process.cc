@@ -40,16 +40,16 @@ struct Child {
   const Guardian* guardian;
   pid_t launcher;
   int in, out, err;  // -1 = inherited
-  int report;        // where errno goes if the program cannot be started
+  int report;        // gets errno if the program cannot be started
 };
 
-// Between fork and exec: async-signal-safe calls only.
+// Runs between fork and exec, so it makes async-signal-safe calls only.
 [[noreturn]] void become_program(const Child& child) {
   const auto replace = [](int from, int to) { return from < 0 || ::dup2(from, to) >= 0; };
   ::setsid();
   child.guardian->watch_this_process();
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != child.launcher) ::_exit(125);  // It died before the line above.
+  if (::getppid() != child.launcher) ::_exit(125);  // the launcher died before the line above
   if (replace(child.in, STDIN_FILENO) && replace(child.out, STDOUT_FILENO) &&
       replace(child.err, STDERR_FILENO) &&
       ::sigprocmask(SIG_SETMASK, child.signal_mask, nullptr) == 0) {
@@ -123,7 +123,8 @@ void Process::signal(int number) const noexcept {
 std::optional<Process::End> Process::reap() {
   if (!running()) return std::nullopt;
   siginfo_t info{};
-  // First only look: until it is reaped, its number and its group's cannot be given to others.
+  // At first this only looks: until the process is reaped, the system cannot give its number and
+  // its group's to others.
   if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0) {
     fail_errno("waitid");
   }

@@ -1,4 +1,5 @@
-// One process of the job: starting it, signalling it with all it has started, and reaping it.
+// One process of the job: starts it, signals it and all processes that it has started, and reaps
+// it.
 #pragma once
 
 #include <signal.h>
@@ -27,7 +28,7 @@ class StartError : public std::runtime_error {
 struct Start {
   const std::vector<std::string>& command;
   const std::vector<std::string>& environment;
-  const sigset_t& signal_mask;  // that the program gets
+  const sigset_t& signal_mask;  // the signal mask that the program gets
   bool capture;                 // pipes for its output, else it has the launcher's
 };
 
@@ -42,12 +43,13 @@ class Process {
   // Returns when the program runs. Throws StartError; std::system_error. `guardian` outlives it.
   Process(const Start& start, const Guardian& guardian);
   Process(Process&&) = delete;
-  ~Process();  // kills what still runs
+  ~Process();  // kills the processes that still run
 
   bool running() const { return pid_ > 0; }
-  // To the process and all that it has started, as far as they are still in its session.
+  // Signals the process and all that it has started, as far as they are still in its session.
   void signal(int number) const noexcept;
-  // If the process has ended: how. What it has left behind is killed. Never blocks.
+  // Returns how the process has ended, or nothing if it runs. Processes that it has left behind are
+  // killed. Never blocks.
   std::optional<End> reap();
 
   // Read ends, if output is captured.
