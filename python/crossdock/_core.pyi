@@ -48,6 +48,13 @@ def offer_segment(ptr: int, bytes: int) -> None:
 def segment_taken(ptr: int) -> bool:
     """Whether the segment has been taken and not given back."""
 
+def first_value(word: int, call: int, value: int) -> int:
+    """What the first to make a call has left in 8 bytes of memory, zero at first, that all share.
+
+    Compares an argument between ranks without waiting for any. Where the word serves a later call
+    by now, `value`, which is below 2^42. Calls are counted modulo 2^22, from 1.
+    """
+
 class Comm:
     """xd_comm. Leaves with its last reference, with close(), or at the interpreter's exit."""
 

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -80,6 +81,24 @@ nb::dict plan_info(std::uintptr_t plan, std::size_t plan_bytes) {
   return fields;
 }
 
+// A word has the number of a call in its upper bits, and below it what the first to make that call
+// has left.
+std::uint64_t first_value(std::uintptr_t word, std::uint32_t call, std::uint64_t value) {
+  constexpr int kCallBits = 22, kValueBits = 64 - kCallBits;
+  const std::atomic_ref<std::uint64_t> shared(*static_cast<std::uint64_t*>(pointer(word)));
+  const std::uint64_t mine = std::uint64_t{call} << kValueBits | value;
+  std::uint64_t seen = shared.load(std::memory_order_relaxed);
+  for (;;) {
+    // As a signed number in the upper bits: numbers of calls wrap around.
+    const auto ahead = static_cast<std::int64_t>((mine >> kValueBits << kValueBits) -
+                                                 (seen >> kValueBits << kValueBits));
+    if (ahead == 0) return seen & ((std::uint64_t{1} << kValueBits) - 1);
+    if (ahead < 0) return value;  // the word serves a later call by now
+    // Relaxed: the word stands for itself, no other memory is read because of it.
+    if (shared.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) return value;
+  }
+}
+
 std::pair<bool, std::string> feature(const std::string& name) {
   static constexpr std::array<std::pair<const char*, xd_feature>, 4> features = {{
       {"cpu", XD_FEATURE_CPU},
@@ -125,6 +144,7 @@ NB_MODULE(_core, module) {
   module.def("segment_functions", &segment_functions);
   module.def("offer_segment", &offer_segment, "ptr"_a, "bytes"_a);
   module.def("segment_taken", &segment_taken, "ptr"_a);
+  module.def("first_value", &first_value, "word"_a, "call"_a, "value"_a);
   module.attr("version") = version();
 }
 

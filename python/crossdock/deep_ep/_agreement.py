@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import struct
 
+from crossdock import _core
 from crossdock.errors import Mismatch
 
 from ._exchange import HostExchange
@@ -32,7 +34,6 @@ _EQUAL = {
     "scale_bytes": "bytes of a row of scales",
     "topk": "columns of topk_idx (0 = not given)",
     "experts": "elements of num_tokens_per_expert",
-    "worst_tokens": "num_worst_tokens",
 }
 
 _RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
@@ -64,6 +65,44 @@ def refuse(exchange: HostExchange, rank: int, text: str) -> None:
         _gather(exchange, rank, Request(), text)
     except Mismatch:
         pass  # names this rank, or one that is lower
+
+
+class EqualNumber:
+    """A number that all ranks have to give to a call alike, compared without waiting for any.
+
+    Whoever comes to a call first leaves its number in a word of memory that the ranks share, and
+    the others compare theirs. A rank that comes more than a thousand calls late, as hosts ahead of
+    their GPUs may, compares nothing.
+
+    Args:
+        comm: on the CPU; `BYTES` of rank 0's symmetric memory are used.
+        exchange: by which ranks learn where. Making one is collective.
+    """
+
+    _SLOTS = 1024  # words: one a call, in turn
+    BYTES = 8 * _SLOTS
+    _PLACE = struct.Struct("=iiQ")  # as ``mem_export`` gives it
+    _CALLS = 1 << 22
+    _NUMBERS = 1 << 32  # a word's value is rank * _NUMBERS + number
+
+    def __init__(self, comm: _core.Comm, exchange: HostExchange) -> None:
+        place = self._PLACE.pack(0, 0, 0)
+        if comm.rank == 0:
+            words = comm.mem_alloc(self.BYTES)
+            ctypes.memset(words, 0, self.BYTES)
+            place = self._PLACE.pack(*comm.mem_export(words))
+        self._words = comm.mem_import(*self._PLACE.unpack(exchange.all_gather(place)[0]))
+        self._rank = comm.rank
+        self._calls = 0
+
+    def of_first(self, number: int) -> tuple[int, int]:
+        """What the first rank to come to this call, with its number, has given, and that rank."""
+        kept = min(number, self._NUMBERS - 1)
+        self._calls = (self._calls + 1) % self._CALLS
+        word = self._words + 8 * (self._calls % self._SLOTS)
+        value = _core.first_value(word, self._calls, self._rank * self._NUMBERS + kept)
+        first, rank = value % self._NUMBERS, value // self._NUMBERS
+        return number if first == kept else first, rank
 
 
 def _gather(exchange: HostExchange, rank: int, request: Request, text: str) -> list[Request]:

@@ -83,6 +83,7 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
     between = _turns_for_counts(runtime, choices)
     with Sequence(lease, _calls.PREPARE, *between, _calls.DISPATCH,
                   host_waits=not limits.worst_tokens) as sequence, turn:
+        _require_room(runtime, tokens, limits, lease)
         with turn.allocating():
             prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
             plan = torch.empty(lease.plan_bytes, dtype=torch.uint8, device=device)
@@ -103,6 +104,14 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
     routing = Routing(lease, plan, tokens.rows.shape[0], num_rows)
     handle = Handle(prefix, choices.in_rank, routing)
     return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
+
+
+def _require_room(runtime: Runtime, tokens: Tokens, limits: Limits, lease: Lease) -> None:
+    """Refuses more tokens than the group takes: only ``num_worst_tokens`` can have said so few."""
+    count = len(tokens.rows)
+    if count > lease.sizes.tokens:
+        needed = f"at least W * T = {runtime.num_ranks * count}"
+        runtime.checks.fail("num_worst_tokens", needed, limits.worst_tokens)
 
 
 def _host_numbers(runtime: Runtime, choices: Choices) -> torch.Tensor:

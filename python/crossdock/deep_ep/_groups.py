@@ -144,11 +144,19 @@ class Lease:
         if status["status"] == "XD_SUCCESS":
             return None
         return _KINDS.get(status["status"], CrossdockError)(
-            status["text"],
+            _in_callers_words(status["text"]),
             status=status["status"],
             rank=comm.rank,
             peer=None if status["rank"] < 0 else status["rank"],
         )
+
+
+def _in_callers_words(text: str) -> str:
+    """An error of the library, about the Buffer's argument.
+
+    Receive tensors are made with as many rows as there are, or as the caller says.
+    """
+    return text.replace("recv_tokens: has", "num_worst_tokens: recv_x has")
 
 
 class Sequence:
@@ -181,7 +189,12 @@ class Sequence:
         """The next operation: a function of ``_calls`` and its arguments behind the group."""
         self._owed.pop(0)
         self._in_call = True  # the library itself takes this turn if arguments are bad
-        call(self._lease.group, *args, **options)
+        try:
+            call(self._lease.group, *args, **options)
+        except InvalidArgument as error:
+            error.text = _in_callers_words(error.text)
+            error.args = (error.text,)
+            raise
         self._in_call = False
 
     def __enter__(self) -> Sequence:
@@ -242,7 +255,7 @@ class Groups:
     def agreed_before(self, request: Request) -> Lease | None:
         """The group that serves `request` by what was agreed before, if it does.
 
-        All ranks come to the same answer as long as ``num_worst_tokens`` is equal on all, and
+        All ranks come to the same answer, as ``num_worst_tokens`` is equal on all, and as long as
         ``config.num_sms`` changes on all at once: tokens, which differ, play no part.
         """
         lease = self._current.get(request.topk > 0)
@@ -254,13 +267,13 @@ class Groups:
         serves = mine and sizes.serve(dataclasses.replace(need, num_sms=sizes.num_sms))
         return lease if serves else None
 
-    def expected_by_peers(self, worst_tokens: object) -> Lease | None:
+    def expected_by_peers(self, worst_tokens: int) -> Lease | None:
         """The group that peers with such a ``num_worst_tokens`` use, if they need not agree.
 
         A guess, for a rank whose own request is no good.
         """
         lease = self._current.get(True)
-        if lease is None or not isinstance(worst_tokens, int) or worst_tokens < 1:
+        if lease is None or worst_tokens < 1:
             return None
         return lease if lease.sizes.tokens * self._ranks >= worst_tokens else None
 

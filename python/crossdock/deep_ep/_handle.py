@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -91,7 +91,7 @@ class Handle(tuple[torch.Tensor, ...]):
     def __repr__(self) -> str:
         return f"Handle({self.routing.num_tokens} tokens, {self.routing.num_rows} rows)"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a handle of crossdock.deep_ep.Buffer serves in the process that made it "
                         "only: it cannot be copied or pickled")
 

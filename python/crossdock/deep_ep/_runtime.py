@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import NoReturn, cast
 
 import torch
 
 from crossdock import _core
+from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
-from ._agreement import RECORD_BYTES, Request, agree, refuse
+from ._agreement import RECORD_BYTES, EqualNumber, Request, agree, refuse
 from ._arguments import Checks
 from ._exchange import HostExchange
 from ._groups import Groups, Lease, Sequence
@@ -46,13 +48,15 @@ class Runtime:
         self.checks = Checks(rank, num_ranks, device)
         self._heap_bytes = heap_bytes
         leave_unused()
-        comm = self._meet(all_gather, device, heap_bytes)
         cpu = torch.device("cpu")
+        shared = EqualNumber.BYTES
+        comm = self._meet(all_gather, device, heap_bytes + (shared if device == cpu else 0))
         # Ranks agree over the host, also where tensors are on GPUs.
-        self._host = comm if device == cpu else self._meet(all_gather, cpu, 0)
+        self._host = comm if device == cpu else self._meet(all_gather, cpu, shared)
         self.home = Home(comm, device)
         self.lane, self.memory = self.home.lane, self.home.memory
         self.exchange = HostExchange(self._host, RECORD_BYTES)
+        self._worst_tokens = EqualNumber(self._host, self.exchange)
         self._groups = Groups(self.home)
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
 
@@ -72,10 +76,13 @@ class Runtime:
         """The group for an uncached dispatch. Collective, unless all ranks know it already.
 
         Raises:
-            Mismatch: ranks disagree, or a peer has refused.
+            Mismatch: ranks disagree, in ``num_worst_tokens`` say, or a peer has refused.
             CrossdockError: an operation on the GPU has failed since the last agreement; its peers
                 get Mismatch.
         """
+        first, peer = self._worst_tokens.of_first(request.worst_tokens)
+        if first != request.worst_tokens:
+            self._refuse_unequal(request, first, peer)
         if request.worst_tokens > 0:
             lease = self._groups.agreed_before(request)
             if lease is not None:
@@ -94,7 +101,27 @@ class Runtime:
             worst_tokens: the argument ``num_worst_tokens``.
             text: what is bad.
         """
-        lease = self._groups.expected_by_peers(worst_tokens)
+        known = isinstance(worst_tokens, int) and worst_tokens >= 0
+        first, _ = self._worst_tokens.of_first(cast(int, worst_tokens) if known else 0)
+        self._fail_with_peers(self._groups.expected_by_peers(first), text)
+
+    def _refuse_unequal(self, request: Request, first: int, peer: int) -> NoReturn:
+        """Ends a dispatch to which `peer` has come with `first` as ``num_worst_tokens``."""
+        as_peers = dataclasses.replace(request, worst_tokens=first)
+        lease = self._groups.agreed_before(as_peers) if first > 0 else None
+        text = (f"num_worst_tokens = {request.worst_tokens} on rank {self.rank} and {first} on "
+                f"rank {peer}, expected equal values")
+        self._fail_with_peers(lease, text)
+        raise Mismatch(f"dispatch: {text} (rank {self.rank})", status="XD_ERROR_MISMATCH",
+                       rank=self.rank, peer=peer, operation="prepare")
+
+    def _fail_with_peers(self, lease: Lease | None, text: str) -> None:
+        """Takes part in a dispatch with a failure, so that no peer waits.
+
+        Args:
+            lease: the group that the peers use without an agreement; None = they agree first.
+            text: what is wrong.
+        """
         if lease is None:
             refuse(self.exchange, self.rank, text)
             return

@@ -349,8 +349,8 @@ class Buffer:
             x: [T,H] bfloat16, float16, float32, or bytes: fp8, uint8, int8 or packed 4-bit numbers;
                 or a pair of [T,H] bytes and [T,S] or [T] scales, float32 or int32, of any strides.
             handle: from an earlier dispatch of T tokens, also of another Buffer of these ranks, and
-                if that is gone: its routing again. float32 rows need one that was made when rows as
-                long had been dispatched before.
+                if that is gone: its routing again. float32 rows need one that was made when rows at
+                least as long had been dispatched before.
             num_tokens_per_rank: [W] int32; needed without `handle`, not read.
             num_tokens_per_rdma_rank: ignored.
             is_token_in_rank: [T,W] bool; needed without `handle`. Part of the new handle, and the

@@ -136,7 +136,9 @@ def err_in_dispatch(me: Any) -> None:
         buffer.dispatch(**worst)
         one_rank_errs(me, buffer.dispatch, worst, mistakes_in_x(caller.x) + [
             ({"topk_idx": None, "topk_weights": None},
-             "topk_idx: expected a tensor, as num_worst_tokens is given")])
+             "topk_idx: expected a tensor, as num_worst_tokens is given"),
+            ({"num_worst_tokens": -1}, "num_worst_tokens: expected an integer of at least 0"),
+            ({"num_worst_tokens": 0, "x": None}, "x: expected a tensor")])
         cases.everything(buffer, SEED)
 
 
@@ -216,7 +218,9 @@ def outgrow_known_bound(me: Any) -> None:
         small.dispatch(**small.topk(), num_worst_tokens=16)
         large = cases.Caller(buffer, make_batch(SEED, 2, tokens=[9, 3]))
         # Rank 0 has more tokens than half of num_worst_tokens, which nobody agrees on again.
-        with pytest.raises((InvalidArgument, Mismatch)[me.rank]):
+        text = r"num_worst_tokens: expected at least W \* T = 18, got 16" if (
+            me.rank == 0) else "rank 0"
+        with pytest.raises((ValueError, Mismatch)[me.rank], match=text):
             large.dispatch(**large.topk(), num_worst_tokens=16)
         large.dispatch_checked()
         cases.everything(buffer, SEED)
@@ -233,7 +237,8 @@ def have_no_room(me: Any) -> None:
         most = max(len(batch.rows(rank)) for rank in range(2))
         full = len(batch.rows(me.rank)) == most
         for _ in range(2):
-            with pytest.raises(InvalidArgument if full else Mismatch):
+            text = f"num_worst_tokens: recv_x has {most - 1} rows, expected at least {most}"
+            with pytest.raises(InvalidArgument if full else Mismatch, match=text if full else ""):
                 caller.dispatch(**caller.topk(), num_worst_tokens=most - 1)
         x, *_ = caller.dispatch(**caller.topk(), num_worst_tokens=most)
         caller.check_rows(x[: len(batch.rows(me.rank))])
@@ -242,6 +247,34 @@ def have_no_room(me: Any) -> None:
 
 def test_too_few_worst_tokens_are_an_error_on_all_ranks() -> None:
     run_ranks(2, have_no_room)
+
+
+def disagree_in_worst_tokens(me: Any) -> list[str]:
+    texts = []
+    with cases.buffer_of(me) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, tokens=[17, 9, 4]))
+        known = 17 * me.num_ranks
+        caller.dispatch(**caller.topk(), num_worst_tokens=known)
+        # Who waits for the host, whom the group serves as it is, and who wants a larger one: each
+        # alone, and each among others.
+        for one, others in ((0, known), (known, 0), (known, known - 1), (known, 9 * known),
+                            (9 * known, known), (0, 9 * known)):
+            for odd in range(me.num_ranks):
+                began = time.monotonic()
+                with pytest.raises(Mismatch) as failed:
+                    caller.dispatch(**caller.topk(),
+                                    num_worst_tokens=one if me.rank == odd else others)
+                assert time.monotonic() - began < SECONDS
+                texts.append(str(failed.value))
+            caller.dispatch(**caller.topk(), num_worst_tokens=known)
+        cases.everything(buffer, SEED)
+    return texts
+
+
+def test_unequal_num_worst_tokens_are_told_to_all_at_once() -> None:
+    calls = zip(*run_ranks(3, disagree_in_worst_tokens))
+    for texts in calls:
+        assert any("num_worst_tokens = " in text for text in texts), texts
 
 
 def misuse_handles(me: Any) -> None:

@@ -54,8 +54,9 @@ def unpack(me: Any) -> None:
             caller.combine_checked(again, SEED, 1, weights=3)
         with pytest.raises(TypeError, match="in the process that made it only"):
             pickle.dumps(handle)
-        with pytest.raises(TypeError, match="in the process that made it only"):
-            copy.deepcopy(handle)
+        for copied in (copy.deepcopy, copy.copy):
+            with pytest.raises(TypeError, match="in the process that made it only"):
+                copied(handle)
         assert str(handle) == f"Handle({len(caller.x)} tokens, {len(batch.rows(me.rank))} rows)"
 
 

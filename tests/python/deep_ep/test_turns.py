@@ -91,7 +91,8 @@ class Device:
         self.memory = self
         self.group = Group(log)
         self.lease: Any = SimpleNamespace(lane=self.lane, group=self.group, plan_bytes=64,
-                                          failure=self.failure, home=self)
+                                          failure=self.failure, home=self,
+                                          sizes=SimpleNamespace(tokens=TOKENS))
         self.exchange = SimpleNamespace(all_gather=self.all_gather)
 
     def failure(self) -> Exception | None:

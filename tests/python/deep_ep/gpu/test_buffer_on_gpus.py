@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
-from crossdock.errors import CrossdockError
+from crossdock.errors import CrossdockError, Mismatch
 from deep_ep_reference import make_batch
 from support import run_ranks
 
@@ -207,6 +208,33 @@ def err_on_device(me: Any) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="peers need a second GPU")
 def test_errors_of_the_device_reach_all_ranks() -> None:
     on_ranks(err_on_device)
+
+
+def disagree_in_worst_tokens(me: Any) -> None:
+    with on_gpu(me) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+        known = 17 * me.num_ranks
+        caller.dispatch(**caller.topk(), num_worst_tokens=known)
+        began = datetime.datetime.now()
+        for odd in range(me.num_ranks):
+            if me.rank == odd:
+                with pytest.raises(Mismatch):
+                    caller.dispatch(**caller.topk())
+            else:
+                # Whoever comes after the odd one hears of it now, and others from the next
+                # dispatch that waits for the host.
+                with contextlib.suppress(Mismatch):
+                    caller.dispatch(**caller.topk(), num_worst_tokens=known)
+            torch.cuda.synchronize()
+            with contextlib.suppress(Mismatch):
+                caller.dispatch(**caller.topk())
+            cases.everything(buffer, SEED)
+        assert datetime.datetime.now() - began < datetime.timedelta(seconds=30)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="peers need a second GPU")
+def test_unequal_num_worst_tokens_leave_nobody_waiting() -> None:
+    on_ranks(disagree_in_worst_tokens)
 
 
 def be_on_gpu(me: Any) -> None:
