@@ -22,7 +22,7 @@ from __future__ import annotations
 from crossdock import _core
 from crossdock._comm import Comm, MemoryInfo, RoutingLayout, unique_id
 from crossdock._config import EpConfig, GroupMemory
-from crossdock._group import Dispatched, EpGroup, EpStatus
+from crossdock._group import Dispatched, EpGroup, EpStatus, ExpertGrads
 from crossdock._plan import Plan
 from crossdock.errors import (
     Aborted,
@@ -66,6 +66,7 @@ __all__ = [
     "EpConfig",
     "EpGroup",
     "EpStatus",
+    "ExpertGrads",
     "GroupMemory",
     "Internal",
     "InvalidArgument",

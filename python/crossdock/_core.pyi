@@ -204,6 +204,8 @@ class Group:
         weights: _Spec | None,
         grad_expert_out: _Spec,
         grad_weights: _Spec | None = None,
+        grad_out_scales: _Spec | None = None,
+        grad_expert_out_scales: _Spec | None = None,
         stream: int = 0,
     ) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from crossdock._plan import Plan
 from crossdock._quantize import Quantization, quantization
 from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
 
-__all__ = ["Dispatched", "EpGroup", "EpStatus"]
+__all__ = ["Dispatched", "EpGroup", "EpStatus", "ExpertGrads"]
 
 _PREPARE, _DISPATCH, _COMBINE, _DISPATCH_BWD, _COMBINE_BWD = range(5)
 
@@ -35,6 +35,14 @@ class Dispatched:
     weights: np.ndarray | None  # float32: expert_major [R], rank_major [R,K]
     topk_idx: np.ndarray | None  # rank_major: [R,K] int64 local expert or -1
     scales: np.ndarray | None  # [R,S]
+
+
+class ExpertGrads(NamedTuple):
+    """What combine_bwd gives. R rows, H columns, S scales per row."""
+
+    expert_out: np.ndarray  # [R,H]: the token's grad_out, times the weight if given; padding 0
+    weights: np.ndarray | None  # [R] float32, given expert_out: dispatch_bwd's grad_recv_weights
+    scales: np.ndarray | None  # [R,S] given grad_out_scales: the token's; padding 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,37 +249,42 @@ class EpGroup:
         return tokens, weights
 
     def combine_bwd(self, plan: Plan, grad_out: np.ndarray, expert_out: np.ndarray | None = None,
-                    weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+                    weights: np.ndarray | None = None, *,
+                    grad_out_scales: np.ndarray | None = None) -> ExpertGrads:
         """The derivative of combine.
 
         Args:
             plan: from prepare.
-            grad_out: [T,H] float32, float16 or bfloat16.
+            grad_out: [T,H] float32, float16 or bfloat16; without weights also float8_e4m3fn,
+                float8_e5m2, int8 or uint8.
             expert_out: [R,H] as combine had it, for the gradient of weights.
             weights: [R] as combine had them, iff it had them.
-
-        Returns:
-            grad_expert_out [R,H]: weight (1 without weights) times the token's row of grad_out,
-            padding 0; and, if expert_out is given, grad_weights [R] float32, which is what
-            dispatch_bwd takes as grad_recv_weights, else None.
+            grad_out_scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the rows of
+                grad_out; of any strides. Without weights only.
 
         Raises:
             As dispatch.
         """
         with self._joining(_COMBINE_BWD):
             inputs = (
-                describe("grad_out", grad_out, SUMMABLE),
+                describe("grad_out", grad_out, PAYLOADS),
                 _optional("expert_out", expert_out, SUMMABLE),
                 _optional("weights", weights, WEIGHTS),
             )
+            scales_in = _optional("grad_out_scales", grad_out_scales, SCALES, strided=True)
             rows = plan.recv_rows
-            grad_expert_out = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
-            grad_weights = None if expert_out is None else self._empty((rows,), np.float32)
+            grads = scales = None
+            if expert_out is not None:
+                grads = self._empty((rows,), np.float32)
+            if grad_out_scales is not None:
+                scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
+            moved = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
         address, num_bytes = plan.place()
         self._core.combine_bwd(address, num_bytes, *inputs,
-                               describe("grad_expert_out", grad_expert_out, SUMMABLE),
-                               _optional("grad_weights", grad_weights, WEIGHTS))
-        return grad_expert_out, grad_weights
+                               describe("grad_expert_out", moved, PAYLOADS),
+                               _optional("grad_weights", grads, WEIGHTS), scales_in,
+                               _optional("grad_expert_out_scales", scales, SCALES))
+        return ExpertGrads(moved, grads, scales)
 
     def row_experts(self, plan: Plan, *, out: np.ndarray | None = None) -> np.ndarray:
         """The local expert of each received row, in expert_major. Local: peers need not call it.
@@ -343,8 +356,7 @@ class EpGroup:
             dtype = numpy_dtype("float8_e4m3fn")
             recv_scales = self._empty((rows, tokens.shape[1] // way.block), numpy_dtype(way.scale))
         elif scales is not None:
-            recv_scales = self._empty((rows, *scales.shape[1:]), scales.dtype)
-            self._check_scales(recv_scales)
+            recv_scales = self._new_scales("scales", scales, rows)
         if topk_weights is not None:
             weights = self._empty((rows, topk) if rank_major else (rows,), np.float32)
         if rank_major:
@@ -352,14 +364,14 @@ class EpGroup:
         return Dispatched(self._empty((rows, *tokens.shape[1:]), dtype), weights, topk_idx,
                           recv_scales)
 
-
-    def _check_scales(self, received: np.ndarray) -> None:
-        """Refuses rows of scales that are too long for the group."""
-        row_bytes = math.prod(received.shape[1:]) * received.itemsize
+    def _new_scales(self, name: str, given: np.ndarray, rows: int) -> np.ndarray:
+        """Scales to receive into; refuses rows of them that are too long for the group."""
+        row_bytes = math.prod(given.shape[1:]) * given.itemsize
         most = self._config.max_scale_bytes
         if row_bytes > most:
-            raise ValueError(f"scales: expected at most max_scale_bytes = {most} bytes of scales "
+            raise ValueError(f"{name}: expected at most max_scale_bytes = {most} bytes of scales "
                              f"beside a row, got {row_bytes}")
+        return self._empty((rows, *given.shape[1:]), given.dtype)
 
 
 def _optional(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,

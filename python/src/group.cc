@@ -150,13 +150,16 @@ void dispatch_bwd(Group& self, std::uintptr_t plan, std::size_t plan_bytes,
 
 void combine_bwd(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle grad_out,
                  nb::handle expert_out, nb::handle weights, nb::handle grad_expert_out,
-                 nb::handle grad_weights, std::uintptr_t stream) {
+                 nb::handle grad_weights, nb::handle grad_out_scales,
+                 nb::handle grad_expert_out_scales, std::uintptr_t stream) {
   const DLDevice device = self.device();
   const Tensor grad_out_tensor(grad_out, "grad_out", device);
   const Tensor expert_out_tensor(expert_out, "expert_out", device);
   const Tensor weights_tensor(weights, "weights", device);
   const Tensor grad_expert_out_tensor(grad_expert_out, "grad_expert_out", device);
   const Tensor grad_weights_tensor(grad_weights, "grad_weights", device);
+  const Tensor scales_tensor(grad_out_scales, "grad_out_scales", device);
+  const Tensor out_scales_tensor(grad_expert_out_scales, "grad_expert_out_scales", device);
   xd_ep_combine_bwd_args args XD_EP_COMBINE_BWD_ARGS_INIT;
   args.plan = pointer(plan);
   args.plan_bytes = plan_bytes;
@@ -165,6 +168,8 @@ void combine_bwd(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::h
   args.weights = weights_tensor.get();
   args.grad_expert_out = grad_expert_out_tensor.get();
   args.grad_weights = grad_weights_tensor.get();
+  args.grad_out_scales = scales_tensor.get();
+  args.grad_expert_out_scales = out_scales_tensor.get();
   self.call(XD_EP_COMBINE_BWD,
             [&](xd_ep_group* group) { return xd_ep_combine_bwd(group, &args, stream_of(stream)); });
 }
@@ -216,7 +221,8 @@ void bind_group(nb::module_& module) {
            "stream"_a = 0)
       .def("combine_bwd", &combine_bwd, "plan_ptr"_a, "plan_bytes"_a, "grad_out"_a,
            "expert_out"_a.none(), "weights"_a.none(), "grad_expert_out"_a,
-           "grad_weights"_a = nb::none(), "stream"_a = 0)
+           "grad_weights"_a = nb::none(), "grad_out_scales"_a = nb::none(),
+           "grad_expert_out_scales"_a = nb::none(), "stream"_a = 0)
       .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0)
       .def("row_experts", &row_experts, "plan_ptr"_a, "plan_bytes"_a, "row_experts"_a,
            "stream"_a = 0);

@@ -229,5 +229,5 @@ def combine_bwd(
         spec(weights),
         spec(grad_expert_out),
         spec(grad_weights),
-        current_stream(plan.device),
+        stream=current_stream(plan.device),
     )

@@ -154,10 +154,11 @@ def check_data(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing,
     out = group.combine(plan, received.tokens * 2 + 1, received.weights if used else None)
     equal("combine", out, routing.combine(rank, outputs, used))
 
-    grad_out, grad_weights = group.combine_bwd(
+    grad_out, grad_weights, no_scales = group.combine_bwd(
         plan, grads[rank], outputs[rank] if used else None, recv_weights[rank] if used else None)
     equal("grad_expert_out", grad_out,
           routing.combine_bwd(rank, grads, recv_weights[rank] if used else None))
+    assert no_scales is None
     if used:
         equal("grad_weights", grad_weights,
               routing.combine_bwd_weights(rank, grads, outputs[rank]))
@@ -231,6 +232,15 @@ def fp8(me: Rank) -> None:
         moved = group.dispatch(plan, narrow[me.rank], scales=scales[me.rank])
         equal("moved", moved.tokens, routing.dispatch(me.rank, narrow))
         equal("moved scales", moved.scales, routing.dispatch(me.rank, scales))
+        back = group.combine_bwd(plan, narrow[me.rank],
+                                 grad_out_scales=np.asfortranarray(scales[me.rank]))
+        equal("moved back", back.expert_out, routing.dispatch(me.rank, narrow))
+        equal("scales moved back", back.scales, routing.dispatch(me.rank, scales))
+        assert back.weights is None
+        with pytest.raises(ValueError if me.rank == 0 else crossdock.Mismatch):
+            group.combine_bwd(plan, narrow[me.rank],
+                              grad_out_scales=scales[me.rank].repeat(1 + (me.rank == 0), 1))
+
         # Column after column, into every second element of a larger array from its end on.
         wide = np.full((2 * len(moved.scales), 5), np.nan, np.float32)
         out = crossdock.Dispatched(moved.tokens, None, None, wide[::-2, 1:4:2])
