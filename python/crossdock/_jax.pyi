@@ -66,4 +66,7 @@ class Group:
     def status(self, index: int) -> dict[str, Any] | None:
         """Read and clear the non-fatal errors of the rank with that index of the seats."""
 
+    def errors(self, index: int) -> int | None:
+        """How many operations of that rank have ended with a non-fatal error."""
+
     def close(self) -> None: ...

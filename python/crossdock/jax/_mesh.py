@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,8 @@ __all__ = ["EpMesh", "current_mesh", "init"]
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
 _ANY = -1  # the ordinal of a process's only device of a platform
+
+_Value = TypeVar("_Value")
 
 _current: EpMesh | None = None
 
@@ -86,8 +88,21 @@ class EpMesh:
             has been made.
         """
         core = self._group(config)[1]
-        found = {device: core.status(index) for index, device in enumerate(self.devices)}
-        return {device: status for device, status in found.items() if status is not None}
+        return self._by_device(core.status)
+
+    def errors(self, config: EpConfig) -> dict[jax.Device, int]:
+        """Count the operations that have ended with a non-fatal error; any thread, never blocks.
+
+        Returns:
+            By device; nothing before the group has been made. Numbers only grow.
+        """
+        core = self._group(config)[1]
+        return self._by_device(core.errors)
+
+    def _by_device(self, read: Callable[[int], _Value | None]) -> dict[jax.Device, _Value]:
+        """What is known of this process's ranks, by their index."""
+        found = {device: read(index) for index, device in enumerate(self.devices)}
+        return {device: value for device, value in found.items() if value is not None}
 
     def check(self) -> None:
         """Raise what operations met since the last look, if anything; never blocks.

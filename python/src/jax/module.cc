@@ -104,6 +104,16 @@ nb::object group_status(const GroupHandle& self, std::size_t index) {
   return xdpy::fields_of(status);
 }
 
+// Likewise.
+nb::object group_errors(const GroupHandle& self, std::size_t index) {
+  const std::shared_ptr<Group> group = self.open();
+  const Group::Member* member = group->member(index);
+  if (member == nullptr) return nb::none();
+  const volatile std::uint64_t* word = nullptr;
+  if (const auto problem = problem_of(xd_ep_group_watch(member->group, &word))) raise(*problem);
+  return nb::int_(__atomic_load_n(word, __ATOMIC_ACQUIRE));
+}
+
 // (status, text) of the first rank of this process whose communicator is finished, or None.
 nb::object fatal_error(const RanksHandle& self) {
   const std::shared_ptr<Ranks> ranks = self.open();
@@ -166,5 +176,6 @@ NB_MODULE(_jax, module) {
       .def_ro("number", &GroupHandle::number)
       .def("create", &create_group)
       .def("status", &group_status, "index"_a)
+      .def("errors", &group_errors, "index"_a)
       .def("close", [](GroupHandle& self) { drop(self.group); });
 }

@@ -201,13 +201,15 @@ def fails_then_works(world: World, code: str, text: str, bad: np.ndarray,
 
     function = world.on_ranks(trip)
     wrong = [*good[:-1], bad]
-    for _ in range(2):
+    assert world.ep.errors(config) == {}
+    for failed in (1, 2):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"{code}.*{text}"):
             jax.block_until_ready(function(world.put(wrong), world.put(x)))
         out = function(world.put(good), world.put(x))
         for rank, part in world.parts(out).items():
             np.testing.assert_array_equal(part[:2], x[rank][:2])
             assert not part[2:].any()
+        assert world.ep.errors(config) == {device: failed for device in world.ep.devices}
 
 
 @everywhere

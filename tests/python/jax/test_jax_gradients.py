@@ -69,8 +69,7 @@ def layer_of(config: xd.EpConfig, ids: Any, x: Any, weights: Any, scales: Any) -
     """The same on the ranks; scales ``[L]`` are those of the rank's experts."""
     plan = xd.ep_prepare(config, ids)
     tokens, weights, _, plan = xd.ep_dispatch(plan, x, weights)
-    expert = jnp.searchsorted(plan.offsets[1:], jnp.arange(tokens.shape[0]), side="right")
-    rows = jnp.sin(tokens) * scales[jnp.minimum(expert, len(scales) - 1)][:, None]
+    rows = jnp.sin(tokens) * scales[plan.row_experts()][:, None]
     return x + xd.ep_combine(plan, rows, weights)[0]
 
 
