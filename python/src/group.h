@@ -34,23 +34,14 @@ class Group {
   // Runs one operation without the GIL: fn(xd_ep_group*) -> xd_status.
   template <class Fn>
   void call(xd_ep_operation operation, Fn fn) {
-    xd_ep_group* const group = usable();
-    comm_.refuse_in_handler();
-    const Comm::InUse comm_in_use(comm_);
-    const InUse in_use(*this);
-    const xd_status status = without_gil([&] { return fn(group); });
+    const xd_status status = run(fn);
     if (status != XD_SUCCESS) fail(operation, status);
   }
 
   // Runs a local call, which is no operation, likewise.
   template <class Fn>
   void call_local(Fn fn) {
-    xd_ep_group* const group = usable();
-    comm_.refuse_in_handler();
-    const Comm::InUse comm_in_use(comm_);
-    const InUse in_use(*this);
-    const xd_status status = without_gil([&] { return fn(group); });
-    check(status, comm_.failure());
+    check(run(fn), comm_.failure());
   }
 
  private:
@@ -65,6 +56,15 @@ class Group {
    private:
     Group& group_;
   };
+
+  template <class Fn>
+  xd_status run(Fn fn) {
+    xd_ep_group* const group = usable();
+    comm_.refuse_in_handler();
+    const Comm::InUse comm_in_use(comm_);
+    const InUse in_use(*this);
+    return without_gil([&] { return fn(group); });
+  }
 
   [[nodiscard]] xd_ep_group* usable() const;
   [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;

@@ -27,6 +27,26 @@ struct BadIds {
   std::int64_t count;                   // bad ids among them
 };
 
+struct Prepared {
+  Outcome outcome;
+  xd_ep_plan_info plan;
+};
+
+// Makes the plan of a batch in which the last rank's first token has these ids.
+Prepared prepare_with(Rank& rank, const Case& c, xd_ep_group* group, const BadIds& bad) {
+  Batch batch(rank, c);
+  std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
+  if (rank.rank == rank.num_ranks - 1) {
+    std::copy(bad.last_rank.begin(), bad.last_rank.end(), ids.begin());
+  }
+  batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
+  const Outcome outcome = batch.call(group, XD_EP_PREPARE);
+  const std::vector<std::byte> plan = batch.plan().read();
+  xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+  ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
+  return {outcome, info};
+}
+
 TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
   Case c = plain_case(world().num_ranks());
   const std::int64_t experts = std::int64_t{c.num_ranks} * c.local_experts;
@@ -39,16 +59,9 @@ TEST(BadIds, AreReportedOnEveryRankAndThePlanIsUsable) {
     const int guilty = rank.num_ranks - 1;
     for (const BadIds& bad : kinds) {
       SCOPED_TRACE("ids " + testing::PrintToString(bad.last_rank));
-      Batch batch(rank, c);
-      std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
-      if (rank.rank == guilty) std::copy(bad.last_rank.begin(), bad.last_rank.end(), ids.begin());
-      batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
-      const Outcome outcome = batch.call(group.get(), XD_EP_PREPARE);
+      const auto [outcome, info] = prepare_with(rank, c, group.get(), bad);
       EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
       EXPECT_TRUE(outcome.mentions(std::to_string(bad.count) + " expert ids")) << outcome.text;
-      const std::vector<std::byte> plan = batch.plan().read();
-      xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
-      ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
       EXPECT_EQ(info.bad_ids, bad.count);
       EXPECT_EQ(info.bad_id_rank, guilty);
       const xd_ep_status& status = outcome.met;
@@ -75,19 +88,11 @@ TEST(BadIds, DoNotCountDuplicatesWhereTheGroupCollapsesThem) {
     xd_ep_config config = c.config(rank.rank);
     config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE;
     const Group group = make_group(rank.comm, config);
-    const int guilty = rank.num_ranks - 1;
     for (const BadIds& bad : kinds) {
       SCOPED_TRACE("ids " + testing::PrintToString(bad.last_rank));
-      Batch batch(rank, c);
-      std::vector<std::int64_t> ids = batch.routed().choices(rank.rank).ids;
-      if (rank.rank == guilty) std::copy(bad.last_rank.begin(), bad.last_rank.end(), ids.begin());
-      batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
-      const Outcome outcome = batch.call(group.get(), XD_EP_PREPARE);
+      const auto [outcome, info] = prepare_with(rank, c, group.get(), bad);
       EXPECT_EQ(outcome, bad.count > 0 ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS);
       EXPECT_EQ(outcome.group.bad_ids, bad.count);
-      const std::vector<std::byte> plan = batch.plan().read();
-      xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
-      ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
       EXPECT_EQ(info.bad_ids, bad.count);
     }
   });

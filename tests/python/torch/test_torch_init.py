@@ -81,14 +81,18 @@ sys.stdout.write(f"rank {comm.rank} of {comm.num_ranks} has {out.unique().tolist
 """
 
 
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True,
+                          timeout=120)
+
+
 def test_torchrun_starts_it(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-         f"--master-port={free_port()}", str(script)],
-        env=env, capture_output=True, text=True, timeout=120)
+    done = _run("-m", "torch.distributed.run", "--nproc-per-node=2",
+                f"--master-port={free_port()}", str(script))
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert lines == ["rank 0 of 2 has [2.0]", "rank 1 of 2 has [4.0]"]
@@ -103,9 +107,7 @@ def test_leaving_at_the_end_of_the_process():
         "plan = group.prepare(torch.tensor([[0, 3]]))\n"
         "received = xd.dispatch(plan, torch.zeros(1, 32, requires_grad=True))\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
-                          timeout=60)
+    done = _run("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -197,9 +199,7 @@ def test_no_operation_imports_torchs_compiler():
         "late = [name for name in set(sys.modules) - before if name.startswith('torch')]\n"
         "assert not late, late\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
-                          timeout=60)
+    done = _run("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -221,7 +221,5 @@ def test_ctrl_c_ends_a_meeting_through_a_process_group():
 
 def test_without_torch_the_import_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None; import crossdock.torch"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
-                          timeout=60)
+    done = _run("-c", code)
     assert "ImportError: crossdock.torch needs PyTorch 2.6 or newer: pip install" in done.stderr
