@@ -286,6 +286,14 @@ def check_copies(me: Rank) -> None:
         twin = copy.deepcopy(model)
         assert twin.experts.group is model.experts.group
         assert torch.equal(twin(x), expected)
+        expected.sum().backward()
+        twin = copy.deepcopy(model)
+        # Torch copies the gradients of DTensors along, and those of its own parameters not.
+        for parameter in twin.parameters():
+            assert (parameter.grad is None) == (not hasattr(parameter, "to_local"))
+        twin.zero_grad()
+        assert all(parameter.grad is None for parameter in twin.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters())
         mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         with implicit_replication():
             mean.update_parameters(model)  # copies
