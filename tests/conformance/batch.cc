@@ -49,7 +49,7 @@ void Batch::use_plan(const void* plan, std::size_t bytes) {
   dispatch_bwd_args.plan_bytes = combine_bwd_args.plan_bytes = bytes;
 }
 
-// Inputs get finite numbers of their type, whatever they stand for.
+// Every input gets finite numbers of its type.
 void Batch::add(const Spec& spec) {
   const bool receive = spec.role == Role::receive_input || spec.role == Role::receive_output;
   Tensor& tensor =

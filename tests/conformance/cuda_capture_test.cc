@@ -1,4 +1,5 @@
-// Streams that somebody captures: what the library does to their captures, and they to it.
+// Streams that are being captured: effects of the library on a capture, and of a capture on the
+// library.
 #include <gtest/gtest.h>
 
 #include <exception>
@@ -26,7 +27,7 @@ class Capture {
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
-  // What cudaStreamEndCapture() says; once.
+  // Ends the capture, once, and returns the result of cudaStreamEndCapture().
   cudaError_t end() {
     if (stream_ == nullptr) return cudaSuccess;
     cudaGraph_t graph = nullptr;
@@ -65,7 +66,7 @@ TEST(InvalidatedCapture, FailsCallsOnThatStreamAloneAndHarmsNothing) {
   on_every_rank([](Rank& rank) {
     FixedStep step(rank, FixedShape{});
     const Group group = make_group(rank.comm, FixedShape{}.config(rank.num_ranks));
-    int number = 0;  // of the batch, equal on all ranks
+    int number = 0;  // number of the batch, equal on all ranks
     for (const int guilty : {0, rank.num_ranks - 1, rank.rank}) {  // the last time all are
       expect_good_step(rank, group.get(), step, number++);
       if (rank.rank == guilty) {
@@ -82,8 +83,9 @@ TEST(InvalidatedCapture, FailsCallsOnThatStreamAloneAndHarmsNothing) {
 
 // ---- Mistakes that a capture keeps, where errors are fatal --------------------------------------
 
-// A communicator with a group whose errors finish it, and two operations that have gone well. What
-// is captured there and never launched has a number among the calls, and none among the epochs.
+// A communicator with a group whose errors finish it, and two operations that have gone well. An
+// operation that is captured there and never launched has a number among the calls, and none among
+// the epochs.
 class FatalGroup {
  public:
   explicit FatalGroup(const Rank& rank)
@@ -190,7 +192,8 @@ TEST(BlockingCapture, IsNotTakenDownByACallOnTheDefaultStream) {
   });
 }
 
-// All that is not an operation. So many groups that they need pinned memory that nobody has had.
+// All calls that are no operations. There are so many groups that they need pinned memory that was
+// not used before.
 void use_the_library(const Rank& rank, const std::string& name, Buffer& lent) {
   constexpr int kGroups = 24;
   const Comm comm = rank.another_comm(name, std::size_t{2} << 20);
@@ -210,7 +213,7 @@ void use_the_library(const Rank& rank, const std::string& name, Buffer& lent) {
   while (!groups.empty()) groups.pop_back();
 }
 
-// The mode that PyTorch captures in: whatever any thread of the process does may spoil it.
+// The mode in which PyTorch captures: calls of any thread of the process may spoil the capture.
 TEST(GlobalCapture, IsDisturbedByNoCallOfTheLibraryOnAnyThread) {
   on_every_rank([](Rank& rank) {
     FixedStep step(rank, FixedShape{});
@@ -218,7 +221,7 @@ TEST(GlobalCapture, IsDisturbedByNoCallOfTheLibraryOnAnyThread) {
     Buffer lent(rank, 65536, Place::ordinary), lent_beside(rank, 65536, Place::ordinary);
     step.load(0);
     cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
-    ok(xd_comm_barrier(rank.comm));  // from here on no rank does anything but with the library
+    ok(xd_comm_barrier(rank.comm));  // from here on ranks only call the library
     cuda_ok(cudaStreamBeginCapture(rank.stream(), cudaStreamCaptureModeGlobal), "begin");
     ok(step.enqueue(group.get(), XD_EP_PREPARE));
     ok(step.enqueue(group.get(), XD_EP_DISPATCH));

@@ -48,7 +48,7 @@ TEST_P(CudaGraph, ReplaysAStepWithOtherRoutingEachTime) {
       graph->launch();
       stage.expect_end();
     }
-    for (int again = 0; again < kReplays; ++again) graph->launch();  // nobody waits between them
+    for (int again = 0; again < kReplays; ++again) graph->launch();  // no rank waits between them
     stage.expect_end();
   });
 }
@@ -210,7 +210,7 @@ TEST_P(GraphLife, EndsBeforeOrAfterItsCommunicators) {
 
 INSTANTIATE_TEST_SUITE_P(Orders, GraphLife, testing::Bool());
 
-// In a launch of its own nothing has run before: whatever is loaded late would be loaded here.
+// In a launch of its own nothing has run before, so code that is loaded late would be loaded here.
 TEST(FirstCall, MayBeCaptured) {
   on_every_rank([](Rank& rank) {
     Stage stage(rank, FixedShape{});

@@ -20,7 +20,7 @@ constexpr xd_ep_operation kOperations[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_
 struct Foreign {
   std::string name;
   void* ptr;
-  bool pinned;  // which outputs of prepare may be
+  bool pinned;  // true for outputs of prepare, which may be pinned
 };
 
 class ForeignMemory {
@@ -95,7 +95,7 @@ TEST_P(ForeignPointer, IsRefusedByNameAndHarmsNothing) {
     const ForeignMemory memory(rank);
     for (const Foreign& foreign : memory.all()) {
       for (Batch::Field& field : batch.fields()) {
-        if (field.tensor->buffer().bytes() == 0) continue;  // nobody touches it
+        if (field.tensor->buffer().bytes() == 0) continue;  // no kernel touches it
         const bool number = field.operation == XD_EP_PREPARE && field.output();
         if (number && foreign.pinned) continue;  // the host may want to read these
         SCOPED_TRACE(foreign.name + " " + field.name);
@@ -144,7 +144,7 @@ TEST_P(ForeignPointer, AlsoAtTheEndOfATensorIsRefused) {
   });
 }
 
-// What combine_bwd copies instead of weighing has scales beside it.
+// Rows that combine_bwd copies without weights have scales beside them.
 TEST_P(ForeignPointer, OfScalesIsRefusedWhicheverWayTheyGo) {
   Case c = plain_case(world().num_ranks());
   c.layout = GetParam();

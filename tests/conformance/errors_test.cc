@@ -112,7 +112,7 @@ TEST(BadIds, ActAsNoExpert) {
   }
 }
 
-// What rank 0 does differently from all others.
+// The way in which rank 0 differs from all others.
 struct Disagreement {
   const char* name;
   xd_ep_operation operation;
@@ -333,7 +333,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
               guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH)
         << xd_last_error();
     EXPECT_TRUE(said(guilty ? "num_experts" : "rank 0")) << xd_last_error();
-    // What may differ, and the communicator after all of this.
+    // Fields that may differ do no harm, and the communicator works after all of this.
     config = c.config(rank.rank);
     config.zero_tail = rank.rank % 2;
     config.num_sms = rank.rank;
@@ -368,8 +368,8 @@ TEST(GroupStatus, IsEmptyAtFirst) {
   });
 }
 
-// What a call has returned, on any executor, is told with its numbers by xd_ep_last_error, and no
-// second time by the group.
+// An error that a call has returned, on any executor, is told with its numbers by xd_ep_last_error,
+// and not a second time by the group.
 TEST(GroupStatus, DoesNotRepeatWhatACallHasReturned) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
@@ -463,7 +463,7 @@ TEST(Watch, CountsEveryOperationThatEndsWithANonFatalError) {
   });
 }
 
-// Whoever sees a count finds in the group's status what it stands for.
+// A thread that sees a count finds in the group's status the error that it stands for.
 TEST(Watch, IsSeenByAnotherThreadWhichThenFindsTheError) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {

@@ -102,7 +102,7 @@ TEST_P(FloatModes, OfTheCallingThreadChangeNoBitOfAnyOutput) {
   });
 }
 
-// A call that fails leaves the caller's modes as they are, too.
+// A call that fails also leaves the caller's modes as they are.
 TEST(FloatModesOfACallThatFails, AreTheCallersAfterwards) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {

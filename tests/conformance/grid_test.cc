@@ -40,7 +40,7 @@ std::vector<Case> large_cases() {
   c.num_ranks = world().num_ranks();
   c.dtype = {kDLBfloat, 16, 1};
   c.index_type = c.output_type = {kDLInt, 32, 1};
-  c.max_tokens = 520;  // of 8 KiB: over 4 MiB
+  c.max_tokens = 520;  // tokens of 8 KiB, over 4 MiB in all
   c.row_units = 512;
   c.topk = 2;
   c.local_experts = 2;

@@ -1,4 +1,4 @@
-// Calls that concern one rank alone: any rank may make them at any time, and nobody waits.
+// Calls that concern one rank alone: any rank may make them at any time, and no rank waits.
 #include <gtest/gtest.h>
 
 #include <algorithm>

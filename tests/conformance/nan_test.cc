@@ -18,7 +18,7 @@ struct Payload {
   const char* name;
   DLDataType type;
   std::uint32_t signalling;  // with the sign, and a payload that does not touch the quiet bit
-  std::uint32_t made_quiet;  // the same with that bit
+  std::uint32_t made_quiet;  // the same NaN with the quiet bit set
   std::uint32_t of_arithmetic;
 };
 
@@ -51,7 +51,7 @@ class SignallingNaN : public testing::TestWithParam<std::tuple<Payload, Place>> 
     const int next = 2 * ((rank.rank + 1) % rank.num_ranks), own = 2 * rank.rank;
     return {next, -1, next, next + 1, own, rank.num_ranks > 1 ? next : own + 1, -1, -1};
   }
-  // Of what rank 0's routing says, every rank receives as many rows.
+  // Every rank receives as many rows as rank 0's routing gives one rank.
   std::int64_t rows() const { return 5; }
 
   Tensor filled(const Rank& rank, std::int64_t rows, std::uint32_t code) const {
@@ -126,7 +126,7 @@ TEST_P(SignallingNaN, IsQuietInEverySum) {
   on_every_rank([&](Rank& rank) {
     const Plan plan = prepare(rank);
     const Payload& p = payload();
-    // Tokens of one row keep sign and payload; those of two have what a sum of NaNs is.
+    // Tokens of one row keep sign and payload; tokens of two rows have the NaN that sums give.
     const std::vector<std::uint32_t> sums = {p.made_quiet, p.of_arithmetic, p.of_arithmetic, 0};
     const std::vector<std::uint32_t> products = {p.of_arithmetic, p.of_arithmetic, p.of_arithmetic,
                                                  0};

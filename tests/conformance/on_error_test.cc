@@ -13,7 +13,7 @@
 namespace xd::test {
 namespace {
 
-// What a rank must hear of a mistake.
+// The error that a rank must hear of when a mistake was made.
 struct Verdict {
   xd_status status;
   std::string text;
@@ -149,7 +149,7 @@ TEST_P(OnErrorFatal, FinishesTheCommunicatorWithItsStatusAndText) {
       }
       EXPECT_EQ(xd_comm_barrier(comm.get()), verdict.status);
       expect_finished(comm.get(), rank, verdict, mistake.operation);
-      ok(xd_comm_barrier(rank.comm));  // who leaves earlier tells the others what it has met
+      ok(xd_comm_barrier(rank.comm));  // a rank that leaves earlier would tell the others its error
     }
     const Comm next = rank.another_comm("next", std::size_t{1} << 20);
     Rank there = rank;

@@ -269,8 +269,8 @@ TEST_P(Plan, OfAnEqualBatchPreparedElsewhereIsAMismatch) {
   });
 }
 
-// Whatever bit of the header is wrong, the plan is refused; so a plan's size and sums can be
-// trusted once it has been opened. The header's length is the offset of the last byte that matters.
+// A plan with any wrong bit in its header is refused, so a plan's size and sums can be trusted once
+// it has been opened. The header's length is the offset of the last byte that matters.
 TEST_P(Plan, WithADamagedHeaderByteIsRefused) {
   constexpr std::size_t kHeaderBytes = 152;
   on_every_rank([&](Rank& rank) {

@@ -1,5 +1,5 @@
-// What the library takes from the process: nothing per step, what it said per group, and everything
-// given back in the end.
+// Resources that the library takes from the process: none per step, the announced amount per group,
+// and all of them given back in the end.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -59,7 +59,7 @@ TEST(Resources, StepsAllocateNothing) {
   });
 }
 
-// Of the lowest rank of each device, which asks for all.
+// The lowest rank of each device, which asks for all ranks on it.
 TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
   if (world().memory().device().device_type == kDLCPU) GTEST_SKIP() << "the CPU is no such device";
   Case c = plain_case(world().num_ranks());

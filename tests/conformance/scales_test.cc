@@ -36,7 +36,7 @@ class ScaleRows : public testing::TestWithParam<Circumstances> {
     return config;
   }
 
-  // What rank `source` sends.
+  // The scales that rank `source` sends.
   Image scales_of(int source, std::int64_t columns) const {
     Image image(kTokens, columns, scale_type(), std::byte{0});
     for (std::int64_t row = 0; row < kTokens; ++row) {

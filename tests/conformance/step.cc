@@ -11,7 +11,7 @@
 namespace xd::test {
 namespace {
 
-// What inputs hold where nothing may be read: NaN in every floating-point type.
+// The byte in inputs where nothing may be read: it makes NaN in every floating-point type.
 constexpr std::byte kForbidden{0xFF};
 
 std::int64_t columns_of(const std::vector<std::int64_t>& shape) {

@@ -22,7 +22,7 @@ std::uint16_t quantisable_code(Element at) {
   return static_cast<std::uint16_t>(code - (smaller << kFormatBf16.mantissa_bits));
 }
 
-// What becomes of the block that begins at `at`.
+// The result for the block that begins at `at`.
 QuantisedBlock block_at(const QuantisedWay& way, Element at) {
   std::vector<std::uint16_t> codes;
   const std::int64_t end = at.column + way.block;
@@ -127,7 +127,7 @@ void Step::expect_dispatched(const Payload& p, const Tensor& rows, const Tensor&
   };
   if (p.quantise != XD_EP_QUANTISE_NONE) {
     const QuantisedWay way = quantised_way(p.quantise);
-    QuantisedBlock block;  // of the row that is looked at
+    QuantisedBlock block;  // block of the current row
     expect_received("recv_tokens", rows, [&](auto r, auto column) {
       if (column % way.block == 0) block = block_at(way, source(Content::tokens, r, column));
       return block.elements[static_cast<std::size_t>(column % way.block)];

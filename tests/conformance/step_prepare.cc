@@ -75,7 +75,7 @@ void Step::prepare() {
   expect_row_experts();
 }
 
-// The zone of each row, also past the last one, whatever became of the plan.
+// The zone of each row, also past the last one, even if the plan is refused.
 void Step::expect_row_experts() {
   const std::int64_t rows = receive_rows(21);
   const DLDataType type = own_chance(22) % 2 == 0 ? kI32 : kI64;

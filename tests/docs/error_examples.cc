@@ -102,7 +102,7 @@ void group_mismatch(Rank& rank, Sections& out) {
   tell(out, rank.rank, xd_ep_group_create(rank.comm, &config, &group));
 }
 
-// What one rank finds out by itself; rank 0 does.
+// Errors that one rank finds out by itself; here rank 0 does.
 void alone(Rank& rank, Sections& out) {
   out.begin("out-of-memory");
   Comm comm = rank.another_comm("alone", kHeapBytes);
@@ -115,7 +115,7 @@ void alone(Rank& rank, Sections& out) {
 
   out.begin("system");
   xd_unique_id_config id_config = XD_UNIQUE_ID_CONFIG_INIT;
-  id_config.address = "192.0.2.1";  // of nobody: kept for documentation
+  id_config.address = "192.0.2.1";  // an address of no host, reserved for documentation
   id_config.port = 29500;
   xd_unique_id id;
   if (rank.rank == 0) tell(out, 0, xd_unique_id_create(&id_config, &id));

@@ -86,7 +86,7 @@ class Table {
   std::vector<std::string> lines_;
 };
 
-// What each row of recv_tokens is, told by its first element.
+// The origin of each row of recv_tokens, told by its first element.
 std::vector<std::string> origins(const std::vector<float>& rows) {
   std::vector<std::string> column{"it is"};
   for (std::size_t i = 0; i < rows.size(); i += kHidden) {
@@ -236,7 +236,7 @@ class Example {
     table.add("grad_topk_weights", grad_topk_weights_.read_as<float>(), kTopk).show(out_, who());
   }
 
-  // What prepare has returned, and what the group has counted.
+  // Shows the error that prepare has returned, and the group's counts.
   void show_status() {
     xd_ep_status returned = XD_EP_STATUS_INIT;
     ok(xd_ep_last_error(&returned));
@@ -257,7 +257,7 @@ class Example {
     return rows;
   }
 
-  // What the caller's experts do to receive row r.
+  // The factor by which the caller's experts multiply receive row r.
   float factor(int r) const {
     const auto expert_factor = [&](int local) {
       return static_cast<float>(rank_.rank * kLocal + local + 1);

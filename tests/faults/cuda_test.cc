@@ -127,7 +127,7 @@ TEST_F(CudaWait, OfAGroupThatIsDestroyedMeanwhileIsBoundedAndKeepsItsMemory) {
     step.enqueue_all(group.get());
     ok(finish(rank, group.get(), XD_SUCCESS));
     step.load(1);
-    // Whoever comes next has all the memory that has been given back.
+    // The next user has all the memory that has been given back.
     const std::unique_ptr<Memory> memory = rank.memory->another_stream();
     Rank alone{0, 1, true, nullptr, memory.get(), ""};
     FixedStep other(alone, FixedShape{});

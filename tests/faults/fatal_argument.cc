@@ -10,7 +10,7 @@
 namespace xd::test {
 namespace {
 
-// What the library aligns arguments by; no operation touches less of a row's end.
+// The alignment of the library's arguments; no operation touches less of a row's end.
 constexpr std::size_t kEndBytes = 16;
 
 const Buffer& buffer_of(Batch& batch, const RankProgram& program) {

@@ -29,7 +29,8 @@ constexpr auto kMoment = std::chrono::milliseconds(30);  // enough to enter a ca
 
 constexpr int kVictim = 1;
 
-// Kills the process of the victim. What it shared had no name by which anything could stay behind.
+// Kills the process of the victim. The memory that it shared had no name, so none of it can stay
+// behind.
 Clock::time_point kill_victim(Processes& ranks) {
   if (executor() == "cpu") {  // a driver has its own mappings, of devices
     EXPECT_EQ(ranks.named_shared_memory(kVictim), std::vector<std::string>());
@@ -122,7 +123,7 @@ TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
 INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
                          testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100, 50300));
 
-// Before the ranks have met nobody can know who died: then the meeting ends, in its time.
+// Before the ranks have met no rank can know which one died, so the meeting ends with its timeout.
 class KillInCreate : public testing::TestWithParam<int> {};
 
 TEST_P(KillInCreate, EndsTheMeetingForAll) {

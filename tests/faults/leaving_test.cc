@@ -1,4 +1,5 @@
-// Ranks that leave in good order are never reported as lost, whoever else leaves at that moment.
+// Ranks that leave in good order are never reported as lost, even if others leave at the same
+// moment.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -49,7 +50,7 @@ TEST(Leaving, OfAllOthersAtOnceIsNoLossToTheOneThatStays) {
       Comm comm = rank.another_comm("leaving" + std::to_string(round), 0);
       ok(xd_comm_barrier(comm.get()));
       if (rank.rank != 0) comm.reset();
-      ok(xd_comm_barrier(rank.comm));  // all others have left, and whatever they say has been said
+      ok(xd_comm_barrier(rank.comm));  // all others have left, and have said all that they say
       if (rank.rank != 0) continue;
       std::this_thread::sleep_for(milliseconds(2));
       const xd_error_info info = comm_error(comm.get());
@@ -59,7 +60,7 @@ TEST(Leaving, OfAllOthersAtOnceIsNoLossToTheOneThatStays) {
   });
 }
 
-// The last one learns who has left, and that it has, when it needs somebody.
+// The last rank learns which rank has left when it needs one.
 TEST(Leaving, IsNamedAsSuchWhereTheRankIsNeeded) {
   on_every_rank([](Rank& rank) {
     if (rank.num_ranks == 1) return;

@@ -27,7 +27,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr auto kSoon = milliseconds(1000);
-constexpr int kTimeoutMs = 20000;  // of calls that nothing may delay that long
+constexpr int kTimeoutMs = 20000;  // timeout of calls that nothing may delay that long
 constexpr int kMeetingTimeoutMs = 700;
 
 bool full() { return std::getenv("XD_TEST_FULL") != nullptr; }
@@ -36,7 +36,7 @@ bool full() { return std::getenv("XD_TEST_FULL") != nullptr; }
 struct Shortage {
   const char* name;
   MemoryFault::Spec spec;
-  bool on_rank_0;  // else on the last
+  bool on_rank_0;  // false: on the last rank
 };
 
 constexpr Shortage kShortages[] = {
@@ -62,14 +62,15 @@ std::size_t shared_mappings() {
   return count;
 }
 
-// Of the process. One rank of each looks, while the others wait: looking takes a descriptor, too.
+// Counts the process's descriptors. One rank of each process looks while the others wait, since
+// looking takes a descriptor itself.
 struct Usage {
   std::size_t descriptors = entries("/proc/self/fd");
   std::size_t threads = entries("/proc/self/task");
   std::size_t mappings = shared_mappings();
 };
 
-// Threads of the library that nobody waits for end by themselves.
+// Threads of the library that no call waits for end by themselves.
 void expect_nothing_left(const Usage& before) {
   Usage now;
   for (int i = 0; i < 500; ++i, now = Usage()) {
@@ -84,7 +85,7 @@ void expect_nothing_left(const Usage& before) {
 class MemoryFailure : public testing::TestWithParam<Shortage> {
  protected:
   using Call = std::function<xd_status(Rank&)>;
-  // What has become of the calls of all ranks; on every rank.
+  // The results of the calls of all ranks, on every rank.
   struct Trial {
     long n;
     Ended mine;
@@ -177,7 +178,7 @@ TEST_P(MemoryFailure, InCreateIsAnErrorOnAllRanks) {
       const Comm comm(std::exchange(made, nullptr));
       EXPECT_EQ(comm != nullptr, trial.mine.status == XD_SUCCESS);
       if (comm) {
-        // With somebody missing it is good for nothing, and says so at once.
+        // A communicator that misses a rank cannot be used, and its calls fail at once.
         const Ended used = timed([&] { return xd_comm_barrier(comm.get()); });
         EXPECT_EQ(used.status == XD_SUCCESS, trial.all(XD_SUCCESS)) << used;
         EXPECT_LT(used.after, kSoon);
@@ -294,8 +295,8 @@ TEST_P(MemoryFailure, InGroupCreateLeavesNoGroup) {
   });
 }
 
-// Operations allocate when they fail: then the ranks stay in step all the same, and the next step
-// is right.
+// Operations allocate when they fail. Even if that allocation fails, the ranks stay in step, and
+// the next step is right.
 TEST_P(MemoryFailure, InAFailingOperationLeavesTheRanksInStep) {
   if (of_meetings()) return;
   on_every_rank([this](Rank& rank) {
@@ -321,7 +322,7 @@ TEST_P(MemoryFailure, InAFailingOperationLeavesTheRanksInStep) {
                                           "a text that is too long for a short string", nullptr)
                       : step.enqueue(group.get(), XD_EP_COMBINE_BWD);
         },
-        [&](Rank&) {  // of a plan that is none
+        [&](Rank&) {  // with bytes that are no plan
           const xd_ep_dispatch_bwd_args none = XD_EP_DISPATCH_BWD_ARGS_INIT;
           return xd_ep_dispatch_bwd(group.get(), &none, nullptr);
         },

@@ -1,6 +1,6 @@
-// Ranks whose processes share one limit on memory and together ask for more: all of them are told,
-// and none is killed. In a control group of the test's own; where none can be made, the arithmetic
-// alone is tested (unit tests of SharedLimits).
+// Ranks whose processes share one limit on memory and together ask for more: all of them get an
+// error, and none is killed. The test makes a control group for them; where it cannot, only the
+// arithmetic is tested (unit tests of SharedLimits).
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -19,7 +19,7 @@ constexpr std::uint64_t kLimit = 100 * kMiB;
 struct Shares {
   const char* name;
   std::vector<std::vector<int>> processes;  // their ranks
-  std::uint64_t mib;                        // of each rank
+  std::uint64_t mib;                        // MiB of each rank
   bool fit;
 };
 

@@ -1,4 +1,5 @@
-// Waits that end without the peer: it is late, busy elsewhere, gone, or somebody has given up.
+// Waits that end without the peer: the peer is late, busy elsewhere or gone, or a rank has given
+// up.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -56,7 +57,7 @@ TEST_P(Wait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
     Batch batch(rank, c_);
     batch.prepare(group.get());
     if (rank.rank == 1) {
-      timed_out.wait();  // far too late
+      timed_out.wait();  // much too late
       EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT);
       return;
     }
@@ -212,7 +213,7 @@ TEST(Waits, OfRanksThatCallGroupsInDifferentOrderEndWithTheGroupsNumber) {
     EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
     const std::string& text = outcome.text;
     const xd_error_info info = comm_error(rank.comm);
-    // The error of whoever was first is everybody's.
+    // All ranks have the error of the rank that was first.
     EXPECT_EQ(info.group, info.rank);
     EXPECT_EQ(info.operation, XD_EP_PREPARE);
     EXPECT_EQ(info.expected_epoch, 1u);

@@ -53,7 +53,7 @@ void read_frame(std::span<const std::byte> input, std::size_t piece) {
   expect(!reader.complete() || reader.refusal_text().empty());
 }
 
-// What was understood must say the same when it is written again.
+// A message that was understood must be the same when it is written again.
 void read_join(std::span<const std::byte> input) {
   const auto join = decode_join(input);
   if (!join) return;

@@ -1,5 +1,5 @@
-// Plans from strangers: any bytes may be refused or give wrong values, never an access outside the
-// tensors and never harm to the group. Run it under AddressSanitizer, too.
+// Plans from strangers: any bytes may be refused or give wrong values, but never cause an access
+// outside the tensors or harm to the group. Run it also under AddressSanitizer.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -40,7 +40,7 @@ bool until(const Deadline& deadline, const std::function<bool()>& condition) {
 }
 
 struct ProcessState {
-  char state = 'X';  // as after the end of a process
+  char state = 'X';  // the state after the end of a process
   pid_t parent = -1;
 };
 

@@ -143,7 +143,7 @@ class SharedLimits : public AvailableMemory {
     own_.back().demand.process = own_.size();
   }
 
-  // What a rank is told; "" = nothing.
+  // The error text that a rank gets; "" = none.
   std::string told(int rank, xd_status expected) const {
     std::vector<MemoryDemand> of_rank;
     for (const OwnDemand& own : own_) of_rank.push_back(own.demand);
@@ -223,7 +223,7 @@ TEST_F(SharedLimits, OfSomeRanksLeaveTheOthersWithAMismatch) {
   for (const int rank : {1, 2}) EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY), "");
 }
 
-// They are nobody's until they are taken, and then whole segments lie in them.
+// Huge pages belong to no process until they are taken, and then whole segments lie in them.
 TEST_F(SharedLimits, AreSparedWhatHugePagesHold) {
   limit("/job", 50 * kMiB);
   for (int rank = 0; rank < 3; ++rank) add_rank("/job", 40 * kMiB, 80 * kMiB);

@@ -301,7 +301,7 @@ TEST(UniqueIdCreate, RefusesWhatItCannotListenOn) {
        {"224.0.0.1", "239.255.255.255", "::ffff:224.0.0.1", "ff02::1", "ff05::2"})
     expect_error(create(multicast, 0), XD_ERROR_INVALID_ARGUMENT,
                  concat("config.address = ", multicast, " is a multicast address"));
-  // The last one is that of the loopback network.
+  // The last address is the broadcast address of the loopback network.
   for (const char* broadcast :
        {"255.255.255.255", "0xffffffff", "::ffff:255.255.255.255", "127.255.255.255"})
     expect_error(create(broadcast, 0), XD_ERROR_INVALID_ARGUMENT,

@@ -99,7 +99,7 @@ class Seat {
     return bytes;
   }
 
-  // What this rank's kernels know of the registration, of all ranks.
+  // The entries of this rank's table for the registration, of all ranks.
   using Entry = std::array<HeapTable::Range, kMaxDeviceRanks>;
   Entry entry() const { return copy(Entry{}, false); }
   void set_entry(const Entry& value) const { copy(value, true); }

@@ -20,7 +20,7 @@ struct UniqueId {
   char internal[128];
 };
 
-// What the caller of a library that meets through NCCL has done before.
+// The caller's part before a meeting through NCCL: communicators of NCCL.
 struct Nccl {
   int (*get_unique_id)(UniqueId*) = nullptr;
   int (*comm_init_rank)(NcclComm*, int, UniqueId, int) = nullptr;

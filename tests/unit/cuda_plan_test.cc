@@ -1,5 +1,5 @@
-// What decides about launches on CUDA devices, without one: chunks, pieces of rows, numbers of
-// multiprocessors.
+// The arithmetic behind launches on CUDA devices, tested without a device: chunks, pieces of rows,
+// numbers of multiprocessors.
 #include <algorithm>
 #include <cstdlib>
 
@@ -233,8 +233,8 @@ TEST(LaunchPlanTest, RanksOfOneDeviceShareIt) {
   }
 }
 
-// What the device is asked about: no more than a tensor has, or a view at the end of an allocation
-// would be refused.
+// The range that CUDA is asked about: no more than a tensor has, or a view at the end of an
+// allocation would be refused.
 TEST(TensorExtentTest, IsFromTheFirstElementToTheLastWhateverTheStrides) {
   std::byte memory[4096];
   for (const std::int64_t rows : {1, 2, 5}) {

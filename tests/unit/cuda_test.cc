@@ -1,5 +1,5 @@
-// What the library has from CUDA below the executor. Without a device there is only one test: that
-// everything says so. Ranks are threads that share device 0.
+// The library's use of CUDA below the executor. Without a device there is only one test: that every
+// call says so. Ranks are threads that share device 0.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -91,7 +91,7 @@ TEST_F(CudaTest, DevicesAreNumbered) {
 }
 
 TEST_F(CudaTest, AGuardGivesBackWhatWasCurrent) {
-  std::thread([] {  // of which nothing is current yet
+  std::thread([] {  // a thread without a current device
     { const cuda::DeviceGuard guard(0); }
     CUcontext popped = nullptr;
     cuda::driver().cuCtxPopCurrent(&popped);

@@ -11,7 +11,7 @@
 namespace xd::test {
 namespace {
 
-// A port range that nobody uses at the moment, below those that the system gives out by itself.
+// A port range that no process uses at the moment, below those that the system gives out by itself.
 // Test programs that run side by side start from different ones.
 int free_port() {
   static int next = 20000 + 16 * (static_cast<int>(::getpid()) % 700);
@@ -121,8 +121,8 @@ TEST_F(EnvironmentTest, AnotherWorldSizeIsAMismatchAtOnceOnBoth) {
   for (const auto& error : errors) expect_error(error, XD_ERROR_MISMATCH, "has num_ranks = ");
 }
 
-// Whoever listens on a port may say that a secret is wrong, so that is no reason to give up: both
-// sides say at once what they have met, and again when their time is over.
+// Any process that listens on a port may say that a secret is wrong, so that is no reason to give
+// up: both sides report the refusal at once, and again when their time is over.
 TEST_F(EnvironmentTest, AWrongSecretIsNamedOnBothSides) {
   LogCapture log;
   const auto name = make_random<Tag>();
@@ -156,7 +156,7 @@ TEST_F(EnvironmentTest, RankZeroListensOnOneAddressOnly) {
   }
 }
 
-// A service that takes connections and never speaks holds nobody up.
+// A service that takes connections and never speaks delays no rank.
 TEST_F(EnvironmentTest, SilentListenersCostNoTime) {
   std::vector<UniqueFd> silent;
   for (int port = port_; port < port_ + 15; ++port) silent.push_back(occupy(port));

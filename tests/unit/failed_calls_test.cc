@@ -1,4 +1,4 @@
-// Which call's mistake finished a communicator: that of the launch which ran.
+// The call whose mistake finishes a communicator is the one whose launch ran.
 #include "ep/cuda/failed_calls.h"
 
 #include <gtest/gtest.h>

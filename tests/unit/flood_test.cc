@@ -12,9 +12,9 @@
 namespace xd::test {
 namespace {
 
-constexpr int kMeetWithinMs = 2000;  // of the last rank's coming
+constexpr int kMeetWithinMs = 2000;  // time from the last rank's arrival
 
-// A port range that nobody uses at the moment, below those that the system gives out by itself.
+// A port range that no process uses at the moment, below those that the system gives out by itself.
 int free_range() {
   const TcpAddress loopback = resolve("127.0.0.1", "address").front();
   for (int first = 12000 + 16 * (static_cast<int>(::getpid()) % 450);; first += 16) {
@@ -97,7 +97,7 @@ TEST_P(Flooded, RanksOfAUniqueIdMeetInTime) {
   EXPECT_LT(lines.size(), 30U) << lines[0];
 }
 
-// The meeting lives in a process of the application's, whose descriptors strangers must not eat up.
+// The meeting lives in a process of the application, whose descriptors strangers must not use up.
 TEST(FewDescriptors, StrangersLeaveRoomForRanks) {
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);

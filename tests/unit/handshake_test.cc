@@ -74,7 +74,7 @@ TEST(Handshake, AnotherSecretOfTheSameMeetingIsNamedOnBothSides) {
   EXPECT_EQ(client.refusal_text(), "refused this rank: it knows another secret");
 }
 
-// What a stranger is told says no, and nothing that depends on the secret.
+// The answer to a stranger says no, and has no byte that depends on the secret.
 TEST(Handshake, RefusalsAreTheSameForEverySecret) {
   const auto to_other_meeting = [] {
     Handshake server(Side::server, make_random<Secret>());
@@ -100,7 +100,7 @@ TEST(Handshake, RefusalsAreTheSameForEverySecret) {
   EXPECT_EQ(to_forged_proof(), Bytes(sizeof(Proof)));
 }
 
-// A server that has not seen a right proof has proved nothing, whatever the client takes it for.
+// A server that has not seen a right proof has proved nothing, even if the client trusts it.
 TEST(Handshake, AServerThatSaysYesToEveryProofIsNotBelieved) {
   const auto name = make_random<Tag>();
   Handshake client(Side::client, {make_random<Secret>(), name}),

@@ -84,7 +84,7 @@ void expect_lost_within_a_second(OtherRanks& ranks, std::chrono::steady_clock::t
   EXPECT_LT(ms_since(start), 1000);
 }
 
-// What the other process does once all ranks are there.
+// The other process's part once all ranks are there.
 TEST(OtherProcess, DISABLED_Main) {
   const char* text = std::getenv(kOrders);
   if (text == nullptr) GTEST_SKIP() << "runs in processes that other tests start";

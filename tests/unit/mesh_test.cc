@@ -244,7 +244,7 @@ TEST(Mesh, ARankThatSendsNonsenseIsGivenUpWithOneLine) {
       Bytes(70000),                                 // larger than any message
       head(static_cast<MeshMessageType>(9), 0, 0),  // unknown
       head(MeshMessageType::exchange, 1, 0),        // announces a descriptor that is not there
-      head(MeshMessageType::exchange, 0, 1),        // a round that nobody can have reached
+      head(MeshMessageType::exchange, 0, 1),        // a round that no rank can have reached
       head(MeshMessageType::goodbye, 0, 7)};
   for (std::size_t i = 0; i < nonsense.size(); ++i) {
     const xd_unique_id id = new_id();
@@ -299,8 +299,8 @@ TEST(Mesh, ARankLostBeforeItIsConnectedIsNamed) {
     OddRank odd(id, 1, 3);
     odd.introduce();  // and is gone
   });
-  // Rank 2 calls rank 1 and finds nobody. Rank 0, which rank 1 would have called, hears of it when
-  // rank 2 gives up.
+  // Rank 2 calls rank 1, which does not answer. Rank 0, which rank 1 would have called, hears of it
+  // when rank 2 gives up.
   expect_error(errors[2], XD_ERROR_PEER_LOST, "rank 1 has gone");
   expect_error(errors[0], XD_ERROR_PEER_LOST, "rank 2");
 }

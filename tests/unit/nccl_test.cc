@@ -1,5 +1,5 @@
-// What a communicator made from an ncclComm_t needs of NCCL, with a library in NCCL's place. The
-// gathering itself needs GPUs: see cuda_nccl_test.cc.
+// The calls to NCCL of a communicator that is made from an ncclComm_t, with a library in NCCL's
+// place. The gathering itself needs GPUs: see cuda_nccl_test.cc.
 #include <dlfcn.h>
 
 #include "bootstrap/nccl_library.h"
@@ -99,7 +99,7 @@ TEST(NcclWait, EndsWhenTheBytesHaveLanded) {
   EXPECT_EQ(asked, 3);
 }
 
-// The stream of a communicator that has not enqueued anything yet is idle, too.
+// The stream of a communicator that has not enqueued anything yet is idle as well.
 TEST(NcclWait, DoesNotTakeAnIdleStreamForAnAnswerBeforeAnythingIsEnqueued) {
   Waiting at;
   at.state = NcclLibrary::kInProgress;

@@ -24,7 +24,7 @@ struct Routing {
 
   CountTable counts() const { return {{config.experts, config.ranks}, table}; }
   std::int64_t owner(int expert) const { return expert / config.local_experts; }
-  // What a rank can receive: whole multiples of the alignment.
+  // The rows that a rank can receive: its capacity in whole multiples of the alignment.
   std::int64_t capacity(std::size_t rank) const { return capacities[rank] / alignment * alignment; }
 };
 
@@ -60,7 +60,7 @@ Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow
   return r;
 }
 
-// EXPERT_MAJOR, row by row: the first row of every (source, expert), and who has which row.
+// EXPERT_MAJOR, row by row: the first row of every (source, expert), and the owner of each row.
 struct Enumeration {
   std::vector<std::vector<std::int64_t>> first;  // [source][expert]
   std::vector<std::int64_t> total;               // [rank]

@@ -105,7 +105,7 @@ TEST_F(PlanTest, OpensWhatWasSealed) {
 TEST_F(PlanTest, EveryChangedBitOfHeaderAndZonesIsNoticed) {
   const std::size_t covered = kMap.code;
   for (std::size_t i = 0; i < covered; ++i) {
-    // Between the zones and the codes there may be padding: covered all the same.
+    // Between the zones and the codes there may be padding, which the checksum covers as well.
     for (int bit = 0; bit < 8; ++bit) {
       data()[i] ^= std::byte(1 << bit);
       EXPECT_NE(open_error(size()), "") << "byte " << i << " bit " << bit;

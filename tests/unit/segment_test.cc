@@ -100,7 +100,7 @@ int exit_status(pid_t pid) {
   return status;
 }
 
-struct Channel {  // from one process to another
+struct Channel {  // sends bytes from one process to another
   Channel() { EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0); }
   ~Channel() {
     ::close(ends[0]);
