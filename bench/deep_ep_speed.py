@@ -3,14 +3,13 @@
 
   PYTHONPATH=build/python deep_ep_speed.py [--ranks 4] [--sms 12,16,20] [--json FILE]
 
-What is timed is one `dispatch` along a handle (of bfloat16 rows; of fp8 rows with row-major
-scales, and with column-major ones), one `combine` of bfloat16 rows, or one `get_dispatch_layout`:
-from an event before it on the caller's stream to an event behind it, so streams and events of the
-Buffer are part of it. Before
-each iteration the GPUs are made busy until all hosts have enqueued, and then meet in a small
-operation. Of each iteration the slowest rank counts; p50 and p99 are over the iterations. Results
-are compared with what they must be, before and after. To compare: crossdock-bench ep --device cuda
---layout rank, with the same --sms.
+It times one `dispatch` along a handle (of bfloat16 rows; of fp8 rows with row-major scales, and
+with column-major ones), one `combine` of bfloat16 rows, or one `get_dispatch_layout`: from an event
+before it on the caller's stream to an event behind it, so streams and events of the Buffer are part
+of it. Before each iteration the GPUs are made busy until all hosts have enqueued, and then meet in
+a small operation. The slowest rank of each iteration counts; p50 and p99 are over the iterations.
+Results are compared with their expected values, before and after. To compare: crossdock-bench ep
+--device cuda --layout rank, with the same --sms.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import torch.distributed as dist
 from crossdock.deep_ep import Buffer, Config
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: longer than a host needs to enqueue one iteration
-COPIES = 3  # of the tokens, in turn, together larger than twice the L2 cache
+COPIES = 3  # copies of the tokens, used in turn; together larger than twice the L2 cache
 SCALE_BLOCK = 128  # columns of fp8 rows that share a scale
 
-# What is timed, by the method of Bench.
+# The timed operations, by the method of Bench.
 OPERATIONS = {
     "dispatch": "dispatch",
     "dispatch fp8": "dispatch_fp8",

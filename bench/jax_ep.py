@@ -3,9 +3,9 @@
 
   PYTHONPATH=build/python jax_ep.py [--processes] [--in-place] [--ranks 4] [--json FILE]
 
-One compiled program runs an operation many times, each after the one before; its time per
-operation, so with all that XLA does between two, is what counts: p50 and p99 over the programs'
-runs. Results are compared with what they must be first. To compare, the same sizes of the C API:
+One compiled program runs an operation many times, each after the one before; the program's time per
+operation counts, so with all that XLA does between two: p50 and p99 over the programs' runs.
+Results are compared with their expected values first. To compare, the same sizes of the C API:
 crossdock-bench ep --device cuda --staged, and without --staged for --in-place, which makes XLA's
 memory pool part of symmetric memory.
 """
@@ -61,7 +61,8 @@ class Bench:
         rng = np.random.default_rng(1)
         scores = rng.random((rows, options.experts), np.float32)
         ids = np.argpartition(scores, options.topk, axis=1)[:, : options.topk].astype(np.int32)
-        # What routing leaves over of receive arrays is zeroed each time: next to nothing.
+        # Receive arrays have next to no rows beyond those that routing fills, since those are
+        # zeroed each time.
         fullest = np.bincount(ids.ravel() * options.ranks // options.experts).max()
         self.config = xd.EpConfig(options.experts, options.hidden, options.topk, options.tokens,
                                   num_sms=options.sms, capacity=int(fullest))

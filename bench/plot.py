@@ -52,7 +52,7 @@ def draw_panel(axes, rows, x):
         label = operation if operation == "prepare" else f"{operation} {dtype}"
         axes.plot(xs, ys, LINES[dtype], color=COLORS[operation], marker="o", markersize=3,
                   label=label)
-    # Floor and baseline depend on the bytes alone: those of dispatch stand for all.
+    # Floor and baseline depend on the bytes alone, so dispatch's stand for all operations.
     for y, name, color in [("floor_us", "wire floor", "black"), ("nccl_us", "NCCL", "tab:green")]:
         for (operation, dtype), (xs, ys) in curves(rows, x, y).items():
             if operation == "dispatch":

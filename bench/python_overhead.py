@@ -1,12 +1,12 @@
-"""What a call of crossdock.torch costs the host, beside an empty operator of the same signature.
+"""Times a call of crossdock.torch on the host, beside an empty operator of the same signature.
 
     python bench/python_overhead.py [--device cpu|cuda] [--json]
 
 One rank with a handful of tokens, so that the operations themselves take little. On CUDA the calls
 return before the operations have run: the device is synchronised between batches of calls, and its
-time is not counted. An operator that torch.library.custom_op makes, with a derivative as these
-have, is what one would write without further thought. The smallest mean of a batch counts: what
-disturbs the host only adds.
+time is not counted. The empty operator is made by torch.library.custom_op, with a derivative, as
+one would write it without further thought. The smallest mean of a batch counts, since disturbances
+of the host only add time.
 """
 
 from __future__ import annotations

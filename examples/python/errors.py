@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What goes wrong, and what each rank hears of it. The ranks are two threads of this process."""
+"""Shows mistakes, and the errors that each rank gets. The ranks are two threads of this process."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ CONFIG = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=8, hi
 
 
 def bad_argument(rank: int, group: crossdock.EpGroup) -> None:
-    """Rank 0 dispatches float64, which nobody moves."""
+    """Rank 0 dispatches float64, which no operation moves."""
     plan = group.prepare(np.zeros((2, 1), np.int64))
     group.dispatch(plan, np.zeros((2, 16), np.float64 if rank == 0 else np.float32))
 
@@ -32,7 +32,7 @@ def left(rank: int, group: crossdock.EpGroup) -> None:
 
 
 def describe(step: Callable[[int, crossdock.EpGroup], None], group: crossdock.EpGroup) -> str:
-    """What came of a step on this rank."""
+    """The result of a step on this rank."""
     rank = group.comm.rank
     try:
         step(rank, group)

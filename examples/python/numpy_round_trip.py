@@ -11,7 +11,7 @@ RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 2, 5, 16, 2, 4
 
 
 def run_rank(rank: int, meeting: bytes) -> None:
-    """What each rank does."""
+    """The part of each rank."""
     config = crossdock.EpConfig(num_experts=EXPERTS, max_topk=TOPK, max_tokens_per_rank=TOKENS,
                                 hidden=HIDDEN, dtype="float32")
     with (crossdock.Comm(meeting, rank=rank, num_ranks=RANKS, heap_bytes=1 << 20) as comm,

@@ -59,7 +59,7 @@ def copy_with_libraries(build, folder, program):
 
 
 def stage_python(build, folder):
-    """What with-python builds the package from, and the tests."""
+    """Stages the sources from which with-python builds the package, and the tests."""
     install = folder / "install"
     output_of("cmake", "--install", str(build), "--prefix", str(install), "--strip")
     cache = (build / "CMakeCache.txt").read_text()

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compiles every public header alone, as C11 and as C++11, with warnings as errors.
 
-CMake verifies header sets, too, but from version 3.24 on, where ours is 3.22, and in one language.
+CMake can verify header sets as well, but only from version 3.24 on, where ours is 3.22, and in one
+language.
 
 usage: headers.py C_COMPILER CXX_COMPILER DLPACK_INCLUDE_DIR
 """

@@ -33,9 +33,9 @@ def run_processes(ranks: int, arguments: list[str]) -> int:
         for rank in range(ranks)
     ]
     try:
-        # A rank that fails is missed by the others, which then fail, too.
+        # A rank that fails is missed by the others, which then fail as well.
         return next((code for process in processes if (code := process.wait())), 0)
-    finally:  # also after Ctrl-C nobody is left behind; jax.distributed catches a mere SIGTERM
+    finally:  # also after Ctrl-C no process is left; jax.distributed catches SIGTERM
         for process in processes:
             process.kill()
             process.wait()
@@ -61,7 +61,7 @@ def set_up_jax(ranks: int, device: str) -> None:
     import jax  # reads the flags
 
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
-    jax.config.update("jax_default_matmul_precision", "float32")  # on GPUs, too
+    jax.config.update("jax_default_matmul_precision", "float32")  # also on GPUs
     if rank is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(

@@ -1,7 +1,7 @@
 """The language model: a decoder of attention and mixture-of-experts blocks over bytes.
 
-Plain functions on global arrays. What a block does with its experts is a function that the caller
-gives: Crossdock's layer, or the plain one of plain_moe.py.
+Plain functions on global arrays. The caller gives the function by which a block uses its experts:
+Crossdock's layer, or the plain one of plain_moe.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MoE = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class Prediction(NamedTuple):
-    """What the model says about a batch."""
+    """The model's predictions for a batch."""
 
     logits: jax.Array  # [sequences, context, 256]
     aux_loss: jax.Array  # [], summed over layers
@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
 
 
 def init_params(settings: Settings) -> Params:
-    """Parameters, float32, that depend on the settings alone; those of blocks are stacked."""
+    """Float32 parameters that depend on the settings alone, stacked over the blocks."""
     s = settings
     keys = iter(jax.random.split(jax.random.key(s.seed), 8))
 
@@ -89,7 +89,7 @@ def _normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
     """Causal self-attention with rotary positions, which reads each token with the three before.
 
-    That short convolution lets the first steps learn what bytes follow each other.
+    That short convolution lets the first steps learn which bytes follow each other.
     """
     sequences, context, hidden = x.shape
     before = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))

@@ -1,4 +1,4 @@
-"""The layer without Crossdock: one device holds every expert. What the training is held against.
+"""The layer without Crossdock: one device holds every expert. The training is compared with it.
 
 Shares no code with ``crossdock.jax.moe_layer``: parameters and outputs are the same.
 """

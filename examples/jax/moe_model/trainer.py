@@ -19,7 +19,7 @@ from moe_lm.progress import Progress
 from .model import MoE, Params, cross_entropy, init_params, predict
 from .settings import Settings
 
-_MOMENTS = (0.9, 0.95)  # of AdamW
+_MOMENTS = (0.9, 0.95)  # decay rates of AdamW's moments
 _WEIGHT_DECAY = 0.01
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -100,7 +100,7 @@ def is_expert_parameter(path: tuple[Any, ...]) -> bool:
 
 
 def _shardings(mesh: Mesh | None) -> tuple[Any, Callable[[tuple[Any, ...]], Any]]:
-    """Of batches, and of a parameter by its path."""
+    """The shardings of batches, and of a parameter by its path."""
     if mesh is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return one, lambda path: one

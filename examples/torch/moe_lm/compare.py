@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 # Float32, no dropout: only the order of sums differs between the runs. As long as no token goes to
-# another expert, that is all one sees. Then two probabilities have been rounded to different sides,
-# and each step makes more of it, so that less is promised, and of the first steps only. At the end
-# they are two runs of the same training, as one process with another number of threads is, too.
+# another expert, the runs differ by no more. Then two probabilities have been rounded to different
+# sides, and each step widens the difference, so less is promised, and of the first steps only. At
+# the end the runs are two runs of the same training, as two runs of one process with different
+# numbers of threads would be.
 SAME_CHOICES_TOLERANCE = 1e-5
 SAME_CHOICES_STEPS = 3  # the first ones, or there is nothing that the tolerance above is held to
 FIRST_STEPS = 10
@@ -74,7 +75,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of the first step by parameter, those of experts put together from all ranks."""
+    """Gradients of the first step by parameter, with all ranks' experts put together."""
     ranks = len(list(folder.glob("gradients-*.pt")))
     parts = [torch.load(folder / f"gradients-{rank}.pt") for rank in range(ranks)]
     return {

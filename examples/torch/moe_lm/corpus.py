@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-# Folders that are not the library's own modules, or tables rather than programs.
+# Folders that are not the standard library's modules, or that hold tables rather than programs.
 _SKIPPED = {
     "site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "__pycache__",
 }

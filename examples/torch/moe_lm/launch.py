@@ -42,7 +42,7 @@ def run_ranks(ranks: int, device: str, main: Callable[..., Any], *args: Any) -> 
     try:
         while not processes.join():
             pass
-    finally:  # also after Ctrl-C nobody is left behind
+    finally:  # also after Ctrl-C no process is left
         for process in processes.processes:
             process.terminate()
             process.join()

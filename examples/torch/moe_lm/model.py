@@ -13,7 +13,7 @@ BYTES = 256
 
 
 class Prediction(NamedTuple):
-    """What the model says about a batch."""
+    """The model's predictions for a batch."""
 
     logits: torch.Tensor  # [sequences, context, 256]
     aux_loss: torch.Tensor  # [], summed over layers
@@ -23,7 +23,7 @@ class Prediction(NamedTuple):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions, which reads each token with the three before.
 
-    That short convolution lets the first steps learn what bytes follow each other.
+    That short convolution lets the first steps learn which bytes follow each other.
     """
 
     def __init__(self, hidden: int, heads: int) -> None:

@@ -1,4 +1,5 @@
-"""Options of the examples' command lines: those of both models, and how settings become options."""
+"""Options of the examples' command lines: options that both models have, and the way settings
+become options."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def add_numbers(parser: argparse.ArgumentParser, settings: type, helps: Mapping[
 
 
 def read_settings(settings: type[_Settings], options: argparse.Namespace) -> _Settings:
-    """What was given for those fields of ``settings`` that are options."""
+    """The values given for the fields of ``settings`` that are options."""
     given = {field.name for field in dataclasses.fields(settings)} & vars(options).keys()
     return settings(**{name: getattr(options, name) for name in given})
 

@@ -1,4 +1,4 @@
-"""The layer without Crossdock: one process holds every expert. What the training is held against.
+"""The layer without Crossdock: one process holds every expert. The training is compared with it.
 
 Shares no code with ``crossdock.torch.MoELayer``: parameters, draws and outputs are the same.
 """

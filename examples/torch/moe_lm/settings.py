@@ -1,4 +1,4 @@
-"""What a training run is made of."""
+"""The settings of a training run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
     aux_loss_weight: float = 0.05
     learning_rate: float = 3e-3
     warmup: int = 20  # steps
-    schedule_steps: int | None = None  # where the learning rate has come down; None = at the end
+    schedule_steps: int | None = None  # where the rate has come down; None = the last step
     save_every: int = 0  # steps between checkpoints; 0 = none
     resume: bool = False  # from the last checkpoint in the folder, if there is one
     plain: bool = False  # without Crossdock, in one process

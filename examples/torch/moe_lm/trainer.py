@@ -27,7 +27,7 @@ _HELD_OUT_BATCHES = 4
 
 
 def train(device: torch.device, settings: Settings) -> None:
-    """What each rank does: train, then show on rank 0 what has been learnt."""
+    """The part of each rank: it trains, and rank 0 shows the result."""
     with Trainer(settings, device) as trainer:
         trainer.run()
         held_out = trainer.held_out_loss()
@@ -130,7 +130,8 @@ class Trainer:
                     self.save()
 
     def train_step(self) -> dict[str, Any]:
-        """One step of the optimiser; returns its record, equal on all ranks but for the time."""
+        """One step of the optimiser; returns its record, which is equal on all ranks except for the
+        time."""
         s = self.settings
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
