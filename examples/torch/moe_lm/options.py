@@ -1,5 +1,4 @@
-"""Options of the examples' command lines: options that both models have, and the way settings
-become options."""
+"""Options of the examples' command lines, and the way settings become options."""
 
 from __future__ import annotations
 

@@ -130,8 +130,7 @@ class Trainer:
                     self.save()
 
     def train_step(self) -> dict[str, Any]:
-        """One step of the optimiser; returns its record, which is equal on all ranks except for the
-        time."""
+        """One step of the optimiser; its record, equal on all ranks except for the time."""
         s = self.settings
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
