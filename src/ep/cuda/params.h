@@ -70,8 +70,9 @@ struct Report {
   std::int64_t bad_ids;                     // INVALID_ARGUMENT without a fault
   std::int64_t needed_rows, capacity_rows;  // OVERFLOW
   std::int32_t rank;                        // the rank it is about
-  // In a group whose errors are fatal: the launch whose error has finished the communicator, written
-  // before that error is raised; 0 = none. (An error that the host's checks find has no report.)
+  // In a group whose errors are fatal: the launch whose error has finished the communicator,
+  // written before that error is raised; 0 = none. (An error that the host's checks find has no
+  // report.)
   std::uint32_t fatal_launch;
   Record record[kMaxDeviceRanks];  // MISMATCH: what every rank said
   // Totals over all plans made; only grow.
