@@ -31,6 +31,8 @@ namespace {
 
 // How long a send waits for room before it looks whether it is still wanted.
 constexpr int kSendSliceMs = 20;
+// How long a rank that leaves waits for peers that have not read what it sent before.
+constexpr int kGoodbyeMs = 1000;
 
 struct MeshParts {
   int rank;
@@ -53,7 +55,8 @@ class UnixMesh final : public Mesh {
       if (thread_.joinable()) thread_.detach();
       return;
     }
-    tell_all(parts_.links, MeshMessageType::goodbye);
+    // Without its goodbye this rank would be taken for lost.
+    tell_all(parts_.links, MeshMessageType::goodbye, {}, Deadline::after_ms(kGoodbyeMs));
     ::eventfd_write(parts_.stop.get(), 1);
     if (thread_.joinable()) thread_.join();
   }

@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "base/interrupt.h"
-#include "base/log.h"
 #include "base/math.h"
 #include "base/rank_list.h"
 #include "comm/mesh_socket.h"
@@ -151,11 +150,9 @@ void MeshConnector::accept() {
     if (errno == EMFILE || errno == ENFILE) fail_errno("accept of a peer's connection", errno);
     return;
   }
-  if (!peer_has_our_user(fd.get()))
-    return log_warning("refused a connection to rank ", rank_, ": it comes from another user");
+  if (!peer_has_our_user(fd.get())) return warn("it comes from another user");
   if (calls_.size() >= links_.size() + kSpareCalls)
-    return log_warning("refused a connection to rank ", rank_, ": ", calls_.size(),
-                       " others have not said who they are");
+    return warn(concat(calls_.size(), " others have not said who they are"));
   calls_.push_back(
       std::make_unique<Call>(Call{std::move(fd), Handshake(Side::server, secret_, at(rank_)), -1}));
 }
@@ -202,8 +199,12 @@ void MeshConnector::hung_up(Call& call) {
 void MeshConnector::fail_or_drop(Call& call, const std::string& reason) {
   if (call.rank >= 0)
     fail(XD_ERROR_PEER_LOST, "rank ", call.rank, " is lost: what listens in its place ", reason);
-  log_warning("refused a connection to rank ", rank_, ": it ", reason);
+  warn("it " + reason);
   call.fd.reset();
+}
+
+void MeshConnector::warn(const std::string& reason) {
+  warnings_.warn(error_text("refused a connection to rank ", rank_, ": ", reason));
 }
 
 // Ranks that are connected may have done their work and left: the watch thread will tell.

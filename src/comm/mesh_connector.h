@@ -8,6 +8,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "base/warning_limit.h"
 #include "bootstrap/handshake.h"
 #include "comm/descriptor_reserve.h"
 #include "comm/mesh_introduction.h"
@@ -52,6 +53,7 @@ class MeshConnector {
   void establish(Call& call);
   void hung_up(Call& call);
   void fail_or_drop(Call& call, const std::string& reason);
+  void warn(const std::string& reason);
   bool is_awaited(const PeerProcess& process) const;
   void check_link(int rank);
 
@@ -65,6 +67,7 @@ class MeshConnector {
   std::vector<std::unique_ptr<Call>> calls_;
   std::vector<UniqueFd> links_;
   std::vector<bool> closed_;  // links that a peer has closed after saying something
+  WarningLimit warnings_{"connections refused while the ranks connect"};
 };
 
 }  // namespace xd

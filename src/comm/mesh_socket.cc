@@ -1,5 +1,6 @@
 #include "comm/mesh_socket.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -130,12 +131,16 @@ Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::b
   return Sent::done;
 }
 
-void tell_all(std::span<const UniqueFd> links, MeshMessageType type,
-              std::string_view text) noexcept {
+void tell_all(std::span<const UniqueFd> links, MeshMessageType type, std::string_view text,
+              const Deadline& deadline) noexcept {
   const MeshHeader header{type, 0, 0};
+  const auto head = std::as_bytes(std::span(&header, 1));
   for (const UniqueFd& link : links) {
-    if (link)
-      send_packet(link.get(), std::as_bytes(std::span(&header, 1)), std::as_bytes(std::span(text)));
+    while (link && send_packet(link.get(), head, std::as_bytes(std::span(text))) == Sent::full &&
+           !deadline.passed()) {
+      pollfd room{link.get(), POLLOUT, 0};
+      ::poll(&room, 1, deadline.remaining_ms());
+    }
   }
 }
 

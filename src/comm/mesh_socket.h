@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "base/deadline.h"
 #include "base/fd.h"
 #include "bootstrap/secret.h"
 #include "bootstrap/wire.h"
@@ -34,11 +35,10 @@ enum class Sent {
 Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::byte> body = {},
                  int passed = -1) noexcept;
 
-// Sends every peer a message of the mesh, best effort: who is gone needs no news, and who has not
-// read a whole socket full of messages does not follow the protocol and gets the end of the
-// connection instead. Allocates nothing.
-void tell_all(std::span<const UniqueFd> links, MeshMessageType type,
-              std::string_view text = {}) noexcept;
+// Sends every peer a message of the mesh. A peer that has gone needs no message; one whose socket is
+// full gets it if there is room before the deadline, which is one for all. Allocates nothing.
+void tell_all(std::span<const UniqueFd> links, MeshMessageType type, std::string_view text = {},
+              const Deadline& deadline = Deadline::after_ms(0)) noexcept;
 // The exception in flight, as the reason why this rank cannot go on. Inside a catch block only.
 void tell_failure(std::span<const UniqueFd> links) noexcept;
 

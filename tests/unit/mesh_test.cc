@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 
+#include "base/warning_limit.h"
 #include "comm/mesh_connector.h"
 #include "comm/mesh_introduction.h"
 #include "comm/mesh_message.h"
@@ -147,6 +148,35 @@ TEST(Mesh, WhatWasSentBeforeAGoodbyeCounts) {
   EXPECT_TRUE(eventually([&] { return zero.diary.has("left 1"); }));
   EXPECT_EQ(text_of(zero.gather("late")[1].blob), "early");
   expect_error(error_of([&] { zero.gather("later"); }), XD_ERROR_PEER_LOST, "rank 1 has left");
+}
+
+TEST(Mesh, AGoodbyeWaitsForAPeerThatIsBehindWithReading) {
+  const xd_unique_id id = new_id();
+  Member zero, one;
+  expect_no_errors(on_threads(2, [&](int rank) {
+    if (rank == 0) zero.connect(id, 0, 2);
+    if (rank == 1) one.join(id, 1, 2);
+  }));
+  for (int i = 0; i < 3000; ++i) one.mesh->send_abort();  // more than there is room for
+  std::thread leaves([&] { one.mesh.reset(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  zero.mesh->start(zero.diary);
+  EXPECT_TRUE(eventually([&] { return zero.diary.entries().size() == 2; }));
+  leaves.join();
+  EXPECT_EQ(zero.diary.entries(), (std::vector<std::string>{"abort 1", "left 1"}));
+}
+
+TEST(Mesh, ARankThatLeavesDoesNotWaitForEverForAPeerThatDoesNotRead) {
+  const xd_unique_id id = new_id();
+  Member zero, one;
+  expect_no_errors(on_threads(2, [&](int rank) {
+    if (rank == 0) zero.connect(id, 0, 2);
+    if (rank == 1) one.join(id, 1, 2);
+  }));
+  for (int i = 0; i < 3000; ++i) one.mesh->send_abort();
+  const auto start = std::chrono::steady_clock::now();
+  one.mesh.reset();
+  EXPECT_LT(ms_since(start), 5000);
 }
 
 TEST(Mesh, AbortReachesEveryPeer) {
@@ -289,6 +319,35 @@ TEST(Mesh, StrangersOnTheSocketAreRefused) {
   ASSERT_EQ(lines.size(), 2U) << testing::PrintToString(lines);
   EXPECT_NE(lines[0].find("does not speak this library's protocol"), std::string::npos) << lines[0];
   EXPECT_NE(lines[1].find("means another meeting"), std::string::npos) << lines[1];
+}
+
+TEST(Mesh, ThousandsOfStrangersFillNoLog) {
+  constexpr int kStrangers = 200;
+  const xd_unique_id id = new_id();
+  Member zero;
+  LogCapture log;
+  const auto errors = on_threads(2, [&](int rank) {
+    if (rank == 0) return zero.join(id, 0, 2);
+    OddRank odd(id, 1, 2);
+    odd.introduce();
+    for (int i = 0; i < kStrangers; ++i) {
+      UniqueFd stranger;
+      ASSERT_TRUE(eventually([&] {  // the listener has room for a few
+        stranger = connect_link(odd.introductions[0].socket_name);
+        return static_cast<bool>(stranger);
+      }));
+      send_packet(stranger.get(), bytes_of("let me in"));
+      pollfd end{stranger.get(), 0, 0};
+      ASSERT_TRUE(eventually([&] { return ::poll(&end, 1, 0) == 1; }));
+    }
+    odd.connect();
+  });
+  const auto lines = log.end();
+  expect_no_errors(errors);
+  ASSERT_GE(lines.size(), 2U);
+  EXPECT_LE(lines.size(), 2U * (WarningLimit::kLines + 1)) << "two intervals on a slow machine";
+  EXPECT_NE(lines[0].find("does not speak this library's protocol"), std::string::npos) << lines[0];
+  EXPECT_NE(lines.back().find("more connections refused"), std::string::npos) << lines.back();
 }
 
 TEST(Mesh, ARankLostBeforeItIsConnectedIsNamed) {
