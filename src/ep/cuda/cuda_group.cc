@@ -115,6 +115,15 @@ class CudaGroup final : public Group {
   template <class Call>
   void start_combine(const Call& call, xd_stream stream);
 
+  // What keep_for_good() keeps. Made with the group: there may be no memory when the group goes.
+  struct Kept {
+    std::shared_ptr<Comm> comm;
+    std::vector<std::shared_ptr<Segment>> segments;
+    xd::cuda::DeviceBuffer control, scratch;
+    xd::cuda::PinnedBlock report, last_look;
+    Kept* next = nullptr;
+  };
+  std::unique_ptr<Kept> kept_ = std::make_unique<Kept>();
   std::shared_ptr<Comm> keeps_comm_;  // and so its memory, which kernels use
   DeviceFacts facts_;
   int budget_ = 0;
@@ -204,25 +213,15 @@ bool CudaGroup::at_rest() const {
   return comm().fatal_error() != nullptr;
 }
 
-// All that a kernel of this group may touch, never to be used again.
+// Everything that a kernel of this group may touch is never freed.
 void CudaGroup::keep_for_good() noexcept {
-  struct Kept {
-    std::shared_ptr<Comm> comm;
-    std::vector<std::shared_ptr<Segment>> segments;
-    xd::cuda::DeviceBuffer control, scratch;
-    xd::cuda::PinnedBlock report, last_look;
-    Kept* next;
-  };
   static std::atomic<Kept*> all{nullptr};  // found from here, so that it is not lost
-  try {
-    log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
-                config().ranks, "]: its memory is kept until the process ends");
-    auto* const kept = new Kept{
-        std::move(keeps_comm_), std::move(segments_),  std::move(control_), std::move(scratch_),
-        std::move(report_),     std::move(last_look_), all.load()};
-    while (!all.compare_exchange_weak(kept->next, kept)) {
-    }
-  } catch (...) {
+  log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
+              config().ranks, "]: its memory is kept until the process ends");
+  Kept* const kept = kept_.release();
+  *kept = {std::move(keeps_comm_), std::move(segments_),  std::move(control_), std::move(scratch_),
+           std::move(report_),     std::move(last_look_), all.load()};
+  while (!all.compare_exchange_weak(kept->next, kept)) {
   }
 }
 
