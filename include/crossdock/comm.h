@@ -246,14 +246,17 @@ XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
  * virtual memory of another process.
  * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (it
  * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY (at
- * most 4096 growths and registrations together: their table takes 4.5 MiB of device memory per
- * communicator); on the other ranks MISMATCH. After an error nothing is registered. Devices of this
- * process that were given access to the memory keep it. */
+ * most 4096 growths and registrations together: their table takes 64 KiB of device memory for each
+ * rank of the communicator); on the other ranks MISMATCH. After an error nothing is registered.
+ * Devices of this process that were given access to the memory keep it. */
 XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);
 
 /* Takes registered memory out again. Collective, blocking; no operation that uses the memory may be
  * running on any rank, or be replayed from a captured graph later. The caller frees the memory
- * after the call. */
+ * after the call.
+ * Errors: INVALID_ARGUMENT (no registration has that number) and MISMATCH (the ranks name different
+ * ones); nothing has changed then. If a rank's device cannot be told, the communicator is finished.
+ */
 XD_API xd_status xd_mem_deregister(xd_comm* comm, int32_t registration);
 
 typedef struct xd_mem_info {

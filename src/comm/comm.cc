@@ -325,18 +325,33 @@ void Comm::barrier() {
   agree(Collective::barrier, [] { return Contribution{}; });
 }
 
+// The number of the next segment of symmetric memory, by which ranks tell one another where their
+// tensors lie: all must count alike.
+std::uint32_t Comm::agree_on_number(Collective what) {
+  const auto items = agree(what, [&] {
+    if (device_side_) heap_.require_room();
+    const std::uint32_t number = heap_.next_number();
+    Contribution mine{.blob = Bytes(sizeof(number))};
+    std::memcpy(mine.blob.data(), &number, sizeof(number));
+    return mine;
+  });
+  for (std::size_t r = 0; r < items.size(); ++r) {
+    if (items[r].blob == items[at(rank_)].blob) continue;
+    fail(XD_ERROR_MISMATCH, "rank ", r, " has other segments of symmetric memory than rank ", rank_,
+         ": it would give the next one another number");
+  }
+  return heap_.next_number();
+}
+
 void Comm::add_to_heap(Collective what, std::size_t bytes) {
-  const std::uint32_t next = heap_.next_segment();
+  const std::uint32_t number = agree_on_number(what);
   const auto any = [](const Segments& segments) {
     return std::ranges::any_of(segments, [](const auto& s) { return s != nullptr; });
   };
   auto segments = share_on(*device_memory_, what, bytes, [&](const Segments& mapped) {
     if (any(mapped)) heap_.make_room();  // adding must not fail when all ranks have agreed
     // Before any rank's call returns: its kernels, and those of peers, may use the memory at once.
-    if (device_side_) {
-      heap_.require_room();
-      device_side_->set_heap(next, mapped);
-    }
+    if (device_side_) device_side_->set_heap(number, mapped);
   });
   if (any(segments)) heap_.add(std::move(segments));
 }

@@ -146,8 +146,9 @@ class Comm final : private MeshEvents {
   void raise_cause(const FatalError& error, const Cause& cause) {
     raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere, &cause);
   }
-  // Where kernels raise such errors: called once with the first, when the host takes it over. From
-  // any thread, and under a lock: it must not call the communicator. Empty = none any more.
+  // Where kernels raise such errors: asked for the words of one when the host takes it over, or hears
+  // of it from a peer. On any thread, and under a lock: it must not call the communicator. Empty =
+  // none any more.
   using Explain = std::function<Cause(const FatalError&)>;
   void explain_by(int group, Explain explain);
 
@@ -197,8 +198,10 @@ class Comm final : private MeshEvents {
                     const std::function<void(const Segments&)>& use = {});
   void compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes);
   void add_to_heap(Collective what, std::size_t bytes);
+  std::uint32_t agree_on_number(Collective what);
   int enlist(void* ptr, std::size_t bytes);
   void delist(int registration);
+  void fail_delisting();
   void require_device_memory() const;
   void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
   void bring_failure(Collective what) noexcept;
@@ -207,6 +210,8 @@ class Comm final : private MeshEvents {
   void fail_round(const Caught& error, int peer);
   void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
+  void learn_cause(const FatalError& error) const;
+  const FatalError* reported() const;  // on this rank's board
   void tell_peers(const FatalError& error);
   void on_lost(std::span<const int> ranks) override;
   void on_left(int rank) override;

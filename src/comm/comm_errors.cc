@@ -24,44 +24,60 @@ void Comm::check_usable() const {
   throw_if_failed();
 }
 
+const FatalError* Comm::reported() const {
+  return connected_.load(std::memory_order_acquire) ? controls_[at(rank_)].error() : nullptr;
+}
+
 const FatalError* Comm::fatal_error() const {
-  if (!connected_.load(std::memory_order_acquire)) return nullptr;
-  const Control& own = controls_[at(rank_)];
-  if (const FatalError* error = own.error()) return error;
+  if (const FatalError* error = reported()) return error;
   // A fork has no pinned memory.
-  if (device_side_ == nullptr || process_ != ::getpid()) return nullptr;
+  if (!connected_.load(std::memory_order_acquire) || device_side_ == nullptr ||
+      process_ != ::getpid()) {
+    return nullptr;
+  }
   const FatalError* met_by_kernel = device_side_->raised();
   if (met_by_kernel == nullptr) return nullptr;
   const std::lock_guard lock(raise_mutex_);
   FatalError error = *met_by_kernel;
-  if (const auto found = explanations_.find(error.group);
-      error.met_by_all != 0 && !told_self_ && found != explanations_.end()) {
-    try {
-      cause_ = found->second(error);
-      error.peer = cause_.peer;
-    } catch (const std::bad_alloc&) {  // it remains this error, without the text
-    }
-  }
+  if (!told_self_) learn_cause(error);
+  if (error.met_by_all != 0 && cause_.text[0] != '\0') error.peer = cause_.peer;
   record(error);
-  return own.error();
+  return reported();
+}
+
+// Under raise_mutex_. What this rank says of an error that every rank meets.
+void Comm::learn_cause(const FatalError& error) const {
+  if (error.met_by_all == 0 || cause_.text[0] != '\0') return;
+  const auto found = explanations_.find(error.group);
+  if (found == explanations_.end()) return;
+  try {
+    cause_ = found->second(error);
+  } catch (const std::bad_alloc&) {  // it remains this error, without the text
+  }
 }
 
 std::string Comm::text_of(const FatalError& error) const {
   // A peer's report of an error that every rank meets may have come first: the text is this rank's.
   if (error.rank == rank_ || error.met_by_all != 0) {
     const std::lock_guard lock(raise_mutex_);
+    learn_cause(error);
     if (cause_.text[0] != '\0') return cause_.text.data();
   }
   return describe(error);
 }
 
 void Comm::explain_by(int group, Explain explain) {
+  if (process_ != ::getpid()) return;  // a fork's copy of the lock may be held for ever
   const std::lock_guard lock(raise_mutex_);
   if (explain) {
     explanations_[group] = std::move(explain);
-  } else {
-    explanations_.erase(group);
+    return;
   }
+  // A peer's report of an error of that group may have come first.
+  if (const FatalError* error = reported(); error != nullptr && error->group == group) {
+    learn_cause(*error);
+  }
+  explanations_.erase(group);
 }
 
 void Comm::throw_if_failed() const {

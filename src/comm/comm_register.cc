@@ -1,6 +1,7 @@
 // Comm's memory that the caller owns.
 #include "comm/comm.h"
 
+#include <array>
 #include <cstring>
 
 #if XD_CUDA
@@ -26,17 +27,15 @@ int Comm::register_memory(void* ptr, std::size_t bytes) {
 }
 
 int Comm::enlist(void* ptr, std::size_t bytes) {
-  const auto number = heap_.next_registered();
-  SymmetricHeap::Registered entry;
+  const std::uint32_t number = agree_on_number(Collective::enlist);
+  Segments segments;
   SegmentMaker::Made own;
   auto items = agree(Collective::enlist, [&] {
-    if (!number) heap_.require_room();
     XD_REQUIRE(bytes == 0 || ptr != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
     if (bytes > 0) own = lend_cuda_memory(device_.device_id, ptr, bytes);
     return Contribution{.blob = own.description, .fd = own.fd.get()};
   });
   agree(Collective::enlist, [&] {
-    Segments& segments = entry[*number];
     segments.resize(items.size());
     for (std::size_t r = 0; r < items.size(); ++r) {
       const int rank = static_cast<int>(r);
@@ -48,11 +47,11 @@ int Comm::enlist(void* ptr, std::size_t bytes) {
       }
     }
     heap_.make_room();  // adding must not fail when all ranks have agreed
-    device_side_->set_heap(*number, segments);
+    device_side_->set_heap(number, segments);
     return Contribution{};
   });
-  heap_.add_registered(std::move(entry));
-  return static_cast<int>(*number);
+  heap_.add_registered(std::move(segments));
+  return static_cast<int>(number);
 }
 
 void Comm::deregister_memory(int registration) {
@@ -74,12 +73,31 @@ void Comm::delist(int registration) {
       fail(XD_ERROR_MISMATCH, "rank ", r, " deregisters another registration than rank ", rank_);
     }
   }
-  // No rank goes on, to free its memory perhaps, before all have let go of it.
-  agree(Collective::delist, [&] {
-    device_side_->set_heap(number, {});
-    heap_.remove_registered(number);
-    return Contribution{};
-  });
+  Segments mapped;
+  bool kernels_know = false;
+  try {
+    // No rank goes on, to free its memory perhaps, before all have let go of it.
+    agree(Collective::delist, [&] {
+      mapped = heap_.remove_registered(number);
+      device_side_->set_heap(number, {});
+      kernels_know = true;
+      return Contribution{};
+    });
+  } catch (...) {
+    if (!kernels_know) fail_delisting();
+    throw;
+  }
+}
+
+// Inside a catch block: this rank's kernels may still find memory that its owner is about to free,
+// so none of them may run any more.
+void Comm::fail_delisting() {
+  std::array<char, 1> no_text;
+  const Caught error = caught(no_text);
+  FatalError fatal{
+      .status = error.status, .phase = XD_PHASE_HOST, .rank = rank_, .peer = rank_, .group = -1};
+  fatal.error_number = error.error_number;
+  raise(fatal, Spread::everywhere);
 }
 
 #else

@@ -17,12 +17,12 @@ class CudaSide final : public DeviceSide {
   CudaSide(int ordinal, const RankSeat& seat, std::vector<std::shared_ptr<Segment>> boards)
       : boards_(std::move(boards)),
         words_(ordinal, sizeof(HostWords)),
-        table_(ordinal, sizeof(HeapTable), "table of heaps") {
+        table_(ordinal, table_offset(kMaxHeapSegments, seat.num_ranks), "table of heaps") {
     device_comm_.rank = seat.rank;
     device_comm_.num_ranks = seat.num_ranks;
     device_comm_.timeout_ms = seat.timeout_ms;
     device_comm_.host = words_.as<HostWords>();
-    device_comm_.heap = table_.as<HeapTable>();
+    device_comm_.heap = table_.as<HeapRange>();
     for (std::size_t r = 0; r < boards_.size(); ++r) {
       device_comm_.board[r] = reinterpret_cast<DeviceBoard*>(boards_[r]->base());
     }
@@ -38,11 +38,12 @@ class CudaSide final : public DeviceSide {
 
   void set_heap(std::uint32_t segment, std::span<const std::shared_ptr<Segment>> of_rank) override {
     XD_CHECK(segment < kMaxHeapSegments);
-    std::array<HeapTable::Range, kMaxDeviceRanks> ranges{};
+    std::array<HeapRange, kMaxDeviceRanks> ranges{};
     for (std::size_t r = 0; r < of_rank.size(); ++r) {
       if (of_rank[r]) ranges[r] = {of_rank[r]->base(), of_rank[r]->bytes()};
     }
-    table_.write(segment * sizeof(ranges), ranges.data(), sizeof(ranges));
+    const int num_ranks = device_comm_.num_ranks;
+    table_.write(table_offset(segment, num_ranks), ranges.data(), table_offset(1, num_ranks));
   }
 
   const FatalError* raised() const override {
@@ -51,6 +52,9 @@ class CudaSide final : public DeviceSide {
   }
 
  private:
+  static std::size_t table_offset(std::uint32_t segment, int num_ranks) {
+    return heap_entry(segment, 0, num_ranks) * sizeof(HeapRange);
+  }
   HostWords& words() const { return *words_.as<HostWords>(); }
   static void store(std::uint32_t& word) {
     std::atomic_ref(word).store(1, std::memory_order_release);
@@ -61,7 +65,6 @@ class CudaSide final : public DeviceSide {
   cuda::DeviceBuffer table_;
   DeviceComm device_comm_{};
 };
-static_assert(sizeof(HeapTable) == sizeof(HeapTable::Range) * kMaxHeapSegments * kMaxDeviceRanks);
 
 }  // namespace
 

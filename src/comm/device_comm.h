@@ -20,7 +20,7 @@
 namespace xd {
 
 inline constexpr int kMaxDeviceRanks = 72;
-inline constexpr int kMaxHeapSegments = 4096;
+inline constexpr std::uint32_t kMaxHeapSegments = 4096;
 
 struct HostWords {
   std::uint32_t finished;
@@ -39,22 +39,26 @@ struct DeviceBoard {
   FatalError slot[kMaxDeviceRanks];
 };
 
-// Where every rank's symmetric memory lies at this process' addresses; {nullptr, 0} = none. In
-// device memory. Entries are added when a heap grows, so captured graphs stay right.
-struct HeapTable {
-  struct Range {
-    std::byte* base;
-    std::uint64_t bytes;
-  };
-  Range range[kMaxHeapSegments][kMaxDeviceRanks];
+// Where a segment of a rank's symmetric memory lies at this process' addresses; {nullptr, 0} = the
+// rank has none of that number.
+struct HeapRange {
+  std::byte* base;
+  std::uint64_t bytes;
 };
+
+// Where the table of ranges has that of a segment and rank. Entries change when memory comes and
+// goes, while kernels run; the table stays where it is, so captured graphs stay right.
+constexpr std::size_t heap_entry(std::uint64_t segment, int rank, int num_ranks) {
+  return static_cast<std::size_t>(segment * static_cast<std::uint64_t>(num_ranks) +
+                                  static_cast<std::uint64_t>(rank));
+}
 
 struct DeviceComm {
   int rank;
   int num_ranks;
   int timeout_ms;
   HostWords* host;                      // at the device's address
-  const HeapTable* heap;                // in device memory
+  const HeapRange* heap;                // by heap_entry(), kMaxHeapSegments, in device memory
   DeviceBoard* board[kMaxDeviceRanks];  // own and peers'
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <utility>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -11,66 +12,83 @@ namespace xd {
 
 void SymmetricHeap::make_room() {
   const std::unique_lock lock(mutex_);
-  segments_.reserve(segments_.size() + 1);
+  entries_.reserve(entries_.size() + 1);
+  number_of_zone_.reserve(number_of_zone_.size() + 1);
   ranges_.reserve(ranges_.size() + 1);
   heap_.make_room();
 }
 
-void SymmetricHeap::add(std::vector<std::shared_ptr<Segment>> segment_of_rank) {
+void SymmetricHeap::add(OfRank segment_of_rank) {
   const Segment* own = segment_of_rank[at(rank_)].get();
   const std::size_t bytes = own != nullptr ? own->bytes() : 0;
   const std::unique_lock lock(mutex_);
-  insert_range(own, static_cast<std::uint32_t>(segments_.size()));
-  segments_.push_back(std::move(segment_of_rank));
+  number_of_zone_.push_back(next_number_locked());
+  insert(std::move(segment_of_rank), static_cast<std::int64_t>(number_of_zone_.size()) - 1);
   heap_.add_segment(bytes);
 }
 
-std::uint32_t SymmetricHeap::next_segment() const {
-  const std::shared_lock lock(mutex_);
-  return static_cast<std::uint32_t>(segments_.size());
-}
-
-void SymmetricHeap::add_registered(Registered&& more) noexcept {
+void SymmetricHeap::add_registered(OfRank segment_of_rank) {
   const std::unique_lock lock(mutex_);
-  for (const auto& [number, of_rank] : more) insert_range(of_rank[at(rank_)].get(), number);
-  registered_.merge(more);
+  insert(std::move(segment_of_rank), kRegistered);
 }
 
-std::optional<std::uint32_t> SymmetricHeap::next_registered() const {
+void SymmetricHeap::insert(OfRank&& of_rank, std::int64_t zone) {
+  const std::uint32_t number = next_number_locked();
+  insert_range(of_rank[at(rank_)].get(), number);
+  if (number == entries_.size()) entries_.emplace_back();
+  entries_[number] = {std::move(of_rank), zone};
+  ++in_use_;
+  cursor_ = number + 1;
+}
+
+std::uint32_t SymmetricHeap::next_number() const {
   const std::shared_lock lock(mutex_);
-  if (count() >= kMaxHeapSegments) return std::nullopt;
-  std::uint32_t number = kMaxHeapSegments - 1;
-  while (registered_.contains(number)) --number;
-  return number;
+  return next_number_locked();
 }
 
-bool SymmetricHeap::is_registered(std::uint32_t segment) const {
+std::uint32_t SymmetricHeap::next_number_locked() const {
+  const std::size_t count = entries_.size();
+  std::size_t number = count;
+  if (count >= kMaxHeapSegments && in_use_ < count) {
+    number = cursor_ % count;
+    while (!entries_[number].of_rank.empty()) number = (number + 1) % count;
+  }
+  return static_cast<std::uint32_t>(number);
+}
+
+bool SymmetricHeap::is_registered(std::uint32_t number) const {
   const std::shared_lock lock(mutex_);
-  return registered_.contains(segment);
+  return number < entries_.size() && !entries_[number].of_rank.empty() &&
+         entries_[number].zone == kRegistered;
 }
 
-void SymmetricHeap::remove_registered(std::uint32_t segment) {
+SymmetricHeap::OfRank SymmetricHeap::remove_registered(std::uint32_t number) {
   const std::unique_lock lock(mutex_);
-  erase_range(segment);
-  registered_.erase(segment);
+  erase_range(number);
+  --in_use_;
+  return std::exchange(entries_[number].of_rank, {});
 }
 
 void SymmetricHeap::require_room() const {
   const std::shared_lock lock(mutex_);
-  if (registered_.contains(static_cast<std::uint32_t>(segments_.size())) ||
-      count() >= kMaxHeapSegments) {
-    fail(XD_ERROR_OUT_OF_MEMORY, "symmetric memory has ", count(),
-         " segments, growths and registrations together, expected at most ", kMaxHeapSegments);
-  }
+  if (in_use_ < kMaxHeapSegments) return;
+  fail(XD_ERROR_OUT_OF_MEMORY, "symmetric memory has ", in_use_,
+       " segments, growths and registrations together, expected at most ", kMaxHeapSegments);
 }
 
 void* SymmetricHeap::allocate(std::size_t bytes) {
-  return address(rank_, heap_.allocate(bytes), 1);
+  const Place in_heap = heap_.allocate(bytes);
+  const std::shared_lock lock(mutex_);
+  const OfRank& of_rank = entries_[number_of_zone_[in_heap.segment]].of_rank;
+  return of_rank[at(rank_)]->base() + in_heap.offset;
 }
 
 bool SymmetricHeap::release(void* ptr) {
   const auto place = find(ptr, 1);
-  return place && heap_.release(*place);
+  if (!place) return false;
+  const std::shared_lock lock(mutex_);
+  const std::int64_t zone = entries_[place->segment].zone;
+  return zone != kRegistered && heap_.release({static_cast<std::uint32_t>(zone), place->offset});
 }
 
 std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {
@@ -113,15 +131,14 @@ void SymmetricHeap::update_furthest() {
 
 // Null if there is none. Under the lock.
 const Segment* SymmetricHeap::segment(std::uint32_t number, int rank) const {
-  if (number < segments_.size()) return segments_[number][at(rank)].get();
-  const auto found = registered_.find(number);
-  return found != registered_.end() ? found->second[at(rank)].get() : nullptr;
+  if (number >= entries_.size() || entries_[number].of_rank.empty()) return nullptr;
+  return entries_[number].of_rank[at(rank)].get();
 }
 
 bool SymmetricHeap::huge_pages() const {
   const std::shared_lock lock(mutex_);
-  return !segments_.empty() && std::ranges::all_of(segments_, [this](const auto& of_rank) {
-    const Segment* own = of_rank[at(rank_)].get();
+  return !number_of_zone_.empty() && std::ranges::all_of(number_of_zone_, [this](auto number) {
+    const Segment* own = segment(number, rank_);
     return own == nullptr || own->huge_pages();
   });
 }

@@ -1,10 +1,13 @@
 // The symmetric heaps of all ranks, as this rank sees them: its own, which it allocates from, and
 // its peers', which it reads and writes by place. Thread-safe.
+//
+// Segments are numbered alike on all ranks, whether the heap has grown by them or callers have
+// registered them. A captured graph may go on using the number of a registration that has ended,
+// so such numbers are given again only when all others have been given.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
@@ -19,23 +22,24 @@ class SymmetricHeap {
  public:
   explicit SymmetricHeap(int rank) : rank_(rank) {}
 
-  // Memory for one more segment's bookkeeping: the next add() allocates nothing.
-  void make_room();
-  // Adds every rank's next segment; null for a rank whose share is empty.
-  void add(std::vector<std::shared_ptr<Segment>> segment_of_rank);
-  std::uint32_t next_segment() const;  // the number that add() will give
+  using OfRank = std::vector<std::shared_ptr<Segment>>;  // null for a rank whose share is empty
 
-  // Memory that the callers own, by rank like the heap's own segments: found by address and by
-  // place, and nothing is allocated from it. Numbered downwards from the last. Adding allocates
-  // nothing.
-  using Registered = std::map<std::uint32_t, std::vector<std::shared_ptr<Segment>>>;
-  void add_registered(Registered&& more) noexcept;
-  std::optional<std::uint32_t> next_registered() const;  // nothing: there is no room for one
-  bool is_registered(std::uint32_t segment) const;
-  void remove_registered(std::uint32_t segment);
-
-  // Throws OUT_OF_MEMORY if kernels could not be told of one more segment: see HeapTable.
+  // The number of the segment that is added next.
+  std::uint32_t next_number() const;
+  // Throws OUT_OF_MEMORY if kernels could not be told of one more segment: see kMaxHeapSegments.
   void require_room() const;
+  // Memory for one more segment's bookkeeping: the next add() or add_registered() allocates
+  // nothing.
+  void make_room();
+
+  // Adds every rank's next segment of its heap; its number is next_number().
+  void add(OfRank segment_of_rank);
+  // Adds memory that the callers own, with number next_number(): it is found by address and by
+  // place, and nothing is allocated from it.
+  void add_registered(OfRank segment_of_rank);
+  bool is_registered(std::uint32_t number) const;
+  // Forgets it. The segments stay mapped for as long as the caller keeps what is returned.
+  [[nodiscard]] OfRank remove_registered(std::uint32_t number);
 
   void* allocate(std::size_t bytes);  // throws OUT_OF_MEMORY
   bool release(void* ptr);            // false: no live allocation of this rank starts there
@@ -58,17 +62,26 @@ class SymmetricHeap {
     std::uint32_t number;
   };
 
+  struct Entry {
+    OfRank of_rank;       // empty = the number is free
+    std::int64_t zone{};  // of heap_; kRegistered = memory that the callers own
+  };
+  static constexpr std::int64_t kRegistered = -1;
+
+  void insert(OfRank&& of_rank, std::int64_t zone);
   const Segment* segment(std::uint32_t number, int rank) const;
   void insert_range(const Segment* own, std::uint32_t number);
   void erase_range(std::uint32_t number);
   void update_furthest();
-  std::size_t count() const { return segments_.size() + registered_.size(); }
+  std::uint32_t next_number_locked() const;
 
   int rank_;
   Heap heap_;  // this rank's
   mutable std::shared_mutex mutex_;
-  std::vector<std::vector<std::shared_ptr<Segment>>> segments_;  // [segment][rank]; only grows
-  Registered registered_;
+  std::vector<Entry> entries_;  // by number
+  std::size_t in_use_ = 0;      // entries that are not free
+  std::size_t cursor_ = 0;      // behind the number that was given last
+  std::vector<std::uint32_t> number_of_zone_;
   std::vector<Range> ranges_;  // ascending
 };
 

@@ -52,6 +52,11 @@ TEST_P(Deregistration, UnderReplaysIsAMismatchOnAllRanksAndNobodyWaits) {
       registrations.end();  // every rank's host at a moment of its own
       for (int replay = 0; replay < 2; ++replay) graph.launch();
       EXPECT_EQ(finish(rank, group.get(), XD_SUCCESS), XD_ERROR_MISMATCH);
+      // Memory that is registered now is another registration: the graph does not find it.
+      Registrations later(rank, step);
+      graph.launch();
+      EXPECT_EQ(finish(rank, group.get(), XD_SUCCESS), XD_ERROR_MISMATCH);
+      later.end();
       ASSERT_EQ(comm_error(rank.comm).status, XD_SUCCESS) << comm_error(rank.comm).text;
     }
   });

@@ -100,7 +100,7 @@ class Seat {
   }
 
   // The entries of this rank's table for the registration, of all ranks.
-  using Entry = std::array<HeapTable::Range, kMaxDeviceRanks>;
+  using Entry = std::array<HeapRange, kRanks>;
   Entry entry() const { return copy(Entry{}, false); }
   void set_entry(const Entry& value) const { copy(value, true); }
 
@@ -114,8 +114,8 @@ class Seat {
 
   Entry copy(Entry entry, bool in) const {
     const cuda::DeviceGuard guard(0);
-    auto* there =
-        const_cast<HeapTable::Range*>(comm_->device_comm().heap->range[number_]);  // not loaded
+    auto* there = const_cast<HeapRange*>(
+        comm_->device_comm().heap + heap_entry(static_cast<std::uint64_t>(number_), 0, kRanks));
     XD_CUDA_CHECK(in ? cudaMemcpyAsync(there, entry.data(), sizeof(entry), cudaMemcpyHostToDevice,
                                        stream_.get())
                      : cudaMemcpyAsync(entry.data(), there, sizeof(entry), cudaMemcpyDeviceToHost,

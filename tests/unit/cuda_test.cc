@@ -221,6 +221,11 @@ TEST_F(CudaTest, MemoryComesBack) {
   EXPECT_LE(used(), before + 4 * kMiB);
 }
 
+// What kernels of `comm` know of a rank's segment.
+HeapRange range_in(const Comm& comm, std::uint32_t segment, int rank) {
+  return read_value(comm.device_comm().heap + heap_entry(segment, rank, comm.num_ranks()));
+}
+
 TEST_F(CudaTest, HeapsGrowInSightOfKernels) {
   auto comms = cuda_comms(2, kMiB);
   EXPECT_EQ(comms[0]->ranks_on_device(), 2);
@@ -228,14 +233,14 @@ TEST_F(CudaTest, HeapsGrowInSightOfKernels) {
   expect_no_errors(
       on_threads(2, [&](int rank) { comms[at(rank)]->grow_heap(at(rank) * 5 * kMiB); }));
   for (const auto& comm : comms) {
-    const auto* range = comm->device_comm().heap->range;
     for (int r = 0; r < 2; ++r) {
-      EXPECT_EQ(read_value(&range[0][r]).base, comm->heap().address(r, {0, 0}, 1));
-      EXPECT_EQ(read_value(&range[0][r]).bytes, 2 * kMiB);
-      EXPECT_EQ(read_value(&range[1][r]).base, comm->heap().address(r, {1, 0}, 1));
-      EXPECT_EQ(read_value(&range[1][r]).bytes, at(r) * 6 * kMiB);
+      EXPECT_EQ(range_in(*comm, 0, r).base, comm->heap().address(r, {0, 0}, 1));
+      EXPECT_EQ(range_in(*comm, 0, r).bytes, 2 * kMiB);
+      EXPECT_EQ(range_in(*comm, 1, r).base, comm->heap().address(r, {1, 0}, 1));
+      EXPECT_EQ(range_in(*comm, 1, r).bytes, at(r) * 6 * kMiB);
     }
-    EXPECT_EQ(read_value(&range[2][0]).base, nullptr);
+    EXPECT_EQ(range_in(*comm, 2, 0).base, nullptr);
+    EXPECT_EQ(range_in(*comm, kMaxHeapSegments - 1, 1).base, nullptr) << "the table's last entry";
   }
   EXPECT_EQ(comms[0]->heap().address(1, {1, 0}, 1), comms[1]->heap().address(1, {1, 0}, 1));
 }
@@ -310,13 +315,15 @@ TEST_F(CudaTest, MemoryOfTheCallerIsRegistered) {
   EXPECT_EQ(place->offset, 16u);
   EXPECT_FALSE(comms[0]->heap().find(lent + 16, kMiB)) << "beyond its end";
   EXPECT_EQ(comms[1]->heap().address(0, *place, 1), lent + 16);
-  const auto& range = comms[1]->device_comm().heap->range[number[0]];
-  EXPECT_EQ(read_value(&range[0]).base, lent);
-  EXPECT_EQ(read_value(&range[1]).base, nullptr);
+  const auto range_of = [&](int rank) {
+    return range_in(*comms[1], static_cast<std::uint32_t>(number[0]), rank);
+  };
+  EXPECT_EQ(range_of(0).base, lent);
+  EXPECT_EQ(range_of(1).base, nullptr);
 
   expect_no_errors(
       on_threads(2, [&](int rank) { comms[at(rank)]->deregister_memory(number[rank]); }));
-  EXPECT_EQ(read_value(&range[0]).base, nullptr);
+  EXPECT_EQ(range_of(0).base, nullptr);
   EXPECT_FALSE(comms[0]->heap().find(lent, 1));
   fill(memory, 1, 4 * kMiB);  // still the caller's
   XD_CUDA_CHECK(cudaFree(memory));

@@ -244,11 +244,12 @@ __device__ inline std::byte* Turn::tensor_of(int rank, std::uint64_t place, std:
                                              unsigned alignment) const {
   const std::uint64_t base = place >> TensorPlace::kOffsetBits;
   const std::uint64_t offset = place & ((std::uint64_t{1} << TensorPlace::kOffsetBits) - 1);
-  HeapTable::Range range{nullptr, 0};
+  HeapRange range{nullptr, 0};
   if (base == TensorPlace::kGroup) {
     range = {p_.group.area[rank], p_.group.area_bytes[rank]};
   } else if (base >= TensorPlace::kHeap && base < TensorPlace::kHeap + kMaxHeapSegments) {
-    range = p_.group.comm.heap->range[base - TensorPlace::kHeap][rank];
+    const DeviceComm& comm = p_.group.comm;
+    range = comm.heap[heap_entry(base - TensorPlace::kHeap, rank, comm.num_ranks)];
   }
   const bool there = range.base != nullptr && offset % alignment == 0 && offset <= range.bytes &&
                      bytes <= range.bytes - offset;
