@@ -16,8 +16,8 @@
 #include "cuda/memory.h"
 #include "cuda/stream.h"
 #include "ep/cuda/call_memory.h"
-#include "ep/cuda/calls.h"
 #include "ep/cuda/failed_calls.h"
+#include "ep/cuda/kernel_params.h"
 #include "ep/cuda/local.h"
 #include "ep/cuda/report.h"
 #include "ep/cuda/sm_ledger.h"
@@ -88,8 +88,7 @@ class CudaGroup final : public Group {
   template <class Start>
   void run(xd_ep_operation operation, xd_stream stream, Start&& start);
 
-  TurnParams turn(const Turning& turning);
-  GroupView view() const { return {this, &device_, segment_base(rank())}; }
+  GroupView view() const { return {*this, device_, segment_base(rank())}; }
   std::byte* segment_base(int r) const { return segments_[at(r)]->base(); }
 
   Traffic traffic_of(int tokens, std::uint64_t row_bytes, bool receives) const {
@@ -346,9 +345,10 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
 // stream of another device), the peers would wait for the timeout: that is fatal.
 std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, const Setback& setback,
                                           xd_stream stream) {
-  FailedParams params{.turn =
-                          turn({.record = {.status = static_cast<std::uint8_t>(setback.status),
-                                           .operation = static_cast<std::uint8_t>(operation)}})};
+  FailedParams params = failed_params({.status = static_cast<std::uint8_t>(setback.status),
+                                       .operation = static_cast<std::uint8_t>(operation)},
+                                      view());
+  params.turn.launch = next_launch();
   if (!xd::cuda::takes_work(stream)) return 0;
   if (config().fatal_errors) failed_calls_.note(params.turn.launch, operation, setback);
   try {
@@ -378,22 +378,10 @@ void CudaGroup::join_failed(std::int32_t operation, const char* text, xd_stream 
   });
 }
 
-TurnParams CudaGroup::turn(const Turning& turning) {
-  TurnParams params{};
-  params.group = device_;
-  params.launch = next_launch();
-  params.record = turning.record;
-  params.plan = static_cast<const std::byte*>(turning.plan.data);
-  params.plan_bytes = turning.plan.bytes;
-  params.num_checks = turning.num_checks;
-  std::ranges::copy(turning.checks, params.checks);
-  return params;
-}
-
 void CudaGroup::start_prepare(const PrepareCall& call, xd_stream stream) {
   require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
-  params.turn = turn({.record = describe(call)});
+  params.turn.launch = next_launch();
   params.scratch = scratch_.as<std::uint32_t>();
   const int budget = budget_on(stream);
   const LaunchPlan plan =
@@ -412,9 +400,9 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   const int budget = budget_on(stream);
   const LaunchPlan plan =
       plan_dispatch(traffic, params.send, params.fan_out, config().num_sms, budget, facts_);
-  params.turn = turn(start.turning);
+  params.turn.launch = next_launch();
   params.send_blocks = plan.first_blocks;
-  log_plan(start.turning.record.operation, plan, traffic, budget);
+  log_plan(params.turn.record.operation, plan, traffic, budget);
   launch(params, start.tokens.type, plan, stream);
 }
 
@@ -426,9 +414,9 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
   const int budget = budget_on(stream);
   const LaunchPlan plan = plan_combine(traffic, config().num_sms, budget, facts_);
-  params.turn = turn(start.turning);
+  params.turn.launch = next_launch();
   params.push_blocks = plan.first_blocks;
-  log_plan(start.turning.record.operation, plan, traffic, budget);
+  log_plan(params.turn.record.operation, plan, traffic, budget);
   launch(params, start.type, plan, stream);
 }
 

@@ -1,10 +1,10 @@
 set(XD_EP_CUDA_SOURCES
   ep/cuda/call_memory.cc
-  ep/cuda/calls.cc
   ep/cuda/combine.cu
   ep/cuda/cuda_group.cc
   ep/cuda/dispatch.cu
   ep/cuda/failed.cu
+  ep/cuda/kernel_params.cc
   ep/cuda/launch_plan.cc
   ep/cuda/local.cu
   ep/cuda/prepare.cu

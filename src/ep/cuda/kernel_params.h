@@ -1,42 +1,35 @@
 // From checked arguments to what kernels get.
 #pragma once
 
-#include <array>
-
 #include "ep/cuda/kernels.h"
 #include "ep/group.h"
 
 namespace xd::ep::cuda {
 
 struct GroupView {
-  const Group* group;
-  const GroupDevice* device;
+  const Group& group;
+  const GroupDevice& device;
   std::byte* memory;  // the group's, of this rank
 };
 
-// What an operation's turn is about.
-struct Turning {
-  Record record{};
-  PlanBytes plan{};
-  int num_checks = 0;
-  std::array<Check, TurnParams::kMaxChecks> checks{};
-};
-
+// All but the number of the launch and send_blocks.
 struct DispatchStart {
-  DispatchParams params{};  // all but turn and send_blocks
-  Turning turning{};
+  DispatchParams params{};
   Tensor tokens;
 };
 
+// All but the number of the launch and push_blocks.
 struct CombineStart {
-  CombineParams params{};  // all but turn and push_blocks
-  Turning turning{};
+  CombineParams params{};
   int tokens = 0;
   DType type = DType::bf16;
 };
 
+// `record`: its status and operation alone.
+FailedParams failed_params(const Record& record, const GroupView& view);
+
 // All throw INVALID_ARGUMENT where a tensor lies outside symmetric memory and the group does not
-// stage.
+// stage. The number of the launch is the caller's to give, and prepare's working memory.
 PrepareParams prepare_params(const PrepareCall& call, const GroupView& view);
 DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view);
 DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view);
