@@ -19,7 +19,7 @@ Claim number(const Tensor& tensor) {
   return result;
 }
 
-// No kernel reads more of a plan than the group's plans have.
+// The claim ends with the size of the group's plans, since no kernel reads more of a plan.
 Claim claim(const PlanBytes& plan, std::size_t most) {
   return {"plan", plan.data, std::min(plan.bytes, most)};
 }

@@ -1,5 +1,5 @@
-// The memory that operations are given: what their kernels could not touch is a bad argument, not a
-// fault of the device.
+// Checks the memory that operations are given: memory that their kernels cannot touch is a bad
+// argument, not a fault of the device.
 #pragma once
 
 #include "cuda/known_memory.h"

@@ -1,14 +1,14 @@
-// Late copies: tensors that come together in staging memory and go to their places when all of
-// their rows are there, by whole tiles.
+// Late copies: tensors whose rows come together in staging memory, and are copied to their places
+// when all rows are there, by whole tiles.
 //
 //   memory           written by                         read by
 //   staging memory   peers, and own receivers, until    all warps, after the done flags and a
 //                    the done flags                     barrier of the grid
 //   caller's tensor  all warps, each its tiles          the caller
 //
-// That is scales of any strides: across the link they go as packed rows, here the copy turns them
-// round. And RANK_MAJOR's weights and indices where rows need no copy, so that no chunk is waited
-// for on their account.
+// Scales of any strides are copied late: across the link they go as packed rows, and here the copy
+// gives them their strides. So are RANK_MAJOR's weights and indices where rows need no copy, so
+// that no chunk is waited for on their account.
 #pragma once
 
 #include "ep/cuda/mover.cuh"
@@ -24,7 +24,7 @@ class LateCopier {
         warp_(std::int64_t{blockIdx.x} * warps_per_block() + warp_in_block()),
         warps_(std::int64_t{gridDim.x} * warps_per_block()) {}
 
-  // All warps of the launch.
+  // All warps of the launch call it.
   __device__ void copy_all() const {
     const auto columns = static_cast<std::int64_t>(c_.row_bytes / c_.element);
     if (c_.col_stride == c_.element && c_.row_stride == static_cast<std::int64_t>(c_.row_bytes)) {
@@ -74,7 +74,8 @@ class LateCopier {
     return reinterpret_cast<Element*>(c_.to + row * c_.row_stride + column * c_.col_stride);
   }
 
-  // One row, by one lane: what the lanes of a warp store side by side lies together where rows do.
+  // Copies one row, by one lane. Stores that the lanes of a warp make at the same time are
+  // neighbours where rows are neighbours.
   template <class Element>
   __device__ void copy_row(std::int64_t row, std::int64_t columns) const {
     constexpr int kOfVector = 16 / sizeof(Element);

@@ -1,4 +1,4 @@
-// Starting kernels, loading them beforehand, and what each does first.
+// Loads kernels, starts them, and has the first step of each.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,8 @@
 
 namespace xd::ep::cuda {
 
-// Cooperative: all blocks are resident or none is, so that they may wait for one another.
+// Starts a cooperative launch: all blocks are resident or none is, so that they may wait for one
+// another.
 template <class Params>
 void launch_cooperative(void (*kernel)(Params), const Params& params, const LaunchPlan& plan,
                         cudaStream_t stream) {
@@ -34,15 +35,15 @@ void load_kernel(void (*kernel)(Params), std::size_t shared_bytes) {
   const auto* function = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes{};
   XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
-  static_assert(sizeof(Params) <= 4096);  // what every device takes
+  static_assert(sizeof(Params) <= 4096);  // the limit of every device
   XD_CHECK(attributes.sharedSizeBytes <= kStaticSharedBytes);
   const auto dynamic = static_cast<int>(shared_bytes - attributes.sharedSizeBytes);
   XD_CUDA_CHECK(
       cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic));
 }
 
-// A kernel's parameters come from far when they are read first, line by line: here all at once, by
-// all warps. All threads.
+// Prefetches a kernel's parameters. A first read of them is slow and fetches one line; here all
+// warps fetch all lines at once. All threads call it.
 template <class Params>
 __device__ void fetch_params(const Params& p) {
   constexpr unsigned kLineWords = 16;

@@ -9,20 +9,22 @@
 namespace xd::ep::cuda {
 namespace {
 
-// Of a device whose other half is the caller's, or another group's.
+// The library chooses at most this many, about half of a Hopper GPU. The rest is the caller's, or
+// another group's.
 constexpr int kMostChosen = 64;
 
-// In GB/s (Hopper, NVLink 4): rows that one multiprocessor stores by bulk copies, or reads and
-// writes where it sums; and what a device's links carry. They decide on numbers of blocks only.
+// Rates in GB/s (Hopper, NVLink 4): rows that one multiprocessor stores by bulk copies, rows that
+// it reads and writes where it sums, and bytes that a device's links carry. They decide on numbers
+// of blocks only.
 constexpr double kStoreRate = 45.0, kSumRate = 40.0, kLinkRate = 360.0;
-// Rows that it quantises, in bytes read.
+// Rows that one multiprocessor quantises, in bytes read.
 constexpr double kQuantiseRate = 14.0;
 
-// Rows per token, if choices fall on all ranks alike.
+// Numbers per token, if choices fall on all ranks alike.
 struct RowsPerToken {
-  double ranks;      // that hold some of its experts
-  double remote;     // the others of them
-  double delivered;  // in receive tensors
+  double ranks;      // ranks that hold some of its experts
+  double remote;     // those ranks but its own
+  double delivered;  // rows in receive tensors
 };
 
 RowsPerToken rows_per_token(const Traffic& traffic) {
@@ -31,15 +33,17 @@ RowsPerToken rows_per_token(const Traffic& traffic) {
   return {ranks, ranks * others, traffic.expert_major ? double(traffic.topk) : ranks};
 }
 
-// Multiprocessors that move `moves` rows a token, each at `rate`, while the links carry those for
-// other ranks; `slack`: over what that takes without any latency.
+// The number of multiprocessors that move `moves` rows a token, each at `rate`, while the links
+// carry the rows for other ranks. `slack` is the factor over the number that would do without any
+// latency.
 int sms_for_links(double moves, double remote, double rate, double slack) {
-  if (remote == 0.0) return kMostChosen;  // local copies: as fast as many can
+  if (remote == 0.0) return kMostChosen;  // local copies scale with the multiprocessors
   const double sms = kLinkRate / rate * slack * moves / remote;
   return static_cast<int>(std::lround(std::min(sms, double{kMostChosen})));
 }
 
-// Few tokens: warps for as many, as latency counts; then fewer again, as throughput begins to.
+// How many tokens get a warp of their own: all of them up to 512, where latency dominates; fewer
+// beyond, none from 1,024 on.
 int tokens_at_once(int tokens) {
   constexpr int kMost = 512;
   return std::clamp(2 * kMost - tokens, 0, tokens);
@@ -49,7 +53,7 @@ int blocks_for(int wanted, int num_sms, int budget) {
   return std::clamp(num_sms > 0 ? num_sms : wanted, 1, budget);
 }
 
-// As many warps as there are shared memory for their stages, and threads in a block.
+// The number of warps whose stages fit into shared memory, and whose threads fit into a block.
 int mover_warps(std::uint64_t warp_bytes, const DeviceFacts& device) {
   const std::uint64_t room = device.shared_bytes - kStaticSharedBytes;
   return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, kMostMoverWarps));
@@ -72,17 +76,18 @@ int sm_budget(const Config& config, const DeviceFacts& device) {
 }
 
 LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device) {
-  // Every warp's counters and what they begin with, and the first rows of all zones.
+  // Shared memory holds every warp's counters with their initial values, and the first rows of all
+  // zones.
   const std::size_t columns = counter_columns(experts, ranks);
   const std::size_t room = (device.shared_bytes - kStaticSharedBytes) / sizeof(std::uint32_t);
   const auto fitting = static_cast<std::int64_t>(room) - experts - static_cast<int>(columns);
   const auto warps = static_cast<int>(
       std::clamp<std::int64_t>(fitting / static_cast<std::int64_t>(columns), 1, kMostPrepareWarps));
-  // A warp's tokens are numbered one step after another, so many warps; but every block sums up all
-  // zones, and waits for all others.
+  // A warp numbers its tokens one step after another, which speaks for many warps. But every block
+  // sums up all zones, and waits for all other blocks.
   constexpr int kMost = 32, kTokensPerWarp = 8;
   const int wanted = std::clamp((tokens / kTokensPerWarp + warps - 1) / warps, 1, kMost);
-  return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one for the plan's head
+  return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one block for the plan's head
           .first_blocks = 0,
           .threads = warps * 32,
           .shared_bytes = ((at(warps) + 1) * columns + at(experts)) * sizeof(std::uint32_t)};
@@ -93,8 +98,8 @@ LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const Mo
   const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
   const int warps = mover_warps(warp_bytes, device);
   const RowsPerToken rows = rows_per_token(traffic);
-  // Rows for this rank itself go to all their places at once; a peer's first arrive, then are
-  // copied from there to the others or, out of staging memory, to all of them.
+  // Rows for this rank itself go to all their places at once. A peer's row arrives first, and is
+  // copied from there to its other places or, out of staging memory, to all of them.
   const double copies = traffic.expert_major ? 0.0 : rows.remote;
   const double moves = rows.delivered + (traffic.receives ? copies : 0.0);
   const int latency = (tokens_at_once(traffic.tokens) + warps - 1) / warps;
@@ -116,12 +121,12 @@ LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
   const RowsPerToken rows = rows_per_token(traffic);
   const double pushed = traffic.receives ? rows.delivered + rows.ranks : 0.0;
   const double moves = pushed + rows.ranks + 1.0;
-  // Few tokens: several warps for each.
+  // With few tokens several warps share each.
   const int latency = std::min(tokens_at_once(traffic.tokens) / 4 + 1, kMostChosen);
   const int wanted = std::max(sms_for_links(moves, rows.remote, kSumRate, 1.05),
                               traffic.receives ? 2 * latency : latency);
   LaunchPlan plan{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
-  // Partial sums take a little more than what follows.
+  // Partial sums take a little more time than the sums that follow.
   plan.first_blocks = (plan.blocks * 5 + 7) / 8;
   plan.threads = kCombineWarps * 32;
   return plan;

@@ -1,5 +1,5 @@
-// How many thread blocks an operation gets, of how many warps, and what each begins with: a pure
-// function of the problem and the device, tested without one.
+// The number of thread blocks that an operation gets, their warps, and the work that each begins
+// with: a pure function of the problem and the device, tested without a device.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,10 @@
 
 namespace xd::ep::cuda {
 
-// Warps of a block: exactly, or at the most where shared memory decides.
+// Warps of a block: the exact number, or the most where shared memory decides.
 inline constexpr int kMostPrepareWarps = 16, kMostMoverWarps = 16, kCombineWarps = 20;
 
-// More than any kernel has statically.
+// More than any kernel's static shared memory.
 inline constexpr std::size_t kStaticSharedBytes = 20480;
 
 // Counters of a block of prepare: a column for each expert, then for each rank the tokens that go
@@ -25,8 +25,8 @@ constexpr std::size_t counter_columns(int experts, int ranks) {
 
 struct DeviceFacts {
   int sms = 0;
-  std::size_t shared_bytes = 0;  // that a block may have
-  int ranks_on_device = 1;       // of the communicator
+  std::size_t shared_bytes = 0;  // shared memory that a block may have
+  int ranks_on_device = 1;       // ranks of the communicator on this device
 };
 
 // Multiprocessors left to others: a caller's small kernels start while ours wait for peers.
@@ -34,16 +34,16 @@ inline constexpr int kReservedSms = 4;
 
 struct LaunchPlan {
   int blocks = 1;        // one per multiprocessor
-  int first_blocks = 0;  // of these, how many begin with sending (dispatch) or with partial sums
+  int first_blocks = 0;  // how many of these begin with sending (dispatch) or with partial sums
   int threads = 256;
   std::size_t shared_bytes = 0;
 };
 
-// What decides about a launch.
+// The facts that decide about a launch.
 struct Traffic {
   int ranks = 1;
-  int tokens = 0;  // of this rank
-  int topk = 1;    // that the group allows
+  int tokens = 0;  // tokens of this rank
+  int topk = 1;    // the largest that the group allows
   std::uint64_t row_bytes = 0;
   bool expert_major = false;
   bool receives = false;  // dispatch: copies at the owner follow. combine: partial sums are pushed
@@ -61,7 +61,7 @@ LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const Mo
                          int num_sms, int budget, const DeviceFacts& device);
 LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget, const DeviceFacts& device);
 
-// One line: why so many.
+// One line that says why there are so many blocks.
 std::string explain(const char* operation, const LaunchPlan& plan, const Traffic& traffic,
                     int num_sms, int budget);
 

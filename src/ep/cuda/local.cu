@@ -1,4 +1,4 @@
-// Local calls: what this rank's plan or choices say, without any peer.
+// Local calls: they read this rank's plan or choices, without any peer.
 //
 //   memory            written by          read by
 //   row_experts       its kernel          the caller, later in the stream

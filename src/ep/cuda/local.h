@@ -1,4 +1,4 @@
-// Local calls on CUDA devices: kernels of their own, which wait for nothing.
+// Local calls on CUDA devices. Each is a kernel that waits for nothing.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace xd::ep::cuda {
 
-// On the current device.
+// Starts the kernel on the current device.
 void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding, cudaStream_t stream);
 
 // Throws UNSUPPORTED for more experts than groups may have on CUDA devices.

@@ -1,18 +1,19 @@
-// Moving rows through shared memory: one bulk load of a piece of a row, then one bulk store per
-// destination. Each warp has stages of its own; while one is stored, the next is loaded.
+// Moves rows through shared memory: one bulk load of a piece of a row, then one bulk store per
+// destination. Each warp has stages of its own; while one stage is stored, the next is loaded.
 //
 //   lane 0:     load piece into stage n % 2                  (mbarrier: bytes have landed)
 //   all lanes:  wait for it -> lanes with a destination store from the stage -> commit
 //   all lanes:  before the stage is loaded again, its stores have read it (wait_group.read)
 //
-// What goes beside a row (scales) is loaded with its first piece: by a bulk copy too, or where it
-// has strides or another alignment, element by element by the lanes. Destinations that bulk copies
-// cannot store to get it from the lanes.
+// A row's scales are loaded with its first piece: by a bulk copy as well or, where they have
+// strides or another alignment, element by element by the lanes. Destinations that bulk copies
+// cannot store to get the scales from the lanes.
 //
-// Quantising, a stage has room for what a piece becomes, which is what its stores read: the next
-// piece may be loaded meanwhile, and that room is waited for when it is written again.
+// When quantising, a stage also has room for the quantised piece, from which the stores read. So
+// the next piece may be loaded meanwhile, and the mover waits for that room when it is written
+// again.
 //
-// A destination belongs to a lane; who asks whether rows have landed (landed()) asks all lanes.
+// A destination belongs to a lane. landed() waits for the stores of all lanes.
 #pragma once
 
 #include "cuda/ptx.cuh"
@@ -21,13 +22,13 @@
 
 namespace xd::ep::cuda {
 
-// How elements beside a row lie.
+// The strides of the elements beside a row.
 struct Besides {
-  std::uint32_t element = 0;  // bytes of one; 0 = bulk copies load them
+  std::uint32_t element = 0;  // bytes bytes of one element; 0 = bulk copies load the elements
   std::int64_t stride = 0;    // in bytes
 };
 
-// Elements of 1, 2, 4 or 8 bytes, by the lanes of a warp, from and to any memory.
+// Copies elements of 1, 2, 4 or 8 bytes, by the lanes of a warp, from and to any memory.
 __device__ inline void copy_elements(std::byte* to, std::int64_t to_stride, const std::byte* from,
                                      std::int64_t from_stride, std::uint32_t element,
                                      std::uint32_t count) {
@@ -48,21 +49,22 @@ __device__ inline void copy_elements(std::byte* to, std::int64_t to_stride, cons
   }
 }
 
-// A row and what goes beside it: where they are (equal in all lanes), or where the lane wants them.
+// A row and its scales: their source (equal in all lanes), or the destination that the lane wants.
 struct MoverSource {
   const std::byte* row;
-  const std::byte* beside;  // nullptr = nothing, also where the plan has no room for it
+  const std::byte* beside;  // nullptr = nothing, also where the plan has no room for scales
 };
 struct MoverTarget {
   std::byte* row;  // nullptr = this lane wants nothing
   std::byte* beside;
 };
 
-// `Quantiser`: how rows are quantised where the plan says that they are; ep/cuda/quantise.cuh.
+// `Quantiser` is the way rows are quantised, if the plan says that they are; see
+// ep/cuda/quantise.cuh.
 template <class Quantiser>
 class Mover {
  public:
-  // `shared`: warp_bytes of this warp, 128-byte aligned. All lanes.
+  // `shared`: this warp's warp_bytes of shared memory, 128-byte aligned. All lanes call it.
   __device__ Mover(std::byte* shared, const MoverPlan& plan, const Besides& besides = {})
       : plan_(plan), besides_(besides), shared_(shared) {
     barriers_ = reinterpret_cast<std::uint64_t*>(shared + plan.warp_bytes - 128);
@@ -74,7 +76,7 @@ class Mover {
     __syncwarp();
   }
 
-  // After landed(): the shared memory is free for another mover.
+  // It comes after landed(), and leaves the shared memory free for another mover.
   __device__ ~Mover() {
     __syncwarp();
     if (lane() == 0) {
@@ -85,8 +87,8 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
-  // Moves a row to every lane that wants it; quantising, its scales go beside. It must stay as it
-  // is until landed().
+  // Moves a row to every lane that wants it; when quantising, with its scales. The source must not
+  // change until landed().
   __device__ void move(const MoverSource& from, const MoverTarget& to) {
     for (std::uint32_t i = 0; i < plan_.pieces; ++i) {
       const bool with_beside = i == 0 && plan_.beside_bytes != 0 && from.beside != nullptr;
@@ -97,8 +99,8 @@ class Mover {
     }
   }
 
-  // Issues what is outstanding; then all stores of this warp so far have landed. Their lanes may
-  // release them, or the warp may after __syncwarp().
+  // Issues the outstanding stores. When it returns, all stores of this warp so far have landed.
+  // Their lanes may release them, or the warp may after __syncwarp().
   __device__ void landed() {
     store_previous();
     ptx::bulk_wait_landed();
@@ -127,7 +129,8 @@ class Mover {
   }
 
   __device__ void load(const MoverSource& from, std::uint32_t piece, bool with_beside) {
-    // The last stores that were issued are this stage's: the other one's piece is still loading.
+    // The last stores that were issued read from this stage: the other stage's piece is still
+    // loading.
     if (!quantises()) ptx::bulk_wait_sources_read<0>();
     __syncwarp();
     if (lane() == 0) {
@@ -151,7 +154,7 @@ class Mover {
     if (!previous_.any) return;
     previous_.any = false;
     const std::uint32_t n = stored_++;
-    // A copy out of this device's own memory: it needs no peer, and ends by itself.
+    // The copy reads this device's own memory, so it needs no peer and ends by itself.
     while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
     }
     std::byte* from = stage(n);
@@ -178,7 +181,7 @@ class Mover {
       const int other = __ffs(static_cast<int>(others)) - 1;
       others &= others - 1;
       const std::uint64_t there = __shfl_sync(0xFFFFFFFFu, place, other);
-      // Whole words where they fit; `from` is a multiple of 16.
+      // Copies whole words where they fit; `from` is a multiple of 16.
       const std::uint32_t unit = (there | plan_.beside_bytes) % 4 == 0 ? 4 : 1;
       copy_elements(reinterpret_cast<std::byte*>(there), unit, from, unit, unit,
                     plan_.beside_bytes / unit);
@@ -189,7 +192,7 @@ class Mover {
     std::byte* out = in + plan_.piece_bytes;
     const std::uint32_t columns = piece_bytes(previous_.piece) / 2;
     std::byte* scales = out + plan_.scales_at();
-    // A group for each piece: the last one's stores read the other stage.
+    // There is a bulk group for each piece. The last group's stores read the other stage.
     static_assert(kStages == 2);
     ptx::bulk_wait_sources_read<1>();
     __syncwarp();
@@ -203,7 +206,7 @@ class Mover {
     store_scales(scales, columns);
   }
 
-  // Of the last piece, to every lane that wants its row.
+  // Stores the scales of the last piece to every lane that wants its row.
   __device__ void store_scales(const std::byte* scales, std::uint32_t columns) {
     const MoverTarget& to = previous_.to;
     const std::uint32_t bytes = Quantiser::scale_bytes(columns, plan_.format);

@@ -1,5 +1,5 @@
-// How rows of an operation are cut into pieces that pass through shared memory (ep/cuda/mover.cuh).
-// Pure: tested without a device.
+// The way an operation's rows are cut into pieces that pass through shared memory
+// (ep/cuda/mover.cuh). It is a pure function, tested without a device.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,21 @@ namespace xd::ep::cuda {
 
 inline constexpr int kStages = 2;
 
-// How rows of an operation are cut, and what a warp's part of shared memory looks like. Pure.
+// The pieces of an operation's rows, and the layout of a warp's part of shared memory.
 struct MoverPlan {
-  std::uint32_t row_bytes;    // of the source
-  std::uint32_t piece_bytes;  // of a stage; a row's last piece may be shorter
+  std::uint32_t row_bytes;    // bytes of a source row
+  std::uint32_t piece_bytes;  // bytes of a stage; a row's last piece may be shorter
   std::uint32_t pieces;
-  std::uint32_t out_bytes;     // quantising: what a piece becomes, scales included; else 0
-  QuantiseFormat format;       // of what quantising makes
-  std::uint32_t beside_bytes;  // of a second row that goes with the first piece; 0 = none
-  std::uint32_t warp_bytes;    // of shared memory per warp, barriers included
+  std::uint32_t out_bytes;     // quantising: bytes of a quantised piece, scales included; else 0
+  QuantiseFormat format;       // format of quantised rows
+  std::uint32_t beside_bytes;  // bytes of a second row that goes with the first piece; 0 = none
+  std::uint32_t warp_bytes;    // shared memory per warp, barriers included
 
-  // Pieces hold whole blocks of columns where rows are quantised. Those are small, so that many
+  // Where rows are quantised, pieces hold whole blocks of columns, and they are small, so that many
   // warps share the arithmetic.
   static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 4096, kAlign = 256;
 
-  // `beside_bytes`: of a row of scales, if a stage can hold it (else its sender moves it).
+  // `beside_bytes`: bytes of a row of scales, if a stage can hold it (else its sender moves it).
   static constexpr MoverPlan make(std::uint64_t row_bytes, const QuantiseFormat& format = {},
                                   std::uint64_t beside_bytes = 0) {
     MoverPlan plan{};
@@ -47,7 +47,7 @@ struct MoverPlan {
     plan.warp_bytes = kStages * stage + 128;
     return plan;
   }
-  // Where a quantised piece's scales begin.
+  // Offset of a quantised piece's scales.
   constexpr std::uint32_t scales_at() const { return piece_bytes / 2; }
 };
 

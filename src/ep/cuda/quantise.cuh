@@ -1,5 +1,5 @@
-// bfloat16 rows to float8 e4m3 rows with scales, as xd_ep_quantise describes it, with the bits of
-// the CPU executor.
+// Turns bfloat16 rows into float8 e4m3 rows with scales, as xd_ep_quantise describes it, with the
+// bits of the CPU executor.
 #pragma once
 
 #include <cstddef>
@@ -18,28 +18,28 @@ __device__ inline float bf16_high(std::uint32_t pair) {
 // The magnitudes of a word's two numbers, in the halves of the result.
 __device__ inline std::uint32_t magnitudes(std::uint32_t pair) { return pair & 0x7FFF7FFFu; }
 
-// In the top bit of each half: that magnitude is infinity or NaN.
+// Sets the top bit of each half whose magnitude is infinity or NaN.
 __device__ inline std::uint32_t not_finite(std::uint32_t magnitudes) {
   return (magnitudes + (0x8000u - 0x7F80u) * 0x10001u) & 0x80008000u;
 }
 
-// 0 for those not finite.
+// The magnitudes of a word's two numbers; 0 for a number that is not finite.
 __device__ inline std::uint32_t finite_magnitudes(std::uint32_t pair) {
   return magnitudes(pair) & ~((not_finite(magnitudes(pair)) >> 15) * 0xFFFFu);
 }
 
-// The larger halves of all four words, each mapped first.
+// The larger halves of all four words, after each word is mapped.
 template <class Map>
 __device__ std::uint32_t most_of(const uint4& x, Map map) {
   return __vmaxu2(__vmaxu2(map(x.x), map(x.y)), __vmaxu2(map(x.z), map(x.w)));
 }
 
-// Two numbers; the conversion limits to +-448.
+// Converts two finite numbers; the conversion limits to +-448.
 __device__ inline std::uint32_t e4m3_of_finite(std::uint32_t pair, float inverse) {
   return ptx::pack_e4m3(__fmul_rn(bf16_low(pair), inverse), __fmul_rn(bf16_high(pair), inverse));
 }
 
-// NaN keeps its sign, which the conversion would not.
+// Converts any two numbers. NaN keeps its sign, which the conversion alone would drop.
 __device__ inline std::uint32_t e4m3_of_any(std::uint32_t pair, float inverse) {
   return e4m3_of_finite(pair, inverse) | (pair >> 8 & 0x80u) | (pair >> 16 & 0x8000u);
 }
@@ -50,16 +50,16 @@ __device__ uint2 e4m3_of(const uint4& x, float inverse, Convert convert) {
                     convert(x.z, inverse) | convert(x.w, inverse) << 16);
 }
 
-// Of the numbers of a block with this largest finite magnitude.
+// The scale of a block whose largest finite magnitude is `most`.
 __device__ inline float scale_of(float most) {
   constexpr float kLeastScale = 1.17549435e-38f;  // 2^-126
   return most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
 }
 
-// FP8_BLOCK128. All lanes of a warp; `columns` a multiple of 128. In shared memory. Sixteen lanes
-// share a block, so a warp has two at a time; some pairs of blocks are on their way at once. A
-// multiprocessor is busy with these instructions, so numbers that are not finite are only cared for
-// where there are some.
+// Quantises by FP8_BLOCK128. All lanes of a warp call it, with `columns` a multiple of 128 and all
+// pointers in shared memory. Sixteen lanes share a block, so a warp has two blocks at a time, and
+// some pairs of blocks are on their way at once. These instructions keep a multiprocessor busy, so
+// the code for numbers that are not finite runs only where there are some.
 __device__ inline void quantise_by_quotients(std::byte* out, float* scales, const std::byte* in,
                                              std::uint32_t columns) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
@@ -92,7 +92,7 @@ __device__ inline void quantise_by_quotients(std::byte* out, float* scales, cons
         most[i] = __vmaxu2(most[i], __shfl_xor_sync(kAll, most[i], step));
       }
     }
-    // A division for each block, in one of its lanes.
+    // Each block takes one division, in one of its lanes.
     std::uint32_t own = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) own = lane % kLanesPerBlock == i ? most[i] : own;
@@ -111,8 +111,8 @@ __device__ inline void quantise_by_quotients(std::byte* out, float* scales, cons
 }
 
 // The biased exponent of the smallest power of two that most / 448 does not exceed, at least
-// `bound`; `most` is the magnitude of a finite bfloat16. 448 = 1.75 * 2^8: what makes a mantissa
-// exceed 1.75 carries into its exponent.
+// `bound`; `most` is the magnitude of a finite bfloat16. 448 = 1.75 * 2^8, so the addend is chosen
+// such that a mantissa above 1.75 carries into the exponent.
 __device__ inline int power_of(std::uint32_t most, int bound) {
   return max(static_cast<int>((most + 0x1Fu) >> 7) - 8, bound);
 }
@@ -122,8 +122,9 @@ __device__ inline int block_bits(const QuantiseFormat& format) {
   return __ffs(static_cast<int>(format.block)) - 1;
 }
 
-// Scales that are powers of two, as float32 or e8m0. Like quantise_by_quotients(), but for blocks
-// of eight columns for each of 2, 4, 8 or 16 lanes, and every lane works out its block's scale.
+// Quantises with scales that are powers of two, as float32 or e8m0. It is like
+// quantise_by_quotients(), but a block has eight columns for each of 2, 4, 8 or 16 lanes, and every
+// lane works out its block's scale.
 __device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, const std::byte* in,
                                           std::uint32_t columns, const QuantiseFormat& format) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
@@ -175,7 +176,7 @@ __device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, con
   }
 }
 
-// What a kernel does to rows on the way. One that never quantises has no code for it.
+// The quantiser of a kernel that never quantises. It has no code.
 struct NotQuantised {
   static constexpr bool kQuantises = false;
 };
@@ -190,7 +191,7 @@ struct ByQuotients {
   }
 };
 struct ByPowers {
-  static constexpr bool kQuantises = true, kFloatScales = false;  // not always
+  static constexpr bool kQuantises = true, kFloatScales = false;  // rows are not always quantised
   __device__ static std::uint32_t scale_bytes(std::uint32_t columns, const QuantiseFormat& format) {
     return (columns >> block_bits(format)) * format.scale_bytes;
   }

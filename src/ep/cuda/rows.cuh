@@ -1,5 +1,5 @@
-// Copies, fills and gaps of rows of any size, by a warp. For scales, weights, indices and zeros;
-// token rows go through the mover or the sums.
+// Copies and fills of rows of any size, by a warp, for scales, weights, indices and zeros. Token
+// rows go through the mover or the sums.
 #pragma once
 
 #include "ep/cuda/walk.cuh"
@@ -13,7 +13,8 @@ __device__ inline bool aligned(const void* a, const void* b, std::uint64_t bytes
          0;
 }
 
-// All lanes, any address and size. Reads may follow what peers have written (never ld.nc).
+// All lanes call it, with any address and size. It may read memory that peers have written (never
+// ld.nc).
 __device__ inline void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
   if (aligned(to, from, bytes, 16)) {
     for (std::uint64_t i = lane_id() * 16; i < bytes; i += 512) {
@@ -32,8 +33,8 @@ __device__ inline void copy_bytes(std::byte* to, const std::byte* from, std::uin
   }
 }
 
-// Fills [to, to + bytes) with one word's bytes, shared between all warps of the launch. `to` is a
-// multiple of the word's size away from a 16-byte boundary or not: both are fine.
+// Fills [to, to + bytes) with a byte value; all warps of the launch share the work. `to` may have
+// any alignment.
 __device__ inline void fill_bytes(std::byte* to, std::uint64_t bytes, unsigned char value,
                                   std::uint64_t warp, std::uint64_t warps) {
   const std::uint32_t word = value * 0x01010101u;
@@ -48,7 +49,7 @@ __device__ inline void fill_bytes(std::byte* to, std::uint64_t bytes, unsigned c
 }
 
 // Rows that hold no token's row and must read as zero: padding of zones, and the tail if the group
-// zeroes it. No peer touches these. All warps of the launch.
+// zeroes it. No peer touches these rows. All warps of the launch call it.
 __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
                                  const ReceiveRows& tensor) {
   if (tensor.data == nullptr) return;
@@ -56,7 +57,8 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
   const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
   const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
   if (g.expert_major && turn.plan().alignment > 1) {
-    // Few experts have long gaps, each for several warps; many have short ones, several for a warp.
+    // With few experts gaps are long, and several warps share one; with many they are short, and a
+    // warp takes several.
     const auto experts = static_cast<std::uint64_t>(g.local_experts);
     const std::uint64_t parts = max(warps / experts, std::uint64_t{1});
     for (std::uint64_t i = warp; i < experts * parts; i += warps) {
@@ -76,7 +78,7 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
   }
 }
 
-// Past the last row: all bytes `value`. All warps of the launch.
+// Sets all bytes past the last row to `value`. All warps of the launch call it.
 __device__ inline void fill_tail(const Turn& turn, const ReceiveRows& tensor, unsigned char value) {
   if (tensor.data == nullptr) return;
   const std::int64_t rows = turn.plan().recv_rows;

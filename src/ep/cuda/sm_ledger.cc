@@ -5,7 +5,7 @@
 
 namespace xd::ep::cuda {
 
-// Never destroyed: groups may be dropped by other static destructors.
+// The ledger is never destroyed, since other static destructors may drop groups.
 SmLedger& SmLedger::instance() {
   static SmLedger& ledger = *new SmLedger;
   return ledger;

@@ -1,5 +1,5 @@
-// How many multiprocessors the groups of a process may use at once. The library cannot know which
-// groups run at the same time, so this refuses nothing: XD_LOG=plan shows it.
+// Counts the multiprocessors that the groups of a process may use at once. The library cannot know
+// which groups run at the same time, so the ledger refuses nothing; XD_LOG=plan shows it.
 #pragma once
 
 #include <map>
@@ -15,10 +15,10 @@ class SmLedger {
     int groups = 0, sms = 0;
   };
 
-  // That of this process.
+  // The ledger of this process.
   static SmLedger& instance();
 
-  // What the device's groups may use together, afterwards.
+  // Adds a group, and returns the sum over the device's groups.
   Sum add(int device, int sms);
   void remove(int device, int sms);
   // True once for each device.
@@ -37,11 +37,11 @@ class SmLedger {
 // One line. `available`: multiprocessors of the device, less the reserve.
 std::string explain(int device, const SmLedger::Sum& sum, int available);
 
-// A group's entry in the process's ledger, while the group lives.
+// A group's entry in the process's ledger, for as long as the group lives.
 class SmShare {
  public:
   SmShare() = default;
-  // Logs the sum; the first time that it is more than `available`, what that means.
+  // Logs the sum, and the first time that it exceeds `available`, a remark on the consequences.
   SmShare(int device, int sms, int available);
   ~SmShare() {
     if (sms_ > 0) SmLedger::instance().remove(device_, sms_);

@@ -1,7 +1,7 @@
 // Arithmetic on rows, in 16-byte vectors, with the order and the rounding of ep.h and the bits of
-// the CPU executor: NaN that comes out of arithmetic is the quiet one without sign and payload; a
-// row that is only copied keeps its NaNs, made quiet. Compiled without fused multiply-add. The
-// terms of dot products alone are added in another order.
+// the CPU executor. A NaN that comes out of arithmetic is the quiet one without sign and payload; a
+// row that is only copied keeps its NaNs, made quiet. The code is compiled without fused
+// multiply-add. Only the terms of dot products are added in another order than the CPU's.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,7 +12,7 @@ namespace xd::ep::cuda {
 
 struct Bf16 {
   static constexpr int kPerVector = 8, kBytes = 2;
-  // Above this magnitude a half is a NaN.
+  // A half with a magnitude above kInfinity is a NaN.
   static constexpr std::uint32_t kInfinity = 0x7F80, kQuiet = 0x40;
   __device__ static void unpack(const uint4& v, float* x) {
     const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -49,13 +49,13 @@ struct F32 {
   }
 };
 
-// In the top bit of each half: it is a NaN.
+// Sets the top bit of each half that is a NaN.
 template <class T>
 __device__ std::uint32_t nan_halves(std::uint32_t word) {
   return ((word & 0x7FFF7FFFu) + (0x7FFFu - T::kInfinity) * 0x10001u) & 0x80008000u;
 }
 
-// Sums to a vector. NaNs are rare: they are looked for in what comes out, all at once.
+// Rounds sums to a vector. NaNs are rare, so the code looks for them in the result, all at once.
 template <class T>
 __device__ uint4 pack(const float* x) {
   uint4 v;
@@ -80,7 +80,7 @@ __device__ uint4 pack(const float* x) {
   }
 }
 
-// A copied vector: its NaNs become quiet and keep sign and payload.
+// Copies a vector. Its NaNs become quiet and keep sign and payload.
 template <class T>
 __device__ uint4 quiet(uint4 v) {
   const auto fix = [](std::uint32_t w) -> std::uint32_t {
@@ -156,7 +156,7 @@ __device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::
   }
 }
 
-// out = row, NaNs made quiet.
+// Copies row to out, with NaNs made quiet.
 template <class T>
 __device__ void copy_vectors(std::byte* out, const std::byte* row, std::uint32_t first,
                              std::uint32_t last) {
@@ -185,8 +185,8 @@ __device__ inline void zero_vectors(std::byte* out, std::uint32_t first, std::ui
   }
 }
 
-// The warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. One term without
-// weight is copied.
+// Writes the warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. A single
+// term without weight is copied.
 template <class T>
 __device__ void add_up(std::byte* out, const Terms& terms, int count, bool weighted,
                        std::uint32_t first, std::uint32_t last) {
@@ -199,8 +199,8 @@ __device__ void add_up(std::byte* out, const Terms& terms, int count, bool weigh
   }
 }
 
-// out = weight * row, and the dot product of `other` (may be null) and row: the lanes' products by
-// ascending column, then the lanes pairwise. `out` may be `row`.
+// Computes out = weight * row, and the dot product of `other` (may be null) and row: each lane adds
+// its products by ascending column, then the lanes' sums are added pairwise. `out` may be `row`.
 template <class T>
 __device__ float scale_row(std::byte* out, const std::byte* row, const std::byte* other,
                            float weight, std::uint32_t vectors) {

@@ -1,5 +1,5 @@
-// How warps walk the work of an operation, and how they read a plan: all roles use these, so they
-// cannot disagree.
+// The ways in which warps walk the work of an operation and read a plan. All roles use the same
+// functions, so they cannot disagree.
 #pragma once
 
 #include "ep/cuda/turn.cuh"
@@ -36,14 +36,14 @@ __device__ inline PlanParts parts_of(const std::byte* plan, const PlanHeader& he
 // ---- One token at its source: lane k looks at choice k -----------------------------------------
 
 struct Choice {
-  bool valid;   // has a row that the owner's tensor has
+  bool valid;   // the choice has a row, and the owner's tensor has that row
   bool leader;  // the first choice of the token at its rank: the row that crosses
   int rank;
   std::uint32_t row;
   int expert;  // RANK_MAJOR: local expert
 };
 
-// All lanes. `code` of this lane's choice.
+// Decodes `code`, the code of this lane's choice. All lanes call it.
 __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std::uint32_t code) {
   const GroupDevice& g = turn.group();
   Choice c{false, false, -1, 0, 0};
@@ -68,8 +68,8 @@ __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std:
   return c;
 }
 
-// All lanes: which of the token's ranks, by ascending rank, this leader's is; and how many there
-// are.
+// The index of this leader's rank among the token's ranks, by ascending rank, and the number of
+// those ranks. All lanes call it.
 __device__ inline int order_of(const Choice& c, int& count) {
   unsigned leaders = __ballot_sync(kAllLanes, c.leader);
   count = __popc(leaders);
@@ -84,21 +84,21 @@ __device__ inline int order_of(const Choice& c, int& count) {
 
 // ---- Units of work -----------------------------------------------------------------------------
 
-// The blocks that begin a kind of work: the launch's first ones or its last ones. Their warps'
-// first units are fixed; others join in when they are free.
+// The blocks that begin a kind of work: the first blocks of the launch or its last ones. The first
+// units of their warps are fixed; other warps join in when they are free.
 struct Team {
   int first_block, blocks;
 };
 
-// The first unit of a warp of the team's blocks; -1 for others. Warps of different blocks come
-// first: few units spread over all multiprocessors.
+// The first unit of a warp of the team's blocks; -1 for others. Neighbouring units go to warps of
+// different blocks, so that few units spread over all multiprocessors.
 __device__ inline int first_unit(const Team& team) {
   const int block = static_cast<int>(blockIdx.x) - team.first_block;
   return block >= 0 && block < team.blocks ? warp_in_block() * team.blocks + block : -1;
 }
 
-// Numbers 0 .. end - 1, each to one warp of the launch; the lower ones are begun first. body(unit)
-// -> false ends.
+// Gives each of the numbers 0 .. end - 1 to one warp of the launch, lower numbers first. A
+// body(unit) that returns false ends the walk.
 template <class Body>
 __device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, int end,
                               Body&& body) {
@@ -125,7 +125,8 @@ struct ItemRange {
   int first, last;  // items [first, last)
 };
 
-// Items of `source` whose tokens are [token, token + tokens). All lanes; sixteen look for each end.
+// The items of `source` whose tokens are [token, token + tokens). All lanes call it; sixteen lanes
+// search for each end.
 __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, int source, int token,
                                      int tokens) {
   const auto capacity = static_cast<int>(turn.group().capacity);
@@ -137,13 +138,13 @@ __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, in
       static_cast<std::uint64_t>(token + (half == 0 ? 0 : tokens)) * per_token;
   int low = begin, high = end;  // the answer lies in [low, high]
   while (__any_sync(kAllLanes, low < high)) {
-    // Sixteen items, evenly spread, the last of [low, high) among them.
+    // The lanes look at sixteen items, evenly spread, with the last of [low, high) among them.
     const int size = high - low;
     const int step = (size + 15) / 16;
     const int at = low + min((position + 1) * step, size) - 1;
     const bool below = size > 0 && plan.slot[at] < wanted;
     const unsigned votes = __ballot_sync(kAllLanes, below) >> (half * 16) & 0xFFFFu;
-    const int passed = __popc(votes);  // of the spread items, so many lie below
+    const int passed = __popc(votes);  // number of these items that lie below
     if (size > 0) {
       const int new_low = passed == 0 ? low : low + min(passed * step, size);
       high = passed == 16 ? high : low + min((passed + 1) * step, size) - 1;
@@ -153,14 +154,14 @@ __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, in
   return {__shfl_sync(kAllLanes, low, 0), __shfl_sync(kAllLanes, low, 16)};
 }
 
-// An item's rows: lane i has the i-th, by ascending k.
+// An item's rows. Lane i has the i-th row, by ascending k.
 struct ItemRows {
   int count;
-  std::uint32_t row;  // of this lane, if lane < count
+  std::uint32_t row;  // the row of this lane, if lane < count
 };
 
-// body(rows, slot) for the items of a range, which are those of a chunk; the next item's rows are
-// fetched meanwhile. All lanes.
+// Calls body(rows, slot) for the items of a range, which belong to one chunk; the next item's rows
+// are fetched meanwhile. All lanes call it.
 template <class Body>
 __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
                               Body&& body) {
@@ -190,8 +191,8 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
   }
 }
 
-// Part `part` of `parts` of a row: vectors [first, last) of 16 bytes. Parts of twice as many lie
-// inside.
+// Part `part` of `parts` of a row: vectors [first, last) of 16 bytes. Cutting a row into twice as
+// many parts cuts each part in two.
 struct Columns {
   std::uint32_t first, last;
 
@@ -201,16 +202,16 @@ struct Columns {
   }
 };
 
-// What a source announces with one flag.
+// The rows that a source announces with one flag.
 struct Arrival {
   int source, flag;
-  int token, tokens;  // of the source, from this one on
+  int token, tokens;  // the source's first token, and how many follow
   int part, parts;    // of their rows
 };
 
-// Every arrival, those of all sources side by side, the next rank's first: in the order in which
-// they come in. Rows of `cut_bytes` bytes may come in parts; 0: they do not. body(arrival) -> false
-// ends.
+// Calls body(arrival) for every arrival, in the order in which arrivals come in: all sources side
+// by side, beginning with the next rank. Rows of `cut_bytes` bytes may come in parts; 0: they do
+// not. A body that returns false ends the walk.
 template <class Body>
 __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const ChunkFlags& chunks,
                                  std::uint64_t cut_bytes, int counter, const Team& team,
