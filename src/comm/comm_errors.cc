@@ -50,8 +50,10 @@ void Comm::learn_cause(const FatalError& error) const {
   if (error.met_by_all == 0 || cause_.text[0] != '\0') return;
   const auto found = explanations_.find(error.group);
   if (found == explanations_.end()) return;
+  // A peer's report may have come before this rank has asked its kernel, which knows its own epoch.
+  const FatalError* own = device_side_ != nullptr ? device_side_->raised() : nullptr;
   try {
-    cause_ = found->second(error);
+    cause_ = found->second(own != nullptr && own->group == error.group ? *own : error);
   } catch (const std::bad_alloc&) {  // it remains this error, without the text
   }
 }
