@@ -17,7 +17,7 @@
 namespace xd {
 namespace {
 
-// A communicator of one rank has nobody to meet.
+// A communicator of one rank meets no other rank.
 class AloneBootstrap final : public Bootstrap {
  public:
   AloneBootstrap() : Bootstrap(0, 1) {}
@@ -26,7 +26,7 @@ class AloneBootstrap final : public Bootstrap {
   }
 };
 
-// Through the caller's all-gather, which bounds its own waiting.
+// Meets through the caller's all-gather, which bounds its own waiting.
 class CallbackBootstrap final : public Bootstrap {
  public:
   explicit CallbackBootstrap(const xd_comm_config& config)
@@ -66,7 +66,7 @@ std::unique_ptr<Bootstrap> by_environment(const xd_comm_config& config) {
 std::unique_ptr<Bootstrap> by_nccl(const xd_comm_config& config) {
   XD_REQUIRE(config.nccl_comm != nullptr, "config.nccl_comm = NULL, expected an ncclComm_t");
 #if XD_CUDA
-  cuda::driver();  // says what is missing
+  cuda::driver();  // throws with what is missing
   const NcclLibrary nccl = find_nccl();
   const NcclSeat seat = read_seat(nccl, config);
   if (seat.num_ranks == 1) return std::make_unique<AloneBootstrap>();

@@ -1,7 +1,7 @@
-// How ranks find one another: one exchange of a small blob per rank, before anything is shared.
+// The way ranks find one another: one exchange of a small blob per rank, before anything is shared.
 //
 // Four ways in, one result: a TCP meeting point named by a unique id, the same meeting point named
-// by torchrun's environment, a caller's all-gather, or a caller's communicator of NCCL's.
+// by torchrun's environment, a caller's all-gather, or a caller's NCCL communicator.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -22,12 +22,13 @@ class Bootstrap {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
 
-  // result[r] = the blob of rank r. Equal sizes on all ranks, at most kMaxBlob bytes. May be called
-  // once. Throws TIMEOUT naming the ranks that did not come, MISMATCH, SYSTEM.
+  // result[r] = the blob of rank r. The blobs have equal sizes on all ranks, at most kMaxBlob
+  // bytes. May be called once. Throws TIMEOUT naming the ranks that did not come, MISMATCH, SYSTEM.
   virtual std::vector<Bytes> all_gather(std::span<const std::byte> blob,
                                         const Deadline& deadline) = 0;
 
-  // Whether a call that has thrown may be made again, with another blob: the peers wait for it.
+  // True if a call that has thrown may be made again, with another blob: the peers wait for that
+  // call.
   virtual bool can_come_again() const { return false; }
 
   static constexpr std::size_t kMaxBlob = 4096;
@@ -39,11 +40,11 @@ class Bootstrap {
   int rank_, num_ranks_;
 };
 
-// Validates the bootstrap part of `config` (already read with read_struct) and prepares; connects
-// to nothing yet. Throws INVALID_ARGUMENT.
+// Validates the bootstrap part of `config` (already read with read_struct) and makes the bootstrap,
+// which connects to nothing yet. Throws INVALID_ARGUMENT.
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config);
 
-// xd_unique_id_create, with its config read and its timeout resolved.
+// The work of xd_unique_id_create, with its config read and its timeout resolved.
 xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms);
 
 }  // namespace xd

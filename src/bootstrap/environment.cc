@@ -12,9 +12,9 @@
 namespace xd {
 namespace {
 
-constexpr int kPortsTried = 15;  // after the first
+constexpr int kPortsTried = 15;  // ports tried after the first
 
-// These variables belong to the launcher: they are read anew for each communicator.
+// These variables belong to the launcher, so they are read anew for each communicator.
 std::string variable(const char* name) {
   const char* text = std::getenv(name);
   XD_REQUIRE(text != nullptr && *text != '\0', "environment variable ", name,
@@ -50,15 +50,17 @@ RankEnvironment read_rank_environment(const xd_comm_config& config) {
   }
   result.master_address = variable("MASTER_ADDR");
   const int port = number("MASTER_PORT", 1, 65535);
-  // torchrun's own store listens on MASTER_PORT if it says so here: no use trying there.
+  // torchrun's own store listens on MASTER_PORT if this variable says so; then the port is not
+  // tried.
   const bool taken = variable_or_empty("TORCHELASTIC_USE_AGENT_STORE") == "True";
   result.first_port = static_cast<std::uint16_t>(std::min(port + (taken ? 1 : 0), 65535));
   result.last_port = static_cast<std::uint16_t>(std::min(port + kPortsTried, 65535));
 
   const std::string run = variable_or_empty("TORCHELASTIC_RUN_ID");
   const std::string port_text = std::to_string(port);
-  // Who has another job secret means the same meeting, and hears that it is not let in. The number
-  // of ranks is in neither: ranks that disagree about it shall meet, and be told.
+  // A rank with another job secret has the same tag, so it reaches the meeting and is told that it
+  // is refused. The number of ranks is neither in the tag nor in the secret, so that ranks that
+  // disagree about it meet and are told.
   const std::array<std::string_view, 6> parts{
       "crossdock environment", env().job_secret, run,
       result.master_address,   port_text,        config.name != nullptr ? config.name : ""};

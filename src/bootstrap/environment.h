@@ -1,4 +1,4 @@
-// The environment that torchrun and its like give to each rank.
+// The environment that torchrun and similar launchers give to each rank.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -14,7 +14,7 @@ struct RankEnvironment {
   int rank = 0;
   int num_ranks = 0;
   std::string master_address;
-  std::uint16_t first_port = 0;  // of those on which rank 0 may serve
+  std::uint16_t first_port = 0;  // the first port on which rank 0 may serve
   std::uint16_t last_port = 0;
   Key key{Secret{}};
 };

@@ -41,8 +41,8 @@ std::size_t Handshake::receive(std::span<const std::byte> bytes) {
   if (count == 0) return 0;
   input_.insert(input_.end(), bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(count));
   if (step_ == Step::hello) {
-    // A stranger shows itself by its first bytes: no need to wait for the rest of a frame that may
-    // never come.
+    // The first bytes already tell a stranger, so there is no need to wait for the rest of a frame
+    // that may never come.
     const std::size_t known = std::min(input_.size(), kMagic.size());
     if (std::memcmp(input_.data(), kMagic.data(), known) != 0)
       refuse(Refusal::not_crossdock, "does not speak this library's protocol");

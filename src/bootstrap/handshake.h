@@ -1,6 +1,6 @@
-// How two ends of a connection convince each other that they know the same secret, without sending
-// it, and the frames that follow. No input or output happens here: bytes go in, bytes and a verdict
-// come out, so that sockets, tests and the fuzzer drive the same code.
+// The handshake by which two ends of a connection prove to each other that they know the same
+// secret, without sending it, and the frames that follow. No input or output happens here: bytes go
+// in, bytes and a verdict come out, so that sockets, tests and the fuzzer drive the same code.
 //
 //   client -> server   Hello   protocol version, sender, meeting, client's nonce
 //   server -> client   Hello   the same of the server
@@ -8,9 +8,9 @@
 //   server -> client   Proof   the same over "server"
 //
 // Until the client's proof holds, the server reads nothing but these two fixed-size frames and
-// proves nothing itself. The proofs cover both hellos, hence also who the ends say they are. They
-// do not cover what is sent afterwards: like the rest of the library, they keep strangers out of a
-// connection, not somebody who can rewrite packets on the way.
+// proves nothing itself. The proofs cover both hellos, hence also the identities that the ends
+// claim. They do not cover later frames: like the rest of the library, they keep strangers out of a
+// connection, but do not stop an attacker who can rewrite packets on the way.
 //
 // A client that is refused is told so, by a frame that is the same whatever the secret: a Hello
 // that names no meeting ("not this one"), or a Proof of zeros ("yours is wrong"). A connection that
@@ -28,8 +28,8 @@
 
 namespace xd {
 
-// Raised whenever any message of the bootstrap or the mesh changes. The layout of Hello up to and
-// including `version` never changes, so that versions can tell each other apart.
+// The number is raised whenever a message of the bootstrap or the mesh changes. The layout of Hello
+// up to and including `version` never changes, so that versions can tell each other apart.
 inline constexpr std::uint32_t kProtocolVersion = 1;
 
 enum class Side : std::uint32_t { client = 1, server = 2 };
@@ -38,8 +38,8 @@ struct Hello {
   std::array<char, 8> magic;
   std::uint32_t version;
   Side side;
-  std::uint64_t sender;  // who speaks, in the terms of the protocol above; the mesh puts its rank
-  Tag meeting;           // says which of several meetings is meant, before any proof
+  std::uint64_t sender;  // the speaker, in the terms of the protocol above; the mesh puts its rank
+  Tag meeting;           // names one of several meetings, before any proof
   Nonce nonce;
 };
 static_assert(sizeof(Hello) == 72);
@@ -59,7 +59,7 @@ class Handshake {
             std::uint32_t version = kProtocolVersion);
 
   // Bytes to send now; empty if there are none. After a refusal there may still be some, so that
-  // the other end learns the version spoken here.
+  // the other end learns this end's version.
   Bytes take_output();
   // Bytes still missing of the frame expected next; 0 = the handshake is over.
   std::size_t wanted() const;
@@ -70,7 +70,7 @@ class Handshake {
   Refusal refusal() const { return refusal_; }
   const std::string& refusal_text() const { return refusal_text_; }  // "" = not refused
   bool peer_greeted() const { return step_ != Step::hello && step_ != Step::refused; }
-  std::uint64_t peer_sender() const { return peer_.sender; }  // vouched for once proven()
+  std::uint64_t peer_sender() const { return peer_.sender; }  // proved once proven() is true
 
  private:
   enum class Step { hello, proof, proven, refused };
@@ -99,7 +99,7 @@ class FrameReader {
  public:
   explicit FrameReader(std::size_t max_bytes) : max_bytes_(max_bytes) {}
 
-  void reserve(std::size_t bytes);  // memory for a frame of that size, now
+  void reserve(std::size_t bytes);  // takes the memory for a frame of that size now
 
   std::size_t wanted() const;  // 0 = complete, or refused
   std::size_t receive(std::span<const std::byte> bytes);

@@ -17,11 +17,12 @@ namespace xd {
 namespace {
 
 constexpr int kOutOfDescriptorsPauseMs = 50;
-// So many are let in between two looks at those who are in.
+// Number of connections that are accepted between two looks at the connected guests.
 constexpr int kAcceptBatch = 64;
 constexpr std::size_t kMaxRefusedTexts = 4;
 
-// Ranks are told shortly before their own patience ends, so that they get the names of the missing.
+// Ranks get their answer shortly before their own timeout, so that they learn the names of the
+// missing.
 Deadline answer_before(int remaining_ms) {
   return Deadline::after_ms(remaining_ms - std::min(remaining_ms / 4, 250));
 }
@@ -55,7 +56,7 @@ Meeting::Meeting(UniqueFd listener, MeetingOptions options)
 void Meeting::run() noexcept {
   try {
     collect();
-    // From here on a rank that comes finds the port closed, not a meeting that will not have it.
+    // From here on a rank that comes finds the port closed, and not a meeting that refuses it.
     listener_.reset();
     answer_all();
   } catch (...) {
@@ -63,7 +64,7 @@ void Meeting::run() noexcept {
   }
 }
 
-// Inside a catch block; allocates nothing. Who has joined is told; whoever is not so far finds the
+// Called inside a catch block; allocates nothing. Ranks that have joined are told; others find the
 // connection, or the port, closed.
 void Meeting::give_up() noexcept {
   std::array<char, 256> text;
@@ -85,7 +86,7 @@ void Meeting::collect() {
 }
 
 void Meeting::answer_all() {
-  // Nobody gets this answer before there is memory for all to get it.
+  // No rank gets this answer before there is memory for all of them.
   const Bytes frame = make_frame(encode(result()));
   for (const auto& guest : guests_)
     if (guest->seated) guest->output.reserve(guest->output.size() + frame.size());
@@ -115,7 +116,7 @@ Deadline Meeting::end_of_waiting() const {
   return Deadline(end);
 }
 
-// Waits for something to happen and deals with it. False = there is nobody left to serve.
+// Waits for an event and handles it. False = there is no guest left to serve.
 bool Meeting::wait_and_serve(const Deadline& until) {
   std::erase_if(guests_, [](const auto& guest) { return guest->closed(); });
   auto wake = until.when();
@@ -149,8 +150,8 @@ bool Meeting::wait_and_serve(const Deadline& until) {
   return true;
 }
 
-// The system's queue of connections is short, and ranks stand in it behind strangers: it is emptied
-// as fast as it can be.
+// The system's queue of connections is short, and ranks stand in it behind strangers, so it is
+// emptied as fast as possible.
 void Meeting::accept_guests() {
   for (int i = 0; i < kAcceptBatch; ++i) {
     TcpAddress peer;
@@ -160,11 +161,11 @@ void Meeting::accept_guests() {
     if (fd) {
       if (num_strangers() >= max_strangers_) evict_stranger();
       guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_.key));
-      read(*guests_.back());  // a rank has said hello already
+      read(*guests_.back());  // a rank has already sent its hello
       continue;
     }
     if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-    // Out of descriptors or memory, the connection stays in the queue, and so does its event.
+    // When descriptors or memory run out, the connection stays in the queue, and so does its event.
     const bool exhausted =
         errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
     if (exhausted && !evict_stranger()) {
@@ -180,12 +181,12 @@ std::size_t Meeting::num_strangers() const {
   }));
 }
 
-// The oldest of those who have said nothing of use; if all have, the oldest of all. Whoever knows
-// the secret has said hello when it is let in and proves it a round trip later, or comes again.
-// False = there is no stranger.
+// Closes the oldest stranger that has sent no valid bytes; if all have, the oldest of all. A rank
+// has sent its hello when it is accepted and proves the secret a round trip later; if it is closed
+// it comes again. False = there is no stranger.
 bool Meeting::evict_stranger() {
   Guest* oldest = nullptr;
-  for (const auto& guest : guests_) {  // in order of coming
+  for (const auto& guest : guests_) {  // in the order in which they came
     if (guest->closed() || !guest->is_stranger()) continue;
     const bool silent = !guest->handshake.peer_greeted();
     if (oldest == nullptr || silent) oldest = guest.get();
@@ -201,7 +202,7 @@ void Meeting::read(Guest& guest) {
   while (!guest.closed() && !guest.answered) {
     const std::size_t wanted =
         guest.handshake.wanted() != 0 ? guest.handshake.wanted() : guest.join.wanted();
-    // Somebody who is seated has nothing more to say: one byte is read to notice that it has.
+    // A seated guest sends nothing more. One byte is read to notice a guest that does.
     const std::size_t room = std::clamp<std::size_t>(wanted, 1, buffer.size());
     std::size_t count = 0;
     if (!receive_some(guest.fd.get(), std::span(buffer).first(room), count)) {
@@ -218,7 +219,7 @@ void Meeting::read(Guest& guest) {
       guest.join.receive(bytes);
     advance(guest);
   }
-  // What an answered guest still sends is thrown away, until it closes.
+  // Bytes that an answered guest still sends are thrown away, until it closes.
   std::size_t count = 0;
   if (!guest.closed() && !receive_some(guest.fd.get(), std::span(buffer), count)) guest.fd.reset();
 }
@@ -253,7 +254,7 @@ void Meeting::seat(Guest& guest) {
   guest.limit = answer_before(wish->remaining_ms);
 }
 
-// False = the newcomer cannot have the place it wants, and has been told so.
+// False = the newcomer cannot have the rank it wants, and has been told so.
 bool Meeting::make_way(Guest& newcomer, const JoinMessage& wish) {
   const auto turn_away = [&](const std::string& reason) {
     const std::string text = concat("rank ", wish.rank, " (", newcomer.name, ") ", reason);
@@ -266,7 +267,8 @@ bool Meeting::make_way(Guest& newcomer, const JoinMessage& wish) {
   for (const auto& other : guests_) {
     if (!other->seated) continue;
     const bool other_size = other->message.num_ranks != wish.num_ranks;
-    // A rank that gave up and tries again may be seen here before the end of its first connection.
+    // The new connection of a rank that gave up and tries again may be seen before the end of its
+    // first one.
     if (other_size || other->message.rank == wish.rank) read(*other);
     if (!other->seated) continue;
     if (other_size)

@@ -1,11 +1,11 @@
 // The meeting point: collects one blob of every rank, gives all of them to all.
 //
-// One thread serves one meeting. Whoever connects has a few seconds to prove the secret and say who
-// it is; a connection that is silent, slow or talks nonsense is closed, and the others do not
-// notice. Strangers never keep anybody waiting: whoever knocks is let in at once, and where there
-// are too many of them the one who has been silent for longest goes. A rank that has joined and
-// closes its connection has left: its place is free again. Ranks that have proved the secret and
-// disagree about num_ranks end the meeting: all of them are told.
+// One thread serves one meeting. Every guest that connects has a few seconds to prove the secret
+// and name its rank; a connection that is silent, slow or sends nonsense is closed, and the others
+// do not notice. Strangers never keep a rank waiting: every connection is accepted at once, and
+// where there are too many strangers the one that has been silent for longest is closed. A rank
+// that has joined and closes its connection has left, and its place is free again. Ranks that have
+// proved the secret and disagree about num_ranks end the meeting, and all of them are told.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -25,28 +25,31 @@ namespace xd {
 
 struct MeetingOptions {
   Key key;
-  Deadline deadline;  // gives up then, whoever is there
-  // Connections for other meetings are normal here (ports found by trying): mention them on request
-  // only (XD_LOG=comm), not as warnings.
+  Deadline deadline;  // the meeting gives up then, even with ranks present
+  // True where connections for other meetings are normal (ports found by trying): they are logged
+  // on request only (XD_LOG=comm), and not as warnings.
   bool expects_strangers = false;
-  int stop_fd = -1;  // ends the waiting when it becomes readable
+  int stop_fd = -1;  // the meeting ends when it becomes readable
 };
 
 class Meeting {
  public:
-  static constexpr int kGuestLimitMs = 5000;  // from connecting to having joined; for an answer
-  // Connections that have not proved the secret; fewer where the process may have few descriptors.
+  static constexpr int kGuestLimitMs = 5000;  // to join, and to take the answer
+  // The most connections that have not proved the secret; fewer where the process may have few
+  // descriptors.
   static constexpr std::size_t kMaxStrangers = 128;
 
-  // `listener` listens, and is non-blocking.
+  // `listener` is a listening, non-blocking socket.
   Meeting(UniqueFd listener, MeetingOptions options);
 
-  // Serves until all ranks have their answer, or the waiting has ended and those present know who
-  // is missing. Never throws: what ends it early is logged, and told to those present.
+  // Serves until all ranks have their answer, or until time is over and the ranks present know
+  // which ones are missing. Never throws: an error that ends it early is logged, and told to the
+  // ranks present.
   void run() noexcept;
 
  private:
-  // One connection. Steps: handshake, then its JoinMessage, then seated until it is answered.
+  // One connection. It goes through the handshake, sends its JoinMessage, and is then seated until
+  // it is answered.
   struct Guest {
     Guest(UniqueFd fd, std::string name, const Key& key);
 
@@ -91,13 +94,13 @@ class Meeting {
   UniqueFd listener_;
   MeetingOptions options_;
   std::size_t max_strangers_;
-  int num_ranks_ = 0;  // as all who are seated say
+  int num_ranks_ = 0;  // the number that all seated guests have named
   bool stopped_ = false;
-  std::optional<AnswerMessage> verdict_;  // why this meeting cannot succeed any more
+  std::optional<AnswerMessage> verdict_;  // the reason why this meeting cannot succeed any more
   Deadline accept_again_;
   std::vector<std::unique_ptr<Guest>> guests_;
-  Bytes failure_;  // the answer to all if there is no memory to go on, made while there was some
-  std::vector<std::string> refused_ranks_;  // texts, for the error of those who waited for them
+  Bytes failure_;  // the answer to all if memory runs out, made while there was some
+  std::vector<std::string> refused_ranks_;  // texts, for the errors of waiting ranks
   WarningLimit warnings_{"connections refused at the meeting point"};
 };
 

@@ -9,7 +9,7 @@
 namespace xd {
 namespace {
 
-// Feeds `reader` until it wants no more or something has gone wrong.
+// Feeds `reader` until its frame is complete or reading fails.
 Io read_what_it_wants(int fd, FrameReader& reader, const Deadline& deadline) {
   std::array<std::byte, 65536> buffer;
   while (reader.wanted() != 0) {
@@ -34,7 +34,7 @@ std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,
                                 const Deadline& deadline) {
   const JoinMessage join{request.rank, request.num_ranks, deadline.remaining_ms(),
                          Bytes(request.blob.begin(), request.blob.end())};
-  // Once this rank has joined, the others count on it: memory for the answer comes first.
+  // Once this rank has joined, the others rely on it, so it takes the memory for the answer first.
   FrameReader reader(max_answer_bytes(request.num_ranks));
   reader.reserve(answer_bytes(request.num_ranks, request.blob.size()));
   AnswerMessage answer;

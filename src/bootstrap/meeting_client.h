@@ -18,8 +18,8 @@ class MeetingGone : public Error {
   using Error::Error;
 };
 
-// Connects to the one place where the meeting is, and goes through the handshake. Throws SYSTEM
-// (nobody listens there), MISMATCH (another version, another secret, no meeting point) or TIMEOUT.
+// Connects to the meeting's only address, and goes through the handshake. Throws SYSTEM (no process
+// listens there), MISMATCH (another version, another secret, no meeting point) or TIMEOUT.
 UniqueFd enter_meeting(const TcpAddress& address, const Key& key, const Deadline& deadline);
 
 struct JoinRequest {
@@ -28,8 +28,8 @@ struct JoinRequest {
   std::span<const std::byte> blob;
 };
 
-// Waits for the answer. Throws what the meeting point says (TIMEOUT, MISMATCH), MeetingGone, or
-// TIMEOUT if it says nothing.
+// Waits for the answer. Throws the error that the meeting point answers (TIMEOUT, MISMATCH),
+// MeetingGone, or TIMEOUT if no answer comes.
 std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,
                                 const Deadline& deadline);
 

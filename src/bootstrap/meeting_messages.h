@@ -1,4 +1,4 @@
-// The two messages of a meeting: what a rank brings, and what all of them take home.
+// The two messages of a meeting: a rank's contribution, and the answer to all.
 #pragma once
 
 #include <crossdock/status.h>
@@ -16,14 +16,14 @@ namespace xd {
 struct JoinMessage {
   std::int32_t rank = 0;
   std::int32_t num_ranks = 0;
-  std::int32_t remaining_ms = 0;  // how long this rank is going to wait
+  std::int32_t remaining_ms = 0;  // the time that this rank is going to wait
   Bytes blob;
 };
 
 struct AnswerMessage {
   xd_status status = XD_SUCCESS;
-  std::string text;          // of a failure
-  std::vector<Bytes> blobs;  // of a success: by rank
+  std::string text;          // text of a failure
+  std::vector<Bytes> blobs;  // blobs of a success, by rank
 };
 
 inline constexpr std::int32_t kMaxRanks = 1024;
@@ -34,10 +34,12 @@ std::size_t answer_bytes(int num_ranks, std::size_t blob_bytes);  // of a succes
 Bytes encode(const JoinMessage& join);
 Bytes encode(const AnswerMessage& answer);
 
-// Empty if the bytes are no such message: wrong size, a rank out of range, an unknown status.
+// Returns nothing if the bytes are no such message: wrong size, a rank out of range, an unknown
+// status.
 std::optional<JoinMessage> decode_join(std::span<const std::byte> bytes);
 std::optional<AnswerMessage> decode_answer(std::span<const std::byte> bytes, int num_ranks);
-// The same; allocates nothing for a success if `answer` has blobs of its sizes. False: no message.
+// Decodes into `answer`, and allocates nothing for a success if `answer` has blobs of these sizes.
+// False: the bytes are no such message.
 bool decode_answer_into(AnswerMessage& answer, std::span<const std::byte> bytes, int num_ranks);
 
 }  // namespace xd

@@ -86,7 +86,7 @@ bool MeetingSearch::proceed(Door& door) {
   std::array<std::byte, sizeof(Hello)> buffer;
   bool open = true;
   for (std::size_t count = 1; open && count > 0 && door.talk->wanted() != 0;) {
-    // At most a hello and a proof on an idle connection: they fit.
+    // The output is at most a hello and a proof, which fit into the buffer of an idle connection.
     const Bytes output = door.talk->take_output();
     std::size_t sent = 0;
     open = output.empty() || (send_some(door.fd.get(), output, sent) && sent == output.size());
@@ -98,7 +98,7 @@ bool MeetingSearch::proceed(Door& door) {
   if (door.talk->refusal() != Refusal::none) {
     refused(door);
   } else if (!open) {
-    // No verdict: it had no room, or was going.
+    // The connection ended without a verdict: the meeting point had no room, or was ending.
     leave(door, Telling::stranger,
           concat(door.address.text(), " closed the connection without an answer"));
   }
@@ -112,8 +112,8 @@ void MeetingSearch::refused(Door& door) {
   if (place_ == Place::sure) fail(XD_ERROR_MISMATCH, text);
   const bool told = door.telling == Telling::verdict;
   const bool verdict = refusal == Refusal::denied || refusal == Refusal::version;
-  // Not the end: anybody may listen there and say so. But nobody should wait for the timeout to
-  // hear of it.
+  // A refusal does not end the search, since any process may listen there and refuse. But the user
+  // should not have to wait for the timeout to hear of it.
   if (verdict && !told) log_warning(text);
   leave(door, verdict ? Telling::verdict : Telling::stranger, text);
 }
@@ -134,7 +134,7 @@ void MeetingSearch::leave(Door& door, Telling telling, const std::string& obstac
 std::string MeetingSearch::obstacles() const {
   std::vector<std::pair<Telling, std::string>> met;
   for (const Door& door : doors_) {
-    // Held to the end, in vain.
+    // The connection was held to the end, in vain.
     if (door.fd && door.telling < Telling::verdict)
       met.emplace_back(Telling::stranger, concat(door.address.text(), " did not answer"));
     else if (door.telling != Telling::nothing)

@@ -1,10 +1,10 @@
-// How a rank gets into its meeting: it knocks at every address where the meeting may be, at all of
-// them at the same time.
+// The search by which a rank gets into its meeting: it connects to every address where the meeting
+// may be, at all of them at the same time.
 //
-// Where somebody answers, the rank keeps its place: it waits on that connection up to its deadline,
-// and goes on looking elsewhere meanwhile. So a meeting point that is slow, or has many strangers
-// before it, is found, and one of the addresses that belongs to somebody else costs no time. What
-// is closed or refuses is tried again, after a pause that grows.
+// Where a process answers, the rank keeps the connection: it waits on it up to its deadline, and
+// goes on trying the other addresses meanwhile. So it finds a meeting point that is slow, or has
+// many strangers before it, and an address that belongs to another program costs no time. Addresses
+// that are closed or refuse are tried again, after a pause that grows.
 #pragma once
 
 #include <optional>
@@ -21,20 +21,20 @@ namespace xd {
 
 class MeetingSearch {
  public:
-  // sure: the meeting is at the first and only address. Then a refused connection or handshake is
-  // the end, where otherwise it may be somebody else's.
+  // sure: the meeting is at the first and only address. Then a refused connection or handshake ends
+  // the search; otherwise another program may have refused it.
   enum class Place { sure, one_of_several };
 
   MeetingSearch(std::span<const TcpAddress> addresses, const Key& key, Place place);
 
   // A connection on which both ends have proved the secret; may be called again when that has ended
-  // for the reason `why`. Nothing if the deadline has passed: obstacles() says what was met.
-  // Throws SYSTEM (no descriptors; sure: nobody listens) or MISMATCH (sure: another version,
-  // another secret, no meeting point).
+  // for the reason `why`. Returns nothing if the deadline has passed; obstacles() tells what was
+  // met. Throws SYSTEM (no descriptors; sure: no process listens) or MISMATCH (sure: another
+  // version, another secret, no meeting point).
   std::optional<UniqueFd> enter(const Deadline& deadline);
   void ended(const std::string& why);
 
-  // What stood in the way, where it told most.
+  // The obstacle that tells most about the failure.
   std::string obstacles() const;
 
  private:
@@ -43,8 +43,8 @@ class MeetingSearch {
     explicit Door(const TcpAddress& at) : address(at), again(Deadline::after_ms(0)) {}
     TcpAddress address;
     UniqueFd fd;
-    std::optional<Handshake> talk;  // from when the connection stands
-    Deadline again;                 // when to knock next, without a connection
+    std::optional<Handshake> talk;  // set when the connection is established
+    Deadline again;                 // without a connection: the time of the next attempt
     int pause_ms = 0;
     Telling telling = Telling::nothing;
     std::string obstacle;

@@ -16,8 +16,8 @@ namespace xd {
 namespace {
 
 // One all-gather on a thread of its own: NCCL connects ranks when they first need it, inside the
-// call, and waits there without limit for those that have not come. Who asked for it waits here and
-// goes when its time is over; the thread stays until NCCL lets it go (ncclCommAbort).
+// call, and waits there without limit for ranks that have not come. The calling thread waits here
+// until its deadline and goes; the thread stays until NCCL lets it go (ncclCommAbort).
 class Gathering {
  public:
   Gathering(const NcclLibrary& nccl, NcclComm comm, const NcclSeat& seat, Bytes slot)
@@ -40,7 +40,7 @@ class Gathering {
     changed_.notify_all();
   }
 
-  // The slots of all ranks.
+  // Returns the slots of all ranks.
   Bytes wait(const Deadline& deadline) {
     std::unique_lock lock(patience_.mutex);
     if (!changed_.wait_until(lock, deadline.when(), [this] { return ended_; })) {
@@ -53,8 +53,8 @@ class Gathering {
   }
 
  private:
-  // Pinned memory of the host: kernels of all devices may use it, as those of ranks in one process
-  // do, and there is nothing to copy.
+  // Pinned memory of the host. Kernels of all devices may use it, as ranks of one process need, and
+  // nothing has to be copied.
   struct Memory {
     Memory(int device, std::size_t bytes, std::size_t bytes_of_all)
         : stream(device), sent(device, bytes), received(device, bytes_of_all) {}
@@ -67,7 +67,8 @@ class Gathering {
     auto memory =
         std::make_unique<Memory>(seat_.device, slot_.size(), slot_.size() * at(seat_.num_ranks));
     std::memcpy(memory->sent.data(), slot_.data(), slot_.size());
-    // Until the kernel is known to have ended, the memory is its own, whatever happens here.
+    // Until the kernel is known to have ended, the memory belongs to the kernel, even if this
+    // function throws.
     Memory& used = *memory.release();
     const int result = nccl_.all_gather(used.sent.data(), used.received.data(), slot_.size(),
                                         NcclLibrary::kInt8, comm_, used.stream.get());
@@ -95,7 +96,7 @@ class Gathering {
   const NcclComm comm_;
   const NcclSeat seat_;
   const Bytes slot_;
-  NcclPatience patience_;  // its mutex guards all below
+  NcclPatience patience_;  // its mutex guards all members below
   std::condition_variable changed_;
   bool ended_ = false;
   Bytes slots_;

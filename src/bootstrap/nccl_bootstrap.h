@@ -1,4 +1,4 @@
-// Ranks that meet through a communicator of NCCL's. CUDA only.
+// Ranks meet through an NCCL communicator. CUDA only.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace xd {
 
-// The communicator stays the caller's, who uses it for nothing else meanwhile.
+// The communicator stays the caller's, and the caller uses it for nothing else meanwhile.
 std::unique_ptr<Bootstrap> meet_by_nccl(const NcclLibrary& nccl, NcclComm comm,
                                         const NcclSeat& seat);
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr auto kLookAgain = std::chrono::microseconds(100);
 
-// Where dlsym() finds NCCL. RTLD_DEFAULT is NULL, so there is no handle that means "nowhere".
+// The handle with which dlsym() finds NCCL. RTLD_DEFAULT is NULL, so no handle means "nowhere".
 void* locate(const char* name) {
   if (::dlsym(RTLD_DEFAULT, "ncclCommCount") != nullptr) return RTLD_DEFAULT;
   if (void* const loaded = ::dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return loaded;
@@ -78,7 +78,7 @@ bool wait_for_nccl(const NcclLibrary& nccl, NcclComm comm, const std::function<b
       if (patience.given_up) return false;
       int state = NcclLibrary::kSuccess;
       nccl.check(nccl.comm_get_async_error(comm, &state), "ncclCommGetAsyncError");
-      // A communicator that does not block enqueues by and by: until it has, the stream is idle.
+      // A non-blocking communicator enqueues later: until it has, the stream is idle.
       if (state != NcclLibrary::kInProgress) {
         nccl.check(state, "ncclAllGather");
         if (landed()) return true;

@@ -1,4 +1,4 @@
-// NCCL's functions, found at run time: nothing of it is needed to build this library or to load it.
+// NCCL's functions, found at run time: NCCL is needed neither to build this library nor to load it.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -11,7 +11,7 @@ namespace xd {
 
 using NcclComm = void*;  // an ncclComm_t, the caller's
 
-// As nccl.h has them since 2.14; results are an ncclResult_t.
+// The functions have the signatures of nccl.h since 2.14; results are an ncclResult_t.
 struct NcclLibrary {
   static constexpr int kSuccess = 0;
   static constexpr int kInProgress = 7;
@@ -28,31 +28,31 @@ struct NcclLibrary {
   void check(int result, const char* call) const;
 };
 
-// From what the process has loaded already, since that made the caller's communicator: visible to
-// all, or a library called `name`; else from the library of that name. It is never unloaded. Throws
-// UNSUPPORTED with what is missing.
+// Finds the functions first in what the process has loaded, since that has made the caller's
+// communicator: among the symbols visible to all, or in a loaded library called `name`. Otherwise
+// it loads the library of that name, and never unloads it. Throws UNSUPPORTED with what is missing.
 NcclLibrary find_nccl(const char* name = "libnccl.so.2");
 
 // A rank's place among the ranks of a communicator.
 struct NcclSeat {
   int rank = 0;
   int num_ranks = 0;
-  int device = 0;  // of CUDA
+  int device = 0;  // CUDA device
 };
 
-// Of config.nccl_comm. Throws INVALID_ARGUMENT where config.num_ranks > 0 and it or config.rank
-// says otherwise.
+// Reads the seat from config.nccl_comm. Throws INVALID_ARGUMENT where config.num_ranks > 0 and it
+// or config.rank differs from NCCL's.
 NcclSeat read_seat(const NcclLibrary& nccl, const xd_comm_config& config);
 
-// Whether somebody still waits. Who gives up may destroy the communicator then: it is looked at
-// under the mutex only.
+// Tells whether the caller still waits. A caller that gives up may destroy the communicator, so the
+// communicator is used only under the mutex.
 struct NcclPatience {
   std::mutex mutex;
   bool given_up = false;
 };
 
-// True when what was enqueued has happened, as `landed` says; false when it has been given up.
-// Throws SYSTEM if the communicator has failed. Never blocks inside NCCL.
+// Returns true when `landed` says that the enqueued work has happened; false when the caller has
+// given up. Throws SYSTEM if the communicator has failed. Never blocks inside NCCL.
 bool wait_for_nccl(const NcclLibrary& nccl, NcclComm comm, const std::function<bool()>& landed,
                    NcclPatience& patience);
 

@@ -49,7 +49,7 @@ class ServedMeeting {
   ServedMeeting(const ServedMeeting&) = delete;
   ServedMeeting& operator=(const ServedMeeting&) = delete;
   ~ServedMeeting() {
-    // Without effect on a meeting that is complete; otherwise this rank has given up waiting.
+    // This has no effect on a complete meeting; otherwise this rank has given up waiting.
     ::eventfd_write(stop_.get(), 1);
     thread_.join();
   }
@@ -103,7 +103,7 @@ class EnvironmentBootstrap final : public Bootstrap {
       try {
         return join_meeting(std::move(*entered), request, deadline);
       } catch (const MeetingGone& gone) {
-        // The end of an earlier meeting of the same ranks, perhaps: the next one will open.
+        // This may have been an earlier meeting of the same ranks, and the next one will open.
         search.ended(gone.text());
       }
     }
@@ -144,7 +144,8 @@ xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms)
   auto meeting = std::make_unique<Meeting>(
       std::move(listener),
       MeetingOptions{.key = point.secret, .deadline = Deadline::after_ms(timeout_ms)});
-  // The thread owns all it uses, and ends with the meeting or its time: nobody has to join it.
+  // The thread owns all that it uses, and ends with the meeting or its timeout, so no thread has to
+  // join it.
   start_thread("xd-meeting", [meeting = std::move(meeting)] { meeting->run(); }).detach();
   return encode_unique_id(point);
 }

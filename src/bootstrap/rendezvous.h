@@ -1,4 +1,4 @@
-// Ranks meeting over TCP: at a point that a unique id names, or one that the environment implies.
+// Ranks meet over TCP, at a point that a unique id names or that the environment implies.
 #pragma once
 
 #include <memory>

@@ -10,7 +10,7 @@ namespace {
 static_assert(std::tuple_size_v<Secret> == crypto_auth_KEYBYTES);
 static_assert(std::tuple_size_v<Proof> == crypto_auth_BYTES);
 
-// Cheap after the first call, and safe on any thread.
+// The call is cheap after the first one, and safe on any thread.
 void require_sodium() {
   if (sodium_init() < 0)
     fail(XD_ERROR_SYSTEM, "libsodium cannot be initialised: no random numbers");

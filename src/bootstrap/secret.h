@@ -1,4 +1,4 @@
-// Secrets, nonces and what is derived from them. The primitives are libsodium's.
+// Secrets, nonces, and values derived from them. The primitives are libsodium's.
 #pragma once
 
 #include <array>
@@ -13,10 +13,10 @@ using Nonce = std::array<unsigned char, 32>;
 using Proof = std::array<unsigned char, 32>;
 using Tag = std::array<unsigned char, 16>;
 
-// Fills with unpredictable bytes.
+// Fills `bytes` with unpredictable bytes.
 void random_fill(std::span<unsigned char> bytes);
 
-// One of the arrays above, random.
+// A random value of one of the array types above.
 template <class Array>
 Array make_random() {
   Array bytes;
@@ -27,11 +27,11 @@ Array make_random() {
 // Hash of a list of parts. Parts are delimited, so that ("ab", "c") and ("a", "bc") differ.
 Secret derive_secret(std::span<const std::string_view> parts);
 
-// Public name of whatever `secret` protects; the secret cannot be computed from it.
+// Public name of the thing that `secret` protects; the secret cannot be computed from it.
 Tag tag_of(const Secret& secret);
 
-// What the ends of a connection must share, and the public name by which they find out, before any
-// proof, whether they mean the same meeting.
+// The secret that the ends of a connection must share, and the public name by which they find out,
+// before any proof, whether they mean the same meeting.
 struct Key {
   Key(const Secret& of) : Key(of, tag_of(of)) {}  // with the name that follows from it
   Key(const Secret& of, const Tag& called) : secret(of), name(called) {}

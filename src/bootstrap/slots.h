@@ -1,4 +1,5 @@
-// What travels in somebody else's all-gather, which wants as many bytes from every rank.
+// Slots of equal size that carry blobs through a foreign all-gather, which wants as many bytes from
+// every rank.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace xd {
 
 inline constexpr std::size_t kSlotBytes = sizeof(std::uint64_t) + Bootstrap::kMaxBlob;
 
-// A size, then the blob, then zeros.
+// A slot has a size, then the blob, then zeros.
 inline Bytes make_slot(std::span<const std::byte> blob) {
   XD_CHECK(blob.size() <= Bootstrap::kMaxBlob);
   WireWriter slot;
@@ -23,7 +24,8 @@ inline Bytes make_slot(std::span<const std::byte> blob) {
   return bytes;
 }
 
-// The blobs in the slots of all ranks, each as long as this rank's; `what` has gathered them.
+// Reads the blobs out of the slots of all ranks, each as long as this rank's. `what` names the
+// all-gather in errors.
 inline std::vector<Bytes> read_slots(std::span<const std::byte> slots, int num_ranks,
                                      std::size_t blob_bytes, const char* what) {
   std::vector<Bytes> blobs;

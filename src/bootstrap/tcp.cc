@@ -46,8 +46,8 @@ std::optional<in_addr> ipv4_in(const sockaddr_storage& address) {
   return four;
 }
 
-// Which addresses are broadcast depends on the host's networks. The system knows, and refuses to
-// aim a datagram socket at one until it is told that this is meant. Nothing is sent.
+// It depends on the host's networks which addresses are broadcast. The system knows them, and
+// refuses to connect a datagram socket to one unless the socket allows broadcast. Nothing is sent.
 bool is_broadcast(in_addr address) {
   if (address.s_addr == htonl(INADDR_BROADCAST)) return true;
   const UniqueFd fd(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
@@ -130,7 +130,7 @@ UniqueFd tcp_listen(const TcpAddress& address) {
   UniqueFd fd = tcp_socket(address.storage.ss_family);
   if (!fd) return fd;
   // Closed connections of an earlier meeting linger on the port for a minute; they are no obstacle.
-  // A socket that listens there still is.
+  // A socket that listens there still is one.
   const int on = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (::bind(fd.get(), as_sockaddr(address.storage), address.size) != 0 ||

@@ -16,7 +16,7 @@ namespace xd {
 // application's handlers keep running on the application's threads. Throws SYSTEM.
 template <class Body>
 std::thread start_thread(const char* name, Body&& body) {
-  // Blocked while the thread starts, since it inherits them.
+  // Signals are blocked while the thread starts, since it inherits the mask.
   struct SignalsBlocked {
     SignalsBlocked() {
       sigset_t all;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::array<char, 4> kMagic{'X', 'D', 'I', 'D'};
 
-// The checksum catches accidents of transport; what keeps strangers out is the secret.
+// The checksum catches accidents of transport; the secret keeps strangers out.
 struct IdBytes {
   std::array<char, 4> magic;
   std::uint32_t version;

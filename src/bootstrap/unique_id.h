@@ -1,4 +1,4 @@
-// What the bytes of an xd_unique_id mean.
+// The meaning of the bytes of an xd_unique_id.
 #pragma once
 
 #include <crossdock/comm.h>

@@ -1,4 +1,4 @@
-// Reading and writing the fields of messages. Numbers travel in the host's byte order, which is
+// Reads and writes the fields of messages. Numbers travel in the host's byte order, which is
 // little-endian on every machine this library supports.
 #pragma once
 
@@ -33,7 +33,7 @@ class WireWriter {
   Bytes bytes_;
 };
 
-// Never reads past the end: what is missing reads as zero, and ok() says so from then on.
+// It never reads past the end: missing bytes read as zero, and ok() is false from then on.
 class WireReader {
  public:
   explicit WireReader(std::span<const std::byte> bytes) : rest_(bytes) {}
@@ -46,7 +46,7 @@ class WireReader {
     if (!bytes.empty()) std::memcpy(&value, bytes.data(), sizeof(T));
     return value;
   }
-  // Empty if fewer than `count` bytes are left.
+  // Returns nothing if fewer than `count` bytes are left.
   std::span<const std::byte> take_bytes(std::size_t count) {
     if (count > rest_.size()) {
       ok_ = false;

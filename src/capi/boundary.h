@@ -1,4 +1,4 @@
-// Entering the library through the C API on behalf of a rank.
+// Enters the library through the C API on behalf of a rank.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -22,7 +22,7 @@ struct xd_ep_group {
 
 namespace xd {
 
-// guarded(), with "[rank r of W]" behind every error's text.
+// Like guarded(), with "[rank r of W]" behind every error's text.
 template <class Body>
 xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexcept {
   try {
@@ -35,7 +35,7 @@ xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexce
   }
 }
 
-// For a handle or pointer that the caller must not leave out.
+// Checks a handle or pointer that the caller must not leave out.
 #define XD_REQUIRE_GIVEN(function, pointer)                                   \
   do {                                                                        \
     if ((pointer) == nullptr) {                                               \

@@ -84,7 +84,7 @@ xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status) {
   XD_REQUIRE_GIVEN("xd_ep_group_status", status);
   return guarded_on("xd_ep_group_status", group->group->comm(), [&] {
     group->group->comm().check_process();
-    // The state is taken only once the struct it goes into is known to be good.
+    // The status is taken, and cleared, only once the struct that receives it is known to be good.
     xd::write_struct("status", status, xd_ep_status XD_EP_STATUS_INIT);
     xd::write_struct("status", status, group->group->take_status());
   });
@@ -108,7 +108,7 @@ xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) 
 
 namespace {
 
-// Every operation enters the same way.
+// Every operation enters in this way.
 template <class Args>
 xd_status operate(const char* function, xd_ep_group* group, const Args* args, xd_stream stream,
                   void (xd::ep::Group::*operation)(const Args*, xd_stream)) {
