@@ -1,10 +1,10 @@
-// What kernels know of a communicator: plain data, passed to kernels by value.
+// A communicator as kernels know it: plain data, passed to kernels by value.
 //
-// Fatal errors of kernels are written down like those of hosts (comm/fatal.h), in device memory:
-// every rank has a board that all its peers have mapped. A kernel that meets one fills its rank's
-// slot of its own board and of every peer's, and claims each board by compare-and-swap. Between a
-// kernel and its own host there are words in pinned host memory; a device cannot compare-and-swap
-// there, so each word has one writer.
+// Kernels write fatal errors down as hosts do (comm/fatal.h), but in device memory: every rank has
+// a board that all its peers have mapped. A kernel that meets a fatal error fills its rank's slot
+// of its own board and of every peer's, and claims each board by compare-and-swap. Between a kernel
+// and its own host there are words in pinned host memory; a device cannot compare-and-swap there,
+// so each word has one writer.
 //
 //   DeviceBoard::first    any rank's kernel    0 = none; s + 1 = slot s is complete and the first
 //   HostWords::finished   own host             the communicator has a fatal error: kernels leave
@@ -32,22 +32,22 @@ struct HostWords {
 
 struct DeviceBoard {
   std::uint32_t first;
-  std::uint32_t claimed;    // own kernels: somebody is writing this rank's slots
-  std::uint32_t told_host;  // own kernels: somebody has taken the error to HostWords
+  std::uint32_t claimed;    // own kernels: a kernel is writing this rank's slots
+  std::uint32_t told_host;  // own kernels: a kernel has taken the error to HostWords
   std::uint32_t some_left;  // own kernels: HostWords::some_left, as last seen
   std::uint64_t looked_ns;  // own kernels: when one of them last looked at HostWords
   FatalError slot[kMaxDeviceRanks];
 };
 
-// Where a segment of a rank's symmetric memory lies at this process' addresses; {nullptr, 0} = the
-// rank has none of that number.
+// The addresses of a segment of a rank's symmetric memory in this process; {nullptr, 0} = the rank
+// has no segment of that number.
 struct HeapRange {
   std::byte* base;
   std::uint64_t bytes;
 };
 
-// Where the table of ranges has that of a segment and rank. Entries change when memory comes and
-// goes, while kernels run; the table stays where it is, so captured graphs stay right.
+// Index of a segment and rank in the table of ranges. Entries change while kernels run, when memory
+// comes and goes; the table stays where it is, so captured graphs stay right.
 constexpr std::size_t heap_entry(std::uint64_t segment, int rank, int num_ranks) {
   return static_cast<std::size_t>(segment * static_cast<std::uint64_t>(num_ranks) +
                                   static_cast<std::uint64_t>(rank));
@@ -57,7 +57,7 @@ struct DeviceComm {
   int rank;
   int num_ranks;
   int timeout_ms;
-  HostWords* host;                      // at the device's address
+  HostWords* host;                      // at the address that the device uses
   const HeapRange* heap;                // by heap_entry(), kMaxHeapSegments, in device memory
   DeviceBoard* board[kMaxDeviceRanks];  // own and peers'
 };

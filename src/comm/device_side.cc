@@ -46,7 +46,7 @@ DLDevice resolve_device(DLDevice device) {
   return device;
 }
 
-// resolve_device() lets CUDA devices pass only where they have been built in.
+// resolve_device() lets CUDA devices pass only in builds with CUDA.
 #if XD_CUDA
 
 DeviceIntroduction introduce_device(DLDevice device) {

@@ -1,5 +1,5 @@
-// The device that a rank computes on, as its communicator sees it. A communicator on the CPU has
-// nothing of this but host memory.
+// The device that a rank computes on, as its communicator sees it. A communicator on the CPU only
+// uses host memory.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -17,11 +17,11 @@
 
 namespace xd {
 
-// What ranks tell one another of their devices.
+// The facts that ranks tell one another about their devices.
 struct DeviceIntroduction {
   std::int32_t type = kDLCPU;
-  std::int32_t ordinal = 0;            // in its own process
-  std::array<unsigned char, 16> id{};  // of the device, the same in every process
+  std::int32_t ordinal = 0;            // its number in its own process
+  std::array<unsigned char, 16> id{};  // identity of the device, the same in every process
   std::int32_t multiprocessors = 0;
 };
 
@@ -29,13 +29,15 @@ struct DeviceIntroduction {
 // INVALID_ARGUMENT; UNSUPPORTED if this machine or build has no such devices.
 DLDevice resolve_device(DLDevice device);
 
-// Checks that the device is there and will do. Throws UNSUPPORTED, INVALID_ARGUMENT.
+// Checks that the device is there and has what the library needs. Throws UNSUPPORTED,
+// INVALID_ARGUMENT.
 DeviceIntroduction introduce_device(DLDevice device);
 
-// Shared memory of the device.
+// Makes shared memory of the device.
 std::unique_ptr<SegmentMaker> make_segment_maker(DLDevice device);
 
-// What the host of a rank shares with the rank's kernels. Thread-safe, and never waits for kernels.
+// The words that the host of a rank shares with the rank's kernels. Thread-safe, and never waits
+// for kernels.
 class DeviceSide {
  public:
   virtual ~DeviceSide() = default;
@@ -45,7 +47,7 @@ class DeviceSide {
   // ---- From the host to kernels ----
   virtual void set_finished() = 0;
   virtual void set_left(int rank) = 0;
-  // Where kernels find that segment of every rank from now on; null = that rank has none.
+  // Tells kernels where that segment of every rank lies from now on; null = that rank has none.
   virtual void set_heap(std::uint32_t segment,
                         std::span<const std::shared_ptr<Segment>> of_rank) = 0;
 
@@ -64,7 +66,7 @@ struct RankSeat {
 // DeviceSide on such a device.
 std::size_t device_board_bytes(DLDevice device);
 
-// `boards`: of all ranks, in shared memory of their devices.
+// `boards`: the error boards of all ranks, in shared memory of their devices.
 std::unique_ptr<DeviceSide> make_device_side(DLDevice device, const RankSeat& seat,
                                              std::vector<std::shared_ptr<Segment>> boards);
 

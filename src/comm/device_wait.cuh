@@ -1,4 +1,4 @@
-// How kernels wait for peers: through wait_until() alone, which ends with the timeout, with a fatal
+// Kernels wait for peers through wait_until() alone, which ends with the timeout, with a fatal
 // error anywhere, or when the peer leaves. See comm/device_comm.h for the words used here.
 #pragma once
 
@@ -7,17 +7,18 @@
 
 namespace xd::device {
 
-// Where a kernel waits, for error texts.
+// The place where a kernel waits, for error texts.
 struct WaitSite {
   int phase;  // an xd_phase
   int group;
   int operation;
   std::uint64_t epoch;
-  int timeouts = 1;  // more where what is waited for is itself such a wait
+  int timeouts = 1;  // more where the kernel waits for another wait
 };
 
-// How long kernels may miss what their host has to say. The host's memory is far: one thread of all
-// that wait looks there, and leaves what it finds on the device.
+// The longest time for which kernels may miss news from their host. The host's memory is slow to
+// read, over PCIe, so only one of all threads that wait looks there, and leaves its findings on the
+// device.
 inline constexpr std::uint64_t kHostWordNs = 50000;
 
 __device__ inline bool failed(const DeviceComm& comm) {
@@ -27,11 +28,11 @@ __device__ inline bool failed(const DeviceComm& comm) {
 // Writes this rank's slot of `board`, then claims the board. True if this error is its first.
 __device__ inline bool post(DeviceBoard* board, int rank, const FatalError& error) {
   board->slot[rank] = error;
-  // Release: who sees the claim also sees the slot.
+  // Release: a thread that sees the claim also sees the slot.
   return ptx::cas_acq_rel_sys(&board->first, 0, static_cast<std::uint32_t>(rank) + 1) == 0;
 }
 
-// The board's error goes to the host, once.
+// Takes the board's error to the host, once.
 __device__ inline void tell_host(const DeviceComm& comm) {
   DeviceBoard* own = comm.board[comm.rank];
   const std::uint32_t first = ptx::ld_acquire_sys(&own->first);
@@ -43,8 +44,8 @@ __device__ inline void tell_host(const DeviceComm& comm) {
 
 enum class Spread { here, everywhere };
 
-// Records a fatal error of this rank's kernels. Only the first of them is: a slot has one writer,
-// once.
+// Records a fatal error of this rank's kernels. Only the first one is recorded: a slot has one
+// writer, which writes it once.
 __device__ inline void raise(const DeviceComm& comm, const FatalError& error, Spread spread) {
   DeviceBoard* own = comm.board[comm.rank];
   if (ptx::cas_acq_rel_sys(&own->claimed, 0, 1) != 0) return;
@@ -56,7 +57,7 @@ __device__ inline void raise(const DeviceComm& comm, const FatalError& error, Sp
   }
 }
 
-// What the host knows comes first there: here it is only the reason to leave.
+// Makes the host's error a reason for kernels to leave. The host has recorded it already.
 __device__ inline void take_from_host(const DeviceComm& comm, const WaitSite& site) {
   FatalError error;
   error.status = XD_ERROR_ABORTED;
@@ -80,7 +81,7 @@ __device__ inline FatalError error_at(const DeviceComm& comm, const WaitSite& si
   return error;
 }
 
-// For waits that have become long: true if the host wants this rank's kernels to leave.
+// Asked by waits that have become long. True if the host wants this rank's kernels to leave.
 __device__ inline bool host_calls(const DeviceComm& comm, std::uint64_t now) {
   DeviceBoard* own = comm.board[comm.rank];
   const std::uint64_t looked = ptx::ld_relaxed_sys(&own->looked_ns);
@@ -107,7 +108,7 @@ __device__ bool wait_until(const DeviceComm& comm, const WaitSite& site, int pee
       start + static_cast<std::uint64_t>(comm.timeout_ms) * 1000000 * site.timeouts;
   std::uint64_t next_look = start + kHostWordNs / 4;
   for (;;) {
-    // Both looks at once: each takes as long as the way to the memory.
+    // Both looks are made at once, since each takes a round trip to the memory.
     const bool over = failed(comm);
     if (ready()) return true;
     if (over) break;

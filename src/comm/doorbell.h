@@ -1,8 +1,8 @@
-// A futex-backed bell in shared memory: one per rank, rung by whoever has stored something that the
-// rank may be waiting for.
+// A futex-backed bell in shared memory. Each rank has one; a peer rings it after storing a flag
+// that the rank may be waiting for.
 //
 // The bell carries no data and orders none: flags are stored with release before it is rung and
-// loaded with acquire after it is read. What it promises is that no ring is missed:
+// loaded with acquire after it is read. The bell promises that no ring is missed:
 //   ringer:  store flag (release) -> rings += 1 -> if sleepers != 0, wake
 //   waiter:  b = rings -> flags not there -> sleepers += 1 -> sleep only while rings == b
 // Both counters are sequentially consistent, so either the ringer sees the sleeper and wakes it, or

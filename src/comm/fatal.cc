@@ -37,7 +37,7 @@ const char* awaited(std::int32_t phase) {
 }
 
 std::string lost_text(const FatalError& error) {
-  // A board that something else has written to may hold any count.
+  // A board that was damaged may hold any count.
   const auto count =
       std::clamp<std::int32_t>(error.num_lost, 0, static_cast<std::int32_t>(error.lost.size()));
   std::span<const int> ranks(error.lost.data(), at(count));

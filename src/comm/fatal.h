@@ -1,9 +1,9 @@
-// Fatal errors: what finishes a communicator, and where it is written down.
+// Fatal errors, which finish a communicator, and the boards that they are written to.
 //
 // Every rank has one error board in shared memory. A rank that meets a fatal error (timeout, abort,
-// busy group) writes it to its own board and to every peer's; what every rank notices by itself (a
-// lost peer, a group's error that its config makes fatal) is written to the own board only. The
-// first writer of a board wins:
+// busy group) writes it to its own board and to every peer's; errors that every rank notices by
+// itself (a lost peer, a group's error that its config makes fatal) are written to the own board
+// only. The first writer of a board wins:
 //   writer s: fill slot[s] -> first: compare-and-swap 0 -> s + 1 (release)
 //   reader:   first (acquire) != 0 -> slot[first - 1] is complete and never changes again
 // Slot s of a board has one writer, rank s, which writes it at most once.
@@ -24,8 +24,8 @@ namespace xd {
 struct FatalError {
   std::int32_t status = XD_SUCCESS;
   std::int32_t phase = XD_PHASE_NONE;
-  std::int32_t rank = -1;  // raised by
-  std::int32_t peer = -1;  // about
+  std::int32_t rank = -1;  // the rank that raised it
+  std::int32_t peer = -1;  // the rank that it is about
   std::int32_t group = -1;
   std::int32_t operation = -1;
   std::int32_t left = 0;        // PEER_LOST: 1 = said goodbye, 0 = its process ended
@@ -35,18 +35,19 @@ struct FatalError {
   // PEER_LOST: the ranks of the process that ended, ascending, as many as there is room for.
   std::int32_t num_lost = 0;
   std::array<std::int32_t, 16> lost{};
-  std::int32_t met_by_all = 0;    // 1 = by every rank itself: an error of a group that is fatal
+  // 1 = every rank meets the error by itself: it belongs to a group whose errors are fatal.
+  std::int32_t met_by_all = 0;
   std::int32_t error_number = 0;  // errno of the system call that failed, if one did
-  std::int32_t deaf = 0;          // 1 = the rank's watch thread met it: it hears no peer any more
+  std::int32_t deaf = 0;          // 1 = the rank's watch thread met it and hears no peer any more
 };
 
 // Name of an xd_ep_operation: that of the C function without its prefix; "?" for other numbers.
 const char* operation_name(std::int32_t operation);
 
-// One sentence with all of it.
+// The error as one sentence.
 std::string describe(const FatalError& error);
 
-// The error's status; INTERNAL if it is none, as on a board that something else has written to.
+// The error's status; INTERNAL if the number is no status, as on a damaged board.
 xd_status status_of(const FatalError& error);
 
 // Offsets inside a rank's control segment: bell, then error board.
@@ -64,7 +65,7 @@ struct ControlMap {
   }
 };
 
-// One rank's control segment, seen from this process.
+// One rank's control segment, as mapped in this process.
 class Control {
  public:
   Control() = default;
@@ -75,7 +76,7 @@ class Control {
 
   Doorbell& bell() const { return *at<Doorbell>(map_.bell); }
 
-  // Writes as rank `writer`; false if another error came first. Rings the bell.
+  // Writes the error as rank `writer`, and rings the bell; false if another error came first.
   bool post(int writer, const FatalError& error) const {
     at<FatalError>(map_.slots)[writer] = error;
     std::uint32_t none = 0;
@@ -85,8 +86,8 @@ class Control {
     return won;
   }
 
-  // The error of this board, or nullptr. A writer that does not exist has damaged the board: then
-  // the first slot (empty, perhaps) is as good as any.
+  // The error of this board, or nullptr. If the board names a writer that does not exist, it is
+  // damaged, and the first slot, which may be empty, is as good as any.
   const FatalError* error() const {
     const std::uint32_t writer = first().load(std::memory_order_acquire);
     if (writer == 0) return nullptr;

@@ -11,7 +11,8 @@ namespace {
 
 Feature cuda_feature() {
 #if XD_CUDA
-  // For good: what is found out is expensive, and it cannot change while the process lives.
+  // The answer is kept for good: it is expensive to find out, and cannot change while the process
+  // lives.
   static const std::string& missing = *new std::string(cuda::why_unavailable());
   return {missing.empty(), missing.empty() ? "available" : missing.c_str()};
 #else

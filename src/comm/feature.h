@@ -1,4 +1,4 @@
-// What this build can do on this machine.
+// The features of this build that work on this machine.
 #pragma once
 
 #include <crossdock/version.h>
