@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from crossdock import launch
 from crossdock.deep_ep import Buffer, Config
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: longer than a host needs to enqueue one iteration
@@ -171,10 +171,9 @@ def measure(options: argparse.Namespace, rank: int, num_sms: int) -> list[dict[s
     return results
 
 
-def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
+def run_rank(rank: int, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=options.ranks, device_id=torch.device("cuda", rank))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     lines = []
     if rank == 0:
         print(f"{options.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
@@ -196,10 +195,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
 def main() -> None:
     options = parse()
     os.environ.setdefault("XD_TIMEOUT_MS", "60000")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (options, port), nprocs=options.ranks)
+    launch.run(options.ranks, run_rank, options)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+
+from crossdock import launch
 
 COLUMNS = ("operation", "mode", "ranks", "p50_us", "p99_us")
 
@@ -148,7 +148,7 @@ class Bench:
         return rows
 
 
-def run(options: argparse.Namespace, rank: int, port: int) -> None:
+def run(rank: int, options: argparse.Namespace, port: int) -> None:
     """One process of the bench; the first one prints."""
     if options.device == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -177,19 +177,10 @@ def show(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     options = parse()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    if not options.processes:
-        return run(options, 0, port)
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=run, args=(options, rank, port))
-              for rank in range(options.ranks)]
-    for process in others:
-        process.start()
-    for process in others:
-        process.join()
-    raise SystemExit(max(abs(process.exitcode) for process in others))
+    if options.processes:
+        launch.run(options.ranks, run, options, launch.free_port())
+    else:
+        run(0, options, 0)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from crossdock.launch import RankFailed
+
 # The text, options, progress bar and figure are those of the PyTorch example; they need no PyTorch.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch"))
 
@@ -44,11 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
         settings.check()
         make_folder(settings.folder)
         if options.processes and launch.started_rank() is None:
-            return launch.run_processes(settings.ranks, arguments)
+            return launch.run_processes(settings.ranks, main, arguments)
         launch.set_up_jax(settings.ranks, options.device)
         return _run(settings, options.check)
     except ValueError as error:
         parser.error(str(error))
+    except RankFailed as error:
+        print(f"train_moe.py: a rank failed: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
 """One batch to its experts and back with NumPy arrays, over two processes that it starts itself."""
 
-import multiprocessing
-
 import numpy as np
 
-import crossdock
+import crossdock.launch
 
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 2, 5, 16, 2, 4
 
@@ -40,15 +38,7 @@ def run_rank(rank: int, meeting: bytes) -> None:
 
 def main() -> None:
     """Starts the ranks and waits for them."""
-    meeting = crossdock.unique_id()
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, meeting)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit("a rank failed")
+    crossdock.launch.run(RANKS, run_rank, crossdock.unique_id())
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
+from crossdock.launch import RankFailed
 from moe_lm import comparison, launch
 from moe_lm.folders import make_folder
 from moe_lm.options import MODEL, add_numbers, make_parser, read_settings
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(options, settings)
     except ValueError as error:
         parser.error(str(error))
-    except (ProcessRaisedException, ProcessExitedException) as error:
+    except RankFailed as error:
         print(f"train_moe_lm.py: a rank failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

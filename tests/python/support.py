@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import multiprocessing
-import multiprocessing.connection
-import os
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import crossdock
 import torch_defaults
-from crossdock import _core
+from crossdock import _core, launch
 
 GRACE_SECONDS = 10  # from the first rank's failure until the other ranks are given up
 
@@ -44,18 +41,6 @@ class Rank:
                           unique_id=self.unique_id, **options)
 
 
-class RankFailure(AssertionError):
-    """Some rank failed; the text has every rank's traceback.
-
-    Attributes:
-        errors: per rank the exception, or None: the rank was fine, died, or hung.
-    """
-
-    def __init__(self, text: str, errors: list[BaseException | None]) -> None:
-        super().__init__(text)
-        self.errors = errors
-
-
 def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60,
               fresh: bool = False) -> list[Any]:
     """Runs ``fn(Rank, *args)`` in `num_ranks` processes and returns their results.
@@ -63,50 +48,26 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
     The processes have torchrun's environment variables and serve later calls too; with `fresh` they
     are new and end with this call. On a failure all of them are killed.
     """
-    pool = None if fresh else _pools.pop(num_ranks, None)
-    if pool is None or not pool.alive():
-        pool = _Pool(num_ranks)
+    ranks = None if fresh else _pools.pop(num_ranks, None)
+    if ranks is None or not ranks.alive():
+        ranks = launch.Ranks(num_ranks)
+    task = bytes(ForkingPickler.dumps((fn, args)))
     try:
-        results = pool.run(fn, args, timeout)
+        results = ranks.run(_call, num_ranks, _core.unique_id(), task, timeout=timeout,
+                            grace=GRACE_SECONDS)
     except BaseException:
-        pool.kill()
+        ranks.kill()
         raise
     if fresh:
-        pool.kill()
+        ranks.kill()
     else:
-        _pools[num_ranks] = pool
+        _pools[num_ranks] = ranks
     return results
 
 
-def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
-                timeout: float = 60) -> list[Any]:
-    """Runs ``fn(Rank, *args)`` in `num_ranks` threads of this process and returns their results."""
-    unique_id = _core.unique_id()
-    outcomes: list[Any] = [None] * num_ranks
-
-    def serve(rank: int) -> None:
-        torch_defaults.apply(alone=False)
-        outcomes[rank] = _outcome(fn, Rank(rank, num_ranks, unique_id), args)
-
-    threads = [threading.Thread(target=serve, args=(rank,), daemon=True)
-               for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-    return _results(outcomes, ["hung"] * num_ranks)
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-# Pools by their number of ranks, while no call uses them.
-_pools: dict[int, _Pool] = {}
+# Processes by their number of ranks, while no call uses them.
+_pools: dict[int, launch.Ranks] = {}
+_has_defaults = False
 
 
 @atexit.register
@@ -115,89 +76,39 @@ def _kill_pools() -> None:
         _pools.popitem()[1].kill()
 
 
-class _Pool:
-    """Processes that run one function after another."""
-
-    def __init__(self, num_ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._processes = []
-        self._pipes = []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-
-    def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        unique_id, port = _core.unique_id(), free_port()
-        for pipe in self._pipes:
-            pipe.send((fn, args, unique_id, port))
-        outcomes: list[Any] = [None] * len(self._pipes)
-        lost = ["hung"] * len(self._pipes)
-        waiting = dict(enumerate(self._pipes))
-        deadline = time.monotonic() + timeout
-        while waiting and time.monotonic() < deadline:
-            ready = multiprocessing.connection.wait(
-                waiting.values(), timeout=deadline - time.monotonic())
-            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                failed = True
-                try:
-                    outcomes[rank] = waiting.pop(rank).recv()
-                    failed = outcomes[rank][0] == "raised"
-                except (EOFError, ConnectionResetError):
-                    self._processes[rank].join()
-                    lost[rank] = f"died with exit code {self._processes[rank].exitcode}"
-                if failed:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return _results(outcomes, lost)
+def _call(rank: int, num_ranks: int, unique_id: bytes, task: bytes) -> Any:
+    global _has_defaults
+    if not _has_defaults:
+        torch_defaults.apply()  # before the test's modules are imported
+        _has_defaults = True
+    fn, args = ForkingPickler.loads(task)
+    return fn(Rank(rank, num_ranks, unique_id), *args)
 
 
-def _serve(rank: int, num_ranks: int, pipe: multiprocessing.connection.Connection) -> None:
-    torch_defaults.apply()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank),
-                      LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
-    while True:
+def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
+                timeout: float = 60) -> list[Any]:
+    """Runs ``fn(Rank, *args)`` in `num_ranks` threads of this process and returns their results."""
+    unique_id = _core.unique_id()
+    results: list[Any] = [None] * num_ranks
+    failures: list[launch.Failure | None] = [
+        launch.Failure(rank, "no answer in time", answered=False) for rank in range(num_ranks)]
+
+    def serve(rank: int) -> None:
+        torch_defaults.apply(alone=False)
         try:
-            fn, args, unique_id, port = pipe.recv()
-        except EOFError:
-            return
-        os.environ["MASTER_PORT"] = str(port)
-        outcome = _outcome(fn, Rank(rank, num_ranks, unique_id), args)
-        try:
-            pipe.send(outcome)
-        except Exception:  # what it returned, or raised, cannot be pickled
-            text = outcome[2] if outcome[0] == "raised" else traceback.format_exc()
-            pipe.send(("raised", None, text))
+            results[rank] = fn(Rank(rank, num_ranks, unique_id), *args)
+            failures[rank] = None
+        except BaseException as error:  # SystemExit and pytest's outcomes are failures, too
+            failures[rank] = launch.Failure(rank, repr(error), error,
+                                            traceback=traceback.format_exc())
 
-
-def _outcome(fn: Callable[..., Any], me: Rank, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    try:
-        return ("returned", fn(me, *args))
-    except BaseException as error:  # SystemExit and pytest's outcomes are failures of the rank, too
-        text = traceback.format_exc()
-        return ("raised", error.with_traceback(None), text)
-
-
-def _results(outcomes: list[Any], lost: list[str]) -> list[Any]:
-    if all(outcome is not None and outcome[0] == "returned" for outcome in outcomes):
-        return [outcome[1] for outcome in outcomes]
-    texts, errors = [], []
-    for rank, outcome in enumerate(outcomes):
-        raised = outcome is not None and outcome[0] == "raised"
-        errors.append(outcome[1] if raised else None)
-        if outcome is None:
-            texts.append(f"rank {rank} {lost[rank]}")
-        elif raised:
-            texts.append(f"rank {rank} raised:\n{outcome[2]}")
-    raise RankFailure("\n".join(texts), errors)
+    threads = [threading.Thread(target=serve, args=(rank,), daemon=True)
+               for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+    if failed := [failure for failure in failures if failure]:
+        raise launch.RankFailed(failed)
+    return results

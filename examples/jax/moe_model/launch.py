@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import crossdock.launch
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-_PLACE = "MOE_MODEL_PLACE"  # "rank port" of a process started by run_processes
+_PORT = "MOE_MODEL_PORT"  # of a process started by run_processes
 
 
 def started_rank() -> int | None:
     """This process's rank, if `run_processes` started it."""
-    place = os.environ.get(_PLACE)
-    return int(place.split()[0]) if place else None
+    return int(os.environ["RANK"]) if _PORT in os.environ else None
 
 
-def run_processes(ranks: int, arguments: list[str]) -> int:
-    """Run this program again in ``ranks`` processes; returns the first exit code that is not 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, sys.argv[0], *arguments],
-            env=os.environ | {_PLACE: f"{rank} {port}"},
-        )
-        for rank in range(ranks)
-    ]
+def run_processes(ranks: int, main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Run ``main(arguments)`` in ``ranks`` processes; returns the first exit code that is not 0.
+
+    Raises:
+        crossdock.launch.RankFailed: a rank raised or died; the others have been ended.
+    """
+    port = str(crossdock.launch.free_port())
+    codes = crossdock.launch.run(ranks, _run_rank, port, main, arguments)
+    return next((code for code in codes if code), 0)
+
+
+def _run_rank(rank: int, port: str, main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    os.environ[_PORT] = port
     try:
-        # A rank that fails is missed by the others, which then fail as well.
-        return next((code for process in processes if (code := process.wait())), 0)
-    finally:  # also after Ctrl-C no process is left; jax.distributed catches SIGTERM
-        for process in processes:
-            process.kill()
-            process.wait()
+        return main(arguments)
+    except SystemExit as error:  # a mistake that it has told
+        return int(error.code or 0)
 
 
 def set_up_jax(ranks: int, device: str) -> None:
@@ -65,7 +62,7 @@ def set_up_jax(ranks: int, device: str) -> None:
     if rank is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            f"127.0.0.1:{os.environ[_PLACE].split()[1]}",
+            f"127.0.0.1:{os.environ[_PORT]}",
             num_processes=ranks,
             process_id=rank,
             local_device_ids=[rank] if device == "gpu" else None,

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from crossdock import feature_available
+import crossdock.launch
 
 
 def num_gpus() -> int:
     """GPUs that both PyTorch and Crossdock can use here."""
-    return torch.cuda.device_count() if feature_available("cuda") else 0
+    return torch.cuda.device_count() if crossdock.feature_available("cuda") else 0
 
 
 def pick_device(device: str, ranks: int) -> str:
@@ -32,20 +31,11 @@ def run_ranks(ranks: int, device: str, main: Callable[..., Any], *args: Any) -> 
     """Run ``main(torch.device, *args)`` on new processes, joined in torch.distributed.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; the others have been ended.
-        torch.multiprocessing.ProcessExitedException: a rank ended by itself; likewise.
+        crossdock.launch.RankFailed: a rank raised or died; the others have been ended.
     """
     # The port is one that the store has already bound: no other process can take it first.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = (ranks, store.port, device, main, args)
-    processes = mp.spawn(_run_rank, arguments, nprocs=ranks, join=False)
-    try:
-        while not processes.join():
-            pass
-    finally:  # also after Ctrl-C no process is left
-        for process in processes.processes:
-            process.terminate()
-            process.join()
+    crossdock.launch.run(ranks, _run_rank, ranks, store.port, device, main, args)
 
 
 def _run_rank(

@@ -8,7 +8,7 @@ import math
 import pathlib
 from typing import Any
 
-from crossdock.cli import _console, _gpus, _report
+from crossdock.cli import _console, _gpus, _rank, _report
 from crossdock.cli._doctor import feature
 from crossdock.cli._errors import OK, UsageError
 from crossdock.cli._launch import run_ranks
@@ -164,6 +164,6 @@ def _measure(workload: Workload) -> list[dict[str, Any]]:
     limit = 24 * 3600
     with _console.progress("crossdock bench ep") as advance:
         return run_ranks(
-            workload.ranks, {"job": "bench", "workload": vars(workload)}, limit=limit,
-            on_message=lambda rank, message: advance(message["doing"], message["done"]),
+            workload.ranks, _rank.bench, workload, limit=limit,
+            hear=lambda rank, message: advance(*message),
         )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import crossdock
-from crossdock.cli import _console, _gpus, _host
+from crossdock.cli import _console, _gpus, _host, _rank
 from crossdock.cli._errors import FAILED, OK, CommandError
 from crossdock.cli._launch import run_ranks
 from crossdock.cli._workload import Workload
@@ -192,7 +192,7 @@ def _trial(device: str, ranks: int, through: str) -> Fact:
     )
     begin = time.monotonic()
     try:
-        run_ranks(ranks, {"job": "trial", "workload": vars(workload)}, limit=_TRIAL_SECONDS)
+        run_ranks(ranks, _rank.trial, workload, limit=_TRIAL_SECONDS)
     except CommandError as error:
         return device, False, str(error)
     return device, True, (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commands import SMALL, alive, children, run, start, wait_until
-from crossdock.cli import _engine, _report
+from crossdock.cli import _engine, _rank, _report
 from crossdock.cli._errors import CommandError
 from crossdock.cli._launch import run_ranks
 from crossdock.cli._workload import Workload, choices, sum_of_copies, volume
@@ -91,15 +91,15 @@ def test_ranks_end_with_the_command():
 
 
 def test_the_error_of_a_rank_is_told():
-    uneven = vars(workload(ranks=2, experts=3, routing="hot", topk=1))
+    uneven = workload(ranks=2, experts=3, routing="hot", topk=1)
     with pytest.raises(CommandError, match=r"^rank [01]: InvalidArgument: .*num_experts"):
-        run_ranks(2, {"job": "trial", "workload": uneven}, limit=30)
+        run_ranks(2, _rank.trial, uneven, limit=30)
 
 
 def test_a_rank_that_does_not_answer_is_named():
-    alone = vars(workload(ranks=2))
+    alone = workload(ranks=2)
     with pytest.raises(CommandError, match="no answer in time from rank 0, 1"):
-        run_ranks(2, {"job": "trial", "workload": alone}, limit=0)
+        run_ranks(2, _rank.trial, alone, limit=0)
 
 
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])

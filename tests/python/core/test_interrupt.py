@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import crossdock
+from crossdock import launch
 from crossdock.errors import Aborted, InvalidArgument
-from support import Rank, free_port, run_ranks
+from support import Rank, run_ranks
 
 AFTER = 0.3  # seconds until the signal: by then the call waits
 LIMIT = 2.0  # of all: half a second is promised, and the machine may be busy
@@ -65,7 +66,7 @@ def test_a_wait_ends_with_ctrl_c_and_the_peers_hear_of_it(name: str):
 
 def _interrupt_meetings(me: Rank) -> None:
     interrupted(lambda: me.comm(timeout=60))
-    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ["MASTER_PORT"] = str(launch.free_port())
     for rank in (0, 1):  # that which serves the meeting, and one that searches it
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
         interrupted(lambda: crossdock.Comm.from_environment(timeout=60))

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 import crossdock.torch as xd
+from crossdock import launch
 from crossdock.errors import Mismatch
-from support import Rank, free_port, run_ranks
+from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged
 
 SEED = 8
@@ -50,7 +51,7 @@ def _process_groups(me: Rank, port: int) -> None:
 
 
 def test_process_groups():
-    run_ranks(4, _process_groups, free_port(), fresh=True)
+    run_ranks(4, _process_groups, launch.free_port(), fresh=True)
 
 
 def _environment(me: Rank) -> None:
@@ -92,7 +93,7 @@ def test_torchrun_starts_it(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = _run("-m", "torch.distributed.run", "--nproc-per-node=2",
-                f"--master-port={free_port()}", str(script))
+                f"--master-port={launch.free_port()}", str(script))
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert lines == ["rank 0 of 2 has [2.0]", "rank 1 of 2 has [4.0]"]
@@ -216,7 +217,7 @@ def _interrupted_meeting(me: Rank, port: int) -> None:
 
 
 def test_ctrl_c_ends_a_meeting_through_a_process_group():
-    run_ranks(2, _interrupted_meeting, free_port(), fresh=True)
+    run_ranks(2, _interrupted_meeting, launch.free_port(), fresh=True)
 
 
 def test_without_torch_the_import_says_what_to_install():

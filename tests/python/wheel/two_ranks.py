@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 
 import numpy as np
 
 import crossdock
+from crossdock import launch
 
 
 def rank_main(rank: int, unique_id: bytes) -> None:
@@ -24,18 +24,10 @@ def rank_main(rank: int, unique_id: bytes) -> None:
                 sys.exit(f"rank {rank}: got {out}, want {tokens * 2}")
 
 
-def main() -> int:
-    context = multiprocessing.get_context("spawn")
-    unique_id = crossdock.unique_id()
-    ranks = [context.Process(target=rank_main, args=(rank, unique_id)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    codes = [process.exitcode for process in ranks]
-    print(f"{crossdock.__file__} {crossdock.__version__}: exit codes {codes}")
-    return max(map(abs, codes))
+def main() -> None:
+    launch.run(2, rank_main, crossdock.unique_id(), timeout=60)
+    print(f"{crossdock.__file__} {crossdock.__version__}: two ranks got what they should")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

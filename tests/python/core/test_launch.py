@@ -1,0 +1,130 @@
+"""Ranks that crossdock.launch starts: what they return, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import crossdock
+from crossdock import launch
+
+
+def _place(rank: int, factor: int) -> tuple[int, list[str], str]:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    return rank * factor, [os.environ[name] for name in names], sys.stdin.read()
+
+
+def test_results_come_by_rank_and_each_has_torchruns_environment():
+    assert launch.run(3, _place, 10, timeout=60) == [
+        (10 * rank, [str(rank), str(rank), "3", "3", "127.0.0.1"], "") for rank in range(3)]
+
+
+def _meet(rank: int) -> tuple[int, int, int]:
+    with crossdock.Comm.from_environment(timeout=30) as comm:
+        comm.barrier()
+        return comm.rank, comm.num_ranks, os.getpid()
+
+
+def test_the_same_processes_meet_again_and_again():
+    with launch.Ranks(2) as ranks:
+        first, second = ranks.run(_meet, timeout=60), ranks.run(_meet, timeout=60)
+        assert ranks.alive()
+    assert first == second and [place[:2] for place in first] == [(0, 2), (1, 2)]
+    assert not any(_exists(process) for _, _, process in first)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _leave_waiting(rank: int) -> None:
+    with crossdock.Comm.from_environment(timeout=30) as comm:
+        if rank == 1:
+            raise ValueError("of rank 1\nand more")
+        comm.barrier()
+
+
+def test_the_first_failure_named_is_no_echo_of_another():
+    with pytest.raises(launch.RankFailed,
+                       match="rank 1: ValueError: of rank 1\nTraceback") as caught:
+        launch.run(2, _leave_waiting, timeout=60)
+    first = caught.value.failures[0]
+    assert (first.rank, first.text, type(first.error)) == (1, "ValueError: of rank 1", ValueError)
+
+
+def _die(rank: int, how: str) -> object:
+    if rank == 0 and how == "killed":
+        print("the last words")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and how == "exit":
+        os._exit(3)
+    if how == "unpicklable":
+        return lambda: None
+    if rank == 1:
+        time.sleep(60)
+    return None
+
+
+@pytest.mark.parametrize("how, said", [
+    ("killed", r"rank 0: ended by SIGKILL \(is memory short\?\): the last words"),
+    ("exit", "rank 0: ended with code 3"),
+    ("unpicklable", "rank 0: what it returned cannot be sent: "),
+    ("slow", "^rank 1: no answer in time$"),
+])
+def test_a_failed_rank_is_named_with_the_reason_and_none_is_left(how, said):
+    began = time.monotonic()
+    with launch.Ranks(2, quiet=True) as ranks, pytest.raises(launch.RankFailed, match=said):
+        ranks.run(_die, how, timeout=2 if how == "slow" else 30, grace=0.1)
+    assert time.monotonic() - began < 30 and not ranks.alive()
+
+
+def _tell_three(rank: int) -> None:
+    for number in range(3):
+        launch.tell({"number": number})
+
+
+def test_everything_told_is_heard_in_order():
+    heard: list[tuple[int, object]] = []
+    launch.run(2, _tell_three, timeout=60, hear=lambda rank, said: heard.append((rank, said)))
+    for rank in range(2):
+        assert [said for of, said in heard if of == rank] == [{"number": n} for n in range(3)]
+
+
+PARENT = """
+import os, sys, time
+from crossdock import launch
+
+def wait(rank):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    launch.run(2, wait)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_of_a_program_end_with_it(tmp_path, number):
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                          stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(number)
+        parent.wait(20)
+        deadline = time.monotonic() + 20
+        while any(map(_exists, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(_exists, ranks))
