@@ -320,7 +320,9 @@ def _outcome(task: bytes) -> tuple[Any, ...]:
     try:
         fn, args = pickle.loads(task)
         return "returned", fn(int(os.environ["RANK"]), *args)
-    except BaseException as error:  # that of sys.exit and of test frameworks, too
+    except SystemExit as error:  # its words are for people
+        return "raised", error.with_traceback(None), str(error), ""
+    except BaseException as error:  # those of test frameworks, too
         first_line = str(error).partition("\n")[0]
         text, told = f"{type(error).__name__}: {first_line}", traceback.format_exc()
         return "raised", error.with_traceback(None), text, told

@@ -174,7 +174,7 @@ TEST(RoutingLayout, RefusesWhatItCannotCountByName) {
   on_every_rank([](Rank& rank) {
     Routing routing;
     routing.num_ranks = rank.num_ranks;
-    routing.experts = 2 * rank.num_ranks;
+    routing.experts = std::int64_t{2} * rank.num_ranks;
     routing.tokens = 3;
     routing.topk = 2;
     routing.ids.assign(6, 0);

@@ -110,7 +110,7 @@ Spread Step::spread(Grain grain, const Shape& shape) const {
     case 4:  // rows from the last to the first
       spread.strides = {-(columns + gap), 1};
       break;
-    case 5:  // columns likewise, one after another
+    default:  // columns likewise, one after another
       spread.strides = {1 + gap, -((rows + gap) * (1 + gap))};
       break;
   }

@@ -58,7 +58,7 @@ TEST(MoverPlanTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
   for (const auto way : {XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
                          XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8}) {
     const QuantiseFormat format = quantise_format(way);
-    for (std::uint64_t columns = format.block; columns <= 65536; columns += 7 * format.block) {
+    for (std::uint64_t columns = format.block; columns <= 65536; columns += 7ull * format.block) {
       const MoverPlan plan = MoverPlan::make(columns * 2, format);
       EXPECT_EQ(plan.piece_bytes / 2 % format.block, 0u);
       EXPECT_GE(plan.out_bytes,

@@ -68,6 +68,8 @@ def _die(rank: int, how: str) -> object:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0 and how == "exit":
         os._exit(3)
+    if how == "sys.exit":
+        sys.exit("a word for people")
     if how == "unpicklable":
         return lambda: None
     if rank == 1:
@@ -78,6 +80,7 @@ def _die(rank: int, how: str) -> object:
 @pytest.mark.parametrize("how, said", [
     ("killed", r"rank 0: ended by SIGKILL \(is memory short\?\): the last words"),
     ("exit", "rank 0: ended with code 3"),
+    ("sys.exit", "^rank 0: a word for people\nrank 1: a word for people$"),
     ("unpicklable", "rank 0: what it returned cannot be sent: "),
     ("slow", "^rank 1: no answer in time$"),
 ])
