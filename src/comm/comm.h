@@ -146,9 +146,9 @@ class Comm final : private MeshEvents {
   void raise_cause(const FatalError& error, const Cause& cause) {
     raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere, &cause);
   }
-  // Where kernels raise such errors: asked for the words of one when the host takes it over, or hears
-  // of it from a peer. On any thread, and under a lock: it must not call the communicator. Empty =
-  // none any more.
+  // Where kernels raise such errors: asked for the words of one when the host takes it over, or
+  // hears of it from a peer. On any thread, and under a lock: it must not call the communicator.
+  // Empty = none any more.
   using Explain = std::function<Cause(const FatalError&)>;
   void explain_by(int group, Explain explain);
 

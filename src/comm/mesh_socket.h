@@ -35,8 +35,8 @@ enum class Sent {
 Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::byte> body = {},
                  int passed = -1) noexcept;
 
-// Sends every peer a message of the mesh. A peer that has gone needs no message; one whose socket is
-// full gets it if there is room before the deadline, which is one for all. Allocates nothing.
+// Sends every peer a message of the mesh. A peer that has gone needs no message; one whose socket
+// is full gets it if there is room before the deadline, which is one for all. Allocates nothing.
 void tell_all(std::span<const UniqueFd> links, MeshMessageType type, std::string_view text = {},
               const Deadline& deadline = Deadline::after_ms(0)) noexcept;
 // The exception in flight, as the reason why this rank cannot go on. Inside a catch block only.

@@ -7,8 +7,8 @@
 namespace xd::ep::cuda {
 namespace {
 
-// Reads the tensors of one call, and fills in what its turn is about: the record, the plan, and what
-// the device checks of it.
+// Reads the tensors of one call, and fills in what its turn is about: the record, the plan, and
+// what the device checks of it.
 class Reader {
  public:
   template <class Call>
