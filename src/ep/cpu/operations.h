@@ -17,19 +17,19 @@ class PrepareOp {
 
  private:
   PlanMap plan_map() const;
-  std::uint32_t* codes() const;
-  void normalise_ids();
-  void assign_rows();
-  void send_kept() const;
+  CountTable gather_counts() const;
+  std::uint64_t fingerprint_of(const CountTable& counts) const;
+  Numbering begin_numbering() const;
+  void send_kept(std::span<const std::uint32_t> kept) const;
   void collect_kept();
-  void open_lists() const;
-  RowRef next_row(int expert) const;
-  std::int64_t collect_lists();
+  std::int64_t collect_lists() const;
   std::uint32_t* list_of(int owner, int source) const;
-  void write_plan();
+  void write_zones() const;
+  void write_header() const;
   void write_outputs() const;
-  void hash_plan();
   Setback report() const;
+  const Placement& placement() const { return context_.scratch.placement; }
+  bool drops() const { return config().overflow == XD_EP_OVERFLOW_DROP; }
   const Config& config() const { return context_.group.config(); }
   std::int64_t capacity_of(int rank) const {
     return whole_rows(context_.group.capacities()[at(rank)], call_.alignment);
@@ -39,7 +39,8 @@ class PrepareOp {
   PrepareCall call_;
   int tokens_;
   int topk_;
-  std::uint64_t fingerprint_ = 0;
+  Choices choices_;                // from stage_in() on
+  std::uint64_t fingerprint_ = 0;  // from move() on
 };
 
 class DispatchOp : public PlanOperation {

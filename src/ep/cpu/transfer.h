@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ep/cpu/lockstep.h"
+#include "ep/cpu/numbering.h"
 #include "ep/cpu/rows.h"
 #include "ep/group.h"
 
@@ -29,36 +30,28 @@ struct RankTensors {
 // Working memory of a group; all of it is allocated when the group is made.
 struct Scratch {
   std::vector<RankTensors> ranks;           // [W]
-  std::vector<std::uint32_t> counts;        // [E + W + 1] this rank's counts
-  std::vector<std::uint32_t> table;         // [W][E + W + 1] counts of all ranks
-  std::vector<std::uint32_t> seen;          // [E + W] token that last named an expert or a rank
-  std::vector<std::int64_t> row_of;         // [W] the current token's row per rank; -1 = none
-  std::vector<std::uint32_t*> lists;        // [W] this rank's list at each rank
-  std::vector<std::uint32_t> kept;          // [E] choices that survive drops
+  std::vector<std::uint32_t> table;         // [W][CountLayout] counts of all ranks
   std::vector<std::int64_t> kept_pairs;     // [L]
   std::vector<std::byte> quantised;         // one quantised row
   std::vector<std::byte> quantised_scales;  // and its scales
   std::vector<std::byte> scales;            // one row of scales, packed
+  ChoicesMemory choices;
   Placement placement;
+  NumberingMemory numbering;
 
-  // Calls visit(vector, size) for every vector, including those of the placement.
+  // Calls visit(vector, size) for every vector, including those of the members.
   template <class Visit>
   void for_each_vector(const Config& config, Visit&& visit) {
     const auto num_ranks = static_cast<std::size_t>(config.ranks);
-    const auto experts = static_cast<std::size_t>(config.experts);
-    const std::size_t num_counts = CountLayout{config.experts, config.ranks}.size();
     visit(ranks, num_ranks);
-    visit(counts, num_counts);
-    visit(table, num_ranks * num_counts);
-    visit(seen, experts + num_ranks);
-    visit(row_of, num_ranks);
-    visit(lists, num_ranks);
-    visit(kept, experts);
+    visit(table, num_ranks * CountLayout{config.experts, config.ranks}.size());
     visit(kept_pairs, static_cast<std::size_t>(config.local_experts));
     visit(quantised, config.max_row_bytes / 2);  // e4m3 rows have half the bytes of bf16 rows
     visit(quantised_scales, quantised_scale_bytes(config.max_row_bytes));
     visit(scales, config.max_scale_bytes);
+    choices.for_each_vector(config, visit);
     placement.for_each_vector(config, visit);
+    numbering.for_each_vector(config, visit);
   }
   void reserve(const Config& config);
   static std::size_t bytes(const Config& config);

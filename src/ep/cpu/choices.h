@@ -1,0 +1,43 @@
+// What the tokens of a batch have chosen, as far as it counts: the first step of prepare.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ep/config.h"
+#include "ep/placement.h"
+#include "ep/tensor.h"
+
+namespace xd::ep::cpu {
+
+// Read once from the caller's tensor, so that all later steps agree about it. Views into a
+// ChoicesMemory.
+struct Choices {
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+
+  std::span<const std::uint32_t> experts;  // [T][K] of each choice; kNone = does not count
+  std::span<const std::uint32_t> counts;   // what this rank tells the others (CountLayout)
+  int topk = 1;
+};
+
+// Working memory, allocated with the group.
+struct ChoicesMemory {
+  std::vector<std::uint32_t> experts;  // [T][K]
+  std::vector<std::uint32_t> counts;   // CountLayout
+  std::vector<std::uint32_t> seen;     // [E + W] the token that last named an expert or a rank
+
+  template <class Visit>
+  void for_each_vector(const Config& config, Visit&& visit) {
+    visit(experts,
+          static_cast<std::size_t>(config.max_tokens) * static_cast<std::size_t>(config.max_topk));
+    visit(counts, CountLayout{config.experts, config.ranks}.size());
+    visit(seen, static_cast<std::size_t>(config.experts) + static_cast<std::size_t>(config.ranks));
+  }
+};
+
+// A choice counts if its id is an expert's and this row has not named that expert before. Others
+// than "none" are bad, but for duplicates in a group that collapses them.
+Choices read_choices(const Tensor& topk_idx, const Config& config, ChoicesMemory& memory);
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,65 @@
+// The rows of this rank's choices, numbered in (token, k) order: the third step of prepare.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ep/cpu/choices.h"
+#include "ep/placement.h"
+#include "ep/plan.h"
+
+namespace xd::ep::cpu {
+
+// Working memory, allocated with the group.
+struct NumberingMemory {
+  std::vector<std::int64_t> next_row;  // by expert [E] or by destination [W]
+  std::vector<std::int64_t> row_of;    // [W] the current token's first row; -1 = none
+  std::vector<std::uint32_t*> lists;   // [W] this rank's list there; null = that rank keeps none
+  std::vector<std::uint32_t> kept;     // [E]
+
+  template <class Visit>
+  void for_each_vector(const Config& config, Visit&& visit) {
+    const auto ranks = static_cast<std::size_t>(config.ranks);
+    const auto experts = static_cast<std::size_t>(config.experts);
+    visit(next_row, config.expert_major() ? experts : ranks);
+    visit(row_of, ranks);
+    visit(lists, ranks);
+    visit(kept, experts);
+  }
+};
+
+class Numbering {
+ public:
+  // What rows follow from.
+  struct Rules {
+    const Config& config;
+    const RowCodec& codec;
+    std::span<const std::int64_t> capacities;  // of all ranks, as configured
+    std::int64_t alignment;                    // of the plan
+  };
+
+  // Begins at the placement's first rows.
+  Numbering(const Rules& rules, const Placement& placement, NumberingMemory& memory);
+
+  // From now on the rows that go to `rank` are also told to it, in a list in its memory: a word for
+  // how many there are, then the rows (see ep/plan.h). Covered by the operation's done flag.
+  void open_list(int rank, std::uint32_t* list);
+
+  // Numbers all choices: one code for each.
+  void number(const Choices& choices, std::uint32_t* codes);
+
+  // The choices of each expert [E] that have got a row within the capacity of its rank.
+  std::span<const std::uint32_t> kept() const { return memory_.kept; }
+
+ private:
+  std::int64_t capacity_of(int rank) const;
+  std::uint32_t code_of(std::uint32_t expert);
+  RowRef next_row(int expert);
+  RowRef next_of_zone(int expert, int rank);
+
+  Rules rules_;
+  NumberingMemory& memory_;
+};
+
+}  // namespace xd::ep::cpu
