@@ -1,4 +1,4 @@
-"""What all Python tests share: where the package is, the limit of a wait, tests that need a GPU."""
+"""Set-up of all Python tests: the package's path, the limit of a wait, tests that need a GPU."""
 
 from __future__ import annotations
 

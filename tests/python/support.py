@@ -25,7 +25,7 @@ GRACE_SECONDS = 10  # from the first rank's failure until the other ranks are gi
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What a rank's function knows about its place."""
+    """A rank's place among the ranks, for its function."""
 
     rank: int
     num_ranks: int

@@ -1,9 +1,10 @@
 """Runs the package under another default device or dtype of torch than its tests.
 
 ``XD_TEST_TORCH_DEFAULTS`` says which: a device such as meta or cuda, a dtype such as float64, or
-both with a comma between. What the package makes without naming a device or dtype is of the default
-one then; what tests make stays what it is. Tensors that the package hands to the library are on the
-CPU or on its GPU, so that one which does not say so ends in an error, or in wrong results.
+both with a comma between. Tensors that the package makes without naming a device or dtype have the
+default one then; the tests' tensors stay as they are. Tensors that the package hands to the library
+must be on the CPU or on its GPU, so a tensor made without naming that ends in an error, or in wrong
+results.
 """
 
 from __future__ import annotations

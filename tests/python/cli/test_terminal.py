@@ -1,4 +1,4 @@
-"""What a terminal shows: bars and colours with rich, plain text without it."""
+"""Output on a terminal: bars and colours with rich, plain text without it."""
 
 from __future__ import annotations
 

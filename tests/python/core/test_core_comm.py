@@ -128,7 +128,7 @@ except crossdock.CrossdockError as error:
 
 
 def meet(environments: list[dict[str, str]], timeout: float) -> list[tuple[str, str]]:
-    """What processes that join by environment print, on standard output and on standard error."""
+    """Runs processes that join by environment; returns their standard output and standard error."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What every rank does in the tests of the Buffer, on the CPU and on GPUs.
+"""The part of every rank in the tests of the Buffer, on the CPU and on GPUs.
 
 Each case makes its tensors where the Buffer is, calls it, and compares every bit with the
 reference.

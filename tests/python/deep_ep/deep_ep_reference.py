@@ -1,4 +1,4 @@
-"""What a Buffer must give, in plain loops that share no code with it, and batches to try it on.
+"""The results that a Buffer must give, in plain loops that share no code with it, and batches.
 
 Every rank makes the tensors of all ranks, so it can say by itself what it must receive.
 """
@@ -31,7 +31,7 @@ class Batch:
         return sorted({e // local for e in self.topk_idx[source][token].tolist() if e >= 0})
 
     def rows(self, rank: int) -> list[Place]:
-        """What `rank` receives, in order."""
+        """The rows that `rank` receives, in order."""
         return [(source, token) for source in range(self.num_ranks)
                 for token in range(len(self.x[source])) if rank in self.ranks_of(source, token)]
 
@@ -112,7 +112,7 @@ def make_batch(seed: int, num_ranks: int, tokens: list[int] | int = 17, hidden: 
 
 def expert_outputs(seed: int, batch: Batch,
                    dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """What the experts of every rank make of their rows; None = of the rows' own type."""
+    """The experts' outputs on every rank; None = of the rows' own type."""
     generator = torch.Generator().manual_seed(seed + 1000)
     hidden, dtype = batch.x[0].shape[1], dtype or batch.x[0].dtype
     return [torch.randn(len(batch.rows(rank)), hidden, generator=generator).to(dtype)

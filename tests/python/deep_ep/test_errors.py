@@ -17,7 +17,7 @@ from support import run_ranks
 SEED = 40
 TOKENS = [17, 9]
 HIDDEN = 256
-SECONDS = 20  # far below the timeout: peers must not sit it out
+SECONDS = 20  # much less than the timeout, which peers must not sit out
 
 Arguments = dict[str, Any]
 # Arguments that replace those of a good call, and the error's text.
@@ -217,7 +217,8 @@ def outgrow_known_bound(me: Any) -> None:
         small = cases.Caller(buffer, make_batch(SEED, 2, tokens=[8, 8]))
         small.dispatch(**small.topk(), num_worst_tokens=16)
         large = cases.Caller(buffer, make_batch(SEED, 2, tokens=[9, 3]))
-        # Rank 0 has more tokens than half of num_worst_tokens, which nobody agrees on again.
+        # Rank 0 has more tokens than half of num_worst_tokens, which the ranks do not compare
+        # again.
         text = r"num_worst_tokens: expected at least W \* T = 18, got 16" if (
             me.rank == 0) else "rank 0"
         with pytest.raises((ValueError, Mismatch)[me.rank], match=text):
@@ -255,8 +256,8 @@ def disagree_in_worst_tokens(me: Any) -> list[str]:
         caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, tokens=[17, 9, 4]))
         known = 17 * me.num_ranks
         caller.dispatch(**caller.topk(), num_worst_tokens=known)
-        # Who waits for the host, whom the group serves as it is, and who wants a larger one: each
-        # alone, and each among others.
+        # Ranks that wait for the host, ranks that the group serves as it is, and ranks that want a
+        # larger one: each alone, and each among others.
         for one, others in ((0, known), (known, 0), (known, known - 1), (known, 9 * known),
                             (9 * known, known), (0, 9 * known)):
             for odd in range(me.num_ranks):

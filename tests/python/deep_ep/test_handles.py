@@ -21,7 +21,7 @@ SEED = 70
 
 
 def tensors_of(batch: Batch, rank: int) -> tuple[torch.Tensor, ...]:
-    """What a handle has, with one channel per rank."""
+    """The tensors of a handle, with one channel per rank."""
     per_rank, _, in_rank = batch.layout(rank)
     head = torch.full(in_rank.shape, -1, dtype=torch.int32)
     for peer in range(batch.num_ranks):
@@ -48,7 +48,7 @@ def unpack(me: Any) -> None:
             cases.same(name, handle[number], want)
         cases.same("the last one", handle[-1], head)
         assert len(handle[1:3]) == 2
-        # Whatever callers make of the six is a handle.
+        # Any tuple or list that callers make of the six is a handle.
         for again in (tuple(handle), list(handle), (*handle,)):
             caller.cached_checked(again)
             caller.combine_checked(again, SEED, 1, weights=3)

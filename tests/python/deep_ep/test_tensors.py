@@ -1,4 +1,4 @@
-"""What a Buffer returns are tensors like any of torch's; and how symmetric memory becomes such."""
+"""A Buffer's results are tensors like any of torch's; and symmetric memory becomes such tensors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Heap:
 
 
 class Storage:
-    """What a tensor lies in."""
+    """The memory that a tensor lies in."""
 
     def __init__(self, address: int) -> None:
         self.address = address

@@ -1,4 +1,4 @@
-"""What the documentation says in Python is quoted from programs, and the programs run."""
+"""Python code in the documentation is quoted from programs, and the programs run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def run(*command: str) -> str:
-    """What a program prints; it must succeed."""
+    """Runs a program, which must succeed, and returns its output."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False,
                            env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -29,7 +29,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_are_quotations(page: pathlib.Path):
-    # That they say what stands in the file is checked with all other quotations (docs.py).
+    # docs.py checks that all quotations agree with their files.
     for language, source in BLOCK.findall(page.read_text()):
         assert language == "python"
         quoted = re.fullmatch(r" from=(examples/\S+\.py)", source)

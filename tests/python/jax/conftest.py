@@ -1,4 +1,4 @@
-"""Four devices in one process: parts of the CPU, unless the tests are those of GPUs."""
+"""Four devices in one process: parts of the CPU, or GPUs for the GPUs' tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA makes of the operations: no collective but ours, forward and backward; wrong layouts."""
+"""Programs that XLA makes of the operations: no collective but ours, forward and backward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
             "grad": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32)}
 
     def args(self, **specs):
-        """The four arrays of `round_trip`, split over the token axes but for those in `specs`."""
+        """The four arrays of `round_trip`, split over the token axes except those in `specs`."""
         return [jax.device_put(self.host[name], NamedSharding(
             self.mesh, specs.get(name, P(self.axes)))) for name in BATCH]
 
@@ -139,7 +139,7 @@ def chain_of_calls(text: str) -> list[str]:
 
 
 def dependencies(text: str) -> dict[str, list[str]]:
-    """Of each instruction what comes before it, also across calls, as of command buffers."""
+    """The instructions before each one, also across calls, as of command buffers."""
     operands, parameters, roots, called = {}, {}, {}, []
     for line in text.splitlines():
         if header := re.match(r"(?:ENTRY )?(%[\w.-]+) .*\{$", line):

@@ -66,7 +66,7 @@ def reference_layers(ids: list[np.ndarray], x: np.ndarray, weights: np.ndarray,
 
 
 def layer_of(config: xd.EpConfig, ids: Any, x: Any, weights: Any, scales: Any) -> Any:
-    """The same on the ranks; scales ``[L]`` are those of the rank's experts."""
+    """The layer on the ranks; scales ``[L]`` belong to the rank's experts."""
     plan = xd.ep_prepare(config, ids)
     tokens, weights, _, plan = xd.ep_dispatch(plan, x, weights)
     rows = jnp.sin(tokens) * scales[plan.row_experts()][:, None]

@@ -1,4 +1,4 @@
-"""Who meets whom, and for how long they wait."""
+"""Processes that meet, or do not, and the time that they wait."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def workers() -> int:
 
 
 def workers_of(ranks: int) -> int:
-    """Of a group of that many ranks of this process, while it lives: GPUs have streams."""
+    """Worker threads of a group of ranks of this process, while it lives: GPUs have streams."""
     return 0 if ON_GPUS else ranks
 
 

@@ -54,7 +54,7 @@ def values(*leading: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray
 
 
 def close(got, expected, tolerance: float = TOLERANCE) -> None:
-    """Of each device's part, so that what one rank has wrong shows whichever rank it is."""
+    """Compares each device's part, so that a rank's mistake shows, on any rank."""
     expected = np.asarray(expected)
     for shard in got.addressable_shards:
         np.testing.assert_allclose(np.asarray(shard.data, np.float32), expected[shard.index],

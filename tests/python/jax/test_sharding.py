@@ -36,7 +36,7 @@ CONFIG = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, topk=TOPK, max_tokens=T
 
 
 def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:
-    """topk_idx, x, topk_weights, along the token axes but for those in `specs`."""
+    """topk_idx, x, topk_weights, along the token axes except those in `specs`."""
     host = {"topk_idx": np.tile(np.int32([0, 3, 5, 6]), (TOKENS, 1)),
             "x": np.ones((TOKENS, HIDDEN), np.float32),
             "topk_weights": np.ones((TOKENS, TOPK), np.float32)}

@@ -16,7 +16,7 @@ SMALL = ["--steps", "3", "--context", "16", "--hidden", "16", "--ffn", "32", "--
 
 
 def run(*command: str, code: int = 0) -> str:
-    """What a program prints; it must end with that exit code."""
+    """Runs a program, which must end with that exit code, and returns its output."""
     # XLA takes most of the time here to make a little code fast.
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240,

@@ -1,6 +1,6 @@
 """Nothing in the package follows torch's default device or default dtype.
 
-That the package runs under other ones is the whole suite's to show: see torch_defaults.py.
+The whole suite shows that the package runs under other defaults: see torch_defaults.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._device import _device_constructors
 import crossdock
 
 PACKAGE = pathlib.Path(crossdock.__file__).parent
-# What makes tensors on torch's default device unless it is told another; by their names, for the
-# same reason, as in ``torch.set_default_device``.
+# Functions that make tensors on torch's default device unless they are told another; by their
+# names, for the same reason as in ``torch.set_default_device``.
 MAKERS = {made.__name__ for made in _device_constructors()}
-# Those whose dtype is the default one unless it is told, or is that of an argument.
+# Functions whose dtype is the default one unless it is given, or comes from an argument.
 FLOATING = {"empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
             "randn", "zeros"}
 

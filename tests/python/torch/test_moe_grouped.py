@@ -8,14 +8,14 @@ import torch
 from crossdock.torch import grouped_mm
 from torch_support import where
 
-# Rows of each of four zones; three rows more belong to nobody.
+# Rows of each of four zones; three more rows belong to no zone.
 COUNTS = (3, 0, 5, 1)
 TAIL = 3
 INNER, OUTER = 8, 6
 
 
 def small_integers(*shape: int, seed: int) -> torch.Tensor:
-    """Exact in float32 whatever the order of sums."""
+    """Numbers that are exact in float32 for any order of sums."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, shape, generator=generator, device="cpu").float().to(where())
 

@@ -27,7 +27,7 @@ from moe_lm.plain_moe import PlainMoE  # noqa: E402
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20
 
-DRAWN = torch.device("cpu")  # where random numbers come from, whatever the tests compute on
+DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on GPUs
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
          + (output.aux_loss if aux else 0)).backward()
 
         close(output.hidden, mine(me, expected, tokens_of_ranks))
-        close(output.load, expected_load.nan_to_num())  # 0 / 0 where nobody has tokens
+        close(output.load, expected_load.nan_to_num())  # 0 / 0 where no rank has tokens
         close(part.grad, mine(me, whole.grad, tokens_of_ranks))
         close(xd.local_tensor(layer.experts_in.grad), plain.experts_in.grad[here])
         close(xd.local_tensor(layer.experts_out.grad), plain.experts_out.grad[here])
@@ -160,7 +160,7 @@ def check_side_by_side(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
     with joined() as comm:
         left = make_layer(comm)
         right = make_layer(comm, group=left.group)
-        right.reset_parameters()  # others than those of the left one
+        right.reset_parameters()  # other parameters than the left one's
         x, grad = (mine(me, whole, tokens_of_ranks) for whole in batch(tokens_of_ranks))
 
         def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -181,7 +181,7 @@ def test_one_process_of_a_launcher_is_one_rank(place, monkeypatch):
 
 
 def test_no_operation_imports_torchs_compiler():
-    """That takes seconds on a slow disk, for which peers would wait inside an operation."""
+    """The import takes seconds on a slow disk, and peers would wait for it inside an operation."""
     code = (
         "import sys, torch, crossdock.torch as xd\n"
         "from crossdock.torch import _comm\n"

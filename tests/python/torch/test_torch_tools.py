@@ -1,8 +1,8 @@
 """Torch's own tools on models with experts over ranks: right, or refused.
 
 Four ranks, as two by two (two GPUs: as one by two): along one axis of the mesh ranks hold different
-experts, along the other the same. What they compute together is compared with one process that has
-the whole batch.
+experts, along the other the same. Their common result is compared with one process that has the
+whole batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 16, 24, 8, 3, 6  # tokens: of each rank
 SEED = 30
 BATCHES = 2
 
-DRAWN = torch.device("cpu")  # where random numbers come from, whatever the tests compute on
+DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on GPUs
 
 
 class Model(nn.Module):

@@ -26,12 +26,12 @@ def ragged(me: Rank, hidden: int = 32) -> tuple:
 
 
 def where() -> torch.device:
-    """What the test computes on: torch's default device."""
+    """The device that the test computes on: torch's default device."""
     return torch.get_default_device()
 
 
 def settle(group: xd.EpGroup) -> None:
-    """Raises, on a GPU, what the group's operations so far have met."""
+    """Raises, on a GPU, the error that the group's operations so far have met."""
     if group.comm.device.type == "cuda":
         torch.cuda.synchronize()
         group.check()
@@ -122,7 +122,7 @@ def layer(plan: xd.Plan, x: torch.Tensor, weights: torch.Tensor, **options) -> t
 
 
 def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
-    """Bit for bit, but for the sign of zero; shows the first difference."""
+    """Compares bit for bit, except for the sign of zero; shows the first difference."""
     got = got.detach().to("cpu", torch.float32).numpy()
     if got.shape != expected.shape:
         raise AssertionError(f"{name}: expected shape {expected.shape}, got {got.shape}")

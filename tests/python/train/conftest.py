@@ -1,4 +1,4 @@
-"""What the tests import: runs.py beside them, and the example that they train."""
+"""Paths for the tests' imports: runs.py beside them, and the example that they train."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""What the training tests share: small settings, and one rank's run of them."""
+"""Helpers of the training tests: small settings, and one rank's run of them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_losses_and_gradients_agree_with_one_process(
     assert all(check.holds for check in checks), checks
     # The seed is one in which no token goes to another expert: every step is held to the rounding.
     assert f"losses of the {settings.steps} steps of equal choices" in [c.what for c in checks]
-    # Every rank has the same parameters but for its experts, and rank 0 alone writes text.
+    # Every rank has the same parameters except for its experts, and rank 0 alone writes text.
     for outcome in outcomes:
         assert outcome.held_out == outcomes[0].held_out
         for name, value in outcome.parameters.items():

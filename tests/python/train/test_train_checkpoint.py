@@ -24,7 +24,7 @@ STOPPED = {"steps": SAVED_AT, "schedule_steps": STEPS, "save_every": SAVED_AT}
 
 
 def gathered(outcomes: list[Outcome]) -> dict[str, np.ndarray]:
-    """All parameters, those of experts put together from all ranks."""
+    """All parameters, with experts put together from all ranks."""
     return {
         name: np.concatenate([outcome.parameters[name] for outcome in outcomes])
         if "experts_" in name else value
@@ -264,7 +264,7 @@ def save_on_a_mesh(me: Rank, path: pathlib.Path) -> None:
                 save_numbered(me, comm, path / "apart")
                 saved = True
             except (FileExistsError, OSError, RuntimeError) as error:
-                # Whoever comes late finds a folder that is there, or has come meanwhile.
+                # A rank that comes late finds a folder that is there, or has come meanwhile.
                 known = ("appeared while", "another rank", "expected a new folder")
                 assert any(text in str(error) for text in known), error
                 saved = False

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def run(*command: str | pathlib.Path) -> str:
-    """What the command prints; its environment does not know the build's package."""
+    """Runs the command, in an environment without the build's package, and returns its output."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([str(word) for word in command], env=environment, text=True, cwd="/",
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=480)

@@ -1,4 +1,4 @@
-"""What a user of the installed package might write, on two processes; prints what it moved."""
+"""A program that a user of the installed package might write, on two processes; prints its rows."""
 
 from __future__ import annotations
 

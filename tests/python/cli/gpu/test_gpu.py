@@ -15,7 +15,7 @@ COMMAND = [sys.executable, "-m", "crossdock.cli"]
 
 
 def run(*arguments: str) -> str:
-    """What the command prints."""
+    """Runs the command and returns its output."""
     ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=200,
                            check=False)
     assert ended.returncode == 0, ended.stderr

@@ -157,7 +157,7 @@ def test_graph_of_a_layer_follows_new_routing() -> None:
 
 
 def err_on_device(me: Any) -> None:
-    """What peers can know only later is raised by the next dispatch, on all ranks, once."""
+    """The next dispatch raises errors that peers can know only later, on all ranks, once."""
     with on_gpu(me) as buffer:
         batch = make_batch(SEED, me.num_ranks, tokens=[17, 9, 5, 0][: me.num_ranks])
         caller = cases.Caller(buffer, batch)
@@ -221,7 +221,7 @@ def disagree_in_worst_tokens(me: Any) -> None:
                 with pytest.raises(Mismatch):
                     caller.dispatch(**caller.topk())
             else:
-                # Whoever comes after the odd one hears of it now, and others from the next
+                # A rank that comes after the odd one hears of it now, and others from the next
                 # dispatch that waits for the host.
                 with contextlib.suppress(Mismatch):
                     caller.dispatch(**caller.topk(), num_worst_tokens=known)

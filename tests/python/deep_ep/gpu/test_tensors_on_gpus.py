@@ -1,4 +1,4 @@
-"""What a Buffer on GPUs returns: torch's own tensors, in symmetric memory."""
+"""A Buffer on GPUs returns torch's own tensors, in symmetric memory."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def round_trips(world: World, batches: int, runs: int, config: xd.EpConfig = CON
         return xd.ep_combine(plan, tokens * 2, None if config.rank_major else weights)[0]
 
     def factors(ids, weights):
-        """Of each token of a rank: its weights' sum, or how many ranks it goes to."""
+        """For each token of a rank, its weights' sum, or the number of ranks that it goes to."""
         if not config.rank_major:
             return np.where(ids < 0, np.float32(0), weights).sum(1, keepdims=True)
         owners = np.where(ids < 0, -1, ids // (config.num_experts // RANKS))

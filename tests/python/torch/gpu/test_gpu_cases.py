@@ -45,11 +45,11 @@ MODULES = {
 LEFT_OUT = {
     # Numbers alone.
     pool.test_blocks_hold_what_was_asked,
-    # Its bounds are those of the CPU's memory: a GPU's grows by pages of 2 MiB.
+    # It tests bounds of the CPU's memory; a GPU's grows by pages of 2 MiB.
     pool.test_room_for_more_groups_than_growths,
     # Where one rank's call raises, its peers on GPUs go on to the operations that follow, which
-    # that rank does not call. What the rank itself sees is tested below, and what its peers see of
-    # a single operation is among the errors.
+    # that rank does not call. The rank's own errors are tested below, and its peers' errors of a
+    # single operation are among the errors.
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,
 }

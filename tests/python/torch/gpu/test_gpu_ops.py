@@ -1,4 +1,4 @@
-"""What GPUs alone have, for dispatch and combine: streams, reuse of memory, CUDA graphs, status.
+"""Features of GPUs alone, for dispatch and combine: streams, reuse of memory, CUDA graphs, status.
 
 As many ranks as there are GPUs (4, 2 or 1), whose processes serve all tests of this file; one test
 runs with fewer too.
@@ -243,7 +243,7 @@ def _mistakes(me: Rank) -> None:
                 group.check()
             group.check()  # read, and cleared
 
-        # What the call sees raises there, and is told once; the peers read it.
+        # A mistake that the call sees raises there, and is told once; the peers read it.
         if me.rank == 0:
             with pytest.raises(ValueError, match="x: expected a tensor on cuda:0, got one on cpu"):
                 xd.dispatch(plan, x.cpu(), weights)
@@ -253,7 +253,7 @@ def _mistakes(me: Rank) -> None:
             xd.dispatch(plan, x, weights)
             report(Mismatch, "rank 0")
 
-        # What only the device sees is read by all.
+        # A mistake that only the device sees is read by all.
         wrong = topk_idx.clone()
         wrong[0, 0] = 99
         group.prepare(wrong)
