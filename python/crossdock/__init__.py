@@ -52,7 +52,7 @@ def feature_available(name: str) -> bool:
 
 
 def feature_reason(name: str) -> str:
-    """What a part of the library (see feature_available) is missing here, or ``"available"``."""
+    """Why a part of the library (see feature_available) cannot be used here, or ``"available"``."""
     return _core.feature_reason(name)
 
 

@@ -7,7 +7,7 @@ Built where jaxlib is found. Blocking calls release the GIL. Failures raise the 
 from typing import Any
 
 def registrations() -> dict[str, dict[str, dict[str, Any]]]:
-    """What jax.ffi registers, by platform: ``types`` and ``targets`` with their stages."""
+    """Entries for jax.ffi to register, by platform: ``types`` and ``targets`` with their stages."""
 
 def calls() -> int:
     """How often XLA has called a handler of an operation in this process.

@@ -23,7 +23,7 @@ class Engine(Protocol):
         """Sends tokens out and back; RuntimeError if any element differs from what must come."""
 
     def operations(self) -> dict[str, Call]:
-        """What is timed, by name; the copy that the others are compared with comes first."""
+        """The timed operations, by name; the copy that the others are compared with comes first."""
 
     def time(self, call: Call, tell: Tell) -> list[float]:
         """Seconds of every timed iteration of `call` on this rank. Collective.
@@ -71,7 +71,7 @@ def token_values(workload: Workload, rank: int) -> np.ndarray:
 
 
 def expected_sums(workload: Workload, rank: int) -> np.ndarray:
-    """What the round trip of `token_values` must bring where the experts change nothing."""
+    """The result of the round trip of `token_values` if the experts change nothing."""
     return token_values(workload, rank) * sum_of_copies(workload, rank)[:, None]
 
 

@@ -54,7 +54,7 @@ class TorchEngine:
         _engine.require_equal(self._workload, self._rank, got)
 
     def operations(self) -> dict[str, Call]:
-        """What a training step calls; the backward passes as autograd calls them."""
+        """The calls of a training step; backward passes are called as autograd calls them."""
         plan = self._group.prepare(self._ids)
         sent = xd.dispatch(plan, self._tokens, self._weights)
         experts = sent.tokens.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""What a command may end with, and the exit code of each."""
+"""The ways in which a command may end, and the exit code of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark's reader and a puzzled user must know of the host."""
+"""Facts about the host that a benchmark's reader and a puzzled user must know."""
 
 from __future__ import annotations
 

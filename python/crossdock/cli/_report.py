@@ -1,4 +1,4 @@
-"""What a benchmark has measured: as a table, as JSON, as a plot."""
+"""The results of a benchmark, as a table, as JSON, as a plot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def percentile(values: list[float], fraction: float) -> float:
 
 
 def slowest(times: list[list[float]]) -> list[float]:
-    """Of every iteration the time of its slowest rank; times[rank][iteration]."""
+    """The slowest rank's time of every iteration; times[rank][iteration]."""
     return [max(iteration) for iteration in zip(*times, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell one another before a dispatch whose sizes are not known yet."""
+"""The facts that ranks tell one another before a dispatch whose sizes are not known yet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     heap_bytes: int = 0  # num_nvl_bytes, the symmetric memory to begin with
 
 
-# What must be equal on all ranks: field, and what callers know it as.
+# Fields that must be equal on all ranks, with the names that callers know.
 _EQUAL = {
     "row_bytes": "bytes of a row of x",
     "scale_bytes": "bytes of a row of scales",
@@ -70,9 +70,9 @@ def refuse(exchange: HostExchange, rank: int, text: str) -> None:
 class EqualNumber:
     """A number that all ranks have to give to a call alike, compared without waiting for any.
 
-    Whoever comes to a call first leaves its number in a word of memory that the ranks share, and
-    the others compare theirs. A rank that comes more than a thousand calls late, as hosts ahead of
-    their GPUs may, compares nothing.
+    The first rank to make a call leaves its number in a word of memory that the ranks share, and
+    the others compare theirs. A rank that comes more than a thousand calls late, as can happen when
+    hosts run ahead of their GPUs, compares nothing.
 
     Args:
         comm: on the CPU; `BYTES` of rank 0's symmetric memory are used.
@@ -81,7 +81,7 @@ class EqualNumber:
 
     _SLOTS = 1024  # words: one a call, in turn
     BYTES = 8 * _SLOTS
-    _PLACE = struct.Struct("=iiQ")  # as ``mem_export`` gives it
+    _PLACE = struct.Struct("=iiQ")  # the handle of ``mem_export``
     _CALLS = 1 << 22
     _NUMBERS = 1 << 32  # a word's value is rank * _NUMBERS + number
 
@@ -96,7 +96,7 @@ class EqualNumber:
         self._calls = 0
 
     def of_first(self, number: int) -> tuple[int, int]:
-        """What the first rank to come to this call, with its number, has given, and that rank."""
+        """The value that the first rank of this call has given, and that rank."""
         kept = min(number, self._NUMBERS - 1)
         self._calls = (self._calls + 1) % self._CALLS
         word = self._words + 8 * (self._calls % self._SLOTS)

@@ -1,4 +1,4 @@
-"""What dispatch returns for later operations on the same batch."""
+"""The handle that dispatch returns for later operations on the same batch."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Handle(tuple[torch.Tensor, ...]):
         is_token_in_rank           [T,W]  as it was given, bool
         send_head                  [T,W]  place among this rank's tokens for that rank, or -1
 
-    All but one are int32. As far as channels occur there is one. Operations read none of them; but
-    for the first and fifth they are made when somebody looks. Any tuple or list of a handle's
-    tensors is good as a handle.
+    All but one are int32. Where channels occur, there is one channel. Operations read none of the
+    tensors; except for the first and fifth they are made when they are first used. Any tuple or
+    list of a handle's tensors is good as a handle.
 
     Attributes:
         routing: the library's part.

@@ -1,4 +1,4 @@
-"""What a Buffer's operations need, there as long as the Buffer or one of its handles."""
+"""The objects that a Buffer's operations need, as long as it or one of its handles lives."""
 
 from __future__ import annotations
 

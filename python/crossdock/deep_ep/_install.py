@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def _make_extension() -> ModuleType:
-    """What callers take from DeepEP's extension module."""
+    """Makes the names that callers take from DeepEP's extension module."""
     module = ModuleType("deep_ep_cpp", "The names of DeepEP's extension that callers import.")
     module.__spec__ = ModuleSpec("deep_ep_cpp", None, origin=f"{_PACKAGE}.install")
     contents = {

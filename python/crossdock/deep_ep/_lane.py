@@ -38,7 +38,7 @@ class Lane:
             self.stream.synchronize()
 
     def wait_for_host_data(self) -> None:
-        """The host waits, without the GIL, for what has been enqueued so far."""
+        """The host waits, without the GIL, for the work that has been enqueued so far."""
         if self.cuda:
             event = torch.cuda.Event()
             event.record(self.stream)

@@ -1,4 +1,4 @@
-"""What each token's choices mean per rank and per expert."""
+"""The layout of each token's choices per rank and per expert."""
 
 from __future__ import annotations
 

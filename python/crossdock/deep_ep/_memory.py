@@ -1,14 +1,14 @@
 """The memory of what a Buffer returns: tensors that are torch's own, on GPUs in symmetric memory.
 
 Peers move rows straight into and out of symmetric memory. There a few large pieces of it, called
-sets, are given to a pool of torch's caching allocator, which cuts them into tensors. So whatever
-torch does with its tensors holds for these: ``record_stream``, freeing and resizing of storages,
-the statistics. A set belongs for ever to the stream that first needed it, as torch's segments do.
+sets, are given to a pool of torch's caching allocator, which cuts them into tensors. So they behave
+as all tensors of torch do: ``record_stream``, freeing and resizing of storages, the statistics. A
+set belongs for ever to the stream that first needed it, as torch's segments do.
 
-Nothing here waits for a peer but `reserve`. What no set has room for is ordinary memory, which the
-operations copy through staging memory of the group. So are all tensors on the CPU, those made while
-a CUDA graph is captured (torch takes them from the graph's own pool), and all where torch has no
-pools with an allocator of their own.
+Nothing here waits for a peer but `reserve`. Tensors for which no set has room are ordinary memory,
+which the operations copy through staging memory of the group. So are all tensors on the CPU,
+tensors made while a CUDA graph is captured (torch takes them from the graph's own pool), and all
+tensors where torch has no pools with an allocator of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 _LEAST_TENSOR = _MIB + 512
 # torch asks for whole segments of this unit if they have at least so many bytes.
 _SEGMENT_UNIT, _LEAST_SEGMENT = 2 * _MIB, 10 * _MIB
-# What torch may lose by cutting: a rest of up to 1 MiB stays with the tensor.
+# The memory that torch may lose by cutting: a rest of up to 1 MiB stays with the tensor.
 _CUTTING = _MIB
 
 # All that have given memory to torch, for those who want to send tensors to other processes.
@@ -64,7 +64,7 @@ class ReceiveMemory:
         self._pool = _torch_pool(device)
         self._set_bytes = 0
         self._sets: list[tuple[int, int]] = []  # (address, bytes), known to torch
-        self._streams: set[int] = set()  # that have a set
+        self._streams: set[int] = set()  # streams that have a set
         self._full: set[int] = set()  # streams whose sets have no room until something dies
         self._alive: list[StorageWeakRef] = []  # storages in sets
 
@@ -159,8 +159,8 @@ class ReceiveMemory:
         whole = self._allocate(size)
         _core.offer_segment(0, 0)
         if not _core.segment_taken(address):
-            # What torch's allocator has been told, such as expandable_segments, is at odds with
-            # pools like this one.
+            # Settings of torch's allocator, such as expandable_segments, are at odds with pools
+            # like this one.
             self._comm.mem_free(address)
             self._pool = None if not self._sets else self._pool
             return False

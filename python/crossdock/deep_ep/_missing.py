@@ -1,4 +1,4 @@
-"""What is said where something of DeepEP is asked for that is not there."""
+"""The error texts for parts of DeepEP that are not there."""
 
 ELASTIC_BUFFER = (
     "crossdock.deep_ep has no ElasticBuffer (DeepEP 2) yet: it has DeepEP 1.2's Buffer, whose "

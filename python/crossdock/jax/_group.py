@@ -1,4 +1,4 @@
-"""What traced functions and plans know of a group. What they do not keep is the group itself."""
+"""A description of a group, for plans and traced functions. It does not keep the group alive."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 
 __all__ = ["ELEMENT", "QuantizedRows"]
 
-ELEMENT = jnp.float8_e4m3fn  # of rows that are quantised on the way
+ELEMENT = jnp.float8_e4m3fn  # element type of rows that are quantised on the way
 
 
 @jax.tree_util.register_dataclass

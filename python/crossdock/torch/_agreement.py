@@ -20,7 +20,7 @@ TOKEN_BYTES = 16  # the least that a row has
 @torch.no_grad()
 def ranks_where(group: EpGroup, holds: bool) -> list[int]:
     """The ranks that call it with True; the same list on all. Collective, blocking."""
-    # Such a rank sends itself a row: all ranks learn from prepare who sends how much.
+    # Such a rank sends itself a row: all ranks learn from prepare how much each one sends.
     rows = _send(group, group.comm.rank if holds else None).rank_rows.tolist()
     return [rank for rank, sent in enumerate(rows) if any(sent)]
 

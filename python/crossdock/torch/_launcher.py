@@ -33,7 +33,7 @@ def require_no_other_launcher() -> None:
 
 
 def _in_step(number: str, size: str) -> bool:
-    """Whether srun started this process: the one of a batch script has Slurm's variables, too."""
+    """Whether srun started this process: a batch script's process also has Slurm's variables."""
     if "SLURM_STEP_ID" in os.environ:
         # The shell of an interactive step has the number of tasks of its allocation.
         return size == "SLURM_STEP_NUM_TASKS" or "SLURM_STEP_NUM_TASKS" not in os.environ

@@ -30,11 +30,10 @@ class PlanParts:
 
 
 class Plan:
-    """What `EpGroup.prepare` makes: the place of every row of a batch.
+    """The plan that `EpGroup.prepare` makes: the place of every row of a batch.
 
     A plan carries the order of its operations: each one takes `order` and leaves a new one, so that
-    autograd and compilers see one chain. Reading counts on a GPU is up to the caller, who then
-    waits for the device.
+    autograd and compilers see one chain. A caller that reads counts on a GPU waits for the device.
 
     Attributes:
         group: its EpGroup, which it keeps alive.

@@ -204,8 +204,8 @@ class SymmetricPool:
         for key in unused:
             for block in self._free.pop(key):
                 self._comm.mem_free(block.address)
-        # The heap does not know streams: whoever gets this memory waits for these. A capture needs
-        # none: torch.cuda.graph has synchronised the device before it began.
+        # The heap does not know streams, so the next user of this memory waits for these. A capture
+        # need not wait: torch.cuda.graph has synchronised the device before it began.
         if self._device.type == "cuda" and not capture:
             for stream in {key[1] for key in unused}:
                 self._left[stream] = self._event(stream)
@@ -229,7 +229,7 @@ class SymmetricPool:
             if not block.other_streams:
                 self._free[block.capture, block.stream, block.size].append(block)
             elif block.capture:
-                pass  # a capture cannot say when the other stream is done: nobody uses it again
+                pass  # not used again: a capture cannot tell when the other stream is done
             elif capture:
                 self._waiting.append((block, []))  # events cannot be recorded now
             else:

@@ -111,7 +111,7 @@ def _write_checkpoint(
 def _together(group: EpGroup, work: Callable[..., None], *arguments: Any) -> None:
     """Each rank does its work; returns where that went well on all of them.
 
-    What a rank sees of the folder decides nothing: on network file systems one rank's files appear
+    The folder as one rank sees it decides nothing: on network file systems one rank's files appear
     late on another's host.
 
     Raises:
@@ -128,7 +128,7 @@ def _together(group: EpGroup, work: Callable[..., None], *arguments: Any) -> Non
 
 
 def _attempt(work: Callable[..., None], *arguments: Any) -> Exception | None:
-    """What it raises: to be raised when the other ranks need this one no more."""
+    """The exception of a step, to be raised when the other ranks need this one no more."""
     try:
         work(*arguments)
     except Exception as error:
@@ -225,7 +225,7 @@ def _common_part(
 
 
 def _one_layer(model: nn.Module) -> MoELayer:
-    """A layer whose experts are those of all layers."""
+    """A layer that has the experts of all layers."""
     layers = list(expert_parameters(model).values())
     numbers = sorted({layer.num_experts for layer in layers})
     if len(numbers) != 1:
@@ -388,7 +388,7 @@ def _read(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         part = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # of a damaged file torch may say anything
+    except Exception as error:  # torch may raise anything for a damaged file
         raise ValueError(f"path: {path} is damaged, or no part of a checkpoint: {error}") from error
     if not isinstance(part, dict) or "model" not in part:
         raise ValueError(f"path: {path} is no part of a checkpoint, but has other content")
@@ -418,7 +418,7 @@ def _give_name(partial: Path | None, path: Path) -> None:
     """Renames, and puts that on the disk; on one rank."""
     if partial is None:
         return
-    if path.exists():  # now: ranks of another communicator have saved to it, too
+    if path.exists():  # looked at now, since ranks of another communicator may have saved to it
         raise FileExistsError(
             f"path: {path} has appeared while this checkpoint was written: do ranks of several "
             "communicators save to it? See `replicas` of save_checkpoint"

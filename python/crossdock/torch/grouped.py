@@ -1,7 +1,7 @@
 """Matrix products over the zones of an expert-major receive tensor, differentiable.
 
 A zone is the rows of one local expert: ``offsets[e] <= row < offsets[e + 1]``. Rows past the last
-zone belong to nobody: they are never read, and hold anything in a result.
+zone belong to no expert: they are never read, and are undefined in a result.
 """
 
 from __future__ import annotations

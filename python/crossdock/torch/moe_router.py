@@ -49,8 +49,9 @@ def expert_load(
 def balance_loss(probabilities: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
     """``E * sum_e load[e] * mean_t probabilities[t, e]``: 1 where all experts are used alike.
 
-    With ``load`` counted over all ranks it is linear in what each rank adds, so that averaging the
-    ranks' losses (of equally many tokens) gives that of the whole batch, and so do gradients.
+    With ``load`` counted over all ranks it is linear in what each rank adds, so the average of the
+    ranks' losses (of equally many tokens) is the loss of the whole batch, and the same holds for
+    gradients.
 
     Args:
         probabilities: ``[T, E]`` float32; T = 0 gives 0.
