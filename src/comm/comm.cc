@@ -16,8 +16,8 @@
 namespace xd {
 namespace {
 
-// Spinning pays while every rank has a core of its own; beyond that it only keeps the peer that is
-// waited for from running.
+// Spinning pays while every rank has a core of its own; with fewer cores it only keeps the awaited
+// peer from running.
 std::chrono::nanoseconds spin_time(int ranks_on_host) {
   if (env().spin_us >= 0) return std::chrono::microseconds(env().spin_us);
   cpu_set_t cores;
@@ -47,7 +47,7 @@ const char* name_of(Comm::Collective what) {
   return "an unknown call";
 }
 
-// What a contribution travels in: two bytes, the collective and 1 = failed, then the blob or the
+// The frame of a contribution: two bytes, the collective and 1 = failed, then the blob or the
 // error's text.
 constexpr std::size_t kFrameBytes = 2;
 
@@ -59,7 +59,8 @@ Bytes frame(Comm::Collective what, std::span<const std::byte> blob) {
   return bytes;
 }
 
-// The same of the exception in flight, which may be that there is no memory.
+// The frame of a failure, the exception in flight. That may be that there is no memory, so it
+// allocates nothing.
 class FailureFrame {
  public:
   explicit FailureFrame(Comm::Collective what) noexcept {
@@ -114,7 +115,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   try {
     comm->set_up(config.heap_bytes);
   } catch (const Error& error) {
-    // A peer that is gone, or has failed, is noticed and named by everybody.
+    // Every rank notices and names a peer that is gone or has failed.
     const bool known = error.status() == XD_ERROR_PEER_LOST || error.status() == XD_ERROR_MISMATCH;
     if (!known) comm->mesh_->send_failure();
     throw;
@@ -131,7 +132,7 @@ void Comm::set_up(std::size_t heap_bytes) {
   introduce();
   make_controls();
   make_device_side();
-  // Who leaves from now on is told to kernels by on_left().
+  // From now on on_left() tells kernels which ranks leave.
   connected_.store(true);
   for (int r = 0; r < num_ranks_; ++r) {
     if (device_side_ && left(r)) device_side_->set_left(r);
@@ -211,7 +212,7 @@ void Comm::gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item>
   try {
     mesh_->all_gather(blob, fd, deadline(), items);
   } catch (const Error& error) {
-    throw_if_failed();  // what has been recorded is the cause of this failure
+    throw_if_failed();  // the recorded error is the cause of this failure
     fail_round({error.status(), error.error_number()}, error.peer());
     throw;
   } catch (const std::bad_alloc&) {
@@ -251,7 +252,7 @@ std::vector<Mesh::Item> Comm::agree(Collective what, const std::function<Contrib
   std::vector<Mesh::Item> items;
   try {
     mine = work();
-    // All memory that this step takes is there before it begins.
+    // All memory of this step is taken before it begins.
     items.resize(at(num_ranks_));
     items[at(rank_)].blob = frame(what, mine.blob);
   } catch (...) {
@@ -276,8 +277,8 @@ UniqueFd Comm::take_descriptor(int rank, Mesh::Item& item) {
   return std::move(item.fd);
 }
 
-// Sizes go round before any rank allocates, so that ranks which share a limit on memory and ask for
-// too much together all hear of it, and none is killed for it.
+// Ranks exchange sizes before any of them allocates, so that ranks which share a limit on memory
+// and together ask for too much all get an error, and none is killed.
 void Comm::compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes) {
   OwnDemand own;
   const auto items = agree(what, [&] {
@@ -325,8 +326,8 @@ void Comm::barrier() {
   agree(Collective::barrier, [] { return Contribution{}; });
 }
 
-// The number of the next segment of symmetric memory, by which ranks tell one another where their
-// tensors lie: all must count alike.
+// The number of the next segment of symmetric memory. Ranks tell one another by such numbers where
+// their tensors lie, so all must count alike.
 std::uint32_t Comm::agree_on_number(Collective what) {
   const auto items = agree(what, [&] {
     if (device_side_) heap_.require_room();
@@ -350,7 +351,8 @@ void Comm::add_to_heap(Collective what, std::size_t bytes) {
   };
   auto segments = share_on(*device_memory_, what, bytes, [&](const Segments& mapped) {
     if (any(mapped)) heap_.make_room();  // adding must not fail when all ranks have agreed
-    // Before any rank's call returns: its kernels, and those of peers, may use the memory at once.
+    // This comes before any rank's call returns, since its kernels and its peers' kernels may use
+    // the memory at once.
     if (device_side_) device_side_->set_heap(number, mapped);
   });
   if (any(segments)) heap_.add(std::move(segments));

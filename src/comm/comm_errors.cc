@@ -30,7 +30,7 @@ const FatalError* Comm::reported() const {
 
 const FatalError* Comm::fatal_error() const {
   if (const FatalError* error = reported()) return error;
-  // A fork has no pinned memory.
+  // In a fork the pinned memory is not there.
   if (!connected_.load(std::memory_order_acquire) || device_side_ == nullptr ||
       process_ != ::getpid()) {
     return nullptr;
@@ -45,7 +45,7 @@ const FatalError* Comm::fatal_error() const {
   return reported();
 }
 
-// Under raise_mutex_. What this rank says of an error that every rank meets.
+// Learns this rank's account of an error that every rank meets. The caller holds raise_mutex_.
 void Comm::learn_cause(const FatalError& error) const {
   if (error.met_by_all == 0 || cause_.text[0] != '\0') return;
   const auto found = explanations_.find(error.group);
@@ -54,7 +54,7 @@ void Comm::learn_cause(const FatalError& error) const {
   const FatalError* own = device_side_ != nullptr ? device_side_->raised() : nullptr;
   try {
     cause_ = found->second(own != nullptr && own->group == error.group ? *own : error);
-  } catch (const std::bad_alloc&) {  // it remains this error, without the text
+  } catch (const std::bad_alloc&) {  // the error remains, without its text
   }
 }
 
@@ -88,22 +88,22 @@ void Comm::throw_if_failed() const {
   std::string text;
   try {
     text = text_of(*error);
-  } catch (const std::bad_alloc&) {  // it remains this error
+  } catch (const std::bad_alloc&) {  // the error remains
   }
   throw Error(status_of(*error), std::move(text));
 }
 
 void Comm::raise(const FatalError& error, Spread spread, const Cause* cause) {
-  // Until then the mesh itself ends whatever waits.
+  // Until then the mesh itself ends all waits.
   if (!connected_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(raise_mutex_);
-  if (closed_.load(std::memory_order_relaxed)) return;  // who has said goodbye says nothing more
+  if (closed_.load(std::memory_order_relaxed)) return;  // tells nothing after its goodbye
   if (cause != nullptr && !told_self_) cause_ = *cause;
   record(error);
-  // Host collectives of other threads: nobody will come to them.
+  // Ends host collectives of other threads, since no peer will come to them.
   if (error.met_by_all != 0) mesh_for_watch_->cancel();
   if (spread == Spread::here || told_peers_) return;
-  tell_peers(*controls_[at(rank_)].error());  // the first one, which may be another
+  tell_peers(*controls_[at(rank_)].error());  // the first error, which may be another one
   // Boards and bells do not reach host collectives. A peer that hears of an abort finds this error
   // on its board already.
   mesh_for_watch_->send_abort();
@@ -135,8 +135,8 @@ void Comm::tell_peers(const FatalError& error) {
 void Comm::close() {
   if (process_ != ::getpid()) {
     closed_.store(true, std::memory_order_release);
-    // A fork has the watch thread's state without the thread: nothing of it can be taken down, and
-    // a goodbye would be the parent's.
+    // A fork has the watch thread's state without the thread, so the state cannot be taken down,
+    // and a goodbye would be the parent's.
     [[maybe_unused]] const Mesh* left_behind = mesh_.release();
     return;
   }
@@ -146,8 +146,7 @@ void Comm::close() {
     if (closed_.load(std::memory_order_relaxed)) return;
     // A peer that has not heard of it yet must not take this rank's goodbye for the cause.
     if (error != nullptr) tell_peers(*error);
-    // From here on raise() does nothing: what this rank sees while it leaves, and others perhaps
-    // with it, is nobody's error.
+    // From here on raise() does nothing. Peers that leave while this rank leaves are no error.
     closed_.store(true, std::memory_order_release);
   }
   mesh_.reset();
@@ -168,7 +167,8 @@ void Comm::on_lost(std::span<const int> ranks) {
 }
 
 void Comm::on_left(int rank) {
-  // Sequentially consistent, like the other side in create(): one of the two tells the kernels.
+  // The store is sequentially consistent, like the one in create(), so that one of the two tells
+  // the kernels.
   left_[at(rank)].store(true);
   if (!connected_.load()) return;
   ring(rank_);
@@ -186,14 +186,14 @@ void Comm::on_end(xd_status status, int error_number) noexcept {
   raise(error, Spread::everywhere);
 }
 
-// Kernels cannot wake their host: it looks.
+// Kernels cannot wake their host, so it looks every 50 ms.
 int Comm::tick_ms() const { return device_.device_type == kDLCUDA ? 50 : -1; }
 
 void Comm::on_tick() {
   const FatalError* error = fatal_error();
   if (error == nullptr) return;
-  // The host of the rank whose kernels met it tells the others' hosts, except of what those notice
-  // by themselves.
+  // The host of the rank whose kernels met the error tells the other hosts, except of errors that
+  // those notice by themselves.
   const bool spread = error->rank == rank_ && error->status != XD_ERROR_PEER_LOST &&
                       error->status != XD_ERROR_ABORTED && error->met_by_all == 0;
   raise(*error, spread ? Spread::everywhere : Spread::here);
@@ -222,7 +222,7 @@ FatalError Comm::error_at(const WaitSite& site, xd_status status, int peer) cons
           .expected_epoch = site.epoch};
 }
 
-// Spinning is brief, and the peer may need this very core.
+// The thread yields, since the peer may need this very core.
 void Comm::relax() { ::sched_yield(); }
 
 }  // namespace xd

@@ -1,4 +1,4 @@
-// Comm's memory that the caller owns.
+// The part of Comm that registers memory which the caller owns.
 #include "comm/comm.h"
 
 #include <array>
@@ -76,7 +76,7 @@ void Comm::delist(int registration) {
   Segments mapped;
   bool kernels_know = false;
   try {
-    // No rank goes on, to free its memory perhaps, before all have let go of it.
+    // No rank returns, and may free its memory, before all have let go of it.
     agree(Collective::delist, [&] {
       mapped = heap_.remove_registered(number);
       device_side_->set_heap(number, {});
@@ -89,8 +89,8 @@ void Comm::delist(int registration) {
   }
 }
 
-// Inside a catch block: this rank's kernels may still find memory that its owner is about to free,
-// so none of them may run any more.
+// Called inside a catch block. This rank's kernels may still find memory that its owner is about to
+// free, so none of them may run any more.
 void Comm::fail_delisting() {
   std::array<char, 1> no_text;
   const Caught error = caught(no_text);

@@ -1,5 +1,5 @@
-// The operations' arguments after their checks: all that can be checked without reading the plan or
-// any tensor, so every executor does it alike. Each read_* throws INVALID_ARGUMENT.
+// The operations' arguments after their checks. These are all checks that need neither the plan nor
+// any tensor's content, so every executor shares them. Each read_* throws INVALID_ARGUMENT.
 #pragma once
 
 #include <crossdock/ep.h>
@@ -22,7 +22,7 @@ struct PlanBytes {
 struct PrepareCall {
   Tensor topk_idx;
   std::byte* plan;
-  int alignment;  // of the plan
+  int alignment;  // alignment of the plan
   Tensor counts, padded_counts, offsets, total, rank_rows;
 };
 PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context);

@@ -1,4 +1,4 @@
-// The arguments of local calls after their checks, as ep/calls.h has those of the operations.
+// The arguments of local calls after their checks. ep/calls.h has the operations' arguments.
 #pragma once
 
 #include <crossdock/ep.h>

@@ -29,7 +29,8 @@ void read_strides(const DLTensor& user, Tensor& tensor) {
   if (user.ndim > 1) tensor.col_stride = user.strides[1];
 }
 
-// A stride along an extent of 1, and any of an empty tensor, is never used and may be anything.
+// A stride along an extent of 1, and every stride of an empty tensor, is never used and may be
+// anything.
 void require_strides(const Tensor& tensor, const TensorSpec& spec) {
   if (tensor.bytes() == 0 || tensor.packed()) return;
   XD_REQUIRE(spec.fit == Fit::input || spec.fit == Fit::output, spec.name,
@@ -44,7 +45,8 @@ void require_strides(const Tensor& tensor, const TensorSpec& spec) {
              spec.name, ": has strides ", tensor.row_stride, " and ", tensor.col_stride,
              ", expected ones that stay within 2^56 elements");
   if (spec.fit == Fit::input) return;
-  // Two elements meet where some steps down equal some steps along: the fewest are these.
+  // Two elements meet where some steps down equal some steps along. These are the fewest such
+  // steps.
   const std::uint64_t common = std::max<std::uint64_t>(1, std::gcd(down, along));
   XD_REQUIRE(along / common >= rows || down / common >= cols, spec.name, ": has strides ",
              tensor.row_stride, " and ", tensor.col_stride,

@@ -22,14 +22,14 @@ struct Tensor {
   std::int64_t row_stride = 0, col_stride = 1;  // in elements
 
   explicit operator bool() const { return given; }
-  // Rows follow one another, and so do their elements.
+  // True if rows follow one another, and so do their elements.
   bool packed() const {
     return (rows <= 1 || row_stride == cols) && (cols <= 1 || col_stride == 1);
   }
-  // Of a row and of all rows, packed.
+  // Bytes of a row and of all rows, packed.
   std::uint64_t row_bytes() const { return static_cast<std::uint64_t>(cols) * dtype_bytes(type); }
   std::uint64_t bytes() const { return static_cast<std::uint64_t>(rows) * row_bytes(); }
-  // From its first element in memory to the end of its last, whatever the strides.
+  // The memory from its first element to the end of its last, for any strides.
   struct Extent {
     const std::byte* first;
     std::uint64_t bytes;
@@ -49,7 +49,7 @@ struct Tensor {
   }
 };
 
-// How the elements of a tensor may lie.
+// The ways in which the elements of a tensor may lie.
 enum class Fit {
   rows,      // packed, and aligned for copies in bulk
   elements,  // packed, each element aligned to its size
@@ -57,8 +57,8 @@ enum class Fit {
   output,    // likewise, and no two elements in one place
 };
 
-// What a tensor argument must look like; everything else is INVALID_ARGUMENT with name, expected
-// and got.
+// The properties that a tensor argument must have; any other tensor is INVALID_ARGUMENT with name,
+// expected and got.
 struct TensorSpec {
   const char* name;
   int ndim;
@@ -69,19 +69,19 @@ struct TensorSpec {
   bool pinned_host = false;  // may lie in pinned host memory instead
 };
 
-// Text behind the name of rows that a group without staging cannot take.
+// The text behind the name of rows that a group without staging cannot take.
 inline constexpr const char* kOutsideSymmetricMemory =
     ": lies outside symmetric memory, expected memory from xd_mem_alloc or registered by "
     "xd_mem_register: the group was made with XD_EP_STAGING_NONE";
 
-// A tensor with `given` = false for an optional one that is NULL.
+// Reads a tensor; `given` is false for an optional one that is NULL.
 Tensor read_tensor(const DLTensor* tensor, const TensorSpec& spec);
 
 // Checks a dimension: `what` says what it must equal.
 void require_rows(const Tensor& tensor, std::int64_t rows, const char* what);
 void require_cols(const Tensor& tensor, std::int64_t cols, const char* what);
 void require_same_type(const Tensor& tensor, const Tensor& other);
-// Two optional tensors of which one makes no sense without the other.
+// Checks two optional tensors of which one makes no sense without the other.
 void require_together(const Tensor& a, const Tensor& b);
 
 }  // namespace xd::ep
