@@ -40,7 +40,8 @@ int usable_cores() {
   return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// State of the source tree that this was built from; without the tree, when it was configured.
+// State of the source tree that this program was built from; without the tree, its state when it
+// was configured.
 std::string commit() {
   const std::string command =
       "git -C '" CROSSDOCK_SOURCE_DIR "' describe --always --dirty --exclude '*' 2>/dev/null";

@@ -1,4 +1,4 @@
-// crossdock-bench: how long the library's operations take, beside MPI and a plain copy.
+// crossdock-bench: times the library's operations, beside MPI and a plain copy.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -34,7 +34,7 @@ TableRow add_library(Report& report, const char* by, const EpResults& results) {
   return floor;
 }
 
-// The faster of the two kinds of store.
+// Returns the times of the faster of the two kinds of store.
 const std::vector<double>& faster(const std::vector<std::vector<double>>& variants) {
   return percentile(variants[0], 0.5) <= percentile(variants[1], 0.5) ? variants[0] : variants[1];
 }
@@ -71,7 +71,7 @@ bool same_results(const EpResults& ours, const PeerResults& peer) {
          (ours.recv_checksums == peer.recv_checksums && ours.out_checksums == peer.out_checksums);
 }
 
-// Rows whose slow iterations dwarf the median come from a machine that does something else, too.
+// Slow iterations that dwarf the median come from a machine that does something else as well.
 void add_doubt_of_spread(Report& report) {
   const auto wide = std::count_if(report.rows.begin(), report.rows.end(),
                                   [](const TableRow& row) { return row.p99 > 3 * row.p50; });
@@ -81,7 +81,7 @@ void add_doubt_of_spread(Report& report) {
                                   " rows are unsteady, p99 > 3 * p50: ratios mean little");
 }
 
-// Completes the report of what rank 0 has measured; returns the exit code.
+// Completes the report of rank 0's measurements; returns the exit code.
 int finish(Report report, const DriverOptions& driver, const std::vector<std::string>& arguments,
            const std::map<std::string, EpResults>& measured) {
   TableRow floor;
@@ -114,10 +114,11 @@ int finish(Report report, const DriverOptions& driver, const std::vector<std::st
 int run_on_cpu(const std::vector<std::string>& arguments) {
   const Launch launch = read_launch();
   const Options options = parse_options(arguments, launch.num_ranks);
-  Report report{.machine = describe_machine(launch.num_ranks),  // before this run is its load
-                .workload = options.workload,
-                .volume = volume_of(options.workload),
-                .threads = launch.threads};
+  Report report{
+      .machine = describe_machine(launch.num_ranks),  // asked before this run loads the machine
+      .workload = options.workload,
+      .volume = volume_of(options.workload),
+      .threads = launch.threads};
   std::map<std::string, EpResults> measured;  // of rank 0
   const int failures = run_ranks(launch, [&](int rank) {
     for (const bool staged : {false, true}) {

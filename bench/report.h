@@ -13,7 +13,7 @@ namespace bench {
 // Rows that cross between ranks, as means over the ranks.
 struct Volume {
   double sent_rows = 0;  // unique (token, rank) pairs, without those that stay on their rank
-  double all_rows = 0;   // with them: what DeepEP counts
+  double all_rows = 0;   // including rows that stay, as DeepEP counts
 };
 Volume volume_of(const std::vector<std::vector<std::int64_t>>& rows);  // [source][destination]
 Volume volume_of(const Workload& workload);
@@ -23,8 +23,8 @@ struct TableRow {
   std::string by;           // "zero-copy", "staged", "MPI", "copy"
   double p50 = 0, p99 = 0;  // seconds
   bool moves_rows = false;
-  double floor_ratio = 0;  // p50 over that of the plain copy; 0: none
-  double mpi_ratio = 0;    // MPI's p50 over this one; 0: none
+  double floor_ratio = 0;  // p50 divided by the plain copy's; 0: none
+  double mpi_ratio = 0;    // MPI's p50 divided by this one; 0: none
 };
 
 double percentile(std::vector<double> values, double fraction);

@@ -30,7 +30,7 @@ std::vector<double> log_weights(const Workload& w) {
   for (std::size_t e = 0; e < logs.size(); ++e) {
     logs[e] = -exponent * std::log(static_cast<double>(e + 1));
   }
-  if (w.routing == "hot") logs[0] = 1e9;  // no noise comes up to it
+  if (w.routing == "hot") logs[0] = 1e9;  // larger than any noise
   return logs;
 }
 

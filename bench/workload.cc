@@ -79,7 +79,7 @@ Take choice(T& field, std::vector<T> choices) {
   };
 }
 
-// What the options with a value do with it.
+// The effect of each option that has a value.
 std::map<std::string, Take> valued_options(Options& options) {
   Workload& w = options.workload;
   DriverOptions& driver = options.driver;

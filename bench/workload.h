@@ -1,5 +1,6 @@
-// What is measured: sizes, routing and payload of one EP batch. The library's benchmark and its MPI
-// peer both take it from the same command line, so that they move the same rows.
+// The workload of a measurement: sizes, routing and payload of one EP batch. The library's
+// benchmark and its MPI peer both take it from the same command line, so that they move the same
+// rows.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +11,13 @@
 namespace bench {
 
 enum class Layout { expert, rank };
-// The last two are fp8 rows with a float32 scale per 128 columns: given so, and quantised on the
-// way.
+// The last two are fp8 rows with a float32 scale per 128 columns: rows that are given as fp8, and
+// rows that are quantised on the way.
 enum class Element { bf16, fp16, fp32, fp8, bf16_to_fp8 };
 enum class Device { cpu, cuda };
 
 struct Workload {
-  int ranks = 0;  // of the launch; not on the command line
+  int ranks = 0;  // ranks of the launch; not on the command line
   int tokens = 1024;
   int hidden = 4096;
   int topk = 8;
@@ -31,22 +32,22 @@ struct Workload {
 
   int local_experts() const { return experts / ranks; }
   bool is_fp8() const { return element == Element::fp8 || element == Element::bf16_to_fp8; }
-  // Of the tokens.
+  // Bytes of an element of the tokens.
   std::size_t element_bytes() const {
     return element == Element::fp8 ? 1 : element == Element::fp32 ? 4 : 2;
   }
   std::size_t row_bytes() const { return static_cast<std::size_t>(hidden) * element_bytes(); }
-  // Of a row that crosses, scales included.
+  // Bytes of a row that crosses, scales included.
   std::size_t wire_row_bytes() const {
     const auto columns = static_cast<std::size_t>(hidden);
     return is_fp8() ? columns + columns / 128 * sizeof(float) : row_bytes();
   }
 };
 
-// What only the driver looks at; the peer is started with the same arguments and ignores these.
+// Options of the driver alone; the peer is started with the same arguments and ignores these.
 struct DriverOptions {
   Device device = Device::cpu;
-  std::string preset;     // CUDA: what to measure instead of one workload
+  std::string preset;     // CUDA: cases to measure instead of one workload
   int ranks = 0;          // CUDA without a launcher: threads of this process; 0 = one per device
   int ranks_per_gpu = 0;  // 0 = as few as possible
   std::vector<int> sms{
@@ -70,7 +71,7 @@ const char* options_help();
 // ranks stays open.
 Options parse_options(const std::vector<std::string>& arguments);
 
-// The same, complete and checked.
+// Parses options that are complete, and checks them.
 Options parse_options(const std::vector<std::string>& arguments, int ranks);
 
 // Throws std::invalid_argument if sizes do not go together.

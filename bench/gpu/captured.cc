@@ -29,7 +29,7 @@ Graph capture(EpRank& rank, Operation operation, int iteration, const Stream& st
   return Graph(graph);
 }
 
-// The driver's function: the runtime's only knows the kernels of this program.
+// This is the driver's function, since the runtime's only knows the kernels of this program.
 using GetKernelParams = decltype(&cuGraphKernelNodeGetParams);
 
 GetKernelParams find_get_kernel_params() {
@@ -89,7 +89,7 @@ int find_blocks(EpRank& rank, Operation operation, const Stream& stream) {
 int blocks_of(EpRank& rank, Operation operation, const Stream& stream) {
   try {
     return find_blocks(rank, operation, stream);
-  } catch (const std::exception& error) {  // times are worth having all the same
+  } catch (const std::exception& error) {  // the times are useful without it
     std::fprintf(stderr, "crossdock-bench: blocks of %s: %s\n", name_of(operation), error.what());
     return 0;
   }

@@ -1,4 +1,5 @@
-// Operations as CUDA graphs: to replay them, and to see how many multiprocessors they take.
+// Captures operations as CUDA graphs, to replay them, and to see how many multiprocessors they
+// take.
 #pragma once
 
 #include <vector>

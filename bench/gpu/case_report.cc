@@ -17,11 +17,11 @@ double p99(const std::vector<double>& seconds) {
   return seconds.empty() ? 0 : percentile(seconds, 0.99);
 }
 
-// "-" for what there is not.
+// "-" where there is no value.
 std::string cell(double value, int decimals) { return value == 0 ? "-" : number(value, decimals); }
 std::string microseconds(double seconds) { return cell(seconds * 1e6, 1); }
 
-// What it took; if that is not known, what it was allowed.
+// The multiprocessors that a step took; if unknown, those that it was allowed.
 std::string sms_text(const StepResult& step) {
   const int sms = step.blocks != 0 ? step.blocks : step.step.sms;
   return sms == 0 ? "auto" : std::to_string(sms);
@@ -29,7 +29,7 @@ std::string sms_text(const StepResult& step) {
 
 const char* memory_name(const Case& one) { return one.staged ? "staged" : "zero-copy"; }
 
-// What one line of a table and of the JSON file says.
+// The content of one line of a table and of the JSON file.
 struct Line {
   std::string operation;
   std::string sms = "-";

@@ -1,4 +1,4 @@
-// What cases have given, as text and as JSON lines.
+// The results of cases, as text and as JSON lines.
 #pragma once
 
 #include <fstream>
@@ -16,7 +16,7 @@ struct Run {
   GpuMachine gpus;
   Options options;
   Place place;
-  std::string baseline;  // "NCCL 2.28.9", or why there is none
+  std::string baseline;  // "NCCL 2.28.9", or the reason why there is none
 };
 
 void print_head(const Run& run);
@@ -30,7 +30,7 @@ struct Finished {
 void print_summary(const std::vector<Finished>& cases);
 
 // A file of JSON objects, one per line: first the machine, then every measured operation. Lines are
-// on disk when a case ends, so that a run that is cut short leaves what it had.
+// on disk when a case ends, so that a run that is cut short leaves its earlier results.
 class JsonLines {
  public:
   // Throws std::runtime_error if the file cannot be written.

@@ -44,7 +44,7 @@ void measure_steps(const RankContext& at, const Case& one, CaseResult& result) {
   at.settle("the end of a case");
 }
 
-// The bytes of the batch, split equally.
+// The bytes of the batch, split equally over the peers.
 std::size_t bytes_per_peer(const Batch& batch) {
   const std::size_t ranks = batch.rows.size();
   std::int64_t sent = 0;
@@ -65,7 +65,7 @@ void run_rank(const Place& place, const Case& one, const Batch& batch, const Com
   const int device = options.device.device_id;
   const Comm comm = make_comm(place.launch, rank, options);
   const Stream stream;
-  // First and in this order, equal on all ranks: see SharedMemory.
+  // These are made first and in this order, equal on all ranks: see SharedMemory.
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
   const SharedMemory board_memory(comm.get(), stream, Board::bytes(one.workload));
   const SharedMemory landing(comm.get(), stream, WireFloor::landing_bytes(batch));

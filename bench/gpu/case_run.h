@@ -13,7 +13,7 @@ namespace bench::gpu {
 struct StepResult {
   Step step;
   int blocks;                   // on rank 0, of which a multiprocessor has one; 0 = not known
-  std::vector<double> seconds;  // of every iteration the maximum over the ranks
+  std::vector<double> seconds;  // the maximum over the ranks, of every iteration
 };
 
 // Complete on rank 0.
@@ -25,11 +25,11 @@ struct CaseResult {
   xd_ep_memory group_memory = XD_EP_MEMORY_INIT;
 };
 
-// How ranks are laid out.
+// The layout of ranks on devices.
 struct Place {
   Launch launch;
-  int devices;        // how many there are
-  int ranks_per_gpu;  // how many ranks share one
+  int devices;        // number of devices
+  int ranks_per_gpu;  // number of ranks that share a device
   int device_of(int rank) const { return rank / ranks_per_gpu % devices; }
   bool shares_devices() const { return ranks_per_gpu > 1; }
 };

@@ -18,7 +18,7 @@ Operation operation_named(const std::string& name) {
                               ": expected prepare, dispatch, combine, dispatch_bwd, combine_bwd");
 }
 
-// The problem that the targets are for; seed, iterations and the like are the caller's.
+// The problem that the targets are for; seed, iterations and the like come from the options.
 Workload standard(const Options& options, int ranks) {
   Workload w = options.workload;
   w.ranks = ranks;

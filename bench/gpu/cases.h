@@ -1,4 +1,4 @@
-// What one run measures: a list of cases, from a preset or from the command line.
+// The cases that one run measures, from a preset or from the command line.
 #pragma once
 
 #include <string>
@@ -12,12 +12,12 @@ namespace bench::gpu {
 struct Step {
   Operation operation;
   int sms = 0;           // budget of the group; 0 = the library's choice
-  double target_us = 0;  // of 4 GPUs of one NVLink host; 0: none
+  double target_us = 0;  // target for 4 GPUs of one NVLink host; 0: none
 };
 
-// One batch, its tensors in one kind of memory, and what is measured on it.
+// One batch, its tensors in one kind of memory, and the operations that are measured on it.
 struct Case {
-  std::string part;  // of a sweep: what varies
+  std::string part;  // in a sweep: the value that varies
   Workload workload;
   bool staged = false;
   bool graph = false;
@@ -28,7 +28,7 @@ struct Case {
 struct Limits {
   int ranks;
   int devices;
-  int sms;          // that a rank may have; presets ask for no more
+  int sms;          // multiprocessors of a rank; presets ask for no more
   bool may_shrink;  // sweep:gpus may take fewer ranks
 };
 

@@ -1,4 +1,4 @@
-// CUDA as the benchmark uses it: checked calls, memory that is never freed behind a running kernel,
+// The benchmark's use of CUDA: checked calls, memory that is never freed behind a running kernel,
 // memory that all ranks can address.
 #pragma once
 
@@ -15,10 +15,11 @@ namespace bench::gpu {
 // Throws std::runtime_error naming `what` and CUDA's reason.
 void ok(cudaError_t error, const char* what);
 
-// How many devices there are; 0 without a driver, with its reason in *why.
+// The number of devices; 0 without a driver, with the reason in *why.
 int count_devices(std::string* why);
 
-// Non-blocking: the legacy default stream would make ranks that share a device wait for each other.
+// A non-blocking stream: the legacy default stream would make ranks that share a device wait for
+// each other.
 class Stream {
  public:
   Stream();
@@ -32,7 +33,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Device memory, zeroed: symmetric or, without a communicator, ordinary.
+// Zeroed device memory: symmetric or, without a communicator, ordinary.
 class Memory {
  public:
   Memory(xd_comm* symmetric_in, const Stream& stream, std::size_t bytes);
@@ -69,7 +70,7 @@ class DeviceArray {
 };
 
 // Symmetric memory of equal size on every rank. All ranks make theirs in the same order, before any
-// other allocation: then its handles differ in the rank only. Peers may use it after a barrier.
+// other allocation, so that the handles differ in the rank only. Peers may use it after a barrier.
 class SharedMemory {
  public:
   SharedMemory(xd_comm* comm, const Stream& stream, std::size_t bytes);
@@ -81,8 +82,8 @@ class SharedMemory {
   xd_mem_handle handle_{};
 };
 
-// Some copies of a matrix, one behind another, so that one iteration does not find in the cache
-// what the last one has left there.
+// Some copies of a matrix, one behind another, so that an iteration finds nothing in the cache that
+// the last one has left.
 class Tensor {
  public:
   struct Shape {
