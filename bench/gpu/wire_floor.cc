@@ -56,7 +56,7 @@ WireFloor::WireFloor(const RankContext& context, const SharedMemory& landing)
 std::vector<Piece> WireFloor::cut_pieces() const {
   struct Placed {
     double turn;
-    std::size_t order;  // of destinations, where turns are equal
+    std::size_t order;  // order of destinations, where turns are equal
     Piece piece;
   };
   std::vector<Placed> placed;

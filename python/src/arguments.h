@@ -1,4 +1,5 @@
-// Python values as C ones, with errors that name the argument; what a group says, the other way.
+// Turns Python values into C values, with errors that name the argument, and a group's status into
+// Python values.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -24,11 +25,11 @@ Int integer(nb::handle value, const char* name) {
   return result;
 }
 
-// DLPack's code and bits in one number, code << 8 | bits: float32 is 0x220.
+// The type of DLPack's code and bits in one number, code << 8 | bits: float32 is 0x220.
 DLDataType data_type(int packed);
 
 // A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor, or with its strides
-// in elements behind these. Lives as long as the call; owns nothing.
+// in elements as a fourth item. It lives as long as the call, and owns nothing.
 class Tensor {
  public:
   Tensor(nb::handle spec, const char* name, DLDevice device);
@@ -46,7 +47,7 @@ class Tensor {
   std::array<std::int64_t, max_dims> shape_{}, strides_{};
 };
 
-// Address of what a Python integer points to.
+// The address in a Python integer.
 inline void* pointer(std::uintptr_t address) {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
@@ -61,7 +62,7 @@ inline xd_stream stream_of(std::uintptr_t address) {
 // it. TypeError for a name that does not exist.
 xd_ep_config group_config(const nb::kwargs& options);
 
-// By the names of xd_ep_status; the status as its name.
+// A dict with the names of xd_ep_status; the status is its name.
 nb::dict fields_of(const xd_ep_status& status);
 
 }  // namespace xdpy

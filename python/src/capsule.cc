@@ -18,7 +18,7 @@ struct Managed {
 };
 
 void release(DLManagedTensor* tensor) {
-  // A tensor that outlives the interpreter has nothing left to give back.
+  // The owner of a tensor that outlives the interpreter is gone already.
   if (!nb::is_alive()) return;
   const nb::gil_scoped_acquire gil;
   delete static_cast<Managed*>(tensor->manager_ctx);

@@ -1,4 +1,4 @@
-// Memory that a Python object owns, as a tensor for any array library.
+// Describes memory that a Python object owns as a tensor for any array library.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,8 +10,8 @@ namespace xdpy {
 
 namespace nb = nanobind;
 
-// A capsule "dltensor" over [address, ...) that keeps `owner` alive until its consumer, or the
-// capsule if nobody consumed it, lets go, on any thread.
+// A capsule "dltensor" over [address, ...) that keeps `owner` alive until its consumer, or an
+// unused capsule, lets go, on any thread.
 nb::object as_dlpack(std::uintptr_t address, std::vector<std::int64_t> shape, int dtype,
                      int device_type, int device_id, nb::object owner);
 

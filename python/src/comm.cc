@@ -12,8 +12,8 @@
 namespace xdpy {
 namespace {
 
-// Communicators that the interpreter's exit has to leave, so that peers hear a goodbye: objects
-// that are still referenced then are never destroyed.
+// Communicators that are left at the interpreter's exit, so that peers hear a goodbye: objects that
+// are still referenced then are never destroyed.
 std::set<Comm*>& alive() {
   static std::set<Comm*> comms;
   return comms;
@@ -33,7 +33,7 @@ void close_all() {
 struct AllGather {
   nb::object callable;
   int num_ranks = 0;
-  std::exception_ptr thrown;  // what the callable raised, for the caller of xd_comm_create
+  std::exception_ptr thrown;  // the callable's exception, for the caller of xd_comm_create
 
   void gather(const void* send, void* recv, std::size_t bytes) const {
     nb::list gathered(callable(nb::bytes(send, bytes)));

@@ -11,8 +11,8 @@
 
 namespace xdpy {
 
-// Destroyed with its last reference, by close(), or at the interpreter's exit, whichever comes
-// first. Members are read and written with the GIL held.
+// It is destroyed with its last reference, by close(), or at the interpreter's exit, at the first
+// of these. Members are read and written with the GIL held.
 class Comm {
  public:
   struct Options {
@@ -55,7 +55,7 @@ class Comm {
   [[nodiscard]] xd_comm* usable() const;
   [[nodiscard]] Failure failure() const { return {.comm = comm_, .rank = info_.rank}; }
 
-  // Runs a call of the C API on this communicator without the GIL: fn(xd_comm*) -> xd_status.
+  // Runs fn(xd_comm*) -> xd_status, a call of the C API on this communicator, without the GIL.
   template <class Fn>
   void call(Fn fn) const {
     xd_comm* const comm = usable();
@@ -68,7 +68,7 @@ class Comm {
   // the two would wait for each other.
   void refuse_in_handler() const;
 
-  // While one lives a call may be waiting, on any thread, and close() refuses.
+  // While such an object lives a call may be waiting, on any thread, and close() refuses.
   class InUse {
    public:
     explicit InUse(const Comm& comm) : comm_(comm) { ++comm_.calls_; }

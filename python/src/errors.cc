@@ -61,7 +61,7 @@ void raise(xd_status status, const Failure& failure) {
   xd_error_info info XD_ERROR_INFO_INIT;
   if (failure.comm != nullptr && xd_comm_error(failure.comm, &info) == XD_SUCCESS &&
       info.status == status) {
-    // What ends a wait, the loss of a peer say, need not know the operation.
+    // An event that ends a wait, such as the loss of a peer, may not know the operation.
     if (info.operation < 0) info.operation = failure.operation;
     details = fatal_details(info);
   } else {

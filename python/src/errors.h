@@ -1,4 +1,4 @@
-// Failed calls of the C API as Python exceptions.
+// Turns failed calls of the C API into Python exceptions.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -10,17 +10,17 @@ namespace xdpy {
 
 namespace nb = nanobind;
 
-// What is known about a failed call beyond the calling thread's xd_last_error().
+// The facts about a failed call beyond the calling thread's xd_last_error().
 struct Failure {
   xd_comm* comm = nullptr;  // asked for its fatal error; NULL where there is none (any more)
-  int rank = -1;            // of the caller; -1 = not in a communicator
+  int rank = -1;            // the caller's rank; -1 = not in a communicator
   int peer = -1;            // rank that a non-fatal error is about
   int group = -1;
   int operation = -1;                               // an xd_ep_operation
   std::int64_t needed_rows = 0, capacity_rows = 0;  // of an overflow
 };
 
-// A fatal error as the details that crossdock.errors.from_details takes.
+// The details of a fatal error, as crossdock.errors.from_details takes them.
 nb::dict fatal_details(const xd_error_info& info);
 
 // Throws the class of crossdock.errors for `status`. Call it on the thread of the failed call,
@@ -32,14 +32,15 @@ inline void check(xd_status status, const Failure& failure = {}) {
   if (status != XD_SUCCESS) raise(status, failure);
 }
 
-// Signals that arrive while this thread waits inside the library: see signals.cc.
+// From now on this thread handles signals while it waits inside the library: see signals.cc.
 void handle_signals_in_waits();
 void throw_what_a_handler_raised();
-bool in_signal_handler();  // one that runs while this thread waits inside the library
+bool in_signal_handler();  // true in a handler that runs while this thread waits inside the library
 
-// The result of fn() -> xd_status, run without the GIL: for every call that may wait for a peer, or
-// for another thread that does. On Python's main thread signals are handled meanwhile; what a
-// handler raises, as Ctrl-C does, ends the wait, aborts the communicator, and is thrown here.
+// Runs fn() -> xd_status without the GIL and returns its result. It is for every call that may wait
+// for a peer, or for another thread that does. On Python's main thread signals are handled
+// meanwhile; an exception of a handler, such as Ctrl-C's, ends the wait, aborts the communicator,
+// and is thrown here.
 template <class Fn>
 xd_status without_gil(Fn fn) {
   handle_signals_in_waits();
@@ -52,7 +53,7 @@ xd_status without_gil(Fn fn) {
   return status;
 }
 
-// Throws InvalidArgument for what the bindings find themselves.
+// Throws InvalidArgument for a mistake that the bindings find themselves.
 [[noreturn]] void raise_invalid(const char* text, int rank = -1);
 
 }  // namespace xdpy

@@ -17,7 +17,7 @@ Group::Group(nb::object comm, const nb::kwargs& options)
 
 Group::~Group() {
   if (group_ == nullptr) return;
-  // Freeing CUDA memory may wait for kernels, and those for ranks in other threads.
+  // Freeing CUDA memory may wait for kernels, and kernels may wait for ranks in other threads.
   without_gil([&] { return xd_ep_group_destroy(group_); });
 }
 

@@ -11,7 +11,7 @@
 
 namespace xdpy {
 
-// Keeps its communicator's object alive. Members are read and written with the GIL held.
+// A group keeps its communicator's object alive. Members are read and written with the GIL held.
 class Group {
  public:
   Group(nb::object comm, const nb::kwargs& options);
@@ -31,21 +31,21 @@ class Group {
 
   [[nodiscard]] DLDevice device() const { return comm_.info().device; }
 
-  // Runs one operation without the GIL: fn(xd_ep_group*) -> xd_status.
+  // Runs fn(xd_ep_group*) -> xd_status, one operation, without the GIL.
   template <class Fn>
   void call(xd_ep_operation operation, Fn fn) {
     const xd_status status = run(fn);
     if (status != XD_SUCCESS) fail(operation, status);
   }
 
-  // Runs a local call, which is no operation, likewise.
+  // Runs a local call, which is no operation, in the same way.
   template <class Fn>
   void call_local(Fn fn) {
     check(run(fn), comm_.failure());
   }
 
  private:
-  // While one lives a call may be running, on any thread, and close() refuses.
+  // While such an object lives a call may be running, on any thread, and close() refuses.
   class InUse {
    public:
     explicit InUse(Group& group) : group_(group) { ++group_.calls_; }

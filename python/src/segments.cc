@@ -20,7 +20,7 @@ struct Taken {
   std::unordered_set<std::uintptr_t> addresses;
 };
 
-// Never destroyed: torch gives segments back until the process is gone.
+// It is never destroyed, since torch gives segments back until the process is gone.
 Taken& taken() {
   static Taken& all = *new Taken;
   return all;

@@ -9,7 +9,7 @@ namespace {
 
 thread_local bool asking = false;  // set up for this thread
 thread_local bool in_handler = false;
-thread_local bool raised = false;  // Python's error indicator has what a handler raised
+thread_local bool raised = false;  // Python's error indicator has a handler's exception
 
 int ask(void*) {
   const nb::gil_scoped_acquire gil;
@@ -30,8 +30,8 @@ bool on_main_thread() {
 void handle_signals_in_waits() {
   if (asking) return;
   asking = true;
-  // Other threads never run handlers. They might be ended inside the library, too, if they asked
-  // for the GIL while the interpreter exits.
+  // Other threads never run handlers. If they asked for the GIL while the interpreter exits, they
+  // might also be ended inside the library.
   if (on_main_thread()) xd_set_interrupt(&ask, nullptr);
 }
 

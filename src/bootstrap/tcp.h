@@ -27,10 +27,9 @@ struct TcpAddress {
   TcpAddress with_port(std::uint16_t port) const;
 };
 
-// The addresses of a host name or numeric address, in the system's order of preference. The look-up
-// of a name takes as long as the system's resolver takes. Throws INVALID_ARGUMENT naming `what`,
-// also where an address has a flaw(), so that no process listens on every interface or calls all
-// hosts.
+// The addresses of a host name or numeric address, in the system's order of preference. Looking up
+// a name takes as long as the system's resolver takes. Throws INVALID_ARGUMENT naming `what`, also
+// where an address has a flaw(), so that no process listens on every interface or calls all hosts.
 std::vector<TcpAddress> resolve(const std::string& host, const char* what);
 
 // Listens on exactly this address; port 0 = any free one. Returns no descriptor and sets errno if

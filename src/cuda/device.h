@@ -7,7 +7,7 @@
 
 namespace xd::cuda {
 
-using Uuid = std::array<unsigned char, 16>;  // of a device, the same in every process
+using Uuid = std::array<unsigned char, 16>;  // identity of a device, the same in every process
 
 struct DeviceFacts {
   int ordinal = -1;

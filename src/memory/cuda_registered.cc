@@ -20,7 +20,7 @@ using cuda::driver;
 // The description that peers get of a range of an allocation.
 struct Description {
   std::uint64_t process;  // the process whose addresses these are
-  std::uint64_t base;     // of the allocation
+  std::uint64_t base;     // start of the allocation
   std::uint64_t allocated;
   std::uint64_t offset;
   std::uint64_t bytes;

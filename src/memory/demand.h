@@ -30,7 +30,7 @@ struct MemoryDemand {
 // A demand with the names of its limits, which only this rank knows.
 struct OwnDemand {
   MemoryDemand demand;
-  std::vector<std::string> names;  // of demand.limits
+  std::vector<std::string> names;  // names of demand.limits
 };
 
 // Makes this rank's demand. If there are too many limits it keeps the tightest, and always the

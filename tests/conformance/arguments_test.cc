@@ -349,7 +349,7 @@ TEST(BadArguments, MoreTokensOrChoicesThanTheGroupHoldsAreRefused) {
 }
 
 TEST(BadArguments, AnAlignmentThatIsNoneOfTheGroupsIsRefused) {
-  const Case c = plain_case(world().num_ranks());  // of alignment 4
+  const Case c = plain_case(world().num_ranks());  // it has alignment 4
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);

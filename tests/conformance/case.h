@@ -55,8 +55,8 @@ struct Case {
   DLDataType dtype{};
   Cargo cargo = Cargo::payload;
   int alignment = 1;         // the group's
-  DLDataType index_type{};   // of topk_idx
-  DLDataType output_type{};  // of prepare's outputs and recv_topk_idx
+  DLDataType index_type{};   // type of topk_idx
+  DLDataType output_type{};  // type of prepare's outputs and recv_topk_idx
   Pattern pattern = Pattern::uniform;
   Tokens tokens = Tokens::full;
   int max_tokens = 1;
@@ -82,14 +82,14 @@ struct Case {
   Placement placement(int step) const;  // with the capacities of all ranks
   xd_ep_config config(int rank) const;
   bool zeroes_tail(int rank) const;
-  int least_row_units() const;  // of the shortest row that dispatch can carry
+  int least_row_units() const;  // units of the shortest row that dispatch can carry
   bool carries_scales() const {
     return cargo == Cargo::e4m3_with_floats || cargo == Cargo::e5m2_with_e8m0;
   }
   std::string description() const;
 
  private:
-  std::vector<std::int64_t> capacities() const;  // of all ranks, as configured
+  std::vector<std::int64_t> capacities() const;  // capacities of all ranks, as configured
   xd_ep_overflow overflow() const;
 };
 

@@ -6,6 +6,6 @@
 namespace xd::test {
 
 std::size_t allocations_of_this_thread();
-std::size_t live_bytes();  // of the process
+std::size_t live_bytes();  // bytes that the process has allocated and not freed
 
 }  // namespace xd::test

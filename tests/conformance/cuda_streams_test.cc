@@ -41,7 +41,7 @@ TEST_P(TwoGroups, BegunInOppositeOrdersFitTogether) {
   }
   on_every_rank([](Rank& rank) {
     FixedShape shape = GetParam();
-    shape.tokens = 512;  // of which the library makes the most blocks
+    shape.tokens = 512;  // the number for which the library uses most blocks
     const std::unique_ptr<Memory> memory = rank.memory->another_stream();
     const Rank there = rank.on(*memory);
     Stage here(rank, shape), beside(there, shape);

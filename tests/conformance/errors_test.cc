@@ -274,7 +274,7 @@ TEST(Disagreement, OnTheNumberOfChoicesIsAMismatchOnEveryRank) {
 
 TEST(Disagreement, OnTheAlignmentIsAMismatchThatNamesTheValues) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
-  const Case c = plain_case(world().num_ranks());  // of alignment 4
+  const Case c = plain_case(world().num_ranks());  // it has alignment 4
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);

@@ -26,7 +26,7 @@ inline constexpr xd_ep_operation kStepOperations[] = {XD_EP_PREPARE, XD_EP_DISPA
 struct FixedShape {
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
   DLDataType dtype = kBf16;
-  Place place = Place::ordinary;   // of receive tensors
+  Place place = Place::ordinary;   // place of receive tensors
   std::int64_t recv_capacity = 0;  // 0 = no routing overflows
   int num_sms = 0;
   xd_ep_staging staging = XD_EP_STAGING_AUTO;

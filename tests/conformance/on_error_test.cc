@@ -93,7 +93,7 @@ bool said(const std::string& text) {
 
 class OnErrorFatal : public testing::TestWithParam<Mistake> {
  protected:
-  OnErrorFatal() : c(plain_case(world().num_ranks())) {}  // of alignment 4
+  OnErrorFatal() : c(plain_case(world().num_ranks())) {}  // it has alignment 4
 
   xd_ep_config fatal_config(const Rank& rank) const {
     xd_ep_config config = c.config(rank.rank);

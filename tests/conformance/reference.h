@@ -20,7 +20,7 @@ struct Placement {
   int local_experts = 1;
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
   int alignment = 1;
-  std::vector<std::int64_t> capacity;  // of each rank, as configured
+  std::vector<std::int64_t> capacity;  // capacity of each rank, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
   xd_ep_duplicate_ids duplicates = XD_EP_DUPLICATE_IDS_ERROR;
 

@@ -51,8 +51,8 @@ class Step {
   std::uint64_t common_chance(std::uint64_t salt) const;
   std::uint64_t own_chance(std::uint64_t salt) const;
   Element element(Content content, int rank, std::int64_t row, std::int64_t column) const;
-  float weight(const Row& row, int k) const;          // of a token's choice
-  float weight_at(int rank, std::int64_t row) const;  // of combine
+  float weight(const Row& row, int k) const;          // weight of a token's choice
+  float weight_at(int rank, std::int64_t row) const;  // weight in combine
 
   int tokens() const { return routed_.choices(rank_.rank).tokens; }
   const Received& received() const { return routed_.received(rank_.rank); }
@@ -61,7 +61,7 @@ class Step {
   }
   std::int64_t capacity() const;
   std::int64_t receive_rows(std::uint64_t salt) const;
-  Shape choice_shape(std::int64_t rows) const;  // of receive weights: [R] or [R,K]
+  Shape choice_shape(std::int64_t rows) const;  // shape of receive weights: [R] or [R,K]
   Payload payload() const;
 
   // The alignment that the library asks of a tensor: rows of tokens are aligned to 16 bytes;
@@ -72,7 +72,7 @@ class Step {
   Tensor output(DLDataType type, Shape shape, bool receive, Grain grain = Grain::rows);
   Tensor token_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
   Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
-  Spread spread(Grain grain, const Shape& shape) const;  // of the next tensor
+  Spread spread(Grain grain, const Shape& shape) const;  // strides of the next tensor
 
   // Where the plan is refused, the tensor must be untouched. Otherwise rows are as `code` says, and
   // on the receive side padding is zero and the tail is zero or untouched.
@@ -94,7 +94,7 @@ class Step {
   int topk_;
   Routed routed_;
   Buffer plan_;
-  int row_units_;  // of this batch's rows, at most the case's
+  int row_units_;  // units of this batch's rows, at most the case's
   std::uint64_t tensors_ = 0;
   std::int64_t reported_drops_ = 0;
 };

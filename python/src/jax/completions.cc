@@ -18,7 +18,7 @@ struct Pool {
   std::size_t idle = 0;
 };
 
-// Never destroyed: its threads live as long as the process.
+// The pool is never destroyed, since its threads live as long as the process.
 Pool& pool() {
   static auto* const made = new Pool;
   return *made;
@@ -35,7 +35,7 @@ void serve(Pool& pool) {
     pool.tasks.pop_front();
     lock.unlock();
     task();
-    task = nullptr;  // outside the lock: what it holds may be large
+    task = nullptr;  // outside the lock, since the task may own large objects
     lock.lock();
   }
 }

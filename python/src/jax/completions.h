@@ -5,9 +5,9 @@
 
 namespace xdjax {
 
-// Runs `task` soon, whatever earlier tasks wait for; any thread, does not wait. XLA goes on with
-// the program in it, up to a collective of its own that waits for other ranks: neither a rank's
-// worker nor a fixed number of threads could take that.
+// Runs `task` soon, even if earlier tasks wait; any thread, does not wait. XLA continues its
+// program in the task, up to a collective that waits for other ranks, so neither a rank's worker
+// nor a fixed number of threads would do.
 void run_soon(std::function<void()> task);
 
 }  // namespace xdjax

@@ -1,4 +1,4 @@
-// The same blocking call for several ranks of this process, which wait for one another.
+// Makes the same blocking call for several ranks of this process, which wait for one another.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace xdjax {
 
-// fn(i) -> std::optional<Problem> for every i below `count`, each on a thread of its own. The
-// problem to show: that of a rank itself rather than one about its peers.
+// Calls fn(i) -> std::optional<Problem> for every i below `count`, each on a thread of its own.
+// Returns the problem to show, preferably a rank's own rather than one about its peers.
 template <class Fn>
 std::optional<Problem> for_each_rank(std::size_t count, Fn fn) {
   std::vector<std::optional<Problem>> problems(count);

@@ -14,7 +14,7 @@ struct Registry {
   std::map<std::int64_t, std::weak_ptr<Group>> groups;
 };
 
-// Never destroyed: executables may outlive static objects.
+// The registry is never destroyed, since executables may outlive static objects.
 Registry& registry() {
   static auto* const made = new Registry;
   return *made;

@@ -1,4 +1,4 @@
-// The groups of this process, and how handlers find them.
+// The groups of this process, and the numbers by which handlers find them.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -17,8 +17,8 @@
 
 namespace xdjax {
 
-// One config's groups on all ranks of this process. Lives as long as whoever made it, an executable
-// that uses it, or an operation that runs; it keeps the communicators.
+// One config's groups on all ranks of this process. It lives as long as its maker, an executable
+// that uses it, or an operation that runs, and keeps the communicators alive.
 class Group {
  public:
   struct Member {
@@ -35,10 +35,10 @@ class Group {
   // Makes the groups, unless they have been made. Collective, blocking.
   std::optional<Problem> create();
 
-  // The rank on the device that XLA names so; NULL without one.
+  // The rank on the device that XLA calls `ordinal`; NULL if there is none.
   [[nodiscard]] Member* on_device(int ordinal);
 
-  // That of ranks()->all()[index]; NULL before create(), for which it does not wait.
+  // The member of ranks()->all()[index]; NULL before create(), for which it does not wait.
   [[nodiscard]] const Member* member(std::size_t index) const;
 
   [[nodiscard]] const std::string& text() const { return text_; }
@@ -50,13 +50,13 @@ class Group {
   const std::string text_;             // the config, as executables name it
   std::mutex creating_;                // held by create(), which waits for other ranks
   std::atomic<bool> created_ = false;  // set when members_ will not change any more
-  std::vector<Member> members_;        // of ranks_->all()
+  std::vector<Member> members_;        // one per entry of ranks_->all()
 };
 
 // Gives the group a number that no other group of this process ever gets.
 std::int64_t enter_group(const std::shared_ptr<Group>& group);
 
-// NULL if it is gone, or if there never was one.
+// The group with that number; NULL if it is gone, or never existed.
 std::shared_ptr<Group> find_group(std::int64_t number);
 
 }  // namespace xdjax

@@ -24,8 +24,8 @@ enum class Platform { cpu, cuda };
 
 std::atomic<std::uint64_t> made_calls = 0;
 
-// What an executable keeps for one of its calls. Platforms have registries of types of their own,
-// each of which numbers the type.
+// The state that an executable keeps for one of its calls. Each platform has its own registry of
+// types, which numbers this type.
 template <Platform platform>
 struct Call {
   static ffi::TypeId id;
@@ -34,7 +34,7 @@ struct Call {
   std::shared_ptr<Group> group;
   std::vector<std::string> arguments;  // names of the buffers, in XLA's order
   std::vector<std::string> results;
-  std::int32_t alignment = 0;  // of the plan that prepare makes
+  std::int32_t alignment = 0;  // alignment of the plan that prepare makes
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
 };
 template <Platform platform>
@@ -179,7 +179,7 @@ ffi::Future failed(ffi::Error error) {
   return future;
 }
 
-// Waiting for peers is for the rank's own thread: XLA's are too few for it.
+// The rank's own thread waits for peers, since XLA has too few threads for it.
 template <xd_ep_operation operation>
 ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs args,
                    ffi::RemainingRets rets) {
@@ -191,7 +191,7 @@ ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs ar
     ffi::Future future(promise);
     member.worker->post([group = call->group, &member, operands, bad, promise]() mutable {
       auto problem = run_or_fail(operation, member.group, *operands, bad, nullptr);
-      // With the group: it must not end on its own worker.
+      // The task takes the group along, which must not end on its own worker.
       run_soon([group = std::move(group), promise, problem]() mutable {
         if (problem) {
           promise.SetError(error_of(*problem));

@@ -7,11 +7,12 @@
 
 namespace xdjax {
 
-// For jax.ffi: {platform: {"types": {name: {...}}, "targets": {name: {stage: capsule}}}}.
+// The entries for jax.ffi: {platform: {"types": {name: {...}}, "targets": {name: {stage:
+// capsule}}}}.
 nanobind::dict registrations();
 
-// How often XLA has called a handler of an operation in this process. Less often than operations
-// have run where it replays command buffers.
+// The number of times that XLA has called a handler of an operation in this process. More
+// operations than that have run where XLA replays command buffers.
 std::uint64_t calls();
 
 }  // namespace xdjax

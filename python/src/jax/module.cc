@@ -50,8 +50,9 @@ std::shared_ptr<Ranks> join(int device_type, const nb::list& seats, int timeout_
   }
 }
 
-// Dropping the last reference may wait for kernels, and those for ranks of other threads. These may
-// look at the handle as soon as they have the GIL: it is empty before.
+// Dropping the last reference may wait for kernels, and kernels may wait for ranks of other
+// threads. Those threads may look at the handle as soon as they have the GIL, so it is emptied
+// before.
 template <class T>
 void drop(std::shared_ptr<T>& object) {
   std::shared_ptr<T> last = std::move(object);
@@ -89,12 +90,12 @@ void create_group(const GroupHandle& self) {
   {
     const nb::gil_scoped_release released;
     problem = group->create();
-    group.reset();  // the last one, if close() came
+    group.reset();  // the last reference, if close() came
   }
   if (problem) raise(*problem);
 }
 
-// Of the rank with that index; None before the group has been made.
+// The status of the rank with that index; None before the group has been made.
 nb::object group_status(const GroupHandle& self, std::size_t index) {
   const std::shared_ptr<Group> group = self.open();
   const Group::Member* member = group->member(index);
@@ -104,7 +105,7 @@ nb::object group_status(const GroupHandle& self, std::size_t index) {
   return xdpy::fields_of(status);
 }
 
-// Likewise.
+// The number of errors of the rank with that index; None before the group has been made.
 nb::object group_errors(const GroupHandle& self, std::size_t index) {
   const std::shared_ptr<Group> group = self.open();
   const Group::Member* member = group->member(index);

@@ -27,7 +27,7 @@ DLDataType data_type(DataType type) {
       return dl(kDLFloat, 32);
     case DataType::BF16:
       return dl(kDLBfloat, 16);
-    // Newer than some dlpack.h: crossdock/ep.h has their codes.
+    // Some versions of dlpack.h lack these types; crossdock/ep.h has their codes.
     case DataType::F8E4M3FN:
       return dl(10, 8);
     case DataType::F8E5M2:

@@ -16,18 +16,19 @@
 
 namespace xdjax {
 
-// Owns shapes, not memory: XLA's description of the buffers ends with the handler, the buffers live
-// until the operation has been reported as finished.
+// It owns shapes and no memory: XLA's description of the buffers ends with the handler, while the
+// buffers live until the operation has been reported as finished.
 class Operands {
  public:
-  // `alignment`: of the plan that prepare makes; `quantise`: how dispatch does.
+  // `alignment` is that of the plan that prepare makes, and `quantise` the way in which dispatch
+  // quantises.
   Operands(DLDevice device, std::int32_t alignment, xd_ep_quantise quantise)
       : device_(device), alignment_(alignment), quantise_(quantise) {}
 
-  // A problem: a type or a number of dimensions that the library has not.
+  // Returns a problem for a type or a number of dimensions that the library does not have.
   std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
 
-  // NULL if there is none of that name.
+  // The buffer of that name, or NULL.
   [[nodiscard]] const DLTensor* find(std::string_view name) const;
 
   [[nodiscard]] std::int32_t alignment() const { return alignment_; }

@@ -7,8 +7,8 @@
 
 namespace xdjax {
 
-// Runs `operation`; on CUDA it has been enqueued on `stream` then. Tensors that a call takes and
-// `operands` lacks are absent.
+// Runs `operation`, which on CUDA means that it is enqueued on `stream`. Tensors that `operands`
+// lacks are absent in the call.
 xd_status run(xd_ep_operation operation, xd_ep_group* group, const Operands& operands,
               xd_stream stream);
 

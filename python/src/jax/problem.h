@@ -14,7 +14,7 @@ struct Problem {
   std::string text;
 };
 
-// Nothing where a call of this thread returned XD_SUCCESS.
+// The problem of this thread's last call; nothing if it returned XD_SUCCESS.
 inline std::optional<Problem> problem_of(xd_status status) {
   if (status == XD_SUCCESS) return std::nullopt;
   return Problem{status, xd_last_error()};

@@ -13,16 +13,16 @@
 
 namespace xdjax {
 
-// Of a process that has one device only.
+// The ordinal in a process that has one device only.
 inline constexpr int any_ordinal = -1;
 
 // The place of one local device.
 struct Seat {
-  int ordinal = 0;        // by which XLA names the device to custom calls; any_ordinal: whichever
+  int ordinal = 0;        // XLA's number of the device in custom calls, or any_ordinal
   int device = 0;         // the CUDA device; 0 on the CPU
-  int rank = 0;           // in its set of ranks ...
-  int num_ranks = 0;      // ... of this size ...
-  std::string unique_id;  // ... that meets here
+  int rank = 0;           // the rank in its set of ranks,
+  int num_ranks = 0;      // the size of that set,
+  std::string unique_id;  // and its meeting point
 };
 
 class Ranks {

@@ -14,7 +14,7 @@ class Worker {
   using Task = std::function<void()>;
 
   Worker();
-  // Waits for what has been posted: never call it in a task.
+  // Waits for all tasks that have been posted: never call it in a task.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -29,7 +29,7 @@ class Worker {
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   bool closed_ = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last, since it uses the other members
 };
 
 }  // namespace xdjax
