@@ -181,7 +181,7 @@ std::size_t Meeting::num_strangers() const {
   }));
 }
 
-// Closes the oldest stranger that has sent no valid bytes; if all have, the oldest of all. A rank
+// Closes the oldest stranger that has not sent its hello; if all have, the oldest of all. A rank
 // has sent its hello when it is accepted and proves the secret a round trip later; if it is closed
 // it comes again. False = there is no stranger.
 bool Meeting::evict_stranger() {
