@@ -25,9 +25,9 @@
 #include "base/math.h"
 #include "comm/device_side.h"
 #include "comm/fatal.h"
-#include "comm/mesh.h"
 #include "comm/symmetric_heap.h"
 #include "memory/host_segment.h"
+#include "mesh/mesh.h"
 
 namespace xd {
 

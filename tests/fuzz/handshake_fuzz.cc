@@ -10,9 +10,9 @@
 #include "bootstrap/handshake.h"
 #include "bootstrap/meeting_messages.h"
 #include "bootstrap/unique_id.h"
-#include "comm/mesh_introduction.h"
-#include "comm/mesh_message.h"
 #include "fuzz/seeds.h"
+#include "mesh/introduction.h"
+#include "mesh/packet.h"
 
 namespace xd::fuzz {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/mesh.h"
+#include "mesh/mesh.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -1,5 +1,5 @@
 // The mesh between threads of one process.
-#include "comm/mesh.h"
+#include "mesh/mesh.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -12,11 +12,9 @@
 #include <atomic>
 
 #include "base/warning_limit.h"
-#include "comm/mesh_connector.h"
-#include "comm/mesh_introduction.h"
-#include "comm/mesh_message.h"
-#include "comm/mesh_peers.h"
-#include "comm/mesh_socket.h"
+#include "mesh/connector.h"
+#include "mesh/introduction.h"
+#include "mesh/packet.h"
 #include "unit/mesh_support.h"
 
 namespace xd::test {
@@ -299,6 +297,7 @@ TEST(Mesh, StrangersOnTheSocketAreRefused) {
   const xd_unique_id id = new_id();
   Member zero, one;
   LogCapture log;
+  UniqueFd silent;  // until all ranks are connected
   const auto errors = on_threads(3, [&](int rank) {
     if (rank == 0) return zero.join(id, 0, 3);
     if (rank == 1) return one.join(id, 1, 3);
@@ -309,7 +308,7 @@ TEST(Mesh, StrangersOnTheSocketAreRefused) {
     const UniqueFd wrong_secret = connect_link(odd.introductions[0].socket_name);
     send_packet(wrong_secret.get(),
                 Handshake(Side::client, make_random<Secret>(), 2).take_output());
-    const UniqueFd silent = connect_link(odd.introductions[0].socket_name);
+    silent = connect_link(odd.introductions[0].socket_name);
     pollfd ends[]{{garbage.get(), 0, 0}, {wrong_secret.get(), 0, 0}};
     EXPECT_TRUE(eventually([&] { return ::poll(ends, 2, 0) == 2; }));
     odd.connect();

@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 
-LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"comm"}, {"ep", "gemm"},
+LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"mesh"}, {"comm"}, {"ep", "gemm"},
           {"capi"}]
 LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}

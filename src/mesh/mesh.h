@@ -9,77 +9,87 @@
 // them. The unit of death is the process: all its ranks are reported together.
 #pragma once
 
+#include <sys/types.h>
+
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
-#include <string>
+#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "bootstrap/bootstrap.h"
+#include "mesh/inbox.h"
+#include "mesh/introduction.h"
+#include "mesh/packet.h"
+#include "mesh/watch.h"
 
 namespace xd {
 
-// What the watch thread reports. Called on that thread, one at a time; must not block and must not
-// call the mesh, but for on_tick(), which may send_abort() and cancel(). Outlives the mesh.
-class MeshEvents {
- public:
-  virtual ~MeshEvents() = default;
-  virtual void on_lost(
-      std::span<const int> ranks) = 0;  // ascending; processes that ended without goodbye
-  virtual void on_left(int rank) = 0;   // said goodbye
-  virtual void on_abort(int rank) = 0;  // called abort
-  // The watch thread cannot go on: nothing is reported from now on. What happens here allocates
-  // nothing, and may also send_abort() and cancel().
-  virtual void on_end(xd_status status, int error_number) noexcept = 0;
-  // on_tick() comes at least that often; -1 = never.
-  virtual int tick_ms() const { return -1; }
-  virtual void on_tick() {}
-};
-
 class Mesh {
  public:
-  // One message of a rank in an all_gather.
-  struct Item {
-    Bytes blob;
-    UniqueFd fd;                // empty if the rank sent none
-    bool fd_discarded = false;  // it sent one, for which this process had no room
-  };
+  using Item = MeshItem;  // one message of a rank in an all_gather
+  static constexpr std::size_t kMaxBlob = kMaxMeshBlob;
 
   // Meets the other ranks and connects to each. Collective. Throws TIMEOUT naming missing ranks,
   // MISMATCH (protocol version, num_ranks, a peer that failed), UNSUPPORTED (ranks on different
   // hosts), SYSTEM. What this rank fails of is told to its peers.
   static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline);
-  virtual ~Mesh() = default;  // says goodbye (unless in a forked child), joins the watch thread
+
+  struct Parts {
+    int rank;
+    UniqueFd stop;  // ends the watch thread
+    PeerProcesses processes;
+    std::vector<UniqueFd> links;  // by rank; never closed or replaced before the mesh ends
+  };
+  // Takes the parts only once nothing can fail any more.
+  explicit Mesh(Parts&& parts);
+  ~Mesh();  // says goodbye (unless in a forked child), joins the watch thread
+  Mesh(const Mesh&) = delete;
+  Mesh& operator=(const Mesh&) = delete;
 
   // Starts the watch thread; no event comes before that. If it cannot, the peers are told why.
-  virtual void start(MeshEvents& events) = 0;
+  void start(MeshEvents& events);
 
   // Collective, in the same order on all ranks (calls of one rank exclude each other). items[r]
   // gets what rank r sent, items[rank] stays as it is; without any items, what comes is dropped.
   // Blobs at most kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is duplicated, not taken.
   // Throws TIMEOUT naming the missing ranks; PEER_LOST; MISMATCH (a peer has failed); ABORTED;
   // SYSTEM; whatever on_* reported while it waited ends the wait. Allocates only to throw.
-  virtual void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
-                          std::span<Item> items) = 0;
+  void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
+                  std::span<Item> items);
 
   // Tells every peer that this rank aborts. Does not block; safe on any thread.
-  virtual void send_abort() noexcept = 0;
+  void send_abort() noexcept;
 
   // Tells every peer that this rank cannot go on, and why: the exception in flight. Theirs that
   // wait for it throw MISMATCH.
-  virtual void send_failure() noexcept = 0;
+  void send_failure() noexcept { tell_failure(parts_.links); }
 
   // Ends an all_gather that is waiting here (after a fatal error): it throws ABORTED.
-  virtual void cancel() noexcept = 0;
+  void cancel() noexcept { inbox_.cancel(); }
 
   // Ranks of this communicator that live in this process, itself included.
-  virtual int local_ranks() const = 0;
+  int local_ranks() const { return parts_.processes.local_ranks; }
 
-  static constexpr std::size_t kMaxBlob = 32768;
+ private:
+  int num_ranks() const { return static_cast<int>(parts_.links.size()); }
+  void watch(MeshEvents& events) noexcept;
+  void tell_deafness() noexcept;
+  void wait_for_room(int peer, std::uint64_t round, const Deadline& deadline);
+
+  MeshInbox inbox_;
+  const pid_t creator_;
+  Parts parts_;
+  std::optional<MeshWatch> watch_;
+  std::array<char, kMaxFailureText> deaf_by_{};  // why the watch thread has ended; then deaf_
+  std::atomic<bool> deaf_{false};
+  std::thread thread_;
 };
 
 }  // namespace xd

@@ -1,11 +1,14 @@
-// What a rank says about itself through the bootstrap, so that the others can connect to it.
+// What a rank says about itself through the bootstrap, so that the others can connect to it, and
+// what follows from what all say: the processes behind the ranks, which are the unit of death.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
+#include "base/fd.h"
 #include "bootstrap/secret.h"
 #include "bootstrap/wire.h"
 
@@ -54,5 +57,21 @@ void check_peer(int rank, const Introduction& own, int peer, const Introduction&
 
 // What all ranks of the communicator know, and nobody else.
 Secret mesh_secret(std::span<const Introduction> introductions);
+
+struct PeerProcess {
+  std::vector<int> ranks;  // ascending
+  UniqueFd pidfd;          // readable once the process has ended; empty where the system has none
+};
+
+struct PeerProcesses {
+  std::vector<PeerProcess> processes;
+  std::vector<int> of_rank;  // index into `processes`
+  int local_ranks = 0;       // ranks of the calling process, `rank` included
+  int shortage = 0;          // errno: some pidfd is missing as this process has no descriptor left
+};
+
+// Groups the ranks. Those of the calling process are one "process" each: they cannot die, only
+// leave. Throws PEER_LOST if a process is gone already.
+PeerProcesses find_processes(int rank, std::span<const Introduction> introductions);
 
 }  // namespace xd

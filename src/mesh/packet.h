@@ -1,7 +1,11 @@
-// Unix sockets of the mesh: SOCK_SEQPACKET (whole messages, in order, and an end that is noticed),
+// What travels between ranks, one message in each packet, and the Unix sockets that carry it:
+// SOCK_SEQPACKET (whole messages, in order, and an end that is noticed),
 // abstract names (nothing is left in the file system), non-blocking, close-on-exec.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -9,9 +13,38 @@
 #include "base/fd.h"
 #include "bootstrap/secret.h"
 #include "bootstrap/wire.h"
-#include "comm/mesh_message.h"
 
 namespace xd {
+
+// ---- Messages ----
+
+enum class MeshMessageType : std::uint32_t {
+  exchange = 1,
+  goodbye = 2,
+  abort = 3,
+  failure = 4  // a goodbye with its reason, the blob: this rank cannot go on
+};
+inline constexpr std::size_t kMaxFailureText = 512;
+inline constexpr std::size_t kMaxMeshBlob = 32768;
+
+struct MeshHeader {
+  MeshMessageType type;
+  std::uint32_t has_descriptor;  // exchange only
+  std::uint64_t round;           // exchange only: which all_gather, counted from 0
+};
+
+inline constexpr std::size_t kMaxMeshPacket = sizeof(MeshHeader) + kMaxMeshBlob;
+
+struct MeshMessage {
+  MeshHeader header;
+  std::span<const std::byte> blob;  // inside the packet
+};
+
+// Empty if no rank of this version sends such a packet.
+std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
+                                              bool has_descriptor);
+
+// ---- Sockets ----
 
 // Throws SYSTEM.
 UniqueFd listen_for_links(const Tag& name, int backlog);

@@ -7,12 +7,11 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/descriptor_reserve.h"
 #include "base/fd.h"
 #include "base/warning_limit.h"
 #include "bootstrap/handshake.h"
-#include "comm/descriptor_reserve.h"
-#include "comm/mesh_introduction.h"
-#include "comm/mesh_peers.h"
+#include "mesh/introduction.h"
 
 namespace xd {
 

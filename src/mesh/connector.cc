@@ -1,4 +1,4 @@
-#include "comm/mesh_connector.h"
+#include "mesh/connector.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -11,9 +11,9 @@
 #include "base/error.h"
 #include "base/interrupt.h"
 #include "base/math.h"
+#include "base/poll_list.h"
 #include "base/rank_list.h"
-#include "comm/mesh_socket.h"
-#include "comm/poll_list.h"
+#include "mesh/packet.h"
 
 namespace xd {
 namespace {

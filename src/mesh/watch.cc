@@ -1,4 +1,4 @@
-#include "comm/mesh_watch.h"
+#include "mesh/watch.h"
 
 #include <cerrno>
 #include <utility>
@@ -16,7 +16,7 @@ MeshWatch::MeshWatch(const Sources& sources)
       aborted_(sources.links.size()),
       place_of_rank_(sources.links.size()),
       place_of_process_(sources.processes.processes.size()),
-      buffer_(max_mesh_packet_bytes()) {
+      buffer_(kMaxMeshPacket) {
   sources_.reserve(1 + states_.size() + ended_.size());
   lost_.reserve(states_.size());
 }

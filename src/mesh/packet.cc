@@ -1,4 +1,4 @@
-#include "comm/mesh_socket.h"
+#include "mesh/packet.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -190,6 +190,23 @@ Packet receive_packet(int fd, std::span<std::byte> buffer) {
     packet.bytes = buffer.first(static_cast<std::size_t>(count));
   }
   return packet;
+}
+
+std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
+                                              bool has_descriptor) {
+  WireReader in(packet);
+  const MeshMessage message{in.take<MeshHeader>(), in.rest()};
+  const MeshHeader& header = message.header;
+  if (!in.ok() || message.blob.size() > kMaxMeshBlob) return std::nullopt;
+  if (header.has_descriptor != (has_descriptor ? 1U : 0U)) return std::nullopt;
+  if (header.type == MeshMessageType::exchange) return message;
+  const bool bare = !has_descriptor && header.round == 0;
+  if (header.type == MeshMessageType::failure) {
+    return bare && message.blob.size() <= kMaxFailureText ? std::optional(message) : std::nullopt;
+  }
+  const bool known =
+      header.type == MeshMessageType::goodbye || header.type == MeshMessageType::abort;
+  return bare && known && message.blob.empty() ? std::optional(message) : std::nullopt;
 }
 
 }  // namespace xd

@@ -1,4 +1,4 @@
-#include "comm/mesh_inbox.h"
+#include "mesh/inbox.h"
 
 #include <algorithm>
 #include <utility>
@@ -12,7 +12,7 @@ namespace xd {
 
 MeshInbox::MeshInbox(int rank, int num_ranks) : rank_(rank), peers_(at(num_ranks)) {}
 
-bool MeshInbox::deliver(int rank, std::uint64_t round, Mesh::Item item) {
+bool MeshInbox::deliver(int rank, std::uint64_t round, MeshItem item) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[at(rank)];
   if (round != peer.rounds_received || round > rounds_begun_) return false;
@@ -78,8 +78,7 @@ std::uint64_t MeshInbox::begin_round() {
   return round;
 }
 
-void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline,
-                         std::span<Mesh::Item> items) {
+void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items) {
   Interruption interruption;
   std::unique_lock lock(mutex_);
   while (!complete(round)) {

@@ -1,6 +1,8 @@
 // What the watch thread has received from the peers and learned about them; where all_gather waits.
 #pragma once
 
+#include <crossdock/status.h>
+
 #include <array>
 #include <condition_variable>
 #include <cstdint>
@@ -12,10 +14,18 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "comm/mesh.h"
-#include "comm/mesh_message.h"
+#include "base/fd.h"
+#include "bootstrap/wire.h"
+#include "mesh/packet.h"
 
 namespace xd {
+
+// What a rank has sent in one round of an all_gather.
+struct MeshItem {
+  Bytes blob;
+  UniqueFd fd;                // empty if the rank sent none
+  bool fd_discarded = false;  // it sent one, for which this process had no room
+};
 
 class MeshInbox {
  public:
@@ -25,7 +35,7 @@ class MeshInbox {
 
   // False = `round` is not one that the peer can be at. A peer is at most one round ahead: to
   // finish a round it needs this rank's message, which is sent after begin_round().
-  bool deliver(int rank, std::uint64_t round, Mesh::Item item);
+  bool deliver(int rank, std::uint64_t round, MeshItem item);
   void mark_lost(std::span<const int> ranks);
   void mark_left(int rank);
   // Left, and said why.
@@ -39,7 +49,7 @@ class MeshInbox {
   std::uint64_t begin_round();
   // Waits for what every peer sent in `round`, and moves it to items[peer], or nowhere if there are
   // none. Throws TIMEOUT and what check() throws; allocates nothing else.
-  void wait_for(std::uint64_t round, const Deadline& deadline, std::span<Mesh::Item> items);
+  void wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items);
   // Throws PEER_LOST, MISMATCH (a peer has failed), ABORTED or the error of close() if the round
   // cannot be completed any more.
   void check(std::uint64_t round);
@@ -48,7 +58,7 @@ class MeshInbox {
  private:
   struct Letter {
     std::uint64_t round;
-    Mesh::Item item;
+    MeshItem item;
   };
   struct Peer {
     std::deque<Letter> letters;

@@ -1,20 +1,37 @@
 // The watch thread's work: reads all connections, notices goodbyes, aborts and deaths.
 #pragma once
 
+#include <crossdock/status.h>
+
 #include <cstddef>
 #include <span>
 #include <vector>
 
 #include "base/fd.h"
+#include "base/poll_list.h"
 #include "bootstrap/wire.h"
-#include "comm/mesh.h"
-#include "comm/mesh_inbox.h"
-#include "comm/mesh_message.h"
-#include "comm/mesh_peers.h"
-#include "comm/mesh_socket.h"
-#include "comm/poll_list.h"
+#include "mesh/inbox.h"
+#include "mesh/introduction.h"
+#include "mesh/packet.h"
 
 namespace xd {
+
+// What the watch thread reports. Called on that thread, one at a time; must not block and must not
+// call the mesh, but for on_tick(), which may send_abort() and cancel(). Outlives the mesh.
+class MeshEvents {
+ public:
+  virtual ~MeshEvents() = default;
+  virtual void on_lost(
+      std::span<const int> ranks) = 0;  // ascending; processes that ended without goodbye
+  virtual void on_left(int rank) = 0;   // said goodbye
+  virtual void on_abort(int rank) = 0;  // called abort
+  // The watch thread cannot go on: nothing is reported from now on. What happens here allocates
+  // nothing, and may also send_abort() and cancel().
+  virtual void on_end(xd_status status, int error_number) noexcept = 0;
+  // on_tick() comes at least that often; -1 = never.
+  virtual int tick_ms() const { return -1; }
+  virtual void on_tick() {}
+};
 
 class MeshWatch {
  public:
