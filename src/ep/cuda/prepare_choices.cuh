@@ -4,7 +4,7 @@
 //   memory     written by                      read by
 //   topk_idx   the caller, before the launch   the warp whose tokens they are
 //
-// No flag is looked at.
+// It looks at no flag.
 #pragma once
 
 #include "ep/cuda/kernels.h"
@@ -17,10 +17,10 @@ struct Pick {
   bool active;  // the lane has a choice
   bool good, bad;
   int token;       // of this rank
-  int first_lane;  // of the token
-  int id, rank;    // the expert and its rank; of good choices
+  int first_lane;  // the token's first lane
+  int id, rank;    // the expert and its rank; valid for good choices
 
-  // A key that a token's choices of one rank share. Of good choices.
+  // A key that a token's good choices of one rank share.
   __device__ unsigned token_at_rank() const {
     return static_cast<unsigned>(first_lane) << 16 | static_cast<unsigned>(rank);
   }
@@ -34,8 +34,8 @@ class Choices {
   // head meanwhile.
   __device__ static int blocks() { return gridDim.x > 1 ? static_cast<int>(gridDim.x) - 1 : 1; }
 
-  // The choices of the warp's tokens, in order, as many tokens at a time as the lanes hold:
-  // body(pick), on all lanes. All lanes.
+  // Calls body(pick) on all lanes for the choices of the warp's tokens, in order, as many tokens at
+  // a time as the lanes hold. All lanes call it.
   template <class Body>
   __device__ void for_each(Body&& body) const;
 
@@ -66,7 +66,7 @@ __device__ void Choices::for_each(Body&& body) const {
   }
 }
 
-// What this lane's choice of a token names; -1 from `end` on.
+// The id that this lane's choice of a token names; -1 from `end` on.
 __device__ inline std::int64_t Choices::id_at(std::int64_t token, std::int64_t end) const {
   if (token >= end) return -1;
   const std::int64_t at = token * p_.topk + lane_id() % p_.topk;
@@ -75,7 +75,7 @@ __device__ inline std::int64_t Choices::id_at(std::int64_t token, std::int64_t e
 }
 
 // A choice is good if its id is an expert's and this row has not named that expert before. Other
-// choices than "none" are bad, but for those that a group collapses as duplicates.
+// choices than "none" are bad, except duplicates that the group collapses.
 __device__ inline Pick Choices::pick(std::int64_t token, bool active, std::int64_t id) const {
   const int of_step = lane_id() / p_.topk;
   Pick c{active, false, false, static_cast<int>(token), of_step * p_.topk, -1, -1};

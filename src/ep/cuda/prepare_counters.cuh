@@ -1,4 +1,5 @@
-// The counters of prepare: how many choices and tokens go where, and later the next number of each.
+// The counters of prepare: the numbers of choices and tokens per destination, and later the next
+// number of each.
 //
 //   memory                        written by                      read by
 //   columns [warps][C], bad ids   this block                      this block, after its barriers
@@ -7,7 +8,7 @@
 //
 // The first row lies in shared memory, the others in device memory that no peer touches. A warp
 // adds to its own row of columns alone; only open() writes other warps' rows, between barriers of
-// the block. No flag is looked at: the caller raises the grid barriers.
+// the block. It looks at no flag: the caller raises the grid barriers.
 //
 // C columns: one for each expert, its choices; then one for each rank, the tokens that go there;
 // then one for each rank, the choices.
@@ -26,7 +27,7 @@ __device__ inline std::uint32_t saturate(std::uint64_t row) {
 class Counters {
  public:
   struct Shared {
-    std::uint32_t bad_ids;  // of this block's tokens
+    std::uint32_t bad_ids;  // bad ids of this block's tokens
   };
 
   __device__ Counters(const PrepareParams& params, Shared& shared, std::uint32_t* columns)
@@ -45,7 +46,7 @@ class Counters {
   // Shared memory behind the columns.
   __device__ std::uint32_t* end() const { return of_warp(warps_per_block()); }
 
-  // What a block has counted, by column; and what the blocks before it have, together.
+  // The counts of a block, by column; and the sums of the blocks before it.
   __device__ std::uint32_t* counts_of(int block) const {
     return scratch_ + map_.block_counts + static_cast<std::uint64_t>(block) * (columns_ + 1);
   }
@@ -53,23 +54,23 @@ class Counters {
     return scratch_ + map_.block_base + static_cast<std::uint64_t>(block) * (columns_ + 1);
   }
 
-  // Counts this block's choices and publishes their sums. All threads.
+  // Counts this block's choices and publishes their sums. All threads call it.
   __device__ void count(const Choices& choices);
 
-  // One more in a column of this warp. Single lanes.
+  // Adds one to a column of this warp. Single lanes call it.
   __device__ void add(int column) const { atomicAdd(&mine()[column], 1u); }
-  // The columns of ranks start again from 0, for this warp. All lanes.
+  // Sets the columns of ranks back to 0, for this warp. All lanes call it.
   __device__ void clear_ranks() const;
-  // The block's sums of the columns from `from` on, for all blocks. All threads; begins with a
-  // barrier of the block.
+  // Publishes the block's sums of the columns from `from` on, for all blocks. All threads call it;
+  // it begins with a barrier of the block.
   __device__ void publish(int from) const;
-  // From counts to numbers: of the columns from `from` on, each warp's counter becomes the number
-  // that its first choice or token gets, first(column) being the block's. All threads; ends with a
-  // barrier of the block.
+  // Turns counts into numbers: in the columns from `from` on, each warp's counter becomes the
+  // number that its first choice or token gets, where first(column) is the block's first number.
+  // All threads call it; it ends with a barrier of the block.
   template <class First>
   __device__ void open(int from, First&& first) const;
-  // Numbers for the active lanes of each column, in lane order; the warp's counters move on. All
-  // lanes.
+  // Takes numbers for the active lanes of each column, in lane order, and moves the warp's counters
+  // on. All lanes call it.
   __device__ std::uint32_t take(bool active, int column) const;
 
  private:

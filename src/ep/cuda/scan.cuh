@@ -1,13 +1,15 @@
-// Prefix sums over the threads of a block. Touches the caller's working memory, one word per warp
-// in shared memory, and what `value` and `store` touch; trusts barriers of the block alone.
+// Prefix sums over the threads of a block. They touch the caller's working memory, one word per
+// warp in shared memory, and the memory that `value` and `store` touch; they trust barriers of the
+// block alone.
 #pragma once
 
 #include "ep/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
 
-// Exclusive prefix sums of value(0 .. count - 1): store(i, sum before i), also for i = count.
-// `partial` has a word for every warp. All threads; ends with a barrier of the block.
+// Computes exclusive prefix sums of value(0 .. count - 1), and calls store(i, sum before i), also
+// for i = count. `partial` has a word for every warp. All threads call it; it ends with a barrier
+// of the block.
 template <class Value, class Store>
 __device__ void scan_block(std::uint64_t* partial, int count, Value&& value, Store&& store) {
   const int each = (count + threads_per_block() - 1) / threads_per_block();

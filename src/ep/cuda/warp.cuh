@@ -1,5 +1,5 @@
-// A thread's place in its block, and what the lanes of a warp find out together. Touches no memory;
-// "all lanes" means that all 32 lanes of the warp call the function.
+// A thread's place in its block, and questions that the lanes of a warp answer together. They touch
+// no memory; "all lanes" means that all 32 lanes of the warp call the function.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ __device__ inline unsigned equal_lanes(unsigned key, bool active) {
   return __match_any_sync(kAllLanes, active ? key : 0x80000000u | lane_id());
 }
 
-// Whether this lane is active and the lowest of the active lanes with its key. All lanes.
+// True if this lane is active and the lowest of the active lanes with its key. All lanes call it.
 __device__ inline bool first_of_equals(unsigned key, bool active) {
   const unsigned same = equal_lanes(key, active);
   return active && (same & lower_lanes()) == 0;
