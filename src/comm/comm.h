@@ -3,7 +3,7 @@
 // It owns the connections to the peers (mesh), the control segments with doorbells and error
 // boards, and the symmetric heaps. Executors on the host wait for peers through wait_for() alone,
 // which is bounded by the timeout and ends at once on a fatal error; kernels wait by themselves,
-// with what device_comm() tells them.
+// using device_comm().
 #pragma once
 
 #include <crossdock/comm.h>
@@ -31,7 +31,8 @@
 
 namespace xd {
 
-// Where an executor waits, for error texts, and until when: one deadline for all peers of a phase.
+// The place where an executor waits, for error texts, and its deadline, which is one for all peers
+// of a phase.
 struct WaitSite {
   xd_phase phase;
   int group;
@@ -40,13 +41,14 @@ struct WaitSite {
   Deadline deadline;
 };
 
-// Throws MISMATCH unless a rank's segment is there and has at least `bytes`: a rank that runs
-// another version of the library may lay its memory out otherwise.
+// Throws MISMATCH unless a rank's segment is there and has at least `bytes`. A rank that runs
+// another version of the library may lay its memory out differently.
 void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, int rank);
 
 class Comm final : private MeshEvents {
  public:
-  // Collective; see xd_comm_create. `config` has been read with read_struct.
+  // Makes the communicator, as xd_comm_create describes it. `config` has been read with
+  // read_struct.
   static std::shared_ptr<Comm> create(const xd_comm_config& config);
   ~Comm() override;
 
@@ -57,16 +59,17 @@ class Comm final : private MeshEvents {
   int local_ranks() const { return local_ranks_; }
   // Ranks of this communicator, of any process, on this rank's device; itself included.
   int ranks_on_device() const;
-  // Of this rank's device; 0 on the CPU.
+  // Multiprocessors of this rank's device; 0 on the CPU.
   int multiprocessors() const { return introductions_[at(rank_)].multiprocessors; }
   Deadline deadline() const { return Deadline::after_ms(timeout_ms_); }
 
-  // xd_comm_destroy: says goodbye. Groups may keep the object alive, but nothing works any more.
+  // The work of xd_comm_destroy: says goodbye. Groups may keep the object alive, but its calls fail
+  // from now on.
   void close();
 
   // ---- Collective host calls ----
 
-  // What the ranks are doing together; must be equal.
+  // The call that the ranks make together; it must be equal on all.
   enum class Collective : std::uint8_t { create, grow, barrier, group, enlist, delist };
 
   struct Contribution {
@@ -79,8 +82,8 @@ class Comm final : private MeshEvents {
   std::vector<Mesh::Item> agree(Collective what, const std::function<Contribution()>& work);
 
   // A collective call as a whole: `body` goes through one or more agree(), and nothing can fail
-  // after the last. What fails on this rank between two of them (memory, above all) is brought into
-  // the next one, for which the peers wait.
+  // after the last. If this rank fails between two of them (mostly for want of memory), the failure
+  // is its contribution to the next one, for which the peers wait.
   template <class Body>
   void collectively(Collective what, Body&& body) {
     peers_know_ = false;
@@ -93,8 +96,8 @@ class Comm final : private MeshEvents {
   }
 
   using Segments = std::vector<std::shared_ptr<Segment>>;  // by rank
-  // Allocates `bytes` of shared memory here (0 = none), maps every rank's. Null for a rank that
-  // has none. On the ranks' devices, or on their host.
+  // Allocates `bytes` of shared memory here (0 = none), and maps every rank's; null for a rank that
+  // has none. The memory is on the ranks' devices, or on their host.
   Segments share(Collective what, std::size_t bytes) {
     return share_on(*device_memory_, what, bytes);
   }
@@ -106,11 +109,11 @@ class Comm final : private MeshEvents {
   void grow_heap(std::size_t bytes) {
     collectively(Collective::grow, [&] { add_to_heap(Collective::grow, bytes); });
   }
-  // Memory that the caller owns becomes one more segment of symmetric memory; bytes = 0: none of
-  // this rank. Returns its number, the same on all ranks.
+  // Makes memory that the caller owns one more segment of symmetric memory; bytes = 0: this rank
+  // gives none. Returns the segment's number, the same on all ranks.
   int register_memory(void* ptr, std::size_t bytes);
   void deregister_memory(int registration);
-  // Every rank counts every group that it is asked to make, also if that fails.
+  // Counts the groups: every rank counts each group that it is asked to make, also if that fails.
   void begin_group() { ++groups_; }
   int group_number() const { return groups_ - 1; }
 
@@ -119,51 +122,52 @@ class Comm final : private MeshEvents {
   SymmetricHeap& heap() { return heap_; }
   const SymmetricHeap& heap() const { return heap_; }
 
-  // What kernels of this rank know of the communicator. CUDA only.
+  // The communicator as kernels of this rank know it. CUDA only.
   const DeviceComm& device_comm() const { return device_side_->device_comm(); }
 
   // ---- Errors ----
 
   // Throws if the communicator is finished, closed, or was made by a parent process.
   void check_usable() const;
-  // What calls need that concern this rank alone: the same, but a communicator may be finished.
+  // The check for calls that concern this rank alone: they also work when the communicator is
+  // finished.
   void check_open() const;
   void check_process() const;
 
-  // Records a fatal error; on each rank the first one wins. Any thread. What every rank notices by
-  // itself (a lost peer) is recorded here only, until this rank leaves.
+  // Records a fatal error; on each rank the first one wins. Any thread. An error that every rank
+  // notices by itself (a lost peer) is recorded here only, until this rank leaves.
   enum class Spread { here, everywhere };
   void raise(const FatalError& error, Spread spread) { raise(error, spread, nullptr); }
   [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
   void abort();
 
-  // What this rank says of an error of a group that is fatal by the group's config.
+  // This rank's account of an error of a group that is fatal by the group's config.
   struct Cause {
-    int peer = -1;  // the lowest rank it is about
+    int peer = -1;  // the lowest rank that the error is about
     std::array<char, 256> text{};
   };
-  // Such an error of this rank.
+  // Raises such an error of this rank.
   void raise_cause(const FatalError& error, const Cause& cause) {
     raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere, &cause);
   }
-  // Where kernels raise such errors: asked for the words of one when the host takes it over, or
-  // hears of it from a peer. On any thread, and under a lock: it must not call the communicator.
-  // Empty = none any more.
+  // A function that is asked for the words of such an error of kernels, when the host takes it over
+  // or hears of it from a peer. It may be called on any thread, under a lock, so it must not call
+  // the communicator. Empty = there is none any more.
   using Explain = std::function<Cause(const FatalError&)>;
   void explain_by(int group, Explain explain);
 
-  // The fatal error, or nullptr. One that kernels have met is taken over here.
+  // The fatal error, or nullptr. An error that kernels have met is taken over here.
   const FatalError* fatal_error() const;
-  // That error as one sentence.
+  // The error as one sentence.
   std::string text_of(const FatalError& error) const;
 
   // ---- Waiting for peers (CPU executor) ----
 
-  // Call after storing flags (release) into that peer's memory.
+  // Rings the peer's doorbell. Call it after storing flags (release) into that peer's memory.
   void ring(int peer) const { controls_[at(peer)].bell().ring(); }
 
-  // Returns when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
-  // epoch last seen of it, for the error text. Throws the fatal error that ends the wait.
+  // Returns when ready() holds, which looks at flags of `peer` with acquire loads. `seen()` gives
+  // the peer's last epoch for the error text. Throws the fatal error that ends the wait.
   template <class Ready, class Seen>
   void wait_for(int peer, const WaitSite& site, Ready&& ready, Seen&& seen) {
     if (ready()) return;
@@ -171,7 +175,7 @@ class Comm final : private MeshEvents {
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
     Interruption interruption;
     for (;;) {
-      const std::uint32_t rings = bell.value();  // before the flags: see Doorbell
+      const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
       if (ready()) return;
       throw_if_failed();
       // The goodbye came after the peer's last flag, so the flags are looked at once more.
@@ -193,7 +197,7 @@ class Comm final : private MeshEvents {
   void introduce();
   void make_controls();
   void make_device_side();
-  // `use` is called with all segments in the last step that may fail on some rank.
+  // `use` is called with all segments, in the last step that may fail on some rank.
   Segments share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
                     const std::function<void(const Segments&)>& use = {});
   void compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes);
@@ -211,7 +215,7 @@ class Comm final : private MeshEvents {
   void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
   void learn_cause(const FatalError& error) const;
-  const FatalError* reported() const;  // on this rank's board
+  const FatalError* reported() const;  // the error on this rank's board
   void tell_peers(const FatalError& error);
   void on_lost(std::span<const int> ranks) override;
   void on_left(int rank) override;
@@ -248,14 +252,14 @@ class Comm final : private MeshEvents {
   std::unique_ptr<DeviceSide> device_side_;  // CUDA only
   std::atomic<bool> connected_{false};       // controls_ and device_side_ are complete
   mutable std::mutex raise_mutex_;
-  mutable bool told_self_ = false;  // this rank writes its slot of each board at most once
-  mutable Cause cause_;  // of the error in that slot, if it is a group's; under raise_mutex_
+  mutable bool told_self_ = false;  // true: this rank has written its slot of each board, once
+  mutable Cause cause_;  // cause of the error in that slot, if it is a group's; under raise_mutex_
   std::map<int, Explain> explanations_;  // by group; under raise_mutex_
   bool told_peers_ = false;
 
   SymmetricHeap heap_;
   std::mutex collective_mutex_;
-  bool peers_know_ = false;         // that the collective call which is under way has failed
+  bool peers_know_ = false;         // true: peers know that the current collective call has failed
   Mesh* mesh_for_watch_ = nullptr;  // for the watch thread, which outlives mesh_'s value
   std::unique_ptr<Mesh> mesh_;      // last: its watch thread uses all of the above
 };

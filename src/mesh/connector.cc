@@ -47,7 +47,7 @@ std::vector<UniqueFd> MeshConnector::run(const Deadline& deadline) {
     connect(deadline);
     return std::move(links_);
   } catch (const Error& error) {
-    // A peer that is gone is noticed, and named, by everybody.
+    // Every rank notices and names a peer that is gone.
     if (error.status() != XD_ERROR_PEER_LOST) tell_failure(links_);
     give_up();
     throw;
@@ -89,11 +89,11 @@ std::vector<int> MeshConnector::missing() const {
   return result;
 }
 
-// Makes room for one more connection; those that are still to come stay reserved.
+// Makes room for one more connection; descriptors for later ones stay reserved.
 void MeshConnector::open_one() {
   const auto taken = static_cast<std::size_t>(std::ranges::count_if(
                          links_, [](const UniqueFd& link) { return static_cast<bool>(link); })) +
-                     calls_.size() + 1;  // the next one
+                     calls_.size() + 1;  // the next call
   reserve_.shrink_to(links_.size() - 1 - std::min(taken, links_.size() - 1));
 }
 
@@ -121,7 +121,7 @@ void MeshConnector::wait(const Deadline& deadline) {
   for (const auto& call : calls_) of_call.push_back(items.add(call->fd.get(), POLLIN));
   for (const PeerProcess& process : processes_.processes)
     of_process.push_back(items.add(is_awaited(process) ? process.pidfd.get() : -1, POLLIN));
-  // What peers say over finished links is for later; that they hang up is for now.
+  // Messages of peers over finished links are read later; a peer that hangs up is noticed now.
   for (std::size_t r = 0; r < links_.size(); ++r)
     of_link.push_back(items.add(closed_[r] ? -1 : links_[r].get(), 0));
 
@@ -187,7 +187,8 @@ void MeshConnector::establish(Call& call) {
   links_[sender] = std::move(call.fd);
 }
 
-// Who greeted as one of the ranks knows what only they know: it is one that has failed meanwhile.
+// A caller whose hello named our meeting knows the secret. So it is one of the ranks, and it has
+// failed since.
 void MeshConnector::hung_up(Call& call) {
   const bool called_here = call.rank < 0;
   if (called_here && !call.handshake.peer_greeted())
@@ -195,7 +196,7 @@ void MeshConnector::hung_up(Call& call) {
   fail_gone(called_here ? call.handshake.peer_sender() : at(call.rank));
 }
 
-// A rank that was called must answer; somebody who has called may be a stranger.
+// A rank that was called must answer; a caller may be a stranger.
 void MeshConnector::fail_or_drop(Call& call, const std::string& reason) {
   if (call.rank >= 0)
     fail(XD_ERROR_PEER_LOST, "rank ", call.rank, " is lost: what listens in its place ", reason);
@@ -207,7 +208,7 @@ void MeshConnector::warn(const std::string& reason) {
   warnings_.warn(error_text("refused a connection to rank ", rank_, ": ", reason));
 }
 
-// Ranks that are connected may have done their work and left: the watch thread will tell.
+// Ranks that are connected may have done their work and left; the watch thread will report it.
 bool MeshConnector::is_awaited(const PeerProcess& process) const {
   return std::any_of(process.ranks.begin(), process.ranks.end(),
                      [this](int r) { return !connected(r); });

@@ -17,17 +17,18 @@ namespace xd {
 
 class MeshConnector {
  public:
-  // `reserve` has a descriptor for each connection, or fewer if they are not to be had in advance.
+  // `reserve` has a descriptor for each connection, or fewer if the process could not get them in
+  // advance.
   MeshConnector(int rank, std::span<const Introduction> introductions,
                 const PeerProcesses& processes, UniqueFd listener, DescriptorReserve reserve = {});
 
   // One proven connection per rank, none for this one. Throws TIMEOUT naming the ranks that are
-  // missing, PEER_LOST naming one that is gone, MISMATCH; what fails here alone is told to those
-  // who are connected.
+  // missing, PEER_LOST naming one that is gone, MISMATCH; an error of this rank alone is told to
+  // the ranks that are connected.
   std::vector<UniqueFd> run(const Deadline& deadline);
 
-  // Instead, or when that has failed: calls those who wait to be called and hangs up, so that they
-  // do not wait any longer. Best effort.
+  // Called instead of run(), or when run() has failed: calls the ranks that wait for a call and
+  // hangs up, so that they do not wait any longer. Best effort.
   void give_up() noexcept;
 
  private:
@@ -35,7 +36,7 @@ class MeshConnector {
   struct Call {
     UniqueFd fd;
     Handshake handshake;
-    int rank;  // who was called; -1 = somebody has called here, and will say who
+    int rank;  // the rank that was called; -1 = a caller that has yet to name its rank
   };
 
   bool connected(int rank) const {

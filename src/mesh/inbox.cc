@@ -43,7 +43,7 @@ void MeshInbox::mark_failed(int rank, std::string_view text) {
 
 void MeshInbox::close(xd_status status, std::string_view text) noexcept {
   const std::lock_guard lock(mutex_);
-  failure_.rank = -1;  // this rank's own comes before a peer's
+  failure_.rank = -1;  // this rank's own failure comes before a peer's
   keep_failure(rank_, status, text);
   changed_.notify_all();
 }
@@ -72,7 +72,7 @@ void MeshInbox::cancel() noexcept {
 std::uint64_t MeshInbox::begin_round() {
   const std::lock_guard lock(mutex_);
   const std::uint64_t round = rounds_begun_++;
-  // Letters of a round that was given up are of no use to this one.
+  // Items of a round that was given up are of no use to this one.
   for (Peer& peer : peers_)
     while (!peer.letters.empty() && peer.letters.front().round < round) peer.letters.pop_front();
   return round;
@@ -124,7 +124,7 @@ std::vector<int> MeshInbox::missing(std::uint64_t round) const {
   return result;
 }
 
-// If a peer has failed: whoever left afterwards did so because of it.
+// Throws if a peer has failed. Peers that left afterwards did so because of it.
 void MeshInbox::throw_failure() const {
   if (failure_.rank < 0) return;
   throw Error(failure_.status, error_text("rank ", failure_.rank, " failed: ", failure_.view()),
@@ -136,14 +136,14 @@ void MeshInbox::check_locked(std::uint64_t round) const {
   if (cancelled_) fail(XD_ERROR_ABORTED, "the wait of rank ", rank_, " for its peers was ended");
   for (const Peer& peer : peers_)
     if (peer.failed && !has_letter(peer, round)) throw_failure();
-  if (aborted_by_) throw_failure();  // which was the reason
+  if (aborted_by_) throw_failure();  // the failure was the reason for the abort
   if (aborted_by_) fail(XD_ERROR_ABORTED, "rank ", *aborted_by_, " has aborted");
   std::vector<int> lost;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
     if (peers_[at(r)].lost) lost.push_back(r);
   if (!lost.empty())
     fail(XD_ERROR_PEER_LOST, rank_list(lost), ": the process ended without saying goodbye");
-  // Who left after it had sent its part is not missed.
+  // A peer that left after it had sent its part is not missed.
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
     if (peers_[at(r)].left && !has_letter(peers_[at(r)], round)) {
       throw_failure();

@@ -1,4 +1,5 @@
-// What the watch thread has received from the peers and learned about them; where all_gather waits.
+// The messages that the watch thread has received from the peers and its findings about them.
+// all_gather waits here.
 #pragma once
 
 #include <crossdock/status.h>
@@ -20,11 +21,11 @@
 
 namespace xd {
 
-// What a rank has sent in one round of an all_gather.
+// The message of a rank in one round of an all_gather.
 struct MeshItem {
   Bytes blob;
   UniqueFd fd;                // empty if the rank sent none
-  bool fd_discarded = false;  // it sent one, for which this process had no room
+  bool fd_discarded = false;  // it sent a descriptor for which this process had no room
 };
 
 class MeshInbox {
@@ -33,12 +34,12 @@ class MeshInbox {
 
   // ---- The watch thread ----
 
-  // False = `round` is not one that the peer can be at. A peer is at most one round ahead: to
-  // finish a round it needs this rank's message, which is sent after begin_round().
+  // False = the peer cannot be at `round`. A peer is at most one round ahead: to finish a round it
+  // needs this rank's message, which is sent after begin_round().
   bool deliver(int rank, std::uint64_t round, MeshItem item);
   void mark_lost(std::span<const int> ranks);
   void mark_left(int rank);
-  // Left, and said why.
+  // The peer has left, and said why.
   void mark_failed(int rank, std::string_view text);
   void mark_aborted(int rank);
   // The watch thread itself cannot go on: every wait ends with this error from now on.
@@ -47,8 +48,8 @@ class MeshInbox {
   // ---- Callers of the mesh ----
 
   std::uint64_t begin_round();
-  // Waits for what every peer sent in `round`, and moves it to items[peer], or nowhere if there are
-  // none. Throws TIMEOUT and what check() throws; allocates nothing else.
+  // Waits for every peer's message in `round`, and moves it to items[peer], or drops it if there
+  // are no items. Throws TIMEOUT and what check() throws; allocates nothing else.
   void wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items);
   // Throws PEER_LOST, MISMATCH (a peer has failed), ABORTED or the error of close() if the round
   // cannot be completed any more.
@@ -68,9 +69,10 @@ class MeshInbox {
     bool failed = false;  // left, and said why
   };
 
-  // Of the first rank that cannot go on; a fixed buffer, as memory may be what it is about.
+  // The failure of the first rank that cannot go on, in a fixed buffer, since memory may have run
+  // out.
   struct Failure {
-    int rank = -1;  // nobody
+    int rank = -1;  // -1 = no rank
     xd_status status = XD_SUCCESS;
     std::size_t size = 0;
     std::array<char, kMaxFailureText> text{};

@@ -32,7 +32,7 @@ HostIdentity this_host() {
 }
 
 ProcessIdentity this_process() {
-  // Made once per process; a forked child has the same, and another pid.
+  // The bytes are made once per process; a forked child has the same bytes, and another pid.
   static const auto random = make_random<std::array<unsigned char, 16>>();
   struct stat status;
   if (::stat("/proc/self/ns/pid", &status) != 0) fail_errno("stat /proc/self/ns/pid", errno);
@@ -43,8 +43,8 @@ std::string_view boot_id(const HostIdentity& host) {
   return {host.boot_id.data(), host.boot_id.size()};
 }
 
-// An older kernel, a sandbox, or a process whose pid means something else here: its end is then
-// noticed by its connection alone.
+// Fails on an older kernel, in a sandbox, or for a process whose pid means something else here. The
+// process's end is then noticed by its connection alone.
 UniqueFd open_pidfd(const Introduction& own, const PeerProcess& process,
                     const ProcessIdentity& identity, int& shortage) {
   if (identity.pid_namespace != own.process.pid_namespace) return UniqueFd();
@@ -77,7 +77,7 @@ Introduction introduce_failure(int num_ranks) noexcept {
   result.version = kProtocolVersion;
   result.num_ranks = num_ranks;
   caught(result.failure);
-  if (result.failure[0] == '\0') result.failure[0] = '?';  // no text is no failure
+  if (result.failure[0] == '\0') result.failure[0] = '?';  // an empty text would mean no failure
   return result;
 }
 

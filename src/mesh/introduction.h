@@ -1,5 +1,5 @@
-// What a rank says about itself through the bootstrap, so that the others can connect to it, and
-// what follows from what all say: the processes behind the ranks, which are the unit of death.
+// The introduction of a rank through the bootstrap, by which the others can connect to it, and the
+// processes behind the ranks, which follow from all introductions and are the unit of death.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace xd {
 
-// Processes that agree on this can pass each other descriptors over an abstract Unix socket: the
-// same running kernel, the same network namespace. A host name would say neither.
+// Processes with equal identities can pass each other descriptors over an abstract Unix socket:
+// they run on the same kernel, in the same network namespace. A host name would tell neither.
 struct HostIdentity {
   std::array<char, 36> boot_id;
   std::array<char, 4> unused;
@@ -38,24 +38,26 @@ struct Introduction {
   ProcessIdentity process;
   Tag socket_name;  // random
   Nonce nonce;      // this rank's share of the secret of the communicator
-  // Why this rank cannot take part; empty if it can. Then all but the first two may be missing.
+  // The reason why this rank cannot take part; empty if it can. With a reason all fields but the
+  // first two may be missing.
   std::array<char, 512> failure;
 };
 
-// Of the calling process, with a new socket name and nonce.
+// The introduction of the calling process, with a new socket name and nonce.
 Introduction make_introduction(int num_ranks);
-// Of a rank that comes to say that it has failed: the exception in flight is the reason.
+// The introduction of a rank that has failed. The exception in flight is the reason.
 Introduction introduce_failure(int num_ranks) noexcept;
 
 Bytes encode(const Introduction& introduction);
-// Empty if the bytes are too few to be one; those of another version have only `version` set.
+// Returns nothing if the bytes are too few. An introduction of another version has only `version`
+// set.
 std::optional<Introduction> decode_introduction(std::span<const std::byte> bytes);
 
 // Throws MISMATCH (protocol version, num_ranks, a peer that has failed) or UNSUPPORTED (different
 // hosts) if rank `peer` cannot be a peer of rank `rank`.
 void check_peer(int rank, const Introduction& own, int peer, const Introduction& theirs);
 
-// What all ranks of the communicator know, and nobody else.
+// The secret that all ranks of the communicator know, and nobody else does.
 Secret mesh_secret(std::span<const Introduction> introductions);
 
 struct PeerProcess {
@@ -67,11 +69,11 @@ struct PeerProcesses {
   std::vector<PeerProcess> processes;
   std::vector<int> of_rank;  // index into `processes`
   int local_ranks = 0;       // ranks of the calling process, `rank` included
-  int shortage = 0;          // errno: some pidfd is missing as this process has no descriptor left
+  int shortage = 0;          // errno: a pidfd is missing for want of descriptors here
 };
 
-// Groups the ranks. Those of the calling process are one "process" each: they cannot die, only
-// leave. Throws PEER_LOST if a process is gone already.
+// Groups the ranks by process. Ranks of the calling process are one "process" each: they cannot
+// die, only leave. Throws PEER_LOST if a process is gone already.
 PeerProcesses find_processes(int rank, std::span<const Introduction> introductions);
 
 }  // namespace xd

@@ -27,13 +27,13 @@
 namespace xd {
 namespace {
 
-// How long a send waits for room before it looks whether it is still wanted.
+// The time that a send waits for room before it looks whether it is still wanted.
 constexpr int kSendSliceMs = 20;
-// How long a rank that leaves waits for peers that have not read what it sent before.
+// The time that a rank that leaves waits for peers that have not read its earlier messages.
 constexpr int kGoodbyeMs = 1000;
 
-// What a rank needs of its own before it meets the others. One that has not got it all meets them
-// nevertheless, to say so.
+// The resources that a rank takes before it meets the others. A rank that could not get them all
+// meets the others nevertheless, to say so.
 class Preparation {
  public:
   explicit Preparation(int num_ranks) : num_ranks_(num_ranks) {
@@ -42,17 +42,17 @@ class Preparation {
       stop_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
       if (!stop_) fail_errno("eventfd", errno);
       if (num_ranks == 1) return;
-      // Listening comes first: whoever knows this rank can connect to it.
+      // Listening comes first, so that every rank that knows this one can connect to it.
       listener_ = listen_for_links(own_.socket_name, num_ranks);
-      // A connection to each peer, and one to the meeting point.
+      // The reserve has descriptors for a connection to each peer, and one to the meeting point.
       reserve_ = DescriptorReserve(stop_.get(), at(num_ranks));
     } catch (...) {
       give_up();
     }
   }
 
-  // What the ranks introduce themselves with. Throws what this rank has failed of, after its peers
-  // have heard of it.
+  // Returns the introductions of all ranks. Throws this rank's own error, after its peers have
+  // heard of it.
   std::vector<Bytes> meet(Bootstrap& bootstrap, const Deadline& deadline) {
     std::vector<Bytes> blobs;
     try {
@@ -90,7 +90,7 @@ class Preparation {
     }
   }
 
-  // After connect() has found no memory to begin with: the peers wait for this rank's calls.
+  // Called when connect() has found no memory to begin with: the peers wait for this rank's calls.
   void give_up_calls(int rank, std::span<const Bytes> blobs) noexcept {
     if (connects_) return;
     try {
@@ -101,7 +101,7 @@ class Preparation {
   }
 
  private:
-  // Inside a catch block.
+  // Called inside a catch block.
   void give_up() noexcept {
     mistake_ = std::current_exception();
     own_ = introduce_failure(num_ranks_);
@@ -186,7 +186,7 @@ void Mesh::all_gather(std::span<const std::byte> blob, int fd, const Deadline& d
   for (int step = 1; step < num_ranks(); ++step) {
     const int peer = (parts_.rank + step) % num_ranks();
     const int link = parts_.links[at(peer)].get();
-    // A closed link is no error here: the watch thread says whether its peer died or left.
+    // A closed link is no error here: the watch thread reports whether its peer died or left.
     Sent sent = Sent::full;
     while ((sent = send_packet(link, head, blob, fd)) == Sent::full) {
       interruption.check();
@@ -202,8 +202,8 @@ void Mesh::send_abort() noexcept {
   tell_all(parts_.links, MeshMessageType::abort);
 }
 
-// A rank that would not notice its peers any more must not go on as if nothing had happened:
-// whoever waits here, or for this rank, is told at once. All of that without allocating.
+// A rank that would not notice its peers any more must not go on as if nothing had happened: calls
+// that wait here, and peers that wait for this rank, are told at once. This allocates nothing.
 void Mesh::watch(MeshEvents& events) noexcept {
   try {
     watch_->run(parts_.stop.get());

@@ -38,7 +38,7 @@ class Mesh {
 
   // Meets the other ranks and connects to each. Collective. Throws TIMEOUT naming missing ranks,
   // MISMATCH (protocol version, num_ranks, a peer that failed), UNSUPPORTED (ranks on different
-  // hosts), SYSTEM. What this rank fails of is told to its peers.
+  // hosts), SYSTEM. An error of this rank is told to its peers.
   static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline);
 
   struct Parts {
@@ -57,18 +57,18 @@ class Mesh {
   void start(MeshEvents& events);
 
   // Collective, in the same order on all ranks (calls of one rank exclude each other). items[r]
-  // gets what rank r sent, items[rank] stays as it is; without any items, what comes is dropped.
-  // Blobs at most kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is duplicated, not taken.
-  // Throws TIMEOUT naming the missing ranks; PEER_LOST; MISMATCH (a peer has failed); ABORTED;
-  // SYSTEM; whatever on_* reported while it waited ends the wait. Allocates only to throw.
+  // gets the message of rank r, and items[rank] stays as it is; without any items, messages are
+  // dropped. Blobs have at most kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is
+  // duplicated, not taken. Throws TIMEOUT naming the missing ranks; PEER_LOST; MISMATCH (a peer has
+  // failed); ABORTED; SYSTEM. Any event reported to on_* ends the wait. Allocates only to throw.
   void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
                   std::span<Item> items);
 
   // Tells every peer that this rank aborts. Does not block; safe on any thread.
   void send_abort() noexcept;
 
-  // Tells every peer that this rank cannot go on, and why: the exception in flight. Theirs that
-  // wait for it throw MISMATCH.
+  // Tells every peer that this rank cannot go on, and why: the exception in flight. Their calls
+  // that wait for this rank throw MISMATCH.
   void send_failure() noexcept { tell_failure(parts_.links); }
 
   // Ends an all_gather that is waiting here (after a fatal error): it throws ABORTED.
@@ -87,7 +87,8 @@ class Mesh {
   const pid_t creator_;
   Parts parts_;
   std::optional<MeshWatch> watch_;
-  std::array<char, kMaxFailureText> deaf_by_{};  // why the watch thread has ended; then deaf_
+  // The reason why the watch thread has ended; deaf_ is set after it.
+  std::array<char, kMaxFailureText> deaf_by_{};
   std::atomic<bool> deaf_{false};
   std::thread thread_;
 };

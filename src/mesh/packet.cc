@@ -23,7 +23,7 @@ struct LinkAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };
 
-// Abstract: the first byte of the path is zero, and the size counts.
+// The name is abstract: the first byte of the path is zero, and the size counts.
 LinkAddress address_of(const Tag& name) {
   std::string path(1, '\0');
   path += "crossdock-";
@@ -61,9 +61,9 @@ int take_descriptors(msghdr& message, UniqueFd& first) {
   return count;
 }
 
-// recvmsg() that never blocks. A peer that closes its end with messages unread there makes the
-// kernel report ECONNRESET, once, and before what that peer had sent, its goodbye perhaps: only a
-// second one in a row ends the connection.
+// A recvmsg() that never blocks. A peer that closes its end with unread messages makes the kernel
+// report ECONNRESET once, before messages that the peer had sent, which may include its goodbye. So
+// only a second ECONNRESET in a row ends the connection.
 ssize_t receive_now(int fd, msghdr& message, int flags) {
   bool reset = false;
   while (true) {
@@ -177,7 +177,8 @@ Packet receive_packet(int fd, std::span<std::byte> buffer) {
     return packet;
   }
   const int descriptors = take_descriptors(message, packet.fd);
-  // There is room for one: a message cut short without any had one that could not be opened here.
+  // There is room for one descriptor, so a message that was cut short without any had one that
+  // could not be opened here.
   packet.fd_discarded = descriptors == 0 && (message.msg_flags & MSG_CTRUNC) != 0;
   // No message of the mesh is empty, so no bytes mean the end of the connection.
   if (count == 0 && descriptors == 0 && !packet.fd_discarded) {

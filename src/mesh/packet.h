@@ -1,6 +1,6 @@
-// What travels between ranks, one message in each packet, and the Unix sockets that carry it:
-// SOCK_SEQPACKET (whole messages, in order, and an end that is noticed),
-// abstract names (nothing is left in the file system), non-blocking, close-on-exec.
+// The messages between ranks, one in each packet, and the Unix sockets that carry them:
+// SOCK_SEQPACKET (whole messages, in order, and an end that is noticed), abstract names (nothing is
+// left in the file system), non-blocking, close-on-exec.
 #pragma once
 
 #include <cstddef>
@@ -40,27 +40,27 @@ struct MeshMessage {
   std::span<const std::byte> blob;  // inside the packet
 };
 
-// Empty if no rank of this version sends such a packet.
+// Returns nothing if no rank of this version sends such a packet.
 std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
                                               bool has_descriptor);
 
 // ---- Sockets ----
 
-// Throws SYSTEM.
+// Listens under an abstract name. Throws SYSTEM.
 UniqueFd listen_for_links(const Tag& name, int backlog);
 
-// No descriptor, with errno set, if the listener has no room at the moment (EAGAIN) or is not
-// there.
+// Connects. Returns no descriptor, with errno set, if the listener has no room at the moment
+// (EAGAIN) or is not there.
 UniqueFd connect_link(const Tag& name);
 
-// Whether the kernel vouches that the process at the other end runs as this user, or as root.
+// True if the kernel vouches that the process at the other end runs as this user, or as root.
 bool peer_has_our_user(int fd);
 
 enum class Sent {
   done,
   full,
   closed,
-  refused  // by the system, for a reason that errno tells
+  refused  // refused by the system; errno has the reason
 };
 
 // Sends one packet, head and body, with a duplicate of descriptor `passed` unless it is -1. Never
@@ -72,7 +72,8 @@ Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::b
 // is full gets it if there is room before the deadline, which is one for all. Allocates nothing.
 void tell_all(std::span<const UniqueFd> links, MeshMessageType type, std::string_view text = {},
               const Deadline& deadline = Deadline::after_ms(0)) noexcept;
-// The exception in flight, as the reason why this rank cannot go on. Inside a catch block only.
+// Tells the exception in flight as the reason why this rank cannot go on. Call it inside a catch
+// block only.
 void tell_failure(std::span<const UniqueFd> links) noexcept;
 
 struct Packet {
@@ -80,14 +81,14 @@ struct Packet {
   Kind kind = Kind::nothing_yet;
   std::span<const std::byte> bytes;  // in the caller's buffer
   UniqueFd fd;                       // the descriptor that came with it
-  bool fd_discarded = false;         // one came, and this process had no room for it
+  bool fd_discarded = false;         // a descriptor came, and this process had no room for it
 };
 
-// Whether a packet is there to be received.
+// True if a packet is there to be received.
 bool has_packet(int fd);
 
-// Receives one packet. Malformed: larger than the buffer, or more than one descriptor. Throws
-// SYSTEM if the system refuses to receive.
+// Receives one packet. It is malformed if it is larger than the buffer or has more than one
+// descriptor. Throws SYSTEM if the system refuses to receive.
 Packet receive_packet(int fd, std::span<std::byte> buffer);
 
 }  // namespace xd

@@ -25,7 +25,8 @@ void MeshWatch::run(int stop_fd) {
   while (!stopped_) wait_and_serve(stop_fd);
 }
 
-// Links are never closed here, as other threads send over them; who is gone is not polled again.
+// Links are never closed here, since other threads send over them; a peer that is gone is not
+// polled again.
 int MeshWatch::list_sources(int stop_fd) {
   sources_.clear();
   for (int r = 0; r < static_cast<int>(states_.size()); ++r)
@@ -92,7 +93,7 @@ bool MeshWatch::handle(int rank, Packet packet) {
       from_.inbox.mark_left(rank);
       return true;
     case MeshMessageType::failure:
-      if (!is_here(rank)) return true;  // it has said so before
+      if (!is_here(rank)) return true;  // it has said goodbye before
       states_[at(rank)] = State::failed;
       from_.events.on_left(rank);
       from_.inbox.mark_failed(
@@ -107,8 +108,8 @@ bool MeshWatch::handle(int rank, Packet packet) {
   return false;
 }
 
-// `rank` has been drained and has ended, and all ranks of its process with it. What those had sent
-// before counts, goodbyes included.
+// `rank` has been drained and has ended, and all ranks of its process with it. Messages that those
+// had sent before count, goodbyes included.
 void MeshWatch::lose(int rank) {
   const auto process = at(from_.processes.of_rank[at(rank)]);
   ended_[process] = true;

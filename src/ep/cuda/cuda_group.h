@@ -10,7 +10,7 @@ namespace xd::ep::cuda {
 // Collective.
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config);
 
-// What a group takes on one rank.
+// The memory that a group takes on one rank.
 xd_ep_memory group_memory(const Config& config);
 
 }  // namespace xd::ep::cuda
