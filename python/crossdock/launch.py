@@ -24,6 +24,7 @@ import multiprocessing.spawn
 import os
 import pathlib
 import pickle
+import random
 import secrets
 import signal
 import socket
@@ -51,10 +52,29 @@ launch._serve()
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now. Another program may take it first."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of this host that nobody listens on now. Another program may take it first.
+
+    It lies below the ports that the system gives to connections (where it leaves some), because one
+    of those would be taken by the next connection of any program.
+    """
+    for port in (*random.SystemRandom().sample(_ports_of_no_connection(), 64), 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise OSError("this host has no free TCP port")
+
+
+def _ports_of_no_connection() -> range:
+    """Ports without privileges that the system gives to no connection, or those that it gives."""
+    try:
+        text = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        first, last = (int(word) for word in text.split())
+    except (OSError, ValueError):
+        first, last = 32768, 60999  # Linux's own choice
+    return range(10000, first) if first >= 12000 else range(first, last + 1)
 
 
 @dataclasses.dataclass(frozen=True)

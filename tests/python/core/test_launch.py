@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -131,3 +133,14 @@ def test_ranks_of_a_program_end_with_it(tmp_path, number):
         while any(map(_exists, ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(map(_exists, ranks))
+
+
+def test_free_ports_are_not_those_that_connections_are_given():
+    text = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    first = int(text.split()[0])
+    ports = {launch.free_port() for _ in range(50)}
+    assert len(ports) > 25, ports  # picked at random
+    for port in ports:
+        with socket.socket() as listener:
+            listener.bind(("", port))
+        assert 10000 <= port < first or first < 12000, (port, text)
