@@ -93,7 +93,7 @@ xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status) {
 xd_status xd_ep_last_error(xd_ep_status* status) {
   XD_REQUIRE_GIVEN("xd_ep_last_error", status);
   return guarded("xd_ep_last_error",
-                 [&] { xd::write_struct("status", status, xd::ep::last_error()); });
+                 [&] { xd::write_struct("status", status, xd::ep::Group::last_error()); });
 }
 
 xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) {
@@ -114,7 +114,7 @@ xd_status operate(const char* function, xd_ep_group* group, const Args* args, xd
                   void (xd::ep::Group::*operation)(const Args*, xd_stream)) {
   XD_REQUIRE_GIVEN(function, group);
   xd::ep::Group& g = *group->group;
-  xd::ep::forget_last_error();
+  xd::ep::Group::forget_last_error();
   return guarded_on(function, g.comm(), [&] { (g.*operation)(args, stream); });
 }
 
@@ -146,7 +146,7 @@ xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const
                             xd_stream stream) {
   XD_REQUIRE_GIVEN("xd_ep_join_failed", group);
   xd::ep::Group& g = *group->group;
-  xd::ep::forget_last_error();
+  xd::ep::Group::forget_last_error();
   return guarded_on("xd_ep_join_failed", g.comm(),
                     [&] { g.join_failed(xd::raw_enum(operation), text, stream); });
 }

@@ -105,11 +105,17 @@ std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) con
 }
 
 std::byte* SymmetricHeap::address(int rank, Place place, std::size_t bytes) const {
+  const HeapRange there = range(rank, place.segment);
+  if (there.base == nullptr || place.offset > there.bytes) return nullptr;
+  if (bytes > there.bytes - place.offset) return nullptr;
+  return there.base + place.offset;
+}
+
+HeapRange SymmetricHeap::range(int rank, std::uint32_t number) const {
   const std::shared_lock lock(mutex_);
-  const Segment* there = segment(place.segment, rank);
-  if (there == nullptr || place.offset > there->bytes()) return nullptr;
-  if (bytes > there->bytes() - place.offset) return nullptr;
-  return there->base() + place.offset;
+  const Segment* there = segment(number, rank);
+  return there != nullptr ? HeapRange{there->base(), there->bytes()}
+                          : HeapRange{nullptr, 0};
 }
 
 void SymmetricHeap::insert_range(const Segment* own, std::uint32_t number) {

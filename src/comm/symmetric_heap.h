@@ -13,6 +13,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "comm/device_comm.h"
 #include "memory/heap.h"
 #include "memory/segment.h"
 
@@ -49,6 +50,8 @@ class SymmetricHeap {
 
   // Address of `bytes` bytes at a rank's place, or nullptr if they are not all there.
   std::byte* address(int rank, Place place, std::size_t bytes) const;
+  // A rank's segment; {nullptr, 0} if it has none of that number.
+  HeapRange range(int rank, std::uint32_t segment) const;
 
   Heap::Usage usage() const { return heap_.usage(); }
   bool huge_pages() const;

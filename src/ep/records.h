@@ -7,10 +7,10 @@
 
 namespace xd::ep {
 
-Record describe(const PrepareCall& call);
-Record describe(const DispatchCall& call);
-Record describe(const CombineCall& call);
-Record describe(const DispatchBwdCall& call);
-Record describe(const CombineBwdCall& call);
+Record record_of(const PrepareCall& call);
+Record record_of(const DispatchCall& call);
+Record record_of(const CombineCall& call);
+Record record_of(const DispatchBwdCall& call);
+Record record_of(const CombineBwdCall& call);
 
 }  // namespace xd::ep

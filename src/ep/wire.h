@@ -1,9 +1,7 @@
 // What the ranks of a group write into one another's memory, and where.
 //
 //   area of rank r     written by        means
-//   record[slot][src]  src, once per op  src has entered operation `epoch`: what it is about to do,
-//                                        and where its receive tensors lie. Released by its epoch.
-//   done[slot][src]    src, once per op  src touches r's memory no more in operation `epoch`
+//   entry, done        src, once per op  the turns of the group's operations: see turn/entry.h
 //   counts[slot][src]  src, in prepare   src's counts; each word carries the epoch's low half
 //   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
 //                                        src still sends after drops; before its done flag
@@ -21,9 +19,9 @@
 //   partials           peers, in combine partial sums of r's tokens: row slot (ep/plan.h). The same
 //                                        memory as `rows`, as no operation uses both
 //
-// slot = epoch mod 2. Nothing is ever cleared: every flag and word says which epoch it belongs to.
-// A slot is free again when it comes round: a rank enters operation n + 2 only after all peers'
-// done flags of n + 1, and a peer raises that one only after it has read everything of operation n.
+// Nothing is ever cleared: every flag and word says which epoch it belongs to. Counts have slots as
+// the turns have (turn::slot_of); all else is written again only behind the done flags of the
+// operation before.
 //
 // Order, for every flag: its writer stores what it announces, then the flag with release; a reader
 // loads the flag with acquire, then reads. Count words need no order: each is whole by itself.
@@ -36,25 +34,10 @@
 #include "base/layout.h"
 #include "ep/config.h"
 #include "ep/placement.h"
+#include "turn/entry.h"
+#include "turn/remote_address.h"
 
 namespace xd::ep {
-
-// Where a receive tensor of the writer lies, in 64 bits: what it lies in (0 = not given, 1 = the
-// group's memory, 2 + s = segment s of the heap) above 48 bits of offset.
-class TensorPlace {
- public:
-  static constexpr std::uint64_t kNone = 0, kGroup = 1, kHeap = 2;
-  static constexpr int kOffsetBits = 48;
-
-  TensorPlace() = default;
-  TensorPlace(std::uint64_t base, std::uint64_t offset) : bits_(base << kOffsetBits | offset) {}
-  explicit operator bool() const { return bits_ != 0; }
-  std::uint64_t base() const { return bits_ >> kOffsetBits; }
-  std::uint64_t offset() const { return bits_ & ((std::uint64_t{1} << kOffsetBits) - 1); }
-
- private:
-  std::uint64_t bits_ = 0;
-};
 
 enum RecordFlags : std::uint8_t {
   kHasScales = 1 << 0,
@@ -84,25 +67,24 @@ struct ScaleRow {
 // What a rank says when it enters an operation. Everything but the places, the number of rows and
 // kWideIndices must be equal on all ranks.
 struct Record {
-  std::uint8_t status = 0;  // an xd_status: what is wrong with this rank's call
-  std::uint8_t operation = 0;
+  turn::Call call{};       // an xd_ep_operation
   std::uint8_t dtype = 0;  // a DType
   std::uint8_t flags = 0;
   std::uint32_t row_bytes = 0;  // prepare: alignment
   std::uint32_t extra = 0;  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: top-k
   std::uint32_t rows = 0;   // of each receive tensor
   std::uint64_t fingerprint = 0;
-  TensorPlace rows_in{};     // receive rows that peers read or write
-  TensorPlace scales_in{};   // receive scales; combine_bwd with weights: expert_out
-  TensorPlace weights_in{};  // receive weights that peers read or write
-  TensorPlace extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
+  turn::RemoteAddress rows_in{};     // receive rows that peers read or write
+  turn::RemoteAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out
+  turn::RemoteAddress weights_in{};  // receive weights that peers read or write
+  turn::RemoteAddress extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
 };
 
-struct EntryRecord {
-  Record record;
-  std::atomic<std::uint64_t> epoch;  // CUDA: plus a hash of the record (Turn::enter)
-};
-static_assert(sizeof(EntryRecord) == 64 && alignof(EntryRecord) == 8);
+// Whether two ranks do the same, where they are in the same operation. The device asks, too.
+constexpr bool same_operation(const Record& a, const Record& b) {
+  return a.fingerprint == b.fingerprint && a.dtype == b.dtype && a.row_bytes == b.row_bytes &&
+         a.extra == b.extra && (a.flags & ~kWideIndices) == (b.flags & ~kWideIndices);
+}
 
 // A token of a source with rows here, as the source describes it: where its rows begin in the
 // source's list, and its slot.
@@ -154,13 +136,6 @@ struct ChunkFlags {
 constexpr ChunkFlags sent_chunks() { return {8}; }
 constexpr ChunkFlags summed_chunks() { return {2}; }
 
-struct alignas(64) DoneFlag {
-  std::atomic<std::uint64_t> epoch;
-};
-// CUDA: in a done flag beside the epoch. Its rank has not found a tensor that some rank offers, and
-// has moved nothing: the operation is a mismatch for all.
-inline constexpr std::uint64_t kFoundMissing = std::uint64_t{1} << 63;
-
 // A count and the epoch it belongs to, in one word that is written and read whole.
 constexpr std::uint64_t count_word(std::uint32_t count, std::uint64_t epoch) {
   return std::uint64_t{count} << 32 | (epoch & 0xFFFFFFFF);
@@ -174,8 +149,9 @@ constexpr std::uint32_t count_of(std::uint64_t word) {
 
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {
-  std::uint64_t record, done, counts, kept, chunk, listed, items, scales, weights, indices, staging,
-      lists, rows, partials, end;
+  turn::TurnMap turn;
+  std::uint64_t counts, kept, chunk, listed, items, scales, weights, indices, staging, lists, rows,
+      partials, end;
 
   // A source's list: its length, then so many rows.
   static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
@@ -190,10 +166,9 @@ struct GroupMap {
     const std::uint64_t values = capacity * config.weights_per_row();
     LayoutCursor cursor;
     GroupMap map{};
-    map.record = cursor.place<EntryRecord>(2 * ranks, 64);
-    map.done = cursor.place<DoneFlag>(2 * ranks);
+    map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
     map.counts = cursor.place<std::atomic<std::uint64_t>>(
-        2 * ranks * CountLayout{config.experts, config.ranks}.size(), 64);
+        turn::kSlots * ranks * CountLayout{config.experts, config.ranks}.size(), 64);
     map.kept = cursor.place<std::uint32_t>(keeps ? ranks * local : 0, 64);
     place_items(config, cursor, map);
     const std::uint64_t lists = config.keeps_lists() ? ranks * list_words(config) : 0;

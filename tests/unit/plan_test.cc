@@ -187,8 +187,8 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   config.overflow = XD_EP_OVERFLOW_DROP;
   config.capacity = 10;
   const GroupMap map = GroupMap::make(config);
-  EXPECT_GE(map.done, map.record + 6 * sizeof(EntryRecord));
-  EXPECT_GE(map.counts, map.done + 6 * sizeof(DoneFlag));
+  EXPECT_GE(map.turn.done, map.turn.entry + 6 * sizeof(turn::Entry<Record>));
+  EXPECT_GE(map.counts, map.turn.done + 6 * sizeof(turn::DoneFlag));
   EXPECT_GE(map.kept, map.counts + std::uint64_t{6} * (6 + 3 + 2) * sizeof(std::uint64_t));
   EXPECT_GE(map.scales, map.kept + 6 * sizeof(std::uint32_t));
   EXPECT_GE(map.weights, map.scales + 50);

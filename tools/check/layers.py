@@ -11,8 +11,8 @@ import pathlib
 import re
 import sys
 
-LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"mesh"}, {"comm"}, {"ep", "gemm"},
-          {"capi"}]
+LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"mesh"}, {"comm"}, {"turn"},
+          {"ep", "gemm"}, {"capi"}]
 LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
 API_ONLY = ["python", "tests/conformance", "tests/faults", "tests/support", "examples"]

@@ -83,7 +83,7 @@ CombineOp::CombineOp(const Context& context, const CombineCall& call)
 }
 
 Record CombineOp::record() const {
-  Record record = plan_record(describe(call_));
+  Record record = plan_record(record_of(call_));
   record.rows_in = expert_out_.place();
   record.weights_in = weights_.place();
   return record;
@@ -110,7 +110,7 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
 }
 
 Record DispatchBwdOp::record() const {
-  Record record = plan_record(describe(call_));
+  Record record = plan_record(record_of(call_));
   record.rows_in = grad_recv_tokens_.place();
   record.weights_in = grad_recv_weights_.place();
   return record;

@@ -19,7 +19,7 @@ CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
 }
 
 Record CombineBwdOp::record() const {
-  Record record = plan_record(describe(call_));
+  Record record = plan_record(record_of(call_));
   record.rows_in = grad_expert_out_.place();
   record.scales_in = call_.expert_out ? expert_out_.place() : grad_expert_out_scales_.place();
   record.weights_in = weights_.place();
@@ -107,7 +107,7 @@ void CombineBwdOp::finish_rows() const {
   rows::flush();
 }
 
-Setback CombineBwdOp::finish() {
+Setback CombineBwdOp::complete() {
   if (finishes_here()) {
     finish_rows();
   } else {

@@ -23,7 +23,7 @@ DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
 }
 
 Record DispatchOp::record() const {
-  Record record = plan_record(describe(call_));
+  Record record = plan_record(record_of(call_));
   record.rows_in = recv_tokens_.place();
   record.scales_in = recv_scales_.place();
   record.weights_in = recv_weights_.place();
@@ -117,7 +117,7 @@ void DispatchOp::send_choices(std::int64_t token, const TokenRows& rows) const {
   }
 }
 
-Setback DispatchOp::finish() {
+Setback DispatchOp::complete() {
   recv_tokens_.fan_out(plan_, config());
   recv_scales_.fan_out(plan_, config());
   recv_weights_.copy_out(plan_, config());

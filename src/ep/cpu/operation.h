@@ -1,7 +1,8 @@
-// How an operation of the CPU executor runs, step by step; see CpuGroup::run().
+// What the operations of the CPU executor have in common; their steps are those of
+// turn::HostOperation.
 #pragma once
 
-#include <concepts>
+#include <array>
 
 #include "base/math.h"
 #include "ep/cpu/strided.h"
@@ -9,23 +10,6 @@
 #include "ep/records.h"
 
 namespace xd::ep::cpu {
-
-// An operation is made from its arguments (and throws INVALID_ARGUMENT if they are bad), then:
-template <class Op>
-concept Operation = requires(Op op, const Op& c) {
-  // What this rank tells its peers.
-  { c.record() } -> std::same_as<Record>;
-  // Before entering: fills what peers will read.
-  op.stage_in();
-  // After entering: sends what peers wait for inside the operation.
-  op.announce();
-  // All ranks agree: a reason, alike on all ranks, to move nothing all the same.
-  { c.obstacle() } -> std::same_as<Setback>;
-  // Every peer has entered: reads and writes their memory.
-  op.move();
-  // Every peer has left: completes this rank's outputs, reports.
-  { op.finish() } -> std::same_as<Setback>;
-};
 
 // Where rows of one kind go in a rank's memory.
 struct RowTarget {

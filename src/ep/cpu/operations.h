@@ -1,4 +1,4 @@
-// The five operations of the CPU executor; the steps are described at the concept Operation.
+// The five operations of the CPU executor; the steps are described at turn::HostOperation.
 #pragma once
 
 #include "ep/cpu/operation.h"
@@ -13,7 +13,7 @@ class PrepareOp {
   void announce();
   Setback obstacle() const { return {}; }
   void move();
-  Setback finish();
+  Setback complete();
 
  private:
   PlanMap plan_map() const;
@@ -50,7 +50,7 @@ class DispatchOp : public PlanOperation {
   Record record() const;
   void stage_in() {}
   void move();
-  Setback finish();
+  Setback complete();
 
  private:
   DispatchOp(const Context& context, const DispatchCall& call);
@@ -73,7 +73,7 @@ class CombineOp : public PlanOperation {
   Record record() const;
   void stage_in();
   void move();
-  Setback finish() { return {}; }
+  Setback complete() { return {}; }
 
  private:
   CombineOp(const Context& context, const CombineCall& call);
@@ -89,7 +89,7 @@ class DispatchBwdOp : public PlanOperation {
   Record record() const;
   void stage_in();
   void move();
-  Setback finish() { return {}; }
+  Setback complete() { return {}; }
 
  private:
   DispatchBwdOp(const Context& context, const DispatchBwdCall& call);
@@ -106,7 +106,7 @@ class CombineBwdOp : public PlanOperation {
   Record record() const;
   void stage_in();
   void move();
-  Setback finish();
+  Setback complete();
 
  private:
   CombineBwdOp(const Context& context, const CombineBwdCall& call);

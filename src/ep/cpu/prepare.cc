@@ -14,7 +14,7 @@
 #include "base/hash.h"
 #include "base/math.h"
 #include "ep/cpu/operations.h"
-#include "ep/verdict.h"
+#include "ep/family.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -42,7 +42,7 @@ PrepareOp::PrepareOp(const Context& context, const xd_ep_prepare_args* args)
       tokens_(static_cast<int>(call_.topk_idx.rows)),
       topk_(static_cast<int>(call_.topk_idx.cols)) {}
 
-Record PrepareOp::record() const { return describe(call_); }
+Record PrepareOp::record() const { return record_of(call_); }
 
 // Up to where its list begins.
 PlanMap PrepareOp::plan_map() const {
@@ -152,7 +152,7 @@ void PrepareOp::collect_kept() {
   scratch.placement.cut_pairs(scratch.kept_pairs, call_.alignment);
 }
 
-Setback PrepareOp::finish() {
+Setback PrepareOp::complete() {
   if (!config().expert_major() && drops() && placement().dropped_rows > 0) collect_kept();
   write_zones();
   write_header();

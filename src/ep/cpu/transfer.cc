@@ -3,15 +3,16 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "ep/cpu/strided.h"
-#include "ep/verdict.h"
+#include "ep/family.h"
 
 namespace xd::ep::cpu {
 namespace {
 
 // The place of `tensor` in this rank's heap, if it lies there.
-TensorPlace place_in_heap(const Comm& comm, const Tensor& tensor) {
+turn::RemoteAddress place_in_heap(const Comm& comm, const Tensor& tensor) {
   const auto place = comm.heap().find(tensor.data, tensor.bytes());
-  return place ? TensorPlace(TensorPlace::kHeap + place->segment, place->offset) : TensorPlace();
+  return place ? turn::RemoteAddress::in_heap(place->segment, place->offset)
+               : turn::RemoteAddress();
 }
 
 }  // namespace
@@ -36,10 +37,10 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
   XD_REQUIRE(tensor.rows >= rows, tensor.name, ": has ", tensor.rows, " rows, expected at least ",
              rows, ", which the plan brings to this rank");
   // No peer touches a tensor without rows, wherever it lies.
-  place_ = TensorPlace(TensorPlace::kGroup, staging.offset);
+  place_ = turn::RemoteAddress::shared(staging.offset);
   if (tensor.bytes() == 0) return;
   if (tensor.packed()) {
-    if (const TensorPlace in_heap = place_in_heap(group.comm(), tensor)) {
+    if (const turn::RemoteAddress in_heap = place_in_heap(group.comm(), tensor)) {
       place_ = in_heap;
       return;
     }
@@ -170,10 +171,8 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
     const bool lists = context.group.config_of(r).keeps_lists();
-    const auto staged = [&](TensorPlace place) {
-      return lists && place.base() == TensorPlace::kGroup;
-    };
-    const auto find = [&](TensorPlace place, std::uint64_t bytes, std::uint64_t alignment) {
+    const auto staged = [&](turn::RemoteAddress place) { return lists && place.is_shared(); };
+    const auto find = [&](turn::RemoteAddress place, std::uint64_t bytes, std::uint64_t alignment) {
       return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes, alignment)
                        : nullptr;
     };

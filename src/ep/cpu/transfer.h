@@ -137,7 +137,7 @@ class ReceiveTensor {
   ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
                 const Staging& staging);
 
-  TensorPlace place() const { return place_; }
+  turn::RemoteAddress place() const { return place_; }
   bool staged() const { return staged_ != nullptr; }
 
   // copy_in and copy_out copy row by row between tensor and staging. They do nothing for a tensor
@@ -159,7 +159,7 @@ class ReceiveTensor {
 
  private:
   Tensor tensor_;
-  TensorPlace place_;
+  turn::RemoteAddress place_;
   std::byte* staged_ = nullptr;  // null = the tensor is used in place, or not given
 };
 

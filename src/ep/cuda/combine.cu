@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
       turn.any_failed(!good);
     }
   }
-  turn.leave();
+  turn.leave_and_end();
 }
 
 }  // namespace

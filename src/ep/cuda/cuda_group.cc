@@ -51,7 +51,6 @@ class CudaGroup final : public Group {
     run(XD_EP_COMBINE_BWD, stream,
         [&] { start_dispatch(read_combine_bwd(args, call_context()), stream); });
   }
-  void join_failed(std::int32_t operation, const char* text, xd_stream stream) override;
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
     comm().check_open();
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
@@ -67,6 +66,11 @@ class CudaGroup final : public Group {
 
   const volatile std::uint64_t* watch() const override { return &report_.as<Report>()->errors; }
 
+ protected:
+  void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {
+    run(operation, stream, [&] { throw std::move(error); });
+  }
+
  private:
   void collect_report() {
     const std::lock_guard lock(report_mutex_);
@@ -74,8 +78,8 @@ class CudaGroup final : public Group {
   }
 
   Comm::Cause cause_of(const FatalError& error);
-  std::uint32_t take_failed_turn(xd_ep_operation operation, const Setback& setback,
-                                 xd_stream stream);
+  std::uint32_t launch_failed_turn(std::int32_t operation, const Setback& setback,
+                                   xd_stream stream);
   bool at_rest() const;
   void keep_for_good() noexcept;
   void check_limits() const;
@@ -86,7 +90,7 @@ class CudaGroup final : public Group {
   // Arguments that are bad here still take this rank's turn, so that its peers learn it at once and
   // the epochs stay together.
   template <class Start>
-  void run(xd_ep_operation operation, xd_stream stream, Start&& start);
+  void run(std::int32_t operation, xd_stream stream, Start&& start);
 
   GroupView view() const { return {*this, device_, segment_base(rank())}; }
   std::byte* segment_base(int r) const { return segments_[at(r)]->base(); }
@@ -105,8 +109,8 @@ class CudaGroup final : public Group {
   }
   void log_plan(int operation, const LaunchPlan& plan, const Traffic& traffic, int budget) const {
     if (!log_enabled("plan")) return;
-    log_line(concat("[plan] ",
-                    explain(operation_name(operation), plan, traffic, config().num_sms, budget)));
+    log_line(concat("[plan] ", explain(Family::kOperations.name(operation), plan, traffic,
+                                       config().num_sms, budget)));
   }
   void start_prepare(const PrepareCall& call, xd_stream stream);
   template <class Call>
@@ -203,7 +207,8 @@ bool CudaGroup::at_rest() const {
   const auto* owner = last_look_.as<std::uint64_t>();
   do {
     // A look that has not ended may still come, and needs both memories: nothing is at rest.
-    if (!control_.read(offsetof(Control, owner), last_look_.data(), sizeof(*owner), deadline)) {
+    if (!control_.read(offsetof(turn::DeviceControl, owner), last_look_.data(), sizeof(*owner),
+                       deadline)) {
       return false;
     }
     if (static_cast<std::uint32_t>(*owner) == 0) return true;
@@ -304,8 +309,7 @@ void CudaGroup::describe_group() {
     g.area_bytes[r] = segments_[at(r)]->bytes();
     if (config_of(r).keeps_items()) g.keeps_items_mask[r / 64] |= std::uint64_t{1} << (r % 64);
   }
-  g.record = map.record;
-  g.done = map.done;
+  g.turn = map.turn;
   g.counts = map.counts;
   g.kept = map.kept;
   g.chunk = map.chunk;
@@ -318,7 +322,7 @@ void CudaGroup::describe_group() {
 }
 
 template <class Start>
-void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) {
+void CudaGroup::run(std::int32_t operation, xd_stream stream, Start&& start) {
   comm().check_usable();
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
   Setback setback;
@@ -328,9 +332,9 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
                "stream = NULL, expected another stream while a blocking one is captured");
     return start();
   } catch (...) {
-    setback = current_setback(rank());
+    setback = turn::current_setback<Family>(rank());
   }
-  const std::uint32_t launch = take_failed_turn(operation, setback, stream);
+  const std::uint32_t launch = launch_failed_turn(operation, setback, stream);
   if (launch == 0) {
     setback.text +=
         ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
@@ -343,11 +347,10 @@ void CudaGroup::run(xd_ep_operation operation, xd_stream stream, Start&& start) 
 // invalidated or because another one forbids it. Then nothing of this call has been enqueued: it is
 // as if it had not been made, on this rank and on the others. If the launch fails otherwise (a
 // stream of another device), the peers would wait for the timeout: that is fatal.
-std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, const Setback& setback,
-                                          xd_stream stream) {
-  FailedParams params = failed_params({.status = static_cast<std::uint8_t>(setback.status),
-                                       .operation = static_cast<std::uint8_t>(operation)},
-                                      view());
+std::uint32_t CudaGroup::launch_failed_turn(std::int32_t operation, const Setback& setback,
+                                            xd_stream stream) {
+  FailedParams params = failed_params(
+      {static_cast<std::uint8_t>(setback.status), static_cast<std::uint8_t>(operation)}, view());
   params.turn.launch = next_launch();
   if (!xd::cuda::takes_work(stream)) return 0;
   if (config().fatal_errors) failed_calls_.note(params.turn.launch, operation, setback);
@@ -362,20 +365,10 @@ std::uint32_t CudaGroup::take_failed_turn(xd_ep_operation operation, const Setba
                   .rank = rank(),
                   .peer = rank(),
                   .group = number(),
-                  .operation = params.turn.record.operation},
+                  .operation = params.turn.record.call.operation},
                  Comm::Spread::everywhere);
   }
   return params.turn.launch;
-}
-
-void CudaGroup::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
-  const bool known = operation >= XD_EP_PREPARE && operation <= XD_EP_COMBINE_BWD;
-  const std::string_view cause(text != nullptr ? text : "",
-                               text != nullptr ? ::strnlen(text, 255) : 0);
-  run(known ? static_cast<xd_ep_operation>(operation) : XD_EP_PREPARE, stream, [&] {
-    XD_REQUIRE(known, "operation = ", operation, ", expected an xd_ep_operation");
-    fail(XD_ERROR_INVALID_ARGUMENT, cause);
-  });
 }
 
 void CudaGroup::start_prepare(const PrepareCall& call, xd_stream stream) {
@@ -402,7 +395,7 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
       plan_dispatch(traffic, params.send, params.fan_out, config().num_sms, budget, facts_);
   params.turn.launch = next_launch();
   params.send_blocks = plan.first_blocks;
-  log_plan(params.turn.record.operation, plan, traffic, budget);
+  log_plan(params.turn.record.call.operation, plan, traffic, budget);
   launch(params, start.tokens.type, plan, stream);
 }
 
@@ -416,7 +409,7 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   const LaunchPlan plan = plan_combine(traffic, config().num_sms, budget, facts_);
   params.turn.launch = next_launch();
   params.push_blocks = plan.first_blocks;
-  log_plan(params.turn.record.operation, plan, traffic, budget);
+  log_plan(params.turn.record.call.operation, plan, traffic, budget);
   launch(params, start.type, plan, stream);
 }
 

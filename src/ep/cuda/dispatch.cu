@@ -318,7 +318,7 @@ __device__ Besides besides(const StridedRows& scales) {
   return {scales.element, scales.col_stride};
 }
 
-// All threads of every block, after finish(). A block with a blank verdict may be alone with that:
+// All threads of every block, after leave(). A block with a blank verdict may be alone with that:
 // the others wait for it at the barrier.
 __device__ void copy_late(const DispatchParams& p, Turn& turn) {
   const bool moves = turn.verdict() == Verdict::go;
@@ -368,20 +368,20 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     }
     if (moves) fill_gaps(p, turn, plan);
     if (closes_late(p)) {
-      turn.finish();
+      turn.leave();
       bool failed = false;
       if (moves && p.receives) {
         Mover<Quantiser> mover(warp_stages, p.fan_out);
         failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
       }
       if (!failed && p.num_late > 0) copy_late(p, turn);
-      return turn.close();
+      return turn.end();
     }
   } else if (closes_late(p)) {
-    turn.finish();
-    return turn.close();
+    turn.leave();
+    return turn.end();
   }
-  turn.leave();
+  turn.leave_and_end();
 }
 
 }  // namespace

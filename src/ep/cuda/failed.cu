@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128, 1) failed_kernel(const __grid_constant__ 
     turn.enter();
     turn.await({0, 0, 0, 0, 0});
   }
-  turn.leave();
+  turn.leave_and_end();
 }
 
 }  // namespace

@@ -18,13 +18,13 @@ namespace xd::ep::cuda {
 class FailedCalls {
  public:
   struct Call {
-    xd_ep_operation operation;
+    std::int32_t operation;
     Setback setback;
   };
 
   // Before the launch that takes the call's turn. Of many calls that are captured and never run the
   // latest are kept, and none where there is no memory: the error then has no text of its own.
-  void note(std::uint32_t launch, xd_ep_operation operation, const Setback& setback) noexcept {
+  void note(std::uint32_t launch, std::int32_t operation, const Setback& setback) noexcept {
     const std::lock_guard lock(mutex_);
     try {
       calls_.insert_or_assign(launch, Call{operation, setback});

@@ -19,7 +19,7 @@ class Reader {
     XD_REQUIRE(plan.bytes >= sizeof(PlanHeader), "plan_bytes = ", plan.bytes,
                ", expected at least ", sizeof(PlanHeader), ": the plan is cut short");
     turn_.group = view.device;
-    turn_.record = describe(call);
+    turn_.record = record_of(call);
     turn_.plan = static_cast<const std::byte*>(plan.data);
     turn_.plan_bytes = plan.bytes;
   }
@@ -30,7 +30,7 @@ class Reader {
 
   // Rows of tokens, which are staged where the group has the memory for it. `place`: where peers
   // reach them.
-  ReceiveRows receive_rows(const Tensor& tensor, TensorPlace& place) const {
+  ReceiveRows receive_rows(const Tensor& tensor, turn::RemoteAddress& place) const {
     const ReceiveRows rows = receive_beside(tensor, map().rows, place);
     XD_REQUIRE(rows.staged == nullptr || config().staging, tensor.name, kOutsideSymmetricMemory);
     return rows;
@@ -38,7 +38,7 @@ class Reader {
 
   // What lies beside rows: there is always memory to stage it.
   ReceiveRows receive_beside(const Tensor& tensor, std::uint64_t staging_offset,
-                             TensorPlace& place) const {
+                             turn::RemoteAddress& place) const {
     place = {};
     if (!tensor) return {};
     check(Check::recv_rows, tensor.name, tensor.rows);
@@ -46,12 +46,12 @@ class Reader {
                      .staged = nullptr,
                      .rows = tensor.rows,
                      .row_bytes = tensor.row_bytes()};
-    place = TensorPlace(TensorPlace::kGroup, staging_offset);
+    place = turn::RemoteAddress::shared(staging_offset);
     // No peer touches a tensor without rows, wherever it lies.
     if (tensor.bytes() == 0) return rows;
     if (tensor.packed()) {
       if (const auto found = view_.group.comm().heap().find(tensor.data, tensor.bytes())) {
-        place = TensorPlace(TensorPlace::kHeap + found->segment, found->offset);
+        place = turn::RemoteAddress::in_heap(found->segment, found->offset);
         return rows;
       }
     }
@@ -62,11 +62,11 @@ class Reader {
   // Receive tensors that peers never touch. They are checked all the same, so that both executors
   // accept the same arguments.
   void own_rows(const Tensor& tensor) const {
-    TensorPlace nobodys;
+    turn::RemoteAddress nobodys;
     receive_rows(tensor, nobodys);
   }
   void own_weights(const Tensor& tensor) const {
-    TensorPlace nobodys;
+    turn::RemoteAddress nobodys;
     receive_beside(tensor, map().weights, nobodys);
   }
 
@@ -140,7 +140,7 @@ void come_late(DispatchParams& p, const Tensor& tensor, ReceiveRows& rows, LateC
 
 // Sums of a receive tensor's rows into `out`, if they are given: how they get to the tokens' ranks.
 void sum_rows(const Reader& reader, const Tensor& tensor, const Tensor& out, CombineStart& start) {
-  TensorPlace place;
+  turn::RemoteAddress place;
   const ReceiveRows rows = reader.receive_rows(tensor, place);
   if (!out) return;
   start.type = out.type;
@@ -153,7 +153,7 @@ void sum_rows(const Reader& reader, const Tensor& tensor, const Tensor& out, Com
   p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
   if (!p.pushes) reader.record().rows_in = place;
   if (reader.config().keeps_partials()) {
-    reader.record().extra_in = TensorPlace(TensorPlace::kGroup, reader.map().partials);
+    reader.record().extra_in = turn::RemoteAddress::shared(reader.map().partials);
   }
 }
 
@@ -163,17 +163,17 @@ LateCopy::Tail tail_of(const Config& config) {
 
 }  // namespace
 
-FailedParams failed_params(const Record& record, const GroupView& view) {
+FailedParams failed_params(const turn::Call& call, const GroupView& view) {
   FailedParams params{};
   params.turn.group = view.device;
-  params.turn.record = record;
+  params.turn.record.call = call;
   return params;
 }
 
 PrepareParams prepare_params(const PrepareCall& call, const GroupView& view) {
   PrepareParams params{};
   params.turn.group = view.device;
-  params.turn.record = describe(call);
+  params.turn.record = record_of(call);
   params.topk_idx = call.topk_idx.data;
   params.wide_ids = call.topk_idx.type == DType::i64;
   params.tokens = static_cast<int>(call.topk_idx.rows);

@@ -25,8 +25,7 @@ struct CombineStart {
   DType type = DType::bf16;
 };
 
-// `record`: its status and operation alone.
-FailedParams failed_params(const Record& record, const GroupView& view);
+FailedParams failed_params(const turn::Call& call, const GroupView& view);
 
 // All throw INVALID_ARGUMENT where a tensor lies outside symmetric memory and the group does not
 // stage. The number of the launch is the caller's to give, and prepare's working memory.

@@ -7,25 +7,16 @@
 #include "comm/device_comm.h"
 #include "ep/plan.h"
 #include "ep/wire.h"
+#include "turn/device_group.h"
 
 namespace xd::ep::cuda {
 
-// Working state of a group, in memory of its own device that no peer touches. One operation at a
-// time uses it; the last thread block of an operation leaves it ready for the next.
-struct Control {
-  std::uint64_t epoch;  // of the last operation that has ended
-  // Low half: launch that is running; 0 = none. High half: the epoch's low half. So one atomic
-  // operation claims the group and tells which epoch it was claimed at.
-  std::uint64_t owner;
-  std::uint32_t barrier;       // arrivals at the grid barriers of this launch
-  std::uint32_t finished;      // thread blocks that have no more to move; upper half: blank ones
-  std::uint32_t left;          // thread blocks that are done altogether; likewise
+// Working state of a group: see turn::DeviceControl.
+struct Control : turn::DeviceControl {
   std::uint32_t next_unit[2];  // of work that warps take one by one
-  std::uint32_t reserved;
   std::uint64_t counts_hash;   // prepare
   std::uint64_t bad_ids;       // over all plans made
   std::uint64_t dropped_rows;  // likewise
-  std::uint64_t errors;        // Report::errors
 };
 
 // What is wrong with a plan, in the device's eyes.
@@ -58,56 +49,37 @@ struct Fault {
   std::int64_t got, expected;
 };
 
-// What an operation tells its host, in pinned memory. The first error stays until the host has
-// taken it (taken == written).
-struct Report {
-  std::uint32_t written;  // device: errors written here so far (release)
-  std::uint32_t taken;    // host: errors read
-  std::int32_t status;
-  std::int32_t operation;
-  std::uint64_t epoch;
+// What kernels say of a setback.
+struct Findings {
   Fault fault;                              // INVALID_ARGUMENT: what is wrong with this rank's plan
   std::int64_t bad_ids;                     // INVALID_ARGUMENT without a fault
   std::int64_t needed_rows, capacity_rows;  // OVERFLOW
-  std::int32_t rank;                        // the rank it is about
-  // In a group whose errors are fatal: the launch whose error has finished the communicator,
-  // written before that error is raised; 0 = none. (An error that the host's checks find has no
-  // report.)
-  std::uint32_t fatal_launch;
-  Record record[kMaxDeviceRanks];  // MISMATCH: what every rank said
+};
+
+// What operations tell their host: see turn::DeviceReport.
+struct Report : turn::DeviceReport<Record, Findings> {
   // Totals over all plans made; only grow.
   std::uint64_t total_bad_ids, total_dropped_rows;
-  // Operations that have ended with a non-fatal error (release: after what is said of them above).
-  // On a line of its own, as hosts may look at it all the time.
-  alignas(64) std::uint64_t errors;
 };
 
 // What stays the same over a group's life.
-struct GroupDevice {
-  DeviceComm comm;
-  int number;
+struct GroupDevice : turn::DeviceGroup<Control, Report> {
   int experts, local_experts;
   int max_tokens, max_topk;
   int alignment;  // plans' bound
-  bool expert_major, drop, collapse, fatal_errors, zero_tail, keeps_items;
+  bool expert_major, drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
   std::uint64_t plan_head_bytes;            // of this group's plans: all in front of the codes
   std::uint32_t codec_experts;              // RowCodec
   std::uint32_t base[kMaxDeviceRanks + 1];  // RowCodec: prefix sums of the capacities
-  Control* control;
-  Report* report;
-  std::byte* area[kMaxDeviceRanks];  // group memory of every rank
-  std::uint64_t area_bytes[kMaxDeviceRanks];
   // Offsets in everybody's group memory (GroupMap).
-  std::uint64_t record, done, counts, kept, chunk, listed, items, lists;
+  std::uint64_t counts, kept, chunk, listed, items, lists;
   std::uint64_t partials;             // in this rank's
   int chunk_stride;                   // flags per source
   std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
 
-  constexpr int rank() const { return comm.rank; }
-  constexpr int ranks() const { return comm.num_ranks; }
   // A token's slots for partial sums; the plan's top-k counts, so that groups of another bound may
   // use it.
   constexpr int slots_per_token(int topk) const { return topk < ranks() ? topk : ranks(); }
@@ -125,12 +97,9 @@ struct Check {
 };
 
 // One operation's turn: what all kernels share.
-struct TurnParams {
+struct TurnParams : turn::DeviceTurnParams<GroupDevice, Record> {
   static constexpr int kMaxChecks = 8;
 
-  GroupDevice group;
-  std::uint32_t launch;   // number of this launch in the group, not 0
-  Record record;          // as far as the host knows it
   const std::byte* plan;  // nullptr: none is read
   std::uint64_t plan_bytes;
   int num_checks;

@@ -62,17 +62,17 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     }
     if (good && !writer.needs_sources()) {
       writer.finish();
-      return turn.leave();
+      return turn.leave_and_end();
     }
     if (good) {
-      turn.finish();
+      turn.leave();
       good = !turn.any_failed(!writer.wait_for_sources());
     }
     if (good) writer.finish();
   } else {
-    turn.finish();
+    turn.leave();
   }
-  turn.close();
+  turn.end();
 }
 
 }  // namespace

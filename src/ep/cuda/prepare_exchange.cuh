@@ -57,7 +57,7 @@ class Exchange {
  private:
   __device__ std::uint64_t* counts_at(int owner, int source) const {
     return turn_.words(owner, g_.counts) +
-           (turn_.epoch() % 2 * g_.ranks() + source) * layout_.size();
+           turn::cell_of(turn_.epoch(), source, g_.ranks()) * layout_.size();
   }
   __device__ std::uint32_t said(int source, std::size_t index) const {
     return count_of(ptx::ld_relaxed_sys(counts_at(g_.rank(), source) + index));

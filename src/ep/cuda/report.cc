@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/verdict.h"
+#include "ep/family.h"
 
 namespace xd::ep::cuda {
 namespace {
@@ -59,18 +59,18 @@ Setback setback_of(const Report& report, const Group& group) {
   switch (report.status) {
     case XD_ERROR_OVERFLOW:
       return overflow({.rank = report.rank,
-                       .needed_rows = report.needed_rows,
-                       .capacity_rows = report.capacity_rows});
+                       .needed_rows = report.findings.needed_rows,
+                       .capacity_rows = report.findings.capacity_rows});
     case XD_ERROR_INVALID_ARGUMENT:
-      if (report.fault.kind == PlanFault::none) {
-        return bad_expert_ids(report.bad_ids, report.rank, config.experts);
+      if (report.findings.fault.kind == PlanFault::none) {
+        return bad_expert_ids(report.findings.bad_ids, report.rank, config.experts);
       }
       return {.status = XD_ERROR_INVALID_ARGUMENT,
-              .text = text_of(report.fault, config),
+              .text = text_of(report.findings.fault, config),
               .rank = group.rank()};
     default: {
       const std::span<const Record> records(report.record, at(config.ranks));
-      if (Setback found = disagreement(records, group.rank())) return found;
+      if (Setback found = turn::disagreement<Family>(records, group.rank())) return found;
       return {.status = XD_ERROR_MISMATCH,
               .text = concat("rank ", report.rank,
                              " does not find a tensor that some rank offers: it lies outside that "
@@ -93,7 +93,7 @@ void ReportReader::collect(Report& report, Group& group) {
   const std::uint32_t written = std::atomic_ref(report.written).load(std::memory_order_acquire);
   if (written != report.taken) {
     const Setback setback = setback_of(report, group);
-    group.remember(setback, static_cast<xd_ep_operation>(report.operation), report.epoch);
+    group.remember(setback, report.operation, report.epoch);
     // Release: kernels write the next error only where this one has been read.
     std::atomic_ref(report.taken).store(written, std::memory_order_release);
   }

@@ -1,55 +1,15 @@
-// The turn-taking of operations on the device: entry records, done flags, epochs (see ep/wire.h),
-// and what the thread blocks of one launch agree on.
-//
-//   begin()   every block: the epoch, the plan's checks
-//   enter()   tells every peer what this rank is about to do; from here on they may touch its
-//             memory
-//   await()   every block: every peer has entered, and all agree; from here on they may be touched
-//   finish()  every block, when it has stored its last row: the last one raises the done flags
-//   close()   every block, when it is done altogether: the last one waits for the peers' done
-//             flags, reports, and moves the epoch on
-//
-// Two ranks n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
-//
-//   block of n                                   memory of p        block of p
-//   record[slot][n] = ..., epoch (release.sys) -----> polled (acquire.sys), then reads the record
-//   rows, weights ... then flag or done ------------> polled (acquire.sys), then reads the rows
-//
-// A row that bulk copies have stored is complete for the thread that waited for its bulk group; the
-// block's barrier or the warp's, then the counter `finished` (acq_rel.gpu), pass that on to the
-// thread that releases the done flag (sys): causality order is transitive over these.
-//
-// No wait goes in a circle: a record is sent before anything is waited for, rows wait for records
-// alone, done flags for rows that this rank itself moves, and only work that no peer waits for
-// (fanning out, final sums, closing) waits for what peers bring. All blocks of a launch are
-// resident (cooperative launch), so a block that is waited for always runs.
-//
-// All ranks, and all blocks of each, come to the same verdict, as they look at the same records and
-// plans; but where a tensor lies they look up in a table that the host of a rank may be changing (a
-// tensor is deregistered under a replayed graph, by mistake). A block that misses one may be alone
-// with that, so it raises every flag that others might wait for, and marks its rank's done flag:
-// all ranks then report a mismatch, and nobody has waited for what never comes.
-//
-// A fatal error ends every wait on every block; blocks then skip what is left, no done flag is
-// raised, and Control may stay as it is: the communicator is finished.
-//
-// Nothing but the kernel's start says that earlier kernels of the stream have ended, which is what
-// enter() tells the peers. So these kernels must never be launched with programmatic dependent
-// launch, unless they wait for it (griddepcontrol.wait) before begin() fences.
+// The turn of an operation of expert parallelism (turn/device_turn.cuh): what a launch checks of
+// its plan while the turn begins, where the peers' receive tensors lie, and the flags of chunks.
 #pragma once
 
-#include "comm/device_wait.cuh"
+#include "base/hash.h"
 #include "ep/cuda/params.h"
+#include "ep/family.h"
+#include "turn/device_turn.cuh"
 
 namespace xd::ep::cuda {
 
-// What a launch does next.
-enum class Verdict : int {
-  go,       // move rows
-  blank,    // a tensor is missing here: raise all flags, move nothing
-  nothing,  // a non-fatal error, known to all: take part in the turn, move nothing
-  fatal,    // leave
-};
+using turn::Verdict;
 
 // A peer's receive tensors at this process' addresses.
 struct PeerTensors {
@@ -62,21 +22,11 @@ struct PeerTensors {
   bool wide_indices;  // its recv_topk_idx is int64
 };
 
-struct TurnShared {
-  std::uint64_t epoch;
-  std::uint64_t owner;  // of the group, when this block began
-  int failed;           // the communicator, likewise
+struct TurnShared : turn::DeviceTurnShared<Record> {
   int first_zone, zones_end;
-  int verdict;
-  int status;  // of a non-fatal error here
   Fault fault;
-  int mismatch;  // some record differs
-  int is_last;
-  int some_blank;  // last block: of this launch
-  int finder;      // lowest rank that has not found a tensor; num_ranks = none
   unsigned long long sum;
   PlanHeader plan;
-  Record own;
   PeerTensors peer[kMaxDeviceRanks];
   std::uint32_t base[kMaxDeviceRanks + 1];
 };
@@ -88,59 +38,25 @@ struct RowSizes {
   unsigned scale_alignment = 1;
 };
 
-class Turn {
+class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
  public:
-  __device__ Turn(const TurnParams& params, TurnShared& shared) : p_(params), s_(shared) {}
+  using DeviceTurn::DeviceTurn;
 
-  __device__ bool begin();
-  __device__ void enter(bool staged = false);
-  __device__ bool await(const RowSizes& sizes);
-  __device__ void finish();
-  __device__ void close();
-  __device__ void leave();  // finish() and close(), where nothing comes between
+  // All threads of every block: every peer has entered, all agree, and their tensors are found.
+  // False = fatal.
+  __device__ bool await(const RowSizes& sizes) {
+    return DeviceTurn::await(
+        [&](int peer, const Record& record) { return find_tensors(peer, record, sizes); });
+  }
 
-  // Grid barrier; false = fatal. `n`: number of this barrier in the launch, from 1.
-  __device__ bool barrier(std::uint32_t n);
-
-  __device__ const GroupDevice& group() const { return p_.group; }
-  __device__ std::uint64_t epoch() const { return s_.epoch; }
-  __device__ Verdict verdict() const { return static_cast<Verdict>(s_.verdict); }
   __device__ const PlanHeader& plan() const { return s_.plan; }
   __device__ const PeerTensors& peer(int rank) const { return s_.peer[rank]; }
-  __device__ device::WaitSite site(int phase) const {
-    return {phase, p_.group.number, p_.record.operation, s_.epoch};
-  }
-  __device__ void set_setback(int status) {  // one thread, before the block's next barrier
-    s_.status = status;
-    s_.verdict = static_cast<int>(Verdict::nothing);
-  }
-  // All threads of a block: one of them has met a fatal error.
-  __device__ bool any_failed(bool failed) {
-    if (__syncthreads_or(failed ? 1 : 0) == 0) return false;
-    if (threadIdx.x == 0) s_.verdict = static_cast<int>(Verdict::fatal);
-    __syncthreads();
-    return true;
-  }
-
-  // Own flags and words, and a peer's.
-  __device__ std::uint64_t* record_at(int owner, int source, std::uint64_t epoch) const {
-    return words(owner, p_.group.record) + (epoch % 2 * ranks() + source) * 8;
-  }
-  __device__ std::uint64_t* done_at(int owner, int source) const {
-    return words(owner, p_.group.done) + (s_.epoch % 2 * ranks() + source) * 8;
-  }
   __device__ std::uint64_t* chunk_at(int owner, int source, int chunk) const {
     return words(owner, p_.group.chunk) +
            static_cast<std::uint64_t>(source) * p_.group.chunk_stride + chunk;
   }
-  __device__ std::uint64_t* words(int owner, std::uint64_t offset) const {
-    return reinterpret_cast<std::uint64_t*>(p_.group.area[owner] + offset);
-  }
   // Waits for a source's flag of a chunk; single threads. False = fatal.
   __device__ bool wait_chunk(int source, int chunk) const;
-  // Waits until `source` (itself, too) touches this rank's memory no more; single threads. False =
-  // fatal. `flag`: what it says.
-  __device__ bool wait_done(int source, std::uint64_t& flag) const;
 
   // Lanes of the warp release a chunk's flag to every rank d with wanted(d). All lanes; what the
   // warp has stored before is covered.
@@ -152,43 +68,223 @@ class Turn {
     }
   }
 
-  __device__ int rank() const { return p_.group.comm.rank; }
-  __device__ int ranks() const { return p_.group.comm.num_ranks; }
-
  private:
+  friend class turn::DeviceTurn<Turn, Family, TurnParams, TurnShared>;
+
   // What one thread has seen of a plan's head.
   struct ZoneLook {
     std::uint64_t sum;  // its part of the checksum
     bool bad;           // a zone makes no sense
   };
 
-  __device__ void judge_start();
+  // See turn::DeviceTurn, "What a family adds".
+  __device__ ZoneLook look();
+  __device__ void judge(const ZoneLook& look);
+  __device__ void complete(Record& own) const;
+  __device__ int obstacle() const {
+    return p_.plan != nullptr && refused(s_.plan) ? XD_ERROR_OVERFLOW : XD_SUCCESS;
+  }
+  __device__ int rank_concerned() const {
+    return s_.status == XD_ERROR_OVERFLOW ? s_.plan.overflow_rank : s_.plan.bad_id_rank;
+  }
+  __device__ void report(Findings& findings) const {
+    findings = {s_.fault, s_.plan.bad_ids, s_.plan.overflow_needed, s_.plan.overflow_capacity};
+  }
+  __device__ void reset() const {
+    p_.group.control->next_unit[0] = p_.group.control->next_unit[1] = 0;
+    p_.group.control->counts_hash = 0;
+  }
+
   __device__ ZoneLook look_at_plan();
   __device__ void check_plan(const ZoneLook& look);
   __device__ Fault header_fault() const;
   __device__ Fault binding_fault() const;
   __device__ Fault tensor_fault() const;
-  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
-  __device__ static bool sends_records() {
-    return blockIdx.x == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
-  }
-  __device__ static std::uint64_t epoch_of(const std::uint64_t* record);
-  __device__ bool wait_record(int peer) const;
-  __device__ void read_record(int from, std::uint64_t* words) const;
-  __device__ bool take_record(int peer, const RowSizes& sizes);
-  __device__ std::byte* tensor_of(int rank, std::uint64_t place, std::uint64_t bytes,
-                                  unsigned alignment) const;
-  __device__ bool is_last_block(std::uint32_t* counter);
-  __device__ void raise_done();
-  __device__ void end_launch();
-  __device__ void report();
-  __device__ void finish_comm() const;
-  __device__ int rank_concerned() const;
-
-  const TurnParams& p_;
-  TurnShared& s_;
+  __device__ bool find_tensors(int peer, const Record& record, const RowSizes& sizes);
 };
 
-}  // namespace xd::ep::cuda
+// All threads.
+__device__ inline Turn::ZoneLook Turn::look() {
+  if (thread() == 0) s_.sum = 0;
+  for (int i = thread(); i <= ranks(); i += static_cast<int>(blockDim.x)) {
+    s_.base[i] = p_.group.base[i];
+  }
+  return p_.plan != nullptr ? look_at_plan() : ZoneLook{0, false};
+}
 
-#include "ep/cuda/turn_impl.cuh"
+__device__ inline void Turn::judge(const ZoneLook& look) {
+  if (thread() == 0) s_.fault = {};
+  if (p_.plan != nullptr) check_plan(look);
+}
+
+__device__ inline void Turn::complete(Record& own) const {
+  if (own.call.status == XD_SUCCESS && s_.fault.kind != PlanFault::none) {
+    own.call.status = XD_ERROR_INVALID_ARGUMENT;
+  }
+  if (p_.plan != nullptr) {
+    own.rows = static_cast<std::uint32_t>(s_.plan.recv_rows);
+    own.fingerprint = s_.plan.fingerprint;
+  }
+}
+
+// ---- The plan ----------------------------------------------------------------------------------
+
+__device__ inline Fault Turn::header_fault() const {
+  const PlanHeader& h = s_.plan;
+  const auto fault = [](PlanFault kind, std::int64_t got = 0, std::int64_t expected = 0) {
+    return Fault{kind, 0, nullptr, got, expected};
+  };
+  if (h.magic != PlanHeader::kMagic) return fault(PlanFault::no_plan);
+  if (h.version != PlanHeader::kVersion) {
+    return fault(PlanFault::version, h.version, PlanHeader::kVersion);
+  }
+  if (!plausible(h)) return fault(PlanFault::header);
+  const PlanMap map = map_of(h);
+  if (h.bytes != map.end) return fault(PlanFault::header);
+  if (p_.plan_bytes < map.end) {
+    return fault(PlanFault::cut_short, static_cast<std::int64_t>(p_.plan_bytes),
+                 static_cast<std::int64_t>(map.end));
+  }
+  return fault(PlanFault::none);
+}
+
+// In the order of kBindingNames.
+__device__ inline Fault Turn::binding_fault() const {
+  const PlanHeader& h = s_.plan;
+  const GroupDevice& g = p_.group;
+  const std::int64_t pairs[][2] = {
+      {h.rank, rank()},
+      {h.ranks, ranks()},
+      {h.experts, g.experts},
+      {h.layout, g.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR},
+      {h.keeps_list, g.expert_major ? 1 : 0},
+      {h.keeps_items, g.keeps_items ? 1 : 0},
+      {h.overflow, g.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR},
+      {h.capacity, g.capacity}};
+  std::int64_t number = 0;
+  for (const auto& pair : pairs) {
+    if (pair[0] != pair[1]) {
+      Fault fault{PlanFault::binding, 0, nullptr, pair[0], pair[1]};
+      fault.which = static_cast<std::int32_t>(number);
+      return fault;
+    }
+    ++number;
+  }
+  if (h.capacities != g.capacities_hash) return {PlanFault::capacities, 0, nullptr, 0, 0};
+  if (h.tokens > g.max_tokens || h.topk > g.max_topk) {
+    return {PlanFault::too_large, 0, nullptr, h.tokens, h.topk};
+  }
+  if (h.alignment > g.alignment) {
+    return {PlanFault::alignment, 0, nullptr, h.alignment, g.alignment};
+  }
+  return {};
+}
+
+__device__ inline Fault Turn::tensor_fault() const {
+  const PlanHeader& h = s_.plan;
+  for (int i = 0; i < p_.num_checks; ++i) {
+    const Check& c = p_.checks[i];
+    if (c.kind == Check::recv_rows && c.got < h.recv_rows) {
+      return {PlanFault::tensor_rows, 0, c.name, c.got, h.recv_rows};
+    }
+    if (c.kind == Check::tokens && c.got != h.tokens) {
+      return {PlanFault::tokens, 0, c.name, c.got, h.tokens};
+    }
+    if (c.kind == Check::topk && c.got != h.topk) {
+      return {PlanFault::topk, 0, c.name, c.got, h.topk};
+    }
+  }
+  return {};
+}
+
+// What the plan's head says, if it is as long as this group's plans: all words in front of the
+// codes.
+__device__ inline Turn::ZoneLook Turn::look_at_plan() {
+  const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
+  constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
+  constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
+  const std::uint64_t end = min(p_.group.plan_head_bytes, p_.plan_bytes) / sizeof(std::uint64_t);
+  ZoneLook look{0, false};
+  for (std::uint64_t i = threadIdx.x; i < end; i += blockDim.x) {
+    const std::uint64_t word = words[i];
+    if (i < kHeaderWords) reinterpret_cast<std::uint64_t*>(&s_.plan)[i] = word;
+    if (i != kChecksumWord) look.sum += hash_entry(i, word);
+  }
+  if (end * sizeof(std::uint64_t) < p_.group.plan_head_bytes) return look;
+  const int local = p_.group.local_experts;
+  const auto* count = reinterpret_cast<const std::int32_t*>(p_.plan + sizeof(PlanHeader));
+  const std::int32_t* offset = count + local;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
+    look.bad |= count[e] < 0 || std::int64_t{offset[e]} + count[e] > offset[e + 1];
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    s_.first_zone = offset[0];
+    s_.zones_end = offset[local];
+  }
+  return look;
+}
+
+// All threads. Every block comes to the same verdict, as it looks at the same bytes.
+__device__ inline void Turn::check_plan(const ZoneLook& look) {
+  std::uint64_t sum = look.sum;
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+  if (threadIdx.x % 32 == 0) atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
+  const bool bad = __syncthreads_or(look.bad ? 1 : 0) != 0;
+  if (threadIdx.x != 0) return;
+  const PlanHeader& h = s_.plan;
+  s_.fault = header_fault();
+  if (s_.fault.kind != PlanFault::none) return;
+  // A head of another length is that of another group's plan.
+  const bool same_head = map_of(h).code == p_.group.plan_head_bytes;
+  if (same_head && s_.sum != h.checksum) {
+    s_.fault = {PlanFault::checksum, 0, nullptr, 0, 0};
+    return;
+  }
+  s_.fault = binding_fault();
+  if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
+  const bool has_zones = !refused(h) && p_.group.expert_major;
+  const bool damaged = h.recv_rows < 0 || h.recv_rows > capacity_of(h) ||
+                       (has_zones && (bad || s_.first_zone != 0 || s_.zones_end != h.recv_rows));
+  if (s_.fault.kind == PlanFault::none && (damaged || !same_head)) {
+    s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
+  }
+}
+
+// ---- Peers -------------------------------------------------------------------------------------
+
+// One thread: where a rank's tensors lie; false if it offers some that do not exist.
+__device__ inline bool Turn::find_tensors(int peer, const Record& record, const RowSizes& sizes) {
+  PeerTensors& to = s_.peer[peer];
+  bool there = true;
+  const auto find_rows = [&](turn::RemoteAddress address, std::uint64_t row_bytes,
+                             unsigned alignment) -> std::byte* {
+    if (row_bytes == 0 || !address) return nullptr;
+    std::byte* at = find(peer, address, row_bytes * record.rows, alignment);
+    there &= at != nullptr;
+    return at;
+  };
+  to.num_rows = record.rows;
+  to.staged = record.rows_in.is_shared();
+  to.wide_indices = (record.flags & kWideIndices) != 0;
+  to.rows = find_rows(record.rows_in, sizes.rows, kRowAlignment);
+  to.scales = find_rows(record.scales_in, sizes.scales, sizes.scale_alignment);
+  to.weights = find_rows(record.weights_in, sizes.weights, sizeof(float));
+  to.extra = to.wide_indices ? find_rows(record.extra_in, 2 * sizes.extra, sizeof(std::int64_t))
+                             : find_rows(record.extra_in, sizes.extra, sizeof(std::int32_t));
+  if (sizes.partials != 0 && record.extra_in) {
+    to.extra = find(peer, record.extra_in, sizes.partials, kRowAlignment);
+    there &= to.extra != nullptr;
+  }
+  return there;
+}
+
+__device__ inline bool Turn::wait_chunk(int source, int chunk) const {
+  const std::uint64_t* flag = chunk_at(rank(), source, chunk);
+  const std::uint64_t expected = s_.epoch;
+  return device::wait_until(
+      p_.group.comm, site(XD_PHASE_ROWS), source,
+      [=] { return ptx::ld_acquire_sys(flag) == expected; },
+      [=] { return ptx::ld_acquire_sys(flag); });
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,491 @@
+// Turns on the device: the five verbs of turn/entry.h, and what the thread blocks of one launch
+// agree on.
+//
+//   begin()  every block: the epoch; this launch owns the sequence; the family's own first loads
+//   enter()  tells every peer what this rank is about to do
+//   await()  every block: every peer has entered, and all agree
+//   leave()  every block, when it has stored its last word into peers' memory: the last one raises
+//            the done flags
+//   end()    every block, when it is done altogether: the last one waits for the peers' done flags,
+//            reports, and moves the epoch on
+//   leave_and_end()  both, where nothing comes between: the blocks are counted once
+//
+// One rank n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
+//
+//   block of n                                   memory of p        block of p
+//   entry[slot][n] = record, epoch ---------------> polled, then reads the record
+//   rows, weights ... then flag or done (release) -> polled (acquire.sys), then reads the rows
+//
+// What bulk copies have stored is complete for the thread that waited for its bulk group; the
+// block's barrier or the warp's, then the counter `left` (acq_rel.gpu), pass that on to the thread
+// that releases the done flag (sys): causality order is transitive over these.
+//
+// A record is sent before anything is waited for, what peers bring waits for records alone, done
+// flags wait for what this rank itself moves, and only work that no peer waits for (completing its
+// own outputs, ending) waits for what peers bring. All blocks of a launch are resident (cooperative
+// launch), so a block that is waited for always runs.
+//
+// All ranks, and all blocks of each, come to the same verdict, as they look at the same records;
+// but where a peer's memory lies they look up in a table that the host of a rank may be changing (a
+// tensor is deregistered under a replayed graph, by mistake). A block that misses some may be alone
+// with that, so it raises every flag that others might wait for, and marks its rank's done flag:
+// all ranks then report a mismatch, and nobody has waited for what never comes.
+//
+// A fatal error ends every wait on every block; blocks then skip what is left, no done flag is
+// raised, and DeviceControl may stay as it is: the communicator is finished.
+//
+// Nothing but the kernel's start says that earlier kernels of the stream have ended, which is what
+// enter() tells the peers. So these kernels must never be launched with programmatic dependent
+// launch, unless they wait for it (griddepcontrol.wait) before begin() fences.
+#pragma once
+
+#include <bit>
+
+#include <crossdock/comm.h>
+
+#include "comm/device_wait.cuh"
+#include "turn/device_group.h"
+#include "turn/remote_address.h"
+
+namespace xd::turn {
+
+// What a launch does next.
+enum class Verdict : int {
+  go,       // move
+  blank,    // memory is missing here: raise all flags, move nothing
+  nothing,  // a setback, known to all: take part in the turn, move nothing
+  fatal,    // leave
+};
+
+// Of a thread block, in shared memory.
+template <class Record>
+struct DeviceTurnShared {
+  std::uint64_t epoch;
+  std::uint64_t owner;  // of the sequence, when this block began
+  int failed;           // the communicator, likewise
+  int verdict;
+  int status;    // of a setback here
+  int mismatch;  // some record differs
+  int is_last;
+  int some_blank;  // last block: of this launch
+  int finder;      // lowest rank that has not found memory; num_ranks = none
+  Record own;
+};
+
+// A record's words as they travel. The last word of an entry is its epoch plus a hash of the
+// others: whoever finds the epoch of this operation in it has all words of this record, in whatever
+// order they came.
+using RecordWords = std::uint64_t[kRecordWords + 1];
+
+// A polynomial hash with an odd multiplier: changing any one word changes the hash.
+__device__ inline std::uint64_t hash_of(const std::uint64_t* words) {
+  std::uint64_t hash = 0;
+#pragma unroll
+  for (int w = 0; w < kRecordWords; ++w) hash = (hash + words[w]) * 0x9E3779B97F4A7C15u;
+  return hash;
+}
+
+// `Derived` is the family's turn. It may hide any of the functions under "What a family adds".
+template <class Derived, class Family, class Params, class Shared>
+class DeviceTurn {
+ public:
+  using Record = typename Family::Record;
+
+  __device__ DeviceTurn(const Params& params, Shared& shared) : p_(params), s_(shared) {}
+
+  __device__ bool begin();
+  // Block 0: one warp, which has fenced in begin(). `staged`: this kernel has written something
+  // that peers read once they have seen the record, and a grid barrier lies between.
+  __device__ void enter(bool staged = false);
+  // take(peer, record): one thread finds what a rank's record offers; false if it is not there.
+  // False = fatal.
+  template <class Take>
+  __device__ bool await(Take&& take);
+  __device__ void leave();
+  __device__ void end();
+  __device__ void leave_and_end();
+
+  // Grid barrier; false = fatal. `n`: number of this barrier in the launch, from 1.
+  __device__ bool barrier(std::uint32_t n);
+
+  __device__ const auto& group() const { return p_.group; }
+  __device__ std::uint64_t epoch() const { return s_.epoch; }
+  __device__ Verdict verdict() const { return static_cast<Verdict>(s_.verdict); }
+  __device__ device::WaitSite site(int phase) const {
+    return {phase, p_.group.number, p_.record.call.operation, s_.epoch};
+  }
+  __device__ void set_setback(int status) {  // one thread, before the block's next barrier
+    s_.status = status;
+    s_.verdict = static_cast<int>(Verdict::nothing);
+  }
+  // All threads of a block: one of them has met a fatal error.
+  __device__ bool any_failed(bool failed) {
+    if (__syncthreads_or(failed ? 1 : 0) == 0) return false;
+    if (threadIdx.x == 0) s_.verdict = static_cast<int>(Verdict::fatal);
+    __syncthreads();
+    return true;
+  }
+
+  // Own words, and a peer's.
+  __device__ std::uint64_t* words(int owner, std::uint64_t offset) const {
+    return reinterpret_cast<std::uint64_t*>(p_.group.area[owner] + offset);
+  }
+  __device__ std::uint64_t* entry_at(int owner, int source, std::uint64_t epoch) const {
+    return words(owner, p_.group.turn.entry) + cell_of(epoch, source, ranks()) * 8;
+  }
+  __device__ std::uint64_t* done_at(int owner, int source) const {
+    return words(owner, p_.group.turn.done) + cell_of(s_.epoch, source, ranks()) * 8;
+  }
+  // Waits until `source` (itself, too) touches this rank's memory no more; single threads. False =
+  // fatal. `flag`: what it says.
+  __device__ bool wait_done(int source, std::uint64_t& flag) const;
+  // The address of `bytes` bytes of a rank's memory, or nullptr if they are not all there.
+  __device__ std::byte* find(int rank, RemoteAddress address, std::uint64_t bytes,
+                             unsigned alignment) const;
+
+  __device__ int rank() const { return p_.group.comm.rank; }
+  __device__ int ranks() const { return p_.group.comm.num_ranks; }
+
+  // ---- What a family adds ----
+
+  struct Nothing {};
+  // All threads, while begin() waits for its own loads: what it returns goes to judge(), all
+  // threads, behind a barrier of the block.
+  __device__ Nothing look() { return {}; }
+  __device__ void judge(const Nothing&) {}
+  // One thread: what the host could not know of this rank's record.
+  __device__ void complete(Record&) const {}
+  // One thread, when all records agree: a status other than SUCCESS = all ranks move nothing.
+  __device__ int obstacle() const { return XD_SUCCESS; }
+  // One thread: of a setback that is not of this rank's own call, the lowest rank it is about; -1
+  // where that does not show.
+  __device__ int rank_concerned() const { return -1; }
+  template <class Findings>
+  __device__ void report(Findings&) const {}
+  // One thread, when the launch is over: the family's part of the control block.
+  __device__ void reset() const {}
+
+ protected:
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+
+  const Params& p_;
+  Shared& s_;
+
+ private:
+  __device__ Derived& self() { return static_cast<Derived&>(*this); }
+  __device__ const Derived& self() const { return static_cast<const Derived&>(*this); }
+  __device__ static bool sends_records() {
+    return blockIdx.x == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
+  }
+  __device__ void judge_start();
+  __device__ static std::uint64_t epoch_of(const std::uint64_t* entry);
+  __device__ bool wait_entry(int peer) const;
+  __device__ Record read_record(int from) const;
+  template <class Take>
+  __device__ bool take_record(int peer, Take&& take);
+  __device__ bool is_last_block(std::uint32_t* counter);
+  __device__ void raise_done();
+  __device__ void end_launch();
+  __device__ void write_report();
+  __device__ void finish_comm() const;
+  __device__ int lowest_concerned() const;
+};
+
+// Names a member function of DeviceTurn outside its class.
+#define XD_TURN_MEMBER(type)                                         \
+  template <class Derived, class Family, class Params, class Shared> \
+  __device__ inline type DeviceTurn<Derived, Family, Params, Shared>
+
+// ---- The start ---------------------------------------------------------------------------------
+
+// Thread 0, when everything that begin() loads is there.
+XD_TURN_MEMBER(void)::judge_start() {
+  s_.status = XD_SUCCESS;
+  s_.mismatch = 0;
+  s_.finder = ranks();
+  const device::WaitSite here = site(XD_PHASE_NONE);
+  bool fatal = s_.failed != 0;
+  if (fatal) device::tell_host(p_.group.comm);
+  // The launch that runs owns the sequence; blocks of another one find it busy. So do they if the
+  // owner changed between the two looks at it.
+  const auto owner = static_cast<std::uint32_t>(s_.owner);
+  const auto claimed_at = static_cast<std::uint32_t>(s_.owner >> 32);
+  if ((owner != 0 && owner != p_.launch) ||
+      claimed_at != static_cast<std::uint32_t>(s_.epoch - 1)) {
+    device::raise(p_.group.comm, device::error_at(p_.group.comm, here, XD_ERROR_BUSY, rank()),
+                  device::Spread::everywhere);
+    fatal = true;
+  }
+  s_.verdict = static_cast<int>(fatal ? Verdict::fatal : Verdict::go);
+}
+
+// All threads. What has to be read is read at once, by different warps.
+XD_TURN_MEMBER(bool)::begin() {
+  const unsigned t = threadIdx.x;
+  const unsigned apart = blockDim.x > 64 ? 32 : 1;
+  if (t == 0) s_.owner = ptx::or_acquire_gpu(&p_.group.control->owner, p_.launch);
+  if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
+  if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
+  // Who sees the record also sees what earlier kernels of this stream have written. Fenced here and
+  // not by a release of the record's last word: beside other waits, and with no word to wait for.
+  // (That they have ended is known from this kernel's start alone.)
+  if (sends_records()) ptx::fence_acq_rel_sys();
+  const auto look = self().look();
+  __syncthreads();
+  if (t == 0) judge_start();
+  self().judge(look);
+  __syncthreads();
+  if (t == 0) {
+    s_.own = p_.record;
+    self().complete(s_.own);
+    if (s_.own.call.status != XD_SUCCESS && verdict() == Verdict::go) {
+      set_setback(s_.own.call.status);
+    }
+  }
+  __syncthreads();
+  return verdict() != Verdict::fatal;
+}
+
+// ---- Records -----------------------------------------------------------------------------------
+
+XD_TURN_MEMBER(void)::enter(bool staged) {
+  if (!sends_records()) return;
+  if (staged) ptx::fence_acq_rel_sys();
+  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
+  for (int i = 1 + thread() % 32; i < ranks(); i += 32) {
+    const int peer = (rank() + i) % ranks();
+    std::uint64_t* to = entry_at(peer, rank(), s_.epoch);
+    for (int w = 0; w < kRecordWords; ++w) ptx::st_relaxed_sys(to + w, own[w]);
+    ptx::st_relaxed_sys(to + kRecordWords, s_.epoch + hash_of(own));
+  }
+}
+
+XD_TURN_MEMBER(std::uint64_t)::epoch_of(const std::uint64_t* entry) {
+  RecordWords words;
+#pragma unroll
+  for (int w = 0; w <= kRecordWords; ++w) words[w] = ptx::ld_relaxed_sys(entry + w);
+  return words[kRecordWords] - hash_of(words);
+}
+
+XD_TURN_MEMBER(bool)::wait_entry(int peer) const {
+  const std::uint64_t* entry = entry_at(rank(), peer, s_.epoch);
+  const std::uint64_t* before = entry_at(rank(), peer, s_.epoch - 1);
+  const std::uint64_t expected = s_.epoch;
+  const bool here = device::wait_until(
+      p_.group.comm, site(XD_PHASE_ENTRY), peer, [=] { return epoch_of(entry) == expected; },
+      [=] { return epoch_of(before) == expected - 1 ? expected - 1 : 0; });
+  // Acquire: of what the peer's fence has covered.
+  ptx::ld_acquire_sys(entry + kRecordWords);
+  return here;
+}
+
+// A rank's record of this operation, which has been waited for. Its words are stored one by one, so
+// they are loaded as wait_entry() does: never by a weak load, which might miss them.
+XD_TURN_MEMBER(auto)::read_record(int from) const -> Record {
+  struct Words {
+    std::uint64_t word[kRecordWords];
+  } words;
+  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
+  const std::uint64_t* sent = entry_at(rank(), from, s_.epoch);
+#pragma unroll
+  for (int w = 0; w < kRecordWords; ++w) {
+    words.word[w] = from == rank() ? own[w] : ptx::ld_relaxed_sys(sent + w);
+  }
+  return std::bit_cast<Record>(words);
+}
+
+// Reads a rank's record and finds what it offers; false if some of that does not exist.
+template <class Derived, class Family, class Params, class Shared>
+template <class Take>
+__device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::take_record(int peer,
+                                                                                Take&& take) {
+  const Record theirs = read_record(peer);
+  const bool same = theirs.call.status == XD_SUCCESS && s_.own.call.status == XD_SUCCESS &&
+                    theirs.call.operation == s_.own.call.operation &&
+                    Family::same_operation(theirs, s_.own);
+  if (!same) {
+    if (peer != rank()) s_.mismatch = 1;
+    return true;
+  }
+  return take(peer, theirs);
+}
+
+template <class Derived, class Family, class Params, class Shared>
+template <class Take>
+__device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&& take) {
+  bool failed = false, missing = false;
+  for (int peer = thread(); peer < ranks(); peer += static_cast<int>(blockDim.x)) {
+    if (peer != rank() && !wait_entry(peer)) {
+      failed = true;
+      break;
+    }
+    missing |= !take_record(peer, take);
+  }
+  if (any_failed(failed)) return false;
+  // Read before the barrier: a compiler may let all threads read what thread 0 writes behind it.
+  const bool undisturbed = s_.status == XD_SUCCESS;
+  const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
+  if (threadIdx.x == 0 && undisturbed) {
+    if (s_.mismatch != 0) {
+      set_setback(XD_ERROR_MISMATCH);
+    } else if (const int status = self().obstacle(); status != XD_SUCCESS) {
+      set_setback(status);
+    } else if (some_missing) {  // perhaps for this block alone
+      set_setback(XD_ERROR_MISMATCH);
+      s_.verdict = static_cast<int>(Verdict::blank);
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+XD_TURN_MEMBER(std::byte*)::find(int rank, RemoteAddress address, std::uint64_t bytes,
+                                 unsigned alignment) const {
+  return find_remote(address, bytes, alignment, {p_.group.area[rank], p_.group.area_bytes[rank]},
+                     [&](std::uint64_t segment) {
+                       const DeviceComm& comm = p_.group.comm;
+                       return segment < kMaxHeapSegments
+                                  ? comm.heap[heap_entry(segment, rank, comm.num_ranks)]
+                                  : HeapRange{nullptr, 0};
+                     });
+}
+
+// ---- Waits inside the operation ----------------------------------------------------------------
+
+XD_TURN_MEMBER(bool)::wait_done(int source, std::uint64_t& flag) const {
+  const std::uint64_t* at = done_at(rank(), source);
+  const std::uint64_t expected = s_.epoch;
+  return device::wait_until(
+      p_.group.comm, site(XD_PHASE_DONE), source,
+      [=, &flag] {
+        flag = ptx::ld_acquire_sys(at);
+        return (flag & ~kFoundMissing) == expected;
+      },
+      [=] { return ptx::ld_acquire_sys(at) & ~kFoundMissing; });
+}
+
+XD_TURN_MEMBER(bool)::barrier(std::uint32_t n) {
+  __syncthreads();
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    std::uint32_t* arrived = &p_.group.control->barrier;
+    const std::uint32_t expected = n * gridDim.x;
+    // Release and acquire: what any block has stored before, all blocks see after.
+    if (ptx::add_acq_rel_gpu(arrived, 1) + 1 < expected) {
+      // A block that is late waits for a peer, and that wait is the one to run out.
+      device::WaitSite blocks = site(XD_PHASE_NONE);
+      blocks.timeouts = 2;
+      failed = !device::wait_until(
+          p_.group.comm, blocks, -1, [=] { return ptx::ld_acquire_gpu(arrived) >= expected; },
+          [] { return std::uint64_t{0}; });
+    }
+  }
+  return !any_failed(failed);
+}
+
+// ---- The end -----------------------------------------------------------------------------------
+
+// Counts the block; true on all threads of the last one. Blank blocks are counted a second time, in
+// the upper half, so that the last one knows of them without another look.
+XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
+  constexpr std::uint32_t kBlank = 1u << 16;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const std::uint32_t mine = verdict() == Verdict::blank ? 1 + kBlank : 1;
+    // Release and acquire: what any block has stored before, the last one sees.
+    const std::uint32_t all = ptx::add_acq_rel_gpu(counter, mine) + mine;
+    s_.is_last = all % kBlank == gridDim.x ? 1 : 0;
+    s_.some_blank = all >= kBlank ? 1 : 0;
+  }
+  __syncthreads();
+  return s_.is_last != 0;
+}
+
+XD_TURN_MEMBER(void)::raise_done() {
+  // Another block may have left its work: it wrote the error down before it was counted.
+  if (verdict() == Verdict::fatal || device::failed(p_.group.comm)) return;
+  for (int i = thread(); i < ranks(); i += static_cast<int>(blockDim.x)) {
+    const int peer = (rank() + 1 + i) % ranks();
+    // Release: who sees this epoch also sees all that was written there, and nothing is read there
+    // any more.
+    ptx::st_release_sys(done_at(peer, rank()), s_.epoch | (s_.some_blank != 0 ? kFoundMissing : 0));
+  }
+}
+
+// All threads of every block. Bulk stores have been waited for by the threads that issued them.
+XD_TURN_MEMBER(void)::leave() {
+  if (is_last_block(&p_.group.control->left)) raise_done();
+}
+
+// All threads of every block, after leave() and what came behind it.
+XD_TURN_MEMBER(void)::end() {
+  if (is_last_block(&p_.group.control->ended)) end_launch();
+}
+
+XD_TURN_MEMBER(void)::leave_and_end() {
+  if (!is_last_block(&p_.group.control->left)) return;
+  raise_done();
+  end_launch();
+}
+
+// The lowest rank that this rank's setback is about, as far as that shows without the records.
+XD_TURN_MEMBER(int)::lowest_concerned() const {
+  if (s_.own.call.status != XD_SUCCESS) return rank();
+  if (s_.status != XD_ERROR_MISMATCH) return self().rank_concerned();
+  return s_.finder != ranks() ? s_.finder : -1;
+}
+
+// The operation's setback becomes the communicator's error: kernels behind it leave at once, and
+// the host hears of it. The peers' kernels meet one of this operation, too, and need not be told.
+XD_TURN_MEMBER(void)::finish_comm() const {
+  FatalError error =
+      device::error_at(p_.group.comm, site(XD_PHASE_NONE), s_.status, lowest_concerned());
+  error.met_by_all = 1;
+  p_.group.report->fatal_launch = p_.launch;  // raise() releases it to the host
+  device::raise(p_.group.comm, error, device::Spread::here);
+}
+
+XD_TURN_MEMBER(void)::write_report() {
+  auto* to = p_.group.report;
+  const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
+  if (written != ptx::ld_acquire_sys(&to->taken)) return;
+  to->status = s_.status;
+  to->operation = p_.record.call.operation;
+  to->epoch = s_.epoch;
+  to->rank = lowest_concerned();
+  self().report(to->findings);
+  if (s_.status == XD_ERROR_MISMATCH) {
+    for (int r = 0; r < ranks(); ++r) to->record[r] = read_record(r);
+  }
+  ptx::st_release_sys(&to->written, written + 1);
+}
+
+// The launch's last block reports and moves the epoch on.
+XD_TURN_MEMBER(void)::end_launch() {
+  bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
+  for (int peer = thread(); peer < ranks() && !failed; peer += static_cast<int>(blockDim.x)) {
+    std::uint64_t flag = 0;
+    failed = !wait_done(peer, flag);
+    if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);
+  }
+  failed = any_failed(failed);
+  if (threadIdx.x != 0) return;
+  if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
+  auto* control = p_.group.control;
+  if (!failed && s_.status != XD_SUCCESS) {
+    // A failure of the host's own checks is known to the host already.
+    if (p_.record.call.status == XD_SUCCESS) write_report();
+    ptx::st_release_sys(&p_.group.report->errors, ++control->errors);
+    if (p_.group.fatal_errors) finish_comm();
+  }
+  control->epoch = s_.epoch;
+  control->barrier = control->left = control->ended = 0;
+  self().reset();
+  // Release: the next launch finds all this.
+  __threadfence();
+  control->owner = s_.epoch << 32;
+}
+
+#undef XD_TURN_MEMBER
+
+}  // namespace xd::turn

@@ -1,0 +1,94 @@
+// Taking turns: what the ranks of one sequence of operations write into one another's memory, so
+// that none touches another's memory before it may, or after it should have stopped.
+//
+// All ranks run the same operations in the same order; an epoch counts them. Host and device take a
+// turn with the same verbs (turn/host_turn.h, turn/device_turn.cuh):
+//
+//   begin()  the next epoch; on the device also: this launch owns the sequence
+//   enter()  tells every peer what this rank is about to do; from here on they may touch its memory
+//   await()  returns when every peer has entered: from here on this rank may touch theirs
+//   leave()  tells every peer that this rank touches its memory no more; waits for nobody
+//   end()    returns when every peer has left: this rank's memory is its own again
+//
+// Every rank goes through all five in every operation, also when its call has failed or moves
+// nothing, so the epochs of all ranks stay together. No wait goes in a circle: a rank announces
+// before it waits, both times, and what it announces depends on nobody.
+//
+//   area of rank r    written by        means
+//   entry[slot][src]  src, once per op  src has entered operation `epoch`: what it is about to do
+//   done[slot][src]   src, once per op  src touches r's memory no more in operation `epoch`
+//
+// Nothing is ever cleared: each word says which epoch it belongs to. A slot is free again when it
+// comes round: a rank enters operation n + 2 only after all peers' done flags of n + 1, and a peer
+// raises that one only after it has read everything of operation n.
+//
+// Order, for both: the writer stores what it announces, then the epoch with release; a reader loads
+// the epoch with acquire, then reads.
+//
+// What an operation is about is its family's affair (turn/family.h): this folder knows no token, no
+// expert and no matrix.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "base/layout.h"
+
+namespace xd::turn {
+
+inline constexpr std::uint64_t kSlots = 2;
+constexpr std::uint64_t slot_of(std::uint64_t epoch) { return epoch % kSlots; }
+
+// Where `source` writes in operation `epoch`, in an array [kSlots][ranks].
+constexpr std::uint64_t cell_of(std::uint64_t epoch, int source, int ranks) {
+  return slot_of(epoch) * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source);
+}
+
+// With this a record begins, whatever its family.
+struct Call {
+  std::uint8_t status = 0;     // an xd_status: what is wrong with this rank's call
+  std::uint8_t operation = 0;  // a number of the family's
+};
+
+// A record is what a rank says of its call when it enters. The device sends and hashes it as words,
+// so it has no padding.
+inline constexpr int kRecordWords = 7;
+template <class Record>
+inline constexpr bool is_record =
+    sizeof(Record) == kRecordWords * sizeof(std::uint64_t) &&
+    alignof(Record) == alignof(std::uint64_t) &&
+    std::is_trivially_copyable_v<Record>&& std::has_unique_object_representations_v<
+        Record>&& std::is_same_v<decltype(Record::call), Call>&& offsetof(Record, call) == 0;
+
+template <class Record>
+struct Entry {
+  static_assert(is_record<Record>);
+  Record record;
+  std::atomic<std::uint64_t> epoch;  // on the device: plus a hash of the record
+};
+
+struct alignas(64) DoneFlag {
+  std::atomic<std::uint64_t> epoch;
+};
+// In a done flag beside the epoch, on the device: its rank has not found memory that some rank
+// offers, and has moved nothing, so the operation is a mismatch for all.
+inline constexpr std::uint64_t kFoundMissing = std::uint64_t{1} << 63;
+
+// Byte offsets inside the memory that a rank shares.
+struct TurnMap {
+  std::uint64_t entry, done;
+
+  template <class Record>
+  static constexpr TurnMap add(LayoutCursor& cursor, int ranks) {
+    const std::uint64_t cells = kSlots * static_cast<std::uint64_t>(ranks);
+    static_assert(sizeof(Entry<Record>) == 64);
+    TurnMap map{};
+    map.entry = cursor.place<Entry<Record>>(cells, 64);
+    map.done = cursor.place<DoneFlag>(cells);
+    return map;
+  }
+};
+
+}  // namespace xd::turn

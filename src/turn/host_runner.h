@@ -1,0 +1,188 @@
+// Runs a sequence's operations on the caller's thread, one at a time, each as one turn.
+#pragma once
+
+#include <atomic>
+#include <concepts>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "turn/host_turn.h"
+#include "turn/sequence.h"
+
+namespace xd::turn {
+
+// An operation is made from its arguments (and throws if they are bad), then these are called in
+// this order, with the turn's verbs between them:
+template <class Op, class Family>
+concept HostOperation = requires(Op op, const Op& c) {
+  // What this rank tells its peers.
+  { c.record() } -> std::same_as<typename Family::Record>;
+  // Before enter(): fills what peers will read.
+  op.stage_in();
+  // After enter(): sends what peers wait for inside the operation.
+  op.announce();
+  // After await(), where all ranks agree: a reason, alike on all ranks, to move nothing all the
+  // same.
+  { c.obstacle() } -> std::same_as<Setback<Family>>;
+  // Reads and writes the peers' memory.
+  op.move();
+  // After end(): completes this rank's outputs, reports.
+  { op.complete() } -> std::same_as<Setback<Family>>;
+};
+
+template <class Family>
+class HostRunner {
+ public:
+  using Turn = HostTurn<typename Family::Record>;
+
+  // `fatal_errors`: a setback finishes the communicator.
+  HostRunner(Sequence<Family>& sequence, Turn& turn, bool fatal_errors)
+      : sequence_(sequence), turn_(turn), fatal_errors_(fatal_errors) {}
+
+  // Returns when the operation that `make` makes has finished here, or throws its setback. A rank
+  // whose `make` throws goes through the same steps with nothing but its failure, so that its peers
+  // learn it at once and the epochs stay together. Fatal errors leave from any step.
+  template <class Make>
+  void run(std::int32_t operation, Make&& make);
+
+  // A turn with nothing but this error.
+  void run_failed(std::int32_t operation, Error&& error) {
+    run(operation, [&]() -> Nothing { throw std::move(error); });
+  }
+
+  const volatile std::uint64_t* watch() const { return &errors_; }
+
+ private:
+  // The operation that is never made.
+  struct Nothing {
+    typename Family::Record record() const { return {}; }
+    void stage_in() {}
+    void announce() {}
+    Setback<Family> obstacle() const { return {}; }
+    void move() {}
+    Setback<Family> complete() { return {}; }
+  };
+
+  // Marks the sequence as in use by this thread; finding it in use is fatal.
+  class Claim {
+   public:
+    Claim(HostRunner& runner, std::int32_t operation) : runner_(runner) {
+      runner.sequence_.comm().check_usable();
+      if (runner.busy_.exchange(true, std::memory_order_acquire)) runner.fail_busy(operation);
+    }
+    ~Claim() { runner_.busy_.store(false, std::memory_order_release); }
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+   private:
+    HostRunner& runner_;
+  };
+
+  [[noreturn]] void fail_busy(std::int32_t operation) {
+    const int rank = sequence_.rank();
+    sequence_.comm().raise_and_throw({.status = XD_ERROR_BUSY,
+                                      .rank = rank,
+                                      .peer = rank,
+                                      .group = sequence_.number(),
+                                      .operation = operation},
+                                     Comm::Spread::everywhere);
+  }
+
+  template <HostOperation<Family> Op>
+  Setback<Family> take_turn(std::optional<Op>& op, Setback<Family> setback);
+  template <HostOperation<Family> Op>
+  Setback<Family> move(Op& op);
+  template <HostOperation<Family> Op>
+  Setback<Family> complete(Op& op);
+  void finish_comm(const Setback<Family>& setback, std::int32_t operation);
+
+  Sequence<Family>& sequence_;
+  Turn& turn_;
+  const bool fatal_errors_;
+  std::atomic<bool> busy_{false};
+  alignas(64) std::uint64_t errors_ = 0;  // written by operations, read by anybody
+};
+
+template <class Family>
+template <class Make>
+void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
+  const Claim claim(*this, operation);
+  using Op = decltype(make());
+  std::optional<Op> op;
+  Setback<Family> setback;
+  try {
+    op.emplace(make());
+  } catch (...) {
+    setback = current_setback<Family>(sequence_.rank());
+    setback.met_by_all = true;  // the peers hear of it by this rank's record
+  }
+  turn_.begin(operation);
+  setback = take_turn(op, std::move(setback));
+  if (!setback) return;
+  // Release: as kernels do, although there is nothing here that a thread would have to find.
+  std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
+  if (fatal_errors_) finish_comm(setback, operation);
+  sequence_.give_back(setback, operation, turn_.epoch());
+}
+
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::take_turn(std::optional<Op>& op, Setback<Family> setback) {
+  if (op) {
+    op->stage_in();
+    turn_.enter(op->record());
+    op->announce();
+  } else {
+    typename Family::Record failed{};
+    failed.call.status = static_cast<std::uint8_t>(setback.status);
+    turn_.enter(failed);
+  }
+  turn_.await();
+  if (!setback) setback = move(*op);
+  turn_.leave();
+  turn_.end();
+  if (!setback) setback = complete(*op);
+  return setback;
+}
+
+// What goes wrong here without being fatal (no memory for an error's text, a peer's record that
+// names no memory of its own) is this rank's setback alone, and it still leaves with the others.
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::move(Op& op) {
+  try {
+    if (auto found = disagreement<Family>(turn_.records(), sequence_.rank())) return found;
+    if (auto found = op.obstacle()) return found;
+    op.move();
+    return {};
+  } catch (...) {
+    if (sequence_.comm().fatal_error() != nullptr) throw;
+    return current_setback<Family>(sequence_.rank());
+  }
+}
+
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::complete(Op& op) {
+  try {
+    return op.complete();
+  } catch (...) {
+    return current_setback<Family>(sequence_.rank());
+  }
+}
+
+// The operation has ended: peers that meet an error of it do so without this rank.
+template <class Family>
+void HostRunner<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation) {
+  sequence_.comm().raise_cause({.status = setback.status,
+                                .rank = sequence_.rank(),
+                                .peer = setback.rank,
+                                .group = sequence_.number(),
+                                .operation = operation,
+                                .expected_epoch = turn_.epoch(),
+                                .met_by_all = setback.met_by_all ? 1 : 0},
+                               sequence_.cause(setback, operation, turn_.epoch()));
+}
+
+}  // namespace xd::turn

@@ -1,0 +1,140 @@
+// Turns on the host: the five verbs of turn/entry.h, for operations that run on the caller's
+// thread.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/math.h"
+#include "comm/comm.h"
+#include "turn/entry.h"
+
+namespace xd::turn {
+
+template <class Record>
+class HostTurn {
+ public:
+  // Where the turn's part of a rank's shared memory lies, at this process' addresses.
+  struct Area {
+    Entry<Record>* entries;  // [kSlots][ranks]
+    DoneFlag* done;          // [kSlots][ranks]
+  };
+
+  // `number`: the sequence's, for error texts. `areas`: by rank.
+  HostTurn(Comm& comm, int number, std::vector<Area> areas)
+      : comm_(comm),
+        number_(number),
+        rank_(comm.rank()),
+        ranks_(comm.num_ranks()),
+        areas_(std::move(areas)),
+        records_(at(ranks_)) {}
+
+  void begin(std::int32_t operation) {
+    operation_ = operation;
+    ++epoch_;
+  }
+  void enter(const Record& record);
+  void await();
+  void leave();
+  void end();
+
+  std::uint64_t epoch() const { return epoch_; }
+  // What every rank has said, after await(); what this one has, after enter().
+  std::span<const Record> records() const { return records_; }
+  const Record& record_of(int rank) const { return records_[at(rank)]; }
+
+  // ---- For what a family makes its ranks wait for inside an operation ----
+
+  // Peers in the order in which this rank turns to them: the next one first, so that all ranks do
+  // not turn to the same one at once.
+  template <class Body>
+  void for_each_peer(Body&& body) const {
+    for (int i = 1; i < ranks_; ++i) body((rank_ + i) % ranks_);
+  }
+  WaitSite site(xd_phase phase) const {
+    return {.phase = phase,
+            .group = number_,
+            .operation = operation_,
+            .epoch = epoch_,
+            .deadline = comm_.deadline()};
+  }
+  void ring_peers() const {
+    for_each_peer([&](int peer) { comm_.ring(peer); });
+  }
+  // For error texts: the last operation that a peer has entered, of those that the slots can hold.
+  std::uint64_t last_entered(int peer) const {
+    const auto at_slot = [&](std::uint64_t epoch) {
+      return entry(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
+    };
+    return std::max(at_slot(epoch_), at_slot(epoch_ - 1));
+  }
+
+ private:
+  Entry<Record>& entry(int owner, int source, std::uint64_t epoch) const {
+    return areas_[at(owner)].entries[cell_of(epoch, source, ranks_)];
+  }
+  DoneFlag& done(int owner, int source, std::uint64_t epoch) const {
+    return areas_[at(owner)].done[cell_of(epoch, source, ranks_)];
+  }
+
+  Comm& comm_;
+  const int number_;
+  const int rank_;
+  const int ranks_;
+  const std::vector<Area> areas_;
+  std::vector<Record> records_;  // of the current operation
+  std::int32_t operation_ = 0;
+  std::uint64_t epoch_ = 0;
+};
+
+template <class Record>
+void HostTurn<Record>::enter(const Record& record) {
+  records_[at(rank_)] = record;
+  for_each_peer([&](int peer) {
+    Entry<Record>& theirs = entry(peer, rank_, epoch_);
+    theirs.record = record;
+    // Release: who sees this epoch also sees the record, and staged input.
+    theirs.epoch.store(epoch_, std::memory_order_release);
+  });
+  ring_peers();
+}
+
+template <class Record>
+void HostTurn<Record>::await() {
+  const WaitSite site = this->site(XD_PHASE_ENTRY);
+  for_each_peer([&](int peer) {
+    const Entry<Record>& mine = entry(rank_, peer, epoch_);
+    const auto here = [&] { return mine.epoch.load(std::memory_order_acquire) == epoch_; };
+    comm_.wait_for(peer, site, here, [&] { return last_entered(peer); });
+    records_[at(peer)] = mine.record;
+  });
+}
+
+template <class Record>
+void HostTurn<Record>::leave() {
+  for_each_peer([&](int peer) {
+    // Release: who sees this epoch also sees all that was written there, and nothing is read there
+    // any more.
+    done(peer, rank_, epoch_).epoch.store(epoch_, std::memory_order_release);
+  });
+  ring_peers();
+}
+
+template <class Record>
+void HostTurn<Record>::end() {
+  const WaitSite site = this->site(XD_PHASE_DONE);
+  for_each_peer([&](int peer) {
+    const auto left_at = [&](std::uint64_t epoch) {
+      return done(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
+    };
+    comm_.wait_for(
+        peer, site, [&] { return left_at(epoch_) == epoch_; },
+        [&] { return std::max(left_at(epoch_), left_at(epoch_ - 1)); });
+  });
+}
+
+}  // namespace xd::turn

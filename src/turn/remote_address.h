@@ -1,0 +1,54 @@
+// How a rank names a piece of its own memory to others, who have it at another address or at none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/device_comm.h"
+
+namespace xd::turn {
+
+// In 64 bits: what the piece lies in (0 = not given, 1 = the memory shared for the sequence, 2 + s
+// = segment s of the rank's symmetric heap) above 48 bits of offset.
+class RemoteAddress {
+ public:
+  static constexpr std::uint64_t kNone = 0, kShared = 1, kHeap = 2;
+  static constexpr int kOffsetBits = 48;
+
+  RemoteAddress() = default;
+  constexpr RemoteAddress(std::uint64_t base, std::uint64_t offset)
+      : bits_(base << kOffsetBits | offset) {}
+  static constexpr RemoteAddress shared(std::uint64_t offset) { return {kShared, offset}; }
+  static constexpr RemoteAddress in_heap(std::uint64_t segment, std::uint64_t offset) {
+    return {kHeap + segment, offset};
+  }
+
+  constexpr explicit operator bool() const { return bits_ != 0; }
+  constexpr bool is_shared() const { return base() == kShared; }
+  constexpr std::uint64_t base() const { return bits_ >> kOffsetBits; }
+  constexpr std::uint64_t offset() const { return bits_ & ((std::uint64_t{1} << kOffsetBits) - 1); }
+
+ private:
+  std::uint64_t bits_ = 0;
+};
+
+// The address of `bytes` bytes at `address`, or nullptr if they are not all there, or begin where
+// their elements cannot. `shared`: the rank's memory of this sequence; heap_range(segment): a
+// segment of its heap, whatever the number. Both at this process' addresses.
+template <class RangeOf>
+constexpr std::byte* find_remote(RemoteAddress address, std::uint64_t bytes,
+                                 std::uint64_t alignment, const HeapRange& shared,
+                                 RangeOf&& heap_range) {
+  HeapRange range{nullptr, 0};
+  if (address.is_shared()) {
+    range = shared;
+  } else if (address.base() >= RemoteAddress::kHeap) {
+    range = heap_range(address.base() - RemoteAddress::kHeap);
+  }
+  const std::uint64_t offset = address.offset();
+  const bool there = range.base != nullptr && offset % alignment == 0 && offset <= range.bytes &&
+                     bytes <= range.bytes - offset;
+  return there ? range.base + offset : nullptr;
+}
+
+}  // namespace xd::turn

@@ -1,0 +1,138 @@
+// One rank's part in a sequence of operations of a family, whoever carries them out: its number in
+// the communicator, and what it remembers and tells of non-fatal errors.
+#pragma once
+
+#include <crossdock/comm.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/comm.h"
+#include "turn/setback.h"
+
+namespace xd::turn {
+
+template <class Family>
+class Sequence {
+ public:
+  using Status = typename Family::Status;
+
+  virtual ~Sequence() = default;
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+
+  Comm& comm() const { return *comm_; }
+  int rank() const { return comm_->rank(); }
+  int number() const { return number_; }
+
+  // A caller found its own call to be wrong before it could make it: this rank's turn fails, so
+  // that its peers learn it at once. `operation`: what the caller gave as a number of the family's.
+  void join_failed(std::int32_t operation, const char* text, xd_stream stream);
+
+  // Keeps the first setback that no call has returned until it is read.
+  void remember(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+  virtual Status take_status();
+  // A word that grows when an operation has met a non-fatal error.
+  virtual const volatile std::uint64_t* watch() const = 0;
+
+  // What the calling thread's last failed call says; forgotten when its next one begins.
+  static Status last_error() { return last_error_; }
+  static void forget_last_error() { last_error_ = Family::no_error(); }
+  // The call returns this setback.
+  [[noreturn]] static void give_back(const Setback<Family>& setback, std::int32_t operation,
+                                     std::uint64_t epoch);
+
+  // What the communicator says of a setback where the sequence's errors are fatal.
+  Comm::Cause cause(const Setback<Family>& setback, std::int32_t operation,
+                    std::uint64_t epoch) const;
+
+ protected:
+  explicit Sequence(std::shared_ptr<Comm> comm)
+      : comm_(std::move(comm)), number_(comm_->group_number()) {}
+
+  // Takes this rank's turn with nothing but this error, and returns it.
+  virtual void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) = 0;
+
+  template <class Add>
+  void add_to_status(Add&& add) {
+    const std::lock_guard lock(mutex_);
+    add(status_);
+  }
+
+ private:
+  static void tell(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch,
+                   Status& status);
+
+  static inline thread_local Status last_error_ = Family::no_error();
+
+  std::shared_ptr<Comm> comm_;
+  const int number_;
+  std::mutex mutex_;
+  Status status_ = Family::no_error();
+};
+
+template <class Family>
+void Sequence<Family>::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
+  const Operations& names = Family::kOperations;
+  if (!names.contains(operation)) {
+    // The peers wait for this rank's turn whatever it was to be.
+    Error unknown(XD_ERROR_INVALID_ARGUMENT,
+                  error_text("operation = ", operation, ", expected ", names.type));
+    return take_failed_turn(names.first, std::move(unknown), stream);
+  }
+  const std::string_view cause(text != nullptr ? text : "",
+                               text != nullptr ? ::strnlen(text, 255) : 0);
+  take_failed_turn(operation, Error(XD_ERROR_INVALID_ARGUMENT, error_text(cause)), stream);
+}
+
+template <class Family>
+void Sequence<Family>::tell(const Setback<Family>& setback, std::int32_t operation,
+                            std::uint64_t epoch, Status& status) {
+  status.status = setback.status;
+  status.operation = static_cast<decltype(status.operation)>(operation);
+  status.epoch = epoch;
+  status.rank = setback.rank;
+  std::strncpy(status.text, setback.text.c_str(), sizeof(status.text) - 1);
+  Family::tell(setback, status);
+}
+
+template <class Family>
+void Sequence<Family>::give_back(const Setback<Family>& setback, std::int32_t operation,
+                                 std::uint64_t epoch) {
+  tell(setback, operation, epoch, last_error_);
+  Family::tell_caller(setback, last_error_);
+  fail(setback.status, setback.text);
+}
+
+template <class Family>
+Comm::Cause Sequence<Family>::cause(const Setback<Family>& setback, std::int32_t operation,
+                                    std::uint64_t epoch) const {
+  Comm::Cause cause{.peer = setback.rank, .text = {}};
+  std::snprintf(cause.text.data(), cause.text.size(), "%s%s of group %d, epoch %llu: %s",
+                Family::kOperations.prefix, Family::kOperations.name(operation), number_,
+                static_cast<unsigned long long>(epoch), setback.text.c_str());
+  return cause;
+}
+
+template <class Family>
+void Sequence<Family>::remember(const Setback<Family>& setback, std::int32_t operation,
+                                std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  if (status_.status == XD_SUCCESS) tell(setback, operation, epoch, status_);
+}
+
+template <class Family>
+typename Family::Status Sequence<Family>::take_status() {
+  const std::lock_guard lock(mutex_);
+  const Status taken = status_;
+  status_ = Family::no_error();
+  return taken;
+}
+
+}  // namespace xd::turn

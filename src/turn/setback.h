@@ -1,0 +1,78 @@
+// A setback: a non-fatal error of one operation, on its way to the caller and into the status.
+#pragma once
+
+#include <crossdock/status.h>
+
+#include <array>
+#include <cstddef>
+#include <new>
+#include <span>
+#include <string>
+
+#include "base/error.h"
+#include "turn/entry.h"
+#include "turn/family.h"
+
+namespace xd::turn {
+
+template <class Family>
+struct Setback {
+  xd_status status = XD_SUCCESS;
+  std::string text;
+  int rank = -1;  // the lowest rank it is about
+  typename Family::Facts facts{};
+  bool met_by_all = false;  // every rank meets an error of its own in this operation
+
+  explicit operator bool() const { return status != XD_SUCCESS; }
+};
+
+// Inside a catch block: the exception in flight as a setback of `rank`'s own call.
+template <class Family>
+Setback<Family> current_setback(int rank) noexcept {
+  std::array<char, 1024> text;
+  Setback<Family> setback;
+  setback.status = caught(text).status;
+  setback.rank = rank;
+  try {
+    setback.text = text.data();
+  } catch (const std::bad_alloc&) {
+    setback.text = "(no memory)";  // short enough to need none
+  }
+  return setback;
+}
+
+// What `theirs` does otherwise than `mine`; empty if nothing.
+template <class Family>
+std::string difference(const typename Family::Record& mine, const typename Family::Record& theirs) {
+  if (theirs.call.status != XD_SUCCESS) {
+    return concat("its call failed with ", status_name(theirs.call.status),
+                  " (its own error text says why)");
+  }
+  if (theirs.call.operation != mine.call.operation) {
+    return concat("operation ", Family::kOperations.name(theirs.call.operation), ", here ",
+                  Family::kOperations.name(mine.call.operation));
+  }
+  return Family::same_operation(mine, theirs) ? "" : Family::difference(mine, theirs);
+}
+
+// What makes one operation's records unequal, as `rank` sees it; none if nothing does.
+template <class Family>
+Setback<Family> disagreement(std::span<const typename Family::Record> records, int rank) {
+  Setback<Family> found;
+  const auto self = static_cast<std::size_t>(rank);
+  for (std::size_t r = 0; r < records.size(); ++r) {
+    if (r == self) continue;
+    const std::string what = difference<Family>(records[self], records[r]);
+    if (what.empty()) continue;
+    if (!found) {
+      found.status = XD_ERROR_MISMATCH;
+      found.text = "ranks disagree";
+      found.rank = static_cast<int>(r);
+      found.met_by_all = true;
+    }
+    found.text += concat("; rank ", r, ": ", what);
+  }
+  return found;
+}
+
+}  // namespace xd::turn
