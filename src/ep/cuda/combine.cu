@@ -217,11 +217,12 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
 
 }  // namespace
 
-void launch(const CombineParams& params, DType type, const LaunchPlan& plan, cudaStream_t stream) {
+void launch(const CombineParams& params, DType type, const LaunchShape& shape,
+            cudaStream_t stream) {
   launch_cooperative(type == DType::bf16  ? combine_kernel<Bf16>
                      : type == DType::f16 ? combine_kernel<F16>
                                           : combine_kernel<F32>,
-                     params, plan, stream);
+                     params, shape, stream);
 }
 
 void load_combine(std::size_t shared_bytes) {

@@ -107,9 +107,10 @@ class CudaGroup final : public Group {
   int budget_on(xd_stream stream) const {
     return std::min(budget_, xd::cuda::multiprocessors_of(stream, facts_.sms));
   }
-  void log_plan(int operation, const LaunchPlan& plan, const Traffic& traffic, int budget) const {
+  void log_shape(int operation, const LaunchShape& shape, const Traffic& traffic,
+                 int budget) const {
     if (!log_enabled("plan")) return;
-    log_line(concat("[plan] ", explain(Family::kOperations.name(operation), plan, traffic,
+    log_line(concat("[plan] ", explain(Family::kOperations.name(operation), shape, traffic,
                                        config().num_sms, budget)));
   }
   void start_prepare(const PrepareCall& call, xd_stream stream);
@@ -261,7 +262,7 @@ void CudaGroup::check_limits() const {
 // Of prepare, which needs most: dispatch takes fewer warps where there is less.
 void CudaGroup::require_shared_memory() const {
   const std::size_t needed =
-      plan_prepare(config().experts, config().ranks, 0, budget_, facts_).shared_bytes +
+      prepare_shape(config().experts, config().ranks, 0, budget_, facts_).shared_bytes +
       kStaticSharedBytes;
   if (needed > facts_.shared_bytes) {
     fail(XD_ERROR_UNSUPPORTED, "config.num_experts = ", config().experts, " on ", config().ranks,
@@ -377,10 +378,10 @@ void CudaGroup::start_prepare(const PrepareCall& call, xd_stream stream) {
   params.turn.launch = next_launch();
   params.scratch = scratch_.as<std::uint32_t>();
   const int budget = budget_on(stream);
-  const LaunchPlan plan =
-      plan_prepare(config().experts, config().ranks, params.tokens, budget, facts_);
-  log_plan(XD_EP_PREPARE, plan, {config().ranks, params.tokens, 0, false}, budget);
-  launch(params, plan, stream);
+  const LaunchShape shape =
+      prepare_shape(config().experts, config().ranks, params.tokens, budget, facts_);
+  log_shape(XD_EP_PREPARE, shape, {config().ranks, params.tokens, 0, false}, budget);
+  launch(params, shape, stream);
 }
 
 template <class Call>
@@ -391,12 +392,12 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   const int tokens = static_cast<int>(start.tokens.rows);
   const Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
   const int budget = budget_on(stream);
-  const LaunchPlan plan =
-      plan_dispatch(traffic, params.send, params.fan_out, config().num_sms, budget, facts_);
+  const LaunchShape shape =
+      dispatch_shape(traffic, params.send, params.fan_out, config().num_sms, budget, facts_);
   params.turn.launch = next_launch();
-  params.send_blocks = plan.first_blocks;
-  log_plan(params.turn.record.call.operation, plan, traffic, budget);
-  launch(params, start.tokens.type, plan, stream);
+  params.send_blocks = shape.first_blocks;
+  log_shape(params.turn.record.call.operation, shape, traffic, budget);
+  launch(params, start.tokens.type, shape, stream);
 }
 
 template <class Call>
@@ -406,11 +407,11 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   CombineParams& params = start.params;
   const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
   const int budget = budget_on(stream);
-  const LaunchPlan plan = plan_combine(traffic, config().num_sms, budget, facts_);
+  const LaunchShape shape = combine_shape(traffic, config().num_sms, budget, facts_);
   params.turn.launch = next_launch();
-  params.push_blocks = plan.first_blocks;
-  log_plan(params.turn.record.call.operation, plan, traffic, budget);
-  launch(params, start.type, plan, stream);
+  params.push_blocks = shape.first_blocks;
+  log_shape(params.turn.record.call.operation, shape, traffic, budget);
+  launch(params, start.type, shape, stream);
 }
 
 }  // namespace

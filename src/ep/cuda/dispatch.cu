@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
 
 }  // namespace
 
-void launch(const DispatchParams& params, DType scaled_type, const LaunchPlan& plan,
+void launch(const DispatchParams& params, DType scaled_type, const LaunchShape& shape,
             cudaStream_t stream) {
   const bool scaled = params.weights != nullptr;
   const QuantiseFormat& format = params.send.format;
@@ -396,7 +396,7 @@ void launch(const DispatchParams& params, DType scaled_type, const LaunchPlan& p
                      : scaled_type == DType::bf16 ? dispatch_kernel<Bf16, NotQuantised>
                      : scaled_type == DType::f16  ? dispatch_kernel<F16, NotQuantised>
                                                   : dispatch_kernel<F32, NotQuantised>,
-                     params, plan, stream);
+                     params, shape, stream);
 }
 
 void load_dispatch(std::size_t shared_bytes) {

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(128, 1) failed_kernel(const __grid_constant__ 
 
 }  // namespace
 
-void launch(const FailedParams& params, const LaunchPlan& plan, cudaStream_t stream) {
-  launch_cooperative(failed_kernel, params, plan, stream);
+void launch(const FailedParams& params, const LaunchShape& shape, cudaStream_t stream) {
+  launch_cooperative(failed_kernel, params, shape, stream);
 }
 
 void load_kernels(const DeviceFacts& device) {

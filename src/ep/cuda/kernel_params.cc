@@ -113,7 +113,7 @@ StridedRows strided(const Tensor& tensor) {
               reinterpret_cast<std::uintptr_t>(tensor.data) % kRowAlignment == 0;
   // Packed rows go in words where these are aligned. Not those that no stage can hold: they go
   // straight to a peer's tensor, which may lie at any element.
-  if (tensor.packed() && rows.row_bytes <= MoverPlan::kMostPieceBytes &&
+  if (tensor.packed() && rows.row_bytes <= RowPieces::kMostPieceBytes &&
       rows.row_bytes % sizeof(std::uint32_t) == 0 &&
       reinterpret_cast<std::uintptr_t>(tensor.data) % sizeof(std::uint32_t) == 0) {
     rows.element = sizeof(std::uint32_t);
@@ -214,9 +214,9 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
     come_late(p, call.recv_weights, p.recv_weights, LateCopy::zero);
     come_late(p, call.recv_topk_idx, p.recv_topk_idx, LateCopy::ones);
   }
-  p.send = MoverPlan::make(call.tokens.row_bytes(), quantise_format(call.quantise),
+  p.send = RowPieces::make(call.tokens.row_bytes(), quantise_format(call.quantise),
                            call.scales.row_bytes());
-  p.fan_out = MoverPlan::make(call.recv_tokens.row_bytes(), {},
+  p.fan_out = RowPieces::make(call.recv_tokens.row_bytes(), {},
                               in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0);
   p.own_rows_direct = true;
   p.tokens = call.tokens.data;
@@ -245,8 +245,8 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   if (!p.receives || !call.grad_expert_out_scales.packed()) {
     come_late(p, call.grad_expert_out_scales, p.recv_scales, tail_of(config));
   }
-  p.send = MoverPlan::make(call.grad_out.row_bytes(), {}, call.grad_out_scales.row_bytes());
-  p.fan_out = MoverPlan::make(call.grad_out.row_bytes(), {},
+  p.send = RowPieces::make(call.grad_out.row_bytes(), {}, call.grad_out_scales.row_bytes());
+  p.fan_out = RowPieces::make(call.grad_out.row_bytes(), {},
                               in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0);
   p.own_rows_direct = !call.weights;
   p.tokens = call.grad_out.data;

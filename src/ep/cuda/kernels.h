@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "base/dtype.h"
-#include "ep/cuda/launch_plan.h"
-#include "ep/cuda/mover_plan.h"
+#include "ep/cuda/launch_shape.h"
 #include "ep/cuda/params.h"
+#include "ep/cuda/row_pieces.h"
 
 namespace xd::ep::cuda {
 
@@ -42,7 +42,7 @@ struct PrepareParams {
 // dispatch, and combine_bwd, which sends gradients the same way.
 struct DispatchParams {
   TurnParams turn;
-  MoverPlan send, fan_out;
+  RowPieces send, fan_out;
   int send_blocks;       // blocks that begin with sending; the others begin with receiving
   bool own_rows_direct;  // this rank's rows for itself go to all their places at once
   bool indices;          // receive tensors have recv_topk_idx
@@ -99,11 +99,11 @@ struct PrepareScratch {
 };
 
 // Each starts a cooperative launch on `stream`; nothing waits.
-void launch(const FailedParams& params, const LaunchPlan& plan, cudaStream_t stream);
-void launch(const PrepareParams& params, const LaunchPlan& plan, cudaStream_t stream);
-void launch(const DispatchParams& params, DType scaled_type, const LaunchPlan& plan,
+void launch(const FailedParams& params, const LaunchShape& shape, cudaStream_t stream);
+void launch(const PrepareParams& params, const LaunchShape& shape, cudaStream_t stream);
+void launch(const DispatchParams& params, DType scaled_type, const LaunchShape& shape,
             cudaStream_t stream);
-void launch(const CombineParams& params, DType type, const LaunchPlan& plan, cudaStream_t stream);
+void launch(const CombineParams& params, DType type, const LaunchShape& shape, cudaStream_t stream);
 
 // Loads every kernel on the current device and sets its attributes; throws if one cannot run here.
 // A kernel that is loaded when it is first launched would wait for kernels that spin.

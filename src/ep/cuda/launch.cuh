@@ -6,22 +6,22 @@
 #include "base/error.h"
 #include "cuda/error.h"
 #include "cuda/ptx.cuh"
-#include "ep/cuda/launch_plan.h"
+#include "ep/cuda/launch_shape.h"
 
 namespace xd::ep::cuda {
 
 // Starts a cooperative launch: all blocks are resident or none is, so that they may wait for one
 // another.
 template <class Params>
-void launch_cooperative(void (*kernel)(Params), const Params& params, const LaunchPlan& plan,
+void launch_cooperative(void (*kernel)(Params), const Params& params, const LaunchShape& shape,
                         cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
-  config.dynamicSmemBytes = plan.shared_bytes;
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

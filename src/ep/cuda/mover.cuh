@@ -17,8 +17,8 @@
 #pragma once
 
 #include "cuda/ptx.cuh"
-#include "ep/cuda/mover_plan.h"
 #include "ep/cuda/quantise.cuh"
+#include "ep/cuda/row_pieces.h"
 
 namespace xd::ep::cuda {
 
@@ -52,22 +52,22 @@ __device__ inline void copy_elements(std::byte* to, std::int64_t to_stride, cons
 // A row and its scales: their source (equal in all lanes), or the destination that the lane wants.
 struct MoverSource {
   const std::byte* row;
-  const std::byte* beside;  // nullptr = nothing, also where the plan has no room for scales
+  const std::byte* beside;  // nullptr = nothing, also where a stage has no room for scales
 };
 struct MoverTarget {
   std::byte* row;  // nullptr = this lane wants nothing
   std::byte* beside;
 };
 
-// `Quantiser` is the way rows are quantised, if the plan says that they are; see
+// `Quantiser` is the way rows are quantised, if RowPieces says that they are; see
 // ep/cuda/quantise.cuh.
 template <class Quantiser>
 class Mover {
  public:
   // `shared`: this warp's warp_bytes of shared memory, 128-byte aligned. All lanes call it.
-  __device__ Mover(std::byte* shared, const MoverPlan& plan, const Besides& besides = {})
-      : plan_(plan), besides_(besides), shared_(shared) {
-    barriers_ = reinterpret_cast<std::uint64_t*>(shared + plan.warp_bytes - 128);
+  __device__ Mover(std::byte* shared, const RowPieces& cut, const Besides& besides = {})
+      : cut_(cut), besides_(besides), shared_(shared) {
+    barriers_ = reinterpret_cast<std::uint64_t*>(shared + cut.warp_bytes - 128);
     if (lane() == 0) {
       for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers_ + i, 1);
       ptx::fence_mbarrier_init();
@@ -90,8 +90,8 @@ class Mover {
   // Moves a row to every lane that wants it; when quantising, with its scales. The source must not
   // change until landed().
   __device__ void move(const MoverSource& from, const MoverTarget& to) {
-    for (std::uint32_t i = 0; i < plan_.pieces; ++i) {
-      const bool with_beside = i == 0 && plan_.beside_bytes != 0 && from.beside != nullptr;
+    for (std::uint32_t i = 0; i < cut_.pieces; ++i) {
+      const bool with_beside = i == 0 && cut_.beside_bytes != 0 && from.beside != nullptr;
       load(from, i, with_beside);
       store_previous();
       previous_ = {to, i, true, with_beside};
@@ -114,18 +114,18 @@ class Mover {
     bool any, with_beside;
   };
 
-  __device__ bool quantises() const { return Quantiser::kQuantises && plan_.out_bytes != 0; }
+  __device__ bool quantises() const { return Quantiser::kQuantises && cut_.out_bytes != 0; }
   __device__ static unsigned lane() { return threadIdx.x % 32; }
   __device__ std::uint32_t piece_bytes(std::uint32_t i) const {
-    const std::uint32_t rest = plan_.row_bytes - i * plan_.piece_bytes;
-    return rest < plan_.piece_bytes ? rest : plan_.piece_bytes;
+    const std::uint32_t rest = cut_.row_bytes - i * cut_.piece_bytes;
+    return rest < cut_.piece_bytes ? rest : cut_.piece_bytes;
   }
   __device__ std::byte* stage(std::uint32_t n) const {
-    return shared_ + n % kStages * ((plan_.warp_bytes - 128) / kStages);
+    return shared_ + n % kStages * ((cut_.warp_bytes - 128) / kStages);
   }
 
   __device__ std::byte* beside(std::byte* stage) const {
-    return stage + plan_.piece_bytes + plan_.out_bytes;
+    return stage + cut_.piece_bytes + cut_.out_bytes;
   }
 
   __device__ void load(const MoverSource& from, std::uint32_t piece, bool with_beside) {
@@ -137,15 +137,15 @@ class Mover {
       std::uint64_t* barrier = barriers_ + loaded_ % kStages;
       const std::uint32_t bytes = piece_bytes(piece);
       const bool by_bulk = with_beside && besides_.element == 0;
-      ptx::mbarrier_arrive_expect_bytes(barrier, bytes + (by_bulk ? plan_.beside_bytes : 0));
-      ptx::bulk_load(stage(loaded_), from.row + piece * plan_.piece_bytes, bytes, barrier);
+      ptx::mbarrier_arrive_expect_bytes(barrier, bytes + (by_bulk ? cut_.beside_bytes : 0));
+      ptx::bulk_load(stage(loaded_), from.row + piece * cut_.piece_bytes, bytes, barrier);
       if (by_bulk) {
-        ptx::bulk_load(beside(stage(loaded_)), from.beside, plan_.beside_bytes, barrier);
+        ptx::bulk_load(beside(stage(loaded_)), from.beside, cut_.beside_bytes, barrier);
       }
     }
     if (with_beside && besides_.element != 0) {
       copy_elements(beside(stage(loaded_)), besides_.element, from.beside, besides_.stride,
-                    besides_.element, plan_.beside_bytes / besides_.element);
+                    besides_.element, cut_.beside_bytes / besides_.element);
       ptx::fence_proxy_async();  // bulk stores read what the lanes have written
     }
   }
@@ -163,7 +163,7 @@ class Mover {
       if constexpr (Quantiser::kQuantises) store_quantised(from);
     } else {
       if (to.row != nullptr) {
-        ptx::bulk_store(to.row + previous_.piece * plan_.piece_bytes, from,
+        ptx::bulk_store(to.row + previous_.piece * cut_.piece_bytes, from,
                         piece_bytes(previous_.piece));
       }
       if (previous_.with_beside) store_beside(beside(from), to);
@@ -174,34 +174,34 @@ class Mover {
   __device__ void store_beside(const std::byte* from, const MoverTarget& to) {
     __syncwarp();  // all lanes have loaded their elements
     const auto place = reinterpret_cast<std::uint64_t>(to.beside);
-    const bool by_bulk = (place | plan_.beside_bytes) % 16 == 0;
-    if (to.row != nullptr && by_bulk) ptx::bulk_store(to.beside, from, plan_.beside_bytes);
+    const bool by_bulk = (place | cut_.beside_bytes) % 16 == 0;
+    if (to.row != nullptr && by_bulk) ptx::bulk_store(to.beside, from, cut_.beside_bytes);
     unsigned others = __ballot_sync(0xFFFFFFFFu, to.row != nullptr && !by_bulk);
     while (others != 0) {
       const int other = __ffs(static_cast<int>(others)) - 1;
       others &= others - 1;
       const std::uint64_t there = __shfl_sync(0xFFFFFFFFu, place, other);
       // Copies whole words where they fit; `from` is a multiple of 16.
-      const std::uint32_t unit = (there | plan_.beside_bytes) % 4 == 0 ? 4 : 1;
+      const std::uint32_t unit = (there | cut_.beside_bytes) % 4 == 0 ? 4 : 1;
       copy_elements(reinterpret_cast<std::byte*>(there), unit, from, unit, unit,
-                    plan_.beside_bytes / unit);
+                    cut_.beside_bytes / unit);
     }
   }
 
   __device__ void store_quantised(std::byte* in) {
-    std::byte* out = in + plan_.piece_bytes;
+    std::byte* out = in + cut_.piece_bytes;
     const std::uint32_t columns = piece_bytes(previous_.piece) / 2;
-    std::byte* scales = out + plan_.scales_at();
+    std::byte* scales = out + cut_.scales_at();
     // There is a bulk group for each piece. The last group's stores read the other stage.
     static_assert(kStages == 2);
     ptx::bulk_wait_sources_read<1>();
     __syncwarp();
-    Quantiser::quantise(out, scales, in, columns, plan_.format);
+    Quantiser::quantise(out, scales, in, columns, cut_.format);
     ptx::fence_proxy_async();  // bulk stores read what the lanes have written
     __syncwarp();
     const MoverTarget& to = previous_.to;
     if (to.row != nullptr) {
-      ptx::bulk_store(to.row + previous_.piece * (plan_.piece_bytes / 2), out, columns);
+      ptx::bulk_store(to.row + previous_.piece * (cut_.piece_bytes / 2), out, columns);
     }
     store_scales(scales, columns);
   }
@@ -209,9 +209,9 @@ class Mover {
   // Stores the scales of the last piece to every lane that wants its row.
   __device__ void store_scales(const std::byte* scales, std::uint32_t columns) {
     const MoverTarget& to = previous_.to;
-    const std::uint32_t bytes = Quantiser::scale_bytes(columns, plan_.format);
+    const std::uint32_t bytes = Quantiser::scale_bytes(columns, cut_.format);
     const std::uint32_t first =
-        previous_.piece * Quantiser::scale_bytes(plan_.piece_bytes / 2, plan_.format);
+        previous_.piece * Quantiser::scale_bytes(cut_.piece_bytes / 2, cut_.format);
     unsigned wanting = __ballot_sync(0xFFFFFFFFu, to.row != nullptr);
     while (wanting != 0) {
       const int other = __ffs(static_cast<int>(wanting)) - 1;
@@ -231,7 +231,7 @@ class Mover {
     }
   }
 
-  const MoverPlan plan_;
+  const RowPieces cut_;
   const Besides besides_;
   std::byte* shared_;
   std::uint64_t* barriers_;

@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
 
 }  // namespace
 
-void launch(const PrepareParams& params, const LaunchPlan& plan, cudaStream_t stream) {
-  launch_cooperative(prepare_kernel, params, plan, stream);
+void launch(const PrepareParams& params, const LaunchShape& shape, cudaStream_t stream) {
+  launch_cooperative(prepare_kernel, params, shape, stream);
 }
 
 void load_prepare(std::size_t shared_bytes) { load_kernel(prepare_kernel, shared_bytes); }

@@ -5,7 +5,7 @@ set(XD_EP_CUDA_SOURCES
   ep/cuda/dispatch.cu
   ep/cuda/failed.cu
   ep/cuda/kernel_params.cc
-  ep/cuda/launch_plan.cc
+  ep/cuda/launch_shape.cc
   ep/cuda/local.cu
   ep/cuda/prepare.cu
   ep/cuda/report.cc

@@ -1,4 +1,4 @@
-#include "ep/cuda/launch_plan.h"
+#include "ep/cuda/launch_shape.h"
 
 #include <algorithm>
 #include <cmath>
@@ -75,7 +75,8 @@ int sm_budget(const Config& config, const DeviceFacts& device) {
   return config.num_sms;
 }
 
-LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device) {
+LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
+                          const DeviceFacts& device) {
   // Shared memory holds every warp's counters with their initial values, and the first rows of all
   // zones.
   const std::size_t columns = counter_columns(experts, ranks);
@@ -93,8 +94,8 @@ LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const De
           .shared_bytes = ((at(warps) + 1) * columns + at(experts)) * sizeof(std::uint32_t)};
 }
 
-LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
-                         int num_sms, int budget, const DeviceFacts& device) {
+LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,
+                           int num_sms, int budget, const DeviceFacts& device) {
   const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
   const int warps = mover_warps(warp_bytes, device);
   const RowsPerToken rows = rows_per_token(traffic);
@@ -109,15 +110,15 @@ LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const Mo
   if (send.out_bytes != 0) {
     wanted = std::max(wanted, sms_for_links(2.0, rows.remote, kQuantiseRate, 1.0));
   }
-  LaunchPlan plan{.blocks = blocks_for(wanted, num_sms, budget)};
-  plan.first_blocks = traffic.receives && plan.blocks > 1 ? (plan.blocks + 1) / 2 : plan.blocks;
-  plan.threads = warps * 32;
-  plan.shared_bytes = at(warps) * warp_bytes;
-  return plan;
+  LaunchShape shape{.blocks = blocks_for(wanted, num_sms, budget)};
+  shape.first_blocks = traffic.receives && shape.blocks > 1 ? (shape.blocks + 1) / 2 : shape.blocks;
+  shape.threads = warps * 32;
+  shape.shared_bytes = at(warps) * warp_bytes;
+  return shape;
 }
 
-LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
-                        const DeviceFacts& device) {
+LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
+                          const DeviceFacts& device) {
   const RowsPerToken rows = rows_per_token(traffic);
   const double pushed = traffic.receives ? rows.delivered + rows.ranks : 0.0;
   const double moves = pushed + rows.ranks + 1.0;
@@ -125,18 +126,18 @@ LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget,
   const int latency = std::min(tokens_at_once(traffic.tokens) / 4 + 1, kMostChosen);
   const int wanted = std::max(sms_for_links(moves, rows.remote, kSumRate, 1.05),
                               traffic.receives ? 2 * latency : latency);
-  LaunchPlan plan{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
+  LaunchShape shape{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
   // Partial sums take a little more time than the sums that follow.
-  plan.first_blocks = (plan.blocks * 5 + 7) / 8;
-  plan.threads = kCombineWarps * 32;
-  return plan;
+  shape.first_blocks = (shape.blocks * 5 + 7) / 8;
+  shape.threads = kCombineWarps * 32;
+  return shape;
 }
 
-std::string explain(const char* operation, const LaunchPlan& plan, const Traffic& traffic,
+std::string explain(const char* operation, const LaunchShape& shape, const Traffic& traffic,
                     int num_sms, int budget) {
-  return concat(operation, ": ", plan.blocks, " multiprocessors (",
+  return concat(operation, ": ", shape.blocks, " multiprocessors (",
                 num_sms > 0 ? "as configured" : "chosen", ", budget ", budget, "), ",
-                plan.first_blocks, " begin with rows for peers, ", plan.threads / 32,
+                shape.first_blocks, " begin with rows for peers, ", shape.threads / 32,
                 " warps each, for ", traffic.tokens, " tokens of ", traffic.row_bytes, " bytes, ",
                 traffic.ranks, " ranks, top-", traffic.topk,
                 traffic.receives ? ", with local copies" : "", "; one multiprocessor stores ",

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ep/config.h"
-#include "ep/cuda/mover_plan.h"
+#include "ep/cuda/row_pieces.h"
 
 namespace xd::ep::cuda {
 
@@ -32,7 +32,7 @@ struct DeviceFacts {
 // Multiprocessors left to others: a caller's small kernels start while ours wait for peers.
 inline constexpr int kReservedSms = 4;
 
-struct LaunchPlan {
+struct LaunchShape {
   int blocks = 1;        // one per multiprocessor
   int first_blocks = 0;  // how many of these begin with sending (dispatch) or with partial sums
   int threads = 256;
@@ -56,13 +56,15 @@ struct Traffic {
 // device.
 int sm_budget(const Config& config, const DeviceFacts& device);
 
-LaunchPlan plan_prepare(int experts, int ranks, int tokens, int budget, const DeviceFacts& device);
-LaunchPlan plan_dispatch(const Traffic& traffic, const MoverPlan& send, const MoverPlan& fan_out,
-                         int num_sms, int budget, const DeviceFacts& device);
-LaunchPlan plan_combine(const Traffic& traffic, int num_sms, int budget, const DeviceFacts& device);
+LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
+                          const DeviceFacts& device);
+LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,
+                           int num_sms, int budget, const DeviceFacts& device);
+LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
+                          const DeviceFacts& device);
 
 // One line that says why there are so many blocks.
-std::string explain(const char* operation, const LaunchPlan& plan, const Traffic& traffic,
+std::string explain(const char* operation, const LaunchShape& shape, const Traffic& traffic,
                     int num_sms, int budget);
 
 }  // namespace xd::ep::cuda

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "base/error.h"
-#include "ep/cuda/launch_plan.h"
-#include "ep/cuda/mover_plan.h"
+#include "ep/cuda/launch_shape.h"
+#include "ep/cuda/row_pieces.h"
 #include "ep/cuda/sm_ledger.h"
 #include "ep/tensor.h"
 #include "ep/wire.h"
@@ -42,38 +42,38 @@ TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
   }
 }
 
-TEST(MoverPlanTest, PiecesCoverTheRowAndFitTheirStages) {
+TEST(RowPiecesTest, PiecesCoverTheRowAndFitTheirStages) {
   for (std::uint64_t bytes = 16; bytes <= (1u << 20); bytes = (bytes * 3 / 2 + 16) / 16 * 16) {
-    const MoverPlan plan = MoverPlan::make(bytes);
-    EXPECT_LE(plan.piece_bytes, MoverPlan::kMostPieceBytes);
-    EXPECT_GE(std::uint64_t{plan.pieces} * plan.piece_bytes, bytes);
-    EXPECT_LT(std::uint64_t{plan.pieces - 1} * plan.piece_bytes, bytes) << "an empty piece";
-    EXPECT_EQ(plan.piece_bytes % MoverPlan::kAlign, 0u);
-    EXPECT_GE(plan.warp_bytes, kStages * plan.piece_bytes);
-    EXPECT_EQ(plan.warp_bytes % 128, 0u);
+    const RowPieces row = RowPieces::make(bytes);
+    EXPECT_LE(row.piece_bytes, RowPieces::kMostPieceBytes);
+    EXPECT_GE(std::uint64_t{row.pieces} * row.piece_bytes, bytes);
+    EXPECT_LT(std::uint64_t{row.pieces - 1} * row.piece_bytes, bytes) << "an empty piece";
+    EXPECT_EQ(row.piece_bytes % RowPieces::kAlign, 0u);
+    EXPECT_GE(row.warp_bytes, kStages * row.piece_bytes);
+    EXPECT_EQ(row.warp_bytes % 128, 0u);
   }
 }
 
-TEST(MoverPlanTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
+TEST(RowPiecesTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
   for (const auto way : {XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
                          XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8}) {
     const QuantiseFormat format = quantise_format(way);
     for (std::uint64_t columns = format.block; columns <= 65536; columns += 7ull * format.block) {
-      const MoverPlan plan = MoverPlan::make(columns * 2, format);
-      EXPECT_EQ(plan.piece_bytes / 2 % format.block, 0u);
-      EXPECT_GE(plan.out_bytes,
-                plan.scales_at() + plan.piece_bytes / 2 / format.block * format.scale_bytes);
-      EXPECT_EQ(plan.scales_at() % 16, 0u);
-      EXPECT_LT(std::uint64_t{plan.pieces - 1} * plan.piece_bytes, columns * 2);
+      const RowPieces row = RowPieces::make(columns * 2, format);
+      EXPECT_EQ(row.piece_bytes / 2 % format.block, 0u);
+      EXPECT_GE(row.out_bytes,
+                row.scales_at() + row.piece_bytes / 2 / format.block * format.scale_bytes);
+      EXPECT_EQ(row.scales_at() % 16, 0u);
+      EXPECT_LT(std::uint64_t{row.pieces - 1} * row.piece_bytes, columns * 2);
     }
   }
 }
 
-TEST(MoverPlanTest, ScalesTravelBesideRowsWhereBulkCopiesCanCarryThem) {
-  EXPECT_EQ(MoverPlan::make(7168, {}, 224).beside_bytes, 224u);
-  EXPECT_EQ(MoverPlan::make(7168, {}, 7).beside_bytes, 7u);
-  EXPECT_EQ(MoverPlan::make(7168, {}, 16400).beside_bytes, 0u) << "more than a stage holds";
-  EXPECT_EQ(MoverPlan::make(14336, kBlock128, 224).beside_bytes, 0u) << "they are made on the way";
+TEST(RowPiecesTest, ScalesTravelBesideRowsWhereBulkCopiesCanCarryThem) {
+  EXPECT_EQ(RowPieces::make(7168, {}, 224).beside_bytes, 224u);
+  EXPECT_EQ(RowPieces::make(7168, {}, 7).beside_bytes, 7u);
+  EXPECT_EQ(RowPieces::make(7168, {}, 16400).beside_bytes, 0u) << "more than a stage holds";
+  EXPECT_EQ(RowPieces::make(14336, kBlock128, 224).beside_bytes, 0u) << "they are made on the way";
 }
 
 TEST(ChunkFlagsTest, FewTokensAreCutByColumnsIntoPartsOfSomeSize) {
@@ -85,47 +85,47 @@ TEST(ChunkFlagsTest, FewTokensAreCutByColumnsIntoPartsOfSomeSize) {
   EXPECT_EQ(summed_chunks().parts(0, 14336), 8) << "no tokens: no flags, but defined";
 }
 
-TEST(LaunchPlanTest, FewerRanksNeedMoreMultiprocessorsToFillTheirLinks) {
-  const MoverPlan row = MoverPlan::make(14336);
+TEST(LaunchShapeTest, FewerRanksNeedMoreMultiprocessorsToFillTheirLinks) {
+  const RowPieces row = RowPieces::make(14336);
   int last = kHopper.sms;
   for (const int ranks : {2, 3, 4, 8}) {
     const Traffic traffic{.ranks = ranks, .tokens = 4096, .topk = 8, .row_bytes = 14336};
-    const LaunchPlan plan = plan_dispatch(traffic, row, row, 0, 128, kHopper);
-    EXPECT_LT(plan.blocks, last) << ranks;
-    EXPECT_EQ(plan.first_blocks, plan.blocks) << "nobody waits for rows";
-    last = plan.blocks;
+    const LaunchShape shape = dispatch_shape(traffic, row, row, 0, 128, kHopper);
+    EXPECT_LT(shape.blocks, last) << ranks;
+    EXPECT_EQ(shape.first_blocks, shape.blocks) << "nobody waits for rows";
+    last = shape.blocks;
   }
 }
 
-TEST(LaunchPlanTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
-  const MoverPlan row = MoverPlan::make(14336);
+TEST(LaunchShapeTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
+  const RowPieces row = RowPieces::make(14336);
   Traffic traffic{.ranks = 4, .tokens = 4096, .topk = 8, .row_bytes = 14336};
-  const int dispatch = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
-  const int combine = plan_combine(traffic, 0, 128, kHopper).blocks;
+  const int dispatch = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
+  const int combine = combine_shape(traffic, 0, 128, kHopper).blocks;
   EXPECT_EQ(dispatch, 12) << "as many as fill the links of four ranks";
   EXPECT_EQ(combine, 16);
-  const MoverPlan quantised = MoverPlan::make(14336, kBlock128);
-  EXPECT_GT(plan_dispatch(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch);
+  const RowPieces quantised = RowPieces::make(14336, kBlock128);
+  EXPECT_GT(dispatch_shape(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch);
   traffic.receives = true;  // by rank, staged
-  EXPECT_GT(plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks, dispatch);
-  EXPECT_GT(plan_combine(traffic, 0, 128, kHopper).blocks, combine);
+  EXPECT_GT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, dispatch);
+  EXPECT_GT(combine_shape(traffic, 0, 128, kHopper).blocks, combine);
   traffic.expert_major = true;
-  const int by_expert = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
+  const int by_expert = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
   EXPECT_GT(by_expert, dispatch);
   traffic.topk = 2;
-  EXPECT_LT(plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks, by_expert);
+  EXPECT_LT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, by_expert);
 }
 
-TEST(LaunchPlanTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
-  const MoverPlan row = MoverPlan::make(14336);
+TEST(LaunchShapeTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
+  const RowPieces row = RowPieces::make(14336);
   for (const bool by_expert : {false, true}) {
     Traffic traffic{.ranks = 2, .topk = 8, .row_bytes = 14336, .expert_major = by_expert};
     traffic.receives = by_expert;
     int dispatch = 0, combine = 0;
     for (int tokens = 1; tokens <= 16384; tokens += tokens / 64 + 1) {
       traffic.tokens = tokens;
-      const int d = plan_dispatch(traffic, row, row, 0, 128, kHopper).blocks;
-      const int c = plan_combine(traffic, 0, 128, kHopper).blocks;
+      const int d = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
+      const int c = combine_shape(traffic, 0, 128, kHopper).blocks;
       if (tokens > 1) {
         EXPECT_LE(std::abs(d - dispatch), 10) << tokens << " tokens";
         EXPECT_LE(std::abs(c - combine), 10) << tokens << " tokens";
@@ -137,25 +137,25 @@ TEST(LaunchPlanTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
   }
 }
 
-TEST(LaunchPlanTest, StaysWithinTheBudgetAndTheDevice) {
+TEST(LaunchShapeTest, StaysWithinTheBudgetAndTheDevice) {
   for (const std::uint64_t bytes : {16u, 7168u, 14336u, 200000u}) {
     for (const bool quantise : {false, true}) {
       const QuantiseFormat format = quantise ? kBlock128 : QuantiseFormat{};
-      const MoverPlan row = MoverPlan::make(bytes / 256 * 256 + 256, format);
+      const RowPieces row = RowPieces::make(bytes / 256 * 256 + 256, format);
       for (const int budget : {1, 2, 16, 128}) {
         for (const int tokens : {0, 1, 128, 4096}) {
           for (const int sms : {0, 1, 64}) {
             const Traffic traffic{
                 .ranks = 4, .tokens = tokens, .topk = 8, .row_bytes = bytes, .receives = true};
-            const LaunchPlan sent = plan_dispatch(traffic, row, row, sms, budget, kHopper);
-            const LaunchPlan summed = plan_combine(traffic, sms, budget, kHopper);
-            for (const LaunchPlan& plan : {sent, summed}) {
-              EXPECT_GE(plan.blocks, 1);
-              EXPECT_LE(plan.blocks, budget);
-              EXPECT_GE(plan.first_blocks, 1);
-              EXPECT_LE(plan.first_blocks, plan.blocks);
-              EXPECT_LE(plan.threads, 1024);
-              EXPECT_LT(plan.shared_bytes, kHopper.shared_bytes);
+            const LaunchShape sent = dispatch_shape(traffic, row, row, sms, budget, kHopper);
+            const LaunchShape summed = combine_shape(traffic, sms, budget, kHopper);
+            for (const LaunchShape& shape : {sent, summed}) {
+              EXPECT_GE(shape.blocks, 1);
+              EXPECT_LE(shape.blocks, budget);
+              EXPECT_GE(shape.first_blocks, 1);
+              EXPECT_LE(shape.first_blocks, shape.blocks);
+              EXPECT_LE(shape.threads, 1024);
+              EXPECT_LT(shape.shared_bytes, kHopper.shared_bytes);
             }
           }
         }
@@ -168,21 +168,21 @@ TEST(LaunchPlanTest, StaysWithinTheBudgetAndTheDevice) {
 int most_blocks(const Traffic& traffic, int local_experts, const DeviceFacts& device) {
   const int budget = sm_budget(Config{}, device);
   const int experts = local_experts * traffic.ranks;
-  int most = plan_prepare(experts, traffic.ranks, traffic.tokens, budget, device).blocks;
-  most = std::max(most, plan_combine(traffic, 0, budget, device).blocks);
-  const MoverPlan plain = MoverPlan::make(traffic.row_bytes);
+  int most = prepare_shape(experts, traffic.ranks, traffic.tokens, budget, device).blocks;
+  most = std::max(most, combine_shape(traffic, 0, budget, device).blocks);
+  const RowPieces plain = RowPieces::make(traffic.row_bytes);
   for (const bool quantise : {false, true}) {
     if (quantise && traffic.row_bytes % 256 != 0) continue;
-    const MoverPlan send =
-        MoverPlan::make(traffic.row_bytes, quantise ? kBlock128 : QuantiseFormat{});
-    most = std::max(most, plan_dispatch(traffic, send, plain, 0, budget, device).blocks);
+    const RowPieces send =
+        RowPieces::make(traffic.row_bytes, quantise ? kBlock128 : QuantiseFormat{});
+    most = std::max(most, dispatch_shape(traffic, send, plain, 0, budget, device).blocks);
   }
   return most;
 }
 
 // Two operations of different groups, each on its own stream, wait for their peers with all their
 // blocks; if one keeps the other from starting, ranks that begin with the other wait for ever.
-TEST(LaunchPlanTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses) {
+TEST(LaunchShapeTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses) {
   for (const int ranks_on_device : {1, 2, 3, 8}) {
     DeviceFacts device = kHopper;
     device.ranks_on_device = ranks_on_device;
@@ -211,7 +211,7 @@ TEST(LaunchPlanTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses) 
   }
 }
 
-TEST(LaunchPlanTest, RanksOfOneDeviceShareIt) {
+TEST(LaunchShapeTest, RanksOfOneDeviceShareIt) {
   Config config;
   for (const int ranks : {1, 2, 3, 8, 40}) {
     DeviceFacts device = kHopper;
@@ -306,12 +306,12 @@ TEST(SmLedgerTest, SaysWhatItKnows) {
             "CUDA device 3: 2 groups of this process may use 192 of 128 multiprocessors at once");
 }
 
-TEST(LaunchPlanTest, ExplainsItselfInOneLine) {
+TEST(LaunchShapeTest, ExplainsItselfInOneLine) {
   const Traffic traffic{.ranks = 4, .tokens = 4096, .topk = 8, .row_bytes = 14336};
-  const LaunchPlan plan = plan_combine(traffic, 0, 128, kHopper);
-  const std::string line = explain("combine", plan, traffic, 0, 128);
+  const LaunchShape shape = combine_shape(traffic, 0, 128, kHopper);
+  const std::string line = explain("combine", shape, traffic, 0, 128);
   EXPECT_EQ(line.find('\n'), std::string::npos);
-  EXPECT_NE(line.find(std::to_string(plan.blocks) + " multiprocessors (chosen"), std::string::npos)
+  EXPECT_NE(line.find(std::to_string(shape.blocks) + " multiprocessors (chosen"), std::string::npos)
       << line;
 }
 

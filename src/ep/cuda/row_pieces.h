@@ -11,7 +11,7 @@ namespace xd::ep::cuda {
 inline constexpr int kStages = 2;
 
 // The pieces of an operation's rows, and the layout of a warp's part of shared memory.
-struct MoverPlan {
+struct RowPieces {
   std::uint32_t row_bytes;    // bytes of a source row
   std::uint32_t piece_bytes;  // bytes of a stage; a row's last piece may be shorter
   std::uint32_t pieces;
@@ -25,27 +25,27 @@ struct MoverPlan {
   static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 4096, kAlign = 256;
 
   // `beside_bytes`: bytes of a row of scales, if a stage can hold it (else its sender moves it).
-  static constexpr MoverPlan make(std::uint64_t row_bytes, const QuantiseFormat& format = {},
+  static constexpr RowPieces make(std::uint64_t row_bytes, const QuantiseFormat& format = {},
                                   std::uint64_t beside_bytes = 0) {
-    MoverPlan plan{};
+    RowPieces row{};
     const bool quantise = static_cast<bool>(format);
     const std::uint32_t most = quantise ? kMostQuantisedBytes : kMostPieceBytes;
-    plan.row_bytes = static_cast<std::uint32_t>(row_bytes);
+    row.row_bytes = static_cast<std::uint32_t>(row_bytes);
     const bool carried = beside_bytes <= kMostPieceBytes && !quantise;
-    plan.beside_bytes = carried ? static_cast<std::uint32_t>(beside_bytes) : 0;
-    plan.pieces = static_cast<std::uint32_t>((row_bytes + most - 1) / most);
-    if (plan.pieces == 0) plan.pieces = 1;
-    const std::uint64_t even = (row_bytes + plan.pieces - 1) / plan.pieces;
-    plan.piece_bytes = static_cast<std::uint32_t>((even + kAlign - 1) / kAlign * kAlign);
+    row.beside_bytes = carried ? static_cast<std::uint32_t>(beside_bytes) : 0;
+    row.pieces = static_cast<std::uint32_t>((row_bytes + most - 1) / most);
+    if (row.pieces == 0) row.pieces = 1;
+    const std::uint64_t even = (row_bytes + row.pieces - 1) / row.pieces;
+    row.piece_bytes = static_cast<std::uint32_t>((even + kAlign - 1) / kAlign * kAlign);
     if (quantise) {
-      plan.format = format;
-      const auto scales = static_cast<std::uint32_t>(format.scale_row_bytes(plan.piece_bytes / 2));
-      plan.out_bytes = plan.piece_bytes / 2 + (scales + 15) / 16 * 16;
+      row.format = format;
+      const auto scales = static_cast<std::uint32_t>(format.scale_row_bytes(row.piece_bytes / 2));
+      row.out_bytes = row.piece_bytes / 2 + (scales + 15) / 16 * 16;
     }
     const std::uint32_t stage =
-        plan.piece_bytes + (plan.out_bytes + plan.beside_bytes + 127) / 128 * 128;
-    plan.warp_bytes = kStages * stage + 128;
-    return plan;
+        row.piece_bytes + (row.out_bytes + row.beside_bytes + 127) / 128 * 128;
+    row.warp_bytes = kStages * stage + 128;
+    return row;
   }
   // Offset of a quantised piece's scales.
   constexpr std::uint32_t scales_at() const { return piece_bytes / 2; }
