@@ -114,8 +114,7 @@ std::byte* SymmetricHeap::address(int rank, Place place, std::size_t bytes) cons
 HeapRange SymmetricHeap::range(int rank, std::uint32_t number) const {
   const std::shared_lock lock(mutex_);
   const Segment* there = segment(number, rank);
-  return there != nullptr ? HeapRange{there->base(), there->bytes()}
-                          : HeapRange{nullptr, 0};
+  return there != nullptr ? HeapRange{there->base(), there->bytes()} : HeapRange{nullptr, 0};
 }
 
 void SymmetricHeap::insert_range(const Segment* own, std::uint32_t number) {
@@ -135,7 +134,7 @@ void SymmetricHeap::update_furthest() {
   for (Range& range : ranges_) range.furthest = furthest = std::max(furthest, range.end);
 }
 
-// Null if there is none. Under the lock.
+// Null if there is no such segment. The caller holds the lock.
 const Segment* SymmetricHeap::segment(std::uint32_t number, int rank) const {
   if (number >= entries_.size() || entries_[number].of_rank.empty()) return nullptr;
   return entries_[number].of_rank[at(rank)].get();

@@ -1,9 +1,9 @@
-// The symmetric heaps of all ranks, as this rank sees them: its own, which it allocates from, and
-// its peers', which it reads and writes by place. Thread-safe.
+// The symmetric heaps of all ranks, as this rank sees them: it allocates from its own, and reads
+// and writes its peers' by place. Thread-safe.
 //
-// Segments are numbered alike on all ranks, whether the heap has grown by them or callers have
-// registered them. A captured graph may go on using the number of a registration that has ended,
-// so such numbers are given again only when all others have been given.
+// Segments have equal numbers on all ranks, whether the heap has grown by them or callers have
+// registered them. A captured graph may go on using the number of a registration that has ended, so
+// such numbers are used again only when all others have been used.
 #pragma once
 
 #include <cstddef>
@@ -29,23 +29,24 @@ class SymmetricHeap {
   std::uint32_t next_number() const;
   // Throws OUT_OF_MEMORY if kernels could not be told of one more segment: see kMaxHeapSegments.
   void require_room() const;
-  // Memory for one more segment's bookkeeping: the next add() or add_registered() allocates
-  // nothing.
+  // Takes memory for one more segment's bookkeeping, so that the next add() or add_registered()
+  // allocates nothing.
   void make_room();
 
   // Adds every rank's next segment of its heap; its number is next_number().
   void add(OfRank segment_of_rank);
-  // Adds memory that the callers own, with number next_number(): it is found by address and by
-  // place, and nothing is allocated from it.
+  // Adds memory that the callers own, with number next_number(). Tensors in it are found by address
+  // and by place, and nothing is allocated from it.
   void add_registered(OfRank segment_of_rank);
   bool is_registered(std::uint32_t number) const;
-  // Forgets it. The segments stay mapped for as long as the caller keeps what is returned.
+  // Forgets a registration. Its segments stay mapped for as long as the caller keeps the returned
+  // value.
   [[nodiscard]] OfRank remove_registered(std::uint32_t number);
 
   void* allocate(std::size_t bytes);  // throws OUT_OF_MEMORY
   bool release(void* ptr);            // false: no live allocation of this rank starts there
 
-  // Where [ptr, ptr + bytes) lies in this rank's heap, if it does.
+  // The place of [ptr, ptr + bytes) in this rank's heap, if it lies there.
   std::optional<Place> find(const void* ptr, std::size_t bytes) const;
 
   // Address of `bytes` bytes at a rank's place, or nullptr if they are not all there.
@@ -67,7 +68,7 @@ class SymmetricHeap {
 
   struct Entry {
     OfRank of_rank;       // empty = the number is free
-    std::int64_t zone{};  // of heap_; kRegistered = memory that the callers own
+    std::int64_t zone{};  // zone of heap_; kRegistered = memory that the callers own
   };
   static constexpr std::int64_t kRegistered = -1;
 
@@ -83,7 +84,7 @@ class SymmetricHeap {
   mutable std::shared_mutex mutex_;
   std::vector<Entry> entries_;  // by number
   std::size_t in_use_ = 0;      // entries that are not free
-  std::size_t cursor_ = 0;      // behind the number that was given last
+  std::size_t cursor_ = 0;      // the number behind the last one given
   std::vector<std::uint32_t> number_of_zone_;
   std::vector<Range> ranges_;  // ascending
 };

@@ -1,6 +1,5 @@
-// Expert parallelism as a family of operations that take turns (turn/family.h): what records are,
-// how two of them compare, and what is wrong with an operation without being fatal, in words that
-// are the same on every executor.
+// Expert parallelism as a family of operations that take turns (turn/family.h): its records and how
+// two of them compare, and its non-fatal errors, in words that are the same on every executor.
 #pragma once
 
 #include <crossdock/ep.h>
@@ -13,13 +12,13 @@
 
 namespace xd::ep {
 
-// As the C functions are called, without their prefix; in the order of xd_ep_operation.
+// The names of the C functions without their prefix, in the order of xd_ep_operation.
 inline constexpr const char* kOperationNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
                                                   "combine_bwd"};
 
 // Numbers beside the text of a setback.
 struct Facts {
-  std::int64_t bad_ids = 0;      // of bad ids only
+  std::int64_t bad_ids = 0;      // for bad ids only
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
   std::int64_t capacity_rows = 0;
 };
@@ -51,7 +50,7 @@ struct Family {
 using Setback = turn::Setback<Family>;
 
 struct Overflow {
-  int rank;  // the lowest that overflows
+  int rank;  // the lowest rank that overflows
   std::int64_t needed_rows, capacity_rows;
 };
 Setback overflow(const Overflow& overflow);

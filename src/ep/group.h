@@ -25,11 +25,11 @@ class Group : public turn::Sequence<Family> {
   virtual void dispatch_bwd(const xd_ep_dispatch_bwd_args* args, xd_stream stream) = 0;
   virtual void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) = 0;
 
-  // Local: takes no turn.
+  // A local call, which takes no turn.
   virtual void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) = 0;
 
   const Config& config() const { return config_; }
-  // Every rank's config: like this rank's, but for what may differ.
+  // The config of a rank: like this rank's, except for the fields that may differ.
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
@@ -45,8 +45,8 @@ class Group : public turn::Sequence<Family> {
   }
 
  protected:
-  // Collective: validates the config here, and that the ranks agree. Throws INVALID_ARGUMENT where
-  // the config is bad and MISMATCH elsewhere.
+  // Collective: validates this rank's config, and checks that the ranks agree. Throws
+  // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere.
   Group(std::shared_ptr<Comm> comm, const xd_ep_config* config);
 
  private:

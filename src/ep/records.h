@@ -1,5 +1,5 @@
-// What calls say of themselves in their entry records: the part that must be equal on all ranks,
-// but for the plan's fingerprint.
+// Describes calls for their entry records: the part that must be equal on all ranks, except for the
+// plan's fingerprint.
 #pragma once
 
 #include "ep/calls.h"

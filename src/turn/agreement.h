@@ -1,4 +1,5 @@
-// What ranks agree on when they begin a sequence: every rank gives a plain struct, all get all.
+// Agreement of the ranks when they begin a sequence: every rank gives a plain struct, and all ranks
+// get all of them.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@
 
 namespace xd::turn {
 
-// Collective: what `make` returns on every rank. If it throws on some rank, that rank rethrows and
-// the others throw MISMATCH.
+// Collective: returns the results of `make` on all ranks. If it throws on some rank, that rank
+// rethrows and the others throw MISMATCH.
 template <class Make, class T = std::invoke_result_t<Make>>
 std::vector<T> agree_on(Comm& comm, Comm::Collective what, Make&& make) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -39,7 +40,7 @@ struct EqualField {
   std::int64_t T::*value;
 };
 
-// All ranks compare everybody with rank 0, so all come to the same verdict.
+// Every rank compares all ranks with rank 0, so all come to the same verdict.
 template <class T>
 void require_equal(std::span<const EqualField<T>> fields, std::span<const T> of_rank) {
   for (std::size_t r = 1; r < of_rank.size(); ++r) {

@@ -1,5 +1,5 @@
-// What kernels of any family get to take turns: plain data. A family derives from these and adds
-// its own.
+// The plain data that kernels of any family get to take turns. A family derives from these structs
+// and adds its own data.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +10,10 @@
 
 namespace xd::turn {
 
-// Working state of a sequence, in memory of its own device that no peer touches. One launch at a
+// Working state of a sequence, in memory of the rank's device that no peer touches. One launch at a
 // time uses it; the last thread block of a launch leaves it ready for the next.
 struct DeviceControl {
-  std::uint64_t epoch;  // of the last operation that has ended
+  std::uint64_t epoch;  // number of the last operation that has ended
   // Low half: launch that is running; 0 = none. High half: the epoch's low half. So one atomic
   // operation claims the sequence and tells which epoch it was claimed at.
   std::uint64_t owner;
@@ -24,8 +24,8 @@ struct DeviceControl {
   std::uint32_t reserved;
 };
 
-// What operations tell their host, in pinned memory. The first setback stays until the host has
-// taken it (taken == written). `Findings`: what a family's kernels say of one.
+// The report of operations to their host, in pinned memory. The first setback stays until the host
+// has taken it (taken == written). `Findings` are a family's facts about a setback.
 template <class Record, class Findings>
 struct DeviceReport {
   std::uint32_t written;  // device: setbacks written here so far (release)
@@ -33,19 +33,19 @@ struct DeviceReport {
   std::int32_t status;
   std::int32_t operation;
   std::uint64_t epoch;
-  std::int32_t rank;  // the rank it is about
+  std::int32_t rank;  // the rank that the setback is about
   // In a sequence whose setbacks are fatal: the launch whose setback has finished the communicator,
   // written before that error is raised; 0 = none. (A setback that the host's checks find has no
   // report.)
   std::uint32_t fatal_launch;
   Findings findings;
-  Record record[kMaxDeviceRanks];  // MISMATCH: what every rank said
-  // Operations that have ended with a setback (release: after what is said of them above). On a
-  // line of its own, as hosts may look at it all the time.
+  Record record[kMaxDeviceRanks];  // MISMATCH: the records of all ranks
+  // Number of operations that have ended with a setback (release: after their report above). It has
+  // a cache line of its own, since hosts may look at it all the time.
   alignas(64) std::uint64_t errors;
 };
 
-// What stays the same over a sequence's life.
+// The data that stays the same over a sequence's life.
 template <class Control, class Report>
 struct DeviceGroup {
   DeviceComm comm;
@@ -53,7 +53,7 @@ struct DeviceGroup {
   bool fatal_errors;  // a setback finishes the communicator
   Control* control;
   Report* report;
-  std::byte* area[kMaxDeviceRanks];  // what every rank shares for this sequence
+  std::byte* area[kMaxDeviceRanks];  // memory that each rank shares for this sequence
   std::uint64_t area_bytes[kMaxDeviceRanks];
   TurnMap turn;  // offsets in every area
 
@@ -66,7 +66,7 @@ template <class Group, class Record>
 struct DeviceTurnParams {
   Group group;
   std::uint32_t launch;  // number of this launch in the sequence, not 0
-  Record record;         // as far as the host knows it
+  Record record;         // the record, as far as the host knows it
 };
 
 }  // namespace xd::turn

@@ -16,27 +16,27 @@
 //   entry[slot][n] = record, epoch ---------------> polled, then reads the record
 //   rows, weights ... then flag or done (release) -> polled (acquire.sys), then reads the rows
 //
-// What bulk copies have stored is complete for the thread that waited for its bulk group; the
-// block's barrier or the warp's, then the counter `left` (acq_rel.gpu), pass that on to the thread
-// that releases the done flag (sys): causality order is transitive over these.
+// The stores of bulk copies are complete for the thread that waited for its bulk group. The block's
+// barrier or the warp's, and then the counter `left` (acq_rel.gpu), pass that on to the thread that
+// releases the done flag (sys): causality order is transitive over these.
 //
-// A record is sent before anything is waited for, what peers bring waits for records alone, done
-// flags wait for what this rank itself moves, and only work that no peer waits for (completing its
-// own outputs, ending) waits for what peers bring. All blocks of a launch are resident (cooperative
-// launch), so a block that is waited for always runs.
+// A rank sends its record before it waits for anything. Its stores into peers' memory wait for
+// records alone, and its done flags for these stores. Only work that no peer waits for (completing
+// its own outputs, ending) waits for the peers' stores. All blocks of a launch are resident
+// (cooperative launch), so a block that is waited for always runs.
 //
-// All ranks, and all blocks of each, come to the same verdict, as they look at the same records;
-// but where a peer's memory lies they look up in a table that the host of a rank may be changing (a
-// tensor is deregistered under a replayed graph, by mistake). A block that misses some may be alone
-// with that, so it raises every flag that others might wait for, and marks its rank's done flag:
-// all ranks then report a mismatch, and nobody has waited for what never comes.
+// All ranks, and all blocks of each, come to the same verdict, since they look at the same records.
+// There is one exception: the addresses of peers' memory are in a table that a rank's host may be
+// changing (a tensor is deregistered under a replayed graph, by mistake). A block that misses some
+// memory may be the only one, so it raises every flag that others might wait for, and marks its
+// rank's done flag: all ranks then report a mismatch, and none waits for rows that never come.
 //
-// A fatal error ends every wait on every block; blocks then skip what is left, no done flag is
-// raised, and DeviceControl may stay as it is: the communicator is finished.
+// A fatal error ends every wait on every block; blocks then skip the rest, no done flag is raised,
+// and DeviceControl may stay as it is: the communicator is finished.
 //
-// Nothing but the kernel's start says that earlier kernels of the stream have ended, which is what
-// enter() tells the peers. So these kernels must never be launched with programmatic dependent
-// launch, unless they wait for it (griddepcontrol.wait) before begin() fences.
+// Only the kernel's start says that earlier kernels of the stream have ended, and enter() tells
+// that to the peers. So these kernels must never be launched with programmatic dependent launch,
+// unless they wait for it (griddepcontrol.wait) before begin() fences.
 #pragma once
 
 #include <bit>
@@ -49,7 +49,7 @@
 
 namespace xd::turn {
 
-// What a launch does next.
+// The next step of a launch.
 enum class Verdict : int {
   go,       // move
   blank,    // memory is missing here: raise all flags, move nothing
@@ -57,14 +57,14 @@ enum class Verdict : int {
   fatal,    // leave
 };
 
-// Of a thread block, in shared memory.
+// State of a thread block, in shared memory.
 template <class Record>
 struct DeviceTurnShared {
   std::uint64_t epoch;
-  std::uint64_t owner;  // of the sequence, when this block began
-  int failed;           // the communicator, likewise
+  std::uint64_t owner;  // owner of the sequence, when this block began
+  int failed;           // 1 = the communicator had failed then
   int verdict;
-  int status;    // of a setback here
+  int status;    // status of a setback here
   int mismatch;  // some record differs
   int is_last;
   int some_blank;  // last block: of this launch
@@ -73,8 +73,8 @@ struct DeviceTurnShared {
 };
 
 // A record's words as they travel. The last word of an entry is its epoch plus a hash of the
-// others: whoever finds the epoch of this operation in it has all words of this record, in whatever
-// order they came.
+// others: a reader that finds the epoch of this operation in it has all words of this record, in
+// any order in which they came.
 using RecordWords = std::uint64_t[kRecordWords + 1];
 
 // A polynomial hash with an odd multiplier: changing any one word changes the hash.
@@ -94,18 +94,18 @@ class DeviceTurn {
   __device__ DeviceTurn(const Params& params, Shared& shared) : p_(params), s_(shared) {}
 
   __device__ bool begin();
-  // Block 0: one warp, which has fenced in begin(). `staged`: this kernel has written something
-  // that peers read once they have seen the record, and a grid barrier lies between.
+  // Called by one warp of block 0, which has fenced in begin(). `staged`: this kernel has written
+  // memory that peers read once they have seen the record, and a grid barrier lies between.
   __device__ void enter(bool staged = false);
-  // take(peer, record): one thread finds what a rank's record offers; false if it is not there.
-  // False = fatal.
+  // One thread calls take(peer, record), which finds the memory that a rank's record offers; false
+  // if it is not there. Returns false after a fatal error.
   template <class Take>
   __device__ bool await(Take&& take);
   __device__ void leave();
   __device__ void end();
   __device__ void leave_and_end();
 
-  // Grid barrier; false = fatal. `n`: number of this barrier in the launch, from 1.
+  // A grid barrier; false after a fatal error. `n`: number of this barrier in the launch, from 1.
   __device__ bool barrier(std::uint32_t n);
 
   __device__ const auto& group() const { return p_.group; }
@@ -118,7 +118,7 @@ class DeviceTurn {
     s_.status = status;
     s_.verdict = static_cast<int>(Verdict::nothing);
   }
-  // All threads of a block: one of them has met a fatal error.
+  // Called by all threads of a block. True if one of them has met a fatal error.
   __device__ bool any_failed(bool failed) {
     if (__syncthreads_or(failed ? 1 : 0) == 0) return false;
     if (threadIdx.x == 0) s_.verdict = static_cast<int>(Verdict::fatal);
@@ -126,7 +126,7 @@ class DeviceTurn {
     return true;
   }
 
-  // Own words, and a peer's.
+  // Words in the memory of a rank, this one or a peer.
   __device__ std::uint64_t* words(int owner, std::uint64_t offset) const {
     return reinterpret_cast<std::uint64_t*>(p_.group.area[owner] + offset);
   }
@@ -136,10 +136,10 @@ class DeviceTurn {
   __device__ std::uint64_t* done_at(int owner, int source) const {
     return words(owner, p_.group.turn.done) + cell_of(s_.epoch, source, ranks()) * 8;
   }
-  // Waits until `source` (itself, too) touches this rank's memory no more; single threads. False =
-  // fatal. `flag`: what it says.
+  // Waits until `source`, which may be this rank, touches this rank's memory no more; single
+  // threads. False after a fatal error. `flag` gets the done flag.
   __device__ bool wait_done(int source, std::uint64_t& flag) const;
-  // The address of `bytes` bytes of a rank's memory, or nullptr if they are not all there.
+  // The address of `bytes` bytes of a rank's memory, or nullptr if some of them are not there.
   __device__ std::byte* find(int rank, RemoteAddress address, std::uint64_t bytes,
                              unsigned alignment) const;
 
@@ -149,20 +149,21 @@ class DeviceTurn {
   // ---- What a family adds ----
 
   struct Nothing {};
-  // All threads, while begin() waits for its own loads: what it returns goes to judge(), all
-  // threads, behind a barrier of the block.
+  // All threads call look() while begin() waits for its own loads. Its result goes to judge(),
+  // which all threads call behind a barrier of the block.
   __device__ Nothing look() { return {}; }
   __device__ void judge(const Nothing&) {}
-  // One thread: what the host could not know of this rank's record.
+  // One thread fills in the fields of this rank's record that the host could not know.
   __device__ void complete(Record&) const {}
-  // One thread, when all records agree: a status other than SUCCESS = all ranks move nothing.
+  // One thread asks, when all records agree. With a status other than SUCCESS all ranks move
+  // nothing.
   __device__ int obstacle() const { return XD_SUCCESS; }
-  // One thread: of a setback that is not of this rank's own call, the lowest rank it is about; -1
-  // where that does not show.
+  // One thread asks for the lowest rank that a setback is about, if it is not of this rank's own
+  // call; -1 where that is unknown.
   __device__ int rank_concerned() const { return -1; }
   template <class Findings>
   __device__ void report(Findings&) const {}
-  // One thread, when the launch is over: the family's part of the control block.
+  // One thread resets the family's part of the control block when the launch is over.
   __device__ void reset() const {}
 
  protected:
@@ -198,7 +199,7 @@ class DeviceTurn {
 
 // ---- The start ---------------------------------------------------------------------------------
 
-// Thread 0, when everything that begin() loads is there.
+// Called by thread 0 when all loads of begin() are there.
 XD_TURN_MEMBER(void)::judge_start() {
   s_.status = XD_SUCCESS;
   s_.mismatch = 0;
@@ -206,8 +207,8 @@ XD_TURN_MEMBER(void)::judge_start() {
   const device::WaitSite here = site(XD_PHASE_NONE);
   bool fatal = s_.failed != 0;
   if (fatal) device::tell_host(p_.group.comm);
-  // The launch that runs owns the sequence; blocks of another one find it busy. So do they if the
-  // owner changed between the two looks at it.
+  // The launch that runs owns the sequence; blocks of another launch find it busy, also if the
+  // owner changed between their two looks at it.
   const auto owner = static_cast<std::uint32_t>(s_.owner);
   const auto claimed_at = static_cast<std::uint32_t>(s_.owner >> 32);
   if ((owner != 0 && owner != p_.launch) ||
@@ -219,16 +220,16 @@ XD_TURN_MEMBER(void)::judge_start() {
   s_.verdict = static_cast<int>(fatal ? Verdict::fatal : Verdict::go);
 }
 
-// All threads. What has to be read is read at once, by different warps.
+// All threads call it. Different warps load different data, all at once.
 XD_TURN_MEMBER(bool)::begin() {
   const unsigned t = threadIdx.x;
   const unsigned apart = blockDim.x > 64 ? 32 : 1;
   if (t == 0) s_.owner = ptx::or_acquire_gpu(&p_.group.control->owner, p_.launch);
   if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
   if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
-  // Who sees the record also sees what earlier kernels of this stream have written. Fenced here and
-  // not by a release of the record's last word: beside other waits, and with no word to wait for.
-  // (That they have ended is known from this kernel's start alone.)
+  // A rank that sees the record also sees all that earlier kernels of this stream have written. The
+  // fence stands here, instead of a release of the record's last word, because here it runs beside
+  // other waits. (Only this kernel's start says that the earlier kernels have ended.)
   if (sends_records()) ptx::fence_acq_rel_sys();
   const auto look = self().look();
   __syncthreads();
@@ -274,13 +275,13 @@ XD_TURN_MEMBER(bool)::wait_entry(int peer) const {
   const bool here = device::wait_until(
       p_.group.comm, site(XD_PHASE_ENTRY), peer, [=] { return epoch_of(entry) == expected; },
       [=] { return epoch_of(before) == expected - 1 ? expected - 1 : 0; });
-  // Acquire: of what the peer's fence has covered.
+  // Acquire: of all that the peer's fence has covered.
   ptx::ld_acquire_sys(entry + kRecordWords);
   return here;
 }
 
-// A rank's record of this operation, which has been waited for. Its words are stored one by one, so
-// they are loaded as wait_entry() does: never by a weak load, which might miss them.
+// A rank's record of this operation, after the wait for it. Its words were stored one by one, so
+// they are loaded as in wait_entry(): never by a weak load, which might miss them.
 XD_TURN_MEMBER(auto)::read_record(int from) const -> Record {
   struct Words {
     std::uint64_t word[kRecordWords];
@@ -294,7 +295,7 @@ XD_TURN_MEMBER(auto)::read_record(int from) const -> Record {
   return std::bit_cast<Record>(words);
 }
 
-// Reads a rank's record and finds what it offers; false if some of that does not exist.
+// Reads a rank's record and finds the memory that it offers; false if some of it does not exist.
 template <class Derived, class Family, class Params, class Shared>
 template <class Take>
 __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::take_record(int peer,
@@ -322,7 +323,8 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&&
     missing |= !take_record(peer, take);
   }
   if (any_failed(failed)) return false;
-  // Read before the barrier: a compiler may let all threads read what thread 0 writes behind it.
+  // The status is read before the barrier: a compiler may let all threads read a word that thread 0
+  // writes behind it.
   const bool undisturbed = s_.status == XD_SUCCESS;
   const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
   if (threadIdx.x == 0 && undisturbed) {
@@ -330,7 +332,7 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&&
       set_setback(XD_ERROR_MISMATCH);
     } else if (const int status = self().obstacle(); status != XD_SUCCESS) {
       set_setback(status);
-    } else if (some_missing) {  // perhaps for this block alone
+    } else if (some_missing) {  // it may be missing for this block alone
       set_setback(XD_ERROR_MISMATCH);
       s_.verdict = static_cast<int>(Verdict::blank);
     }
@@ -370,9 +372,10 @@ XD_TURN_MEMBER(bool)::barrier(std::uint32_t n) {
   if (threadIdx.x == 0) {
     std::uint32_t* arrived = &p_.group.control->barrier;
     const std::uint32_t expected = n * gridDim.x;
-    // Release and acquire: what any block has stored before, all blocks see after.
+    // Release and acquire: all blocks see behind the barrier all that any block has stored before
+    // it.
     if (ptx::add_acq_rel_gpu(arrived, 1) + 1 < expected) {
-      // A block that is late waits for a peer, and that wait is the one to run out.
+      // A block that is late waits for a peer, and that wait is meant to run out first.
       device::WaitSite blocks = site(XD_PHASE_NONE);
       blocks.timeouts = 2;
       failed = !device::wait_until(
@@ -386,13 +389,13 @@ XD_TURN_MEMBER(bool)::barrier(std::uint32_t n) {
 // ---- The end -----------------------------------------------------------------------------------
 
 // Counts the block; true on all threads of the last one. Blank blocks are counted a second time, in
-// the upper half, so that the last one knows of them without another look.
+// the upper half, so that the last block knows of them without another load.
 XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
   constexpr std::uint32_t kBlank = 1u << 16;
   __syncthreads();
   if (threadIdx.x == 0) {
     const std::uint32_t mine = verdict() == Verdict::blank ? 1 + kBlank : 1;
-    // Release and acquire: what any block has stored before, the last one sees.
+    // Release and acquire: the last block sees all that any block has stored before.
     const std::uint32_t all = ptx::add_acq_rel_gpu(counter, mine) + mine;
     s_.is_last = all % kBlank == gridDim.x ? 1 : 0;
     s_.some_blank = all >= kBlank ? 1 : 0;
@@ -402,22 +405,23 @@ XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
 }
 
 XD_TURN_MEMBER(void)::raise_done() {
-  // Another block may have left its work: it wrote the error down before it was counted.
+  // Another block may have skipped its work after a fatal error, which it wrote down before it was
+  // counted.
   if (verdict() == Verdict::fatal || device::failed(p_.group.comm)) return;
   for (int i = thread(); i < ranks(); i += static_cast<int>(blockDim.x)) {
     const int peer = (rank() + 1 + i) % ranks();
-    // Release: who sees this epoch also sees all that was written there, and nothing is read there
-    // any more.
+    // Release: a rank that sees this epoch also sees all that was written there, and nothing is
+    // read there any more.
     ptx::st_release_sys(done_at(peer, rank()), s_.epoch | (s_.some_blank != 0 ? kFoundMissing : 0));
   }
 }
 
-// All threads of every block. Bulk stores have been waited for by the threads that issued them.
+// All threads of every block call it. The threads that issued bulk stores have waited for them.
 XD_TURN_MEMBER(void)::leave() {
   if (is_last_block(&p_.group.control->left)) raise_done();
 }
 
-// All threads of every block, after leave() and what came behind it.
+// All threads of every block call it, after leave() and the work behind that.
 XD_TURN_MEMBER(void)::end() {
   if (is_last_block(&p_.group.control->ended)) end_launch();
 }
@@ -428,15 +432,16 @@ XD_TURN_MEMBER(void)::leave_and_end() {
   end_launch();
 }
 
-// The lowest rank that this rank's setback is about, as far as that shows without the records.
+// The lowest rank that this rank's setback is about, as far as it can be known without the records.
 XD_TURN_MEMBER(int)::lowest_concerned() const {
   if (s_.own.call.status != XD_SUCCESS) return rank();
   if (s_.status != XD_ERROR_MISMATCH) return self().rank_concerned();
   return s_.finder != ranks() ? s_.finder : -1;
 }
 
-// The operation's setback becomes the communicator's error: kernels behind it leave at once, and
-// the host hears of it. The peers' kernels meet one of this operation, too, and need not be told.
+// Makes the operation's setback the communicator's error: kernels behind it leave at once, and the
+// host hears of it. The peers' kernels meet a setback of this operation themselves, and need not be
+// told.
 XD_TURN_MEMBER(void)::finish_comm() const {
   FatalError error =
       device::error_at(p_.group.comm, site(XD_PHASE_NONE), s_.status, lowest_concerned());
@@ -460,7 +465,7 @@ XD_TURN_MEMBER(void)::write_report() {
   ptx::st_release_sys(&to->written, written + 1);
 }
 
-// The launch's last block reports and moves the epoch on.
+// Called by the launch's last block, which reports and moves the epoch on.
 XD_TURN_MEMBER(void)::end_launch() {
   bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
   for (int peer = thread(); peer < ranks() && !failed; peer += static_cast<int>(blockDim.x)) {
@@ -473,7 +478,7 @@ XD_TURN_MEMBER(void)::end_launch() {
   if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
   auto* control = p_.group.control;
   if (!failed && s_.status != XD_SUCCESS) {
-    // A failure of the host's own checks is known to the host already.
+    // The host already knows of a failure that its own checks found.
     if (p_.record.call.status == XD_SUCCESS) write_report();
     ptx::st_release_sys(&p_.group.report->errors, ++control->errors);
     if (p_.group.fatal_errors) finish_comm();
@@ -481,7 +486,7 @@ XD_TURN_MEMBER(void)::end_launch() {
   control->epoch = s_.epoch;
   control->barrier = control->left = control->ended = 0;
   self().reset();
-  // Release: the next launch finds all this.
+  // Release: the next launch finds all of this.
   __threadfence();
   control->owner = s_.epoch << 32;
 }

@@ -1,5 +1,5 @@
-// Taking turns: what the ranks of one sequence of operations write into one another's memory, so
-// that none touches another's memory before it may, or after it should have stopped.
+// Taking turns: the words that the ranks of one sequence of operations write into one another's
+// memory, so that none touches another's memory before it may, or after it should have stopped.
 //
 // All ranks run the same operations in the same order; an epoch counts them. Host and device take a
 // turn with the same verbs (turn/host_turn.h, turn/device_turn.cuh):
@@ -12,21 +12,21 @@
 //
 // Every rank goes through all five in every operation, also when its call has failed or moves
 // nothing, so the epochs of all ranks stay together. No wait goes in a circle: a rank announces
-// before it waits, both times, and what it announces depends on nobody.
+// before it waits, both times, and its announcement depends on no peer.
 //
 //   area of rank r    written by        means
 //   entry[slot][src]  src, once per op  src has entered operation `epoch`: what it is about to do
 //   done[slot][src]   src, once per op  src touches r's memory no more in operation `epoch`
 //
-// Nothing is ever cleared: each word says which epoch it belongs to. A slot is free again when it
-// comes round: a rank enters operation n + 2 only after all peers' done flags of n + 1, and a peer
-// raises that one only after it has read everything of operation n.
+// Nothing is ever cleared: each word holds the epoch that it belongs to. A slot is free again when
+// it comes round: a rank enters operation n + 2 only after all peers' done flags of n + 1, and a
+// peer raises that one only after it has read everything of operation n.
 //
-// Order, for both: the writer stores what it announces, then the epoch with release; a reader loads
-// the epoch with acquire, then reads.
+// The order is the same for both: the writer stores its announcement, then the epoch with release;
+// a reader loads the epoch with acquire, then reads the announcement.
 //
-// What an operation is about is its family's affair (turn/family.h): this folder knows no token, no
-// expert and no matrix.
+// The family decides what an operation means (turn/family.h): this folder knows no token, no expert
+// and no matrix.
 #pragma once
 
 #include <atomic>
@@ -41,19 +41,19 @@ namespace xd::turn {
 inline constexpr std::uint64_t kSlots = 2;
 constexpr std::uint64_t slot_of(std::uint64_t epoch) { return epoch % kSlots; }
 
-// Where `source` writes in operation `epoch`, in an array [kSlots][ranks].
+// The cell in which `source` writes in operation `epoch`, in an array [kSlots][ranks].
 constexpr std::uint64_t cell_of(std::uint64_t epoch, int source, int ranks) {
   return slot_of(epoch) * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source);
 }
 
-// With this a record begins, whatever its family.
+// The beginning of every family's record.
 struct Call {
   std::uint8_t status = 0;     // an xd_status: what is wrong with this rank's call
-  std::uint8_t operation = 0;  // a number of the family's
+  std::uint8_t operation = 0;  // the family's number of the operation
 };
 
-// A record is what a rank says of its call when it enters. The device sends and hashes it as words,
-// so it has no padding.
+// A record describes a rank's call when it enters. The device sends and hashes it as words, so it
+// has no padding.
 inline constexpr int kRecordWords = 7;
 template <class Record>
 inline constexpr bool is_record =
@@ -72,8 +72,8 @@ struct Entry {
 struct alignas(64) DoneFlag {
   std::atomic<std::uint64_t> epoch;
 };
-// In a done flag beside the epoch, on the device: its rank has not found memory that some rank
-// offers, and has moved nothing, so the operation is a mismatch for all.
+// A bit in a done flag beside the epoch, on the device: the flag's rank has not found memory that
+// some rank offers, and has moved nothing, so the operation is a mismatch for all.
 inline constexpr std::uint64_t kFoundMissing = std::uint64_t{1} << 63;
 
 // Byte offsets inside the memory that a rank shares.

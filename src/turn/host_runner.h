@@ -16,14 +16,14 @@ namespace xd::turn {
 // this order, with the turn's verbs between them:
 template <class Op, class Family>
 concept HostOperation = requires(Op op, const Op& c) {
-  // What this rank tells its peers.
+  // The record that this rank tells its peers.
   { c.record() } -> std::same_as<typename Family::Record>;
-  // Before enter(): fills what peers will read.
+  // Before enter(): fills the memory that peers will read.
   op.stage_in();
-  // After enter(): sends what peers wait for inside the operation.
+  // After enter(): sends the words that peers wait for inside the operation.
   op.announce();
-  // After await(), where all ranks agree: a reason, alike on all ranks, to move nothing all the
-  // same.
+  // After await(), where all ranks agree: a reason, equal on all ranks, to move nothing
+  // nevertheless.
   { c.obstacle() } -> std::same_as<Setback<Family>>;
   // Reads and writes the peers' memory.
   op.move();
@@ -41,12 +41,12 @@ class HostRunner {
       : sequence_(sequence), turn_(turn), fatal_errors_(fatal_errors) {}
 
   // Returns when the operation that `make` makes has finished here, or throws its setback. A rank
-  // whose `make` throws goes through the same steps with nothing but its failure, so that its peers
-  // learn it at once and the epochs stay together. Fatal errors leave from any step.
+  // whose `make` throws goes through the same steps with only its failure, so that its peers learn
+  // of it at once and the epochs stay together. Fatal errors leave from any step.
   template <class Make>
   void run(std::int32_t operation, Make&& make);
 
-  // A turn with nothing but this error.
+  // Takes a turn with only this error.
   void run_failed(std::int32_t operation, Error&& error) {
     run(operation, [&]() -> Nothing { throw std::move(error); });
   }
@@ -54,7 +54,7 @@ class HostRunner {
   const volatile std::uint64_t* watch() const { return &errors_; }
 
  private:
-  // The operation that is never made.
+  // Stands for an operation that is never made.
   struct Nothing {
     typename Family::Record record() const { return {}; }
     void stage_in() {}
@@ -101,7 +101,7 @@ class HostRunner {
   Turn& turn_;
   const bool fatal_errors_;
   std::atomic<bool> busy_{false};
-  alignas(64) std::uint64_t errors_ = 0;  // written by operations, read by anybody
+  alignas(64) std::uint64_t errors_ = 0;  // written by operations, read by any thread
 };
 
 template <class Family>
@@ -115,12 +115,12 @@ void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
     op.emplace(make());
   } catch (...) {
     setback = current_setback<Family>(sequence_.rank());
-    setback.met_by_all = true;  // the peers hear of it by this rank's record
+    setback.met_by_all = true;  // the peers learn of it from this rank's record
   }
   turn_.begin(operation);
   setback = take_turn(op, std::move(setback));
   if (!setback) return;
-  // Release: as kernels do, although there is nothing here that a thread would have to find.
+  // Release, as in kernels, although no thread has to find anything here.
   std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
   if (fatal_errors_) finish_comm(setback, operation);
   sequence_.give_back(setback, operation, turn_.epoch());
@@ -146,8 +146,8 @@ Setback<Family> HostRunner<Family>::take_turn(std::optional<Op>& op, Setback<Fam
   return setback;
 }
 
-// What goes wrong here without being fatal (no memory for an error's text, a peer's record that
-// names no memory of its own) is this rank's setback alone, and it still leaves with the others.
+// A failure here that is not fatal (no memory for an error's text, a peer's record that names no
+// memory of its own) is this rank's setback alone, and the rank still leaves with the others.
 template <class Family>
 template <HostOperation<Family> Op>
 Setback<Family> HostRunner<Family>::move(Op& op) {
@@ -172,7 +172,7 @@ Setback<Family> HostRunner<Family>::complete(Op& op) {
   }
 }
 
-// The operation has ended: peers that meet an error of it do so without this rank.
+// The operation has ended, so peers that meet an error of it do so without this rank.
 template <class Family>
 void HostRunner<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation) {
   sequence_.comm().raise_cause({.status = setback.status,

@@ -18,13 +18,13 @@ namespace xd::turn {
 template <class Record>
 class HostTurn {
  public:
-  // Where the turn's part of a rank's shared memory lies, at this process' addresses.
+  // The turn's part of a rank's shared memory, as addresses in this process.
   struct Area {
     Entry<Record>* entries;  // [kSlots][ranks]
     DoneFlag* done;          // [kSlots][ranks]
   };
 
-  // `number`: the sequence's, for error texts. `areas`: by rank.
+  // `number` is the sequence's, for error texts. `areas` has an entry per rank.
   HostTurn(Comm& comm, int number, std::vector<Area> areas)
       : comm_(comm),
         number_(number),
@@ -43,14 +43,14 @@ class HostTurn {
   void end();
 
   std::uint64_t epoch() const { return epoch_; }
-  // What every rank has said, after await(); what this one has, after enter().
+  // The records of all ranks, after await(); this rank's own, after enter().
   std::span<const Record> records() const { return records_; }
   const Record& record_of(int rank) const { return records_[at(rank)]; }
 
   // ---- For what a family makes its ranks wait for inside an operation ----
 
-  // Peers in the order in which this rank turns to them: the next one first, so that all ranks do
-  // not turn to the same one at once.
+  // Visits the peers, beginning with the next rank, so that not all ranks turn to the same peer at
+  // once.
   template <class Body>
   void for_each_peer(Body&& body) const {
     for (int i = 1; i < ranks_; ++i) body((rank_ + i) % ranks_);
@@ -65,7 +65,8 @@ class HostTurn {
   void ring_peers() const {
     for_each_peer([&](int peer) { comm_.ring(peer); });
   }
-  // For error texts: the last operation that a peer has entered, of those that the slots can hold.
+  // The last operation that a peer has entered, for error texts, out of those that the slots can
+  // hold.
   std::uint64_t last_entered(int peer) const {
     const auto at_slot = [&](std::uint64_t epoch) {
       return entry(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
@@ -86,7 +87,7 @@ class HostTurn {
   const int rank_;
   const int ranks_;
   const std::vector<Area> areas_;
-  std::vector<Record> records_;  // of the current operation
+  std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
 };
@@ -97,7 +98,7 @@ void HostTurn<Record>::enter(const Record& record) {
   for_each_peer([&](int peer) {
     Entry<Record>& theirs = entry(peer, rank_, epoch_);
     theirs.record = record;
-    // Release: who sees this epoch also sees the record, and staged input.
+    // Release: a rank that sees this epoch also sees the record, and staged input.
     theirs.epoch.store(epoch_, std::memory_order_release);
   });
   ring_peers();
@@ -117,8 +118,8 @@ void HostTurn<Record>::await() {
 template <class Record>
 void HostTurn<Record>::leave() {
   for_each_peer([&](int peer) {
-    // Release: who sees this epoch also sees all that was written there, and nothing is read there
-    // any more.
+    // Release: a rank that sees this epoch also sees all that was written there, and nothing is
+    // read there any more.
     done(peer, rank_, epoch_).epoch.store(epoch_, std::memory_order_release);
   });
   ring_peers();

@@ -1,4 +1,5 @@
-// How a rank names a piece of its own memory to others, who have it at another address or at none.
+// The name by which a rank tells others of a piece of its memory, which they have at another
+// address or at none.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +9,8 @@
 
 namespace xd::turn {
 
-// In 64 bits: what the piece lies in (0 = not given, 1 = the memory shared for the sequence, 2 + s
-// = segment s of the rank's symmetric heap) above 48 bits of offset.
+// It has 64 bits: the memory that the piece lies in (0 = not given, 1 = the memory shared for the
+// sequence, 2 + s = segment s of the rank's symmetric heap) above 48 bits of offset.
 class RemoteAddress {
  public:
   static constexpr std::uint64_t kNone = 0, kShared = 1, kHeap = 2;
@@ -32,9 +33,9 @@ class RemoteAddress {
   std::uint64_t bits_ = 0;
 };
 
-// The address of `bytes` bytes at `address`, or nullptr if they are not all there, or begin where
-// their elements cannot. `shared`: the rank's memory of this sequence; heap_range(segment): a
-// segment of its heap, whatever the number. Both at this process' addresses.
+// The address of `bytes` bytes at `address`, or nullptr if some of them are not there, or if they
+// are not aligned. `shared` is the rank's memory of this sequence, and heap_range(segment) a
+// segment of its heap, for any number. Both are addresses in this process.
 template <class RangeOf>
 constexpr std::byte* find_remote(RemoteAddress address, std::uint64_t bytes,
                                  std::uint64_t alignment, const HeapRange& shared,

@@ -1,5 +1,5 @@
-// One rank's part in a sequence of operations of a family, whoever carries them out: its number in
-// the communicator, and what it remembers and tells of non-fatal errors.
+// One rank's part in a sequence of operations of a family, on any executor: its number in the
+// communicator, and its memory of non-fatal errors.
 #pragma once
 
 #include <crossdock/comm.h>
@@ -31,24 +31,25 @@ class Sequence {
   int rank() const { return comm_->rank(); }
   int number() const { return number_; }
 
-  // A caller found its own call to be wrong before it could make it: this rank's turn fails, so
-  // that its peers learn it at once. `operation`: what the caller gave as a number of the family's.
+  // Takes this rank's turn with a failure, for a caller that found a mistake before it could make
+  // its call, so that the peers learn of it at once. `operation`: the caller's number of an
+  // operation of the family.
   void join_failed(std::int32_t operation, const char* text, xd_stream stream);
 
   // Keeps the first setback that no call has returned until it is read.
   void remember(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
   virtual Status take_status();
-  // A word that grows when an operation has met a non-fatal error.
+  // A word that counts the operations that have met a non-fatal error.
   virtual const volatile std::uint64_t* watch() const = 0;
 
-  // What the calling thread's last failed call says; forgotten when its next one begins.
+  // The status of the calling thread's last failed call; forgotten when its next call begins.
   static Status last_error() { return last_error_; }
   static void forget_last_error() { last_error_ = Family::no_error(); }
-  // The call returns this setback.
+  // Makes the call return this setback.
   [[noreturn]] static void give_back(const Setback<Family>& setback, std::int32_t operation,
                                      std::uint64_t epoch);
 
-  // What the communicator says of a setback where the sequence's errors are fatal.
+  // The communicator's account of a setback, where the sequence's errors are fatal.
   Comm::Cause cause(const Setback<Family>& setback, std::int32_t operation,
                     std::uint64_t epoch) const;
 
@@ -56,7 +57,7 @@ class Sequence {
   explicit Sequence(std::shared_ptr<Comm> comm)
       : comm_(std::move(comm)), number_(comm_->group_number()) {}
 
-  // Takes this rank's turn with nothing but this error, and returns it.
+  // Takes this rank's turn with only this error, and returns it.
   virtual void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) = 0;
 
   template <class Add>
@@ -81,7 +82,7 @@ template <class Family>
 void Sequence<Family>::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
   const Operations& names = Family::kOperations;
   if (!names.contains(operation)) {
-    // The peers wait for this rank's turn whatever it was to be.
+    // The peers wait for this rank's turn in any operation, so any operation will do.
     Error unknown(XD_ERROR_INVALID_ARGUMENT,
                   error_text("operation = ", operation, ", expected ", names.type));
     return take_failed_turn(names.first, std::move(unknown), stream);

@@ -19,14 +19,14 @@ template <class Family>
 struct Setback {
   xd_status status = XD_SUCCESS;
   std::string text;
-  int rank = -1;  // the lowest rank it is about
+  int rank = -1;  // the lowest rank that it is about
   typename Family::Facts facts{};
   bool met_by_all = false;  // every rank meets an error of its own in this operation
 
   explicit operator bool() const { return status != XD_SUCCESS; }
 };
 
-// Inside a catch block: the exception in flight as a setback of `rank`'s own call.
+// The exception in flight, as a setback of `rank`'s own call. Call it inside a catch block.
 template <class Family>
 Setback<Family> current_setback(int rank) noexcept {
   std::array<char, 1024> text;
@@ -36,12 +36,12 @@ Setback<Family> current_setback(int rank) noexcept {
   try {
     setback.text = text.data();
   } catch (const std::bad_alloc&) {
-    setback.text = "(no memory)";  // short enough to need none
+    setback.text = "(no memory)";  // short enough to fit into the string itself
   }
   return setback;
 }
 
-// What `theirs` does otherwise than `mine`; empty if nothing.
+// The difference of `theirs` from `mine` in words; empty if there is none.
 template <class Family>
 std::string difference(const typename Family::Record& mine, const typename Family::Record& theirs) {
   if (theirs.call.status != XD_SUCCESS) {
@@ -55,7 +55,7 @@ std::string difference(const typename Family::Record& mine, const typename Famil
   return Family::same_operation(mine, theirs) ? "" : Family::difference(mine, theirs);
 }
 
-// What makes one operation's records unequal, as `rank` sees it; none if nothing does.
+// The disagreement between one operation's records, as `rank` sees it; none if all agree.
 template <class Family>
 Setback<Family> disagreement(std::span<const typename Family::Record> records, int rank) {
   Setback<Family> found;

@@ -54,12 +54,12 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
             )
             status = {"status": "XD_ERROR_TIMEOUT", "text": text}
             raise from_details(status | {"rank": rank, "peer": 0, "phase": "host"}) from error
-    _meetings[name] += 1  # who has waited in vain waits for the same meeting the next time
+    _meetings[name] += 1  # not when a wait was in vain: the next one is for the same meeting
     return unique_id
 
 
 def _default_ms() -> int:
-    """What the library takes a timeout of 0 for (src/base/env.def)."""
+    """The timeout that the library takes for 0 (src/base/env.def)."""
     try:
         limit = int(os.environ["XD_TIMEOUT_MS"])
     except (KeyError, ValueError):

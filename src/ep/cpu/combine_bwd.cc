@@ -80,7 +80,7 @@ void CombineBwdOp::send_scaled(const std::byte* grad, const TokenRows& rows) con
   }
 }
 
-// One row of a weighted combine: the weight's gradient, then the row's.
+// Finishes one row of a weighted combine: first the weight's gradient, then the row's.
 void CombineBwdOp::finish_row(const std::byte* grad, const WeightedRow& row) const {
   const rows::Type type = row_type(call_.grad_out.type);
   const auto columns = at(call_.grad_out.cols);
@@ -90,7 +90,8 @@ void CombineBwdOp::finish_row(const std::byte* grad, const WeightedRow& row) con
   rows::scale(type, row.grad_expert_out, grad, row.weight, columns, store_);
 }
 
-// Weighted, and staged in EXPERT_MAJOR: what crossed are the gradients of whole tokens.
+// Finishes rows of a weighted combine that is staged in EXPERT_MAJOR, where the gradients of whole
+// tokens crossed.
 void CombineBwdOp::finish_rows() const {
   const std::uint64_t bytes = call_.grad_out.row_bytes();
   for_each_token(plan_, [&](std::span<const std::uint32_t> rows, auto) {

@@ -17,7 +17,7 @@ class GroupMemory {
   // Collective: allocates this rank's and maps the peers'.
   explicit GroupMemory(const Group& group);
 
-  // What a rank shares: `offset` comes from map_of(rank).
+  // An array in a rank's shared memory: `offset` comes from map_of(rank).
   const GroupMap& map_of(int rank) const { return maps_[static_cast<std::size_t>(rank)]; }
   std::byte* area_of(int rank, std::uint64_t offset) const {
     return segments_[static_cast<std::size_t>(rank)]->base() + offset;
@@ -38,12 +38,12 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
 
   using GroupMemory::area_of, GroupMemory::map_of;
 
-  // prepare: this rank's row of the count table, sent to every peer; and everybody's, awaited.
+  // prepare sends this rank's row of the count table to every peer, and awaits the rows of all.
   void send_counts(std::span<const std::uint32_t> counts);
   void await_counts(std::span<std::uint32_t> table);
 
-  // Address of `bytes` bytes of a peer's tensor; throws MISMATCH if its record names no memory of
-  // its own, or a place that its elements cannot start at.
+  // The address of `bytes` bytes of a peer's tensor. Throws MISMATCH if its record names no memory
+  // of its own, or a place at which its elements cannot start.
   std::byte* tensor_of(int rank, turn::RemoteAddress address, std::uint64_t bytes,
                        std::uint64_t alignment) const;
 

@@ -11,7 +11,7 @@
 
 namespace xd::ep::cpu {
 
-// Where rows of one kind go in a rank's memory.
+// The destination of rows of one kind in a rank's memory.
 struct RowTarget {
   std::byte* base;
   bool one_per_token;  // only a token's first row
@@ -31,7 +31,7 @@ void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows
   rows::copy_to_many(places.data(), count, row, bytes, store);
 }
 
-// What operations on a plan have in common.
+// The parts that operations on a plan have in common.
 class PlanOperation {
  public:
   void announce() {}
@@ -49,7 +49,7 @@ class PlanOperation {
   RowTarget scale_target(int rank) const {
     return {tensors(rank).scales, tensors(rank).one_scale_per_token};
   }
-  // A token's row of scales, if there are some, to all its places.
+  // Sends a token's row of scales, if there are scales, to all its places.
   void send_scales(const Tensor& scales, std::int64_t token, const TokenRows& rows) const {
     if (!scales) return;
     const std::byte* row = scales.data + at(token) * scales.row_bytes();
@@ -64,11 +64,11 @@ class PlanOperation {
   ReceiveTensor receive_rows(const Tensor& tensor) const {
     return ReceiveTensor(context_, plan_, tensor, {own_map().rows, false});
   }
-  // What lies beside rows.
+  // A receive tensor beside rows.
   ReceiveTensor receive_beside(const Tensor& tensor, std::uint64_t staging_offset) const {
     return ReceiveTensor(context_, plan_, tensor, {staging_offset, true});
   }
-  // Completes what the call says of itself.
+  // Completes the record of the call.
   Record plan_record(Record record) const {
     record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
     record.fingerprint = plan_.header().fingerprint;

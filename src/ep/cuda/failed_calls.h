@@ -1,4 +1,4 @@
-// Mistakes that calls have found on the host, kept until a kernel says whose turn finished the
+// Mistakes that calls have found on the host, kept until a kernel tells which turn finished the
 // communicator: calls are made in one order and, because of captures, run in another, or never.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace xd::ep::cuda {
 
-// Of one group. Any thread.
+// The failed calls of one group. Any thread.
 class FailedCalls {
  public:
   struct Call {
@@ -22,8 +22,9 @@ class FailedCalls {
     Setback setback;
   };
 
-  // Before the launch that takes the call's turn. Of many calls that are captured and never run the
-  // latest are kept, and none where there is no memory: the error then has no text of its own.
+  // Called before the launch that takes the call's turn. Among many calls that are captured and
+  // never run it keeps the latest, and none where there is no memory: the error then has no text of
+  // its own.
   void note(std::uint32_t launch, std::int32_t operation, const Setback& setback) noexcept {
     const std::lock_guard lock(mutex_);
     try {
@@ -34,13 +35,13 @@ class FailedCalls {
     if (calls_.size() > kMost) calls_.erase(calls_.begin());
   }
 
-  // The launch has not been made.
+  // Forgets a launch that was not made.
   void forget(std::uint32_t launch) noexcept {
     const std::lock_guard lock(mutex_);
     calls_.erase(launch);
   }
 
-  // The call whose turn that launch has taken, if it had found a mistake.
+  // The call whose turn the launch has taken, if it had found a mistake.
   std::optional<Call> find(std::uint32_t launch) const {
     const std::lock_guard lock(mutex_);
     const auto found = calls_.find(launch);

@@ -1,4 +1,4 @@
-// From checked arguments to what kernels get.
+// Makes kernels' parameters from checked arguments.
 #pragma once
 
 #include "ep/cuda/kernels.h"
@@ -9,16 +9,16 @@ namespace xd::ep::cuda {
 struct GroupView {
   const Group& group;
   const GroupDevice& device;
-  std::byte* memory;  // the group's, of this rank
+  std::byte* memory;  // the group's memory on this rank
 };
 
-// All but the number of the launch and send_blocks.
+// All parameters but the number of the launch and send_blocks.
 struct DispatchStart {
   DispatchParams params{};
   Tensor tokens;
 };
 
-// All but the number of the launch and push_blocks.
+// All parameters but the number of the launch and push_blocks.
 struct CombineStart {
   CombineParams params{};
   int tokens = 0;
@@ -28,7 +28,7 @@ struct CombineStart {
 FailedParams failed_params(const turn::Call& call, const GroupView& view);
 
 // All throw INVALID_ARGUMENT where a tensor lies outside symmetric memory and the group does not
-// stage. The number of the launch is the caller's to give, and prepare's working memory.
+// stage. The caller fills in the number of the launch, and prepare's working memory.
 PrepareParams prepare_params(const PrepareCall& call, const GroupView& view);
 DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view);
 DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view);

@@ -7,8 +7,8 @@
 //   Control::counts_hash   all blocks (atomics)           the plan's writer, likewise
 //
 // The first row is group memory. A count and the low half of its epoch are one word, stored and
-// loaded whole, so that the word is its own flag and nothing else is read because of it. What the
-// blocks have counted is trusted after grid barrier 1.
+// loaded whole, so that the word is its own flag and nothing else is read because of it. The
+// blocks' counts are trusted after grid barrier 1.
 #pragma once
 
 #include "ep/cuda/prepare_counters.cuh"
@@ -26,11 +26,12 @@ class Exchange {
         layout_{g_.experts, g_.ranks()},
         scratch_(PrepareScratch::make(g_.experts, g_.ranks())) {}
 
-  // Adds up this rank's counts over blocks, sends them and waits for everybody's. All threads of
-  // all blocks, after grid barrier 1; what follows holds after grid barrier 2. False = fatal.
+  // Adds up this rank's counts over blocks, sends them and waits for all ranks' counts. All threads
+  // of all blocks call it, after grid barrier 1; the functions below hold after grid barrier 2.
+  // False after a fatal error.
   __device__ bool run() const;
 
-  // What a source has said.
+  // The counts of a source.
   __device__ std::uint32_t choices(int source, int expert) const {
     return said(source, layout_.expert(expert));
   }
@@ -94,7 +95,8 @@ __device__ inline bool Exchange::run() const {
   return good;
 }
 
-// One column: its sums over blocks; if peers need it, to and from all of them. False = fatal.
+// Sums one column over blocks and, if peers need it, sends it to all of them and awaits theirs.
+// False after a fatal error.
 __device__ inline bool Exchange::exchange_column(int column, std::uint64_t& hash) const {
   const std::uint32_t sum = sum_column(column);
   const bool is_expert = column < g_.experts;
@@ -145,8 +147,8 @@ __device__ inline std::uint32_t Exchange::sum_column(int column) const {
   return sum;
 }
 
-// One word of every source's counts: body(source, count), in their order. `own` is this rank's,
-// which need not come back from memory. False = fatal.
+// Calls body(source, count) for one word of every source's counts, in the sources' order. `own` is
+// this rank's count, which need not come back from memory. False after a fatal error.
 template <class Body>
 __device__ bool Exchange::for_each_count(std::size_t index, std::uint32_t own, Body&& body) const {
   constexpr int kAtOnce = 8;
