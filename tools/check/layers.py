@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
 """Checks that #include and import point down only, between the folders of the tree.
 
-A folder of src/ may include itself and folders of a lower level; folders of one level do not know
-each other. An executor (src/ep/cpu) knows src/ep, never the reverse. Public headers stand on DLPack
-and two C headers; the Python extension, examples and the tests of the C API stand on the public
-headers alone. The Python packages stand one on another as PYTHON_LEVELS lists them.
+docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
+include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
+arrow stands for an include. Public headers stand on DLPack and two C headers; the Python extension,
+examples and the tests of the C API stand on the public headers alone. The Python packages stand one
+on another as PYTHON_LEVELS lists them.
 """
 
 import pathlib
 import re
 import sys
 
-LEVELS = [{"base"}, {"cuda"}, {"bootstrap", "memory", "net"}, {"mesh"}, {"comm"}, {"turn"},
-          {"ep", "gemm"}, {"capi"}]
-LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
+DRAWING = "docs/internals/architecture.md"
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
 API_ONLY = ["python", "tests/conformance", "tests/faults", "tests/support", "examples"]
 PYTHON_LEVELS = [{"crossdock"}, {"jax", "torch"}, {"deep_ep"}, {"cli"}]  # and folders of crossdock
 PYTHON_LEVEL_OF = {name: level for level, names in enumerate(PYTHON_LEVELS) for name in names}
 
+ROOM = re.compile(r'(\w+)\["([^":]+):')  # id["room: what it owns"]
+ARROW = re.compile(r"^\s*(\w+)[^>\n]*?-->\s*(\w+)", re.MULTILINE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 IMPORT = re.compile(r"^\s*(?:from|import)\s+crossdock\.?(\w*)", re.MULTILINE)
 
@@ -31,25 +32,52 @@ def includes(root, folder):
                 yield path.relative_to(root), bracket, name
 
 
-def source_problem(root, file, name):
-    """Why a file of src/ may not include src/<name>, or None."""
-    if not (root / "src" / name).is_file():
-        return "there is no such file in src/"
-    own, other = file.parts[1], name.split("/")[0]
-    if own != other and LEVEL_OF[own] <= LEVEL_OF[other]:
-        return f"{other} is not below {own}"
-    own_room, other_room = "/".join(file.parts[1:-1]), name.rpartition("/")[0]
-    if own == other and other_room not in {own, own_room}:
-        return f"{own_room} does not know {other_room}"
-    return None
+def drawn_arrows(root):
+    """{room: the rooms that its arrows lead to} as the page draws them."""
+    drawing = re.search(r"^```mermaid\n(.*?)^```$", (root / DRAWING).read_text(), re.M | re.S)[1]
+    room_of = dict(ROOM.findall(drawing))
+    arrows = {room: set() for room in room_of.values()}
+    for upper, lower in ARROW.findall(drawing):
+        arrows[room_of[upper]].add(room_of[lower])
+    return arrows
+
+
+def rooms_below(arrows, room):
+    """All rooms that arrows lead to from a room, over other rooms as well."""
+    found, ahead = set(), [room]
+    while ahead:
+        new = arrows[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+def source_problems(root):
+    arrows = drawn_arrows(root)
+    below = {room: rooms_below(arrows, room) for room in arrows}
+    unused = {(upper, lower) for upper, lowers in arrows.items() for lower in lowers}
+    seen = set()
+    for file, bracket, name in includes(root, "src"):
+        own, other = "/".join(file.parts[1:-1]), name.rpartition("/")[0]
+        seen.add(own)
+        if own not in arrows:
+            yield file, name, f"{DRAWING} does not draw the room {own}"
+        elif bracket == '"' and not (root / "src" / name).is_file():
+            yield file, name, "there is no such file in src/"
+        elif bracket == '"' and own != other and other not in below[own]:
+            yield file, name, f"in {DRAWING} no arrow leads from {own} to {other}"
+        unused.discard((own, other))
+    for upper, lower in sorted(unused):
+        yield DRAWING, f"{upper} --> {lower}", "no file includes along this arrow"
+    for room in sorted(arrows):
+        if room not in seen:
+            yield DRAWING, room, "there is no such room in src/"
+        if room in below[room]:
+            yield DRAWING, room, "arrows lead back to it"
 
 
 def problems(root):
-    for file, bracket, name in includes(root, "src"):
-        if file.parts[1] not in LEVEL_OF:
-            yield file, name, f"src/{file.parts[1]} has no level in {__file__}"
-        elif bracket == '"' and (why := source_problem(root, file, name)):
-            yield file, name, why
+    yield from source_problems(root)
     for file, _, name in includes(root, "include"):
         if name not in PUBLIC_SYSTEM and not name.startswith("crossdock/"):
             yield file, name, "public headers include DLPack, stddef, stdint and one another only"
