@@ -37,8 +37,10 @@ def drawn_arrows(root):
     drawing = re.search(r"^```mermaid\n(.*?)^```$", (root / DRAWING).read_text(), re.M | re.S)[1]
     room_of = dict(ROOM.findall(drawing))
     arrows = {room: set() for room in room_of.values()}
-    for upper, lower in ARROW.findall(drawing):
-        arrows[room_of[upper]].add(room_of[lower])
+    for ends in ARROW.findall(drawing):
+        upper, lower = (room_of.get(end, end) for end in ends)  # an id without a label is a room
+        arrows.setdefault(upper, set()).add(lower)
+        arrows.setdefault(lower, set())
     return arrows
 
 
