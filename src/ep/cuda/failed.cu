@@ -1,5 +1,5 @@
-// A call that failed on the host takes its rank's turn, so that its peers learn it at once. Also
-// where the kernels are loaded.
+// The kernel of a call that failed on the host: it takes the rank's turn, so that its peers learn
+// of the failure at once. The kernels are also loaded here.
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/turn.cuh"

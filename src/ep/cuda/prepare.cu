@@ -16,7 +16,7 @@
 //      which has no tokens if there is another, writes and seals the plan's head (with drops: in 5)
 //   5  done flags; every block copies what it was told into the plan
 //
-// A class has each step, and its file says which of this memory it touches and which flags it
+// Each step is a class, and its file says which of this memory it touches and which flags it
 // trusts: Choices and Counters step 1, Exchange 2, Zones 3, Numbering 4, PlanWriter the head and 5.
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
