@@ -17,15 +17,20 @@ class CudaSide final : public DeviceSide {
   CudaSide(int ordinal, const RankSeat& seat, std::vector<std::shared_ptr<Segment>> boards)
       : boards_(std::move(boards)),
         words_(ordinal, sizeof(HostWords)),
-        table_(ordinal, table_offset(kMaxHeapSegments, seat.num_ranks), "table of heaps") {
+        table_(ordinal, table_offset(kMaxHeapSegments, seat.num_ranks), "table of heaps"),
+        board_table_(ordinal, boards_.size() * sizeof(DeviceBoard*), "table of error boards") {
     device_comm_.rank = seat.rank;
     device_comm_.num_ranks = seat.num_ranks;
     device_comm_.timeout_ms = seat.timeout_ms;
     device_comm_.host = words_.as<HostWords>();
     device_comm_.heap = table_.as<HeapRange>();
-    for (std::size_t r = 0; r < boards_.size(); ++r) {
-      device_comm_.board[r] = reinterpret_cast<DeviceBoard*>(boards_[r]->base());
+    std::vector<DeviceBoard*> of_rank;
+    for (const auto& board : boards_) {
+      of_rank.push_back(reinterpret_cast<DeviceBoard*>(board->base()));
     }
+    board_table_.write(0, of_rank.data(), board_table_.bytes());
+    device_comm_.own_board = of_rank[at(seat.rank)];
+    device_comm_.boards = board_table_.as<DeviceBoard*>();
   }
 
   const DeviceComm& device_comm() const override { return device_comm_; }
@@ -62,7 +67,7 @@ class CudaSide final : public DeviceSide {
 
   std::vector<std::shared_ptr<Segment>> boards_;
   cuda::PinnedBlock words_;
-  cuda::DeviceBuffer table_;
+  cuda::DeviceBuffer table_, board_table_;
   DeviceComm device_comm_{};
 };
 

@@ -57,9 +57,10 @@ struct DeviceComm {
   int rank;
   int num_ranks;
   int timeout_ms;
-  HostWords* host;                      // at the address that the device uses
-  const HeapRange* heap;                // by heap_entry(), kMaxHeapSegments, in device memory
-  DeviceBoard* board[kMaxDeviceRanks];  // own and peers'
+  HostWords* host;             // at the address that the device uses
+  const HeapRange* heap;       // by heap_entry(), kMaxHeapSegments, in device memory
+  DeviceBoard* own_board;      // this rank's, at which every wait looks
+  DeviceBoard* const* boards;  // of every rank, in device memory
 };
 
 }  // namespace xd

@@ -22,7 +22,7 @@ struct WaitSite {
 inline constexpr std::uint64_t kHostWordNs = 50000;
 
 __device__ inline bool failed(const DeviceComm& comm) {
-  return ptx::ld_relaxed_sys(&comm.board[comm.rank]->first) != 0;
+  return ptx::ld_relaxed_sys(&comm.own_board->first) != 0;
 }
 
 // Writes this rank's slot of `board`, then claims the board. True if this error is its first.
@@ -34,7 +34,7 @@ __device__ inline bool post(DeviceBoard* board, int rank, const FatalError& erro
 
 // Takes the board's error to the host, once.
 __device__ inline void tell_host(const DeviceComm& comm) {
-  DeviceBoard* own = comm.board[comm.rank];
+  DeviceBoard* own = comm.own_board;
   const std::uint32_t first = ptx::ld_acquire_sys(&own->first);
   if (first == 0 || first > static_cast<std::uint32_t>(comm.num_ranks)) return;
   if (ptx::cas_acq_rel_sys(&own->told_host, 0, 1) != 0) return;
@@ -47,13 +47,13 @@ enum class Spread { here, everywhere };
 // Records a fatal error of this rank's kernels. Only the first one is recorded: a slot has one
 // writer, which writes it once.
 __device__ inline void raise(const DeviceComm& comm, const FatalError& error, Spread spread) {
-  DeviceBoard* own = comm.board[comm.rank];
+  DeviceBoard* own = comm.own_board;
   if (ptx::cas_acq_rel_sys(&own->claimed, 0, 1) != 0) return;
   post(own, comm.rank, error);
   tell_host(comm);
   if (spread == Spread::here) return;
   for (int i = 1; i < comm.num_ranks; ++i) {
-    post(comm.board[(comm.rank + i) % comm.num_ranks], comm.rank, error);
+    post(comm.boards[(comm.rank + i) % comm.num_ranks], comm.rank, error);
   }
 }
 
@@ -83,7 +83,7 @@ __device__ inline FatalError error_at(const DeviceComm& comm, const WaitSite& si
 
 // Asked by waits that have become long. True if the host wants this rank's kernels to leave.
 __device__ inline bool host_calls(const DeviceComm& comm, std::uint64_t now) {
-  DeviceBoard* own = comm.board[comm.rank];
+  DeviceBoard* own = comm.own_board;
   const std::uint64_t looked = ptx::ld_relaxed_sys(&own->looked_ns);
   if (now < looked + kHostWordNs || ptx::cas_acquire_gpu(&own->looked_ns, looked, now) != looked) {
     return false;
@@ -93,7 +93,7 @@ __device__ inline bool host_calls(const DeviceComm& comm, std::uint64_t now) {
 }
 
 __device__ inline bool has_left(const DeviceComm& comm, int peer) {
-  return peer >= 0 && ptx::ld_acquire_sys(&comm.board[comm.rank]->some_left) != 0 &&
+  return peer >= 0 && ptx::ld_acquire_sys(&comm.own_board->some_left) != 0 &&
          ptx::ld_acquire_sys(&comm.host->left[peer]) != 0;
 }
 

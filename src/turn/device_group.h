@@ -45,17 +45,19 @@ struct DeviceReport {
   alignas(64) std::uint64_t errors;
 };
 
-// The data that stays the same over a sequence's life.
-template <class Control, class Report>
+// The data that stays the same over a sequence's life. `Map` is the layout of what a rank shares;
+// it has a TurnMap `turn`.
+template <class Control, class Report, class Map>
 struct DeviceGroup {
   DeviceComm comm;
   int number;
   bool fatal_errors;  // a setback finishes the communicator
   Control* control;
   Report* report;
-  std::byte* area[kMaxDeviceRanks];  // memory that each rank shares for this sequence
-  std::uint64_t area_bytes[kMaxDeviceRanks];
-  TurnMap turn;  // offsets in every area
+  // Memory that each rank shares for this sequence: a table by rank, in device memory. Blocks bring
+  // it to their shared memory when they begin (DeviceTurn::area).
+  const HeapRange* areas;
+  Map map;  // offsets in this rank's area, and in every area as far as peers write there
 
   constexpr int rank() const { return comm.rank; }
   constexpr int ranks() const { return comm.num_ranks; }

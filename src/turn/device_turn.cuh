@@ -70,6 +70,7 @@ struct DeviceTurnShared {
   int some_blank;  // last block: of this launch
   int finder;      // lowest rank that has not found memory; num_ranks = none
   Record own;
+  HeapRange area[kMaxDeviceRanks];  // DeviceGroup::areas
 };
 
 // A record's words as they travel. The last word of an entry is its epoch plus a hash of the
@@ -126,15 +127,17 @@ class DeviceTurn {
     return true;
   }
 
+  // The memory that a rank shares for this sequence, at this process' addresses. After begin().
+  __device__ const HeapRange& area(int owner) const { return s_.area[owner]; }
   // Words in the memory of a rank, this one or a peer.
   __device__ std::uint64_t* words(int owner, std::uint64_t offset) const {
-    return reinterpret_cast<std::uint64_t*>(p_.group.area[owner] + offset);
+    return reinterpret_cast<std::uint64_t*>(s_.area[owner].base + offset);
   }
   __device__ std::uint64_t* entry_at(int owner, int source, std::uint64_t epoch) const {
-    return words(owner, p_.group.turn.entry) + cell_of(epoch, source, ranks()) * 8;
+    return words(owner, p_.group.map.turn.entry) + cell_of(epoch, source, ranks()) * 8;
   }
   __device__ std::uint64_t* done_at(int owner, int source) const {
-    return words(owner, p_.group.turn.done) + cell_of(s_.epoch, source, ranks()) * 8;
+    return words(owner, p_.group.map.turn.done) + cell_of(s_.epoch, source, ranks()) * 8;
   }
   // Waits until `source`, which may be this rank, touches this rank's memory no more; single
   // threads. False after a fatal error. `flag` gets the done flag.
@@ -145,6 +148,16 @@ class DeviceTurn {
 
   __device__ int rank() const { return p_.group.comm.rank; }
   __device__ int ranks() const { return p_.group.comm.num_ranks; }
+
+  // All threads, in begin(): copies a table from device memory to shared memory, where it is behind
+  // the block's next barrier. One warp does, the `back`th from the last: the first warps wait for
+  // other loads meanwhile, and the last one fences.
+  template <class T>
+  __device__ static void load_table(unsigned back, const T* from, int count, T* to) {
+    const unsigned warps = blockDim.x / 32;
+    if (threadIdx.x / 32 != (warps > back ? warps - 1 - back : 0)) return;
+    for (int i = thread() % 32; i < count; i += 32) to[i] = from[i];
+  }
 
   // ---- What a family adds ----
 
@@ -227,6 +240,7 @@ XD_TURN_MEMBER(bool)::begin() {
   if (t == 0) s_.owner = ptx::or_acquire_gpu(&p_.group.control->owner, p_.launch);
   if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
   if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
+  load_table(1, p_.group.areas, ranks(), s_.area);
   // A rank that sees the record also sees all that earlier kernels of this stream have written. The
   // fence stands here, instead of a release of the record's last word, because here it runs beside
   // other waits. (Only this kernel's start says that the earlier kernels have ended.)
@@ -343,13 +357,11 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&&
 
 XD_TURN_MEMBER(std::byte*)::find(int rank, RemoteAddress address, std::uint64_t bytes,
                                  unsigned alignment) const {
-  return find_remote(address, bytes, alignment, {p_.group.area[rank], p_.group.area_bytes[rank]},
-                     [&](std::uint64_t segment) {
-                       const DeviceComm& comm = p_.group.comm;
-                       return segment < kMaxHeapSegments
-                                  ? comm.heap[heap_entry(segment, rank, comm.num_ranks)]
-                                  : HeapRange{nullptr, 0};
-                     });
+  return find_remote(address, bytes, alignment, s_.area[rank], [&](std::uint64_t segment) {
+    const DeviceComm& comm = p_.group.comm;
+    return segment < kMaxHeapSegments ? comm.heap[heap_entry(segment, rank, comm.num_ranks)]
+                                      : HeapRange{nullptr, 0};
+  });
 }
 
 // ---- Waits inside the operation ----------------------------------------------------------------

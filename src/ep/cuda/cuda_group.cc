@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstring>
 #include <mutex>
+#include <span>
 #include <thread>
 
 #include "base/deadline.h"
@@ -86,6 +87,7 @@ class CudaGroup final : public Group {
   void require_shared_memory() const;
   void share_memory();
   void describe_group();
+  void describe_ranks();
 
   // Arguments that are bad here still take this rank's turn, so that its peers learn it at once and
   // the epochs stay together.
@@ -123,7 +125,7 @@ class CudaGroup final : public Group {
   struct Kept {
     std::shared_ptr<Comm> comm;
     std::vector<std::shared_ptr<Segment>> segments;
-    xd::cuda::DeviceBuffer control, scratch;
+    xd::cuda::DeviceBuffer control, scratch, tables;
     xd::cuda::PinnedBlock report, last_look;
     Kept* next = nullptr;
   };
@@ -137,7 +139,7 @@ class CudaGroup final : public Group {
   std::vector<std::shared_ptr<Segment>> segments_;
   xd::cuda::PinnedBlock report_;
   xd::cuda::PinnedBlock last_look_;  // at Control::owner, when the group goes
-  xd::cuda::DeviceBuffer control_, scratch_;
+  xd::cuda::DeviceBuffer control_, scratch_, tables_;
   GroupDevice device_{};
   // Wraps after 2^32 - 1 launches: numbers only tell apart launches that overlap.
   std::uint32_t next_launch() {
@@ -177,6 +179,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     last_look_ = xd::cuda::PinnedBlock(ordinal, sizeof(Control::owner));
     load_kernels(facts_);
     describe_group();
+    describe_ranks();
     return Comm::Contribution{};
   });
   share_ = SmShare(comm().device().device_id, budget_, facts_.sms - kReservedSms);
@@ -224,8 +227,8 @@ void CudaGroup::keep_for_good() noexcept {
   log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
               config().ranks, "]: its memory is kept until the process ends");
   Kept* const kept = kept_.release();
-  *kept = {std::move(keeps_comm_), std::move(segments_),  std::move(control_), std::move(scratch_),
-           std::move(report_),     std::move(last_look_), all.load()};
+  *kept = {std::move(keeps_comm_), std::move(segments_), std::move(control_),   std::move(scratch_),
+           std::move(tables_),     std::move(report_),   std::move(last_look_), all.load()};
   while (!all.compare_exchange_weak(kept->next, kept)) {
   }
 }
@@ -280,7 +283,6 @@ void CudaGroup::share_memory() {
 
 void CudaGroup::describe_group() {
   const Config& c = config();
-  const GroupMap map = GroupMap::make(c);
   GroupDevice& g = device_;
   g.comm = comm().device_comm();
   g.number = number();
@@ -304,22 +306,27 @@ void CudaGroup::describe_group() {
   g.codec_experts = c.expert_major() ? 1 : static_cast<std::uint32_t>(c.local_experts);
   g.control = control_.as<Control>();
   g.report = report_.as<Report>();
-  for (int r = 0; r < c.ranks; ++r) {
-    g.base[r + 1] = g.base[r] + static_cast<std::uint32_t>(capacities()[at(r)]);
-    g.area[r] = segment_base(r);
-    g.area_bytes[r] = segments_[at(r)]->bytes();
-    if (config_of(r).keeps_items()) g.keeps_items_mask[r / 64] |= std::uint64_t{1} << (r % 64);
-  }
-  g.turn = map.turn;
-  g.counts = map.counts;
-  g.kept = map.kept;
-  g.chunk = map.chunk;
-  g.listed = map.listed;
-  g.items = map.items;
-  g.lists = map.lists;
-  g.partials = map.partials;
+  g.map = GroupMap::make(c);
   g.chunk_stride = summed_chunks().bound(c.max_tokens);
   g.lists_stride = GroupMap::list_words(c);
+}
+
+void CudaGroup::describe_ranks() {
+  const RankTables tables = RankTables::make(config().ranks);
+  std::vector<HeapRange> areas;
+  std::vector<std::uint32_t> base{0};
+  for (int r = 0; r < config().ranks; ++r) {
+    areas.push_back({segment_base(r), segments_[at(r)]->bytes()});
+    base.push_back(base.back() + static_cast<std::uint32_t>(capacities()[at(r)]));
+    if (config_of(r).keeps_items()) {
+      device_.keeps_items_mask[r / 64] |= std::uint64_t{1} << (r % 64);
+    }
+  }
+  tables_ = xd::cuda::DeviceBuffer(comm().device().device_id, tables.end, "a group's tables");
+  tables_.write(tables.areas, areas.data(), std::span(areas).size_bytes());
+  tables_.write(tables.base, base.data(), std::span(base).size_bytes());
+  device_.areas = reinterpret_cast<const HeapRange*>(tables_.data() + tables.areas);
+  device_.base = reinterpret_cast<const std::uint32_t*>(tables_.data() + tables.base);
 }
 
 template <class Start>
@@ -429,7 +436,7 @@ xd_ep_memory group_memory(const Config& config) {
   memory.staging_bytes = map.end - map.staging;
   memory.private_bytes =
       PrepareScratch::make(config.experts, config.ranks).words * sizeof(std::uint32_t) +
-      sizeof(Control) + sizeof(Report);
+      RankTables::make(config.ranks).end + sizeof(Control) + sizeof(Report);
   return memory;
 }
 

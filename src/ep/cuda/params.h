@@ -62,20 +62,34 @@ struct Report : turn::DeviceReport<Record, Findings> {
   std::uint64_t total_bad_ids, total_dropped_rows;
 };
 
+// A group's tables with a row for every rank, in device memory: byte offsets.
+struct RankTables {
+  std::uint64_t areas;  // HeapRange
+  std::uint64_t base;   // uint32_t, and one more
+  std::uint64_t end;
+
+  static constexpr RankTables make(int ranks) {
+    const auto rows = static_cast<std::uint64_t>(ranks);
+    LayoutCursor cursor;
+    RankTables tables{};
+    tables.areas = cursor.place<HeapRange>(rows);
+    tables.base = cursor.place<std::uint32_t>(rows + 1);
+    tables.end = cursor.at;
+    return tables;
+  }
+};
+
 // What stays the same over a group's life.
-struct GroupDevice : turn::DeviceGroup<Control, Report> {
+struct GroupDevice : turn::DeviceGroup<Control, Report, GroupMap> {
   int experts, local_experts;
   int max_tokens, max_topk;
   int alignment;  // plans' bound
   bool expert_major, drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
-  std::uint64_t plan_head_bytes;            // of this group's plans: all in front of the codes
-  std::uint32_t codec_experts;              // RowCodec
-  std::uint32_t base[kMaxDeviceRanks + 1];  // RowCodec: prefix sums of the capacities
-  // Offsets in everybody's group memory (GroupMap).
-  std::uint64_t counts, kept, chunk, listed, items, lists;
-  std::uint64_t partials;             // in this rank's
+  std::uint64_t plan_head_bytes;      // of this group's plans: all in front of the codes
+  std::uint32_t codec_experts;        // RowCodec
+  const std::uint32_t* base;          // RowCodec: prefix sums of the capacities, in device memory
   int chunk_stride;                   // flags per source
   std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
@@ -87,6 +101,9 @@ struct GroupDevice : turn::DeviceGroup<Control, Report> {
     return (keeps_items_mask[rank / 64] >> (rank % 64) & 1) != 0;
   }
 };
+
+// Parameters are copied with every launch, and every block fetches them: tables of ranks are none.
+static_assert(sizeof(GroupDevice) <= 512);
 
 // A condition on the plan that only the device can check.
 struct Check {

@@ -57,7 +57,7 @@ class Exchange {
 
  private:
   __device__ std::uint64_t* counts_at(int owner, int source) const {
-    return turn_.words(owner, g_.counts) +
+    return turn_.words(owner, g_.map.counts) +
            turn::cell_of(turn_.epoch(), source, g_.ranks()) * layout_.size();
   }
   __device__ std::uint32_t said(int source, std::size_t index) const {

@@ -53,7 +53,7 @@ class Numbering {
   // This rank's row of an array that the owner has for every source.
   template <class Word>
   __device__ Word* at_owner(int owner, std::uint64_t offset, std::uint64_t words) const {
-    return reinterpret_cast<Word*>(g_.area[owner] + offset) +
+    return reinterpret_cast<Word*>(turn_.area(owner).base + offset) +
            static_cast<std::uint64_t>(g_.rank()) * words;
   }
   __device__ std::uint32_t pack(const Pick& c, const Place& place) const;
@@ -148,12 +148,12 @@ __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) 
   }
   if (!place.kept || !g_.keeps_items_at(rank)) return;
   if (g_.expert_major) {
-    at_owner<std::uint32_t>(rank, g_.lists, g_.lists_stride)[1 + entry] = place.row;
+    at_owner<std::uint32_t>(rank, g_.map.lists, g_.lists_stride)[1 + entry] = place.row;
   }
   if (!place.leader) return;
   const ItemWord word{entry,
                       static_cast<std::uint32_t>(c.token * g_.slots_per_token(p_.topk) + order)};
-  at_owner<std::uint64_t>(rank, g_.items, g_.max_tokens)[item] =
+  at_owner<std::uint64_t>(rank, g_.map.items, g_.max_tokens)[item] =
       std::uint64_t{word.slot} << 32 | word.start;
 }
 
@@ -224,7 +224,7 @@ __device__ inline void Numbering::tell_lengths() const {
   const int d = thread_in_block();
   if (blockIdx.x != 0 || d >= g_.ranks()) return;
   const ListedWord word = told(d);
-  *at_owner<std::uint64_t>(d, g_.listed, 1) = std::uint64_t{word.rows} << 32 | word.items;
+  *at_owner<std::uint64_t>(d, g_.map.listed, 1) = std::uint64_t{word.rows} << 32 | word.items;
 }
 
 // RANK_MAJOR: into each rank that overflows, this rank's surviving choices of its experts. Block 0.
@@ -233,7 +233,7 @@ __device__ inline void Numbering::send_kept() const {
   for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) {
     const int d = e / g_.local_experts;
     if (zones_.total(d) <= zones_.capacity_of(d)) continue;
-    at_owner<std::uint32_t>(d, g_.kept, g_.local_experts)[e % g_.local_experts] = surviving_[e];
+    at_owner<std::uint32_t>(d, g_.map.kept, g_.local_experts)[e % g_.local_experts] = surviving_[e];
   }
 }
 

@@ -59,7 +59,7 @@ class PlanWriter {
   // An array of this rank's group memory that sources have written.
   template <class Word>
   __device__ const Word* told_here(std::uint64_t offset) const {
-    return reinterpret_cast<const Word*>(g_.area[g_.rank()] + offset);
+    return reinterpret_cast<const Word*>(turn_.area(g_.rank()).base + offset);
   }
   __device__ void derive_told() const;
   __device__ void read_told() const;
@@ -143,7 +143,7 @@ __device__ inline void PlanWriter::derive_told() const {
 __device__ inline void PlanWriter::read_told() const {
   const int s = thread_in_block();
   if (s >= g_.ranks()) return;
-  const std::uint64_t word = ptx::ld_relaxed_sys(told_here<std::uint64_t>(g_.listed) + s);
+  const std::uint64_t word = ptx::ld_relaxed_sys(told_here<std::uint64_t>(g_.map.listed) + s);
   s_.told[s] = {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32)};
 }
 
@@ -179,7 +179,7 @@ __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
   if (!zones_.drops() || zones_.total(g_.rank()) <= zones_.capacity_of(g_.rank())) {
     return exchange_.expert_total(g_.rank() * g_.local_experts + local_expert);
   }
-  const auto* kept = told_here<std::uint32_t>(g_.kept);
+  const auto* kept = told_here<std::uint32_t>(g_.map.kept);
   std::uint64_t pairs = 0;
   for (int s = 0; s < g_.ranks(); ++s) {
     pairs +=
@@ -311,8 +311,8 @@ __device__ inline void PlanWriter::copy_items() const {
   auto* list = part<std::uint32_t>(map_.list);
   auto* start = part<std::uint32_t>(map_.start);
   auto* slot = part<std::uint32_t>(map_.slot);
-  const auto* items = told_here<std::uint64_t>(g_.items);
-  const auto* lists = told_here<std::uint32_t>(g_.lists);
+  const auto* items = told_here<std::uint64_t>(g_.map.items);
+  const auto* lists = told_here<std::uint32_t>(g_.map.lists);
   const int first = static_cast<int>(blockIdx.x) * threads_per_block() + thread_in_block();
   const int stride = static_cast<int>(gridDim.x) * threads_per_block();
   for (int s = 0; s < g_.ranks(); ++s) {

@@ -52,7 +52,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   __device__ const PlanHeader& plan() const { return s_.plan; }
   __device__ const PeerTensors& peer(int rank) const { return s_.peer[rank]; }
   __device__ std::uint64_t* chunk_at(int owner, int source, int chunk) const {
-    return words(owner, p_.group.chunk) +
+    return words(owner, p_.group.map.chunk) +
            static_cast<std::uint64_t>(source) * p_.group.chunk_stride + chunk;
   }
   // Waits for a source's flag of a chunk; single threads. False = fatal.
@@ -106,9 +106,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
 // All threads.
 __device__ inline Turn::ZoneLook Turn::look() {
   if (thread() == 0) s_.sum = 0;
-  for (int i = thread(); i <= ranks(); i += static_cast<int>(blockDim.x)) {
-    s_.base[i] = p_.group.base[i];
-  }
+  load_table(2, p_.group.base, ranks() + 1, s_.base);
   return p_.plan != nullptr ? look_at_plan() : ZoneLook{0, false};
 }
 
