@@ -3,14 +3,11 @@
 #include "base/error.h"
 #include "base/options.h"
 #include "bootstrap/environment.h"
-#include "bootstrap/meeting_messages.h"
-#include "bootstrap/nccl_library.h"
-#include "bootstrap/rendezvous.h"
-#include "bootstrap/slots.h"
+#include "bootstrap/messages.h"
+#include "bootstrap/nccl.h"
 #include "bootstrap/unique_id.h"
 
 #if XD_CUDA
-#include "bootstrap/nccl_bootstrap.h"
 #include "cuda/driver.h"
 #endif
 
@@ -95,6 +92,32 @@ std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
   XD_REQUIRE(config.all_gather != nullptr, "config.all_gather = NULL, expected a function");
   if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
   return std::make_unique<CallbackBootstrap>(config);
+}
+
+Bytes make_slot(std::span<const std::byte> blob) {
+  XD_CHECK(blob.size() <= Bootstrap::kMaxBlob);
+  WireWriter slot;
+  slot.put(std::uint64_t{blob.size()});
+  slot.put_bytes(blob);
+  Bytes bytes = slot.take();
+  bytes.resize(kSlotBytes);
+  return bytes;
+}
+
+std::vector<Bytes> read_slots(std::span<const std::byte> slots, int num_ranks,
+                              std::size_t blob_bytes, const char* what) {
+  std::vector<Bytes> blobs;
+  WireReader in(slots);
+  for (int r = 0; r < num_ranks; ++r) {
+    WireReader slot(in.take_bytes(kSlotBytes));
+    const auto size = slot.take<std::uint64_t>();
+    if (size != blob_bytes)
+      fail(XD_ERROR_MISMATCH, what, " brought ", size, " bytes of rank ", r, ", expected ",
+           blob_bytes, ": it mixes up calls, or rank ", r, " runs another version of the library");
+    const auto bytes = slot.take_bytes(size);
+    blobs.emplace_back(bytes.begin(), bytes.end());
+  }
+  return blobs;
 }
 
 }  // namespace xd

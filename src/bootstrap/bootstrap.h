@@ -7,12 +7,13 @@
 #include <crossdock/comm.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "base/deadline.h"
-#include "bootstrap/wire.h"
+#include "base/wire.h"
 
 namespace xd {
 
@@ -44,7 +45,15 @@ class Bootstrap {
 // which connects to nothing yet. Throws INVALID_ARGUMENT.
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config);
 
-// The work of xd_unique_id_create, with its config read and its timeout resolved.
-xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms);
+// A foreign all-gather wants as many bytes from every rank: slots of equal size carry the blobs.
+inline constexpr std::size_t kSlotBytes = sizeof(std::uint64_t) + Bootstrap::kMaxBlob;
+
+// A slot has a size, then the blob, then zeros.
+Bytes make_slot(std::span<const std::byte> blob);
+
+// Reads the blobs out of the slots of all ranks, each as long as this rank's. `what` names the
+// all-gather in errors.
+std::vector<Bytes> read_slots(std::span<const std::byte> slots, int num_ranks,
+                              std::size_t blob_bytes, const char* what);
 
 }  // namespace xd

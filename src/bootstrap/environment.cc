@@ -1,13 +1,22 @@
 #include "bootstrap/environment.h"
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cstdlib>
+#include <thread>
+#include <utility>
 
 #include "base/env.h"
 #include "base/error.h"
-#include "bootstrap/meeting_messages.h"
+#include "base/tcp.h"
+#include "base/thread.h"
+#include "bootstrap/meeting.h"
+#include "bootstrap/meeting_client.h"
+#include "bootstrap/messages.h"
 
 namespace xd {
 namespace {
@@ -36,6 +45,87 @@ int number(const char* name, int least, int most) {
       "environment variable ", name, " = ", text, ", expected a number from ", least, " to ", most);
   return value;
 }
+
+// The meeting that rank 0 serves, for as long as this object lives: its destructor waits until
+// every rank that came has its answer, which takes at most Meeting::kGuestLimitMs.
+class ServedMeeting {
+ public:
+  ServedMeeting(UniqueFd listener, const Key& key, const Deadline& deadline)
+      : stop_(::eventfd(0, EFD_CLOEXEC)) {
+    if (!stop_) fail_errno("eventfd", errno);
+    const MeetingOptions options{
+        .key = key, .deadline = deadline, .expects_strangers = true, .stop_fd = stop_.get()};
+    auto meeting = std::make_unique<Meeting>(std::move(listener), options);
+    thread_ = start_thread("xd-meeting", [meeting = std::move(meeting)] { meeting->run(); });
+  }
+  ServedMeeting(const ServedMeeting&) = delete;
+  ServedMeeting& operator=(const ServedMeeting&) = delete;
+  ~ServedMeeting() {
+    // This has no effect on a complete meeting; otherwise this rank has given up waiting.
+    ::eventfd_write(stop_.get(), 1);
+    thread_.join();
+  }
+
+ private:
+  UniqueFd stop_;
+  std::thread thread_;
+};
+
+class EnvironmentBootstrap final : public Bootstrap {
+ public:
+  explicit EnvironmentBootstrap(RankEnvironment environment)
+      : Bootstrap(environment.rank, environment.num_ranks), env_(std::move(environment)) {}
+
+  std::vector<Bytes> all_gather(std::span<const std::byte> blob,
+                                const Deadline& deadline) override {
+    const std::vector<TcpAddress> addresses = resolve(env_.master_address, "MASTER_ADDR");
+    const JoinRequest request{.rank = rank(), .num_ranks = num_ranks(), .blob = blob};
+    if (rank() != 0) return find_meeting(addresses, request, deadline);
+    UniqueFd listener = listen(addresses);
+    const TcpAddress here = local_address(listener.get());
+    const ServedMeeting meeting(std::move(listener), env_.key, deadline);
+    return join_meeting(enter_meeting(here, env_.key, deadline), request, deadline);
+  }
+  bool can_come_again() const override { return true; }
+
+ private:
+  UniqueFd listen(const std::vector<TcpAddress>& addresses) const {
+    int error = 0;
+    for (int port = env_.first_port; port <= env_.last_port; ++port) {
+      for (const TcpAddress& address : addresses) {
+        UniqueFd fd = tcp_listen(address.with_port(static_cast<std::uint16_t>(port)));
+        if (fd) return fd;
+        error = errno;
+      }
+    }
+    fail_errno(concat("rank 0: listen on ", env_.master_address, " (MASTER_ADDR), ports ",
+                      env_.first_port, " to ", env_.last_port),
+               error);
+  }
+
+  std::vector<Bytes> find_meeting(const std::vector<TcpAddress>& addresses,
+                                  const JoinRequest& request, const Deadline& deadline) const {
+    std::vector<TcpAddress> doors;
+    for (int port = env_.first_port; port <= env_.last_port; ++port) {
+      for (const TcpAddress& address : addresses)
+        doors.push_back(address.with_port(static_cast<std::uint16_t>(port)));
+    }
+    MeetingSearch search(doors, env_.key, MeetingSearch::Certainty::one_of_several);
+    while (auto entered = search.enter(deadline)) {
+      try {
+        return join_meeting(std::move(*entered), request, deadline);
+      } catch (const MeetingGone& gone) {
+        // This may have been an earlier meeting of the same ranks, and the next one will open.
+        search.ended(gone.text());
+      }
+    }
+    fail(XD_ERROR_TIMEOUT, "rank ", rank(), " of ", num_ranks(), " did not find rank 0 on ",
+         env_.master_address, " (MASTER_ADDR), ports ", env_.first_port, " to ", env_.last_port,
+         ", in time: rank 0 did not come, or refuses this rank; ", search.obstacles());
+  }
+
+  RankEnvironment env_;
+};
 
 }  // namespace
 
@@ -68,6 +158,10 @@ RankEnvironment read_rank_environment(const xd_comm_config& config) {
   name[1] = "";
   result.key = Key(derive_secret(parts), tag_of(derive_secret(name)));
   return result;
+}
+
+std::unique_ptr<Bootstrap> meet_by_environment(RankEnvironment environment) {
+  return std::make_unique<EnvironmentBootstrap>(std::move(environment));
 }
 
 }  // namespace xd

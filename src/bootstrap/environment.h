@@ -1,12 +1,14 @@
-// The environment that torchrun and similar launchers give to each rank.
+// Ranks meet where the environment says that torchrun and similar launchers give to each rank.
 #pragma once
 
 #include <crossdock/comm.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
-#include "bootstrap/secret.h"
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/handshake.h"
 
 namespace xd {
 
@@ -22,5 +24,8 @@ struct RankEnvironment {
 // Reads RANK and WORLD_SIZE (unless config.num_ranks > 0 gives both), MASTER_ADDR and MASTER_PORT.
 // Throws INVALID_ARGUMENT naming the variable that is missing or malformed.
 RankEnvironment read_rank_environment(const xd_comm_config& config);
+
+// Rank 0 serves on the first free port of the range; the others try them all, over and over.
+std::unique_ptr<Bootstrap> meet_by_environment(RankEnvironment environment);
 
 }  // namespace xd

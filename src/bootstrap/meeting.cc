@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/rank_list.h"
-#include "bootstrap/tcp.h"
+#include "base/tcp.h"
 
 namespace xd {
 namespace {

@@ -19,7 +19,7 @@
 #include "base/fd.h"
 #include "base/warning_limit.h"
 #include "bootstrap/handshake.h"
-#include "bootstrap/meeting_messages.h"
+#include "bootstrap/messages.h"
 
 namespace xd {
 

@@ -1,12 +1,14 @@
-// The meaning of the bytes of an xd_unique_id.
+// Ranks meet at a point that a unique id names: the meaning of its bytes, and both sides of it.
 #pragma once
 
 #include <crossdock/comm.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
-#include "bootstrap/secret.h"
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/handshake.h"
 
 namespace xd {
 
@@ -20,5 +22,10 @@ xd_unique_id encode_unique_id(const MeetingPoint& point);
 
 // Throws INVALID_ARGUMENT if the bytes are no unique id of this version, or are damaged.
 MeetingPoint decode_unique_id(const xd_unique_id& id);
+
+// The work of xd_unique_id_create, with its config read and its timeout resolved.
+xd_unique_id create_unique_id(const xd_unique_id_config& config, int timeout_ms);
+
+std::unique_ptr<Bootstrap> meet_at(const MeetingPoint& point, int rank, int num_ranks);
 
 }  // namespace xd

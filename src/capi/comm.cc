@@ -6,7 +6,7 @@
 #include "base/env.h"
 #include "base/interrupt.h"
 #include "base/options.h"
-#include "bootstrap/bootstrap.h"
+#include "bootstrap/unique_id.h"
 #include "capi/boundary.h"
 
 using xd::guarded;

@@ -16,7 +16,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
-#include "bootstrap/wire.h"
+#include "base/wire.h"
 #include "mesh/packet.h"
 
 namespace xd {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "bootstrap/secret.h"
-#include "bootstrap/wire.h"
+#include "base/wire.h"
+#include "bootstrap/handshake.h"
 
 namespace xd {
 

@@ -17,7 +17,7 @@
 #include "base/interrupt.h"
 #include "base/log.h"
 #include "base/math.h"
-#include "bootstrap/thread.h"
+#include "base/thread.h"
 #include "mesh/connector.h"
 #include "mesh/inbox.h"
 #include "mesh/introduction.h"

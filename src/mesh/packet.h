@@ -11,8 +11,8 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
-#include "bootstrap/secret.h"
-#include "bootstrap/wire.h"
+#include "base/wire.h"
+#include "bootstrap/handshake.h"
 
 namespace xd {
 

@@ -9,7 +9,7 @@
 
 #include "base/fd.h"
 #include "base/poll_list.h"
-#include "bootstrap/wire.h"
+#include "base/wire.h"
 #include "mesh/inbox.h"
 #include "mesh/introduction.h"
 #include "mesh/packet.h"

@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "bootstrap/handshake.h"
-#include "bootstrap/meeting_messages.h"
+#include "bootstrap/messages.h"
 #include "bootstrap/unique_id.h"
 #include "fuzz/seeds.h"
 #include "mesh/introduction.h"

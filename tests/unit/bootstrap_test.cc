@@ -9,7 +9,7 @@
 
 #include "bootstrap/handshake.h"
 #include "bootstrap/meeting_client.h"
-#include "bootstrap/tcp.h"
+#include "base/tcp.h"
 #include "bootstrap/unique_id.h"
 #include "unit/net_support.h"
 

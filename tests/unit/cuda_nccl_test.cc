@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include "bootstrap/nccl_library.h"
+#include "bootstrap/nccl.h"
 #include "comm/comm.h"
 #include "comm/feature.h"
 #include "cuda/device.h"

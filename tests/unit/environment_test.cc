@@ -4,8 +4,8 @@
 
 #include <cstdlib>
 
-#include "bootstrap/rendezvous.h"
-#include "bootstrap/tcp.h"
+#include "bootstrap/environment.h"
+#include "base/tcp.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -5,7 +5,7 @@
 
 #include <cstdlib>
 
-#include "bootstrap/tcp.h"
+#include "base/tcp.h"
 #include "bootstrap/unique_id.h"
 #include "unit/net_support.h"
 

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "bootstrap/meeting_messages.h"
+#include "bootstrap/messages.h"
 #include "bootstrap/unique_id.h"
 #include "unit/net_support.h"
 

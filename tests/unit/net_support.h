@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/unique_id.h"
 
 namespace xd::test {
 

@@ -1,4 +1,4 @@
-#include "bootstrap/tcp.h"
+#include "base/tcp.h"
 
 #include <netdb.h>
 #include <netinet/in.h>

@@ -1,11 +1,15 @@
-// NCCL's functions, found at run time: NCCL is needed neither to build this library nor to load it.
+// Ranks meet through an NCCL communicator. NCCL's functions are found at run time: NCCL is needed
+// neither to build this library nor to load it.
 #pragma once
 
 #include <crossdock/comm.h>
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <mutex>
+
+#include "bootstrap/bootstrap.h"
 
 namespace xd {
 
@@ -55,5 +59,10 @@ struct NcclPatience {
 // given up. Throws SYSTEM if the communicator has failed. Never blocks inside NCCL.
 bool wait_for_nccl(const NcclLibrary& nccl, NcclComm comm, const std::function<bool()>& landed,
                    NcclPatience& patience);
+
+// A bootstrap through that communicator, in builds with CUDA only. The communicator stays the
+// caller's, and the caller uses it for nothing else meanwhile.
+std::unique_ptr<Bootstrap> meet_by_nccl(const NcclLibrary& nccl, NcclComm comm,
+                                        const NcclSeat& seat);
 
 }  // namespace xd

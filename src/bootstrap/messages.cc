@@ -1,4 +1,4 @@
-#include "bootstrap/meeting_messages.h"
+#include "bootstrap/messages.h"
 
 #include <algorithm>
 

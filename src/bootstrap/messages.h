@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "bootstrap/wire.h"
+#include "base/wire.h"
 
 namespace xd {
 
