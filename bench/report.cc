@@ -9,15 +9,10 @@
 #include <stdexcept>
 
 #include "routing.h"
+#include "table.h"
 
 namespace bench {
 namespace {
-
-double gigabytes_per_second(double rows, const Report& report, double seconds) {
-  return rows * static_cast<double>(report.workload.row_bytes()) / seconds * 1e-9;
-}
-
-std::string ratio(double value) { return value == 0 ? "-" : number(value, 2); }
 
 std::string title(const Report& report) {
   const Workload& w = report.workload;
@@ -29,46 +24,28 @@ std::string title(const Report& report) {
   return text.str();
 }
 
-std::string json_row(const Report& report, const TableRow& row) {
-  std::ostringstream out;
-  out << "{\"operation\": " << quoted(row.operation) << ", \"by\": " << quoted(row.by)
-      << ", \"p50_us\": " << number(row.p50 * 1e6, 3)
-      << ", \"p99_us\": " << number(row.p99 * 1e6, 3);
+Json json_of(const Report& report, const TableRow& row) {
+  Json json{{"operation", row.operation}, {"by", row.by}};
+  set_number(json, "p50_us", row.p50 * 1e6, 3);
+  set_number(json, "p99_us", row.p99 * 1e6, 3);
   if (row.moves_rows) {
-    out << ", \"wire_gb_per_s\": "
-        << number(gigabytes_per_second(report.volume.sent_rows, report, row.p50), 3)
-        << ", \"all_rows_gb_per_s\": "
-        << number(gigabytes_per_second(report.volume.all_rows, report, row.p50), 3);
+    const auto row_bytes = static_cast<double>(report.workload.row_bytes());
+    const Volume& volume = report.volume;
+    set_number(json, "wire_gb_per_s", volume.sent_rows * row_bytes / row.p50 * 1e-9, 3);
+    set_number(json, "all_rows_gb_per_s", volume.all_rows * row_bytes / row.p50 * 1e-9, 3);
   }
-  if (row.floor_ratio != 0) out << ", \"floor_ratio\": " << number(row.floor_ratio, 3);
-  if (row.mpi_ratio != 0) out << ", \"mpi_ratio\": " << number(row.mpi_ratio, 3);
-  out << "}";
-  return out.str();
+  set_number(json, "floor_ratio", row.floor_ratio, 3);
+  set_number(json, "mpi_ratio", row.mpi_ratio, 3);
+  return json;
+}
+
+std::vector<Json> rows_of(const Report& report) {
+  std::vector<Json> rows;
+  for (const TableRow& row : report.rows) rows.push_back(json_of(report, row));
+  return rows;
 }
 
 }  // namespace
-
-std::string number(double value, int decimals) {
-  char text[64];
-  std::snprintf(text, sizeof(text), "%.*f", decimals, value);
-  return text;
-}
-
-// A JSON string; control characters do not occur in what is written here but are dropped anyway.
-std::string quoted(const std::string& text) {
-  std::string result = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') result += '\\';
-    if (static_cast<unsigned char>(c) >= 0x20) result += c;
-  }
-  return result + '"';
-}
-
-std::string quoted(const std::vector<std::string>& texts) {
-  std::string result = "[";
-  for (const std::string& text : texts) result += (result.size() > 1 ? ", " : "") + quoted(text);
-  return result + "]";
-}
 
 Volume volume_of(const std::vector<std::vector<std::int64_t>>& rows) {
   const auto ranks = static_cast<double>(rows.size());
@@ -100,17 +77,16 @@ void print(const Report& report) {
   std::printf("volume   a rank sends %.0f rows, %.2f MB, to others (with its own: %.0f rows)\n\n",
               report.volume.sent_rows, report.volume.sent_rows * row_bytes * 1e-6,
               report.volume.all_rows);
-  std::printf("%-13s %-10s %11s %11s %10s %10s %9s %9s\n", "operation", "by", "p50 us", "p99 us",
-              "wire GB/s", "rows GB/s", "x copy", "MPI takes");
-  for (const TableRow& row : report.rows) {
-    const auto speed = [&](double rows) {
-      return row.moves_rows ? number(gigabytes_per_second(rows, report, row.p50), 2) : "-";
-    };
-    std::printf("%-13s %-10s %11.1f %11.1f %10s %10s %9s %9s\n", row.operation.c_str(),
-                row.by.c_str(), row.p50 * 1e6, row.p99 * 1e6,
-                speed(report.volume.sent_rows).c_str(), speed(report.volume.all_rows).c_str(),
-                ratio(row.floor_ratio).c_str(), ratio(row.mpi_ratio).c_str());
-  }
+  print_table("",
+              {{"operation", "operation", -13},
+               {"by", "by", -10},
+               {"p50_us", "p50 us", 11, 1},
+               {"p99_us", "p99 us", 11, 1},
+               {"wire_gb_per_s", "wire GB/s", 10, 2},
+               {"all_rows_gb_per_s", "rows GB/s", 10, 2},
+               {"floor_ratio", "x copy", 9, 2},
+               {"mpi_ratio", "MPI takes", 9, 2}},
+              rows_of(report));
   std::printf(
       "\nTimes run from a common start to the end of the slowest rank. GB/s per rank: wire counts "
       "the\n"
@@ -123,23 +99,29 @@ void print(const Report& report) {
 
 void write_json(const Report& report, const std::string& path) {
   const Workload& w = report.workload;
+  Json json{{"title", title(report)},
+            {"machine", report.machine.processor},
+            {"build", report.machine.build},
+            {"doubts", report.machine.doubts},
+            {"ranks", w.ranks},
+            {"threads", report.threads},
+            {"tokens", w.tokens},
+            {"hidden", w.hidden},
+            {"topk", w.topk},
+            {"experts", w.experts},
+            {"alignment", w.alignment},
+            {"layout", name_of(w.layout)},
+            {"dtype", name_of(w.element)},
+            {"routing", w.routing},
+            {"seed", w.seed},
+            {"iterations", w.iters},
+            {"sent_rows", report.volume.sent_rows},
+            {"all_rows", report.volume.all_rows},
+            {"row_bytes", w.row_bytes()},
+            {"rows", rows_of(report)},
+            {"notes", report.notes}};
   std::ofstream file(path);
-  file << "{\"title\": " << quoted(title(report))
-       << ",\n \"machine\": " << quoted(report.machine.processor)
-       << ",\n \"build\": " << quoted(report.machine.build)
-       << ",\n \"doubts\": " << quoted(report.machine.doubts) << ",\n \"ranks\": " << w.ranks
-       << ", \"threads\": " << (report.threads ? "true" : "false") << ", \"tokens\": " << w.tokens
-       << ", \"hidden\": " << w.hidden << ", \"topk\": " << w.topk << ", \"experts\": " << w.experts
-       << ", \"alignment\": " << w.alignment << ", \"layout\": " << quoted(name_of(w.layout))
-       << ", \"dtype\": " << quoted(name_of(w.element)) << ", \"routing\": " << quoted(w.routing)
-       << ", \"seed\": " << w.seed << ", \"iterations\": " << w.iters
-       << ",\n \"sent_rows\": " << number(report.volume.sent_rows, 2)
-       << ", \"all_rows\": " << number(report.volume.all_rows, 2)
-       << ", \"row_bytes\": " << w.row_bytes() << ",\n \"rows\": [";
-  for (std::size_t i = 0; i < report.rows.size(); ++i) {
-    file << (i == 0 ? "\n  " : ",\n  ") << json_row(report, report.rows[i]);
-  }
-  file << "\n ],\n \"notes\": " << quoted(report.notes) << "}\n";
+  file << json.dump(1) << "\n";
   file.close();
   if (!file) throw std::runtime_error("--json " + path + ": cannot be written");
 }

@@ -29,11 +29,6 @@ struct TableRow {
 
 double percentile(std::vector<double> values, double fraction);
 
-std::string number(double value, int decimals);
-// A JSON string, or a list of them.
-std::string quoted(const std::string& text);
-std::string quoted(const std::vector<std::string>& texts);
-
 struct Report {
   Machine machine;
   Workload workload;

@@ -1,12 +1,11 @@
 #include "workload.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <stdexcept>
 
 #include "routing.h"
@@ -14,26 +13,43 @@
 namespace bench {
 namespace {
 
+constexpr int kMost = 1 << 24;
+
+// Adds an option whose value is a whole number.
 template <class T>
-T whole_number(const std::string& option, const std::string& text, T least, T most) {
-  T value{};
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || value < least || value > most) {
-    throw std::invalid_argument(option + " " + text + ": expected a whole number from " +
-                                std::to_string(least) + " to " + std::to_string(most));
-  }
-  return value;
+void number(CLI::App& app, const std::string& option, T& field, T least, T most) {
+  app.add_option(option, field)
+      ->check(CLI::Validator(
+          [least, most](const std::string& text) -> std::string {
+            T value{};
+            const char* const end = text.data() + text.size();
+            const auto [stop, error] = std::from_chars(text.data(), end, value);
+            if (error == std::errc() && stop == end && value >= least && value <= most) return {};
+            return "expected a whole number from " + std::to_string(least) + " to " +
+                   std::to_string(most) + ", got '" + text + "'";
+          },
+          "", ""));
 }
 
+// Adds an option whose value is one of some words.
 template <class T>
-T one_of(const std::string& option, const std::string& text, const std::vector<T>& choices) {
+void word(CLI::App& app, const std::string& option, T& field, const std::vector<T>& choices) {
   std::string expected;
+  std::vector<std::pair<std::string, T>> words;
   for (const T choice : choices) {
-    if (text == name_of(choice)) return choice;
+    words.emplace_back(name_of(choice), choice);
     expected += std::string(expected.empty() ? "" : ", ") + name_of(choice);
   }
-  throw std::invalid_argument(option + " " + text + ": expected one of " + expected);
+  app.add_option_function<std::string>(option, [option, expected, words,
+                                                &field](const std::string& text) {
+    for (const auto& [name, choice] : words) {
+      if (text == name) {
+        field = choice;
+        return;
+      }
+    }
+    throw std::invalid_argument(option + ": expected one of " + expected + ", got '" + text + "'");
+  });
 }
 
 // Bits of i / 128 - 1 in each type.
@@ -48,71 +64,31 @@ std::uint32_t element_bits(Element element, int i) {
   return sign | (value == 0 ? 0 : ((bits & 0x7fffffffu) >> 13) - (112u << 10));
 }
 
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> words(1);
-  for (const char c : text) {
-    if (c == ',') {
-      words.emplace_back();
-    } else {
-      words.back() += c;
-    }
-  }
-  return words;
-}
+void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
+  number(app, "--tokens", w.tokens, 0, kMost);
+  number(app, "--hidden", w.hidden, 1, kMost);
+  number(app, "--topk", w.topk, 1, kMost);
+  number(app, "--experts", w.experts, 1, kMost);
+  number(app, "--alignment", w.alignment, 1, kMost);
+  number(app, "--iters", w.iters, 1, kMost);
+  number(app, "--warmup", w.warmup, 0, kMost);
+  number(app, "--seed", w.seed, std::uint64_t{0}, UINT64_MAX);
+  word(app, "--layout", w.layout, {Layout::expert, Layout::rank});
+  word(app, "--dtype", w.element,
+       {Element::bf16, Element::fp16, Element::fp32, Element::fp8, Element::bf16_to_fp8});
+  app.add_option("--routing", w.routing);
 
-using Take = std::function<void(const std::string& option, const std::string& text)>;
-
-Take number(int& field, int least) {
-  return [&field, least](const auto& option, const auto& text) {
-    field = whole_number(option, text, least, 1 << 24);
-  };
-}
-
-Take word(std::string& field) {
-  return [&field](const auto&, const auto& text) { field = text; };
-}
-
-template <class T>
-Take choice(T& field, std::vector<T> choices) {
-  return [&field, choices](const auto& option, const auto& text) {
-    field = one_of<T>(option, text, choices);
-  };
-}
-
-// The effect of each option that has a value.
-std::map<std::string, Take> valued_options(Options& options) {
-  Workload& w = options.workload;
-  DriverOptions& driver = options.driver;
-  return {
-      {"--tokens", number(w.tokens, 0)},
-      {"--hidden", number(w.hidden, 1)},
-      {"--topk", number(w.topk, 1)},
-      {"--experts", number(w.experts, 1)},
-      {"--alignment", number(w.alignment, 1)},
-      {"--iters", number(w.iters, 1)},
-      {"--warmup", number(w.warmup, 0)},
-      {"--seed",
-       [&](const auto& option, const auto& text) {
-         w.seed = whole_number<std::uint64_t>(option, text, 0, UINT64_MAX);
-       }},
-      {"--layout", choice(w.layout, {Layout::expert, Layout::rank})},
-      {"--dtype", choice(w.element, {Element::bf16, Element::fp16, Element::fp32, Element::fp8,
-                                     Element::bf16_to_fp8})},
-      {"--routing", word(w.routing)},
-      {"--json", word(driver.json)},
-      {"--device", choice(driver.device, {Device::cpu, Device::cuda})},
-      {"--preset", word(driver.preset)},
-      {"--ranks", number(driver.ranks, 1)},
-      {"--ranks-per-gpu", number(driver.ranks_per_gpu, 1)},
-      {"--operations", [&](const auto&, const auto& text) { driver.operations = split(text); }},
-      {"--sms",
-       [&](const auto& option, const auto& text) {
-         driver.sms.clear();
-         for (const std::string& one : split(text)) {
-           driver.sms.push_back(whole_number(option, one, 0, 1024));
-         }
-       }},
-  };
+  word(app, "--device", driver.device, {Device::cpu, Device::cuda});
+  app.add_option("--preset", driver.preset);
+  app.add_option("--json", driver.json);
+  number(app, "--ranks", driver.ranks, 1, kMost);
+  number(app, "--ranks-per-gpu", driver.ranks_per_gpu, 1, kMost);
+  app.add_option("--operations", driver.operations)->delimiter(',');
+  app.add_option("--sms", driver.sms)->delimiter(',')->check(CLI::Range(0, 1024));
+  app.add_flag("--graph", driver.graph);
+  app.add_flag("--staged", driver.staged);
+  app.add_flag("--zero-copy", driver.zero_copy);
+  app.add_flag("--no-peer", driver.no_peer);
 }
 
 }  // namespace
@@ -191,26 +167,18 @@ With --device cuda ranks are threads, one per GPU, or those of crossdock-run:
 )";
 }
 
-Options parse_options(const std::vector<std::string>& arguments) {
+Options parse_options(std::vector<std::string> arguments) {
   Options options;
   Workload& w = options.workload;
   DriverOptions& driver = options.driver;
-  const std::map<std::string, Take> valued = valued_options(options);
-  const std::map<std::string, bool*> flags{{"--staged", &driver.staged},
-                                           {"--zero-copy", &driver.zero_copy},
-                                           {"--no-peer", &driver.no_peer},
-                                           {"--graph", &driver.graph}};
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const std::string& option = arguments[i];
-    if (const auto flag = flags.find(option); flag != flags.end()) {
-      *flag->second = true;
-    } else if (const auto take = valued.find(option); take == valued.end()) {
-      throw std::invalid_argument("unknown option '" + option + "'");
-    } else if (++i == arguments.size()) {
-      throw std::invalid_argument(option + " needs a value");
-    } else {
-      take->second(option, arguments[i]);
-    }
+  CLI::App app;
+  app.set_help_flag();  // its text is options_help()
+  add_options(app, w, driver);
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
+  try {
+    app.parse(std::move(arguments));
+  } catch (const CLI::ParseError& error) {
+    throw std::invalid_argument(error.what());
   }
   if (!driver.staged) driver.zero_copy = true;
   const bool cuda = driver.device == Device::cuda;
@@ -223,8 +191,8 @@ Options parse_options(const std::vector<std::string>& arguments) {
   return options;
 }
 
-Options parse_options(const std::vector<std::string>& arguments, int ranks) {
-  Options options = parse_options(arguments);
+Options parse_options(std::vector<std::string> arguments, int ranks) {
+  Options options = parse_options(std::move(arguments));
   options.workload.ranks = ranks;
   check(options.workload);
   return options;

@@ -69,10 +69,10 @@ const char* options_help();
 
 // Throws std::invalid_argument naming the option, what was expected and what came. The number of
 // ranks stays open.
-Options parse_options(const std::vector<std::string>& arguments);
+Options parse_options(std::vector<std::string> arguments);
 
 // Parses options that are complete, and checks them.
-Options parse_options(const std::vector<std::string>& arguments, int ranks);
+Options parse_options(std::vector<std::string> arguments, int ranks);
 
 // Throws std::invalid_argument if sizes do not go together.
 void check(const Workload& workload);

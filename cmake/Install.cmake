@@ -7,7 +7,9 @@ set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/crossdock)
 install(TARGETS crossdock EXPORT crossdockTargets)
 install(DIRECTORY include/crossdock DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN *.h)
-install(TARGETS crossdock-run)
+if(TARGET crossdock-run)
+  install(TARGETS crossdock-run)
+endif()
 
 install(EXPORT crossdockTargets NAMESPACE crossdock:: DESTINATION ${package_dir})
 configure_package_config_file(cmake/crossdockConfig.cmake.in

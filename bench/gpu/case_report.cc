@@ -1,11 +1,13 @@
 #include "case_report.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <sstream>
 #include <stdexcept>
 
 #include "../report.h"
+#include "../table.h"
 
 namespace bench::gpu {
 namespace {
@@ -17,25 +19,15 @@ double p99(const std::vector<double>& seconds) {
   return seconds.empty() ? 0 : percentile(seconds, 0.99);
 }
 
-// "-" where there is no value.
-std::string cell(double value, int decimals) { return value == 0 ? "-" : number(value, decimals); }
-std::string microseconds(double seconds) { return cell(seconds * 1e6, 1); }
-
 // The multiprocessors that a step took; if unknown, those that it was allowed.
 std::string sms_text(const StepResult& step) {
   const int sms = step.blocks != 0 ? step.blocks : step.step.sms;
   return sms == 0 ? "auto" : std::to_string(sms);
 }
 
-const char* memory_name(const Case& one) { return one.staged ? "staged" : "zero-copy"; }
+bool moves_rows(const StepResult& step) { return step.step.operation != Operation::prepare; }
 
-// The content of one line of a table and of the JSON file.
-struct Line {
-  std::string operation;
-  std::string sms = "-";
-  const std::vector<double>* seconds;
-  bool moves_rows = true;
-};
+const char* memory_name(const Case& one) { return one.staged ? "staged" : "zero-copy"; }
 
 // Bytes of a batch, as means over the ranks.
 struct Bytes {
@@ -47,20 +39,32 @@ struct Bytes {
   double row;
 };
 
-double gigabytes_per_second(double bytes, double seconds) {
-  return seconds == 0 ? 0 : bytes / seconds * 1e-9;
+// Adds what has been measured, and how it compares with the floor, to a row of a table or a file.
+void add_times(Json& row, const std::vector<double>& seconds, int decimals) {
+  set_number(row, "p50_us", p50(seconds) * 1e6, decimals);
+  set_number(row, "p99_us", p99(seconds) * 1e6, decimals);
 }
 
-void print_line(const Line& line, const Bytes& bytes, const CaseResult& result) {
-  const double mine = p50(*line.seconds);
-  const bool rated = line.moves_rows && mine != 0;
-  const double floor = p50(result.floor.seconds), nccl = p50(result.nccl);
-  std::printf(
-      "  %-32s %5s %10s %10s %10s %10s %8s %10s\n", line.operation.c_str(), line.sms.c_str(),
-      microseconds(mine).c_str(), microseconds(p99(*line.seconds)).c_str(),
-      cell(rated ? gigabytes_per_second(bytes.wire(), mine) : 0, 1).c_str(),
-      cell(rated ? gigabytes_per_second(bytes.all(), mine) : 0, 1).c_str(),
-      cell(rated ? 100 * floor / mine : 0, 1).c_str(), cell(rated ? nccl / mine : 0, 2).c_str());
+void add_rates(Json& row, const Bytes& bytes, const std::vector<double>& seconds,
+               const CaseResult& result) {
+  const double mine = p50(seconds);
+  if (mine == 0) return;
+  set_number(row, "wire_gb_per_s", bytes.wire() / mine * 1e-9, 2);
+  set_number(row, "rows_gb_per_s", bytes.all() / mine * 1e-9, 2);
+  set_number(row, "percent_of_floor", 100 * p50(result.floor.seconds) / mine, 2);
+}
+
+// A line of a case's table.
+Json line(const std::string& operation, const std::string& sms, const std::vector<double>& seconds,
+          const Bytes& bytes, const CaseResult& result, bool moves_rows = true) {
+  Json row{{"operation", operation}, {"sms", sms}};
+  add_times(row, seconds, 3);
+  if (moves_rows) {
+    add_rates(row, bytes, seconds, result);
+    const double mine = p50(seconds);
+    set_number(row, "nccl_takes", mine == 0 ? 0 : p50(result.nccl) / mine, 3);
+  }
+  return row;
 }
 
 std::string title(const Case& one) {
@@ -87,40 +91,39 @@ std::string summary_name(const Case& one, Operation operation) {
          (one.staged ? ", staged" : "");
 }
 
-std::string json_line(const Run& run, const Case& one, const StepResult& step,
-                      const CaseResult& result) {
+Json json_line(const Run& run, const Case& one, const StepResult& step, const CaseResult& result) {
   const Workload& w = one.workload;
   const Bytes bytes(w, result.volume);
-  const double mine = p50(step.seconds);
   const int per_gpu = run.place.ranks_per_gpu;
-  std::ostringstream out;
-  out << "{\"part\": " << quoted(one.part)
-      << ", \"operation\": " << quoted(name_of(step.step.operation)) << ", \"sms\": " << step.blocks
-      << ", \"sms_allowed\": " << step.step.sms << ", \"ranks\": " << w.ranks
-      << ", \"gpus\": " << (w.ranks + per_gpu - 1) / per_gpu << ", \"tokens\": " << w.tokens
-      << ", \"hidden\": " << w.hidden << ", \"topk\": " << w.topk << ", \"experts\": " << w.experts
-      << ", \"alignment\": " << w.alignment << ", \"layout\": " << quoted(name_of(w.layout))
-      << ", \"dtype\": " << quoted(name_of(w.element)) << ", \"routing\": " << quoted(w.routing)
-      << ", \"seed\": " << w.seed << ", \"memory\": " << quoted(memory_name(one))
-      << ", \"graph\": " << (one.graph ? "true" : "false") << ", \"iterations\": " << w.iters
-      << ", \"p50_us\": " << number(mine * 1e6, 3)
-      << ", \"p99_us\": " << number(p99(step.seconds) * 1e6, 3);
-  const auto optional = [&](const char* key, double value, int decimals) {
-    if (value != 0) out << ", \"" << key << "\": " << number(value, decimals);
-  };
-  if (step.step.operation != Operation::prepare) {
-    out << ", \"wire_bytes\": " << number(bytes.wire(), 0);
-    optional("wire_gb_per_s", gigabytes_per_second(bytes.wire(), mine), 2);
-    optional("rows_gb_per_s", gigabytes_per_second(bytes.all(), mine), 2);
-    optional("floor_us", p50(result.floor.seconds) * 1e6, 3);
-    out << ", \"floor_by\": " << quoted(result.floor.by);
-    optional("copy_engine_us", p50(result.copy_engine.seconds) * 1e6, 3);
-    optional("nccl_us", p50(result.nccl) * 1e6, 3);
-    optional("percent_of_floor", 100 * p50(result.floor.seconds) / mine, 2);
+  Json row{{"part", one.part},
+           {"operation", name_of(step.step.operation)},
+           {"sms", step.blocks},
+           {"sms_allowed", step.step.sms},
+           {"ranks", w.ranks},
+           {"gpus", (w.ranks + per_gpu - 1) / per_gpu},
+           {"tokens", w.tokens},
+           {"hidden", w.hidden},
+           {"topk", w.topk},
+           {"experts", w.experts},
+           {"alignment", w.alignment},
+           {"layout", name_of(w.layout)},
+           {"dtype", name_of(w.element)},
+           {"routing", w.routing},
+           {"seed", w.seed},
+           {"memory", memory_name(one)},
+           {"graph", one.graph},
+           {"iterations", w.iters}};
+  add_times(row, step.seconds, 3);
+  if (moves_rows(step)) {
+    row["wire_bytes"] = std::llround(bytes.wire());
+    add_rates(row, bytes, step.seconds, result);
+    set_number(row, "floor_us", p50(result.floor.seconds) * 1e6, 3);
+    row["floor_by"] = result.floor.by;
+    set_number(row, "copy_engine_us", p50(result.copy_engine.seconds) * 1e6, 3);
+    set_number(row, "nccl_us", p50(result.nccl) * 1e6, 3);
   }
-  optional("target_us", step.step.target_us, 1);
-  out << "}";
-  return out.str();
+  set_number(row, "target_us", step.step.target_us, 1);
+  return row;
 }
 
 }  // namespace
@@ -157,35 +160,56 @@ void print_case(const Run& run, const Case& one, const CaseResult& result) {
       bytes.volume.sent_rows, bytes.volume.all_rows, bytes.wire() * 1e-6,
       static_cast<double>(result.group_memory.symmetric_bytes) * 1e-6,
       static_cast<double>(result.group_memory.private_bytes) * 1e-6);
-  std::printf("  %-32s %5s %10s %10s %10s %10s %8s %10s\n", "operation", "SMs", "p50 us", "p99 us",
-              "wire GB/s", "rows GB/s", "% floor", "NCCL takes");
+  std::vector<Json> rows;
   for (const StepResult& step : result.steps) {
-    print_line({name_of(step.step.operation), sms_text(step), &step.seconds,
-                step.step.operation != Operation::prepare},
-               bytes, result);
+    rows.push_back(line(name_of(step.step.operation), sms_text(step), step.seconds, bytes, result,
+                        moves_rows(step)));
   }
   if (!result.floor.seconds.empty()) {
-    print_line({"floor: " + result.floor.by, "-", &result.floor.seconds}, bytes, result);
-    print_line({result.copy_engine.by, "-", &result.copy_engine.seconds}, bytes, result);
+    rows.push_back(line("floor: " + result.floor.by, "-", result.floor.seconds, bytes, result));
+    rows.push_back(line(result.copy_engine.by, "-", result.copy_engine.seconds, bytes, result));
   }
-  if (!result.nccl.empty()) print_line({run.baseline, "-", &result.nccl}, bytes, result);
+  if (!result.nccl.empty()) {
+    rows.push_back(line(run.baseline, "-", result.nccl, bytes, result));
+  }
+  print_table("  ",
+              {{"operation", "operation", -32},
+               {"sms", "SMs", 5},
+               {"p50_us", "p50 us", 10, 1},
+               {"p99_us", "p99 us", 10, 1},
+               {"wire_gb_per_s", "wire GB/s", 10, 1},
+               {"rows_gb_per_s", "rows GB/s", 10, 1},
+               {"percent_of_floor", "% floor", 8, 1},
+               {"nccl_takes", "NCCL takes", 10, 2}},
+              rows);
   std::fflush(stdout);
 }
 
 void print_summary(const std::vector<Finished>& cases) {
-  std::printf("\n%-44s %9s %9s %5s %9s %9s %8s\n", "operation", "floor us", "ours us", "SMs",
-              "target us", "NCCL us", "% floor");
+  std::vector<Json> rows;
   for (const auto& [one, result] : cases) {
     for (const StepResult& step : result.steps) {
-      const bool moves = step.step.operation != Operation::prepare;
-      const double floor = moves ? p50(result.floor.seconds) : 0, mine = p50(step.seconds);
-      std::printf("%-44s %9s %9s %5s %9s %9s %8s\n", summary_name(one, step.step.operation).c_str(),
-                  microseconds(floor).c_str(), microseconds(mine).c_str(), sms_text(step).c_str(),
-                  cell(step.step.target_us, 0).c_str(),
-                  microseconds(moves ? p50(result.nccl) : 0).c_str(),
-                  cell(mine == 0 ? 0 : 100 * floor / mine, 1).c_str());
+      Json row{{"operation", summary_name(one, step.step.operation)}, {"sms", sms_text(step)}};
+      add_times(row, step.seconds, 3);
+      set_number(row, "target_us", step.step.target_us, 0);
+      if (moves_rows(step)) {
+        add_rates(row, Bytes(one.workload, result.volume), step.seconds, result);
+        set_number(row, "floor_us", p50(result.floor.seconds) * 1e6, 3);
+        set_number(row, "nccl_us", p50(result.nccl) * 1e6, 3);
+      }
+      rows.push_back(std::move(row));
     }
   }
+  std::printf("\n");
+  print_table("",
+              {{"operation", "operation", -44},
+               {"floor_us", "floor us", 9, 1},
+               {"p50_us", "ours us", 9, 1},
+               {"sms", "SMs", 5},
+               {"target_us", "target us", 9},
+               {"nccl_us", "NCCL us", 9, 1},
+               {"percent_of_floor", "% floor", 8, 1}},
+              rows);
   const bool aimed = std::any_of(cases.begin(), cases.end(), [](const Finished& finished) {
     const auto& steps = finished.one.steps;
     return std::any_of(steps.begin(), steps.end(),
@@ -196,22 +220,22 @@ void print_summary(const std::vector<Finished>& cases) {
 }
 
 JsonLines::JsonLines(const std::string& path, const Run& run) : path_(path), file_(path) {
-  std::ostringstream line;
-  line << "{\"machine\": " << to_json(run.gpus) << ", \"host\": " << quoted(run.machine.processor)
-       << ", \"build\": " << quoted(run.machine.build) << ", \"baseline\": " << quoted(run.baseline)
-       << ", \"doubts\": " << quoted(run.machine.doubts)
-       << ", \"preset\": " << quoted(run.options.driver.preset)
-       << ", \"threads\": " << (run.place.launch.threads ? "true" : "false")
-       << ", \"seed\": " << run.options.workload.seed << "}";
-  write(line.str());
+  write({{"machine", to_json(run.gpus)},
+         {"host", run.machine.processor},
+         {"build", run.machine.build},
+         {"baseline", run.baseline},
+         {"doubts", run.machine.doubts},
+         {"preset", run.options.driver.preset},
+         {"threads", run.place.launch.threads},
+         {"seed", run.options.workload.seed}});
 }
 
 void JsonLines::add(const Run& run, const Case& one, const CaseResult& result) {
   for (const StepResult& step : result.steps) write(json_line(run, one, step, result));
 }
 
-void JsonLines::write(const std::string& line) {
-  file_ << line << "\n" << std::flush;
+void JsonLines::write(const Json& line) {
+  file_ << line.dump() << "\n" << std::flush;
   if (!file_) throw std::runtime_error("--json " + path_ + ": cannot be written");
 }
 

@@ -38,7 +38,7 @@ class JsonLines {
   void add(const Run& run, const Case& one, const CaseResult& result);
 
  private:
-  void write(const std::string& line);
+  void write(const Json& line);
   const std::string path_;
   std::ofstream file_;
 };

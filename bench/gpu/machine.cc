@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-#include "../report.h"
 #include "device.h"
 
 namespace bench::gpu {
@@ -63,14 +62,15 @@ std::string to_string(const GpuMachine& machine) {
   return text;
 }
 
-std::string to_json(const GpuMachine& machine) {
-  std::string text = "{\"name\": " + quoted(machine.name) +
-                     ", \"count\": " + std::to_string(machine.count) +
-                     ", \"sms\": " + std::to_string(machine.sms) +
-                     ", \"l2\": " + quoted(machine.l2) + ", \"cuda\": " + quoted(machine.cuda);
-  if (machine.links >= 0) text += ", \"nvlinks\": " + std::to_string(machine.links);
-  if (!machine.driver.empty()) text += ", \"driver\": " + quoted(machine.driver);
-  return text + "}";
+Json to_json(const GpuMachine& machine) {
+  Json json{{"name", machine.name},
+            {"count", machine.count},
+            {"sms", machine.sms},
+            {"l2", machine.l2},
+            {"cuda", machine.cuda}};
+  if (machine.links >= 0) json["nvlinks"] = machine.links;
+  if (!machine.driver.empty()) json["driver"] = machine.driver;
+  return json;
 }
 
 }  // namespace bench::gpu

@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "../table.h"
+
 namespace bench::gpu {
 
 struct GpuMachine {
@@ -18,6 +20,6 @@ struct GpuMachine {
 // There must be a device.
 GpuMachine describe_gpus();
 std::string to_string(const GpuMachine& machine);
-std::string to_json(const GpuMachine& machine);
+Json to_json(const GpuMachine& machine);
 
 }  // namespace bench::gpu

@@ -77,7 +77,7 @@ TEST(Options, MistakesAreNamed) {
   EXPECT_EQ(usage_error({"program"}), "-n is missing: how many ranks?");
   EXPECT_EQ(usage_error({"-n", "2"}), "the program to run is missing");
   EXPECT_EQ(usage_error({"-n", "2", "--"}), "the program to run is missing");
-  EXPECT_EQ(usage_error({"-n"}), "-n needs a value");
+  EXPECT_EQ(usage_error({"-n"}), "-n: 1 required TEXT missing");
   EXPECT_EQ(usage_error({"-n", "2", "--fast", "program"}), "unknown option '--fast'");
   for (const char* bad : {"0", "-1", "1025", "2x", "", " 2", "99999999999"}) {
     EXPECT_EQ(usage_error({"-n", bad, "program"}),

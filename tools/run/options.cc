@@ -1,7 +1,8 @@
 #include "options.h"
 
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
-#include <cstddef>
 #include <string_view>
 
 namespace xd::run {
@@ -10,108 +11,100 @@ namespace {
 constexpr int kMaxRanks = 1024;
 constexpr double kMaxSeconds = 1e6;
 
-class Parser {
- public:
-  explicit Parser(const std::vector<std::string>& arguments) : arguments_(arguments) {}
+template <class T>
+bool parse_whole(std::string_view text, T& result) {
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, result);
+  return error == std::errc() && stop == end;
+}
 
-  Options parse() {
-    while (at_ < arguments_.size() && arguments_[at_].starts_with('-')) {
-      const std::string option = arguments_[at_++];
-      if (option == "--") break;
-      take(option);
-      if (options_.help || options_.version) return options_;
-    }
-    options_.command.assign(arguments_.begin() + static_cast<std::ptrdiff_t>(at_),
-                            arguments_.end());
-    check();
-    return options_;
+int number(const std::string& option, std::string_view text, int least, int most) {
+  int result = 0;
+  if (!parse_whole(text, result) || result < least || result > most) {
+    throw UsageError(option + " " + std::string(text) + ": expected a whole number from " +
+                     std::to_string(least) + " to " + std::to_string(most));
   }
+  return result;
+}
 
- private:
-  void take(const std::string& option) {
-    if (option == "-h" || option == "--help") {
-      options_.help = true;
-    } else if (option == "--version") {
-      options_.version = true;
-    } else if (option == "-n") {
-      options_.ranks = number(option, value(option), 1, kMaxRanks);
-    } else if (option == "--threads") {
-      options_.threads = true;
-    } else if (option == "--no-prefix") {
-      options_.prefix = false;
-    } else if (option == "--timeout") {
-      options_.timeout = seconds(option, value(option));
-    } else if (option == "--grace") {
-      options_.grace = seconds(option, value(option));
-    } else if (option == "--expendable") {
-      take_expendable(option, value(option));
-    } else {
-      throw UsageError("unknown option '" + option + "'");
-    }
+std::chrono::milliseconds seconds(const std::string& option, std::string_view text) {
+  double result = 0;
+  // Written so that NaN is refused.
+  if (!parse_whole(text, result) || !(result >= 0 && result <= kMaxSeconds)) {
+    throw UsageError(option + " " + std::string(text) + ": expected seconds, from 0 to 1000000");
   }
+  return std::chrono::milliseconds(static_cast<std::int64_t>(result * 1000));
+}
 
-  void take_expendable(const std::string& option, std::string_view list) {
-    for (;;) {
-      const auto comma = list.find(',');
-      options_.expendable.insert(number(option, list.substr(0, comma), 0, kMaxRanks - 1));
-      if (comma == std::string_view::npos) return;
-      list.remove_prefix(comma + 1);
-    }
+std::set<int> rank_list(const std::string& option, std::string_view list) {
+  std::set<int> ranks;
+  for (;;) {
+    const auto comma = list.find(',');
+    ranks.insert(number(option, list.substr(0, comma), 0, kMaxRanks - 1));
+    if (comma == std::string_view::npos) return ranks;
+    list.remove_prefix(comma + 1);
   }
+}
 
-  void check() {
-    if (options_.ranks == 0) throw UsageError("-n is missing: how many ranks?");
-    if (options_.command.empty()) throw UsageError("the program to run is missing");
-    if (options_.threads && !options_.expendable.empty()) {
-      throw UsageError("--expendable needs a process per rank, but --threads makes one of all");
-    }
-    if (!options_.expendable.empty() && *options_.expendable.rbegin() >= options_.ranks) {
-      throw UsageError("--expendable " + std::to_string(*options_.expendable.rbegin()) +
-                       ": expected ranks below " + std::to_string(options_.ranks));
-    }
-    if (options_.timeout.count() == 0) throw UsageError("--timeout 0: expected more");
-    if (options_.processes() == 1) options_.prefix = false;
+// Adds `option`, whose value becomes a field by `read(option, text)`.
+template <class Field, class Read>
+void add(CLI::App& app, const std::string& option, Field& field, Read read) {
+  app.add_option_function<std::string>(
+      option, [option, &field, read](const std::string& text) { field = read(option, text); });
+}
+
+// The program to run and its arguments: what stands from the first word on that is no option.
+std::vector<std::string> command_of(const CLI::App& app) {
+  std::vector<std::string> command = app.remaining();
+  if (!command.empty() && command.front() == "--") {
+    command.erase(command.begin());
+  } else if (!command.empty() && command.front().starts_with('-')) {
+    throw UsageError("unknown option '" + command.front() + "'");
   }
+  return command;
+}
 
-  const std::string& value(const std::string& option) {
-    if (at_ == arguments_.size()) throw UsageError(option + " needs a value");
-    return arguments_[at_++];
+void check(Options& options) {
+  if (options.ranks == 0) throw UsageError("-n is missing: how many ranks?");
+  if (options.command.empty()) throw UsageError("the program to run is missing");
+  if (options.threads && !options.expendable.empty()) {
+    throw UsageError("--expendable needs a process per rank, but --threads makes one of all");
   }
-
-  static int number(const std::string& option, std::string_view text, int least, int most) {
-    int result = 0;
-    if (!parse_whole(text, result) || result < least || result > most) {
-      throw UsageError(option + " " + std::string(text) + ": expected a whole number from " +
-                       std::to_string(least) + " to " + std::to_string(most));
-    }
-    return result;
+  if (!options.expendable.empty() && *options.expendable.rbegin() >= options.ranks) {
+    throw UsageError("--expendable " + std::to_string(*options.expendable.rbegin()) +
+                     ": expected ranks below " + std::to_string(options.ranks));
   }
-
-  static std::chrono::milliseconds seconds(const std::string& option, std::string_view text) {
-    double result = 0;
-    // Written so that NaN is refused.
-    if (!parse_whole(text, result) || !(result >= 0 && result <= kMaxSeconds)) {
-      throw UsageError(option + " " + std::string(text) + ": expected seconds, from 0 to 1000000");
-    }
-    return std::chrono::milliseconds(static_cast<std::int64_t>(result * 1000));
-  }
-
-  template <class T>
-  static bool parse_whole(std::string_view text, T& result) {
-    const char* end = text.data() + text.size();
-    const auto [stop, error] = std::from_chars(text.data(), end, result);
-    return error == std::errc() && stop == end;
-  }
-
-  const std::vector<std::string>& arguments_;
-  std::size_t at_ = 0;
-  Options options_;
-};
+  if (options.timeout.count() == 0) throw UsageError("--timeout 0: expected more");
+  if (options.processes() == 1) options.prefix = false;
+}
 
 }  // namespace
 
-Options parse_options(const std::vector<std::string>& arguments) {
-  return Parser(arguments).parse();
+Options parse_options(std::vector<std::string> arguments) {
+  Options options;
+  CLI::App app;
+  app.set_help_flag();   // its text is help_text()
+  app.prefix_command();  // options behind the program's name are the program's
+  app.add_flag("-h,--help", options.help);
+  app.add_flag("--version", options.version);
+  app.add_flag("--threads", options.threads);
+  app.add_flag("!--no-prefix", options.prefix);
+  add(app, "-n", options.ranks, [](const std::string& option, const std::string& text) {
+    return number(option, text, 1, kMaxRanks);
+  });
+  add(app, "--timeout", options.timeout, seconds);
+  add(app, "--grace", options.grace, seconds);
+  add(app, "--expendable", options.expendable, rank_list);
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
+  try {
+    app.parse(std::move(arguments));
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(error.what());
+  }
+  if (options.help || options.version) return options;
+  options.command = command_of(app);
+  check(options);
+  return options;
 }
 
 const char* help_text() {

@@ -29,7 +29,7 @@ class UsageError : public std::runtime_error {
 
 // `arguments` without the program's own name. Throws UsageError. With help or version set the
 // other fields may be incomplete.
-Options parse_options(const std::vector<std::string>& arguments);
+Options parse_options(std::vector<std::string> arguments);
 
 const char* help_text();
 
