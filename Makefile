@@ -3,15 +3,18 @@
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-# Not under sanitizers: the build that people run, and the Python package beside it.
+# Not under sanitizers: the build that people run, and the Python package beside it. WERROR=ON turns
+# its warnings into errors, as make check always does.
 RELEASE := build/release
-RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python
+RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python \
+  $(if $(WERROR),-DCROSSDOCK_WERROR=$(WERROR))
 
 # The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache.
 export CCACHE_NOHASHDIR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench gpu-test gpu-bench gpu-package format check sanitize clean
+.PHONY: help demo test bench gpu-test gpu-bench gpu-package format check sanitize \
+  sanitize-quick clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +78,7 @@ format:  ## format all C and C++ files and Python imports in place
 
 check:  ## format, lint, types, include directions, lengths, headers, exported symbols
 	@tools/setup.sh check check torch jax python
+	@tools/check/subjects.sh
 	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/shellcheck .ci/run $(shell find bench tools tests -name '*.sh')
@@ -93,6 +97,12 @@ sanitize:  ## the full product of cases under ASan + UBSan, then under TSan with
 	@XD_TEST_FULL=1 UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -LE check
 	$(call build,build/tsan,-DCROSSDOCK_SANITIZE=thread)
 	@XD_TEST_FULL=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan -LE check
+
+sanitize-quick:  ## units, and the C API over 2 ranks as threads, under ASan + UBSan
+	@tools/setup.sh sanitize
+	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address,unit-tests conformance crossdock-run)
+	@UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -L unit
+	@UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -R '^conformance\.threads\.2$$'
 
 clean:  ## remove what was built; installed packages stay
 	@rm -rf build .venv demo
