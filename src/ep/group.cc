@@ -54,6 +54,23 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config) : Sequence(
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.local_experts);
 }
 
+Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
+  Reach reach{turn::RemoteAddress::shared(staging.offset), false};
+  // No peer touches a tensor without rows, wherever it lies.
+  if (tensor.bytes() == 0) return reach;
+  if (tensor.packed()) {
+    if (const auto found = comm().heap().find(tensor.data, tensor.bytes())) {
+      reach.address = turn::RemoteAddress::in_heap(found->segment, found->offset);
+      return reach;
+    }
+  }
+  XD_REQUIRE(staging.always || config_.staging, tensor.name,
+             ": lies outside symmetric memory, expected memory from xd_mem_alloc or registered by "
+             "xd_mem_register: the group was made with XD_EP_STAGING_NONE");
+  reach.staged = true;
+  return reach;
+}
+
 void Group::agree_on_config(const xd_ep_config* config) {
   const auto of_rank = turn::agree_on(comm(), Comm::Collective::group, [&] {
     config_ = read_config(config, comm().num_ranks());

@@ -17,6 +17,18 @@
 
 namespace xd::ep {
 
+// The place of a receive tensor's staging memory, from GroupMap, and whether every group has it.
+struct Staging {
+  std::uint64_t offset;
+  bool always;
+};
+
+// How peers reach a receive tensor.
+struct Reach {
+  turn::RemoteAddress address;
+  bool staged;  // through this rank's staging memory
+};
+
 class Group : public turn::Sequence<Family> {
  public:
   virtual void prepare(const xd_ep_prepare_args* args, xd_stream stream) = 0;
@@ -35,6 +47,10 @@ class Group : public turn::Sequence<Family> {
   const RowCodec& codec() const { return *codec_; }
   CallContext call_context() const { return {&config_, comm().device()}; }
   PlanBinding plan_binding() const { return {rank(), &config_, capacities_hash_}; }
+
+  // A tensor whose rows are packed and lie in symmetric memory is used there; others are staged.
+  // Throws INVALID_ARGUMENT where there is no memory for that.
+  Reach reach(const Tensor& tensor, const Staging& staging) const;
 
   // Bad ids and dropped rows of all plans, for the group's status.
   void count_losses(std::int64_t bad_ids, std::int64_t dropped_rows) {

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "ep/plan_check.h"
 
 namespace xd::ep {
 namespace {
@@ -22,19 +23,6 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
 
 }  // namespace
 
-bool PlanView::zones_fit() const {
-  const PlanHeader& h = header_;
-  if (h.recv_rows < 0 || h.recv_rows > capacity_of(h)) return false;
-  if (refused() || h.layout != XD_EP_EXPERT_MAJOR) return true;
-  std::int32_t end = 0;
-  for (int e = 0; e < h.experts / h.ranks; ++e) {
-    if (offsets_[e] != end || counts_[e] < 0) return false;
-    end = offsets_[e + 1];
-    if (std::int64_t{offsets_[e]} + counts_[e] > end) return false;
-  }
-  return end == h.recv_rows;
-}
-
 RowCodec::RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout, int local_experts)
     : base_(1, 0),
       experts_(layout == XD_EP_RANK_MAJOR ? static_cast<std::uint32_t>(local_experts) : 1) {
@@ -47,53 +35,30 @@ RowCodec::RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout
 }
 
 PlanView PlanView::open(const void* plan, std::size_t bytes) {
-  XD_REQUIRE(plan != nullptr, "plan = NULL");
-  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(plan) % 16 == 0, "plan is not 16-byte aligned");
-  XD_REQUIRE(bytes >= sizeof(PlanHeader), "plan_bytes = ", bytes, ", expected at least ",
-             sizeof(PlanHeader), ": the plan is cut short");
+  require_plan_bytes(plan, bytes);
   const auto* at = static_cast<const std::byte*>(plan);
   PlanView view;
   std::memcpy(&view.header_, at, sizeof(PlanHeader));
   const PlanHeader& h = view.header_;
-  XD_REQUIRE(h.magic == PlanHeader::kMagic,
-             "plan: these bytes are no plan (or were never prepared)");
-  XD_REQUIRE(h.version == PlanHeader::kVersion, "plan has format version ", h.version,
-             ", expected ", PlanHeader::kVersion);
-  XD_REQUIRE(plausible(h), "plan: its header is damaged");
+  require_none(header_fault(h, bytes));
   const PlanMap map = map_of(h);
-  XD_REQUIRE(h.bytes == map.end, "plan: its header is damaged");
-  XD_REQUIRE(bytes >= map.end, "plan_bytes = ", bytes, ", expected at least ", map.end,
-             ": the plan is cut short");
-  XD_REQUIRE(h.checksum == checksum_of(at, map), "plan: its header is damaged (checksum)");
+  require_none(checksum_fault(h, checksum_of(at, map)));
   view.counts_ = reinterpret_cast<const std::int32_t*>(at + map.count);
   view.offsets_ = reinterpret_cast<const std::int32_t*>(at + map.offset);
   view.codes_ = reinterpret_cast<const std::uint32_t*>(at + map.code);
   view.list_ = reinterpret_cast<const std::uint32_t*>(at + map.list);
-  XD_REQUIRE(view.zones_fit(), "plan: its zones are damaged");
+  const int local = h.experts / h.ranks;
+  ZoneLook zones{.first = view.offset(0), .end = view.offset(local)};
+  for (int e = 0; e < local; ++e) {
+    zones.damaged |= zone_is_damaged(view.count(e), view.offset(e), view.offset(e + 1));
+  }
+  require_none(zones_fault(h, zones));
   return view;
 }
 
 void PlanView::require_binding(const PlanBinding& binding) const {
-  const Config& c = *binding.config;
-  const auto require = [](const char* what, std::int64_t plan, std::int64_t group) {
-    XD_REQUIRE(plan == group, "plan: made for ", what, " = ", plan, ", used with ", what, " = ",
-               group);
-  };
-  require("rank", header_.rank, binding.rank);
-  require("num_ranks", header_.ranks, c.ranks);
-  require("num_experts", header_.experts, c.experts);
-  require("layout", header_.layout, c.layout);
-  require("staging", header_.keeps_list, c.keeps_lists() ? 1 : 0);
-  require("items", header_.keeps_items, c.keeps_items() ? 1 : 0);
-  require("overflow policy", header_.overflow, c.overflow);
-  require("recv_capacity", header_.capacity, c.capacity);
-  XD_REQUIRE(header_.capacities == binding.capacities,
-             "plan: made for other receive capacities of the peers than this group's");
-  XD_REQUIRE(header_.tokens <= c.max_tokens && header_.topk <= c.max_topk, "plan: made for ",
-             header_.tokens, " tokens and top-", header_.topk, ", the group's bounds are ",
-             c.max_tokens, " and ", c.max_topk);
-  XD_REQUIRE(header_.alignment <= c.alignment, "plan: made for alignment = ", header_.alignment,
-             ", the group's bound is ", c.alignment);
+  const PlanTerms terms = terms_of(binding);
+  require_none(binding_fault(header_, terms), terms);
 }
 
 void seal_plan(std::byte* plan) {

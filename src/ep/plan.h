@@ -180,7 +180,8 @@ struct PlanBinding {
 // A checked plan in the caller's memory.
 class PlanView {
  public:
-  // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version.
+  // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version;
+  // see ep/plan_check.h.
   static PlanView open(const void* plan, std::size_t bytes);
 
   // Throws INVALID_ARGUMENT unless the plan is of this rank, of a group of these sizes and within
@@ -197,8 +198,6 @@ class PlanView {
   }
 
  private:
-  bool zones_fit() const;
-
   PlanHeader header_{};
   const std::int32_t* counts_ = nullptr;
   const std::int32_t* offsets_ = nullptr;

@@ -69,11 +69,6 @@ struct TensorSpec {
   bool pinned_host = false;  // may lie in pinned host memory instead
 };
 
-// The text behind the name of rows that a group without staging cannot take.
-inline constexpr const char* kOutsideSymmetricMemory =
-    ": lies outside symmetric memory, expected memory from xd_mem_alloc or registered by "
-    "xd_mem_register: the group was made with XD_EP_STAGING_NONE";
-
 // Reads a tensor; `given` is false for an optional one that is NULL.
 Tensor read_tensor(const DLTensor* tensor, const TensorSpec& spec);
 

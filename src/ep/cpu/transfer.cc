@@ -4,19 +4,9 @@
 #include "base/math.h"
 #include "ep/cpu/strided.h"
 #include "ep/family.h"
+#include "ep/plan_check.h"
 
 namespace xd::ep::cpu {
-namespace {
-
-// The place of `tensor` in this rank's heap, if it lies there.
-turn::RemoteAddress place_in_heap(const Comm& comm, const Tensor& tensor) {
-  const auto place = comm.heap().find(tensor.data, tensor.bytes());
-  return place ? turn::RemoteAddress::in_heap(place->segment, place->offset)
-               : turn::RemoteAddress();
-}
-
-}  // namespace
-
 void Scratch::reserve(const Config& config) {
   for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });
 }
@@ -32,21 +22,10 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
                              const Staging& staging)
     : tensor_(tensor) {
   if (!tensor) return;
-  const Group& group = context.group;
-  const std::int64_t rows = plan.header().recv_rows;
-  XD_REQUIRE(tensor.rows >= rows, tensor.name, ": has ", tensor.rows, " rows, expected at least ",
-             rows, ", which the plan brings to this rank");
-  // No peer touches a tensor without rows, wherever it lies.
-  place_ = turn::RemoteAddress::shared(staging.offset);
-  if (tensor.bytes() == 0) return;
-  if (tensor.packed()) {
-    if (const turn::RemoteAddress in_heap = place_in_heap(group.comm(), tensor)) {
-      place_ = in_heap;
-      return;
-    }
-  }
-  XD_REQUIRE(staging.always || group.config().staging, tensor.name, kOutsideSymmetricMemory);
-  staged_ = context.lockstep.area_of(group.rank(), staging.offset);
+  require_none(tensor_fault(plan.header(), {Check::recv_rows, tensor.name, tensor.rows}));
+  const Reach reach = context.group.reach(tensor, staging);
+  place_ = reach.address;
+  if (reach.staged) staged_ = context.lockstep.area_of(context.group.rank(), staging.offset);
 }
 
 void ReceiveTensor::copy_in(const PlanView& plan, const Config& config) const {
@@ -151,11 +130,11 @@ PlanView open_plan(const Context& context, PlanBytes bytes) {
 }
 
 void require_tokens(const Tensor& tensor, const PlanView& plan) {
-  if (tensor) require_rows(tensor, plan.header().tokens, "tokens of the plan");
+  if (tensor) require_none(tensor_fault(plan.header(), {Check::tokens, tensor.name, tensor.rows}));
 }
 
 void require_topk(const Tensor& tensor, const PlanView& plan) {
-  if (tensor) require_cols(tensor, plan.header().topk, "top-k of the plan");
+  if (tensor) require_none(tensor_fault(plan.header(), {Check::topk, tensor.name, tensor.cols}));
 }
 
 Setback overflow_of(const PlanView& plan) {

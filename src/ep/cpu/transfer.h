@@ -115,12 +115,6 @@ void for_each_token(const PlanView& plan, Body&& body) {
   }
 }
 
-// The place of a receive tensor's staging memory, from GroupMap, and whether every group has it.
-struct Staging {
-  std::uint64_t offset;
-  bool always;
-};
-
 // A receive tensor of this rank. It is used where it lies if that is symmetric memory and its rows
 // are packed; otherwise it goes through the group's staging memory.
 //

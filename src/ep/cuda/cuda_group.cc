@@ -289,8 +289,7 @@ void CudaGroup::describe_group() {
   g.experts = c.experts;
   g.local_experts = c.local_experts;
   g.max_tokens = c.max_tokens;
-  g.max_topk = c.max_topk;
-  g.alignment = static_cast<int>(c.alignment);
+  g.terms = terms_of(plan_binding());
   g.expert_major = c.expert_major();
   g.drop = c.overflow == XD_EP_OVERFLOW_DROP;
   g.collapse = c.collapse;

@@ -14,10 +14,7 @@ class Reader {
   template <class Call>
   Reader(const GroupView& view, const Call& call, TurnParams& turn) : view_(view), turn_(turn) {
     const PlanBytes& plan = call.plan;
-    XD_REQUIRE(reinterpret_cast<std::uintptr_t>(plan.data) % 16 == 0,
-               "plan is not 16-byte aligned");
-    XD_REQUIRE(plan.bytes >= sizeof(PlanHeader), "plan_bytes = ", plan.bytes,
-               ", expected at least ", sizeof(PlanHeader), ": the plan is cut short");
+    require_plan_bytes(plan.data, plan.bytes);
     turn_.group = view.device;
     turn_.record = record_of(call);
     turn_.plan = static_cast<const std::byte*>(plan.data);
@@ -31,32 +28,13 @@ class Reader {
   // Rows of tokens, which are staged where the group has the memory for it. `place`: where peers
   // reach them.
   ReceiveRows receive_rows(const Tensor& tensor, turn::RemoteAddress& place) const {
-    const ReceiveRows rows = receive_beside(tensor, map().rows, place);
-    XD_REQUIRE(rows.staged == nullptr || config().staging, tensor.name, kOutsideSymmetricMemory);
-    return rows;
+    return receive(tensor, {map().rows, false}, place);
   }
 
   // What lies beside rows: there is always memory to stage it.
   ReceiveRows receive_beside(const Tensor& tensor, std::uint64_t staging_offset,
                              turn::RemoteAddress& place) const {
-    place = {};
-    if (!tensor) return {};
-    check(Check::recv_rows, tensor.name, tensor.rows);
-    ReceiveRows rows{.data = tensor.data,
-                     .staged = nullptr,
-                     .rows = tensor.rows,
-                     .row_bytes = tensor.row_bytes()};
-    place = turn::RemoteAddress::shared(staging_offset);
-    // No peer touches a tensor without rows, wherever it lies.
-    if (tensor.bytes() == 0) return rows;
-    if (tensor.packed()) {
-      if (const auto found = view_.group.comm().heap().find(tensor.data, tensor.bytes())) {
-        place = turn::RemoteAddress::in_heap(found->segment, found->offset);
-        return rows;
-      }
-    }
-    rows.staged = view_.memory + staging_offset;
-    return rows;
+    return receive(tensor, {staging_offset, true}, place);
   }
 
   // Receive tensors that peers never touch. They are checked all the same, so that both executors
@@ -78,6 +56,18 @@ class Reader {
   }
 
  private:
+  ReceiveRows receive(const Tensor& tensor, const Staging& staging,
+                      turn::RemoteAddress& place) const {
+    place = {};
+    if (!tensor) return {};
+    check(Check::recv_rows, tensor.name, tensor.rows);
+    const Reach reach = view_.group.reach(tensor, staging);
+    place = reach.address;
+    return {.data = tensor.data,
+            .staged = reach.staged ? view_.memory + staging.offset : nullptr,
+            .rows = tensor.rows,
+            .row_bytes = tensor.row_bytes()};
+  }
   void check(Check::Kind kind, const char* name, std::int64_t got) const {
     turn_.checks[turn_.num_checks++] = {kind, name, got};
   }

@@ -8,6 +8,7 @@
 // then each adds up its share of the columns over all blocks' shared memory. So it needs no working
 // memory, and any number of these kernels may run at a time.
 #include "ep/cuda/local.h"
+#include "ep/plan_check.h"
 
 #include <cooperative_groups.h>
 
@@ -50,9 +51,8 @@ struct RowExpertsParams {
 };
 
 __device__ bool is_plan_of(const PlanHeader& h, const RowExpertsParams& p) {
-  return h.magic == PlanHeader::kMagic && h.version == PlanHeader::kVersion && plausible(h) &&
-         h.bytes == map_of(h).end && h.bytes <= p.plan_bytes && h.rank == p.rank &&
-         h.ranks == p.ranks && h.experts == p.experts && h.layout == XD_EP_EXPERT_MAJOR;
+  return !header_fault(h, p.plan_bytes) && h.rank == p.rank && h.ranks == p.ranks &&
+         h.experts == p.experts && h.layout == XD_EP_EXPERT_MAJOR;
 }
 
 constexpr int kRowThreads = 256;
@@ -216,10 +216,7 @@ void load_local() {
 
 void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding,
                        cudaStream_t stream) {
-  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(call.plan.data) % 16 == 0,
-             "plan is not 16-byte aligned");
-  XD_REQUIRE(call.plan.bytes >= sizeof(PlanHeader), "plan_bytes = ", call.plan.bytes,
-             ", expected at least ", sizeof(PlanHeader), ": the plan is cut short");
+  require_plan_bytes(call.plan.data, call.plan.bytes);
   if (call.row_experts.rows == 0) return;
   const Config& config = *binding.config;
   const RowExpertsParams params{.plan = static_cast<const std::byte*>(call.plan.data),

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "comm/device_comm.h"
-#include "ep/plan.h"
+#include "ep/plan_check.h"
 #include "ep/wire.h"
 #include "turn/device_group.h"
 
@@ -17,36 +17,6 @@ struct Control : turn::DeviceControl {
   std::uint64_t counts_hash;   // prepare
   std::uint64_t bad_ids;       // over all plans made
   std::uint64_t dropped_rows;  // likewise
-};
-
-// What is wrong with a plan, in the device's eyes.
-enum class PlanFault : std::int32_t {
-  none,
-  no_plan,      // magic
-  version,      // got, expected
-  header,       // damaged
-  cut_short,    // got bytes, expected
-  checksum,     // damaged
-  zones,        // damaged
-  binding,      // made for kBindingNames[which] = got, used with expected
-  capacities,   // of the peers
-  too_large,    // got tokens, expected top-k: beyond the group's bounds
-  alignment,    // got, expected at most
-  tensor_rows,  // `name` has got rows, expected at least
-  tokens,       // `name` has got rows, expected tokens of the plan
-  topk,         // `name` has got columns, expected top-k of the plan
-};
-
-// What a plan is bound to besides the capacities of all ranks.
-inline constexpr const char* kBindingNames[] = {
-    "rank",    "num_ranks", "num_experts",     "layout",
-    "staging", "items",     "overflow policy", "recv_capacity"};
-
-struct Fault {
-  PlanFault kind;
-  std::int32_t which;  // binding: of kBindingNames
-  const char* name;    // text in the host's memory; kernels only hand it back
-  std::int64_t got, expected;
 };
 
 // What kernels say of a setback.
@@ -82,8 +52,8 @@ struct RankTables {
 // What stays the same over a group's life.
 struct GroupDevice : turn::DeviceGroup<Control, Report, GroupMap> {
   int experts, local_experts;
-  int max_tokens, max_topk;
-  int alignment;  // plans' bound
+  int max_tokens;
+  PlanTerms terms;
   bool expert_major, drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
@@ -105,14 +75,6 @@ struct GroupDevice : turn::DeviceGroup<Control, Report, GroupMap> {
 // Parameters are copied with every launch, and every block fetches them: tables of ranks are none.
 static_assert(sizeof(GroupDevice) <= 512);
 
-// A condition on the plan that only the device can check.
-struct Check {
-  enum Kind : std::int32_t { recv_rows, tokens, topk };
-  Kind kind;
-  const char* name;
-  std::int64_t got;
-};
-
 // One operation's turn: what all kernels share.
 struct TurnParams : turn::DeviceTurnParams<GroupDevice, Record> {
   static constexpr int kMaxChecks = 8;
@@ -120,7 +82,7 @@ struct TurnParams : turn::DeviceTurnParams<GroupDevice, Record> {
   const std::byte* plan;  // nullptr: none is read
   std::uint64_t plan_bytes;
   int num_checks;
-  Check checks[kMaxChecks];
+  Check checks[kMaxChecks];  // of tensors, by what the plan says
 };
 
 // A receive tensor of this rank.

@@ -10,50 +10,6 @@
 namespace xd::ep::cuda {
 namespace {
 
-std::string text_of(const Fault& fault, const Config& config) {
-  switch (fault.kind) {
-    case PlanFault::none:
-      break;
-    case PlanFault::no_plan:
-      return "plan: these bytes are no plan (or were never prepared)";
-    case PlanFault::version:
-      return concat("plan has format version ", fault.got, ", expected ", fault.expected);
-    case PlanFault::header:
-      return "plan: its header is damaged";
-    case PlanFault::cut_short:
-      return concat("plan_bytes = ", fault.got, ", expected at least ", fault.expected,
-                    ": the plan is cut short");
-    case PlanFault::checksum:
-      return "plan: its header is damaged (checksum)";
-    case PlanFault::zones:
-      return "plan: its zones are damaged";
-    case PlanFault::binding: {
-      const auto number = static_cast<std::size_t>(fault.which);
-      const char* what = number < std::size(kBindingNames) ? kBindingNames[number] : "?";
-      return concat("plan: made for ", what, " = ", fault.got, ", used with ", what, " = ",
-                    fault.expected);
-    }
-    case PlanFault::capacities:
-      return "plan: made for other receive capacities of the peers than this group's";
-    case PlanFault::too_large:
-      return concat("plan: made for ", fault.got, " tokens and top-", fault.expected,
-                    ", the group's bounds are ", config.max_tokens, " and ", config.max_topk);
-    case PlanFault::alignment:
-      return concat("plan: made for alignment = ", fault.got, ", the group's bound is ",
-                    fault.expected);
-    case PlanFault::tensor_rows:
-      return concat(fault.name, ": has ", fault.got, " rows, expected at least ", fault.expected,
-                    ", which the plan brings to this rank");
-    case PlanFault::tokens:
-      return concat(fault.name, ": has ", fault.got, " rows, expected ", fault.expected,
-                    " (tokens of the plan)");
-    case PlanFault::topk:
-      return concat(fault.name, ": has ", fault.got, " columns, expected ", fault.expected,
-                    " (top-k of the plan)");
-  }
-  return "plan: unknown fault";
-}
-
 Setback setback_of(const Report& report, const Group& group) {
   const Config& config = group.config();
   switch (report.status) {
@@ -62,11 +18,11 @@ Setback setback_of(const Report& report, const Group& group) {
                        .needed_rows = report.findings.needed_rows,
                        .capacity_rows = report.findings.capacity_rows});
     case XD_ERROR_INVALID_ARGUMENT:
-      if (report.findings.fault.kind == PlanFault::none) {
+      if (!report.findings.fault) {
         return bad_expert_ids(report.findings.bad_ids, report.rank, config.experts);
       }
       return {.status = XD_ERROR_INVALID_ARGUMENT,
-              .text = text_of(report.findings.fault, config),
+              .text = text_of(report.findings.fault, terms_of(group.plan_binding())),
               .rank = group.rank()};
     default: {
       const std::span<const Record> records(report.record, at(config.ranks));

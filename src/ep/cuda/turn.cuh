@@ -72,14 +72,14 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   friend class turn::DeviceTurn<Turn, Family, TurnParams, TurnShared>;
 
   // What one thread has seen of a plan's head.
-  struct ZoneLook {
+  struct HeadLook {
     std::uint64_t sum;  // its part of the checksum
-    bool bad;           // a zone makes no sense
+    bool damaged;       // a zone makes no sense
   };
 
   // See turn::DeviceTurn, "What a family adds".
-  __device__ ZoneLook look();
-  __device__ void judge(const ZoneLook& look);
+  __device__ HeadLook look();
+  __device__ void judge(const HeadLook& look);
   __device__ void complete(Record& own) const;
   __device__ int obstacle() const {
     return p_.plan != nullptr && refused(s_.plan) ? XD_ERROR_OVERFLOW : XD_SUCCESS;
@@ -95,28 +95,26 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     p_.group.control->counts_hash = 0;
   }
 
-  __device__ ZoneLook look_at_plan();
-  __device__ void check_plan(const ZoneLook& look);
-  __device__ Fault header_fault() const;
-  __device__ Fault binding_fault() const;
-  __device__ Fault tensor_fault() const;
+  __device__ HeadLook look_at_plan();
+  __device__ void check_plan(const HeadLook& look);
+  __device__ Fault plan_fault(bool zone_damaged) const;
   __device__ bool find_tensors(int peer, const Record& record, const RowSizes& sizes);
 };
 
 // All threads.
-__device__ inline Turn::ZoneLook Turn::look() {
+__device__ inline Turn::HeadLook Turn::look() {
   if (thread() == 0) s_.sum = 0;
   load_table(2, p_.group.base, ranks() + 1, s_.base);
-  return p_.plan != nullptr ? look_at_plan() : ZoneLook{0, false};
+  return p_.plan != nullptr ? look_at_plan() : HeadLook{0, false};
 }
 
-__device__ inline void Turn::judge(const ZoneLook& look) {
+__device__ inline void Turn::judge(const HeadLook& look) {
   if (thread() == 0) s_.fault = {};
   if (p_.plan != nullptr) check_plan(look);
 }
 
 __device__ inline void Turn::complete(Record& own) const {
-  if (own.call.status == XD_SUCCESS && s_.fault.kind != PlanFault::none) {
+  if (own.call.status == XD_SUCCESS && s_.fault) {
     own.call.status = XD_ERROR_INVALID_ARGUMENT;
   }
   if (p_.plan != nullptr) {
@@ -127,82 +125,14 @@ __device__ inline void Turn::complete(Record& own) const {
 
 // ---- The plan ----------------------------------------------------------------------------------
 
-__device__ inline Fault Turn::header_fault() const {
-  const PlanHeader& h = s_.plan;
-  const auto fault = [](PlanFault kind, std::int64_t got = 0, std::int64_t expected = 0) {
-    return Fault{kind, 0, nullptr, got, expected};
-  };
-  if (h.magic != PlanHeader::kMagic) return fault(PlanFault::no_plan);
-  if (h.version != PlanHeader::kVersion) {
-    return fault(PlanFault::version, h.version, PlanHeader::kVersion);
-  }
-  if (!plausible(h)) return fault(PlanFault::header);
-  const PlanMap map = map_of(h);
-  if (h.bytes != map.end) return fault(PlanFault::header);
-  if (p_.plan_bytes < map.end) {
-    return fault(PlanFault::cut_short, static_cast<std::int64_t>(p_.plan_bytes),
-                 static_cast<std::int64_t>(map.end));
-  }
-  return fault(PlanFault::none);
-}
-
-// In the order of kBindingNames.
-__device__ inline Fault Turn::binding_fault() const {
-  const PlanHeader& h = s_.plan;
-  const GroupDevice& g = p_.group;
-  const std::int64_t pairs[][2] = {
-      {h.rank, rank()},
-      {h.ranks, ranks()},
-      {h.experts, g.experts},
-      {h.layout, g.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR},
-      {h.keeps_list, g.expert_major ? 1 : 0},
-      {h.keeps_items, g.keeps_items ? 1 : 0},
-      {h.overflow, g.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR},
-      {h.capacity, g.capacity}};
-  std::int64_t number = 0;
-  for (const auto& pair : pairs) {
-    if (pair[0] != pair[1]) {
-      Fault fault{PlanFault::binding, 0, nullptr, pair[0], pair[1]};
-      fault.which = static_cast<std::int32_t>(number);
-      return fault;
-    }
-    ++number;
-  }
-  if (h.capacities != g.capacities_hash) return {PlanFault::capacities, 0, nullptr, 0, 0};
-  if (h.tokens > g.max_tokens || h.topk > g.max_topk) {
-    return {PlanFault::too_large, 0, nullptr, h.tokens, h.topk};
-  }
-  if (h.alignment > g.alignment) {
-    return {PlanFault::alignment, 0, nullptr, h.alignment, g.alignment};
-  }
-  return {};
-}
-
-__device__ inline Fault Turn::tensor_fault() const {
-  const PlanHeader& h = s_.plan;
-  for (int i = 0; i < p_.num_checks; ++i) {
-    const Check& c = p_.checks[i];
-    if (c.kind == Check::recv_rows && c.got < h.recv_rows) {
-      return {PlanFault::tensor_rows, 0, c.name, c.got, h.recv_rows};
-    }
-    if (c.kind == Check::tokens && c.got != h.tokens) {
-      return {PlanFault::tokens, 0, c.name, c.got, h.tokens};
-    }
-    if (c.kind == Check::topk && c.got != h.topk) {
-      return {PlanFault::topk, 0, c.name, c.got, h.topk};
-    }
-  }
-  return {};
-}
-
 // What the plan's head says, if it is as long as this group's plans: all words in front of the
 // codes.
-__device__ inline Turn::ZoneLook Turn::look_at_plan() {
+__device__ inline Turn::HeadLook Turn::look_at_plan() {
   const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
   constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
   constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
   const std::uint64_t end = min(p_.group.plan_head_bytes, p_.plan_bytes) / sizeof(std::uint64_t);
-  ZoneLook look{0, false};
+  HeadLook look{0, false};
   for (std::uint64_t i = threadIdx.x; i < end; i += blockDim.x) {
     const std::uint64_t word = words[i];
     if (i < kHeaderWords) reinterpret_cast<std::uint64_t*>(&s_.plan)[i] = word;
@@ -213,7 +143,7 @@ __device__ inline Turn::ZoneLook Turn::look_at_plan() {
   const auto* count = reinterpret_cast<const std::int32_t*>(p_.plan + sizeof(PlanHeader));
   const std::int32_t* offset = count + local;
   for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
-    look.bad |= count[e] < 0 || std::int64_t{offset[e]} + count[e] > offset[e + 1];
+    look.damaged |= zone_is_damaged(count[e], offset[e], offset[e + 1]);
   }
   if (threadIdx.x == blockDim.x - 1) {
     s_.first_zone = offset[0];
@@ -223,29 +153,29 @@ __device__ inline Turn::ZoneLook Turn::look_at_plan() {
 }
 
 // All threads. Every block comes to the same verdict, as it looks at the same bytes.
-__device__ inline void Turn::check_plan(const ZoneLook& look) {
+__device__ inline void Turn::check_plan(const HeadLook& look) {
   std::uint64_t sum = look.sum;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
   if (threadIdx.x % 32 == 0) atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
-  const bool bad = __syncthreads_or(look.bad ? 1 : 0) != 0;
-  if (threadIdx.x != 0) return;
+  const bool damaged = __syncthreads_or(look.damaged ? 1 : 0) != 0;
+  if (thread() == 0) s_.fault = plan_fault(damaged);
+}
+
+// Thread 0.
+__device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
   const PlanHeader& h = s_.plan;
-  s_.fault = header_fault();
-  if (s_.fault.kind != PlanFault::none) return;
+  if (const Fault fault = header_fault(h, p_.plan_bytes)) return fault;
   // A head of another length is that of another group's plan.
   const bool same_head = map_of(h).code == p_.group.plan_head_bytes;
-  if (same_head && s_.sum != h.checksum) {
-    s_.fault = {PlanFault::checksum, 0, nullptr, 0, 0};
-    return;
+  if (same_head) {
+    if (const Fault fault = checksum_fault(h, s_.sum)) return fault;
   }
-  s_.fault = binding_fault();
-  if (s_.fault.kind == PlanFault::none) s_.fault = tensor_fault();
-  const bool has_zones = !refused(h) && p_.group.expert_major;
-  const bool damaged = h.recv_rows < 0 || h.recv_rows > capacity_of(h) ||
-                       (has_zones && (bad || s_.first_zone != 0 || s_.zones_end != h.recv_rows));
-  if (s_.fault.kind == PlanFault::none && (damaged || !same_head)) {
-    s_.fault = {PlanFault::zones, 0, nullptr, 0, 0};
+  if (const Fault fault = binding_fault(h, p_.group.terms)) return fault;
+  for (int i = 0; i < p_.num_checks; ++i) {
+    if (const Fault fault = tensor_fault(h, p_.checks[i])) return fault;
   }
+  if (!same_head) return {.kind = PlanFault::zones};
+  return zones_fault(h, {zone_damaged, s_.first_zone, s_.zones_end});
 }
 
 // ---- Peers -------------------------------------------------------------------------------------
