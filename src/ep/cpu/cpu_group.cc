@@ -37,7 +37,7 @@ class CpuGroup final : public Group {
   }
 
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream) override {
-    comm().check_usable();
+    comm().check_open();
     fill_row_experts(read_row_experts(args, call_context()), plan_binding());
   }
 
