@@ -1,0 +1,141 @@
+// A family of one operation, made by the steps of docs/internals/families.md: in each turn every
+// rank passes a number on to the next rank.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/math.h"
+#include "comm/comm.h"
+#include "turn/host_runner.h"
+#include "turn/host_turn.h"
+#include "turn/remote_address.h"
+#include "turn/sequence.h"
+
+namespace xd::toy {
+
+struct Record {
+  turn::Call call{};
+  std::uint8_t padding[6]{};
+  std::uint64_t factor = 0;       // numbers are multiplied by it; equal on all ranks
+  turn::RemoteAddress mailbox{};  // the word that the lower neighbour writes
+  std::uint64_t unused[4]{};
+};
+
+struct Family {
+  using Record = toy::Record;
+  struct Facts {};
+  struct Status {
+    xd_status status = XD_SUCCESS;
+    std::int32_t operation = 0, rank = -1;
+    std::uint64_t epoch = 0;
+    char text[256]{};
+  };
+
+  static constexpr const char* kNames[] = {"pass"};
+  static constexpr turn::Operations kOperations{"toy_", "a toy operation", 0, kNames};
+
+  static constexpr bool same_operation(const Record& a, const Record& b) {
+    return a.factor == b.factor;
+  }
+  static std::string difference(const Record& mine, const Record& theirs) {
+    return concat("factor ", theirs.factor, ", here ", mine.factor);
+  }
+  static constexpr Status no_error() { return {}; }
+  static void tell(const turn::Setback<Family>&, Status&) {}
+  static void tell_caller(const turn::Setback<Family>&, Status&) {}
+};
+
+// The memory that every rank shares.
+struct Map {
+  turn::TurnMap turn;
+  std::uint64_t mailbox, end;
+
+  static constexpr Map make(int ranks) {
+    LayoutCursor cursor;
+    Map map{};
+    map.turn = turn::TurnMap::add<Record>(cursor, ranks);
+    map.mailbox = cursor.place<std::uint64_t>(1);
+    map.end = cursor.at;
+    return map;
+  }
+};
+
+class HostToy final : public turn::Sequence<Family> {
+ public:
+  // Collective, and called after Comm::begin_group().
+  explicit HostToy(const std::shared_ptr<Comm>& comm)
+      : Sequence(comm),
+        map_(Map::make(comm->num_ranks())),
+        segments_(comm->share(Comm::Collective::group, map_.end)),
+        turn_(*comm, number(), areas()) {}
+
+  // Gives `number` times `factor` to the next rank, and returns what the lower neighbour gave.
+  std::uint64_t pass(std::uint64_t number, std::uint64_t factor) {
+    std::uint64_t received = 0;
+    forget_last_error();
+    runner_.run(0, [&] { return Pass{*this, number, factor, received}; });
+    return received;
+  }
+  std::uint64_t& mailbox() { return *reinterpret_cast<std::uint64_t*>(word(rank(), map_.mailbox)); }
+  const volatile std::uint64_t* watch() const override { return runner_.watch(); }
+
+ protected:
+  void take_failed_turn(std::int32_t operation, Error&& error, xd_stream) override {
+    runner_.run_failed(operation, std::move(error));
+  }
+
+ private:
+  struct Pass {
+    HostToy& toy;
+    std::uint64_t number, factor;
+    std::uint64_t& received;
+
+    Record record() const {
+      Record record;
+      record.factor = factor;
+      record.mailbox = turn::RemoteAddress::shared(toy.map_.mailbox);
+      return record;
+    }
+    void stage_in() {}
+    void announce() {}
+    turn::Setback<Family> obstacle() const { return {}; }
+    void move() { *toy.mailbox_of((toy.rank() + 1) % toy.comm().num_ranks()) = number * factor; }
+    turn::Setback<Family> complete() {
+      received = toy.mailbox();
+      return {};
+    }
+  };
+
+  std::byte* word(int rank, std::uint64_t offset) const {
+    return segments_[at(rank)]->base() + offset;
+  }
+  std::uint64_t* mailbox_of(int rank) {
+    const Segment& shared = *segments_[at(rank)];
+    std::byte* found = turn::find_remote(turn_.record_of(rank).mailbox, sizeof(std::uint64_t),
+                                         alignof(std::uint64_t), {shared.base(), shared.bytes()},
+                                         [](std::uint64_t) {
+                                           return HeapRange{nullptr, 0};
+                                         });
+    if (found == nullptr) fail(XD_ERROR_MISMATCH, "rank ", rank, " offers no mailbox");
+    return reinterpret_cast<std::uint64_t*>(found);
+  }
+  std::vector<turn::HostTurn<Record>::Area> areas() const {
+    std::vector<turn::HostTurn<Record>::Area> areas;
+    for (int r = 0; r < comm().num_ranks(); ++r) {
+      areas.push_back({reinterpret_cast<turn::Entry<Record>*>(word(r, map_.turn.entry)),
+                       reinterpret_cast<turn::DoneFlag*>(word(r, map_.turn.done))});
+    }
+    return areas;
+  }
+
+  const Map map_;
+  const Comm::Segments segments_;
+  turn::HostTurn<Record> turn_;
+  turn::HostRunner<Family> runner_{*this, turn_, false};
+};
+
+}  // namespace xd::toy
