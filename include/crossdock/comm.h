@@ -67,11 +67,14 @@ typedef enum xd_bootstrap {
   XD_BOOTSTRAP_NCCL = 3
 } xd_bootstrap;
 
+/* The most ranks of a communicator. */
+#define XD_MAX_RANKS 1024
+
 typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;
-  /* 0 <= rank < num_ranks <= 1024. With num_ranks = 0 ENVIRONMENT takes both from the environment,
-   * and NCCL from its communicator. */
+  /* 0 <= rank < num_ranks <= XD_MAX_RANKS. With num_ranks = 0 ENVIRONMENT takes both from the
+   * environment, and NCCL from its communicator. */
   int32_t rank;
   int32_t num_ranks;
   /* UNIQUE_ID only. */
@@ -100,6 +103,9 @@ typedef struct xd_comm_config {
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
    NULL, NULL}
 /* clang-format on */
+
+/* What a timeout_ms of 0 means in this process, in milliseconds. */
+XD_API int32_t xd_default_timeout_ms(void);
 
 /* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps.
  * Collective.

@@ -126,17 +126,24 @@ typedef enum xd_ep_operation {
   XD_EP_COMBINE_BWD = 4
 } xd_ep_operation;
 
+/* Bounds of what follows. */
+#define XD_EP_MAX_EXPERTS 65536
+#define XD_EP_MAX_TOPK    32
+#define XD_EP_MAX_TOKENS  67108864 /* 2^26 */
+/* Rows of tokens are multiples of it, and their tensors begin at one; so do plans. In bytes. */
+#define XD_EP_ROW_ALIGNMENT 16
+
 /* Sizes of one kind of EP traffic. Equal on all ranks, but for recv_capacity, staging, zero_tail
  * and num_sms (of hidden and dtype, the row's bytes are what must be equal). */
 typedef struct xd_ep_config {
   size_t struct_size;
   /* W, for the pure functions below. xd_ep_group_create also takes 0 = the communicator's. */
   int32_t num_ranks;
-  /* E: a multiple of num_ranks, at most 65536. */
+  /* E: a multiple of num_ranks, at most XD_EP_MAX_EXPERTS. */
   int32_t num_experts;
-  /* Largest K, 1 to 32. */
+  /* Largest K, 1 to XD_EP_MAX_TOPK. */
   int32_t max_topk;
-  /* Largest T, 1 to 2^26. */
+  /* Largest T, 1 to XD_EP_MAX_TOKENS. */
   int32_t max_tokens_per_rank;
   /* Largest H, in elements of `dtype`. A row of a call may have fewer bytes, never more. */
   int32_t hidden;
@@ -336,6 +343,8 @@ typedef enum xd_ep_quantise {
   XD_EP_QUANTISE_FP8_BLOCK128_E8M0 = 3,
   XD_EP_QUANTISE_MXFP8 = 4
 } xd_ep_quantise;
+/* Columns that share a scale. */
+#define XD_EP_QUANTISE_BLOCK(way) ((way) == XD_EP_QUANTISE_MXFP8 ? 32 : 128)
 
 typedef struct xd_ep_dispatch_args {
   size_t struct_size;

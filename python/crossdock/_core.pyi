@@ -16,6 +16,30 @@ _Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tupl
 
 version: str
 
+class constants:
+    """Numbers and words of the headers; no other Python file has them. A module."""
+
+    MAX_RANKS: int
+    MAX_EXPERTS: int
+    MAX_TOPK: int
+    MAX_TOKENS: int  # of a rank
+    ROW_ALIGNMENT: int  # bytes
+    PREPARE: int
+    DISPATCH: int
+    COMBINE: int
+    DISPATCH_BWD: int
+    COMBINE_BWD: int
+    OPERATIONS: tuple[str, ...]  # by number
+    DEVICE_TYPES: dict[str, int]  # DLPack's
+    DTYPES: dict[str, int]  # by name, as specs have them
+    LAYOUTS: dict[str, int]
+    OVERFLOWS: dict[str, int]
+    DUPLICATE_IDS: dict[str, int]
+    ON_ERROR: dict[str, int]
+    STAGINGS: dict[str, int]
+    QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
+
+def default_timeout_ms() -> int: ...
 def unique_id(address: str | None = None, port: int = 0, timeout_ms: int = 0) -> bytes: ...
 def feature_available(name: str) -> bool: ...
 def feature_reason(name: str) -> str: ...

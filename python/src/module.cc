@@ -17,6 +17,7 @@
 #include "arguments.h"
 #include "capsule.h"
 #include "comm.h"
+#include "constants.h"
 #include "errors.h"
 #include "group.h"
 #include "segments.h"
@@ -130,6 +131,7 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);
   bind_comm(module);
   bind_group(module);
+  bind_constants(module);
   module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
   module.def("recv_bound", &recv_bound);
   module.def("plan_size", &plan_size);

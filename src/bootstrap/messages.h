@@ -1,7 +1,7 @@
 // The two messages of a meeting: a rank's contribution, and the answer to all.
 #pragma once
 
-#include <crossdock/status.h>
+#include <crossdock/comm.h>
 
 #include <cstdint>
 #include <optional>
@@ -26,7 +26,7 @@ struct AnswerMessage {
   std::vector<Bytes> blobs;  // blobs of a success, by rank
 };
 
-inline constexpr std::int32_t kMaxRanks = 1024;
+inline constexpr std::int32_t kMaxRanks = XD_MAX_RANKS;
 std::size_t max_join_bytes();
 std::size_t max_answer_bytes(int num_ranks);
 std::size_t answer_bytes(int num_ranks, std::size_t blob_bytes);  // of a success

@@ -45,6 +45,8 @@ xd_status xd_comm_abort(xd_comm* comm) {
   return guarded_on("xd_comm_abort", *comm->comm, [&] { comm->comm->abort(); });
 }
 
+int32_t xd_default_timeout_ms(void) { return xd::env().timeout_ms; }
+
 xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context) {
   return guarded("xd_set_interrupt", [&] { xd::set_interrupt(ask, context); });
 }

@@ -54,7 +54,7 @@ void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {
   require_range("max_topk", user.max_topk, 1, kMaxTopk);
   config.max_topk = user.max_topk;
   // 2^26 tokens * 32 choices: every index into a plan fits into 31 bits.
-  require_range("max_tokens_per_rank", user.max_tokens_per_rank, 1, std::int64_t{1} << 26);
+  require_range("max_tokens_per_rank", user.max_tokens_per_rank, 1, XD_EP_MAX_TOKENS);
   config.max_tokens = user.max_tokens_per_rank;
 }
 

@@ -12,11 +12,11 @@
 
 namespace xd::ep {
 
-inline constexpr int kMaxTopk = 32;
-inline constexpr int kMaxRanks = 1024;
-inline constexpr int kMaxExperts = 65536;
-inline constexpr int kMaxDeviceExperts = 4096;      // on CUDA
-inline constexpr std::uint64_t kRowAlignment = 16;  // payload rows are a multiple of it
+inline constexpr int kMaxTopk = XD_EP_MAX_TOPK;
+inline constexpr int kMaxRanks = XD_MAX_RANKS;
+inline constexpr int kMaxExperts = XD_EP_MAX_EXPERTS;
+inline constexpr int kMaxDeviceExperts = 4096;  // on CUDA
+inline constexpr std::uint64_t kRowAlignment = XD_EP_ROW_ALIGNMENT;
 
 // Receive rows that a plan has of a capacity: whole multiples of its alignment, a power of two.
 constexpr std::int64_t whole_rows(std::int64_t capacity, std::int64_t alignment) {

@@ -107,7 +107,7 @@ struct PlanMap {
 // Sizes that are safe to compute a PlanMap with.
 constexpr bool plausible(const PlanHeader& h) {
   return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
-         h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= (1 << 26) && h.topk >= 1 &&
+         h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= XD_EP_MAX_TOKENS && h.topk >= 1 &&
          h.topk <= kMaxTopk && h.alignment >= 1 && (h.alignment & (h.alignment - 1)) == 0 &&
          h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 && h.capacity <= INT32_MAX;
 }

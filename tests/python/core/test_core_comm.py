@@ -339,3 +339,17 @@ def test_features_say_what_is_missing() -> None:
     if not crossdock.feature_available("cuda"):
         assert len(crossdock.feature_reason("cuda")) > 10
     assert crossdock.__version__ == _core.version
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1234", 1234), (None, 600_000), ("x", 600_000), ("0", 600_000), ("-5", 600_000)],
+)
+def test_default_timeout_is_the_environments(text: str | None, expected: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("XD_TIMEOUT_MS")
+    environment |= {} if text is None else {"XD_TIMEOUT_MS": text}
+    code = "from crossdock import _core; print(_core.default_timeout_ms())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, check=True,
+                          stdout=subprocess.PIPE)
+    assert int(done.stdout) == expected

@@ -31,7 +31,8 @@ def compare(stubs: list[ast.stmt], bound: type | ModuleType) -> None:
     functions = {item.name: item for item in stubs if isinstance(item, ast.FunctionDef)}
     public = {name for name in vars(bound) if not name.startswith("_")}
     classes = {item.name for item in stubs if isinstance(item, ast.ClassDef)}
-    assert public - {"version"} == {name for name in functions if name != "__init__"} | classes
+    values = {item.target.id for item in stubs if isinstance(item, ast.AnnAssign)}
+    assert public == {name for name in functions if name != "__init__"} | classes | values
     for name, stub in functions.items():
         if stub.decorator_list:  # a property
             assert type(getattr(bound, name)) is property

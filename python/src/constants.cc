@@ -1,0 +1,94 @@
+#include "constants.h"
+
+#include <crossdock/crossdock.h>
+#include <crossdock/tensor.h>
+
+#include <array>
+#include <initializer_list>
+#include <utility>
+
+namespace xdpy {
+
+namespace nb = nanobind;
+
+namespace {
+
+// Every xd_ep_operation, by its number.
+constexpr std::array<const char*, 5> kOperations = {"prepare", "dispatch", "combine",
+                                                    "dispatch_bwd", "combine_bwd"};
+static_assert(XD_EP_PREPARE == 0 && XD_EP_DISPATCH == 1 && XD_EP_COMBINE == 2 &&
+              XD_EP_DISPATCH_BWD == 3 && XD_EP_COMBINE_BWD == 4);
+
+// By the words that Python's arguments have for them.
+nb::dict words(std::initializer_list<std::pair<const char*, int>> known) {
+  nb::dict numbers;
+  for (const auto& [word, number] : known) numbers[word] = number;
+  return numbers;
+}
+
+// As data_type() takes it.
+int packed(DLDataType type) { return type.code << 8 | type.bits; }
+
+nb::dict dtypes() {
+  return words({{"int8", packed(XD_DTYPE_INT8)},
+                {"int32", packed(XD_DTYPE_INT32)},
+                {"int64", packed(XD_DTYPE_INT64)},
+                {"uint8", packed(XD_DTYPE_UINT8)},
+                {"float16", packed(XD_DTYPE_FLOAT16)},
+                {"float32", packed(XD_DTYPE_FLOAT32)},
+                {"bfloat16", packed(XD_DTYPE_BFLOAT16)},
+                {"float8_e4m3fn", packed(XD_DTYPE_FLOAT8_E4M3FN)},
+                {"float8_e5m2", packed(XD_DTYPE_FLOAT8_E5M2)},
+                {"float8_e8m0fnu", packed(XD_DTYPE_FLOAT8_E8M0FNU)}});
+}
+
+// By name (number, columns that share a scale, dtype of the scales).
+nb::dict quantise_ways() {
+  nb::dict ways;
+  const auto add = [&](const char* name, xd_ep_quantise way, const char* scales) {
+    ways[name] = nb::make_tuple(static_cast<int>(way), XD_EP_QUANTISE_BLOCK(way), scales);
+  };
+  add("fp8_block128", XD_EP_QUANTISE_FP8_BLOCK128, "float32");
+  add("fp8_block128_pow2", XD_EP_QUANTISE_FP8_BLOCK128_POW2, "float32");
+  add("fp8_block128_e8m0", XD_EP_QUANTISE_FP8_BLOCK128_E8M0, "float8_e8m0fnu");
+  add("mxfp8", XD_EP_QUANTISE_MXFP8, "float8_e8m0fnu");
+  return ways;
+}
+
+void bind_words(nb::module_& constants) {
+  constants.attr("DEVICE_TYPES") = words({{"cpu", kDLCPU}, {"cuda", kDLCUDA}});
+  constants.attr("DTYPES") = dtypes();
+  constants.attr("LAYOUTS") =
+      words({{"expert_major", XD_EP_EXPERT_MAJOR}, {"rank_major", XD_EP_RANK_MAJOR}});
+  constants.attr("OVERFLOWS") =
+      words({{"error", XD_EP_OVERFLOW_ERROR}, {"drop", XD_EP_OVERFLOW_DROP}});
+  constants.attr("DUPLICATE_IDS") =
+      words({{"error", XD_EP_DUPLICATE_IDS_ERROR}, {"collapse", XD_EP_DUPLICATE_IDS_COLLAPSE}});
+  constants.attr("ON_ERROR") =
+      words({{"status", XD_EP_ON_ERROR_STATUS}, {"fatal", XD_EP_ON_ERROR_FATAL}});
+  constants.attr("STAGINGS") = words({{"auto", XD_EP_STAGING_AUTO}, {"none", XD_EP_STAGING_NONE}});
+  constants.attr("QUANTISE") = quantise_ways();
+}
+
+}  // namespace
+
+void bind_constants(nb::module_& module) {
+  nb::module_ constants = module.def_submodule("constants", "Numbers and words of the headers.");
+  constants.attr("MAX_RANKS") = XD_MAX_RANKS;
+  constants.attr("MAX_EXPERTS") = XD_EP_MAX_EXPERTS;
+  constants.attr("MAX_TOPK") = XD_EP_MAX_TOPK;
+  constants.attr("MAX_TOKENS") = XD_EP_MAX_TOKENS;
+  constants.attr("ROW_ALIGNMENT") = XD_EP_ROW_ALIGNMENT;
+  constants.attr("PREPARE") = static_cast<int>(XD_EP_PREPARE);
+  constants.attr("DISPATCH") = static_cast<int>(XD_EP_DISPATCH);
+  constants.attr("COMBINE") = static_cast<int>(XD_EP_COMBINE);
+  constants.attr("DISPATCH_BWD") = static_cast<int>(XD_EP_DISPATCH_BWD);
+  constants.attr("COMBINE_BWD") = static_cast<int>(XD_EP_COMBINE_BWD);
+  nb::list operations;
+  for (const char* name : kOperations) operations.append(name);
+  constants.attr("OPERATIONS") = nb::tuple(operations);
+  bind_words(constants);
+  module.def("default_timeout_ms", &xd_default_timeout_ms);
+}
+
+}  // namespace xdpy
