@@ -65,7 +65,7 @@ class Bench:
         # zeroed each time.
         fullest = np.bincount(ids.ravel() * options.ranks // options.experts).max()
         self.config = xd.EpConfig(options.experts, options.hidden, options.topk, options.tokens,
-                                  num_sms=options.sms, capacity=int(fullest))
+                                  num_sms=options.sms, recv_capacity=int(fullest))
         # Small integers: sums over experts are exact.
         x = rng.integers(-4, 5, (rows, options.hidden), np.int8).astype(jnp.bfloat16)
         self.weights = self.put(np.full((rows, options.topk), 1 / 8, np.float32))

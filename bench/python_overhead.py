@@ -37,7 +37,7 @@ def _empty_dispatch(
     group: int,
     num_tokens: int,
     topk: int,
-    quantize: int,
+    quantise: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return tuple(x.new_empty(0) for _ in range(6))
 

@@ -28,7 +28,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.experts = xd.MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2, max_tokens=TOKENS)
+        self.experts = xd.MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2,
+                                   max_tokens_per_rank=TOKENS)
         self.head = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ def main() -> None:
 
     # The same seed everywhere, so that what all ranks hold begins equal.
     torch.manual_seed(1)
-    layer = xd.MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2, max_tokens=TOKENS)
+    layer = xd.MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2, max_tokens_per_rank=TOKENS)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
 
     torch.manual_seed(2 + comm.rank)  # other tokens on every rank

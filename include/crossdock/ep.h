@@ -344,7 +344,7 @@ typedef enum xd_ep_quantise {
   XD_EP_QUANTISE_MXFP8 = 4
 } xd_ep_quantise;
 /* Columns that share a scale. */
-#define XD_EP_QUANTISE_BLOCK(way) ((way) == XD_EP_QUANTISE_MXFP8 ? 32 : 128)
+#define XD_EP_QUANTISE_BLOCK(way) ((way) == XD_EP_QUANTISE_MXFP8 ? 32u : 128u)
 
 typedef struct xd_ep_dispatch_args {
   size_t struct_size;

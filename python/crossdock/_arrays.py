@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock import _core
+from crossdock._core import constants
 from crossdock._dtypes import DLPACK, numpy_dtype
 
 __all__ = ["Heap", "Spec", "aligned_empty", "describe"]
@@ -20,7 +21,7 @@ __all__ = ["Heap", "Spec", "aligned_empty", "describe"]
 # (address, shape, dtype) and perhaps strides in elements: how crossdock._core takes a tensor.
 Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
-_ALIGNMENT = 16  # of tensors and plans, in bytes
+_ALIGNMENT = constants.ROW_ALIGNMENT  # of tensors and plans, in bytes
 
 
 def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from crossdock import _core
 from crossdock._arrays import Heap, aligned_empty, describe
+from crossdock._core import constants
 from crossdock._dtypes import INDICES
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
 
@@ -29,7 +30,7 @@ __all__ = [
     "unique_id",
 ]
 
-_CPU, _CUDA = 1, 2  # DLPack's device types
+_CPU, _CUDA = constants.DEVICE_TYPES["cpu"], constants.DEVICE_TYPES["cuda"]
 _MOST_BYTES = 1 << 62
 _IMPOSSIBLE = 1 << 63  # bytes: more than any machine has, so that asking for them fails
 
@@ -262,7 +263,7 @@ class Comm:
         experts = operator.index(num_experts)
         per_rank = aligned_empty(self.num_ranks, np.int64)
         # What is no number of experts, the library refuses by itself.
-        per_expert = aligned_empty(max(0, min(experts, 1 << 16)), np.int64)
+        per_expert = aligned_empty(max(0, min(experts, constants.MAX_EXPERTS)), np.int64)
         in_rank = np.empty((len(topk_idx), self.num_ranks), np.bool_)
         bad_ids = aligned_empty(1, np.int64)
         core.routing_layout(

@@ -9,9 +9,20 @@ import numpy.typing as npt
 
 from crossdock import _core
 from crossdock._comm import parse_device
+from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
 
-__all__ = ["DuplicateIds", "EpConfig", "GroupMemory", "Layout", "OnError", "Overflow", "Staging"]
+__all__ = [
+    "WORDS",
+    "DuplicateIds",
+    "EpConfig",
+    "GroupMemory",
+    "Layout",
+    "OnError",
+    "Overflow",
+    "Staging",
+    "number_of",
+]
 
 Layout = Literal["expert_major", "rank_major"]
 Overflow = Literal["error", "drop"]
@@ -19,11 +30,26 @@ DuplicateIds = Literal["error", "collapse"]
 OnError = Literal["status", "fatal"]
 Staging = Literal["auto", "none"]
 
-_LAYOUTS = {"expert_major": 0, "rank_major": 1}
-_OVERFLOWS = {"error": 0, "drop": 1}
-_DUPLICATES = {"error": 0, "collapse": 1}
-_ON_ERROR = {"status": 0, "fatal": 1}
-_STAGINGS = {"auto": 0, "none": 1}
+# By the field of a config: its words, and the library's numbers for them.
+WORDS: dict[str, dict[str, int]] = {
+    "layout": constants.LAYOUTS,
+    "overflow": constants.OVERFLOWS,
+    "duplicate_ids": constants.DUPLICATE_IDS,
+    "on_error": constants.ON_ERROR,
+    "staging": constants.STAGINGS,
+}
+
+
+def number_of(field: str, word: Any) -> int:
+    """The library's number for a word of a config's field.
+
+    Raises:
+        ValueError: there is no such word.
+    """
+    known = WORDS[field]
+    if not isinstance(word, str) or word not in known:
+        raise ValueError(f"{field}: expected {' or '.join(map(repr, known))}, got {word!r}")
+    return known[word]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +91,8 @@ class EpConfig:
             communicator is finished with it.
         staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;
             ``"none"``: no such memory, and receive arrays outside are InvalidArgument.
-        zero_tail: rows past the last one are zeroed in every receive array.
+        zero_tail: rows past the last one are zeroed in every receive array that is written. (Of a
+            C config that is not the default.)
         num_sms: CUDA: multiprocessors to use; 0 = the library chooses.
 
     Raises:
@@ -86,27 +113,19 @@ class EpConfig:
     duplicate_ids: DuplicateIds = "error"
     on_error: OnError = "status"
     staging: Staging = "auto"
-    zero_tail: bool = False
+    zero_tail: bool = True
     num_sms: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for field, words in (("layout", _LAYOUTS), ("overflow", _OVERFLOWS),
-                             ("duplicate_ids", _DUPLICATES), ("on_error", _ON_ERROR),
-                             ("staging", _STAGINGS)):
-            value = getattr(self, field)
-            if value not in words:
-                raise ValueError(f"{field}: expected {' or '.join(map(repr, words))}, "
-                                 f"got {value!r}")
+        for field in WORDS:
+            number_of(field, getattr(self, field))
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of crossdock._core's functions."""
         found = dataclasses.asdict(self)
-        found.update(dtype=pack(self.dtype), layout=_LAYOUTS[self.layout],
-                     overflow=_OVERFLOWS[self.overflow],
-                     duplicate_ids=_DUPLICATES[self.duplicate_ids],
-                     on_error=_ON_ERROR[self.on_error], staging=_STAGINGS[self.staging],
-                     zero_tail=int(self.zero_tail))
+        found.update({field: number_of(field, getattr(self, field)) for field in WORDS},
+                     dtype=pack(self.dtype), zero_tail=int(self.zero_tail))
         return found
 
     def recv_bound(self, num_ranks: int) -> int:

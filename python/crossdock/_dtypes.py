@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from crossdock._core import constants
+
 __all__ = [
     "DLPACK",
     "INDICES",
@@ -17,19 +19,8 @@ __all__ = [
     "pack",
 ]
 
-# By NumPy's name: DLPack's code << 8 | bits, as crossdock._core takes it.
-DLPACK: dict[str, int] = {
-    "int8": 0 << 8 | 8,
-    "int32": 0 << 8 | 32,
-    "int64": 0 << 8 | 64,
-    "uint8": 1 << 8 | 8,
-    "float16": 2 << 8 | 16,
-    "float32": 2 << 8 | 32,
-    "bfloat16": 4 << 8 | 16,
-    "float8_e4m3fn": 10 << 8 | 8,
-    "float8_e5m2": 12 << 8 | 8,
-    "float8_e8m0fnu": 14 << 8 | 8,
-}
+# By NumPy's name: DLPack's code and bits, as crossdock._core takes them.
+DLPACK = constants.DTYPES
 # What the library takes where.
 INDICES = ("int32", "int64")
 WEIGHTS = ("float32",)

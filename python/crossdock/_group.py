@@ -17,15 +17,13 @@ from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig
+from crossdock._core import constants
 from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
 from crossdock._plan import Plan
-from crossdock._quantize import Quantization, quantization
+from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
 
 __all__ = ["Dispatched", "EpGroup", "EpStatus", "ExpertGrads"]
-
-_PREPARE, _DISPATCH, _COMBINE, _DISPATCH_BWD, _COMBINE_BWD = range(5)
-
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
@@ -110,7 +108,7 @@ class EpGroup:
             counts=aligned_empty(local_experts, np.int64),
             padded_counts=aligned_empty(local_experts, np.int64),
             offsets=aligned_empty(local_experts + 1, np.int64),
-            needed_rows=aligned_empty(1, np.int64),
+            total=aligned_empty(1, np.int64),
             rank_rows=aligned_empty((ranks, ranks), np.int64),
         )
 
@@ -129,7 +127,7 @@ class EpGroup:
                 ``out`` is then complete, and such ids count as -1.
             CapacityOverflow: on every rank, if some rank would receive more than it can.
         """
-        with self._joining(_PREPARE):
+        with self._joining(constants.PREPARE):
             ids = describe("topk_idx", topk_idx, INDICES)
             if not -(1 << 31) <= operator.index(alignment) < 1 << 31:
                 raise ValueError(f"alignment: expected a number of 32 bits, got {alignment}")
@@ -138,14 +136,14 @@ class EpGroup:
                 describe("out.counts", plan.counts, INDICES, write=True),
                 describe("out.padded_counts", plan.padded_counts, INDICES, write=True),
                 describe("out.offsets", plan.offsets, INDICES, write=True),
-                describe("out.needed_rows", plan.needed_rows, INDICES, write=True),
+                describe("out.total", plan.total, INDICES, write=True),
                 describe("out.rank_rows", plan.rank_rows, INDICES, write=True),
             )
         self._core.prepare(ids, *plan.place(), *outputs, alignment=alignment)
         return plan
 
     def dispatch(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None = None, *,
-                 scales: np.ndarray | None = None, quantize: bool | str = False,
+                 scales: np.ndarray | None = None, quantise: bool | str = False,
                  out: Dispatched | None = None) -> Dispatched:
         """Copies each token's row to every rank that holds one of its experts.
 
@@ -155,7 +153,7 @@ class EpGroup:
             topk_weights: [T,K] float32.
             scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the tokens; of any
                 strides, like ``out.scales``.
-            quantize: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
+            quantise: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
                 True), a float32 per 128 columns; "fp8_block128_pow2", powers of two; or as
                 float8_e8m0fnu "fp8_block128_e8m0", and "mxfp8" per 32 columns.
             out: arrays to receive into; None = new ones.
@@ -170,8 +168,8 @@ class EpGroup:
             CrossdockError: a fatal one, after which the communicator is finished: Timeout, PeerLost
                 or Aborted.
         """
-        with self._joining(_DISPATCH):
-            way = quantization(quantize)
+        with self._joining(constants.DISPATCH):
+            way = quantise_way(quantise)
             inputs = (
                 describe("tokens", tokens, PAYLOADS),
                 _optional("scales", scales, SCALES, strided=True),
@@ -206,7 +204,7 @@ class EpGroup:
         Raises:
             As dispatch.
         """
-        with self._joining(_COMBINE):
+        with self._joining(constants.COMBINE):
             inputs = (
                 describe("expert_out", expert_out, SUMMABLE),
                 _optional("weights", weights, WEIGHTS),
@@ -234,7 +232,7 @@ class EpGroup:
         Raises:
             As dispatch.
         """
-        with self._joining(_DISPATCH_BWD):
+        with self._joining(constants.DISPATCH_BWD):
             inputs = (_optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
                       _optional("grad_recv_weights", grad_recv_weights, WEIGHTS))
             info = plan.info()
@@ -265,7 +263,7 @@ class EpGroup:
         Raises:
             As dispatch.
         """
-        with self._joining(_COMBINE_BWD):
+        with self._joining(constants.COMBINE_BWD):
             inputs = (
                 describe("grad_out", grad_out, PAYLOADS),
                 _optional("expert_out", expert_out, SUMMABLE),
@@ -346,7 +344,7 @@ class EpGroup:
             return aligned_empty(shape, dtype)
 
     def _new_dispatched(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None,
-                        scales: np.ndarray | None, way: Quantization | None) -> Dispatched:
+                        scales: np.ndarray | None, way: QuantiseWay | None) -> Dispatched:
         info = plan.info()
         rows, topk = info["recv_rows"], info["topk"]
         rank_major = self._config.layout == "rank_major"

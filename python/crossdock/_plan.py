@@ -24,7 +24,7 @@ class Plan:
             padding and dropped rows.
         padded_counts: [L] int64, the same with padding.
         offsets: [L+1] int64 first row of each zone, and the end of the last.
-        needed_rows: [1] int64 rows that this rank would need, padding included, before any drop.
+        total: [1] int64 rows that this rank would need, padding included, before any drop.
         rank_rows: [W,W] int64 rows that each source puts into each destination.
     """
 
@@ -32,7 +32,7 @@ class Plan:
     counts: np.ndarray
     padded_counts: np.ndarray
     offsets: np.ndarray
-    needed_rows: np.ndarray
+    total: np.ndarray
     rank_rows: np.ndarray
 
     def place(self) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from crossdock._core import constants
+
 __all__ = [
     "Aborted",
     "Busy",
@@ -22,8 +24,6 @@ __all__ = [
     "Timeout",
     "Unsupported",
 ]
-
-_OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
 
 
 class CrossdockError(RuntimeError):
@@ -141,6 +141,18 @@ _CLASSES: dict[str, type[CrossdockError]] = {
 }
 
 
+def from_status(found: dict[str, Any], rank: int | None = None) -> CrossdockError:
+    """The exception for what a group remembers: ``status()`` of the extension's group.
+
+    Args:
+        found: the fields of ``xd_ep_status``; an error is in it.
+        rank: whose group it is.
+    """
+    details = {name: found[name] for name in ("status", "text", "operation")}
+    peer = None if found["rank"] < 0 else found["rank"]
+    return from_details(details | {"rank": rank, "peer": peer})
+
+
 def from_details(details: dict[str, Any]) -> CrossdockError:
     """The exception for a failure; the extension raises what this returns.
 
@@ -150,6 +162,6 @@ def from_details(details: dict[str, Any]) -> CrossdockError:
     """
     known = dict(details)
     operation = known.pop("operation", None)
-    if operation is not None and operation < len(_OPERATIONS):
-        known["operation"] = _OPERATIONS[operation]
+    if operation is not None and operation < len(constants.OPERATIONS):
+        known["operation"] = constants.OPERATIONS[operation]
     return _CLASSES.get(known["status"], CrossdockError)(known.pop("text"), **known)

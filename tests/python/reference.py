@@ -162,7 +162,7 @@ class Routing:
 
 
 # By name: columns that share a scale, the least exponent of one, and its dtype.
-QUANTIZATIONS = {
+QUANTISE_WAYS = {
     "fp8_block128": (128, -126, "float32"),
     "fp8_block128_pow2": (128, -126, "float32"),
     "fp8_block128_e8m0": (128, -127, "float8_e8m0fnu"),
@@ -172,7 +172,7 @@ QUANTIZATIONS = {
 
 def quantised(rows: np.ndarray, name: str = "fp8_block128") -> tuple[np.ndarray, np.ndarray]:
     """e4m3 elements and scales of finite bfloat16 rows: xd_ep_quantise in crossdock/ep.h."""
-    block, least, dtype = QUANTIZATIONS[name]
+    block, least, dtype = QUANTISE_WAYS[name]
     blocks = rows.astype(np.float32).reshape(len(rows), rows.shape[1] // block, block)
     largest = np.abs(blocks).max(2, keepdims=True)
     if name == "fp8_block128":

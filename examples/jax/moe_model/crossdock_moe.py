@@ -27,8 +27,8 @@ def make_moe(settings: Settings, mesh: Mesh) -> MoE:
     config = xd.EpConfig(
         num_experts=s.experts,
         hidden=s.hidden,
-        topk=s.topk,
-        max_tokens=s.sequences // s.ranks * s.context,
+        max_topk=s.topk,
+        max_tokens_per_rank=s.sequences // s.ranks * s.context,
         dtype=jnp.float32,
     )
 

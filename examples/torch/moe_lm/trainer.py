@@ -58,7 +58,7 @@ class Trainer:
         settings.check(self.ranks)
         torch.manual_seed(settings.seed)
         self.text: Text = read_text(settings.text)
-        self.comm: xd.Communicator | None = None
+        self.comm: xd.Comm | None = None
         self.model = self._make_model()
         self.optimizer = torch.optim.AdamW(
             xd.parameter_groups(self.model),
@@ -89,7 +89,7 @@ class Trainer:
                 s.experts,
                 s.hidden,
                 s.topk,
-                max_tokens=max(s.sequences // self.ranks, 1) * s.context,
+                max_tokens_per_rank=max(s.sequences // self.ranks, 1) * s.context,
                 dtype=torch.float32,
                 # Each layer keeps what went into and out of its experts until its backward pass.
                 symmetric_tensors=2 * s.layers + 4,

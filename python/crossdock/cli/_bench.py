@@ -8,16 +8,16 @@ import math
 import pathlib
 from typing import Any
 
+from crossdock._core import constants
 from crossdock.cli import _console, _gpus, _rank, _report
 from crossdock.cli._doctor import feature
-from crossdock.cli._errors import OK, UsageError
 from crossdock.cli._launch import run_ranks
-from crossdock.cli._options import number
+from crossdock.cli._usage import OK, UsageError, number
 from crossdock.cli._workload import ITEM_BYTES, LAYOUTS, ROUTINGS, Workload
 
 # What the library takes at most, each for itself; --topk also depends on --experts.
-_LIMITS = {"ranks": 1024, "experts": 65536, "tokens": 1 << 26, "hidden": 1 << 24,
-           "timeout": 2**31 // 1000}
+_LIMITS = {"ranks": constants.MAX_RANKS, "experts": constants.MAX_EXPERTS,
+           "tokens": constants.MAX_TOKENS, "hidden": 1 << 24, "timeout": 2**31 // 1000}
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 _DESCRIPTION = """Times prepare, dispatch, combine and their backward passes over ranks that it
 starts itself on this host, beside a copy of as many bytes in the same run. Before it measures, it
@@ -135,13 +135,14 @@ def _check_sizes(workload: Workload) -> None:
         nearest = math.ceil(workload.experts / workload.ranks) * workload.ranks
         raise UsageError(f"--experts {workload.experts}: not a multiple of --ranks "
                          f"{workload.ranks}; {nearest} would be")
-    if workload.topk > min(workload.experts, 32):
-        raise UsageError(f"--topk {workload.topk}: at most 32, and no more than --experts "
+    most, unit = constants.MAX_TOPK, constants.ROW_ALIGNMENT
+    if workload.topk > min(workload.experts, most):
+        raise UsageError(f"--topk {workload.topk}: at most {most}, and no more than --experts "
                          f"{workload.experts}")
-    if workload.row_bytes % 16:
-        unit = 16 // ITEM_BYTES[workload.dtype]
-        raise UsageError(f"--hidden {workload.hidden}: rows are multiples of 16 bytes, so of "
-                         f"{unit} elements of {workload.dtype}")
+    if workload.row_bytes % unit:
+        elements = unit // ITEM_BYTES[workload.dtype]
+        raise UsageError(f"--hidden {workload.hidden}: rows are multiples of {unit} bytes, so of "
+                         f"{elements} elements of {workload.dtype}")
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

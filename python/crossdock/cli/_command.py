@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from crossdock import __version__
 from crossdock.cli import _bench, _demo, _doctor
-from crossdock.cli._errors import FAILED, INTERRUPTED, CommandError
+from crossdock.cli._usage import FAILED, INTERRUPTED, CommandError
 
 _EPILOG = """exit codes: 0 done, 1 failed, 2 the command line makes no sense here, 130 Ctrl-C"""
 

@@ -10,8 +10,7 @@ import sys
 from typing import NoReturn
 
 from crossdock.cli import _host
-from crossdock.cli._errors import CommandError, UsageError
-from crossdock.cli._options import number
+from crossdock.cli._usage import CommandError, UsageError, number
 
 _PROGRAM = pathlib.Path("examples/torch/train_moe_lm.py")
 _RANKS = (1, 2, 4, 8)  # those that share the program's 16 sequences and 8 experts evenly

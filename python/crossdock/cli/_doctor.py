@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import crossdock
 from crossdock.cli import _console, _gpus, _host, _rank
-from crossdock.cli._errors import FAILED, OK, CommandError
 from crossdock.cli._launch import run_ranks
+from crossdock.cli._usage import FAILED, OK, CommandError
 from crossdock.cli._workload import Workload
 
 FEATURES = ("cpu", "cuda", "network", "gemm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -33,17 +32,6 @@ class Engine(Protocol):
 
     def versions(self) -> dict[str, str]:
         """Packages that had a part in it."""
-
-
-def make_engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
-    """Joins the other ranks through the environment's meeting point."""
-    if workload.through == "torch":
-        from crossdock.cli._engine_torch import TorchEngine
-
-        return TorchEngine(workload)
-    from crossdock.cli._engine_numpy import NumpyEngine
-
-    return NumpyEngine(workload)
 
 
 def wall_times(workload: Workload, barrier: Call, call: Call, tell: Tell) -> list[float]:

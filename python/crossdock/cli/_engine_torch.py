@@ -28,7 +28,7 @@ class TorchEngine:
         self._group = xd.EpGroup(
             workload.experts, workload.hidden, workload.topk, workload.tokens,
             layout=workload.layout, dtype=_DTYPES[workload.dtype],
-            capacity=max(volume(workload).received[rank], 1), comm=self._comm,
+            recv_capacity=max(volume(workload).received[rank], 1), comm=self._comm,
         )
         ids, weights = _engine.topk(workload, rank)
         self._ids = torch.from_numpy(ids).to(device)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from crossdock import launch
-from crossdock.cli._errors import CommandError
+from crossdock.cli._usage import CommandError
 
 
 def run_ranks(

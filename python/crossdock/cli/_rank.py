@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from crossdock import launch
-from crossdock.cli._engine import make_engine
+from crossdock.cli._engine import Engine
 from crossdock.cli._workload import Workload
+
+
+def _engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
+    """Joins the other ranks through the environment's meeting point."""
+    if workload.through == "torch":
+        from crossdock.cli._engine_torch import TorchEngine
+
+        return TorchEngine(workload)
+    from crossdock.cli._engine_numpy import NumpyEngine
+
+    return NumpyEngine(workload)
 
 
 def trial(rank: int, workload: Workload) -> None:
     """One round trip with every element checked."""
-    with make_engine(workload) as engine:
+    with _engine(workload) as engine:
         engine.check()
 
 
@@ -21,7 +33,7 @@ def bench(rank: int, workload: Workload) -> dict[str, Any]:
     Tells (what is being done, and its share that is done).
     """
     launch.tell(("starting", 0.0))
-    with make_engine(workload) as engine:
+    with _engine(workload) as engine:
         launch.tell(("checking", 0.0))
         engine.check()
         operations = engine.operations()

@@ -10,7 +10,7 @@ from typing import Any
 
 import crossdock
 from crossdock.cli import _console, _host
-from crossdock.cli._errors import CommandError
+from crossdock.cli._usage import CommandError
 from crossdock.cli._workload import Workload, volume
 
 FLOOR = "copy"

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 
 from crossdock._config import Layout
+from crossdock._core import constants
 
 ROUTINGS = ("uniform", "zipf", "hot")
-LAYOUTS = ("expert_major", "rank_major")
+LAYOUTS = tuple(constants.LAYOUTS)
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from crossdock._core import constants
+
 from ._config import Config
 from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 """Type of the elements of topk_idx."""
 
-MAX_TOPK = 32  # choices per token that a group knows
-ROW_ALIGNMENT = 16  # bytes
 # 4-bit numbers, two in a byte, from torch 2.8 on.
 _FP4_TYPES = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
 # Those of one byte, which may hold two numbers.
@@ -93,8 +93,8 @@ class Checks:
     def topk_idx(self, value: Any, tokens: int | str = "T") -> torch.Tensor:
         """[T,K] choices."""
         found = self.tensor(value, "topk_idx", (tokens, "K"), (topk_idx_t,))
-        if not 1 <= found.shape[1] <= MAX_TOPK:
-            self.fail("topk_idx", f"1 to {MAX_TOPK} columns", found.shape[1])
+        if not 1 <= found.shape[1] <= constants.MAX_TOPK:
+            self.fail("topk_idx", f"1 to {constants.MAX_TOPK} columns", found.shape[1])
         return found
 
 
@@ -136,8 +136,8 @@ def read_tokens(checks: Checks, x: Any) -> Tokens:
         tokens = Tokens(rows, scales)
         if tokens.scale_columns < 1:
             checks.fail("x[1]", "at least one scale per token", "none")
-    if tokens.row_bytes < 1 or tokens.row_bytes % ROW_ALIGNMENT != 0:
-        checks.fail("x", f"rows of a positive multiple of {ROW_ALIGNMENT} bytes",
+    if tokens.row_bytes < 1 or tokens.row_bytes % constants.ROW_ALIGNMENT != 0:
+        checks.fail("x", f"rows of a positive multiple of {constants.ROW_ALIGNMENT} bytes",
                     f"{tokens.row_bytes} bytes")
     return tokens
 
@@ -169,16 +169,17 @@ def read_choices(checks: Checks, num_tokens: int, per_rank: Any, in_rank: Any, p
     if topk_idx is not None:
         checks.topk_idx(topk_idx, num_tokens)
         checks.tensor(topk_weights, "topk_weights", tuple(topk_idx.shape), (torch.float32,))
-    elif ranks > MAX_TOPK:
-        checks.fail("topk_idx", f"a tensor, as there are more than {MAX_TOPK} ranks", None)
+    elif ranks > constants.MAX_TOPK:
+        needed = f"a tensor, as there are more than {constants.MAX_TOPK} ranks"
+        checks.fail("topk_idx", needed, None)
     return Choices(experts, per_expert, in_rank, topk_idx, topk_weights)
 
 
 def read_weights(checks: Checks, weights: Any, num_rows: int) -> None:
     """The weights of combine: [N,K] float32 with any K that a group knows."""
     found = checks.tensor(weights, "topk_weights", (num_rows, "K"), (torch.float32,))
-    if not 1 <= found.shape[1] <= MAX_TOPK:
-        checks.fail("topk_weights", f"1 to {MAX_TOPK} columns", found.shape[1])
+    if not 1 <= found.shape[1] <= constants.MAX_TOPK:
+        checks.fail("topk_weights", f"1 to {constants.MAX_TOPK} columns", found.shape[1])
 
 
 def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from crossdock._core import constants
 from crossdock.torch import _calls
 
-from ._arguments import ROW_ALIGNMENT, Checks
+from ._arguments import Checks
 from ._groups import Sequence
 from ._handle import Routing
 from ._lane import Turn
@@ -38,7 +39,7 @@ def pieces_of(x: object, bias: object, row_bytes: int) -> int:
 def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) -> None:
     """Refuses columns that the group does not take in so many pieces."""
     size = _WIDE if pieces > 1 else x.element_size()
-    unit, most = ROW_ALIGNMENT * pieces // size, row_bytes * pieces // size
+    unit, most = constants.ROW_ALIGNMENT * pieces // size, row_bytes * pieces // size
     columns = x.shape[1]
     if columns % unit != 0 or not 0 < columns <= most:
         checks.fail("x", f"a positive multiple of {unit} columns and, as the handle was made for, "
@@ -47,7 +48,7 @@ def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) 
 
 def operations_of(pieces: int, topk_weights: object) -> list[int]:
     """The operations that a combine with such arguments consists of."""
-    return [_calls.COMBINE] * (pieces + (topk_weights is not None))
+    return [constants.COMBINE] * (pieces + (topk_weights is not None))
 
 
 def combine(sequence: Sequence, x: torch.Tensor, routing: Routing,
@@ -76,10 +77,10 @@ def combine(sequence: Sequence, x: torch.Tensor, routing: Routing,
 def _sum_weights(sequence: Sequence, weights: torch.Tensor, plan: torch.Tensor,
                  out: torch.Tensor) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
-    unit = ROW_ALIGNMENT // _WIDE
+    unit = constants.ROW_ALIGNMENT // _WIDE
     missing = -weights.shape[1] % unit
     rows, total = weights, out
-    if missing or weights.data_ptr() % ROW_ALIGNMENT:
+    if missing or weights.data_ptr() % constants.ROW_ALIGNMENT:
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])

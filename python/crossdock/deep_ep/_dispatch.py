@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from crossdock._core import constants
+from crossdock._quantise import widest_scale_bytes
 from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
 from ._agreement import Request
-from ._arguments import MAX_TOPK, Choices, Tokens, as_payload, topk_idx_t
+from ._arguments import Choices, Tokens, as_payload, topk_idx_t
 from ._groups import Lease, Sequence
 from ._handle import Handle, Routing
 from ._lane import Turn
@@ -21,7 +23,6 @@ from ._memory import ReceiveMemory
 from ._runtime import Runtime
 from .utils import EventOverlap
 
-_SCALE_BLOCK = 128  # columns that share a scale
 _COUNTS_AT = 4  # place of the counts in the numbers for the host: 16-byte aligned, behind the total
 _FAILED = -1  # in place of counts
 
@@ -52,8 +53,8 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
         # Room for all forms of a batch, whichever comes first: fp8 rows, and those of 4-bit numbers
         # in bytes, are combined as 16-bit ones, their scales may come in a later, cached dispatch,
         # and weights travel as rows.
-        row_bytes=max(tokens.row_bytes, 2 * hidden * tokens.packed, 4 * MAX_TOPK),
-        scale_bytes=4 * max(tokens.scale_columns, -(-hidden // _SCALE_BLOCK)),
+        row_bytes=max(tokens.row_bytes, 2 * hidden * tokens.packed, 4 * constants.MAX_TOPK),
+        scale_bytes=max(4 * tokens.scale_columns, widest_scale_bytes(hidden)),
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
         experts=choices.experts,
         worst_tokens=limits.worst_tokens,
@@ -81,7 +82,7 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
     # numbers: whoever does takes part in all that follows.
     between = _turns_for_counts(runtime, choices)
-    with Sequence(lease, _calls.PREPARE, *between, _calls.DISPATCH,
+    with Sequence(lease, constants.PREPARE, *between, constants.DISPATCH,
                   host_waits=not limits.worst_tokens) as sequence, turn:
         _require_room(runtime, tokens, limits, lease)
         with turn.allocating():

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from crossdock import _core
+from crossdock._core import constants
 from crossdock.torch import _calls
 
-_MAX_TOPK = 32  # of a group: how many ranks one row may go to
-_RANK_MAJOR = 1
-_ROW_ALIGNMENT = 16
 _BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # whatever torch's defaults are
 
 
@@ -33,16 +31,16 @@ class HostExchange:
     def _make(self, row_bytes: int) -> None:
         """Makes group, plan and tensors for rows of at least `row_bytes` bytes. Collective."""
         ranks = self._comm.num_ranks
-        topk = min(ranks, _MAX_TOPK)
+        topk = min(ranks, constants.MAX_TOPK)
         copies = -(-ranks // topk)  # tokens, each for `topk` of the ranks
-        width = -(-row_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        width = -(-row_bytes // constants.ROW_ALIGNMENT) * constants.ROW_ALIGNMENT
         sizes = {
             "num_experts": ranks,
             "max_topk": topk,
             "max_tokens_per_rank": copies,
             "hidden": width,
             "dtype": _calls.DTYPE_CODES[torch.uint8],
-            "layout": _RANK_MAJOR,
+            "layout": constants.LAYOUTS["rank_major"],
         }
         self._group = _core.Group(self._comm, **sizes)
         self._plan = torch.empty(_core.plan_size(num_ranks=ranks, **sizes), **_BYTES)

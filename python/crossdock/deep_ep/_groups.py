@@ -12,29 +12,23 @@ from typing import Any
 import torch
 
 from crossdock import _core
+from crossdock._core import constants
 from crossdock.errors import (
-    CapacityOverflow,
     CrossdockError,
     InvalidArgument,
     Mismatch,
     OutOfMemory,
+    from_status,
 )
 from crossdock.torch import _calls
-from crossdock.torch._capture import is_capturing
+from crossdock.torch._calls import is_capturing
 
 from ._agreement import Request
 from ._home import Home
 from ._lane import Lane
 from ._memory import set_bytes
 
-_RANK_MAJOR = 1
-_COLLAPSE = 1
 _SETS = 2  # of receive tensors at a time that symmetric memory is made for
-_KINDS = {
-    "XD_ERROR_INVALID_ARGUMENT": InvalidArgument,
-    "XD_ERROR_MISMATCH": Mismatch,
-    "XD_ERROR_OVERFLOW": CapacityOverflow,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +110,8 @@ class Lease:
             "hidden": sizes.row_bytes,
             "dtype": _calls.DTYPE_CODES[torch.uint8],
             "max_scale_bytes": sizes.scale_bytes,
-            "layout": _RANK_MAJOR,
-            "duplicate_ids": _COLLAPSE,
+            "layout": constants.LAYOUTS["rank_major"],
+            "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
             "zero_tail": 1,
             "num_sms": sizes.num_sms[comm.rank],
         }
@@ -143,12 +137,7 @@ class Lease:
         status = self.group.status()
         if status["status"] == "XD_SUCCESS":
             return None
-        return _KINDS.get(status["status"], CrossdockError)(
-            _in_callers_words(status["text"]),
-            status=status["status"],
-            rank=comm.rank,
-            peer=None if status["rank"] < 0 else status["rank"],
-        )
+        return from_status(status | {"text": _in_callers_words(status["text"])}, comm.rank)
 
 
 def _in_callers_words(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from crossdock import _core
-from crossdock.torch._capture import is_capturing
+from crossdock.torch._calls import is_capturing
 
 from ._lane import Lane
 from ._memory import ReceiveMemory

@@ -26,8 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 from crossdock import _core
 from crossdock._comm import grow
 from crossdock.errors import OutOfMemory
-from crossdock.torch._calls import current_stream
-from crossdock.torch._capture import is_capturing
+from crossdock.torch._calls import current_stream, is_capturing
 
 _MIB = 1 << 20
 # torch cuts smaller tensors out of segments of their own.

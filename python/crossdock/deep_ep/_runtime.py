@@ -10,8 +10,8 @@ from typing import NoReturn, cast
 import torch
 
 from crossdock import _core
+from crossdock._core import constants
 from crossdock.errors import Mismatch
-from crossdock.torch import _calls
 
 from ._agreement import RECORD_BYTES, EqualNumber, Request, agree, refuse
 from ._arguments import Checks
@@ -19,8 +19,6 @@ from ._exchange import HostExchange
 from ._groups import Groups, Lease, Sequence
 from ._home import Home
 from ._memory import leave_unused
-
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -66,7 +64,7 @@ class Runtime:
             rank=self.rank,
             num_ranks=self.num_ranks,
             all_gather=all_gather,
-            device_type=_DEVICE_TYPES[device.type],
+            device_type=constants.DEVICE_TYPES[device.type],
             device_id=device.index or 0,
             heap_bytes=heap_bytes,
             name=f"deep_ep {device.type}",
@@ -125,7 +123,8 @@ class Runtime:
         if lease is None:
             refuse(self.exchange, self.rank, text)
             return
-        with contextlib.suppress(ValueError), Sequence(lease, _calls.PREPARE, _calls.DISPATCH):
+        turns = Sequence(lease, constants.PREPARE, constants.DISPATCH)
+        with contextlib.suppress(ValueError), turns:
             raise ValueError(text)
 
     def host_numbers(self, count: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from crossdock import _core
-from crossdock.torch import _calls
+from crossdock._core import constants
 
 from ._arguments import read_bias, read_choices, read_tokens, read_weights
 from ._combine import check_columns, combine, operations_of, pieces_of
@@ -439,7 +439,7 @@ class Buffer:
         routing = self._known(handle)
         lease = routing.lease
         checks = self._live().checks
-        with Sequence(lease, _calls.DISPATCH) as sequence:
+        with Sequence(lease, constants.DISPATCH) as sequence:
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     checks.fail(name, "None, as handle is given", "a tensor")

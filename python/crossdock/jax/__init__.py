@@ -1,7 +1,8 @@
 """Expert parallelism for JAX: XLA custom calls with derivatives, inside ``jit`` and ``shard_map``.
 
     ep = crossdock.jax.init(mesh, "expert")          # joins the mesh's ranks
-    config = EpConfig(num_experts=64, hidden=1024, topk=4, max_tokens=2048)
+    config = EpConfig(num_experts=64, hidden=1024, max_topk=4,
+                      max_tokens_per_rank=2048)
 
     plan = ep_prepare(config, topk_idx)              # exchanges counts
     tokens, weights, _, plan = ep_dispatch(plan, x, topk_weights)
@@ -30,7 +31,7 @@ from ._config import EpConfig
 from ._mesh import EpMesh, init
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._plan import Dispatched, EpPlan
-from ._quantized import QuantizedRows
+from ._quantised import QuantisedRows
 from .moe import MoEOutput, MoEParams, moe_layer
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "EpPlan",
     "MoEOutput",
     "MoEParams",
-    "QuantizedRows",
+    "QuantisedRows",
     "ep_combine",
     "ep_dispatch",
     "ep_prepare",

@@ -16,10 +16,10 @@ import numpy as np
 
 from crossdock._dtypes import numpy_dtype
 
-from ._quantized import ELEMENT
+from ._quantised import ELEMENT
 
 if TYPE_CHECKING:
-    from crossdock._quantize import Quantization
+    from crossdock._quantise import QuantiseWay
 
     from ._group import EpGroup
 
@@ -48,21 +48,21 @@ def prepare(group: EpGroup, alignment: int, topk_idx: Array, order: Array) -> tu
 
 def dispatch(
     group: EpGroup,
-    way: Quantization | None,
+    way: QuantiseWay | None,
     plan: Array,
-    x: Array,
+    tokens: Array,
     scales: Array | None,
     topk_weights: Array | None,
     order: Array,
 ) -> tuple[Array | None, ...]:
-    """-> recv_tokens, recv_scales, link (see `QuantizedRows`), recv_weights, recv_topk_idx, order.
+    """-> recv_tokens, recv_scales, link (see `QuantisedRows`), recv_weights, recv_topk_idx, order.
 
     All but the first and last may be None.
     """
-    rows, columns = group.rows, x.shape[-1]
-    topk = group.config.topk if topk_weights is None else topk_weights.shape[-1]
-    inputs = {"plan": plan, "tokens": _rows(x)}
-    outputs: _Results = {"recv_tokens": ((rows, columns), x.dtype if way is None else ELEMENT)}
+    rows, columns = group.rows, tokens.shape[-1]
+    topk = group.config.max_topk if topk_weights is None else topk_weights.shape[-1]
+    inputs = {"plan": plan, "tokens": _rows(tokens)}
+    outputs: _Results = {"recv_tokens": ((rows, columns), tokens.dtype if way is None else ELEMENT)}
     if way is not None:
         outputs["recv_scales"] = ((rows, columns // way.block), numpy_dtype(way.scale))
     elif scales is not None:
@@ -74,11 +74,11 @@ def dispatch(
         outputs["recv_weights"] = (shape, np.float32)
     if group.config.rank_major:
         outputs["recv_topk_idx"] = ((rows, topk), np.int32)
-    tokens, scales, *others, order = _call(
+    received, scales, *others, order = _call(
         "dispatch", group, inputs, outputs, order, _DISPATCH_RESULTS, way=way
     )
-    link = None if way is None else uniform(jnp.zeros((rows, columns), x.dtype), order)[0]
-    return tokens, scales, link, *others, order
+    link = None if way is None else uniform(jnp.zeros((rows, columns), tokens.dtype), order)[0]
+    return received, scales, link, *others, order
 
 
 _DISPATCH_RESULTS = ("recv_tokens", "recv_scales", "recv_weights", "recv_topk_idx")
@@ -111,7 +111,7 @@ def dispatch_bwd(
     grad_weights: Array | None,
     order: Array,
 ) -> tuple[Array | None, ...]:
-    """-> grad of x ``[*shape, H]`` or None, grad of topk_weights ``[*shape, K]`` or None, order.
+    """-> grad of tokens ``[*shape, H]`` and of topk_weights ``[*shape, K]``, or None each; order.
 
     One of the two gradients must be given.
     """
@@ -177,7 +177,7 @@ def _call(
     order: Array,
     names: tuple[str, ...] = (),
     alignment: int = 0,
-    way: Quantization | None = None,
+    way: QuantiseWay | None = None,
 ) -> tuple[Any, ...]:
     """Runs one operation.
 

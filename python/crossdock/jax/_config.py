@@ -10,22 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossdock import _core
-from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
+from crossdock._config import (
+    WORDS,
+    DuplicateIds,
+    Layout,
+    OnError,
+    Overflow,
+    Staging,
+    number_of,
+)
+from crossdock._dtypes import pack
+from crossdock._quantise import widest_scale_bytes
 
 __all__ = ["EpConfig"]
 
-_LAYOUTS = {"expert_major": 0, "rank_major": 1}
-_OVERFLOWS = {"error": 0, "drop": 1}
-_DUPLICATES = {"error": 0, "collapse": 1}
-_ON_ERROR = {"status": 0, "fatal": 1}
-_STAGINGS = {"auto": 0, "none": 1}
-
-# DLPack's type code << 8 | bits.
-_DTYPES = {
-    np.dtype(jnp.bfloat16): 4 << 8 | 16,
-    np.dtype(jnp.float16): 2 << 8 | 16,
-    np.dtype(jnp.float32): 2 << 8 | 32,
-}
+_DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +36,13 @@ class EpConfig:
     Attributes:
         num_experts: E, a multiple of the number of ranks.
         hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
-        topk: largest number of experts per token, 1 to 32.
-        max_tokens: largest number of tokens of a rank.
+        max_topk: largest number of experts per token, 1 to 32.
+        max_tokens_per_rank: largest number of tokens of a rank.
         layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
             expert; ``"rank_major"``: one per (token, rank), grouped by source.
         dtype: widest payload: bfloat16, float16 or float32.
-        capacity: R, the rows of every receive array of a rank; None = enough for any routing. What
-            is over a multiple of `alignment` stays empty.
+        recv_capacity: R, the rows of every receive array of a rank; 0 = enough for any routing.
+            What is over a multiple of `alignment` stays empty.
         overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
             fails; ``"drop"``: its last rows are dropped.
         alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have a
@@ -60,11 +59,11 @@ class EpConfig:
 
     num_experts: int
     hidden: int
-    topk: int
-    max_tokens: int
+    max_topk: int
+    max_tokens_per_rank: int
     layout: Layout = "expert_major"
     dtype: Any = jnp.bfloat16
-    capacity: int | None = None
+    recv_capacity: int = 0
     overflow: Overflow = "error"
     alignment: int = 1
     num_sms: int = 0
@@ -73,18 +72,15 @@ class EpConfig:
     on_error: OnError = "status"
 
     def __post_init__(self) -> None:
-        _choice("layout", self.layout, _LAYOUTS)
-        _choice("overflow", self.overflow, _OVERFLOWS)
-        _choice("staging", self.staging, _STAGINGS)
-        _choice("duplicate_ids", self.duplicate_ids, _DUPLICATES)
-        _choice("on_error", self.on_error, _ON_ERROR)
+        for field in WORDS:
+            number_of(field, getattr(self, field))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
-        if self.capacity is not None and self.capacity < 1:
+        if self.recv_capacity < 0:
             raise ValueError(
-                "capacity: expected at least 1 row, or None, which is enough for any routing; got "
-                f"{self.capacity}"
+                "recv_capacity: expected a number of rows, or 0, which is enough for any routing; "
+                f"got {self.recv_capacity}"
             )
 
     @property
@@ -94,9 +90,7 @@ class EpConfig:
 
     def rows(self, num_ranks: int) -> int:
         """R, the rows of every receive array of a rank."""
-        if self.capacity is not None:
-            return self.capacity
-        return _core.recv_bound(**self.sizes(num_ranks))
+        return self.recv_capacity or _core.recv_bound(**self.sizes(num_ranks))
 
     def plan_bytes(self, num_ranks: int) -> int:
         """Bytes of a plan."""
@@ -114,23 +108,14 @@ class EpConfig:
     def _fields(self) -> dict[str, int]:
         return {
             "num_experts": self.num_experts,
-            "max_topk": self.topk,
-            "max_tokens_per_rank": self.max_tokens,
+            "max_topk": self.max_topk,
+            "max_tokens_per_rank": self.max_tokens_per_rank,
             "hidden": self.hidden,
-            "dtype": _DTYPES[self.dtype],
-            "layout": _LAYOUTS[self.layout],
+            "dtype": pack(self.dtype),
             "alignment": self.alignment,
-            "recv_capacity": 0 if self.capacity is None else self.capacity,
-            "overflow": _OVERFLOWS[self.overflow],
-            "max_scale_bytes": 4 * -(-self.hidden // 128),  # a float32 per 128 columns
+            "recv_capacity": self.recv_capacity,
+            "max_scale_bytes": widest_scale_bytes(self.hidden),
             "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static
             "num_sms": self.num_sms,
-            "staging": _STAGINGS[self.staging],
-            "duplicate_ids": _DUPLICATES[self.duplicate_ids],
-            "on_error": _ON_ERROR[self.on_error],
+            **{field: number_of(field, getattr(self, field)) for field in WORDS},
         }
-
-
-def _choice(name: str, given: Any, known: dict[str, int]) -> None:
-    if given not in known:
-        raise ValueError(f"{name}: expected one of {list(known)}, got {given!r}")

@@ -12,17 +12,15 @@ from jax.sharding import Mesh
 
 from crossdock import _jax
 from crossdock._comm import milliseconds
-from crossdock.errors import from_details
+from crossdock._core import constants
+from crossdock.errors import from_details, from_status
 
 from ._config import EpConfig
 from ._group import EpGroup, Place, forget_programs, remember_programs
-from ._meeting import meeting_point
-from ._pool import device_pool
-from ._register import register
+from ._platform import device_pool, meeting_point, register
 
 __all__ = ["EpMesh", "current_mesh", "init"]
 
-_CPU, _CUDA = 1, 2  # DLPack's device types
 _ANY = -1  # the ordinal of a process's only device of a platform
 
 _Value = TypeVar("_Value")
@@ -120,14 +118,7 @@ class EpMesh:
         for config in self._groups:
             for status in self.status(config).values():
                 if status["status"] != "XD_SUCCESS":
-                    raise from_details(
-                        {
-                            "status": status["status"],
-                            "text": status["text"],
-                            "peer": None if status["rank"] < 0 else status["rank"],
-                            "operation": status["operation"],
-                        }
-                    )
+                    raise from_status(status)
 
     def register_memory(self) -> None:
         """Let operations on GPUs use XLA's buffers in place, without copies. Collective, blocking.
@@ -221,7 +212,7 @@ def init(
     devices, seats = _seats(place, timeout_ms)
     if not seats:
         raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
-    device_type = _CPU if platform == "cpu" else _CUDA
+    device_type = constants.DEVICE_TYPES["cpu" if platform == "cpu" else "cuda"]
     ranks = _jax.Ranks(device_type, seats, timeout_ms, name)
     _current = EpMesh(place, ranks, devices)
     return _current

@@ -13,20 +13,20 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from crossdock._quantize import Quantization, quantization
+from crossdock._quantise import QuantiseWay, quantise_way
 
 from . import _calls
 from ._config import EpConfig
 from ._group import EpGroup
 from ._mesh import EpMesh, current_mesh
 from ._plan import Dispatched, EpPlan
-from ._quantized import ELEMENT, QuantizedRows
+from ._quantised import ELEMENT, QuantisedRows
 from ._where import check_layout, local_shape, on_ranks
 
 __all__ = ["ep_combine", "ep_dispatch", "ep_prepare"]
 
 Array: TypeAlias = jax.Array
-_X = TypeVar("_X", bound=jax.Array | QuantizedRows)
+_X = TypeVar("_X", bound=jax.Array | QuantisedRows)
 
 
 class _Site(NamedTuple):
@@ -78,14 +78,14 @@ def ep_prepare(
     if topk_idx.dtype not in (np.int32, np.int64):
         raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
     check_layout(group.place, "topk_idx", topk_idx)
-    if topk_idx.ndim < 2 or not 1 <= topk_idx.shape[-1] <= config.topk:
+    if topk_idx.ndim < 2 or not 1 <= topk_idx.shape[-1] <= config.max_topk:
         raise ValueError(
-            f"topk_idx: expected [..., K] with K from 1 to {config.topk}, got {topk_idx.shape}"
+            f"topk_idx: expected [..., K] with K from 1 to {config.max_topk}, got {topk_idx.shape}"
         )
     shape = local_shape(group.place, "topk_idx", topk_idx.shape[:-1])
-    if math.prod(shape) > config.max_tokens:
+    if math.prod(shape) > config.max_tokens_per_rank:
         raise ValueError(
-            f"topk_idx: expected at most {config.max_tokens} tokens of a rank, got {shape}"
+            f"topk_idx: expected at most {config.max_tokens_per_rank} tokens of a rank, got {shape}"
         )
     alignment = config.alignment if alignment is None else operator.index(alignment)
     if not 1 <= alignment <= config.alignment or alignment.bit_count() != 1:
@@ -102,36 +102,36 @@ def ep_prepare(
 
 @overload
 def ep_dispatch(
-    plan: EpPlan, x: _X, topk_weights: Array | None = None, *, quantize: Literal[False] = False
+    plan: EpPlan, tokens: _X, topk_weights: Array | None = None, *, quantise: Literal[False] = False
 ) -> Dispatched[_X]: ...
 @overload
 def ep_dispatch(
-    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: Literal[True] | str
-) -> Dispatched[QuantizedRows]: ...
+    plan: EpPlan, tokens: Array, topk_weights: Array | None = None, *, quantise: Literal[True] | str
+) -> Dispatched[QuantisedRows]: ...
 @overload
 def ep_dispatch(
-    plan: EpPlan, x: Array, topk_weights: Array | None = None, *, quantize: bool | str
-) -> Dispatched[Array | QuantizedRows]: ...
+    plan: EpPlan, tokens: Array, topk_weights: Array | None = None, *, quantise: bool | str
+) -> Dispatched[Array | QuantisedRows]: ...
 def ep_dispatch(
     plan: EpPlan,
-    x: Array | QuantizedRows,
+    tokens: Array | QuantisedRows,
     topk_weights: Array | None = None,
     *,
-    quantize: bool | str = False,
-) -> Dispatched[Array | QuantizedRows]:
+    quantise: bool | str = False,
+) -> Dispatched[Array | QuantisedRows]:
     """Copy every token's row to the ranks that hold its experts. Collective, differentiable.
 
     Args:
         plan: from `ep_prepare`.
-        x: ``[..., H]`` bfloat16, float16 or float32, with the leading dimensions of topk_idx. Or
-            rows without a gradient: 8-bit ones (float8_e4m3fn, float8_e5m2, int8, uint8), and
-            `QuantizedRows`, whose scales travel beside them.
+        tokens: ``[..., H]`` bfloat16, float16 or float32, with the leading dimensions of topk_idx.
+            Or rows without a gradient: 8-bit ones (float8_e4m3fn, float8_e5m2, int8, uint8), and
+            `QuantisedRows`, whose scales travel beside them.
         topk_weights: ``[..., K]`` float32. Other types are refused: cast them.
-        quantize: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
+        quantise: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
             "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
             powers of two; "fp8_block128_e8m0": as float8_e8m0fnu; "mxfp8": likewise, per 32
-            columns. tokens are `QuantizedRows` then, whose `dequantize` gives rows back; their
-            gradient reaches x as it is, in bfloat16 (straight-through).
+            columns. The result's tokens are `QuantisedRows` then, whose `dequantise` gives rows
+            back; their gradient reaches tokens as it is, in bfloat16 (straight-through).
 
     Returns:
         tokens ``[R, H]``, weights, topk_idx, and the plan for what comes after.
@@ -140,31 +140,31 @@ def ep_dispatch(
         TypeError, ValueError: a bad argument, while tracing.
         jax.errors.JaxRuntimeError: as `ep_prepare`.
     """
-    site, way = _site(plan), quantization(quantize)
-    x, scales = (x.elements, jnp.asarray(x.scales)) if isinstance(x, QuantizedRows) else (x, None)
-    x = jnp.asarray(x)
-    _check_payload("x", x, site.group.config, _NARROW)
-    _check_batch(site, "x", x, None)
-    if way is not None and (x.dtype != jnp.bfloat16 or x.shape[-1] % way.block):
+    site, way = _site(plan), quantise_way(quantise)
+    scales = jnp.asarray(tokens.scales) if isinstance(tokens, QuantisedRows) else None
+    tokens = jnp.asarray(tokens.elements if isinstance(tokens, QuantisedRows) else tokens)
+    _check_payload("tokens", tokens, site.group.config, _NARROW)
+    _check_batch(site, "tokens", tokens, None)
+    if way is not None and (tokens.dtype != jnp.bfloat16 or tokens.shape[-1] % way.block):
         raise ValueError(
-            f"x: expected bfloat16 with a multiple of {way.block} columns, to be quantised; got "
-            f"{x.dtype} of shape {x.shape}"
+            f"tokens: expected bfloat16 with a multiple of {way.block} columns, to be quantised; "
+            f"got {tokens.dtype} of shape {tokens.shape}"
         )
     if scales is not None:
-        if x.dtype not in _NARROW:
-            raise TypeError(f"x.elements: expected 8-bit elements, got {x.dtype}")
+        if tokens.dtype not in _NARROW:
+            raise TypeError(f"tokens.elements: expected 8-bit elements, got {tokens.dtype}")
         if scales.dtype not in _SCALES:
             raise TypeError(
-                f"x.scales: expected float32, float8_e8m0fnu or uint8, got {scales.dtype}"
+                f"tokens.scales: expected float32, float8_e8m0fnu or uint8, got {scales.dtype}"
             )
-        _check_batch(site, "x.scales", scales, None)
+        _check_batch(site, "tokens.scales", scales, None)
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights)
         _check_weights("topk_weights", topk_weights)
         _check_batch(site, "topk_weights", topk_weights, site.topk)
-    arrays = _calls.uniform(plan.data, x, scales, topk_weights, plan.order)
-    tokens, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
-    rows = tokens if scales is None else QuantizedRows(tokens, scales, link)
+    arrays = _calls.uniform(plan.data, tokens, scales, topk_weights, plan.order)
+    received, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
+    rows = received if scales is None else QuantisedRows(received, scales, link)
     return Dispatched(rows, weights, topk_idx, plan.after(order))
 
 
@@ -243,15 +243,15 @@ _prepare.defvjp(_prepare_fwd, _prepare_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(
     site: _Site,
-    way: Quantization | None,
+    way: QuantiseWay | None,
     plan: Array,
-    x: Array,
+    tokens: Array,
     scales: Array | None,
     topk_weights: Array | None,
     order: Array,
 ) -> tuple[Any, ...]:
     run = on_ranks(_calls.dispatch, site.group, way)
-    return run(plan, x, scales, topk_weights, order)
+    return run(plan, tokens, scales, topk_weights, order)
 
 
 def _dispatch_fwd(site, way, *arrays):

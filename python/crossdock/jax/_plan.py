@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._quantized import QuantizedRows
+from ._quantised import QuantisedRows
 
 if TYPE_CHECKING:
     from ._group import EpGroup
 
 __all__ = ["Dispatched", "EpPlan"]
 
-_Rows = TypeVar("_Rows", bound=jax.Array | QuantizedRows, covariant=True)
+_Rows = TypeVar("_Rows", bound=jax.Array | QuantisedRows, covariant=True)
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +80,7 @@ class Dispatched(NamedTuple, Generic[_Rows]):
     """What a rank receives: R rows, of which those past the last one are zero.
 
     Attributes:
-        tokens: ``[R, H]``, dtype of x; `QuantizedRows` of a quantised x.
+        tokens: ``[R, H]``, dtype of those sent; `QuantisedRows` where these are.
         weights: float32 ``[R]`` (expert_major) or ``[R, K]`` (rank_major); None unless given.
         topk_idx: ``[R, K]`` int32 local expert of each choice, else -1; None in expert_major.
         plan: for the operations that come after this one.

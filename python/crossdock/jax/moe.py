@@ -13,7 +13,7 @@ from ._config import EpConfig
 from ._group import Place
 from ._mesh import EpMesh, current_mesh
 from ._ops import ep_combine, ep_dispatch, ep_prepare
-from ._partition import on_each_rank
+from ._where import on_each_rank
 
 __all__ = ["MoEOutput", "MoEParams", "moe_layer"]
 
@@ -58,7 +58,7 @@ def moe_layer(
     after: jax.Array | None = None,
     mesh: EpMesh | None = None,
 ) -> MoEOutput:
-    """Send each token of ``x`` through the ``config.topk`` SwiGLU experts that its router chooses.
+    """Send each token of ``x`` through the ``config.max_topk`` SwiGLU experts of its choice.
 
     Differentiable in ``params`` and ``x``. Given global arrays, gradients are those of the whole
     batch. Inside ``jax.shard_map`` over the whole mesh all arrays are one rank's, and JAX adds up
@@ -114,7 +114,7 @@ def _layer_of_rank(
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
     probabilities = jax.nn.softmax(logits)
-    weights, topk_idx = jax.lax.top_k(probabilities, config.topk)
+    weights, topk_idx = jax.lax.top_k(probabilities, config.max_topk)
     if normalize_weights:
         weights = weights / weights.sum(-1, keepdims=True)
     chosen = topk_idx[..., None] == jnp.arange(config.num_experts)

@@ -3,7 +3,8 @@
     import crossdock.torch as xd
 
     xd.init()                                     # ranks of torch.distributed or of torchrun
-    group = xd.EpGroup(num_experts=64, hidden=1024, topk=8, max_tokens=4096)
+    group = xd.EpGroup(num_experts=64, hidden=1024, max_topk=8,
+                       max_tokens_per_rank=4096)
     plan = group.prepare(topk_idx)                # [T, K]
     received = xd.dispatch(plan, x, topk_weights) # rows grouped by local expert
     y = experts(received.tokens, plan.offsets)
@@ -20,10 +21,9 @@ except ImportError as error:
         "crossdock.torch needs PyTorch 2.6 or newer: pip install torch, or 'crossdock[torch]'"
     ) from error
 
-from ._comm import Communicator, default_communicator, empty_symmetric, init
-from ._group import EpGroup, RoutingLayout
-from ._ops import Dispatched, combine, dequantize, dispatch
-from ._plan import Plan
+from ._comm import Comm, default_comm, empty_symmetric, init
+from ._group import EpGroup, Plan, RoutingLayout
+from ._ops import Dispatched, combine, dequantise, dispatch
 from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
 from .grouped import grouped_mm
@@ -37,7 +37,7 @@ from .training import (
 )
 
 __all__ = [
-    "Communicator",
+    "Comm",
     "Dispatched",
     "EpGroup",
     "MoELayer",
@@ -49,8 +49,8 @@ __all__ = [
     "clip_grad_norm_",
     "combine",
     "data_parallel",
-    "default_communicator",
-    "dequantize",
+    "default_comm",
+    "dequantise",
     "dispatch",
     "empty_symmetric",
     "expert_parameters",

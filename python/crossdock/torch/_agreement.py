@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ._group import EpGroup
+from ._group import EpGroup, Plan
 from ._ops import dispatch
-from ._plan import Plan
 
 __all__ = ["TOKEN_BYTES", "from_rank_0", "ranks_where"]
 

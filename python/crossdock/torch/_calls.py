@@ -10,46 +10,29 @@ stream.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import overload
 
 import torch
 
 from crossdock import _core
-
-# Every xd_ep_operation, by its number.
-OPERATIONS = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
-PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = range(5)
+from crossdock._core import constants
 
 Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 
-def _dtype_codes() -> dict[torch.dtype, int]:
-    """DLPack's type code << 8 | bits, by torch dtype."""
-    codes = {
-        torch.int32: 0 << 8 | 32,
-        torch.int64: 0 << 8 | 64,
-        torch.int8: 0 << 8 | 8,
-        torch.uint8: 1 << 8 | 8,
-        torch.float16: 2 << 8 | 16,
-        torch.float32: 2 << 8 | 32,
-        torch.bfloat16: 4 << 8 | 16,
-        torch.float8_e4m3fn: 10 << 8 | 8,
-        torch.float8_e5m2: 12 << 8 | 8,
-    }
-    if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
-        codes[torch.float8_e8m0fnu] = 14 << 8 | 8
-    return codes
-
-
-DTYPE_CODES = _dtype_codes()
+# As ``_core`` takes them, of the dtypes that torch has: float8_e8m0fnu from release 2.7 on.
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for name, code in constants.DTYPES.items() if hasattr(torch, name)
+}
 
 # What the library takes where: the rest it has for other arguments.
 INDICES = (torch.int32, torch.int64)
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
-_E8M0 = tuple(dtype for dtype, code in DTYPE_CODES.items() if code == 14 << 8 | 8)
-SCALES = (torch.float32, *_E8M0, torch.uint8)
-E8M0 = _E8M0[0] if _E8M0 else torch.uint8  # of scales that are made on the way
+E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)  # of scales that are made
+SCALES = (torch.float32, *dict.fromkeys((E8M0, torch.uint8)))
 
 # The handle of a device's current stream without making a Stream object, where torch has it.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -84,6 +67,32 @@ def current_stream(device: torch.device) -> int:
         index = device.index
         return _raw_stream(torch.cuda.current_device() if index is None else index)
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph instead of running."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def capture_id(device: torch.device, stream: int) -> int:
+    """A number of the capture that `stream`, the current one, is part of; 0 = none.
+
+    Different captures have different numbers, which torch does not tell.
+    """
+    if not is_capturing(device):
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo_v2: CUDA driver error {error}")
+    return number.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def prepare(

@@ -16,6 +16,7 @@ import torch
 
 from crossdock import _core
 from crossdock._comm import join
+from crossdock._core import constants
 from crossdock.errors import Unsupported
 
 from ._calls import DTYPE_CODES
@@ -26,16 +27,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Communicator", "default_communicator", "empty_symmetric", "init"]
+__all__ = ["Comm", "default_comm", "empty_symmetric", "init"]
 
-_CPU, _CUDA = 1, 2  # DLPack's device types
 _GROWTHS_FOR_ONE = 32  # growths of symmetric memory that provide for one group
 
-_default: Communicator | None = None
-_made: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_default: Comm | None = None
+_made: weakref.WeakSet[Comm] = weakref.WeakSet()
 
 
-class Communicator:
+class Comm:
     """A set of ranks, each with its device, and this rank's pool of symmetric memory.
 
     Made by `init`. EpGroups and tensors of the pool keep it alive.
@@ -161,24 +161,24 @@ class Communicator:
             torch.cuda.synchronize(self.device)
         self.pool.close()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
+    def __deepcopy__(self, memo: dict[int, object]) -> Comm:
         """Itself: what is copied with a model, for an average of its parameters say, shares it."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Communicator belongs to its process and cannot be pickled: save model.state_dict(), "
+            "a Comm belongs to its process and cannot be pickled: save model.state_dict(), "
             "or use crossdock.torch.save_checkpoint, rather than the model itself"
         )
 
-    def __enter__(self) -> Communicator:
+    def __enter__(self) -> Comm:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device})"
+        return f"Comm(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device})"
 
 
 @atexit.register
@@ -197,7 +197,7 @@ def init(
     heap_bytes: int = 0,
     timeout: float | timedelta | None = None,
     name: str = "",
-) -> Communicator:
+) -> Comm:
     """Join a communicator. Collective, blocking.
 
     The ranks are those of `process_group`, of any backend; without one those of torch.distributed's
@@ -225,10 +225,9 @@ def init(
     """
     global _default
     where = _device(device)
-    is_cuda = where.type == "cuda"
     options: dict[str, Any] = {
-        "device_type": _CUDA if is_cuda else _CPU,
-        "device_id": where.index if is_cuda else 0,
+        "device_type": constants.DEVICE_TYPES[where.type],
+        "device_id": where.index or 0,
         "heap_bytes": heap_bytes,
         "timeout_ms": _milliseconds(timeout),
         "name": name,
@@ -249,13 +248,13 @@ def init(
         core = join(
             bootstrap="unique_id", rank=0, num_ranks=1, unique_id=_core.unique_id(), **options
         )
-    comm = Communicator(core, where, process_group, mesh)
+    comm = Comm(core, where, process_group, mesh)
     if _default is None:
         _default = comm
     return comm
 
 
-def default_communicator() -> Communicator:
+def default_comm() -> Comm:
     """The communicator that EpGroups use when none is named.
 
     Raises:
@@ -267,17 +266,17 @@ def default_communicator() -> Communicator:
 
 
 def empty_symmetric(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, comm: Communicator | None = None
+    shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, comm: Comm | None = None
 ) -> torch.Tensor:
     """A contiguous tensor of undefined content in symmetric memory, on this rank's device. Local.
 
-    `Communicator.empty_symmetric`, which says more, of `comm`, or of the default communicator.
+    `Comm.empty_symmetric`, which says more, of `comm`, or of the default communicator.
 
     Raises:
         RuntimeError: there is no default communicator.
         TypeError, ValueError, InvalidArgument: as of the method.
     """
-    return (comm or default_communicator()).empty_symmetric(shape, dtype)
+    return (comm or default_comm()).empty_symmetric(shape, dtype)
 
 
 def _meet_through(

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 
 from crossdock import _core
+from crossdock._config import number_of
 from crossdock.errors import InvalidArgument
 
 from ._calls import DTYPE_CODES, PAYLOADS
 
 __all__ = ["read_config"]
+
+
+_OWN = "symmetric_tensors"  # what the library knows nothing of
 
 
 def _number(name: str, given: Any, least: int = -(1 << 31)) -> int:
@@ -29,38 +33,29 @@ def _number(name: str, given: Any, least: int = -(1 << 31)) -> int:
     return number
 
 
-def _rows(name: str, given: Any) -> int:
-    if given is None:
-        return 0
-    number = _number(name, given)
-    if number < 1:
-        raise ValueError(f"{name}: expected at least 1, or None; got {given}")
-    return number
+def _payload(name: str, given: Any) -> int:
+    if given not in PAYLOADS:
+        raise ValueError(f"{name}: expected one of {list(PAYLOADS)}, got {given!r}")
+    return DTYPE_CODES[given]
 
 
-def _choice(known: dict[Any, int], name: str, given: Any) -> int:
-    if given not in known:
-        raise ValueError(f"{name}: expected one of {list(known)}, got {given!r}")
-    return known[given]
-
-
-# By argument: the library's name of it, and what makes a number of it.
-_READERS: dict[str, tuple[str, Callable[[str, Any], int]]] = {
-    "num_experts": ("num_experts", _number),
-    "hidden": ("hidden", _number),
-    "topk": ("max_topk", _number),
-    "max_tokens": ("max_tokens_per_rank", _number),
-    "layout": ("layout", functools.partial(_choice, {"expert_major": 0, "rank_major": 1})),
-    "dtype": ("dtype", functools.partial(_choice, {d: DTYPE_CODES[d] for d in PAYLOADS})),
-    "capacity": ("recv_capacity", _rows),
-    "overflow": ("overflow", functools.partial(_choice, {"error": 0, "drop": 1})),
-    "alignment": ("alignment", _number),
-    "duplicate_ids": ("duplicate_ids", functools.partial(_choice, {"error": 0, "collapse": 1})),
-    "on_error": ("on_error", functools.partial(_choice, {"status": 0, "fatal": 1})),
-    "staging": ("staging", lambda _, given: 0 if given else 1),
-    "zero_tail": ("zero_tail", lambda _, given: 1 if given else 0),
-    "num_sms": ("num_sms", _number),
-    "symmetric_tensors": ("", functools.partial(_number, least=0)),  # it knows nothing of these
+# By argument what makes a number of it.
+_READERS: dict[str, Callable[[str, Any], int]] = {
+    "num_experts": _number,
+    "hidden": _number,
+    "max_topk": _number,
+    "max_tokens_per_rank": _number,
+    "layout": number_of,
+    "dtype": _payload,
+    "recv_capacity": functools.partial(_number, least=0),
+    "overflow": number_of,
+    "alignment": _number,
+    "duplicate_ids": number_of,
+    "on_error": number_of,
+    "staging": number_of,
+    "zero_tail": lambda _, given: 1 if given else 0,
+    "num_sms": _number,
+    _OWN: functools.partial(_number, least=0),
 }
 
 
@@ -73,14 +68,13 @@ def read_config(core: _core.Comm, **given: Any) -> dict[str, int]:
     """
     config = {}
     for name, value in given.items():
-        field, read = _READERS[name]
         try:
-            number = read(name, value)
+            number = _READERS[name](name, value)
         except (TypeError, ValueError):
-            _tell_peers(core, field or "recv_capacity")
+            _tell_peers(core, "recv_capacity" if name == _OWN else name)
             raise
-        if field:
-            config[field] = number
+        if name != _OWN:
+            config[name] = number
     return config
 
 

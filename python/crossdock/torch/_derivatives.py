@@ -60,21 +60,21 @@ class _Prepare(torch.autograd.Function):
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, plan, x, topk_weights, scales, order, group, num_tokens, topk, quantize
+        ctx, plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise
     ):
         with _below_autograd():
             outputs = _OPS.dispatch.default(
-                plan, x, topk_weights, scales, order, group, num_tokens, topk, quantize
+                plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise
             )
         tokens, weights, topk_idx, recv_scales, link, _ = outputs
         ctx.group = group_of(group)  # lives until the backward pass
-        ctx.num_tokens, ctx.topk, ctx.quantize = num_tokens, topk, quantize
+        ctx.num_tokens, ctx.topk, ctx.quantise = num_tokens, topk, quantise
         ctx.save_for_backward(plan)
-        plain = x.dtype in _DIFFERENTIABLE and not quantize
-        ctx.rows_differentiable = plain or quantize
+        plain = x.dtype in _DIFFERENTIABLE and not quantise
+        ctx.rows_differentiable = plain or quantise
         fixed = [topk_idx, recv_scales]
         fixed += [] if plain else [tokens]
-        fixed += [] if quantize else [link]
+        fixed += [] if quantise else [link]
         fixed += [weights] if topk_weights is None else []
         ctx.mark_non_differentiable(*fixed)
         return outputs
@@ -86,7 +86,7 @@ class _Dispatch(torch.autograd.Function):
         x_needs = x_needs and ctx.rows_differentiable
         grad_x = grad_topk_weights = None
         if x_needs or weights_need:
-            grad_rows = grad_link if ctx.quantize else grad_tokens
+            grad_rows = grad_link if ctx.quantise else grad_tokens
             grad_x, grad_topk_weights, order = _differentiated(
                 _OPS.dispatch_bwd.default,
                 plan,

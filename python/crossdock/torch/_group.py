@@ -1,9 +1,11 @@
-"""Groups of ranks that exchange tokens, found again by a number from inside torch operators."""
+"""Groups of ranks that exchange tokens, and the plans of their batches.
+
+A group is found again by its number from inside torch operators.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 import reprlib
 import sys
 import weakref
@@ -12,17 +14,19 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock._config import DuplicateIds, Layout, OnError, Overflow
-from crossdock.errors import InvalidArgument, from_details
+from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
+from crossdock._core import constants
+from crossdock._quantise import widest_scale_bytes
+from crossdock.errors import InvalidArgument, from_details, from_status
 
-from ._calls import OPERATIONS, PREPARE, current_stream
-from ._capture import is_capturing
-from ._comm import Communicator, default_communicator
+from ._calls import current_stream, is_capturing
+from ._comm import Comm, default_comm
 from ._config import read_config
-from ._plan import Plan, PlanParts
 from ._pool import SymmetricPool, block_bytes
 
-__all__ = ["EpGroup", "RoutingLayout", "group_of", "pool_of"]
+__all__ = ["EpGroup", "Plan", "PlanParts", "RoutingLayout", "group_of", "pool_of"]
+
+_ALIGNED = 4  # int32 elements in 16 bytes, where every part begins
 
 # Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
 # device: they are freed with the process.
@@ -74,11 +78,12 @@ class EpGroup:
     use it.
 
     Attributes:
-        comm: its Communicator.
+        comm: its Comm.
         handle: its number in this process, by which operators find it.
         rows: R, the rows of every receive tensor of this rank.
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
-        num_experts, num_local_experts, hidden, topk, max_tokens, layout, dtype: as given.
+        num_experts, num_local_experts, hidden, max_topk, max_tokens_per_rank, layout, dtype: as
+            given.
         core: the group of the extension.
     """
 
@@ -86,37 +91,37 @@ class EpGroup:
         self,
         num_experts: int,
         hidden: int,
-        topk: int,
-        max_tokens: int,
+        max_topk: int,
+        max_tokens_per_rank: int,
         *,
         layout: Layout = "expert_major",
         dtype: torch.dtype = torch.bfloat16,
-        capacity: int | None = None,
+        recv_capacity: int = 0,
         overflow: Overflow = "error",
         alignment: int = 1,
         duplicate_ids: DuplicateIds = "error",
         on_error: OnError = "status",
-        staging: bool = True,
+        staging: Staging = "auto",
         zero_tail: bool = True,
         num_sms: int = 0,
         symmetric_tensors: int = 4,
-        comm: Communicator | None = None,
+        comm: Comm | None = None,
     ) -> None:
         """Make the group. Collective, blocking.
 
-        Equal on all ranks but for `capacity`, `staging`, `zero_tail`, `num_sms` and
+        Equal on all ranks but for `recv_capacity`, `staging`, `zero_tail`, `num_sms` and
         `symmetric_tensors`.
 
         Args:
             num_experts: E, a multiple of the number of ranks.
             hidden: largest row, in elements of `dtype`.
-            topk: largest number of experts per token, 1 to 32.
-            max_tokens: largest number of tokens of a rank.
+            max_topk: largest number of experts per token, 1 to 32.
+            max_tokens_per_rank: largest number of tokens of a rank.
             layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
                 expert; ``"rank_major"``: one per (token, rank), grouped by source.
             dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integer.
-            capacity: R in rows; None = enough for any routing. What is over a multiple of a plan's
-                alignment stays empty.
+            recv_capacity: R in rows; 0 = enough for any routing. What is over a multiple of a
+                plan's alignment stays empty.
             overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
                 raises CapacityOverflow; ``"drop"``: its last rows are dropped.
             alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have
@@ -125,8 +130,8 @@ class EpGroup:
                 counting as -1: ``"error"``: bad ids; ``"collapse"``: nothing to mention.
             on_error: ``"status"``: after an error of an operation the next call works;
                 ``"fatal"``: the communicator is finished with it.
-            staging: own memory through which receive tensors in ordinary memory go; without it they
-                are refused.
+            staging: ``"auto"``: the group has memory through which receive tensors in ordinary
+                memory go; ``"none"``: it has not, and they are refused.
             zero_tail: zero the rows past the last one in every receive tensor that is written. Keep
                 it where whole receive tensors go through further arithmetic.
             num_sms: CUDA: multiprocessors to use; 0 = chosen by the library.
@@ -139,16 +144,16 @@ class EpGroup:
             Mismatch: sizes differ between ranks, or another rank's argument is bad.
             OutOfMemory: no memory left here (Mismatch on the others).
         """
-        self.comm = default_communicator() if comm is None else comm
+        self.comm = default_comm() if comm is None else comm
         config = read_config(
             self.comm.core,
             num_experts=num_experts,
             hidden=hidden,
-            topk=topk,
-            max_tokens=max_tokens,
+            max_topk=max_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
             layout=layout,
             dtype=dtype,
-            capacity=capacity,
+            recv_capacity=recv_capacity,
             overflow=overflow,
             alignment=alignment,
             duplicate_ids=duplicate_ids,
@@ -161,11 +166,11 @@ class EpGroup:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.comm.num_ranks
         self.hidden = hidden
-        self.topk = topk
-        self.max_tokens = max_tokens
+        self.max_topk = max_topk
+        self.max_tokens_per_rank = max_tokens_per_rank
         self.layout = layout
         self.dtype = dtype
-        self.max_scale_bytes = 4 * math.ceil(hidden / 128)
+        self.max_scale_bytes = widest_scale_bytes(hidden)
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
         device = self.comm.device
@@ -217,13 +222,13 @@ class EpGroup:
             InvalidArgument, CapacityOverflow: on all ranks, expert ids out of range or repeated
                 anywhere; more rows than some capacity. On CUDA `check` raises them.
         """
-        self.require_tensors(PREPARE, topk_idx=topk_idx)
+        self.require_tensors(constants.PREPARE, topk_idx=topk_idx)
         order = self._order_after(after)
         if alignment is None:
             alignment = 0
         elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
             problem = f"alignment: expected a power of two, or None; got {alignment!r}"
-            self.refuse(PREPARE, ValueError, problem)
+            self.refuse(constants.PREPARE, ValueError, problem)
         data, info, offsets, order = torch.ops.crossdock.prepare.default(
             topk_idx, order, self.handle, alignment
         )
@@ -247,11 +252,11 @@ class EpGroup:
         order = after.order if isinstance(after, Plan) else after
         if order is None:
             return self.first_order
-        self.require_tensors(PREPARE, after=order)
+        self.require_tensors(constants.PREPARE, after=order)
         if order.shape != (1,) or order.dtype != torch.float32:
             expected = "expected a plan or an order, which is torch.float32 of shape (1,)"
             got = f"got {order.dtype} of shape {tuple(order.shape)}"
-            self.refuse(PREPARE, ValueError, f"after: {expected}; {got}")
+            self.refuse(constants.PREPARE, ValueError, f"after: {expected}; {got}")
         return order
 
     def status(self) -> dict[str, Any]:
@@ -283,15 +288,7 @@ class EpGroup:
             raise from_details(fatal)
         found = self.core.status()
         if found["status"] != "XD_SUCCESS":
-            raise from_details(
-                {
-                    "status": found["status"],
-                    "text": found["text"],
-                    "rank": self.comm.rank,
-                    "peer": None if found["rank"] < 0 else found["rank"],
-                    "operation": found["operation"],
-                }
-            )
+            raise from_status(found, self.comm.rank)
 
     def close(self) -> None:
         """Free the group's memory; on a GPU after waiting for the device's work. Local.
@@ -325,8 +322,9 @@ class EpGroup:
     def __repr__(self) -> str:
         return (
             f"EpGroup({self.num_experts} experts on {self.comm.num_ranks} ranks, "
-            f"hidden={self.hidden}, topk={self.topk}, max_tokens={self.max_tokens}, "
-            f"rows={self.rows}, layout={self.layout!r}, dtype={self.dtype})"
+            f"hidden={self.hidden}, max_topk={self.max_topk}, "
+            f"max_tokens_per_rank={self.max_tokens_per_rank}, rows={self.rows}, "
+            f"layout={self.layout!r}, dtype={self.dtype})"
         )
 
     def require_tensors(self, operation: int, **values: object) -> None:
@@ -355,7 +353,7 @@ class EpGroup:
         """
         device = self.comm.device
         place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
-        text = f"{OPERATIONS[operation]}: {problem} {place}"
+        text = f"{constants.OPERATIONS[operation]}: {problem} {place}"
         if not is_capturing(device):
             try:
                 self.core.join_failed(operation, text, current_stream(device))
@@ -365,10 +363,140 @@ class EpGroup:
 
     def _tensor_bytes(self) -> int:
         """Symmetric memory for a receive tensor and for what lies beside it."""
-        beside = self.topk if self.layout == "rank_major" else 1
+        beside = self.max_topk if self.layout == "rank_major" else 1
         rows = block_bytes(self.rows * self.hidden * self.dtype.itemsize)
         return rows + block_bytes(self.rows * 4 * beside)
 
 
 def _drop_grad(leaf: torch.Tensor) -> None:
     leaf.grad = None
+
+
+class PlanParts:
+    """Where a plan's counts lie in one int32 tensor."""
+
+    def __init__(self, num_local_experts: int, num_ranks: int) -> None:
+        sizes = (num_local_experts, num_local_experts, 1, num_ranks**2)
+        places = [(size + _ALIGNED - 1) // _ALIGNED * _ALIGNED for size in sizes]
+        starts = [0, *itertools.accumulate(places)]
+        self.num_elements = starts[-1]
+        self.num_ranks = num_ranks
+        self.counts, self.padded_counts, self.total, self.rank_rows = (
+            slice(start, start + size) for start, size in zip(starts, sizes)
+        )
+
+
+class Plan:
+    """The plan that `EpGroup.prepare` makes: the place of every row of a batch.
+
+    A plan carries the order of its operations: each one takes `order` and leaves a new one, so that
+    autograd and compilers see one chain. A caller that reads counts on a GPU waits for the device.
+
+    Attributes:
+        group: its EpGroup, which it keeps alive.
+        data: the routing, opaque, uint8.
+        info: all counts below, int32.
+        offsets: ``[L + 1]`` int32: first row of each expert's zone, and the end of the last.
+        order: 1 element float32 that stands for the operations so far; its value is 0.
+        num_tokens: T of this rank.
+        topk: K.
+    """
+
+    def __init__(
+        self,
+        group: EpGroup,
+        data: torch.Tensor,
+        info: torch.Tensor,
+        offsets: torch.Tensor,
+        order: torch.Tensor,
+        num_tokens: int,
+        topk: int,
+    ) -> None:
+        self.group = group
+        self.data = data
+        self.info = info
+        self.offsets = offsets
+        self.order = order
+        self.num_tokens = num_tokens
+        self.topk = topk
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """``[L]`` int32: rows per local expert without padding (rank_major: pairs)."""
+        return self.info[self.group.plan_parts.counts]
+
+    @property
+    def padded_counts(self) -> torch.Tensor:
+        """``[L]`` int32: rows per local expert with padding."""
+        return self.info[self.group.plan_parts.padded_counts]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """``[L]`` int32: one past the last row of each expert's zone; ``offsets[1:]``, copied.
+
+        The boundaries for ``torch.bucketize`` and ``torch.searchsorted``, which torch 2.11 compiles
+        wrongly for slices; `row_experts` is what they would compute.
+        """
+        return torch.ops.crossdock.zone_ends.default(self.offsets)
+
+    @property
+    def total(self) -> torch.Tensor:
+        """``[1]`` int32: rows that this rank needs, padding included, before any are dropped."""
+        return self.info[self.group.plan_parts.total]
+
+    @property
+    def rank_rows(self) -> torch.Tensor:
+        """``[W, W]`` int32: rows that source s puts into the receive tensor of destination d."""
+        parts = self.group.plan_parts
+        return self.info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks)
+
+    def row_experts(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """``[R]``: the local expert of each row of a receive tensor, padding included, else -1.
+
+        In expert_major; in rank_major `Dispatched.topk_idx` says it. Local, without a gradient;
+        also under ``torch.compile`` and in CUDA graphs.
+
+        Args:
+            dtype: torch.int64 or torch.int32.
+
+        Raises:
+            ValueError: the layout is rank_major, or another dtype.
+        """
+        if self.group.layout == "rank_major":
+            raise ValueError(
+                "row_experts: expected a plan of an expert_major group, got one of rank_major, "
+                "where a row stands for several experts; Dispatched.topk_idx has them"
+            )
+        if dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"dtype: expected torch.int64 or torch.int32, got {dtype}")
+        wide = dtype == torch.int64
+        return torch.ops.crossdock.row_experts.default(self.data, self.group.handle, wide)
+
+    def detach(self) -> Plan:
+        """The same routing with an order of its own.
+
+        For another backward pass over a plan: without it, the second would go through the
+        operations of the first.
+        """
+        order = self.order.detach()
+        counts = self.info, self.offsets
+        return Plan(self.group, self.data, *counts, order, self.num_tokens, self.topk)
+
+    def overwrite(self, other: Plan) -> Plan:
+        """Put `other` into the memory of this plan.
+
+        Raises:
+            ValueError: it has another shape or group.
+        """
+        mine = (self.group.handle, self.num_tokens, self.topk)
+        theirs = (other.group.handle, other.num_tokens, other.topk)
+        if mine != theirs:
+            raise ValueError(
+                f"out: expected a plan with (group, tokens, topk) = {theirs}, got {mine}"
+            )
+        # In place: the version counters of these tensors tell a backward pass that saved them.
+        self.data.copy_(other.data)
+        self.info.copy_(other.info)
+        self.offsets.copy_(other.offsets)
+        self.order = other.order
+        return self

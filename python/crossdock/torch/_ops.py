@@ -6,26 +6,25 @@ from typing import NamedTuple
 
 import torch
 
-from crossdock._quantize import Quantization, quantization
+from crossdock._core import constants
+from crossdock._quantise import QuantiseWay, quantise_way
 
 from . import _derivatives  # noqa: F401  (registers the operators)
-from ._calls import COMBINE, DISPATCH
-from ._capture import is_capturing
-from ._group import EpGroup
-from ._plan import Plan
+from ._calls import is_capturing
+from ._group import EpGroup, Plan
 
-__all__ = ["Dispatched", "combine", "dequantize", "dispatch"]
+__all__ = ["Dispatched", "combine", "dequantise", "dispatch"]
 
 
 class Dispatched(NamedTuple):
     """What a rank receives: R = ``EpGroup.rows`` rows, or as many as are real with ``exact``.
 
     Attributes:
-        tokens: ``[R, H]`` in the dtype of x, or float8_e4m3fn when quantised.
+        tokens: ``[R, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.
         weights: float32 ``[R]`` (expert_major) or ``[R, K]`` (rank_major); None unless given.
         topk_idx: ``[R, K]`` int32 local expert of each choice, else -1; None in expert_major.
         scales: ``[R, S]`` beside the tokens; None without scales.
-        link: what `dequantize` needs to send gradients back; None unless quantised.
+        link: what `dequantise` needs to send gradients back; None unless quantised.
     """
 
     tokens: torch.Tensor
@@ -37,30 +36,31 @@ class Dispatched(NamedTuple):
 
 def dispatch(
     plan: Plan,
-    x: torch.Tensor,
+    tokens: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
     *,
     scales: torch.Tensor | None = None,
-    quantize: bool | str = False,
+    quantise: bool | str = False,
     exact: bool = False,
 ) -> Dispatched:
     """Copy every token's row to the ranks that hold its experts. Collective.
 
-    Differentiable in x (bfloat16, float16, float32) and topk_weights. Every rank of the group calls
-    this, and its backward pass, also with T = 0: give a tensor that requires grad where the other
-    ranks do. Rows past the last real one are zero in groups with ``zero_tail``.
+    Differentiable in tokens (bfloat16, float16, float32) and topk_weights. Every rank of the group
+    calls this, and its backward pass, also with T = 0: give a tensor that requires grad where the
+    other ranks do. Rows past the last real one are zero in groups with ``zero_tail``.
 
     Args:
         plan: from `EpGroup.prepare`.
-        x: ``[T, H]``, contiguous; bfloat16, float16, float32, fp8 or 8-bit integers. A row has a
-            multiple of 16 bytes.
+        tokens: ``[T, H]``, contiguous; bfloat16, float16, float32, fp8 or 8-bit integers. A row has
+            a multiple of 16 bytes.
         topk_weights: ``[T, K]`` float32, contiguous.
         scales: ``[T, S]`` float32, float8_e8m0fnu or uint8 that travels beside the rows, as for fp8
-            tokens; of any strides. Neither gets a gradient then unless x is of a wider type.
-        quantize: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
+            tokens; of any strides. Neither gets a gradient then unless tokens are of a
+            wider type.
+        quantise: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
             "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
             powers of two; "fp8_block128_e8m0": as float8_e8m0fnu; "mxfp8": likewise, per 32
-            columns. `dequantize` gives the rows back; their gradient reaches x as it is, in
+            columns. `dequantise` gives the rows back; their gradient reaches tokens as it is, in
             bfloat16 (straight-through).
         exact: trim the results to the rows that this batch has, after waiting for the device. Not
             under ``torch.compile`` or in CUDA graphs.
@@ -73,18 +73,19 @@ def dispatch(
             raised by `EpGroup.check` or by a later call.
     """
     group = plan.group
-    group.require_tensors(DISPATCH, x=x, topk_weights=topk_weights, scales=scales)
-    way = _quantization(group, quantize)
+    given = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
+    group.require_tensors(constants.DISPATCH, **given)
+    way = _quantise_way(group, quantise)
     if exact:
         _require_host(plan)
-    order = _incoming_order(plan, x, topk_weights)
+    order = _incoming_order(plan, tokens, topk_weights)
     routing = (group.handle, plan.num_tokens, plan.topk)
-    tokens, weights, topk_idx, recv_scales, link, order = torch.ops.crossdock.dispatch.default(
-        plan.data, x, topk_weights, scales, order, *routing, 0 if way is None else way.code
+    rows, weights, topk_idx, recv_scales, link, order = torch.ops.crossdock.dispatch.default(
+        plan.data, tokens, topk_weights, scales, order, *routing, 0 if way is None else way.code
     )
     _leave_order(plan, order)
     received = Dispatched(
-        tokens,
+        rows,
         None if topk_weights is None else weights,
         topk_idx if group.layout == "rank_major" else None,
         None if scales is None and way is None else recv_scales,
@@ -115,7 +116,7 @@ def combine(
         As `dispatch`.
     """
     group = plan.group
-    group.require_tensors(COMBINE, expert_out=expert_out, weights=weights)
+    group.require_tensors(constants.COMBINE, expert_out=expert_out, weights=weights)
     out, order = torch.ops.crossdock.combine.default(
         plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens
     )
@@ -123,28 +124,28 @@ def combine(
     return out
 
 
-def dequantize(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantise(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """``[R, H]`` rows of quantised tokens: element times the scale of its block of columns.
 
-    Differentiable: the gradient goes to x of `dispatch` unchanged, but for rounding to bfloat16.
+    Differentiable: the gradient goes to dispatch's tokens unchanged, but for rounding to bfloat16.
 
     Raises:
         ValueError: the tokens were not quantised by `dispatch`.
     """
     if received.link is None or received.scales is None:
-        raise ValueError("received: expected what dispatch(..., quantize=True) returned")
+        raise ValueError("received: expected what dispatch(..., quantise=True) returned")
     tokens, scales = received.tokens, received.scales
     factors = scales.to(torch.float32)[:, :, None]
     blocks = tokens.to(torch.float32).view(*scales.shape, -1) * factors
     return _StraightThrough.apply(blocks.view(tokens.shape).to(dtype), received.link)
 
 
-def _quantization(group: EpGroup, quantize: bool | str) -> Quantization | None:
-    """As `quantization`, with a failure that the peers hear of."""
+def _quantise_way(group: EpGroup, quantise: bool | str) -> QuantiseWay | None:
+    """As `quantise_way`, with a failure that the peers hear of."""
     try:
-        return quantization(quantize)
+        return quantise_way(quantise)
     except (TypeError, ValueError) as error:
-        return group.refuse(DISPATCH, type(error), str(error))
+        return group.refuse(constants.DISPATCH, type(error), str(error))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -164,14 +165,14 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _incoming_order(
-    plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor | None
+    plan: Plan, tokens: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> torch.Tensor:
     """The plan's order; for a rank without tokens one whose gradient somebody wants.
 
     Results without elements are constants to a compiler, which would leave out what computes them:
     also operations that the peers wait for. A gradient for a leaf is a result that it must compute.
     """
-    wants_grad = x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
+    wants_grad = tokens.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
     if plan.num_tokens == 0 and wants_grad and not plan.order.requires_grad:
         return plan.group.order_leaf
     return plan.order
@@ -191,7 +192,7 @@ def _require_host(plan: Plan) -> None:
         raise ValueError("exact: expected False under torch.compile, which has static shapes only")
     if is_capturing(group.comm.device):
         problem = "exact: expected False in a CUDA graph, whose shapes are static; got True"
-        group.refuse(DISPATCH, ValueError, problem)
+        group.refuse(constants.DISPATCH, ValueError, problem)
 
 
 def _trimmed(received: Dispatched, plan: Plan) -> Dispatched:

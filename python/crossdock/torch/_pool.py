@@ -26,8 +26,7 @@ from crossdock import _core
 from crossdock._comm import grow
 from crossdock.errors import OutOfMemory
 
-from ._calls import DTYPE_CODES, current_stream
-from ._capture import capture_id, is_capturing
+from ._calls import DTYPE_CODES, capture_id, current_stream, is_capturing
 
 __all__ = ["SymmetricPool", "block_bytes"]
 

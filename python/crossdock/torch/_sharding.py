@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from ._comm import Communicator
+    from ._comm import Comm
 
 __all__ = [
     "as_share",
@@ -43,7 +43,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if is_share(tensor) else tensor
 
 
-def as_share(local: torch.Tensor, comm: Communicator) -> torch.Tensor:
+def as_share(local: torch.Tensor, comm: Comm) -> torch.Tensor:
     """This rank's slices as part of the tensor of all ranks; as they are without a mesh."""
     mesh = comm.mesh
     if mesh is None:

@@ -11,12 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from crossdock._config import Overflow
+from crossdock._core import constants
 
-from ._calls import PREPARE
-from ._comm import Communicator
-from ._group import EpGroup
+from ._comm import Comm
+from ._group import EpGroup, Plan
 from ._ops import combine, dispatch
-from ._plan import Plan
 from ._sharding import as_share, convert_loaded, is_share, local_tensor
 from .grouped import grouped_mm
 from .moe_router import balance_loss, expert_load, route
@@ -36,7 +35,7 @@ class MoELayer(nn.Module):
 
     Rank d of W holds experts ``d * L .. d * L + L - 1`` (L = E / W) of the parameters
     ``experts_in`` ``[E, H, 2F]`` and ``experts_out`` ``[E, F, H]``. Where torch.distributed stands
-    behind the communicator, these are DTensors, ``Shard(0)`` over `Communicator.mesh`, so that
+    behind the communicator, these are DTensors, ``Shard(0)`` over `Comm.mesh`, so that
     torch's own tools know that ranks hold different experts; `local_tensor` gives this rank's
     slices. Elsewhere, and on one rank, they are plain tensors ``[L, ...]``. Router and shared
     experts are plain tensors, equal on every rank.
@@ -60,9 +59,9 @@ class MoELayer(nn.Module):
         topk: int,
         *,
         group: EpGroup | None = None,
-        comm: Communicator | None = None,
-        max_tokens: int | None = None,
-        capacity: int | None = None,
+        comm: Comm | None = None,
+        max_tokens_per_rank: int | None = None,
+        recv_capacity: int = 0,
         overflow: Overflow = "error",
         shared_experts: int = 0,
         aux_loss_weight: float = 0.01,
@@ -79,8 +78,8 @@ class MoELayer(nn.Module):
             group: an ``EpGroup`` (expert-major) to use, which layers that run one after the other
                 may share; or None, and the layer makes one from the four arguments that follow.
             comm: communicator of the group to make; None = the default one.
-            max_tokens: largest number of tokens per rank and call.
-            capacity: rows of the receive tensor; None = as many as can ever arrive.
+            max_tokens_per_rank: largest number of tokens per rank and call.
+            recv_capacity: rows of the receive tensor; 0 = as many as can ever arrive.
             overflow: "error" or "drop", what happens when more arrive than fit.
             shared_experts: S; every token also passes one dense expert of ``S * ffn`` columns.
             aux_loss_weight: factor of the load-balancing loss; 0 = no such loss.
@@ -94,13 +93,12 @@ class MoELayer(nn.Module):
         super().__init__()
         if group is None:
             group = _make_group(
-                hidden, num_experts, topk, comm, max_tokens, capacity, overflow, dtype
+                hidden, num_experts, topk, comm, max_tokens_per_rank, recv_capacity, overflow, dtype
             )
         _check_group(group, hidden, num_experts, topk, dtype)
         self.group = group
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
-        self.aux_loss_weight = aux_loss_weight
-        self.normalize_weights = normalize_weights
+        self.aux_loss_weight, self.normalize_weights = aux_loss_weight, normalize_weights
         self.num_local_experts = num_experts // group.comm.num_ranks
         self.first_expert = group.comm.rank * self.num_local_experts
 
@@ -108,9 +106,9 @@ class MoELayer(nn.Module):
         self.experts_in = self._empty_experts(hidden, 2 * ffn)
         self.experts_out = self._empty_experts(ffn, hidden)
         self._shares = is_share(self.experts_in)
-        columns = shared_experts * ffn
-        self.shared_in = self._empty(hidden, 2 * columns) if shared_experts else None
-        self.shared_out = self._empty(columns, hidden) if shared_experts else None
+        shared = shared_experts * ffn
+        self.shared_in = self._empty(hidden, 2 * shared) if shared else None
+        self.shared_out = self._empty(shared, hidden) if shared else None
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_convert_loaded)
 
@@ -150,8 +148,8 @@ class MoELayer(nn.Module):
         """Send each token of ``x`` ``[..., H]`` through its experts.
 
         Args:
-            x: tokens of any floating-point dtype; at most ``max_tokens`` of them. 0 is fine, and
-                takes part. ``torch.autocast`` does not reach into the layer.
+            x: tokens of any floating-point dtype; at most ``max_tokens_per_rank`` of them. 0 is
+                fine, and takes part. ``torch.autocast`` does not reach into the layer.
             after: `MoEOutput.order` of a layer, or a plan, whose operations come before these
                 although no data says so; see ``EpGroup.prepare``.
 
@@ -191,7 +189,7 @@ class MoELayer(nn.Module):
     def _check_input(self, x: torch.Tensor) -> None:
         """Refuses an x that is no batch of tokens, before anything is sent."""
         kind: type[Exception]
-        self.group.require_tensors(PREPARE, x=x)
+        self.group.require_tensors(constants.PREPARE, x=x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             kind = ValueError
             problem = f"expected shape [..., {self.hidden}], got {tuple(x.shape)}"
@@ -199,7 +197,7 @@ class MoELayer(nn.Module):
             kind, problem = TypeError, f"expected a floating-point dtype, got {x.dtype}"
         else:
             return
-        self.group.refuse(PREPARE, kind, f"x: {problem}")
+        self.group.refuse(constants.PREPARE, kind, f"x: {problem}")
 
     def _check_experts(self) -> None:
         """Refuses parameters that a wrapper has taken away, and those of another dtype.
@@ -213,14 +211,14 @@ class MoELayer(nn.Module):
                     f"{name}: expected the group's dtype {self.group.dtype}, got "
                     f"{parameter.dtype}: it is fixed when the layer is made, by MoELayer(dtype=...)"
                 )
-                self.group.refuse(PREPARE, TypeError, problem)
+                self.group.refuse(constants.PREPARE, TypeError, problem)
             if parameter is None:
                 problem = (
                     f"{name}: expected a parameter of the layer, got none: what wraps the model, "
                     "such as DistributedDataParallel(device_mesh=...), has taken it away; use "
                     "crossdock.torch.data_parallel"
                 )
-                self.group.refuse(PREPARE, RuntimeError, problem)
+                self.group.refuse(constants.PREPARE, RuntimeError, problem)
 
     def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """``[R, H]``, grouped by expert, through the experts that this rank holds."""
@@ -281,22 +279,22 @@ def _make_group(
     hidden: int,
     num_experts: int,
     topk: int,
-    comm: Communicator | None,
-    max_tokens: int | None,
-    capacity: int | None,
+    comm: Comm | None,
+    max_tokens_per_rank: int | None,
+    recv_capacity: int,
     overflow: Overflow,
     dtype: torch.dtype | None,
 ) -> EpGroup:
-    if max_tokens is None:
-        raise ValueError("max_tokens: expected a number of tokens, as no group is given; got None")
+    if max_tokens_per_rank is None:
+        raise ValueError("max_tokens_per_rank: expected a number, as no group is given; got None")
     dtype = dtype or torch.get_default_dtype()
     return EpGroup(
         num_experts,
         hidden,
         topk,
-        max_tokens,
+        max_tokens_per_rank,
         dtype=dtype,
-        capacity=capacity,
+        recv_capacity=recv_capacity,
         overflow=overflow,
         # Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what
         # is summed over.
@@ -317,7 +315,7 @@ def _check_group(
         raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")
     if not 1 <= topk <= num_experts:
         raise ValueError(f"topk: expected 1 to {num_experts}, the experts, got {topk}")
-    if topk > group.topk:
-        raise ValueError(f"topk: expected at most the group's {group.topk}, got {topk}")
+    if topk > group.max_topk:
+        raise ValueError(f"topk: expected at most the group's {group.max_topk}, got {topk}")
     if dtype is not None and dtype != group.dtype:
         raise ValueError(f"dtype: expected the group's {group.dtype}, got {dtype}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._comm import Communicator
+from ._comm import Comm
 from ._sharding import is_share, local_tensor, ranks_of, sharded_dims
 from .moe import expert_parameters
 
@@ -74,7 +74,7 @@ def average_gradients(model: nn.Module) -> None:
         _average(replicated, comm.replicas)
 
 
-def _communicator_of(model: nn.Module, what: str) -> Communicator:
+def _communicator_of(model: nn.Module, what: str) -> Comm:
     """That of the model's layers, fit for collectives of torch.distributed."""
     layers = list(expert_parameters(model).values())
     if not layers:
@@ -88,7 +88,7 @@ def _communicator_of(model: nn.Module, what: str) -> Communicator:
     return comm
 
 
-def _covers(parameter: Any, comm: Communicator, name: str) -> bool:
+def _covers(parameter: Any, comm: Comm, name: str) -> bool:
     """Whether a parameter is a DTensor over all ranks of the communicator.
 
     Raises:

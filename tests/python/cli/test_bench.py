@@ -11,8 +11,8 @@ import pytest
 
 from commands import SMALL, alive, children, run, start, wait_until
 from crossdock.cli import _engine, _rank, _report
-from crossdock.cli._errors import CommandError
 from crossdock.cli._launch import run_ranks
+from crossdock.cli._usage import CommandError
 from crossdock.cli._workload import Workload, choices, sum_of_copies, volume
 
 OPERATIONS = ["copy", "prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]

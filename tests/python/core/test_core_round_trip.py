@@ -10,7 +10,7 @@ import pytest
 
 import crossdock
 import support
-from reference import QUANTIZATIONS, Routing, quantised
+from reference import QUANTISE_WAYS, Routing, quantised
 from support import Rank
 
 SEED = 20260
@@ -105,7 +105,7 @@ def poison(comm: crossdock.Comm) -> None:
 
 def check_plan(plan: crossdock.Plan, routing: Routing, rank: int) -> None:
     assert plan.counts.tolist() == routing.counts(rank)
-    assert plan.needed_rows.tolist() == [routing.total(rank)]
+    assert plan.total.tolist() == [routing.total(rank)]
     assert plan.rank_rows.tolist() == routing.rank_rows().tolist()
     assert plan.recv_rows == routing.total(rank)
     assert plan.num_tokens == len(routing.topk_idx[rank])
@@ -220,8 +220,8 @@ def fp8(me: Rank) -> None:
                                 hidden=hidden, max_scale_bytes=8)
     with me.comm(heap_bytes=1 << 20) as comm, crossdock.EpGroup(comm, config) as group:
         plan = group.prepare(ids[me.rank])
-        for way in (True, *QUANTIZATIONS):
-            received = group.dispatch(plan, tokens[me.rank], quantize=way)
+        for way in (True, *QUANTISE_WAYS):
+            received = group.dispatch(plan, tokens[me.rank], quantise=way)
             name = "fp8_block128" if way is True else way
             elements, scales = zip(*(quantised(batch, name) for batch in tokens))
             equal(name, received.tokens, routing.dispatch(me.rank, elements))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossdock._core.constants import COMBINE, DISPATCH, PREPARE
 
 from crossdock.deep_ep import EventHandle, EventOverlap, _groups, _lane
 from crossdock.deep_ep._arguments import Choices, Tokens
@@ -21,7 +22,6 @@ from crossdock.deep_ep._groups import Sequence
 from crossdock.deep_ep._handle import Routing
 from crossdock.deep_ep._lane import Turn
 from crossdock.errors import InvalidArgument, Mismatch
-from crossdock.torch._calls import COMBINE, DISPATCH, PREPARE
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
 STREAM = 7

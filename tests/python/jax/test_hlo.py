@@ -32,8 +32,8 @@ class World:
         self.ep = xd.init(self.mesh, "expert", data_axes=data)
         self.axes = (*data, "expert")
         parts = int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
-        self.config = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, topk=TOPK, layout=layout,
-                                  max_tokens=TOKENS // parts, dtype=jnp.float32)
+        self.config = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, layout=layout,
+                                  max_tokens_per_rank=TOKENS // parts, dtype=jnp.float32)
         rng = np.random.default_rng(3)
         self.host = {
             "x": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32),

@@ -9,7 +9,7 @@ import pytest
 
 import crossdock.jax as xd
 from jax_support import RANKS, World, equal, everywhere, routing, run, whole
-from reference import QUANTIZATIONS, Routing, quantised as rule
+from reference import QUANTISE_WAYS, Routing, quantised as rule
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 256, 7
 LAYOUTS = ("expert_major", "rank_major")
@@ -32,19 +32,19 @@ def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:
     rng = np.random.default_rng(132)
     x = [rng.normal(size=(TOKENS, HIDDEN)).astype(jnp.bfloat16) for _ in range(RANKS)]
     elements, scales = (list(values) for values in zip(*(rule(part, name) for part in x)))
-    block = QUANTIZATIONS[name][0]
+    block = QUANTISE_WAYS[name][0]
     # Small whole numbers: sums of a few are exact in bfloat16.
     rows = world.ep.group(config).rows
     grads = [rng.integers(-3, 4, (rows, HIDDEN)).astype(np.float32) for _ in range(RANKS)]
 
     def wide(ids, x, grad):
-        received = xd.ep_dispatch(xd.ep_prepare(config, ids), x, quantize=name).tokens
-        return (received.dequantize(np.float32) * grad).sum(), received
+        received = xd.ep_dispatch(xd.ep_prepare(config, ids), x, quantise=name).tokens
+        return (received.dequantise(np.float32) * grad).sum(), received
 
     def both(ids, x, grad):
         slope, received = jax.grad(wide, 1, has_aux=True)(ids, x, grad)
         parts = (part.astype(np.float32) for part in (received.elements, received.scales))
-        return slope, *parts, received.dequantize()
+        return slope, *parts, received.dequantise()
 
     slope, got, beside, product = world.on_ranks(both)(*map(world.put, (ids, x, grads)))
     sent = [expected.dispatch(r, elements).astype(np.float32) for r in range(RANKS)]
@@ -65,7 +65,7 @@ def test_quantised_rows_and_their_gradient(where, layout):
     run(where, quantised, layout)
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTIZATIONS if name != "fp8_block128"])
+@pytest.mark.parametrize("name", [name for name in QUANTISE_WAYS if name != "fp8_block128"])
 def test_other_ways_to_quantise(name):
     run("devices", quantised, "expert_major", name)
 
@@ -81,9 +81,9 @@ def given(world: World, layout: str) -> None:
 
     def send(ids, elements, scales, weights):
         plan = xd.ep_prepare(config, ids)
-        received = xd.ep_dispatch(plan, xd.QuantizedRows(elements, scales), weights)
+        received = xd.ep_dispatch(plan, xd.QuantisedRows(elements, scales), weights)
         assert received.tokens.link is None
-        return (received.weights**2).sum() / 2, received.tokens.dequantize(np.float32)
+        return (received.weights**2).sum() / 2, received.tokens.dequantise(np.float32)
 
     gradients = world.on_ranks(jax.grad(send, 3, has_aux=True))
     slope, rows = gradients(*map(world.put, (ids, elements, scales, weights)))
@@ -121,18 +121,19 @@ def test_rows_of_8_bit_integers(where):
 
 
 @pytest.mark.parametrize(("change", "error", "text"), [
-    (lambda x, s: dict(x=x[:, :96].astype(jnp.bfloat16), quantize=True), ValueError,
+    (lambda x, s: dict(tokens=x[:, :96].astype(jnp.bfloat16), quantise=True), ValueError,
      "bfloat16 with a multiple of 128 columns"),
-    (lambda x, s: dict(x=x[:, :48].astype(jnp.bfloat16), quantize="mxfp8"), ValueError,
+    (lambda x, s: dict(tokens=x[:, :48].astype(jnp.bfloat16), quantise="mxfp8"), ValueError,
      "bfloat16 with a multiple of 32 columns"),
-    (lambda x, s: dict(x=x, quantize="fp4"), ValueError, "quantize: expected .*mxfp8, got 'fp4'"),
-    (lambda x, s: dict(x=x, quantize=3), TypeError, "quantize: expected a bool or a str, got int"),
-    (lambda x, s: dict(x=x, quantize=True), ValueError, "to be quantised; got float16"),
-    (lambda x, s: dict(x=xd.QuantizedRows(x, s)), TypeError, "x.elements: expected 8-bit"),
-    (lambda x, s: dict(x=xd.QuantizedRows(x.astype(np.int8), s.astype(np.float16))), TypeError,
-     "x.scales: expected float32, float8_e8m0fnu or uint8, got float16"),
-    (lambda x, s: dict(x=xd.QuantizedRows(x.astype(np.int8), s[:RANKS])), ValueError,
-     "x.scales: expected a rank's part with shape"),
+    (lambda x, s: dict(tokens=x, quantise="fp4"), ValueError,
+     "quantise: expected .*mxfp8, got 'fp4'"),
+    (lambda x, s: dict(tokens=x, quantise=3), TypeError, "quantise: expected a bool or a str, got"),
+    (lambda x, s: dict(tokens=x, quantise=True), ValueError, "to be quantised; got float16"),
+    (lambda x, s: dict(tokens=xd.QuantisedRows(x, s)), TypeError, "tokens.elements: exp.* 8-bit"),
+    (lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s.astype(np.float16))), TypeError,
+     "tokens.scales: expected float32, float8_e8m0fnu or uint8, got float16"),
+    (lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s[:RANKS])), ValueError,
+     "tokens.scales: expected a rank's part with shape"),
 ], ids=["columns", "columns of mxfp8", "way", "way's type", "type", "elements", "scale type",
         "scale rows"])
 def test_arguments_that_do_not_fit(change, error, text):
@@ -142,9 +143,9 @@ def test_arguments_that_do_not_fit(change, error, text):
         rows = np.zeros((RANKS * TOKENS, HIDDEN), np.float16)
         with pytest.raises(error, match=text):
             xd.ep_dispatch(plan, **change(rows, np.ones((len(rows), 2), np.float32)))
-        bad = xd.QuantizedRows(jnp.zeros((2, 8), np.int8), jnp.ones((2, 3)))
+        bad = xd.QuantisedRows(jnp.zeros((2, 8), np.int8), jnp.ones((2, 3)))
         with pytest.raises(ValueError, match="a divisor of 8 columns"):
-            bad.dequantize()
+            bad.dequantise()
     finally:
         world.ep.close()
         jax.clear_caches()

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 import crossdock.jax as xd
 from crossdock import _core, _jax, errors
-from crossdock.jax import _meeting, _mesh
+from crossdock.jax import _mesh, _platform
 from jax_support import RANKS, World, distributed, run
 from support import Rank, run_ranks
 
-CONFIG = xd.EpConfig(num_experts=8, hidden=16, topk=2, max_tokens=4, dtype=np.float32)
+CONFIG = xd.EpConfig(num_experts=8, hidden=16, max_topk=2, max_tokens_per_rank=4, dtype=np.float32)
 
 
 # ---- Arguments ----------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def late(world: World) -> None:
         error = caught.value
         assert (error.status, error.rank, error.peer, error.phase, error.fatal) == (
             "XD_ERROR_TIMEOUT", jax.process_index(), 0, "host", False)
-    tell, wait_for = _meeting._key_value_store()
+    tell, wait_for = _platform._key_value_store()
     tell(f"has waited/{jax.process_index()}", b"")
     for process in range(RANKS):
         wait_for(f"has waited/{process}", 20_000)
@@ -70,18 +70,6 @@ def late(world: World) -> None:
 
 def test_init_waits_no_longer_than_its_timeout():
     run("processes", late)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("1234", 1234), (None, 600_000), ("x", 600_000), ("0", 600_000), ("-5", 600_000)],
-)
-def test_the_default_timeout_is_the_librarys(monkeypatch, text, expected):
-    if text is None:
-        monkeypatch.delenv("XD_TIMEOUT_MS")
-    else:
-        monkeypatch.setenv("XD_TIMEOUT_MS", text)
-    assert _meeting._default_ms() == expected
 
 
 def some_then_all(me: Rank) -> None:
@@ -94,7 +82,7 @@ def some_then_all(me: Rank) -> None:
             some.close()
     everyone = xd.init(Mesh(devices, ("ep",)), "ep", timeout=20)
     assert everyone.num_ranks == 3
-    everyone.create(xd.EpConfig(num_experts=9, hidden=16, topk=2, max_tokens=4))
+    everyone.create(xd.EpConfig(num_experts=9, hidden=16, max_topk=2, max_tokens_per_rank=4))
     everyone.close()
 
 
@@ -105,7 +93,7 @@ def test_a_mesh_of_all_processes_after_meshes_of_some():
 def test_a_jax_without_the_key_value_store_is_named(monkeypatch):
     monkeypatch.delattr("jax._src.distributed.global_state")
     with pytest.raises(RuntimeError, match=rf"0\.10 and 0\.11 have it; JAX {jax.__version__} has"):
-        _meeting._key_value_store()
+        _platform._key_value_store()
 
 
 def _works(world: World) -> None:

@@ -111,7 +111,7 @@ def test_leading_dimensions_and_global_arrays(where):
 def drop(world: World, tokens: int, capacity: int) -> None:
     ids = [np.zeros((tokens, 1), np.int32) for _ in range(RANKS)]  # all to rank 0
     x = whole(np.random.default_rng(31), tokens, HIDDEN)
-    config = xd.EpConfig(EXPERTS, HIDDEN, 1, tokens, dtype=np.float32, capacity=capacity,
+    config = xd.EpConfig(EXPERTS, HIDDEN, 1, tokens, dtype=np.float32, recv_capacity=capacity,
                          overflow="drop")
 
     def trip(ids, x):

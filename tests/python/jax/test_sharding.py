@@ -31,22 +31,21 @@ def mesh() -> Mesh:
     return make_mesh()
 
 
-CONFIG = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, topk=TOPK, max_tokens=TOKENS // RANKS,
-                     dtype=np.float32)
+CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=TOKENS // RANKS, dtype=np.float32)
 
 
 def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:
     """topk_idx, x, topk_weights, along the token axes except those in `specs`."""
     host = {"topk_idx": np.tile(np.int32([0, 3, 5, 6]), (TOKENS, 1)),
-            "x": np.ones((TOKENS, HIDDEN), np.float32),
+            "tokens": np.ones((TOKENS, HIDDEN), np.float32),
             "topk_weights": np.ones((TOKENS, TOPK), np.float32)}
     return {name: jax.device_put(array, NamedSharding(mesh, specs.get(name, ALONG)))
             for name, array in host.items()}
 
 
-def round_trip(topk_idx, x, topk_weights):
+def round_trip(topk_idx, tokens, topk_weights):
     plan = xd.ep_prepare(CONFIG, topk_idx)
-    received = xd.ep_dispatch(plan, x, topk_weights)
+    received = xd.ep_dispatch(plan, tokens, topk_weights)
     return xd.ep_combine(received.plan, received.tokens, received.weights)[0]
 
 
@@ -54,7 +53,7 @@ def refusal(name: str, spec: P) -> str:
     return re.escape(f"{name}: expected {ALONG}, ") + ".*" + re.escape(f"got {spec}")
 
 
-@pytest.mark.parametrize("name", ["topk_idx", "x", "topk_weights"])
+@pytest.mark.parametrize("name", ["topk_idx", "tokens", "topk_weights"])
 @pytest.mark.parametrize("spec", WRONG, ids=str)
 def test_arrays_that_lie_otherwise_are_refused(mesh, name, spec):
     given = arrays(mesh, **{name: spec})
@@ -65,18 +64,18 @@ def test_arrays_that_lie_otherwise_are_refused(mesh, name, spec):
 
 
 def test_refused_gradients_too(mesh):
-    given = arrays(mesh, x=P(None, "expert"))
+    given = arrays(mesh, tokens=P(None, "expert"))
     gradient = jax.jit(jax.grad(lambda x, i, w: round_trip(i, x, w).sum()))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal("x", P(None, "expert"))):
-        gradient(given["x"], given["topk_idx"], given["topk_weights"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal("tokens", P(None, "expert"))):
+        gradient(given["tokens"], given["topk_idx"], given["topk_weights"])
 
 
 def test_constraint_splits_what_a_program_computes(mesh):
-    given = arrays(mesh, x=P(None, "expert"))
+    given = arrays(mesh, tokens=P(None, "expert"))
 
-    def constrained(topk_idx, x, topk_weights):
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ALONG))
-        return round_trip(topk_idx, x, topk_weights)
+    def constrained(topk_idx, tokens, topk_weights):
+        tokens = jax.lax.with_sharding_constraint(tokens, NamedSharding(mesh, ALONG))
+        return round_trip(topk_idx, tokens, topk_weights)
 
     np.testing.assert_array_equal(jax.jit(constrained)(**given), np.full((TOKENS, HIDDEN), TOPK))
 
@@ -108,21 +107,21 @@ def test_derivatives_of_arrays_that_are_nowhere_yet(mesh, how, kind):
         return (out * out).sum() / 2
 
     grad = jax.grad(how(loss), (0, 2))
-    grad_x, grad_weights = grad(host["x"], host["topk_idx"], host["topk_weights"])
+    grad_x, grad_weights = grad(host["tokens"], host["topk_idx"], host["topk_weights"])
     np.testing.assert_array_equal(grad_x, np.full((TOKENS, HIDDEN), TOPK * TOPK))
     np.testing.assert_array_equal(grad_weights, np.full((TOKENS, TOPK), TOPK * HIDDEN))
 
 
 @pytest.mark.parametrize("spec", WRONG, ids=str)
 def test_eager_derivatives_of_arrays_that_lie_otherwise_are_refused(mesh, spec):
-    given = arrays(mesh, x=spec)
-    with pytest.raises(ValueError, match=refusal("x", spec)):
+    given = arrays(mesh, tokens=spec)
+    with pytest.raises(ValueError, match=refusal("tokens", spec)):
         jax.grad(lambda x, i, w: round_trip(i, x, w).sum())(*(
-            given[name] for name in ("x", "topk_idx", "topk_weights")))
+            given[name] for name in ("tokens", "topk_idx", "topk_weights")))
 
 
 @pytest.mark.parametrize("how, error, text", [
-    (eager, ValueError, "x: expected .* got SingleDevice"),
+    (eager, ValueError, "tokens: expected .* got SingleDevice"),
     (jax.checkpoint, Exception, "incompatible devices|DeviceAssignmentMismatch"),  # JAX's own
 ])
 def test_eager_derivatives_of_an_array_on_one_device_are_refused(mesh, how, error, text):

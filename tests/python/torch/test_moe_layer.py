@@ -31,7 +31,7 @@ DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on G
 
 
 @contextmanager
-def joined() -> Iterator[xd.Communicator]:
+def joined() -> Iterator[xd.Comm]:
     """This rank in torch.distributed and in a communicator of the same device."""
     if where().type == "cuda":
         dist.init_process_group("nccl", device_id=where())
@@ -45,10 +45,11 @@ def joined() -> Iterator[xd.Communicator]:
         dist.destroy_process_group()
 
 
-def make_layer(comm: xd.Communicator, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
+def make_layer(comm: xd.Comm, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
     torch.manual_seed(SEED)
     options = {"aux_loss_weight": 0.5, "dtype": torch.float32} | options
-    return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=max_tokens, **options)
+    return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=max_tokens,
+                       **options)
 
 
 def make_plain() -> PlainMoE:
@@ -285,7 +286,7 @@ def check_refusals(me: Rank) -> None:
             with pytest.raises(ValueError, match=text):
                 xd.MoELayer(*sizes, **options)
 
-        refused("max_tokens: expected a number", HIDDEN, FFN, EXPERTS, TOPK, comm=comm)
+        refused("max_tokens_per_rank: expected a number", HIDDEN, FFN, EXPERTS, TOPK, comm=comm)
         refused("num_experts: expected the group's 8, got 4", HIDDEN, FFN, 4, TOPK, group=group)
         refused("hidden: expected at most the group's 16, got 32", 32, FFN, EXPERTS, TOPK,
                 group=group)

@@ -128,8 +128,8 @@ def _quantised(me: Rank) -> None:
         group = batch.group(torch.bfloat16)
 
         def block(topk_idx, x):
-            received = xd.dispatch(group.prepare(topk_idx), x, quantize=True)
-            return xd.dequantize(received, torch.float32) * 2
+            received = xd.dispatch(group.prepare(topk_idx), x, quantise=True)
+            return xd.dequantise(received, torch.float32) * 2
 
         topk_idx, x, _, _ = batch.local(me.rank, torch.bfloat16)
         eager = block(topk_idx, x)

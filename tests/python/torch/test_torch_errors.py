@@ -38,20 +38,20 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 MISTAKES = {
     "x is not contiguous": (
         lambda plan, x, w: xd.dispatch(plan, _narrow(x), w), ValueError,
-        r"dispatch: x: expected a contiguous tensor, got shape \(9, 32\) with strides \(64, 2\)"),
+        r"dispatch: tokens: expected a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)"),
     "x is float64": (
         lambda plan, x, w: xd.dispatch(plan, x.double(), w), TypeError,
-        r"dispatch: x: expected a dtype of torch.bfloat16, torch.float16, torch.float32, "
+        r"dispatch: tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32, "
         r"torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64"),
     "x is no tensor": (
         lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w), TypeError,
-        r"dispatch: x: expected a tensor, got list \[\]"),
+        r"dispatch: tokens: expected a tensor, got list \[\]"),
     "x has another number of tokens": (
         lambda plan, x, w: xd.dispatch(plan, x[1:], w), ValueError,
-        r"dispatch: x: expected the plan's 9 tokens, got shape \(8, 32\)"),
+        r"dispatch: tokens: expected the plan's 9 tokens, got shape \(8, 32\)"),
     "x has one dimension": (
         lambda plan, x, w: xd.dispatch(plan, x[:, 0].contiguous(), w), ValueError,
-        r"dispatch: x: expected 2 dimensions, got shape \(9,\)"),
+        r"dispatch: tokens: expected 2 dimensions, got shape \(9,\)"),
     "weights are bfloat16": (
         lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()), TypeError,
         r"dispatch: topk_weights: expected a dtype of torch.float32; got torch.bfloat16"),
@@ -59,29 +59,29 @@ MISTAKES = {
         lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)), ValueError,
         r"dispatch: topk_weights: expected a contiguous tensor"),
     "rows to be quantised are float32": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 128), w, quantize=True), ValueError,
-        r"dispatch: x: expected bfloat16 with .* 128 columns.*; got torch.float32 .*\(9, 128\)"),
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 128), w, quantise=True), ValueError,
+        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.float32 .*\(9, 128\)"),
     "rows to be quantised have 32 columns": (
-        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantize=True), ValueError,
-        r"dispatch: x: expected bfloat16 with .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)"),
+        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise=True), ValueError,
+        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)"),
     "no such way to quantise": (
-        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantize="fp4"), ValueError,
-        r"dispatch: quantize: expected a bool or one of fp8_block128, .*mxfp8, got 'fp4'"),
+        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise="fp4"), ValueError,
+        r"dispatch: quantise: expected a bool or one of fp8_block128, .*mxfp8, got 'fp4'"),
     "rows to be quantised to mxfp8 have 24 columns": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 24).bfloat16(), quantize="mxfp8"),
-        ValueError, r"dispatch: x: expected bfloat16 with .* 32 columns.*; got .*\(9, 24\)"),
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 24).bfloat16(), quantise="mxfp8"),
+        ValueError, r"dispatch: tokens: expected bfloat16 with .* 32 columns.*; got .*\(9, 24\)"),
     "rows are longer than the group's": (
         lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 36), w), ValueError,
-        r"dispatch: x: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)"),
+        r"dispatch: tokens: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)"),
     "rows are no multiple of 16 bytes": (
         lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 3), w), ValueError,
-        r"dispatch: x: expected rows of a positive multiple of 16 bytes .*, got 12: .*\(9, 3\)"),
+        r"dispatch: tokens: expected rows of a positive multiple of 16 .*, got 12: .*\(9, 3\)"),
     "x is on the meta device": (
         lambda plan, x, w: xd.dispatch(plan, x.to("meta"), w), ValueError,
-        r"dispatch: x: expected a tensor on (cpu|cuda:\d), got one on meta"),
+        r"dispatch: tokens: expected a tensor on (cpu|cuda:\d), got one on meta"),
     "x is sparse": (
         lambda plan, x, w: xd.dispatch(plan, x.to_sparse(), w), ValueError,
-        r"dispatch: x: expected a dense tensor, got one of layout torch.sparse_coo"),
+        r"dispatch: tokens: expected a dense tensor, got one of layout torch.sparse_coo"),
     "weights are sparse rows": (
         lambda plan, x, w: xd.dispatch(plan, x, w.to_sparse_csr()), ValueError,
         r"dispatch: topk_weights: expected a dense tensor, got one of layout torch.sparse_csr"),
@@ -195,7 +195,7 @@ def test_expert_ids_out_of_range_are_reported_everywhere():
 def _overflow(me: Rank) -> None:
     batch = Batch(SEED + 4, ragged(me))
     with xd.init(), torch.no_grad():
-        group = batch.group(capacity=2)
+        group = batch.group(recv_capacity=2)
         topk_idx, *_ = batch.local(me.rank)
         with reported(group, CapacityOverflow, "2"):
             group.prepare(topk_idx)
@@ -216,8 +216,8 @@ def _configs(me: Rank) -> None:
         with pytest.raises(Mismatch, match="hidden|row"):
             xd.EpGroup(8, 32 + 16 * (me.rank == me.num_ranks - 1), 3, 16)
         for name, value, kind, text in (
-            ("layout", "rows", ValueError, "layout: expected one of .*, got 'rows'"),
-            ("capacity", 0, ValueError, "capacity: expected at least 1, or None; got 0"),
+            ("layout", "rows", ValueError, "layout: expected 'expert_major' or .*, got 'rows'"),
+            ("recv_capacity", -1, ValueError, "recv_capacity: expected .* from 0 .*, got -1"),
             ("alignment", 1.5, TypeError, ""),
         ):  # found before the library is asked, and the peers know at once
             bad = me.rank == 1
@@ -321,7 +321,7 @@ def test_bad_arguments_of_init(options, words):
 
 def _bad_sizes_of_groups(me: Rank, name: str, value: object, words: str, told: str) -> None:
     bad = me.rank == 1
-    sizes = {"num_experts": 8, "hidden": 32, "topk": 3, "max_tokens": 16}
+    sizes = {"num_experts": 8, "hidden": 32, "max_topk": 3, "max_tokens_per_rank": 16}
     with xd.init() as comm:
         began = time.monotonic()
         expected = (TypeError, ValueError) if bad else Mismatch
@@ -337,13 +337,14 @@ def _bad_sizes_of_groups(me: Rank, name: str, value: object, words: str, told: s
     ("symmetric_tensors", "4", "symmetric_tensors: expected a whole number, got '4'", ""),
     ("num_experts", "8", "num_experts: expected a whole number, got '8'", "config.num_experts"),
     ("hidden", 32.0, "hidden: expected a whole number, got 32.0", "config.hidden"),
-    ("max_tokens", 2**40, "max_tokens: expected a whole number .*, got 1099511627776",
+    ("max_tokens_per_rank", 2**40, "max_tokens_per_rank: expected .*, got 1099511627776",
      "config.max_tokens_per_rank"),
-    ("topk", None, "topk: expected a whole number, got None", "config.max_topk"),
+    ("max_topk", None, "max_topk: expected a whole number, got None", "config.max_topk"),
     ("dtype", torch.int32, r"dtype: expected one of \[torch.bfloat16, torch.float16, "
      r"torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8\], got "
      "torch.int32", "config.dtype"),
-    ("layout", "rows", "layout: expected one of .*, got 'rows'", "config.layout"),
+    ("staging", True, "staging: expected 'auto' or 'none', got True", "config.staging"),
+    ("layout", "rows", "layout: expected 'expert_major' or .*, got 'rows'", "config.layout"),
 ])
 def test_bad_sizes_of_a_group_are_named_on_every_rank(name, value, words, told):
     run_ranks(2, _bad_sizes_of_groups, name, value, words, told)

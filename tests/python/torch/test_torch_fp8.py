@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import crossdock.torch as xd
-from reference import QUANTIZATIONS, quantised
+from reference import QUANTISE_WAYS, quantised
 from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, ragged, where
 
@@ -36,21 +36,21 @@ def _quantise(me: Rank, layout: str, name: str) -> None:
         x = torch.randn(batch.tokens[rank], HIDDEN, generator=random, device="cpu")
         inputs.append(x.to(torch.bfloat16))
     pairs = [rule(x, name) for x in inputs]
-    block = QUANTIZATIONS[name][0]
+    block = QUANTISE_WAYS[name][0]
     tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
     with xd.init():
         group = batch.group(torch.bfloat16)
         topk_idx, _, weights, _ = batch.local(me.rank)
         x = inputs[me.rank].to(where()).requires_grad_()
         plan = group.prepare(topk_idx)
-        received = xd.dispatch(plan, x, weights, quantize=name)
+        received = xd.dispatch(plan, x, weights, quantise=name)
         rows = len(tokens)
         assert received.tokens.dtype == torch.float8_e4m3fn
         assert not received.tokens.requires_grad
         assert_equal("tokens", received.tokens[:rows], tokens)
-        assert received.scales.dtype == getattr(torch, QUANTIZATIONS[name][2])
+        assert received.scales.dtype == getattr(torch, QUANTISE_WAYS[name][2])
         assert_equal("scales", received.scales[:rows].float(), scales)
-        wide = xd.dequantize(received, torch.float32)
+        wide = xd.dequantise(received, torch.float32)
         assert_equal("rows", wide[:rows], tokens * np.repeat(scales, block, 1))
         assert int(torch.count_nonzero(wide[rows:])) == 0
 
@@ -93,8 +93,8 @@ def _given(me: Rank, layout: str) -> None:
         columns = xd.dispatch(plan, elements, weights, scales=beside.t().contiguous().t())
         assert_equal("scales by columns", columns.scales[: len(tokens)], scales)
         assert received.link is None
-        with pytest.raises(ValueError, match="quantize=True"):
-            xd.dequantize(received)
+        with pytest.raises(ValueError, match="quantise=True"):
+            xd.dequantise(received)
         # Weights have a gradient although the rows have none.
         received.weights.sum().backward()
         assert elements.grad is None

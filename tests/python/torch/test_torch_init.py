@@ -23,7 +23,7 @@ from torch_support import Batch, assert_equal, layer, ragged
 SEED = 8
 
 
-def _round_trip(rank: int, comm: xd.Communicator, batch: Batch) -> None:
+def _round_trip(rank: int, comm: xd.Comm, batch: Batch) -> None:
     topk_idx, x, weights, _ = batch.local(rank)
     out = layer(batch.group(comm=comm).prepare(topk_idx), x, weights)
     assert_equal("out", out, batch.expected(rank)[0])

@@ -181,7 +181,7 @@ def test_gradients_of_any_strides_are_taken():
 def _dropped(me: Rank, capacity: int) -> None:
     batch = Batch(SEED + 5, ragged(me))
     with xd.init() as comm:
-        group = batch.group(capacity=capacity, overflow="drop")
+        group = batch.group(recv_capacity=capacity, overflow="drop")
         poison(comm)
         topk_idx, x, weights, grad_out = batch.local(me.rank)
         plan = group.prepare(topk_idx)

@@ -102,15 +102,15 @@ def test_tensors_outlive_their_communicator():
         comm.empty_symmetric((1,), torch.float32)
 
 
-def test_default_communicator_is_the_first_that_is_open():
+def test_default_comm_is_the_first_that_is_open():
     with xd.init() as first:
         with xd.init(name="second") as second:
-            assert xd.default_communicator() is first
+            assert xd.default_comm() is first
             group = xd.EpGroup(4, 32, 2, 4, comm=second)
             assert group.comm is second
             assert xd.empty_symmetric((4,), torch.float32).shape == (4,)
     with pytest.raises(RuntimeError, match="no communicator"):
-        xd.default_communicator()
+        xd.default_comm()
 
 
 def test_communicator_is_freed_when_nobody_refers_to_it():
@@ -166,7 +166,7 @@ def test_staged_and_zero_copy_give_the_same(layout):
 def _refused(me: Rank) -> None:
     batch = Batch(SEED + 1, ragged(me))
     with xd.init() as comm, torch.no_grad():
-        group = batch.group(staging=False)
+        group = batch.group(staging="none")
         topk_idx, x, weights, _ = batch.local(me.rank)
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)

@@ -59,10 +59,10 @@ class Model(nn.Module):
         return self.head(x + self.experts(x)[0])
 
 
-def make_model(comm: xd.Communicator, **options: Any) -> Model:
+def make_model(comm: xd.Comm, **options: Any) -> Model:
     options = {"aux_loss_weight": 0.0, "dtype": torch.float32} | options
-    return Model(lambda: xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=TOKENS,
-                                     **options))
+    return Model(lambda: xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm,
+                                     max_tokens_per_rank=TOKENS, **options))
 
 
 def make_plain() -> Model:
@@ -104,7 +104,7 @@ def in_distributed() -> Iterator[None]:
 
 
 @contextmanager
-def two_by_two(me: Rank) -> Iterator[tuple[Any, xd.Communicator]]:
+def two_by_two(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
     """A mesh of a data axis and an expert axis of all ranks, and the latter's communicator."""
     with in_distributed():
         mesh = init_device_mesh(where().type, (me.num_ranks // 2, 2),
@@ -114,7 +114,7 @@ def two_by_two(me: Rank) -> Iterator[tuple[Any, xd.Communicator]]:
 
 
 @contextmanager
-def flat(me: Rank) -> Iterator[tuple[None, xd.Communicator]]:
+def flat(me: Rank) -> Iterator[tuple[None, xd.Comm]]:
     """A communicator of all ranks."""
     with in_distributed(), xd.init(device=where()) as comm:
         yield None, comm

@@ -134,7 +134,7 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
             f"expected {expected[at]}, got {got[at]}")
 
 
-def poison(comm: xd.Communicator) -> None:
+def poison(comm: xd.Comm) -> None:
     """Fills the symmetric memory that the heap has left with NaN (of every float type)."""
     filled = []
     while (free := comm.core.mem_info()["largest_free_bytes"]) >= 512:

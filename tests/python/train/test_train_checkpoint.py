@@ -85,12 +85,12 @@ def test_checkpoint_of_1_rank_goes_on_on_4(whole, tmp_path: pathlib.Path) -> Non
 class Model(torch.nn.Module):
     """A layer of experts, and a parameter and a buffer that every rank has."""
 
-    def __init__(self, comm: xd.Communicator, num_experts: int = 8) -> None:
+    def __init__(self, comm: xd.Comm, num_experts: int = 8) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
         self.layer = xd.MoELayer(
-            16, 8, num_experts, 2, comm=comm, max_tokens=4, dtype=torch.float32)
+            16, 8, num_experts, 2, comm=comm, max_tokens_per_rank=4, dtype=torch.float32)
 
 
 def in_distributed(me: Rank, check, *args) -> None:
@@ -102,7 +102,7 @@ def in_distributed(me: Rank, check, *args) -> None:
         dist.destroy_process_group()
 
 
-def save_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path, **options) -> None:
+def save_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path, **options) -> None:
     """A checkpoint in which every expert's values are its number, and so is its momentum."""
     model = Model(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -119,7 +119,7 @@ def save_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path, **options
                        **options)
 
 
-def load_numbered(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+def load_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     model = Model(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
     extra = xd.load_checkpoint(path, model, optimizer)
@@ -144,7 +144,7 @@ def test_every_expert_lands_on_the_rank_that_holds_it(
     run_ranks(loaded_on, in_distributed, load_numbered, tmp_path / "saved")
 
 
-def refuse_other_models(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+def refuse_other_models(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="experts 0 to 15"):
         xd.load_checkpoint(path, Model(comm, num_experts=16))
     other = Model(comm)
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_named_and_nothing_overwritten(tmp_path: pathlib.Pa
     run_ranks(2, in_distributed, load_numbered, path)
 
 
-def refuse_damaged_files(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+def refuse_damaged_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     model = Model(comm)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for file, damage in (("common.pt", b"\x01\x02" * 50), ("common.pt", b""),
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_named_and_nothing_overwritten(tmp_path: pathlib.Path)
     run_ranks(1, in_distributed, refuse_damaged_files, path)
 
 
-def fill_disk_of_rank_1(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+def fill_disk_of_rank_1(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     if me.rank == 1:
         with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space"):
@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_checkpoint(
     run_ranks(2, in_distributed, load_numbered, path)
 
 
-def miss_files(me: Rank, comm: xd.Communicator, path: pathlib.Path) -> None:
+def miss_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     """One rank's host shows it nothing of what others have written, as network file systems do."""
     if me.rank == 1:
         with (mock.patch.object(pathlib.Path, "iterdir", lambda self: iter(())),
@@ -238,7 +238,7 @@ def test_saving_needs_no_torch_distributed(tmp_path: pathlib.Path) -> None:
 def agree(me: Rank) -> tuple[list[int], bytes]:
     with xd.init(device="cpu") as comm:
         # The smallest group there can be: one token, one expert of each.
-        group = xd.EpGroup(me.num_ranks, 16, 1, 1, dtype=torch.uint8, capacity=1, comm=comm)
+        group = xd.EpGroup(me.num_ranks, 16, 1, 1, dtype=torch.uint8, recv_capacity=1, comm=comm)
         return ranks_where(group, me.rank in (0, 2)), from_rank_0(group, bytes([me.rank] * 16))
 
 

@@ -31,7 +31,7 @@ def all_gpus() -> int:
 
 
 @contextmanager
-def joined(me: Rank) -> Iterator[xd.Communicator]:
+def joined(me: Rank) -> Iterator[xd.Comm]:
     """This rank in torch.distributed and in a communicator, with a GPU of its own."""
     device = torch.device("cuda", me.rank)
     torch.cuda.set_device(device)
@@ -83,7 +83,7 @@ def check_layer(me: Rank) -> None:
     """float32 against one process; the bfloat16 layer, eager against graphs."""
     with joined(me) as comm:
         torch.manual_seed(5)
-        layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=TOKENS,
+        layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS,
                             dtype=torch.float32)
         torch.manual_seed(5)
         plain = PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.01).cuda()
@@ -113,8 +113,8 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [xd.local_tensor(tensor.detach()).clone() for tensor in found]
 
 
-def check_graphs(me: Rank, comm: xd.Communicator) -> None:
-    layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens=TOKENS,
+def check_graphs(me: Rank, comm: xd.Comm) -> None:
+    layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS,
                         shared_experts=1, aux_loss_weight=0.1, dtype=torch.bfloat16)
     generator = torch.Generator("cuda").manual_seed(7 + me.rank)
     batches = [torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()

@@ -41,7 +41,7 @@ def case(num_ranks: int, even: bool = False) -> tuple:
     return tokens[:num_ranks], 8, 3, 128
 
 
-def join(me: Rank, **options) -> xd.Communicator:
+def join(me: Rank, **options) -> xd.Comm:
     torch.cuda.set_device(me.rank)
     comm = xd.init(**options)
     assert comm.device == torch.device("cuda", me.rank), comm.device
@@ -245,7 +245,7 @@ def _mistakes(me: Rank) -> None:
 
         # A mistake that the call sees raises there, and is told once; the peers read it.
         if me.rank == 0:
-            with pytest.raises(ValueError, match="x: expected a tensor on cuda:0, got one on cpu"):
+            with pytest.raises(ValueError, match="tokens: expected a tensor on cuda:0, got"):
                 xd.dispatch(plan, x.cpu(), weights)
             torch.cuda.synchronize()
             group.check()
@@ -258,7 +258,7 @@ def _mistakes(me: Rank) -> None:
         wrong[0, 0] = 99
         group.prepare(wrong)
         report(InvalidArgument, "lowest rank with some is 0")
-        tight = batch.group(DTYPE, capacity=1)
+        tight = batch.group(DTYPE, recv_capacity=1)
         overflown = tight.prepare(torch.zeros_like(topk_idx[:, :1]))
         torch.cuda.synchronize()
         with pytest.raises(CapacityOverflow):

@@ -1,6 +1,9 @@
-"""The ways in which a command may end, and the exit code of each."""
+"""What commands share: types of options, how a command may end, and the exit code of each end."""
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
 
 OK = 0
 FAILED = 1  # the command was understood, and what it tried did not work
@@ -18,3 +21,15 @@ class UsageError(CommandError):
     """The user asked for something that cannot be done; the text says what can."""
 
     exit_code = USAGE
+
+
+def number(least: int) -> Callable[[str], int]:
+    """Parses whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            expected = f"expected a whole number from {least} on"
+            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
+        return int(text)
+
+    return parse

@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ELEMENT", "QuantizedRows"]
+__all__ = ["ELEMENT", "QuantisedRows"]
 
 ELEMENT = jnp.float8_e4m3fn  # element type of rows that are quantised on the way
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizedRows:
+class QuantisedRows:
     """Rows of 8-bit elements, each group of columns with a scale. A pytree.
 
-    What `ep_dispatch` gives with ``quantize``, and what it takes and gives where rows are
+    What `ep_dispatch` gives with ``quantise``, and what it takes and gives where rows are
     quantised already.
 
     Attributes:
         elements: ``[..., H]`` float8_e4m3fn; given ones also float8_e5m2, int8 or uint8.
         scales: ``[..., S]`` float32 or float8_e8m0fnu; given ones also uint8. Scale s belongs to
             the columns from ``s * H / S`` on.
-        link: ``[R, H]`` zeros through which the gradient of `dequantize` finds its way, as 8-bit
+        link: ``[R, H]`` zeros through which the gradient of `dequantise` finds its way, as 8-bit
             elements have none that is wide enough; None of given rows, which have no gradient.
     """
 
@@ -34,10 +34,10 @@ class QuantizedRows:
     scales: jax.Array
     link: jax.Array | None = None
 
-    def dequantize(self, dtype: Any = jnp.bfloat16) -> jax.Array:
+    def dequantise(self, dtype: Any = jnp.bfloat16) -> jax.Array:
         """``[..., H]``: every element times its scale, computed in float32.
 
-        The gradient reaches the x that was quantised as it is, in bfloat16 (straight-through).
+        The gradient reaches what was quantised as it is, in bfloat16 (straight-through).
 
         Raises:
             ValueError: H is not a multiple of S.

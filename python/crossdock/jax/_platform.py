@@ -1,19 +1,40 @@
-"""Where the processes of a set of devices meet, told through jax.distributed's key-value store."""
+"""What JAX and XLA know of a platform's devices: custom calls, where processes meet, the pool."""
 
 from __future__ import annotations
 
 import collections
-import os
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from crossdock import _core
+from crossdock import _core, _jax
 from crossdock.errors import from_details
 
-__all__ = ["meeting_point"]
+__all__ = ["device_pool", "meeting_point", "register"]
+
+_registered: set[str] = set()
+
+
+def register(platform: str) -> None:
+    """Register types and handlers for a platform of JAX, ``"cpu"`` or ``"gpu"``, once.
+
+    Its backend must have been initialised: JAX holds back registrations until then, and would
+    replay the handlers before the types that they use.
+    """
+    xla_platform = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}[platform]
+    if xla_platform in _registered:
+        return
+    known = _jax.registrations()[xla_platform]
+    for name, type_registration in known["types"].items():
+        jax.ffi.register_ffi_type(name, type_registration, platform=xla_platform)
+    for name, stages in known["targets"].items():
+        jax.ffi.register_ffi_target(name, stages, platform=xla_platform)
+    _registered.add(xla_platform)
+
 
 # By the name of a set, how often its processes have met. Other processes know nothing of that.
 _meetings: collections.Counter[str] = collections.Counter()
@@ -41,7 +62,7 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
         unique_id = _core.unique_id(timeout_ms=timeout_ms)
         tell(key, unique_id)
     else:
-        limit = timeout_ms or _default_ms()
+        limit = timeout_ms or _core.default_timeout_ms()
         try:
             unique_id = wait_for(key, limit)
         except jax.errors.JaxRuntimeError as error:
@@ -58,15 +79,6 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
     return unique_id
 
 
-def _default_ms() -> int:
-    """The timeout that the library takes for 0 (src/base/env.def)."""
-    try:
-        limit = int(os.environ["XD_TIMEOUT_MS"])
-    except (KeyError, ValueError):
-        return 600_000
-    return limit if limit > 0 else 600_000
-
-
 def _key_value_store() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(set, blocking get) of jax.distributed, to which JAX has no public way."""
     try:
@@ -81,3 +93,30 @@ def _key_value_store() -> tuple[Callable[..., Any], Callable[..., Any]]:
             f"0.10 and 0.11 have it; JAX {jax.__version__} has it elsewhere"
         ) from error
     raise RuntimeError("init: expected jax.distributed to be initialised for several processes")
+
+
+# CUpointer_attribute
+_RANGE_START, _RANGE_SIZE = 11, 12
+
+
+def device_pool(device: jax.Device) -> tuple[int, int]:
+    """(address, bytes) of the allocation that XLA carves a device's buffers from; (0, 0) on a CPU.
+
+    Raises:
+        RuntimeError: the driver does not know.
+    """
+    if device.platform == "cpu":
+        return 0, 0
+    sample = jax.device_put(jnp.zeros(1024), device)
+    pointer = jax.block_until_ready(sample).unsafe_buffer_pointer()
+    return _attribute(_RANGE_START, pointer), _attribute(_RANGE_SIZE, pointer)
+
+
+def _attribute(attribute: int, pointer: int) -> int:
+    value = ctypes.c_uint64()
+    status = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(
+        ctypes.byref(value), attribute, ctypes.c_uint64(pointer)
+    )
+    if status != 0:
+        raise RuntimeError(f"cuPointerGetAttribute: error {status} for attribute {attribute}")
+    return value.value
