@@ -17,7 +17,7 @@
 namespace xd::ep::cuda {
 namespace {
 
-constexpr DeviceFacts kHopper{
+constexpr LaunchLimits kHopper{
     .sms = 132, .shared_bytes = std::size_t{227} * 1024, .ranks_on_device = 1};
 
 constexpr QuantiseFormat kBlock128 = quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
@@ -165,7 +165,7 @@ TEST(LaunchShapeTest, StaysWithinTheBudgetAndTheDevice) {
 }
 
 // The most blocks of any operation of such a group, where the library chooses.
-int most_blocks(const Traffic& traffic, int local_experts, const DeviceFacts& device) {
+int most_blocks(const Traffic& traffic, int local_experts, const LaunchLimits& device) {
   const int budget = sm_budget(Config{}, device);
   const int experts = local_experts * traffic.ranks;
   int most = prepare_shape(experts, traffic.ranks, traffic.tokens, budget, device).blocks;
@@ -184,7 +184,7 @@ int most_blocks(const Traffic& traffic, int local_experts, const DeviceFacts& de
 // blocks; if one keeps the other from starting, ranks that begin with the other wait for ever.
 TEST(LaunchShapeTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses) {
   for (const int ranks_on_device : {1, 2, 3, 8}) {
-    DeviceFacts device = kHopper;
+    LaunchLimits device = kHopper;
     device.ranks_on_device = ranks_on_device;
     int most = 0;
     for (const bool by_expert : {false, true}) {
@@ -214,12 +214,12 @@ TEST(LaunchShapeTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses)
 TEST(LaunchShapeTest, RanksOfOneDeviceShareIt) {
   Config config;
   for (const int ranks : {1, 2, 3, 8, 40}) {
-    DeviceFacts device = kHopper;
+    LaunchLimits device = kHopper;
     device.ranks_on_device = ranks;
     EXPECT_LE(sm_budget(config, device) * ranks, device.sms) << ranks;
     EXPECT_GE(sm_budget(config, device), 1);
   }
-  DeviceFacts device = kHopper;
+  LaunchLimits device = kHopper;
   device.ranks_on_device = 4;
   config.num_sms = 33;
   EXPECT_EQ(sm_budget(config, device), 33);

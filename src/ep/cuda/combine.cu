@@ -27,7 +27,8 @@ namespace {
 template <class T>
 class Pusher {
  public:
-  __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan, Terms& terms)
+  __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan,
+                    WarpTerms& terms)
       : p_(params), turn_(turn), plan_(plan), terms_(terms) {}
 
   // With a blank verdict, flags without sums.
@@ -71,7 +72,7 @@ class Pusher {
   const CombineParams& p_;
   Turn& turn_;
   const PlanParts& plan_;
-  Terms& terms_;
+  WarpTerms& terms_;
 };
 
 // ---- At the tokens' rank -----------------------------------------------------------------------
@@ -80,7 +81,7 @@ template <class T>
 class Summer {
  public:
   __device__ Summer(const CombineParams& params, Turn& turn, const TurnShared& shared,
-                    const PlanParts& plan, Terms& terms)
+                    const PlanParts& plan, WarpTerms& terms)
       : p_(params), turn_(turn), shared_(shared), plan_(plan), terms_(terms) {}
 
   // False = fatal. Where there are few tokens, several warps share one, by columns.
@@ -161,7 +162,7 @@ class Summer {
   Turn& turn_;
   const TurnShared& shared_;
   const PlanParts& plan_;
-  Terms& terms_;
+  WarpTerms& terms_;
 };
 
 // Gradients of weights outside symmetric memory, to where peers can read them. All warps.
@@ -179,7 +180,7 @@ template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
-  __shared__ Terms terms_of_warp[kCombineWarps];
+  __shared__ WarpTerms terms_of_warp[kCombineWarps];
   fetch_params(p);
   Turn turn(p.turn, shared);
   bool started = turn.begin();
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   const bool moves = turn.verdict() == Verdict::go;
   if (moves || turn.verdict() == Verdict::blank) {
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
-    Terms& terms = terms_of_warp[warp_in_block()];
+    WarpTerms& terms = terms_of_warp[warp_in_block()];
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
     if (pushes) Pusher<T>(p, turn, plan, terms).push_all();
     if (moves) {

@@ -107,7 +107,7 @@ class CudaGroup final : public Group {
   }
   // Of the multiprocessors that the stream's kernels run on.
   int budget_on(xd_stream stream) const {
-    return std::min(budget_, xd::cuda::multiprocessors_of(stream, facts_.sms));
+    return std::min(budget_, xd::cuda::multiprocessors_of(stream, limits_.sms));
   }
   void log_shape(int operation, const LaunchShape& shape, const Traffic& traffic,
                  int budget) const {
@@ -131,14 +131,14 @@ class CudaGroup final : public Group {
   };
   std::unique_ptr<Kept> kept_ = std::make_unique<Kept>();
   std::shared_ptr<Comm> keeps_comm_;  // and so its memory, which kernels use
-  DeviceFacts facts_;
+  LaunchLimits limits_;
   int budget_ = 0;
   SmShare share_;
   std::size_t plan_bytes_ = 0;
   xd::cuda::KnownMemory& known_memory_;
   std::vector<std::shared_ptr<Segment>> segments_;
   xd::cuda::PinnedBlock report_;
-  xd::cuda::PinnedBlock last_look_;  // at Control::owner, when the group goes
+  xd::cuda::PinnedBlock last_look_;  // at GroupState::owner, when the group goes
   xd::cuda::DeviceBuffer control_, scratch_, tables_;
   GroupDevice device_{};
   // Wraps after 2^32 - 1 launches: numbers only tell apart launches that overlap.
@@ -166,23 +166,23 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     int shared_bytes = 0;
     XD_CUDA_CHECK(
         cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
-    facts_ = {.sms = comm().multiprocessors(),
-              .shared_bytes = at(shared_bytes),
-              .ranks_on_device = comm().ranks_on_device()};
-    budget_ = sm_budget(config(), facts_);
+    limits_ = {.sms = comm().multiprocessors(),
+               .shared_bytes = at(shared_bytes),
+               .ranks_on_device = comm().ranks_on_device()};
+    budget_ = sm_budget(config(), limits_);
     require_shared_memory();
     const PrepareScratch scratch = PrepareScratch::make(config().experts, config().ranks);
-    control_ = xd::cuda::DeviceBuffer(ordinal, sizeof(Control), "a group's control block");
+    control_ = xd::cuda::DeviceBuffer(ordinal, sizeof(GroupState), "a group's control block");
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
                                       "a group's working memory");
     report_ = xd::cuda::PinnedBlock(ordinal, sizeof(Report));
-    last_look_ = xd::cuda::PinnedBlock(ordinal, sizeof(Control::owner));
-    load_kernels(facts_);
+    last_look_ = xd::cuda::PinnedBlock(ordinal, sizeof(GroupState::owner));
+    load_kernels(limits_);
     describe_group();
     describe_ranks();
     return Comm::Contribution{};
   });
-  share_ = SmShare(comm().device().device_id, budget_, facts_.sms - kReservedSms);
+  share_ = SmShare(comm().device().device_id, budget_, limits_.sms - kReservedSms);
   if (config().fatal_errors) {
     comm().explain_by(number(), [this](const FatalError& error) { return cause_of(error); });
   }
@@ -265,12 +265,12 @@ void CudaGroup::check_limits() const {
 // Of prepare, which needs most: dispatch takes fewer warps where there is less.
 void CudaGroup::require_shared_memory() const {
   const std::size_t needed =
-      prepare_shape(config().experts, config().ranks, 0, budget_, facts_).shared_bytes +
+      prepare_shape(config().experts, config().ranks, 0, budget_, limits_).shared_bytes +
       kStaticSharedBytes;
-  if (needed > facts_.shared_bytes) {
+  if (needed > limits_.shared_bytes) {
     fail(XD_ERROR_UNSUPPORTED, "config.num_experts = ", config().experts, " on ", config().ranks,
          " ranks needs ", needed, " bytes of shared memory per block, this device has ",
-         facts_.shared_bytes);
+         limits_.shared_bytes);
   }
 }
 
@@ -303,7 +303,7 @@ void CudaGroup::describe_group() {
                                      .ranks = c.ranks})
                           .code;
   g.codec_experts = c.expert_major() ? 1 : static_cast<std::uint32_t>(c.local_experts);
-  g.control = control_.as<Control>();
+  g.control = control_.as<GroupState>();
   g.report = report_.as<Report>();
   g.map = GroupMap::make(c);
   g.chunk_stride = summed_chunks().bound(c.max_tokens);
@@ -385,7 +385,7 @@ void CudaGroup::start_prepare(const PrepareCall& call, xd_stream stream) {
   params.scratch = scratch_.as<std::uint32_t>();
   const int budget = budget_on(stream);
   const LaunchShape shape =
-      prepare_shape(config().experts, config().ranks, params.tokens, budget, facts_);
+      prepare_shape(config().experts, config().ranks, params.tokens, budget, limits_);
   log_shape(XD_EP_PREPARE, shape, {config().ranks, params.tokens, 0, false}, budget);
   launch(params, shape, stream);
 }
@@ -399,7 +399,7 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   const Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
   const int budget = budget_on(stream);
   const LaunchShape shape =
-      dispatch_shape(traffic, params.send, params.fan_out, config().num_sms, budget, facts_);
+      dispatch_shape(traffic, params.send, params.fan_out, config().num_sms, budget, limits_);
   params.turn.launch = next_launch();
   params.send_blocks = shape.first_blocks;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
@@ -413,7 +413,7 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   CombineParams& params = start.params;
   const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
   const int budget = budget_on(stream);
-  const LaunchShape shape = combine_shape(traffic, config().num_sms, budget, facts_);
+  const LaunchShape shape = combine_shape(traffic, config().num_sms, budget, limits_);
   params.turn.launch = next_launch();
   params.push_blocks = shape.first_blocks;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
@@ -435,7 +435,7 @@ xd_ep_memory group_memory(const Config& config) {
   memory.staging_bytes = map.end - map.staging;
   memory.private_bytes =
       PrepareScratch::make(config.experts, config.ranks).words * sizeof(std::uint32_t) +
-      RankTables::make(config.ranks).end + sizeof(Control) + sizeof(Report);
+      RankTables::make(config.ranks).end + sizeof(GroupState) + sizeof(Report);
   return memory;
 }
 

@@ -30,7 +30,7 @@ void launch(const FailedParams& params, const LaunchShape& shape, cudaStream_t s
   launch_cooperative(failed_kernel, params, shape, stream);
 }
 
-void load_kernels(const DeviceFacts& device) {
+void load_kernels(const LaunchLimits& device) {
   load_kernel(failed_kernel, device.shared_bytes);
   load_prepare(device.shared_bytes);
   load_dispatch(device.shared_bytes);

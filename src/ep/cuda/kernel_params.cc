@@ -9,10 +9,10 @@ namespace {
 
 // Reads the tensors of one call, and fills in what its turn is about: the record, the plan, and
 // what the device checks of it.
-class Reader {
+class TurnFiller {
  public:
   template <class Call>
-  Reader(const GroupView& view, const Call& call, TurnParams& turn) : view_(view), turn_(turn) {
+  TurnFiller(const GroupView& view, const Call& call, TurnParams& turn) : view_(view), turn_(turn) {
     const PlanBytes& plan = call.plan;
     require_plan_bytes(plan.data, plan.bytes);
     turn_.group = view.device;
@@ -129,21 +129,22 @@ void come_late(DispatchParams& p, const Tensor& tensor, ReceiveRows& rows, LateC
 }
 
 // Sums of a receive tensor's rows into `out`, if they are given: how they get to the tokens' ranks.
-void sum_rows(const Reader& reader, const Tensor& tensor, const Tensor& out, CombineStart& start) {
+void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
+              CombineStart& start) {
   turn::RemoteAddress place;
-  const ReceiveRows rows = reader.receive_rows(tensor, place);
+  const ReceiveRows rows = fill.receive_rows(tensor, place);
   if (!out) return;
   start.type = out.type;
   CombineParams& p = start.params;
   p.sums = true;
-  p.pushes = reader.config().expert_major() || rows.staged != nullptr;
+  p.pushes = fill.config().expert_major() || rows.staged != nullptr;
   p.rows = tensor.data;
   p.out = out.data;
   p.row_bytes = out.row_bytes();
-  p.partial_bytes = GroupMap::slots_of(reader.config()) * p.row_bytes;
-  if (!p.pushes) reader.record().rows_in = place;
-  if (reader.config().keeps_partials()) {
-    reader.record().extra_in = turn::RemoteAddress::shared(reader.map().partials);
+  p.partial_bytes = GroupMap::slots_of(fill.config()) * p.row_bytes;
+  if (!p.pushes) fill.record().rows_in = place;
+  if (fill.config().keeps_partials()) {
+    fill.record().extra_in = turn::RemoteAddress::shared(fill.map().partials);
   }
 }
 
@@ -181,20 +182,20 @@ PrepareParams prepare_params(const PrepareCall& call, const GroupView& view) {
 DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
   DispatchStart start{.params = {}, .tokens = call.tokens};
   DispatchParams& p = start.params;
-  const Reader reader(view, call, p.turn);
-  const Config& config = reader.config();
-  const GroupMap map = reader.map();
-  reader.tokens_of_plan(call.tokens);
-  reader.topk_of_plan(call.topk_weights);
+  const TurnFiller fill(view, call, p.turn);
+  const Config& config = fill.config();
+  const GroupMap map = fill.map();
+  fill.tokens_of_plan(call.tokens);
+  fill.topk_of_plan(call.topk_weights);
   if (!config.expert_major()) {
-    reader.topk_of_plan(call.recv_weights);
-    reader.topk_of_plan(call.recv_topk_idx);
+    fill.topk_of_plan(call.recv_weights);
+    fill.topk_of_plan(call.recv_topk_idx);
   }
-  Record& record = reader.record();
-  p.recv_tokens = reader.receive_rows(call.recv_tokens, record.rows_in);
-  p.recv_scales = reader.receive_beside(call.recv_scales, map.scales, record.scales_in);
-  p.recv_weights = reader.receive_beside(call.recv_weights, map.weights, record.weights_in);
-  p.recv_topk_idx = reader.receive_beside(call.recv_topk_idx, map.indices, record.extra_in);
+  Record& record = fill.record();
+  p.recv_tokens = fill.receive_rows(call.recv_tokens, record.rows_in);
+  p.recv_scales = fill.receive_beside(call.recv_scales, map.scales, record.scales_in);
+  p.recv_weights = fill.receive_beside(call.recv_weights, map.weights, record.weights_in);
+  p.recv_topk_idx = fill.receive_beside(call.recv_topk_idx, map.indices, record.extra_in);
 
   p.receives = config.expert_major() || p.recv_tokens.staged != nullptr;
   if (!p.receives || !call.recv_scales.packed()) {
@@ -220,16 +221,16 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
 DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view) {
   DispatchStart start{.params = {}, .tokens = call.grad_out};
   DispatchParams& p = start.params;
-  const Reader reader(view, call, p.turn);
-  const Config& config = reader.config();
-  reader.tokens_of_plan(call.grad_out);
-  Record& record = reader.record();
-  p.recv_tokens = reader.receive_rows(call.grad_expert_out, record.rows_in);
+  const TurnFiller fill(view, call, p.turn);
+  const Config& config = fill.config();
+  fill.tokens_of_plan(call.grad_out);
+  Record& record = fill.record();
+  p.recv_tokens = fill.receive_rows(call.grad_expert_out, record.rows_in);
   p.recv_scales =
-      reader.receive_beside(call.grad_expert_out_scales, reader.map().scales, record.scales_in);
-  reader.own_rows(call.expert_out);
-  reader.own_weights(call.weights);
-  reader.own_weights(call.grad_weights);
+      fill.receive_beside(call.grad_expert_out_scales, fill.map().scales, record.scales_in);
+  fill.own_rows(call.expert_out);
+  fill.own_weights(call.weights);
+  fill.own_weights(call.grad_weights);
 
   p.receives = config.expert_major() || p.recv_tokens.staged != nullptr;
   if (!p.receives || !call.grad_expert_out_scales.packed()) {
@@ -251,10 +252,10 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
 
 CombineStart combine_params(const CombineCall& call, const GroupView& view) {
   CombineStart start;
-  const Reader reader(view, call, start.params.turn);
-  reader.tokens_of_plan(call.out);
-  sum_rows(reader, call.expert_out, call.out, start);
-  reader.own_weights(call.weights);
+  const TurnFiller fill(view, call, start.params.turn);
+  fill.tokens_of_plan(call.out);
+  sum_rows(fill, call.expert_out, call.out, start);
+  fill.own_weights(call.weights);
   start.tokens = static_cast<int>(call.out.rows);
   start.params.weights = given<float>(call.weights);
   return start;
@@ -262,14 +263,14 @@ CombineStart combine_params(const CombineCall& call, const GroupView& view) {
 
 CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) {
   CombineStart start;
-  const Reader reader(view, call, start.params.turn);
-  reader.tokens_of_plan(call.grad_tokens);
-  reader.tokens_of_plan(call.grad_topk_weights);
-  reader.topk_of_plan(call.grad_topk_weights);
-  if (!reader.config().expert_major()) reader.topk_of_plan(call.grad_recv_weights);
-  sum_rows(reader, call.grad_recv_tokens, call.grad_tokens, start);
-  start.params.grad_recv_weights = reader.receive_beside(
-      call.grad_recv_weights, reader.map().weights, reader.record().weights_in);
+  const TurnFiller fill(view, call, start.params.turn);
+  fill.tokens_of_plan(call.grad_tokens);
+  fill.tokens_of_plan(call.grad_topk_weights);
+  fill.topk_of_plan(call.grad_topk_weights);
+  if (!fill.config().expert_major()) fill.topk_of_plan(call.grad_recv_weights);
+  sum_rows(fill, call.grad_recv_tokens, call.grad_tokens, start);
+  start.params.grad_recv_weights =
+      fill.receive_beside(call.grad_recv_weights, fill.map().weights, fill.record().weights_in);
   const Tensor& tokens = call.grad_tokens ? call.grad_tokens : call.grad_topk_weights;
   start.tokens = static_cast<int>(tokens.rows);
   start.params.grad_topk_weights = given<float>(call.grad_topk_weights);

@@ -107,6 +107,6 @@ void launch(const CombineParams& params, DType type, const LaunchShape& shape, c
 
 // Loads every kernel on the current device and sets its attributes; throws if one cannot run here.
 // A kernel that is loaded when it is first launched would wait for kernels that spin.
-void load_kernels(const DeviceFacts& device);
+void load_kernels(const LaunchLimits& device);
 
 }  // namespace xd::ep::cuda

@@ -64,13 +64,13 @@ class LateCopier {
         copy_row<Element>(row, columns);
       } else if (row < end) {
         const auto value = static_cast<Element>(c_.tail == LateCopy::ones ? ~std::uint64_t{0} : 0);
-        for (std::int64_t c = 0; c < columns; ++c) *place<Element>(row, c) = value;
+        for (std::int64_t c = 0; c < columns; ++c) *element_at<Element>(row, c) = value;
       }
     }
   }
 
   template <class Element>
-  __device__ Element* place(std::int64_t row, std::int64_t column) const {
+  __device__ Element* element_at(std::int64_t row, std::int64_t column) const {
     return reinterpret_cast<Element*>(c_.to + row * c_.row_stride + column * c_.col_stride);
   }
 
@@ -87,10 +87,10 @@ class LateCopier {
       Element parts[kOfVector];
       memcpy(parts, &x, sizeof(x));
 #pragma unroll
-      for (int i = 0; i < kOfVector; ++i) *place<Element>(row, v * kOfVector + i) = parts[i];
+      for (int i = 0; i < kOfVector; ++i) *element_at<Element>(row, v * kOfVector + i) = parts[i];
     }
     for (std::int64_t c = vectors * kOfVector; c < columns; ++c) {
-      *place<Element>(row, c) = reinterpret_cast<const volatile Element*>(from)[c];
+      *element_at<Element>(row, c) = reinterpret_cast<const volatile Element*>(from)[c];
     }
   }
 

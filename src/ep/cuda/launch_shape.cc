@@ -54,14 +54,14 @@ int blocks_for(int wanted, int num_sms, int budget) {
 }
 
 // The number of warps whose stages fit into shared memory, and whose threads fit into a block.
-int mover_warps(std::uint64_t warp_bytes, const DeviceFacts& device) {
+int mover_warps(std::uint64_t warp_bytes, const LaunchLimits& device) {
   const std::uint64_t room = device.shared_bytes - kStaticSharedBytes;
   return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, kMostMoverWarps));
 }
 
 }  // namespace
 
-int sm_budget(const Config& config, const DeviceFacts& device) {
+int sm_budget(const Config& config, const LaunchLimits& device) {
   if (config.num_sms == 0) {
     const int share = (device.sms - kReservedSms) / device.ranks_on_device;
     return std::clamp(share / 2, 1, kMostChosen);
@@ -76,7 +76,7 @@ int sm_budget(const Config& config, const DeviceFacts& device) {
 }
 
 LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
-                          const DeviceFacts& device) {
+                          const LaunchLimits& device) {
   // Shared memory holds every warp's counters with their initial values, and the first rows of all
   // zones.
   const std::size_t columns = counter_columns(experts, ranks);
@@ -95,7 +95,7 @@ LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
 }
 
 LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,
-                           int num_sms, int budget, const DeviceFacts& device) {
+                           int num_sms, int budget, const LaunchLimits& device) {
   const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
   const int warps = mover_warps(warp_bytes, device);
   const RowsPerToken rows = rows_per_token(traffic);
@@ -118,7 +118,7 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
 }
 
 LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
-                          const DeviceFacts& device) {
+                          const LaunchLimits& device) {
   const RowsPerToken rows = rows_per_token(traffic);
   const double pushed = traffic.receives ? rows.delivered + rows.ranks : 0.0;
   const double moves = pushed + rows.ranks + 1.0;

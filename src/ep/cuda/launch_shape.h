@@ -23,7 +23,7 @@ constexpr std::size_t counter_columns(int experts, int ranks) {
   return static_cast<std::size_t>(experts) + 2 * static_cast<std::size_t>(ranks);
 }
 
-struct DeviceFacts {
+struct LaunchLimits {
   int sms = 0;
   std::size_t shared_bytes = 0;  // shared memory that a block may have
   int ranks_on_device = 1;       // ranks of the communicator on this device
@@ -54,14 +54,14 @@ struct Traffic {
 // streams, begun in different orders on different ranks, would wait for one another if one of them
 // kept the other out.) Throws INVALID_ARGUMENT if num_sms leaves too few for the other ranks of the
 // device.
-int sm_budget(const Config& config, const DeviceFacts& device);
+int sm_budget(const Config& config, const LaunchLimits& device);
 
 LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
-                          const DeviceFacts& device);
+                          const LaunchLimits& device);
 LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,
-                           int num_sms, int budget, const DeviceFacts& device);
+                           int num_sms, int budget, const LaunchLimits& device);
 LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
-                          const DeviceFacts& device);
+                          const LaunchLimits& device);
 
 // One line that says why there are so many blocks.
 std::string explain(const char* operation, const LaunchShape& shape, const Traffic& traffic,

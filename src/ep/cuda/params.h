@@ -12,7 +12,7 @@
 namespace xd::ep::cuda {
 
 // Working state of a group: see turn::DeviceControl.
-struct Control : turn::DeviceControl {
+struct GroupState : turn::DeviceControl {
   std::uint32_t next_unit[2];  // of work that warps take one by one
   std::uint64_t counts_hash;   // prepare
   std::uint64_t bad_ids;       // over all plans made
@@ -50,7 +50,7 @@ struct RankTables {
 };
 
 // What stays the same over a group's life.
-struct GroupDevice : turn::DeviceGroup<Control, Report, GroupMap> {
+struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   int experts, local_experts;
   int max_tokens;
   PlanTerms terms;

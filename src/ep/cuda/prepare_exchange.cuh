@@ -4,7 +4,7 @@
 //   counts[slot][s]        s's column threads, into the   this rank's threads, as words that carry
 //                          memory of every rank           this epoch; all after grid barrier 2
 //   expert_total, _base    the expert's column thread     all blocks, after grid barrier 2
-//   Control::counts_hash   all blocks (atomics)           the plan's writer, likewise
+//   GroupState::counts_hash   all blocks (atomics)           the plan's writer, likewise
 //
 // The first row is group memory. A count and the low half of its epoch are one word, stored and
 // loaded whole, so that the word is its own flag and nothing else is read because of it. The

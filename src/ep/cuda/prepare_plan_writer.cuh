@@ -5,7 +5,7 @@
 //   plan: list, start, slot      all blocks                     later operations
 //   outputs                      head block; rank_rows: all     the caller, later in the stream
 //   Shared, TurnShared::plan     this block                     this block; its report
-//   Control, Report: totals      the head block                 later operations; the host
+//   GroupState, Report: totals      the head block                 later operations; the host
 //   items, lists, listed, kept   their source                   this rank, after its done flag
 //
 // The last row is group memory of this rank, and trusted when wait_for_sources() has seen the done

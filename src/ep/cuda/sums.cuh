@@ -94,7 +94,7 @@ __device__ uint4 quiet(uint4 v) {
 }
 
 // The rows of one sum, in order, in shared memory of the warp.
-struct Terms {
+struct WarpTerms {
   static constexpr int kMost = 32;
   const std::byte* row[kMost];
   float weight[kMost];
@@ -113,7 +113,7 @@ __device__ void add_term(float* sum, const uint4& vector, float weight) {
 // times its weight (a product with 1 is exact), rounded once. Some vectors of two terms are loaded
 // before the first is used.
 template <class T>
-__device__ void sum_vectors(std::byte* out, const Terms& terms, int count, std::uint32_t first,
+__device__ void sum_vectors(std::byte* out, const WarpTerms& terms, int count, std::uint32_t first,
                             std::uint32_t last) {
   constexpr int kVectors = 4;
 #pragma unroll 1
@@ -188,7 +188,7 @@ __device__ inline void zero_vectors(std::byte* out, std::uint32_t first, std::ui
 // Writes the warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. A single
 // term without weight is copied.
 template <class T>
-__device__ void add_up(std::byte* out, const Terms& terms, int count, bool weighted,
+__device__ void add_up(std::byte* out, const WarpTerms& terms, int count, bool weighted,
                        std::uint32_t first, std::uint32_t last) {
   if (count == 0) {
     zero_vectors(out, first, last);

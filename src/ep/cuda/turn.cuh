@@ -32,7 +32,7 @@ struct TurnShared : turn::DeviceTurnShared<Record> {
 };
 
 // Sizes of one row of each tensor that peers offer; 0 = not used in this operation.
-struct RowSizes {
+struct OfferedSizes {
   std::uint64_t rows, scales, weights, extra;
   std::uint64_t partials;  // bytes of all partial sums, which then take the place of `extra`
   unsigned scale_alignment = 1;
@@ -44,7 +44,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
 
   // All threads of every block: every peer has entered, all agree, and their tensors are found.
   // False = fatal.
-  __device__ bool await(const RowSizes& sizes) {
+  __device__ bool await(const OfferedSizes& sizes) {
     return DeviceTurn::await(
         [&](int peer, const Record& record) { return find_tensors(peer, record, sizes); });
   }
@@ -98,7 +98,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   __device__ HeadLook look_at_plan();
   __device__ void check_plan(const HeadLook& look);
   __device__ Fault plan_fault(bool zone_damaged) const;
-  __device__ bool find_tensors(int peer, const Record& record, const RowSizes& sizes);
+  __device__ bool find_tensors(int peer, const Record& record, const OfferedSizes& sizes);
 };
 
 // All threads.
@@ -181,7 +181,8 @@ __device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
 // ---- Peers -------------------------------------------------------------------------------------
 
 // One thread: where a rank's tensors lie; false if it offers some that do not exist.
-__device__ inline bool Turn::find_tensors(int peer, const Record& record, const RowSizes& sizes) {
+__device__ inline bool Turn::find_tensors(int peer, const Record& record,
+                                          const OfferedSizes& sizes) {
   PeerTensors& to = s_.peer[peer];
   bool there = true;
   const auto find_rows = [&](turn::RemoteAddress address, std::uint64_t row_bytes,
