@@ -8,9 +8,8 @@ from crossdock._core import constants
 from crossdock.torch import _calls
 
 from ._arguments import Checks
-from ._groups import Sequence
+from ._call import Call, Events
 from ._handle import Routing
-from ._lane import Turn
 from ._memory import ReceiveMemory
 from .utils import EventOverlap
 
@@ -51,30 +50,30 @@ def operations_of(pieces: int, topk_weights: object) -> list[int]:
     return [constants.COMBINE] * (pieces + (topk_weights is not None))
 
 
-def combine(sequence: Sequence, x: torch.Tensor, routing: Routing,
-            topk_weights: torch.Tensor | None, bias: list[torch.Tensor], pieces: int, turn: Turn
+def combine(call: Call, x: torch.Tensor, routing: Routing,
+            topk_weights: torch.Tensor | None, bias: list[torch.Tensor], pieces: int, events: Events
             ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given. Nothing waits for the host."""
     memory = routing.lease.home.memory
-    with turn:
-        with turn.allocating():
+    with call.on_lane(*events) as work:
+        with work.allocating():
             out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
             weights = None
             if topk_weights is not None:
                 weights = torch.empty(routing.num_tokens, topk_weights.shape[1],
                                       dtype=torch.float32, device=x.device)
-        with turn.running():
+        with work.running():
             if bias or pieces > 1:
-                _sum_wide(memory, sequence, x, routing.plan, bias, pieces, out)
+                _sum_wide(memory, call, x, routing.plan, bias, pieces, out)
             else:
-                sequence.run(_calls.combine, routing.plan, x, out)
+                call.run(_calls.combine, routing.plan, x, out)
             if topk_weights is not None and weights is not None:
-                _sum_weights(sequence, topk_weights, routing.plan, weights)
-        event = turn.finish((x, topk_weights, *bias, routing.plan), (out, weights))
+                _sum_weights(call, topk_weights, routing.plan, weights)
+        event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
     return out, weights, event
 
 
-def _sum_weights(sequence: Sequence, weights: torch.Tensor, plan: torch.Tensor,
+def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor,
                  out: torch.Tensor) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
     unit = constants.ROW_ALIGNMENT // _WIDE
@@ -84,12 +83,12 @@ def _sum_weights(sequence: Sequence, weights: torch.Tensor, plan: torch.Tensor,
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    sequence.run(_calls.combine, plan, rows, total)
+    call.run(_calls.combine, plan, rows, total)
     if missing:
         out.copy_(total[:, : out.shape[1]])
 
 
-def _sum_wide(memory: ReceiveMemory, sequence: Sequence, x: torch.Tensor, plan: torch.Tensor,
+def _sum_wide(memory: ReceiveMemory, call: Call, x: torch.Tensor, plan: torch.Tensor,
               bias: list[torch.Tensor], pieces: int, out: torch.Tensor) -> None:
     """out = the ranks' sum + bias in float32, rounded once.
 
@@ -103,7 +102,7 @@ def _sum_wide(memory: ReceiveMemory, sequence: Sequence, x: torch.Tensor, plan: 
             rows = memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
-        sequence.run(_calls.combine, plan, rows, total)
+        call.run(_calls.combine, plan, rows, total)
         for one in bias:
             total += one[:, columns]
         out[:, columns] = total

@@ -16,9 +16,9 @@ from crossdock.torch import _calls
 
 from ._agreement import Request
 from ._arguments import Choices, Tokens, as_payload, topk_idx_t
-from ._groups import Lease, Sequence
+from ._call import Call, Events
+from ._groups import Lease
 from ._handle import Handle, Routing
-from ._lane import Turn
 from ._memory import ReceiveMemory
 from ._runtime import Runtime
 from .utils import EventOverlap
@@ -62,46 +62,46 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
     )
 
 
-def dispatch_cached(sequence: Sequence, tokens: Tokens, routing: Routing,
-                    turn: Turn) -> tuple[Received, EventOverlap]:
+def dispatch_cached(call: Call, tokens: Tokens, routing: Routing,
+                    events: Events) -> tuple[Received, EventOverlap]:
     """Dispatches along a routing. Nothing waits for the host."""
-    with turn:
-        with turn.allocating():
+    with call.on_lane(*events) as work:
+        with work.allocating():
             received = _allocate(routing.lease.home.memory, tokens, routing.num_rows, 0)
-        with turn.running():
-            _send(sequence, routing.plan, tokens, None, received)
-        event = turn.finish((tokens.rows, tokens.scales, routing.plan), received)
+        with work.running():
+            _send(call, routing.plan, tokens, None, received)
+        event = work.finish((tokens.rows, tokens.scales, routing.plan), received)
     return _shaped(tokens, received), event
 
 
 def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Limits, lease: Lease,
-                 turn: Turn) -> tuple[Received, list[int], Handle, EventOverlap]:
+                 events: Events) -> tuple[Received, list[int], Handle, EventOverlap]:
     """Exchanges counts, then dispatches. The host waits for them, unless `limits` has the rows."""
     topk = 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
     ranks, device = runtime.num_ranks, runtime.device
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
     # numbers: whoever does takes part in all that follows.
     between = _turns_for_counts(runtime, choices)
-    with Sequence(lease, constants.PREPARE, *between, constants.DISPATCH,
-                  host_waits=not limits.worst_tokens) as sequence, turn:
+    with Call(lease, constants.PREPARE, *between, constants.DISPATCH,
+                  host_waits=not limits.worst_tokens) as call, call.on_lane(*events) as work:
         _require_room(runtime, tokens, limits, lease)
-        with turn.allocating():
+        with work.allocating():
             prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
             plan = torch.empty(lease.plan_bytes, dtype=torch.uint8, device=device)
         numbers = None if limits.worst_tokens else _host_numbers(runtime, choices)
-        with turn.running():
-            _prepare(sequence, choices, plan, prefix, numbers)
+        with work.running():
+            _prepare(call, choices, plan, prefix, numbers)
         num_rows = limits.worst_tokens
         per_expert: list[int] = []
         if numbers is not None:
-            num_rows, per_expert = _await_numbers(runtime, sequence, choices, lease, numbers)
-        with turn.allocating():
+            num_rows, per_expert = _await_numbers(runtime, call, choices, lease, numbers)
+        with work.allocating():
             received = _allocate(runtime.memory, tokens, num_rows, topk)
-        with turn.running():
-            _send(sequence, plan, tokens, choices.topk_weights, received)
+        with work.running():
+            _send(call, plan, tokens, choices.topk_weights, received)
         inputs = (tokens.rows, tokens.scales, choices.topk_idx, choices.topk_weights,
                   choices.in_rank, choices.per_expert)
-        event = turn.finish(inputs, (*received, prefix, plan))
+        event = work.finish(inputs, (*received, prefix, plan))
     routing = Routing(lease, plan, tokens.rows.shape[0], num_rows)
     handle = Handle(prefix, choices.in_rank, routing)
     return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
@@ -121,7 +121,7 @@ def _host_numbers(runtime: Runtime, choices: Choices) -> torch.Tensor:
     return runtime.host_numbers(_COUNTS_AT + counts)
 
 
-def _prepare(sequence: Sequence, choices: Choices, plan: torch.Tensor, prefix: torch.Tensor,
+def _prepare(call: Call, choices: Choices, plan: torch.Tensor, prefix: torch.Tensor,
              numbers: torch.Tensor | None) -> None:
     """Writes the plan, the rows per rank, and `numbers`."""
     topk_idx, counts, total = choices.topk_idx, None, None
@@ -135,7 +135,7 @@ def _prepare(sequence: Sequence, choices: Choices, plan: torch.Tensor, prefix: t
             counts.copy_(choices.per_expert, non_blocking=True)
             counts = None
     rank_rows = torch.empty_like(prefix)
-    sequence.run(_calls.prepare, topk_idx, plan, counts=counts, total=total,
+    call.run(_calls.prepare, topk_idx, plan, counts=counts, total=total,
                  rank_rows=rank_rows)
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
@@ -161,7 +161,7 @@ def _sum_counts(runtime: Runtime, counts: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _await_numbers(runtime: Runtime, sequence: Sequence, choices: Choices, lease: Lease,
+def _await_numbers(runtime: Runtime, call: Call, choices: Choices, lease: Lease,
                    numbers: torch.Tensor) -> tuple[int, list[int]]:
     """Rows that this rank receives, and its rows per local expert."""
     runtime.lane.wait_for_host_data()
@@ -171,7 +171,7 @@ def _await_numbers(runtime: Runtime, sequence: Sequence, choices: Choices, lease
     counts = numbers[_COUNTS_AT:]
     if choices.topk_idx is None:
         local = choices.experts // runtime.num_ranks
-        sequence.begin()
+        call.begin()
         counts = _sum_counts(runtime, counts)[runtime.rank * local : (runtime.rank + 1) * local]
     return int(numbers[0]), counts.tolist()
 
@@ -187,7 +187,7 @@ def _allocate(memory: ReceiveMemory, tokens: Tokens, num_rows: int, topk: int) -
     return Received(empty((num_rows, rows.shape[1]), rows.dtype), scales, topk_idx, topk_weights)
 
 
-def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: torch.Tensor | None,
+def _send(call: Call, plan: torch.Tensor, tokens: Tokens, topk_weights: torch.Tensor | None,
           received: Received) -> None:
     """Runs the dispatch on the current stream."""
     scales = tokens.scales
@@ -196,7 +196,7 @@ def _send(sequence: Sequence, plan: torch.Tensor, tokens: Tokens, topk_weights: 
         scales = scales.view(torch.float32)
         if scales.ndim == 1:
             scales = scales[:, None]
-    sequence.run(
+    call.run(
         _calls.dispatch,
         plan,
         as_payload(tokens.rows),

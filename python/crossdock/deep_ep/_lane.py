@@ -45,8 +45,8 @@ class Lane:
             event.synchronize()
 
 
-class Turn:
-    """One operation on the lane, ordered against the caller's stream. A context manager.
+class LaneWork:
+    """Work on the lane, ordered against the caller's stream. A context manager.
 
     If the body raises, the caller's stream waits for what the lane has been given: that stream uses
     the memory of the operation's tensors next, which die with the error.
@@ -63,7 +63,7 @@ class Turn:
         self._previous = previous_event.event if previous_event is not None else None
         self._async = async_finish
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> LaneWork:
         lane, previous = self._lane, self._previous
         if not lane.cuda:
             return self

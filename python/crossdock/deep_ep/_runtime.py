@@ -15,8 +15,9 @@ from crossdock.errors import Mismatch
 
 from ._agreement import RECORD_BYTES, EqualNumber, Request, agree, refuse
 from ._arguments import Checks
+from ._call import Call
 from ._exchange import HostExchange
-from ._groups import Groups, Lease, Sequence
+from ._groups import Groups, Lease
 from ._home import Home
 from ._memory import leave_unused
 
@@ -123,8 +124,8 @@ class Runtime:
         if lease is None:
             refuse(self.exchange, self.rank, text)
             return
-        turns = Sequence(lease, constants.PREPARE, constants.DISPATCH)
-        with contextlib.suppress(ValueError), turns:
+        call = Call(lease, constants.PREPARE, constants.DISPATCH)
+        with contextlib.suppress(ValueError), call:
             raise ValueError(text)
 
     def host_numbers(self, count: int) -> torch.Tensor:

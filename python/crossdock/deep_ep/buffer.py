@@ -12,12 +12,12 @@ from crossdock import _core
 from crossdock._core import constants
 
 from ._arguments import read_bias, read_choices, read_tokens, read_weights
+from ._call import Call
 from ._combine import check_columns, combine, operations_of, pieces_of
 from ._config import Config, also_named, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
-from ._groups import Sequence
 from ._handle import Handle, Routing, routing_of
-from ._lane import Turn
+from ._lane import LaneWork
 from ._layout import empty_layout, fill_layout
 from ._missing import LOW_LATENCY
 from ._runtime import AllGather, Runtime
@@ -275,12 +275,12 @@ class Buffer:
         checks.events(previous_event, async_finish, allocate_on_comm_stream)
         checks.topk_idx(topk_idx)
         checks.experts(num_experts, "num_experts")
-        with Turn(runtime.lane, previous_event, async_finish) as turn:
-            with turn.allocating():
+        with LaneWork(runtime.lane, previous_event, async_finish) as work:
+            with work.allocating():
                 layout = empty_layout(len(topk_idx), self.group_size, num_experts, runtime.device)
-            with turn.running():
+            with work.running():
                 fill_layout(runtime.home.comm, topk_idx, layout)
-            event = turn.finish((topk_idx,), layout)
+            event = work.finish((topk_idx,), layout)
         per_rank, per_expert, in_rank = layout
         return per_rank, None, per_expert, in_rank, event
 
@@ -421,7 +421,7 @@ class Buffer:
         routing = self._known(handle)
         row_bytes = routing.lease.sizes.row_bytes
         pieces = pieces_of(x, bias, row_bytes)
-        with Sequence(routing.lease, *operations_of(pieces, topk_weights)) as sequence:
+        with Call(routing.lease, *operations_of(pieces, topk_weights)) as call:
             checks.events(previous_event, async_finish, allocate_on_comm_stream)
             checks.num_sms(config, Buffer.num_sms)
             x = checks.tensor(x, "x", (routing.num_rows, "H"),
@@ -430,8 +430,8 @@ class Buffer:
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
                 read_weights(checks, topk_weights, routing.num_rows)
-            turn = Turn(routing.lease.lane, previous_event, async_finish)
-            return combine(sequence, x, routing, topk_weights, biases, pieces, turn)
+            return combine(call, x, routing, topk_weights, biases, pieces,
+                           (previous_event, async_finish))
 
     def _dispatch_cached(self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any,
                          events: _Events) -> _Dispatched:
@@ -439,7 +439,7 @@ class Buffer:
         routing = self._known(handle)
         lease = routing.lease
         checks = self._live().checks
-        with Sequence(lease, constants.DISPATCH) as sequence:
+        with Call(lease, constants.DISPATCH) as call:
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     checks.fail(name, "None, as handle is given", "a tensor")
@@ -453,8 +453,7 @@ class Buffer:
             if tokens.row_bytes > most:
                 checks.fail("x", f"rows of at most {most} bytes, as the handle was made for",
                             f"{tokens.row_bytes} bytes")
-            turn = Turn(lease.lane, *events[:2])
-            received, event = dispatch_cached(sequence, tokens, routing, turn)
+            received, event = dispatch_cached(call, tokens, routing, events[:2])
         return _paired(received.rows, received.scales), None, None, None, None, event
 
     def _dispatch_new(self, x: Any, routing: tuple[Any, ...], limits: tuple[Any, Any, Any],
@@ -476,9 +475,8 @@ class Buffer:
             runtime.refuse(worst_tokens, str(error))
             raise
         lease = runtime.lease_for(request_of(tokens, choices, numbers))
-        turn = Turn(runtime.lane, *events[:2])
         received, per_expert, handle, event = dispatch_new(runtime, tokens, choices, numbers,
-                                                           lease, turn)
+                                                           lease, events[:2])
         return (_paired(received.rows, received.scales), received.topk_idx, received.topk_weights,
                 per_expert, handle, event)
 

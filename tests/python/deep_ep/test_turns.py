@@ -14,13 +14,13 @@ import pytest
 import torch
 from crossdock._core.constants import COMBINE, DISPATCH, PREPARE
 
-from crossdock.deep_ep import EventHandle, EventOverlap, _groups, _lane
+from crossdock.deep_ep import EventHandle, EventOverlap, _call, _lane
 from crossdock.deep_ep._arguments import Choices, Tokens
+from crossdock.deep_ep._call import Call
 from crossdock.deep_ep._combine import combine
 from crossdock.deep_ep._dispatch import Limits, dispatch_new
-from crossdock.deep_ep._groups import Sequence
 from crossdock.deep_ep._handle import Routing
-from crossdock.deep_ep._lane import Turn
+from crossdock.deep_ep._lane import LaneWork
 from crossdock.errors import InvalidArgument, Mismatch
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
@@ -124,7 +124,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
     monkeypatch.setattr(_lane.torch.cuda, "stream", on)
     monkeypatch.setattr(_lane.torch.cuda, "current_stream", lambda _: Stream("caller", found))
-    monkeypatch.setattr(_groups, "is_capturing", lambda _: False)
+    monkeypatch.setattr(_call, "is_capturing", lambda _: False)
     return found
 
 
@@ -137,7 +137,7 @@ def dispatch(device: Device, topk: bool = True, worst_tokens: int = 0,
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     runtime: Any = device
     return dispatch_new(runtime, tokens, choices, Limits(1, worst_tokens, 0), device.lease,
-                        Turn(device.lane, previous_event, False))
+                        (previous_event, False))
 
 
 def turns(log: Log) -> Log:
@@ -219,9 +219,8 @@ def combine_badly(device: Device) -> None:
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
     plan = torch.zeros(64, dtype=torch.uint8)
     routing = Routing(device.lease, plan, TOKENS, TOKENS)
-    with Sequence(device.lease, COMBINE, COMBINE) as sequence:
-        combine(sequence, x, routing, torch.zeros(TOKENS, TOPK), [], 1,
-                Turn(device.lane, None, True))
+    with Call(device.lease, COMBINE, COMBINE) as call:
+        combine(call, x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
 
 
 def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(
@@ -240,7 +239,7 @@ def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:
-    with Turn(Device(log).lane, None, False) as turn, turn.allocating():
+    with LaneWork(Device(log).lane, None, False) as work, work.allocating():
         log.append("allocated")
     assert log == ["lane waits for caller", "on caller", "allocated", "lane waits for caller"]
 
@@ -248,7 +247,7 @@ def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> 
 def test_lane_that_allocates_does_not_wait_for_the_caller(log: Log) -> None:
     event = EventHandle()
     event.event = SimpleNamespace()
-    with Turn(Device(log).lane, EventOverlap(event), True) as turn, turn.allocating():
+    with LaneWork(Device(log).lane, EventOverlap(event), True) as work, work.allocating():
         log.append("allocated")
     assert log == ["lane waits for an event", "on lane", "allocated"]
 
