@@ -1,5 +1,5 @@
-// Descriptors that are taken before the ranks meet and given up one by one for the connections that
-// follow: who has too few knows it in time to say so.
+// Descriptors that a rank takes before the ranks meet, and gives up one by one for the connections
+// that follow. So a rank that has too few knows it in time to say so.
 #pragma once
 
 #include <fcntl.h>

@@ -15,7 +15,7 @@
 
 namespace xd {
 
-// What xd_status_name returns.
+// The name that xd_status_name returns.
 const char* status_name(std::int32_t status);
 
 class Error : public std::exception {

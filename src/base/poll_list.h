@@ -1,5 +1,5 @@
-// What one poll() waits for. Only descriptors that are there are listed: the system refuses a list
-// longer than the number of descriptors that a process may have.
+// The list that one poll() waits for. It holds only descriptors that are open: the system refuses a
+// list longer than the number of descriptors that a process may have.
 #pragma once
 
 #include <poll.h>
