@@ -21,7 +21,7 @@ __all__ = ["Heap", "Spec", "aligned_empty", "describe"]
 # (address, shape, dtype) and perhaps strides in elements: how crossdock._core takes a tensor.
 Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
-_ALIGNMENT = constants.ROW_ALIGNMENT  # of tensors and plans, in bytes
+_ALIGNMENT = constants.ROW_ALIGNMENT  # alignment of tensors and plans, in bytes
 
 
 def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,
@@ -102,7 +102,7 @@ class Heap:
         self._arrays -= 1
         if self._comm.closed:
             return  # the interpreter's exit has closed it
-        if os.getpid() == self._process:  # a forked child's copy is nobody's memory
+        if os.getpid() == self._process:  # a forked child's copy is no symmetric memory
             self._comm.mem_free(address)
         if self._closing and self._arrays == 0:
             self._comm.close()

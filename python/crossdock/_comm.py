@@ -76,7 +76,7 @@ class RoutingLayout:
 class Comm:
     """One rank's membership in a set of ranks: threads, or processes of one host.
 
-    A context manager. One thread may use it at a time, but for abort(); each rank calls the
+    A context manager. One thread may use it at a time, except for abort(); each rank calls the
     collective methods in the same order. It belongs to the process that made it.
 
     Args:
@@ -123,7 +123,7 @@ class Comm:
 
         Args:
             all_gather: gets this rank's bytes and returns every rank's, by rank; called a few
-                times, during this call only. What it raises is raised here. It carries a secret.
+                times, during this call only. Its exceptions are raised here. The bytes are secret.
 
         Other arguments and errors as of Comm.
         """
@@ -138,7 +138,7 @@ class Comm:
 
         Args:
             nccl_comm: its ncclComm_t, as a number. It stays the caller's, is used during this call
-                only, and by nobody else meanwhile. After Timeout, abort it.
+                only, and must not be used by others meanwhile. After Timeout, abort it.
 
         Other arguments and errors as of Comm; Unsupported: no CUDA or no NCCL in this process.
         """
@@ -167,7 +167,7 @@ class Comm:
 
     @property
     def device(self) -> str:
-        """What this rank computes on: ``"cpu"`` or ``"cuda:0"``."""
+        """The device that this rank computes on: ``"cpu"`` or ``"cuda:0"``."""
         return "cpu" if self._core.device_type == _CPU else f"cuda:{self._core.device_id}"
 
     @property
@@ -262,7 +262,7 @@ class Comm:
         ids = describe("topk_idx", topk_idx, INDICES)
         experts = operator.index(num_experts)
         per_rank = aligned_empty(self.num_ranks, np.int64)
-        # What is no number of experts, the library refuses by itself.
+        # The library itself refuses a number that is no number of experts.
         per_expert = aligned_empty(max(0, min(experts, constants.MAX_EXPERTS)), np.int64)
         in_rank = np.empty((len(topk_idx), self.num_ranks), np.bool_)
         bad_ids = aligned_empty(1, np.int64)

@@ -54,7 +54,7 @@ def number_of(field: str, word: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GroupMemory:
-    """What a group takes on one rank, in bytes, to within a page and a few kilobytes."""
+    """Memory that a group takes on one rank, in bytes, to within a page and a few kilobytes."""
 
     symmetric_bytes: int  # shared with the peers: flags, counts and staging
     staging_bytes: int  # the part of it that staging="none" would save
@@ -65,7 +65,7 @@ class GroupMemory:
 class EpConfig:
     """Sizes of one kind of traffic.
 
-    Equal on all ranks, but for recv_capacity, staging, zero_tail and num_sms.
+    Equal on all ranks, except for recv_capacity, staging, zero_tail and num_sms.
 
     Attributes:
         num_experts: over all ranks: a multiple of the number of ranks, at most 65536.
@@ -137,6 +137,6 @@ class EpConfig:
         return _core.plan_size(num_ranks=num_ranks, **self.options())
 
     def group_memory(self, num_ranks: int, device: str = "cpu") -> GroupMemory:
-        """What a group with this config will take on one rank of a communicator on `device`."""
+        """The memory that a group with this config will take on one rank with `device`."""
         return GroupMemory(**_core.group_memory(
             num_ranks=num_ranks, device_type=parse_device(device)[0], **self.options()))

@@ -73,7 +73,7 @@ def segment_taken(ptr: int) -> bool:
     """Whether the segment has been taken and not given back."""
 
 def first_value(word: int, call: int, value: int) -> int:
-    """What the first to make a call has left in 8 bytes of memory, zero at first, that all share.
+    """The number that the first caller has left in 8 bytes of shared memory, which begin as zero.
 
     Compares an argument between ranks without waiting for any. Where the word serves a later call
     by now, `value`, which is below 2^42. Calls are counted modulo 2^22, from 1.
@@ -171,7 +171,7 @@ class Group:
         """xd_ep_status by its fields; reads and clears."""
 
     def errors(self) -> int:
-        """What the word of xd_ep_group_watch says: operations that ended with an error."""
+        """The word of xd_ep_group_watch: the number of operations that ended with an error."""
 
     def prepare(
         self,

@@ -21,7 +21,7 @@ __all__ = [
 
 # By NumPy's name: DLPack's code and bits, as crossdock._core takes them.
 DLPACK = constants.DTYPES
-# What the library takes where.
+# The element types that the library takes for each argument.
 INDICES = ("int32", "int64")
 WEIGHTS = ("float32",)
 SUMMABLE = ("float32", "float16", "bfloat16")

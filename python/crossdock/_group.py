@@ -27,7 +27,7 @@ __all__ = ["Dispatched", "EpGroup", "EpStatus", "ExpertGrads"]
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """What dispatch received. R rows, H columns, K choices, S scales per row."""
+    """The rows that dispatch received. R rows, H columns, K choices, S scales per row."""
 
     tokens: np.ndarray  # [R,H]
     weights: np.ndarray | None  # float32: expert_major [R], rank_major [R,K]
@@ -36,7 +36,7 @@ class Dispatched:
 
 
 class ExpertGrads(NamedTuple):
-    """What combine_bwd gives. R rows, H columns, S scales per row."""
+    """The results of combine_bwd. R rows, H columns, S scales per row."""
 
     expert_out: np.ndarray  # [R,H]: the token's grad_out, times the weight if given; padding 0
     weights: np.ndarray | None  # [R] float32, given expert_out: dispatch_bwd's grad_recv_weights

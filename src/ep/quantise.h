@@ -1,4 +1,4 @@
-// What the ways of xd_ep_quantise differ in, for hosts and kernels.
+// The properties in which the ways of xd_ep_quantise differ, for hosts and kernels.
 #pragma once
 
 #include <crossdock/ep.h>
@@ -9,7 +9,7 @@ namespace xd::ep {
 
 struct QuantiseFormat {
   std::uint32_t block = 0;        // columns that share a scale; 0 = rows are not quantised
-  std::uint32_t scale_bytes = 0;  // of each: 4 = float32, 1 = e8m0
+  std::uint32_t scale_bytes = 0;  // bytes of a scale: 4 = float32, 1 = e8m0
   bool powers = false;            // scales are powers of two
 
   explicit constexpr operator bool() const { return block != 0; }
@@ -34,7 +34,7 @@ constexpr QuantiseFormat quantise_format(xd_ep_quantise way) {
   return {};
 }
 
-// As in the header, without its prefix.
+// The name of a way as in the header, without its prefix.
 constexpr const char* quantise_name(xd_ep_quantise way) {
   switch (way) {
     case XD_EP_QUANTISE_NONE:
@@ -51,8 +51,8 @@ constexpr const char* quantise_name(xd_ep_quantise way) {
   return "unknown";
 }
 
-// Bytes of scales beside a row whose bf16 original has `row_bytes`, in any way: a float32 per 128
-// columns, or a byte per 32.
+// Bytes of scales beside a row whose bf16 original has `row_bytes`. They are equal for every way: a
+// float32 per 128 columns, or a byte per 32.
 constexpr std::uint64_t quantised_scale_bytes(std::uint64_t row_bytes) {
   return row_bytes / 2 / 32;
 }

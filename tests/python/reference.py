@@ -1,4 +1,4 @@
-"""What dispatch and combine must give, in plain NumPy.
+"""The results that dispatch and combine must give, in plain NumPy.
 
 This is the definition, which shares no code with the library.
 

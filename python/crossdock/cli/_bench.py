@@ -15,7 +15,7 @@ from crossdock.cli._launch import run_ranks
 from crossdock.cli._usage import OK, UsageError, number
 from crossdock.cli._workload import ITEM_BYTES, LAYOUTS, ROUTINGS, Workload
 
-# What the library takes at most, each for itself; --topk also depends on --experts.
+# The library's limits, each for itself; --topk also depends on --experts.
 _LIMITS = {"ranks": constants.MAX_RANKS, "experts": constants.MAX_EXPERTS,
            "tokens": constants.MAX_TOKENS, "hidden": 1 << 24, "timeout": 2**31 // 1000}
 _PLOT_FORMATS = (".png", ".svg", ".pdf")

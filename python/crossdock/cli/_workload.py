@@ -1,4 +1,4 @@
-"""What a benchmark moves: sizes, and a routing that every rank can compute for all ranks."""
+"""The batch of a benchmark: sizes, and a routing that every rank can compute for all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One expert-parallel benchmark; field names are those of the command's options."""
+    """One expert-parallel benchmark; fields have the names of the command's options."""
 
     ranks: int
     tokens: int  # of every rank
@@ -73,7 +73,7 @@ class Volume:
 
     received: list[int]  # rows of each rank's receive tensor
     wire_rows: list[int]  # rows that leave each rank, once per destination rank
-    all_rows: list[int]  # the same and those that stay
+    all_rows: list[int]  # rows that travel and rows that stay
 
 
 def volume(workload: Workload) -> Volume:

@@ -10,7 +10,7 @@ from crossdock import _core
 from crossdock._core import constants
 from crossdock.torch import _calls
 
-_BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # whatever torch's defaults are
+_BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # under any defaults of torch
 
 
 class HostExchange:
@@ -50,7 +50,7 @@ class HostExchange:
         self._received = torch.empty(ranks, width, **_BYTES)
 
     def all_gather(self, row: bytes) -> list[bytes]:
-        """What every rank has sent, by rank. Collective; blocks without the GIL.
+        """The objects that every rank has sent, by rank. Collective; blocks without the GIL.
 
         Args:
             row: equally long on all ranks, at least one byte.

@@ -27,7 +27,7 @@ __all__ = ["combine", "combine_bwd", "dispatch", "dispatch_bwd", "prepare", "uni
 
 Array: TypeAlias = jax.Array
 _Given = TypeVar("_Given", bound=jax.Array | None)
-_Results = dict[str, tuple[tuple[int, ...], Any]]  # by name: shape, dtype
+_Results = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
 
 
 def prepare(group: EpGroup, alignment: int, topk_idx: Array, order: Array) -> tuple[Array, ...]:
@@ -215,7 +215,7 @@ def _call(
 
 
 def _kind(array: Array) -> dict[str, Any]:
-    """What a result that varies over the mesh as `array` does is declared with."""
+    """The declaration of a result that varies over the mesh as `array` does."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return {"manual_axis_type": jax.typeof(array).manual_axis_type, "sharding": sharding}

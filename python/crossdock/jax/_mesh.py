@@ -98,7 +98,7 @@ class EpMesh:
         return self._by_device(core.errors)
 
     def _by_device(self, read: Callable[[int], _Value | None]) -> dict[jax.Device, _Value]:
-        """What is known of this process's ranks, by their index."""
+        """The facts about this process's ranks, by their index."""
         found = {device: read(index) for index, device in enumerate(self.devices)}
         return {device: value for device, value in found.items() if value is not None}
 
@@ -124,10 +124,10 @@ class EpMesh:
         """Let operations on GPUs use XLA's buffers in place, without copies. Collective, blocking.
 
         Makes the allocation that XLA's allocator carves a device's buffers from part of symmetric
-        memory: with the default preallocation that is its whole pool. What it allocates beside it
-        goes through the groups' own memory, as without this call. Where XLA takes its pool with
-        ``cudaMalloc`` (it does not with JAX 0.11), a process that ends without `close` may take its
-        peers' device contexts with it.
+        memory: with the default preallocation that is its whole pool. Memory that it allocates
+        beside the pool goes through the groups' memory, as without this call. Where XLA takes its
+        pool with ``cudaMalloc`` (it does not with JAX 0.11), a process that ends without `close`
+        may take its peers' device contexts with it.
 
         Raises:
             Unsupported: the memory cannot be shared, as with ``cuda_async`` as allocator, or on the
@@ -256,7 +256,7 @@ def _seats(
 
 
 def _numbers(device: jax.Device) -> tuple[int, int]:
-    """What XLA tells a custom call about where it runs, and the device's number in the library."""
+    """XLA's number of a device in custom calls, and the device's number in the library."""
     if device.platform == "cpu":
         ordinal, number = device.id, 0
     else:

@@ -30,7 +30,7 @@ _X = TypeVar("_X", bound=jax.Array | QuantisedRows)
 
 
 class _Site(NamedTuple):
-    """What is static in an operation: its group, and one rank's batch ``[*shape, K]``."""
+    """The static part of an operation: its group, and one rank's batch ``[*shape, K]``."""
 
     group: EpGroup
     shape: tuple[int, ...]
@@ -306,7 +306,7 @@ _combine.defvjp(_combine_fwd, _combine_bwd)
 def _named(order: Array) -> Array:
     """An order that is kept for a backward pass, by a name for policies of ``jax.checkpoint``.
 
-    What saves this name need not run an operation again only to come after it.
+    A policy that saves this name need not run an operation again only to come after it.
     """
     return checkpoint_name(order, "crossdock_order")
 

@@ -21,10 +21,10 @@ _Rows = TypeVar("_Rows", bound=jax.Array | QuantisedRows, covariant=True)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EpPlan:
-    """What `ep_prepare` makes: the place of every row of a batch. A pytree.
+    """The plan that `ep_prepare` makes: the place of every row of a batch. A pytree.
 
     Its arrays are ordinary ones: they may be carried by ``scan``, saved as residuals,
-    rematerialised, donated and copied. Shapes are those of one rank, inside ``shard_map``; outside,
+    rematerialised, donated and copied. Inside ``shard_map`` they have one rank's shapes; outside,
     the ranks' parts follow one another along the first dimension.
 
     Attributes:
@@ -77,7 +77,7 @@ class EpPlan:
 
 
 class Dispatched(NamedTuple, Generic[_Rows]):
-    """What a rank receives: R rows, of which those past the last one are zero.
+    """The rows that a rank receives: R rows, of which those past the last one are zero.
 
     Attributes:
         tokens: ``[R, H]``, dtype of those sent; `QuantisedRows` where these are.

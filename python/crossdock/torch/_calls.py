@@ -27,7 +27,7 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in constants.DTYPES.items() if hasattr(torch, name)
 }
 
-# What the library takes where: the rest it has for other arguments.
+# The element types that the library takes for each argument; it has the others for other arguments.
 INDICES = (torch.int32, torch.int64)
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
@@ -43,7 +43,7 @@ def spec(tensor: torch.Tensor) -> Spec: ...
 @overload
 def spec(tensor: torch.Tensor | None) -> Spec | None: ...
 def spec(tensor: torch.Tensor | None) -> Spec | None:
-    """What ``_core`` takes for a tensor: (address, shape, dtype code), and strides if not packed.
+    """A tensor as ``_core`` takes it: address, shape, dtype code; and strides if not packed.
 
     Raises:
         TypeError: the library has no such dtype.

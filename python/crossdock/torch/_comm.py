@@ -95,7 +95,7 @@ class Comm:
         Raises:
             TypeError, ValueError: another dtype; a size below 0.
             InvalidArgument: the communicator has been closed.
-            RuntimeError: torch's, where ordinary memory is exhausted, too.
+            RuntimeError: torch's, if ordinary memory is exhausted as well.
         """
         if dtype not in DTYPE_CODES:
             known = ", ".join(map(str, DTYPE_CODES))
@@ -322,7 +322,7 @@ def _on_a_thread(work: Callable[[], None]) -> None:
 
 
 def _group_and_mesh(given: Any) -> tuple[ProcessGroup | None, DeviceMesh | None]:
-    """Of either, or of None."""
+    """The process group and the mesh of either, or of None."""
     if not hasattr(given, "get_group"):
         return given, None
     if given.ndim != 1:

@@ -23,7 +23,7 @@ _OWN = "symmetric_tensors"  # what the library knows nothing of
 
 
 def _number(name: str, given: Any, least: int = -(1 << 31)) -> int:
-    """Of 32 bits; what the library refuses of these it names itself."""
+    """A 32-bit number. Its range is checked by the library."""
     try:
         number = operator.index(given)
     except TypeError:

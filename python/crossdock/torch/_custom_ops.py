@@ -88,7 +88,7 @@ def _written(made: dict[str, Tensor | None]) -> dict[str, Any]:
 
 
 def _packed(tensor: Tensor | None) -> Tensor | None:
-    """What lies beside rows, as the library takes it: it may begin at any element."""
+    """A tensor beside rows, as the library takes it: it may begin at any element."""
     return None if tensor is None else tensor.contiguous()
 
 
@@ -181,7 +181,7 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tup
     plan, info, offsets, order = _outputs.results(
         _outputs.prepare(ep).make(ep.comm.pool, order), torch.zeros_like(order)
     )
-    # On a GPU an operation may fail after its call, and offsets are read all the same.
+    # On a GPU an operation may fail after its call, and its offsets are read nevertheless.
     torch._foreach_zero_((info, offsets))
     parts = ep.plan_parts
     _calls.prepare(

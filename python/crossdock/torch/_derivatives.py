@@ -1,8 +1,8 @@
 """Derivatives of the operators.
 
-Whether an operation runs in the backward pass must be the same on all ranks. It follows from which
-inputs require grad, never from which gradients happen to arrive: those that do not are zeros.
-There are no second derivatives: who asks for them gets an error.
+Whether an operation runs in the backward pass must be the same on all ranks. It follows from the
+inputs that require grad, never from the gradients that happen to arrive: missing ones are zeros.
+There are no second derivatives: asking for them raises an error.
 """
 
 from __future__ import annotations

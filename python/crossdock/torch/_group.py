@@ -262,7 +262,8 @@ class EpGroup:
     def status(self) -> dict[str, Any]:
         """Read and clear the group's non-fatal error state; never blocks.
 
-        What a call has raised is not repeated: on the CPU that leaves bad_ids and dropped_rows.
+        An error that a call has raised is not repeated: on the CPU that leaves bad_ids and
+        dropped_rows.
 
         ``status`` (name), ``operation``, ``epoch``, ``rank``, ``bad_ids``, ``needed_rows``,
         ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
@@ -328,11 +329,7 @@ class EpGroup:
         )
 
     def require_tensors(self, operation: int, **values: object) -> None:
-        """Refuses a first value that is no tensor here, and others that are neither that nor None.
-
-        What torch would not bring to the operator: tensors of another device, such as meta, or of
-        another layout, such as sparse ones.
-        """
+        """Checks that the first value is a dense tensor on this device; others may also be None."""
         device = self.comm.device
         for position, (name, value) in enumerate(values.items()):
             if not isinstance(value, torch.Tensor):

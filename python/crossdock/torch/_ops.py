@@ -17,7 +17,7 @@ __all__ = ["Dispatched", "combine", "dequantise", "dispatch"]
 
 
 class Dispatched(NamedTuple):
-    """What a rank receives: R = ``EpGroup.rows`` rows, or as many as are real with ``exact``.
+    """The rows that a rank receives: R = ``EpGroup.rows``, or as many as are real with ``exact``.
 
     Attributes:
         tokens: ``[R, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.
@@ -149,9 +149,9 @@ def _quantise_way(group: EpGroup, quantise: bool | str) -> QuantiseWay | None:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rows as they are, whose gradient is the link's.
+    """Passes rows on, and their gradient to the link.
 
-    Of nothing else: torch 2.11 compiles a function with 8-bit inputs to one without a gradient.
+    No other input gets a gradient: torch 2.11 compiles a function with 8-bit inputs to one without.
     """
 
     @staticmethod
@@ -167,7 +167,7 @@ class _StraightThrough(torch.autograd.Function):
 def _incoming_order(
     plan: Plan, tokens: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """The plan's order; for a rank without tokens one whose gradient somebody wants.
+    """The plan's order; for a rank without tokens, an order that requires a gradient.
 
     Results without elements are constants to a compiler, which would leave out what computes them:
     also operations that the peers wait for. A gradient for a leaf is a result that it must compute.
@@ -197,7 +197,7 @@ def _require_host(plan: Plan) -> None:
 
 def _trimmed(received: Dispatched, plan: Plan) -> Dispatched:
     rows = min(int(plan.total), plan.group.rows)
-    if plan.data.is_cuda:  # where prepare failed without a word, and the number is none
+    if plan.data.is_cuda:  # prepare may have failed without raising: the number is wrong then
         plan.group.check()
     tokens, *beside = received
     return Dispatched(tokens[:rows], *(None if part is None else part[:rows] for part in beside))

@@ -35,7 +35,7 @@ def is_share(tensor: torch.Tensor) -> bool:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a parameter or gradient; a plain tensor as it is.
+    """This rank's part of a parameter or gradient; a plain tensor is returned as it is.
 
     Differentiable, and no copy: of `MoELayer.experts_in` the slices ``[L, H, 2F]`` of this rank's
     experts.

@@ -22,7 +22,7 @@ from .moe_router import balance_loss, expert_load, route
 
 
 class MoEOutput(NamedTuple):
-    """What `MoELayer` returns."""
+    """The result of `MoELayer`."""
 
     hidden: torch.Tensor  # shape and dtype of the input
     aux_loss: torch.Tensor  # [] float32, times aux_loss_weight: add it to the loss
@@ -44,7 +44,7 @@ class MoELayer(nn.Module):
     per rank may differ. After backward call `average_gradients`.
 
     Ranks that had the same ``torch.manual_seed`` before they made the layer hold the same model,
-    bit for bit, whatever their number: each expert has a seed of its own.
+    bit for bit, on any number of ranks: each expert has a seed of its own.
 
     In eager mode on the CPU the receive tensor is trimmed to its true rows. Elsewhere it has the
     group's capacity, so that nothing waits for the host and CUDA graphs can capture the layer
@@ -131,7 +131,8 @@ class MoELayer(nn.Module):
             generator = torch.Generator("cpu").manual_seed(base + self.first_expert + expert)
             _fill(w_in, generator)
             _fill(w_out, generator)
-        # Not from torch's generator: that moves on equally far on every rank, by one draw.
+        # Experts do not draw from torch's generator, which moves on equally far on every rank, by
+        # one draw.
         generator = torch.Generator("cpu").manual_seed(base + self.num_experts)
         _fill(self.router.t(), generator)
         for shared in (self.shared_in, self.shared_out):
@@ -200,7 +201,7 @@ class MoELayer(nn.Module):
         self.group.refuse(constants.PREPARE, kind, f"x: {problem}")
 
     def _check_experts(self) -> None:
-        """Refuses parameters that a wrapper has taken away, and those of another dtype.
+        """Refuses parameters that a wrapper has taken away, and parameters of another dtype.
 
         No optimiser would see the first; the second must be of the group's dtype.
         """

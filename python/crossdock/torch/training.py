@@ -1,4 +1,4 @@
-"""What a training loop does with gradients and parameters of models that have `MoELayer`s.
+"""Steps of a training loop on gradients and parameters of models that have `MoELayer`s.
 
 The ranks of a communicator hold different experts and the same of everything else. They may be one
 axis of a larger mesh: then ranks that hold the same experts are replicas, and wrappers for data
@@ -35,14 +35,14 @@ __all__ = [
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Make gradients those of the loss averaged over ranks. Collective; after backward.
+    """Turn gradients into gradients of the loss averaged over ranks. Collective; after backward.
 
     Gradients of parameters that every rank holds are averaged over the communicator. An expert's
-    gradient already is the sum over all its ranks' tokens, and is only scaled; with
-    `data_parallel` it is averaged over replicas, too. With equally many tokens per rank and a loss
-    that is a mean over them, this is the gradient of one process with the whole batch. Parameters
-    that FSDP has sharded over a mesh of which the communicator's ranks are part are left alone:
-    FSDP has averaged them.
+    gradient already is the sum over all its ranks' tokens, and is only scaled; with `data_parallel`
+    it is also averaged over replicas. With equally many tokens per rank and a loss that is a mean
+    over them, this is the gradient of one process with the whole batch. Parameters that FSDP has
+    sharded over a mesh of which the communicator's ranks are part are left alone: FSDP has averaged
+    them.
 
     Args:
         model: one `MoELayer` or more, on one communicator, whose ranks these are; a parameter that
@@ -75,7 +75,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def _communicator_of(model: nn.Module, what: str) -> Comm:
-    """That of the model's layers, fit for collectives of torch.distributed."""
+    """The communicator of the model's layers, fit for collectives of torch.distributed."""
     layers = list(expert_parameters(model).values())
     if not layers:
         raise ValueError("model: expected a MoELayer in it, got none")
@@ -175,7 +175,7 @@ def _total_norm(gradients: list[Any], order: float, device: torch.device) -> tor
         if part.numel():
             places.setdefault(key, []).append(torch.linalg.vector_norm(
                 part, order, dtype=torch.float32).to(device))
-        else:  # takes part in the sum over ranks all the same
+        else:  # this rank still takes part in the sum over ranks
             places.setdefault(key, [])
     norms = []
     for key, parts in places.items():
@@ -296,7 +296,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _difference(
     tensors: dict[str, torch.Tensor], process_group: ProcessGroup | None, device: torch.device
 ) -> str:
-    """What differs first between the ranks of a group; "" if nothing does."""
+    """The first difference between the ranks of a group; "" if there is none."""
     mine = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
     hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(hashes, mine, group=process_group)

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of a block: forward and backward, whatever number of tokens."""
+"""torch.compile(fullgraph=True) of a block: forward and backward, with any number of tokens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_operations_of_a_graph_are_one_chain():
     def record(graph_module: torch.fx.GraphModule, _):
         calls = [node for node in graph_module.graph.nodes
                  if str(node.target).startswith("crossdock.")]
-        # Whose zone a row lies in is no operation: it takes no turn.
+        # row_experts is no operation: it takes no turn.
         operations = [node for node in calls if "row_experts" not in str(node.target)]
         for earlier, later in zip(operations, operations[1:]):
             assert earlier in _ancestors(later), f"{later} does not depend on {earlier}"
@@ -202,7 +202,7 @@ def test_mistakes_inside_compiled_code_reach_the_peers():
 
 
 def _constant_loss(me: Rank) -> None:
-    """A rank without tokens has a constant loss, and gradients that are zero whatever happens."""
+    """A rank without tokens has a constant loss, and gradients that are always zero."""
     torch._dynamo.reset()
     batch = Batch(SEED + 10, CASE)
     with xd.init():
@@ -211,7 +211,7 @@ def _constant_loss(me: Rank) -> None:
         @torch.compile(fullgraph=True, backend="inductor")
         def loss(topk_idx, x, weights, matrix):
             plan = group.prepare(topk_idx)
-            # What row_experts says, computed: where boundaries lie is up to the compiler.
+            # The result of row_experts, computed; the compiler chooses where boundaries lie.
             rows = torch.arange(group.rows, dtype=torch.int32, device=topk_idx.device)
             experts = plan.row_experts(), torch.bucketize(rows, plan.ends, right=True)
             return layer(plan, x @ matrix, weights).sum(), *experts

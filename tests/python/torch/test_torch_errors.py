@@ -34,7 +34,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
-# What the bad rank does, the error that it gets, and words that the text must have.
+# The bad rank's call, the error that it gets, and words that the text must have.
 MISTAKES = {
     "x is not contiguous": (
         lambda plan, x, w: xd.dispatch(plan, _narrow(x), w), ValueError,

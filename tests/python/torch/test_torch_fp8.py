@@ -17,7 +17,7 @@ LAYOUTS = ("expert_major", "rank_major")
 
 
 def rule(x: torch.Tensor, name: str = "fp8_block128") -> tuple[torch.Tensor, torch.Tensor]:
-    """What the library makes of bfloat16 rows."""
+    """The rows that the library makes of bfloat16 rows."""
     elements, scales = quantised(x.float().numpy(), name)
     narrow = torch.from_numpy(elements.view(np.uint8)).view(torch.float8_e4m3fn)
     return narrow, torch.from_numpy(scales.astype(np.float32))
