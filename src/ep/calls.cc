@@ -59,12 +59,13 @@ class Reader {
   }
   // A weight per receive row: [R] in EXPERT_MAJOR, [R,K] in RANK_MAJOR.
   Tensor recv_weights(const DLTensor* t, const char* name) const {
-    return optional(t, name, context_.config->expert_major() ? 1 : 2, kWeightTypes);
+    return optional(t, name, context_.config->layout.weights_ndim(), kWeightTypes);
   }
-  // Weights that EXPERT_MAJOR alone knows.
+  // Weights that are given only where each receive row is one expert's.
   Tensor row_weights(const DLTensor* t, const char* name) const {
-    XD_REQUIRE(t == nullptr || context_.config->expert_major(), name,
-               ": given in RANK_MAJOR, expected NULL: a row there stands for several experts, "
+    const Layout& layout = context_.config->layout;
+    XD_REQUIRE(t == nullptr || layout.row_per_expert, name, ": given in ", layout.name,
+               ", expected NULL: a row there stands for several experts, "
                "whose results the caller has already weighted and summed");
     return optional(t, name, 1, kWeightTypes);
   }
@@ -158,8 +159,9 @@ void read_dispatch_weights(const xd_ep_dispatch_args& a, const Reader& reader, c
   call.topk_weights = reader.optional(a.topk_weights, "topk_weights", 2, kWeightTypes);
   call.recv_weights = reader.recv_weights(a.recv_weights, "recv_weights");
   require_together(call.topk_weights, call.recv_weights);
-  XD_REQUIRE(a.recv_topk_idx == nullptr || !config.expert_major(),
-             "recv_topk_idx: given in EXPERT_MAJOR, expected NULL: a row's zone is its expert");
+  XD_REQUIRE(a.recv_topk_idx == nullptr || config.layout.choices_beside_rows,
+             "recv_topk_idx: given in ", config.layout.name,
+             ", expected NULL: a row's zone is its expert");
   call.recv_topk_idx = reader.optional(a.recv_topk_idx, "recv_topk_idx", 2, kIndexTypes);
   if (call.topk_weights) {
     require_rows(call.topk_weights, call.tokens.rows, "rows of tokens");

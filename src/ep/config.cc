@@ -72,7 +72,7 @@ void read_rows(const xd_ep_config& user, Config& config) {
 }
 
 void read_receive(const xd_ep_config& user, Config& config) {
-  require_range("layout", raw_enum(user.layout), XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR);
+  require_range("layout", raw_enum(user.layout), 0, kNumLayouts - 1);
   require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
   require_range("duplicate_ids", raw_enum(user.duplicate_ids), XD_EP_DUPLICATE_IDS_ERROR,
                 XD_EP_DUPLICATE_IDS_COLLAPSE);
@@ -84,7 +84,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
   XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&
                  std::popcount(static_cast<unsigned>(user.alignment)) <= 1,
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
-  config.layout = user.layout;
+  config.layout = Layout::of(user.layout);
   config.overflow = user.overflow;
   config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
   config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
@@ -117,7 +117,7 @@ Config read_config(const xd_ep_config* user, int comm_ranks) {
 
 std::int64_t recv_bound(const Config& config) {
   const std::int64_t tokens = std::int64_t{config.ranks} * config.max_tokens;
-  if (!config.expert_major()) {
+  if (!config.layout.row_per_expert) {
     return static_cast<std::int64_t>(
         round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));
   }

@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "ep/quantise.h"
+#include "ep/receive_layout.h"
 
 namespace xd::ep {
 
@@ -31,7 +32,7 @@ struct Config {
   int max_tokens = 0;
   std::uint64_t max_row_bytes = 0;
   std::uint64_t max_scale_bytes = 0;  // of scales that callers give
-  xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
+  Layout layout = Layout::of(XD_EP_EXPERT_MAJOR);
   std::int64_t alignment = 1;  // of plans: the largest, and the default
   std::int64_t capacity = 0;   // this rank's, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
@@ -44,14 +45,13 @@ struct Config {
   bool cuda = false;    // whose memory sizes these are
   int num_sms = 0;      // CUDA: 0 = chosen by the library
 
-  bool expert_major() const { return layout == XD_EP_EXPERT_MAJOR; }
   // This rank knows which of its rows are one token's, so that a row crosses once for all of them:
   // on the CPU where rows are staged, between devices always.
-  bool keeps_lists() const { return expert_major() && (staging || cuda); }
+  bool keeps_lists() const { return layout.row_per_expert && (staging || cuda); }
   // CUDA: this rank also knows where the token's partial sum goes, as it sends that home itself.
-  bool keeps_items() const { return cuda && (expert_major() || staging); }
+  bool keeps_items() const { return cuda && (layout.row_per_expert || staging); }
   // CUDA: partial sums of this rank's tokens are pushed here by some rank.
-  bool keeps_partials() const { return cuda && (expert_major() || any_staging); }
+  bool keeps_partials() const { return cuda && (layout.row_per_expert || any_staging); }
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int max_slots_per_token() const { return std::min(max_topk, ranks); }
   // The most rows that one rank can have here.
@@ -65,7 +65,7 @@ struct Config {
   }
   // Values per receive row in a weights tensor.
   std::uint64_t weights_per_row() const {
-    return expert_major() ? 1 : static_cast<std::uint64_t>(max_topk);
+    return static_cast<std::uint64_t>(layout.weights_per_row(max_topk));
   }
 };
 

@@ -35,7 +35,7 @@ Announcement announce(const Config& c) {
           .max_tokens = c.max_tokens,
           .max_row_bytes = static_cast<std::int64_t>(c.max_row_bytes),
           .max_scale_bytes = static_cast<std::int64_t>(c.max_scale_bytes),
-          .layout = c.layout,
+          .layout = c.layout.id,
           .alignment = c.alignment,
           .overflow = c.overflow,
           .duplicate_ids = c.collapse,

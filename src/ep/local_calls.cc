@@ -18,9 +18,10 @@ RowExpertsCall read_row_experts(const xd_ep_plan_row_experts_args* args,
                                 const CallContext& context) {
   const auto a =
       read_struct("args", args, xd_ep_plan_row_experts_args XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT);
-  XD_REQUIRE(context.config->expert_major(),
-             "row_experts: asked for in a RANK_MAJOR group, where a row stands for several "
-             "experts, expected recv_topk_idx of xd_ep_dispatch");
+  XD_REQUIRE(context.config->layout.has_zones, "row_experts: asked for in a ",
+             context.config->layout.name,
+             " group, where a row stands for several experts, expected recv_topk_idx of "
+             "xd_ep_dispatch");
   XD_REQUIRE(a.plan != nullptr, "plan = NULL");
   return {.plan = {a.plan, a.plan_bytes},
           .row_experts = read_tensor(

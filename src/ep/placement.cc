@@ -36,7 +36,7 @@ void Placement::place(const CountTable& counts, const Config& config,
                         .self = view.rank,
                         .alignment = view.alignment,
                         .limit = drop ? capacity : std::numeric_limits<std::int64_t>::max()};
-    if (config.expert_major()) {
+    if (config.layout.row_per_expert) {
       place_zones(counts, config, target);
     } else {
       place_rows(counts, config, target);

@@ -75,7 +75,8 @@ struct Placement {
     const auto local = static_cast<std::size_t>(config.local_experts);
     visit(count, local);
     visit(offset, local + 1);
-    visit(first_row, config.expert_major() ? static_cast<std::size_t>(config.experts) : ranks);
+    visit(first_row,
+          config.layout.row_per_expert ? static_cast<std::size_t>(config.experts) : ranks);
     visit(total, ranks);
     visit(rank_rows, ranks * ranks);
   }

@@ -23,9 +23,9 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
 
 }  // namespace
 
-RowCodec::RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout, int local_experts)
-    : base_(1, 0),
-      experts_(layout == XD_EP_RANK_MAJOR ? static_cast<std::uint32_t>(local_experts) : 1) {
+RowCodec::RowCodec(std::span<const std::int64_t> capacities, const Layout& layout,
+                   int local_experts)
+    : base_(1, 0), experts_(static_cast<std::uint32_t>(layout.codes_per_row(local_experts))) {
   for (const std::int64_t rows : capacities) {
     base_.push_back(base_.back() + static_cast<std::uint64_t>(rows));
   }
@@ -78,12 +78,13 @@ void seal_plan(std::byte* plan) {
 
 std::size_t plan_size(const Config& config) {
   // As large as any executor's.
-  return PlanMap::make({.local_experts = config.local_experts,
-                        .tokens = config.max_tokens,
-                        .topk = config.max_topk,
-                        .list_rows = config.expert_major() ? config.capacity : 0,
-                        .items = config.expert_major() || config.staging ? config.capacity : 0,
-                        .ranks = config.ranks})
+  return PlanMap::make(
+             {.local_experts = config.local_experts,
+              .tokens = config.max_tokens,
+              .topk = config.max_topk,
+              .list_rows = config.layout.row_per_expert ? config.capacity : 0,
+              .items = config.layout.row_per_expert || config.staging ? config.capacity : 0,
+              .ranks = config.ranks})
       .end;
 }
 

@@ -146,7 +146,7 @@ class RowCodec {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
-  RowCodec(std::span<const std::int64_t> capacities, xd_ep_layout layout, int local_experts);
+  RowCodec(std::span<const std::int64_t> capacities, const Layout& layout, int local_experts);
 
   std::uint32_t encode(RowRef ref) const {
     const auto global =

@@ -9,7 +9,7 @@ PlanTerms terms_of(const PlanBinding& binding) {
   return {.rank = binding.rank,
           .ranks = c.ranks,
           .experts = c.experts,
-          .layout = c.layout,
+          .layout = c.layout.id,
           .keeps_list = c.keeps_lists() ? 1 : 0,
           .keeps_items = c.keeps_items() ? 1 : 0,
           .overflow = c.overflow,

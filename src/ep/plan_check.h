@@ -81,7 +81,7 @@ constexpr bool zone_is_damaged(std::int32_t count, std::int32_t offset, std::int
   return count < 0 || std::int64_t{offset} + count > next;
 }
 constexpr Fault zones_fault(const PlanHeader& h, const ZoneLook& zones) {
-  const bool has_zones = !refused(h) && h.layout == XD_EP_EXPERT_MAJOR;
+  const bool has_zones = !refused(h) && Layout::of(h.layout).has_zones;
   const bool damaged =
       h.recv_rows < 0 || h.recv_rows > capacity_of(h) ||
       (has_zones && (zones.damaged || zones.first != 0 || zones.end != h.recv_rows));

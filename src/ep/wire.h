@@ -160,7 +160,7 @@ struct GroupMap {
   static GroupMap make(const Config& config) {
     const auto ranks = static_cast<std::uint64_t>(config.ranks);
     const auto local = static_cast<std::uint64_t>(config.local_experts);
-    const bool keeps = !config.expert_major() && config.overflow == XD_EP_OVERFLOW_DROP;
+    const bool keeps = !config.layout.row_per_expert && config.overflow == XD_EP_OVERFLOW_DROP;
     const auto capacity = static_cast<std::uint64_t>(config.capacity);
     const std::uint64_t staged = config.staging ? capacity : 0;  // rows
     const std::uint64_t values = capacity * config.weights_per_row();
@@ -176,13 +176,14 @@ struct GroupMap {
     const std::uint64_t slots = config.keeps_partials() ? slots_of(config) : 0;
     map.scales = cursor.place<std::byte>(capacity * config.scale_room(), 256);
     map.weights = cursor.place<float>(values, 256);
-    map.indices = cursor.place<std::int64_t>(config.expert_major() ? 0 : values, 256);
+    map.indices = cursor.place<std::int64_t>(config.layout.choices_beside_rows ? values : 0, 256);
     map.staging = cursor.place<std::byte>(0, 256);
     if (!config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
     map.rows = cursor.place<std::byte>(std::max(staged, slots) * config.max_row_bytes, 256);
     map.partials = map.rows;
     // Without staging EXPERT_MAJOR would still have its partial sums.
-    if (config.cuda && config.expert_major()) map.staging = map.rows + slots * config.max_row_bytes;
+    if (config.cuda && config.layout.row_per_expert)
+      map.staging = map.rows + slots * config.max_row_bytes;
     map.end = cursor.place<std::byte>(0, 256);
     return map;
   }

@@ -109,7 +109,7 @@ TEST(LaunchShapeTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
   traffic.receives = true;  // by rank, staged
   EXPECT_GT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, dispatch);
   EXPECT_GT(combine_shape(traffic, 0, 128, kHopper).blocks, combine);
-  traffic.expert_major = true;
+  traffic.row_per_expert = true;
   const int by_expert = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
   EXPECT_GT(by_expert, dispatch);
   traffic.topk = 2;
@@ -119,7 +119,7 @@ TEST(LaunchShapeTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
 TEST(LaunchShapeTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
   const RowPieces row = RowPieces::make(14336);
   for (const bool by_expert : {false, true}) {
-    Traffic traffic{.ranks = 2, .topk = 8, .row_bytes = 14336, .expert_major = by_expert};
+    Traffic traffic{.ranks = 2, .topk = 8, .row_bytes = 14336, .row_per_expert = by_expert};
     traffic.receives = by_expert;
     int dispatch = 0, combine = 0;
     for (int tokens = 1; tokens <= 16384; tokens += tokens / 64 + 1) {
@@ -197,7 +197,7 @@ TEST(LaunchShapeTest, AnyTwoOperationsFitBesideOneAnotherWhereTheLibraryChooses)
                                                    .tokens = tokens,
                                                    .topk = topk,
                                                    .row_bytes = row_bytes,
-                                                   .expert_major = by_expert,
+                                                   .row_per_expert = by_expert,
                                                    .receives = receives},
                                                   8, device));
               }

@@ -27,7 +27,7 @@ struct Batch {
     config.local_experts = 2;
     config.max_topk = 3;
     config.max_tokens = 2;
-    config.layout = layout;
+    config.layout = Layout::of(layout);
     const auto poison = [](auto& vector, std::size_t size) {
       vector.resize(size);
       std::memset(vector.data(), 0xA5, size * sizeof(vector[0]));
@@ -83,7 +83,7 @@ TEST(Numbering, IsTheSameEachTimeItIsMadeFromTheSameValues) {
     Batch batch({2, 0, 3, 3, 2, 1}, layout);
     const Choices choices = batch.choices();
     const Placement placement = batch.placement(choices);
-    const RowCodec codec(batch.capacities, layout, batch.config.local_experts);
+    const RowCodec codec(batch.capacities, Layout::of(layout), batch.config.local_experts);
     const Numbering::Rules rules{batch.config, codec, batch.capacities, 1};
     std::array<std::uint32_t, 6> first{}, second{};
     first.fill(kPoison);
@@ -100,7 +100,7 @@ TEST(Numbering, GivesRowsByTokenAndNoneBeyondACapacity) {
   batch.config.overflow = XD_EP_OVERFLOW_DROP;
   const Choices choices = batch.choices();
   const Placement placement = batch.placement(choices);
-  const RowCodec codec(batch.capacities, XD_EP_EXPERT_MAJOR, 2);
+  const RowCodec codec(batch.capacities, Layout::of(XD_EP_EXPERT_MAJOR), 2);
   Numbering numbering({batch.config, codec, batch.capacities, 1}, placement,
                       batch.numbering_memory);
   std::array<std::uint32_t, 6> codes{};
@@ -117,7 +117,7 @@ TEST(Numbering, ListsTheRowsOfEachTokenAndMarksTheFirst) {
   batch.capacities = {4, 4};
   const Choices choices = batch.choices();
   const Placement placement = batch.placement(choices);
-  const RowCodec codec(batch.capacities, XD_EP_EXPERT_MAJOR, 2);
+  const RowCodec codec(batch.capacities, Layout::of(XD_EP_EXPERT_MAJOR), 2);
   Numbering numbering({batch.config, codec, batch.capacities, 1}, placement,
                       batch.numbering_memory);
   std::array<std::uint32_t, 6> codes{}, list{};

@@ -37,7 +37,7 @@ Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow
   r.config.local_experts = pick(1, 4);
   r.config.experts = r.config.ranks * r.config.local_experts;
   r.alignment = 1 << pick(0, 3);
-  r.config.layout = layout;
+  r.config.layout = Layout::of(layout);
   r.config.overflow = overflow;
   const CountLayout counts{r.config.experts, r.config.ranks};
   r.table.assign(counts.size() * static_cast<std::size_t>(r.config.ranks), 0);
@@ -192,7 +192,7 @@ TEST(PlacementTest, ErrorPolicyReportsWholeZones) {
 
 TEST(PlacementTest, RankMajorRowsFollowTheSources) {
   Routing r = small_routing(XD_EP_OVERFLOW_DROP, 4);
-  r.config.layout = XD_EP_RANK_MAJOR;
+  r.config.layout = Layout::of(XD_EP_RANK_MAJOR);
   Placement p;
   p.reserve(r.config);
   p.place(r.counts(), r.config, r.capacities, {1, r.alignment});

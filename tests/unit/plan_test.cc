@@ -18,7 +18,7 @@ constexpr std::array<std::int64_t, 4> kCapacities = {7, 0, 1, 100};
 
 TEST(RowCodecTest, EveryRowOfEveryRankComesBackInBothLayouts) {
   for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
-    const RowCodec codec(kCapacities, layout, 5);
+    const RowCodec codec(kCapacities, Layout::of(layout), 5);
     const int experts = layout == XD_EP_RANK_MAJOR ? 5 : 1;
     std::uint32_t expected = 0;  // codes are dense: no two rows share one
     for (int rank = 0; rank < 4; ++rank) {
@@ -42,9 +42,9 @@ TEST(RowCodecTest, EveryRowOfEveryRankComesBackInBothLayouts) {
 
 TEST(RowCodecTest, RefusesCapacitiesThatDoNotFit) {
   const std::array<std::int64_t, 2> large = {INT32_MAX - 1, INT32_MAX - 1};
-  EXPECT_NO_THROW(RowCodec(large, XD_EP_EXPERT_MAJOR, 64));
+  EXPECT_NO_THROW(RowCodec(large, Layout::of(XD_EP_EXPERT_MAJOR), 64));
   try {
-    const RowCodec codec(large, XD_EP_RANK_MAJOR, 64);
+    const RowCodec codec(large, Layout::of(XD_EP_RANK_MAJOR), 64);
     FAIL() << "64 experts times 2^32 rows fit into 32 bits?";
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
@@ -183,7 +183,7 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   config.max_topk = 4;
   config.max_row_bytes = 48;
   config.max_scale_bytes = 5;
-  config.layout = XD_EP_RANK_MAJOR;
+  config.layout = Layout::of(XD_EP_RANK_MAJOR);
   config.overflow = XD_EP_OVERFLOW_DROP;
   config.capacity = 10;
   const GroupMap map = GroupMap::make(config);

@@ -104,7 +104,7 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
   require_tokens(call_.grad_tokens, plan_);
   require_tokens(call_.grad_topk_weights, plan_);
   require_topk(call_.grad_topk_weights, plan_);
-  if (!config().expert_major()) require_topk(call_.grad_recv_weights, plan_);
+  if (config().layout.choices_beside_rows) require_topk(call_.grad_recv_weights, plan_);
   grad_recv_tokens_ = receive_rows(call_.grad_recv_tokens);
   grad_recv_weights_ = receive_beside(call_.grad_recv_weights, own_map().weights);
 }
@@ -132,7 +132,7 @@ void DispatchBwdOp::move() {
 // without a row have none.
 void DispatchBwdOp::read_weights() const {
   const int topk = plan_.header().topk;
-  const bool expert_major = config().expert_major();
+  const bool by_choice = config().layout.choices_beside_rows;
   float* out = call_.grad_topk_weights.as<float>();
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
     const std::uint32_t* codes = plan_.codes(t);
@@ -143,7 +143,7 @@ void DispatchBwdOp::read_weights() const {
       if (!context_.group.codec().decode(codes[k], ref)) continue;
       const RankTensors& from = tensors(ref.rank);
       if (ref.row >= from.num_rows) continue;
-      const std::int64_t at = expert_major ? ref.row : ref.row * topk + k;
+      const std::int64_t at = by_choice ? ref.row * topk + k : ref.row;
       grad = reinterpret_cast<const float*>(from.weights)[at];
     }
   }

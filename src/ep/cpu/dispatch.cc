@@ -12,7 +12,7 @@ DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
     : PlanOperation(context, call.plan), call_(call) {
   require_tokens(call_.tokens, plan_);
   require_topk(call_.topk_weights, plan_);
-  if (!config().expert_major()) {
+  if (config().layout.choices_beside_rows) {
     require_topk(call_.recv_weights, plan_);
     require_topk(call_.recv_topk_idx, plan_);
   }
@@ -49,10 +49,10 @@ void DispatchOp::move() {
     } else {
       send_row(t, rows);
     }
-    if (config().expert_major()) {
-      send_weights(t, rows);
-    } else {
+    if (config().layout.choices_beside_rows) {
       send_choices(t, rows);
+    } else {
+      send_weights(t, rows);
     }
   }
   rows::flush();
@@ -126,7 +126,7 @@ Setback DispatchOp::complete() {
        {&recv_tokens_, &recv_scales_, &recv_weights_, &recv_topk_idx_}) {
     tensor->zero_gaps(plan_, config());
   }
-  if (!config().expert_major()) end_choices();
+  if (config().layout.choices_beside_rows) end_choices();
   return {};
 }
 

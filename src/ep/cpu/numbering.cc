@@ -43,7 +43,7 @@ std::int64_t Numbering::capacity_of(int rank) const {
 RowRef Numbering::next_row(int expert) {
   const Config& config = rules_.config;
   const int rank = expert / config.local_experts;
-  if (config.expert_major()) return next_of_zone(expert, rank);
+  if (config.layout.row_per_expert) return next_of_zone(expert, rank);
   std::int64_t& row = memory_.row_of[at(rank)];  // one for all of the token's choices there
   if (row < 0) row = memory_.next_row[at(rank)]++;
   return {.rank = rank, .row = row, .expert = expert % config.local_experts};

@@ -22,7 +22,7 @@ struct NumberingMemory {
   void for_each_vector(const Config& config, Visit&& visit) {
     const auto ranks = static_cast<std::size_t>(config.ranks);
     const auto experts = static_cast<std::size_t>(config.experts);
-    visit(next_row, config.expert_major() ? experts : ranks);
+    visit(next_row, config.layout.row_per_expert ? experts : ranks);
     visit(row_of, ranks);
     visit(lists, ranks);
     visit(kept, experts);

@@ -118,7 +118,7 @@ class CombineBwdOp : public PlanOperation {
   };
   // Weighted, and staged in EXPERT_MAJOR.
   bool finishes_here() const {
-    return call_.weights && config().expert_major() && grad_expert_out_.staged();
+    return call_.weights && config().layout.row_per_expert && grad_expert_out_.staged();
   }
   void send_scaled(const std::byte* grad, const TokenRows& rows) const;
   void finish_row(const std::byte* grad, const WeightedRow& row) const;

@@ -69,7 +69,7 @@ void PrepareOp::move() {
                                    {context_.group.rank(), call_.alignment});
   Numbering numbering = begin_numbering();
   numbering.number(choices_, reinterpret_cast<std::uint32_t*>(call_.plan + plan_map().code));
-  if (!config().expert_major() && drops()) send_kept(numbering.kept());
+  if (!config().layout.row_per_expert && drops()) send_kept(numbering.kept());
 }
 
 CountTable PrepareOp::gather_counts() const {
@@ -153,7 +153,7 @@ void PrepareOp::collect_kept() {
 }
 
 Setback PrepareOp::complete() {
-  if (!config().expert_major() && drops() && placement().dropped_rows > 0) collect_kept();
+  if (!config().layout.row_per_expert && drops() && placement().dropped_rows > 0) collect_kept();
   write_zones();
   write_header();
   write_outputs();
@@ -181,7 +181,7 @@ void PrepareOp::write_header() const {
   header.experts = config().experts;
   header.tokens = tokens_;
   header.topk = topk_;
-  header.layout = config().layout;
+  header.layout = config().layout.id;
   header.alignment = call_.alignment;
   header.overflow = config().overflow;
   header.keeps_list = config().keeps_lists() ? 1 : 0;

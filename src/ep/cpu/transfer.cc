@@ -171,7 +171,7 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
 
 void TokenRows::gather(const Context& context, const PlanView& plan, std::int64_t token) {
   count = 0;
-  const bool one_per_rank = !context.group.config().expert_major();
+  const bool one_per_rank = !context.group.config().layout.row_per_expert;
   const std::uint32_t* codes = plan.codes(token);
   for (int k = 0; k < plan.header().topk; ++k) {
     Row row{.ref = {}, .k = k};

@@ -67,7 +67,7 @@ struct Context {
 template <class Body>
 void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
   const std::int64_t rows = plan.header().recv_rows;
-  if (!config.expert_major() || plan.header().alignment == 1) {
+  if (!config.layout.has_zones || plan.header().alignment == 1) {
     if (rows > 0) body(std::int64_t{0}, rows);
     return;
   }
@@ -81,7 +81,7 @@ void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
 template <class Body>
 void for_each_gap(const PlanView& plan, const Config& config, std::int64_t tensor_rows,
                   Body&& body) {
-  if (config.expert_major() && plan.header().alignment > 1) {
+  if (config.layout.has_zones && plan.header().alignment > 1) {
     for (int e = 0; e < config.local_experts; ++e) {
       const std::int64_t end = std::int64_t{plan.offset(e)} + plan.count(e);
       if (plan.offset(e + 1) > end) body(end, plan.offset(e + 1) - end);

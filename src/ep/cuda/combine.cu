@@ -52,7 +52,7 @@ class Pusher {
  private:
   // In RANK_MAJOR a rank's own rows are partial sums already.
   __device__ bool reads_itself(int source) const {
-    return source == turn_.rank() && !turn_.group().expert_major;
+    return source == turn_.rank() && !turn_.group().layout.row_per_expert;
   }
 
   __device__ void push(int source, const ItemRows& rows, std::uint32_t slot,
@@ -114,7 +114,9 @@ class Summer {
       float grad = 0.0f;
       if (c.valid) {
         const auto* from = reinterpret_cast<const volatile float*>(turn_.peer(c.rank).weights);
-        grad = from[turn_.group().expert_major ? c.row : std::uint64_t{c.row} * topk + lane_id()];
+        grad =
+            from[turn_.group().layout.choices_beside_rows ? std::uint64_t{c.row} * topk + lane_id()
+                                                          : c.row];
       }
       p_.grad_topk_weights[static_cast<std::uint64_t>(t) * topk + lane_id()] = grad;
     }
@@ -139,7 +141,7 @@ class Summer {
     if (c.leader) {
       terms_.weight[order] = 1.0f;
       const PeerTensors& peer = turn_.peer(c.rank);
-      const bool own = c.rank == turn_.rank() && !turn_.group().expert_major;
+      const bool own = c.rank == turn_.rank() && !turn_.group().layout.row_per_expert;
       if (peer.rows != nullptr || own) {
         terms_.row[order] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
       } else {

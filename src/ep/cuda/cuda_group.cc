@@ -102,7 +102,7 @@ class CudaGroup final : public Group {
             .tokens = tokens,
             .topk = config().max_topk,
             .row_bytes = row_bytes,
-            .expert_major = config().expert_major(),
+            .row_per_expert = config().layout.row_per_expert,
             .receives = receives};
   }
   // Of the multiprocessors that the stream's kernels run on.
@@ -290,7 +290,7 @@ void CudaGroup::describe_group() {
   g.local_experts = c.local_experts;
   g.max_tokens = c.max_tokens;
   g.terms = terms_of(plan_binding());
-  g.expert_major = c.expert_major();
+  g.layout = c.layout;
   g.drop = c.overflow == XD_EP_OVERFLOW_DROP;
   g.collapse = c.collapse;
   g.fatal_errors = c.fatal_errors;
@@ -302,7 +302,7 @@ void CudaGroup::describe_group() {
                                      .items = c.keeps_items() ? c.capacity : 0,
                                      .ranks = c.ranks})
                           .code;
-  g.codec_experts = c.expert_major() ? 1 : static_cast<std::uint32_t>(c.local_experts);
+  g.codec_experts = static_cast<std::uint32_t>(c.layout.codes_per_row(c.local_experts));
   g.control = control_.as<GroupState>();
   g.report = report_.as<Report>();
   g.map = GroupMap::make(c);

@@ -77,7 +77,7 @@ class Sender {
   // Whether rank d waits for chunks.
   __device__ bool receives(int d) const {
     if (d == turn_.rank() && p_.own_rows_direct) return false;
-    return turn_.group().expert_major || turn_.peer(d).staged;
+    return turn_.group().layout.row_per_expert || turn_.peer(d).staged;
   }
   __device__ bool any_receiver() const {
     bool any = false;
@@ -102,16 +102,16 @@ class Sender {
     const std::byte* scales = p_.scales.data != nullptr ? p_.scales.row(token) : nullptr;
     mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
     if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
-    if (turn_.group().expert_major) {
-      send_weights(token, c);
-    } else {
+    if (turn_.group().layout.choices_beside_rows) {
       send_choices(token, c);
+    } else {
+      send_weights(token, c);
     }
   }
 
   // Rows that stay on this rank go to all their places at once, whether or not they are staged.
   __device__ bool goes_everywhere(int rank) const {
-    return p_.own_rows_direct && rank == turn_.rank() && turn_.group().expert_major;
+    return p_.own_rows_direct && rank == turn_.rank() && turn_.group().layout.row_per_expert;
   }
 
   // Scales that no stage can hold.
@@ -224,11 +224,11 @@ class Receiver {
       scale(rows, first);
     }
     if (p_.fan_out.beside_bytes == 0) copy_rows(p_.recv_scales, rows, first);
-    if (turn_.group().expert_major) {
-      copy_own(p_.recv_weights, rows);
-    } else {
+    if (turn_.group().layout.choices_beside_rows) {
       copy_rows(p_.recv_weights, rows, first);
       copy_rows(p_.recv_topk_idx, rows, first);
+    } else {
+      copy_own(p_.recv_weights, rows);
     }
   }
 
@@ -296,7 +296,7 @@ __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanP
               {reinterpret_cast<std::byte*>(p.grad_weights), nullptr, p.grad_weights_rows,
                sizeof(float)});
   }
-  if (turn.group().expert_major) return;
+  if (!turn.group().layout.choices_beside_rows) return;
   fill_tail(turn, p.recv_weights, 0);
   fill_tail(turn, p.recv_topk_idx, 0xFF);  // -1 of either width
 }

@@ -137,7 +137,7 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   start.type = out.type;
   CombineParams& p = start.params;
   p.sums = true;
-  p.pushes = fill.config().expert_major() || rows.staged != nullptr;
+  p.pushes = fill.config().layout.row_per_expert || rows.staged != nullptr;
   p.rows = tensor.data;
   p.out = out.data;
   p.row_bytes = out.row_bytes();
@@ -187,7 +187,7 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
   const GroupMap map = fill.map();
   fill.tokens_of_plan(call.tokens);
   fill.topk_of_plan(call.topk_weights);
-  if (!config.expert_major()) {
+  if (config.layout.choices_beside_rows) {
     fill.topk_of_plan(call.recv_weights);
     fill.topk_of_plan(call.recv_topk_idx);
   }
@@ -197,7 +197,7 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
   p.recv_weights = fill.receive_beside(call.recv_weights, map.weights, record.weights_in);
   p.recv_topk_idx = fill.receive_beside(call.recv_topk_idx, map.indices, record.extra_in);
 
-  p.receives = config.expert_major() || p.recv_tokens.staged != nullptr;
+  p.receives = config.layout.row_per_expert || p.recv_tokens.staged != nullptr;
   if (!p.receives || !call.recv_scales.packed()) {
     come_late(p, call.recv_scales, p.recv_scales, tail_of(config));
   }
@@ -232,7 +232,7 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   fill.own_weights(call.weights);
   fill.own_weights(call.grad_weights);
 
-  p.receives = config.expert_major() || p.recv_tokens.staged != nullptr;
+  p.receives = config.layout.row_per_expert || p.recv_tokens.staged != nullptr;
   if (!p.receives || !call.grad_expert_out_scales.packed()) {
     come_late(p, call.grad_expert_out_scales, p.recv_scales, tail_of(config));
   }
@@ -267,7 +267,7 @@ CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) 
   fill.tokens_of_plan(call.grad_tokens);
   fill.tokens_of_plan(call.grad_topk_weights);
   fill.topk_of_plan(call.grad_topk_weights);
-  if (!fill.config().expert_major()) fill.topk_of_plan(call.grad_recv_weights);
+  if (fill.config().layout.choices_beside_rows) fill.topk_of_plan(call.grad_recv_weights);
   sum_rows(fill, call.grad_recv_tokens, call.grad_tokens, start);
   start.params.grad_recv_weights =
       fill.receive_beside(call.grad_recv_weights, fill.map().weights, fill.record().weights_in);

@@ -33,7 +33,7 @@ struct PrepareParams {
     return PlanMap::make({.local_experts = g.local_experts,
                           .tokens = tokens,
                           .topk = topk,
-                          .list_rows = g.expert_major ? g.capacity : 0,
+                          .list_rows = g.layout.row_per_expert ? g.capacity : 0,
                           .items = g.keeps_items ? g.capacity : 0,
                           .ranks = g.ranks()});
   }

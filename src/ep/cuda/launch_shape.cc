@@ -30,7 +30,7 @@ struct RowsPerToken {
 RowsPerToken rows_per_token(const Traffic& traffic) {
   const double others = 1.0 - 1.0 / traffic.ranks;
   const double ranks = traffic.ranks * (1.0 - std::pow(others, traffic.topk));
-  return {ranks, ranks * others, traffic.expert_major ? double(traffic.topk) : ranks};
+  return {ranks, ranks * others, traffic.row_per_expert ? double(traffic.topk) : ranks};
 }
 
 // The number of multiprocessors that move `moves` rows a token, each at `rate`, while the links
@@ -101,7 +101,7 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
   const RowsPerToken rows = rows_per_token(traffic);
   // Rows for this rank itself go to all their places at once. A peer's row arrives first, and is
   // copied from there to its other places or, out of staging memory, to all of them.
-  const double copies = traffic.expert_major ? 0.0 : rows.remote;
+  const double copies = traffic.row_per_expert ? 0.0 : rows.remote;
   const double moves = rows.delivered + (traffic.receives ? copies : 0.0);
   const int latency = (tokens_at_once(traffic.tokens) + warps - 1) / warps;
   int wanted = std::max(sms_for_links(moves, rows.remote, kStoreRate, 1.12),

@@ -45,7 +45,7 @@ struct Traffic {
   int tokens = 0;  // tokens of this rank
   int topk = 1;    // the largest that the group allows
   std::uint64_t row_bytes = 0;
-  bool expert_major = false;
+  bool row_per_expert = false;  // Layout
   bool receives = false;  // dispatch: copies at the owner follow. combine: partial sums are pushed
 };
 

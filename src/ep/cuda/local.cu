@@ -45,14 +45,14 @@ Numbers numbers(const Tensor& tensor) {
 struct RowExpertsParams {
   const std::byte* plan;
   std::uint64_t plan_bytes;
-  int rank, ranks, experts;
+  int rank, ranks, experts, layout;
   Numbers out;
   std::int64_t rows;
 };
 
 __device__ bool is_plan_of(const PlanHeader& h, const RowExpertsParams& p) {
   return !header_fault(h, p.plan_bytes) && h.rank == p.rank && h.ranks == p.ranks &&
-         h.experts == p.experts && h.layout == XD_EP_EXPERT_MAJOR;
+         h.experts == p.experts && h.layout == p.layout;
 }
 
 constexpr int kRowThreads = 256;
@@ -224,6 +224,7 @@ void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding,
                                 .rank = binding.rank,
                                 .ranks = config.ranks,
                                 .experts = config.experts,
+                                .layout = config.layout.id,
                                 .out = numbers(call.row_experts),
                                 .rows = call.row_experts.rows};
   constexpr std::int64_t kMostBlocks = 64, kRowsPerThread = 4;

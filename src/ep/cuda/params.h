@@ -54,7 +54,8 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   int experts, local_experts;
   int max_tokens;
   PlanTerms terms;
-  bool expert_major, drop, collapse, zero_tail, keeps_items;
+  Layout layout;
+  bool drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
   std::uint64_t plan_head_bytes;      // of this group's plans: all in front of the codes

@@ -87,7 +87,7 @@ __device__ inline void Numbering::clear() const {
 __device__ inline bool Numbering::run() const {
   // EXPERT_MAJOR with drops: items and entries of lists have numbers only when all blocks have
   // counted what survives. Until then the columns of ranks count that.
-  const bool again = zones_.drops() && g_.expert_major;
+  const bool again = zones_.drops() && g_.layout.row_per_expert;
   if (again) counters_.clear_ranks();
   choices_.for_each([&](const Pick& c) {
     const Place place = place_choice(c);
@@ -103,15 +103,15 @@ __device__ inline bool Numbering::run() const {
 // See RowCodec.
 __device__ inline std::uint32_t Numbering::pack(const Pick& c, const Place& place) const {
   const std::uint32_t global = base_[place.kept ? c.rank : 0] + place.row;
-  return !place.kept       ? RowCodec::kNone
-         : g_.expert_major ? global
-                           : global * g_.codec_experts + c.id % g_.local_experts;
+  return !place.kept                ? RowCodec::kNone
+         : g_.layout.row_per_expert ? global
+                                    : global * g_.codec_experts + c.id % g_.local_experts;
 }
 
 // The choice's row. All lanes.
 __device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const {
   Place place{false, false, 0};
-  if (g_.expert_major) {
+  if (g_.layout.row_per_expert) {
     place.row = counters_.take(c.good, c.id);
   } else {
     const unsigned same = equal_lanes(c.token_at_rank(), c.good);
@@ -140,14 +140,14 @@ __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) 
   const int rank = place.kept ? c.rank : 0;
   const int order = lower_ranks(c, place);
   std::uint32_t item = 0, entry = 0;
-  if (g_.expert_major) {
+  if (g_.layout.row_per_expert) {
     item = counters_.take(place.leader, counters_.column_of_tokens(rank));
     entry = counters_.take(place.kept, counters_.column_of_choices(rank));
   } else if (place.leader) {
     item = place.row - static_cast<std::uint32_t>(exchange_.tokens_before(g_.rank(), rank));
   }
   if (!place.kept || !g_.keeps_items_at(rank)) return;
-  if (g_.expert_major) {
+  if (g_.layout.row_per_expert) {
     at_owner<std::uint32_t>(rank, g_.map.lists, g_.lists_stride)[1 + entry] = place.row;
   }
   if (!place.leader) return;
@@ -159,7 +159,7 @@ __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) 
 
 // With drops: what survives, per rank (EXPERT_MAJOR) or per expert (RANK_MAJOR).
 __device__ inline void Numbering::keep_count(const Pick& c, const Place& place) const {
-  if (g_.expert_major) {
+  if (g_.layout.row_per_expert) {
     if (place.leader) counters_.add(counters_.column_of_tokens(c.rank));
     if (place.kept) counters_.add(counters_.column_of_choices(c.rank));
   } else if (place.kept) {
@@ -169,9 +169,9 @@ __device__ inline void Numbering::keep_count(const Pick& c, const Place& place) 
 
 // With drops: what survives in all blocks decides what owners are told. False = fatal.
 __device__ inline bool Numbering::recount() const {
-  if (g_.expert_major) counters_.publish(g_.experts);
+  if (g_.layout.row_per_expert) counters_.publish(g_.experts);
   if (!turn_.barrier(3)) return false;
-  if (!g_.expert_major) {
+  if (!g_.layout.row_per_expert) {
     send_kept();
     return true;
   }
@@ -200,7 +200,7 @@ __device__ inline void Numbering::tell_again() const {
 
 // How much an owner has been told by all blocks.
 __device__ inline ListedWord Numbering::told(int owner) const {
-  if (!g_.expert_major) {
+  if (!g_.layout.row_per_expert) {
     const std::uint64_t before = exchange_.tokens_before(g_.rank(), owner);
     const auto kept = static_cast<std::uint32_t>(
         kept_rows(before, exchange_.tokens_for(g_.rank(), owner), zones_.capacity_of(owner)));

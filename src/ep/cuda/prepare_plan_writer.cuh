@@ -192,9 +192,11 @@ __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
 __device__ inline void PlanWriter::write_zones() const {
   auto* counts = part<std::int32_t>(map_.count);
   auto* offsets = part<std::int32_t>(map_.offset);
-  const std::uint64_t limit = g_.expert_major ? zones_.limit_of(g_.rank()) : ~std::uint64_t{0};
+  const std::uint64_t limit =
+      g_.layout.row_per_expert ? zones_.limit_of(g_.rank()) : ~std::uint64_t{0};
   const auto rows = [&](int e) -> std::uint64_t {
-    return g_.expert_major ? exchange_.expert_total(g_.rank() * g_.local_experts + e) : pairs_of(e);
+    return g_.layout.row_per_expert ? exchange_.expert_total(g_.rank() * g_.local_experts + e)
+                                    : pairs_of(e);
   };
   const auto padded = [&](int e) { return zones_.padded(rows(e)); };
   scan_block(s_.partial, g_.local_experts, padded, [&](int e, std::uint64_t zone) {
@@ -226,15 +228,15 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
           .experts = g_.experts,
           .tokens = p_.tokens,
           .topk = p_.topk,
-          .layout = g_.expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR,
+          .layout = g_.layout.id,
           .alignment = p_.alignment,
           .overflow = g_.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR,
-          .keeps_list = g_.expert_major ? 1 : 0,
+          .keeps_list = g_.layout.row_per_expert ? 1 : 0,
           .keeps_items = g_.keeps_items ? 1 : 0,
           .bad_id_rank = zones_.bad_id_rank(),
           .overflow_rank = overflow,
           .reserved = 0,
-          .list_rows = g_.expert_major ? g_.capacity : 0,
+          .list_rows = g_.layout.row_per_expert ? g_.capacity : 0,
           .recv_rows = min(static_cast<std::int64_t>(total), capacity),
           .total_rows = static_cast<std::int64_t>(total),
           .bad_ids = static_cast<std::int64_t>(zones_.bad_ids()),
@@ -293,10 +295,10 @@ __device__ inline void PlanWriter::report_totals() const {
   if (thread_in_block() != 0) return;
   const std::uint64_t total = zones_.total(g_.rank());
   const std::uint64_t capacity = zones_.capacity_of(g_.rank());
-  const std::uint64_t dropped = !g_.drop           ? 0
-                                : g_.expert_major  ? s_.dropped_rows
-                                : total > capacity ? total - capacity
-                                                   : 0;
+  const std::uint64_t dropped = !g_.drop                   ? 0
+                                : g_.layout.row_per_expert ? s_.dropped_rows
+                                : total > capacity         ? total - capacity
+                                                           : 0;
   if (zones_.bad_ids() == 0 && dropped == 0) return;
   g_.control->bad_ids += zones_.bad_ids();
   g_.control->dropped_rows += dropped;
@@ -321,17 +323,17 @@ __device__ inline void PlanWriter::copy_items() const {
       const std::uint64_t word =
           ptx::ld_relaxed_sys(items + static_cast<std::uint64_t>(s) * g_.max_tokens + i);
       slot[s_.item_begin[s] + i] = static_cast<std::uint32_t>(word >> 32);
-      if (g_.expert_major) {
+      if (g_.layout.row_per_expert) {
         start[s_.item_begin[s] + i] = s_.row_begin[s] + static_cast<std::uint32_t>(word);
       }
     }
-    if (!g_.expert_major) continue;
+    if (!g_.layout.row_per_expert) continue;
     const int rows = s_.row_begin[s + 1] - s_.row_begin[s];
     for (int i = first; i < rows; i += stride) {
       list[s_.row_begin[s] + i] = ptx::ld_relaxed_sys(lists + s * g_.lists_stride + 1 + i);
     }
   }
-  if (g_.expert_major && first == 0) {
+  if (g_.layout.row_per_expert && first == 0) {
     start[s_.item_begin[g_.ranks()]] = static_cast<std::uint32_t>(s_.row_begin[g_.ranks()]);
   }
 }
@@ -339,7 +341,7 @@ __device__ inline void PlanWriter::copy_items() const {
 // Rows that `source` puts into `rank`'s receive tensor: this lane's part of them.
 __device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, int lane) const {
   const std::uint64_t limit = zones_.limit_of(rank);
-  if (!g_.expert_major) {
+  if (!g_.layout.row_per_expert) {
     if (lane != 0) return 0;
     return kept_rows(exchange_.tokens_before(source, rank), exchange_.tokens_for(source, rank),
                      limit);

@@ -127,8 +127,8 @@ __device__ inline void Zones::find_overflow() const {
   const int d = thread_in_block();
   if (d < g_.ranks()) {
     const std::uint32_t bad = exchange_.bad_ids(d);
-    s_.total[d] =
-        g_.expert_major ? s_.start[d + 1] - s_.start[d] : exchange_.tokens_before(g_.ranks(), d);
+    s_.total[d] = g_.layout.row_per_expert ? s_.start[d + 1] - s_.start[d]
+                                           : exchange_.tokens_before(g_.ranks(), d);
     if (s_.total[d] > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
     if (bad > 0) atomicMin(&s_.bad_id_rank, d);
     atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(bad));
@@ -143,7 +143,7 @@ __device__ inline void Zones::open_counters() const {
     std::uint64_t first = next_[c];
     if (c < g_.experts) {
       first += first_row_[c];
-    } else if (!g_.expert_major && c < g_.experts + g_.ranks()) {
+    } else if (!g_.layout.row_per_expert && c < g_.experts + g_.ranks()) {
       first += exchange_.tokens_before(g_.rank(), c - g_.experts);
     }
     return first;

@@ -47,7 +47,7 @@ struct Choice {
 __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std::uint32_t code) {
   const GroupDevice& g = turn.group();
   Choice c{false, false, -1, 0, 0};
-  const std::uint32_t global = g.expert_major ? code : code / g.codec_experts;
+  const std::uint32_t global = g.layout.row_per_expert ? code : code / g.codec_experts;
   const int ranks = turn.ranks();
   if (code != RowCodec::kNone && global < shared.base[ranks]) {
     int low = 0, high = ranks;  // base[low] <= global < base[high]
@@ -61,7 +61,7 @@ __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std:
     }
     c.rank = low;
     c.row = global - shared.base[low];
-    c.expert = g.expert_major ? 0 : static_cast<int>(code % g.codec_experts);
+    c.expert = g.layout.row_per_expert ? 0 : static_cast<int>(code % g.codec_experts);
     c.valid = c.row < shared.peer[low].num_rows;
   }
   c.leader = first_of_equals(static_cast<unsigned>(c.rank), c.valid);
@@ -166,7 +166,7 @@ template <class Body>
 __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
                               Body&& body) {
   static_assert(sent_chunks().most_tokens < 32 && summed_chunks().most_tokens < 32);
-  const bool listed = turn.group().expert_major;  // else items are rows
+  const bool listed = turn.group().layout.row_per_expert;  // else items are rows
   const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
   const auto limit = static_cast<std::uint32_t>(turn.plan().recv_rows);
   const int lane = lane_id();
