@@ -2,45 +2,10 @@
 
 #include "base/options.h"
 #include "capi/boundary.h"
-#include "ep/cpu/cpu_group.h"
-#include "ep/cpu/local.h"
-
-#if XD_CUDA
-#include "ep/cuda/cuda_group.h"
-#include "ep/cuda/local.h"
-#endif
+#include "ep/executors.h"
 
 using xd::guarded;
 using xd::guarded_on;
-
-namespace {
-
-#if XD_CUDA
-constexpr auto make_cuda_group = xd::ep::cuda::make_group;
-constexpr auto cuda_group_memory = xd::ep::cuda::group_memory;
-constexpr auto start_cuda_routing_layout = xd::ep::cuda::start_routing_layout;
-#else
-std::unique_ptr<xd::ep::Group> make_cuda_group(const std::shared_ptr<xd::Comm>&,
-                                               const xd_ep_config*) {
-  xd::fail(XD_ERROR_UNSUPPORTED, "not built in: this build has no CUDA executor");
-}
-xd_ep_memory cuda_group_memory(const xd::ep::Config&) {
-  xd::fail(XD_ERROR_UNSUPPORTED, "config.device_type = kDLCUDA: this build has no CUDA executor");
-}
-void start_cuda_routing_layout(const xd::ep::RoutingLayoutCall&, const DLDevice&, xd_stream) {}
-#endif
-
-std::unique_ptr<xd::ep::Group> make_group(const std::shared_ptr<xd::Comm>& comm,
-                                          const xd_ep_config* config) {
-  return comm->device().device_type == kDLCUDA ? make_cuda_group(comm, config)
-                                               : xd::ep::cpu::make_group(comm, config);
-}
-
-xd_ep_memory group_memory(const xd::ep::Config& config) {
-  return config.cuda ? cuda_group_memory(config) : xd::ep::cpu::group_memory(config);
-}
-
-}  // namespace
 
 xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows) {
   XD_REQUIRE_GIVEN("xd_ep_recv_bound", rows);
@@ -56,7 +21,9 @@ xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes) {
 
 xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory) {
   return guarded("xd_ep_group_memory", [&] {
-    xd::write_struct("memory", memory, group_memory(xd::ep::read_config(config, 0)));
+    const xd::ep::Config read = xd::ep::read_config(config, 0);
+    const int device_type = read.device_type != 0 ? read.device_type : kDLCPU;
+    xd::write_struct("memory", memory, xd::ep::executor_for(device_type).group_memory(read));
   });
 }
 
@@ -69,7 +36,8 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
     comm->comm->begin_group();
     comm->comm->collectively(xd::Comm::Collective::group, [&] {
       auto handle = std::make_unique<xd_ep_group>();
-      handle->group = make_group(comm->comm, config);
+      const auto& executor = xd::ep::executor_for(comm->comm->device().device_type);
+      handle->group = executor.make_group(comm->comm, config);
       *group = handle.release();
     });
   });
@@ -163,11 +131,7 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
   return guarded_on("xd_ep_routing_layout", c, [&] {
     c.check_open();
     const auto call = xd::ep::read_routing_layout(args, c.num_ranks(), c.device());
-    if (c.device().device_type == kDLCUDA) {
-      start_cuda_routing_layout(call, c.device(), stream);
-    } else {
-      xd::ep::cpu::fill_routing_layout(call);
-    }
+    xd::ep::executor_for(c.device().device_type).routing_layout(call, c.device(), stream);
   });
 }
 

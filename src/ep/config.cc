@@ -34,7 +34,6 @@ void read_device(const xd_ep_config& user, Config& config) {
   XD_REQUIRE(user.device_type == 0 || user.device_type == kDLCPU || user.device_type == kDLCUDA,
              "config.device_type = ", user.device_type, ", expected 0, kDLCPU or kDLCUDA");
   config.device_type = user.device_type;
-  config.cuda = user.device_type == kDLCUDA;
 }
 
 void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {

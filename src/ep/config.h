@@ -24,6 +24,19 @@ constexpr std::int64_t whole_rows(std::int64_t capacity, std::int64_t alignment)
   return capacity & ~(alignment - 1);
 }
 
+// What the executor of a group keeps of every batch on one rank. Layouts of group memory and of
+// plans follow from it.
+struct Keeps {
+  // EXPERT_MAJOR: which of this rank's rows are one token's, so that a row crosses once for all.
+  bool lists = false;
+  // Where the partial sum of each token with rows here goes: this rank sends it home itself.
+  bool items = false;
+  // Peers push the partial sums of this rank's tokens here.
+  bool partials = false;
+  // Rows are announced chunk by chunk while an operation runs.
+  bool chunks = false;
+};
+
 struct Config {
   int ranks = 0;
   int experts = 0;
@@ -42,16 +55,9 @@ struct Config {
   bool any_staging = true;  // some rank's; as this rank's until the ranks have agreed
   bool zero_tail = false;
   int device_type = 0;  // as given
-  bool cuda = false;    // whose memory sizes these are
+  Keeps keeps;          // as the executor says
   int num_sms = 0;      // CUDA: 0 = chosen by the library
 
-  // This rank knows which of its rows are one token's, so that a row crosses once for all of them:
-  // on the CPU where rows are staged, between devices always.
-  bool keeps_lists() const { return layout.row_per_expert && (staging || cuda); }
-  // CUDA: this rank also knows where the token's partial sum goes, as it sends that home itself.
-  bool keeps_items() const { return cuda && (layout.row_per_expert || staging); }
-  // CUDA: partial sums of this rank's tokens are pushed here by some rank.
-  bool keeps_partials() const { return cuda && (layout.row_per_expert || any_staging); }
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int max_slots_per_token() const { return std::min(max_topk, ranks); }
   // The most rows that one rank can have here.

@@ -47,8 +47,9 @@ Announcement announce(const Config& c) {
 
 }  // namespace
 
-Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config) : Sequence(std::move(comm)) {
-  agree_on_config(config);
+Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of)
+    : Sequence(std::move(comm)) {
+  agree_on_config(config, keeps_of);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.local_experts);
@@ -71,23 +72,24 @@ Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
   return reach;
 }
 
-void Group::agree_on_config(const xd_ep_config* config) {
+void Group::agree_on_config(const xd_ep_config* config, KeepsOf keeps_of) {
   const auto of_rank = turn::agree_on(comm(), Comm::Collective::group, [&] {
     config_ = read_config(config, comm().num_ranks());
-    const bool cuda = comm().device().device_type == kDLCUDA;
-    XD_REQUIRE(config_.cuda == cuda || config_.device_type == 0,
+    const int device_type = comm().device().device_type;
+    XD_REQUIRE(config_.device_type == 0 || config_.device_type == device_type,
                "config.device_type = ", config_.device_type, ", expected 0 or the communicator's ",
-               int{comm().device().device_type});
-    config_.cuda = cuda;
+               device_type);
     return announce(config_);
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);
   for (const Announcement& a : of_rank) config_.any_staging |= a.staging != 0;
+  config_.keeps = keeps_of(config_);
   for (const Announcement& a : of_rank) {
     Config c = config_;
     c.capacity = a.capacity;
     c.staging = a.staging != 0;
     c.zero_tail = a.zero_tail != 0;
+    c.keeps = keeps_of(c);
     configs_.push_back(c);
   }
 }

@@ -29,6 +29,9 @@ struct Reach {
   bool staged;  // through this rank's staging memory
 };
 
+// What an executor keeps of a rank's batches, by that rank's config.
+using KeepsOf = Keeps (*)(const Config& config);
+
 class Group : public turn::Sequence<Family> {
  public:
   virtual void prepare(const xd_ep_prepare_args* args, xd_stream stream) = 0;
@@ -63,10 +66,10 @@ class Group : public turn::Sequence<Family> {
  protected:
   // Collective: validates this rank's config, and checks that the ranks agree. Throws
   // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere.
-  Group(std::shared_ptr<Comm> comm, const xd_ep_config* config);
+  Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of);
 
  private:
-  void agree_on_config(const xd_ep_config* config);
+  void agree_on_config(const xd_ep_config* config, KeepsOf keeps_of);
 
   Config config_;
   std::vector<Config> configs_;

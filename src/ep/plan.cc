@@ -77,7 +77,7 @@ void seal_plan(std::byte* plan) {
 }
 
 std::size_t plan_size(const Config& config) {
-  // As large as any executor's.
+  // Room for every part, whether or not the executor keeps it.
   return PlanMap::make(
              {.local_experts = config.local_experts,
               .tokens = config.max_tokens,

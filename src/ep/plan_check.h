@@ -1,8 +1,8 @@
-// What can be wrong with a plan, for host and device: one set of checks, and one text for each fault.
+// What can be wrong with a plan: one set of checks for host and device, one text for each fault.
 //
 // Hosts and kernels read a plan in different ways (one thread, or a whole block at once), so each
-// gathers what it has seen of the bytes and asks here what that means. So all ranks come to the same
-// verdict about their plans, whichever executor they have.
+// gathers what it has seen of the bytes and asks here what that means. So all ranks come to the
+// same verdict about their plans, whichever executor they have.
 #pragma once
 
 #include <cstddef>

@@ -11,7 +11,7 @@
 //   indices                              outside symmetric memory, or scales have other strides
 //   rows               peers             staging for receive rows outside symmetric memory
 //
-// CUDA only:
+// Where the executor keeps them (Keeps in ep/config.h):
 //   chunk[src][c]      src, once per op  all that src brings here in this operation for the tokens
 //                                        of chunk c has landed (ChunkFlags)
 //   listed[src]        src, in prepare   lengths of what follows: items, rows
@@ -27,7 +27,8 @@
 // loads the flag with acquire, then reads. Count words need no order: each is whole by itself.
 #pragma once
 
-#include <atomic>
+#include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include "base/dtype.h"
@@ -96,7 +97,7 @@ struct ListedWord {
   std::uint32_t items, rows;
 };
 
-// CUDA: rows are announced in chunks of tokens, which few tokens cut by columns into parts. What
+// Rows may be announced in chunks of tokens, which few tokens cut by columns into parts. What
 // makes a chunk depends on the operation, the number of the rank's tokens and the size of a row
 // alone, so both sides agree whatever their grids are.
 struct ChunkFlags {
@@ -150,58 +151,76 @@ constexpr std::uint32_t count_of(std::uint64_t word) {
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {
   turn::TurnMap turn;
-  std::uint64_t counts, kept, chunk, listed, items, scales, weights, indices, staging, lists, rows,
-      partials, end;
+  std::uint64_t counts, kept, chunk, listed, items, lists, scales, weights, indices, rows, end;
+
+  // Partial sums, where the executor keeps some, take the place of staged rows.
+  constexpr std::uint64_t partials() const { return rows; }
 
   // A source's list: its length, then so many rows.
   static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
-
-  // `config` is that of the rank whose memory this is.
-  static GroupMap make(const Config& config) {
-    const auto ranks = static_cast<std::uint64_t>(config.ranks);
-    const auto local = static_cast<std::uint64_t>(config.local_experts);
-    const bool keeps = !config.layout.row_per_expert && config.overflow == XD_EP_OVERFLOW_DROP;
-    const auto capacity = static_cast<std::uint64_t>(config.capacity);
-    const std::uint64_t staged = config.staging ? capacity : 0;  // rows
-    const std::uint64_t values = capacity * config.weights_per_row();
-    LayoutCursor cursor;
-    GroupMap map{};
-    map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
-    map.counts = cursor.place<std::atomic<std::uint64_t>>(
-        turn::kSlots * ranks * CountLayout{config.experts, config.ranks}.size(), 64);
-    map.kept = cursor.place<std::uint32_t>(keeps ? ranks * local : 0, 64);
-    place_items(config, cursor, map);
-    const std::uint64_t lists = config.keeps_lists() ? ranks * list_words(config) : 0;
-    if (config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
-    const std::uint64_t slots = config.keeps_partials() ? slots_of(config) : 0;
-    map.scales = cursor.place<std::byte>(capacity * config.scale_room(), 256);
-    map.weights = cursor.place<float>(values, 256);
-    map.indices = cursor.place<std::int64_t>(config.layout.choices_beside_rows ? values : 0, 256);
-    map.staging = cursor.place<std::byte>(0, 256);
-    if (!config.cuda) map.lists = cursor.place<std::uint32_t>(lists, 64);
-    map.rows = cursor.place<std::byte>(std::max(staged, slots) * config.max_row_bytes, 256);
-    map.partials = map.rows;
-    // Without staging EXPERT_MAJOR would still have its partial sums.
-    if (config.cuda && config.layout.row_per_expert)
-      map.staging = map.rows + slots * config.max_row_bytes;
-    map.end = cursor.place<std::byte>(0, 256);
-    return map;
-  }
 
   static std::uint64_t slots_of(const Config& config) {
     return static_cast<std::uint64_t>(config.max_tokens) *
            static_cast<std::uint64_t>(config.max_slots_per_token());
   }
 
+  // `config` is that of the rank whose memory this is. Areas that kernels find in a peer's memory by
+  // their own rank's map come first: their places do not depend on a rank's capacity.
+  static GroupMap make(const Config& config) {
+    LayoutCursor cursor;
+    GroupMap map{};
+    map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
+    for (const Area& area : areas_of(config)) {
+      map.*area.offset = cursor.place<std::byte>(area.bytes, area.alignment);
+    }
+    map.end = cursor.place<std::byte>(0, 256);
+    return map;
+  }
+
+  // Bytes that a group without staging would save.
+  template <class KeepsOf>
+  static std::uint64_t staging_bytes(const Config& config, KeepsOf&& keeps_of) {
+    Config without = config;
+    without.staging = without.any_staging = false;
+    without.keeps = keeps_of(without);
+    return make(config).end - make(without).end;
+  }
+
  private:
-  static void place_items(const Config& config, LayoutCursor& cursor, GroupMap& map) {
-    const std::uint64_t ranks = config.cuda ? static_cast<std::uint64_t>(config.ranks) : 0;
-    const std::uint64_t items =
-        config.keeps_items() ? ranks * static_cast<std::uint64_t>(config.max_tokens) : 0;
-    map.chunk = cursor.place<std::uint64_t>(
-        ranks * static_cast<std::uint64_t>(summed_chunks().bound(config.max_tokens)), 64);
-    map.listed = cursor.place<ListedWord>(ranks, 64);
-    map.items = cursor.place<ItemWord>(items, 64);
+  using Offset = std::uint64_t GroupMap::*;
+  struct Area {
+    Offset offset;
+    std::uint64_t bytes;
+    std::uint64_t alignment;
+  };
+
+  // In the order in which they lie; an area that is not kept has no bytes.
+  static std::array<Area, 10> areas_of(const Config& c) {
+    const Keeps& keeps = c.keeps;
+    const auto ranks = static_cast<std::uint64_t>(c.ranks);
+    const auto local = static_cast<std::uint64_t>(c.local_experts);
+    const auto tokens = static_cast<std::uint64_t>(c.max_tokens);
+    const auto capacity = static_cast<std::uint64_t>(c.capacity);
+    const auto chunks = static_cast<std::uint64_t>(summed_chunks().bound(c.max_tokens));
+    const bool cuts_pairs = !c.layout.row_per_expert && c.overflow == XD_EP_OVERFLOW_DROP;
+    const std::uint64_t values = capacity * c.weights_per_row();
+    const std::uint64_t rows = std::max(c.staging ? capacity : 0, keeps.partials ? slots_of(c) : 0);
+    const auto bytes_if = [](bool kept, std::uint64_t count, std::uint64_t size) {
+      return kept ? count * size : 0;
+    };
+    const std::uint64_t counts = turn::kSlots * ranks * CountLayout{c.experts, c.ranks}.size();
+    return {{{&GroupMap::counts, counts * sizeof(std::uint64_t), 64},
+             {&GroupMap::kept, bytes_if(cuts_pairs, ranks * local, sizeof(std::uint32_t)), 64},
+             {&GroupMap::chunk, bytes_if(keeps.chunks, ranks * chunks, sizeof(std::uint64_t)), 64},
+             {&GroupMap::listed, bytes_if(keeps.chunks, ranks, sizeof(ListedWord)), 64},
+             {&GroupMap::items, bytes_if(keeps.items, ranks * tokens, sizeof(ItemWord)), 64},
+             {&GroupMap::lists, bytes_if(keeps.lists, ranks * list_words(c), sizeof(std::uint32_t)),
+              64},
+             {&GroupMap::scales, capacity * c.scale_room(), 256},
+             {&GroupMap::weights, values * sizeof(float), 256},
+             {&GroupMap::indices,
+              bytes_if(c.layout.choices_beside_rows, values, sizeof(std::int64_t)), 256},
+             {&GroupMap::rows, rows * c.max_row_bytes, 256}}};
   }
 };
 

@@ -1,4 +1,4 @@
-#include "ep/cpu/cpu_group.h"
+#include "ep/cpu/executor.h"
 
 #include <utility>
 
@@ -10,10 +10,14 @@
 namespace xd::ep::cpu {
 namespace {
 
+Keeps keeps_of(const Config& config) {
+  return {.lists = config.layout.row_per_expert && config.staging};
+}
+
 class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
-      : Group(std::move(comm), config), lockstep_(*this) {
+      : Group(std::move(comm), config, keeps_of), lockstep_(*this) {
     this->comm().agree(Comm::Collective::group, [this] {
       scratch_.reserve(this->config());
       return Comm::Contribution{};
@@ -60,19 +64,26 @@ class CpuGroup final : public Group {
   turn::HostRunner<Family> runner_{*this, lockstep_, config().fatal_errors};
 };
 
-}  // namespace
-
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
   return std::make_unique<CpuGroup>(std::move(comm), config);
 }
 
 xd_ep_memory group_memory(const Config& config) {
+  Config kept = config;
+  kept.keeps = keeps_of(config);
   xd_ep_memory memory XD_EP_MEMORY_INIT;
-  const GroupMap map = GroupMap::make(config);
-  memory.symmetric_bytes = map.end;
-  memory.staging_bytes = map.end - map.staging;
+  memory.symmetric_bytes = GroupMap::make(kept).end;
+  memory.staging_bytes = GroupMap::staging_bytes(kept, keeps_of);
   memory.private_bytes = Scratch::bytes(config);
   return memory;
 }
+
+}  // namespace
+
+const Executor kExecutor{.device_type = kDLCPU,
+                         .make_group = make_group,
+                         .group_memory = group_memory,
+                         .routing_layout = [](const RoutingLayoutCall& call, const DLDevice&,
+                                              xd_stream) { fill_routing_layout(call); }};
 
 }  // namespace xd::ep::cpu

@@ -100,7 +100,7 @@ Numbering PrepareOp::begin_numbering() const {
                        .alignment = call_.alignment},
                       placement(), context_.scratch.numbering);
   for (int d = 0; d < config().ranks; ++d) {
-    if (!context_.group.config_of(d).keeps_lists()) continue;
+    if (!context_.group.config_of(d).keeps.lists) continue;
     numbering.open_list(d, list_of(d, context_.group.rank()));
   }
   return numbering;
@@ -125,7 +125,7 @@ std::uint32_t* PrepareOp::list_of(int owner, int source) const {
 
 // Every source's list, one after another; returns how many rows there are.
 std::int64_t PrepareOp::collect_lists() const {
-  if (!config().keeps_lists()) return 0;
+  if (!config().keeps.lists) return 0;
   const PlanMap map = plan_map();
   auto* to = reinterpret_cast<std::uint32_t*>(call_.plan + map.list);
   std::int64_t rows = 0;
@@ -184,7 +184,7 @@ void PrepareOp::write_header() const {
   header.layout = config().layout.id;
   header.alignment = call_.alignment;
   header.overflow = config().overflow;
-  header.keeps_list = config().keeps_lists() ? 1 : 0;
+  header.keeps_list = config().keeps.lists ? 1 : 0;
   header.list_rows = collect_lists();
   header.bad_id_rank = p.bad_id_rank;
   header.overflow_rank = p.overflow_rank;

@@ -66,7 +66,7 @@ void ListedRows::take(const PlanView& plan, std::size_t& position) {
 }
 
 void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
-  if (!config.keeps_lists()) return copy_out(plan, config);
+  if (!config.keeps.lists) return copy_out(plan, config);
   if (staged_ == nullptr) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
@@ -84,7 +84,7 @@ void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
 }
 
 void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const float* weights) const {
-  if (!config.keeps_lists()) return copy_in(plan, config);
+  if (!config.keeps.lists) return copy_in(plan, config);
   if (staged_ == nullptr || plan.refused()) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
@@ -149,7 +149,7 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
   for (int r = 0; r < context.group.config().ranks; ++r) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
-    const bool lists = context.group.config_of(r).keeps_lists();
+    const bool lists = context.group.config_of(r).keeps.lists;
     const auto staged = [&](turn::RemoteAddress place) { return lists && place.is_shared(); };
     const auto find = [&](turn::RemoteAddress place, std::uint64_t bytes, std::uint64_t alignment) {
       return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes, alignment)

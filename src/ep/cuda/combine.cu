@@ -150,7 +150,7 @@ class Summer {
             static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +
             order;
         terms_.row[order] =
-            turn_.area(turn_.rank()).base + turn_.group().map.partials + slot * p_.row_bytes;
+            turn_.area(turn_.rank()).base + turn_.group().map.partials() + slot * p_.row_bytes;
       }
     }
     if (!__all_sync(kAllLanes, here)) return false;

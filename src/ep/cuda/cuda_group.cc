@@ -1,4 +1,4 @@
-#include "ep/cuda/cuda_group.h"
+#include "ep/cuda/executor.h"
 
 #include <algorithm>
 #include <atomic>
@@ -28,6 +28,14 @@ namespace xd::ep::cuda {
 namespace {
 
 constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // of shared device memory
+
+// Rows cross between devices once for all of a token's rows, and partial sums are pushed.
+Keeps keeps_of(const Config& config) {
+  return {.lists = config.layout.row_per_expert,
+          .items = config.layout.row_per_expert || config.staging,
+          .partials = config.layout.row_per_expert || config.any_staging,
+          .chunks = true};
+}
 
 class CudaGroup final : public Group {
  public:
@@ -154,7 +162,7 @@ class CudaGroup final : public Group {
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
-    : Group(owner, user),
+    : Group(owner, user, keeps_of),
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
@@ -295,11 +303,11 @@ void CudaGroup::describe_group() {
   g.collapse = c.collapse;
   g.fatal_errors = c.fatal_errors;
   g.zero_tail = c.zero_tail;
-  g.keeps_items = c.keeps_items();
+  g.keeps_items = c.keeps.items;
   g.capacity = c.capacity;
   g.capacities_hash = plan_binding().capacities;
   g.plan_head_bytes = PlanMap::make({.local_experts = c.local_experts,
-                                     .items = c.keeps_items() ? c.capacity : 0,
+                                     .items = c.keeps.items ? c.capacity : 0,
                                      .ranks = c.ranks})
                           .code;
   g.codec_experts = static_cast<std::uint32_t>(c.layout.codes_per_row(c.local_experts));
@@ -317,7 +325,7 @@ void CudaGroup::describe_ranks() {
   for (int r = 0; r < config().ranks; ++r) {
     areas.push_back({segment_base(r), segments_[at(r)]->bytes()});
     base.push_back(base.back() + static_cast<std::uint32_t>(capacities()[at(r)]));
-    if (config_of(r).keeps_items()) {
+    if (config_of(r).keeps.items) {
       device_.keeps_items_mask[r / 64] |= std::uint64_t{1} << (r % 64);
     }
   }
@@ -420,23 +428,27 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   launch(params, start.type, shape, stream);
 }
 
-}  // namespace
-
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
   return std::make_unique<CudaGroup>(std::move(comm), config);
 }
 
 xd_ep_memory group_memory(const Config& config) {
+  Config kept = config;
+  kept.keeps = keeps_of(config);
   xd_ep_memory memory XD_EP_MEMORY_INIT;
-  Config on_device = config;
-  on_device.cuda = true;
-  const GroupMap map = GroupMap::make(on_device);
-  memory.symmetric_bytes = round_up(map.end, kGranularity);
-  memory.staging_bytes = map.end - map.staging;
+  memory.symmetric_bytes = round_up(GroupMap::make(kept).end, kGranularity);
+  memory.staging_bytes = GroupMap::staging_bytes(kept, keeps_of);
   memory.private_bytes =
       PrepareScratch::make(config.experts, config.ranks).words * sizeof(std::uint32_t) +
       RankTables::make(config.ranks).end + sizeof(GroupState) + sizeof(Report);
   return memory;
 }
+
+}  // namespace
+
+const Executor kExecutor{.device_type = kDLCUDA,
+                         .make_group = make_group,
+                         .group_memory = group_memory,
+                         .routing_layout = start_routing_layout};
 
 }  // namespace xd::ep::cuda

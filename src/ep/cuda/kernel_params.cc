@@ -143,8 +143,8 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   p.row_bytes = out.row_bytes();
   p.partial_bytes = GroupMap::slots_of(fill.config()) * p.row_bytes;
   if (!p.pushes) fill.record().rows_in = place;
-  if (fill.config().keeps_partials()) {
-    fill.record().extra_in = turn::RemoteAddress::shared(fill.map().partials);
+  if (fill.config().keeps.partials) {
+    fill.record().extra_in = turn::RemoteAddress::shared(fill.map().partials());
   }
 }
 

@@ -1,0 +1,24 @@
+if(NOT XD_CUDA)
+  return()
+endif()
+list(APPEND xd_executors cuda)
+
+xd_layer(xd_ep_cuda
+  SOURCES
+    ep/cuda/call_memory.cc
+    ep/cuda/combine.cu
+    ep/cuda/cuda_group.cc
+    ep/cuda/dispatch.cu
+    ep/cuda/failed.cu
+    ep/cuda/kernel_params.cc
+    ep/cuda/launch_shape.cc
+    ep/cuda/local.cu
+    ep/cuda/prepare.cu
+    ep/cuda/report.cc
+    ep/cuda/sm_ledger.cc
+  DEPENDS
+    xd_ep
+    xd_cuda
+)
+target_compile_options(xd_ep_cuda PRIVATE
+  $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off> $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false>)
