@@ -7,9 +7,9 @@
 #include <barrier>
 #include <cstring>
 
+#include "base/tcp.h"
 #include "bootstrap/handshake.h"
 #include "bootstrap/meeting_client.h"
-#include "base/tcp.h"
 #include "bootstrap/unique_id.h"
 #include "unit/net_support.h"
 

@@ -4,8 +4,8 @@
 
 #include <cstdlib>
 
-#include "bootstrap/environment.h"
 #include "base/tcp.h"
+#include "bootstrap/environment.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
