@@ -35,7 +35,7 @@ class Reader {
                            .fit = fit,
                            .optional = true});
   }
-  // Rows of tokens.
+  // Reads rows of tokens.
   Tensor rows(const DLTensor* t, const char* name, std::span<const DType> types,
               bool optional = false) const {
     return read_tensor(t, {.name = name,
@@ -45,7 +45,7 @@ class Reader {
                            .fit = Fit::rows,
                            .optional = optional});
   }
-  // An output of prepare, which the host may want to read.
+  // Reads an output of prepare, which may be host memory.
   Tensor numbers(const DLTensor* t, const char* name, int ndim) const {
     return read_tensor(t, {.name = name,
                            .ndim = ndim,
@@ -57,7 +57,7 @@ class Reader {
   Tensor reducible(const DLTensor* t, const char* name) const {
     return rows(t, name, kReducibleTypes);
   }
-  // A weight per receive row: [R] in EXPERT_MAJOR, [R,K] in RANK_MAJOR.
+  // Reads weights of receive rows: [R] in EXPERT_MAJOR, [R,K] in RANK_MAJOR.
   Tensor recv_weights(const DLTensor* t, const char* name) const {
     return optional(t, name, context_.config->layout.weights_ndim(), kWeightTypes);
   }
@@ -101,7 +101,7 @@ void require_vector(const Tensor& tensor, std::int64_t size, const char* what) {
   if (tensor) require_rows(tensor, size, what);
 }
 
-// Scales that the caller gives, and where they arrive.
+// Checks scales that the caller gives, and the tensor in which they arrive.
 void require_scales(const Tensor& scales, const Tensor& received, const Tensor& rows,
                     const Config& config) {
   require_together(scales, received);
@@ -114,7 +114,7 @@ void require_scales(const Tensor& scales, const Tensor& received, const Tensor& 
              " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);
 }
 
-// Types, and the columns and the scales that a way of quantising asks for.
+// Checks the types, columns and scales that a way of quantising asks for.
 void require_quantised(const DispatchCall& call) {
   const QuantiseFormat format = quantise_format(call.quantise);
   const std::string way = concat("quantise = XD_EP_QUANTISE_", quantise_name(call.quantise));

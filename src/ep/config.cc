@@ -92,7 +92,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
   config.zero_tail = user.zero_tail != 0;
   config.alignment = std::max(1, user.alignment);
   const std::int64_t bound = recv_bound(config);
-  // Row numbers are 31-bit.
+  // Row numbers have 31 bits.
   XD_REQUIRE(user.recv_capacity != 0 || bound < INT32_MAX, "config.recv_capacity = 0 stands for ",
              bound, " rows, more than ", INT32_MAX - 1, ": set it");
   require_range("recv_capacity", user.recv_capacity, 0, INT32_MAX - 1);
@@ -120,8 +120,8 @@ std::int64_t recv_bound(const Config& config) {
     return static_cast<std::int64_t>(
         round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));
   }
-  // Any numbers of rows per expert, each at most `tokens` and together at most `rows`, are some
-  // routing. In units of `alignment` rows, an expert's first unit takes one row to fill, every
+  // All numbers of rows per expert, each at most `tokens` and together at most `rows`, occur in
+  // some routing. In units of `alignment` rows, an expert's first unit takes one row to fill, every
   // further one `alignment` rows: so each expert gets one, and the rest go where there is room.
   const std::int64_t rows = config.ranks * static_cast<std::int64_t>(config.rows_per_source());
   const std::int64_t experts = std::min<std::int64_t>(config.local_experts, rows);

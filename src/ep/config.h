@@ -19,7 +19,8 @@ inline constexpr int kMaxExperts = XD_EP_MAX_EXPERTS;
 inline constexpr int kMaxDeviceExperts = 4096;  // on CUDA
 inline constexpr std::uint64_t kRowAlignment = XD_EP_ROW_ALIGNMENT;
 
-// Receive rows that a plan has of a capacity: whole multiples of its alignment, a power of two.
+// The receive rows that a plan has out of a capacity: whole multiples of its alignment, which is a
+// power of two.
 constexpr std::int64_t whole_rows(std::int64_t capacity, std::int64_t alignment) {
   return capacity & ~(alignment - 1);
 }
@@ -44,15 +45,16 @@ struct Config {
   int max_topk = 0;
   int max_tokens = 0;
   std::uint64_t max_row_bytes = 0;
-  std::uint64_t max_scale_bytes = 0;  // of scales that callers give
+  std::uint64_t max_scale_bytes = 0;  // bytes of scales that callers give
   Layout layout = Layout::of(XD_EP_EXPERT_MAJOR);
-  std::int64_t alignment = 1;  // of plans: the largest, and the default
+  std::int64_t alignment = 1;  // alignment of plans: the largest, and the default
   std::int64_t capacity = 0;   // this rank's, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
   bool collapse = false;      // duplicate ids are not bad
-  bool fatal_errors = false;  // finish the communicator
+  bool fatal_errors = false;  // errors finish the communicator
   bool staging = true;
-  bool any_staging = true;  // some rank's; as this rank's until the ranks have agreed
+  // True if any rank stages. Until the ranks have agreed: whether this one does.
+  bool any_staging = true;
   bool zero_tail = false;
   int device_type = 0;  // as given
   Keeps keeps;          // as the executor says
@@ -65,7 +67,7 @@ struct Config {
     return static_cast<std::uint64_t>(max_tokens) *
            static_cast<std::uint64_t>(std::min(max_topk, local_experts));
   }
-  // Bytes per row of staged scales, given ones or those of rows that are quantised.
+  // Bytes per row of staged scales, which callers give or dispatch makes.
   std::uint64_t scale_room() const {
     return std::max(max_scale_bytes, quantised_scale_bytes(max_row_bytes));
   }
@@ -75,8 +77,8 @@ struct Config {
   }
 };
 
-// Validates. `comm_ranks` = 0 where there is no communicator: config.num_ranks must then be set.
-// Throws INVALID_ARGUMENT naming the field, what was expected and what came.
+// Validates a config. `comm_ranks` = 0 where there is no communicator: config.num_ranks must then
+// be set. Throws INVALID_ARGUMENT naming the field, what was expected and what came.
 Config read_config(const xd_ep_config* user, int comm_ranks);
 
 // The smallest capacity that no routing can overflow.

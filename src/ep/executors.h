@@ -21,7 +21,7 @@ struct Executor {
   std::int32_t device_type;  // a DLDeviceType: of the ranks whose groups it carries out
   // Collective.
   std::unique_ptr<Group> (*make_group)(std::shared_ptr<Comm> comm, const xd_ep_config* config);
-  // What a group takes on one rank.
+  // The memory that a group takes on one rank.
   xd_ep_memory (*group_memory)(const Config& config);
   // A local call, which needs no group. When it returns, the call has finished or is on the stream.
   void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device, xd_stream stream);

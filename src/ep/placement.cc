@@ -15,7 +15,7 @@ std::int64_t pad(std::int64_t count, std::int64_t alignment) {
 
 }  // namespace
 
-// One destination as place() goes through them.
+// One destination, as place() goes through all of them.
 struct Placement::Target {
   int rank;  // the destination
   int self;  // the rank that computes

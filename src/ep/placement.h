@@ -1,5 +1,6 @@
-// From counts to places: pure arithmetic that every rank does alike on the same numbers, so all
-// agree on every row's final place, and on every rank's overflow, without another message.
+// Computes places from counts. It is pure arithmetic that every rank does on the same numbers, so
+// all ranks agree on every row's final place, and on every rank's overflow, without another
+// message.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +12,15 @@
 
 namespace xd::ep {
 
-// How many of `count` rows from `first` on lie below `limit`.
+// The number of the `count` rows from `first` on that lie below `limit`.
 template <class Rows>
 constexpr Rows kept_rows(Rows first, std::type_identity_t<Rows> count,
                          std::type_identity_t<Rows> limit) {
   return first >= limit ? 0 : count < limit - first ? count : limit - first;
 }
 
-// What one rank says about its batch, as 32-bit values: choices per expert [E], rows per
-// destination if each token is sent there once [W], tokens [1], bad ids [1].
+// The counts of one rank's batch, as 32-bit values: choices per expert [E], rows per destination if
+// each token is sent there once [W], tokens [1], bad ids [1].
 struct CountLayout {
   int experts, ranks;
 
@@ -30,7 +31,7 @@ struct CountLayout {
   constexpr std::size_t bad_ids() const { return size() - 1; }
 };
 
-// The counts of all ranks: row s is what rank s said.
+// The counts of all ranks: row s has the counts of rank s.
 struct CountTable {
   CountLayout layout;
   std::span<const std::uint32_t> values;
@@ -43,32 +44,32 @@ struct CountTable {
   std::int64_t bad_ids(int source) const { return of(source)[layout.bad_ids()]; }
 };
 
-// Everything that follows from the counts. Sized once by reserve(); place() allocates nothing.
+// Everything that follows from the counts. reserve() sizes it once; place() allocates nothing.
 struct Placement {
   struct View {
-    int rank;                // that computes
-    std::int64_t alignment;  // of the plan
+    int rank;                // the rank that computes
+    std::int64_t alignment;  // the plan's
   };
 
-  // Receive side of this rank. Under DROP the zones are cut at the capacity; under ERROR they are
-  // whole, also where they do not fit. In RANK_MAJOR they describe (token, expert) pairs, which the
-  // counts alone cannot cut: see cut_pairs().
+  // The receive side of this rank. Under DROP the zones are cut at the capacity; under ERROR they
+  // are whole, also where they do not fit. In RANK_MAJOR they describe (token, expert) pairs, which
+  // the counts alone cannot cut: see cut_pairs().
   std::vector<std::int64_t> count;   // [L]
   std::vector<std::int64_t> offset;  // [L+1]; offset[e+1] - offset[e] is the padded count
   std::int64_t recv_rows = 0;        // min(total, capacity)
   std::int64_t dropped_rows = 0;
 
-  // Send side of this rank: first row for its tokens, by expert [E] or by destination [W].
+  // The send side of this rank: the first row for its tokens, by expert [E] or by destination [W].
   std::vector<std::int64_t> first_row;
 
-  // All ranks.
+  // The following hold for all ranks.
   std::vector<std::int64_t> total;      // [W] padded rows each would need
   std::vector<std::int64_t> rank_rows;  // [W*W] rows that source s puts into destination d
   std::int64_t bad_ids = 0;
   int bad_id_rank = -1;    // lowest rank that has some
   int overflow_rank = -1;  // lowest rank whose capacity is exceeded
 
-  // visit(vector, size) for every vector.
+  // Calls visit(vector, size) for every vector.
   template <class Visit>
   void for_each_vector(const Config& config, Visit&& visit) {
     const auto ranks = static_cast<std::size_t>(config.ranks);
@@ -87,7 +88,7 @@ struct Placement {
   void place(const CountTable& counts, const Config& config,
              std::span<const std::int64_t> capacities, const View& view);
 
-  // RANK_MAJOR under DROP: replaces the pairs per local expert by what the sources kept.
+  // RANK_MAJOR under DROP: replaces the pairs per local expert by those that the sources kept.
   void cut_pairs(std::span<const std::int64_t> kept, std::int64_t alignment);
 
  private:

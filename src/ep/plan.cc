@@ -68,7 +68,7 @@ void seal_plan(std::byte* plan) {
   header.magic = PlanHeader::kMagic;
   header.version = PlanHeader::kVersion;
   header.bytes = map.end;
-  // Gaps between the parts, so that equal plans are equal bytes.
+  // Zeroes the gaps between the parts, so that equal plans are equal bytes.
   std::memset(plan + map.zones_end, 0, map.code - map.zones_end);
   std::memset(plan + map.list_end, 0, map.end - map.list_end);
   std::memcpy(plan, &header, sizeof(header));

@@ -19,8 +19,7 @@
 //
 // A plan is bound to its rank and to the sizes of its group, and to nothing else: it holds no
 // pointer and no identity of the group. Tokens, top-k and alignment are its own, up to the group's
-// bounds. Header and zones are covered by a checksum; codes are
-// bounds-checked when they are used.
+// bounds. A checksum covers header and zones; codes are bounds-checked when they are used.
 #pragma once
 
 #include <algorithm>
@@ -62,11 +61,11 @@ struct PlanHeader {
   std::int64_t overflow_needed;    // of overflow_rank
   std::int64_t overflow_capacity;  // of overflow_rank
   std::uint64_t capacities;        // hash of all ranks' capacities
-  std::int64_t capacity;           // of this rank, as configured: room of the parts below
+  std::int64_t capacity;           // this rank's, as configured: room of the parts below
   std::uint64_t fingerprint;
   std::uint64_t epoch;
-  std::uint64_t bytes;     // of the whole plan
-  std::uint64_t checksum;  // of all before it, and of the zones
+  std::uint64_t bytes;     // bytes of the whole plan
+  std::uint64_t checksum;  // checksum of all fields before it, and of the zones
 };
 static_assert(sizeof(PlanHeader) == 160);
 
@@ -104,7 +103,7 @@ struct PlanMap {
   }
 };
 
-// Sizes that are safe to compute a PlanMap with.
+// True if the sizes are safe to compute a PlanMap with.
 constexpr bool plausible(const PlanHeader& h) {
   return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
          h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= XD_EP_MAX_TOKENS && h.topk >= 1 &&
@@ -126,13 +125,13 @@ constexpr PlanMap map_of(const PlanHeader& h) {
                         .ranks = h.ranks});
 }
 
-// An overflow under XD_EP_OVERFLOW_ERROR: the plan moves nothing, and its zones are whole, beyond
-// any tensor's end. Every other plan's zones lie within its receive rows.
+// True for an overflow under XD_EP_OVERFLOW_ERROR: the plan moves nothing, and its zones are whole
+// and go beyond any tensor's end. Every other plan's zones lie within its receive rows.
 constexpr bool refused(const PlanHeader& h) {
   return h.overflow_rank >= 0 && h.overflow == XD_EP_OVERFLOW_ERROR;
 }
 
-// What a code says: the row's place, and in RANK_MAJOR the local expert of this choice there.
+// The meaning of a code: the row's place, and in RANK_MAJOR the local expert of this choice there.
 struct RowRef {
   int rank;
   std::int64_t row;
@@ -154,7 +153,8 @@ class RowCodec {
     return static_cast<std::uint32_t>(global * experts_ + static_cast<std::uint64_t>(ref.expert));
   }
 
-  // False for kNone and for every number that is no row: damaged plans stay inside the tensors.
+  // Returns false for kNone and for every number that is no row, so damaged plans stay inside the
+  // tensors.
   bool decode(std::uint32_t code, RowRef& ref) const {
     const std::uint64_t global = code / experts_;
     if (global >= base_.back()) return false;
@@ -170,7 +170,7 @@ class RowCodec {
   std::uint32_t experts_;            // L in RANK_MAJOR, else 1
 };
 
-// What a plan must agree with: the group it is used in.
+// The group that a plan is used in, which the plan must agree with.
 struct PlanBinding {
   int rank;
   const Config* config;
@@ -184,8 +184,8 @@ class PlanView {
   // see ep/plan_check.h.
   static PlanView open(const void* plan, std::size_t bytes);
 
-  // Throws INVALID_ARGUMENT unless the plan is of this rank, of a group of these sizes and within
-  // its bounds.
+  // Throws INVALID_ARGUMENT unless the plan belongs to this rank and to a group of these sizes, and
+  // is within its bounds.
   void require_binding(const PlanBinding& binding) const;
 
   const PlanHeader& header() const { return header_; }
@@ -212,10 +212,11 @@ struct Batch {
   std::uint64_t counts;      // sum of hash_entry() over the count table [W][CountLayout]
   std::uint64_t capacities;  // hash of all ranks' capacities
   int topk, alignment, group;
-  std::uint64_t epoch;  // of its prepare
+  std::uint64_t epoch;  // number of its prepare
 };
-// Equal on all ranks, and other than that of any other batch of this group: the epoch tells apart
-// batches whose counts happen to be equal, the number apart groups of equal sizes.
+// The fingerprint is equal on all ranks, and differs from that of every other batch of this group:
+// the epoch tells apart batches whose counts happen to be equal, and the number tells apart groups
+// of equal sizes.
 constexpr std::uint64_t plan_fingerprint(const Batch& batch) {
   std::uint64_t hash = hash_combine(batch.counts, batch.capacities);
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.topk));

@@ -33,7 +33,7 @@ enum class PlanFault : std::int32_t {
 
 struct Fault {
   PlanFault kind = PlanFault::none;
-  std::int32_t which = 0;      // binding: of kBindingNames
+  std::int32_t which = 0;      // binding: index into kBindingNames
   const char* name = nullptr;  // text in the host's memory; kernels only hand it back
   std::int64_t got = 0, expected = 0;
 

@@ -1,4 +1,4 @@
-// What the ranks of a group write into one another's memory, and where.
+// The words and rows that the ranks of a group write into one another's memory, and their places.
 //
 //   area of rank r     written by        means
 //   entry, done        src, once per op  the turns of the group's operations: see turn/entry.h
@@ -19,9 +19,9 @@
 //   partials           peers, in combine partial sums of r's tokens: row slot (ep/plan.h). The same
 //                                        memory as `rows`, as no operation uses both
 //
-// Nothing is ever cleared: every flag and word says which epoch it belongs to. Counts have slots as
-// the turns have (turn::slot_of); all else is written again only behind the done flags of the
-// operation before.
+// Nothing is ever cleared: every flag and word holds the epoch that it belongs to. Counts have
+// slots as the turns have (turn::slot_of); all else is written again only behind the done flags of
+// the operation before.
 //
 // Order, for every flag: its writer stores what it announces, then the flag with release; a reader
 // loads the flag with acquire, then reads. Count words need no order: each is whole by itself.
@@ -50,8 +50,8 @@ enum RecordFlags : std::uint8_t {
   kWideIndices = 1 << 7,  // recv_topk_idx is int64 here: the owner's choice, not compared
 };
 
-// What dispatch carries beside its rows, in 32 bits: the way of quantising above the bytes of a
-// scale row, which are at most 2^26.
+// The scales that dispatch carries beside its rows, in 32 bits: the way of quantising above the
+// bytes of a scale row, which are at most 2^26.
 struct ScaleRow {
   xd_ep_quantise quantise;
   std::uint32_t bytes;
@@ -65,7 +65,7 @@ struct ScaleRow {
   }
 };
 
-// What a rank says when it enters an operation. Everything but the places, the number of rows and
+// The record of a rank that enters an operation. Everything but the places, the number of rows and
 // kWideIndices must be equal on all ranks.
 struct Record {
   turn::Call call{};       // an xd_ep_operation
@@ -73,7 +73,7 @@ struct Record {
   std::uint8_t flags = 0;
   std::uint32_t row_bytes = 0;  // prepare: alignment
   std::uint32_t extra = 0;  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: top-k
-  std::uint32_t rows = 0;   // of each receive tensor
+  std::uint32_t rows = 0;   // rows of each receive tensor
   std::uint64_t fingerprint = 0;
   turn::RemoteAddress rows_in{};     // receive rows that peers read or write
   turn::RemoteAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out

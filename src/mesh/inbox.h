@@ -66,7 +66,7 @@ class MeshInbox {
     std::uint64_t rounds_received = 0;
     bool lost = false;
     bool left = false;
-    bool failed = false;  // left, and said why
+    bool failed = false;  // has left, and said why
   };
 
   // The failure of the first rank that cannot go on, in a fixed buffer, since memory may have run

@@ -36,7 +36,7 @@ struct Introduction {
   std::int32_t num_ranks;
   HostIdentity host;
   ProcessIdentity process;
-  Tag socket_name;  // random
+  Tag socket_name;  // a random name
   Nonce nonce;      // this rank's share of the secret of the communicator
   // The reason why this rank cannot take part; empty if it can. With a reason all fields but the
   // first two may be missing.

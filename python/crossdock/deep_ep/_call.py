@@ -18,7 +18,7 @@ Events = tuple[EventOverlap | None, bool]  # previous_event, async_finish
 
 
 class Call:
-    """The operations of one call, in which this rank takes its turns whatever happens.
+    """The operations of one call, in which this rank takes all its turns, even after an error.
 
     If the body raises before it has run them all, the rank takes part in the others with its
     mistake, so that no peer waits for it. On the CPU that is the next one only, in which the peers
@@ -69,7 +69,7 @@ class Call:
         if not self._lease.lane.cuda:
             self._owed = [] if self._in_call else self._owed[:1]
         for turn in self._owed:
-            # The text again; or the communicator is finished, and nobody waits.
+            # This gives the text again, or the communicator is finished and no rank waits.
             with contextlib.suppress(CrossdockError):
                 self._fail_in(turn, str(error))
         if self._host_waits and isinstance(error, Exception):

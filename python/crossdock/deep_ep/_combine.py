@@ -20,8 +20,8 @@ _WIDE = 4  # bytes of a float32
 def pieces_of(x: object, bias: object, row_bytes: int) -> int:
     """In how many operations, each with as many columns, the rows of x travel.
 
-    Float32 rows that are longer than those of the group travel in halves. It is made for 16-bit
-    rows: to make all groups for float32 would double their memory.
+    Float32 rows that are longer than the group's rows travel in halves. Groups are made for 16-bit
+    rows, since groups for float32 would take twice the memory.
 
     Args:
         x, bias: of combine, not checked yet.
@@ -29,7 +29,7 @@ def pieces_of(x: object, bias: object, row_bytes: int) -> int:
     """
     biased = any(one is not None for one in (bias if isinstance(bias, tuple) else (bias,)))
     if not isinstance(x, torch.Tensor) or x.ndim == 0:
-        return _HALVES if biased else 1  # as the peers do, as a rule
+        return _HALVES if biased else 1  # usually the peers do the same
     if not biased and x.dtype != torch.float32:
         return 1
     return _HALVES if x.shape[-1] * _WIDE > row_bytes else 1

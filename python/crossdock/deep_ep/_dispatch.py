@@ -28,7 +28,7 @@ _FAILED = -1  # in place of counts
 
 
 class Received(NamedTuple):
-    """What dispatch gives. N = rows."""
+    """The results of dispatch. N = rows."""
 
     rows: torch.Tensor  # [N,H]
     scales: torch.Tensor | None  # [N,S] or [N]
@@ -46,13 +46,13 @@ class Limits:
 
 
 def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
-    """What this rank tells the others before it dispatches."""
+    """The request that this rank sends the others before it dispatches."""
     hidden = tokens.rows.shape[1]
     return Request(
         tokens=tokens.rows.shape[0],
-        # Room for all forms of a batch, whichever comes first: fp8 rows, and those of 4-bit numbers
-        # in bytes, are combined as 16-bit ones, their scales may come in a later, cached dispatch,
-        # and weights travel as rows.
+        # There is room for all forms of a batch, since any of them may come first: fp8 rows, and
+        # rows of 4-bit numbers in bytes, are combined as 16-bit rows, their scales may come in a
+        # later, cached dispatch, and weights travel as rows.
         row_bytes=max(tokens.row_bytes, 2 * hidden * tokens.packed, 4 * constants.MAX_TOPK),
         scale_bytes=max(4 * tokens.scale_columns, widest_scale_bytes(hidden)),
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
@@ -80,7 +80,7 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
     topk = 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
     ranks, device = runtime.num_ranks, runtime.device
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
-    # numbers: whoever does takes part in all that follows.
+    # numbers. A rank that does takes part in all later steps.
     between = _turns_for_counts(runtime, choices)
     with Call(lease, constants.PREPARE, *between, constants.DISPATCH,
                   host_waits=not limits.worst_tokens) as call, call.on_lane(*events) as work:
@@ -167,7 +167,7 @@ def _await_numbers(runtime: Runtime, call: Call, choices: Choices, lease: Lease,
     runtime.lane.wait_for_host_data()
     failure = lease.failure()
     if failure is not None:
-        raise failure  # of this exchange on all ranks; of earlier work perhaps on this one only
+        raise failure  # all ranks have it, except one of earlier work, which this one may have alone
     counts = numbers[_COUNTS_AT:]
     if choices.topk_idx is None:
         local = choices.experts // runtime.num_ranks

@@ -23,7 +23,7 @@ from ._home import Home
 from ._lane import Lane
 from ._memory import set_bytes
 
-_SETS = 2  # of receive tensors at a time that symmetric memory is made for
+_SETS = 2  # sets of receive tensors that symmetric memory has room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sizes:
 
     @classmethod
     def of(cls, requests: list[Request]) -> Sizes:
-        """What all ranks' requests need."""
+        """The sizes that all ranks' requests need."""
         first, ranks = requests[0], len(requests)
         tokens = max(max(one.tokens, -(-one.worst_tokens // ranks)) for one in requests)
         return cls(
@@ -119,7 +119,7 @@ class Lease:
         home.leases.add(self)
 
     def failure(self) -> CrossdockError | None:
-        """What operations on the GPU have met since the last look. On the CPU they raise it.
+        """The error that operations on the GPU have met since the last look; on the CPU they raise.
 
         Raises:
             CrossdockError: the communicator is finished.
@@ -208,7 +208,7 @@ class Groups:
         return lease
 
     def use(self, lease: Lease) -> None:
-        """From now on `failure` tells of this group's operations, too."""
+        """From now on `failure` also tells of this group's operations."""
         self._used.add(lease)
 
     def _reserve(self, sizes: Sizes, heap_bytes: int) -> None:
@@ -224,7 +224,7 @@ class Groups:
             pass  # some rank has no memory left: tensors are ordinary ones, which are staged
 
     def failure(self) -> CrossdockError | None:
-        """What operations have met on the GPU since the last look."""
+        """The error that operations have met on the GPU since the last look."""
         failures = [lease.failure() for lease in self._used]
         return next((failure for failure in failures if failure is not None), None)
 

@@ -1,4 +1,4 @@
-"""What all operations of one Buffer share."""
+"""The state that all operations of one Buffer share."""
 
 from __future__ import annotations
 

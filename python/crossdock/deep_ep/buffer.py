@@ -50,7 +50,7 @@ class Buffer:
     """Dispatches tokens to the ranks of their experts, and combines the results.
 
     All ranks call `dispatch` and `combine` in the same order, also with T = 0 tokens. On GPUs
-    operations run on a stream of the Buffer's own; unless ``async_finish`` is set the caller's
+    operations run on a stream that the Buffer owns; unless ``async_finish`` is set the caller's
     stream waits for them. W ranks, E experts, K choices per token, H columns; rank r holds experts
     ``r * E/W .. (r + 1) * E/W - 1``. Receive tensors have rows ordered by source rank, then token.
 
@@ -174,12 +174,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """What `dispatch` uses without a ``config``, for any number of ranks."""
+        """The config that `dispatch` uses by default, for any number of ranks."""
         return _default_config(num_ranks)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """What `combine` uses without a ``config``, for any number of ranks."""
+        """The config that `combine` uses by default, for any number of ranks."""
         return _default_config(num_ranks)
 
     @staticmethod

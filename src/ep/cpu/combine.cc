@@ -1,8 +1,8 @@
 // combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums
 // them.
 //
-// Reading a peer's memory costs what reading its own does, so the partial sums of tensors that
-// are used in place are formed by the rank that needs them. Where rows are staged, and so copied
+// Reading a peer's memory costs as much as reading its own, so the partial sums of tensors that are
+// used in place are formed by the rank that needs them. Where rows are staged, and so copied
 // anyway, their owner forms the partial sums while it copies. Order and roundings are the same.
 #include "base/math.h"
 #include "ep/cpu/operations.h"
@@ -29,7 +29,7 @@ struct TokenTerms {
       const RowRef& ref = places.list[at(i)].ref;
       const RankTensors& from = context.scratch.ranks[at(ref.rank)];
       const bool first = places.first_of_rank(i);
-      // Its owner has added up the token's rows, weighted, in the first one's place.
+      // The owner has added up the token's rows, weighted, in the place of the first.
       if (from.one_row_per_token && !first) continue;
       rows[at(num_rows)] = from.rows + at(ref.row) * out.row_bytes();
       if (weighted) {

@@ -1,6 +1,6 @@
 // dispatch: every rank writes its tokens' rows into their final places in the peers' tensors.
 //
-// A token's row is read once and stored to all its places, here and on other ranks. Nobody else
+// A token's row is read once and stored to all its places, here and on other ranks. No other rank
 // writes those rows; the receiver itself zeroes padding and tail, which no peer touches.
 #include <algorithm>
 

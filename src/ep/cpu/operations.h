@@ -65,7 +65,7 @@ class DispatchOp : public PlanOperation {
   rows::Store store_ = rows::Store::cached;
 };
 
-// combine, and dispatch_bwd's tokens: sums of rows that this rank reads from its peers.
+// combine, and the tokens of dispatch_bwd: sums of rows that this rank reads from its peers.
 class CombineOp : public PlanOperation {
  public:
   CombineOp(const Context& context, const xd_ep_combine_args* args)
@@ -116,7 +116,7 @@ class CombineBwdOp : public PlanOperation {
     const std::byte* expert_out = nullptr;  // read for grad_weight alone
     float* grad_weight = nullptr;           // null = not asked for
   };
-  // Weighted, and staged in EXPERT_MAJOR.
+  // True if the operation is weighted, and staged in EXPERT_MAJOR.
   bool finishes_here() const {
     return call_.weights && config().layout.row_per_expert && grad_expert_out_.staged();
   }
@@ -129,8 +129,8 @@ class CombineBwdOp : public PlanOperation {
   rows::Store store_ = rows::Store::cached;
 };
 
-// out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted` multiplies
-// each row by its weight there.
+// Computes out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted`
+// multiplies each row by its weight there.
 void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted);
 
 }  // namespace xd::ep::cpu

@@ -11,9 +11,9 @@
 //   grad_topk_weights       summers, from the owners' rows    the caller
 //
 // Blocks [0, push_blocks) push first, and sum when they have pushed. The others sum from the start.
-// Pushers wait for entry records only; summers for chunk flags, which pushers raise without waiting
-// for anybody. Where a peer's rows can be read, nobody pushes them: its entry record says that they
-// are there, and its done flag is raised when nobody here reads them any more.
+// Pushers wait for entry records only; summers wait for chunk flags, which pushers raise without
+// waiting for peers. Where a peer's rows can be read, they are not pushed: the peer's entry record
+// says that they are there, and this rank's done flag says that it reads them no more.
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/rows.cuh"
@@ -31,7 +31,7 @@ class Pusher {
                     WarpTerms& terms)
       : p_(params), turn_(turn), plan_(plan), terms_(terms) {}
 
-  // With a blank verdict, flags without sums.
+  // With a blank verdict it raises flags without sums.
   __device__ void push_all() {
     const bool moves = turn_.verdict() == Verdict::go;
     const Team team{0, p_.push_blocks};
@@ -43,7 +43,8 @@ class Pusher {
       for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t slot) {
         push(a.source, rows, slot, columns);
       });
-      // Also without items: a source whose codes are damaged must not wait for ever.
+      // The flag is raised also without items: a source whose codes are damaged must not wait for
+      // ever.
       turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
       return true;
     });
@@ -84,7 +85,7 @@ class Summer {
                     const PlanParts& plan, WarpTerms& terms)
       : p_(params), turn_(turn), shared_(shared), plan_(plan), terms_(terms) {}
 
-  // False = fatal. Where there are few tokens, several warps share one, by columns.
+  // Returns false after a fatal error. Where tokens are few, several warps share one, by columns.
   __device__ bool sum_all() {
     const int pushing = p_.pushes ? p_.push_blocks : 0, blocks = static_cast<int>(gridDim.x);
     const Team team{pushing < blocks ? pushing : 0, pushing < blocks ? blocks - pushing : blocks};
@@ -131,7 +132,7 @@ class Summer {
                       : RowCodec::kNone);
   }
 
-  // `flag` says that what a peer pushes of these columns is here.
+  // `flag` says that the part of these columns that a peer pushes is here.
   __device__ bool sum(int token, int flag, const Columns& columns) {
     const Choice c = choice_of(token);
     int count = 0;
@@ -167,7 +168,8 @@ class Summer {
   WarpTerms& terms_;
 };
 
-// Gradients of weights outside symmetric memory, to where peers can read them. All warps.
+// Copies gradients of weights from outside symmetric memory to memory that peers can read. All
+// warps call it.
 __device__ void stage_weights(const ReceiveRows& tensor, std::int64_t rows) {
   const std::uint64_t words = static_cast<std::uint64_t>(rows) * tensor.row_bytes / 4;
   const auto* from = reinterpret_cast<const std::uint32_t*>(tensor.data);

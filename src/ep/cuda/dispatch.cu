@@ -13,9 +13,9 @@
 //   strides
 //
 // Blocks [0, send_blocks) send first, and receive when they have sent. The others receive from the
-// start. Senders wait for entry records only; receivers for chunk flags, which senders raise
-// without waiting for anybody. Where the receive tensors need no work (RANK_MAJOR in symmetric
-// memory), nobody receives and no chunk flag is raised: the done flags say that rows have landed.
+// start. Senders wait for entry records only; receivers wait for chunk flags, which senders raise
+// without waiting for peers. Where the receive tensors need no work (RANK_MAJOR in symmetric
+// memory), no block receives and no chunk flag is raised: the done flags say that rows have landed.
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/late.cuh"
 #include "ep/cuda/launch.cuh"
@@ -28,14 +28,14 @@
 namespace xd::ep::cuda {
 namespace {
 
-struct NotScaled {};  // rows arrive as they are to be
+struct NotScaled {};  // rows arrive in their final form
 
 // ---- Sending -----------------------------------------------------------------------------------
 
-// The codes of the token that a warp sends first, fetched while the peers are waited for.
+// The codes of the token that a warp sends first, fetched while the rank waits for its peers.
 struct FirstToken {
   int token = -1;
-  std::uint32_t code = RowCodec::kNone;  // of this lane's choice
+  std::uint32_t code = RowCodec::kNone;  // code of this lane's choice
 };
 
 __device__ FirstToken first_token(const DispatchParams& p, const Turn& turn) {
@@ -55,7 +55,7 @@ class Sender {
                     const PlanParts& plan, Mover<Quantiser>& mover, const FirstToken& first)
       : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover), first_(first) {}
 
-  // With a blank verdict, flags without rows.
+  // With a blank verdict it raises flags without rows.
   __device__ void send_all() {
     const bool moves = turn_.verdict() == Verdict::go;
     const int tokens = turn_.plan().tokens;
@@ -74,7 +74,7 @@ class Sender {
   }
 
  private:
-  // Whether rank d waits for chunks.
+  // True if rank d waits for chunks.
   __device__ bool receives(int d) const {
     if (d == turn_.rank() && p_.own_rows_direct) return false;
     return turn_.group().layout.row_per_expert || turn_.peer(d).staged;
@@ -109,12 +109,13 @@ class Sender {
     }
   }
 
-  // Rows that stay on this rank go to all their places at once, whether or not they are staged.
+  // True for rows that stay on this rank and go to all their places at once, whether or not they
+  // are staged.
   __device__ bool goes_everywhere(int rank) const {
     return p_.own_rows_direct && rank == turn_.rank() && turn_.group().layout.row_per_expert;
   }
 
-  // Scales that no stage can hold.
+  // Sends scales that no stage can hold.
   __device__ void send_scales(const std::byte* from, const MoverTarget& to) const {
     unsigned wanting = __ballot_sync(kAllLanes, to.row != nullptr);
     while (wanting != 0) {
@@ -127,14 +128,14 @@ class Sender {
     }
   }
 
-  // EXPERT_MAJOR: one weight per row.
+  // EXPERT_MAJOR: sends one weight per row.
   __device__ void send_weights(int token, const Choice& c) const {
     if (p_.topk_weights == nullptr || !c.valid) return;
     const std::uint64_t at = static_cast<std::uint64_t>(token) * turn_.plan().topk + lane_id();
     reinterpret_cast<float*>(turn_.peer(c.rank).weights)[c.row] = p_.topk_weights[at];
   }
 
-  // RANK_MAJOR: per row, local expert and weight of each k that the row's rank holds.
+  // RANK_MAJOR: sends, per row, local expert and weight of each k that the row's rank holds.
   __device__ void send_choices(int token, const Choice& c) const {
     if (p_.topk_weights == nullptr && !p_.indices) return;
     const int topk = turn_.plan().topk;
@@ -160,7 +161,7 @@ class Sender {
     });
   }
 
-  // body(rank, row, whether this lane's choice is at that rank), for every rank of the token.
+  // Calls body(rank, row, whether this lane's choice is at that rank) for every rank of the token.
   template <class Body>
   __device__ void for_each_leader(const Choice& c, Body&& body) const {
     unsigned leaders = __ballot_sync(kAllLanes, c.leader);
@@ -204,7 +205,7 @@ class Receiver {
           if (lane_id() == 0) here = turn_.wait_chunk(a.source, a.flag);
           if (!__shfl_sync(kAllLanes, here, 0)) return false;
           __syncwarp();  // passes the acquire on to all lanes
-          // Peers' stores are seen by this thread; now by bulk loads, too.
+          // This thread sees the peers' stores; the fence makes bulk loads see them as well.
           ptx::fence_proxy_async();
           for_each_item(turn_, plan_, items,
                         [&](const ItemRows& rows, std::uint32_t) { receive(rows); });
@@ -236,7 +237,7 @@ class Receiver {
     return (tensor.staged != nullptr ? tensor.staged : tensor.data) + row * tensor.row_bytes;
   }
 
-  // The row that crossed, to all the token's rows.
+  // Copies the row that crossed to all the token's rows.
   __device__ void fan_out(const ItemRows& rows, std::uint32_t first) {
     const ReceiveRows& tensor = p_.recv_tokens;
     const ReceiveRows& beside = p_.recv_scales;
@@ -259,15 +260,15 @@ class Receiver {
     }
   }
 
-  // One value per row, each with its own: out of staging only.
+  // Copies one value per row out of staging memory, each row its own.
   __device__ void copy_own(const ReceiveRows& tensor, const ItemRows& rows) {
     if (tensor.staged == nullptr || lane_id() >= rows.count) return;
     reinterpret_cast<float*>(tensor.data)[rows.row] =
         reinterpret_cast<const volatile float*>(tensor.staged)[rows.row];
   }
 
-  // A weighted combine's gradients. The row that crossed may be one of the outputs: the first, so
-  // it is written last.
+  // Scales a weighted combine's gradients. The row that crossed may be the first of the outputs, so
+  // that one is written last.
   __device__ void scale(const ItemRows& rows, std::uint32_t first) {
     const ReceiveRows& tensor = p_.recv_tokens;
     const auto vectors = static_cast<std::uint32_t>(tensor.row_bytes / 16);
@@ -301,7 +302,7 @@ __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanP
   fill_tail(turn, p.recv_topk_idx, 0xFF);  // -1 of either width
 }
 
-// What this rank sends to itself needs no staging.
+// Rows that this rank sends to itself need no staging.
 __device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
   own.rows = p.recv_tokens.data;
   own.scales = p.recv_scales.data;
@@ -309,27 +310,28 @@ __device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
   own.extra = p.recv_topk_idx.data;
 }
 
-// Something is done when the done flags have been raised.
+// True if work is left when the done flags have been raised.
 __device__ bool closes_late(const DispatchParams& p) { return p.receives || p.num_late > 0; }
 
-// How scales lie that go beside rows.
+// The strides of the scales that go beside rows.
 __device__ Besides besides(const StridedRows& scales) {
   if (scales.data == nullptr || scales.bulk) return {};
   return {scales.element, scales.col_stride};
 }
 
-// All threads of every block, after leave(). A block with a blank verdict may be alone with that:
-// the others wait for it at the barrier.
+// All threads of every block call it, after leave(). A block may be the only one with a blank
+// verdict, and the others wait for it at the barrier.
 __device__ void copy_late(const DispatchParams& p, Turn& turn) {
   const bool moves = turn.verdict() == Verdict::go;
   bool failed = false;
   for (int peer = static_cast<int>(threadIdx.x); peer < turn.ranks() && moves && !failed;
        peer += static_cast<int>(blockDim.x)) {
-    std::uint64_t flag = 0;  // a tensor that is missing somewhere makes the content undefined
+    // The flag is not looked at: a tensor that is missing somewhere makes the content undefined.
+    std::uint64_t flag = 0;
     failed = !turn.wait_done(peer, flag);
   }
   if (turn.any_failed(failed)) return;
-  // Own receivers have put rows there, too.
+  // This rank's own receivers have also put rows there.
   if (p.receives && !turn.barrier(1)) return;
   for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
 }
@@ -358,7 +360,8 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
     if (p.own_rows_direct && threadIdx.x == 0) take_own_tensors(p, shared.peer[turn.rank()]);
     __syncthreads();
-    // Every peer has entered, as seen by some thread of the block: before bulk stores go there.
+    // Some thread of the block has seen that every peer has entered. The fence orders the bulk
+    // stores behind that.
     ptx::fence_proxy_async();
     std::byte* warp_stages =
         stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);

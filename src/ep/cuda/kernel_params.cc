@@ -7,8 +7,8 @@
 namespace xd::ep::cuda {
 namespace {
 
-// Reads the tensors of one call, and fills in what its turn is about: the record, the plan, and
-// what the device checks of it.
+// Reads the tensors of one call, and fills in its turn: the record, the plan, and the device's
+// checks.
 class TurnFiller {
  public:
   template <class Call>
@@ -25,20 +25,20 @@ class TurnFiller {
   const GroupMap map() const { return GroupMap::make(config()); }
   Record& record() const { return turn_.record; }
 
-  // Rows of tokens, which are staged where the group has the memory for it. `place`: where peers
-  // reach them.
+  // Rows of tokens, which are staged where the group has the memory for it. `place` is the name by
+  // which peers reach them.
   ReceiveRows receive_rows(const Tensor& tensor, turn::RemoteAddress& place) const {
     return receive(tensor, {map().rows, false}, place);
   }
 
-  // What lies beside rows: there is always memory to stage it.
+  // A tensor beside rows, for which there is always staging memory.
   ReceiveRows receive_beside(const Tensor& tensor, std::uint64_t staging_offset,
                              turn::RemoteAddress& place) const {
     return receive(tensor, {staging_offset, true}, place);
   }
 
-  // Receive tensors that peers never touch. They are checked all the same, so that both executors
-  // accept the same arguments.
+  // Peers never touch these tensors. They are checked all the same, so that both executors accept
+  // the same arguments.
   void own_rows(const Tensor& tensor) const {
     turn::RemoteAddress nobodys;
     receive_rows(tensor, nobodys);
@@ -85,7 +85,7 @@ T* given(const Tensor& tensor) {
   return tensor ? tensor.as<T>() : nullptr;
 }
 
-// Rows that bulk copies can load and store.
+// True if bulk copies can load and store the rows.
 bool in_bulk(const ReceiveRows& rows) {
   return (reinterpret_cast<std::uintptr_t>(rows.data) | rows.row_bytes) % kRowAlignment == 0;
 }
@@ -101,8 +101,8 @@ StridedRows strided(const Tensor& tensor) {
   rows.col_stride = tensor.col_stride * element;
   rows.bulk = tensor.packed() && rows.row_bytes % kRowAlignment == 0 &&
               reinterpret_cast<std::uintptr_t>(tensor.data) % kRowAlignment == 0;
-  // Packed rows go in words where these are aligned. Not those that no stage can hold: they go
-  // straight to a peer's tensor, which may lie at any element.
+  // Packed rows go in words where the words are aligned, except rows that no stage can hold: those
+  // go straight to a peer's tensor, which may begin at any element.
   if (tensor.packed() && rows.row_bytes <= RowPieces::kMostPieceBytes &&
       rows.row_bytes % sizeof(std::uint32_t) == 0 &&
       reinterpret_cast<std::uintptr_t>(tensor.data) % sizeof(std::uint32_t) == 0) {
@@ -112,7 +112,7 @@ StridedRows strided(const Tensor& tensor) {
   return rows;
 }
 
-// A staged tensor that comes together in staging memory first: for the kernel, that is its place.
+// Lets a staged tensor come together in staging memory first, which is its place for the kernel.
 void come_late(DispatchParams& p, const Tensor& tensor, ReceiveRows& rows, LateCopy::Tail tail) {
   if (rows.staged == nullptr) return;
   const auto element = static_cast<std::int64_t>(dtype_bytes(tensor.type));
@@ -124,11 +124,12 @@ void come_late(DispatchParams& p, const Tensor& tensor, ReceiveRows& rows, LateC
                           .col_stride = tensor.col_stride * element,
                           .element = static_cast<std::uint32_t>(element),
                           .tail = tail};
-  // No rows of it are past the last one: those are the tensor's.
+  // Staging memory has no rows past the last one; only the tensor has.
   rows = {.data = rows.staged, .staged = nullptr, .rows = 0, .row_bytes = rows.row_bytes};
 }
 
-// Sums of a receive tensor's rows into `out`, if they are given: how they get to the tokens' ranks.
+// Fills in the sums of a receive tensor's rows into `out`, if they are given, and their way to the
+// tokens' ranks.
 void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
               CombineStart& start) {
   turn::RemoteAddress place;

@@ -1,4 +1,4 @@
-// The kernels of the CUDA executor, as the host starts them: parameters, and launches.
+// The kernels of the CUDA executor as the host starts them: their parameters and their launches.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace xd::ep::cuda {
 
-// A call that failed on the host: takes part in the turn, moves nothing.
+// The parameters of a call that failed on the host, which takes part in the turn and moves nothing.
 struct FailedParams {
   TurnParams turn;
 };
@@ -39,20 +39,20 @@ struct PrepareParams {
   }
 };
 
-// dispatch, and combine_bwd, which sends gradients the same way.
+// The parameters of dispatch, and of combine_bwd, which sends gradients in the same way.
 struct DispatchParams {
   TurnParams turn;
   RowPieces send, fan_out;
   int send_blocks;       // blocks that begin with sending; the others begin with receiving
-  bool own_rows_direct;  // this rank's rows for itself go to all their places at once
+  bool own_rows_direct;  // this rank's own rows go to all their places at once
   bool indices;          // receive tensors have recv_topk_idx
   bool receives;         // rows are fanned out, copied out of staging or scaled here
   const std::byte* tokens;
-  StridedRows scales;            // beside tokens; none, too, where they are made on the way
+  StridedRows scales;            // beside tokens; also none where they are made on the way
   const float* topk_weights;     // nullptr = none
-  unsigned scale_alignment = 1;  // of all ranks' recv_scales
+  unsigned scale_alignment = 1;  // alignment of all ranks' recv_scales
   ReceiveRows recv_tokens, recv_scales, recv_weights, recv_topk_idx;
-  int num_late;  // of these, those that first come together in staging memory
+  int num_late;  // how many of these first come together in staging memory
   LateCopy late[3];
   // combine_bwd of a weighted combine:
   const std::byte* expert_out;  // nullptr = no grad_weights
@@ -61,30 +61,30 @@ struct DispatchParams {
   std::int64_t grad_weights_rows;
 };
 
-// combine, and dispatch_bwd.
+// The parameters of combine, and of dispatch_bwd.
 struct CombineParams {
   TurnParams turn;
   int push_blocks;        // blocks that begin with partial sums for peers
   bool pushes;            // peers cannot read this rank's rows themselves
-  bool sums;              // token rows; else weights alone
+  bool sums;              // token rows are summed; else only weights move
   const std::byte* rows;  // [R,H] of this rank
   const float* weights;   // [R]
   std::byte* out;         // [T,H]
   std::uint64_t row_bytes;
-  std::uint64_t partial_bytes;  // of all slots of a rank
+  std::uint64_t partial_bytes;  // bytes of all slots of a rank
   // dispatch_bwd:
   ReceiveRows grad_recv_weights;
   float* grad_topk_weights;
 };
 
-// Words of working memory that prepare needs, for any launch of up to kMaxBlocks blocks.
+// The words of working memory that prepare needs, for any launch of up to kMaxBlocks blocks.
 struct PrepareScratch {
   static constexpr int kMaxBlocks = 64;
 
   std::uint64_t block_counts, block_base, expert_total, expert_base, kept, words;
 
   static constexpr PrepareScratch make(int experts, int ranks) {
-    // Per block: its counters, and bad ids.
+    // Each block has its counters, and bad ids.
     const std::uint64_t table = kMaxBlocks * (counter_columns(experts, ranks) + 1);
     const auto all = static_cast<std::uint64_t>(experts);
     PrepareScratch s{};

@@ -1,4 +1,4 @@
-// What kernels of a group get: plain data, by value.
+// The parameters of a group's kernels: plain data, passed by value.
 #pragma once
 
 #include <cstddef>
@@ -13,22 +13,22 @@ namespace xd::ep::cuda {
 
 // Working state of a group: see turn::DeviceControl.
 struct GroupState : turn::DeviceControl {
-  std::uint32_t next_unit[2];  // of work that warps take one by one
+  std::uint32_t next_unit[2];  // next unit of work that warps take one by one
   std::uint64_t counts_hash;   // prepare
-  std::uint64_t bad_ids;       // over all plans made
+  std::uint64_t bad_ids;       // total over all plans made
   std::uint64_t dropped_rows;  // likewise
 };
 
-// What kernels say of a setback.
+// The facts that kernels tell about a setback.
 struct Findings {
-  Fault fault;                              // INVALID_ARGUMENT: what is wrong with this rank's plan
+  Fault fault;                              // INVALID_ARGUMENT: the mistake in this rank's plan
   std::int64_t bad_ids;                     // INVALID_ARGUMENT without a fault
   std::int64_t needed_rows, capacity_rows;  // OVERFLOW
 };
 
-// What operations tell their host: see turn::DeviceReport.
+// The report of operations to their host: see turn::DeviceReport.
 struct Report : turn::DeviceReport<Record, Findings> {
-  // Totals over all plans made; only grow.
+  // Totals over all plans made, which only grow.
   std::uint64_t total_bad_ids, total_dropped_rows;
 };
 
@@ -49,7 +49,7 @@ struct RankTables {
   }
 };
 
-// What stays the same over a group's life.
+// The data that stays the same over a group's life.
 struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   int experts, local_experts;
   int max_tokens;
@@ -58,15 +58,15 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   bool drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
-  std::uint64_t plan_head_bytes;      // of this group's plans: all in front of the codes
+  std::uint64_t plan_head_bytes;      // bytes of this group's plans in front of the codes
   std::uint32_t codec_experts;        // RowCodec
   const std::uint32_t* base;          // RowCodec: prefix sums of the capacities, in device memory
   int chunk_stride;                   // flags per source
   std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
 
-  // A token's slots for partial sums; the plan's top-k counts, so that groups of another bound may
-  // use it.
+  // A token's slots for partial sums. The plan's top-k decides, so that groups of another bound may
+  // use the plan.
   constexpr int slots_per_token(int topk) const { return topk < ranks() ? topk : ranks(); }
   constexpr bool keeps_items_at(int rank) const {
     return (keeps_items_mask[rank / 64] >> (rank % 64) & 1) != 0;
@@ -76,11 +76,11 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
 // Parameters are copied with every launch, and every block fetches them: tables of ranks are none.
 static_assert(sizeof(GroupDevice) <= 512);
 
-// One operation's turn: what all kernels share.
+// One operation's turn: the parameters that all kernels share.
 struct TurnParams : turn::DeviceTurnParams<GroupDevice, Record> {
   static constexpr int kMaxChecks = 8;
 
-  const std::byte* plan;  // nullptr: none is read
+  const std::byte* plan;  // nullptr: no plan is read
   std::uint64_t plan_bytes;
   int num_checks;
   Check checks[kMaxChecks];  // of tensors, by what the plan says
@@ -100,13 +100,13 @@ struct StridedRows {
   std::uint64_t row_bytes;  // packed
   std::int64_t row_stride, col_stride;
   std::uint32_t element;  // bytes
-  bool bulk;              // a row is what one bulk copy can load
+  bool bulk;              // one bulk copy can load a row
 
   constexpr const std::byte* row(std::int64_t i) const { return data + i * row_stride; }
 };
 
-// What goes from packed rows in staging memory to the caller's tensor, of any strides, when all of
-// it is there.
+// A tensor that is copied from packed rows in staging memory to the caller's tensor, of any
+// strides, when all rows are there.
 struct LateCopy {
   enum Tail : std::int32_t { left, zero, ones };  // bytes of what lies past the last row
 

@@ -16,7 +16,7 @@ namespace xd::ep::cuda {
 struct Pick {
   bool active;  // the lane has a choice
   bool good, bad;
-  int token;       // of this rank
+  int token;       // token of this rank
   int first_lane;  // the token's first lane
   int id, rank;    // the expert and its rank; valid for good choices
 

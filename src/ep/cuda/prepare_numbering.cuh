@@ -1,4 +1,4 @@
-// Step 4 of prepare: every choice gets its row, every owner of rows is told its items.
+// Step 4 of prepare: every choice gets its row, and every owner of rows gets its items.
 //
 //   memory                       written by                       read by
 //   codes, in the plan           the warp whose tokens they are   that warp; later operations
@@ -9,8 +9,8 @@
 //
 // items, lists, listed and kept are group memory of the owner, reached after its record; plain
 // stores, which the done flag covers. `surviving` lies in device memory that no peer touches, and
-// is cleared before grid barrier 1. No flag of a peer is looked at: what is read of peers is their
-// counts, which have been waited for.
+// is cleared before grid barrier 1. It looks at no flag of a peer: it reads only the peers' counts,
+// after the wait for them.
 #pragma once
 
 #include "ep/cuda/prepare_zones.cuh"
@@ -34,10 +34,10 @@ class Numbering {
         surviving_(params.scratch + PrepareScratch::make(g_.experts, g_.ranks()).kept),
         codes_(reinterpret_cast<std::uint32_t*>(params.plan + params.plan_map().code)) {}
 
-  // All threads, before grid barrier 1.
+  // All threads call it, before grid barrier 1.
   __device__ void clear() const;
-  // All threads, when zones are placed. Passes grid barrier 3 where rows are dropped. False =
-  // fatal.
+  // All threads call it, when zones are placed. It passes grid barrier 3 where rows are dropped.
+  // False after a fatal error.
   __device__ bool run() const;
 
  private:
@@ -50,7 +50,7 @@ class Numbering {
   __device__ std::uint32_t& code_of(const Pick& c) const {
     return codes_[static_cast<std::uint64_t>(c.token) * p_.topk + (lane_id() - c.first_lane)];
   }
-  // This rank's row of an array that the owner has for every source.
+  // This rank's row in an array of the owner that has a row for every source.
   template <class Word>
   __device__ Word* at_owner(int owner, std::uint64_t offset, std::uint64_t words) const {
     return reinterpret_cast<Word*>(turn_.area(owner).base + offset) +
@@ -86,7 +86,7 @@ __device__ inline void Numbering::clear() const {
 
 __device__ inline bool Numbering::run() const {
   // EXPERT_MAJOR with drops: items and entries of lists have numbers only when all blocks have
-  // counted what survives. Until then the columns of ranks count that.
+  // counted the survivors. Until then the columns of ranks count these.
   const bool again = zones_.drops() && g_.layout.row_per_expert;
   if (again) counters_.clear_ranks();
   choices_.for_each([&](const Pick& c) {
@@ -108,7 +108,7 @@ __device__ inline std::uint32_t Numbering::pack(const Pick& c, const Place& plac
                                     : global * g_.codec_experts + c.id % g_.local_experts;
 }
 
-// The choice's row. All lanes.
+// The choice's row. All lanes call it.
 __device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const {
   Place place{false, false, 0};
   if (g_.layout.row_per_expert) {
@@ -124,7 +124,8 @@ __device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const 
   return place;
 }
 
-// Of the ranks that hold rows of this lane's token, how many are lower than its own. All lanes.
+// The number of ranks that hold rows of this lane's token and are lower than its own. All lanes
+// call it.
 __device__ inline int Numbering::lower_ranks(const Pick& c, const Place& place) const {
   const int leading = place.leader ? c.rank : INT32_MAX;
   int lower = 0;
@@ -135,7 +136,7 @@ __device__ inline int Numbering::lower_ranks(const Pick& c, const Place& place) 
   return lower;
 }
 
-// The items and rows of these choices, into the memory of their owners. All lanes.
+// Writes the items and rows of these choices into the memory of their owners. All lanes call it.
 __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) const {
   const int rank = place.kept ? c.rank : 0;
   const int order = lower_ranks(c, place);
@@ -157,7 +158,7 @@ __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) 
       std::uint64_t{word.slot} << 32 | word.start;
 }
 
-// With drops: what survives, per rank (EXPERT_MAJOR) or per expert (RANK_MAJOR).
+// With drops: counts survivors, per rank (EXPERT_MAJOR) or per expert (RANK_MAJOR).
 __device__ inline void Numbering::keep_count(const Pick& c, const Place& place) const {
   if (g_.layout.row_per_expert) {
     if (place.leader) counters_.add(counters_.column_of_tokens(c.rank));
@@ -167,7 +168,7 @@ __device__ inline void Numbering::keep_count(const Pick& c, const Place& place) 
   }
 }
 
-// With drops: what survives in all blocks decides what owners are told. False = fatal.
+// With drops: the survivors of all blocks decide which items owners get. False after a fatal error.
 __device__ inline bool Numbering::recount() const {
   if (g_.layout.row_per_expert) counters_.publish(g_.experts);
   if (!turn_.barrier(3)) return false;
@@ -184,7 +185,7 @@ __device__ inline bool Numbering::recount() const {
   return true;
 }
 
-// The lists, from the codes that the warp has written.
+// Writes the lists from the codes that the warp has written.
 __device__ inline void Numbering::tell_again() const {
   choices_.for_each([&](const Pick& c) {
     Place place{false, false, 0};
@@ -198,7 +199,7 @@ __device__ inline void Numbering::tell_again() const {
   });
 }
 
-// How much an owner has been told by all blocks.
+// The numbers of items and rows that all blocks have written to an owner.
 __device__ inline ListedWord Numbering::told(int owner) const {
   if (!g_.layout.row_per_expert) {
     const std::uint64_t before = exchange_.tokens_before(g_.rank(), owner);
@@ -219,7 +220,7 @@ __device__ inline ListedWord Numbering::told(int owner) const {
   return sum;
 }
 
-// Block 0.
+// Block 0 calls it.
 __device__ inline void Numbering::tell_lengths() const {
   const int d = thread_in_block();
   if (blockIdx.x != 0 || d >= g_.ranks()) return;
@@ -227,7 +228,8 @@ __device__ inline void Numbering::tell_lengths() const {
   *at_owner<std::uint64_t>(d, g_.map.listed, 1) = std::uint64_t{word.rows} << 32 | word.items;
 }
 
-// RANK_MAJOR: into each rank that overflows, this rank's surviving choices of its experts. Block 0.
+// RANK_MAJOR: writes into each rank that overflows this rank's surviving choices of its experts.
+// Block 0 calls it.
 __device__ inline void Numbering::send_kept() const {
   if (blockIdx.x != 0) return;
   for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) {

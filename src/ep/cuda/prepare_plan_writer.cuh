@@ -1,4 +1,5 @@
-// Step 5 of prepare: the plan but for its codes, the outputs, and what becomes of the operation.
+// Step 5 of prepare: the plan except for its codes, the outputs, and the verdict about the
+// operation.
 //
 //   memory                       written by                     read by
 //   plan: header and zones       the last block, the "head"     later operations
@@ -19,10 +20,10 @@ namespace xd::ep::cuda {
 class PlanWriter {
  public:
   struct Shared {
-    ListedWord told[kMaxDeviceRanks];  // what every source has here
+    ListedWord told[kMaxDeviceRanks];  // numbers of items and rows that every source has here
     std::int32_t item_begin[kMaxDeviceRanks + 1];
     std::int32_t row_begin[kMaxDeviceRanks + 1];
-    unsigned long long dropped_rows;  // EXPERT_MAJOR: of this rank
+    unsigned long long dropped_rows;  // EXPERT_MAJOR: this rank's
     unsigned long long checksum;
     std::uint64_t partial[kMostPrepareWarps];  // of scan_block()
   };
@@ -38,16 +39,18 @@ class PlanWriter {
         s_(shared),
         map_(params.plan_map()) {}
 
-  // From now on the plan's bytes are no plan. All threads.
+  // Makes sure that the plan's bytes are no plan from now on. All threads call it.
   __device__ void invalidate() const;
-  // Without drops: writes all that follows from the counts alone. All threads, when zones are
-  // placed.
+  // Without drops: writes all that follows from the counts alone. All threads call it, when zones
+  // are placed.
   __device__ void write_early() const;
-  // Whether something of the plan is what the sources tell, beyond their counts.
+  // True if the plan needs more from the sources than their counts.
   __device__ bool needs_sources() const { return g_.keeps_items || zones_.drops(); }
-  // What all ranks have told this one is there. All threads. False = fatal.
+  // Returns when the items of all ranks for this one are there. All threads call it. False after a
+  // fatal error.
   __device__ bool wait_for_sources() const;
-  // Writes the rest; every block comes to the same verdict about the operation. All threads.
+  // Writes the rest; every block comes to the same verdict about the operation. All threads call
+  // it.
   __device__ void finish() const;
 
  private:
@@ -89,7 +92,7 @@ class PlanWriter {
   const PrepareParams& p_;
   const GroupDevice& g_;
   Turn& turn_;
-  PlanHeader& header_;  // in shared memory: what a report says
+  PlanHeader& header_;  // in shared memory, for the report
   const Exchange& exchange_;
   const Zones& zones_;
   Shared& s_;
@@ -109,7 +112,7 @@ __device__ inline void PlanWriter::write_early() const {
 
 __device__ inline bool PlanWriter::wait_for_sources() const {
   bool good = true;
-  std::uint64_t flag = 0;  // no tensors: nothing is ever missing
+  std::uint64_t flag = 0;  // not looked at: prepare has no tensors that could be missing
   for (int s = thread_in_block(); s < g_.ranks() && good; s += threads_per_block()) {
     good = turn_.wait_done(s, flag);
   }
@@ -127,7 +130,7 @@ __device__ inline void PlanWriter::finish() const {
   judge();
 }
 
-// Without drops, how many items and rows every source has here follows from its counts.
+// Without drops, the numbers of items and rows that every source has here follow from its counts.
 __device__ inline void PlanWriter::derive_told() const {
   for (int s = warp_in_block(); s < g_.ranks(); s += warps_per_block()) {
     std::uint32_t rows = 0;
@@ -139,7 +142,7 @@ __device__ inline void PlanWriter::derive_told() const {
   }
 }
 
-// With drops, it is what the source has told.
+// With drops, the source has told these numbers.
 __device__ inline void PlanWriter::read_told() const {
   const int s = thread_in_block();
   if (s >= g_.ranks()) return;
@@ -147,7 +150,7 @@ __device__ inline void PlanWriter::read_told() const {
   s_.told[s] = {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32)};
 }
 
-// Where every source's items and rows begin.
+// Computes where every source's items and rows begin.
 __device__ inline void PlanWriter::find_begins() const {
   __syncthreads();
   if (thread_in_block() == 0) {
@@ -174,7 +177,7 @@ __device__ inline void PlanWriter::write_head() const {
   report_totals();
 }
 
-// RANK_MAJOR: pairs of a local expert, after drops.
+// RANK_MAJOR: the pairs of a local expert, after drops.
 __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
   if (!zones_.drops() || zones_.total(g_.rank()) <= zones_.capacity_of(g_.rank())) {
     return exchange_.expert_total(g_.rank() * g_.local_experts + local_expert);
@@ -188,7 +191,7 @@ __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
   return pairs;
 }
 
-// Counts and offsets of this rank's zones, in the plan and in the outputs.
+// Writes counts and offsets of this rank's zones, in the plan and in the outputs.
 __device__ inline void PlanWriter::write_zones() const {
   auto* counts = part<std::int32_t>(map_.count);
   auto* offsets = part<std::int32_t>(map_.offset);
@@ -255,7 +258,7 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
           .checksum = 0};
 }
 
-// The header, and the parts that are not large.
+// Writes the header, and the parts that are not large.
 __device__ inline void PlanWriter::write_header() const {
   if (g_.keeps_items) {
     auto* tokens = part<std::int32_t>(map_.tokens);
@@ -265,7 +268,7 @@ __device__ inline void PlanWriter::write_header() const {
       if (s < g_.ranks()) tokens[s] = static_cast<std::int32_t>(exchange_.tokens(s));
     }
   }
-  // The gap before the codes, so that equal plans have equal checksums.
+  // Zeroes the gap before the codes, so that equal plans have equal checksums.
   for (std::uint64_t i = map_.zones_end + threadIdx.x; i < map_.code; i += threads_per_block()) {
     p_.plan[i] = std::byte{0};
   }
@@ -289,8 +292,8 @@ __device__ inline void PlanWriter::seal() const {
   if (thread_in_block() == 0) words[kChecksumWord] = s_.checksum;
 }
 
-// The group's totals, which its host reads. Only what has changed: the host's memory is reached
-// over PCIe, and done flags wait for what has been stored.
+// Writes the group's totals, which its host reads. It writes only totals that have changed: the
+// host's memory is reached over PCIe, and done flags wait for earlier stores.
 __device__ inline void PlanWriter::report_totals() const {
   if (thread_in_block() != 0) return;
   const std::uint64_t total = zones_.total(g_.rank());
@@ -308,7 +311,7 @@ __device__ inline void PlanWriter::report_totals() const {
 
 // ---- All blocks --------------------------------------------------------------------------------
 
-// Items and rows of all sources, one source after another.
+// Copies items and rows of all sources, one source after another.
 __device__ inline void PlanWriter::copy_items() const {
   auto* list = part<std::uint32_t>(map_.list);
   auto* start = part<std::uint32_t>(map_.start);
@@ -338,7 +341,7 @@ __device__ inline void PlanWriter::copy_items() const {
   }
 }
 
-// Rows that `source` puts into `rank`'s receive tensor: this lane's part of them.
+// This lane's part of the sum of rows that `source` puts into `rank`'s receive tensor.
 __device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, int lane) const {
   const std::uint64_t limit = zones_.limit_of(rank);
   if (!g_.layout.row_per_expert) {
@@ -356,7 +359,7 @@ __device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, i
   return rows;
 }
 
-// A warp per number.
+// Writes rank_rows, with a warp per number.
 __device__ inline void PlanWriter::write_rank_rows() const {
   if (p_.rank_rows.data == nullptr) return;
   const int warps = static_cast<int>(gridDim.x) * warps_per_block();
@@ -368,7 +371,7 @@ __device__ inline void PlanWriter::write_rank_rows() const {
   }
 }
 
-// What becomes of the operation; every block says the same.
+// Comes to the verdict about the operation, which is the same in every block.
 __device__ inline void PlanWriter::judge() const {
   __syncthreads();
   if (thread_in_block() == 0) {

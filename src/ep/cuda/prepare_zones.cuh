@@ -1,12 +1,12 @@
-// Step 3 of prepare: from everybody's counts to the zones of all experts, the overflow of every
-// rank, and the first numbers of this block. Each block computes all of it for itself.
+// Step 3 of prepare: it computes from all ranks' counts the zones of all experts, the overflow of
+// every rank, and the first numbers of this block. Each block computes all of it for itself.
 //
 //   memory                 written by                   read by
 //   Shared, first rows,    this block, in place()       this block, after place()
 //   block's first numbers
 //
-// All of it is shared memory. What the exchange has left is trusted after grid barrier 2; no flag
-// is looked at. Every block of every rank computes the same zones and overflows, as all have the
+// All of it is shared memory. The results of the exchange are trusted after grid barrier 2; no flag
+// is looked at. Every block of every rank computes the same zones and overflows, since all have the
 // same counts.
 #pragma once
 
@@ -39,16 +39,16 @@ class Zones {
         first_row_(next_ + counters.columns()) {}
 
   // Places everything and opens the counters: from now on take() gives rows and numbers of items.
-  // All threads.
+  // All threads call it.
   __device__ void place() const;
 
-  // Whether rows are dropped somewhere: what survives must be counted again.
+  // True if rows are dropped somewhere, so that survivors must be counted again.
   __device__ bool drops() const { return s_.drops != 0; }
   // Padded rows that a rank needs.
   __device__ std::uint64_t total(int rank) const { return s_.total[rank]; }
   // First row of an expert's zone, on its rank.
   __device__ std::uint32_t first_row(int expert) const { return first_row_[expert]; }
-  // The lowest rank of that kind; -1 = none.
+  // The lowest such rank; -1 = none.
   __device__ int overflow_rank() const { return or_none(s_.overflow_rank); }
   __device__ int bad_id_rank() const { return or_none(s_.bad_id_rank); }
   __device__ std::uint64_t bad_ids() const { return s_.bad_ids; }
@@ -57,7 +57,7 @@ class Zones {
   __device__ std::uint32_t capacity_of(int rank) const {
     return static_cast<std::uint32_t>(whole_rows(base_[rank + 1] - base_[rank], p_.alignment));
   }
-  // Rows from here on are dropped.
+  // The first row that is dropped.
   __device__ std::uint64_t limit_of(int rank) const {
     return g_.drop ? capacity_of(rank) : ~std::uint64_t{0};
   }
@@ -90,7 +90,7 @@ __device__ inline void Zones::place() const {
   open_counters();
 }
 
-// Loads what lies in device memory, once for all steps.
+// Loads the numbers that lie in device memory, once for all steps.
 __device__ inline void Zones::fetch() const {
   const std::uint32_t* before = counters_.counts_before(static_cast<int>(blockIdx.x));
   for (int c = thread_in_block(); c < counters_.columns(); c += threads_per_block()) {
@@ -106,9 +106,9 @@ __device__ inline void Zones::fetch() const {
   __syncthreads();
 }
 
-// Totals become first rows.
+// Turns totals into first rows.
 __device__ inline void Zones::lay_out() const {
-  // As one sequence over all ranks, of which start[d] is where rank d begins.
+  // The zones of all ranks form one sequence, in which rank d begins at start[d].
   scan_block(
       s_.partial, g_.experts, [&](int e) { return padded(first_row_[e]); },
       [&](int e, std::uint64_t sum) {

@@ -11,7 +11,7 @@ namespace xd::ep::cuda {
 
 using turn::Verdict;
 
-// A peer's receive tensors at this process' addresses.
+// A peer's receive tensors, as addresses in this process.
 struct PeerTensors {
   std::byte* rows;
   std::byte* scales;
@@ -42,8 +42,8 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
  public:
   using DeviceTurn::DeviceTurn;
 
-  // All threads of every block: every peer has entered, all agree, and their tensors are found.
-  // False = fatal.
+  // Returns when every peer has entered, all agree, and their tensors are found. All threads of
+  // every block call it. False after a fatal error.
   __device__ bool await(const OfferedSizes& sizes) {
     return DeviceTurn::await(
         [&](int peer, const Record& record) { return find_tensors(peer, record, sizes); });
@@ -55,11 +55,11 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     return words(owner, p_.group.map.chunk) +
            static_cast<std::uint64_t>(source) * p_.group.chunk_stride + chunk;
   }
-  // Waits for a source's flag of a chunk; single threads. False = fatal.
+  // Waits for a source's flag of a chunk; single threads. False after a fatal error.
   __device__ bool wait_chunk(int source, int chunk) const;
 
-  // Lanes of the warp release a chunk's flag to every rank d with wanted(d). All lanes; what the
-  // warp has stored before is covered.
+  // The warp's lanes release a chunk's flag to every rank d with wanted(d). All lanes call it. The
+  // release covers all earlier stores of the warp.
   template <class Wanted>
   __device__ void release_chunk(int chunk, Wanted wanted) const {
     __syncwarp();
@@ -71,7 +71,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
  private:
   friend class turn::DeviceTurn<Turn, Family, TurnParams, TurnShared>;
 
-  // What one thread has seen of a plan's head.
+  // The part of a plan's head that one thread has seen.
   struct HeadLook {
     std::uint64_t sum;  // its part of the checksum
     bool damaged;       // a zone makes no sense
@@ -125,8 +125,7 @@ __device__ inline void Turn::complete(Record& own) const {
 
 // ---- The plan ----------------------------------------------------------------------------------
 
-// What the plan's head says, if it is as long as this group's plans: all words in front of the
-// codes.
+// Reads the plan's head, if it is as long as this group's plans: all words in front of the codes.
 __device__ inline Turn::HeadLook Turn::look_at_plan() {
   const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
   constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
@@ -152,7 +151,7 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
   return look;
 }
 
-// All threads. Every block comes to the same verdict, as it looks at the same bytes.
+// All threads call it. Every block comes to the same verdict, since it looks at the same bytes.
 __device__ inline void Turn::check_plan(const HeadLook& look) {
   std::uint64_t sum = look.sum;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
@@ -165,7 +164,7 @@ __device__ inline void Turn::check_plan(const HeadLook& look) {
 __device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
   const PlanHeader& h = s_.plan;
   if (const Fault fault = header_fault(h, p_.plan_bytes)) return fault;
-  // A head of another length is that of another group's plan.
+  // A head of another length belongs to another group's plan.
   const bool same_head = map_of(h).code == p_.group.plan_head_bytes;
   if (same_head) {
     if (const Fault fault = checksum_fault(h, s_.sum)) return fault;
@@ -180,7 +179,7 @@ __device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
 
 // ---- Peers -------------------------------------------------------------------------------------
 
-// One thread: where a rank's tensors lie; false if it offers some that do not exist.
+// One thread finds a rank's tensors; false if the rank offers some that do not exist.
 __device__ inline bool Turn::find_tensors(int peer, const Record& record,
                                           const OfferedSizes& sizes) {
   PeerTensors& to = s_.peer[peer];

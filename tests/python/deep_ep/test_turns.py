@@ -141,7 +141,7 @@ def dispatch(device: Device, topk: bool = True, worst_tokens: int = 0,
 
 
 def turns(log: Log) -> Log:
-    """What peers take part in, and where the host waits."""
+    """The turns that peers take part in, and the points where the host waits."""
     order = [one for one in log if not isinstance(one, str) or not one.startswith(("on ", "lane"))]
     return [one for one in order if one != "caller waits for lane"]
 
