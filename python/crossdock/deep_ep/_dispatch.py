@@ -167,7 +167,7 @@ def _await_numbers(runtime: Runtime, call: Call, choices: Choices, lease: Lease,
     runtime.lane.wait_for_host_data()
     failure = lease.failure()
     if failure is not None:
-        raise failure  # all ranks have it, except one of earlier work, which this one may have alone
+        raise failure  # all ranks have it; one of earlier work perhaps this rank alone
     counts = numbers[_COUNTS_AT:]
     if choices.topk_idx is None:
         local = choices.experts // runtime.num_ranks
