@@ -34,7 +34,7 @@ _MORE = {  # option: help
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     settings = read_settings(Settings, options)

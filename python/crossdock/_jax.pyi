@@ -25,7 +25,7 @@ class Ranks:
         timeout_ms: int = 0,
         name: str = "",
     ) -> None:
-        """Join all at once. Collective, blocking.
+        """Joins all at once. Collective, blocking.
 
         Args:
             device_type: DLPack's: 1 = CPU, 2 = CUDA.
@@ -41,7 +41,7 @@ class Ranks:
         """(status, text) of the first communicator that is finished."""
 
     def register_memory(self, pointers: list[int], bytes: list[int]) -> None:
-        """Make memory of each rank part of its symmetric memory. Collective, blocking."""
+        """Makes memory of each rank part of its symmetric memory. Collective, blocking."""
 
     def abort(self) -> None: ...
 
@@ -61,10 +61,10 @@ class Group:
         """By which custom calls find it; no other group of this process ever has it."""
 
     def create(self) -> None:
-        """Make the groups, unless they have been made. Collective, blocking."""
+        """Makes the groups, unless they have been made. Collective, blocking."""
 
     def status(self, index: int) -> dict[str, Any] | None:
-        """Read and clear the non-fatal errors of the rank with that index of the seats."""
+        """Reads and clears the non-fatal errors of the rank with that index of the seats."""
 
     def errors(self, index: int) -> int | None:
         """How many operations of that rank have ended with a non-fatal error."""

@@ -20,7 +20,7 @@ def started_rank() -> int | None:
 
 
 def run_processes(ranks: int, main: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Run ``main(arguments)`` in ``ranks`` processes; returns the first exit code that is not 0.
+    """Runs ``main(arguments)`` in ``ranks`` processes; returns the first exit code that is not 0.
 
     Raises:
         crossdock.launch.RankFailed: a rank raised or died; the others have been ended.
@@ -39,7 +39,7 @@ def _run_rank(rank: int, port: str, main: Callable[[list[str]], int], arguments:
 
 
 def set_up_jax(ranks: int, device: str) -> None:
-    """Make JAX see the devices of ``ranks`` ranks; to be called before anything else of it.
+    """Makes JAX see the devices of ``ranks`` ranks; to be called before anything else of it.
 
     Args:
         ranks: devices of the mesh.
@@ -78,7 +78,7 @@ def set_up_jax(ranks: int, device: str) -> None:
 
 
 def meet(mesh: Mesh) -> None:
-    """Let the processes of a mesh connect for XLA's own collectives, which add up gradients.
+    """Lets the processes of a mesh connect for XLA's own collectives, which add up gradients.
 
     On the CPU they give up when another comes half a minute later, and compiling the model may keep
     processes that long apart. Now they are together.

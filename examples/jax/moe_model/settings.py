@@ -36,7 +36,7 @@ class Settings:
         return self.data * self.experts_axis
 
     def check(self) -> None:
-        """Raise ValueError, naming the option, if the mesh cannot run this."""
+        """Raises ValueError, naming the option, if the mesh cannot run this."""
         for name in ("data", "experts_axis"):
             check_positive(self, name)
         check_model(self, self.ranks)

@@ -45,7 +45,7 @@ class Trainer:
         self._update = jax.jit(functools.partial(_updated, settings), donate_argnums=(0, 1))
 
     def train(self, text: bytes, show: bool) -> None:
-        """Train to the last step. ``show``: print progress, and log to the run's folder."""
+        """Trains to the last step. ``show``: prints progress, and logs to the run's folder."""
         s = self.settings
         data = np.frombuffer(text, np.uint8)
         if not show:

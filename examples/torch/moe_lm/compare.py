@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 
 def compare(reference: Path, other: Path) -> list[Check]:
-    """Hold the run in folder ``other`` against that in ``reference``, of equally many steps."""
+    """Holds the run in folder ``other`` against that in ``reference``, of equally many steps."""
     pairs = list(zip(read_log(reference), read_log(other), strict=True))
     differences = [_relative(expected["loss"], got["loss"]) for expected, got in pairs]
     alike = [expected["load"] == got["load"] for expected, got in pairs]

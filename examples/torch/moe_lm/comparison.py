@@ -10,7 +10,7 @@ from .trainer import train
 
 
 def verify(settings: Settings, all_ranks: tuple[int, ...]) -> int:
-    """Hold each number of ranks against one process without Crossdock; returns the exit code."""
+    """Holds each number of ranks against one process without Crossdock; returns the exit code."""
     device = _pick_device(settings, max(all_ranks))
     settings = settings.replace(device=device, sample_bytes=0)
     plain = _of_run(settings.replace(plain=True), 1, "plain")

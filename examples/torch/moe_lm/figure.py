@@ -14,7 +14,7 @@ _REFERENCE, _OTHER, _GREY = "#9aa5b1", "#c2410c", "#52606d"
 
 
 def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Write the figure to ``path``, a ``.png``.
+    """Writes the figure to ``path``, a ``.png``.
 
     Args:
         path: where to.

@@ -9,7 +9,7 @@ _OF_A_COMPARISON = ("log.jsonl", "gradients-*.pt")  # all that a run of a compar
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path``, unless it is there, before a run needs it.
+    """Makes ``path``, unless it is there, before a run needs it.
 
     Raises:
         ValueError: nothing can be written there.

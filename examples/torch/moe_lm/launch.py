@@ -28,7 +28,7 @@ def pick_device(device: str, ranks: int) -> str:
 
 
 def run_ranks(ranks: int, device: str, main: Callable[..., Any], *args: Any) -> None:
-    """Run ``main(torch.device, *args)`` on new processes, joined in torch.distributed.
+    """Runs ``main(torch.device, *args)`` on new processes, joined in torch.distributed.
 
     Raises:
         crossdock.launch.RankFailed: a rank raised or died; the others have been ended.
@@ -51,7 +51,7 @@ def _run_rank(
 
 
 def run_launched(device: str, main: Callable[..., Any], *args: Any) -> None:
-    """Run ``main(torch.device, *args)`` on this process, one of those that torchrun started."""
+    """Runs ``main(torch.device, *args)`` on this process, one of those that torchrun started."""
     _run(main, args, device, int(os.environ["LOCAL_RANK"]))
 
 

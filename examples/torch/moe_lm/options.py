@@ -53,7 +53,7 @@ def read_settings(settings: type[_Settings], options: argparse.Namespace) -> _Se
 
 
 def check_model(settings: Any, ranks: int) -> None:
-    """Raise ValueError, naming the option, if ``ranks`` ranks cannot share the batch and a model.
+    """Raises ValueError, naming the option, if ``ranks`` ranks cannot share the batch and a model.
 
     Args:
         settings: with the fields of `MODEL`.
@@ -74,7 +74,7 @@ def check_model(settings: Any, ranks: int) -> None:
 
 
 def check_positive(settings: Any, name: str) -> None:
-    """Raise ValueError, naming the option, unless the field is at least 1."""
+    """Raises ValueError, naming the option, unless the field is at least 1."""
     value = getattr(settings, name)
     if value < 1:
         raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")

@@ -37,7 +37,7 @@ class Settings:
     save_gradients: bool = False  # of the first step, for a comparison
 
     def check(self, ranks: int) -> None:
-        """Raise ValueError, naming the option, if ``ranks`` ranks cannot run this."""
+        """Raises ValueError, naming the option, if ``ranks`` ranks cannot run this."""
         check_model(self, ranks)
         if self.experts % ranks:
             raise ValueError(f"--experts {self.experts}: expected a multiple of {ranks}, the ranks")

@@ -111,7 +111,7 @@ class Trainer:
     # ---- Training --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to the last step; log each step, show progress, save checkpoints."""
+        """Trains to the last step; logs each step, shows progress, saves checkpoints."""
         s = self.settings
         if s.resume:
             self._resume()

@@ -62,7 +62,7 @@ _programs: dict[int, dict[Any, Callable[..., Any]]] = {}
 
 
 def remember_programs(number: int) -> None:
-    """From now on, until `forget_programs`, remember compiled operations of a group."""
+    """Remembers, until `forget_programs`, compiled operations of a group."""
     _programs[number] = {}
 
 
@@ -72,5 +72,5 @@ def programs_of(number: int) -> dict[Any, Callable[..., Any]]:
 
 
 def forget_programs(number: int) -> None:
-    """Drop them, and with them what they keep of the group."""
+    """Drops them, and with them what they keep of the group."""
     del _programs[number]

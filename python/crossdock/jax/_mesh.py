@@ -67,7 +67,7 @@ class EpMesh:
         return self._groups[config]
 
     def create(self, config: EpConfig) -> None:
-        """Make a config's group now, rather than with the first executable that uses it.
+        """Makes a config's group now, rather than with the first executable that uses it.
 
         Collective, blocking.
 
@@ -79,7 +79,7 @@ class EpMesh:
         self._group(config)[1].create()
 
     def status(self, config: EpConfig) -> dict[jax.Device, dict[str, Any]]:
-        """Read and clear the non-fatal error state of this process's ranks; never blocks.
+        """Reads and clears the non-fatal error state of this process's ranks; never blocks.
 
         Returns:
             By device the fields of ``xd_ep_status`` in ``crossdock/ep.h``; nothing before the group
@@ -89,7 +89,7 @@ class EpMesh:
         return self._by_device(core.status)
 
     def errors(self, config: EpConfig) -> dict[jax.Device, int]:
-        """Count the operations that have ended with a non-fatal error; any thread, never blocks.
+        """Counts the operations that have ended with a non-fatal error; any thread, never blocks.
 
         Returns:
             By device; nothing before the group has been made. Numbers only grow.
@@ -103,7 +103,7 @@ class EpMesh:
         return {device: value for device, value in found.items() if value is not None}
 
     def check(self) -> None:
-        """Raise what operations met since the last look, if anything; never blocks.
+        """Raises what operations met since the last look, if anything; never blocks.
 
         Needed on GPUs, where operations run after their call has returned: call
         ``jax.block_until_ready`` first. On the CPU programs fail by themselves.
@@ -121,7 +121,7 @@ class EpMesh:
                     raise from_status(status)
 
     def register_memory(self) -> None:
-        """Let operations on GPUs use XLA's buffers in place, without copies. Collective, blocking.
+        """Lets operations on GPUs use XLA's buffers in place, without copies. Collective, blocking.
 
         Makes the allocation that XLA's allocator carves a device's buffers from part of symmetric
         memory: with the default preallocation that is its whole pool. Memory that it allocates
@@ -137,11 +137,11 @@ class EpMesh:
         self._ranks.register_memory([start for start, _ in ranges], [size for _, size in ranges])
 
     def abort(self) -> None:
-        """Give up: ends every wait of this process and finishes its communicators everywhere."""
+        """Gives up: ends every wait of this process and finishes its communicators everywhere."""
         self._ranks.abort()
 
     def close(self) -> None:
-        """Leave, as soon as no executable uses a group any more. Does nothing the second time."""
+        """Leaves, as soon as no executable uses a group any more. Does nothing the second time."""
         global _current
         if _current is self:
             _current = None
@@ -179,7 +179,7 @@ def init(
     timeout: float | None = None,
     name: str = "",
 ) -> EpMesh:
-    """Join the ranks of a mesh. Collective, blocking.
+    """Joins the ranks of a mesh. Collective, blocking.
 
     The devices along `ep_axis` exchange tokens and share the experts; every index of the other axes
     (data, tensor, pipeline) has such a set of its own. A process may hold one device

@@ -48,7 +48,7 @@ def ep_prepare(
     after: EpPlan | Array | None = None,
     mesh: EpMesh | None = None,
 ) -> EpPlan:
-    """Exchange counts and make the plan of a batch. Collective.
+    """Exchanges counts and makes the plan of a batch. Collective.
 
     Inside ``shard_map`` over the mesh of `init`, arrays are one rank's; outside, on global arrays,
     their first dimension is split over the axes of data and experts.
@@ -119,7 +119,7 @@ def ep_dispatch(
     *,
     quantise: bool | str = False,
 ) -> Dispatched[Array | QuantisedRows]:
-    """Copy every token's row to the ranks that hold its experts. Collective, differentiable.
+    """Copies every token's row to the ranks that hold its experts. Collective, differentiable.
 
     Args:
         plan: from `ep_prepare`.
@@ -171,7 +171,7 @@ def ep_dispatch(
 def ep_combine(
     plan: EpPlan, expert_out: Array, weights: Array | None = None
 ) -> tuple[Array, EpPlan]:
-    """Bring the experts' results back and sum them per token. Collective, differentiable.
+    """Brings the experts' results back and sums them per token. Collective, differentiable.
 
     Sums are in float32 in a fixed order: equal inputs give equal bits.
 

@@ -20,7 +20,7 @@ _registered: set[str] = set()
 
 
 def register(platform: str) -> None:
-    """Register types and handlers for a platform of JAX, ``"cpu"`` or ``"gpu"``, once.
+    """Registers types and handlers for a platform of JAX, ``"cpu"`` or ``"gpu"``, once.
 
     Its backend must have been initialised: JAX holds back registrations until then, and would
     replay the handlers before the types that they use.

@@ -148,7 +148,7 @@ def on_each_rank(
     arrays: Mapping[str, tuple[jax.Array, PartitionSpec]],
     out_specs: Any,
 ) -> Any:
-    """Call ``run`` with one rank's arrays: inside shard_map as they are, outside with their parts.
+    """Calls ``run`` with one rank's arrays: inside shard_map as they are, outside with their parts.
 
     Args:
         place: what lies where.

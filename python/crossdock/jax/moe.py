@@ -58,7 +58,7 @@ def moe_layer(
     after: jax.Array | None = None,
     mesh: EpMesh | None = None,
 ) -> MoEOutput:
-    """Send each token of ``x`` through the ``config.max_topk`` SwiGLU experts of its choice.
+    """Sends each token of ``x`` through the ``config.max_topk`` SwiGLU experts of its choice.
 
     Differentiable in ``params`` and ``x``. Given global arrays, gradients are those of the whole
     batch. Inside ``jax.shard_map`` over the whole mesh all arrays are one rank's, and JAX adds up

@@ -113,7 +113,7 @@ class Comm:
         self.pool.record_stream(tensor, stream)
 
     def reserve(self, num_bytes: int) -> None:
-        """Add symmetric memory to the pool. Collective, blocking; may differ per rank.
+        """Adds symmetric memory to the pool. Collective, blocking; may differ per rank.
 
         Raises:
             TypeError, ValueError: a bad number (Mismatch on the others); nothing has grown.
@@ -122,7 +122,7 @@ class Comm:
         self.pool.reserve(num_bytes)
 
     def provide(self, num_bytes: int) -> None:
-        """Add symmetric memory for one more group. Collective, blocking; may differ per rank.
+        """Adds symmetric memory for one more group. Collective, blocking; may differ per rank.
 
         A communicator can grow 64 times and have more groups than that: from the 32nd on, growths
         provide ever more groups to come, of the size of the present one.
@@ -141,15 +141,15 @@ class Comm:
         self._missing_bytes = missing - granted
 
     def barrier(self) -> None:
-        """Return when all ranks have called it. It waits for no CUDA stream."""
+        """Returns when all ranks have called it. It waits for no CUDA stream."""
         self.core.barrier()
 
     def abort(self) -> None:
-        """Give up: releases every wait of this rank and finishes the communicator everywhere."""
+        """Gives up: releases every wait of this rank and finishes the communicator everywhere."""
         self.core.abort()
 
     def close(self) -> None:
-        """Leave. Local and bounded; on a GPU it waits for the device's work first.
+        """Leaves. Local and bounded; on a GPU it waits for the device's work first.
 
         Does nothing the second time. Tensors in symmetric memory stay good: with some alive, the
         communicator is left when the last of them dies.
@@ -198,7 +198,7 @@ def init(
     timeout: float | timedelta | None = None,
     name: str = "",
 ) -> Comm:
-    """Join a communicator. Collective, blocking.
+    """Joins a communicator. Collective, blocking.
 
     The ranks are those of `process_group`, of any backend; without one those of torch.distributed's
     default group if it is initialised; else those of torchrun's environment (``RANK``,

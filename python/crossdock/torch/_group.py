@@ -107,7 +107,7 @@ class EpGroup:
         symmetric_tensors: int = 4,
         comm: Comm | None = None,
     ) -> None:
-        """Make the group. Collective, blocking.
+        """Makes the group. Collective, blocking.
 
         Equal on all ranks but for `recv_capacity`, `staging`, `zero_tail`, `num_sms` and
         `symmetric_tensors`.
@@ -200,7 +200,7 @@ class EpGroup:
         after: Plan | torch.Tensor | None = None,
         out: Plan | None = None,
     ) -> Plan:
-        """Exchange counts and make the plan of a batch. Collective.
+        """Exchanges counts and makes the plan of a batch. Collective.
 
         Args:
             topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none. Contiguous.
@@ -236,7 +236,7 @@ class EpGroup:
         return plan if out is None else out.overwrite(plan)
 
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
-        """Count where this rank's tokens go, without a plan. Local: peers need not call it.
+        """Counts where this rank's tokens go, without a plan. Local: peers need not call it.
 
         Args:
             topk_idx: ``[T, K]`` int32 or int64, any T, K up to 32; -1 = none. An expert's second
@@ -260,7 +260,7 @@ class EpGroup:
         return order
 
     def status(self) -> dict[str, Any]:
-        """Read and clear the group's non-fatal error state; never blocks.
+        """Reads and clears the group's non-fatal error state; never blocks.
 
         An error that a call has raised is not repeated: on the CPU that leaves bad_ids and
         dropped_rows.
@@ -275,7 +275,7 @@ class EpGroup:
         return self.core.errors()
 
     def check(self) -> None:
-        """Raise what operations met since the last look, if anything; never blocks.
+        """Raises what operations met since the last look, if anything; never blocks.
 
         Needed on CUDA, where operations run after their call has returned: synchronise first to see
         the last ones. On the CPU operations raise by themselves.
@@ -292,7 +292,7 @@ class EpGroup:
             raise from_status(found, self.comm.rank)
 
     def close(self) -> None:
-        """Free the group's memory; on a GPU after waiting for the device's work. Local.
+        """Frees the group's memory; on a GPU after waiting for the device's work. Local.
 
         Does nothing the second time.
         """
@@ -480,7 +480,7 @@ class Plan:
         return Plan(self.group, self.data, *counts, order, self.num_tokens, self.topk)
 
     def overwrite(self, other: Plan) -> Plan:
-        """Put `other` into the memory of this plan.
+        """Puts `other` into the memory of this plan.
 
         Raises:
             ValueError: it has another shape or group.

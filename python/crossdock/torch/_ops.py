@@ -43,7 +43,7 @@ def dispatch(
     quantise: bool | str = False,
     exact: bool = False,
 ) -> Dispatched:
-    """Copy every token's row to the ranks that hold its experts. Collective.
+    """Copies every token's row to the ranks that hold its experts. Collective.
 
     Differentiable in tokens (bfloat16, float16, float32) and topk_weights. Every rank of the group
     calls this, and its backward pass, also with T = 0: give a tensor that requires grad where the
@@ -97,7 +97,7 @@ def dispatch(
 def combine(
     plan: Plan, expert_out: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Bring the experts' results back and sum them per token. Collective.
+    """Brings the experts' results back and sums them per token. Collective.
 
     Differentiable in expert_out and weights. Sums are in float32 in a fixed order: equal inputs
     give equal bits.

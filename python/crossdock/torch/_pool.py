@@ -116,7 +116,7 @@ class SymmetricPool:
         return tensor.untyped_storage().data_ptr() in self._live
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Tell that `stream` uses the tensor: its memory is not reused before that work is done.
+        """Tells that `stream` uses the tensor: its memory is not reused before that work is done.
 
         For tensors of this pool what ``Tensor.record_stream`` is for others, which it calls.
         """
@@ -127,7 +127,7 @@ class SymmetricPool:
             block.other_streams.add(stream.cuda_stream)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the pool larger. Collective, blocking; `num_bytes` may differ per rank.
+        """Makes the pool larger. Collective, blocking; `num_bytes` may differ per rank.
 
         Raises:
             TypeError, ValueError: a bad number (Mismatch on the others); nothing has grown.
@@ -136,7 +136,7 @@ class SymmetricPool:
         grow(self._comm, num_bytes)
 
     def close(self) -> None:
-        """Close the communicator: now, or when the last tensor of this pool has died."""
+        """Closes the communicator: now, or when the last tensor of this pool has died."""
         self._closing = True
         self._close_if_unused()
 

@@ -41,7 +41,7 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     replicas: ProcessGroup | DeviceMesh | None = None,
 ) -> None:
-    """Write ``model`` and ``optimizer`` into the new folder ``path``. Collective.
+    """Writes ``model`` and ``optimizer`` into the new folder ``path``. Collective.
 
     On a mesh of data and expert parallelism all ranks call it, with `replicas`; the first replica
     writes, and the others wait for its verdict. Without `replicas` only the ranks of one
@@ -153,7 +153,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, on any number of ranks. Local: needs no other rank.
+    """Reads what `save_checkpoint` wrote, on any number of ranks. Local: needs no other rank.
 
     Args:
         path: the folder.

@@ -27,7 +27,7 @@ def grouped_mm(
     out_group: int = 0,
     grad_group: int = 0,
 ) -> torch.Tensor:
-    """Multiply the rows of each zone by that expert's matrix: ``y[r] = x[r] @ weight[e]``.
+    """Multiplies the rows of each zone by that expert's matrix: ``y[r] = x[r] @ weight[e]``.
 
     Differentiable once in ``x`` and ``weight``; works under ``torch.compile``. On a GPU, bfloat16
     with 16-byte rows runs as one grouped kernel without asking the host, so that CUDA graphs can

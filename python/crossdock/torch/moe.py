@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
         normalize_weights: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the layer on the communicator's device. Collective if it makes its own group.
+        """Makes the layer on the communicator's device. Collective if it makes its own group.
 
         Args:
             hidden: H, columns of a token.
@@ -124,7 +124,7 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new parameters; torch's default CPU generator decides which."""
+        """Draws new parameters; torch's default CPU generator decides which."""
         base = int(torch.randint(2**62, (), device="cpu"))
         matrices = zip(local_tensor(self.experts_in), local_tensor(self.experts_out))
         for expert, (w_in, w_out) in enumerate(matrices):
@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
         ) -> MoEOutput: ...
 
     def forward(self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None) -> MoEOutput:
-        """Send each token of ``x`` ``[..., H]`` through its experts.
+        """Sends each token of ``x`` ``[..., H]`` through its experts.
 
         Args:
             x: tokens of any floating-point dtype; at most ``max_tokens_per_rank`` of them. 0 is

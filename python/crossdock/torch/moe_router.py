@@ -17,7 +17,7 @@ class Routing(NamedTuple):
 
 
 def route(logits: torch.Tensor, topk: int, *, normalize: bool = True) -> Routing:
-    """Choose the ``topk`` most probable experts of each token.
+    """Chooses the ``topk`` most probable experts of each token.
 
     Args:
         logits: ``[T, E]`` float32.

@@ -35,7 +35,7 @@ __all__ = [
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Turn gradients into gradients of the loss averaged over ranks. Collective; after backward.
+    """Turns gradients into gradients of the loss averaged over ranks. Collective; after backward.
 
     Gradients of parameters that every rank holds are averaged over the communicator. An expert's
     gradient already is the sum over all its ranks' tokens, and is only scaled; with `data_parallel`
@@ -127,7 +127,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients so that their norm over all ranks is at most `max_norm`. Collective.
+    """Scales gradients so that their norm over all ranks is at most `max_norm`. Collective.
 
     As ``torch.nn.utils.clip_grad_norm_``, which knows nothing of experts on other ranks. Call it
     after `average_gradients`; every rank scales by the same factor.
@@ -254,7 +254,7 @@ def data_parallel(
 
 @torch.no_grad()
 def assert_replicated(model: nn.Module) -> None:
-    """Check that ranks hold the same of what they should. Collective; for tests and debugging.
+    """Checks that ranks hold the same of what they should. Collective; for tests and debugging.
 
     Compares, bit for bit by a hash, all parameters and buffers but experts over the communicator's
     ranks, and with `data_parallel` everything over replicas. It finds ranks that began with
