@@ -1,0 +1,160 @@
+// Turns of the toy family between kernels. Ranks are threads that share device 0.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "comm/feature.h"
+#include "cuda/device.h"
+#include "cuda/memory.h"
+#include "cuda/stream.h"
+#include "unit/net_support.h"
+#include "unit/toy_kernel.h"
+
+namespace xd::test {
+namespace {
+
+constexpr int kRanks = 2, kDevice = 0;
+constexpr std::uint64_t kPoison = 0xA5A5A5A5A5A5A5A5;
+
+// One rank's part of the toy on its device.
+class CudaToy {
+ public:
+  // Collective, and called after Comm::begin_group().
+  explicit CudaToy(std::shared_ptr<Comm> comm)
+      : comm_(std::move(comm)),
+        map_(toy::Map::make(kRanks)),
+        segments_(comm_->share(Comm::Collective::group, map_.end)),
+        control_(kDevice, sizeof(toy::Control), "a toy's control block"),
+        areas_(kDevice, kRanks * sizeof(HeapRange), "a toy's table"),
+        report_(kDevice, sizeof(toy::Report)),
+        copied_(kDevice, sizeof(std::uint64_t)) {
+    const cuda::DeviceGuard guard(kDevice);
+    toy::load_kernel();
+    std::array<HeapRange, kRanks> areas{};
+    for (int r = 0; r < kRanks; ++r) {
+      areas[at(r)] = {segments_[at(r)]->base(), segments_[at(r)]->bytes()};
+    }
+    areas_.write(0, areas.data(), sizeof(areas));
+    group_.comm = comm_->device_comm();
+    group_.number = comm_->group_number();
+    group_.fatal_errors = false;
+    group_.control = control_.as<toy::Control>();
+    group_.report = report_.as<toy::Report>();
+    group_.areas = areas_.as<const HeapRange>();
+    group_.map = map_;
+  }
+
+  // Enqueues a turn; with a status other than SUCCESS one that has failed on the host.
+  void pass(std::uint64_t number, std::uint64_t factor, xd_status status = XD_SUCCESS) {
+    toy::Params params{};
+    params.group = group_;
+    params.launch = ++launches_;
+    params.record.call.status = static_cast<std::uint8_t>(status);
+    params.record.factor = factor;
+    params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
+    params.number = number;
+    const cuda::DeviceGuard guard(kDevice);
+    toy::launch(params, stream_.get());
+  }
+  void wait() const { stream_.synchronize(); }
+
+  // Both wait for the stream.
+  void poison() {
+    *copied_.as<std::uint64_t>() = kPoison;
+    copy(mailbox(), copied_.data());
+  }
+  std::uint64_t received() {
+    copy(copied_.data(), mailbox());
+    return *copied_.as<std::uint64_t>();
+  }
+
+  toy::Report& report() { return *report_.as<toy::Report>(); }
+
+ private:
+  std::byte* mailbox() const { return segments_[at(comm_->rank())]->base() + map_.mailbox; }
+  void copy(std::byte* to, const std::byte* from) const {
+    const cuda::DeviceGuard guard(kDevice);
+    XD_CUDA_CHECK(
+        cudaMemcpyAsync(to, from, sizeof(std::uint64_t), cudaMemcpyDefault, stream_.get()));
+    stream_.synchronize();
+  }
+
+  const std::shared_ptr<Comm> comm_;
+  const toy::Map map_;
+  const Comm::Segments segments_;
+  cuda::DeviceBuffer control_, areas_;
+  cuda::PinnedBlock report_, copied_;
+  cuda::Stream stream_{kDevice};
+  toy::Group group_{};
+  std::uint32_t launches_ = 0;
+};
+
+class CudaToyTurns : public testing::Test {
+ protected:
+  void SetUp() override {
+    const Feature cuda = feature(XD_FEATURE_CUDA);
+    if (!cuda.available) GTEST_SKIP() << cuda.reason;
+    const xd_unique_id id = new_id();
+    expect_no_errors(on_threads(kRanks, [&](int rank) {
+      xd_comm_config config = id_config(id, rank, kRanks);
+      config.device = {kDLCUDA, kDevice};
+      config.timeout_ms = 20000;
+      comms_[at(rank)] = Comm::create(config);
+      comms_[at(rank)]->begin_group();
+      toys_[at(rank)] = std::make_unique<CudaToy>(comms_[at(rank)]);
+      toys_[at(rank)]->poison();
+    }));
+  }
+
+  void expect_passed(std::uint64_t number, std::uint64_t factor) {
+    for (auto& toy : toys_) toy->pass(number++, factor);
+    for (auto& toy : toys_) toy->wait();
+    EXPECT_EQ(toys_[0]->received(), (number - 1) * factor);
+    EXPECT_EQ(toys_[1]->received(), (number - 2) * factor);
+  }
+
+  std::vector<std::shared_ptr<Comm>> comms_{kRanks};
+  std::vector<std::unique_ptr<CudaToy>> toys_{kRanks};
+};
+
+TEST_F(CudaToyTurns, PassNumbersOnForMoreTurnsThanThereAreSlots) {
+  for (std::uint64_t n = 0; n < 20; ++n) expect_passed(10 * n + 1, 2);
+  for (const auto& comm : comms_) EXPECT_EQ(comm->fatal_error(), nullptr);
+}
+
+TEST_F(CudaToyTurns, ThatDisagreeMoveNothingAndAreToldInTheFamilysWords) {
+  toys_[0]->pass(1, 2);
+  toys_[1]->pass(1, 3);
+  for (auto& toy : toys_) toy->wait();
+  for (int rank = 0; rank < kRanks; ++rank) {
+    toy::Report& report = toys_[at(rank)]->report();
+    EXPECT_EQ(report.status, XD_ERROR_MISMATCH);
+    EXPECT_EQ(report.errors, 1u);
+    const auto setback = turn::disagreement<toy::Family>({report.record, kRanks}, rank);
+    EXPECT_EQ(setback.text, rank == 0 ? "ranks disagree; rank 1: factor 3, here 2"
+                                      : "ranks disagree; rank 0: factor 2, here 3");
+    EXPECT_EQ(toys_[at(rank)]->received(), kPoison);
+    report.taken = report.written;
+  }
+  expect_passed(5, 7);
+}
+
+TEST_F(CudaToyTurns, ThatFailOnOneRankAreToldToThePeer) {
+  toys_[0]->pass(1, 2, XD_ERROR_INVALID_ARGUMENT);
+  toys_[1]->pass(1, 2);
+  for (auto& toy : toys_) toy->wait();
+  EXPECT_EQ(toys_[0]->report().written, 0u) << "the host knows of its own failure";
+  toy::Report& report = toys_[1]->report();
+  EXPECT_EQ(turn::disagreement<toy::Family>({report.record, kRanks}, 1).text,
+            "ranks disagree; rank 0: its call failed with XD_ERROR_INVALID_ARGUMENT (its own error "
+            "text says why)");
+  for (auto& toy : toys_) EXPECT_EQ(toy->received(), kPoison);
+  report.taken = report.written;
+  expect_passed(5, 7);
+}
+
+}  // namespace
+}  // namespace xd::test

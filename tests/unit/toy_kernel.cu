@@ -1,0 +1,63 @@
+// The kernel of the toy family (unit/toy_family.h).
+//
+//   memory                    written by           read by
+//   mailbox of the next rank  block 0 of a rank    the next rank's host, when its turn has ended
+//
+// It is trusted when the done flag of the lower neighbour is there, which end() waits for.
+#include "cuda/error.h"
+#include "cuda/ptx.cuh"
+#include "turn/device_turn.cuh"
+#include "unit/toy_kernel.h"
+
+namespace xd::toy {
+namespace {
+
+constexpr int kBlocks = 2, kThreads = 128;
+
+struct Shared : turn::DeviceTurnShared<Record> {
+  std::uint64_t* next_mailbox;
+};
+
+class DeviceToy : public turn::DeviceTurn<DeviceToy, Family, Params, Shared> {
+ public:
+  using DeviceTurn::DeviceTurn;
+
+  __device__ bool await() {
+    return DeviceTurn::await([&](int peer, const Record& record) {
+      auto* mailbox = reinterpret_cast<std::uint64_t*>(
+          find(peer, record.mailbox, sizeof(std::uint64_t), alignof(std::uint64_t)));
+      if (peer == (rank() + 1) % ranks()) s_.next_mailbox = mailbox;
+      return mailbox != nullptr;
+    });
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) pass_kernel(const __grid_constant__ Params p) {
+  __shared__ Shared shared;
+  DeviceToy turn(p, shared);
+  if (turn.begin()) {
+    turn.enter();
+    turn.await();
+  }
+  if (turn.verdict() == turn::Verdict::go && blockIdx.x == 0 && threadIdx.x == 0) {
+    ptx::st_relaxed_sys(shared.next_mailbox, p.number * p.record.factor);
+  }
+  turn.leave();
+  turn.end();
+}
+
+}  // namespace
+
+void load_kernel() {
+  cudaFuncAttributes attributes{};
+  XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(pass_kernel)));
+}
+
+void launch(const Params& params, cudaStream_t stream) {
+  void* arguments[] = {const_cast<Params*>(&params)};
+  // Cooperative: all blocks run at once, so that one may wait for another rank's.
+  XD_CUDA_CHECK(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(pass_kernel),
+                                            dim3(kBlocks), dim3(kThreads), arguments, 0, stream));
+}
+
+}  // namespace xd::toy
