@@ -1,8 +1,9 @@
-// What can be wrong with a plan: one set of checks for host and device, one text for each fault.
+// The faults that a plan can have: one set of checks for host and device, and one text for each
+// fault.
 //
 // Hosts and kernels read a plan in different ways (one thread, or a whole block at once), so each
-// gathers what it has seen of the bytes and asks here what that means. So all ranks come to the
-// same verdict about their plans, whichever executor they have.
+// gathers its findings and asks here what they mean. All ranks come to the same verdict about their
+// plans, whichever executor they have.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +41,7 @@ struct Fault {
   constexpr explicit operator bool() const { return kind != PlanFault::none; }
 };
 
-// What plans of a group must agree with.
+// The values that plans of a group must agree with.
 struct PlanTerms {
   std::int32_t rank, ranks, experts, layout, keeps_list, keeps_items, overflow;
   std::int32_t max_tokens, max_topk;
@@ -50,7 +51,7 @@ struct PlanTerms {
 };
 PlanTerms terms_of(const PlanBinding& binding);
 
-// By header_fault() alone a plan is one of this version with all its bytes.
+// A plan that passes header_fault() is one of this version with all its bytes.
 constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes) {
   if (h.magic != PlanHeader::kMagic) return {.kind = PlanFault::no_plan};
   if (h.version != PlanHeader::kVersion) {
@@ -72,7 +73,8 @@ constexpr Fault checksum_fault(const PlanHeader& h, std::uint64_t sum) {
   return sum == h.checksum ? Fault{} : Fault{.kind = PlanFault::checksum};
 }
 
-// What has been seen of the zones: whether some zone makes no sense, and where they begin and end.
+// A reader's findings about the zones: whether some zone makes no sense, and where they begin and
+// end.
 struct ZoneLook {
   bool damaged = false;
   std::int32_t first = 0, end = 0;
@@ -136,13 +138,14 @@ constexpr Fault tensor_fault(const PlanHeader& h, const Check& c) {
   return {};
 }
 
-// `terms`: of the group that has found the fault.
+// `terms` are those of the group that has found the fault.
 std::string text_of(const Fault& fault, const PlanTerms& terms = {});
 
 // Throws INVALID_ARGUMENT with the fault's text, if there is one.
 void require_none(const Fault& fault, const PlanTerms& terms = {});
 
-// What can be said of a plan before a byte of it is read. Throws INVALID_ARGUMENT.
+// Throws INVALID_ARGUMENT where a plan cannot be read at all: no memory, or memory that is too
+// small or not aligned.
 void require_plan_bytes(const void* plan, std::size_t bytes);
 
 }  // namespace xd::ep

@@ -81,7 +81,8 @@ struct Record {
   turn::RemoteAddress extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
 };
 
-// Whether two ranks do the same, where they are in the same operation. The device asks, too.
+// True if two ranks that are in the same operation also agree about its arguments. Host and device
+// ask it.
 constexpr bool same_operation(const Record& a, const Record& b) {
   return a.fingerprint == b.fingerprint && a.dtype == b.dtype && a.row_bytes == b.row_bytes &&
          a.extra == b.extra && (a.flags & ~kWideIndices) == (b.flags & ~kWideIndices);
@@ -114,8 +115,8 @@ struct ChunkFlags {
     const int each = tokens_per_chunk(tokens);
     return (tokens + each - 1) / each;
   }
-  // Of a chunk whose rows have `row_bytes` bytes: a power of two. Part i of a chunk has flag
-  // chunk * parts + i.
+  // The number of parts of a chunk whose rows have `row_bytes` bytes: a power of two. Part i of a
+  // chunk has flag chunk * parts + i.
   constexpr int parts(int tokens, std::uint64_t row_bytes) const {
     int parts = 1;
     while (parts < kMostParts && 2 * parts * count(tokens) <= kFewestChunks &&
@@ -132,8 +133,8 @@ struct ChunkFlags {
     return small > large ? small : large;
   }
 };
-// A sender stops for each of its chunks until the rows have landed; partial sums are waited for one
-// token at a time.
+// A sender stops at the end of each chunk until the rows have landed. Receivers wait for partial
+// sums one token at a time.
 constexpr ChunkFlags sent_chunks() { return {8}; }
 constexpr ChunkFlags summed_chunks() { return {2}; }
 
@@ -156,7 +157,7 @@ struct GroupMap {
   // Partial sums, where the executor keeps some, take the place of staged rows.
   constexpr std::uint64_t partials() const { return rows; }
 
-  // A source's list: its length, then so many rows.
+  // The words of a source's list: its length, then the rows.
   static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
 
   static std::uint64_t slots_of(const Config& config) {

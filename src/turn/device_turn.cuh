@@ -444,7 +444,7 @@ XD_TURN_MEMBER(void)::leave_and_end() {
   end_launch();
 }
 
-// The lowest rank that this rank's setback is about, as far as it can be known without the records.
+// The lowest rank that this rank's setback is about, as far as it knows that without the records.
 XD_TURN_MEMBER(int)::lowest_concerned() const {
   if (s_.own.call.status != XD_SUCCESS) return rank();
   if (s_.status != XD_ERROR_MISMATCH) return self().rank_concerned();

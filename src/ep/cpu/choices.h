@@ -1,4 +1,4 @@
-// What the tokens of a batch have chosen, as far as it counts: the first step of prepare.
+// The first step of prepare: reads the choices of a batch's tokens and keeps those that count.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace xd::ep::cpu {
 
-// Read once from the caller's tensor, so that all later steps agree about it. Views into a
-// ChoicesMemory.
+// Views into a ChoicesMemory. The caller's tensor is read once, so that all later steps agree about
+// it.
 struct Choices {
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
@@ -36,8 +36,9 @@ struct ChoicesMemory {
   }
 };
 
-// A choice counts if its id is an expert's and this row has not named that expert before. Others
-// than "none" are bad, but for duplicates in a group that collapses them.
+// A choice counts if its id is an expert's and its token has not named that expert before. A choice
+// that does not count is an error, unless its id is "none", or it is a duplicate in a group that
+// collapses them.
 Choices read_choices(const Tensor& topk_idx, const Config& config, ChoicesMemory& memory);
 
 }  // namespace xd::ep::cpu

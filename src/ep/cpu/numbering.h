@@ -1,4 +1,4 @@
-// The rows of this rank's choices, numbered in (token, k) order: the third step of prepare.
+// The third step of prepare: numbers the rows of this rank's choices in (token, k) order.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct NumberingMemory {
 
 class Numbering {
  public:
-  // What rows follow from.
+  // The values that rows follow from.
   struct Rules {
     const Config& config;
     const RowCodec& codec;
@@ -42,8 +42,9 @@ class Numbering {
   // Begins at the placement's first rows.
   Numbering(const Rules& rules, const Placement& placement, NumberingMemory& memory);
 
-  // From now on the rows that go to `rank` are also told to it, in a list in its memory: a word for
-  // how many there are, then the rows (see ep/plan.h). Covered by the operation's done flag.
+  // From now on the rows that go to `rank` are also written into a list in its memory: their
+  // number, then the rows (see ep/plan.h). The operation's done flag says that the list is
+  // complete.
   void open_list(int rank, std::uint32_t* list);
 
   // Numbers all choices: one code for each.
