@@ -52,7 +52,7 @@ launch._serve()
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now. Another program may take it first.
+    """A TCP port of this host on which no program listens now. Another program may take it first.
 
     It lies below the ports that the system gives to connections (where it leaves some), because one
     of those would be taken by the next connection of any program.
@@ -244,7 +244,7 @@ class _Rank:
             self.pipe.send(_preparation())
 
     def begin(self, fn: Callable[..., Any], args: tuple[Any, ...], meeting: dict[str, str]) -> None:
-        """Hands it a task."""
+        """Hands the rank a task."""
         self.answered, self.result, self.failure = False, None, None
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send(meeting)
@@ -297,13 +297,13 @@ class _Rank:
 
 
 def _preparation() -> dict[str, Any]:
-    """What makes another interpreter know this one's modules, as multiprocessing's spawn does."""
+    """Settings by which another interpreter finds this one's modules, as for multiprocessing."""
     data = multiprocessing.spawn.get_preparation_data("rank")
     data["authkey"] = bytes(data["authkey"])
     return data
 
 
-# In a rank: where its parent listens. The lock is of tell(), which any thread may call.
+# In a rank: the pipe to its parent, and the lock by which any thread may call tell().
 _parent: multiprocessing.connection.Connection | None = None
 _telling = threading.Lock()
 

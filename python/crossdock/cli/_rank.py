@@ -1,4 +1,4 @@
-"""What the ranks of a command do."""
+"""The work of one rank of a command."""
 
 from __future__ import annotations
 

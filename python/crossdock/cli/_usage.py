@@ -1,4 +1,4 @@
-"""What commands share: types of options, how a command may end, and the exit code of each end."""
+"""Parts that commands share: types of options, how a command may end, and its exit codes."""
 
 from __future__ import annotations
 

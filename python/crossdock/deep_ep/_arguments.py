@@ -201,7 +201,7 @@ def as_payload(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _described(shape: Iterable[int | str], dtypes: Iterable[torch.dtype]) -> str:
-    """Such as ``[T,256] bfloat16 or float16``."""
+    """Shape and dtypes in words, such as ``[T,256] bfloat16 or float16``."""
     types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"[{','.join(map(str, shape))}] {types}"
 

@@ -1,4 +1,4 @@
-"""What JAX and XLA know of a platform's devices: custom calls, where processes meet, the pool."""
+"""A platform's devices in JAX and XLA: custom calls, the meeting of processes, the pool."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpe
 
 
 def _behind_derivatives(array: Any) -> Any:
-    """What eager ``jax.grad`` wraps: an array at hand, or one that a program computes."""
+    """The array that eager ``jax.grad`` wraps: one at hand, or one that a program computes."""
     while isinstance(array, jax.core.Tracer) and hasattr(array, "primal"):
         array = array.primal
     return array

@@ -33,7 +33,7 @@ class MoEParams(NamedTuple):
 
 
 class MoEOutput(NamedTuple):
-    """What `moe_layer` returns.
+    """The results of `moe_layer`.
 
     Attributes:
         hidden: shape and dtype of its ``x``.
@@ -135,8 +135,8 @@ def _experts(
 ) -> jax.Array:
     """``[R, H]``, ``counts[e]`` rows for each local expert e, through the experts.
 
-    What a grouped product leaves in rows behind the last expert's is read by no one: neither by
-    combine nor by a product's derivative.
+    A grouped product leaves any values in rows behind the last expert's. Neither combine nor a
+    product's derivative reads them.
     """
     experts_in, experts_out = (
         weights.astype(config.dtype) for weights in (params.experts_in, params.experts_out)
@@ -146,7 +146,7 @@ def _experts(
 
 
 def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Array) -> None:
-    """Of one rank's arrays."""
+    """Raises if one rank's arrays do not fit the config."""
     hidden, local = x.shape[-1], config.num_experts // place.num_ranks
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
     expected = ((hidden, config.num_experts), (local, hidden, 2 * ffn), (local, ffn, hidden))

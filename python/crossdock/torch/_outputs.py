@@ -1,4 +1,4 @@
-"""What the operators return: shapes and dtypes, written once for running and for tracing.
+"""The results of operators: shapes and dtypes, written once for running and for tracing.
 
 Names are those of the functions of ``_calls`` that write them; R rows, T tokens.
 """
@@ -52,7 +52,7 @@ class Outputs:
                 for name, output in self._outputs.items()}
 
     def traced(self, like: Tensor, ordered: bool = True) -> tuple[Tensor, ...]:
-        """What the operator returns where only shapes and dtypes are known.
+        """The results of the operator where only shapes and dtypes are known.
 
         Args:
             like: the order, or another tensor of the device.
@@ -64,7 +64,7 @@ class Outputs:
 
 
 def results(made: dict[str, Tensor | None], order: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What the operator returns of tensors from `make`, and the order if it takes part in one."""
+    """The results of the operator: tensors from `make`, and the order if it takes part in one."""
     if order is None:
         return tuple(tensor for tensor in made.values() if tensor is not None)
     return (*(order.new_empty(0) if tensor is None else tensor for tensor in made.values()), order)
