@@ -119,7 +119,7 @@ int run_on_cpu(const std::vector<std::string>& arguments) {
       .workload = options.workload,
       .volume = volume_of(options.workload),
       .threads = launch.threads};
-  std::map<std::string, EpResults> measured;  // of rank 0
+  std::map<std::string, EpResults> measured;  // on rank 0
   const int failures = run_ranks(launch, [&](int rank) {
     for (const bool staged : {false, true}) {
       if (!(staged ? options.driver.staged : options.driver.zero_copy)) continue;

@@ -25,7 +25,7 @@ using Group = std::unique_ptr<xd_ep_group, DestroyGroup>;
 struct Launch {
   int num_ranks;
   bool threads;
-  int first_rank;  // of this process
+  int first_rank;  // this process's first
 };
 
 // True in a process that crossdock-run has started.

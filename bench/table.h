@@ -10,10 +10,10 @@ namespace bench {
 using Json = nlohmann::ordered_json;
 
 struct Column {
-  const char* key;  // of the rows' field
+  const char* key;  // the field's name in rows
   const char* heading;
-  int width;         // of a text that is aligned left: negative
-  int decimals = 0;  // of a number
+  int width;         // negative: a text, aligned left
+  int decimals = 0;  // digits after the point
 };
 
 // Prints headings and rows. Where a row lacks a field there is "-".

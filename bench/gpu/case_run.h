@@ -34,8 +34,8 @@ struct Place {
   bool shares_devices() const { return ranks_per_gpu > 1; }
 };
 
-// Collective. Throws if any rank fails, naming the ranks on standard error; what was measured
-// before stands in `result`.
+// Collective. Throws if any rank fails, naming the ranks on standard error; earlier measurements
+// stand in `result`.
 void run_case(const Place& place, const Case& one, int number, CaseResult& result);
 
 }  // namespace bench::gpu

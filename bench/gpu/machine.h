@@ -12,7 +12,7 @@ struct GpuMachine {
   int count = 0;
   int sms = 0;
   int links = -1;      // active NVLinks of the first device; -1: unknown
-  std::string driver;  // of NVIDIA; empty: unknown
+  std::string driver;  // NVIDIA's version; empty: unknown
   std::string cuda;    // "13.0, driver's 13.0"
   std::string l2;
 };

@@ -17,7 +17,7 @@ struct Failure {
   int peer = -1;            // rank that a non-fatal error is about
   int group = -1;
   int operation = -1;                               // an xd_ep_operation
-  std::int64_t needed_rows = 0, capacity_rows = 0;  // of an overflow
+  std::int64_t needed_rows = 0, capacity_rows = 0;  // after an overflow
 };
 
 // The details of a fatal error, as crossdock.errors.from_details takes them.

@@ -29,7 +29,7 @@ struct AnswerMessage {
 inline constexpr std::int32_t kMaxRanks = XD_MAX_RANKS;
 std::size_t max_join_bytes();
 std::size_t max_answer_bytes(int num_ranks);
-std::size_t answer_bytes(int num_ranks, std::size_t blob_bytes);  // of a success
+std::size_t answer_bytes(int num_ranks, std::size_t blob_bytes);  // on success
 
 Bytes encode(const JoinMessage& join);
 Bytes encode(const AnswerMessage& answer);

@@ -60,7 +60,7 @@ struct DeviceComm {
   HostWords* host;             // at the address that the device uses
   const HeapRange* heap;       // by heap_entry(), kMaxHeapSegments, in device memory
   DeviceBoard* own_board;      // this rank's, at which every wait looks
-  DeviceBoard* const* boards;  // of every rank, in device memory
+  DeviceBoard* const* boards;  // one per rank, in device memory
 };
 
 }  // namespace xd

@@ -24,7 +24,7 @@ enum class PlanFault : std::int32_t {
   checksum,     // damaged
   zones,        // damaged
   binding,      // made for kBindingNames[which] = got, used with expected
-  capacities,   // of the peers
+  capacities,   // made for other capacities of the peers
   too_large,    // got tokens, expected top-k: beyond the group's bounds
   alignment,    // got, expected at most
   tensor_rows,  // `name` has got rows, expected at least

@@ -102,7 +102,7 @@ struct ListedWord {
 // makes a chunk depends on the operation, the number of the rank's tokens and the size of a row
 // alone, so both sides agree whatever their grids are.
 struct ChunkFlags {
-  int most_tokens;  // of a chunk
+  int most_tokens;  // in a chunk
 
   static constexpr int kFewestChunks = 512, kMostParts = 8;
   static constexpr std::uint64_t kLeastPartBytes = 1024;

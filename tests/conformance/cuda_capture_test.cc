@@ -16,7 +16,7 @@
 namespace xd::test {
 namespace {
 
-// A stream while it is captured; what was captured is not kept.
+// A stream while it is captured. The captured work is not kept.
 class Capture {
  public:
   Capture(const Rank& rank, cudaStream_t stream, cudaStreamCaptureMode mode) : stream_(stream) {

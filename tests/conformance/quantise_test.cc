@@ -142,7 +142,7 @@ class Ring {
 
   const Rank& rank_;
   const QuantisedWay way_;
-  const std::int64_t hidden_;  // of MXFP8 no multiple of 128
+  const std::int64_t hidden_;  // for MXFP8 no multiple of 128
   Group group_;
   Buffer plan_;
 };

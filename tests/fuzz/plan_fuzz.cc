@@ -19,7 +19,7 @@ constexpr xd_ep_operation kUsers[] = {XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBI
 
 [[noreturn]] void crash(const char* what) {
   std::fprintf(stderr, "%s: %s\n", what, xd_last_error());
-  std::abort();  // what a fuzzer understands
+  std::abort();  // the fuzzer records an abort as a finding
 }
 
 Comm comm_of_one() {

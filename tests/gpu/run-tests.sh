@@ -15,7 +15,7 @@ if ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
 fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sort | uniq -c
 
-# Of GoogleTest's lines, those about tests that were fine say nothing.
+# Leaves out GoogleTest's lines about tests that passed.
 what_went_wrong() {
   awk '/\[ RUN      \]/ { running = $0; next }
        /\[       OK \]/ { running = ""; next }

@@ -69,7 +69,7 @@ class World {
 
   bool threads_ = false;
   int num_ranks_ = 0;
-  int first_rank_ = 0;                             // of this process
+  int first_rank_ = 0;                             // this process's first
   std::vector<std::unique_ptr<Memory>> memories_;  // one per rank of this process
   std::vector<Comm> comms_;                        // likewise
   std::uint64_t runs_ = 0;

@@ -1,4 +1,4 @@
-// A library with the functions that are looked up in NCCL; what they do is the tests' business.
+// A library with the functions that are looked up in NCCL. Tests decide what they do.
 // NCCL_FAKE_PARTIAL leaves some out.
 extern "C" {
 

@@ -1,4 +1,4 @@
-// What prepare makes of a batch on one rank: its choices, and the rows that they get.
+// Tests two steps of prepare on one rank: the choices of a batch, and the rows that they get.
 #include "ep/cpu/numbering.h"
 
 #include <gtest/gtest.h>

@@ -17,7 +17,7 @@ struct Choices {
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
   std::span<const std::uint32_t> experts;  // [T][K] of each choice; kNone = does not count
-  std::span<const std::uint32_t> counts;   // what this rank tells the others (CountLayout)
+  std::span<const std::uint32_t> counts;   // this rank's counts, for the others (CountLayout)
   int topk = 1;
 };
 

@@ -35,8 +35,8 @@ class Numbering {
   struct Rules {
     const Config& config;
     const RowCodec& codec;
-    std::span<const std::int64_t> capacities;  // of all ranks, as configured
-    std::int64_t alignment;                    // of the plan
+    std::span<const std::int64_t> capacities;  // all ranks', as configured
+    std::int64_t alignment;                    // the plan's
   };
 
   // Begins at the placement's first rows.

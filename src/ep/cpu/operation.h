@@ -1,5 +1,4 @@
-// What the operations of the CPU executor have in common; their steps are those of
-// turn::HostOperation.
+// The common parts of the CPU executor's operations. Their steps are those of turn::HostOperation.
 #pragma once
 
 #include <array>

@@ -99,7 +99,7 @@ struct LayoutParams {
   std::uint8_t* in_rank;  // [T,W]; nullptr = not given
 };
 
-constexpr int kLayoutBlocks = 8;  // of a cluster, on every device
+constexpr int kLayoutBlocks = 8;  // one cluster, on every device
 constexpr int kLayoutThreads = 512;
 
 class LayoutCounter {

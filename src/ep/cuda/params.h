@@ -83,14 +83,14 @@ struct TurnParams : turn::DeviceTurnParams<GroupDevice, Record> {
   const std::byte* plan;  // nullptr: no plan is read
   std::uint64_t plan_bytes;
   int num_checks;
-  Check checks[kMaxChecks];  // of tensors, by what the plan says
+  Check checks[kMaxChecks];  // tensors against the plan
 };
 
 // A receive tensor of this rank.
 struct ReceiveRows {
   std::byte* data;    // nullptr = not given
   std::byte* staged;  // staging; nullptr = used where it lies
-  std::int64_t rows;  // of the tensor
+  std::int64_t rows;  // the tensor's
   std::uint64_t row_bytes;
 };
 
@@ -112,7 +112,7 @@ struct LateCopy {
 
   const std::byte* from;
   std::byte* to;
-  std::int64_t rows;        // of the tensor
+  std::int64_t rows;        // the tensor's
   std::uint64_t row_bytes;  // packed
   std::int64_t row_stride, col_stride;
   std::uint32_t element;

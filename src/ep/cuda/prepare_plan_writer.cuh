@@ -25,7 +25,7 @@ class PlanWriter {
     std::int32_t row_begin[kMaxDeviceRanks + 1];
     unsigned long long dropped_rows;  // EXPERT_MAJOR: this rank's
     unsigned long long checksum;
-    std::uint64_t partial[kMostPrepareWarps];  // of scan_block()
+    std::uint64_t partial[kMostPrepareWarps];  // for scan_block()
   };
 
   __device__ PlanWriter(const PrepareParams& params, Turn& turn, TurnShared& turn_shared,

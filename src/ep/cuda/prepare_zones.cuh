@@ -18,7 +18,7 @@ namespace xd::ep::cuda {
 class Zones {
  public:
   struct Shared {
-    std::uint64_t partial[kMostPrepareWarps];   // of scan_block()
+    std::uint64_t partial[kMostPrepareWarps];   // for scan_block()
     unsigned long long total[kMaxDeviceRanks];  // padded rows each rank needs
     std::uint64_t start[kMaxDeviceRanks + 1];   // padded rows of all lower ranks
     int overflow_rank, bad_id_rank;             // the lowest; INT32_MAX = none

@@ -206,7 +206,7 @@ struct Columns {
 struct Arrival {
   int source, flag;
   int token, tokens;  // the source's first token, and how many follow
-  int part, parts;    // of their rows
+  int part, parts;    // one part of their rows, and how many there are
 };
 
 // Calls body(arrival) for every arrival, in the order in which arrivals come in: all sources side

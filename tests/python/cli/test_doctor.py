@@ -12,7 +12,7 @@ import crossdock
 from commands import run
 from crossdock.cli import _doctor, _gpus
 
-# What nvidia-smi prints on a host of four GPUs of which the last hangs on the host's bridge only.
+# The output of nvidia-smi on a host of four GPUs of which the last hangs on the host's bridge only.
 QUERY = "".join(f"{gpu}, NVIDIA H200, 143771 MiB, 9.0, Disabled, 580.95.05\n" for gpu in range(4))
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

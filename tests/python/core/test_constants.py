@@ -13,7 +13,7 @@ import crossdock
 from crossdock import _config
 from crossdock._core import constants
 
-# Of the sources: a build has links to them.
+# The place in the sources: a build has links to them.
 PACKAGE = pathlib.Path(crossdock.__file__).resolve().parent
 WORDS = {*constants.LAYOUTS, *constants.OVERFLOWS, *constants.DUPLICATE_IDS, *constants.ON_ERROR,
          *constants.STAGINGS, *constants.DTYPES, *constants.QUANTISE, *constants.DEVICE_TYPES,
