@@ -48,7 +48,7 @@ Announcement announce(const Config& c) {
 }  // namespace
 
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of)
-    : Sequence(std::move(comm)) {
+    : Sequence(std::move(comm)), ranks_(RankSet::all(Sequence::comm().num_ranks())) {
   agree_on_config(config, keeps_of);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/rank_set.h"
 #include "ep/calls.h"
 #include "ep/config.h"
 #include "ep/family.h"
@@ -46,6 +47,8 @@ class Group : public turn::Sequence<Family> {
   const Config& config() const { return config_; }
   // The config of a rank: like this rank's, except for the fields that may differ.
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }
+  // The ranks whose memory operations read and write, this one among them.
+  const RankSet& ranks() const { return ranks_; }
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
   CallContext call_context() const { return {&config_, comm().device()}; }
@@ -73,6 +76,7 @@ class Group : public turn::Sequence<Family> {
 
   Config config_;
   std::vector<Config> configs_;
+  RankSet ranks_;
   std::vector<std::int64_t> capacities_;
   std::uint64_t capacities_hash_ = 0;
   std::unique_ptr<RowCodec> codec_;

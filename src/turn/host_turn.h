@@ -11,6 +11,7 @@
 
 #include "base/math.h"
 #include "comm/comm.h"
+#include "comm/rank_set.h"
 #include "turn/entry.h"
 
 namespace xd::turn {
@@ -30,6 +31,7 @@ class HostTurn {
         number_(number),
         rank_(comm.rank()),
         ranks_(comm.num_ranks()),
+        peers_(RankSet::peers_of(rank_, ranks_)),
         areas_(std::move(areas)),
         records_(at(ranks_)) {}
 
@@ -49,12 +51,8 @@ class HostTurn {
 
   // ---- For what a family makes its ranks wait for inside an operation ----
 
-  // Visits the peers, beginning with the next rank, so that not all ranks turn to the same peer at
-  // once.
-  template <class Body>
-  void for_each_peer(Body&& body) const {
-    for (int i = 1; i < ranks_; ++i) body((rank_ + i) % ranks_);
-  }
+  // The peers that this rank takes turns with.
+  const RankSet& peers() const { return peers_; }
   WaitSite site(xd_phase phase) const {
     return {.phase = phase,
             .group = number_,
@@ -63,7 +61,7 @@ class HostTurn {
             .deadline = comm_.deadline()};
   }
   void ring_peers() const {
-    for_each_peer([&](int peer) { comm_.ring(peer); });
+    for (const int peer : peers()) comm_.ring(peer);
   }
   // The last operation that a peer has entered, for error texts, out of those that the slots can
   // hold.
@@ -86,6 +84,7 @@ class HostTurn {
   const int number_;
   const int rank_;
   const int ranks_;
+  const RankSet peers_;
   const std::vector<Area> areas_;
   std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
@@ -95,47 +94,47 @@ class HostTurn {
 template <class Record>
 void HostTurn<Record>::enter(const Record& record) {
   records_[at(rank_)] = record;
-  for_each_peer([&](int peer) {
+  for (const int peer : peers()) {
     Entry<Record>& theirs = entry(peer, rank_, epoch_);
     theirs.record = record;
     // Release: a rank that sees this epoch also sees the record, and staged input.
     theirs.epoch.store(epoch_, std::memory_order_release);
-  });
+  }
   ring_peers();
 }
 
 template <class Record>
 void HostTurn<Record>::await() {
   const WaitSite site = this->site(XD_PHASE_ENTRY);
-  for_each_peer([&](int peer) {
+  for (const int peer : peers()) {
     const Entry<Record>& mine = entry(rank_, peer, epoch_);
     const auto here = [&] { return mine.epoch.load(std::memory_order_acquire) == epoch_; };
     comm_.wait_for(peer, site, here, [&] { return last_entered(peer); });
     records_[at(peer)] = mine.record;
-  });
+  }
 }
 
 template <class Record>
 void HostTurn<Record>::leave() {
-  for_each_peer([&](int peer) {
+  for (const int peer : peers()) {
     // Release: a rank that sees this epoch also sees all that was written there, and nothing is
     // read there any more.
     done(peer, rank_, epoch_).epoch.store(epoch_, std::memory_order_release);
-  });
+  }
   ring_peers();
 }
 
 template <class Record>
 void HostTurn<Record>::end() {
   const WaitSite site = this->site(XD_PHASE_DONE);
-  for_each_peer([&](int peer) {
+  for (const int peer : peers()) {
     const auto left_at = [&](std::uint64_t epoch) {
       return done(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
     };
     comm_.wait_for(
         peer, site, [&] { return left_at(epoch_) == epoch_; },
         [&] { return std::max(left_at(epoch_), left_at(epoch_ - 1)); });
-  });
+  }
 }
 
 }  // namespace xd::turn

@@ -37,18 +37,18 @@ Lockstep::Lockstep(const Group& group)
       count_layout_{group.config().experts, group.config().ranks} {}
 
 void Lockstep::send_counts(std::span<const std::uint32_t> values) {
-  for_each_peer([&](int peer) {
+  for (const int peer : peers()) {
     std::atomic<std::uint64_t>* words = counts(peer, comm_.rank());
     for (std::size_t i = 0; i < values.size(); ++i) {
       words[i].store(count_word(values[i], epoch()), std::memory_order_relaxed);
     }
-  });
+  }
   ring_peers();
 }
 
 void Lockstep::await_counts(std::span<std::uint32_t> table) {
   const WaitSite site = this->site(XD_PHASE_COUNTS);
-  for_each_peer([&](int peer) {
+  for (const int peer : peers()) {
     const std::atomic<std::uint64_t>* words = counts(comm_.rank(), peer);
     std::uint32_t* row = table.data() + at(peer) * count_layout_.size();
     std::size_t taken = 0;
@@ -61,7 +61,7 @@ void Lockstep::await_counts(std::span<std::uint32_t> table) {
       return true;
     };
     comm_.wait_for(peer, site, take, [&] { return last_entered(peer); });
-  });
+  }
 }
 
 std::byte* Lockstep::tensor_of(int rank, turn::RemoteAddress address, std::uint64_t bytes,

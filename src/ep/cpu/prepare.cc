@@ -99,7 +99,7 @@ Numbering PrepareOp::begin_numbering() const {
                        .capacities = context_.group.capacities(),
                        .alignment = call_.alignment},
                       placement(), context_.scratch.numbering);
-  for (int d = 0; d < config().ranks; ++d) {
+  for (const int d : context_.group.ranks()) {
     if (!context_.group.config_of(d).keeps.lists) continue;
     numbering.open_list(d, list_of(d, context_.group.rank()));
   }
@@ -110,7 +110,7 @@ Numbering PrepareOp::begin_numbering() const {
 // this operation's done flag.
 void PrepareOp::send_kept(std::span<const std::uint32_t> kept) const {
   const auto local = at(config().local_experts);
-  for (int d = 0; d < config().ranks; ++d) {
+  for (const int d : context_.group.ranks()) {
     if (placement().total[at(d)] <= capacity_of(d)) continue;
     std::byte* area = context_.lockstep.area_of(d, context_.lockstep.map_of(d).kept);
     auto* row = reinterpret_cast<std::uint32_t*>(area) + at(context_.group.rank()) * local;
@@ -129,7 +129,7 @@ std::int64_t PrepareOp::collect_lists() const {
   const PlanMap map = plan_map();
   auto* to = reinterpret_cast<std::uint32_t*>(call_.plan + map.list);
   std::int64_t rows = 0;
-  for (int s = 0; s < config().ranks; ++s) {
+  for (const int s : context_.group.ranks()) {
     const std::uint32_t* list = list_of(context_.group.rank(), s);
     const std::int64_t count = std::min<std::int64_t>(
         {*list, static_cast<std::int64_t>(config().rows_per_source()), config().capacity - rows});
@@ -146,8 +146,8 @@ void PrepareOp::collect_kept() {
   const auto* area = reinterpret_cast<const std::uint32_t*>(
       context_.lockstep.area_of(rank, context_.lockstep.map_of(rank).kept));
   std::ranges::fill(scratch.kept_pairs, 0);
-  for (std::size_t i = 0; i < at(config().ranks) * local; ++i) {
-    scratch.kept_pairs[i % local] += area[i];
+  for (const int s : context_.group.ranks()) {
+    for (std::size_t e = 0; e < local; ++e) scratch.kept_pairs[e] += area[at(s) * local + e];
   }
   scratch.placement.cut_pairs(scratch.kept_pairs, call_.alignment);
 }

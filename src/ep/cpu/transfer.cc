@@ -146,7 +146,7 @@ Setback overflow_of(const PlanView& plan) {
 }
 
 void resolve_tensors(const Context& context, const RowSizes& sizes) {
-  for (int r = 0; r < context.group.config().ranks; ++r) {
+  for (const int r : context.group.ranks()) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
     const bool lists = context.group.config_of(r).keeps.lists;
