@@ -47,7 +47,7 @@ int number(const char* name, int least, int most) {
 }
 
 // The meeting that rank 0 serves, for as long as this object lives: its destructor waits until
-// every rank that came has its answer, which takes at most Meeting::kGuestLimitMs.
+// every rank that came has its answer, which takes at most MeetingOptions::guest_limit_ms.
 class ServedMeeting {
  public:
   ServedMeeting(UniqueFd listener, const Key& key, const Deadline& deadline)

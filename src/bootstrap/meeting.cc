@@ -36,11 +36,11 @@ std::size_t strangers_allowed() {
 
 }  // namespace
 
-Meeting::Guest::Guest(UniqueFd connection, std::string peer, const Key& key)
+Meeting::Guest::Guest(UniqueFd connection, std::string peer, const MeetingOptions& options)
     : fd(std::move(connection)),
       name(std::move(peer)),
-      handshake(Side::server, key),
-      limit(Deadline::after_ms(kGuestLimitMs)) {}
+      handshake(Side::server, options.key),
+      limit(Deadline::after_ms(options.guest_limit_ms)) {}
 
 Meeting::Meeting(UniqueFd listener, MeetingOptions options)
     : listener_(std::move(listener)),
@@ -99,7 +99,7 @@ void Meeting::answer_all() {
     if (!guest->closed() && !guest->answered)
       refuse(*guest, "had not joined when the meeting ended", options_.expects_strangers);
   }
-  const Deadline end = Deadline::after_ms(kGuestLimitMs);
+  const Deadline end = Deadline::after_ms(options_.guest_limit_ms);
   while (wait_and_serve(end) && !end.passed()) {
   }
 }
@@ -160,7 +160,7 @@ void Meeting::accept_guests() {
                           SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd) {
       if (num_strangers() >= max_strangers_) evict_stranger();
-      guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_.key));
+      guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_));
       read(*guests_.back());  // a rank has already sent its hello
       continue;
     }
@@ -292,7 +292,7 @@ void Meeting::give(Guest& guest, std::span<const std::byte> frame) {
   guest.output.insert(guest.output.end(), frame.begin(), frame.end());
   guest.seated = false;
   guest.answered = true;
-  guest.limit = Deadline::after_ms(kGuestLimitMs);
+  guest.limit = Deadline::after_ms(options_.guest_limit_ms);
 }
 
 void Meeting::flush(Guest& guest) {

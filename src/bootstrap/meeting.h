@@ -29,12 +29,12 @@ struct MeetingOptions {
   // True where connections for other meetings are normal (ports found by trying): they are logged
   // on request only (XD_LOG=comm), and not as warnings.
   bool expects_strangers = false;
-  int stop_fd = -1;  // the meeting ends when it becomes readable
+  int stop_fd = -1;           // the meeting ends when it becomes readable
+  int guest_limit_ms = 5000;  // for a guest to join, and to take the answer
 };
 
 class Meeting {
  public:
-  static constexpr int kGuestLimitMs = 5000;  // to join, and to take the answer
   // The most connections that have not proved the secret; fewer where the process may have few
   // descriptors.
   static constexpr std::size_t kMaxStrangers = 128;
@@ -51,7 +51,7 @@ class Meeting {
   // One connection. It goes through the handshake, sends its JoinMessage, and is then seated until
   // it is answered.
   struct Guest {
-    Guest(UniqueFd fd, std::string name, const Key& key);
+    Guest(UniqueFd fd, std::string name, const MeetingOptions& options);
 
     UniqueFd fd;
     std::string name;  // address and port, for texts
@@ -83,7 +83,7 @@ class Meeting {
   void seat(Guest& guest);
   bool make_way(Guest& newcomer, const JoinMessage& wish);
   void answer(Guest& guest, const AnswerMessage& message);
-  static void give(Guest& guest, std::span<const std::byte> frame);
+  void give(Guest& guest, std::span<const std::byte> frame);
   void flush(Guest& guest);
   static void leave(Guest& guest);
   void remember(const std::string& refusal);

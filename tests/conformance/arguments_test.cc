@@ -120,8 +120,13 @@ TEST_P(BadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
     make_plan(group.get(), batch);
+    std::size_t turn = 0;
     for (Batch::Field& field : batch.fields()) {
+      ++turn;
       for (const Damage& damage : kDamages) {
+        // Every field with every damage on two ranks; on others each field with one of them.
+        const auto number = static_cast<std::size_t>(&damage - kDamages);
+        if (rank.num_ranks != 2 && number != turn % std::size(kDamages)) continue;
         const bool any_strides = std::string(field.name) == "scales";
         if (any_strides && std::string(damage.name) == "NotContiguous") continue;
         SCOPED_TRACE(std::string(damage.name) + " " + field.name + " of operation " +

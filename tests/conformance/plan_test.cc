@@ -9,6 +9,7 @@
 #include "conformance/batch.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
+#include "support/plan_format.h"
 #include "support/random.h"
 
 namespace xd::test {
@@ -270,15 +271,14 @@ TEST_P(Plan, OfAnEqualBatchPreparedElsewhereIsAMismatch) {
 }
 
 // A plan with any wrong bit in its header is refused, so a plan's size and sums can be trusted once
-// it has been opened. The header's length is the offset of the last byte that matters.
+// it has been opened.
 TEST_P(Plan, WithADamagedHeaderByteIsRefused) {
-  constexpr std::size_t kHeaderBytes = 152;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
     batch.prepare(group.get());
     const std::vector<std::byte> good = batch.plan().read();
-    for (std::size_t i = 0; i < kHeaderBytes; ++i) {
+    for (std::size_t i = 0; i < kPlanHeaderBytes; ++i) {
       SCOPED_TRACE("byte " + std::to_string(i));
       std::vector<std::byte> bad = good;
       bad[i] ^= std::byte{1} << (mix(c.seed, i) % 8);
@@ -298,7 +298,6 @@ TEST_P(Plan, WithADamagedBodyStaysInsideTheTensors) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "damaged plans of two ranks may name one row: a race by construction";
 #endif
-  constexpr std::size_t kHeaderBytes = 152;
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
@@ -309,7 +308,7 @@ TEST_P(Plan, WithADamagedBodyStaysInsideTheTensors) {
       std::vector<std::byte> bad = good;
       const std::uint64_t hits = 1 + random.below(round % 2 == 0 ? 4 : bad.size());
       for (std::uint64_t hit = 0; hit < hits; ++hit) {
-        bad[kHeaderBytes + random.below(bad.size() - kHeaderBytes)] =
+        bad[kPlanHeaderBytes + random.below(bad.size() - kPlanHeaderBytes)] =
             static_cast<std::byte>(random.next());
       }
       batch.plan().write(bad);

@@ -23,10 +23,10 @@ struct Pipe {
   Pipe() {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe2 failed");
-    read = Descriptor(ends[0]);
-    write = Descriptor(ends[1]);
+    read = UniqueFd(ends[0]);
+    write = UniqueFd(ends[1]);
   }
-  Descriptor read, write;
+  UniqueFd read, write;
 };
 
 xd_unique_id make_id(const RankProgram& program) {
@@ -38,10 +38,6 @@ xd_unique_id make_id(const RankProgram& program) {
 }
 
 }  // namespace
-
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
 
 Processes::Processes(RankProgram program, const std::vector<std::vector<int>>& processes) {
   program.num_ranks = 0;

@@ -10,27 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "base/fd.h"
 #include "faults/rank_program.h"
 
 namespace xd::test {
 
 using Clock = std::chrono::steady_clock;
-
-// Owner of a file descriptor.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor();
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 struct Result {
   xd_status status;
@@ -69,7 +54,7 @@ class Processes {
   struct Process {
     pid_t pid = -1;
     std::vector<int> ranks;
-    Descriptor input, output;
+    UniqueFd input, output;
     std::string partial;  // beginning of a line
   };
   struct Line {

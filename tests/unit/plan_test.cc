@@ -10,9 +10,12 @@
 
 #include "base/error.h"
 #include "ep/wire.h"
+#include "support/plan_format.h"
 
 namespace xd::ep {
 namespace {
+
+static_assert(sizeof(PlanHeader) == test::kPlanHeaderBytes);
 
 constexpr std::array<std::int64_t, 4> kCapacities = {7, 0, 1, 100};
 

@@ -1,0 +1,12 @@
+// What tests through the C API know of a plan's bytes. tests/unit/plan_test.cc holds it against the
+// library's own definition.
+#pragma once
+
+#include <cstddef>
+
+namespace xd::test {
+
+// Of the header, to its last byte: any wrong bit in it is found.
+inline constexpr std::size_t kPlanHeaderBytes = 160;
+
+}  // namespace xd::test
