@@ -15,11 +15,14 @@
 namespace xd {
 namespace {
 
+std::byte* at(std::uintptr_t address) {
+  return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
 // Memory that nobody touches.
 class FakeSegment final : public Segment {
  public:
-  FakeSegment(std::uintptr_t base, std::size_t bytes)
-      : Segment(reinterpret_cast<std::byte*>(base), bytes, false) {}
+  FakeSegment(std::uintptr_t base, std::size_t bytes) : Segment(at(base), bytes, false) {}
 };
 
 class HeapNumbers : public testing::Test {
@@ -104,8 +107,7 @@ TEST_F(HeapNumbers, LeadToTheMemoryThatWasAddedWithThem) {
   for (int i = 0; i < 5; ++i) {
     const auto number = static_cast<std::uint32_t>(2 * i);
     EXPECT_EQ(heap_.address(0, {number, 16}, 8),
-              reinterpret_cast<std::byte*>((1 << 20) +
-                                           (2 * static_cast<std::size_t>(i) + 1) * kBytes + 16));
+              at((1 << 20) + (2 * static_cast<std::size_t>(i) + 1) * kBytes + 16));
     EXPECT_FALSE(heap_.is_registered(number));
   }
   std::vector<void*> allocated;
