@@ -1,4 +1,4 @@
-// What a group is on every executor: a sequence of operations whose sizes all ranks have agreed on.
+// A group, as every executor has it: a sequence of operations whose sizes all ranks have agreed on.
 // An executor derives from it and carries the operations out.
 #pragma once
 
@@ -30,7 +30,7 @@ struct Reach {
   bool staged;  // through this rank's staging memory
 };
 
-// What an executor keeps of a rank's batches, by that rank's config.
+// The parts of a rank's batches that an executor keeps, by that rank's config.
 using KeepsOf = Keeps (*)(const Config& config);
 
 class Group : public turn::Sequence<Family> {

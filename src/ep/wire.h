@@ -98,9 +98,9 @@ struct ListedWord {
   std::uint32_t items, rows;
 };
 
-// Rows may be announced in chunks of tokens, which few tokens cut by columns into parts. What
-// makes a chunk depends on the operation, the number of the rank's tokens and the size of a row
-// alone, so both sides agree whatever their grids are.
+// Rows may be announced in chunks of tokens, which few tokens cut by columns into parts. Chunks
+// depend on the operation, the number of the rank's tokens and the size of a row alone, so both
+// sides agree about them whatever their grids are.
 struct ChunkFlags {
   int most_tokens;  // in a chunk
 

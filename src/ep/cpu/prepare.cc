@@ -19,8 +19,8 @@
 namespace xd::ep::cpu {
 namespace {
 
-// Writes values into an optional int32 or int64 output; what does not fit into 32 bits is cut off
-// at the largest number that does.
+// Writes values into an optional int32 or int64 output. A value that does not fit into 32 bits
+// becomes the largest number that does.
 template <class Value>
 void write_numbers(const Tensor& out, std::int64_t count, Value&& value) {
   if (!out) return;
@@ -55,7 +55,7 @@ PlanMap PrepareOp::plan_map() const {
 }
 
 void PrepareOp::stage_in() {
-  // Whatever plan these bytes were, they are none from now on.
+  // Whatever these bytes were, they are no plan from now on.
   std::memset(call_.plan, 0, sizeof(PlanHeader));
   choices_ = read_choices(call_.topk_idx, config(), context_.scratch.choices);
 }

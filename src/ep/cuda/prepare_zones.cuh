@@ -79,7 +79,7 @@ class Zones {
   const Counters& counters_;
   const Exchange& exchange_;
   Shared& s_;
-  std::uint32_t* next_;       // [C] what this block's counters begin with, but for zones
+  std::uint32_t* next_;       // [C] first values of this block's counters, but for zones
   std::uint32_t* first_row_;  // [E]
 };
 
