@@ -28,7 +28,7 @@ class CudaSide final : public DeviceSide {
     for (const auto& board : boards_) {
       of_rank.push_back(reinterpret_cast<DeviceBoard*>(board->base()));
     }
-    board_table_.write(0, static_cast<const void*>(of_rank.data()), board_table_.bytes());
+    board_table_.write(0, of_rank.data(), board_table_.bytes());
     device_comm_.own_board = of_rank[at(seat.rank)];
     device_comm_.boards = board_table_.as<DeviceBoard*>();
   }

@@ -27,7 +27,6 @@ constexpr QuantiseFormat quantise_format(xd_ep_quantise way) {
     case XD_EP_QUANTISE_FP8_BLOCK128_POW2:
       return {.block = XD_EP_QUANTISE_BLOCK(way), .scale_bytes = 4, .powers = true};
     case XD_EP_QUANTISE_FP8_BLOCK128_E8M0:
-      return {.block = XD_EP_QUANTISE_BLOCK(way), .scale_bytes = 1, .powers = true};
     case XD_EP_QUANTISE_MXFP8:
       return {.block = XD_EP_QUANTISE_BLOCK(way), .scale_bytes = 1, .powers = true};
   }

@@ -72,9 +72,9 @@ TEST_P(FloatModes, OfTheCallingThreadChangeNoBitOfAnyOutput) {
   Case c = plain_case(world().num_ranks());
   c.dtype = dtype;
   c.layout = layout;
-  on_every_rank([&, place = place](Rank& rank) {
+  on_every_rank([&, rows = place](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
-    Batch batch(rank, c, 0, place);
+    Batch batch(rank, c, 0, rows);
     batch.prepare(group.get());
     const std::uint64_t seed = mix(c.seed, 0xF10A7, static_cast<std::uint64_t>(rank.rank));
     SCOPED_TRACE("seed " + std::to_string(c.seed) + ", rank " + std::to_string(rank.rank));

@@ -30,7 +30,7 @@ struct Batch {
     config.layout = Layout::of(layout);
     const auto poison = [](auto& vector, std::size_t size) {
       vector.resize(size);
-      std::memset(static_cast<void*>(vector.data()), 0xA5, size * sizeof(vector[0]));
+      std::memset(vector.data(), 0xA5, size * sizeof(vector[0]));
     };
     choices_memory.for_each_vector(config, poison);
     numbering_memory.for_each_vector(config, poison);
