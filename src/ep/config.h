@@ -16,7 +16,6 @@ namespace xd::ep {
 inline constexpr int kMaxTopk = XD_EP_MAX_TOPK;
 inline constexpr int kMaxRanks = XD_MAX_RANKS;
 inline constexpr int kMaxExperts = XD_EP_MAX_EXPERTS;
-inline constexpr int kMaxDeviceExperts = 4096;  // on CUDA
 inline constexpr std::uint64_t kRowAlignment = XD_EP_ROW_ALIGNMENT;
 
 // The receive rows that a plan has out of a capacity: whole multiples of its alignment, which is a
@@ -58,7 +57,7 @@ struct Config {
   bool zero_tail = false;
   int device_type = 0;  // as given
   Keeps keeps;          // as the executor says
-  int num_sms = 0;      // CUDA: 0 = chosen by the library
+  int num_sms = 0;      // multiprocessors; 0 = chosen by the library
 
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int max_slots_per_token() const { return std::min(max_topk, ranks); }

@@ -8,9 +8,9 @@
 //   list[]       uint32, EXPERT_MAJOR with staging: the rows received here, by source rank, token
 //                and k. A token's first row here has kFirstOfToken set: the others hold the same
 //
-// Plans of the CUDA executor have room for R rows and items, whatever the batch, so that every part
-// has its place before the counts are known. An item is a (source rank, token) with rows here;
-// items are ordered by source rank and token.
+// Plans of executors that keep items have room for R rows and items, whatever the batch, so that
+// every part has its place before the counts are known. An item is a (source rank, token) with rows
+// here; items are ordered by source rank and token.
 //   tokens[W]       int32: tokens of every rank (after offset[])
 //   item_begin[W+1] int32: first item of every source rank, and the end of the last
 //   start[R+1]      uint32, EXPERT_MAJOR: where an item's rows begin in list[] (no kFirstOfToken)
@@ -50,7 +50,7 @@ struct PlanHeader {
   std::int32_t alignment;
   std::int32_t overflow;     // an xd_ep_overflow
   std::int32_t keeps_list;   // 1 = has a list
-  std::int32_t keeps_items;  // 1 = has the parts of CUDA plans
+  std::int32_t keeps_items;  // 1 = has room for items
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
   std::int32_t reserved;
@@ -76,7 +76,7 @@ struct PlanMap {
   struct Sizes {
     int local_experts = 1, tokens = 0, topk = 1;
     std::int64_t list_rows = 0;  // 0 = no list
-    std::int64_t items = 0;      // room; 0 = not a plan of the CUDA executor
+    std::int64_t items = 0;      // room; 0 = the executor keeps none
     int ranks = 1;
   };
   static constexpr PlanMap make(const Sizes& sizes) {

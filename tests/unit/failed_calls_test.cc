@@ -1,12 +1,16 @@
 // The call whose mistake finishes a communicator is the one whose launch ran.
-#include "ep/cuda/failed_calls.h"
+#include "turn/failed_calls.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
-namespace xd::ep::cuda {
+#include "ep/family.h"
+
+namespace xd::ep {
 namespace {
+
+using FailedCalls = turn::FailedCalls<Family>;
 
 Setback mistake(const std::string& text) {
   return {.status = XD_ERROR_INVALID_ARGUMENT, .text = text, .rank = 1};
@@ -43,4 +47,4 @@ TEST(FailedCallsTest, KeepTheLatestOfAnyNumber) {
 }
 
 }  // namespace
-}  // namespace xd::ep::cuda
+}  // namespace xd::ep

@@ -8,6 +8,8 @@
 
 namespace xd::ep::cuda {
 
+inline constexpr int kMaxDeviceExperts = 4096;
+
 // Starts the kernel on the current device.
 void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding, cudaStream_t stream);
 

@@ -1,14 +1,13 @@
 #include "ep/cuda/report.h"
 
 #include <atomic>
-#include <iterator>
+#include <span>
 
 #include "base/error.h"
 #include "base/math.h"
 #include "ep/family.h"
 
 namespace xd::ep::cuda {
-namespace {
 
 Setback setback_of(const Report& report, const Group& group) {
   const Config& config = group.config();
@@ -36,23 +35,8 @@ Setback setback_of(const Report& report, const Group& group) {
   }
 }
 
-}  // namespace
-
-Setback ReportReader::look(Report& report, const Group& group) {
-  // Acquire: the error was complete before it was counted.
-  const std::uint32_t written = std::atomic_ref(report.written).load(std::memory_order_acquire);
-  return written != 0 ? setback_of(report, group) : Setback();
-}
-
-void ReportReader::collect(Report& report, Group& group) {
-  // Acquire: the error was complete before it was counted.
-  const std::uint32_t written = std::atomic_ref(report.written).load(std::memory_order_acquire);
-  if (written != report.taken) {
-    const Setback setback = setback_of(report, group);
-    group.remember(setback, report.operation, report.epoch);
-    // Release: kernels write the next error only where this one has been read.
-    std::atomic_ref(report.taken).store(written, std::memory_order_release);
-  }
+void LossCounter::collect(Report& report, Group& group) {
+  const std::lock_guard lock(mutex_);
   const std::uint64_t bad = std::atomic_ref(report.total_bad_ids).load(std::memory_order_relaxed);
   const std::uint64_t dropped =
       std::atomic_ref(report.total_dropped_rows).load(std::memory_order_relaxed);

@@ -1,26 +1,27 @@
-// Puts the reports of kernels to their host into words.
+// What kernels of a group report to their host, as their group tells it.
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 
 #include "ep/cuda/params.h"
 #include "ep/group.h"
 
 namespace xd::ep::cuda {
 
-// Reads a group's Report. One thread at a time.
-class ReportReader {
+// The setback that the report tells of.
+Setback setback_of(const Report& report, const Group& group);
+
+// Counts the losses of all plans that kernels have made. Any thread.
+class LossCounter {
  public:
-  // Gives the group the errors that kernels have reported since the last time. Never waits for
-  // kernels.
+  // Gives the group what has come since the last time. Never waits for kernels.
   void collect(Report& report, Group& group);
 
-  // The setback that kernels have reported last; in a group whose errors are fatal, the first.
-  static Setback look(Report& report, const Group& group);
-
  private:
-  std::uint64_t bad_ids_ = 0,
-                dropped_rows_ = 0;  // the parts of the totals that the group already has
+  std::mutex mutex_;
+  // The parts of the totals that the group already has.
+  std::uint64_t bad_ids_ = 0, dropped_rows_ = 0;
 };
 
 }  // namespace xd::ep::cuda

@@ -2,30 +2,29 @@
 // communicator: calls are made in one order and, because of captures, run in another, or never.
 #pragma once
 
-#include <crossdock/ep.h>
-
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <new>
 #include <optional>
 
-#include "ep/group.h"
+#include "turn/setback.h"
 
-namespace xd::ep::cuda {
+namespace xd::turn {
 
-// The failed calls of one group. Any thread.
+// The failed calls of one sequence. Any thread.
+template <class Family>
 class FailedCalls {
  public:
   struct Call {
     std::int32_t operation;
-    Setback setback;
+    Setback<Family> setback;
   };
 
   // Called before the launch that takes the call's turn. Among many calls that are captured and
   // never run it keeps the latest, and none where there is no memory: the error then has no text of
   // its own.
-  void note(std::uint32_t launch, std::int32_t operation, const Setback& setback) noexcept {
+  void note(std::uint32_t launch, std::int32_t operation, const Setback<Family>& setback) noexcept {
     const std::lock_guard lock(mutex_);
     try {
       calls_.insert_or_assign(launch, Call{operation, setback});
@@ -55,4 +54,4 @@ class FailedCalls {
   std::map<std::uint32_t, Call> calls_;
 };
 
-}  // namespace xd::ep::cuda
+}  // namespace xd::turn

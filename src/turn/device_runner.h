@@ -1,0 +1,218 @@
+// Runs a sequence's operations as kernels on their callers' streams: the host's half of
+// turn/device_turn.cuh. It numbers launches, takes the turns of calls that fail on the host, and
+// brings what kernels report to the sequence. It waits for no kernel while the sequence lives.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/deadline.h"
+#include "cuda/device.h"
+#include "cuda/memory.h"
+#include "cuda/stream.h"
+#include "turn/device_group.h"
+#include "turn/failed_calls.h"
+#include "turn/sequence.h"
+
+namespace xd::turn {
+
+// `Control` and `Report` are a DeviceControl and a DeviceReport, or derive from them.
+template <class Family, class Control, class Report>
+class DeviceRunner {
+ public:
+  // Puts a kernel's report into words.
+  using SetbackOf = std::function<Setback<Family>(const Report& report)>;
+  // Launches the turn of a call that has a status and nothing else. Throws where that fails.
+  using LaunchFailed =
+      std::function<void(const Call& call, std::uint32_t launch, xd_stream stream)>;
+  // What kernels of any sequence use.
+  struct Memory {
+    cuda::DeviceBuffer control;
+    cuda::PinnedBlock report;
+    cuda::PinnedBlock last_look;  // at DeviceControl::owner, when the sequence goes
+  };
+
+  // `fatal_errors`: a setback finishes the communicator.
+  DeviceRunner(Sequence<Family>& sequence, bool fatal_errors, SetbackOf setback_of,
+               LaunchFailed launch_failed)
+      : sequence_(sequence),
+        fatal_errors_(fatal_errors),
+        setback_of_(std::move(setback_of)),
+        launch_failed_(std::move(launch_failed)) {}
+
+  // While the sequence is made. Throws OUT_OF_MEMORY.
+  void allocate() {
+    const int device = device_id();
+    memory_.control = cuda::DeviceBuffer(device, sizeof(Control), "a group's control block");
+    memory_.report = cuda::PinnedBlock(device, sizeof(Report));
+    memory_.last_look = cuda::PinnedBlock(device, sizeof(DeviceControl::owner));
+  }
+  // When the sequence is made: from now on the communicator asks here what an error of it is.
+  void begin() {
+    if (!fatal_errors_) return;
+    sequence_.comm().explain_by(sequence_.number(),
+                                [this](const FatalError& error) { return cause_of(error); });
+  }
+  // When the sequence goes. Its caller has promised that no operation runs any more. A kernel that
+  // does run would write into memory that has become somebody else's, so it is waited for, within
+  // bounds. False: one still runs, and the memory that it uses must be kept. (A kernel that has not
+  // begun is not seen.)
+  bool end();
+  Memory take_memory() { return std::move(memory_); }
+
+  Control* control() const { return memory_.control.template as<Control>(); }
+  Report* report() const { return memory_.report.template as<Report>(); }
+
+  // Wraps after 2^32 - 1 launches: numbers only tell apart launches that overlap.
+  std::uint32_t next_launch() {
+    const std::uint32_t number = ++launches_;
+    return number != 0 ? number : next_launch();
+  }
+
+  // start() enqueues the operation, or throws what is wrong with the call. A call that fails here
+  // still takes this rank's turn, so that its peers learn it at once and the epochs stay together.
+  template <class Start>
+  void run(std::int32_t operation, xd_stream stream, Start&& start);
+
+  // Gives the sequence the setback that kernels have reported since the last time, if there is one.
+  void collect();
+  const volatile std::uint64_t* watch() const { return &report()->errors; }
+
+ private:
+  int device_id() const { return sequence_.comm().device().device_id; }
+  bool at_rest() const;
+  Comm::Cause cause_of(const FatalError& error) const;
+  std::uint32_t take_failed_turn(std::int32_t operation, const Setback<Family>& setback,
+                                 xd_stream stream);
+  // Acquire: what is said of an error is complete before it is counted.
+  std::uint32_t written() const {
+    return std::atomic_ref(report()->written).load(std::memory_order_acquire);
+  }
+
+  Sequence<Family>& sequence_;
+  const bool fatal_errors_;
+  const SetbackOf setback_of_;
+  const LaunchFailed launch_failed_;
+  Memory memory_;
+  std::atomic<std::uint32_t> launches_{0};
+  std::mutex report_mutex_;
+  FailedCalls<Family> failed_calls_;  // where errors are fatal
+};
+
+template <class Family, class Control, class Report>
+bool DeviceRunner<Family, Control, Report>::end() {
+  bool rests = true;
+  cuda::try_on_device(device_id(), [&] { rests = at_rest(); });
+  if (fatal_errors_) {
+    static_cast<void>(sequence_.comm().fatal_error());  // what it says needs this sequence
+    sequence_.comm().explain_by(sequence_.number(), {});
+  }
+  return rests;
+}
+
+template <class Family, class Control, class Report>
+bool DeviceRunner<Family, Control, Report>::at_rest() const {
+  constexpr int kPatienceMs = 2000;
+  // A fatal error ends every wait of a kernel within a millisecond, but it may leave the sequence
+  // owned: what is still owned then runs no more.
+  constexpr int kFailedMs = 100;
+  const Comm& comm = sequence_.comm();
+  const auto deadline = Deadline::after_ms(comm.fatal_error() == nullptr ? kPatienceMs : kFailedMs);
+  const auto* owner = memory_.last_look.template as<std::uint64_t>();
+  do {
+    // A look that has not ended may still come, and needs both memories: nothing is at rest.
+    if (!memory_.control.read(offsetof(DeviceControl, owner), memory_.last_look.data(),
+                              sizeof(*owner), deadline)) {
+      return false;
+    }
+    if (static_cast<std::uint32_t>(*owner) == 0) return true;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  } while (!deadline.passed());
+  return comm.fatal_error() != nullptr;
+}
+
+template <class Family, class Control, class Report>
+template <class Start>
+void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_stream stream,
+                                                Start&& start) {
+  sequence_.comm().check_usable();
+  const cuda::DeviceGuard guard(device_id());
+  Setback<Family> setback;
+  try {
+    // Here and not by the launch, which would take that capture down.
+    XD_REQUIRE(stream != nullptr || cuda::takes_work(stream),
+               "stream = NULL, expected another stream while a blocking one is captured");
+    return start();
+  } catch (...) {
+    setback = current_setback<Family>(sequence_.rank());
+  }
+  const std::uint32_t launch = take_failed_turn(operation, setback, stream);
+  if (launch == 0) {
+    setback.text +=
+        ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
+        "hear of this call";
+  }
+  sequence_.give_back(setback, operation, launch);
+}
+
+// Returns the number of the launch; 0: the stream takes no kernel, because its capture has been
+// invalidated or because another one forbids it. Then nothing of this call has been enqueued: it is
+// as if it had not been made, on this rank and on the others. If the launch fails otherwise (a
+// stream of another device), the peers would wait for the timeout: that is fatal.
+template <class Family, class Control, class Report>
+std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
+    std::int32_t operation, const Setback<Family>& setback, xd_stream stream) {
+  const Call call{static_cast<std::uint8_t>(setback.status), static_cast<std::uint8_t>(operation)};
+  const std::uint32_t launch = next_launch();
+  if (!cuda::takes_work(stream)) return 0;
+  if (fatal_errors_) failed_calls_.note(launch, operation, setback);
+  try {
+    launch_failed_(call, launch, stream);
+  } catch (...) {
+    if (!cuda::takes_work(stream)) {
+      failed_calls_.forget(launch);
+      return 0;
+    }
+    const int rank = sequence_.rank();
+    sequence_.comm().raise({.status = XD_ERROR_INTERNAL,
+                            .rank = rank,
+                            .peer = rank,
+                            .group = sequence_.number(),
+                            .operation = operation},
+                           Comm::Spread::everywhere);
+  }
+  return launch;
+}
+
+// What a kernel of this sequence says of an error that it has raised. A mistake that a call has
+// found on the host is known to the host alone; which call that was, and at which epoch, to the
+// kernel alone.
+template <class Family, class Control, class Report>
+Comm::Cause DeviceRunner<Family, Control, Report>::cause_of(const FatalError& error) const {
+  const Report& said = *report();
+  // Relaxed: it was written before the error, which has been taken over with acquire.
+  const auto launch = std::atomic_ref(report()->fatal_launch).load(std::memory_order_relaxed);
+  if (const auto call = failed_calls_.find(launch)) {
+    return sequence_.cause(call->setback, call->operation, error.expected_epoch);
+  }
+  if (written() != 0) return sequence_.cause(setback_of_(said), said.operation, said.epoch);
+  return {.peer = error.peer, .text = {}};
+}
+
+template <class Family, class Control, class Report>
+void DeviceRunner<Family, Control, Report>::collect() {
+  const std::lock_guard lock(report_mutex_);
+  const std::uint32_t count = written();
+  if (count == report()->taken) return;
+  sequence_.remember(setback_of_(*report()), report()->operation, report()->epoch);
+  // Release: kernels write the next setback only where this one has been read.
+  std::atomic_ref(report()->taken).store(count, std::memory_order_release);
+}
+
+}  // namespace xd::turn
