@@ -5,7 +5,7 @@
 //   before entering   their calls fail, their outputs are untouched: none has passed the entry
 //   moving            their calls fail, and all have moved rows, as their outputs in symmetric
 //                     memory show: the victim has entered and not left. Prepare moves no rows, see
-//                     Part::second_pass
+//                     Part::body
 //   after leaving     their calls succeed: they have seen the victim leave. The next ones fail
 //
 // They sleep in the entry when the victim comes, so that those who are woken by its entering see it
@@ -53,16 +53,17 @@ class Death : public testing::TestWithParam<Spot> {
     return result;
   }
 
-  // Releases all, the victim last; returns a time before its death.
+  // Releases all, the victim last, or first where it has to wait for the others; returns a time before its death.
   Clock::time_point release(Processes& ranks) const {
-    const bool armed_inside = GetParam().part == Part::second_pass;
-    if (armed_inside) {
+    if (GetParam().part == Part::body) {
       ranks.go(kVictim);
-      ranks.wait_until_armed(kVictim);
+      std::this_thread::sleep_for(kMoment);
+      EXPECT_TRUE(ranks.lives(kVictim)) << "touched the plan's body before its peers had entered";
+      const auto since = Clock::now();
+      for (const int survivor : kSurvivors) ranks.go(survivor);
+      return since;
     }
-    const auto since = Clock::now();
     for (const int survivor : kSurvivors) ranks.go(survivor);
-    if (armed_inside) return since;
     std::this_thread::sleep_for(kMoment);
     const auto last = Clock::now();
     ranks.go(kVictim);
@@ -104,13 +105,13 @@ TEST_P(Death, IsToldToAllWhoGoOnWithoutIt) {
 INSTANTIATE_TEST_SUITE_P(
     Steps, Death,
     testing::Values(
-        // Reads ids and writes the plan's header and working values, then enters.
+        // Reads ids and clears the plan's header, then enters.
         Spot{"prepare_before_entering_writing_the_plan", XD_EP_PREPARE, Step::before_entering,
              "plan", Part::all},
         Spot{"prepare_before_entering_reading_ids", XD_EP_PREPARE, Step::before_entering,
              "topk_idx", Part::end},
-        // Replaces those values by row codes.
-        Spot{"prepare_moving", XD_EP_PREPARE, Step::moving, "plan", Part::second_pass},
+        // Numbers its rows when all counts are there.
+        Spot{"prepare_moving", XD_EP_PREPARE, Step::moving, "plan", Part::body},
         // The last of its outputs, after the plan.
         Spot{"prepare_after_leaving", XD_EP_PREPARE, Step::after_leaving, "rank_rows", Part::all},
 

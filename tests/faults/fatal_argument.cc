@@ -4,8 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
+
+#include "support/plan_format.h"
 
 namespace xd::test {
 namespace {
@@ -20,20 +21,13 @@ const Buffer& buffer_of(Batch& batch, const RankProgram& program) {
 
 }  // namespace
 
-Pages::Pages(std::size_t bytes)
-    : fd_(::memfd_create("fatal", MFD_CLOEXEC)), bytes_(round_up(bytes)) {
-  if (fd_ < 0 || ::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) {
-    throw std::runtime_error("no memory file");
-  }
-  void* at = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+Pages::Pages(std::size_t bytes) : bytes_(round_up(bytes)) {
+  void* at = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw std::runtime_error("mmap failed");
   data_ = static_cast<std::byte*>(at);
 }
 
-Pages::~Pages() {
-  ::munmap(data_, bytes_);
-  ::close(fd_);
-}
+Pages::~Pages() { ::munmap(data_, bytes_); }
 
 void Pages::forbid(std::size_t from) const {
   if (::mprotect(data_ + from, bytes_ - from, PROT_NONE) != 0) {
@@ -41,48 +35,24 @@ void Pages::forbid(std::size_t from) const {
   }
 }
 
-std::vector<std::uint32_t> Pages::words() const {
-  std::vector<std::uint32_t> words(bytes_ / sizeof(std::uint32_t));
-  if (::pread(fd_, words.data(), bytes_, 0) != static_cast<ssize_t>(bytes_)) {
-    throw std::runtime_error("pread failed");
-  }
-  return words;
-}
-
 std::size_t Pages::round_up(std::size_t bytes) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return (bytes + page - 1) / page * page;
 }
 
-FatalArgument::FatalArgument(Batch& batch, const RankProgram& program, int rank,
-                             const std::function<void()>& on_armed)
+FatalArgument::FatalArgument(Batch& batch, const RankProgram& program)
     : extent_(extent_of(buffer_of(batch, program).bytes(), program.death.part)),
       pages_(extent_.begin + buffer_of(batch, program).bytes()) {
-  const std::vector<std::byte> bytes = buffer_of(batch, program).read();
   std::byte* const to = pages_.data() + extent_.begin;
-  std::ranges::copy(bytes, to);
+  std::ranges::copy(buffer_of(batch, program).read(), to);
   replace(batch, program, to);
-  if (program.death.part != Part::second_pass) {
-    pages_.forbid(extent_.fatal);
-    return;
-  }
-  std::memset(to, 0, bytes.size());
-  const std::vector<std::int64_t>& ids = batch.routed().choices(rank).ids;
-  watcher_ =
-      std::thread([this, ids = std::vector<std::uint32_t>(ids.begin(), ids.end()), on_armed] {
-        await_first_pass(ids);
-        if (!over_) on_armed();
-      });
-}
-
-FatalArgument::~FatalArgument() {
-  over_ = true;
-  if (watcher_.joinable()) watcher_.join();
+  pages_.forbid(extent_.fatal);
 }
 
 FatalArgument::Extent FatalArgument::extent_of(std::size_t bytes, Part part) {
-  if (part != Part::end) return {0, 0};
-  const std::size_t before = (bytes - 1) / kEndBytes * kEndBytes;
+  if (part == Part::all) return {0, 0};
+  const std::size_t before =
+      part == Part::body ? kPlanHeaderBytes : (bytes - 1) / kEndBytes * kEndBytes;
   const std::size_t fatal = Pages::round_up(before);
   return {fatal - before, fatal};
 }
@@ -98,18 +68,6 @@ void FatalArgument::replace(Batch& batch, const RankProgram& program, std::byte*
   } else {
     batch.use_plan(to, batch.plan().bytes());
   }
-}
-
-// Between its two passes prepare keeps the choices' expert ids in the plan; when all are there, the
-// first pass writes no more. They are looked at through the file: loads from the mapping would race
-// with the stores.
-void FatalArgument::await_first_pass(const std::vector<std::uint32_t>& ids) {
-  const auto filled = [&] {
-    const std::vector<std::uint32_t> words = pages_.words();
-    return !std::ranges::search(words, ids).empty();
-  };
-  while (!over_ && !filled()) std::this_thread::yield();
-  pages_.forbid(0);
 }
 
 }  // namespace xd::test

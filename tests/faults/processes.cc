@@ -129,9 +129,13 @@ int Processes::wait_for_death(int rank) {
   return ended;
 }
 
-void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
+bool Processes::lives(int rank) {
+  siginfo_t info{};
+  ::waitid(P_PID, static_cast<id_t>(pid(rank)), &info, WEXITED | WNOHANG | WNOWAIT);
+  return info.si_pid == 0;
+}
 
-void Processes::wait_until_armed(int rank) { wait_for(rank, "armed"); }
+void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
 
 Result Processes::wait_for_result(int rank) {
   const Line line = wait_for(rank, "result");

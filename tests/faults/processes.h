@@ -36,12 +36,12 @@ class Processes {
 
   // Each of these throws std::runtime_error if the rank does not report in time.
   void wait_until_ready(int rank);
-  void wait_until_armed(int rank);
   Result wait_for_result(int rank);
   std::string wait_for_after(int rank);
 
   void go(int rank);
   pid_t pid(int rank) { return process_of(rank).pid; }
+  bool lives(int rank);
   // Names of shared memory that the rank's process has mapped, and that would outlive the process.
   std::vector<std::string> named_shared_memory(int rank);
   // Kills the process by SIGKILL, and returns when it is gone. Its peers know nothing yet.

@@ -167,7 +167,7 @@ class RankRun {
   [[noreturn]] void die(Batch& batch) {
     ::signal(SIGSEGV, SIG_DFL);
     ::prctl(PR_SET_DUMPABLE, 0);
-    const FatalArgument argument(batch, program_, rank_.rank, [this] { say("armed"); });
+    const FatalArgument argument(batch, program_);
     static_cast<void>(batch.call(group_.get(), program_.operation));
     throw std::runtime_error("the victim lives");
   }

@@ -2,7 +2,6 @@
 // settings, tells the rank when to go on through its standard input, and reads what it reports:
 //
 //   <rank> ready                          has set up, waits for a line
-//   <rank> armed                          Part::second_pass: the argument is fatal from now on
 //   <rank> result <status> <peer> <phase> <written> <text>
 //                                         of a call that the test is about; <written> is 1 if it
 //                                         is one of Program::operation and wrote an output
@@ -30,9 +29,9 @@ enum class Program {
 // The part of an argument that is fatal to touch.
 enum class Part {
   all,
-  end,          // the last few bytes, and so the last row
-  second_pass,  // prepare's plan, all of it, from when the call has filled it with working values:
-                // then it waits for its peers to enter, and touches it next when they have
+  end,   // the last few bytes, and so the last row
+  body,  // of a plan, all behind its header: prepare clears the header, waits for its peers to
+         // enter, and touches the rest when they have
 };
 
 // A rank dies in the operation, by touching an argument.
