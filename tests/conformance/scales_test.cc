@@ -32,7 +32,8 @@ class ScaleRows : public testing::TestWithParam<Circumstances> {
     config.hidden = static_cast<std::int32_t>(kHidden);
     config.dtype = kBf16;
     config.layout = std::get<0>(GetParam());
-    config.max_scale_bytes = columns * static_cast<std::int64_t>(element_bytes(scale_type()));
+    config.max_scale_bytes =
+        static_cast<std::int32_t>(columns * static_cast<std::int64_t>(element_bytes(scale_type())));
     return config;
   }
 
@@ -65,8 +66,9 @@ Buffer prepared_plan(const Rank& rank, xd_ep_group* group, const xd_ep_config& c
 // A stage of the CUDA executor holds 16 KiB, and its words are of 4 bytes. Every rank's tensor of
 // received scales begins at another byte of a word.
 TEST_P(ScaleRows, OfEveryLengthArriveAtAnyElementOfEveryRanksTensor) {
-  const auto [layout, place, type] = GetParam();
-  on_every_rank([&, place = place, type = type](Rank& rank) {
+  const Place place = std::get<1>(GetParam());
+  const DLDataType type = scale_type();
+  on_every_rank([&](Rank& rank) {
     SCOPED_TRACE("seed " + std::to_string(test_seed()));
     const int left = (rank.rank + rank.num_ranks - 1) % rank.num_ranks;
     for (const std::int64_t bytes : {16380, 16384, 16388, 16400, 20004, 65536}) {

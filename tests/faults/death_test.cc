@@ -53,7 +53,8 @@ class Death : public testing::TestWithParam<Spot> {
     return result;
   }
 
-  // Releases all, the victim last, or first where it has to wait for the others; returns a time before its death.
+  // Releases all, the victim last, or first where it has to wait for the others; returns a time
+  // before its death.
   Clock::time_point release(Processes& ranks) const {
     if (GetParam().part == Part::body) {
       ranks.go(kVictim);
