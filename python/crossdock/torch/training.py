@@ -184,15 +184,23 @@ def _total_norm(gradients: list[Any], order: float, device: torch.device) -> tor
             norm = torch.linalg.vector_norm(torch.stack(parts), order)
         if key:
             mesh, dims = key
-            if order != math.inf:
-                norm = norm.pow(order)
-            for dim in dims:
-                operation = dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM
-                dist.all_reduce(norm, operation, group=mesh.get_group(dim))
-            if order != math.inf:
-                norm = norm.pow(1 / order)
+            norm = _norm_over_ranks(norm, order, [mesh.get_group(dim) for dim in dims])
         norms.append(norm)
     return torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def _norm_over_ranks(norm: torch.Tensor, order: float, groups: list[Any]) -> torch.Tensor:
+    """The norm of the ranks' norms, along one group of ranks after another."""
+    if order != math.inf:
+        total = norm.pow(order)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total.pow(1 / order)
+    # A backend's maximum of NaN and a number may be the number, so NaN travels as a flag.
+    largest = torch.stack((norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)))
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest[0].masked_fill(largest[1] > 0, math.nan)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:

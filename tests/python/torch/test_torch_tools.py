@@ -225,6 +225,27 @@ def test_norms_count_every_expert_once() -> None:
     run_ranks(4, check_norms)
 
 
+def check_nan_in_experts(me: Rank) -> None:
+    """Backends' maximum of a NaN and a number is either: gloo's is the number."""
+    with two_by_two(me) as (mesh, comm):
+        for holder in range(comm.num_ranks):
+            model = make_model(comm)
+            loss_of(model, batch(0, me.num_ranks)[comm.rank]).backward()
+            xd.average_gradients(model)
+            if comm.rank == holder:
+                xd.local_tensor(model.experts.experts_in.grad)[0, 0, 0] = torch.nan
+            for order in (1.0, 2.0, torch.inf):
+                expected = f"norm of order {order} is nan, expected a finite one"
+                with pytest.raises(RuntimeError, match=expected):
+                    xd.clip_grad_norm_(model, 1.0, order, error_if_nonfinite=True)
+            assert xd.clip_grad_norm_(model, 1.0, torch.inf).isnan()
+            assert all(whole(p.grad).isnan().all() for p in model.parameters())
+
+
+def test_a_nan_in_one_ranks_experts_is_the_norm_on_all() -> None:
+    run_ranks(4, check_nan_in_experts)
+
+
 def check_wrappers(me: Rank) -> None:
     """DDP that would send one rank's experts to others."""
     with two_by_two(me) as (mesh, comm):
