@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from crossdock._core import constants
+from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
 from ._arguments import Checks
@@ -15,6 +16,7 @@ from .utils import EventOverlap
 
 _HALVES = 2  # float32 rows are twice as long as 16-bit ones
 _WIDE = 4  # bytes of a float32
+_BAD_COLUMNS = constants.MAX_TOPK + 1  # of weights that no rank takes
 
 
 def pieces_of(x: object, bias: object, row_bytes: int) -> int:
@@ -45,9 +47,36 @@ def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) 
                          f"at most {most}", columns)
 
 
-def operations_of(pieces: int, topk_weights: object) -> list[int]:
-    """The operations that a combine with such arguments consists of."""
-    return [constants.COMBINE] * (pieces + (topk_weights is not None))
+def operations_of(pieces: int, weight_columns: int) -> list[int]:
+    """The operations that a combine consists of, with so many columns of weights (0 = none)."""
+    return [constants.COMBINE] * (pieces + (weight_columns > 0))
+
+
+def columns_of_weights(topk_weights: object) -> int:
+    """K of topk_weights, not checked yet: 0 = not given, `_BAD_COLUMNS` = they are refused."""
+    if topk_weights is None:
+        return 0
+    if not isinstance(topk_weights, torch.Tensor) or topk_weights.ndim != 2:
+        return _BAD_COLUMNS
+    columns = topk_weights.shape[1]
+    return columns if 1 <= columns < _BAD_COLUMNS else _BAD_COLUMNS
+
+
+def check_columns_of_weights(rank: int, columns: int, first: int, peer: int) -> None:
+    """Refuses topk_weights of other columns than the first rank of this combine has given.
+
+    Args:
+        rank: this rank.
+        columns: its number, as `columns_of_weights` counts.
+        first: that of the first rank, `peer`. Where that refuses its weights, it tells so itself.
+    """
+    if first == columns or (columns > 0 and first == _BAD_COLUMNS):
+        return
+    given = "other ones" if first == _BAD_COLUMNS else first
+    raise Mismatch(
+        f"combine: columns of topk_weights (0 = not given) = {columns} on rank {rank} and {given} "
+        f"on rank {peer}, expected equal values (rank {rank})",
+        status="XD_ERROR_MISMATCH", rank=rank, peer=peer, operation="combine")
 
 
 def combine(call: Call, x: torch.Tensor, routing: Routing,

@@ -12,6 +12,7 @@ import torch
 from crossdock import _core
 from crossdock._core import constants
 from crossdock.errors import Mismatch
+from crossdock.torch._calls import is_capturing
 
 from ._agreement import RECORD_BYTES, EqualNumber, Request, agree, refuse
 from ._arguments import Checks
@@ -48,7 +49,7 @@ class Runtime:
         self._heap_bytes = heap_bytes
         leave_unused()
         cpu = torch.device("cpu")
-        shared = EqualNumber.BYTES
+        shared = 2 * EqualNumber.BYTES
         comm = self._meet(all_gather, device, heap_bytes + (shared if device == cpu else 0))
         # Ranks agree over the host, also where tensors are on GPUs.
         self._host = comm if device == cpu else self._meet(all_gather, cpu, shared)
@@ -56,6 +57,8 @@ class Runtime:
         self.lane, self.memory = self.home.lane, self.home.memory
         self.exchange = HostExchange(self._host, RECORD_BYTES)
         self._worst_tokens = EqualNumber(self._host, self.exchange)
+        self._weight_columns = EqualNumber(self._host, self.exchange)
+        self._captured = False  # whether some combine was: its replays are not counted
         self._groups = Groups(self.home)
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
 
@@ -92,6 +95,15 @@ class Runtime:
             raise failure
         request = dataclasses.replace(request, heap_bytes=self._heap_bytes)
         return self._groups.for_requests(agree(self.exchange, self.rank, request))
+
+    def weight_columns_of_first(self, columns: int) -> tuple[int, int]:
+        """The columns of topk_weights that the first rank of this combine has, and that rank.
+
+        Once this rank has captured a combine in a CUDA graph, it compares no more: peers may call
+        what it replays, so that equal numbers of calls mean nothing.
+        """
+        self._captured = self._captured or is_capturing(self.device)
+        return (columns, self.rank) if self._captured else self._weight_columns.of_first(columns)
 
     def refuse(self, worst_tokens: object, text: str) -> None:
         """Tells peers in an uncached dispatch that this rank's arguments are bad.

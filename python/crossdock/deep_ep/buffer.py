@@ -13,7 +13,14 @@ from crossdock._core import constants
 
 from ._arguments import read_bias, read_choices, read_tokens, read_weights
 from ._call import Call
-from ._combine import check_columns, combine, operations_of, pieces_of
+from ._combine import (
+    check_columns,
+    check_columns_of_weights,
+    columns_of_weights,
+    combine,
+    operations_of,
+    pieces_of,
+)
 from ._config import Config, also_named, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
 from ._handle import Handle, Routing, routing_of
@@ -403,7 +410,8 @@ class Buffer:
             x: [N,H] bfloat16, float16 or float32, as many rows as dispatch gave, and as many
                 columns; of any of these types, the same on all ranks.
             handle: from that dispatch.
-            topk_weights: [N,K] float32, K from 1 to 32, to be summed over the ranks like the rows.
+            topk_weights: [N,K] float32, K from 1 to 32, to be summed over the ranks like the rows;
+                None on all ranks or on none, with the same K.
             bias: [T,H] of the type of x, or a pair of such, of which either may be None. Either all
                 ranks give a bias or none.
             config: ignored, but checked.
@@ -415,13 +423,18 @@ class Buffer:
 
         Raises:
             ValueError: a bad argument.
+            Mismatch: the ranks' arguments disagree, or another rank's are bad; on GPUs the next
+                dispatch that waits for the host may be what raises it.
         """
         runtime = self._live()
         checks = runtime.checks
         routing = self._known(handle)
         row_bytes = routing.lease.sizes.row_bytes
         pieces = pieces_of(x, bias, row_bytes)
-        with Call(routing.lease, *operations_of(pieces, topk_weights)) as call:
+        columns = columns_of_weights(topk_weights)
+        first, peer = runtime.weight_columns_of_first(columns)
+        # As many turns as the peers take, also where this rank's arguments are bad.
+        with Call(routing.lease, *operations_of(pieces, first)) as call:
             checks.events(previous_event, async_finish, allocate_on_comm_stream)
             checks.num_sms(config, Buffer.num_sms)
             x = checks.tensor(x, "x", (routing.num_rows, "H"),
@@ -430,6 +443,7 @@ class Buffer:
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
                 read_weights(checks, topk_weights, routing.num_rows)
+            check_columns_of_weights(self.rank, columns, first, peer)
             return combine(call, x, routing, topk_weights, biases, pieces,
                            (previous_event, async_finish))
 

@@ -192,6 +192,34 @@ def test_ranks_that_disagree_all_hear_in_what() -> None:
     run_ranks(2, disagree)
 
 
+def weigh_differently(me: Any) -> list[bool]:
+    """The rank without weights has no operation in which it could learn of them later.
+
+    Returns whether this rank is told of the weights itself, or of a rank that failed, per mistake.
+    """
+    told = []
+    with cases.buffer_of(me) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+        handle = caller.dispatch_checked()
+        rows = caller.batch.received(me.rank, caller.batch.x)
+        for columns in ((3, 0), (0, 3), (2, 3)):
+            mine = columns[me.rank % 2]
+            weights = torch.ones(len(rows), mine) if mine else None
+            began = time.monotonic()
+            with pytest.raises(Mismatch, match="columns of topk_weights|its call failed") as found:
+                buffer.combine(rows, handle, topk_weights=weights)
+            assert found.value.peer != me.rank and time.monotonic() - began < SECONDS
+            told.append("columns of topk_weights" in str(found.value))
+        cases.everything(buffer, SEED)
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weights_of_combine_on_some_ranks_only_are_told_to_all(ranks: int) -> None:
+    for told in zip(*run_ranks(ranks, weigh_differently)):
+        assert any(told) and not all(told)
+
+
 def choose_badly(me: Any) -> None:
     with cases.buffer_of(me) as buffer:
         batch = make_batch(SEED, me.num_ranks, tokens=[17, 9, 4])
