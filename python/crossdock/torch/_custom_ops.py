@@ -98,7 +98,7 @@ def _check(
     strided: tuple[str, ...] = (),
     **tensors: tuple[Tensor | None, int, tuple[torch.dtype, ...]],
 ) -> None:
-    """Refuses tensors on another device, not contiguous, of foreign dtypes or dimensions.
+    """Refuses tensors that are not contiguous, or of foreign dtypes or dimensions.
 
     Args:
         strided: arguments that need not be contiguous.
@@ -108,10 +108,7 @@ def _check(
     for name, (tensor, dimensions, dtypes) in tensors.items():
         if tensor is None:
             continue
-        if tensor.device != group.comm.device:
-            kind = ValueError
-            problem = f"expected a tensor on {group.comm.device}, got one on {tensor.device}"
-        elif tensor.dtype not in dtypes:
+        if tensor.dtype not in dtypes:
             kind = TypeError
             known = ", ".join(str(dtype) for dtype in dtypes)
             problem = f"expected a dtype of {known}; got {tensor.dtype}"
