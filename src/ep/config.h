@@ -24,8 +24,8 @@ constexpr std::int64_t whole_rows(std::int64_t capacity, std::int64_t alignment)
   return capacity & ~(alignment - 1);
 }
 
-// What the executor of a group keeps of every batch on one rank. Layouts of group memory and of
-// plans follow from it.
+// The parts of every batch that a group's executor keeps on one rank. The layouts of group memory
+// and of plans follow from them.
 struct Keeps {
   // EXPERT_MAJOR: which of this rank's rows are one token's, so that a row crosses once for all.
   bool lists = false;

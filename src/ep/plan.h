@@ -58,8 +58,8 @@ struct PlanHeader {
   std::int64_t recv_rows;          // min(total_rows, capacity_of())
   std::int64_t total_rows;         // before any drop
   std::int64_t bad_ids;            // over all ranks
-  std::int64_t overflow_needed;    // of overflow_rank
-  std::int64_t overflow_capacity;  // of overflow_rank
+  std::int64_t overflow_needed;    // on overflow_rank
+  std::int64_t overflow_capacity;  // on overflow_rank
   std::uint64_t capacities;        // hash of all ranks' capacities
   std::int64_t capacity;           // this rank's, as configured: room of the parts below
   std::uint64_t fingerprint;
