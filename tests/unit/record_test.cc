@@ -1,0 +1,117 @@
+// What entry records say, and where a remote address leads.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ep/family.h"
+#include "turn/remote_address.h"
+
+namespace xd::ep {
+namespace {
+
+Record a_record() {
+  Record record;
+  record.call.operation = XD_EP_DISPATCH;
+  record.dtype = static_cast<std::uint8_t>(DType::bf16);
+  record.flags = kHasWeights;
+  record.row_bytes = 64;
+  record.extra = ScaleRow{XD_EP_QUANTISE_NONE, 16}.word();
+  record.rows = 5;
+  record.fingerprint = 99;
+  return record;
+}
+
+TEST(RecordTest, WhatMustBeEqualIsToldInWordsAndNothingElseIsCompared) {
+  struct Case {
+    const char* text;  // "" = may differ
+    void (*change)(Record&);
+  };
+  const std::vector<Case> cases = {
+      {"operation combine, here dispatch", [](Record& r) { r.call.operation = XD_EP_COMBINE; }},
+      {"operation ?, here dispatch", [](Record& r) { r.call.operation = 77; }},
+      {"its call failed with XD_ERROR_OVERFLOW",
+       [](Record& r) { r.call.status = XD_ERROR_OVERFLOW; }},
+      {"type float16, here bfloat16",
+       [](Record& r) { r.dtype = static_cast<std::uint8_t>(DType::f16); }},
+      {"another set of optional tensors", [](Record& r) { r.flags |= kHasIndices; }},
+      {"row bytes 80, here 64", [](Record& r) { r.row_bytes = 80; }},
+      {"scale row bytes 32, here 16",
+       [](Record& r) {
+         r.extra = ScaleRow{XD_EP_QUANTISE_NONE, 32}.word();
+       }},
+      {"quantise MXFP8, here NONE",
+       [](Record& r) {
+         r.extra = ScaleRow{XD_EP_QUANTISE_MXFP8, 16}.word();
+       }},
+      {"a plan of another batch", [](Record& r) { r.fingerprint = 98; }},
+      {"", [](Record& r) { r.flags |= kWideIndices; }},
+      {"", [](Record& r) { r.rows = 6; }},
+      {"", [](Record& r) { r.rows_in = turn::RemoteAddress::in_heap(3, 256); }},
+      {"", [](Record& r) { r.extra_in = turn::RemoteAddress::shared(16); }},
+  };
+  for (const Case& c : cases) {
+    Record other = a_record();
+    c.change(other);
+    const std::array<Record, 3> records = {a_record(), a_record(), other};
+    const auto found = turn::disagreement<Family>(records, 0);
+    EXPECT_EQ(static_cast<bool>(found), *c.text != '\0') << c.text;
+    if (!found) continue;
+    EXPECT_EQ(found.rank, 2);
+    EXPECT_EQ(found.status, XD_ERROR_MISMATCH);
+    EXPECT_EQ(found.text.find(std::string("ranks disagree; rank 2: ") + c.text), 0u) << found.text;
+  }
+}
+
+TEST(RemoteAddressTest, LeadsOnlyToWhereAllBytesAre) {
+  using turn::RemoteAddress;
+  std::array<std::byte, 128> shared{}, heap{};
+  const auto find = [&](RemoteAddress address, std::uint64_t bytes, std::uint64_t alignment) {
+    return turn::find_remote(
+        address, bytes, alignment, HeapRange{shared.data(), shared.size()},
+        [&](std::uint64_t segment) {
+          return segment == 2 ? HeapRange{heap.data(), heap.size()} : HeapRange{nullptr, 0};
+        });
+  };
+  EXPECT_EQ(find(RemoteAddress::shared(16), 112, 16), shared.data() + 16);
+  EXPECT_EQ(find(RemoteAddress::in_heap(2, 128), 0, 64), heap.data() + 128);
+  EXPECT_EQ(find(RemoteAddress::shared(16), 113, 16), nullptr) << "one byte too many";
+  EXPECT_EQ(find(RemoteAddress::shared(129), 0, 1), nullptr) << "begins behind the end";
+  EXPECT_EQ(find(RemoteAddress::shared(16), ~std::uint64_t{0}, 1), nullptr) << "wraps";
+  EXPECT_EQ(find(RemoteAddress::shared(20), 4, 8), nullptr) << "elements cannot begin there";
+  EXPECT_EQ(find(RemoteAddress::in_heap(1, 0), 0, 1), nullptr) << "no such segment";
+  EXPECT_EQ(find(RemoteAddress(), 0, 1), nullptr) << "none";
+  EXPECT_FALSE(RemoteAddress());
+  EXPECT_TRUE(RemoteAddress::shared(0));
+}
+
+TEST(GroupMapTest, WhatKernelsFindInPeersMemoryLiesAlikeWhateverTheirCapacities) {
+  Config mine;
+  mine.ranks = 4;
+  mine.experts = 16;
+  mine.local_experts = 4;
+  mine.max_topk = 3;
+  mine.max_tokens = 100;
+  mine.max_row_bytes = 512;
+  mine.capacity = 1000;
+  mine.keeps = {.lists = true, .items = true, .partials = true, .chunks = true};
+  Config theirs = mine;
+  theirs.capacity = 17;
+  theirs.staging = false;
+  const GroupMap a = GroupMap::make(mine), b = GroupMap::make(theirs);
+  EXPECT_EQ(a.turn.entry, b.turn.entry);
+  EXPECT_EQ(a.turn.done, b.turn.done);
+  EXPECT_EQ(a.counts, b.counts);
+  EXPECT_EQ(a.kept, b.kept);
+  EXPECT_EQ(a.chunk, b.chunk);
+  EXPECT_EQ(a.listed, b.listed);
+  EXPECT_EQ(a.items, b.items);
+  EXPECT_EQ(a.lists, b.lists);
+  EXPECT_GE(a.scales, a.lists + 4 * GroupMap::list_words(mine) * sizeof(std::uint32_t));
+  EXPECT_LT(b.end, a.end);
+}
+
+}  // namespace
+}  // namespace xd::ep
