@@ -71,16 +71,18 @@ TIDY := -DCROSSDOCK_WERROR=ON \
 FORMATTED = $(shell find include src python tests bench examples tools -name '*.h' -o -name '*.c' \
   -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-format:  ## format all C and C++ files and Python imports in place
+format:  ## format all C, C++ and Python files in place
 	@tools/setup.sh check check
 	@.venv/bin/clang-format -i $(FORMATTED)
 	@.venv/bin/ruff check --quiet --fix-only .
+	@.venv/bin/ruff format --quiet .
 
 check:  ## format, lint, types, include directions, lengths, headers, exported symbols
 	@tools/setup.sh check check torch jax python
 	@tools/check/subjects.sh
 	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
 	@.venv/bin/ruff check --quiet .
+	@.venv/bin/ruff format --check --quiet .
 	@.venv/bin/shellcheck .ci/run $(shell find bench tools tests -name '*.sh')
 	@.venv/bin/mypy
 	$(call build,build/tidy,$(TIDY))

@@ -53,8 +53,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", help="file for one object per line")
     options = parser.parse_args()
     if not 1 <= options.ranks <= torch.cuda.device_count():
-        parser.error(f"--ranks: expected 1 to {torch.cuda.device_count()}, the number of GPUs, "
-                     f"got {options.ranks}")
+        parser.error(
+            f"--ranks: expected 1 to {torch.cuda.device_count()}, the number of GPUs, "
+            f"got {options.ranks}"
+        )
     return options
 
 
@@ -69,12 +71,15 @@ class Bench:
         generator = torch.Generator("cuda").manual_seed(rank)
         shape = (options.tokens, options.hidden)
         # Small integers: every sum over ranks is exact.
-        self.x = [torch.randint(-8, 9, shape, device="cuda", generator=generator).bfloat16()
-                  for _ in range(COPIES)]
+        self.x = [
+            torch.randint(-8, 9, shape, device="cuda", generator=generator).bfloat16()
+            for _ in range(COPIES)
+        ]
         self.fp8 = [one.to(torch.float8_e4m3fn) for one in self.x]
         scales = (options.tokens, options.hidden // SCALE_BLOCK)
-        self.scales = [torch.rand(scales, device="cuda", generator=generator)
-                       for _ in range(COPIES)]
+        self.scales = [
+            torch.rand(scales, device="cuda", generator=generator) for _ in range(COPIES)
+        ]
         self.columns = [one.t().contiguous().t() for one in self.scales]
         scores = torch.rand(options.tokens, options.experts, device="cuda", generator=generator)
         self.topk_idx = scores.topk(options.topk, dim=1).indices
@@ -85,16 +90,24 @@ class Bench:
 
     def _dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor):
         per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
-            topk_idx, self.options.experts)
+            topk_idx, self.options.experts
+        )
         weights = torch.ones(topk_idx.shape, device="cuda")
         rows, *_, handle, _ = self.buffer.dispatch(
-            x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank, topk_idx=topk_idx, topk_weights=weights, config=self.config)
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=in_rank,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            config=self.config,
+        )
         return rows, handle, in_rank
 
     def dispatch(self, iteration: int) -> None:
-        self.rows, *_ = self.buffer.dispatch(self.x[iteration % COPIES], self.handle,
-                                             config=self.config)
+        self.rows, *_ = self.buffer.dispatch(
+            self.x[iteration % COPIES], self.handle, config=self.config
+        )
 
     def dispatch_fp8(self, iteration: int) -> None:
         self._dispatch_pair(iteration, self.scales)
@@ -104,8 +117,9 @@ class Bench:
 
     def _dispatch_pair(self, iteration: int, scales: list[torch.Tensor]) -> None:
         copy = iteration % COPIES
-        self.pair, *_ = self.buffer.dispatch((self.fp8[copy], scales[copy]), self.handle,
-                                             config=self.config)
+        self.pair, *_ = self.buffer.dispatch(
+            (self.fp8[copy], scales[copy]), self.handle, config=self.config
+        )
 
     def layout(self, iteration: int) -> None:
         self.buffer.get_dispatch_layout(self.topk_idx, self.options.experts)
@@ -122,8 +136,11 @@ class Bench:
         self.dispatch_fp8(copy)
         rows, scales = self.pair
         self.dispatch_fp8_columns(copy)
-        same = torch.equal(rows.bfloat16(), self.rows) and torch.equal(
-            self.pair[0].bfloat16(), self.rows) and torch.equal(self.pair[1], scales)
+        same = (
+            torch.equal(rows.bfloat16(), self.rows)
+            and torch.equal(self.pair[0].bfloat16(), self.rows)
+            and torch.equal(self.pair[1], scales)
+        )
         del rows, scales, self.pair
         self.combine(copy)
         want = self.x[copy] * self.in_rank.sum(1, keepdim=True)
@@ -144,8 +161,9 @@ class Bench:
             events.append((begin, end))
             torch.cuda.synchronize()
             dist.barrier()
-        mine = torch.tensor([begin.elapsed_time(end) * 1000 for begin, end in events],
-                            device="cuda")[self.options.warmup:]
+        mine = torch.tensor(
+            [begin.elapsed_time(end) * 1000 for begin, end in events], device="cuda"
+        )[self.options.warmup :]
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         return mine.tolist()
 
@@ -159,14 +177,20 @@ def measure(options: argparse.Namespace, rank: int, num_sms: int) -> list[dict[s
         times = bench.times(getattr(bench, method))
         bench.pair = None
         bench.check(COPIES - 1)
-        results.append({
-            "operation": name, "through": "deep_ep.Buffer", "sms": num_sms,
-            "p50_us": round(statistics.median(times), 1),
-            "p99_us": round(statistics.quantiles(times, n=100)[98], 1),
-            "received_rows": len(bench.rows),
-            **{key: getattr(options, key) for key in
-               ("ranks", "tokens", "hidden", "experts", "topk", "iterations")},
-        })
+        results.append(
+            {
+                "operation": name,
+                "through": "deep_ep.Buffer",
+                "sms": num_sms,
+                "p50_us": round(statistics.median(times), 1),
+                "p99_us": round(statistics.quantiles(times, n=100)[98], 1),
+                "received_rows": len(bench.rows),
+                **{
+                    key: getattr(options, key)
+                    for key in ("ranks", "tokens", "hidden", "experts", "topk", "iterations")
+                },
+            }
+        )
     bench.buffer.destroy()
     return results
 
@@ -176,16 +200,20 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     lines = []
     if rank == 0:
-        print(f"{options.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-              f"T={options.tokens} H={options.hidden} K={options.topk} E={options.experts} bf16, "
-              f"{options.iterations} iterations\n{'operation':20}  SMs   p50 us   p99 us",
-              flush=True)
+        print(
+            f"{options.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+            f"T={options.tokens} H={options.hidden} K={options.topk} E={options.experts} bf16, "
+            f"{options.iterations} iterations\n{'operation':20}  SMs   p50 us   p99 us",
+            flush=True,
+        )
     for num_sms in (int(text) for text in options.sms.split(",")):
         for line in measure(options, rank, num_sms):
             lines.append(json.dumps(line))
             if rank == 0:
-                print(f"{line['operation']:20}{num_sms:5}{line['p50_us']:9}{line['p99_us']:9}",
-                      flush=True)
+                print(
+                    f"{line['operation']:20}{num_sms:5}{line['p50_us']:9}{line['p99_us']:9}",
+                    flush=True,
+                )
     if rank == 0 and options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")

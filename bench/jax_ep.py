@@ -64,14 +64,19 @@ class Bench:
         # Receive arrays have next to no rows beyond those that routing fills, since those are
         # zeroed each time.
         fullest = np.bincount(ids.ravel() * options.ranks // options.experts).max()
-        self.config = xd.EpConfig(options.experts, options.hidden, options.topk, options.tokens,
-                                  num_sms=options.sms, recv_capacity=int(fullest))
+        self.config = xd.EpConfig(
+            options.experts,
+            options.hidden,
+            options.topk,
+            options.tokens,
+            num_sms=options.sms,
+            recv_capacity=int(fullest),
+        )
         # Small integers: sums over experts are exact.
         x = rng.integers(-4, 5, (rows, options.hidden), np.int8).astype(jnp.bfloat16)
         self.weights = self.put(np.full((rows, options.topk), 1 / 8, np.float32))
         self.ids, self.x = self.put(ids), self.put(x)
         self.check()
-
 
     def put(self, array: Any) -> Any:
         parts = self.jax.sharding.PartitionSpec("ep")
@@ -80,8 +85,11 @@ class Bench:
 
     def on_ranks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         spec = self.jax.sharding.PartitionSpec("ep")
-        return self.jax.jit(self.jax.shard_map(function, mesh=self.mesh, in_specs=spec,
-                                               out_specs=spec, check_vma=False))
+        return self.jax.jit(
+            self.jax.shard_map(
+                function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+        )
 
     def check(self) -> None:
         """A round trip gives each token its weights' sum times itself."""
@@ -104,6 +112,7 @@ class Bench:
 
         def repeated(operation):
             """`operation(order, ...) -> order`, again and again, as a model's layers do."""
+
             def program(order, *arguments):
                 for _ in range(calls):
                     order = operation(order, *arguments)
@@ -141,9 +150,15 @@ class Bench:
                 if iteration >= 2:
                     samples.append((time.perf_counter() - began) / self.options.calls * 1e6)
             samples.sort()
-            rows.append({"operation": name, "mode": mode, "ranks": self.options.ranks,
-                         "p50_us": round(statistics.median(samples), 1),
-                         "p99_us": round(samples[int(0.99 * (len(samples) - 1))], 1)})
+            rows.append(
+                {
+                    "operation": name,
+                    "mode": mode,
+                    "ranks": self.options.ranks,
+                    "p50_us": round(statistics.median(samples), 1),
+                    "p99_us": round(samples[int(0.99 * (len(samples) - 1))], 1),
+                }
+            )
         self.ep.check()
         return rows
 

@@ -50,8 +50,9 @@ def curves(rows, x, y):
 def draw_panel(axes, rows, x):
     for (operation, dtype), (xs, ys) in curves(rows, x, "p50_us").items():
         label = operation if operation == "prepare" else f"{operation} {dtype}"
-        axes.plot(xs, ys, LINES[dtype], color=COLORS[operation], marker="o", markersize=3,
-                  label=label)
+        axes.plot(
+            xs, ys, LINES[dtype], color=COLORS[operation], marker="o", markersize=3, label=label
+        )
     # Floor and baseline depend on the bytes alone, so dispatch's stand for all operations.
     for y, name, color in [("floor_us", "wire floor", "black"), ("nccl_us", "NCCL", "tab:green")]:
         for (operation, dtype), (xs, ys) in curves(rows, x, y).items():
@@ -81,9 +82,12 @@ def draw(head, rows, part, x, path):
         draw_panel(axes, [row for row in rows if row["layout"] == layout], x)
         axes.set_title(f"{layout}-major")
     first = rows[0]
-    figure.suptitle(f"{first['ranks']} ranks on {first['gpus']} of {head['machine']['count']} "
-                    f"{head['machine']['name']}, H={first['hidden']} K={first['topk']} "
-                    f"E={first['experts']}", fontsize=10)
+    figure.suptitle(
+        f"{first['ranks']} ranks on {first['gpus']} of {head['machine']['count']} "
+        f"{head['machine']['name']}, H={first['hidden']} K={first['topk']} "
+        f"E={first['experts']}",
+        fontsize=10,
+    )
     figure.tight_layout()
     # Without the date: equal input gives equal files.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

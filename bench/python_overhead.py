@@ -108,8 +108,13 @@ def measure(device: torch.device) -> list[dict[str, object]]:
             for name, (call, empty) in pairs.items():
                 ours, least = microseconds(call, device), microseconds(empty, device)
                 found.append(
-                    {"op": name, "grad": grad, "call_us": ours, "empty_us": least,
-                     "beyond_us": ours - least}
+                    {
+                        "op": name,
+                        "grad": grad,
+                        "call_us": ours,
+                        "empty_us": least,
+                        "beyond_us": ours - least,
+                    }
                 )
     return found
 
@@ -127,12 +132,16 @@ def main() -> None:
         for row in rows:
             print(json.dumps({"device": str(device), "torch": torch.__version__, **row}))
         return
-    print(f"host time per call in microseconds; {device}, torch {torch.__version__}, "
-          f"Python {platform.python_version()}")
+    print(
+        f"host time per call in microseconds; {device}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
     print(f"{'':10}{'gradients':>10}{'call':>9}{'empty operator':>16}{'beyond it':>11}")
     for row in rows:
-        print(f"{row['op']:10}{'yes' if row['grad'] else 'no':>10}{row['call_us']:9.1f}"
-              f"{row['empty_us']:16.1f}{row['beyond_us']:11.1f}")
+        print(
+            f"{row['op']:10}{'yes' if row['grad'] else 'no':>10}{row['call_us']:9.1f}"
+            f"{row['empty_us']:16.1f}{row['beyond_us']:11.1f}"
+        )
     worst = max(row["beyond_us"] for row in rows)
     print(f"{'met' if worst <= TARGET_US else 'MISSED'}: at most {TARGET_US:.0f} beyond it")
 

@@ -1,4 +1,5 @@
 """One batch to its experts and back, in jax.shard_map: gradients of tokens and router weights."""
+
 import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # where there is no GPU
@@ -26,7 +27,8 @@ def layer(topk_idx, x, topk_weights):  # arrays of one rank
 
 def loss(topk_idx, x, topk_weights):  # arrays of all ranks, one after the other
     y = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(
-        topk_idx, x, topk_weights)
+        topk_idx, x, topk_weights
+    )
     return (y * y).sum()
 
 

@@ -1,4 +1,5 @@
 """Trains one mixture-of-experts layer on a mesh of 2 x 2 devices: GPUs, or parts of the CPU."""
+
 import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # where there is no GPU
@@ -24,6 +25,7 @@ params = jax.device_put(params, places)
 tokens = jax.random.normal(keys[3], (256, 32))
 tokens = jax.device_put(tokens, NamedSharding(mesh, P(("data", "expert"))))
 
+
 @jax.jit
 def step(params, x):
     def loss(params):
@@ -32,6 +34,7 @@ def step(params, x):
 
     value, gradients = jax.value_and_grad(loss)(params)
     return value, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients)
+
 
 for number in range(40):
     value, params = step(params, tokens)

@@ -97,8 +97,9 @@ def _draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("moe-jax"),
-                        help="log and figure (moe-jax)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("moe-jax"), help="log and figure (moe-jax)"
+    )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="(cpu)")
     parser.add_argument("--processes", action="store_true", help="one process per rank")
     parser.add_argument("--check", action="store_true", help="compare with one device")

@@ -8,8 +8,9 @@ import numpy as np
 
 import crossdock
 
-CONFIG = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=8, hidden=16,
-                            dtype="float32", recv_capacity=8)
+CONFIG = crossdock.EpConfig(
+    num_experts=4, max_topk=2, max_tokens_per_rank=8, hidden=16, dtype="float32", recv_capacity=8
+)
 
 
 def bad_argument(rank: int, group: crossdock.EpGroup) -> None:
@@ -37,8 +38,10 @@ def describe(step: Callable[[int, crossdock.EpGroup], None], group: crossdock.Ep
     try:
         step(rank, group)
     except crossdock.CrossdockError as error:
-        return (f"rank {rank}  {type(error).__name__}: {error}\n"
-                f"        peer={error.peer} operation={error.operation} fatal={error.fatal}")
+        return (
+            f"rank {rank}  {type(error).__name__}: {error}\n"
+            f"        peer={error.peer} operation={error.operation} fatal={error.fatal}"
+        )
     except (TypeError, ValueError) as error:
         return f"rank {rank}  {type(error).__name__}: {error}"
     return f"rank {rank}  no error"

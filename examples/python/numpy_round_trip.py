@@ -10,10 +10,17 @@ RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 2, 5, 16, 2, 4
 
 def run_rank(rank: int, meeting: bytes) -> None:
     """The part of each rank."""
-    config = crossdock.EpConfig(num_experts=EXPERTS, max_topk=TOPK, max_tokens_per_rank=TOKENS,
-                                hidden=HIDDEN, dtype="float32")
-    with (crossdock.Comm(meeting, rank=rank, num_ranks=RANKS, heap_bytes=1 << 20) as comm,
-          crossdock.EpGroup(comm, config) as group):
+    config = crossdock.EpConfig(
+        num_experts=EXPERTS,
+        max_topk=TOPK,
+        max_tokens_per_rank=TOKENS,
+        hidden=HIDDEN,
+        dtype="float32",
+    )
+    with (
+        crossdock.Comm(meeting, rank=rank, num_ranks=RANKS, heap_bytes=1 << 20) as comm,
+        crossdock.EpGroup(comm, config) as group,
+    ):
         random = np.random.default_rng(rank)
         tokens = random.standard_normal((TOKENS, HIDDEN), np.float32)
         topk_idx = random.random((TOKENS, EXPERTS)).argsort(axis=1)[:, :TOPK].copy()

@@ -28,8 +28,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.experts = xd.MoELayer(HIDDEN, ffn=64, num_experts=8, topk=2,
-                                   max_tokens_per_rank=TOKENS)
+        self.experts = xd.MoELayer(
+            HIDDEN, ffn=64, num_experts=8, topk=2, max_tokens_per_rank=TOKENS
+        )
         self.head = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,8 +45,9 @@ def main() -> None:
     way = (sys.argv[1:] or ["ddp"])[0]
     dist.init_process_group()
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device_type, (dist.get_world_size() // 2, 2),
-                            mesh_dim_names=("data", "expert"))
+    mesh = init_device_mesh(
+        device_type, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "expert")
+    )
     comm = xd.init(mesh["expert"])  # ranks along this axis hold different experts
 
     torch.manual_seed(1)  # the same everywhere
@@ -77,8 +79,11 @@ def main() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     save(folder[0], model, optimizer)
-    print(f"rank {dist.get_rank()}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; "
-          "saved\n", end="", flush=True)
+    print(
+        f"rank {dist.get_rank()}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; saved\n",
+        end="",
+        flush=True,
+    )
     dist.destroy_process_group()
 
 
@@ -90,8 +95,7 @@ def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     # On as many ranks as there are then, wrapped as the model is then:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state,
-                   optim_state_dict=optimizer_state)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,12 @@ def main() -> None:
 
     if losses[-1] > 0.9 * losses[0]:
         raise SystemExit(f"rank {comm.rank}: learned nothing: {losses[0]:.3f}, {losses[-1]:.3f}")
-    print(f"rank {comm.rank}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last, busiest "
-          f"expert {out.load.max():.0%} of all choices\n", end="", flush=True)
+    print(
+        f"rank {comm.rank}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last, busiest "
+        f"expert {out.load.max():.0%} of all choices\n",
+        end="",
+        flush=True,
+    )
     dist.destroy_process_group()
 
 

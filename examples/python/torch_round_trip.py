@@ -38,9 +38,12 @@ def main() -> None:
     expected = (expected.squeeze(2) * topk_weights.detach()[..., None]).sum(dim=1)
     torch.testing.assert_close(out.detach(), expected)
     group.check()  # on a GPU operations tell their errors here
-    print(f"rank {comm.rank}: {int(plan.total)} of {group.rows} rows used, sums as expected, "
-          f"gradients of {tokens.grad.norm():.1f} and {logits.grad.norm():.1f}\n",
-          end="", flush=True)
+    print(
+        f"rank {comm.rank}: {int(plan.total)} of {group.rows} rows used, sums as expected, "
+        f"gradients of {tokens.grad.norm():.1f} and {logits.grad.norm():.1f}\n",
+        end="",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -71,14 +71,18 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (4)")
-    parser.add_argument("--folder", type=Path, default=Path("moe-lm"), help="log, checkpoints, "
-                        "figure (moe-lm)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: GPUs if there is one for each rank (--demo: with 2 or more, it "
-                        "takes 2 ranks), else the CPU: one GPU serves --ranks 1 only")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("moe-lm"), help="log, checkpoints, figure (moe-lm)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs if there is one for each rank (--demo: with 2 or more, it "
+        "takes 2 ranks), else the CPU: one GPU serves --ranks 1 only",
+    )
     parser.add_argument("--resume", action="store_true", help="from the folder's last checkpoint")
-    parser.add_argument("--plain", action="store_true",
-                        help="without Crossdock, in one process")
+    parser.add_argument("--plain", action="store_true", help="without Crossdock, in one process")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--verify", action="store_true", help="compare 1, 2 and 4 ranks")
     what.add_argument("--demo", action="store_true", help="compare, show and draw")

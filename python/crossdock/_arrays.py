@@ -24,8 +24,9 @@ Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple
 _ALIGNMENT = constants.ROW_ALIGNMENT  # alignment of tensors and plans, in bytes
 
 
-def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,
-             strided: bool = False) -> Spec:
+def describe(
+    name: str, array: Any, dtypes: Sequence[str], *, write: bool = False, strided: bool = False
+) -> Spec:
     """Describes a NumPy array to crossdock._core, which checks shapes.
 
     Args:
@@ -46,8 +47,10 @@ def describe(name: str, array: Any, dtypes: Sequence[str], *, write: bool = Fals
         raise TypeError(f"{name}: expected a dtype of {', '.join(dtypes)}, got {array.dtype}")
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
     if not array.flags.c_contiguous and not (strided and whole):
-        raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides} "
-                         f"for shape {array.shape}; numpy.ascontiguousarray makes one")
+        raise ValueError(
+            f"{name}: expected a C-contiguous array, got strides {array.strides} "
+            f"for shape {array.shape}; numpy.ascontiguousarray makes one"
+        )
     if write and not array.flags.writeable:
         raise ValueError(f"{name}: expected an array to write to, got a read-only one")
     address = array.__array_interface__["data"][0]

@@ -98,27 +98,63 @@ class Comm:
         such device here, ranks on different hosts); OutOfMemory; SystemFailure.
     """
 
-    def __init__(self, unique_id: bytes, *, rank: int, num_ranks: int, device: str = "cpu",
-                 heap_bytes: int = 0, timeout: float | None = None, name: str = "") -> None:
-        self._join(bootstrap="unique_id", unique_id=unique_id, rank=rank, num_ranks=num_ranks,
-                   device=device, heap_bytes=heap_bytes, timeout=timeout, name=name)
+    def __init__(
+        self,
+        unique_id: bytes,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: str = "cpu",
+        heap_bytes: int = 0,
+        timeout: float | None = None,
+        name: str = "",
+    ) -> None:
+        self._join(
+            bootstrap="unique_id",
+            unique_id=unique_id,
+            rank=rank,
+            num_ranks=num_ranks,
+            device=device,
+            heap_bytes=heap_bytes,
+            timeout=timeout,
+            name=name,
+        )
 
     @classmethod
-    def from_environment(cls, *, device: str = "cpu", heap_bytes: int = 0,
-                         timeout: float | None = None, name: str = "") -> Comm:
+    def from_environment(
+        cls,
+        *,
+        device: str = "cpu",
+        heap_bytes: int = 0,
+        timeout: float | None = None,
+        name: str = "",
+    ) -> Comm:
         """Joins through the environment variables of a launcher.
 
         They are RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as torchrun sets them.
         Set XD_JOB_SECRET to the same unguessable text on all ranks when the host has other
         users. Arguments and errors as of Comm.
         """
-        return cls.__new__(cls)._join(bootstrap="environment", device=device,
-                                      heap_bytes=heap_bytes, timeout=timeout, name=name)
+        return cls.__new__(cls)._join(
+            bootstrap="environment",
+            device=device,
+            heap_bytes=heap_bytes,
+            timeout=timeout,
+            name=name,
+        )
 
     @classmethod
-    def from_all_gather(cls, all_gather: Callable[[bytes], Sequence[bytes]], *, rank: int,
-                        num_ranks: int, device: str = "cpu", heap_bytes: int = 0,
-                        timeout: float | None = None, name: str = "") -> Comm:
+    def from_all_gather(
+        cls,
+        all_gather: Callable[[bytes], Sequence[bytes]],
+        *,
+        rank: int,
+        num_ranks: int,
+        device: str = "cpu",
+        heap_bytes: int = 0,
+        timeout: float | None = None,
+        name: str = "",
+    ) -> Comm:
         """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
 
         Args:
@@ -127,13 +163,27 @@ class Comm:
 
         Other arguments and errors as of Comm.
         """
-        return cls.__new__(cls)._join(bootstrap="all_gather", all_gather=all_gather, rank=rank,
-                                      num_ranks=num_ranks, device=device, heap_bytes=heap_bytes,
-                                      timeout=timeout, name=name)
+        return cls.__new__(cls)._join(
+            bootstrap="all_gather",
+            all_gather=all_gather,
+            rank=rank,
+            num_ranks=num_ranks,
+            device=device,
+            heap_bytes=heap_bytes,
+            timeout=timeout,
+            name=name,
+        )
 
     @classmethod
-    def from_nccl(cls, nccl_comm: int, *, device: str = "cpu", heap_bytes: int = 0,
-                  timeout: float | None = None, name: str = "") -> Comm:
+    def from_nccl(
+        cls,
+        nccl_comm: int,
+        *,
+        device: str = "cpu",
+        heap_bytes: int = 0,
+        timeout: float | None = None,
+        name: str = "",
+    ) -> Comm:
         """Joins through a communicator of NCCL's, which says rank and number of ranks.
 
         Args:
@@ -144,13 +194,23 @@ class Comm:
         """
         if not isinstance(nccl_comm, int) or nccl_comm <= 0:
             raise ValueError(f"nccl_comm: expected the address of an ncclComm_t, got {nccl_comm!r}")
-        return cls.__new__(cls)._join(bootstrap="nccl", nccl_comm=nccl_comm, device=device,
-                                      heap_bytes=heap_bytes, timeout=timeout, name=name)
+        return cls.__new__(cls)._join(
+            bootstrap="nccl",
+            nccl_comm=nccl_comm,
+            device=device,
+            heap_bytes=heap_bytes,
+            timeout=timeout,
+            name=name,
+        )
 
     def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
         device_type, device_id = parse_device(device)
-        self._core = join(device_type=device_type, device_id=device_id,
-                          timeout_ms=milliseconds(timeout), **options)
+        self._core = join(
+            device_type=device_type,
+            device_id=device_id,
+            timeout_ms=milliseconds(timeout),
+            **options,
+        )
         self._heap = Heap(self._core)
         self._closed = False
         return self
@@ -188,8 +248,11 @@ class Comm:
     def core(self) -> _core.Comm:
         """The communicator of the raw layer. Raises InvalidArgument once closed."""
         if self._closed:
-            raise InvalidArgument("this communicator has been closed",
-                                  status="XD_ERROR_INVALID_ARGUMENT", rank=self.rank)
+            raise InvalidArgument(
+                "this communicator has been closed",
+                status="XD_ERROR_INVALID_ARGUMENT",
+                rank=self.rank,
+            )
         return self._core
 
     def barrier(self) -> None:
@@ -226,8 +289,11 @@ class Comm:
         """
         core = self.core()
         if core.device_type != _CPU:
-            raise Unsupported(f"Comm.empty: NumPy arrays lie on the CPU, this communicator on "
-                              f"{self.device}", status="XD_ERROR_UNSUPPORTED", rank=self.rank)
+            raise Unsupported(
+                f"Comm.empty: NumPy arrays lie on the CPU, this communicator on {self.device}",
+                status="XD_ERROR_UNSUPPORTED",
+                rank=self.rank,
+            )
         return self._heap.empty(shape, dtype)
 
     def grow(self, num_bytes: int) -> None:
@@ -256,9 +322,12 @@ class Comm:
         """
         core = self.core()
         if core.device_type != _CPU:
-            raise Unsupported(f"Comm.routing_layout: NumPy arrays lie on the CPU, this "
-                              f"communicator on {self.device}", status="XD_ERROR_UNSUPPORTED",
-                              rank=self.rank)
+            raise Unsupported(
+                f"Comm.routing_layout: NumPy arrays lie on the CPU, this "
+                f"communicator on {self.device}",
+                status="XD_ERROR_UNSUPPORTED",
+                rank=self.rank,
+            )
         ids = describe("topk_idx", topk_idx, INDICES)
         experts = operator.index(num_experts)
         per_rank = aligned_empty(self.num_ranks, np.int64)
@@ -297,8 +366,12 @@ class Comm:
     def __enter__(self) -> Comm:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -315,8 +388,9 @@ def milliseconds(timeout: float | None) -> int:
     if timeout is None:
         return 0
     if not 0 < timeout < 2**31 / 1000:
-        raise ValueError(f"timeout: expected seconds above 0, below {2**31 / 1000:.0f}, "
-                         f"got {timeout}")
+        raise ValueError(
+            f"timeout: expected seconds above 0, below {2**31 / 1000:.0f}, got {timeout}"
+        )
     return max(1, round(timeout * 1000))
 
 

@@ -124,8 +124,11 @@ class EpConfig:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of crossdock._core's functions."""
         found = dataclasses.asdict(self)
-        found.update({field: number_of(field, getattr(self, field)) for field in WORDS},
-                     dtype=pack(self.dtype), zero_tail=int(self.zero_tail))
+        found.update(
+            {field: number_of(field, getattr(self, field)) for field in WORDS},
+            dtype=pack(self.dtype),
+            zero_tail=int(self.zero_tail),
+        )
         return found
 
     def recv_bound(self, num_ranks: int) -> int:
@@ -138,5 +141,8 @@ class EpConfig:
 
     def group_memory(self, num_ranks: int, device: str = "cpu") -> GroupMemory:
         """The memory that a group with this config will take on one rank with `device`."""
-        return GroupMemory(**_core.group_memory(
-            num_ranks=num_ranks, device_type=parse_device(device)[0], **self.options()))
+        return GroupMemory(
+            **_core.group_memory(
+                num_ranks=num_ranks, device_type=parse_device(device)[0], **self.options()
+            )
+        )

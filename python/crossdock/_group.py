@@ -25,6 +25,7 @@ from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
 
 __all__ = ["Dispatched", "EpGroup", "EpStatus", "ExpertGrads"]
 
+
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
     """The rows that dispatch received. R rows, H columns, K choices, S scales per row."""
@@ -82,8 +83,11 @@ class EpGroup:
 
     def __init__(self, comm: Comm, config: EpConfig) -> None:
         if comm.device != "cpu":
-            raise Unsupported(f"EpGroup: NumPy arrays lie on the CPU, the communicator on "
-                              f"{comm.device}", status="XD_ERROR_UNSUPPORTED", rank=comm.rank)
+            raise Unsupported(
+                f"EpGroup: NumPy arrays lie on the CPU, the communicator on {comm.device}",
+                status="XD_ERROR_UNSUPPORTED",
+                rank=comm.rank,
+            )
         self._comm = comm
         self._config = config
         self._core = _core.Group(comm.core(), **config.options())
@@ -112,8 +116,7 @@ class EpGroup:
             rank_rows=aligned_empty((ranks, ranks), np.int64),
         )
 
-    def prepare(self, topk_idx: np.ndarray, *, alignment: int = 0,
-                out: Plan | None = None) -> Plan:
+    def prepare(self, topk_idx: np.ndarray, *, alignment: int = 0, out: Plan | None = None) -> Plan:
         """Exchanges counts and makes the plan of a batch.
 
         Args:
@@ -142,9 +145,16 @@ class EpGroup:
         self._core.prepare(ids, *plan.place(), *outputs, alignment=alignment)
         return plan
 
-    def dispatch(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None = None, *,
-                 scales: np.ndarray | None = None, quantise: bool | str = False,
-                 out: Dispatched | None = None) -> Dispatched:
+    def dispatch(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        topk_weights: np.ndarray | None = None,
+        *,
+        scales: np.ndarray | None = None,
+        quantise: bool | str = False,
+        out: Dispatched | None = None,
+    ) -> Dispatched:
         """Copies each token's row to every rank that holds one of its experts.
 
         Args:
@@ -188,8 +198,14 @@ class EpGroup:
         self._core.dispatch(address, num_bytes, *tensors, quantise=0 if way is None else way.code)
         return out
 
-    def combine(self, plan: Plan, expert_out: np.ndarray, weights: np.ndarray | None = None, *,
-                out: np.ndarray | None = None) -> np.ndarray:
+    def combine(
+        self,
+        plan: Plan,
+        expert_out: np.ndarray,
+        weights: np.ndarray | None = None,
+        *,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Sums the experts' results per token, in float32, in one fixed order.
 
         Args:
@@ -215,9 +231,12 @@ class EpGroup:
         self._core.combine(*plan.place(), *inputs, output)
         return out
 
-    def dispatch_bwd(self, plan: Plan, grad_recv_tokens: np.ndarray | None = None,
-                     grad_recv_weights: np.ndarray | None = None
-                     ) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def dispatch_bwd(
+        self,
+        plan: Plan,
+        grad_recv_tokens: np.ndarray | None = None,
+        grad_recv_weights: np.ndarray | None = None,
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The derivative of dispatch. At least one of the two gradients is given.
 
         Args:
@@ -233,22 +252,35 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.DISPATCH_BWD):
-            inputs = (_optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
-                      _optional("grad_recv_weights", grad_recv_weights, WEIGHTS))
+            inputs = (
+                _optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
+                _optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
+            )
             info = plan.info()
             tokens = weights = None
             if grad_recv_tokens is not None:
-                tokens = self._empty((info["num_tokens"], *grad_recv_tokens.shape[1:]),
-                                     grad_recv_tokens.dtype)
+                tokens = self._empty(
+                    (info["num_tokens"], *grad_recv_tokens.shape[1:]), grad_recv_tokens.dtype
+                )
             if grad_recv_weights is not None:
                 weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
-        self._core.dispatch_bwd(*plan.place(), *inputs, _optional("grad_tokens", tokens, SUMMABLE),
-                                _optional("grad_topk_weights", weights, WEIGHTS))
+        self._core.dispatch_bwd(
+            *plan.place(),
+            *inputs,
+            _optional("grad_tokens", tokens, SUMMABLE),
+            _optional("grad_topk_weights", weights, WEIGHTS),
+        )
         return tokens, weights
 
-    def combine_bwd(self, plan: Plan, grad_out: np.ndarray, expert_out: np.ndarray | None = None,
-                    weights: np.ndarray | None = None, *,
-                    grad_out_scales: np.ndarray | None = None) -> ExpertGrads:
+    def combine_bwd(
+        self,
+        plan: Plan,
+        grad_out: np.ndarray,
+        expert_out: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        *,
+        grad_out_scales: np.ndarray | None = None,
+    ) -> ExpertGrads:
         """The derivative of combine.
 
         Args:
@@ -278,10 +310,15 @@ class EpGroup:
                 scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
             moved = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
         address, num_bytes = plan.place()
-        self._core.combine_bwd(address, num_bytes, *inputs,
-                               describe("grad_expert_out", moved, PAYLOADS),
-                               _optional("grad_weights", grads, WEIGHTS), scales_in,
-                               _optional("grad_expert_out_scales", scales, SCALES))
+        self._core.combine_bwd(
+            address,
+            num_bytes,
+            *inputs,
+            describe("grad_expert_out", moved, PAYLOADS),
+            _optional("grad_weights", grads, WEIGHTS),
+            scales_in,
+            _optional("grad_expert_out_scales", scales, SCALES),
+        )
         return ExpertGrads(moved, grads, scales)
 
     def row_experts(self, plan: Plan, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -322,8 +359,12 @@ class EpGroup:
     def __enter__(self) -> EpGroup:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @contextlib.contextmanager
@@ -343,8 +384,14 @@ class EpGroup:
         except OutOfMemory:
             return aligned_empty(shape, dtype)
 
-    def _new_dispatched(self, plan: Plan, tokens: np.ndarray, topk_weights: np.ndarray | None,
-                        scales: np.ndarray | None, way: QuantiseWay | None) -> Dispatched:
+    def _new_dispatched(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        topk_weights: np.ndarray | None,
+        scales: np.ndarray | None,
+        way: QuantiseWay | None,
+    ) -> Dispatched:
         info = plan.info()
         rows, topk = info["recv_rows"], info["topk"]
         rank_major = self._config.layout == "rank_major"
@@ -359,21 +406,25 @@ class EpGroup:
             weights = self._empty((rows, topk) if rank_major else (rows,), np.float32)
         if rank_major:
             topk_idx = self._empty((rows, topk), np.int64)
-        return Dispatched(self._empty((rows, *tokens.shape[1:]), dtype), weights, topk_idx,
-                          recv_scales)
+        return Dispatched(
+            self._empty((rows, *tokens.shape[1:]), dtype), weights, topk_idx, recv_scales
+        )
 
     def _new_scales(self, name: str, given: np.ndarray, rows: int) -> np.ndarray:
         """Scales to receive into; refuses rows of them that are too long for the group."""
         row_bytes = math.prod(given.shape[1:]) * given.itemsize
         most = self._config.max_scale_bytes
         if row_bytes > most:
-            raise ValueError(f"{name}: expected at most max_scale_bytes = {most} bytes of scales "
-                             f"beside a row, got {row_bytes}")
+            raise ValueError(
+                f"{name}: expected at most max_scale_bytes = {most} bytes of scales "
+                f"beside a row, got {row_bytes}"
+            )
         return self._empty((rows, *given.shape[1:]), given.dtype)
 
 
-def _optional(name: str, array: Any, dtypes: Sequence[str], *, write: bool = False,
-              strided: bool = False) -> Spec | None:
+def _optional(
+    name: str, array: Any, dtypes: Sequence[str], *, write: bool = False, strided: bool = False
+) -> Spec | None:
     if array is None:
         return None
     return describe(name, array, dtypes, write=write, strided=strided)

@@ -32,13 +32,13 @@ def quantise_way(quantise: bool | str) -> QuantiseWay | None:
         raise TypeError(f"quantise: expected a bool or a str, got {type(quantise).__name__}")
     way = WAYS.get(quantise)
     if way is None:
-        raise ValueError(
-            f"quantise: expected a bool or one of {', '.join(WAYS)}, got {quantise!r}"
-        )
+        raise ValueError(f"quantise: expected a bool or one of {', '.join(WAYS)}, got {quantise!r}")
     return way
 
 
 def widest_scale_bytes(columns: int) -> int:
     """Bytes of the longest row of scales that any way makes beside so many columns."""
-    return max(-(-columns // way.block) * (constants.DTYPES[way.scale] & 0xFF) // 8
-               for way in WAYS.values())
+    return max(
+        -(-columns // way.block) * (constants.DTYPES[way.scale] & 0xFF) // 8
+        for way in WAYS.values()
+    )

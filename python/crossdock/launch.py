@@ -110,17 +110,25 @@ class RankFailed(RuntimeError):
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = sorted(failures, key=lambda failure: failure.is_echo)
-        super().__init__("\n".join(
-            f"rank {failure.rank}: {failure.text}\n{failure.traceback}".rstrip()
-            for failure in self.failures))
+        super().__init__(
+            "\n".join(
+                f"rank {failure.rank}: {failure.text}\n{failure.traceback}".rstrip()
+                for failure in self.failures
+            )
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.failures,)
 
 
-def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float | None = None,
-        hear: Callable[[int, Any], None] = lambda rank, message: None,
-        quiet: bool = False) -> list[Any]:
+def run(
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float | None = None,
+    hear: Callable[[int, Any], None] = lambda rank, message: None,
+    quiet: bool = False,
+) -> list[Any]:
     """Runs ``fn(rank, *args)`` on `num_ranks` new processes and returns what it returned on each.
 
     Args:
@@ -166,9 +174,14 @@ class Ranks:
         """Whether all of them run and can be called."""
         return not self._failed and all(rank.process.poll() is None for rank in self._ranks)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None,
-            grace: float = 2, hear: Callable[[int, Any], None] = lambda rank, message: None
-            ) -> list[Any]:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        grace: float = 2,
+        hear: Callable[[int, Any], None] = lambda rank, message: None,
+    ) -> list[Any]:
         """Runs ``fn(rank, *args)`` on all of them; as the function `run`.
 
         Args:
@@ -185,7 +198,8 @@ class Ranks:
         while waiting:
             left = max(0.0, deadline - time.monotonic())
             ready = multiprocessing.connection.wait(
-                list(waiting), None if left == float("inf") else left)
+                list(waiting), None if left == float("inf") else left
+            )
             if not ready:
                 break
             for pipe in ready:
@@ -195,8 +209,11 @@ class Ranks:
                     del waiting[rank.pipe]
                 if rank.failure:
                     deadline = min(deadline, time.monotonic() + grace)
-        failures = [rank.failure or Failure(rank.rank, "no answer in time", answered=False)
-                    for rank in self._ranks if rank.failure or not rank.answered]
+        failures = [
+            rank.failure or Failure(rank.rank, "no answer in time", answered=False)
+            for rank in self._ranks
+            if rank.failure or not rank.answered
+        ]
         if failures:
             raise RankFailed(failures)
         self._failed = False
@@ -226,8 +243,12 @@ class _Rank:
         self.answered = False
         self.result: Any = None
         self.failure: Failure | None = None
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks,
-                 "LOCAL_WORLD_SIZE": num_ranks}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+        }
         environment = os.environ | {name: str(number) for name, number in place.items()}
         environment["MASTER_ADDR"] = "127.0.0.1"
         # As torchrun: ranks that each take all cores only get into one another's way.
@@ -238,8 +259,13 @@ class _Rank:
             # The rank ends when its standard input does: with this process, however that ends.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(_PARENT)],
-                stdin=subprocess.PIPE, stdout=self._output, stderr=self._output,
-                pass_fds=(theirs.fileno(),), env=environment, start_new_session=True)
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                start_new_session=True,
+            )
         with contextlib.suppress(BrokenPipeError):  # it has ended: that is told by run()
             self.pipe.send(_preparation())
 

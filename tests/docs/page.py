@@ -29,8 +29,13 @@ def differences(quoted, printed):
         elif name not in quoted:
             yield f"{name}: the program prints it, the page does not quote it"
         elif quoted[name] != printed[name]:
-            lines = difflib.unified_diff(quoted[name].splitlines(), printed[name].splitlines(),
-                                         "page", "program", lineterm="")
+            lines = difflib.unified_diff(
+                quoted[name].splitlines(),
+                printed[name].splitlines(),
+                "page",
+                "program",
+                lineterm="",
+            )
             yield f"{name}:\n" + "\n".join(lines)
 
 
@@ -43,8 +48,9 @@ def main():
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     printed = sections(run.stdout)
     if update:
-        page.write_text(BLOCK.sub(
-            lambda m: f"```text run={m[1]}\n{printed.get(m[1], m[2])}```", text))
+        page.write_text(
+            BLOCK.sub(lambda m: f"```text run={m[1]}\n{printed.get(m[1], m[2])}```", text)
+        )
         return 0
     found = list(differences(dict(BLOCK.findall(text)), printed))
     print("\n".join(found + [f"{page.name}: {len(printed)} blocks, {len(found)} differences"]))

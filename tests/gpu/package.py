@@ -8,6 +8,7 @@ gpu-package does). The folder repeats its tree, as far as it is needed, with deb
 stripped; lib/ has the libraries that a bare machine lacks, manifest the tests, one a line: name,
 seconds, command.
 """
+
 import json
 import pathlib
 import re
@@ -33,9 +34,13 @@ def tests_of(build):
         properties = {p["name"]: p["value"] for p in test["properties"]}
         command = [word.removeprefix(f"{build}/") for word in test["command"]]
         if test["name"].startswith("python."):
-            pytest = command[command.index("pytest"):]
-            command = ["./with-python", "python3", "-m",
-                       *(word.removeprefix(f"{ROOT}/") for word in pytest)]
+            pytest = command[command.index("pytest") :]
+            command = [
+                "./with-python",
+                "python3",
+                "-m",
+                *(word.removeprefix(f"{ROOT}/") for word in pytest),
+            ]
         if any(re.search(r"\s", word) for word in command):
             sys.exit(f"{test['name']}: a word of its command has a blank")
         yield test["name"], int(properties["TIMEOUT"]), command
@@ -66,8 +71,9 @@ def stage_python(build, folder):
     dlpack = re.search(r"^DLPACK_INCLUDE_DIR:PATH=(.*)$", cache, re.MULTILINE)[1]
     shutil.copytree(pathlib.Path(dlpack) / "dlpack", install / "include" / "dlpack")
     for source in SOURCES:
-        shutil.copytree(ROOT / source, folder / source,
-                        ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "tests/gpu/with-python.sh", folder / "with-python")
 
 

@@ -19,10 +19,12 @@ import torch_defaults  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu", action="store_true",
-                     help="run the tests marked gpu, and no others")
-    parser.addoption("--representative", action="store_true",
-                     help="run the tests marked representative only, unless XD_TEST_FULL=1")
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and no others")
+    parser.addoption(
+        "--representative",
+        action="store_true",
+        help="run the tests marked representative only, unless XD_TEST_FULL=1",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -33,8 +33,13 @@ class Routing:
         alignment: of zones, in rows.
     """
 
-    def __init__(self, topk_idx: list[np.ndarray], num_experts: int,
-                 layout: str = "expert_major", alignment: int = 1) -> None:
+    def __init__(
+        self,
+        topk_idx: list[np.ndarray],
+        num_experts: int,
+        layout: str = "expert_major",
+        alignment: int = 1,
+    ) -> None:
         self.topk_idx = [np.asarray(ids) for ids in topk_idx]
         self.num_ranks = len(topk_idx)
         self.local_experts = num_experts // self.num_ranks
@@ -47,10 +52,12 @@ class Routing:
         experts = range(rank * self.local_experts, (rank + 1) * self.local_experts)
         groups = [[e] for e in experts] if self.layout == "expert_major" else [list(experts)]
         return [
-            [Row(source, token, choices)
-             for source, ids in enumerate(self.topk_idx)
-             for token in range(len(ids))
-             if (choices := tuple(k for k, e in enumerate(ids[token]) if e in group))]
+            [
+                Row(source, token, choices)
+                for source, ids in enumerate(self.topk_idx)
+                for token in range(len(ids))
+                if (choices := tuple(k for k, e in enumerate(ids[token]) if e in group))
+            ]
             for group in groups
         ]
 
@@ -59,8 +66,11 @@ class Routing:
 
     def rows(self, rank: int) -> list[Row | None]:
         """The rows that `rank` receives, padding included."""
-        return [row for zone in self._zones[rank]
-                for row in zone + [None] * (self._padded(len(zone)) - len(zone))]
+        return [
+            row
+            for zone in self._zones[rank]
+            for row in zone + [None] * (self._padded(len(zone)) - len(zone))
+        ]
 
     def counts(self, rank: int) -> list[int]:
         """Per local expert its (token, choice) pairs."""
@@ -117,15 +127,19 @@ class Routing:
                 received[r if one else (r, k)] = topk_weights[row.source][row.token, k]
         return received
 
-    def combine(self, rank: int, expert_out: list[np.ndarray],
-                weights: list[np.ndarray] | None = None) -> np.ndarray:
+    def combine(
+        self, rank: int, expert_out: list[np.ndarray], weights: list[np.ndarray] | None = None
+    ) -> np.ndarray:
         """[T, H] sums over each of `rank`'s tokens' rows of all ranks' expert_out [R, H]."""
         dtype = expert_out[0].dtype
         out = np.zeros((len(self.topk_idx[rank]), expert_out[0].shape[1]), np.float32)
         for destination in range(self.num_ranks):
             partial = np.zeros_like(out)
-            rows = [(row.choices, row.token, r) for r, row in enumerate(self.rows(destination))
-                    if row and row.source == rank]
+            rows = [
+                (row.choices, row.token, r)
+                for r, row in enumerate(self.rows(destination))
+                if row and row.source == rank
+            ]
             for _, token, r in sorted(rows):
                 value = expert_out[destination][r].astype(np.float32)
                 if weights is not None:
@@ -144,8 +158,9 @@ class Routing:
                     grads[row.token, k] = grad_recv_weights[destination][at]
         return grads
 
-    def combine_bwd(self, rank: int, grad_out: list[np.ndarray],
-                    weights: np.ndarray | None = None) -> np.ndarray:
+    def combine_bwd(
+        self, rank: int, grad_out: list[np.ndarray], weights: np.ndarray | None = None
+    ) -> np.ndarray:
         """[rows, H] gradient of `rank`'s expert_out for the ranks' grad_out [T, H]."""
         grads = self.dispatch(rank, grad_out)
         if weights is None:
@@ -153,8 +168,9 @@ class Routing:
         scaled = grads.astype(np.float32) * weights[: len(grads), None]
         return scaled.astype(grads.dtype)
 
-    def combine_bwd_weights(self, rank: int, grad_out: list[np.ndarray],
-                            expert_out: np.ndarray) -> np.ndarray:
+    def combine_bwd_weights(
+        self, rank: int, grad_out: list[np.ndarray], expert_out: np.ndarray
+    ) -> np.ndarray:
         """[rows] float32 dot products of each row of expert_out with its token's grad_out."""
         grads = self.dispatch(rank, grad_out).astype(np.float32)
         products = grads * expert_out[: len(grads)].astype(np.float32)
@@ -185,5 +201,7 @@ def quantised(rows: np.ndarray, name: str = "fp8_block128") -> tuple[np.ndarray,
         scales = np.where(largest == 0, np.float32(1), scales)
     elements = np.clip(blocks * (np.float32(1) / scales), -448, 448)
     narrow = getattr(ml_dtypes, dtype) if dtype != "float32" else np.float32
-    return (elements.astype(ml_dtypes.float8_e4m3fn).reshape(rows.shape),
-            scales[:, :, 0].astype(narrow))
+    return (
+        elements.astype(ml_dtypes.float8_e4m3fn).reshape(rows.shape),
+        scales[:, :, 0].astype(narrow),
+    )

@@ -37,12 +37,18 @@ class Rank:
 
     def raw_comm(self, **options: Any) -> _core.Comm:
         """The same of the raw layer."""
-        return _core.Comm(bootstrap="unique_id", rank=self.rank, num_ranks=self.num_ranks,
-                          unique_id=self.unique_id, **options)
+        return _core.Comm(
+            bootstrap="unique_id",
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            unique_id=self.unique_id,
+            **options,
+        )
 
 
-def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60,
-              fresh: bool = False) -> list[Any]:
+def run_ranks(
+    num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, fresh: bool = False
+) -> list[Any]:
     """Runs ``fn(Rank, *args)`` in `num_ranks` processes and returns their results.
 
     The processes have torchrun's environment variables and serve later calls too; with `fresh` they
@@ -53,8 +59,9 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
         ranks = launch.Ranks(num_ranks)
     task = bytes(ForkingPickler.dumps((fn, args)))
     try:
-        results = ranks.run(_call, num_ranks, _core.unique_id(), task, timeout=timeout,
-                            grace=GRACE_SECONDS)
+        results = ranks.run(
+            _call, num_ranks, _core.unique_id(), task, timeout=timeout, grace=GRACE_SECONDS
+        )
     except BaseException:
         ranks.kill()
         raise
@@ -85,13 +92,15 @@ def _call(rank: int, num_ranks: int, unique_id: bytes, task: bytes) -> Any:
     return fn(Rank(rank, num_ranks, unique_id), *args)
 
 
-def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
-                timeout: float = 60) -> list[Any]:
+def run_threads(
+    num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
+) -> list[Any]:
     """Runs ``fn(Rank, *args)`` in `num_ranks` threads of this process and returns their results."""
     unique_id = _core.unique_id()
     results: list[Any] = [None] * num_ranks
     failures: list[launch.Failure | None] = [
-        launch.Failure(rank, "no answer in time", answered=False) for rank in range(num_ranks)]
+        launch.Failure(rank, "no answer in time", answered=False) for rank in range(num_ranks)
+    ]
 
     def serve(rank: int) -> None:
         torch_defaults.apply(alone=False)
@@ -99,11 +108,13 @@ def run_threads(num_ranks: int, fn: Callable[..., Any], *args: Any,
             results[rank] = fn(Rank(rank, num_ranks, unique_id), *args)
             failures[rank] = None
         except BaseException as error:  # SystemExit and pytest's outcomes are failures, too
-            failures[rank] = launch.Failure(rank, repr(error), error,
-                                            traceback=traceback.format_exc())
+            failures[rank] = launch.Failure(
+                rank, repr(error), error, traceback=traceback.format_exc()
+            )
 
-    threads = [threading.Thread(target=serve, args=(rank,), daemon=True)
-               for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout

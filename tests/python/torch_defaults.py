@@ -34,9 +34,13 @@ def apply(alone: bool = True) -> None:
         class Defaults(TorchFunctionMode):
             """As ``torch.set_default_device`` and ``torch.set_default_dtype``."""
 
-            def __torch_function__(self, func: Callable[..., Any], types: Any,
-                                   args: tuple[Any, ...] = (),
-                                   kwargs: dict[str, Any] | None = None) -> Any:
+            def __torch_function__(
+                self,
+                func: Callable[..., Any],
+                types: Any,
+                args: tuple[Any, ...] = (),
+                kwargs: dict[str, Any] | None = None,
+            ) -> Any:
                 kwargs = kwargs or {}
                 # A compiler traces this function too, and knows no frames.
                 if torch.compiler.is_compiling() or not _called_by_package():

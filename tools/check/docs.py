@@ -13,7 +13,8 @@ import sys
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 EXCERPT = re.compile(r"^```\w+ from=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(
-    r'^XD_ENV_\w+\(\w+, ("\w+"), ("[^"]*"|-?\d+)(?:, -?\d+)?,\s+"(.*)"\)$', re.MULTILINE)
+    r'^XD_ENV_\w+\(\w+, ("\w+"), ("[^"]*"|-?\d+)(?:, -?\d+)?,\s+"(.*)"\)$', re.MULTILINE
+)
 ROW = re.compile(r"^\| `(XD_\w+)` \| (.*?) \| (.*) \|$", re.MULTILINE)
 STATUS = re.compile(r"^\s+(XD_(?:SUCCESS|ERROR_\w+)) = \d+", re.MULTILINE)
 TARGET = re.compile(r"`make (\w+)`")
@@ -41,7 +42,7 @@ def altered_excerpts(root, page):
     for name, block in EXCERPT.findall(page.read_text()):
         lines = [line.strip() for line in block.splitlines()]
         source = [line.strip() for line in (root / name).read_text().splitlines()]
-        if not any(source[i:i + len(lines)] == lines for i in range(len(source))):
+        if not any(source[i : i + len(lines)] == lines for i in range(len(source))):
             yield f"the excerpt of {name} is not what stands there"
 
 

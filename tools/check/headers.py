@@ -17,12 +17,24 @@ def main():
     include = pathlib.Path(__file__).resolve().parents[2] / "include"
     headers = sorted((include / "crossdock").glob("*.h"))
     failed = 0
-    for compiler, language in [([c_compiler, "-xc", "-std=c11"], "C11"),
-                               ([cxx_compiler, "-xc++", "-std=c++11"], "C++11")]:
+    for compiler, language in [
+        ([c_compiler, "-xc", "-std=c11"], "C11"),
+        ([cxx_compiler, "-xc++", "-std=c++11"], "C++11"),
+    ]:
         for header in headers:
             source = f"#include <crossdock/{header.name}>\n"
-            command = [*compiler, "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only",
-                       f"-I{include}", "-isystem", dlpack, "-"]
+            command = [
+                *compiler,
+                "-Wall",
+                "-Wextra",
+                "-pedantic",
+                "-Werror",
+                "-fsyntax-only",
+                f"-I{include}",
+                "-isystem",
+                dlpack,
+                "-",
+            ]
             done = subprocess.run(command, input=source, text=True, capture_output=True)
             if done.returncode != 0:
                 failed += 1

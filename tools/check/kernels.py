@@ -31,14 +31,33 @@ def main():
     findings = set()
     for entry in sources:
         options = INCLUDES.findall(entry["command"].replace("-isystem=", "-isystem "))
-        toolkit = next(pathlib.Path(text.split()[1]) for text in options
-                       if re.match(r"-isystem .*cuda", text))
+        toolkit = next(
+            pathlib.Path(text.split()[1]) for text in options if re.match(r"-isystem .*cuda", text)
+        )
         done = subprocess.run(
-            [clang_tidy, "--quiet", "--checks=-*,readability-function-size", entry["file"], "--",
-             "-x", "cuda", "--cuda-host-only", "-nocudalib", f"--cuda-path={toolkit.parent}",
-             "-std=c++20", "-w", "-ferror-limit=0", f"-I{stubs}", "-isystem", toolkit / "cccl",
-             *(word for text in options for word in text.split())],
-            capture_output=True, text=True, cwd=entry["directory"])
+            [
+                clang_tidy,
+                "--quiet",
+                "--checks=-*,readability-function-size",
+                entry["file"],
+                "--",
+                "-x",
+                "cuda",
+                "--cuda-host-only",
+                "-nocudalib",
+                f"--cuda-path={toolkit.parent}",
+                "-std=c++20",
+                "-w",
+                "-ferror-limit=0",
+                f"-I{stubs}",
+                "-isystem",
+                toolkit / "cccl",
+                *(word for text in options for word in text.split()),
+            ],
+            capture_output=True,
+            text=True,
+            cwd=entry["directory"],
+        )
         findings.update(FINDING.findall(done.stdout))
     for finding in sorted(findings):
         print(finding)

@@ -19,7 +19,9 @@ def texts(root):
     """(name, lines) of each file that git tracks or would, where there is git; else of all."""
     listed = subprocess.run(
         ["git", "-C", root, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        capture_output=True, text=True)
+        capture_output=True,
+        text=True,
+    )
     names = listed.stdout.split("\0") if listed.returncode == 0 else _walk(root)
     for name in sorted(filter(None, names)):
         path = root / name

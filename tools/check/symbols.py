@@ -19,8 +19,9 @@ def declared():
 
 def exported(library):
     """Names without their version; the version itself is an absolute symbol."""
-    rows = subprocess.run(["nm", "-D", "--defined-only", library], check=True, text=True,
-                          capture_output=True).stdout.splitlines()
+    rows = subprocess.run(
+        ["nm", "-D", "--defined-only", library], check=True, text=True, capture_output=True
+    ).stdout.splitlines()
     return {name.split("@")[0] for _, kind, name in map(str.split, rows) if kind != "A"}
 
 

@@ -79,14 +79,16 @@ class Trainer:
             self.params, self._moments, gradients, jnp.int32(step)
         )
         loss, aux_loss = np.asarray(losses).tolist()
-        self.records.append({
-            "step": step,
-            "loss": loss,
-            "aux_loss": aux_loss,
-            "load": np.asarray(load).tolist(),
-            "seconds": time.perf_counter() - start,
-            "tokens": s.sequences * s.context,
-        })
+        self.records.append(
+            {
+                "step": step,
+                "loss": loss,
+                "aux_loss": aux_loss,
+                "load": np.asarray(load).tolist(),
+                "seconds": time.perf_counter() - start,
+                "tokens": s.sequences * s.context,
+            }
+        )
 
     def _place(self, tree: Params) -> Params:
         return jax.tree_util.tree_map_with_path(

@@ -42,10 +42,13 @@ def demo(settings: Settings, ranks: int) -> int:
         print("No figure: matplotlib is not installed.")
     else:
         picture = settings.folder / "loss.png"
-        figure.draw(picture, {
-            "1 process, plain PyTorch": read_log(plain.folder),
-            f"{ranks} ranks, Crossdock": read_log(run.folder),
-        })
+        figure.draw(
+            picture,
+            {
+                "1 process, plain PyTorch": read_log(plain.folder),
+                f"{ranks} ranks, Crossdock": read_log(run.folder),
+            },
+        )
         print(f"Loss curves and use of the experts: {picture}")
     return 0 if agree else 1
 

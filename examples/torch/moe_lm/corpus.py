@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 # Folders that are not the standard library's modules, or that hold tables rather than programs.
 _SKIPPED = {
-    "site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
 }
 _HELD_OUT_EVERY = 20  # one file in so many is never trained on
 

@@ -23,7 +23,7 @@ def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     styles = ({"color": _REFERENCE, "linewidth": 4.5}, {"color": _OTHER, "linewidth": 1.3})
-    for (title, records), style in zip(runs.items(), styles[-len(runs):]):
+    for (title, records), style in zip(runs.items(), styles[-len(runs) :]):
         steps = [record["step"] + 1 for record in records]
         left.plot(steps, [record["loss"] for record in records], label=title, **style)
     left.set(xlabel="step", ylabel="loss per byte (nats)", title="Loss of each step's batch")
@@ -35,13 +35,14 @@ def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     colours = matplotlib.colormaps["viridis"]
     for expert in range(experts):
         share = [
-            sum(layer[expert] for layer in record["load"]) / len(record["load"])
-            for record in other
+            sum(layer[expert] for layer in record["load"]) / len(record["load"]) for record in other
         ]
         right.plot(steps, _smooth(share), color=colours(expert / max(experts - 1, 1)), linewidth=1)
     right.axhline(1 / experts, color=_GREY, linestyle="--", linewidth=1)
     right.set(
-        xlabel="step", ylabel="share of all choices", ylim=(0, None),
+        xlabel="step",
+        ylabel="share of all choices",
+        ylim=(0, None),
         title=f"Use of each of the {experts} experts (dashed: all alike)",
     )
     for axes in (left, right):

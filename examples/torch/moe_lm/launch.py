@@ -18,7 +18,11 @@ def num_gpus() -> int:
 
 
 def pick_device(device: str, ranks: int) -> str:
-    """"cuda" if there is a GPU for each rank, else "cpu"; raises ValueError if "cuda" cannot be."""
+    """The device of the ranks: "cuda" if there is a GPU for each, else "cpu".
+
+    Raises:
+        ValueError: `device` is "cuda", and there are fewer GPUs.
+    """
     gpus = num_gpus()
     if device == "cuda" and gpus < ranks:
         raise ValueError(f"--device cuda: expected a GPU for each of {ranks} ranks, found {gpus}")

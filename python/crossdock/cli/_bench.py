@@ -16,8 +16,13 @@ from crossdock.cli._usage import OK, UsageError, number
 from crossdock.cli._workload import ITEM_BYTES, LAYOUTS, ROUTINGS, Workload
 
 # The library's limits, each for itself; --topk also depends on --experts.
-_LIMITS = {"ranks": constants.MAX_RANKS, "experts": constants.MAX_EXPERTS,
-           "tokens": constants.MAX_TOKENS, "hidden": 1 << 24, "timeout": 2**31 // 1000}
+_LIMITS = {
+    "ranks": constants.MAX_RANKS,
+    "experts": constants.MAX_EXPERTS,
+    "tokens": constants.MAX_TOKENS,
+    "hidden": 1 << 24,
+    "timeout": 2**31 // 1000,
+}
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 _DESCRIPTION = """Times prepare, dispatch, combine and their backward passes over ranks that it
 starts itself on this host, beside a copy of as many bytes in the same run. Before it measures, it
@@ -26,45 +31,112 @@ checks every element of one round trip."""
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``bench ep`` to the commands."""
-    bench = commands.add_parser("bench", help="measure on this machine",
-                                description="Measures on this machine.")
+    bench = commands.add_parser(
+        "bench", help="measure on this machine", description="Measures on this machine."
+    )
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    parser = kinds.add_parser("ep", help="expert parallelism: dispatch and combine",
-                              description=_DESCRIPTION)
+    parser = kinds.add_parser(
+        "ep", help="expert parallelism: dispatch and combine", description=_DESCRIPTION
+    )
     sizes = parser.add_argument_group("what is moved")
-    sizes.add_argument("--ranks", type=number(1), metavar="W",
-                       help="rank processes (default: 4, on GPUs one per GPU)")
-    sizes.add_argument("--tokens", type=number(1), default=1024, metavar="T",
-                       help="tokens of each rank (default: %(default)s)")
-    sizes.add_argument("--hidden", type=number(1), default=4096, metavar="H",
-                       help="elements of a token's row (default: %(default)s)")
-    sizes.add_argument("--topk", type=number(1), default=8, metavar="K",
-                       help="experts that a token chooses (default: %(default)s)")
-    sizes.add_argument("--experts", type=number(1), default=64, metavar="E",
-                       help="experts of all ranks together (default: %(default)s)")
-    sizes.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0],
-                       help="of received rows (default: %(default)s)")
-    sizes.add_argument("--dtype", choices=ITEM_BYTES,
-                       help="of rows (default: bf16, without PyTorch and ml_dtypes fp32)")
-    sizes.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0],
-                       help="how tokens choose experts (default: %(default)s)")
-    sizes.add_argument("--seed", type=number(0), default=1, metavar="N",
-                       help="of the routing (default: %(default)s)")
+    sizes.add_argument(
+        "--ranks",
+        type=number(1),
+        metavar="W",
+        help="rank processes (default: 4, on GPUs one per GPU)",
+    )
+    sizes.add_argument(
+        "--tokens",
+        type=number(1),
+        default=1024,
+        metavar="T",
+        help="tokens of each rank (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--hidden",
+        type=number(1),
+        default=4096,
+        metavar="H",
+        help="elements of a token's row (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--topk",
+        type=number(1),
+        default=8,
+        metavar="K",
+        help="experts that a token chooses (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--experts",
+        type=number(1),
+        default=64,
+        metavar="E",
+        help="experts of all ranks together (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="of received rows (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--dtype",
+        choices=ITEM_BYTES,
+        help="of rows (default: bf16, without PyTorch and ml_dtypes fp32)",
+    )
+    sizes.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default=ROUTINGS[0],
+        help="how tokens choose experts (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--seed",
+        type=number(0),
+        default=1,
+        metavar="N",
+        help="of the routing (default: %(default)s)",
+    )
     how = parser.add_argument_group("how it is measured")
-    how.add_argument("--device", choices=("cpu", "cuda"),
-                     help="what the ranks compute on (default: cuda where it can be used)")
-    how.add_argument("--through", choices=("numpy", "torch"),
-                     help="whose arrays (default: torch where it is installed)")
-    how.add_argument("--iters", type=number(1), default=50, metavar="N",
-                     help="timed iterations of each operation (default: %(default)s)")
-    how.add_argument("--warmup", type=number(0), default=5, metavar="N",
-                     help="iterations before that (default: %(default)s)")
-    how.add_argument("--timeout", type=number(1), default=120, metavar="SECONDS",
-                     help="longest wait of a rank for another (default: %(default)s)")
+    how.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="what the ranks compute on (default: cuda where it can be used)",
+    )
+    how.add_argument(
+        "--through",
+        choices=("numpy", "torch"),
+        help="whose arrays (default: torch where it is installed)",
+    )
+    how.add_argument(
+        "--iters",
+        type=number(1),
+        default=50,
+        metavar="N",
+        help="timed iterations of each operation (default: %(default)s)",
+    )
+    how.add_argument(
+        "--warmup",
+        type=number(0),
+        default=5,
+        metavar="N",
+        help="iterations before that (default: %(default)s)",
+    )
+    how.add_argument(
+        "--timeout",
+        type=number(1),
+        default=120,
+        metavar="SECONDS",
+        help="longest wait of a rank for another (default: %(default)s)",
+    )
     where = parser.add_argument_group("where results go, beside the table")
     where.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all numbers")
-    where.add_argument("--plot", type=pathlib.Path, metavar="FILE",
-                       help="a figure: .png, .svg or .pdf (needs matplotlib)")
+    where.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="a figure: .png, .svg or .pdf (needs matplotlib)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -101,10 +173,20 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if dtype == "bf16" and not has_bf16:
         raise UsageError("--dtype bf16: NumPy has it with ml_dtypes only, which is not installed")
     workload = Workload(
-        ranks=_ranks(arguments.ranks, device), tokens=arguments.tokens, hidden=arguments.hidden,
-        topk=arguments.topk, experts=arguments.experts, layout=arguments.layout, dtype=dtype,
-        routing=arguments.routing, seed=arguments.seed, device=device, through=through,
-        iters=arguments.iters, warmup=arguments.warmup, timeout=arguments.timeout,
+        ranks=_ranks(arguments.ranks, device),
+        tokens=arguments.tokens,
+        hidden=arguments.hidden,
+        topk=arguments.topk,
+        experts=arguments.experts,
+        layout=arguments.layout,
+        dtype=dtype,
+        routing=arguments.routing,
+        seed=arguments.seed,
+        device=device,
+        through=through,
+        iters=arguments.iters,
+        warmup=arguments.warmup,
+        timeout=arguments.timeout,
     )
     _check_sizes(workload)
     return workload
@@ -133,16 +215,21 @@ def _check_sizes(workload: Workload) -> None:
             raise UsageError(f"--{name} {getattr(workload, name)}: at most {most}")
     if workload.experts % workload.ranks:
         nearest = math.ceil(workload.experts / workload.ranks) * workload.ranks
-        raise UsageError(f"--experts {workload.experts}: not a multiple of --ranks "
-                         f"{workload.ranks}; {nearest} would be")
+        raise UsageError(
+            f"--experts {workload.experts}: not a multiple of --ranks "
+            f"{workload.ranks}; {nearest} would be"
+        )
     most, unit = constants.MAX_TOPK, constants.ROW_ALIGNMENT
     if workload.topk > min(workload.experts, most):
-        raise UsageError(f"--topk {workload.topk}: at most {most}, and no more than --experts "
-                         f"{workload.experts}")
+        raise UsageError(
+            f"--topk {workload.topk}: at most {most}, and no more than --experts {workload.experts}"
+        )
     if workload.row_bytes % unit:
         elements = unit // ITEM_BYTES[workload.dtype]
-        raise UsageError(f"--hidden {workload.hidden}: rows are multiples of {unit} bytes, so of "
-                         f"{elements} elements of {workload.dtype}")
+        raise UsageError(
+            f"--hidden {workload.hidden}: rows are multiples of {unit} bytes, so of "
+            f"{elements} elements of {workload.dtype}"
+        )
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -153,8 +240,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         if path and path.is_dir():
             raise UsageError(f"{option} {path}: is a folder")
     if arguments.plot and arguments.plot.suffix not in _PLOT_FORMATS:
-        raise UsageError(f"--plot {arguments.plot}: expected a name that ends with "
-                         f"{', '.join(_PLOT_FORMATS)}")
+        raise UsageError(
+            f"--plot {arguments.plot}: expected a name that ends with {', '.join(_PLOT_FORMATS)}"
+        )
     if arguments.plot and not _has("matplotlib"):
         raise UsageError("--plot: matplotlib is not installed")
 
@@ -165,6 +253,9 @@ def _measure(workload: Workload) -> list[dict[str, Any]]:
     limit = 24 * 3600
     with _console.progress("crossdock bench ep") as advance:
         return run_ranks(
-            workload.ranks, _rank.bench, workload, limit=limit,
+            workload.ranks,
+            _rank.bench,
+            workload,
+            limit=limit,
             hear=lambda rank, message: advance(*message),
         )

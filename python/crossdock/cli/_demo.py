@@ -26,13 +26,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "ranks, compares the losses, writes some text, and draws FOLDER/loss.png. About two "
         "minutes on two cores. Needs PyTorch and matplotlib.",
     )
-    parser.add_argument("--ranks", type=number(1), default=4, metavar="W",
-                        help="rank processes; on GPUs if there are as many (2 ranks where there "
-                             "are 2 or 3 GPUs), else on the CPU (default: %(default)s)")
-    parser.add_argument("--folder", default="demo",
-                        help="for logs and the figure (default: %(default)s)")
-    parser.add_argument("options", nargs="*", metavar="-- OPTIONS",
-                        help="of the training program; -- --help lists them")
+    parser.add_argument(
+        "--ranks",
+        type=number(1),
+        default=4,
+        metavar="W",
+        help="rank processes; on GPUs if there are as many (2 ranks where there "
+        "are 2 or 3 GPUs), else on the CPU (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder", default="demo", help="for logs and the figure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "options",
+        nargs="*",
+        metavar="-- OPTIONS",
+        help="of the training program; -- --help lists them",
+    )
     parser.set_defaults(run=run)
 
 

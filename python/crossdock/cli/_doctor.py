@@ -34,9 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Shows devices, links, versions, limits and features, and lets ranks exchange "
         "a few tokens on every kind of device. Exit code 0: something can run; 1: nothing can.",
     )
-    parser.add_argument(
-        "--no-trial", action="store_true", help="look only, start no ranks"
-    )
+    parser.add_argument("--no-trial", action="store_true", help="look only, start no ranks")
     parser.set_defaults(run=run)
 
 
@@ -54,8 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         trials = list(_trials(_gpus.usable_count(gpus)))
         _console.facts("Trial", trials)
         usable = [name for name, good, _ in trials if good]
-    print(f"Crossdock can run here on: {', '.join(usable)}" if usable
-          else "Nothing can run here: see what is missing above")
+    print(
+        f"Crossdock can run here on: {', '.join(usable)}"
+        if usable
+        else "Nothing can run here: see what is missing above"
+    )
     return OK if usable else FAILED
 
 
@@ -77,8 +78,11 @@ def _versions() -> Iterator[Fact]:
     yield "numpy", True, _version_of("numpy")
     yield _torch_fact()
     yield _jax_fact()
-    for package, use in (("ml_dtypes", "bf16 and fp8 in NumPy"), ("rich", "progress bars"),
-                         ("matplotlib", "plots")):
+    for package, use in (
+        ("ml_dtypes", "bf16 and fp8 in NumPy"),
+        ("rich", "progress bars"),
+        ("matplotlib", "plots"),
+    ):
         version = _version_of(package)
         yield package, bool(version), version or f"not installed: no {use}"
 
@@ -102,10 +106,11 @@ def _jax_fact() -> Fact:
     if _release(version) < _OLDEST_JAX:
         return "jax", False, f"{version} is too old: crossdock.jax needs 0.10 or later"
     if importlib.util.find_spec("crossdock._jax") is None:
-        return "jax", False, (
-            f"{version}, but no crossdock.jax: crossdock was built where there was no jaxlib; "
-            "in its source folder, pip install --no-build-isolation . builds it where there is one"
+        why = (
+            f"{version}, but no crossdock.jax: crossdock was built where there was no jaxlib; in "
+            "its source folder, pip install --no-build-isolation . builds it where there is one"
         )
+        return "jax", False, why
     return "jax", True, version
 
 
@@ -120,8 +125,10 @@ def _host_facts() -> Iterator[Fact]:
     error = _host.shared_memory_error()
     yield "shared mem", not error, error or "anonymous (memfd), so the size of /dev/shm is no limit"
     yield "huge pages", None, _host.huge_pages()
-    yield "limits", None, (
-        f"locked memory {_host.locked_memory()}, open files {_host.open_files()}"
+    yield (
+        "limits",
+        None,
+        (f"locked memory {_host.locked_memory()}, open files {_host.open_files()}"),
     )
 
 
@@ -132,8 +139,10 @@ def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:
     kinds: dict[str, list[int]] = {}
     for gpu in gpus:
         mig = "" if gpu.mig in ("Disabled", "[N/A]") else f", MIG {gpu.mig}"
-        text = (f"{gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}{mig}, "
-                f"driver {gpu.driver}")
+        text = (
+            f"{gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}{mig}, "
+            f"driver {gpu.driver}"
+        )
         kinds.setdefault(text, []).append(gpu.index)
     for text, indices in kinds.items():
         yield _numbers(indices), None, text
@@ -167,8 +176,11 @@ def _pair_facts(
 def _numbers(indices: list[int]) -> str:
     if len(indices) == 1:
         return f"GPU {indices[0]}"
-    return f"GPU {indices[0]}-{indices[-1]}" if indices[-1] - indices[0] + 1 == len(indices) else (
-        "GPU " + ",".join(map(str, indices)))
+    return (
+        f"GPU {indices[0]}-{indices[-1]}"
+        if indices[-1] - indices[0] + 1 == len(indices)
+        else ("GPU " + ",".join(map(str, indices)))
+    )
 
 
 def _trials(num_gpus: int) -> Iterator[Fact]:
@@ -186,8 +198,19 @@ def _trials(num_gpus: int) -> Iterator[Fact]:
 
 def _trial(device: str, ranks: int, through: str) -> Fact:
     workload = Workload(
-        ranks=ranks, tokens=64, hidden=128, topk=2, experts=4 * ranks, layout="expert_major",
-        dtype="fp32", routing="uniform", seed=1, device=device, through=through, iters=1, warmup=0,
+        ranks=ranks,
+        tokens=64,
+        hidden=128,
+        topk=2,
+        experts=4 * ranks,
+        layout="expert_major",
+        dtype="fp32",
+        routing="uniform",
+        seed=1,
+        device=device,
+        through=through,
+        iters=1,
+        warmup=0,
         timeout=_TRIAL_SECONDS,
     )
     begin = time.monotonic()
@@ -195,7 +218,11 @@ def _trial(device: str, ranks: int, through: str) -> Fact:
         run_ranks(ranks, _rank.trial, workload, limit=_TRIAL_SECONDS)
     except CommandError as error:
         return device, False, str(error)
-    return device, True, (
-        f"{ranks} rank{'s' * (ranks > 1)} exchanged tokens, every element right, "
-        f"{time.monotonic() - begin:.1f} s"
+    return (
+        device,
+        True,
+        (
+            f"{ranks} rank{'s' * (ranks > 1)} exchanged tokens, every element right, "
+            f"{time.monotonic() - begin:.1f} s"
+        ),
     )

@@ -22,13 +22,22 @@ class NumpyEngine:
         rank_rows = volume(workload)
         capacity = max(rank_rows.received)
         self._comm = comm = crossdock.Comm.from_environment(
-            heap_bytes=_heap_bytes(workload, capacity), timeout=workload.timeout)
+            heap_bytes=_heap_bytes(workload, capacity), timeout=workload.timeout
+        )
         rank = self._rank = comm.rank
         dtype = _DTYPES[workload.dtype]
-        self._group = crossdock.EpGroup(comm, crossdock.EpConfig(
-            num_experts=workload.experts, max_topk=workload.topk,
-            max_tokens_per_rank=workload.tokens, hidden=workload.hidden, dtype=dtype,
-            layout=workload.layout, recv_capacity=capacity))
+        self._group = crossdock.EpGroup(
+            comm,
+            crossdock.EpConfig(
+                num_experts=workload.experts,
+                max_topk=workload.topk,
+                max_tokens_per_rank=workload.tokens,
+                hidden=workload.hidden,
+                dtype=dtype,
+                layout=workload.layout,
+                recv_capacity=capacity,
+            ),
+        )
         self._wire_bytes = rank_rows.wire_rows[rank] * workload.row_bytes
         self._ids, self._weights = _engine.topk(workload, rank)
         self._tokens = comm.empty((workload.tokens, workload.hidden), dtype)

@@ -26,9 +26,14 @@ class TorchEngine:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # whose stream events are recorded on
         self._group = xd.EpGroup(
-            workload.experts, workload.hidden, workload.topk, workload.tokens,
-            layout=workload.layout, dtype=_DTYPES[workload.dtype],
-            recv_capacity=max(volume(workload).received[rank], 1), comm=self._comm,
+            workload.experts,
+            workload.hidden,
+            workload.topk,
+            workload.tokens,
+            layout=workload.layout,
+            dtype=_DTYPES[workload.dtype],
+            recv_capacity=max(volume(workload).received[rank], 1),
+            comm=self._comm,
         )
         ids, weights = _engine.topk(workload, rank)
         self._ids = torch.from_numpy(ids).to(device)
@@ -73,7 +78,8 @@ class TorchEngine:
             "combine": _without_grad(lambda: xd.combine(plan, experts, weights)),
             "combine_bwd": lambda: torch.autograd.grad(out, experts, grad_out, retain_graph=True),
             "dispatch_bwd": lambda: torch.autograd.grad(
-                sent.tokens, self._tokens, grad_sent, retain_graph=True),
+                sent.tokens, self._tokens, grad_sent, retain_graph=True
+            ),
         }
 
     def _copy(self) -> Call:

@@ -39,6 +39,7 @@ def bench(rank: int, workload: Workload) -> dict[str, Any]:
         operations = engine.operations()
         times = {}
         for number, (name, call) in enumerate(operations.items()):
+
             def share(done: float, name: str = name, number: int = number) -> None:
                 launch.tell((name, (number + done) / len(operations)))
 

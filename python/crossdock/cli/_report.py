@@ -61,22 +61,27 @@ def make_report(workload: Workload, results: list[dict[str, Any]]) -> Report:
     wire = sum(counts.wire_rows) / workload.ranks * workload.row_bytes
     everything = sum(counts.all_rows) / workload.ranks * workload.row_bytes
     per_operation = {
-        name: slowest([result["times"][name] for result in results])
-        for name in results[0]["times"]
+        name: slowest([result["times"][name] for result in results]) for name in results[0]["times"]
     }
     floor = percentile(per_operation[FLOOR], 0.5)
     rows = []
     for name, times in per_operation.items():
         p50 = percentile(times, 0.5)
         moves = name != "prepare"
-        rows.append(Row(
-            name, p50, percentile(times, 0.99),
-            moves * wire / p50 * 1e-9, (moves and name != FLOOR) * everything / p50 * 1e-9,
-            0 if name == FLOOR else p50 / floor,
-        ))
+        rows.append(
+            Row(
+                name,
+                p50,
+                percentile(times, 0.99),
+                moves * wire / p50 * 1e-9,
+                (moves and name != FLOOR) * everything / p50 * 1e-9,
+                0 if name == FLOOR else p50 / floor,
+            )
+        )
     versions = {"crossdock": crossdock.__version__} | results[0]["versions"]
-    return Report(workload, versions, _host.doubts(workload.ranks, workload.device), wire,
-                  everything, rows)
+    return Report(
+        workload, versions, _host.doubts(workload.ranks, workload.device), wire, everything, rows
+    )
 
 
 def show(report: Report) -> None:
@@ -86,8 +91,10 @@ def show(report: Report) -> None:
     print("versions " + ", ".join(f"{name} {text}" for name, text in report.versions.items()))
     for doubt in report.doubts:
         print(f"DOUBT    {doubt}")
-    print(f"volume   a rank sends {report.wire_bytes * 1e-6:.2f} MB to others "
-          f"(with its own: {report.rows_bytes * 1e-6:.2f} MB)\n")
+    print(
+        f"volume   a rank sends {report.wire_bytes * 1e-6:.2f} MB to others "
+        f"(with its own: {report.rows_bytes * 1e-6:.2f} MB)\n"
+    )
     header = ("operation", "p50 us", "p99 us", "wire GB/s", "rows GB/s", "x copy")
     _console.table(header, [_cells(row) for row in report.rows], right=5)
     print(_EXPLAINED.format(where=_WHERE[report.workload.device]))
@@ -95,23 +102,36 @@ def show(report: Report) -> None:
 
 def _cells(row: Row) -> tuple[str, ...]:
     speeds = (row.wire_gb_per_s, row.rows_gb_per_s, row.floor_ratio)
-    return (row.operation, f"{row.p50 * 1e6:.1f}", f"{row.p99 * 1e6:.1f}",
-            *(f"{value:.2f}" if value else "-" for value in speeds))
+    return (
+        row.operation,
+        f"{row.p50 * 1e6:.1f}",
+        f"{row.p99 * 1e6:.1f}",
+        *(f"{value:.2f}" if value else "-" for value in speeds),
+    )
 
 
 def write_json(report: Report, path: pathlib.Path) -> None:
     """Writes all of it as one JSON object; times in microseconds."""
     rows = [
-        {"operation": row.operation, "p50_us": row.p50 * 1e6, "p99_us": row.p99 * 1e6,
-         "wire_gb_per_s": row.wire_gb_per_s, "rows_gb_per_s": row.rows_gb_per_s,
-         "floor_ratio": row.floor_ratio}
+        {
+            "operation": row.operation,
+            "p50_us": row.p50 * 1e6,
+            "p99_us": row.p99 * 1e6,
+            "wire_gb_per_s": row.wire_gb_per_s,
+            "rows_gb_per_s": row.rows_gb_per_s,
+            "floor_ratio": row.floor_ratio,
+        }
         for row in report.rows
     ]
     content = {
-        "title": report.workload.title(), "machine": _host.processor(),
-        "versions": report.versions, "doubts": report.doubts,
-        "workload": dataclasses.asdict(report.workload), "wire_bytes": report.wire_bytes,
-        "rows_bytes": report.rows_bytes, "rows": rows,
+        "title": report.workload.title(),
+        "machine": _host.processor(),
+        "versions": report.versions,
+        "doubts": report.doubts,
+        "workload": dataclasses.asdict(report.workload),
+        "wire_bytes": report.wire_bytes,
+        "rows_bytes": report.rows_bytes,
+        "rows": rows,
     }
     try:
         path.write_text(json.dumps(content, indent=1) + "\n")
@@ -131,8 +151,9 @@ def draw(report: Report, path: pathlib.Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(rows) + 2))
     names = [row.operation for row in rows]
     axes.barh(names, [row.p50 * 1e6 for row in rows], color="tab:blue", label="p50")
-    axes.plot([row.p99 * 1e6 for row in rows], names, "|", color="black", markersize=14,
-              label="p99")
+    axes.plot(
+        [row.p99 * 1e6 for row in rows], names, "|", color="black", markersize=14, label="p99"
+    )
     axes.axvline(floor.p50 * 1e6, color="tab:orange", linestyle="--", label="copy, p50")
     axes.invert_yaxis()
     axes.set_xlabel("microseconds, slowest rank")

@@ -89,9 +89,7 @@ def volume(workload: Workload) -> Volume:
     if workload.layout == "rank_major":
         received = pairs.sum(axis=0)
     everything = pairs.sum(axis=1)
-    return Volume(
-        received.tolist(), (everything - pairs.diagonal()).tolist(), everything.tolist()
-    )
+    return Volume(received.tolist(), (everything - pairs.diagonal()).tolist(), everything.tolist())
 
 
 def sum_of_copies(workload: Workload, rank: int) -> np.ndarray:

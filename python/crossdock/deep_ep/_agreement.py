@@ -55,7 +55,11 @@ def agree(exchange: HostExchange, rank: int, request: Request) -> list[Request]:
                 raise Mismatch(
                     f"dispatch: {name} = {values[0]} on rank 0 and {value} on rank {peer}, "
                     f"expected equal values (rank {rank})",
-                    status="XD_ERROR_MISMATCH", rank=rank, peer=peer, operation="prepare")
+                    status="XD_ERROR_MISMATCH",
+                    rank=rank,
+                    peer=peer,
+                    operation="prepare",
+                )
     return requests
 
 
@@ -112,7 +116,12 @@ def _gather(exchange: HostExchange, rank: int, request: Request, text: str) -> l
         *fields, found = _RECORD.unpack(record)
         error = found.rstrip(b"\0").decode(errors="replace")
         if error:
-            raise Mismatch(f"dispatch: rank {peer} failed: {error} (rank {rank})",
-                           status="XD_ERROR_MISMATCH", rank=rank, peer=peer, operation="prepare")
+            raise Mismatch(
+                f"dispatch: rank {peer} failed: {error} (rank {rank})",
+                status="XD_ERROR_MISMATCH",
+                rank=rank,
+                peer=peer,
+                operation="prepare",
+            )
         requests.append(Request(*fields))
     return requests

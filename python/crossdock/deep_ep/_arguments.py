@@ -42,13 +42,20 @@ class Checks:
         """Raises ValueError."""
         raise ValueError(f"{name}: expected {expected}, got {got} (rank {self.rank})")
 
-    def tensor(self, value: Any, name: str, shape: tuple[int | str, ...],
-               dtypes: tuple[torch.dtype, ...], strided: bool = False) -> torch.Tensor:
+    def tensor(
+        self,
+        value: Any,
+        name: str,
+        shape: tuple[int | str, ...],
+        dtypes: tuple[torch.dtype, ...],
+        strided: bool = False,
+    ) -> torch.Tensor:
         """`value`, if it is such a tensor; a letter in `shape` stands for any extent."""
         if not isinstance(value, torch.Tensor):
             self.fail(name, f"a tensor {_described(shape, dtypes)}", _kind(value))
         fits = len(value.shape) == len(shape) and all(
-            isinstance(want, str) or want == got for want, got in zip(shape, value.shape))
+            isinstance(want, str) or want == got for want, got in zip(shape, value.shape)
+        )
         if not fits or value.dtype not in dtypes:
             self.fail(name, _described(shape, dtypes), _described(value.shape, (value.dtype,)))
         if value.device != self.device:
@@ -63,8 +70,9 @@ class Checks:
             self.fail(name, f"an integer of at least {least}", repr(value))
         return value
 
-    def events(self, previous_event: Any, async_finish: bool,
-               allocate_on_comm_stream: bool) -> None:
+    def events(
+        self, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> None:
         """The three arguments about streams."""
         if previous_event is not None and not isinstance(previous_event, EventOverlap):
             self.fail("previous_event", "an EventOverlap or None", _kind(previous_event))
@@ -72,8 +80,11 @@ class Checks:
         if event is not None and not isinstance(event, EventHandle):
             self.fail("previous_event", "an EventOverlap of an EventHandle", _kind(event))
         if allocate_on_comm_stream and (previous_event is None or not async_finish):
-            self.fail("allocate_on_comm_stream", "previous_event and async_finish with it",
-                      f"previous_event={previous_event}, async_finish={async_finish}")
+            self.fail(
+                "allocate_on_comm_stream",
+                "previous_event and async_finish with it",
+                f"previous_event={previous_event}, async_finish={async_finish}",
+            )
 
     def num_sms(self, config: Any, default: int) -> int:
         """Multiprocessors that `config` allows."""
@@ -137,8 +148,11 @@ def read_tokens(checks: Checks, x: Any) -> Tokens:
         if tokens.scale_columns < 1:
             checks.fail("x[1]", "at least one scale per token", "none")
     if tokens.row_bytes < 1 or tokens.row_bytes % constants.ROW_ALIGNMENT != 0:
-        checks.fail("x", f"rows of a positive multiple of {constants.ROW_ALIGNMENT} bytes",
-                    f"{tokens.row_bytes} bytes")
+        checks.fail(
+            "x",
+            f"rows of a positive multiple of {constants.ROW_ALIGNMENT} bytes",
+            f"{tokens.row_bytes} bytes",
+        )
     return tokens
 
 
@@ -153,8 +167,15 @@ class Choices:
     topk_weights: torch.Tensor | None  # [T,K] float32, iff topk_idx
 
 
-def read_choices(checks: Checks, num_tokens: int, per_rank: Any, in_rank: Any, per_expert: Any,
-                 topk_idx: Any, topk_weights: Any) -> Choices:
+def read_choices(
+    checks: Checks,
+    num_tokens: int,
+    per_rank: Any,
+    in_rank: Any,
+    per_expert: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+) -> Choices:
     """The tensors from get_dispatch_layout, and the top-k pair."""
     ranks = checks.num_ranks
     checks.tensor(per_rank, "num_tokens_per_rank", (ranks,), (torch.int32,))
@@ -182,8 +203,9 @@ def read_weights(checks: Checks, weights: Any, num_rows: int) -> None:
         checks.fail("topk_weights", f"1 to {constants.MAX_TOPK} columns", found.shape[1])
 
 
-def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
-              dtype: torch.dtype) -> list[torch.Tensor]:
+def read_bias(
+    checks: Checks, bias: Any, shape: tuple[int, int], dtype: torch.dtype
+) -> list[torch.Tensor]:
     """None, a tensor, or a pair of which each may be None, as a list of the tensors."""
     if bias is None:
         return []
@@ -191,8 +213,11 @@ def read_bias(checks: Checks, bias: Any, shape: tuple[int, int],
         return [checks.tensor(bias, "bias", shape, (dtype,))]
     if not isinstance(bias, tuple) or len(bias) != 2:
         checks.fail("bias", "None, a tensor, or a tuple of two", _kind(bias))
-    return [checks.tensor(one, f"bias[{i}]", shape, (dtype,))
-            for i, one in enumerate(bias) if one is not None]
+    return [
+        checks.tensor(one, f"bias[{i}]", shape, (dtype,))
+        for i, one in enumerate(bias)
+        if one is not None
+    ]
 
 
 def as_payload(rows: torch.Tensor) -> torch.Tensor:

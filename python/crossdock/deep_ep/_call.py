@@ -32,8 +32,9 @@ class Call:
             again by later calls then.
     """
 
-    def __init__(self, lease: Lease, *turns: int | Callable[[], object],
-                 host_waits: bool = False) -> None:
+    def __init__(
+        self, lease: Lease, *turns: int | Callable[[], object], host_waits: bool = False
+    ) -> None:
         self._lease = lease
         self._owed = list(turns)
         self._host_waits = host_waits
@@ -62,8 +63,12 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             return
         if not self._lease.lane.cuda:

@@ -43,8 +43,12 @@ def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) 
     unit, most = constants.ROW_ALIGNMENT * pieces // size, row_bytes * pieces // size
     columns = x.shape[1]
     if columns % unit != 0 or not 0 < columns <= most:
-        checks.fail("x", f"a positive multiple of {unit} columns and, as the handle was made for, "
-                         f"at most {most}", columns)
+        checks.fail(
+            "x",
+            f"a positive multiple of {unit} columns and, as the handle was made for, "
+            f"at most {most}",
+            columns,
+        )
 
 
 def operations_of(pieces: int, weight_columns: int) -> list[int]:
@@ -76,12 +80,22 @@ def check_columns_of_weights(rank: int, columns: int, first: int, peer: int) -> 
     raise Mismatch(
         f"combine: columns of topk_weights (0 = not given) = {columns} on rank {rank} and {given} "
         f"on rank {peer}, expected equal values (rank {rank})",
-        status="XD_ERROR_MISMATCH", rank=rank, peer=peer, operation="combine")
+        status="XD_ERROR_MISMATCH",
+        rank=rank,
+        peer=peer,
+        operation="combine",
+    )
 
 
-def combine(call: Call, x: torch.Tensor, routing: Routing,
-            topk_weights: torch.Tensor | None, bias: list[torch.Tensor], pieces: int, events: Events
-            ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+def combine(
+    call: Call,
+    x: torch.Tensor,
+    routing: Routing,
+    topk_weights: torch.Tensor | None,
+    bias: list[torch.Tensor],
+    pieces: int,
+    events: Events,
+) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given. Nothing waits for the host."""
     memory = routing.lease.home.memory
     with call.on_lane(*events) as work:
@@ -89,8 +103,9 @@ def combine(call: Call, x: torch.Tensor, routing: Routing,
             out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
             weights = None
             if topk_weights is not None:
-                weights = torch.empty(routing.num_tokens, topk_weights.shape[1],
-                                      dtype=torch.float32, device=x.device)
+                weights = torch.empty(
+                    routing.num_tokens, topk_weights.shape[1], dtype=torch.float32, device=x.device
+                )
         with work.running():
             if bias or pieces > 1:
                 _sum_wide(memory, call, x, routing.plan, bias, pieces, out)
@@ -102,8 +117,7 @@ def combine(call: Call, x: torch.Tensor, routing: Routing,
     return out, weights, event
 
 
-def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor,
-                 out: torch.Tensor) -> None:
+def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor, out: torch.Tensor) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
     unit = constants.ROW_ALIGNMENT // _WIDE
     missing = -weights.shape[1] % unit
@@ -117,8 +131,15 @@ def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor,
         out.copy_(total[:, : out.shape[1]])
 
 
-def _sum_wide(memory: ReceiveMemory, call: Call, x: torch.Tensor, plan: torch.Tensor,
-              bias: list[torch.Tensor], pieces: int, out: torch.Tensor) -> None:
+def _sum_wide(
+    memory: ReceiveMemory,
+    call: Call,
+    x: torch.Tensor,
+    plan: torch.Tensor,
+    bias: list[torch.Tensor],
+    pieces: int,
+    out: torch.Tensor,
+) -> None:
     """out = the ranks' sum + bias in float32, rounded once.
 
     The library rounds a sum to the type of its rows. So rows travel as float32.

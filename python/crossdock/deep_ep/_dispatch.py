@@ -62,8 +62,9 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
     )
 
 
-def dispatch_cached(call: Call, tokens: Tokens, routing: Routing,
-                    events: Events) -> tuple[Received, EventOverlap]:
+def dispatch_cached(
+    call: Call, tokens: Tokens, routing: Routing, events: Events
+) -> tuple[Received, EventOverlap]:
     """Dispatches along a routing. Nothing waits for the host."""
     with call.on_lane(*events) as work:
         with work.allocating():
@@ -74,16 +75,25 @@ def dispatch_cached(call: Call, tokens: Tokens, routing: Routing,
     return _shaped(tokens, received), event
 
 
-def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Limits, lease: Lease,
-                 events: Events) -> tuple[Received, list[int], Handle, EventOverlap]:
+def dispatch_new(
+    runtime: Runtime, tokens: Tokens, choices: Choices, limits: Limits, lease: Lease, events: Events
+) -> tuple[Received, list[int], Handle, EventOverlap]:
     """Exchanges counts, then dispatches. The host waits for them, unless `limits` has the rows."""
     topk = 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
     ranks, device = runtime.num_ranks, runtime.device
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
     # numbers. A rank that does takes part in all later steps.
     between = _turns_for_counts(runtime, choices)
-    with Call(lease, constants.PREPARE, *between, constants.DISPATCH,
-                  host_waits=not limits.worst_tokens) as call, call.on_lane(*events) as work:
+    with (
+        Call(
+            lease,
+            constants.PREPARE,
+            *between,
+            constants.DISPATCH,
+            host_waits=not limits.worst_tokens,
+        ) as call,
+        call.on_lane(*events) as work,
+    ):
         _require_room(runtime, tokens, limits, lease)
         with work.allocating():
             prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
@@ -99,8 +109,14 @@ def dispatch_new(runtime: Runtime, tokens: Tokens, choices: Choices, limits: Lim
             received = _allocate(runtime.memory, tokens, num_rows, topk)
         with work.running():
             _send(call, plan, tokens, choices.topk_weights, received)
-        inputs = (tokens.rows, tokens.scales, choices.topk_idx, choices.topk_weights,
-                  choices.in_rank, choices.per_expert)
+        inputs = (
+            tokens.rows,
+            tokens.scales,
+            choices.topk_idx,
+            choices.topk_weights,
+            choices.in_rank,
+            choices.per_expert,
+        )
         event = work.finish(inputs, (*received, prefix, plan))
     routing = Routing(lease, plan, tokens.rows.shape[0], num_rows)
     handle = Handle(prefix, choices.in_rank, routing)
@@ -121,8 +137,13 @@ def _host_numbers(runtime: Runtime, choices: Choices) -> torch.Tensor:
     return runtime.host_numbers(_COUNTS_AT + counts)
 
 
-def _prepare(call: Call, choices: Choices, plan: torch.Tensor, prefix: torch.Tensor,
-             numbers: torch.Tensor | None) -> None:
+def _prepare(
+    call: Call,
+    choices: Choices,
+    plan: torch.Tensor,
+    prefix: torch.Tensor,
+    numbers: torch.Tensor | None,
+) -> None:
     """Writes the plan, the rows per rank, and `numbers`."""
     topk_idx, counts, total = choices.topk_idx, None, None
     if numbers is not None:
@@ -135,8 +156,7 @@ def _prepare(call: Call, choices: Choices, plan: torch.Tensor, prefix: torch.Ten
             counts.copy_(choices.per_expert, non_blocking=True)
             counts = None
     rank_rows = torch.empty_like(prefix)
-    call.run(_calls.prepare, topk_idx, plan, counts=counts, total=total,
-                 rank_rows=rank_rows)
+    call.run(_calls.prepare, topk_idx, plan, counts=counts, total=total, rank_rows=rank_rows)
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
 
@@ -154,15 +174,20 @@ def _sum_counts(runtime: Runtime, counts: torch.Tensor) -> torch.Tensor:
     for peer, row in enumerate(runtime.exchange.all_gather(counts.numpy().tobytes())):
         found = torch.frombuffer(bytearray(row), dtype=torch.int32)
         if int(found[0]) == _FAILED:
-            raise Mismatch(f"dispatch: rank {peer} failed (rank {runtime.rank})",
-                           status="XD_ERROR_MISMATCH", rank=runtime.rank, peer=peer,
-                           operation="prepare")
+            raise Mismatch(
+                f"dispatch: rank {peer} failed (rank {runtime.rank})",
+                status="XD_ERROR_MISMATCH",
+                rank=runtime.rank,
+                peer=peer,
+                operation="prepare",
+            )
         total += found
     return total
 
 
-def _await_numbers(runtime: Runtime, call: Call, choices: Choices, lease: Lease,
-                   numbers: torch.Tensor) -> tuple[int, list[int]]:
+def _await_numbers(
+    runtime: Runtime, call: Call, choices: Choices, lease: Lease, numbers: torch.Tensor
+) -> tuple[int, list[int]]:
     """Rows that this rank receives, and its rows per local expert."""
     runtime.lane.wait_for_host_data()
     failure = lease.failure()
@@ -187,8 +212,13 @@ def _allocate(memory: ReceiveMemory, tokens: Tokens, num_rows: int, topk: int) -
     return Received(empty((num_rows, rows.shape[1]), rows.dtype), scales, topk_idx, topk_weights)
 
 
-def _send(call: Call, plan: torch.Tensor, tokens: Tokens, topk_weights: torch.Tensor | None,
-          received: Received) -> None:
+def _send(
+    call: Call,
+    plan: torch.Tensor,
+    tokens: Tokens,
+    topk_weights: torch.Tensor | None,
+    received: Received,
+) -> None:
     """Runs the dispatch on the current stream."""
     scales = tokens.scales
     if scales is not None:

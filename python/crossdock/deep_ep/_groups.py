@@ -80,8 +80,9 @@ class Sizes:
         """Memory for the receive tensors of a dispatch."""
         rows = len(self.num_sms) * self.tokens
         weights, indices = 4 * self.topk, 8 * self.topk
-        return set_bytes([rows * one for one in (self.row_bytes, self.scale_bytes, weights,
-                                                 indices)])
+        return set_bytes(
+            [rows * one for one in (self.row_bytes, self.scale_bytes, weights, indices)]
+        )
 
 
 class Lease:

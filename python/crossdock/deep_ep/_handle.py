@@ -57,11 +57,13 @@ class Handle(tuple[torch.Tensor, ...]):
     routing: Routing
     _all: tuple[torch.Tensor, ...] | None
 
-    def __new__(cls, rank_prefix_matrix: torch.Tensor, is_token_in_rank: torch.Tensor,
-                routing: Routing) -> Handle:
+    def __new__(
+        cls, rank_prefix_matrix: torch.Tensor, is_token_in_rank: torch.Tensor, routing: Routing
+    ) -> Handle:
         nothing = torch.empty(0, dtype=torch.int32, device="cpu")
-        handle = super().__new__(cls, (rank_prefix_matrix, nothing, nothing, nothing,
-                                       is_token_in_rank, nothing))
+        handle = super().__new__(
+            cls, (rank_prefix_matrix, nothing, nothing, nothing, is_token_in_rank, nothing)
+        )
         handle.routing = routing
         handle._all = None
         _routings[rank_prefix_matrix] = routing
@@ -82,18 +84,27 @@ class Handle(tuple[torch.Tensor, ...]):
             places = torch.cumsum(in_rank, 0, dtype=torch.int32)
             sent = torch.empty(in_rank.shape[1], 1, dtype=torch.int32, device=prefix.device)
             torch.sum(in_rank, 0, dtype=torch.int32, out=sent.view(-1))
-            unknown = torch.full((self.routing.num_rows,), -1, dtype=torch.int32,
-                                 device=prefix.device)
-            self._all = (prefix, sent, torch.zeros_like(sent), unknown, in_rank,
-                         places.mul_(in_rank).sub_(1))
+            unknown = torch.full(
+                (self.routing.num_rows,), -1, dtype=torch.int32, device=prefix.device
+            )
+            self._all = (
+                prefix,
+                sent,
+                torch.zeros_like(sent),
+                unknown,
+                in_rank,
+                places.mul_(in_rank).sub_(1),
+            )
         return self._all
 
     def __repr__(self) -> str:
         return f"Handle({self.routing.num_tokens} tokens, {self.routing.num_rows} rows)"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a handle of crossdock.deep_ep.Buffer serves in the process that made it "
-                        "only: it cannot be copied or pickled")
+        raise TypeError(
+            "a handle of crossdock.deep_ep.Buffer serves in the process that made it "
+            "only: it cannot be copied or pickled"
+        )
 
 
 def routing_of(handle: object) -> Routing | None:

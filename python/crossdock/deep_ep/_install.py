@@ -34,8 +34,10 @@ def install() -> None:
         found = sys.modules.get(name)
         if found is not None and found is not module:
             place = getattr(found, "__file__", None) or "a module without a file"
-            raise ImportError(f"install: expected that no other {name} has been imported, got "
-                              f"{place}; call install() before anything imports {name}")
+            raise ImportError(
+                f"install: expected that no other {name} has been imported, got "
+                f"{place}; call install() before anything imports {name}"
+            )
     sys.modules.update(names)
 
 

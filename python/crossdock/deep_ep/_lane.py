@@ -78,8 +78,12 @@ class LaneWork:
             self._allocator = lane.stream
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None and self._lane.cuda:
             self._caller.wait_stream(self._lane.stream)
 
@@ -101,8 +105,9 @@ class LaneWork:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._lane.stream)
 
-    def finish(self, inputs: Iterable[torch.Tensor | None],
-               results: Iterable[torch.Tensor | None]) -> EventOverlap:
+    def finish(
+        self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]
+    ) -> EventOverlap:
         """Ends the operation: lets the caller's stream wait, or returns the event to wait for.
 
         Args:

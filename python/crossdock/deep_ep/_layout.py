@@ -18,8 +18,7 @@ class Layout(NamedTuple):
     is_token_in_rank: torch.Tensor  # [T,W] bool
 
 
-def empty_layout(num_tokens: int, num_ranks: int, num_experts: int,
-                 device: torch.device) -> Layout:
+def empty_layout(num_tokens: int, num_ranks: int, num_experts: int, device: torch.device) -> Layout:
     """Tensors for `fill_layout`."""
     return Layout(
         torch.empty(num_ranks, dtype=torch.int32, device=device),

@@ -221,5 +221,6 @@ def _reduce(tensor: torch.Tensor) -> Any:
     if tensor.device.type == "cuda" and any(memory.owns(tensor) for memory in list(_giving)):
         raise RuntimeError(
             "a tensor that crossdock.deep_ep.Buffer returned lies in symmetric memory and cannot "
-            "be sent to another process; send tensor.clone()")
+            "be sent to another process; send tensor.clone()"
+        )
     return reduce_tensor(tensor)

@@ -40,8 +40,14 @@ class Runtime:
         heap_bytes: symmetric memory to begin with.
     """
 
-    def __init__(self, rank: int, num_ranks: int, all_gather: AllGather, device: torch.device,
-                 heap_bytes: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        all_gather: AllGather,
+        device: torch.device,
+        heap_bytes: int,
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
@@ -120,11 +126,18 @@ class Runtime:
         """Ends a dispatch to which `peer` has come with `first` as ``num_worst_tokens``."""
         as_peers = dataclasses.replace(request, worst_tokens=first)
         lease = self._groups.agreed_before(as_peers) if first > 0 else None
-        text = (f"num_worst_tokens = {request.worst_tokens} on rank {self.rank} and {first} on "
-                f"rank {peer}, expected equal values")
+        text = (
+            f"num_worst_tokens = {request.worst_tokens} on rank {self.rank} and {first} on "
+            f"rank {peer}, expected equal values"
+        )
         self._fail_with_peers(lease, text)
-        raise Mismatch(f"dispatch: {text} (rank {self.rank})", status="XD_ERROR_MISMATCH",
-                       rank=self.rank, peer=peer, operation="prepare")
+        raise Mismatch(
+            f"dispatch: {text} (rank {self.rank})",
+            status="XD_ERROR_MISMATCH",
+            rank=self.rank,
+            peer=peer,
+            operation="prepare",
+        )
 
     def _fail_with_peers(self, lease: Lease | None, text: str) -> None:
         """Takes part in a dispatch with a failure, so that no peer waits.
@@ -143,8 +156,9 @@ class Runtime:
     def host_numbers(self, count: int) -> torch.Tensor:
         """[count] int32 in memory that host and device write; good until the next call."""
         if self._numbers.numel() < count:
-            self._numbers = torch.empty(count, dtype=torch.int32, device="cpu",
-                                        pin_memory=self.lane.cuda)
+            self._numbers = torch.empty(
+                count, dtype=torch.int32, device="cpu", pin_memory=self.lane.cuda
+            )
         return self._numbers[:count]
 
     def use(self, lease: Lease) -> None:

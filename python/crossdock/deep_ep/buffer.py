@@ -203,8 +203,12 @@ class Buffer:
         Raises:
             ValueError: a number out of range.
         """
-        sizes = {"max_tokens": max_tokens, "hidden": hidden, "num_ranks": num_ranks,
-                 "num_experts": num_experts}
+        sizes = {
+            "max_tokens": max_tokens,
+            "hidden": hidden,
+            "num_ranks": num_ranks,
+            "num_experts": num_experts,
+        }
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -237,8 +241,11 @@ class Buffer:
             raise ValueError("use_rdma_buffer: expected False, got True: there is no RDMA buffer")
         checks = runtime.checks
         if not 0 <= offset <= self.num_nvl_bytes or offset % dtype.itemsize != 0:
-            checks.fail("offset", f"a multiple of {dtype.itemsize} from 0 to num_nvl_bytes = "
-                        f"{self.num_nvl_bytes}", offset)
+            checks.fail(
+                "offset",
+                f"a multiple of {dtype.itemsize} from 0 to num_nvl_bytes = {self.num_nvl_bytes}",
+                offset,
+            )
         if self._local is None:
             self._local = torch.zeros(self.num_nvl_bytes, dtype=torch.uint8, device=runtime.device)
         end = self.num_nvl_bytes - (self.num_nvl_bytes - offset) % dtype.itemsize
@@ -387,8 +394,12 @@ class Buffer:
         if handle is not None:
             return self._dispatch_cached(x, handle, topk_idx, topk_weights, config, events)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-        return self._dispatch_new(x, (*layout, topk_idx, topk_weights),
-                                  (expert_alignment, num_worst_tokens, config), events)
+        return self._dispatch_new(
+            x,
+            (*layout, topk_idx, topk_weights),
+            (expert_alignment, num_worst_tokens, config),
+            events,
+        )
 
     def combine(
         self,
@@ -437,18 +448,21 @@ class Buffer:
         with Call(routing.lease, *operations_of(pieces, first)) as call:
             checks.events(previous_event, async_finish, allocate_on_comm_stream)
             checks.num_sms(config, Buffer.num_sms)
-            x = checks.tensor(x, "x", (routing.num_rows, "H"),
-                              (torch.bfloat16, torch.float16, torch.float32))
+            x = checks.tensor(
+                x, "x", (routing.num_rows, "H"), (torch.bfloat16, torch.float16, torch.float32)
+            )
             check_columns(checks, x, pieces, row_bytes)
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
                 read_weights(checks, topk_weights, routing.num_rows)
             check_columns_of_weights(self.rank, columns, first, peer)
-            return combine(call, x, routing, topk_weights, biases, pieces,
-                           (previous_event, async_finish))
+            return combine(
+                call, x, routing, topk_weights, biases, pieces, (previous_event, async_finish)
+            )
 
-    def _dispatch_cached(self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any,
-                         events: _Events) -> _Dispatched:
+    def _dispatch_cached(
+        self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any, events: _Events
+    ) -> _Dispatched:
         """`dispatch` with a handle."""
         routing = self._known(handle)
         lease = routing.lease
@@ -461,17 +475,22 @@ class Buffer:
             checks.num_sms(config, Buffer.num_sms)
             tokens = read_tokens(checks, x)
             if len(tokens.rows) != routing.num_tokens:
-                checks.fail("x", f"{routing.num_tokens} rows, as the handle was made for",
-                            len(tokens.rows))
+                checks.fail(
+                    "x", f"{routing.num_tokens} rows, as the handle was made for", len(tokens.rows)
+                )
             most = lease.sizes.row_bytes
             if tokens.row_bytes > most:
-                checks.fail("x", f"rows of at most {most} bytes, as the handle was made for",
-                            f"{tokens.row_bytes} bytes")
+                checks.fail(
+                    "x",
+                    f"rows of at most {most} bytes, as the handle was made for",
+                    f"{tokens.row_bytes} bytes",
+                )
             received, event = dispatch_cached(call, tokens, routing, events[:2])
         return _paired(received.rows, received.scales), None, None, None, None, event
 
-    def _dispatch_new(self, x: Any, routing: tuple[Any, ...], limits: tuple[Any, Any, Any],
-                      events: _Events) -> _Dispatched:
+    def _dispatch_new(
+        self, x: Any, routing: tuple[Any, ...], limits: tuple[Any, Any, Any], events: _Events
+    ) -> _Dispatched:
         """`dispatch` without a handle."""
         runtime = self._live()
         checks = runtime.checks
@@ -489,10 +508,17 @@ class Buffer:
             runtime.refuse(worst_tokens, str(error))
             raise
         lease = runtime.lease_for(request_of(tokens, choices, numbers))
-        received, per_expert, handle, event = dispatch_new(runtime, tokens, choices, numbers,
-                                                           lease, events[:2])
-        return (_paired(received.rows, received.scales), received.topk_idx, received.topk_weights,
-                per_expert, handle, event)
+        received, per_expert, handle, event = dispatch_new(
+            runtime, tokens, choices, numbers, lease, events[:2]
+        )
+        return (
+            _paired(received.rows, received.scales),
+            received.topk_idx,
+            received.topk_weights,
+            per_expert,
+            handle,
+            event,
+        )
 
     def _known(self, handle: Any) -> Routing:
         """The routing of the handle, if it is one of this Buffer's or of another like it."""
@@ -505,8 +531,10 @@ class Buffer:
             place = home.comm.rank, home.comm.num_ranks, home.device
             if place != (self.rank, self.group_size, runtime.device):
                 runtime.checks.fail(
-                    "handle", f"one of rank {self.rank} of {self.group_size} on {runtime.device}",
-                    "one of rank {} of {} on {}".format(*place))
+                    "handle",
+                    f"one of rank {self.rank} of {self.group_size} on {runtime.device}",
+                    "one of rank {} of {} on {}".format(*place),
+                )
             runtime.use(routing.lease)
         return routing
 

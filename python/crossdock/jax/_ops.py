@@ -225,9 +225,7 @@ def _prepare(site: _Site, alignment: int, topk_idx: Array, order: Array) -> tupl
     return on_ranks(_calls.prepare, site.group, alignment)(topk_idx, order)
 
 
-def _prepare_fwd(
-    site: _Site, alignment: int, topk_idx: Array, order: Array
-) -> tuple[Any, None]:
+def _prepare_fwd(site: _Site, alignment: int, topk_idx: Array, order: Array) -> tuple[Any, None]:
     return _prepare(site, alignment, topk_idx, order), None
 
 
@@ -269,9 +267,7 @@ def _dispatch_bwd(site, way, saved, grads):
     if grad_tokens is None and grad_weights is None:
         return None, None, None, None, grad_order
     backward = on_ranks(_calls.dispatch_bwd, site.group, site.shape, site.topk)
-    grad_x, grad_topk_weights, order = backward(
-        plan, grad_tokens, grad_weights, grad_order + order
-    )
+    grad_x, grad_topk_weights, order = backward(plan, grad_tokens, grad_weights, grad_order + order)
     return None, grad_x, None, grad_topk_weights, order
 
 

@@ -63,8 +63,10 @@ class EpPlan:
         """
         config = self.group.config
         if config.layout == "rank_major":
-            raise ValueError("row_experts: expected a plan of an expert_major group, got one of "
-                             "rank_major; Dispatched.topk_idx has its experts")
+            raise ValueError(
+                "row_experts: expected a plan of an expert_major group, got one of "
+                "rank_major; Dispatched.topk_idx has its experts"
+            )
         local_experts = config.num_experts // self.group.place.num_ranks
         ends = self.offsets.reshape(-1, local_experts + 1)[:, 1:]
         rows = jnp.arange(self.group.rows, dtype=jnp.int32)

@@ -130,9 +130,7 @@ def _layer_of_rank(
     return MoEOutput(out.astype(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
 
 
-def _experts(
-    config: EpConfig, params: MoEParams, rows: jax.Array, counts: jax.Array
-) -> jax.Array:
+def _experts(config: EpConfig, params: MoEParams, rows: jax.Array, counts: jax.Array) -> jax.Array:
     """``[R, H]``, ``counts[e]`` rows for each local expert e, through the experts.
 
     A grouped product leaves any values in rows behind the last expert's. Neither combine nor a
@@ -152,6 +150,4 @@ def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Arra
     expected = ((hidden, config.num_experts), (local, hidden, 2 * ffn), (local, ffn, hidden))
     for name, array, shape in zip(MoEParams._fields, params, expected):
         if array.shape != shape:
-            raise ValueError(
-                f"params.{name}: expected shape {shape} on a rank, got {array.shape}"
-            )
+            raise ValueError(f"params.{name}: expected shape {shape} on a rank, got {array.shape}")

@@ -59,9 +59,7 @@ class _Prepare(torch.autograd.Function):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise
-    ):
+    def forward(ctx, plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise):
         with _below_autograd():
             outputs = _OPS.dispatch.default(
                 plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise

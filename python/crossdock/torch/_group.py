@@ -186,9 +186,7 @@ class EpGroup:
         """Makes the extension's group and asks for its sizes."""
         self.core = _core.Group(self.comm.core, **config)
         num_ranks = self.comm.num_ranks
-        self.rows: int = config["recv_capacity"] or _core.recv_bound(
-            num_ranks=num_ranks, **config
-        )
+        self.rows: int = config["recv_capacity"] or _core.recv_bound(num_ranks=num_ranks, **config)
         self.plan_bytes: int = _core.plan_size(num_ranks=num_ranks, **config)
         self.plan_parts = PlanParts(self.num_local_experts, num_ranks)
 

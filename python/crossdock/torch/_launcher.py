@@ -28,8 +28,9 @@ def require_no_other_launcher() -> None:
             _refuse(f"{launcher} has started {count} ranks ({size})", number, count, size)
     number = os.environ.get("PMIX_RANK", "")
     if number.isdecimal() and int(number) > 0:
-        _refuse(f"this is rank {number} of several (PMIX_RANK)", number, "their number",
-                "PMIX_RANK")
+        _refuse(
+            f"this is rank {number} of several (PMIX_RANK)", number, "their number", "PMIX_RANK"
+        )
 
 
 def _in_step(number: str, size: str) -> bool:

@@ -48,8 +48,9 @@ class Outputs:
                 return pool.empty(output.shape, output.dtype)
             return _plain(output, like)
 
-        return {name: None if output is None else made(output)
-                for name, output in self._outputs.items()}
+        return {
+            name: None if output is None else made(output) for name, output in self._outputs.items()
+        }
 
     def traced(self, like: Tensor, ordered: bool = True) -> tuple[Tensor, ...]:
         """The results of the operator where only shapes and dtypes are known.
@@ -58,8 +59,10 @@ class Outputs:
             like: the order, or another tensor of the device.
             ordered: whether the order is among the results.
         """
-        plain = {name: None if output is None else _plain(output, like)
-                 for name, output in self._outputs.items()}
+        plain = {
+            name: None if output is None else _plain(output, like)
+            for name, output in self._outputs.items()
+        }
         return results(plain, torch.empty_like(like) if ordered else None)
 
 

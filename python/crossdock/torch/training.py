@@ -173,8 +173,9 @@ def _total_norm(gradients: list[Any], order: float, device: torch.device) -> tor
         key = (gradient.device_mesh, dims) if dims else ()
         part = local_tensor(gradient)
         if part.numel():
-            places.setdefault(key, []).append(torch.linalg.vector_norm(
-                part, order, dtype=torch.float32).to(device))
+            places.setdefault(key, []).append(
+                torch.linalg.vector_norm(part, order, dtype=torch.float32).to(device)
+            )
         else:  # this rank still takes part in the sum over ranks
             places.setdefault(key, [])
     norms = []

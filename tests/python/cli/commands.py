@@ -10,23 +10,44 @@ import time
 from typing import Any
 
 COMMAND = [sys.executable, "-m", "crossdock.cli"]
-SMALL = ["--device", "cpu", "--ranks", "2", "--tokens", "16", "--hidden", "32", "--topk", "2",
-         "--experts", "4"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--ranks",
+    "2",
+    "--tokens",
+    "16",
+    "--hidden",
+    "32",
+    "--topk",
+    "2",
+    "--experts",
+    "4",
+]
 
 
-def run(*arguments: str, environment: dict[str, str] | None = None,
-        **options: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, environment: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """The finished command. It may take a minute; a stack trace is a failure in any case."""
-    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60,
-                           env=os.environ | (environment or {}), check=False, **options)
+    ended = subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | (environment or {}),
+        check=False,
+        **options,
+    )
     assert "Traceback" not in ended.stderr + ended.stdout, ended.stderr + ended.stdout
     return ended
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     """The running command."""
-    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+    return subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def children(parent: int) -> list[int]:

@@ -20,20 +20,52 @@ ENDLESS = ["bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--it
 
 
 def workload(**changes) -> Workload:
-    fields = {"ranks": 4, "tokens": 9, "hidden": 8, "topk": 3, "experts": 8,
-              "layout": "expert_major", "dtype": "fp32", "routing": "uniform", "seed": 7,
-              "device": "cpu", "through": "numpy", "iters": 1, "warmup": 0, "timeout": 10}
+    fields = {
+        "ranks": 4,
+        "tokens": 9,
+        "hidden": 8,
+        "topk": 3,
+        "experts": 8,
+        "layout": "expert_major",
+        "dtype": "fp32",
+        "routing": "uniform",
+        "seed": 7,
+        "device": "cpu",
+        "through": "numpy",
+        "iters": 1,
+        "warmup": 0,
+        "timeout": 10,
+    }
     return Workload(**fields | changes)
 
 
-@pytest.mark.parametrize("through, layout, dtype", [
-    ("numpy", "expert_major", "fp32"), ("numpy", "rank_major", "bf16"),
-    ("torch", "expert_major", "bf16"), ("torch", "rank_major", "fp32")])
+@pytest.mark.parametrize(
+    "through, layout, dtype",
+    [
+        ("numpy", "expert_major", "fp32"),
+        ("numpy", "rank_major", "bf16"),
+        ("torch", "expert_major", "bf16"),
+        ("torch", "rank_major", "fp32"),
+    ],
+)
 def test_measures_every_operation(tmp_path, through, layout, dtype):
     if through == "torch":
         pytest.importorskip("torch")
-    ended = run("bench", "ep", *SMALL, "--through", through, "--layout", layout, "--dtype", dtype,
-                "--iters", "3", "--json", str(tmp_path / "ep.json"))
+    ended = run(
+        "bench",
+        "ep",
+        *SMALL,
+        "--through",
+        through,
+        "--layout",
+        layout,
+        "--dtype",
+        dtype,
+        "--iters",
+        "3",
+        "--json",
+        str(tmp_path / "ep.json"),
+    )
     assert ended.returncode == 0, ended.stderr
     report = json.loads((tmp_path / "ep.json").read_text())
     assert [row["operation"] for row in report["rows"]] == OPERATIONS
@@ -48,16 +80,46 @@ def test_measures_every_operation(tmp_path, through, layout, dtype):
 def test_draws_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "ep.png"
-    ended = run("bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "2",
-                "--plot", str(path))
+    ended = run(
+        "bench",
+        "ep",
+        *SMALL,
+        "--through",
+        "numpy",
+        "--dtype",
+        "fp32",
+        "--iters",
+        "2",
+        "--plot",
+        str(path),
+    )
     assert ended.returncode == 0, ended.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_rank_and_a_hot_expert(tmp_path):
-    ended = run("bench", "ep", "--ranks", "1", "--tokens", "8", "--hidden", "16", "--topk", "2",
-                "--experts", "4", "--routing", "hot", "--through", "numpy", "--dtype", "fp32",
-                "--iters", "2")
+    ended = run(
+        "bench",
+        "ep",
+        "--ranks",
+        "1",
+        "--tokens",
+        "8",
+        "--hidden",
+        "16",
+        "--topk",
+        "2",
+        "--experts",
+        "4",
+        "--routing",
+        "hot",
+        "--through",
+        "numpy",
+        "--dtype",
+        "fp32",
+        "--iters",
+        "2",
+    )
     assert ended.returncode == 0, ended.stderr
     assert "a rank sends 0.00 MB to others" in ended.stdout
 

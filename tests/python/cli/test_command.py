@@ -9,8 +9,11 @@ from commands import SMALL, run, start
 from crossdock.cli import main
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["bench"], ["bench", "ep"], ["demo"]],
-                         ids=lambda command: " ".join(command) or "crossdock")
+@pytest.mark.parametrize(
+    "command",
+    [[], ["doctor"], ["bench"], ["bench", "ep"], ["demo"]],
+    ids=lambda command: " ".join(command) or "crossdock",
+)
 def test_help_explains_every_command(command):
     ended = run(*command, "--help")
     assert ended.returncode == 0
@@ -88,8 +91,19 @@ def test_a_reader_that_has_seen_enough_is_no_accident():
 
 
 def test_results_are_shown_even_where_they_cannot_be_written():
-    ended = run("bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "2",
-                "--json", "/proc/version")
+    ended = run(
+        "bench",
+        "ep",
+        *SMALL,
+        "--through",
+        "numpy",
+        "--dtype",
+        "fp32",
+        "--iters",
+        "2",
+        "--json",
+        "/proc/version",
+    )
     assert ended.returncode == 1
     assert "\ndispatch_bwd " in ended.stdout
     assert ended.stderr.startswith("crossdock: --json /proc/version: ")

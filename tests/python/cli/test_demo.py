@@ -38,10 +38,16 @@ def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():
     assert ended.returncode == 2 and "--sequences 16: expected a multiple of 3" in ended.stderr
 
 
-@pytest.mark.parametrize("folder, said", [
-    ("/proc/nope", "/proc/nope/plain: expected a folder to write to: No such file or directory"),
-    (__file__, f"{__file__}/plain: expected a folder to write to: Not a directory"),
-])
+@pytest.mark.parametrize(
+    "folder, said",
+    [
+        (
+            "/proc/nope",
+            "/proc/nope/plain: expected a folder to write to: No such file or directory",
+        ),
+        (__file__, f"{__file__}/plain: expected a folder to write to: Not a directory"),
+    ],
+)
 def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(folder: str, said: str):
     ended = run("demo", "--folder", folder, "--", "--device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -59,5 +65,6 @@ def test_files_of_the_user_stay(mine: str, tmp_path: pathlib.Path):
     run_folder, name, *_ = pathlib.Path(mine).parts
     assert ended.stderr.splitlines()[-1] == (
         f"train_moe_lm.py: error: --folder: {tmp_path / run_folder}: expected files of an earlier "
-        f"comparison only, to overwrite; got {name}")
+        f"comparison only, to overwrite; got {name}"
+    )
     assert all(file.read_text() == "weeks of work" for file in (*logs, tmp_path / mine))

@@ -66,14 +66,24 @@ def test_says_what_the_library_says_of_every_feature():
         assert line.split(maxsplit=2) == [name, mark, crossdock.feature_reason(name)]
 
 
-@pytest.mark.parametrize("version, has_extension, fact", [
-    ("", True, (False, "not installed: no crossdock.jax")),
-    ("0.9.2", True, (False, "0.9.2 is too old: crossdock.jax needs 0.10 or later")),
-    ("0.10.2", False, (False, "0.10.2, but no crossdock.jax: crossdock was built where there was "
-                              "no jaxlib; in its source folder, pip install "
-                              "--no-build-isolation . builds it where there is one")),
-    ("0.10.2", True, (True, "0.10.2")),
-])
+@pytest.mark.parametrize(
+    "version, has_extension, fact",
+    [
+        ("", True, (False, "not installed: no crossdock.jax")),
+        ("0.9.2", True, (False, "0.9.2 is too old: crossdock.jax needs 0.10 or later")),
+        (
+            "0.10.2",
+            False,
+            (
+                False,
+                "0.10.2, but no crossdock.jax: crossdock was built where there was "
+                "no jaxlib; in its source folder, pip install "
+                "--no-build-isolation . builds it where there is one",
+            ),
+        ),
+        ("0.10.2", True, (True, "0.10.2")),
+    ],
+)
 def test_jax_is_there_where_crossdock_jax_is(version, has_extension, fact, monkeypatch):
     def find_spec(name: str) -> object:
         assert name == "crossdock._jax"
@@ -111,10 +121,15 @@ def test_tells_gpus_their_links_and_peer_access(host_with_gpus):
     assert "peer access ok  every pair: OK" in text
 
 
-@pytest.mark.parametrize("chosen, said", [
-    ("2,3", "usable      ok  2 of them: CUDA_VISIBLE_DEVICES is '2,3'"),
-    ("", "usable      no  0 of them: CUDA_VISIBLE_DEVICES is ''"),
-    ("1,-1,2", "usable      ok  1 of them"), ("0,1,2,3", None)])
+@pytest.mark.parametrize(
+    "chosen, said",
+    [
+        ("2,3", "usable      ok  2 of them: CUDA_VISIBLE_DEVICES is '2,3'"),
+        ("", "usable      no  0 of them: CUDA_VISIBLE_DEVICES is ''"),
+        ("1,-1,2", "usable      ok  1 of them"),
+        ("0,1,2,3", None),
+    ],
+)
 def test_counts_the_gpus_that_cuda_shows(host_with_gpus, chosen, said):
     environment = host_with_gpus | {"CUDA_VISIBLE_DEVICES": chosen}
     text = run("doctor", "--no-trial", environment=environment).stdout

@@ -16,8 +16,13 @@ def on_terminal(*arguments: str, environment: dict[str, str]) -> str:
     """All that the command writes to a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     settings = {"TERM": "xterm", "COLUMNS": "100"} | environment
-    running = subprocess.Popen([*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-                               env=os.environ | settings)
+    running = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | settings,
+    )
     os.close(theirs)
     shown = b""
     try:
@@ -54,7 +59,8 @@ def test_without_rich_there_is_text_only(without_rich):
     assert "\x1b" not in shown
     assert "dispatch_bwd" in shown
     assert "Features\r\n  cpu         ok  available" in on_terminal(
-        "doctor", "--no-trial", environment=without_rich)
+        "doctor", "--no-trial", environment=without_rich
+    )
 
 
 def test_doctor_colours_what_is_missing():

@@ -15,12 +15,25 @@ from crossdock._core import constants
 
 # The place in the sources: a build has links to them.
 PACKAGE = pathlib.Path(crossdock.__file__).resolve().parent
-WORDS = {*constants.LAYOUTS, *constants.OVERFLOWS, *constants.DUPLICATE_IDS, *constants.ON_ERROR,
-         *constants.STAGINGS, *constants.DTYPES, *constants.QUANTISE, *constants.DEVICE_TYPES,
-         *constants.OPERATIONS}
+WORDS = {
+    *constants.LAYOUTS,
+    *constants.OVERFLOWS,
+    *constants.DUPLICATE_IDS,
+    *constants.ON_ERROR,
+    *constants.STAGINGS,
+    *constants.DTYPES,
+    *constants.QUANTISE,
+    *constants.DEVICE_TYPES,
+    *constants.OPERATIONS,
+}
 # Limits and blocks; others, such as 16, are numbers of many things.
-LIMITS = {constants.MAX_RANKS, constants.MAX_EXPERTS, constants.MAX_TOKENS, 600_000,
-          constants.QUANTISE["fp8_block128"][1]}
+LIMITS = {
+    constants.MAX_RANKS,
+    constants.MAX_EXPERTS,
+    constants.MAX_TOKENS,
+    600_000,
+    constants.QUANTISE["fp8_block128"][1],
+}
 OTHER_THINGS = {
     ("deep_ep/_agreement.py", 1024): "words of memory",
     ("jax/_platform.py", 1024): "elements of a sample",
@@ -39,8 +52,11 @@ def repeated(tree: ast.AST) -> Iterator[tuple[int, object]]:
                 yield node.lineno, ast.unparse(node)  # DLPack's code << 8 | bits
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values):
-                if isinstance(key, ast.Constant) and key.value in WORDS and (
-                        isinstance(value, ast.Constant) and type(value.value) is int):
+                if (
+                    isinstance(key, ast.Constant)
+                    and key.value in WORDS
+                    and (isinstance(value, ast.Constant) and type(value.value) is int)
+                ):
                     yield node.lineno, key.value
         elif isinstance(node, ast.Tuple | ast.List):
             items = [item.value for item in node.elts if isinstance(item, ast.Constant)]
@@ -48,28 +64,41 @@ def repeated(tree: ast.AST) -> Iterator[tuple[int, object]]:
                 yield node.lineno, items
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")),
-                         ids=lambda file: str(file.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE))
+)
 def test_no_file_repeats_the_headers(file: pathlib.Path) -> None:
     name = str(file.relative_to(PACKAGE))
-    found = [(line, what) for line, what in repeated(ast.parse(file.read_text()))
-             if (name, what) not in OTHER_THINGS]
+    found = [
+        (line, what)
+        for line, what in repeated(ast.parse(file.read_text()))
+        if (name, what) not in OTHER_THINGS
+    ]
     assert not found
 
 
 def test_words_of_types_are_those_of_the_headers() -> None:
-    for literal, words in ((_config.Layout, constants.LAYOUTS),
-                           (_config.Overflow, constants.OVERFLOWS),
-                           (_config.DuplicateIds, constants.DUPLICATE_IDS),
-                           (_config.OnError, constants.ON_ERROR),
-                           (_config.Staging, constants.STAGINGS)):
+    for literal, words in (
+        (_config.Layout, constants.LAYOUTS),
+        (_config.Overflow, constants.OVERFLOWS),
+        (_config.DuplicateIds, constants.DUPLICATE_IDS),
+        (_config.OnError, constants.ON_ERROR),
+        (_config.Staging, constants.STAGINGS),
+    ):
         assert typing.get_args(literal) == tuple(words)
 
 
 def test_constants_are_those_of_the_interface() -> None:
-    assert [constants.OPERATIONS[number] for number in (
-        constants.PREPARE, constants.DISPATCH, constants.COMBINE, constants.DISPATCH_BWD,
-        constants.COMBINE_BWD)] == ["prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd"]
+    assert [
+        constants.OPERATIONS[number]
+        for number in (
+            constants.PREPARE,
+            constants.DISPATCH,
+            constants.COMBINE,
+            constants.DISPATCH_BWD,
+            constants.COMBINE_BWD,
+        )
+    ] == ["prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd"]
     assert constants.QUANTISE["mxfp8"] == (4, 32, "float8_e8m0fnu")
     assert constants.DTYPES["bfloat16"] == 4 << 8 | 16
     assert constants.DEVICE_TYPES == {"cpu": 1, "cuda": 2}

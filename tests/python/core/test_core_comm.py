@@ -93,8 +93,9 @@ def test_ranks_meet_through_an_all_gather() -> None:
     board = Board(2)
 
     def body(me: Rank) -> None:
-        with crossdock.Comm.from_all_gather(lambda sent: board.all_gather(me.rank, sent),
-                                            rank=me.rank, num_ranks=2) as comm:
+        with crossdock.Comm.from_all_gather(
+            lambda sent: board.all_gather(me.rank, sent), rank=me.rank, num_ranks=2
+        ) as comm:
             comm.barrier()
 
     support.run_threads(2, body)
@@ -134,9 +135,13 @@ def meet(environments: list[dict[str, str]], timeout: float) -> list[tuple[str, 
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        subprocess.Popen([sys.executable, "-c", JOIN.format(timeout=timeout)], text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         env=os.environ | common | {"RANK": str(rank)} | own)
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN.format(timeout=timeout)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | common | {"RANK": str(rank)} | own,
+        )
         for rank, own in enumerate(environments)
     ]
     return [process.communicate(timeout=60) for process in processes]
@@ -227,8 +232,12 @@ def test_closing_twice_and_using_after_close() -> None:
     comm.close()
     comm.close()
     assert comm.closed
-    for call in (comm.barrier, comm.memory, lambda: comm.empty(1),
-                 lambda: group.prepare(np.array([[1]]))):
+    for call in (
+        comm.barrier,
+        comm.memory,
+        lambda: comm.empty(1),
+        lambda: group.prepare(np.array([[1]])),
+    ):
         with pytest.raises(crossdock.InvalidArgument, match="closed"):
             call()
     group.close()
@@ -315,8 +324,7 @@ def test_dlpack_capsule_keeps_its_owner_until_the_consumer_lets_go() -> None:
             self._owner = owner
 
         def __dlpack__(self, **_: object) -> object:
-            return _core.as_dlpack(ctypes.addressof(memory), (2, 3), 2 << 8 | 32, 1, 0,
-                                   self._owner)
+            return _core.as_dlpack(ctypes.addressof(memory), (2, 3), 2 << 8 | 32, 1, 0, self._owner)
 
         def __dlpack_device__(self) -> tuple[int, int]:
             return 1, 0
@@ -350,6 +358,7 @@ def test_default_timeout_is_the_environments(text: str | None, expected: int) ->
     environment.pop("XD_TIMEOUT_MS")
     environment |= {} if text is None else {"XD_TIMEOUT_MS": text}
     code = "from crossdock import _core; print(_core.default_timeout_ms())"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, check=True,
-                          stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, text=True, check=True, stdout=subprocess.PIPE
+    )
     assert int(done.stdout) == expected

@@ -17,13 +17,15 @@ import support
 from crossdock import launch
 from support import Rank
 
-CONFIG = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8,
-                            dtype="float32")
+CONFIG = crossdock.EpConfig(
+    num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, dtype="float32"
+)
 IDS = np.array([[0, 1], [2, 3]])
 
 
-def raises(kind: type[crossdock.CrossdockError],
-           call: Callable[[], object]) -> crossdock.CrossdockError:
+def raises(
+    kind: type[crossdock.CrossdockError], call: Callable[[], object]
+) -> crossdock.CrossdockError:
     """The exception of exactly `kind` that the call raises."""
     with pytest.raises(kind) as caught:
         call()
@@ -43,19 +45,37 @@ def bad_arguments(me: Rank) -> None:
         plan = group.prepare(IDS)
         tokens = np.ones((2, 8), np.float32)
         mistakes = [
-            (TypeError, r"tokens: expected a NumPy array, got list",
-             lambda: group.dispatch(plan, tokens.tolist())),
-            (TypeError, r"tokens: expected a dtype of float32, float16, bfloat16, float8_e4m3fn, "
-                        r"float8_e5m2, int8, uint8, got float64",
-             lambda: group.dispatch(plan, tokens.astype(np.float64))),
-            (TypeError, r"topk_weights: expected a dtype of float32, got float16",
-             lambda: group.dispatch(plan, tokens, np.ones((2, 2), np.float16))),
-            (ValueError, r"^scales: expected at most max_scale_bytes = 0 bytes .*, got 4",
-             lambda: group.dispatch(plan, tokens, scales=np.ones((2, 1), np.float32))),
-            (ValueError, r"tokens: expected a C-contiguous array, got strides \(4, 8\)",
-             lambda: group.dispatch(plan, np.ones((8, 2), np.float32).T)),
-            (crossdock.InvalidArgument, r"tokens: has 3 rows, expected 2 .*rank 1 of 2",
-             lambda: group.dispatch(plan, np.ones((3, 8), np.float32))),
+            (
+                TypeError,
+                r"tokens: expected a NumPy array, got list",
+                lambda: group.dispatch(plan, tokens.tolist()),
+            ),
+            (
+                TypeError,
+                r"tokens: expected a dtype of float32, float16, bfloat16, float8_e4m3fn, "
+                r"float8_e5m2, int8, uint8, got float64",
+                lambda: group.dispatch(plan, tokens.astype(np.float64)),
+            ),
+            (
+                TypeError,
+                r"topk_weights: expected a dtype of float32, got float16",
+                lambda: group.dispatch(plan, tokens, np.ones((2, 2), np.float16)),
+            ),
+            (
+                ValueError,
+                r"^scales: expected at most max_scale_bytes = 0 bytes .*, got 4",
+                lambda: group.dispatch(plan, tokens, scales=np.ones((2, 1), np.float32)),
+            ),
+            (
+                ValueError,
+                r"tokens: expected a C-contiguous array, got strides \(4, 8\)",
+                lambda: group.dispatch(plan, np.ones((8, 2), np.float32).T),
+            ),
+            (
+                crossdock.InvalidArgument,
+                r"tokens: has 3 rows, expected 2 .*rank 1 of 2",
+                lambda: group.dispatch(plan, np.ones((3, 8), np.float32)),
+            ),
         ]
         for kind, text, call in mistakes:
             if me.rank == 1:
@@ -81,7 +101,10 @@ def bad_ids(me: Rank) -> None:
         ids = np.array([[0, 9], [1, 1]]) if me.rank == 1 else IDS
         error = raises(crossdock.InvalidArgument, lambda: group.prepare(ids, out=plan))
         assert (error.peer, error.operation, error.status) == (
-            1, "prepare", "XD_ERROR_INVALID_ARGUMENT")
+            1,
+            "prepare",
+            "XD_ERROR_INVALID_ARGUMENT",
+        )
         info = plan.info()
         assert (info["bad_ids"], info["bad_id_rank"]) == (2, 1)
         assert group.status().bad_ids == 2
@@ -130,11 +153,11 @@ def test_an_error_is_fatal_where_the_group_says_so() -> None:
 
 
 def overflow(me: Rank) -> None:
-    config = crossdock.EpConfig(num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8,
-                                dtype="float32", recv_capacity=4)
+    config = crossdock.EpConfig(
+        num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32", recv_capacity=4
+    )
     with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
-        error = raises(crossdock.CapacityOverflow,
-                       lambda: group.prepare(np.ones((4, 1), np.int64)))
+        error = raises(crossdock.CapacityOverflow, lambda: group.prepare(np.ones((4, 1), np.int64)))
         assert (error.peer, error.status) == (1, "XD_ERROR_OVERFLOW")
         assert (error.needed_rows, error.capacity_rows) == (8, 4)
         status = group.status()
@@ -216,8 +239,13 @@ def test_abort_releases_every_rank() -> None:
 
 def different_configs(me: Rank) -> None:
     with me.comm() as comm:
-        config = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=4,
-                                    hidden=8 + 8 * me.rank, dtype="float32")
+        config = crossdock.EpConfig(
+            num_experts=4,
+            max_topk=2,
+            max_tokens_per_rank=4,
+            hidden=8 + 8 * me.rank,
+            dtype="float32",
+        )
         error = raises(crossdock.Mismatch, lambda: crossdock.EpGroup(comm, config))
         assert "hidden" in error.text or "row" in error.text
         crossdock.EpGroup(comm, CONFIG).close()
@@ -227,23 +255,46 @@ def test_configs_that_differ_are_a_mismatch() -> None:
     support.run_ranks(2, different_configs)
 
 
-@pytest.mark.parametrize("make, kind, text", [
-    (lambda: crossdock.EpConfig(4, 2, 4, 8, dtype="float64"), TypeError, "dtype: .*float64"),
-    (lambda: crossdock.EpConfig(4, 2, 4, 8, layout="expert"), ValueError,
-     "layout: expected 'expert_major' or 'rank_major', got 'expert'"),
-    (lambda: crossdock.EpConfig(3, 2, 4, 8).recv_bound(2), crossdock.InvalidArgument,
-     "num_experts = 3, expected a multiple of num_ranks = 2"),
-    (lambda: crossdock.Comm(bytes(5), rank=0, num_ranks=1), TypeError, "unique_id: expected 128"),
-    (lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, device="gpu"), ValueError,
-     "device: expected 'cpu'"),
-    (lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, timeout=-1), ValueError,
-     "timeout: expected seconds above 0"),
-    (lambda: crossdock.Comm(bytes(128), rank=2, num_ranks=2), crossdock.InvalidArgument,
-     "rank = 2"),
-    (lambda: crossdock.feature_available("gpu"), ValueError, "feature: expected 'cpu'"),
-])
-def test_mistakes_without_peers_are_named(make: Callable[[], object], kind: type[Exception],
-                                          text: str) -> None:
+@pytest.mark.parametrize(
+    "make, kind, text",
+    [
+        (lambda: crossdock.EpConfig(4, 2, 4, 8, dtype="float64"), TypeError, "dtype: .*float64"),
+        (
+            lambda: crossdock.EpConfig(4, 2, 4, 8, layout="expert"),
+            ValueError,
+            "layout: expected 'expert_major' or 'rank_major', got 'expert'",
+        ),
+        (
+            lambda: crossdock.EpConfig(3, 2, 4, 8).recv_bound(2),
+            crossdock.InvalidArgument,
+            "num_experts = 3, expected a multiple of num_ranks = 2",
+        ),
+        (
+            lambda: crossdock.Comm(bytes(5), rank=0, num_ranks=1),
+            TypeError,
+            "unique_id: expected 128",
+        ),
+        (
+            lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, device="gpu"),
+            ValueError,
+            "device: expected 'cpu'",
+        ),
+        (
+            lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, timeout=-1),
+            ValueError,
+            "timeout: expected seconds above 0",
+        ),
+        (
+            lambda: crossdock.Comm(bytes(128), rank=2, num_ranks=2),
+            crossdock.InvalidArgument,
+            "rank = 2",
+        ),
+        (lambda: crossdock.feature_available("gpu"), ValueError, "feature: expected 'cpu'"),
+    ],
+)
+def test_mistakes_without_peers_are_named(
+    make: Callable[[], object], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text):
         make()
 
@@ -256,17 +307,30 @@ def test_absent_executor_is_unsupported_and_says_why() -> None:
 
 
 def test_errors_cross_processes_with_their_attributes() -> None:
-    error = crossdock.Timeout("waited", status="XD_ERROR_TIMEOUT", rank=1, peer=2, phase="rows",
-                              group=3, operation="dispatch", expected_epoch=7, seen_epoch=6,
-                              fatal=True)
+    error = crossdock.Timeout(
+        "waited",
+        status="XD_ERROR_TIMEOUT",
+        rank=1,
+        peer=2,
+        phase="rows",
+        group=3,
+        operation="dispatch",
+        expected_epoch=7,
+        seen_epoch=6,
+        fatal=True,
+    )
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is crossdock.Timeout
     assert str(copy) == "waited" and vars(copy) == vars(error)
 
 
 def test_every_status_has_its_class() -> None:
-    built_in = {"InvalidArgument": ValueError, "Timeout": TimeoutError,
-                "PeerLost": ConnectionError, "OutOfMemory": MemoryError}
+    built_in = {
+        "InvalidArgument": ValueError,
+        "Timeout": TimeoutError,
+        "PeerLost": ConnectionError,
+        "OutOfMemory": MemoryError,
+    }
     for name in crossdock.errors.__all__:
         kind = getattr(crossdock.errors, name)
         assert issubclass(kind, crossdock.CrossdockError) and getattr(crossdock, name) is kind

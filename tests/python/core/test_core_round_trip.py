@@ -45,15 +45,14 @@ class Case:
             ids.append(chosen)
         return ids
 
-    def small_integers(self, salt: int, shapes: list[tuple[int, ...]],
-                       dtype: np.dtype | None = None) -> list[np.ndarray]:
+    def small_integers(
+        self, salt: int, shapes: list[tuple[int, ...]], dtype: np.dtype | None = None
+    ) -> list[np.ndarray]:
         """Per rank an array of small integers: sums of them are exact in every type."""
         random = np.random.default_rng(SEED + salt)
-        return [random.integers(-4, 5, shape).astype(dtype or self.numpy_dtype)
-                for shape in shapes]
+        return [random.integers(-4, 5, shape).astype(dtype or self.numpy_dtype) for shape in shapes]
 
-    def per_token(self, salt: int, columns: int,
-                  dtype: np.dtype | None = None) -> list[np.ndarray]:
+    def per_token(self, salt: int, columns: int, dtype: np.dtype | None = None) -> list[np.ndarray]:
         return self.small_integers(salt, [(count, columns) for count in self.num_tokens], dtype)
 
 
@@ -64,8 +63,16 @@ CASES = [
     Case((0, 0, 0), num_experts=3, topk=1, hidden=8),
     Case((16, 9, 1), num_experts=6, topk=2, hidden=64, symmetric=False),
     Case((3, 0, 5, 2), num_experts=8, topk=3, hidden=20, layout="rank_major"),
-    Case((4, 4), num_experts=4, topk=4, hidden=32, layout="rank_major", dtype="bfloat16",
-         alignment=4, symmetric=False),
+    Case(
+        (4, 4),
+        num_experts=4,
+        topk=4,
+        hidden=32,
+        layout="rank_major",
+        dtype="bfloat16",
+        alignment=4,
+        symmetric=False,
+    ),
 ]
 
 
@@ -83,9 +90,14 @@ def round_trip(me: Rank, case: Case) -> None:
     weights = case.per_token(2, case.topk, np.dtype(np.float32))
     grads = case.per_token(3, case.hidden)
     config = crossdock.EpConfig(
-        num_experts=case.num_experts, max_topk=case.topk, hidden=case.hidden, dtype=case.dtype,
-        max_tokens_per_rank=max(1, *case.num_tokens), layout=case.layout,
-        alignment=case.alignment)
+        num_experts=case.num_experts,
+        max_topk=case.topk,
+        hidden=case.hidden,
+        dtype=case.dtype,
+        max_tokens_per_rank=max(1, *case.num_tokens),
+        layout=case.layout,
+        alignment=case.alignment,
+    )
     with me.comm(heap_bytes=(1 << 20) * case.symmetric) as comm:
         poison(comm)
         with crossdock.EpGroup(comm, config) as group:
@@ -115,8 +127,9 @@ def check_plan(plan: crossdock.Plan, routing: Routing, rank: int) -> None:
         assert plan.offsets.tolist() == routing.offsets(rank)
 
 
-def check_local(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing,
-                rank: int) -> None:
+def check_local(
+    group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing, rank: int
+) -> None:
     if routing.layout == "rank_major":
         with pytest.raises(crossdock.InvalidArgument, match="recv_topk_idx"):
             group.row_experts(plan)
@@ -130,14 +143,23 @@ def check_local(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing
     goes = (owner[:, :, None] == np.arange(routing.num_ranks)).any(1)
     equal("token_in_rank", layout.token_in_rank, goes)
     equal("rows_per_rank", layout.rows_per_rank, goes.sum(0))
-    equal("rows_per_expert", layout.rows_per_expert,
-          (ids[:, :, None] == np.arange(len(layout.rows_per_expert))).any(1).sum(0))
+    equal(
+        "rows_per_expert",
+        layout.rows_per_expert,
+        (ids[:, :, None] == np.arange(len(layout.rows_per_expert))).any(1).sum(0),
+    )
     assert layout.bad_ids == 0
 
 
-def check_data(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing, rank: int,
-               tokens: list[np.ndarray], weights: list[np.ndarray],
-               grads: list[np.ndarray]) -> None:
+def check_data(
+    group: crossdock.EpGroup,
+    plan: crossdock.Plan,
+    routing: Routing,
+    rank: int,
+    tokens: list[np.ndarray],
+    weights: list[np.ndarray],
+    grads: list[np.ndarray],
+) -> None:
     every = range(routing.num_ranks)
     expert_major = routing.layout == "expert_major"
 
@@ -155,45 +177,70 @@ def check_data(group: crossdock.EpGroup, plan: crossdock.Plan, routing: Routing,
     equal("combine", out, routing.combine(rank, outputs, used))
 
     grad_out, grad_weights, no_scales = group.combine_bwd(
-        plan, grads[rank], outputs[rank] if used else None, recv_weights[rank] if used else None)
-    equal("grad_expert_out", grad_out,
-          routing.combine_bwd(rank, grads, recv_weights[rank] if used else None))
+        plan, grads[rank], outputs[rank] if used else None, recv_weights[rank] if used else None
+    )
+    equal(
+        "grad_expert_out",
+        grad_out,
+        routing.combine_bwd(rank, grads, recv_weights[rank] if used else None),
+    )
     assert no_scales is None
     if used:
-        equal("grad_weights", grad_weights,
-              routing.combine_bwd_weights(rank, grads, outputs[rank]))
+        equal("grad_weights", grad_weights, routing.combine_bwd_weights(rank, grads, outputs[rank]))
 
     grad_tokens, grad_topk_weights = group.dispatch_bwd(plan, grad_out, recv_weights[rank])
     all_grads = [routing.combine_bwd(r, grads, recv_weights[r] if used else None) for r in every]
     equal("grad_tokens", grad_tokens, routing.combine(rank, all_grads))
-    equal("grad_topk_weights", grad_topk_weights,
-          routing.dispatch_bwd_weights(rank, recv_weights))
+    equal("grad_topk_weights", grad_topk_weights, routing.dispatch_bwd_weights(rank, recv_weights))
 
 
 def plans_of_their_own(me: Rank) -> None:
     """Alignment and top-k are a plan's: several of them at once in one group."""
     sizes = ((4, 8), (1, 1), (3, 2), (2, 4))  # top-k, alignment
-    cases = [Case((3, 4), num_experts=6, topk=topk, hidden=8, alignment=alignment)
-             for topk, alignment in sizes]
-    config = crossdock.EpConfig(num_experts=6, max_topk=4, max_tokens_per_rank=4, hidden=8,
-                                dtype="float32", alignment=8, recv_capacity=61)
+    cases = [
+        Case((3, 4), num_experts=6, topk=topk, hidden=8, alignment=alignment)
+        for topk, alignment in sizes
+    ]
+    config = crossdock.EpConfig(
+        num_experts=6,
+        max_topk=4,
+        max_tokens_per_rank=4,
+        hidden=8,
+        dtype="float32",
+        alignment=8,
+        recv_capacity=61,
+    )
     with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
         routings = [Routing(case.topk_idx(), 6, "expert_major", case.alignment) for case in cases]
-        plans = [group.prepare(routing.topk_idx[me.rank],
-                               alignment=0 if case.alignment == 8 else case.alignment)
-                 for case, routing in zip(cases, routings)]
+        plans = [
+            group.prepare(
+                routing.topk_idx[me.rank], alignment=0 if case.alignment == 8 else case.alignment
+            )
+            for case, routing in zip(cases, routings)
+        ]
         for case, routing, plan in reversed(list(zip(cases, routings, plans))):
             info = plan.info()
             assert info["alignment"] == case.alignment
             assert info["capacity_rows"] == 61 // case.alignment * case.alignment
             check_plan(plan, routing, me.rank)
-            check_data(group, plan, routing, me.rank, case.per_token(1, 8),
-                       case.per_token(2, case.topk, np.dtype(np.float32)), case.per_token(3, 8))
-        for alignment, kind in ((16, crossdock.InvalidArgument), (1 << 40, ValueError),
-                                ("8", TypeError)):
+            check_data(
+                group,
+                plan,
+                routing,
+                me.rank,
+                case.per_token(1, 8),
+                case.per_token(2, case.topk, np.dtype(np.float32)),
+                case.per_token(3, 8),
+            )
+        for alignment, kind in (
+            (16, crossdock.InvalidArgument),
+            (1 << 40, ValueError),
+            ("8", TypeError),
+        ):
             with pytest.raises(kind if me.rank == 0 else crossdock.Mismatch):
-                group.prepare(routings[0].topk_idx[me.rank],
-                              alignment=alignment if me.rank == 0 else 0)
+                group.prepare(
+                    routings[0].topk_idx[me.rank], alignment=alignment if me.rank == 0 else 0
+                )
 
 
 def test_plans_of_any_alignment_and_topk_serve_side_by_side() -> None:
@@ -216,8 +263,9 @@ def fp8(me: Rank) -> None:
     tokens = [random.normal(size=(rows, hidden)).astype(ml_dtypes.bfloat16) for _ in range(2)]
     ids = [np.array([[1], [0], [1], [-1]]), np.array([[0], [1], [1], [0]])]
     routing = Routing(ids, 2)
-    config = crossdock.EpConfig(num_experts=2, max_topk=1, max_tokens_per_rank=rows,
-                                hidden=hidden, max_scale_bytes=8)
+    config = crossdock.EpConfig(
+        num_experts=2, max_topk=1, max_tokens_per_rank=rows, hidden=hidden, max_scale_bytes=8
+    )
     with me.comm(heap_bytes=1 << 20) as comm, crossdock.EpGroup(comm, config) as group:
         plan = group.prepare(ids[me.rank])
         for way in (True, *QUANTISE_WAYS):
@@ -232,14 +280,16 @@ def fp8(me: Rank) -> None:
         moved = group.dispatch(plan, narrow[me.rank], scales=scales[me.rank])
         equal("moved", moved.tokens, routing.dispatch(me.rank, narrow))
         equal("moved scales", moved.scales, routing.dispatch(me.rank, scales))
-        back = group.combine_bwd(plan, narrow[me.rank],
-                                 grad_out_scales=np.asfortranarray(scales[me.rank]))
+        back = group.combine_bwd(
+            plan, narrow[me.rank], grad_out_scales=np.asfortranarray(scales[me.rank])
+        )
         equal("moved back", back.expert_out, routing.dispatch(me.rank, narrow))
         equal("scales moved back", back.scales, routing.dispatch(me.rank, scales))
         assert back.weights is None
         with pytest.raises(ValueError if me.rank == 0 else crossdock.Mismatch):
-            group.combine_bwd(plan, narrow[me.rank],
-                              grad_out_scales=scales[me.rank].repeat(1 + (me.rank == 0), 1))
+            group.combine_bwd(
+                plan, narrow[me.rank], grad_out_scales=scales[me.rank].repeat(1 + (me.rank == 0), 1)
+            )
 
         # Column after column, into every second element of a larger array from its end on.
         wide = np.full((2 * len(moved.scales), 5), np.nan, np.float32)

@@ -19,8 +19,9 @@ from support import Rank, run_ranks
 AFTER = 0.3  # seconds until the signal: by then the call waits
 LIMIT = 2.0  # of all: half a second is promised, and the machine may be busy
 
-CONFIG = crossdock.EpConfig(num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=16,
-                            dtype="float32")
+CONFIG = crossdock.EpConfig(
+    num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=16, dtype="float32"
+)
 IDS = np.array([[0, 3]], np.int64)
 
 

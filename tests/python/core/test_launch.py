@@ -23,7 +23,8 @@ def _place(rank: int, factor: int) -> tuple[int, list[str], str]:
 
 def test_results_come_by_rank_and_each_has_torchruns_environment():
     assert launch.run(3, _place, 10, timeout=60) == [
-        (10 * rank, [str(rank), str(rank), "3", "3", "127.0.0.1"], "") for rank in range(3)]
+        (10 * rank, [str(rank), str(rank), "3", "3", "127.0.0.1"], "") for rank in range(3)
+    ]
 
 
 def _meet(rank: int) -> tuple[int, int, int]:
@@ -56,8 +57,9 @@ def _leave_waiting(rank: int) -> None:
 
 
 def test_the_first_failure_named_is_no_echo_of_another():
-    with pytest.raises(launch.RankFailed,
-                       match="rank 1: ValueError: of rank 1\nTraceback") as caught:
+    with pytest.raises(
+        launch.RankFailed, match="rank 1: ValueError: of rank 1\nTraceback"
+    ) as caught:
         launch.run(2, _leave_waiting, timeout=60)
     first = caught.value.failures[0]
     assert (first.rank, first.text, type(first.error)) == (1, "ValueError: of rank 1", ValueError)
@@ -79,13 +81,16 @@ def _die(rank: int, how: str) -> object:
     return None
 
 
-@pytest.mark.parametrize("how, said", [
-    ("killed", r"rank 0: ended by SIGKILL \(is memory short\?\): the last words"),
-    ("exit", "rank 0: ended with code 3"),
-    ("sys.exit", "^rank 0: a word for people\nrank 1: a word for people$"),
-    ("unpicklable", "rank 0: what it returned cannot be sent: "),
-    ("slow", "^rank 1: no answer in time$"),
-])
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("killed", r"rank 0: ended by SIGKILL \(is memory short\?\): the last words"),
+        ("exit", "rank 0: ended with code 3"),
+        ("sys.exit", "^rank 0: a word for people\nrank 1: a word for people$"),
+        ("unpicklable", "rank 0: what it returned cannot be sent: "),
+        ("slow", "^rank 1: no answer in time$"),
+    ],
+)
 def test_a_failed_rank_is_named_with_the_reason_and_none_is_left(how, said):
     began = time.monotonic()
     with launch.Ranks(2, quiet=True) as ranks, pytest.raises(launch.RankFailed, match=said):
@@ -122,9 +127,13 @@ if __name__ == "__main__":
 def test_ranks_of_a_program_end_with_it(tmp_path, number):
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
-    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                          stderr=subprocess.DEVNULL) as parent:
+    with subprocess.Popen(
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.DEVNULL,
+    ) as parent:
         assert parent.stdout is not None
         ranks = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(number)

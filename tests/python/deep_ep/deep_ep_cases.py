@@ -25,8 +25,7 @@ def buffer_of(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not dist.is_initialized():
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group(backend, init_method=address, rank=me.rank,
-                                world_size=me.num_ranks)
+        dist.init_process_group(backend, init_method=address, rank=me.rank, world_size=me.num_ranks)
     buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
     yield buffer
     buffer.destroy()
@@ -86,29 +85,38 @@ class Caller:
     def layout(self) -> dict[str, torch.Tensor]:
         """get_dispatch_layout, checked; as keyword arguments of dispatch."""
         per_rank, per_rdma_rank, per_expert, in_rank, event = self.buffer.get_dispatch_layout(
-            self.topk_idx, self.batch.num_experts, **self.events())
+            self.topk_idx, self.batch.num_experts, **self.events()
+        )
         self.wait(event)
         assert per_rdma_rank is None
-        for name, got, want in zip(("per rank", "per expert", "in rank"),
-                                   (per_rank, per_expert, in_rank), self.batch.layout(self.rank)):
+        for name, got, want in zip(
+            ("per rank", "per expert", "in rank"),
+            (per_rank, per_expert, in_rank),
+            self.batch.layout(self.rank),
+        ):
             same(name, got, want)
-        return {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert,
-                "is_token_in_rank": in_rank}
+        return {
+            "num_tokens_per_rank": per_rank,
+            "num_tokens_per_expert": per_expert,
+            "is_token_in_rank": in_rank,
+        }
 
     def topk(self) -> dict[str, torch.Tensor]:
         return {"topk_idx": self.topk_idx, "topk_weights": self.topk_weights}
 
     def dispatch(self, x: Any = None, **arguments: Any) -> tuple[Any, ...]:
         """dispatch without a handle, its event waited for."""
-        result = self.buffer.dispatch(self.x if x is None else x, **self.layout(), **arguments,
-                                      **self.events())
+        result = self.buffer.dispatch(
+            self.x if x is None else x, **self.layout(), **arguments, **self.events()
+        )
         self.wait(result[-1])
         return result
 
     def dispatch_checked(self, alignment: int = 1) -> Any:
         """dispatch with top-k, everything compared; returns the handle."""
-        x, idx, weights, per_expert, handle, _ = self.dispatch(**self.topk(),
-                                                               expert_alignment=alignment)
+        x, idx, weights, per_expert, handle, _ = self.dispatch(
+            **self.topk(), expert_alignment=alignment
+        )
         self.check_rows(x)
         want_idx, want_weights = self.batch.received_topk(self.rank)
         same("recv_topk_idx", idx, want_idx)
@@ -128,8 +136,14 @@ class Caller:
         assert middle == [None] * 4
         self.check_rows(x)
 
-    def combine_checked(self, handle: Any, seed: int, biases: int = 0, weights: int = 0,
-                        dtype: torch.dtype | None = None) -> None:
+    def combine_checked(
+        self,
+        handle: Any,
+        seed: int,
+        biases: int = 0,
+        weights: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """combine of random rows, compared; with no bias, a tensor, or a pair.
 
         Args:
@@ -145,21 +159,23 @@ class Caller:
         if weights:
             row_weights = self.beside_rows(all_weights[self.rank])
         out, combined_weights, event = self.buffer.combine(
-            self.on_device(outputs[self.rank]), handle, row_weights, given, **self.events())
+            self.on_device(outputs[self.rank]), handle, row_weights, given, **self.events()
+        )
         self.wait(event)
         same("combined_x", out, self.batch.combined(self.rank, outputs, bias))
         if not weights:
             assert combined_weights is None
             return
-        same("combined_topk_weights", combined_weights,
-             self.batch.combined(self.rank, all_weights))
+        same("combined_topk_weights", combined_weights, self.batch.combined(self.rank, all_weights))
 
 
 def row_weights_of(seed: int, batch: Batch, columns: int) -> list[torch.Tensor]:
     """Weights of every rank's rows, also at choices that are no expert of that rank."""
     generator = torch.Generator().manual_seed(seed + 3000)
-    return [torch.rand(len(batch.rows(rank)), columns, generator=generator)
-            for rank in range(batch.num_ranks)]
+    return [
+        torch.rand(len(batch.rows(rank)), columns, generator=generator)
+        for rank in range(batch.num_ranks)
+    ]
 
 
 class SlicingCaller(Caller):
@@ -207,8 +223,9 @@ def worst_case(buffer: Buffer, seed: int, **streams: bool) -> None:
     caller = Caller(buffer, batch, **streams)
     rows = buffer.group_size * 17
     for _ in range(3):
-        x, idx, weights, per_expert, handle, _ = caller.dispatch(**caller.topk(),
-                                                                 num_worst_tokens=rows)
+        x, idx, weights, per_expert, handle, _ = caller.dispatch(
+            **caller.topk(), num_worst_tokens=rows
+        )
         real = len(batch.rows(caller.rank))
         want_idx, want_weights = batch.received_topk(caller.rank)
         assert per_expert == []
@@ -233,8 +250,12 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
     hidden = 256
     batch = make_batch(seed, buffer.group_size, hidden=hidden)
     generator = torch.Generator().manual_seed(seed)
-    fp8 = [torch.randint(0, 120, one.shape, dtype=torch.uint8, generator=generator)
-           .view(torch.float8_e4m3fn) for one in batch.x]
+    fp8 = [
+        torch.randint(0, 120, one.shape, dtype=torch.uint8, generator=generator).view(
+            torch.float8_e4m3fn
+        )
+        for one in batch.x
+    ]
     scales = [torch.rand(len(one), hidden // 128, generator=generator) for one in batch.x]
     caller = Caller(buffer, batch, **streams)
     forms = {
@@ -242,17 +263,20 @@ def fp8_pairs(buffer: Buffer, seed: int, **streams: bool) -> None:
         "column-major": lambda tensor: tensor.t().contiguous().t(),
         "packed": lambda tensor: tensor.view(torch.int32),
         "packed, column-major": lambda tensor: tensor.view(torch.int32).t().contiguous().t(),
-        "columns with gaps": lambda tensor: torch.cat([tensor, tensor]).t().contiguous().t()[
-            : len(tensor)],
+        "columns with gaps": lambda tensor: (
+            torch.cat([tensor, tensor]).t().contiguous().t()[: len(tensor)]
+        ),
         "one for all": lambda tensor: tensor[:1].sum().expand(len(tensor), 3),
         "one per token": lambda tensor: tensor[:, 0],
     }
     as_bytes = [one.view(torch.uint8) for one in fp8]
     handle = caller.dispatch_checked()
-    x, got = buffer.dispatch((caller.on_device(fp8[caller.rank]),
-                              caller.on_device(scales[caller.rank])), handle)[0]
-    same("recv_x on a handle of bfloat16", x.view(torch.uint8),
-         batch.received(caller.rank, as_bytes))
+    x, got = buffer.dispatch(
+        (caller.on_device(fp8[caller.rank]), caller.on_device(scales[caller.rank])), handle
+    )[0]
+    same(
+        "recv_x on a handle of bfloat16", x.view(torch.uint8), batch.received(caller.rank, as_bytes)
+    )
     same("recv_scales on a handle of bfloat16", got, batch.received(caller.rank, scales))
     for name, form in forms.items():
         pair = (caller.on_device(fp8[caller.rank]), form(caller.on_device(scales[caller.rank])))
@@ -274,8 +298,10 @@ def plain_bytes(buffer: Buffer, seed: int, **streams: bool) -> None:
     batch = make_batch(seed, buffer.group_size, hidden=256)
     caller = Caller(buffer, batch, **streams)
     generator = torch.Generator().manual_seed(seed)
-    packed = [torch.randint(0, 256, (len(one), 128), dtype=torch.uint8, generator=generator)
-              for one in batch.x]
+    packed = [
+        torch.randint(0, 256, (len(one), 128), dtype=torch.uint8, generator=generator)
+        for one in batch.x
+    ]
     want = batch.received(caller.rank, packed)
     names = ("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
     for dtype in (getattr(torch, name) for name in names if hasattr(torch, name)):
@@ -325,8 +351,9 @@ def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     scales = [torch.rand(len(one), 2, generator=generator) for one in batch.x]
     x = caller.x.to(torch.float8_e4m3fn)
-    (_, got), *_, event = buffer.dispatch((x, caller.beside_rows(scales[caller.rank])), handle,
-                                          **caller.events())
+    (_, got), *_, event = buffer.dispatch(
+        (x, caller.beside_rows(scales[caller.rank])), handle, **caller.events()
+    )
     caller.wait(event)
     same("recv_scales", got, batch.received(caller.rank, scales))
 
@@ -343,8 +370,11 @@ def under_default_device(me: Any, backend: str, device: torch.device, seed: int)
     try:
         with buffer_of(me, backend) as buffer:
             layout = buffer.get_dispatch_layout(caller.topk_idx, batch.num_experts)
-            routing = {"num_tokens_per_rank": layout[0], "num_tokens_per_expert": layout[2],
-                       "is_token_in_rank": layout[3]}
+            routing = {
+                "num_tokens_per_rank": layout[0],
+                "num_tokens_per_expert": layout[2],
+                "is_token_in_rank": layout[3],
+            }
             buffer.dispatch(caller.x, **routing)
             x, idx, weights, _, handle, _ = buffer.dispatch(caller.x, **routing, **caller.topk())
             again, *_ = buffer.dispatch(caller.x, handle)
@@ -367,8 +397,15 @@ def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
     small = make_batch(seed, ranks, tokens=3, hidden=16, topk=1)
     kept = Caller(buffer, small, **streams)
     handle = kept.dispatch_checked()
-    growths = ({"tokens": 40}, {"tokens": 41}, {"hidden": 520}, {"topk": 5, "local_experts": 4},
-               {"local_experts": 3}, {"dtype": torch.float32, "hidden": 520}, {"tokens": 1})
+    growths = (
+        {"tokens": 40},
+        {"tokens": 41},
+        {"hidden": 520},
+        {"topk": 5, "local_experts": 4},
+        {"local_experts": 3},
+        {"dtype": torch.float32, "hidden": 520},
+        {"tokens": 1},
+    )
     for number, growth in enumerate(growths):
         caller = Caller(buffer, make_batch(seed + number, ranks, **growth), **streams)
         grown = caller.dispatch_checked()

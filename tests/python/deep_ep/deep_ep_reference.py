@@ -32,8 +32,12 @@ class Batch:
 
     def rows(self, rank: int) -> list[Place]:
         """The rows that `rank` receives, in order."""
-        return [(source, token) for source in range(self.num_ranks)
-                for token in range(len(self.x[source])) if rank in self.ranks_of(source, token)]
+        return [
+            (source, token)
+            for source in range(self.num_ranks)
+            for token in range(len(self.x[source]))
+            if rank in self.ranks_of(source, token)
+        ]
 
     def received(self, rank: int, per_token: list[torch.Tensor]) -> torch.Tensor:
         """Rows of `per_token` (by rank, a row per token) as `rank` receives them."""
@@ -46,21 +50,27 @@ class Batch:
         ids = self.received(rank, self.topk_idx)
         mine = (ids >= rank * local) & (ids < (rank + 1) * local)
         weights = self.received(rank, self.topk_weights)
-        return (torch.where(mine, ids - rank * local, -1),
-                torch.where(mine, weights, torch.zeros(())))
+        return (
+            torch.where(mine, ids - rank * local, -1),
+            torch.where(mine, weights, torch.zeros(())),
+        )
 
     def per_expert(self, rank: int, alignment: int) -> list[int]:
         """Choices per expert of `rank`, rounded up."""
         local = self.num_experts // self.num_ranks
-        counts = [sum(int((ids == e).sum()) for ids in self.topk_idx)
-                  for e in range(rank * local, (rank + 1) * local)]
+        counts = [
+            sum(int((ids == e).sum()) for ids in self.topk_idx)
+            for e in range(rank * local, (rank + 1) * local)
+        ]
         return [-(-count // alignment) * alignment for count in counts]
 
     def prefix(self) -> torch.Tensor:
         """[W,W]: rows of each destination from sources up to the line's."""
         ranks = range(self.num_ranks)
-        lines = [[sum(place[0] <= source for place in self.rows(rank)) for rank in ranks]
-                 for source in ranks]
+        lines = [
+            [sum(place[0] <= source for place in self.rows(rank)) for rank in ranks]
+            for source in ranks
+        ]
         return torch.tensor(lines, dtype=torch.int32)
 
     def layout(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,12 +82,14 @@ class Batch:
         counts = [int((self.topk_idx[rank] == e).sum()) for e in range(self.num_experts)]
         return per_rank, torch.tensor(counts, dtype=torch.int32), in_rank
 
-    def combined(self, rank: int, outputs: list[torch.Tensor],
-                 bias: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+    def combined(
+        self, rank: int, outputs: list[torch.Tensor], bias: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
         """Sums in float32 by ascending rank, then the bias; rounded once."""
         totals = torch.zeros(len(self.x[rank]), outputs[rank].shape[1])
-        row_at = [{place: row for row, place in enumerate(self.rows(r))}
-                  for r in range(self.num_ranks)]
+        row_at = [
+            {place: row for row, place in enumerate(self.rows(r))} for r in range(self.num_ranks)
+        ]
         for token in range(len(totals)):
             for peer in self.ranks_of(rank, token):
                 totals[token] += outputs[peer][row_at[peer][rank, token]].float()
@@ -86,8 +98,15 @@ class Batch:
         return totals.to(outputs[rank].dtype)
 
 
-def make_batch(seed: int, num_ranks: int, tokens: list[int] | int = 17, hidden: int = 64,
-               topk: int = 3, local_experts: int = 2, dtype: torch.dtype = torch.bfloat16) -> Batch:
+def make_batch(
+    seed: int,
+    num_ranks: int,
+    tokens: list[int] | int = 17,
+    hidden: int = 64,
+    topk: int = 3,
+    local_experts: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Batch:
     """A random batch. About one choice in eight is none; rows are random bits of few magnitudes.
 
     Args:
@@ -110,19 +129,23 @@ def make_batch(seed: int, num_ranks: int, tokens: list[int] | int = 17, hidden: 
     return batch
 
 
-def expert_outputs(seed: int, batch: Batch,
-                   dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def expert_outputs(seed: int, batch: Batch, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The experts' outputs on every rank; None = of the rows' own type."""
     generator = torch.Generator().manual_seed(seed + 1000)
     hidden, dtype = batch.x[0].shape[1], dtype or batch.x[0].dtype
-    return [torch.randn(len(batch.rows(rank)), hidden, generator=generator).to(dtype)
-            for rank in range(batch.num_ranks)]
+    return [
+        torch.randn(len(batch.rows(rank)), hidden, generator=generator).to(dtype)
+        for rank in range(batch.num_ranks)
+    ]
 
 
-def make_bias(seed: int, batch: Batch, rank: int,
-              dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def make_bias(
+    seed: int, batch: Batch, rank: int, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two biases for the tokens of `rank`."""
     generator = torch.Generator().manual_seed(seed + 2000 + rank)
     shape, dtype = batch.x[rank].shape, dtype or batch.x[rank].dtype
-    return (torch.randn(shape, generator=generator).to(dtype),
-            torch.randn(shape, generator=generator).to(dtype))
+    return (
+        torch.randn(shape, generator=generator).to(dtype),
+        torch.randn(shape, generator=generator).to(dtype),
+    )

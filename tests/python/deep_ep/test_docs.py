@@ -34,8 +34,14 @@ def run_page(me: Any, program: str) -> None:
                 cases.same("top-k", got, want)
             return x
 
-        out = page["moe_layer"](buffer, batch.x[me.rank], batch.topk_idx[me.rank],
-                                batch.topk_weights[me.rank], batch.num_experts, experts)
+        out = page["moe_layer"](
+            buffer,
+            batch.x[me.rank],
+            batch.topk_idx[me.rank],
+            batch.topk_weights[me.rank],
+            batch.num_experts,
+            experts,
+        )
         outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
         cases.same("combined_x", out, batch.combined(me.rank, outputs))
 
@@ -51,8 +57,9 @@ def section_of(title: str) -> str:
     return section
 
 
-@pytest.mark.parametrize("method", [
-    "__init__", "get_dispatch_layout", "dispatch", "combine", "get_local_buffer_tensor"])
+@pytest.mark.parametrize(
+    "method", ["__init__", "get_dispatch_layout", "dispatch", "combine", "get_local_buffer_tensor"]
+)
 def test_page_says_what_each_argument_does(method: str) -> None:
     title = {"__init__": "Buffer"}.get(method, method)
     parameters = list(inspect.signature(getattr(Buffer, method)).parameters)[1:]
@@ -60,8 +67,11 @@ def test_page_says_what_each_argument_does(method: str) -> None:
 
 
 def arguments_in(section: str) -> list[str]:
-    return [name for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-            for name in re.findall(r"`(\w+)`", line)]
+    return [
+        name
+        for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", line)
+    ]
 
 
 def test_page_says_what_config_takes() -> None:

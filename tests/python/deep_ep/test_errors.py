@@ -45,10 +45,14 @@ def mistakes_about_streams() -> Mistakes:
     return [
         ({"config": 24}, "config: expected a Config or None, got a int"),
         ({"previous_event": 1}, "previous_event: expected an EventOverlap or None, got a int"),
-        ({"previous_event": EventOverlap(3)},
-         "previous_event: expected an EventOverlap of an EventHandle, got a int"),
-        ({"allocate_on_comm_stream": True, "previous_event": EventOverlap()},
-         "allocate_on_comm_stream: expected previous_event and async_finish with it"),
+        (
+            {"previous_event": EventOverlap(3)},
+            "previous_event: expected an EventOverlap of an EventHandle, got a int",
+        ),
+        (
+            {"allocate_on_comm_stream": True, "previous_event": EventOverlap()},
+            "allocate_on_comm_stream: expected previous_event and async_finish with it",
+        ),
     ]
 
 
@@ -56,16 +60,24 @@ def mistakes_in_routing(layout: Arguments, topk: Arguments) -> Mistakes:
     per_expert = layout["num_tokens_per_expert"]
     return [
         ({"num_tokens_per_rank": None}, r"num_tokens_per_rank: expected a tensor \[2\] int32"),
-        ({"is_token_in_rank": layout["is_token_in_rank"].int()},
-         r"is_token_in_rank: expected \[17,2\] bool, got \[17,2\] int32"),
-        ({"num_tokens_per_expert": per_expert.long()},
-         r"num_tokens_per_expert: expected \[E\] int32, got \[4\] int64"),
-        ({"num_tokens_per_expert": per_expert[:3].clone()},
-         "elements of num_tokens_per_expert: expected a multiple of the 2 ranks, got 3"),
+        (
+            {"is_token_in_rank": layout["is_token_in_rank"].int()},
+            r"is_token_in_rank: expected \[17,2\] bool, got \[17,2\] int32",
+        ),
+        (
+            {"num_tokens_per_expert": per_expert.long()},
+            r"num_tokens_per_expert: expected \[E\] int32, got \[4\] int64",
+        ),
+        (
+            {"num_tokens_per_expert": per_expert[:3].clone()},
+            "elements of num_tokens_per_expert: expected a multiple of the 2 ranks, got 3",
+        ),
         ({"topk_idx": topk["topk_idx"].int()}, r"topk_idx: expected \[17,K\] int64, got .* int32"),
         ({"topk_idx": torch.full((17, 33), -1)}, "topk_idx: expected 1 to 32 columns, got 33"),
-        ({"topk_weights": topk["topk_weights"].double()},
-         r"topk_weights: expected \[17,3\] float32, got \[17,3\] float64"),
+        (
+            {"topk_weights": topk["topk_weights"].double()},
+            r"topk_weights: expected \[17,3\] float32, got \[17,3\] float64",
+        ),
         ({"topk_weights": None}, "topk_weights: expected a tensor, as topk_idx is given"),
         ({"topk_idx": None}, "topk_idx: expected a tensor, as topk_weights is given"),
         ({"expert_alignment": 0}, "expert_alignment: expected an integer of at least 1, got 0"),
@@ -77,8 +89,10 @@ def mistakes_in_cached(caller: cases.Caller) -> Mistakes:
     return [
         ({"topk_idx": caller.topk_idx}, "topk_idx: expected None, as handle is given"),
         ({"topk_weights": caller.topk_weights}, "topk_weights: expected None, as handle is given"),
-        ({"x": caller.x.float()},
-         "x: expected rows of at most 512 bytes, as the handle was made for, got 1024 bytes"),
+        (
+            {"x": caller.x.float()},
+            "x: expected rows of at most 512 bytes, as the handle was made for, got 1024 bytes",
+        ),
         ({"x": caller.x[:3]}, "x: expected 17 rows, as the handle was made for, got 3"),
     ]
 
@@ -88,10 +102,14 @@ def mistakes_in_combine(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tens
     return [
         ({"x": x[1:]}, rf"x: expected \[{rows},H\] .*, got \[{rows - 1},256\]"),
         ({"x": x.to(torch.float8_e4m3fn)}, "x: expected .*, got .* float8_e4m3fn"),
-        ({"x": torch.zeros(rows, 264, dtype=x.dtype)},
-         "x: expected a positive multiple of 8 columns and, .* at most 256, got 264"),
-        ({"x": torch.zeros(rows, 9, dtype=x.dtype), "bias": torch.zeros(17, 9, dtype=x.dtype)},
-         "x: expected a positive multiple of 8 columns .*, got 9"),
+        (
+            {"x": torch.zeros(rows, 264, dtype=x.dtype)},
+            "x: expected a positive multiple of 8 columns and, .* at most 256, got 264",
+        ),
+        (
+            {"x": torch.zeros(rows, 9, dtype=x.dtype), "bias": torch.zeros(17, 9, dtype=x.dtype)},
+            "x: expected a positive multiple of 8 columns .*, got 9",
+        ),
         ({"x": torch.zeros(rows, 260)}, "x: expected .* multiple of 8 columns .*, got 260"),
         ({"x": x[:, :0].contiguous()}, "x: expected a positive multiple of 8 columns .*, got 0"),
         ({"topk_weights": torch.zeros(rows, 33)}, "topk_weights: expected 1 to 32 columns, got 33"),
@@ -122,23 +140,40 @@ def err_in_dispatch(me: Any) -> None:
         caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=TOKENS, hidden=HIDDEN))
         layout, topk = caller.layout(), caller.topk()
         new = {"x": caller.x, **layout, **topk}
-        one_rank_errs(me, buffer.dispatch, new, mistakes_in_x(caller.x)
-                      + mistakes_about_streams() + mistakes_in_routing(layout, topk))
+        one_rank_errs(
+            me,
+            buffer.dispatch,
+            new,
+            mistakes_in_x(caller.x) + mistakes_about_streams() + mistakes_in_routing(layout, topk),
+        )
         cases.everything(buffer, SEED)
 
         handle = caller.dispatch_checked()
         cached = {"x": caller.x, "handle": handle}
-        one_rank_errs(me, buffer.dispatch, cached, mistakes_in_x(caller.x)
-                      + mistakes_about_streams() + mistakes_in_cached(caller))
+        one_rank_errs(
+            me,
+            buffer.dispatch,
+            cached,
+            mistakes_in_x(caller.x) + mistakes_about_streams() + mistakes_in_cached(caller),
+        )
         cases.everything(buffer, SEED)
 
         worst = {**new, "num_worst_tokens": sum(TOKENS)}
         buffer.dispatch(**worst)
-        one_rank_errs(me, buffer.dispatch, worst, mistakes_in_x(caller.x) + [
-            ({"topk_idx": None, "topk_weights": None},
-             "topk_idx: expected a tensor, as num_worst_tokens is given"),
-            ({"num_worst_tokens": -1}, "num_worst_tokens: expected an integer of at least 0"),
-            ({"num_worst_tokens": 0, "x": None}, "x: expected a tensor")])
+        one_rank_errs(
+            me,
+            buffer.dispatch,
+            worst,
+            mistakes_in_x(caller.x)
+            + [
+                (
+                    {"topk_idx": None, "topk_weights": None},
+                    "topk_idx: expected a tensor, as num_worst_tokens is given",
+                ),
+                ({"num_worst_tokens": -1}, "num_worst_tokens: expected an integer of at least 0"),
+                ({"num_worst_tokens": 0, "x": None}, "x: expected a tensor"),
+            ],
+        )
         cases.everything(buffer, SEED)
 
 
@@ -164,9 +199,11 @@ def test_mistake_in_combine_is_told_to_all() -> None:
 def disagree(me: Any) -> None:
     """Each rank's call is good by itself."""
     with cases.buffer_of(me) as buffer:
-        for sizes, text in (({"hidden": 64 + 64 * me.rank}, "bytes of a row of x"),
-                            ({"topk": 2 + me.rank}, "columns of topk_idx"),
-                            ({"local_experts": 4 + me.rank}, "elements of num_tokens_per_expert")):
+        for sizes, text in (
+            ({"hidden": 64 + 64 * me.rank}, "bytes of a row of x"),
+            ({"topk": 2 + me.rank}, "columns of topk_idx"),
+            ({"local_experts": 4 + me.rank}, "elements of num_tokens_per_expert"),
+        ):
             caller = cases.Caller(buffer, make_batch(SEED, 2, **sizes))
             with pytest.raises(Mismatch, match=rf"{text}.* on rank 0 and .* on rank 1") as failed:
                 caller.dispatch(**caller.topk())
@@ -231,8 +268,9 @@ def choose_badly(me: Any) -> None:
                 wrong[3, 1] = bad
             for worst in (0, 51):
                 with pytest.raises(InvalidArgument, match="lowest rank with some is 1"):
-                    buffer.dispatch(caller.x, **layout, **{**topk, "topk_idx": wrong},
-                                    num_worst_tokens=worst)
+                    buffer.dispatch(
+                        caller.x, **layout, **{**topk, "topk_idx": wrong}, num_worst_tokens=worst
+                    )
         cases.everything(buffer, SEED)
 
 
@@ -247,8 +285,11 @@ def outgrow_known_bound(me: Any) -> None:
         large = cases.Caller(buffer, make_batch(SEED, 2, tokens=[9, 3]))
         # Rank 0 has more tokens than half of num_worst_tokens, which the ranks do not compare
         # again.
-        text = r"num_worst_tokens: expected at least W \* T = 18, got 16" if (
-            me.rank == 0) else "rank 0"
+        text = (
+            r"num_worst_tokens: expected at least W \* T = 18, got 16"
+            if (me.rank == 0)
+            else "rank 0"
+        )
         with pytest.raises((ValueError, Mismatch)[me.rank], match=text):
             large.dispatch(**large.topk(), num_worst_tokens=16)
         large.dispatch_checked()
@@ -286,13 +327,20 @@ def disagree_in_worst_tokens(me: Any) -> list[str]:
         caller.dispatch(**caller.topk(), num_worst_tokens=known)
         # Ranks that wait for the host, ranks that the group serves as it is, and ranks that want a
         # larger one: each alone, and each among others.
-        for one, others in ((0, known), (known, 0), (known, known - 1), (known, 9 * known),
-                            (9 * known, known), (0, 9 * known)):
+        for one, others in (
+            (0, known),
+            (known, 0),
+            (known, known - 1),
+            (known, 9 * known),
+            (9 * known, known),
+            (0, 9 * known),
+        ):
             for odd in range(me.num_ranks):
                 began = time.monotonic()
                 with pytest.raises(Mismatch) as failed:
-                    caller.dispatch(**caller.topk(),
-                                    num_worst_tokens=one if me.rank == odd else others)
+                    caller.dispatch(
+                        **caller.topk(), num_worst_tokens=one if me.rank == odd else others
+                    )
                 assert time.monotonic() - began < SECONDS
                 texts.append(str(failed.value))
             caller.dispatch(**caller.topk(), num_worst_tokens=known)
@@ -318,10 +366,13 @@ def misuse_handles(me: Any) -> None:
         with pytest.raises(ValueError, match="topk_idx: expected .*int64, got .*int32"):
             buffer.get_dispatch_layout(torch.zeros(3, 2, dtype=torch.int32), 4)
         with pytest.raises(ValueError, match="config: expected"):
-            buffer.dispatch(x, num_tokens_per_rank=torch.ones(1, dtype=torch.int32),
-                            is_token_in_rank=torch.ones(3, 1, dtype=torch.bool),
-                            num_tokens_per_expert=torch.ones(1, dtype=torch.int32),
-                            config=Config)
+            buffer.dispatch(
+                x,
+                num_tokens_per_rank=torch.ones(1, dtype=torch.int32),
+                is_token_in_rank=torch.ones(3, 1, dtype=torch.bool),
+                num_tokens_per_expert=torch.ones(1, dtype=torch.int32),
+                config=Config,
+            )
         cases.everything(buffer, SEED)
 
 

@@ -29,8 +29,14 @@ def tensors_of(batch: Batch, rank: int) -> tuple[torch.Tensor, ...]:
         for place, token in enumerate(mine):
             head[token, peer] = place
     unknown = torch.full((len(batch.rows(rank)),), -1, dtype=torch.int32)
-    return (batch.prefix(), per_rank[:, None], torch.zeros_like(per_rank)[:, None], unknown,
-            in_rank, head)
+    return (
+        batch.prefix(),
+        per_rank[:, None],
+        torch.zeros_like(per_rank)[:, None],
+        unknown,
+        in_rank,
+        head,
+    )
 
 
 def unpack(me: Any) -> None:
@@ -39,8 +45,14 @@ def unpack(me: Any) -> None:
         caller = cases.Caller(buffer, batch)
         handle = caller.dispatch_checked()
         assert isinstance(handle, tuple) and len(handle) == 6
-        names = ("rank_prefix_matrix", "channel_prefix_matrix", "recv_channel_prefix_matrix",
-                 "recv_src_idx", "is_token_in_rank", "send_head")
+        names = (
+            "rank_prefix_matrix",
+            "channel_prefix_matrix",
+            "recv_channel_prefix_matrix",
+            "recv_src_idx",
+            "is_token_in_rank",
+            "send_head",
+        )
         prefix, channel, recv_channel, source, in_rank, head = handle
         got = (prefix, channel, recv_channel, source, in_rank, head)
         for number, (name, want) in enumerate(zip(names, tensors_of(batch, me.rank))):
@@ -132,8 +144,13 @@ def mix_sizes(me: Any) -> None:
         caller = cases.Caller(small, make_batch(SEED, 1))
         handle = caller.dispatch_checked()
         for call in (buffer.dispatch, buffer.combine):
-            with pytest.raises(ValueError, match=(f"handle: expected one of rank {me.rank} of 2 "
-                                                  "on cpu, got one of rank 0 of 1 on cpu")):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    f"handle: expected one of rank {me.rank} of 2 "
+                    "on cpu, got one of rank 0 of 1 on cpu"
+                ),
+            ):
                 call(caller.x, handle)
         small.destroy()
         cases.everything(buffer, SEED)

@@ -58,8 +58,9 @@ def test_buffer_runs_under_another_default_device() -> None:
 
 
 def keep_arguments(me: Any) -> None:
-    with cases.buffer_of(me, num_nvl_bytes=1 << 20, num_rdma_bytes=4096,
-                         use_fabric=True, allow_mnnvl=True) as buffer:
+    with cases.buffer_of(
+        me, num_nvl_bytes=1 << 20, num_rdma_bytes=4096, use_fabric=True, allow_mnnvl=True
+    ) as buffer:
         assert buffer.group is dist.group.WORLD
         assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, 4096)
         assert buffer.explicitly_destroy and not buffer.enable_shrink
@@ -74,9 +75,11 @@ def keep_arguments(me: Any) -> None:
         assert (whole[16:31] == me.rank + 1).all() and whole[:16].eq(0).all()
         cases.everything(buffer, SEED)
         assert (whole[16:31] == me.rank + 1).all()
-        for arguments, text in (((torch.int8, (1 << 20,), 1), "size: expected at most 1048575"),
-                                ((torch.int32, None, 2), "offset: expected a multiple of 4"),
-                                ((torch.int8, None, 0, True), "use_rdma_buffer: expected False")):
+        for arguments, text in (
+            ((torch.int8, (1 << 20,), 1), "size: expected at most 1048575"),
+            ((torch.int32, None, 2), "offset: expected a multiple of 4"),
+            ((torch.int8, None, 0, True), "use_rdma_buffer: expected False"),
+        ):
             with pytest.raises(ValueError, match=text):
                 buffer.get_local_buffer_tensor(*arguments)
 
@@ -179,8 +182,10 @@ def test_growing_batches_make_few_groups() -> None:
 
 def alternate(me: Any) -> None:
     with cases.buffer_of(me) as buffer:
-        kinds = [make_batch(SEED, me.num_ranks, **sizes) for sizes in
-                 ({"topk": 4}, {"topk": 2, "hidden": 128}, {"tokens": 30}, {"hidden": 32})]
+        kinds = [
+            make_batch(SEED, me.num_ranks, **sizes)
+            for sizes in ({"topk": 4}, {"topk": 2, "hidden": 128}, {"tokens": 30}, {"hidden": 32})
+        ]
 
         def lease_of(batch: Batch) -> Any:
             caller = cases.Caller(buffer, batch)

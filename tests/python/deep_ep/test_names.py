@@ -33,8 +33,9 @@ print("fine")
 
 
 def run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], check=False, text=True,
-                          capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, text=True, capture_output=True, timeout=120
+    )
     return done.stdout + done.stderr
 
 
@@ -51,11 +52,13 @@ def test_alias_package_gives_this_package(first: str) -> None:
 
 def test_another_deep_ep_is_not_replaced_once_it_is_imported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "deep_ep.py").write_text("Buffer = 3")
-    said = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import deep_ep\n"
-               "from crossdock.deep_ep import install\n"
-               "try: install()\n"
-               "except ImportError as error: print(error)\n"
-               "import deep_ep_cpp")
+    said = run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import deep_ep\n"
+        "from crossdock.deep_ep import install\n"
+        "try: install()\n"
+        "except ImportError as error: print(error)\n"
+        "import deep_ep_cpp"
+    )
     place = tmp_path / "deep_ep.py"
     assert f"install: expected that no other deep_ep has been imported, got {place}" in said
     assert "No module named 'deep_ep_cpp'" in said  # nothing has changed

@@ -15,8 +15,8 @@ LAYOUT_TAIL = "previous_event=None, async_finish=False, allocate_on_comm_stream=
 # DeepEP 1.2, as its callers see it.
 SIGNATURES = {
     "__init__": "self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, "
-                "num_qps_per_rank=24, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, "
-                "use_fabric=False, explicitly_destroy=False, enable_shrink=False, comm=None",
+    "num_qps_per_rank=24, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, "
+    "use_fabric=False, explicitly_destroy=False, enable_shrink=False, comm=None",
     "destroy": "self",
     "clean_low_latency_buffer": "self, num_max_dispatch_tokens_per_rank, hidden, num_experts",
     "is_sm90_compiled": "",
@@ -29,9 +29,9 @@ SIGNATURES = {
     "get_local_buffer_tensor": "self, dtype, size=None, offset=0, use_rdma_buffer=False",
     "get_dispatch_layout": f"self, topk_idx, num_experts, {LAYOUT_TAIL}",
     "dispatch": "self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
-                "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, "
-                "topk_weights=None, expert_alignment=1, num_worst_tokens=0, config=None, "
-                f"{LAYOUT_TAIL}",
+    "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, "
+    "topk_weights=None, expert_alignment=1, num_worst_tokens=0, config=None, "
+    f"{LAYOUT_TAIL}",
     "combine": f"self, x, handle, topk_weights=None, bias=None, config=None, {LAYOUT_TAIL}",
 }
 
@@ -40,8 +40,10 @@ def written(function: typing.Callable[..., object]) -> str:
     """The parameters as they are written, without types."""
     parameters = inspect.signature(function).parameters.values()
     assert all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
-    return ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default!r}"
-                     for one in parameters)
+    return ", ".join(
+        one.name if one.default is one.empty else f"{one.name}={one.default!r}"
+        for one in parameters
+    )
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -49,9 +51,17 @@ def test_methods_take_what_deep_ep_takes(name: str) -> None:
     assert written(getattr(Buffer, name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("name", ["is_sm90_compiled", "set_num_sms", "capture",
-                                  "get_dispatch_config", "get_combine_config",
-                                  "get_low_latency_rdma_size_hint"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "is_sm90_compiled",
+        "set_num_sms",
+        "capture",
+        "get_dispatch_config",
+        "get_combine_config",
+        "get_low_latency_rdma_size_hint",
+    ],
+)
 def test_static_methods_need_no_buffer(name: str) -> None:
     assert isinstance(inspect.getattr_static(Buffer, name), staticmethod)
 
@@ -60,16 +70,28 @@ def test_package_has_the_names_that_callers_import() -> None:
     from crossdock.deep_ep import utils
 
     assert set(deep_ep.__all__) == {
-        "Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"}
+        "Buffer",
+        "Config",
+        "EventHandle",
+        "EventOverlap",
+        "install",
+        "topk_idx_t",
+    }
     assert (utils.EventHandle, utils.EventOverlap) == (EventHandle, EventOverlap)
     assert deep_ep.topk_idx_t is torch.int64
 
 
-@pytest.mark.parametrize("name", [
-    "low_latency_dispatch", "low_latency_combine", "get_next_low_latency_combine_buffer",
-    "low_latency_update_mask_buffer", "low_latency_query_mask_buffer",
-    "low_latency_clean_mask_buffer",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "low_latency_dispatch",
+        "low_latency_combine",
+        "get_next_low_latency_combine_buffer",
+        "low_latency_update_mask_buffer",
+        "low_latency_query_mask_buffer",
+        "low_latency_clean_mask_buffer",
+    ],
+)
 def test_low_latency_methods_say_that_they_do_not_exist(name: str) -> None:
     buffer = Buffer.__new__(Buffer)
     with pytest.raises(NotImplementedError, match="no low-latency kernels yet: .* dispatch and"):
@@ -79,11 +101,19 @@ def test_low_latency_methods_say_that_they_do_not_exist(name: str) -> None:
 def test_config_takes_positions_and_both_kinds_of_names() -> None:
     assert Config() == Config(20, 6, 256, 6, 256)
     assert Config(24, 8, 512, 16, 128) == Config(
-        num_sms=24, nvl_send_tokens=8, nvl_recv_tokens=512, rdma_send_tokens=16,
-        rdma_recv_tokens=128)
+        num_sms=24,
+        nvl_send_tokens=8,
+        nvl_recv_tokens=512,
+        rdma_send_tokens=16,
+        rdma_recv_tokens=128,
+    )
     assert Config(24, 8, 512, 16, 128) == Config(
-        24, num_max_nvl_chunked_send_tokens=8, num_max_nvl_chunked_recv_tokens=512,
-        num_max_rdma_chunked_send_tokens=16, num_max_rdma_chunked_recv_tokens=128)
+        24,
+        num_max_nvl_chunked_send_tokens=8,
+        num_max_nvl_chunked_recv_tokens=512,
+        num_max_rdma_chunked_send_tokens=16,
+        num_max_rdma_chunked_recv_tokens=128,
+    )
 
 
 def test_config_refuses_what_cannot_be() -> None:
@@ -106,7 +136,8 @@ def test_size_hints() -> None:
             Buffer.get_low_latency_rdma_size_hint(**{name: 0}, **sizes)
     with pytest.raises(TypeError, match="max_tokens: given twice"):
         Buffer.get_low_latency_rdma_size_hint(
-            max_tokens=1, num_max_dispatch_tokens_per_rank=1, **sizes)
+            max_tokens=1, num_max_dispatch_tokens_per_rank=1, **sizes
+        )
     with pytest.raises(ValueError, match="hidden_bytes: expected at least 1, got 0"):
         Config().get_nvl_buffer_size_hint(0, 4)
     with pytest.raises(ValueError, match="num_experts: expected at least 1, got 0"):
@@ -114,7 +145,8 @@ def test_size_hints() -> None:
 
 
 def test_number_of_multiprocessors_is_that_of_default_configs(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Buffer, "num_sms", 20)
     Buffer.set_num_sms(24)
     assert Buffer.num_sms == 24
@@ -150,8 +182,9 @@ def test_buffer_needs_a_group() -> None:
 
 
 def test_refused_arguments_are_refused_before_ranks_meet() -> None:
-    with pytest.raises(NotImplementedError,
-                       match="low_latency_mode: expected False, got True: .* no low-latency"):
+    with pytest.raises(
+        NotImplementedError, match="low_latency_mode: expected False, got True: .* no low-latency"
+    ):
         Buffer(None, low_latency_mode=True)
     with pytest.raises(NotImplementedError, match="enable_shrink"):
         Buffer(None, enable_shrink=True)

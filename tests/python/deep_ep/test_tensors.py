@@ -31,7 +31,8 @@ def use_like_any_other(me: Any) -> None:
         pair = (caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 2))
         (x, scales), idx, weights, _, handle, _ = caller.dispatch(pair, **caller.topk())
         combined, combined_weights, _ = buffer.combine(
-            x.to(torch.bfloat16), handle, weights.clone())
+            x.to(torch.bfloat16), handle, weights.clone()
+        )
         for tensor in (x, scales, idx, weights, combined, combined_weights, *handle):
             assert type(tensor) is torch.Tensor and tensor.is_leaf
             assert tensor._base is None and tensor.storage_offset() == 0, tensor
@@ -70,8 +71,9 @@ def test_results_on_the_cpu_can_be_sent_to_other_processes() -> None:
 
 _take, _give_back = _core.segment_functions()
 take = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(_take)
-give_back = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int,
-                             ctypes.c_void_p)(_give_back)
+give_back = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p
+)(_give_back)
 
 
 def test_a_segment_is_taken_once_by_who_was_offered_it() -> None:
@@ -228,8 +230,9 @@ def test_what_is_larger_than_a_set_is_ordinary_memory(sets: SimpleNamespace) -> 
     assert sets.memory._from_set(12 * MIB + 1) is not None
 
 
-def test_a_pool_that_takes_no_segment_is_not_used(sets: SimpleNamespace,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_takes_no_segment_is_not_used(
+    sets: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with settings of torch's allocator under which it gives memory of its own."""
     freed: list[int] = []
     monkeypatch.setattr(sets.heap, "mem_free", freed.append)
@@ -241,9 +244,9 @@ def test_a_pool_that_takes_no_segment_is_not_used(sets: SimpleNamespace,
     assert len(freed) == 1
 
 
-def test_communicator_stays_until_torch_gives_its_segments_back(sets: SimpleNamespace,
-                                                                monkeypatch: pytest.MonkeyPatch
-                                                                ) -> None:
+def test_communicator_stays_until_torch_gives_its_segments_back(
+    sets: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
     monkeypatch.setattr(_memory.torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
     storage = sets.memory._from_set(MIB)
@@ -266,8 +269,9 @@ def test_tensors_in_symmetric_memory_are_not_sent_to_other_processes() -> None:
     memory._sets.append((tensor.data_ptr() - 64, 65))
     assert memory.owns(tensor) and memory.owns(tensor[3:])
     _memory._giving.add(memory)
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0),
-                                  untyped_storage=tensor.untyped_storage)
+    on_gpu: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), untyped_storage=tensor.untyped_storage
+    )
     with pytest.raises(RuntimeError, match=r"symmetric memory .* send tensor.clone\(\)"):
         _memory._reduce(on_gpu)
     assert _memory._reduce(torch.zeros(3))  # as torch does

@@ -86,13 +86,22 @@ class Device:
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
         self.caller, stream = Stream("caller", log), Stream("lane", log)
         self.lane = SimpleNamespace(
-            cuda=True, device=self.device, stream=stream, raw_stream=STREAM,
-            wait_for_host_data=lambda: log.append("host waits"))
+            cuda=True,
+            device=self.device,
+            stream=stream,
+            raw_stream=STREAM,
+            wait_for_host_data=lambda: log.append("host waits"),
+        )
         self.memory = self
         self.group = Group(log)
-        self.lease: Any = SimpleNamespace(lane=self.lane, group=self.group, plan_bytes=64,
-                                          failure=self.failure, home=self,
-                                          sizes=SimpleNamespace(tokens=TOKENS))
+        self.lease: Any = SimpleNamespace(
+            lane=self.lane,
+            group=self.group,
+            plan_bytes=64,
+            failure=self.failure,
+            home=self,
+            sizes=SimpleNamespace(tokens=TOKENS),
+        )
         self.exchange = SimpleNamespace(all_gather=self.all_gather)
 
     def failure(self) -> Exception | None:
@@ -128,16 +137,25 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return found
 
 
-def dispatch(device: Device, topk: bool = True, worst_tokens: int = 0,
-             previous_event: EventOverlap | None = None) -> Any:
+def dispatch(
+    device: Device,
+    topk: bool = True,
+    worst_tokens: int = 0,
+    previous_event: EventOverlap | None = None,
+) -> Any:
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64) if topk else None
-    choices = Choices(EXPERTS, torch.ones(EXPERTS, dtype=torch.int32),
-                      torch.ones(TOKENS, RANKS, dtype=torch.bool), topk_idx,
-                      torch.zeros(TOKENS, TOPK) if topk else None)
+    choices = Choices(
+        EXPERTS,
+        torch.ones(EXPERTS, dtype=torch.int32),
+        torch.ones(TOKENS, RANKS, dtype=torch.bool),
+        topk_idx,
+        torch.zeros(TOKENS, TOPK) if topk else None,
+    )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     runtime: Any = device
-    return dispatch_new(runtime, tokens, choices, Limits(1, worst_tokens, 0), device.lease,
-                        (previous_event, False))
+    return dispatch_new(
+        runtime, tokens, choices, Limits(1, worst_tokens, 0), device.lease, (previous_event, False)
+    )
 
 
 def turns(log: Log) -> Log:
@@ -153,8 +171,14 @@ def mismatch(text: str = "of earlier") -> Mismatch:
 def test_rank_that_hears_of_an_earlier_failure_takes_part_in_the_dispatch(log: Log) -> None:
     with pytest.raises(Mismatch, match="of earlier"):
         dispatch(Device(log, [mismatch()]))
-    assert turns(log) == ["prepare", "host waits", "state read", (DISPATCH, "of earlier"),
-                          "host waits", "state read"]
+    assert turns(log) == [
+        "prepare",
+        "host waits",
+        "state read",
+        (DISPATCH, "of earlier"),
+        "host waits",
+        "state read",
+    ]
 
 
 def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
@@ -172,8 +196,15 @@ def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
 def test_rank_that_fails_without_topk_takes_part_in_the_exchange_of_counts(log: Log) -> None:
     with pytest.raises(Mismatch, match="of earlier"):
         dispatch(Device(log, [mismatch()]), topk=False)
-    assert turns(log) == ["prepare", "host waits", "state read", ("gather", FAILED),
-                          (DISPATCH, "of earlier"), "host waits", "state read"]
+    assert turns(log) == [
+        "prepare",
+        "host waits",
+        "state read",
+        ("gather", FAILED),
+        (DISPATCH, "of earlier"),
+        "host waits",
+        "state read",
+    ]
 
 
 def test_peers_of_a_rank_that_fails_without_topk_hear_it_in_the_exchange(log: Log) -> None:
@@ -184,8 +215,14 @@ def test_peers_of_a_rank_that_fails_without_topk_hear_it_in_the_exchange(log: Lo
     with pytest.raises(Mismatch, match=text) as found:
         dispatch(device, topk=False)
     assert found.value.peer == 1
-    assert turns(log) == ["prepare", "host waits", "state read", (DISPATCH, str(found.value)),
-                          "host waits", "state read"]
+    assert turns(log) == [
+        "prepare",
+        "host waits",
+        "state read",
+        (DISPATCH, str(found.value)),
+        "host waits",
+        "state read",
+    ]
 
 
 def test_mistake_that_the_call_finds_is_not_told_again(log: Log) -> None:
@@ -194,8 +231,14 @@ def test_mistake_that_the_call_finds_is_not_told_again(log: Log) -> None:
     device.lease.failure = lambda: log.append("state read")  # none so far
     with pytest.raises(InvalidArgument, match="bad"):
         dispatch(device)
-    assert turns(log) == ["prepare", "host waits", "state read", "dispatch", "host waits",
-                          "state read"]
+    assert turns(log) == [
+        "prepare",
+        "host waits",
+        "state read",
+        "dispatch",
+        "host waits",
+        "state read",
+    ]
 
 
 def test_host_does_not_wait_for_a_failure_that_peers_hear_of_later(log: Log) -> None:
@@ -224,7 +267,8 @@ def combine_badly(device: Device) -> None:
 
 
 def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(
-        log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = Device(log)
     combine_one = device.group.combine
 

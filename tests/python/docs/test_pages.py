@@ -13,16 +13,24 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples/python"
 ELSEWHERE = ["deep_ep.md"]  # tests/python/deep_ep runs what it says
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md"))
-                               if page.name not in ELSEWHERE)]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in ELSEWHERE),
+]
 BLOCK = re.compile(r"^ *```(py\S*|python)([^\n]*)\n", re.MULTILINE)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 def run(*command: str) -> str:
     """Runs a program, which must succeed, and returns its output."""
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False,
-                           env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -37,8 +45,15 @@ def test_python_blocks_are_quotations(page: pathlib.Path):
 
 
 def test_every_example_is_run_here():
-    named = {"numpy_round_trip.py", "errors.py", "torch_round_trip.py", "torch_moe_layer.py",
-             "torch_compile.py", "torch_graph.py", "torch_mesh.py"}
+    named = {
+        "numpy_round_trip.py",
+        "errors.py",
+        "torch_round_trip.py",
+        "torch_moe_layer.py",
+        "torch_compile.py",
+        "torch_graph.py",
+        "torch_mesh.py",
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
 
@@ -47,8 +62,13 @@ def test_numpy_round_trip():
 
 
 def test_errors_are_what_the_page_quotes():
-    run(sys.executable, str(ROOT / "tests/docs/page.py"), str(ROOT / "docs/python_errors.md"),
-        sys.executable, str(EXAMPLES / "errors.py"))
+    run(
+        sys.executable,
+        str(ROOT / "tests/docs/page.py"),
+        str(ROOT / "docs/python_errors.md"),
+        sys.executable,
+        str(EXAMPLES / "errors.py"),
+    )
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -61,9 +81,15 @@ def test_torch_mesh(way):
 
 
 # Inductor takes long, and is tested with crossdock.torch.
-@pytest.mark.parametrize("program, arguments, said", [
-    ("torch_round_trip.py", [], "sums as expected"), ("torch_moe_layer.py", [], "at last"),
-    ("torch_compile.py", ["aot_eager"], "gradients agree")], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    "program, arguments, said",
+    [
+        ("torch_round_trip.py", [], "sums as expected"),
+        ("torch_moe_layer.py", [], "at last"),
+        ("torch_compile.py", ["aot_eager"], "gradients agree"),
+    ],
+    ids=lambda value: str(value),
+)
 def test_torch_example(program, arguments, said):
     pytest.importorskip("torch")
     text = run(*TORCHRUN, str(EXAMPLES / program), *arguments)

@@ -43,8 +43,10 @@ class World:
     def parts(self, array: jax.Array) -> dict[int, np.ndarray]:
         """By rank the parts of this process's ranks."""
         devices = list(self.mesh.devices)
-        return {devices.index(shard.device): np.asarray(shard.data)
-                for shard in array.addressable_shards}
+        return {
+            devices.index(shard.device): np.asarray(shard.data)
+            for shard in array.addressable_shards
+        }
 
     def on_ranks(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A function of one rank's parts as a compiled one of global arrays."""
@@ -77,8 +79,12 @@ def distributed(me: Rank) -> None:
     if not jax.distributed.is_initialized():
         if not ON_GPUS:
             os.environ["XLA_FLAGS"] = ""
-        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", me.num_ranks, me.rank,
-                                   local_device_ids=[me.rank] if ON_GPUS else None)
+        jax.distributed.initialize(
+            f"127.0.0.1:{os.environ['MASTER_PORT']}",
+            me.num_ranks,
+            me.rank,
+            local_device_ids=[me.rank] if ON_GPUS else None,
+        )
 
 
 def _process(me: Rank, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -114,5 +120,6 @@ def equal(got: dict[int, np.ndarray], expected: Callable[[int], np.ndarray]) -> 
     for rank, part in got.items():
         wanted = np.asarray(expected(rank))
         assert part.dtype == wanted.dtype
-        np.testing.assert_array_equal(part.astype(np.float64), wanted.astype(np.float64),
-                                      err_msg=f"rank {rank}")
+        np.testing.assert_array_equal(
+            part.astype(np.float64), wanted.astype(np.float64), err_msg=f"rank {rank}"
+        )

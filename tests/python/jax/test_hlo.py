@@ -16,10 +16,14 @@ from jax_support import RANKS
 TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 3
 COLLECTIVES = re.compile(
     r"\b((?:all-gather|all-to-all|ragged-all-to-all|all-reduce|reduce-scatter|collective-permute|"
-    r"collective-broadcast)(?:-start|-done)?)\(")
-MESHES = [((RANKS,), ("expert",), ()), ((RANKS // 2, 2), ("data", "expert"), ("data",)),
-          ((2, RANKS // 2), ("expert", "data"), ("data",)),
-          ((RANKS // 2, 2), ("tensor", "expert"), ())]
+    r"collective-broadcast)(?:-start|-done)?)\("
+)
+MESHES = [
+    ((RANKS,), ("expert",), ()),
+    ((RANKS // 2, 2), ("data", "expert"), ("data",)),
+    ((2, RANKS // 2), ("expert", "data"), ("data",)),
+    ((RANKS // 2, 2), ("tensor", "expert"), ()),
+]
 BATCH = ("x", "topk_idx", "topk_weights", "grad")
 
 
@@ -32,19 +36,28 @@ class World:
         self.ep = xd.init(self.mesh, "expert", data_axes=data)
         self.axes = (*data, "expert")
         parts = int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
-        self.config = xd.EpConfig(num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, layout=layout,
-                                  max_tokens_per_rank=TOKENS // parts, dtype=jnp.float32)
+        self.config = xd.EpConfig(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            layout=layout,
+            max_tokens_per_rank=TOKENS // parts,
+            dtype=jnp.float32,
+        )
         rng = np.random.default_rng(3)
         self.host = {
             "x": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32),
             "topk_idx": np.argsort(rng.random((TOKENS, EXPERTS)))[:, :TOPK].astype(np.int32),
             "topk_weights": rng.integers(1, 5, (TOKENS, TOPK)).astype(np.float32),
-            "grad": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32)}
+            "grad": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32),
+        }
 
     def args(self, **specs):
         """The four arrays of `round_trip`, split over the token axes except those in `specs`."""
-        return [jax.device_put(self.host[name], NamedSharding(
-            self.mesh, specs.get(name, P(self.axes)))) for name in BATCH]
+        return [
+            jax.device_put(self.host[name], NamedSharding(self.mesh, specs.get(name, P(self.axes))))
+            for name in BATCH
+        ]
 
     def round_trip(self, x, topk_idx, topk_weights, grad):
         """A number whose gradients need every operation; experts negate their rows."""
@@ -66,12 +79,14 @@ class World:
         """A jitted function of `args`: output and gradients."""
         trip = self.round_trip
         if spelling == "shard_map":
-            trip = jax.shard_map(trip, mesh=self.mesh, in_specs=P(self.axes),
-                                 out_specs=P(self.axes))
+            trip = jax.shard_map(
+                trip, mesh=self.mesh, in_specs=P(self.axes), out_specs=P(self.axes)
+            )
 
         def step(x, topk_idx, topk_weights, grad):
             out, backward = jax.vjp(lambda x, w: trip(x, topk_idx, w, grad), x, topk_weights)
             return out, backward(grad)
+
         return jax.jit(step)
 
 
@@ -89,6 +104,7 @@ def test_no_collective_but_ours_forward_and_backward(mesh, spelling, layout):
     def same(got, expected):
         for shard in got.addressable_shards:  # on all ranks
             np.testing.assert_array_equal(shard.data, expected[shard.index])
+
     jax.tree.map(same, compiled(*args), world.expected())
 
 
@@ -111,12 +127,22 @@ def test_order_of_two_independent_branches_is_in_the_program():
             received = xd.ep_dispatch(second, x, topk_weights)
             right, _ = xd.ep_combine(received.plan, 2 * received.tokens, received.weights)
             return left + right
+
         return jax.vjp(both, x, topk_weights)[1](grad)
 
     text = jax.jit(branches).lower(*world.args()).compile().as_text()
     assert chain_of_calls(text) == [
-        "prepare", "dispatch", "combine", "prepare", "dispatch", "combine",
-        "combine_bwd", "dispatch_bwd", "combine_bwd", "dispatch_bwd"]
+        "prepare",
+        "dispatch",
+        "combine",
+        "prepare",
+        "dispatch",
+        "combine",
+        "combine_bwd",
+        "dispatch_bwd",
+        "combine_bwd",
+        "dispatch_bwd",
+    ]
 
 
 def chain_of_calls(text: str) -> list[str]:
@@ -183,14 +209,25 @@ ENTRY %main (p: f32[1]) -> f32[1] {
 ORDER_SAVED = jax.checkpoint_policies.save_only_these_names("crossdock_order")
 
 
-@pytest.mark.parametrize("policy, again", [
-    (None, ["prepare", "dispatch", "combine"]), (ORDER_SAVED, ["prepare", "dispatch"]),
-], ids=["nothing saved", "order saved"])
+@pytest.mark.parametrize(
+    "policy, again",
+    [
+        (None, ["prepare", "dispatch", "combine"]),
+        (ORDER_SAVED, ["prepare", "dispatch"]),
+    ],
+    ids=["nothing saved", "order saved"],
+)
 def test_remat_repeats_combine_only_for_its_order(policy, again):
     world = World(*MESHES[0])
     lowered = rematerialised(world, policy).lower(*world.args())
     assert re.findall(r"@crossdock_ep_(\w+)", lowered.as_text()) == [
-        "prepare", "dispatch", "combine", *again, "combine_bwd", "dispatch_bwd"]
+        "prepare",
+        "dispatch",
+        "combine",
+        *again,
+        "combine_bwd",
+        "dispatch_bwd",
+    ]
 
 
 def test_saved_order_keeps_what_is_repeated_behind_the_forward_pass():
@@ -200,14 +237,23 @@ def test_saved_order_keeps_what_is_repeated_behind_the_forward_pass():
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     compiled = rematerialised(world, ORDER_SAVED).lower(*args).compile(options)
     assert chain_of_calls(compiled.as_text()) == [
-        "prepare", "dispatch", "combine", "prepare", "dispatch", "combine_bwd", "dispatch_bwd"]
+        "prepare",
+        "dispatch",
+        "combine",
+        "prepare",
+        "dispatch",
+        "combine_bwd",
+        "dispatch_bwd",
+    ]
     jax.tree.map(np.testing.assert_array_equal, compiled(*args), world.expected())
 
 
 def rematerialised(world, policy):
     """Like `forward_and_backward`; the gradient of the output waits for nothing."""
+
     def step(x, topk_idx, topk_weights, grad):
         trip = jax.checkpoint(lambda x, w: world.round_trip(x, topk_idx, w, grad), policy=policy)
         out, backward = jax.vjp(trip, x, topk_weights)
         return out, backward(grad)
+
     return jax.jit(step)

@@ -27,8 +27,11 @@ def world():
 def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Global topk_idx, x, topk_weights."""
     rng = np.random.default_rng(101)
-    parts = (routing(101, TOKENS, EXPERTS, TOPK, "uniform"), whole(rng, TOKENS, HIDDEN),
-             whole(rng, TOKENS, TOPK))
+    parts = (
+        routing(101, TOKENS, EXPERTS, TOPK, "uniform"),
+        whole(rng, TOKENS, HIDDEN),
+        whole(rng, TOKENS, TOPK),
+    )
     return tuple(np.concatenate(part) for part in parts)
 
 
@@ -57,19 +60,27 @@ def test_weights_are_float32_or_refused(world, dtype):
         ({"ids": lambda a: a[:-1]}, ValueError, "a first dimension that 4 devices share evenly"),
         ({"x": lambda a: a.astype(np.int32)}, TypeError, "tokens: expected bfloat16, float16 or"),
         ({"x": lambda a: np.tile(a, 2)}, ValueError, "tokens: expected rows of at most 16 "),
-        ({"x": lambda a: a[:, :3]}, ValueError,
-         r"tokens: .* multiple of 16 bytes, got shape \(44, 3\) of float32, 12 bytes a row"),
+        (
+            {"x": lambda a: a[:, :3]},
+            ValueError,
+            r"tokens: .* multiple of 16 bytes, got shape \(44, 3\) of float32, 12 bytes a row",
+        ),
         ({"x": lambda a: a[:, :0]}, ValueError, "tokens: .* positive multiple of 16 .* 0 bytes"),
         ({"x": lambda a: a[:, :8].astype(np.int8)}, ValueError, "tokens: .* 16 bytes, .* int8, 8 "),
-        ({"x": lambda a: a[:-RANKS]}, ValueError,
-         r"tokens: expected a rank's part with shape \(11, "),
+        (
+            {"x": lambda a: a[:-RANKS]},
+            ValueError,
+            r"tokens: expected a rank's part with shape \(11, ",
+        ),
         ({"w": lambda a: a[:, :1]}, ValueError, r"topk_weights: expected .* shape \(11, 2\)"),
     ],
 )
 def test_arguments_that_do_not_fit(world, change, error, text):
     ids, x, weights = inputs()
-    ids, x, weights = (change.get(name, lambda a: a)(array)
-                       for name, array in (("ids", ids), ("x", x), ("w", weights)))
+    ids, x, weights = (
+        change.get(name, lambda a: a)(array)
+        for name, array in (("ids", ids), ("x", x), ("w", weights))
+    )
     with pytest.raises(error, match=text):
         xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
 
@@ -91,8 +102,11 @@ def test_combine_refuses_other_rows(world):
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["global", "shard_map"])
-@pytest.mark.parametrize("after", [np.zeros(RANKS, np.int32), np.zeros(2 * RANKS, np.float32),
-                                   np.zeros((RANKS, 1), np.float32)], ids=["type", "size", "shape"])
+@pytest.mark.parametrize(
+    "after",
+    [np.zeros(RANKS, np.int32), np.zeros(2 * RANKS, np.float32), np.zeros((RANKS, 1), np.float32)],
+    ids=["type", "size", "shape"],
+)
 def test_after_is_an_order_or_refused(world, after, mapped):
     prepare = lambda ids, after: xd.ep_prepare(CONFIG, ids, after=after).order  # noqa: E731
     with pytest.raises(ValueError, match=r"after: expected a plan or an order, .* \(1,\) on a "):
@@ -138,8 +152,14 @@ def test_shard_map_over_a_part_of_the_mesh():
         return xd.ep_prepare(CONFIG, ids).counts
 
     try:
-        partial = jax.shard_map(counts, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"),
-                                axis_names={"ep"}, check_vma=False)
+        partial = jax.shard_map(
+            counts,
+            mesh=mesh,
+            in_specs=P("ep"),
+            out_specs=P("ep"),
+            axis_names={"ep"},
+            check_vma=False,
+        )
         with pytest.raises(ValueError, match="shard_map: expected one over all axes of the mesh"):
             jax.jit(partial)(ids)
         replicated = jax.shard_map(counts, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -151,8 +171,12 @@ def test_shard_map_over_a_part_of_the_mesh():
 
 def test_shard_map_over_another_mesh(world):
     other = Mesh(np.array(jax.devices()[:2]), ("ep",))
-    mapped = jax.shard_map(lambda ids: xd.ep_prepare(CONFIG, ids).counts, mesh=other,
-                           in_specs=P("ep"), out_specs=P("ep"))
+    mapped = jax.shard_map(
+        lambda ids: xd.ep_prepare(CONFIG, ids).counts,
+        mesh=other,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
     with pytest.raises(ValueError, match="expected the mesh of crossdock.jax.init, {'ep': 4}"):
         jax.jit(mapped)(inputs()[0])
 
@@ -186,8 +210,7 @@ def test_memory_of_the_cpu_cannot_be_registered(world):
 # ---- At run time --------------------------------------------------------------------------------
 
 
-def fails_then_works(world: World, code: str, text: str, bad: np.ndarray,
-                     capacity: int) -> None:
+def fails_then_works(world: World, code: str, text: str, bad: np.ndarray, capacity: int) -> None:
     """The program fails on every rank with the library's text, and the group stays usable."""
     config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32, recv_capacity=capacity)
     good = [np.full((TOKENS, TOPK), -1, np.int32) for _ in range(RANKS)]
@@ -231,7 +254,8 @@ def test_plan_of_other_bytes(world):
     plan = xd.ep_prepare(CONFIG, ids)
     noise = jax.device_put(np.zeros(plan.data.shape, np.uint8), plan.data.sharding)
     broken = jax.tree_util.tree_unflatten(
-        jax.tree_util.tree_structure(plan), [noise, *jax.tree_util.tree_leaves(plan)[1:]])
+        jax.tree_util.tree_structure(plan), [noise, *jax.tree_util.tree_leaves(plan)[1:]]
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*plan"):
         jax.block_until_ready(xd.ep_dispatch(broken, x).tokens)
     received = xd.ep_dispatch(plan, x)

@@ -53,8 +53,10 @@ def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:
     scales_of = {r: part[: len(sent[r])] for r, part in world.parts(beside).items()}
     equal(scales_of, lambda r: factors[r])
     rounded = [(s * f.repeat(block, 1)).astype(jnp.bfloat16) for s, f in zip(sent, factors)]
-    equal({r: part.astype(np.float32) for r, part in world.parts(product).items()},
-          lambda r: tailed(world, config, rounded[r]))
+    equal(
+        {r: part.astype(np.float32) for r, part in world.parts(product).items()},
+        lambda r: tailed(world, config, rounded[r]),
+    )
     back = [grad[: len(s)].astype(jnp.bfloat16) for grad, s in zip(grads, sent)]
     equal(world.parts(slope), lambda r: expected.combine(r, back))
 
@@ -111,8 +113,10 @@ def integers(world: World) -> None:
 
     for function in (world.on_ranks(send), jax.jit(send)):
         rows = function(world.put(ids), world.put(x))
-        equal(world.parts(rows),
-              lambda r: tailed(world, config, expected.dispatch(r, x)).astype(np.int8))
+        equal(
+            world.parts(rows),
+            lambda r: tailed(world, config, expected.dispatch(r, x)).astype(np.int8),
+        )
 
 
 @everywhere
@@ -120,22 +124,57 @@ def test_rows_of_8_bit_integers(where):
     run(where, integers)
 
 
-@pytest.mark.parametrize(("change", "error", "text"), [
-    (lambda x, s: dict(tokens=x[:, :96].astype(jnp.bfloat16), quantise=True), ValueError,
-     "bfloat16 with a multiple of 128 columns"),
-    (lambda x, s: dict(tokens=x[:, :48].astype(jnp.bfloat16), quantise="mxfp8"), ValueError,
-     "bfloat16 with a multiple of 32 columns"),
-    (lambda x, s: dict(tokens=x, quantise="fp4"), ValueError,
-     "quantise: expected .*mxfp8, got 'fp4'"),
-    (lambda x, s: dict(tokens=x, quantise=3), TypeError, "quantise: expected a bool or a str, got"),
-    (lambda x, s: dict(tokens=x, quantise=True), ValueError, "to be quantised; got float16"),
-    (lambda x, s: dict(tokens=xd.QuantisedRows(x, s)), TypeError, "tokens.elements: exp.* 8-bit"),
-    (lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s.astype(np.float16))), TypeError,
-     "tokens.scales: expected float32, float8_e8m0fnu or uint8, got float16"),
-    (lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s[:RANKS])), ValueError,
-     "tokens.scales: expected a rank's part with shape"),
-], ids=["columns", "columns of mxfp8", "way", "way's type", "type", "elements", "scale type",
-        "scale rows"])
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (
+            lambda x, s: dict(tokens=x[:, :96].astype(jnp.bfloat16), quantise=True),
+            ValueError,
+            "bfloat16 with a multiple of 128 columns",
+        ),
+        (
+            lambda x, s: dict(tokens=x[:, :48].astype(jnp.bfloat16), quantise="mxfp8"),
+            ValueError,
+            "bfloat16 with a multiple of 32 columns",
+        ),
+        (
+            lambda x, s: dict(tokens=x, quantise="fp4"),
+            ValueError,
+            "quantise: expected .*mxfp8, got 'fp4'",
+        ),
+        (
+            lambda x, s: dict(tokens=x, quantise=3),
+            TypeError,
+            "quantise: expected a bool or a str, got",
+        ),
+        (lambda x, s: dict(tokens=x, quantise=True), ValueError, "to be quantised; got float16"),
+        (
+            lambda x, s: dict(tokens=xd.QuantisedRows(x, s)),
+            TypeError,
+            "tokens.elements: exp.* 8-bit",
+        ),
+        (
+            lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s.astype(np.float16))),
+            TypeError,
+            "tokens.scales: expected float32, float8_e8m0fnu or uint8, got float16",
+        ),
+        (
+            lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s[:RANKS])),
+            ValueError,
+            "tokens.scales: expected a rank's part with shape",
+        ),
+    ],
+    ids=[
+        "columns",
+        "columns of mxfp8",
+        "way",
+        "way's type",
+        "type",
+        "elements",
+        "scale type",
+        "scale rows",
+    ],
+)
 def test_arguments_that_do_not_fit(change, error, text):
     world = World()
     try:

@@ -42,11 +42,15 @@ def weight_gradients(world: World, layout: str, kind: str) -> None:
     for checked in (True, False):
         grad_x, grad_weights = world.on_ranks(gradients, check_vma=checked)(*arrays)
         kept = [np.where(part < 0, 0, w).astype(np.float32) for part, w in zip(ids, weights)]
-        equal(world.parts(grad_x),
-              lambda rank: 2 * x[rank] * c[rank] * kept[rank].sum(1, keepdims=True))
+        equal(
+            world.parts(grad_x),
+            lambda rank: 2 * x[rank] * c[rank] * kept[rank].sum(1, keepdims=True),
+        )
         per_choice = [(x[r] ** 2 * c[r]).sum(1, keepdims=True) for r in range(RANKS)]
-        equal(world.parts(grad_weights),
-              lambda rank: np.where(ids[rank] < 0, np.float32(0), per_choice[rank]))
+        equal(
+            world.parts(grad_weights),
+            lambda rank: np.where(ids[rank] < 0, np.float32(0), per_choice[rank]),
+        )
 
 
 @everywhere
@@ -56,8 +60,9 @@ def test_every_choice_has_its_own_weight_gradient(where, layout, kind):
     run(where, weight_gradients, layout, kind)
 
 
-def reference_layers(ids: list[np.ndarray], x: np.ndarray, weights: np.ndarray,
-                     scales: np.ndarray) -> Any:
+def reference_layers(
+    ids: list[np.ndarray], x: np.ndarray, weights: np.ndarray, scales: np.ndarray
+) -> Any:
     """One rank's tokens through the layers: expert e of a layer scales by its scales[layer, e]."""
     for layer in range(len(ids)):
         chosen = jnp.where(ids[layer] < 0, 0.0, weights * scales[layer][ids[layer]])
@@ -86,8 +91,11 @@ def layers(world: World, how: str) -> None:
         return layer_of(config, layer["ids"], x, layer["weights"], layer["scales"]), None
 
     def model(x, weights, ids, scales):
-        stacked = {"ids": ids[0], "scales": scales[0],
-                   "weights": jnp.broadcast_to(weights, (depth, *weights.shape))}
+        stacked = {
+            "ids": ids[0],
+            "scales": scales[0],
+            "weights": jnp.broadcast_to(weights, (depth, *weights.shape)),
+        }
         if how == "loop":
             for layer in range(depth):
                 x, _ = step(x, jax.tree.map(lambda part: part[layer], stacked))
@@ -103,14 +111,16 @@ def layers(world: World, how: str) -> None:
         return jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, scales)
 
     local = EXPERTS // RANKS
-    arrays = [world.put(x), world.put(weights),
-              world.put([np.stack([ids[d][r] for d in range(depth)])[None] for r in range(RANKS)]),
-              world.put([scales[None, :, r * local:(r + 1) * local] for r in range(RANKS)])]
+    arrays = [
+        world.put(x),
+        world.put(weights),
+        world.put([np.stack([ids[d][r] for d in range(depth)])[None] for r in range(RANKS)]),
+        world.put([scales[None, :, r * local : (r + 1) * local] for r in range(RANKS)]),
+    ]
     (grad_x, grad_weights, grad_scales), y = world.on_ranks(gradients)(*arrays)
 
     def reference(x, weights, scales):
-        ys = [reference_layers([i[r] for i in ids], x[r], weights[r], scales)
-              for r in range(RANKS)]
+        ys = [reference_layers([i[r] for i in ids], x[r], weights[r], scales) for r in range(RANKS)]
         return sum((y**2).sum() for y in ys), ys
 
     (gx, gw, gs), ys = jax.grad(reference, (0, 1, 2), has_aux=True)(x, weights, jnp.array(scales))
@@ -118,8 +128,9 @@ def layers(world: World, how: str) -> None:
         for rank, part in world.parts(got).items():
             np.testing.assert_allclose(part, expected[rank], rtol=2e-5, atol=2e-5)
     for rank, part in world.parts(grad_scales).items():
-        np.testing.assert_allclose(part[0], gs[:, rank * local:(rank + 1) * local], rtol=1e-4,
-                                   atol=1e-4)
+        np.testing.assert_allclose(
+            part[0], gs[:, rank * local : (rank + 1) * local], rtol=1e-4, atol=1e-4
+        )
 
 
 @everywhere
@@ -148,14 +159,19 @@ def plans_are_data(world: World) -> None:
     spec = jax.sharding.PartitionSpec("ep")
     mapped = jax.shard_map(
         lambda plan, x, w: (jax.grad(lambda x: use(plan, x, w).sum())(x), plan),
-        mesh=world.mesh, in_specs=spec, out_specs=spec)
+        mesh=world.mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
     donating = jax.jit(mapped, donate_argnums=0)
     for plan, part in zip(reversed(copies), reversed(ids)):  # the older one last
         for _ in range(2):
             grad, plan = donating(plan, world.put(x), world.put(weights))
             sums = [np.where(i < 0, 0, w).sum(1, keepdims=True) for i, w in zip(part, weights)]
-            equal(world.parts(grad), lambda rank: np.float32(np.broadcast_to(
-                sums[rank], (TOKENS, HIDDEN))))
+            equal(
+                world.parts(grad),
+                lambda rank: np.float32(np.broadcast_to(sums[rank], (TOKENS, HIDDEN))),
+            )
 
 
 @everywhere

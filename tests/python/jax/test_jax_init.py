@@ -31,8 +31,11 @@ def test_timeouts_that_are_none(timeout):
         xd.init(mesh, "ep", timeout=timeout)
 
 
-@pytest.mark.parametrize("mesh", [None, ("ep",), jax.sharding.AbstractMesh((4,), ("ep",))],
-                         ids=["None", "tuple", "abstract"])
+@pytest.mark.parametrize(
+    "mesh",
+    [None, ("ep",), jax.sharding.AbstractMesh((4,), ("ep",))],
+    ids=["None", "tuple", "abstract"],
+)
 def test_what_is_no_mesh(mesh):
     with pytest.raises(TypeError, match=f"mesh: expected .*Mesh, got {type(mesh).__name__}"):
         xd.init(mesh, "ep")
@@ -60,7 +63,12 @@ def late(world: World) -> None:
         assert time.monotonic() - start < 5
         error = caught.value
         assert (error.status, error.rank, error.peer, error.phase, error.fatal) == (
-            "XD_ERROR_TIMEOUT", jax.process_index(), 0, "host", False)
+            "XD_ERROR_TIMEOUT",
+            jax.process_index(),
+            0,
+            "host",
+            False,
+        )
     tell, wait_for = _platform._key_value_store()
     tell(f"has waited/{jax.process_index()}", b"")
     for process in range(RANKS):
@@ -100,7 +108,8 @@ def _works(world: World) -> None:
     ids = [np.full((4, 1), rank, np.int32) for rank in range(RANKS)]
     counts = world.on_ranks(lambda ids: xd.ep_prepare(CONFIG, ids).counts)(world.put(ids))
     assert sum(int(part.sum()) for part in world.parts(counts).values()) == sum(
-        int((np.concatenate(ids) // (8 // RANKS) == rank).sum()) for rank in world.parts(counts))
+        int((np.concatenate(ids) // (8 // RANKS) == rank).sum()) for rank in world.parts(counts)
+    )
     world.ep.close()
 
 
@@ -110,8 +119,11 @@ def _works(world: World) -> None:
 def test_status_does_not_wait_for_a_group_that_is_being_made():
     meeting = _core.unique_id()
     ranks: list[_jax.Ranks] = [None] * 2  # of two ranks of this process
-    on_all(lambda rank: ranks.__setitem__(
-        rank, _jax.Ranks(1, [(-1, 0, rank, 2, meeting)], timeout_ms=5000)))
+    on_all(
+        lambda rank: ranks.__setitem__(
+            rank, _jax.Ranks(1, [(-1, 0, rank, 2, meeting)], timeout_ms=5000)
+        )
+    )
     first, second = (_jax.Group(each, "", **CONFIG.sizes(2)) for each in ranks)
     making = threading.Thread(target=first.create)
     making.start()

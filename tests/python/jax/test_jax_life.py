@@ -143,10 +143,16 @@ def test_operations_outside_of_jit_keep_nothing():
 
 def test_what_is_closed_cannot_be_compiled():
     world = World()
-    lowered = program(world).lower(*(world.put(parts) for parts in (
-        routing(96, TOKENS, EXPERTS, TOPK, "uniform"),
-        whole(np.random.default_rng(96), TOKENS, HIDDEN),
-        whole(np.random.default_rng(96), TOKENS, TOPK))))
+    lowered = program(world).lower(
+        *(
+            world.put(parts)
+            for parts in (
+                routing(96, TOKENS, EXPERTS, TOPK, "uniform"),
+                whole(np.random.default_rng(96), TOKENS, HIDDEN),
+                whole(np.random.default_rng(96), TOKENS, TOPK),
+            )
+        )
+    )
     world.ep.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*is closed"):
         lowered.compile()
@@ -188,8 +194,9 @@ EXIT = """
 def test_a_process_ends_with_everything_alive():
     here = os.path.dirname(__file__)
     script = textwrap.dedent(EXIT).replace("PATHS", repr([here, os.path.dirname(here)]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "at the end"), done.stderr
 
 
@@ -203,7 +210,8 @@ def test_without_the_extension_the_import_says_how_to_get_it():
         except ImportError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                          timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert "needs the extension crossdock._jax" in done.stdout
     assert "source folder, pip install --no-build-isolation .\n" in done.stdout

@@ -19,15 +19,24 @@ def padded(rows: np.ndarray, total: int, fill: float = 0) -> np.ndarray:
     return np.concatenate([rows, tail])
 
 
-def round_trip(world: World, layout: str, kind: str, dtype: str, tokens: int, alignment: int,
-               index_type: str, bound: int | None = None) -> None:
+def round_trip(
+    world: World,
+    layout: str,
+    kind: str,
+    dtype: str,
+    tokens: int,
+    alignment: int,
+    index_type: str,
+    bound: int | None = None,
+) -> None:
     """`bound`: the group's alignment, of which the plan's is a smaller one."""
     ids = routing(11, tokens, EXPERTS, TOPK, kind)
     rng = np.random.default_rng(12)
     x = whole(rng, tokens, HIDDEN, dtype=dtype)
     weights = [rng.random((tokens, TOPK), np.float32) for _ in range(RANKS)]
-    config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, layout=layout, dtype=dtype,
-                         alignment=bound or alignment)
+    config = xd.EpConfig(
+        EXPERTS, HIDDEN, TOPK, tokens, layout=layout, dtype=dtype, alignment=bound or alignment
+    )
 
     def trip(ids, x, weights):
         plan = xd.ep_prepare(config, ids, alignment=alignment if bound else None)
@@ -38,8 +47,9 @@ def round_trip(world: World, layout: str, kind: str, dtype: str, tokens: int, al
 
     with jax.enable_x64(index_type == "int64"):
         ids_on_mesh = world.put([part.astype(index_type) for part in ids])
-        plan, received, out, experts = world.on_ranks(trip)(ids_on_mesh, world.put(x),
-                                                            world.put(weights))
+        plan, received, out, experts = world.on_ranks(trip)(
+            ids_on_mesh, world.put(x), world.put(weights)
+        )
     rows = world.ep.group(config).rows
     expected = Routing(ids, EXPERTS, layout, alignment)
     equal(world.parts(plan.counts), lambda rank: np.int32(expected.counts(rank)))
@@ -50,11 +60,15 @@ def round_trip(world: World, layout: str, kind: str, dtype: str, tokens: int, al
         equal(world.parts(plan.offsets), lambda r: np.int32(expected.offsets(r)))
         equal(world.parts(experts), lambda r: padded(np.int32(expected.row_experts(r)), rows, -1))
     else:
-        equal(world.parts(received.topk_idx),
-              lambda rank: padded(np.int32(expected.recv_topk_idx(rank)), rows, -1))
+        equal(
+            world.parts(received.topk_idx),
+            lambda rank: padded(np.int32(expected.recv_topk_idx(rank)), rows, -1),
+        )
     equal(world.parts(received.tokens), lambda rank: padded(expected.dispatch(rank, x), rows))
-    equal(world.parts(received.weights),
-          lambda rank: padded(expected.dispatch_weights(rank, weights), rows))
+    equal(
+        world.parts(received.weights),
+        lambda rank: padded(expected.dispatch_weights(rank, weights), rows),
+    )
     sent = [expected.dispatch(rank, x) for rank in range(RANKS)]
     equal(world.parts(out), lambda rank: expected.combine(rank, sent))
 
@@ -95,8 +109,7 @@ def three_dimensions(world: World) -> None:
 
     three = world.put([part.reshape(batch, length, TOPK) for part in ids])
     inputs = three, world.put(x), world.put(weights)
-    kept = [np.where(part.reshape(batch, length, TOPK) < 0, 0, w)
-            for part, w in zip(ids, weights)]
+    kept = [np.where(part.reshape(batch, length, TOPK) < 0, 0, w) for part, w in zip(ids, weights)]
     # Inside shard_map, outside of it in jit, and operation by operation.
     for function in (world.on_ranks(trip), jax.jit(trip), trip):
         out = function(*inputs)
@@ -111,8 +124,9 @@ def test_leading_dimensions_and_global_arrays(where):
 def drop(world: World, tokens: int, capacity: int) -> None:
     ids = [np.zeros((tokens, 1), np.int32) for _ in range(RANKS)]  # all to rank 0
     x = whole(np.random.default_rng(31), tokens, HIDDEN)
-    config = xd.EpConfig(EXPERTS, HIDDEN, 1, tokens, dtype=np.float32, recv_capacity=capacity,
-                         overflow="drop")
+    config = xd.EpConfig(
+        EXPERTS, HIDDEN, 1, tokens, dtype=np.float32, recv_capacity=capacity, overflow="drop"
+    )
 
     def trip(ids, x):
         plan = xd.ep_prepare(config, ids)
@@ -124,8 +138,10 @@ def drop(world: World, tokens: int, capacity: int) -> None:
     equal(world.parts(counts), lambda rank: first * np.int32(capacity if rank == 0 else 0))
     equal(world.parts(total), lambda rank: np.int32([RANKS * tokens if rank == 0 else 0]))
     kept = [max(0, min(tokens, capacity - rank * tokens)) for rank in range(RANKS)]
-    equal(world.parts(out),
-          lambda rank: np.where(np.arange(tokens)[:, None] < kept[rank], x[rank], np.float32(0)))
+    equal(
+        world.parts(out),
+        lambda rank: np.where(np.arange(tokens)[:, None] < kept[rank], x[rank], np.float32(0)),
+    )
     dropped = world.ep.status(config)
     for device, status in dropped.items():
         rank = list(world.mesh.devices).index(device)
@@ -143,8 +159,10 @@ def two_groups(world: World) -> None:
     rng = np.random.default_rng(41)
     ids = routing(42, tokens, EXPERTS, TOPK, "uniform")
     x = whole(rng, tokens, HIDDEN)
-    configs = [xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, dtype=np.float32),
-               xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, dtype=np.float32, layout="rank_major")]
+    configs = [
+        xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, dtype=np.float32),
+        xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, dtype=np.float32, layout="rank_major"),
+    ]
 
     def trips(ids, x):
         outs = []
@@ -156,8 +174,9 @@ def two_groups(world: World) -> None:
     one, other = world.on_ranks(trips)(world.put(ids), world.put(x))
     chosen = [(part >= 0).sum(1, keepdims=True) for part in ids]
     local = EXPERTS // RANKS
-    reached = [np.array([[len({e // local for e in row if e >= 0})] for row in part])
-               for part in ids]
+    reached = [
+        np.array([[len({e // local for e in row if e >= 0})] for row in part]) for part in ids
+    ]
     equal(world.parts(one), lambda rank: np.float32(x[rank] * chosen[rank]))
     equal(world.parts(other), lambda rank: np.float32(x[rank] * reached[rank]))
 

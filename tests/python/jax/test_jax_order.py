@@ -22,8 +22,14 @@ TARGET = re.compile(r'custom_call_target="crossdock_ep_(\w+)"')
 
 def batches(count: int) -> list[tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]]:
     rng = np.random.default_rng(81)
-    return [(routing(82 + n, TOKENS, EXPERTS, TOPK, "uniform"), whole(rng, TOKENS, HIDDEN),
-             whole(rng, TOKENS, TOPK)) for n in range(count)]
+    return [
+        (
+            routing(82 + n, TOKENS, EXPERTS, TOPK, "uniform"),
+            whole(rng, TOKENS, HIDDEN),
+            whole(rng, TOKENS, TOPK),
+        )
+        for n in range(count)
+    ]
 
 
 def expected(ids: np.ndarray, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -62,9 +68,16 @@ def branches(world: World) -> None:
         for got, (ids, x, w) in ((one, first), (other, second)):
             equal(world.parts(got), lambda rank: expected(ids[rank], x[rank], w[rank]))
         for got, (ids, x, w) in ((grad_x, first), (grad_y, second)):
-            equal(world.parts(got),
-                  lambda r: 2 * x[r] * np.where(ids[r] < 0, np.float32(0), w[r]).sum(
-                      1, keepdims=True, dtype=np.float32))
+            equal(
+                world.parts(got),
+                lambda r: (
+                    2
+                    * x[r]
+                    * np.where(ids[r] < 0, np.float32(0), w[r]).sum(
+                        1, keepdims=True, dtype=np.float32
+                    )
+                ),
+            )
     if not ON_GPUS:  # where XLA puts operations into computations of their own
         assert_chain(compiled.lower(*inputs).compile().as_text())
 
@@ -136,7 +149,8 @@ def test_one_core_is_enough_for_four_devices():
     """XLA has as many threads as cores: a handler that waited on one of them would hang."""
     here = os.path.dirname(__file__)
     script = textwrap.dedent(ONE_CORE).replace("PATHS", repr([here, os.path.dirname(here)]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("both done\n")

@@ -22,9 +22,12 @@ from moe_model.plain_moe import plain_moe  # noqa: E402
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20
 TOKENS = 28
-MESHES = [((RANKS,), ("expert",), ()), ((RANKS // 2, 2), ("data", "expert"), ("data",)),
-          ((2, RANKS // 2), ("expert", "data"), ("data",)),
-          ((1, 2, RANKS // 2), ("data", "a", "b"), ("data",))]
+MESHES = [
+    ((RANKS,), ("expert",), ()),
+    ((RANKS // 2, 2), ("data", "expert"), ("data",)),
+    ((2, RANKS // 2), ("expert", "data"), ("data",)),
+    ((1, 2, RANKS // 2), ("data", "a", "b"), ("data",)),
+]
 TOLERANCE = 1e-4 if ON_GPUS else 2e-5
 
 
@@ -46,8 +49,11 @@ def values(*leading: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray
     def drawn(*shape: int) -> np.ndarray:
         return (rng.standard_normal(shape) / np.sqrt(shape[-2])).astype(np.float32)
 
-    params = {"router": drawn(HIDDEN, EXPERTS), "experts_in": drawn(EXPERTS, HIDDEN, 2 * FFN),
-              "experts_out": drawn(EXPERTS, FFN, HIDDEN)}
+    params = {
+        "router": drawn(HIDDEN, EXPERTS),
+        "experts_in": drawn(EXPERTS, HIDDEN, 2 * FFN),
+        "experts_out": drawn(EXPERTS, FFN, HIDDEN),
+    }
     params["router"][:, 0] = np.abs(params["router"][:, 0])
     x, grad = (rng.standard_normal((*leading, HIDDEN)).astype(np.float32) for _ in range(2))
     return params, x + 0.5, grad
@@ -57,8 +63,12 @@ def close(got, expected, tolerance: float = TOLERANCE) -> None:
     """Compares each device's part, so that a rank's mistake shows, on any rank."""
     expected = np.asarray(expected)
     for shard in got.addressable_shards:
-        np.testing.assert_allclose(np.asarray(shard.data, np.float32), expected[shard.index],
-                                   rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            np.asarray(shard.data, np.float32),
+            expected[shard.index],
+            rtol=tolerance,
+            atol=tolerance,
+        )
 
 
 def plain(params: dict[str, np.ndarray], x: np.ndarray, grad: np.ndarray):
@@ -77,8 +87,11 @@ def on_mesh(ep: xd.EpMesh, params, x, grad, layer):
     experts = P(ep.ep_axes)
     batch = P(tuple(a for a in ep.mesh.axis_names if a not in ep.ep_axes) + ep.ep_axes)
     place = lambda array, spec: jax.device_put(array, NamedSharding(ep.mesh, spec))  # noqa: E731
-    params = xd.MoEParams(place(params["router"], P()), place(params["experts_in"], experts),
-                          place(params["experts_out"], experts))
+    params = xd.MoEParams(
+        place(params["router"], P()),
+        place(params["experts_in"], experts),
+        place(params["experts_out"], experts),
+    )
 
     def objective(params, x, grad):
         out = layer(params, x)
@@ -105,9 +118,11 @@ def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
     config = make_config(TOKENS // RANKS)
     along, experts = P(("data", "expert")), P("expert")
     layer = jax.shard_map(
-        lambda params, x: xd.moe_layer(config, params, x), mesh=ep.mesh,
+        lambda params, x: xd.moe_layer(config, params, x),
+        mesh=ep.mesh,
         in_specs=(xd.MoEParams(P(), experts, experts), along),
-        out_specs=xd.MoEOutput(along, P(), P(), along))
+        out_specs=xd.MoEOutput(along, P(), P(), along),
+    )
     jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
 
 
@@ -134,20 +149,24 @@ def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
         @jax.checkpoint
         def block(x, p):
             return x + layer(p, x), None
+
         return jax.lax.scan(block, x, params)[0]
 
     def objective(layer):
         return lambda params, x, grad: (layers(layer, params, x) * grad).sum()
 
-    expected = jax.jit(jax.grad(objective(
-        lambda p, x: plain_moe(p, x, topk=TOPK, aux_loss_weight=0)[0]), (0, 1)))(stacked, x, grad)
+    expected = jax.jit(
+        jax.grad(objective(lambda p, x: plain_moe(p, x, topk=TOPK, aux_loss_weight=0)[0]), (0, 1))
+    )(stacked, x, grad)
     specs = {name: P() if name == "router" else P(None, "expert") for name in stacked}
-    sharded = {name: jax.device_put(array, NamedSharding(ep.mesh, specs[name]))
-               for name, array in stacked.items()}
+    sharded = {
+        name: jax.device_put(array, NamedSharding(ep.mesh, specs[name]))
+        for name, array in stacked.items()
+    }
     along = NamedSharding(ep.mesh, P(("data", "expert")))
-    got = jax.jit(jax.grad(objective(
-        lambda p, x: xd.moe_layer(config, xd.MoEParams(**p), x).hidden), (0, 1)))(
-            sharded, jax.device_put(x, along), jax.device_put(grad, along))
+    got = jax.jit(
+        jax.grad(objective(lambda p, x: xd.moe_layer(config, xd.MoEParams(**p), x).hidden), (0, 1))
+    )(sharded, jax.device_put(x, along), jax.device_put(grad, along))
     jax.tree.map(close, got, expected)
 
 
@@ -161,12 +180,20 @@ def test_layers_side_by_side_are_chained(mapped):
     def both(params, x):
         first = xd.moe_layer(config, params, x)
         second = xd.moe_layer(config, params, -x, after=first.order)
-        return second._replace(hidden=first.hidden + second.hidden,
-                               aux_loss=first.aux_loss + second.aux_loss)
+        return second._replace(
+            hidden=first.hidden + second.hidden, aux_loss=first.aux_loss + second.aux_loss
+        )
 
-    layer = both if not mapped else jax.shard_map(
-        both, mesh=ep.mesh, in_specs=(xd.MoEParams(P(), experts, experts), along),
-        out_specs=xd.MoEOutput(along, P(), P(), along))
+    layer = (
+        both
+        if not mapped
+        else jax.shard_map(
+            both,
+            mesh=ep.mesh,
+            in_specs=(xd.MoEParams(P(), experts, experts), along),
+            out_specs=xd.MoEOutput(along, P(), P(), along),
+        )
+    )
     (out, aux_loss, _), (got, _) = on_mesh(ep, params, x, grad, layer)
     left, right = plain(params, x, grad), plain(params, -x, grad)
     close(out, left[0][0] + right[0][0])
@@ -178,8 +205,9 @@ def test_bfloat16_layer_is_near_float32():
     batch = values(TOKENS)
     ep = make_mesh(*MESHES[0])
     config = make_config(TOKENS // RANKS, dtype=jnp.bfloat16, alignment=8)
-    (out, _, _), _ = on_mesh(ep, *batch, lambda params, x: xd.moe_layer(
-        config, params, x.astype(jnp.bfloat16)))
+    (out, _, _), _ = on_mesh(
+        ep, *batch, lambda params, x: xd.moe_layer(config, params, x.astype(jnp.bfloat16))
+    )
     assert out.dtype == jnp.bfloat16
     close(out, plain(*batch)[0][0], tolerance=0.06)
 
@@ -188,8 +216,13 @@ def test_weights_as_the_router_gives_them():
     params, x, grad = values(TOKENS)
     ep = make_mesh(*MESHES[0])
     config = make_config(TOKENS // RANKS)
-    (got, _, _), _ = on_mesh(ep, params, x, grad, lambda params, x: xd.moe_layer(
-        config, params, x, normalize_weights=False))
+    (got, _, _), _ = on_mesh(
+        ep,
+        params,
+        x,
+        grad,
+        lambda params, x: xd.moe_layer(config, params, x, normalize_weights=False),
+    )
     odds = jax.nn.softmax(x @ params["router"])
     kept = jax.lax.top_k(odds, TOPK)[0].sum(-1, keepdims=True)
     close(got, kept * plain(params, x, grad)[0][0])
@@ -205,14 +238,34 @@ def test_what_does_not_fit_is_named():
         with pytest.raises(ValueError, match=text):
             xd.moe_layer(config, params, x)
 
-    refused("layout 'expert_major', got 'rank_major'",
-            make_config(TOKENS // RANKS, layout="rank_major"), layer, x)
-    refused(r"params.router: expected shape \(16, 8\) on a rank, got \(16, 4\)", config,
-            layer._replace(router=params["router"][:, :4]), x)
-    refused(r"params.experts_in: expected shape \(4, 16, 48\)", config,
-            layer._replace(experts_in=params["experts_in"][:, :, :24]), x)
-    refused(r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)",
-            config, layer, x[:27])
+    refused(
+        "layout 'expert_major', got 'rank_major'",
+        make_config(TOKENS // RANKS, layout="rank_major"),
+        layer,
+        x,
+    )
+    refused(
+        r"params.router: expected shape \(16, 8\) on a rank, got \(16, 4\)",
+        config,
+        layer._replace(router=params["router"][:, :4]),
+        x,
+    )
+    refused(
+        r"params.experts_in: expected shape \(4, 16, 48\)",
+        config,
+        layer._replace(experts_in=params["experts_in"][:, :, :24]),
+        x,
+    )
+    refused(
+        r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)",
+        config,
+        layer,
+        x[:27],
+    )
     wrong = NamedSharding(ep.mesh, P("expert"))
-    refused(r"x: expected P\(\('data', 'expert'\),\), .*; got P\('expert'", config,
-            layer, jax.device_put(x, wrong))
+    refused(
+        r"x: expected P\(\('data', 'expert'\),\), .*; got P\('expert'",
+        config,
+        layer,
+        jax.device_put(x, wrong),
+    )

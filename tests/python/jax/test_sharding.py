@@ -16,8 +16,13 @@ TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 4
 ALONG = P(("data", "expert"))
 WRONG = [P(), P(None, "expert")]
 if RANKS > 2:  # else "data" is of length 1, and ranks along "expert" are all
-    WRONG += [P("expert"), P("data"), P(("expert", "data")), P("data", "expert"),
-              P(None, ("data", "expert"))]
+    WRONG += [
+        P("expert"),
+        P("data"),
+        P(("expert", "data")),
+        P("data", "expert"),
+        P(None, ("data", "expert")),
+    ]
 
 
 def make_mesh() -> Mesh:
@@ -36,11 +41,15 @@ CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=TOKENS // RANKS,
 
 def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:
     """topk_idx, x, topk_weights, along the token axes except those in `specs`."""
-    host = {"topk_idx": np.tile(np.int32([0, 3, 5, 6]), (TOKENS, 1)),
-            "tokens": np.ones((TOKENS, HIDDEN), np.float32),
-            "topk_weights": np.ones((TOKENS, TOPK), np.float32)}
-    return {name: jax.device_put(array, NamedSharding(mesh, specs.get(name, ALONG)))
-            for name, array in host.items()}
+    host = {
+        "topk_idx": np.tile(np.int32([0, 3, 5, 6]), (TOKENS, 1)),
+        "tokens": np.ones((TOKENS, HIDDEN), np.float32),
+        "topk_weights": np.ones((TOKENS, TOPK), np.float32),
+    }
+    return {
+        name: jax.device_put(array, NamedSharding(mesh, specs.get(name, ALONG)))
+        for name, array in host.items()
+    }
 
 
 def round_trip(topk_idx, tokens, topk_weights):
@@ -96,9 +105,16 @@ def of_jax(array: np.ndarray) -> jax.Array:
     return jax.numpy.asarray(array)
 
 
-@pytest.mark.parametrize("how, kind", [
-    (eager, np.asarray), (eager, of_jax), (jax.jit, np.asarray), (jax.jit, of_jax),
-    (jax.checkpoint, of_jax)])
+@pytest.mark.parametrize(
+    "how, kind",
+    [
+        (eager, np.asarray),
+        (eager, of_jax),
+        (jax.jit, np.asarray),
+        (jax.jit, of_jax),
+        (jax.checkpoint, of_jax),
+    ],
+)
 def test_derivatives_of_arrays_that_are_nowhere_yet(mesh, how, kind):
     host = {name: kind(np.asarray(array)) for name, array in arrays(mesh).items()}
 
@@ -116,14 +132,18 @@ def test_derivatives_of_arrays_that_are_nowhere_yet(mesh, how, kind):
 def test_eager_derivatives_of_arrays_that_lie_otherwise_are_refused(mesh, spec):
     given = arrays(mesh, tokens=spec)
     with pytest.raises(ValueError, match=refusal("tokens", spec)):
-        jax.grad(lambda x, i, w: round_trip(i, x, w).sum())(*(
-            given[name] for name in ("tokens", "topk_idx", "topk_weights")))
+        jax.grad(lambda x, i, w: round_trip(i, x, w).sum())(
+            *(given[name] for name in ("tokens", "topk_idx", "topk_weights"))
+        )
 
 
-@pytest.mark.parametrize("how, error, text", [
-    (eager, ValueError, "tokens: expected .* got SingleDevice"),
-    (jax.checkpoint, Exception, "incompatible devices|DeviceAssignmentMismatch"),  # JAX's own
-])
+@pytest.mark.parametrize(
+    "how, error, text",
+    [
+        (eager, ValueError, "tokens: expected .* got SingleDevice"),
+        (jax.checkpoint, Exception, "incompatible devices|DeviceAssignmentMismatch"),  # JAX's own
+    ],
+)
 def test_eager_derivatives_of_an_array_on_one_device_are_refused(mesh, how, error, text):
     given = arrays(mesh)
     x = jax.device_put(np.ones((TOKENS, HIDDEN), np.float32), jax.devices()[0])
@@ -131,10 +151,14 @@ def test_eager_derivatives_of_an_array_on_one_device_are_refused(mesh, how, erro
         jax.grad(how(lambda x: round_trip(given["topk_idx"], x, given["topk_weights"]).sum()))(x)
 
 
-@pytest.mark.parametrize("axes, text", [
-    ({"expert"}, "expected one over all axes of the mesh"),
-    ({"data"}, "expected one over all axes of the mesh"),
-], ids=str)
+@pytest.mark.parametrize(
+    "axes, text",
+    [
+        ({"expert"}, "expected one over all axes of the mesh"),
+        ({"data"}, "expected one over all axes of the mesh"),
+    ],
+    ids=str,
+)
 def test_shard_map_over_some_axes_is_refused(mesh, axes, text):
     spec = P(tuple(axes))
     mapped = jax.shard_map(round_trip, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)

@@ -20,8 +20,18 @@ PACKAGE = pathlib.Path(crossdock.__file__).parent
 # names, for the same reason as in ``torch.set_default_device``.
 MAKERS = {made.__name__ for made in _device_constructors()}
 # Functions whose dtype is the default one unless it is given, or comes from an argument.
-FLOATING = {"empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
-            "randn", "zeros"}
+FLOATING = {
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+}
 
 
 def makings(source: str) -> Iterator[tuple[int, str, set[str]]]:
@@ -51,19 +61,25 @@ def test_the_check_finds_what_follows_a_default() -> None:
     assert missing("torch.arange(3, device=d); torch.empty_like(x); torch.ones(1, **kind)") == []
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/*.py")) + sorted(PACKAGE.glob("*.py")),
-                         ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path",
+    sorted(PACKAGE.glob("*/*.py")) + sorted(PACKAGE.glob("*.py")),
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
 def test_every_tensor_is_made_on_a_named_device_of_a_named_dtype(path: pathlib.Path) -> None:
     assert missing(path.read_text(encoding="utf-8")) == []
 
 
 def test_default_device_is_really_another_where_the_suite_says_so(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch_defaults
 
-    for wanted, device, dtype in (("meta", "meta", torch.float32),
-                                  ("float64", "cpu", torch.float64),
-                                  ("meta,float64", "meta", torch.float64)):
+    for wanted, device, dtype in (
+        ("meta", "meta", torch.float32),
+        ("float64", "cpu", torch.float64),
+        ("meta,float64", "meta", torch.float64),
+    ):
         monkeypatch.setenv(torch_defaults.VARIABLE, wanted)
         torch_defaults.apply()
         try:

@@ -37,8 +37,9 @@ def zones(offsets: torch.Tensor) -> list[slice]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_each_zone_is_multiplied_by_its_own_matrix(compiled: bool) -> None:
     x, weight, offsets = operands()
-    function = torch.compile(grouped_mm, fullgraph=True, backend="aot_eager") if compiled \
-        else grouped_mm
+    function = (
+        torch.compile(grouped_mm, fullgraph=True, backend="aot_eager") if compiled else grouped_mm
+    )
     y = function(x, weight, offsets)
     grad = small_integers(*y.shape, seed=3)
     grad[-TAIL:] = float("nan")
@@ -70,17 +71,32 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(operators.grouped_outer.default, (x.detach(), y, offsets))
 
 
-@pytest.mark.parametrize("change, error, text", [
-    ({"weight": torch.zeros(4, INNER, OUTER, dtype=torch.bfloat16)}, TypeError,
-     "weight: expected dtype torch.float32 as x has, got torch.bfloat16"),
-    ({"offsets": torch.zeros(5, dtype=torch.int64)}, TypeError,
-     "offsets: expected dtype torch.int32, got torch.int64"),
-    ({"offsets": torch.zeros(4, dtype=torch.int32)}, ValueError,
-     r"offsets: expected shape \[5\], got \(4,\)"),
-    ({"weight": torch.zeros(4, INNER + 1, OUTER)}, ValueError,
-     r"weight: expected shape \[experts, 8, columns\], got \(4, 9, 6\)"),
-    ({"x": torch.zeros(12, 1, INNER)}, ValueError, r"x: expected 2 dimensions"),
-])
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        (
+            {"weight": torch.zeros(4, INNER, OUTER, dtype=torch.bfloat16)},
+            TypeError,
+            "weight: expected dtype torch.float32 as x has, got torch.bfloat16",
+        ),
+        (
+            {"offsets": torch.zeros(5, dtype=torch.int64)},
+            TypeError,
+            "offsets: expected dtype torch.int32, got torch.int64",
+        ),
+        (
+            {"offsets": torch.zeros(4, dtype=torch.int32)},
+            ValueError,
+            r"offsets: expected shape \[5\], got \(4,\)",
+        ),
+        (
+            {"weight": torch.zeros(4, INNER + 1, OUTER)},
+            ValueError,
+            r"weight: expected shape \[experts, 8, columns\], got \(4, 9, 6\)",
+        ),
+        ({"x": torch.zeros(12, 1, INNER)}, ValueError, r"x: expected 2 dimensions"),
+    ],
+)
 def test_wrong_operands_are_named(change: dict, error: type[Exception], text: str) -> None:
     arguments = dict(zip(("x", "weight", "offsets"), operands())) | change
     with pytest.raises(error, match=text):

@@ -48,8 +48,9 @@ def joined() -> Iterator[xd.Comm]:
 def make_layer(comm: xd.Comm, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
     torch.manual_seed(SEED)
     options = {"aux_loss_weight": 0.5, "dtype": torch.float32} | options
-    return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=max_tokens,
-                       **options)
+    return xd.MoELayer(
+        HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=max_tokens, **options
+    )
 
 
 def make_plain() -> PlainMoE:
@@ -78,7 +79,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -> None:
-    tokens_of_ranks = tokens_of_ranks[:me.num_ranks]
+    tokens_of_ranks = tokens_of_ranks[: me.num_ranks]
     with joined() as comm:
         layer, plain = make_layer(comm), make_plain()
         here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
@@ -94,8 +95,10 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
 
         part = mine(me, x, tokens_of_ranks).requires_grad_()
         output = layer(part)
-        ((output.hidden * mine(me, grad, tokens_of_ranks)).sum()
-         + (output.aux_loss if aux else 0)).backward()
+        (
+            (output.hidden * mine(me, grad, tokens_of_ranks)).sum()
+            + (output.aux_loss if aux else 0)
+        ).backward()
 
         close(output.hidden, mine(me, expected, tokens_of_ranks))
         close(output.load, expected_load.nan_to_num())  # 0 / 0 where no rank has tokens
@@ -110,30 +113,42 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
             close(mean_aux / me.num_ranks, expected_aux)
 
 
-@pytest.mark.parametrize("tokens_of_ranks, aux", [
-    ((9,), True), ((8, 8), True), ((4, 4, 4, 4), True), ((5, 0, 1, 16), False), ((0, 0), False),
-], ids=str)
+@pytest.mark.parametrize(
+    "tokens_of_ranks, aux",
+    [
+        ((9,), True),
+        ((8, 8), True),
+        ((4, 4, 4, 4), True),
+        ((5, 0, 1, 16), False),
+        ((0, 0), False),
+    ],
+    ids=str,
+)
 def test_layer_is_that_of_one_process(tokens_of_ranks: tuple[int, ...], aux: bool) -> None:
     run_ranks(len(tokens_of_ranks), check_against_plain, tokens_of_ranks, aux)
 
 
 def check_compiled(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
-    tokens_of_ranks = tokens_of_ranks[:me.num_ranks]
+    tokens_of_ranks = tokens_of_ranks[: me.num_ranks]
     with joined() as comm:
         layer = make_layer(comm, shared_experts=1)
         x, grad = (mine(me, whole, tokens_of_ranks) for whole in batch(tokens_of_ranks))
         results = []
         for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
             # All blocks that the pool has: what is not overwritten poisons what reads it.
-            poison = [comm.empty_symmetric((rows, layer.group.rows), torch.float32).fill_(torch.nan)
-                      for rows in (1, FFN, HIDDEN, HIDDEN, HIDDEN, HIDDEN)]
+            poison = [
+                comm.empty_symmetric((rows, layer.group.rows), torch.float32).fill_(torch.nan)
+                for rows in (1, FFN, HIDDEN, HIDDEN, HIDDEN, HIDDEN)
+            ]
             del poison
             part = x.clone().requires_grad_()
             layer.zero_grad()
             output = function(part)
             ((output.hidden * grad).sum() + output.aux_loss).backward()
-            results.append([output.hidden.detach(), output.aux_loss.detach(), part.grad]
-                           + [xd.local_tensor(p.grad).clone() for p in layer.parameters()])
+            results.append(
+                [output.hidden.detach(), output.aux_loss.detach(), part.grad]
+                + [xd.local_tensor(p.grad).clone() for p in layer.parameters()]
+            )
         for eager, compiled in zip(*results):
             assert torch.isfinite(eager).all()
             close(compiled, eager)
@@ -149,9 +164,11 @@ def check_side_by_side(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
     graphs: list[list[str]] = []
 
     def record(graph_module: torch.fx.GraphModule, _):
-        operations = [node for node in graph_module.graph.nodes
-                      if str(node.target).startswith("crossdock.")
-                      and "grouped" not in str(node.target)]
+        operations = [
+            node
+            for node in graph_module.graph.nodes
+            if str(node.target).startswith("crossdock.") and "grouped" not in str(node.target)
+        ]
         for earlier, later in zip(operations, operations[1:]):
             assert depends(later, earlier), f"{later} does not depend on {earlier}"
         graphs.append([str(node.target).split(".")[1] for node in operations])
@@ -177,13 +194,20 @@ def check_side_by_side(me: Rank, tokens_of_ranks: tuple[int, ...]) -> None:
                 layer.zero_grad()
             *hidden, aux_loss = function(part)
             ((hidden[0] * grad).sum() + (hidden[1] * grad.flip(-1)).sum() + aux_loss).backward()
-            results.append([*hidden, aux_loss, part.grad]
-                           + [xd.local_tensor(p.grad).clone() for layer in (left, right)
-                              for p in layer.parameters()])
+            results.append(
+                [*hidden, aux_loss, part.grad]
+                + [
+                    xd.local_tensor(p.grad).clone()
+                    for layer in (left, right)
+                    for p in layer.parameters()
+                ]
+            )
         for eager, compiled in zip(*results):
             close(compiled, eager)
-        assert graphs == [["prepare", "dispatch", "combine"] * 2,
-                          ["combine_bwd", "dispatch_bwd"] * 2]
+        assert graphs == [
+            ["prepare", "dispatch", "combine"] * 2,
+            ["combine_bwd", "dispatch_bwd"] * 2,
+        ]
 
 
 def depends(later: torch.fx.Node, earlier: torch.fx.Node) -> bool:
@@ -208,8 +232,11 @@ def check_bfloat16(me: Rank) -> None:
         output = layer(mine(me, x, (8, 8)).bfloat16())
         assert output.hidden.dtype == torch.bfloat16
         torch.testing.assert_close(
-            output.hidden.float(), mine(me, plain(x.bfloat16().float())[0], (8, 8)),
-            rtol=0.05, atol=0.05)
+            output.hidden.float(),
+            mine(me, plain(x.bfloat16().float())[0], (8, 8)),
+            rtol=0.05,
+            atol=0.05,
+        )
 
 
 def test_bfloat16_layer_pads_zones_and_is_near_float32() -> None:
@@ -279,8 +306,9 @@ def test_averaging_without_torch_distributed_is_refused() -> None:
 def check_refusals(me: Rank) -> None:
     with joined() as comm:
         group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, 16, dtype=torch.float32, comm=comm)
-        rank_major = xd.EpGroup(EXPERTS, HIDDEN, TOPK, 16, layout="rank_major",
-                                dtype=torch.float32, comm=comm)
+        rank_major = xd.EpGroup(
+            EXPERTS, HIDDEN, TOPK, 16, layout="rank_major", dtype=torch.float32, comm=comm
+        )
 
         def refused(text: str, *sizes: int, **options: Any) -> None:
             with pytest.raises(ValueError, match=text):
@@ -288,13 +316,22 @@ def check_refusals(me: Rank) -> None:
 
         refused("max_tokens_per_rank: expected a number", HIDDEN, FFN, EXPERTS, TOPK, comm=comm)
         refused("num_experts: expected the group's 8, got 4", HIDDEN, FFN, 4, TOPK, group=group)
-        refused("hidden: expected at most the group's 16, got 32", 32, FFN, EXPERTS, TOPK,
-                group=group)
+        refused(
+            "hidden: expected at most the group's 16, got 32", 32, FFN, EXPERTS, TOPK, group=group
+        )
         refused("topk: expected at most the group's 3, got 4", HIDDEN, FFN, EXPERTS, 4, group=group)
-        refused("dtype: expected the group's torch.float32", HIDDEN, FFN, EXPERTS, TOPK,
-                group=group, dtype=torch.bfloat16)
-        refused("layout 'expert_major', got 'rank_major'", HIDDEN, FFN, EXPERTS, TOPK,
-                group=rank_major)
+        refused(
+            "dtype: expected the group's torch.float32",
+            HIDDEN,
+            FFN,
+            EXPERTS,
+            TOPK,
+            group=group,
+            dtype=torch.bfloat16,
+        )
+        refused(
+            "layout 'expert_major', got 'rank_major'", HIDDEN, FFN, EXPERTS, TOPK, group=rank_major
+        )
 
 
 def test_what_does_not_fit_the_group_is_named() -> None:

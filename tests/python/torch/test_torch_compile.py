@@ -85,8 +85,9 @@ def test_operations_of_a_graph_are_one_chain():
     chains: list[list[str]] = []
 
     def record(graph_module: torch.fx.GraphModule, _):
-        calls = [node for node in graph_module.graph.nodes
-                 if str(node.target).startswith("crossdock.")]
+        calls = [
+            node for node in graph_module.graph.nodes if str(node.target).startswith("crossdock.")
+        ]
         # row_experts is no operation: it takes no turn.
         operations = [node for node in calls if "row_experts" not in str(node.target)]
         for earlier, later in zip(operations, operations[1:]):
@@ -98,8 +99,7 @@ def test_operations_of_a_graph_are_one_chain():
     with xd.init():
         group = first.group()
 
-        @torch.compile(fullgraph=True,
-                       backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+        @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
         def block(one, other):
             plan = group.prepare(one[0])
             out = layer(plan, one[1], one[2])
@@ -182,13 +182,15 @@ def _mistake_inside(me: Rank) -> None:
     """Checks run where operations run, so that peers hear of mistakes inside compiled code too."""
     torch._dynamo.reset()
     tokens, *sizes = CASE
-    batch = Batch(SEED + 50, (tokens[:me.num_ranks], *sizes))
+    batch = Batch(SEED + 50, (tokens[: me.num_ranks], *sizes))
     with xd.init(), torch.no_grad():
         group = batch.group()
         topk_idx, x, weights, _ = batch.local(me.rank)
         block = torch.compile(
             lambda topk_idx, x, weights: layer(group.prepare(topk_idx), x, weights),
-            fullgraph=True, backend="aot_eager")
+            fullgraph=True,
+            backend="aot_eager",
+        )
         assert_equal("out", block(topk_idx, x, weights), batch.expected(me.rank)[0])
         bad = me.rank == 0
         kind, words = (TypeError, "topk_weights") if bad else (Mismatch, "rank 0")

@@ -37,64 +37,102 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 # The bad rank's call, the error that it gets, and words that the text must have.
 MISTAKES = {
     "x is not contiguous": (
-        lambda plan, x, w: xd.dispatch(plan, _narrow(x), w), ValueError,
-        r"dispatch: tokens: expected a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)"),
+        lambda plan, x, w: xd.dispatch(plan, _narrow(x), w),
+        ValueError,
+        r"dispatch: tokens: expected a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)",
+    ),
     "x is float64": (
-        lambda plan, x, w: xd.dispatch(plan, x.double(), w), TypeError,
+        lambda plan, x, w: xd.dispatch(plan, x.double(), w),
+        TypeError,
         r"dispatch: tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32, "
-        r"torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64"),
+        r"torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64",
+    ),
     "x is no tensor": (
-        lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w), TypeError,
-        r"dispatch: tokens: expected a tensor, got list \[\]"),
+        lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w),
+        TypeError,
+        r"dispatch: tokens: expected a tensor, got list \[\]",
+    ),
     "x has another number of tokens": (
-        lambda plan, x, w: xd.dispatch(plan, x[1:], w), ValueError,
-        r"dispatch: tokens: expected the plan's 9 tokens, got shape \(8, 32\)"),
+        lambda plan, x, w: xd.dispatch(plan, x[1:], w),
+        ValueError,
+        r"dispatch: tokens: expected the plan's 9 tokens, got shape \(8, 32\)",
+    ),
     "x has one dimension": (
-        lambda plan, x, w: xd.dispatch(plan, x[:, 0].contiguous(), w), ValueError,
-        r"dispatch: tokens: expected 2 dimensions, got shape \(9,\)"),
+        lambda plan, x, w: xd.dispatch(plan, x[:, 0].contiguous(), w),
+        ValueError,
+        r"dispatch: tokens: expected 2 dimensions, got shape \(9,\)",
+    ),
     "weights are bfloat16": (
-        lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()), TypeError,
-        r"dispatch: topk_weights: expected a dtype of torch.float32; got torch.bfloat16"),
+        lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()),
+        TypeError,
+        r"dispatch: topk_weights: expected a dtype of torch.float32; got torch.bfloat16",
+    ),
     "weights are not contiguous": (
-        lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)), ValueError,
-        r"dispatch: topk_weights: expected a contiguous tensor"),
+        lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)),
+        ValueError,
+        r"dispatch: topk_weights: expected a contiguous tensor",
+    ),
     "rows to be quantised are float32": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 128), w, quantise=True), ValueError,
-        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.float32 .*\(9, 128\)"),
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 128), w, quantise=True),
+        ValueError,
+        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.float32 .*\(9, 128\)",
+    ),
     "rows to be quantised have 32 columns": (
-        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise=True), ValueError,
-        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)"),
+        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise=True),
+        ValueError,
+        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)",
+    ),
     "no such way to quantise": (
-        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise="fp4"), ValueError,
-        r"dispatch: quantise: expected a bool or one of fp8_block128, .*mxfp8, got 'fp4'"),
+        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise="fp4"),
+        ValueError,
+        r"dispatch: quantise: expected a bool or one of fp8_block128, .*mxfp8, got 'fp4'",
+    ),
     "rows to be quantised to mxfp8 have 24 columns": (
         lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 24).bfloat16(), quantise="mxfp8"),
-        ValueError, r"dispatch: tokens: expected bfloat16 with .* 32 columns.*; got .*\(9, 24\)"),
+        ValueError,
+        r"dispatch: tokens: expected bfloat16 with .* 32 columns.*; got .*\(9, 24\)",
+    ),
     "rows are longer than the group's": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 36), w), ValueError,
-        r"dispatch: tokens: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)"),
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 36), w),
+        ValueError,
+        r"dispatch: tokens: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)",
+    ),
     "rows are no multiple of 16 bytes": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 3), w), ValueError,
-        r"dispatch: tokens: expected rows of a positive multiple of 16 .*, got 12: .*\(9, 3\)"),
+        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 3), w),
+        ValueError,
+        r"dispatch: tokens: expected rows of a positive multiple of 16 .*, got 12: .*\(9, 3\)",
+    ),
     "x is on the meta device": (
-        lambda plan, x, w: xd.dispatch(plan, x.to("meta"), w), ValueError,
-        r"dispatch: tokens: expected a tensor on (cpu|cuda:\d), got one on meta"),
+        lambda plan, x, w: xd.dispatch(plan, x.to("meta"), w),
+        ValueError,
+        r"dispatch: tokens: expected a tensor on (cpu|cuda:\d), got one on meta",
+    ),
     "x is sparse": (
-        lambda plan, x, w: xd.dispatch(plan, x.to_sparse(), w), ValueError,
-        r"dispatch: tokens: expected a dense tensor, got one of layout torch.sparse_coo"),
+        lambda plan, x, w: xd.dispatch(plan, x.to_sparse(), w),
+        ValueError,
+        r"dispatch: tokens: expected a dense tensor, got one of layout torch.sparse_coo",
+    ),
     "weights are sparse rows": (
-        lambda plan, x, w: xd.dispatch(plan, x, w.to_sparse_csr()), ValueError,
-        r"dispatch: topk_weights: expected a dense tensor, got one of layout torch.sparse_csr"),
+        lambda plan, x, w: xd.dispatch(plan, x, w.to_sparse_csr()),
+        ValueError,
+        r"dispatch: topk_weights: expected a dense tensor, got one of layout torch.sparse_csr",
+    ),
     "scales are float16": (
-        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 1).half()), TypeError,
+        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 1).half()),
+        TypeError,
         r"dispatch: scales: expected a dtype of torch.float32, [^;]*torch.uint8; got "
-        r"torch.float16"),
+        r"torch.float16",
+    ),
     "scales have too many columns": (
-        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 2)), ValueError,
-        r"dispatch: scales: expected rows of 1 to 4 bytes, got 8: torch.float32 .* \(9, 2\)"),
+        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 2)),
+        ValueError,
+        r"dispatch: scales: expected rows of 1 to 4 bytes, got 8: torch.float32 .* \(9, 2\)",
+    ),
     "scales have no columns": (
-        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 0)), ValueError,
-        r"dispatch: scales: expected rows of 1 to 4 bytes, got 0: torch.float32 .* \(9, 0\)"),
+        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 0)),
+        ValueError,
+        r"dispatch: scales: expected rows of 1 to 4 bytes, got 0: torch.float32 .* \(9, 0\)",
+    ),
 }
 
 
@@ -184,8 +222,7 @@ def _bad_ids(me: Rank) -> None:
         assert group.errors() == 1
         group.check()
         assert group.status()["status"] == "XD_SUCCESS"
-        assert_equal("out", layer(group.prepare(topk_idx), x, weights),
-                     batch.expected(me.rank)[0])
+        assert_equal("out", layer(group.prepare(topk_idx), x, weights), batch.expected(me.rank)[0])
 
 
 def test_expert_ids_out_of_range_are_reported_everywhere():
@@ -310,10 +347,13 @@ def test_no_communicator():
         xd.EpGroup(8, 32, 3, 16)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"timeout": 0}, "timeout: expected seconds above 0"),
-    ({"device": "meta"}, "device: expected a CPU or CUDA device, got meta"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout": 0}, "timeout: expected seconds above 0"),
+        ({"device": "meta"}, "device: expected a CPU or CUDA device, got meta"),
+    ],
+)
 def test_bad_arguments_of_init(options, words):
     with pytest.raises(ValueError, match=words):
         xd.init(**options)
@@ -332,20 +372,37 @@ def _bad_sizes_of_groups(me: Rank, name: str, value: object, words: str, told: s
         xd.EpGroup(**sizes)
 
 
-@pytest.mark.parametrize(("name", "value", "words", "told"), [
-    ("symmetric_tensors", -1, "symmetric_tensors: expected a whole number from 0 .*, got -1", ""),
-    ("symmetric_tensors", "4", "symmetric_tensors: expected a whole number, got '4'", ""),
-    ("num_experts", "8", "num_experts: expected a whole number, got '8'", "config.num_experts"),
-    ("hidden", 32.0, "hidden: expected a whole number, got 32.0", "config.hidden"),
-    ("max_tokens_per_rank", 2**40, "max_tokens_per_rank: expected .*, got 1099511627776",
-     "config.max_tokens_per_rank"),
-    ("max_topk", None, "max_topk: expected a whole number, got None", "config.max_topk"),
-    ("dtype", torch.int32, r"dtype: expected one of \[torch.bfloat16, torch.float16, "
-     r"torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8\], got "
-     "torch.int32", "config.dtype"),
-    ("staging", True, "staging: expected 'auto' or 'none', got True", "config.staging"),
-    ("layout", "rows", "layout: expected 'expert_major' or .*, got 'rows'", "config.layout"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "words", "told"),
+    [
+        (
+            "symmetric_tensors",
+            -1,
+            "symmetric_tensors: expected a whole number from 0 .*, got -1",
+            "",
+        ),
+        ("symmetric_tensors", "4", "symmetric_tensors: expected a whole number, got '4'", ""),
+        ("num_experts", "8", "num_experts: expected a whole number, got '8'", "config.num_experts"),
+        ("hidden", 32.0, "hidden: expected a whole number, got 32.0", "config.hidden"),
+        (
+            "max_tokens_per_rank",
+            2**40,
+            "max_tokens_per_rank: expected .*, got 1099511627776",
+            "config.max_tokens_per_rank",
+        ),
+        ("max_topk", None, "max_topk: expected a whole number, got None", "config.max_topk"),
+        (
+            "dtype",
+            torch.int32,
+            r"dtype: expected one of \[torch.bfloat16, torch.float16, "
+            r"torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8\], "
+            "got torch.int32",
+            "config.dtype",
+        ),
+        ("staging", True, "staging: expected 'auto' or 'none', got True", "config.staging"),
+        ("layout", "rows", "layout: expected 'expert_major' or .*, got 'rows'", "config.layout"),
+    ],
+)
 def test_bad_sizes_of_a_group_are_named_on_every_rank(name, value, words, told):
     run_ranks(2, _bad_sizes_of_groups, name, value, words, told)
 
@@ -353,8 +410,10 @@ def test_bad_sizes_of_a_group_are_named_on_every_rank(name, value, words, told):
 def _bad_growths(me: Rank) -> None:
     with xd.init() as comm:
         total = comm.core.mem_info()["total_bytes"]
-        for value, kind, words in ((-5, ValueError, "num_bytes: expected 0 to .*, got -5"),
-                                   (4.5, TypeError, "num_bytes: expected a whole .*, got 4.5")):
+        for value, kind, words in (
+            (-5, ValueError, "num_bytes: expected 0 to .*, got -5"),
+            (4.5, TypeError, "num_bytes: expected a whole .*, got 4.5"),
+        ):
             began = time.monotonic()
             bad = me.rank == 1
             with pytest.raises(kind if bad else Mismatch, match=words if bad else "rank 1 failed"):
@@ -394,8 +453,10 @@ def _foreign_dtypes(me: Rank) -> None:
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)
         rows = received.tokens.to(torch.int8) if bad else received.tokens
-        words = ("combine: expert_out: expected a dtype of torch.bfloat16, torch.float16, "
-                 "torch.float32; got torch.int8")
+        words = (
+            "combine: expert_out: expected a dtype of torch.bfloat16, torch.float16, "
+            "torch.float32; got torch.int8"
+        )
         with reported(group, TypeError if bad else Mismatch, words if bad else ""):
             xd.combine(plan, rows, received.weights)
         assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])

@@ -55,8 +55,9 @@ def _quantise(me: Rank, layout: str, name: str) -> None:
         assert int(torch.count_nonzero(wide[rows:])) == 0
 
         # The gradient of a row is a small integer: its source and its place in the row.
-        grads = [np.zeros((batch.routing.total(r), HIDDEN), np.float32)
-                 for r in range(me.num_ranks)]
+        grads = [
+            np.zeros((batch.routing.total(r), HIDDEN), np.float32) for r in range(me.num_ranks)
+        ]
         for rank, grad in enumerate(grads):
             grad[:] = (np.arange(len(grad)) % 5 + rank)[:, None] - 3
         grad = torch.zeros_like(wide)
@@ -68,11 +69,16 @@ def _quantise(me: Rank, layout: str, name: str) -> None:
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize(("layout", "name"), [
-    ("expert_major", "fp8_block128"), ("rank_major", "fp8_block128"),
-    ("expert_major", "fp8_block128_pow2"), ("rank_major", "fp8_block128_e8m0"),
-    ("expert_major", "mxfp8"),
-])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("expert_major", "fp8_block128"),
+        ("rank_major", "fp8_block128"),
+        ("expert_major", "fp8_block128_pow2"),
+        ("rank_major", "fp8_block128_e8m0"),
+        ("expert_major", "mxfp8"),
+    ],
+)
 def test_quantised_rows_and_their_gradient(layout, name):
     run_ranks(4, _quantise, layout, name)
 
@@ -98,10 +104,15 @@ def _given(me: Rank, layout: str) -> None:
         # Weights have a gradient although the rows have none.
         received.weights.sum().backward()
         assert elements.grad is None
-        ones = [np.ones_like(batch.routing.dispatch_weights(r, batch.weights))
-                for r in range(me.num_ranks)]
-        assert_equal("gradient of topk_weights", weights.grad,
-                     batch.routing.dispatch_bwd_weights(me.rank, ones))
+        ones = [
+            np.ones_like(batch.routing.dispatch_weights(r, batch.weights))
+            for r in range(me.num_ranks)
+        ]
+        assert_equal(
+            "gradient of topk_weights",
+            weights.grad,
+            batch.routing.dispatch_bwd_weights(me.rank, ones),
+        )
 
 
 @pytest.mark.representative

@@ -65,18 +65,22 @@ def _block(me: Rank, layout: str):
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)
         if layout == "expert_major":
-            rows = torch.cat([
-                (received.tokens[begin:end] @ experts[first + e]).tanh()
-                for e, (begin, end) in enumerate(zip(plan.offsets.tolist(),
-                                                     plan.offsets.tolist()[1:]))])
+            rows = torch.cat(
+                [
+                    (received.tokens[begin:end] @ experts[first + e]).tanh()
+                    for e, (begin, end) in enumerate(
+                        zip(plan.offsets.tolist(), plan.offsets.tolist()[1:])
+                    )
+                ]
+            )
             out = xd.combine(plan, rows, received.weights)
         else:
-            every = torch.einsum("rh,ehj->rej", received.tokens, experts[first:first + local])
+            every = torch.einsum("rh,ehj->rej", received.tokens, experts[first : first + local])
             mask = received.topk_idx[:, :, None] == torch.arange(local)
             scale = (mask * received.weights[:, :, None]).sum(1)
             out = xd.combine(plan, (every.tanh() * scale[:, :, None]).sum(1))
         _loss(out).backward()
-    return x.grad.cpu(), router.grad.cpu(), experts.grad[first:first + local].cpu()
+    return x.grad.cpu(), router.grad.cpu(), experts.grad[first : first + local].cpu()
 
 
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
@@ -86,8 +90,13 @@ def test_gradients_agree_with_one_process(layout):
 
     def agree(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
         # float32 sums of up to some hundred terms, against float64.
-        torch.testing.assert_close(got.double(), expected.cpu(), rtol=1e-4, atol=1e-4,
-                                   msg=lambda text: f"{name} (seed {SEED}): {text}")
+        torch.testing.assert_close(
+            got.double(),
+            expected.cpu(),
+            rtol=1e-4,
+            atol=1e-4,
+            msg=lambda text: f"{name} (seed {SEED}): {text}",
+        )
 
     for rank, (grad_x, _, _) in enumerate(per_rank):
         agree(f"x of rank {rank}", grad_x, inputs[rank])

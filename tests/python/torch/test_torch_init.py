@@ -30,8 +30,9 @@ def _round_trip(rank: int, comm: xd.Comm, batch: Batch) -> None:
 
 
 def _process_groups(me: Rank, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank,
-                            world_size=me.num_ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank, world_size=me.num_ranks
+    )
     try:
         with xd.init(timeout=timedelta(seconds=30)) as comm:
             assert (comm.rank, comm.num_ranks) == (me.rank, 4)
@@ -85,15 +86,21 @@ sys.stdout.write(f"rank {comm.rank} of {comm.num_ranks} has {out.unique().tolist
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True,
-                          timeout=120)
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_torchrun_starts_it(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = _run("-m", "torch.distributed.run", "--nproc-per-node=2",
-                f"--master-port={launch.free_port()}", str(script))
+    done = _run(
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={launch.free_port()}",
+        str(script),
+    )
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert lines == ["rank 0 of 2 has [2.0]", "rank 1 of 2 has [4.0]"]
@@ -143,18 +150,30 @@ def test_heap_of_no_size_is_told_to_the_others():
     run_ranks(2, _bad_heap)
 
 
-LAUNCHERS = {"Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-             "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "3"},
-             "PMIx": {"PMIX_RANK": "1"},
-             "srun": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
-             "srun's first": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
-             "part of srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8",
-                              "SLURM_PROCID": "0", "SLURM_STEP_ID": "3"}}
-ALONE = {"an allocation's shell": {"SLURM_NTASKS": "2"},
-         "an interactive step": {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1",
-                                 "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
-         "a batch script": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
-         "mpirun -n 1": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}}
+LAUNCHERS = {
+    "Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+    "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "3"},
+    "PMIx": {"PMIX_RANK": "1"},
+    "srun": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    "srun's first": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+    "part of srun": {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_ID": "3",
+    },
+}
+ALONE = {
+    "an allocation's shell": {"SLURM_NTASKS": "2"},
+    "an interactive step": {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_ID": "4294967290",
+    },
+    "a batch script": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+    "mpirun -n 1": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+}
 
 
 def _launched(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
@@ -205,8 +224,9 @@ def test_no_operation_imports_torchs_compiler():
 
 
 def _interrupted_meeting(me: Rank, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank,
-                            world_size=me.num_ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank, world_size=me.num_ranks
+    )
     if me.rank == 0:
         return  # and does not come
     since = time.monotonic()

@@ -27,8 +27,11 @@ def test_prepare(prepared):
     for requires_grad in (False, True):
         order = torch.zeros(1, requires_grad=requires_grad)
         # No two plans are equal, as each says which prepare of its group made it.
-        torch.library.opcheck(OPS.prepare.default, (batch.local(0)[0], order, group.handle, 0),
-                              test_utils=WITHOUT_VALUES)
+        torch.library.opcheck(
+            OPS.prepare.default,
+            (batch.local(0)[0], order, group.handle, 0),
+            test_utils=WITHOUT_VALUES,
+        )
 
 
 def test_local(prepared):
@@ -68,7 +71,8 @@ def test_combine(prepared):
         weights.append(torch.ones(group.rows, requires_grad=True))
     for given in weights:
         torch.library.opcheck(
-            OPS.combine.default, (plan.data, rows, given, plan.order, group.handle, 6))
+            OPS.combine.default, (plan.data, rows, given, plan.order, group.handle, 6)
+        )
 
 
 def test_dispatch_bwd(prepared):
@@ -77,7 +81,8 @@ def test_dispatch_bwd(prepared):
     rows, weights = torch.ones(group.rows, 128), torch.ones(shape)
     for pair in ((rows, weights), (rows, None), (None, weights)):
         torch.library.opcheck(
-            OPS.dispatch_bwd.default, (plan.data, *pair, plan.order, group.handle, 6, 3))
+            OPS.dispatch_bwd.default, (plan.data, *pair, plan.order, group.handle, 6, 3)
+        )
 
 
 def test_combine_bwd(prepared):
@@ -88,5 +93,5 @@ def test_combine_bwd(prepared):
         optional += [(None, weights), (rows, weights)]
     for pair in optional:
         torch.library.opcheck(
-            OPS.combine_bwd.default,
-            (plan.data, grad, *pair, plan.order, group.handle, group.rows))
+            OPS.combine_bwd.default, (plan.data, grad, *pair, plan.order, group.handle, group.rows)
+        )

@@ -30,8 +30,9 @@ def _rows(me: Rank, layout: str, alignment: int) -> None:
         return np.concatenate([values.astype(np.float32), tail])
 
     assert_equal("tokens", received.tokens, padded(routing.dispatch(me.rank, batch.x)))
-    assert_equal("weights", received.weights,
-                 padded(routing.dispatch_weights(me.rank, batch.weights)))
+    assert_equal(
+        "weights", received.weights, padded(routing.dispatch_weights(me.rank, batch.weights))
+    )
     if layout == "rank_major":
         assert_equal("topk_idx", received.topk_idx, padded(routing.recv_topk_idx(me.rank), -1))
     else:
@@ -235,6 +236,7 @@ def test_one_rank_needs_nothing_around_it():
         topk_idx, x, weights, grad_out = batch.local(0)
         out = layer(batch.group().prepare(topk_idx), x, weights)
         out.backward(grad_out)
-        for name, got, expected in zip(("out", "x", "weights"), (out, x.grad, weights.grad),
-                                       batch.expected(0)):
+        for name, got, expected in zip(
+            ("out", "x", "weights"), (out, x.grad, weights.grad), batch.expected(0)
+        ):
             assert_equal(name, got, expected)

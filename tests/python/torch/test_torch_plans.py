@@ -75,20 +75,28 @@ def _own_alignments(me: Rank) -> None:
     batches = [Batch(SEED + 50 + i, ragged(me), alignment=a) for i, a in enumerate((8, 1, 2))]
     with xd.init():
         group = batches[0].group()
-        plans = [group.prepare(batch.local(me.rank)[0], alignment=batch.alignment)
-                 for batch in batches]
+        plans = [
+            group.prepare(batch.local(me.rank)[0], alignment=batch.alignment) for batch in batches
+        ]
         for batch, plan in zip(batches, plans):
             assert plan.offsets.tolist() == batch.routing.offsets(me.rank)
             topk_idx, x, weights, grad_out = batch.local(me.rank)
             out = layer(plan, x, weights)
             out.backward(grad_out)
-            for name, got, want in zip(("out", "gradient of x", "gradient of weights"),
-                                       (out, x.grad, weights.grad), batch.expected(me.rank)):
+            for name, got, want in zip(
+                ("out", "gradient of x", "gradient of weights"),
+                (out, x.grad, weights.grad),
+                batch.expected(me.rank),
+            ):
                 assert_equal(name, got, want)
         ids = batches[0].local(me.rank)[0]
         bad = me.rank == me.num_ranks - 1
-        for wrong, kind in ((0, ValueError), ("8", ValueError), (3, InvalidArgument),
-                            (16, InvalidArgument)):
+        for wrong, kind in (
+            (0, ValueError),
+            ("8", ValueError),
+            (3, InvalidArgument),
+            (16, InvalidArgument),
+        ):
             with reported(group, kind if bad else Mismatch):
                 group.prepare(ids, alignment=wrong if bad else None)
 
@@ -102,8 +110,14 @@ def _collapsed(me: Rank) -> None:
     with xd.init():
         topk_idx, x, weights, grad_out = batch.local(me.rank)
         wide = torch.cat([topk_idx, topk_idx[:, :1]], 1)  # the first choice a second time
-        group = xd.EpGroup(batch.num_experts, batch.hidden, batch.topk + 1, max(batch.tokens),
-                           dtype=torch.float32, duplicate_ids="collapse")
+        group = xd.EpGroup(
+            batch.num_experts,
+            batch.hidden,
+            batch.topk + 1,
+            max(batch.tokens),
+            dtype=torch.float32,
+            duplicate_ids="collapse",
+        )
         twice = torch.cat([weights.detach(), torch.full_like(weights[:, :1], 7)], 1)
         twice.requires_grad_()
         out = layer(group.prepare(wide), x, twice)
@@ -178,8 +192,9 @@ def _interleaved(me: Rank) -> None:
         for i in (1, 2, 0):  # the same on all ranks, any order
             outs[i].backward(locals_[i][3])
         for batch, out, (_, x, weights, _) in zip(batches, outs, locals_):
-            for name, got, expected in zip(("out", "x", "weights"), (out, x.grad, weights.grad),
-                                           batch.expected(me.rank)):
+            for name, got, expected in zip(
+                ("out", "x", "weights"), (out, x.grad, weights.grad), batch.expected(me.rank)
+            ):
                 assert_equal(name, got, expected)
 
 
@@ -199,8 +214,9 @@ def _chained(me: Rank) -> None:
             later = layer(second, *locals_[1][1:3])
             # The first plan's operations are behind the second's in the backward pass: they add
             # nothing, and run.
-            (reached,) = torch.autograd.grad(later, locals_[0][1], locals_[1][3],
-                                             allow_unused=True, retain_graph=True)
+            (reached,) = torch.autograd.grad(
+                later, locals_[0][1], locals_[1][3], allow_unused=True, retain_graph=True
+            )
             if connected:
                 assert_equal("gradient that is none", reached, np.zeros(reached.shape, np.float32))
             else:

@@ -37,9 +37,21 @@ def test_memory_is_reused_when_a_tensor_dies(comm):
     assert again.data_ptr() == address
 
 
-@pytest.mark.parametrize("dtype", [
-    torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8,
-    torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.int8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+    ids=str,
+)
 def test_every_dtype(comm, dtype):
     tensor = comm.empty_symmetric((3, 16), dtype)
     assert tensor.dtype == dtype and tensor.shape == (3, 16) and comm.pool.owns(tensor)
@@ -152,8 +164,9 @@ def _staged(me: Rank, layout: str) -> None:
             del received
             out = layer(plan, x, weights)
             out.backward(grad_out)
-            for name, got, expected in zip(("out", "x", "weights"), (out, x.grad, weights.grad),
-                                           batch.expected(me.rank)):
+            for name, got, expected in zip(
+                ("out", "x", "weights"), (out, x.grad, weights.grad), batch.expected(me.rank)
+            ):
                 assert_equal(f"{name} with {symmetric_tensors}", got, expected)
             assert comm.core.mem_info()["total_bytes"] == total
 
@@ -198,15 +211,20 @@ def _tail(me: Rank) -> None:
         rows.register_hook(seen.append)
         xd.combine(plan, rows, received.weights).backward(grad_out)
         assert comm.pool.owns(seen[0])
-        for name, tensor in (("rows", rows), ("gradient of rows", seen[0]), ("x", x.grad),
-                             ("weights", weights.grad), ("matrix", matrix.grad)):
+        for name, tensor in (
+            ("rows", rows),
+            ("gradient of rows", seen[0]),
+            ("x", x.grad),
+            ("weights", weights.grad),
+            ("matrix", matrix.grad),
+        ):
             assert bool(torch.isfinite(tensor).all()), f"{name} is not finite"
-        assert int(torch.count_nonzero(seen[0][int(plan.total):])) == 0
+        assert int(torch.count_nonzero(seen[0][int(plan.total) :])) == 0
         # Without zero_tail the same memory shows through: the test would notice.
         bare = batch.group(zero_tail=False, symmetric_tensors=12)
         comm.empty_symmetric((bare.rows, 32), torch.float32).fill_(torch.nan)
         tokens = xd.dispatch(bare.prepare(topk_idx), x.detach()).tokens
-        assert bool(tokens[batch.routing.total(me.rank):].isnan().all())
+        assert bool(tokens[batch.routing.total(me.rank) :].isnan().all())
 
 
 def test_poisoned_memory_reaches_no_gradient():

@@ -61,14 +61,18 @@ class Model(nn.Module):
 
 def make_model(comm: xd.Comm, **options: Any) -> Model:
     options = {"aux_loss_weight": 0.0, "dtype": torch.float32} | options
-    return Model(lambda: xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm,
-                                     max_tokens_per_rank=TOKENS, **options))
+    return Model(
+        lambda: xd.MoELayer(
+            HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS, **options
+        )
+    )
 
 
 def make_plain() -> Model:
     def experts() -> nn.Module:
         with DRAWN:
             return PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.0)
+
     return Model(experts)
 
 
@@ -107,8 +111,9 @@ def in_distributed() -> Iterator[None]:
 def two_by_two(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
     """A mesh of a data axis and an expert axis of all ranks, and the latter's communicator."""
     with in_distributed():
-        mesh = init_device_mesh(where().type, (me.num_ranks // 2, 2),
-                                mesh_dim_names=("data", "expert"))
+        mesh = init_device_mesh(
+            where().type, (me.num_ranks // 2, 2), mesh_dim_names=("data", "expert")
+        )
         with xd.init(mesh["expert"], device=where()) as comm:
             yield mesh, comm
 
@@ -384,8 +389,9 @@ def check_loading(me: Rank, folder: pathlib.Path, how: str) -> None:
                 parameter.fill_(torch.nan)
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
         dcp.load(states, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=states["model"],
-                       optim_state_dict=states["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+        )
         expected = torch.arange(EXPERTS, dtype=torch.float32)
         for parameter in model.experts.expert_parameters():
             values = whole(parameter.detach())
@@ -397,8 +403,10 @@ def check_loading(me: Rank, folder: pathlib.Path, how: str) -> None:
             assert torch.equal(got, make_plain().get_parameter(name).detach()), name
 
 
-@pytest.mark.parametrize("saved, loaded, ranks", [
-    ("plain", "plain", 4), ("plain", "plain", 2), ("fsdp", "plain", 1), ("plain", "fsdp", 4)])
+@pytest.mark.parametrize(
+    "saved, loaded, ranks",
+    [("plain", "plain", 4), ("plain", "plain", 2), ("fsdp", "plain", 1), ("plain", "fsdp", 4)],
+)
 def test_torchs_checkpoints_keep_every_expert(
     saved: str, loaded: str, ranks: int, tmp_path: pathlib.Path
 ) -> None:
@@ -410,8 +418,10 @@ def check_state_dicts(me: Rank, folder: pathlib.Path) -> None:
     with two_by_two(me) as (mesh, comm):
         model = make_model(comm)
         expected = [whole(p.detach()).clone() for p in model.parameters()]
-        share = {name: (value.to_local() if hasattr(value, "to_local") else value).clone()
-                 for name, value in model.state_dict().items()}
+        share = {
+            name: (value.to_local() if hasattr(value, "to_local") else value).clone()
+            for name, value in model.state_dict().items()
+        }
         full = {name: whole(value).clone() for name, value in model.state_dict().items()}
         # As each rank saves it for itself, as plain tensors of this rank, and of all ranks.
         torch.save(model.state_dict(), folder / f"{me.rank}.pt")

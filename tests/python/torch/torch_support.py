@@ -38,8 +38,9 @@ def settle(group: xd.EpGroup) -> None:
 
 
 @contextmanager
-def reported(group: xd.EpGroup, kind: type[Exception],
-             match: str = "") -> Iterator[pytest.ExceptionInfo]:
+def reported(
+    group: xd.EpGroup, kind: type[Exception], match: str = ""
+) -> Iterator[pytest.ExceptionInfo]:
     """Expects an operation to fail: in its call, or on a GPU also after it."""
     with pytest.raises(kind, match=match) as raised:
         yield raised
@@ -56,16 +57,18 @@ def integers(seed: int, *shape: int) -> np.ndarray:
 class Batch:
     """One batch of all ranks, which each rank computes from the seed alone."""
 
-    def __init__(self, seed: int, case: tuple, layout: str = "expert_major",
-                 alignment: int = 1) -> None:
+    def __init__(
+        self, seed: int, case: tuple, layout: str = "expert_major", alignment: int = 1
+    ) -> None:
         self.tokens, self.num_experts, self.topk, self.hidden = case
         self.layout, self.alignment = layout, alignment
         self.topk_idx = [self._ids(seed + r, t) for r, t in enumerate(self.tokens)]
         self.routing = Routing(self.topk_idx, self.num_experts, layout, alignment)
         self.x = [integers(seed + 1000 + r, t, self.hidden) for r, t in enumerate(self.tokens)]
         self.weights = [integers(seed + 2000 + r, t, self.topk) for r, t in enumerate(self.tokens)]
-        self.grad_out = [integers(seed + 3000 + r, t, self.hidden)
-                         for r, t in enumerate(self.tokens)]
+        self.grad_out = [
+            integers(seed + 3000 + r, t, self.hidden) for r, t in enumerate(self.tokens)
+        ]
 
     def _ids(self, seed: int, tokens: int) -> np.ndarray:
         """[T, K] different experts, about one choice in six missing."""
@@ -76,11 +79,23 @@ class Batch:
         return ids
 
     def group(self, dtype: torch.dtype = torch.float32, **options) -> xd.EpGroup:
-        return xd.EpGroup(self.num_experts, self.hidden, self.topk, max(self.tokens),
-                          layout=self.layout, alignment=self.alignment, dtype=dtype, **options)
+        return xd.EpGroup(
+            self.num_experts,
+            self.hidden,
+            self.topk,
+            max(self.tokens),
+            layout=self.layout,
+            alignment=self.alignment,
+            dtype=dtype,
+            **options,
+        )
 
-    def local(self, rank: int, dtype: torch.dtype = torch.float32,
-              device: torch.device | str | None = None):
+    def local(
+        self,
+        rank: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
         """topk_idx, x, topk_weights, grad_out of a rank; x and topk_weights require grad."""
         device = device or where()
         return (
@@ -131,7 +146,8 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
         at = tuple(wrong[0])
         raise AssertionError(
             f"{name}: {len(wrong)} of {got.size} elements differ, first at {at}: "
-            f"expected {expected[at]}, got {got[at]}")
+            f"expected {expected[at]}, got {got[at]}"
+        )
 
 
 def poison(comm: xd.Comm) -> None:

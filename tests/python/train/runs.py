@@ -22,8 +22,20 @@ TEXT = pathlib.Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
 def small(folder: pathlib.Path, **changes: Any) -> Settings:
     """A model and batches so small that a step takes milliseconds."""
     settings = Settings(
-        folder=folder, steps=6, sequences=4, context=16, hidden=32, heads=2, layers=2, ffn=16,
-        experts=8, topk=2, warmup=2, text=TEXT, device="cpu", sample_bytes=0,
+        folder=folder,
+        steps=6,
+        sequences=4,
+        context=16,
+        hidden=32,
+        heads=2,
+        layers=2,
+        ffn=16,
+        experts=8,
+        topk=2,
+        warmup=2,
+        text=TEXT,
+        device="cpu",
+        sample_bytes=0,
     )
     return dataclasses.replace(settings, **changes)
 
@@ -49,8 +61,10 @@ def run(me: Rank, settings: Settings) -> Outcome:
             trainer.run()
             parameters = trainer.model.named_parameters()
             return Outcome(
-                {name: xd.local_tensor(value).detach().cpu().numpy().copy()
-                 for name, value in parameters},
+                {
+                    name: xd.local_tensor(value).detach().cpu().numpy().copy()
+                    for name, value in parameters
+                },
                 trainer.held_out_loss(),
                 trainer.sample() if settings.sample_bytes else b"",
             )

@@ -75,11 +75,19 @@ def change_gradient(folder: pathlib.Path) -> None:
     torch.save(gradients, path)
 
 
-@pytest.mark.parametrize("change, check", [
-    (None, None), (change_gradient, 0), (change_loss, 1), (change_choices, 1),
-])
+@pytest.mark.parametrize(
+    "change, check",
+    [
+        (None, None),
+        (change_gradient, 0),
+        (change_loss, 1),
+        (change_choices, 1),
+    ],
+)
 def test_a_disagreement_is_found(
-    change: Callable[[pathlib.Path], None] | None, check: int | None, plain: pathlib.Path,
+    change: Callable[[pathlib.Path], None] | None,
+    check: int | None,
+    plain: pathlib.Path,
     tmp_path: pathlib.Path,
 ) -> None:
     for file in plain.iterdir():
@@ -91,12 +99,29 @@ def test_a_disagreement_is_found(
 
 def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, PROGRAM, *arguments]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True,
-                          timeout=240)
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=240
+    )
 
 
-TINY = ("--text", TEXT, "--device", "cpu", "--sequences", 4, "--context", 16, "--hidden", 32,
-        "--layers", 1, "--ffn", 16, "--sample-bytes", 8)
+TINY = (
+    "--text",
+    TEXT,
+    "--device",
+    "cpu",
+    "--sequences",
+    4,
+    "--context",
+    16,
+    "--hidden",
+    32,
+    "--layers",
+    1,
+    "--ffn",
+    16,
+    "--sample-bytes",
+    8,
+)
 
 
 def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
@@ -112,30 +137,50 @@ def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("gpus, ranks, expected, words", [
-    (0, 4, (4, "cpu"), ""), (1, 4, (4, "cpu"), "On the CPU: 4 ranks take a GPU each, and this "
-                                               "machine has 1.\n"),
-    (1, 1, (1, "cuda"), ""), (2, 4, (2, "cuda"), ""), (4, 4, (4, "cuda"), ""),
-])
+@pytest.mark.parametrize(
+    "gpus, ranks, expected, words",
+    [
+        (0, 4, (4, "cpu"), ""),
+        (1, 4, (4, "cpu"), "On the CPU: 4 ranks take a GPU each, and this machine has 1.\n"),
+        (1, 1, (1, "cuda"), ""),
+        (2, 4, (2, "cuda"), ""),
+        (4, 4, (4, "cuda"), ""),
+    ],
+)
 def test_demo_says_when_it_leaves_a_gpu_alone(
-    gpus: int, ranks: int, expected: tuple[int, str], words: str, tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    ranks: int,
+    expected: tuple[int, str],
+    words: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "num_gpus", lambda: gpus)
     assert comparison._demo_ranks(small(tmp_path, device="auto"), ranks) == expected
     assert capsys.readouterr().out == words
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (("--ranks", 3), "--sequences 16: expected a multiple of 3, the ranks"),
-    (("--ranks", 4, "--experts", 6), "--experts 6: expected a multiple of 4, the ranks"),
-    (("--plain",), "--plain: expected --ranks 1"),
-    (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
-    (("--heads", 0), "--heads 0: expected at least 1"),
-    (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
-    (("--folder", "/proc/nope"), "--folder: /proc/nope: expected a folder to write to: No such"),
-    (("--folder", __file__), f"--folder: {__file__}: expected a folder to write to: File exists"),
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("--ranks", 3), "--sequences 16: expected a multiple of 3, the ranks"),
+        (("--ranks", 4, "--experts", 6), "--experts 6: expected a multiple of 4, the ranks"),
+        (("--plain",), "--plain: expected --ranks 1"),
+        (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
+        (("--heads", 0), "--heads 0: expected at least 1"),
+        (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
+        (
+            ("--folder", "/proc/nope"),
+            "--folder: /proc/nope: expected a folder to write to: No such",
+        ),
+        (
+            ("--folder", __file__),
+            f"--folder: {__file__}: expected a folder to write to: File exists",
+        ),
+    ],
+    ids=str,
+)
 def test_a_users_mistake_is_named(
     arguments: tuple[Any, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

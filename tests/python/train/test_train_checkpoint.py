@@ -27,7 +27,8 @@ def gathered(outcomes: list[Outcome]) -> dict[str, np.ndarray]:
     """All parameters, with experts put together from all ranks."""
     return {
         name: np.concatenate([outcome.parameters[name] for outcome in outcomes])
-        if "experts_" in name else value
+        if "experts_" in name
+        else value
         for name, value in outcomes[0].parameters.items()
     }
 
@@ -76,7 +77,8 @@ def test_checkpoint_of_1_rank_goes_on_on_4(whole, tmp_path: pathlib.Path) -> Non
     resumed(4, tmp_path / "four", tmp_path / "one")
     wanted = [record["loss"] for record in read_log(folder)][SAVED_AT:]
     np.testing.assert_allclose(
-        [record["loss"] for record in read_log(tmp_path / "four")], wanted, rtol=1e-5)
+        [record["loss"] for record in read_log(tmp_path / "four")], wanted, rtol=1e-5
+    )
 
 
 # ---- The checkpoint itself -----------------------------------------------------------------------
@@ -90,7 +92,8 @@ class Model(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
         self.layer = xd.MoELayer(
-            16, 8, num_experts, 2, comm=comm, max_tokens_per_rank=4, dtype=torch.float32)
+            16, 8, num_experts, 2, comm=comm, max_tokens_per_rank=4, dtype=torch.float32
+        )
 
 
 def in_distributed(me: Rank, check, *args) -> None:
@@ -115,8 +118,9 @@ def save_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path, **options) -> Non
             xd.local_tensor(model.layer.experts_out)[local] = 10 + number
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
-    xd.save_checkpoint(path, model, optimizer, extra={"step": 5, "random": torch.arange(3)},
-                       **options)
+    xd.save_checkpoint(
+        path, model, optimizer, extra={"step": 5, "random": torch.arange(3)}, **options
+    )
 
 
 def load_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
@@ -169,8 +173,12 @@ def test_what_does_not_fit_is_named_and_nothing_overwritten(tmp_path: pathlib.Pa
 def refuse_damaged_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     model = Model(comm)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for file, damage in (("common.pt", b"\x01\x02" * 50), ("common.pt", b""),
-                         ("experts-0-4.pt", b"PK\x03\x04 cut off"), ("common.pt", None)):
+    for file, damage in (
+        ("common.pt", b"\x01\x02" * 50),
+        ("common.pt", b""),
+        ("experts-0-4.pt", b"PK\x03\x04 cut off"),
+        ("common.pt", None),
+    ):
         whole = (path / file).read_bytes()
         if damage is None:
             torch.save([1, 2, 3], path / file)
@@ -211,8 +219,10 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_checkpoint(
 def miss_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     """One rank's host shows it nothing of what others have written, as network file systems do."""
     if me.rank == 1:
-        with (mock.patch.object(pathlib.Path, "iterdir", lambda self: iter(())),
-              mock.patch.object(pathlib.Path, "exists", lambda self: False)):
+        with (
+            mock.patch.object(pathlib.Path, "iterdir", lambda self: iter(())),
+            mock.patch.object(pathlib.Path, "exists", lambda self: False),
+        ):
             save_numbered(me, comm, path)
     else:
         save_numbered(me, comm, path)
@@ -256,8 +266,11 @@ def save_on_a_mesh(me: Rank, path: pathlib.Path) -> None:
         with xd.init(mesh["expert"], device="cpu") as comm:
             save_numbered(me, comm, path / "together", replicas=mesh["data"])
             assert (path / "together" / "common.pt").exists()
-            with pytest.raises((FileExistsError, RuntimeError), match="expected a new folder|the "
-                               "replica that writes could not: path: expected a new folder"):
+            with pytest.raises(
+                (FileExistsError, RuntimeError),
+                match="expected a new folder|the "
+                "replica that writes could not: path: expected a new folder",
+            ):
                 save_numbered(me, comm, path / "together", replicas=mesh["data"])
             dist.barrier()
             try:

@@ -18,8 +18,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 def run(*command: str | pathlib.Path) -> str:
     """Runs the command, in an environment without the build's package, and returns its output."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([str(word) for word in command], env=environment, text=True, cwd="/",
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=480)
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=environment,
+        text=True,
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=480,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}"
     return done.stdout
 
@@ -27,8 +34,19 @@ def run(*command: str | pathlib.Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", ROOT, "--no-build-isolation", "--no-deps",
-        "--wheel-dir", folder, "-C", "cmake.define.CROSSDOCK_CUDA=OFF")
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        ROOT,
+        "--no-build-isolation",
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        "-C",
+        "cmake.define.CROSSDOCK_CUDA=OFF",
+    )
     (built,) = folder.glob("*.whl")
     return built
 
@@ -47,8 +65,11 @@ def test_wheel_has_all_that_the_package_is_made_of(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     package = ROOT / "python"
-    sources = {str(path.relative_to(package)) for path in (package / "crossdock").rglob("*")
-               if path.is_file() and "__pycache__" not in path.parts}
+    sources = {
+        str(path.relative_to(package))
+        for path in (package / "crossdock").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert sources - names == set()
     assert "crossdock/libcrossdock.so.0" in names
     assert "crossdock/examples/torch/train_moe_lm.py" in names  # for `crossdock demo`

@@ -11,8 +11,9 @@ from crossdock import launch
 
 
 def rank_main(rank: int, unique_id: bytes) -> None:
-    config = crossdock.EpConfig(num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8,
-                                dtype="float32")
+    config = crossdock.EpConfig(
+        num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32"
+    )
     with crossdock.Comm(unique_id, rank=rank, num_ranks=2, heap_bytes=1 << 20) as comm:
         with crossdock.EpGroup(comm, config) as group:
             plan = group.prepare(np.array([[0], [1], [1], [-1]]))

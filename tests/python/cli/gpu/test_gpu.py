@@ -16,8 +16,9 @@ COMMAND = [sys.executable, "-m", "crossdock.cli"]
 
 def run(*arguments: str) -> str:
     """Runs the command and returns its output."""
-    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=200,
-                           check=False)
+    ended = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -31,8 +32,20 @@ def test_doctor_lets_gpus_exchange_tokens():
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
 def test_bench_measures_on_all_gpus(tmp_path: pathlib.Path, layout: str):
     path = tmp_path / "ep.json"
-    text = run("bench", "ep", "--device", "cuda", "--layout", layout, "--tokens", "512", "--iters",
-               "10", "--json", str(path))
+    text = run(
+        "bench",
+        "ep",
+        "--device",
+        "cuda",
+        "--layout",
+        layout,
+        "--tokens",
+        "512",
+        "--iters",
+        "10",
+        "--json",
+        str(path),
+    )
     report = json.loads(path.read_text())
     assert "GPU" in report["versions"]
     for row in report["rows"]:

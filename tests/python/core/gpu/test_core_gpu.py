@@ -13,8 +13,9 @@ pytestmark = pytest.mark.gpu
 
 def test_communicator_on_a_gpu_refuses_numpy_arrays() -> None:
     assert crossdock.feature_reason("cuda") == "available"
-    with crossdock.Comm(crossdock.unique_id(), rank=0, num_ranks=1, device="cuda:0",
-                        heap_bytes=1 << 21) as comm:
+    with crossdock.Comm(
+        crossdock.unique_id(), rank=0, num_ranks=1, device="cuda:0", heap_bytes=1 << 21
+    ) as comm:
         assert comm.device == "cuda:0"
         assert comm.memory().largest_free_bytes == 1 << 21
         comm.grow(1 << 21)

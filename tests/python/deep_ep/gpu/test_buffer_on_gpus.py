@@ -19,8 +19,16 @@ from support import run_ranks
 pytestmark = pytest.mark.gpu
 
 SEED = 50
-MODES = ["everything", "by_rank_alone", "worst_case", "fp8_pairs", "plain_bytes", "repeated_ids",
-         "slices", "outgrown"]
+MODES = [
+    "everything",
+    "by_rank_alone",
+    "worst_case",
+    "fp8_pairs",
+    "plain_bytes",
+    "repeated_ids",
+    "slices",
+    "outgrown",
+]
 ASYNC = {"previous": True, "async_finish": True}
 SLEEP_CYCLES = 1_000_000_000  # about half a second
 
@@ -45,10 +53,17 @@ def run_mode(me: Any, name: str, streams: dict[str, bool]) -> None:
         getattr(cases, name)(buffer, SEED, **streams)
 
 
-@pytest.mark.parametrize("streams", [
-    {}, {"async_finish": True}, {"previous": True}, ASYNC,
-    {**ASYNC, "allocate_on_comm_stream": True},
-], ids=lambda streams: "+".join(streams) or "waiting")
+@pytest.mark.parametrize(
+    "streams",
+    [
+        {},
+        {"async_finish": True},
+        {"previous": True},
+        ASYNC,
+        {**ASYNC, "allocate_on_comm_stream": True},
+    ],
+    ids=lambda streams: "+".join(streams) or "waiting",
+)
 @pytest.mark.parametrize("name", MODES)
 def test_mode_equals_reference(name: str, streams: dict[str, bool]) -> None:
     print(f"seed {SEED}")
@@ -69,10 +84,12 @@ def run_beside_work(me: Any) -> None:
         before, busy = buffer.capture(), torch.cuda.Event()
         torch.cuda._sleep(SLEEP_CYCLES)
         busy.record()
-        x, *_, event = buffer.dispatch(caller.x, handle, previous_event=before, async_finish=True,
-                                       allocate_on_comm_stream=True)
-        combined, _, done = buffer.combine(x, handle, previous_event=event, async_finish=True,
-                                           allocate_on_comm_stream=True)
+        x, *_, event = buffer.dispatch(
+            caller.x, handle, previous_event=before, async_finish=True, allocate_on_comm_stream=True
+        )
+        combined, _, done = buffer.combine(
+            x, handle, previous_event=event, async_finish=True, allocate_on_comm_stream=True
+        )
         done.event.event.synchronize()
         assert not busy.query(), "the operations waited for the caller's stream"
         with done:
@@ -99,13 +116,15 @@ def drop_at_once(me: Any) -> None:
         wrong = torch.zeros(2, dtype=torch.int64, device=caller.device)
         for number in range(rounds):
             scale = 2.0**number  # exact
-            rows, *_, event = buffer.dispatch(caller.x * scale, handle, async_finish=True,
-                                              previous_event=buffer.capture())
+            rows, *_, event = buffer.dispatch(
+                caller.x * scale, handle, async_finish=True, previous_event=buffer.capture()
+            )
             event.current_stream_wait()
             wrong[0] += (rows != received * scale).sum()
             rows = rows * 2  # in ordinary memory
-            out, _, event = buffer.combine(rows, handle, async_finish=True,
-                                           previous_event=buffer.capture())
+            out, _, event = buffer.combine(
+                rows, handle, async_finish=True, previous_event=buffer.capture()
+            )
             del rows
             torch.full((4000, 2048), float("nan"), dtype=torch.bfloat16, device=caller.device)
             event.current_stream_wait()
@@ -121,19 +140,27 @@ def test_memory_of_dropped_tensors_is_not_reused_too_soon() -> None:
 
 def capture_graph(me: Any) -> None:
     with on_gpu(me) as buffer:
-        batches = [make_batch(SEED + n, me.num_ranks, tokens=[17 - r for r in range(me.num_ranks)])
-                   for n in range(3)]
+        batches = [
+            make_batch(SEED + n, me.num_ranks, tokens=[17 - r for r in range(me.num_ranks)])
+            for n in range(3)
+        ]
         callers = [cases.Caller(buffer, batch) for batch in batches]
         x, idx = callers[0].x.clone(), callers[0].topk_idx.clone()
         weights = callers[0].topk_weights.clone()
 
         def step() -> torch.Tensor:
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-                idx, batches[0].num_experts)
+                idx, batches[0].num_experts
+            )
             rows, *_, handle, _ = buffer.dispatch(
-                x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                is_token_in_rank=in_rank, topk_idx=idx, topk_weights=weights,
-                num_worst_tokens=17 * me.num_ranks)
+                x,
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_expert=per_expert,
+                is_token_in_rank=in_rank,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_worst_tokens=17 * me.num_ranks,
+            )
             return buffer.combine(rows, handle)[0]
 
         step()  # sizes are known from here on
@@ -172,8 +199,9 @@ def err_on_device(me: Any) -> None:
         bias = torch.zeros_like(caller.x)
 
         def bad_ids_unseen() -> None:
-            buffer.dispatch(caller.x, **layout, **(bad_ids if first else topk),
-                            num_worst_tokens=worst)
+            buffer.dispatch(
+                caller.x, **layout, **(bad_ids if first else topk), num_worst_tokens=worst
+            )
 
         def in_cached() -> None:
             x = caller.x[1:] if first else caller.x

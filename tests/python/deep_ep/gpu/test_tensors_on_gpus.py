@@ -29,8 +29,9 @@ def on_gpu(me: Any) -> Any:
 
 
 def large_batch(me: Any) -> Any:
-    return make_batch(SEED, me.num_ranks, tokens=[500 - 3 * rank for rank in range(me.num_ranks)],
-                      hidden=2048)
+    return make_batch(
+        SEED, me.num_ranks, tokens=[500 - 3 * rank for rank in range(me.num_ranks)], hidden=2048
+    )
 
 
 def lie_in_symmetric_memory(me: Any) -> None:
@@ -86,8 +87,11 @@ def use_on_side_stream(me: Any, streams: dict[str, bool]) -> None:
         assert wrong == [0] * len(copies)
 
 
-@pytest.mark.parametrize("streams", [{}, ASYNC, {**ASYNC, "allocate_on_comm_stream": True}],
-                         ids=lambda streams: "+".join(streams) or "waiting")
+@pytest.mark.parametrize(
+    "streams",
+    [{}, ASYNC, {**ASYNC, "allocate_on_comm_stream": True}],
+    ids=lambda streams: "+".join(streams) or "waiting",
+)
 def test_record_stream_keeps_memory_for_another_stream(streams: dict[str, bool]) -> None:
     print(f"seed {SEED}")
     run_ranks(RANKS, use_on_side_stream, streams, timeout=180)

@@ -13,13 +13,29 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[4] / "examples/python"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("program, said", [
-    ("torch_graph.py", "replays agree"), ("torch_round_trip.py", "sums as expected"),
-    ("torch_compile.py", "gradients agree")])
+@pytest.mark.parametrize(
+    "program, said",
+    [
+        ("torch_graph.py", "replays agree"),
+        ("torch_round_trip.py", "sums as expected"),
+        ("torch_compile.py", "gradients agree"),
+    ],
+)
 def test_example(program: str, said: str):
     ranks = torch.cuda.device_count()
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-         str(EXAMPLES / program)], capture_output=True, text=True, timeout=300, check=False)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            str(EXAMPLES / program),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(said) == ranks

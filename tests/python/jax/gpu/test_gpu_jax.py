@@ -37,8 +37,9 @@ if gpus() > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(os.environ["XD_JAX_GPUS"]))))
     os.environ["JAX_PLATFORMS"] = "cuda"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.1"
-    os.environ["XLA_FLAGS"] = ("--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL "
-                               "--xla_gpu_graph_min_graph_size=1")
+    os.environ["XLA_FLAGS"] = (
+        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
+    )
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 pytest.importorskip("crossdock.jax", exc_type=ImportError)
@@ -140,24 +141,39 @@ def elsewhere(world: World, test: Callable[..., None], *args: Any) -> None:
         test(*args)
 
 
-@pytest.mark.parametrize("mesh, spelling, layout", [
-    (0, "automatic", "expert_major"), (1, "shard_map", "expert_major"),
-    (1, "automatic", "rank_major")])
+@pytest.mark.parametrize(
+    "mesh, spelling, layout",
+    [
+        (0, "automatic", "expert_major"),
+        (1, "shard_map", "expert_major"),
+        (1, "automatic", "rank_major"),
+    ],
+)
 def test_no_collective_but_ours_forward_and_backward(mesh, spelling, layout):
-    run("devices", elsewhere, hlo.test_no_collective_but_ours_forward_and_backward,
-        hlo.MESHES[mesh], spelling, layout)
+    run(
+        "devices",
+        elsewhere,
+        hlo.test_no_collective_but_ours_forward_and_backward,
+        hlo.MESHES[mesh],
+        spelling,
+        layout,
+    )
 
 
-@pytest.mark.parametrize("test", [
-    hlo.test_collectives_would_be_found,
-    hlo.test_order_of_two_independent_branches_is_in_the_program,
-    life.test_operations_outside_of_jit_keep_nothing,
-    life.test_what_is_closed_cannot_be_compiled,
-    life.test_another_mesh_takes_over,
-    moe.test_layer_inside_shard_map_is_the_layer_on_global_arrays,
-    moe.test_layers_in_scan_with_remat_have_the_gradients_of_one_device,
-    moe.test_bfloat16_layer_is_near_float32,
-], ids=lambda test: test.__name__.removeprefix("test_"))
+@pytest.mark.parametrize(
+    "test",
+    [
+        hlo.test_collectives_would_be_found,
+        hlo.test_order_of_two_independent_branches_is_in_the_program,
+        life.test_operations_outside_of_jit_keep_nothing,
+        life.test_what_is_closed_cannot_be_compiled,
+        life.test_another_mesh_takes_over,
+        moe.test_layer_inside_shard_map_is_the_layer_on_global_arrays,
+        moe.test_layers_in_scan_with_remat_have_the_gradients_of_one_device,
+        moe.test_bfloat16_layer_is_near_float32,
+    ],
+    ids=lambda test: test.__name__.removeprefix("test_"),
+)
 def test_as_on_the_cpu(test):
     run("devices", elsewhere, test)
 
@@ -177,8 +193,13 @@ def test_a_process_ends_with_everything_alive():
 
 
 def test_layer_and_all_gradients_are_those_of_one_device():
-    run("devices", elsewhere, moe.test_layer_and_all_gradients_are_those_of_one_device,
-        moe.MESHES[1], (4, 7))
+    run(
+        "devices",
+        elsewhere,
+        moe.test_layer_and_all_gradients_are_those_of_one_device,
+        moe.MESHES[1],
+        (4, 7),
+    )
 
 
 def test_layers_side_by_side_are_chained():
@@ -204,11 +225,29 @@ def test_layouts():
 
 @pytest.mark.parametrize("where", [[], ["--processes"]], ids=["devices", "processes"])
 def test_training_agrees_with_one_device(where, tmp_path):
-    command = [str(train.EXAMPLES / "train_moe.py"), "--check", "--device", "gpu", "--data", "1",
-               "--experts-axis", str(RANKS), *train.SMALL, *where, "--folder", str(tmp_path)]
+    command = [
+        str(train.EXAMPLES / "train_moe.py"),
+        "--check",
+        "--device",
+        "gpu",
+        "--data",
+        "1",
+        "--experts-axis",
+        str(RANKS),
+        *train.SMALL,
+        *where,
+        "--folder",
+        str(tmp_path),
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240,
-                           check=False, env=environment)
+    ended = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
+    )
     text = ended.stdout + ended.stderr
     assert ended.returncode == 0 and " agrees" in text and "DISAGREES" not in text, text
 
@@ -236,8 +275,10 @@ def round_trips(world: World, batches: int, runs: int, config: xd.EpConfig = CON
         ids = routing(seed, 64, 8, 2, "uniform")
         x, weights = whole(rng, 64, 128), whole(rng, 64, 2)
         inputs = world.put(ids), world.put(x), world.put(weights)
-        expected = [2 * x[rank] * factors(ids[rank], weights[rank]).astype(np.float32)
-                    for rank in range(RANKS)]
+        expected = [
+            2 * x[rank] * factors(ids[rank], weights[rank]).astype(np.float32)
+            for rank in range(RANKS)
+        ]
         for _ in range(runs):
             equal(world.parts(function(*inputs)), lambda rank: expected[rank])
     world.ep.check()

@@ -37,9 +37,17 @@ pytestmark = pytest.mark.gpu
 
 # Compilers last, and inductor at the end: they take longest.
 MODULES = {
-    "ops": ops, "gradients": gradients, "plans": plans, "fp8": fp8, "pool": pool,
-    "errors": errors, "opcheck": opcheck, "moe_grouped": moe_grouped, "moe_layer": moe_layer,
-    "tools": tools, "compile": compiled,
+    "ops": ops,
+    "gradients": gradients,
+    "plans": plans,
+    "fp8": fp8,
+    "pool": pool,
+    "errors": errors,
+    "opcheck": opcheck,
+    "moe_grouped": moe_grouped,
+    "moe_layer": moe_layer,
+    "tools": tools,
+    "compile": compiled,
 }
 
 LEFT_OUT = {
@@ -56,7 +64,8 @@ LEFT_OUT = {
 
 # Those of any number of ranks but one.
 ABOUT_PEERS = (
-    errors._configs, moe_layer.check_average,
+    errors._configs,
+    moe_layer.check_average,
     *(case for name, case in vars(tools).items() if name.startswith("check_")),
 )
 
@@ -102,9 +111,11 @@ def test_a_mistake_inside_compiled_code_is_named() -> None:
     run_on_gpus(1, compiled._mistake_inside)
 
 
-globals().update({
-    name.replace("test_", f"test_{subject}_", 1): test
-    for subject, module in MODULES.items()
-    for name, test in vars(module).items()
-    if name.startswith("test_") and test not in LEFT_OUT
-})
+globals().update(
+    {
+        name.replace("test_", f"test_{subject}_", 1): test
+        for subject, module in MODULES.items()
+        for name, test in vars(module).items()
+        if name.startswith("test_") and test not in LEFT_OUT
+    }
+)

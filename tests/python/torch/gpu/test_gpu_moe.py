@@ -83,19 +83,26 @@ def check_layer(me: Rank) -> None:
     """float32 against one process; the bfloat16 layer, eager against graphs."""
     with joined(me) as comm:
         torch.manual_seed(5)
-        layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS,
-                            dtype=torch.float32)
+        layer = xd.MoELayer(
+            HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS, dtype=torch.float32
+        )
         torch.manual_seed(5)
         plain = PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.01).cuda()
-        x = torch.randn(me.num_ranks, TOKENS, HIDDEN, device="cuda",
-                        generator=torch.Generator("cuda").manual_seed(6))
+        x = torch.randn(
+            me.num_ranks,
+            TOKENS,
+            HIDDEN,
+            device="cuda",
+            generator=torch.Generator("cuda").manual_seed(6),
+        )
         expected, _, load = plain(x)
         expected.square().sum().backward()
         output = layer(x[me.rank])
         output.hidden.square().sum().backward()
         here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
         for got, wanted in (
-            (output.hidden, expected[me.rank]), (output.load, load),
+            (output.hidden, expected[me.rank]),
+            (output.load, load),
             (xd.local_tensor(layer.experts_in.grad), plain.experts_in.grad[here]),
             (xd.local_tensor(layer.experts_out.grad), plain.experts_out.grad[here]),
         ):
@@ -114,11 +121,21 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_graphs(me: Rank, comm: xd.Comm) -> None:
-    layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS,
-                        shared_experts=1, aux_loss_weight=0.1, dtype=torch.bfloat16)
+    layer = xd.MoELayer(
+        HIDDEN,
+        FFN,
+        EXPERTS,
+        TOPK,
+        comm=comm,
+        max_tokens_per_rank=TOKENS,
+        shared_experts=1,
+        aux_loss_weight=0.1,
+        dtype=torch.bfloat16,
+    )
     generator = torch.Generator("cuda").manual_seed(7 + me.rank)
-    batches = [torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()
-               for _ in range(3)]
+    batches = [
+        torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16() for _ in range(3)
+    ]
     batches.append(batches[0][:1].expand(TOKENS, -1).contiguous())  # two experts get all tokens
     expected = [step(layer, batch) for batch in batches]
     graphed = torch.cuda.make_graphed_callables(layer, (batches[0].clone().requires_grad_(),))

@@ -49,8 +49,11 @@ def join(me: Rank, **options) -> xd.Comm:
 
 
 def check(batch: Batch, rank: int, out, grad_x, grad_weights) -> None:
-    for name, got, want in zip(("out", "gradient of x", "gradient of topk_weights"),
-                               (out, grad_x, grad_weights), batch.expected(rank)):
+    for name, got, want in zip(
+        ("out", "gradient of x", "gradient of topk_weights"),
+        (out, grad_x, grad_weights),
+        batch.expected(rank),
+    ):
         assert_equal(name, got, want)
 
 
@@ -187,8 +190,9 @@ def _graph(me: Rank, layout: str) -> None:
             xd.dispatch(group.prepare(topk_idx), x, exact=True)
         for batch in batches:
             with torch.no_grad():
-                for static, new in zip((topk_idx, x, weights, grad_out),
-                                       batch.local(me.rank, DTYPE, "cuda")):
+                for static, new in zip(
+                    (topk_idx, x, weights, grad_out), batch.local(me.rank, DTYPE, "cuda")
+                ):
                     static.copy_(new)
             graph.replay()
             check(batch, me.rank, out, x.grad, weights.grad)
