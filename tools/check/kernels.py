@@ -21,7 +21,7 @@ INCLUDES = re.compile(r"(?<=\s)(-[DI]\S+|-isystem[= ]\S+)")
 
 
 def main():
-    clang_tidy, build = sys.argv[1], pathlib.Path(sys.argv[2])
+    clang_tidy, build = sys.argv[1], pathlib.Path(sys.argv[2]).resolve()
     stubs = build / "clang"
     stubs.mkdir(exist_ok=True)
     for name in MISSING:
