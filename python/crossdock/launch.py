@@ -84,7 +84,8 @@ class Failure:
     Attributes:
         rank: which.
         text: in one line.
-        error: what it raised; None if it ended, did not answer, or raised what cannot be pickled.
+        error: what it raised; None if it ended, did not answer, or raised what cannot be pickled or
+            not be made again here.
         answered: whether it has ended or raised; else the time was over.
         traceback: of `error`, with a line break at its end, or empty.
     """
@@ -141,7 +142,8 @@ def run(
         quiet: what ranks print is kept from the terminal; the last line says why one has died.
 
     Raises:
-        RankFailed: a rank raised, died, or was not done in time. No process is left.
+        RankFailed: a rank raised, died, or was not done in time. No rank is left, and no process
+            that one has started, but for those that have left its process group.
         OSError: no more processes can be started.
     """
     with Ranks(num_ranks, quiet=quiet) as ranks:
@@ -172,7 +174,7 @@ class Ranks:
 
     def alive(self) -> bool:
         """Whether all of them run and can be called."""
-        return not self._failed and all(rank.process.poll() is None for rank in self._ranks)
+        return not self._failed and not any(rank.has_ended() for rank in self._ranks)
 
     def run(
         self,
@@ -220,17 +222,23 @@ class Ranks:
         return [rank.result for rank in self._ranks]
 
     def close(self) -> None:
-        """Lets them end by themselves for up to 10 seconds; after a failure ends them at once."""
+        """Lets them end by themselves for up to 10 seconds; after a failure ends them at once.
+
+        What they have started, and is left, ends then.
+        """
         for rank in self._ranks:
             rank.pipe.close()  # the end of its work
         deadline = time.monotonic() + (0 if self._failed else _LEAVE_SECONDS)
         for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            while not rank.has_ended() and time.monotonic() < deadline:
+                time.sleep(0.005)
         self.kill()
 
     def kill(self) -> None:
-        """Ends them, whatever they are doing, with all processes that they have started."""
+        """Ends them, whatever they are doing, with all processes that they have started.
+
+        Those that have left a rank's process group are not found.
+        """
         for rank in self._ranks:
             rank.kill()
 
@@ -294,11 +302,15 @@ class _Rank:
             self.result = content[0]
         else:
             raised, text, told = content
+            if isinstance(raised, bytes):
+                raised = _unpickled(raised)
             self.failure = Failure(self.rank, text, raised, traceback=told)
 
     def _last_words(self) -> str:
         """Why a process that gave no answer ended."""
-        code = self.process.wait()
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        code = self._end_group()
         said = ""
         if self._output:
             self._output.seek(0)
@@ -309,17 +321,42 @@ class _Rank:
             return f"ended by {signal.Signals(-code).name}{hint}{said}"
         return f"ended with code {code}{said}"
 
+    def has_ended(self) -> bool:
+        """Whether the process runs no more."""
+        if self.process.returncode is not None:
+            return True
+        try:
+            state = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.process.pid, state) is not None
+        except ChildProcessError:  # another part of this program has waited for it
+            return self.process.poll() is not None
+
+    def _end_group(self) -> int:
+        """Ends the process, and those that it has started, and returns its code."""
+        # Nothing has waited for the process, so its number, which is that of its session and group,
+        # is nobody else's, even if it has ended by itself.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
     def kill(self) -> None:
         """Ends the process and those that it has started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session of its own
-            self.process.wait()
+        self._end_group()
         assert self.process.stdin is not None  # a pipe, as was asked for
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.pipe.close()
         if self._output:
             self._output.close()
+
+
+def _unpickled(raised: bytes) -> BaseException | None:
+    """The exception of a rank, if it can be made here: many a class takes other arguments."""
+    try:
+        return pickle.loads(raised)
+    except Exception:
+        return None
 
 
 def _preparation() -> dict[str, Any]:
@@ -367,11 +404,11 @@ def _outcome(task: bytes) -> tuple[Any, ...]:
         fn, args = pickle.loads(task)
         return "returned", fn(int(os.environ["RANK"]), *args)
     except SystemExit as error:  # its words are for people
-        return "raised", error.with_traceback(None), str(error), ""
+        return "raised", _pickled(error.with_traceback(None)), str(error), ""
     except BaseException as error:  # those of test frameworks, too
         first_line = str(error).partition("\n")[0]
         text, told = f"{type(error).__name__}: {first_line}", traceback.format_exc()
-        return "raised", error.with_traceback(None), text, told
+        return "raised", _pickled(error.with_traceback(None)), text, told
 
 
 def _answer(outcome: tuple[Any, ...]) -> None:
@@ -381,15 +418,20 @@ def _answer(outcome: tuple[Any, ...]) -> None:
     with _telling:
         try:
             _parent.send(outcome)
-        except Exception as error:  # what it returned, or raised, cannot be pickled
-            if outcome[0] == "returned":
-                text = f"what it returned cannot be sent: {error}"
-                _parent.send(("raised", None, text, traceback.format_exc()))
-            else:
-                _parent.send(("raised", None, *outcome[2:]))
+        except Exception as error:  # what it returned cannot be pickled
+            text = f"what it returned cannot be sent: {error}"
+            _parent.send(("raised", None, text, traceback.format_exc()))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """An exception as bytes of their own, so that its words arrive where it cannot be made."""
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return None
 
 
 def _end_with_parent(lifeline: int) -> None:
     while os.read(lifeline, 1):
         pass
-    os._exit(1)
+    os.killpg(os.getpid(), signal.SIGKILL)  # with the processes that this rank has started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -93,9 +94,69 @@ def _die(rank: int, how: str) -> object:
 )
 def test_a_failed_rank_is_named_with_the_reason_and_none_is_left(how, said):
     began = time.monotonic()
+    grace = 20 if how in ("sys.exit", "unpicklable") else 0.1  # where both ranks fail
     with launch.Ranks(2, quiet=True) as ranks, pytest.raises(launch.RankFailed, match=said):
-        ranks.run(_die, how, timeout=2 if how == "slow" else 30, grace=0.1)
+        ranks.run(_die, how, timeout=2 if how == "slow" else 30, grace=grace)
     assert time.monotonic() - began < 30 and not ranks.alive()
+
+
+class _Mistake(Exception):
+    """Pickled as its class and its one text, which the class does not take."""
+
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}:{line}: a negative rate")
+
+
+def _mistake(rank: int) -> None:
+    raise _Mistake("train.yaml", 12)
+
+
+def test_what_a_rank_raised_is_told_even_if_it_cannot_be_made_again():
+    with pytest.raises(launch.RankFailed) as caught:
+        launch.run(1, _mistake, timeout=60)
+    failure = caught.value.failures[0]
+    assert failure.text == "_Mistake: train.yaml:12: a negative rate" and failure.error is None
+    assert "in _mistake\n" in failure.traceback
+    assert failure.traceback.rstrip() in str(caught.value)
+
+
+def _leave_a_child(rank: int, how: str) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    launch.tell(child.pid)
+    if how == "dies":
+        os._exit(1)
+    if how == "raises":
+        raise ValueError("of a rank")
+
+
+def _runs(process: int) -> bool:
+    try:
+        stat = pathlib.Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _assert_gone(processes: list[int]) -> None:
+    """None of the processes, which have been sent a signal, runs any more."""
+    deadline = time.monotonic() + 20
+    while any(map(_runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = list(filter(_runs, processes))
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left
+
+
+@pytest.mark.parametrize("how", ["returns", "dies", "raises"])
+def test_what_a_rank_has_started_ends_with_it(how):
+    children: list[int] = []
+    failing = contextlib.nullcontext() if how == "returns" else pytest.raises(launch.RankFailed)
+    with failing:
+        launch.run(2, _leave_a_child, how, timeout=60,
+                   hear=lambda rank, child: children.append(child))
+    assert len(children) == 2
+    _assert_gone(children)
 
 
 def _tell_three(rank: int) -> None:
@@ -111,11 +172,12 @@ def test_everything_told_is_heard_in_order():
 
 
 PARENT = """
-import os, sys, time
+import os, subprocess, time
 from crossdock import launch
 
 def wait(rank):
-    print(os.getpid(), flush=True)
+    child = subprocess.Popen(["sleep", "60"])
+    print(os.getpid(), child.pid, flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -135,13 +197,11 @@ def test_ranks_of_a_program_end_with_it(tmp_path, number):
         stderr=subprocess.DEVNULL,
     ) as parent:
         assert parent.stdout is not None
-        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        processes = [int(word) for _ in range(2) for word in parent.stdout.readline().split()]
         parent.send_signal(number)
         parent.wait(20)
-        deadline = time.monotonic() + 20
-        while any(map(_exists, ranks)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(map(_exists, ranks))
+        assert len(processes) == 4
+        _assert_gone(processes)
 
 
 def test_free_ports_are_not_those_that_connections_are_given():
