@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +134,8 @@ class EpGroup:
             ids = describe("topk_idx", topk_idx, INDICES)
             if not -(1 << 31) <= operator.index(alignment) < 1 << 31:
                 raise ValueError(f"alignment: expected a number of 32 bits, got {alignment}")
-            plan = self.empty_plan() if out is None else out
+            plan = self.empty_plan() if out is None else _of_kind("out", out, Plan)
+            place = plan.place("out")
             outputs = (
                 describe("out.counts", plan.counts, INDICES, write=True),
                 describe("out.padded_counts", plan.padded_counts, INDICES, write=True),
@@ -142,7 +143,7 @@ class EpGroup:
                 describe("out.total", plan.total, INDICES, write=True),
                 describe("out.rank_rows", plan.rank_rows, INDICES, write=True),
             )
-        self._core.prepare(ids, *plan.place(), *outputs, alignment=alignment)
+        self._core.prepare(ids, *place, *outputs, alignment=alignment)
         return plan
 
     def dispatch(
@@ -179,6 +180,7 @@ class EpGroup:
                 or Aborted.
         """
         with self._joining(constants.DISPATCH):
+            place = _of_kind("plan", plan, Plan).place()
             way = quantise_way(quantise)
             inputs = (
                 describe("tokens", tokens, PAYLOADS),
@@ -187,6 +189,7 @@ class EpGroup:
             )
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, way)
+            _of_kind("out", out, Dispatched)
             tensors = (
                 *inputs,
                 describe("out.tokens", out.tokens, PAYLOADS, write=True),
@@ -194,8 +197,7 @@ class EpGroup:
                 _optional("out.weights", out.weights, WEIGHTS, write=True),
                 _optional("out.topk_idx", out.topk_idx, INDICES, write=True),
             )
-        address, num_bytes = plan.place()
-        self._core.dispatch(address, num_bytes, *tensors, quantise=0 if way is None else way.code)
+        self._core.dispatch(*place, *tensors, quantise=0 if way is None else way.code)
         return out
 
     def combine(
@@ -221,6 +223,7 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.COMBINE):
+            place = _of_kind("plan", plan, Plan).place()
             inputs = (
                 describe("expert_out", expert_out, SUMMABLE),
                 _optional("weights", weights, WEIGHTS),
@@ -228,7 +231,7 @@ class EpGroup:
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)
             output = describe("out", out, SUMMABLE, write=True)
-        self._core.combine(*plan.place(), *inputs, output)
+        self._core.combine(*place, *inputs, output)
         return out
 
     def dispatch_bwd(
@@ -252,6 +255,7 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.DISPATCH_BWD):
+            place = _of_kind("plan", plan, Plan).place()
             inputs = (
                 _optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
                 _optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
@@ -265,7 +269,7 @@ class EpGroup:
             if grad_recv_weights is not None:
                 weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
         self._core.dispatch_bwd(
-            *plan.place(),
+            *place,
             *inputs,
             _optional("grad_tokens", tokens, SUMMABLE),
             _optional("grad_topk_weights", weights, WEIGHTS),
@@ -296,6 +300,7 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.COMBINE_BWD):
+            place = _of_kind("plan", plan, Plan).place()
             inputs = (
                 describe("grad_out", grad_out, PAYLOADS),
                 _optional("expert_out", expert_out, SUMMABLE),
@@ -309,10 +314,8 @@ class EpGroup:
             if grad_out_scales is not None:
                 scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
             moved = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
-        address, num_bytes = plan.place()
         self._core.combine_bwd(
-            address,
-            num_bytes,
+            *place,
             *inputs,
             describe("grad_expert_out", moved, PAYLOADS),
             _optional("grad_weights", grads, WEIGHTS),
@@ -335,9 +338,10 @@ class EpGroup:
             InvalidArgument: the layout is rank_major, where dispatch's topk_idx says it, or the
                 plan is another group's.
         """
+        place = _of_kind("plan", plan, Plan).place()
         if out is None:
             out = aligned_empty(plan.recv_rows, np.int64)
-        self._core.row_experts(*plan.place(), describe("out", out, INDICES, write=True))
+        self._core.row_experts(*place, describe("out", out, INDICES, write=True))
         return out
 
     def status(self) -> EpStatus:
@@ -399,7 +403,8 @@ class EpGroup:
         dtype = tokens.dtype
         if way is not None:
             dtype = numpy_dtype("float8_e4m3fn")
-            recv_scales = self._empty((rows, tokens.shape[1] // way.block), numpy_dtype(way.scale))
+            columns = math.prod(tokens.shape[1:]) // way.block
+            recv_scales = self._empty((rows, columns), numpy_dtype(way.scale))
         elif scales is not None:
             recv_scales = self._new_scales("scales", scales, rows)
         if topk_weights is not None:
@@ -420,6 +425,16 @@ class EpGroup:
                 f"beside a row, got {row_bytes}"
             )
         return self._empty((rows, *given.shape[1:]), given.dtype)
+
+
+_Kind = TypeVar("_Kind")
+
+
+def _of_kind(name: str, value: Any, kind: type[_Kind]) -> _Kind:
+    """The value of the argument `name`. Raises TypeError where it is none of the kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+    return value
 
 
 def _optional(

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from crossdock import _core
+from crossdock._arrays import describe
 
 __all__ = ["Plan"]
 
@@ -35,9 +36,17 @@ class Plan:
     total: np.ndarray
     rank_rows: np.ndarray
 
-    def place(self) -> tuple[int, int]:
-        """Address and number of the plan's bytes, as crossdock._core takes them."""
-        return self.data.ctypes.data, self.data.nbytes
+    def place(self, name: str = "plan") -> tuple[int, int]:
+        """Address and number of the plan's bytes, as crossdock._core takes them.
+
+        Args:
+            name: of the argument that this plan is, for errors.
+
+        Raises:
+            TypeError, ValueError: `data` is no array of contiguous bytes.
+        """
+        spec = describe(f"{name}.data", self.data, ("uint8",))
+        return spec[0], self.data.nbytes
 
     def info(self) -> dict[str, int]:
         """The plan's own numbers.

@@ -95,6 +95,57 @@ def test_bad_argument_is_named_and_peers_are_told_at_once() -> None:
     support.run_ranks(2, bad_arguments)
 
 
+def arguments_of_other_kinds(me: Rank) -> None:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
+        good = group.prepare(IDS)
+        wrong = me.rank == 1
+        plan = None if wrong else good
+        tokens, rows = np.ones((2, 8), np.float32), np.ones((good.recv_rows, 8), np.float32)
+        received, out = crossdock.Dispatched(rows, None, None, None), np.ones((2, 8), np.float32)
+        of_bytes = dataclasses.replace(good, data=bytes(8)) if wrong else good
+        calls = [
+            ("plan: expected a Plan, got NoneType", lambda: group.dispatch(plan, tokens)),
+            (
+                "plan: expected a Plan, got NoneType",
+                lambda: group.dispatch(plan, tokens, out=received),
+            ),
+            ("plan: expected a Plan, got NoneType", lambda: group.combine(plan, rows)),
+            ("plan: expected a Plan, got NoneType", lambda: group.combine(plan, rows, out=out)),
+            ("plan: expected a Plan, got NoneType", lambda: group.dispatch_bwd(plan, rows)),
+            ("plan: expected a Plan, got NoneType", lambda: group.combine_bwd(plan, tokens)),
+            (
+                "plan.data: expected a NumPy array, got bytes",
+                lambda: group.combine(of_bytes, rows, out=out),
+            ),
+            (
+                "out: expected a Plan, got tuple",
+                lambda: group.prepare(IDS, out=(1,) if wrong else None),
+            ),
+            (
+                "out: expected a Dispatched, got tuple",
+                lambda: group.dispatch(good, tokens, out=(1,) if wrong else None),
+            ),
+            (
+                "out.data: expected a NumPy array, got bytes",
+                lambda: group.prepare(IDS, out=of_bytes if wrong else None),
+            ),
+            ("str", lambda: group.prepare(IDS, alignment="1" if wrong else 0)),
+        ]
+        for text, call in calls:
+            start = time.monotonic()
+            if wrong:
+                with pytest.raises(TypeError, match=text):
+                    call()
+            else:
+                assert raises(crossdock.Mismatch, call).peer == 1
+            assert time.monotonic() - start < 5, "the peer was told late"
+            still_usable(group, me.rank)
+
+
+def test_an_argument_of_another_kind_is_a_type_error_and_peers_are_told_at_once() -> None:
+    support.run_ranks(2, arguments_of_other_kinds)
+
+
 def bad_ids(me: Rank) -> None:
     with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         plan = group.empty_plan()
