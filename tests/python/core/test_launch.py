@@ -153,8 +153,9 @@ def test_what_a_rank_has_started_ends_with_it(how):
     children: list[int] = []
     failing = contextlib.nullcontext() if how == "returns" else pytest.raises(launch.RankFailed)
     with failing:
-        launch.run(2, _leave_a_child, how, timeout=60,
-                   hear=lambda rank, child: children.append(child))
+        launch.run(
+            2, _leave_a_child, how, timeout=60, hear=lambda rank, child: children.append(child)
+        )
     assert len(children) == 2
     _assert_gone(children)
 
