@@ -190,14 +190,15 @@ class EpGroup:
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, way)
             _of_kind("out", out, Dispatched)
-            tensors = (
+            arguments = (
+                *place,
                 *inputs,
                 describe("out.tokens", out.tokens, PAYLOADS, write=True),
                 _optional("out.scales", out.scales, SCALES, write=True, strided=True),
                 _optional("out.weights", out.weights, WEIGHTS, write=True),
                 _optional("out.topk_idx", out.topk_idx, INDICES, write=True),
             )
-        self._core.dispatch(*place, *tensors, quantise=0 if way is None else way.code)
+        self._core.dispatch(*arguments, quantise=0 if way is None else way.code)
         return out
 
     def combine(
@@ -302,6 +303,7 @@ class EpGroup:
         with self._joining(constants.COMBINE_BWD):
             place = _of_kind("plan", plan, Plan).place()
             inputs = (
+                *place,
                 describe("grad_out", grad_out, PAYLOADS),
                 _optional("expert_out", expert_out, SUMMABLE),
                 _optional("weights", weights, WEIGHTS),
@@ -315,7 +317,6 @@ class EpGroup:
                 scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
             moved = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
         self._core.combine_bwd(
-            *place,
             *inputs,
             describe("grad_expert_out", moved, PAYLOADS),
             _optional("grad_weights", grads, WEIGHTS),
