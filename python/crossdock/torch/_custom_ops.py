@@ -82,11 +82,6 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _written(made: dict[str, Tensor | None]) -> dict[str, Any]:
-    """Of an operator's results those that the library writes."""
-    return {name: tensor for name, tensor in made.items() if name != "link"}
-
-
 def _packed(tensor: Tensor | None) -> Tensor | None:
     """A tensor beside rows, as the library takes it: it may begin at any element."""
     return None if tensor is None else tensor.contiguous()
@@ -175,9 +170,9 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tup
     """-> plan, info, offsets, order."""
     ep = group_of(group)
     _check(ep, constants.PREPARE, topk_idx=(topk_idx, 2, INDICES))
-    plan, info, offsets, order = _outputs.results(
-        _outputs.prepare(ep).make(ep.comm.pool, order), torch.zeros_like(order)
-    )
+    made = _outputs.make(_outputs.prepare(ep), ep.comm.pool, order)
+    plan, info, offsets = made.values()
+    order = torch.zeros_like(order)
     # On a GPU an operation may fail after its call, and its offsets are read nevertheless.
     torch._foreach_zero_((info, offsets))
     parts = ep.plan_parts
@@ -197,7 +192,7 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tup
 
 @_shapes("prepare")
 def _prepare_shapes(topk_idx, order, group, alignment):
-    return _outputs.prepare(group_of(group)).traced(order)
+    return _outputs.traced(_outputs.prepare(group_of(group)), order)
 
 
 # ---- Local calls --------------------------------------------------------------------------------
@@ -244,15 +239,16 @@ def _zone_ends_shapes(offsets):
 def _routing_layout(topk_idx: Tensor, group: int) -> tuple[Tensor, ...]:
     """-> rows_per_rank, rows_per_expert, token_in_rank, bad_ids."""
     ep = group_of(group)
-    made = _outputs.routing_layout(ep, topk_idx.shape[0]).make(ep.comm.pool, topk_idx)
+    outputs = _outputs.routing_layout(ep, topk_idx.shape[0])
+    made = _outputs.make(outputs, ep.comm.pool, topk_idx)
     _calls.routing_layout(ep.comm.core, ep.num_experts, topk_idx.contiguous(), **made)
-    return _outputs.results(made)
+    return tuple(made.values())
 
 
 @_shapes("routing_layout")
 def _routing_layout_shapes(topk_idx, group):
     outputs = _outputs.routing_layout(group_of(group), topk_idx.shape[0])
-    return outputs.traced(topk_idx, ordered=False)
+    return _outputs.traced(outputs, topk_idx, ordered=False)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------
@@ -290,7 +286,8 @@ def _dispatch(
     if scales is not None:
         _check_scales(ep, scales)
     outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
-    made = outputs.make(ep.comm.pool, order)
+    made = _outputs.make(outputs, ep.comm.pool, order)
+    link = made.pop("link")
     order = torch.zeros_like(order)
     _calls.dispatch(
         ep.core,
@@ -299,15 +296,16 @@ def _dispatch(
         scales=scales,
         topk_weights=_packed(topk_weights),
         quantise=quantise,
-        **_written(made),
+        **made,
     )
-    return _outputs.results(made, order)
+    return _outputs.results(made | {"link": link}, order)
 
 
 @_shapes("dispatch")
 def _dispatch_shapes(plan, tokens, topk_weights, scales, order, group, num_tokens, topk, quantise):
     ep, way = group_of(group), _WAYS.get(quantise)
-    return _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way).traced(order)
+    outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
+    return _outputs.traced(outputs, order)
 
 
 @_operator(
@@ -326,7 +324,7 @@ def _dispatch_bwd(
     """-> grad_tokens, grad_topk_weights, order."""
     ep = group_of(group)
     outputs = _outputs.dispatch_bwd(grad_recv_tokens, grad_recv_weights, num_tokens, topk)
-    made = outputs.make(ep.comm.pool, order)
+    made = _outputs.make(outputs, ep.comm.pool, order)
     order = torch.zeros_like(order)
     _calls.dispatch_bwd(
         ep.core,
@@ -341,7 +339,7 @@ def _dispatch_bwd(
 @_shapes("dispatch_bwd")
 def _dispatch_bwd_shapes(plan, grad_recv_tokens, grad_recv_weights, order, group, num_tokens, topk):
     outputs = _outputs.dispatch_bwd(grad_recv_tokens, grad_recv_weights, num_tokens, topk)
-    return outputs.traced(order)
+    return _outputs.traced(outputs, order)
 
 
 # ---- combine ------------------------------------------------------------------------------------
@@ -367,15 +365,15 @@ def _combine(
         ep.refuse(constants.COMBINE, ValueError, problem)
     rows, factors = (expert_out, 2, SUMMABLE), (weights, 1, _WEIGHTS)
     _check(ep, constants.COMBINE, expert_out=rows, weights=factors)
-    made = _outputs.combine(expert_out, num_tokens).make(ep.comm.pool, order)
+    made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, order)
     order = torch.zeros_like(order)
-    _calls.combine(ep.core, plan, _rows(expert_out), weights=_packed(weights), **_written(made))
+    _calls.combine(ep.core, plan, _rows(expert_out), weights=_packed(weights), **made)
     return _outputs.results(made, order)
 
 
 @_shapes("combine")
 def _combine_shapes(plan, expert_out, weights, order, group, num_tokens):
-    return _outputs.combine(expert_out, num_tokens).traced(order)
+    return _outputs.traced(_outputs.combine(expert_out, num_tokens), order)
 
 
 @_operator(
@@ -393,7 +391,8 @@ def _combine_bwd(
 ) -> tuple[Tensor, ...]:
     """-> grad_expert_out, grad_weights (given expert_out and weights), order."""
     ep = group_of(group)
-    made = _outputs.combine_bwd(grad_out, expert_out, weights, rows).make(ep.comm.pool, order)
+    outputs = _outputs.combine_bwd(grad_out, expert_out, weights, rows)
+    made = _outputs.make(outputs, ep.comm.pool, order)
     order = torch.zeros_like(order)
     _calls.combine_bwd(
         ep.core,
@@ -401,11 +400,12 @@ def _combine_bwd(
         _rows(grad_out),
         expert_out=_rows(expert_out),
         weights=_packed(weights),
-        **_written(made),
+        **made,
     )
     return _outputs.results(made, order)
 
 
 @_shapes("combine_bwd")
 def _combine_bwd_shapes(plan, grad_out, expert_out, weights, order, group, rows):
-    return _outputs.combine_bwd(grad_out, expert_out, weights, rows).traced(order)
+    outputs = _outputs.combine_bwd(grad_out, expert_out, weights, rows)
+    return _outputs.traced(outputs, order)

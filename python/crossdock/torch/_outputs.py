@@ -5,7 +5,7 @@ Names are those of the functions of ``_calls`` that write them; R rows, T tokens
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,67 +16,63 @@ from . import _calls
 from ._group import EpGroup
 from ._pool import SymmetricPool
 
-__all__ = ["Outputs"]
+__all__: list[str] = []
 
+# The results of one call of an operator, in their order but for the order tensor: shape and dtype
+# by name; None = not asked for, which is returned as a tensor without elements.
+Outputs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
+
+# Receive tensors, which come from the pool of symmetric memory.
+_SYMMETRIC = frozenset(
+    (
+        "recv_tokens",
+        "recv_weights",
+        "recv_topk_idx",
+        "recv_scales",
+        "grad_expert_out",
+        "grad_weights",
+    )
+)
 _FLOAT32, _INT32 = torch.float32, torch.int32
 
 
-class Output(NamedTuple):
-    """A tensor that an operator returns."""
+def make(outputs: Outputs, pool: SymmetricPool, like: Tensor) -> dict[str, Any]:
+    """Tensors to write, on the device of `like`, with undefined content; None if absent."""
+    made: dict[str, Any] = {}
+    for name, output in outputs.items():
+        if output is None:
+            made[name] = None
+        elif name in _SYMMETRIC:
+            made[name] = pool.empty(*output)
+        else:
+            made[name] = _plain(name, output, like)
+    return made
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    symmetric: bool = False  # whether it comes from the pool of symmetric memory
-    repeated: bool = False  # whether it is one zero that stands for all elements
 
-
-class Outputs:
-    """The results of one call of an operator, in their order but for the order tensor.
+def traced(outputs: Outputs, like: Tensor, ordered: bool = True) -> tuple[Tensor, ...]:
+    """The results of the operator where only shapes and dtypes are known.
 
     Args:
-        outputs: by name; None = not asked for, which is returned as a tensor without elements.
+        like: the order, or another tensor of the device.
+        ordered: whether the order is among the results.
     """
-
-    def __init__(self, **outputs: Output | None) -> None:
-        self._outputs = outputs
-
-    def make(self, pool: SymmetricPool, like: Tensor) -> dict[str, Tensor | None]:
-        """Tensors to write, on the device of `like`, with undefined content; None if absent."""
-
-        def made(output: Output) -> Tensor:
-            if output.symmetric:
-                return pool.empty(output.shape, output.dtype)
-            return _plain(output, like)
-
-        return {
-            name: None if output is None else made(output) for name, output in self._outputs.items()
-        }
-
-    def traced(self, like: Tensor, ordered: bool = True) -> tuple[Tensor, ...]:
-        """The results of the operator where only shapes and dtypes are known.
-
-        Args:
-            like: the order, or another tensor of the device.
-            ordered: whether the order is among the results.
-        """
-        plain = {
-            name: None if output is None else _plain(output, like)
-            for name, output in self._outputs.items()
-        }
-        return results(plain, torch.empty_like(like) if ordered else None)
+    plain: dict[str, Any] = {
+        name: None if output is None else _plain(name, output, like)
+        for name, output in outputs.items()
+    }
+    return results(plain, torch.empty_like(like)) if ordered else tuple(plain.values())
 
 
-def results(made: dict[str, Tensor | None], order: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The results of the operator: tensors from `make`, and the order if it takes part in one."""
-    if order is None:
-        return tuple(tensor for tensor in made.values() if tensor is not None)
-    return (*(order.new_empty(0) if tensor is None else tensor for tensor in made.values()), order)
+def results(made: dict[str, Any], order: Tensor) -> tuple[Tensor, ...]:
+    """The results of the operator: tensors from `make`, and the order."""
+    return (*[order.new_empty(0) if part is None else part for part in made.values()], order)
 
 
-def _plain(output: Output, like: Tensor) -> Tensor:
-    if output.repeated:
-        return like.new_zeros(1, dtype=output.dtype).expand(output.shape)
-    return like.new_empty(output.shape, dtype=output.dtype)
+def _plain(name: str, output: tuple[tuple[int, ...], torch.dtype], like: Tensor) -> Tensor:
+    shape, dtype = output
+    if name == "link":  # one zero that stands for all elements
+        return like.new_zeros(1, dtype=dtype).expand(shape)
+    return like.new_empty(shape, dtype=dtype)
 
 
 def prepare(ep: EpGroup) -> Outputs:
@@ -85,22 +81,22 @@ def prepare(ep: EpGroup) -> Outputs:
     Offsets have memory of their own: for GPUs torch 2.11 compiles ``bucketize`` and
     ``searchsorted`` so that boundaries are read from where their memory begins.
     """
-    return Outputs(
-        plan=Output((ep.plan_bytes,), torch.uint8),
-        info=Output((ep.plan_parts.num_elements,), _INT32),
-        offsets=Output((ep.num_local_experts + 1,), _INT32),
-    )
+    return {
+        "plan": ((ep.plan_bytes,), torch.uint8),
+        "info": ((ep.plan_parts.num_elements,), _INT32),
+        "offsets": ((ep.num_local_experts + 1,), _INT32),
+    }
 
 
 def routing_layout(ep: EpGroup, num_tokens: int) -> Outputs:
     """The fields of RoutingLayout."""
     ranks = ep.comm.num_ranks
-    return Outputs(
-        rows_per_rank=Output((ranks,), _INT32),
-        rows_per_expert=Output((ep.num_experts,), _INT32),
-        token_in_rank=Output((num_tokens, ranks), torch.bool),
-        bad_ids=Output((1,), _INT32),
-    )
+    return {
+        "rows_per_rank": ((ranks,), _INT32),
+        "rows_per_expert": ((ep.num_experts,), _INT32),
+        "token_in_rank": ((num_tokens, ranks), torch.bool),
+        "bad_ids": ((1,), _INT32),
+    }
 
 
 def dispatch(
@@ -116,22 +112,22 @@ def dispatch(
     recv_scales = weights = idx = link = None
     if way is not None:
         dtype = _FLOAT32 if way.scale == "float32" else _calls.E8M0
-        recv_scales = Output((rows, columns // way.block), dtype, symmetric=True)
-        link = Output((rows, columns), tokens.dtype, repeated=True)
+        recv_scales = ((rows, columns // way.block), dtype)
+        link = ((rows, columns), tokens.dtype)
     elif scales is not None:
-        recv_scales = Output((rows, scales.shape[1]), scales.dtype, symmetric=True)
+        recv_scales = ((rows, scales.shape[1]), scales.dtype)
     if topk_weights is not None:
-        weights = Output((rows, topk) if rank_major else (rows,), _FLOAT32, symmetric=True)
+        weights = ((rows, topk) if rank_major else (rows,), _FLOAT32)
     if rank_major:
-        idx = Output((rows, topk), _INT32, symmetric=True)
+        idx = ((rows, topk), _INT32)
     received = tokens.dtype if way is None else torch.float8_e4m3fn
-    return Outputs(
-        recv_tokens=Output((rows, columns), received, symmetric=True),
-        recv_weights=weights,
-        recv_topk_idx=idx,
-        recv_scales=recv_scales,
-        link=link,
-    )
+    return {
+        "recv_tokens": ((rows, columns), received),
+        "recv_weights": weights,
+        "recv_topk_idx": idx,
+        "recv_scales": recv_scales,
+        "link": link,
+    }
 
 
 def dispatch_bwd(
@@ -139,15 +135,15 @@ def dispatch_bwd(
 ) -> Outputs:
     """The gradients that those given lead to."""
     rows, weights = grad_recv_tokens, grad_recv_weights
-    return Outputs(
-        grad_tokens=None if rows is None else Output((num_tokens, rows.shape[1]), rows.dtype),
-        grad_topk_weights=None if weights is None else Output((num_tokens, topk), weights.dtype),
-    )
+    return {
+        "grad_tokens": None if rows is None else ((num_tokens, rows.shape[1]), rows.dtype),
+        "grad_topk_weights": None if weights is None else ((num_tokens, topk), weights.dtype),
+    }
 
 
 def combine(expert_out: Tensor, num_tokens: int) -> Outputs:
     """``[T, H]``."""
-    return Outputs(out=Output((num_tokens, expert_out.shape[1]), expert_out.dtype))
+    return {"out": ((num_tokens, expert_out.shape[1]), expert_out.dtype)}
 
 
 def combine_bwd(
@@ -156,8 +152,8 @@ def combine_bwd(
     """The gradient of weights needs both `expert_out` and `weights`."""
     grad_weights = None
     if expert_out is not None and weights is not None:
-        grad_weights = Output(tuple(weights.shape), _FLOAT32, symmetric=True)
-    return Outputs(
-        grad_expert_out=Output((rows, grad_out.shape[1]), grad_out.dtype, symmetric=True),
-        grad_weights=grad_weights,
-    )
+        grad_weights = (tuple(weights.shape), _FLOAT32)
+    return {
+        "grad_expert_out": ((rows, grad_out.shape[1]), grad_out.dtype),
+        "grad_weights": grad_weights,
+    }
