@@ -9,6 +9,7 @@ when it is complete.
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import shutil
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_FORMAT = 1
+_FORMAT = 2
+_COMMON_FILE = "common.pt"
 _EXPERT_FILE = re.compile(r"experts-(\d+)-(\d+)\.pt")
 
 
@@ -165,29 +167,33 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint there, or a part is missing.
+        OSError: a file cannot be read.
         ValueError: a file is damaged or no part of a checkpoint, or it is of another model or
             optimiser: names what is missing or does not fit. Parameters are unchanged then.
     """
     path = Path(path)
-    common = _read(path / "common.pt")
+    if not path.is_dir():
+        raise FileNotFoundError(f"path: expected the folder of a checkpoint, got {path}")
+    file = path / _COMMON_FILE
+    common = _read(file, ("format",))
     if common["format"] != _FORMAT:
         raise ValueError(f"path: expected checkpoint format {_FORMAT}, got {common['format']}")
+    _check_part(file, common, ("format", "model", "optimizer", "extra"))
     experts = expert_parameters(model)
     names = dict(model.named_parameters())
     sharded = {name: experts[p] for name, p in names.items() if p in experts}
-    shards = _Shards(path, _one_layer(model).num_experts)
+    layer = _one_layer(model)
+    shards = _Shards(path, layer.num_experts)
 
     state = dict(common["model"])
+    values = {name: local_tensor(value) for name, value in model.state_dict().items()}
+    expert_file, in_experts = shards.names(layer)
+    _check_names(f"{file} with {expert_file}", set(values), set(state) | in_experts)
+    _check_names(str(file), set(values) - set(sharded), set(state))
+    for name, saved in state.items():
+        _check_shape(file, name, saved, tuple(values[name].shape))
     for name, layer in sharded.items():
-        state[name] = shards.gather("model", name, layer)
-    _check_names(path, set(model.state_dict()), set(state))
-    for name, value in model.state_dict().items():
-        value = local_tensor(value)
-        if value.shape != state[name].shape:
-            raise ValueError(
-                f"{name}: expected shape {tuple(value.shape)}, {path} has "
-                f"{tuple(state[name].shape)}"
-            )
+        state[name] = shards.gather(name, layer, tuple(values[name].shape))
     if optimizer is not None:
         _load_optimizer(path, optimizer, names, common["optimizer"], sharded, shards)
     model.load_state_dict(state)
@@ -208,7 +214,7 @@ def _write_parts(
     part = _expert_part(model, optimizer, layer)
     _write(folder / f"experts-{part['first']}-{part['end']}.pt", part)
     if layer.group.comm.rank == 0:
-        _write(folder / "common.pt", _common_part(model, optimizer, extra or {}))
+        _write(folder / _COMMON_FILE, _common_part(model, optimizer, extra or {}))
 
 
 def _common_part(
@@ -256,17 +262,27 @@ def _optimizer_state(
     if optimizer is None:
         return None
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    states = {
+        names[p]: {key: local_tensor(value) for key, value in state.items()}
+        for p, state in optimizer.state.items()
+        if wanted(p)
+    }
     return {
-        "state": {
-            names[p]: {key: local_tensor(value) for key, value in state.items()}
-            for p, state in optimizer.state.items()
-            if wanted(p)
-        },
+        "state": states,
+        "shapes": {name: _shapes(state) for name, state in states.items()},
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
             | {"names": [names[p] for p in group["params"]]}
             for group in optimizer.param_groups
         ],
+    }
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, list[int] | None]:
+    """The shape of each tensor of one parameter's state; None for what is none."""
+    return {
+        key: list(value.shape) if isinstance(value, torch.Tensor) else None
+        for key, value in state.items()
     }
 
 
@@ -315,10 +331,45 @@ def _placed(value: Any, parameter: Any) -> Any:
     return like(value.to(parameter.device), parameter) if is_slices else value
 
 
-def _check_names(path: Path, expected: set[str], got: set[str]) -> None:
+def _check_part(file: Path, part: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Refuses what is no part of a checkpoint, and one that is not as it was written."""
+    _require_keys(file, part, keys)
+    saved = part["optimizer"]
+    values = part["model"].values() if isinstance(part["model"], dict) else [None]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        raise ValueError(f"path: {file}: expected tensors by name as its model")
+    if saved is None:
+        return
+    _require_keys(file, saved, ("state", "shapes", "groups"))
+    for group in saved["groups"]:
+        _require_keys(file, group, ("names",))
+    _require_keys(file, saved["state"], tuple(saved["shapes"]))
+    for name, shapes in saved["shapes"].items():
+        state = saved["state"][name]
+        _require_keys(file, state, tuple(shapes))
+        if _shapes(state) != shapes:
+            raise ValueError(
+                f"path: {file}: expected the optimiser's state of {name} to have the shapes "
+                f"{shapes}, got {_shapes(state)}"
+            )
+
+
+def _require_keys(file: Path, content: Any, keys: tuple[str, ...]) -> None:
+    """Names what a dict of a file lacks, which is everything if it is none."""
+    missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"path: {file} is no such part of a checkpoint: it lacks {missing}")
+
+
+def _check_shape(file: Path, name: str, saved: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(saved.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, {file} has {tuple(saved.shape)}")
+
+
+def _check_names(files: str, expected: set[str], got: set[str]) -> None:
     missing, unknown = sorted(expected - got), sorted(got - expected)
     if missing or unknown:
-        raise ValueError(f"{path} is of another model: it lacks {missing}, and has {unknown} too")
+        raise ValueError(f"{files} is of another model: it lacks {missing}, and has {unknown} too")
 
 
 class _Shards:
@@ -334,38 +385,81 @@ class _Shards:
                 f"{[f'{first} to {end - 1}' for first, end in self._files]}"
             )
 
-    def gather(self, kind: str, name: str, layer: MoELayer, key: str | None = None) -> torch.Tensor:
-        """The layer's own slices of one tensor, put together from all files that have some."""
-        begin, stop = layer.first_expert, layer.first_expert + layer.num_local_experts
+    def names(self, layer: MoELayer) -> tuple[Path, set[str]]:
+        """The first file with some of the layer's own, and the parameters in it."""
+        first, end, _ = self._files_of(layer)[0]
+        return self._file(first, end), set(self._part(first, end)["model"])
+
+    def gather(self, name: str, layer: MoELayer, shape: tuple[int, ...]) -> torch.Tensor:
+        """The layer's own slices of a parameter, put together from all files that have some.
+
+        Args:
+            name: of the parameter.
+            layer: whose it is.
+            shape: of the slices together.
+        """
         slices = []
-        for first, end in self._files:
-            low, high = max(begin, first), min(stop, end)
-            if low < high:
-                part = self._part(first, end)[kind]
-                whole = part[name] if key is None else part["state"][name][key]
-                slices.append(whole[low - first : high - first])
+        for first, end, mine in self._files_of(layer):
+            model = self._part(first, end)["model"]
+            _require_keys(self._file(first, end), model, (name,))
+            _check_shape(self._file(first, end), name, model[name], (end - first, *shape[1:]))
+            slices.append(model[name][mine])
         return torch.cat(slices)
 
     def optimizer(self, name: str, layer: MoELayer) -> dict[str, Any] | None:
         """Optimiser state of one parameter: tensors of its shape are sliced, others common."""
-        first, end = self._files[0]
-        part = self._part(first, end)
-        state = part["optimizer"]["state"].get(name)
+        parts = [(*place, self._state(place[0], place[1], name)) for place in self._files_of(layer)]
+        first, end, _, state = parts[0]
+        for other_first, other_end, _, other in parts[1:]:
+            if (state is None) != (other is None):
+                lacking = (first, end) if state is None else (other_first, other_end)
+                _require_keys(self._file(*lacking), {}, (f"the optimiser's state of {name}",))
+            if state is not None and other is not None:
+                _require_keys(self._file(other_first, other_end), other, tuple(state))
         if state is None:
             return None
-        shape = part["model"][name].shape
+        shape = self._part(first, end)["model"][name].shape
         return {
-            key: self.gather("optimizer", name, layer, key)
+            key: torch.cat([found[key][mine] for _, _, mine, found in parts if found])
             if isinstance(value, torch.Tensor) and value.shape == shape
             else copy.copy(value)  # out of the mapped file
             for key, value in state.items()
         }
 
+    def _state(self, first: int, end: int, name: str) -> dict[str, Any] | None:
+        """One file's optimiser state of a parameter, None if that has none."""
+        saved = self._part(first, end)["optimizer"]
+        if saved is None:
+            raise ValueError(
+                f"path: {self._file(first, end)} lacks the optimiser's state, which "
+                f"{_COMMON_FILE} has: they are of different checkpoints"
+            )
+        return saved["state"].get(name)
+
+    def _files_of(self, layer: MoELayer) -> list[tuple[int, int, slice]]:
+        """First expert and end of each file with some of the layer's own, and which of it."""
+        begin, stop = layer.first_expert, layer.first_expert + layer.num_local_experts
+        places = []
+        for first, end in self._files:
+            low, high = max(begin, first), min(stop, end)
+            if low < high:
+                places.append((first, end, slice(low - first, high - first)))
+        return places
+
+    def _file(self, first: int, end: int) -> Path:
+        return self._path / f"experts-{first}-{end}.pt"
+
     def _part(self, first: int, end: int) -> dict[str, Any]:
         if (first, end) not in self._parts:
+            file = self._file(first, end)
             # Mapped: experts of other ranks in the file are never read.
-            file = self._path / f"experts-{first}-{end}.pt"
-            self._parts[first, end] = _read(file, mapped=True)
+            part = _read(file, ("first", "end"), mapped=True)
+            _check_part(file, part, ("first", "end", "model", "optimizer"))
+            if (part["first"], part["end"]) != (first, end):
+                raise ValueError(
+                    f"path: {file} is of other experts: {part['first']} to {part['end'] - 1}"
+                )
+            self._parts[first, end] = part
         return self._parts[first, end]
 
 
@@ -382,16 +476,20 @@ def _write(path: Path, part: dict[str, Any]) -> None:
     unfinished.rename(path)
 
 
-def _read(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+def _read(path: Path, keys: tuple[str, ...], *, mapped: bool = False) -> dict[str, Any]:
+    """A part of a checkpoint, which has at least these keys."""
     try:
         # weights_only: no code runs.
         part = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
-    except Exception as error:  # torch may raise anything for a damaged file
+    except Exception as error:  # torch may raise anything for a damaged file, also EINVAL
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         raise ValueError(f"path: {path} is damaged, or no part of a checkpoint: {error}") from error
-    if not isinstance(part, dict) or "model" not in part:
+    if not isinstance(part, dict):
         raise ValueError(f"path: {path} is no part of a checkpoint, but has other content")
+    _require_keys(path, part, keys)
     return part
 
 

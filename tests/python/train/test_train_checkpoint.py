@@ -6,6 +6,8 @@ import errno
 import pathlib
 import re
 import shutil
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -194,6 +196,96 @@ def test_a_damaged_file_is_named_and_nothing_overwritten(tmp_path: pathlib.Path)
     path = tmp_path / "saved"
     run_ranks(2, in_distributed, save_numbered, path)
     run_ranks(1, in_distributed, refuse_damaged_files, path)
+
+
+def renamed_layer(comm: xd.Comm) -> Model:
+    """A model with the same layers under other names."""
+    model = Model(comm)
+    model.other = model.layer
+    del model.layer
+    return model
+
+
+def state_of(part: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
+    return part["optimizer"]["state"][name]
+
+
+# What happened to a file of a checkpoint, by name, and what loading it says behind its name.
+DAMAGE: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
+    ("experts-0-4.pt", lambda part: part["model"].pop("layer.experts_in"), "layer.experts_in"),
+    ("experts-4-8.pt", lambda part: part["model"].pop("layer.experts_in"), "layer.experts_in"),
+    (
+        "experts-4-8.pt",
+        lambda part: part["model"].update({"layer.experts_in": torch.ones(2, 16, 16)}),
+        r"has \(2, 16, 16\)",
+    ),
+    ("experts-0-4.pt", lambda part: part.update(model=3), "expected tensors by name"),
+    ("experts-0-4.pt", lambda part: part.update(first=1), "is of other experts: 1 to 3"),
+    ("experts-4-8.pt", lambda part: part.update(optimizer=None), "lacks the optimiser's state"),
+    ("experts-0-4.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts_in"),
+    ("experts-4-8.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts_in"),
+    (
+        "experts-4-8.pt",
+        lambda part: state_of(part, "layer.experts_in").clear(),
+        "lacks .'momentum_buffer'",
+    ),
+    (
+        "experts-0-4.pt",
+        lambda part: state_of(part, "layer.experts_in").update(momentum_buffer=torch.ones(7)),
+        r"got .'momentum_buffer': \[7\]",
+    ),
+    (
+        "common.pt",
+        lambda part: state_of(part, "scale").update(momentum_buffer=torch.ones(7)),
+        r"got .'momentum_buffer': \[7\]",
+    ),
+    ("common.pt", lambda part: part.pop("extra"), "lacks .'extra'"),
+]
+
+
+def refuse_exchanged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
+    model = Model(comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def refuse(file: str, text: str) -> None:
+        with pytest.raises(ValueError, match=f"{re.escape(str(path / file))}.*{text}"):
+            xd.load_checkpoint(path, model, optimizer)
+
+    common, experts = path / "common.pt", path / "experts-0-4.pt"
+    whole = {file: file.read_bytes() for file in path.iterdir()}
+    for cut in (2, 10, 1000):
+        experts.write_bytes(whole[experts][:-cut])
+        refuse("experts-0-4.pt", "is damaged")
+    experts.write_bytes(whole[experts][: len(whole[experts]) // 2])
+    refuse("experts-0-4.pt", "is damaged")
+    experts.write_bytes(whole[common])
+    refuse("experts-0-4.pt", "lacks .'first', 'end'")
+    experts.write_bytes(whole[experts])
+    common.write_bytes(whole[experts])
+    refuse("common.pt", "lacks .'format'")
+    common.write_bytes(whole[common])
+    for name, change, text in DAMAGE:
+        part = torch.load(path / name)
+        change(part)
+        torch.save(part, path / name)
+        refuse(name, text)
+        (path / name).write_bytes(whole[path / name])
+    with pytest.raises(ValueError, match=r"it lacks \['other.experts_in', .*'layer.experts_in'"):
+        xd.load_checkpoint(path, renamed_layer(comm))
+    with pytest.raises(FileNotFoundError, match="expected the folder of a checkpoint"):
+        xd.load_checkpoint(common, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_a_part_that_is_not_what_was_saved_is_named_and_nothing_overwritten(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = tmp_path / "saved"
+    run_ranks(2, in_distributed, save_numbered, path)
+    run_ranks(1, in_distributed, refuse_exchanged_parts, path)
+    run_ranks(1, in_distributed, load_numbered, path)
 
 
 def fill_disk_of_rank_1(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
