@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import os
 import weakref
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ __all__ = ["Heap", "Spec", "aligned_empty", "describe"]
 # (address, shape, dtype) and perhaps strides in elements: how crossdock._core takes a tensor.
 Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
+_IMPOSSIBLE = 1 << 62  # bytes: more than any heap has, and few enough for the library to say so
 _ALIGNMENT = constants.ROW_ALIGNMENT  # alignment of tensors and plans, in bytes
 
 
@@ -70,6 +72,24 @@ def aligned_empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndar
     return raw[skip : skip + size].view(dtype).reshape(shape)
 
 
+def _sizes(shape: Any) -> tuple[int, ...]:
+    """The shape of a new array as a tuple.
+
+    Raises:
+        TypeError, ValueError: no whole numbers, or negative ones.
+    """
+    given = shape if isinstance(shape, (tuple, list)) else (shape,)
+    try:
+        sizes = tuple(operator.index(size) for size in given)
+    except TypeError:
+        raise TypeError(
+            f"shape: expected a whole number or a tuple of them, got {shape!r}"
+        ) from None
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"shape: expected numbers of at least 0, got {shape!r}")
+    return sizes
+
+
 class Heap:
     """A communicator's symmetric memory on the CPU as arrays.
 
@@ -84,11 +104,11 @@ class Heap:
         self._closing = False
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-        """An array with undefined content. Raises OutOfMemory."""
+        """An array with undefined content. Raises OutOfMemory, TypeError, ValueError."""
         dtype = numpy_dtype(dtype)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = _sizes(shape)
         size = math.prod(shape) * dtype.itemsize
-        address = self._comm.mem_alloc(size)
+        address = self._comm.mem_alloc(min(size, _IMPOSSIBLE))
         # NumPy keeps the buffer with the array and with every view of it.
         buffer = (ctypes.c_ubyte * size).from_address(address)
         self._arrays += 1

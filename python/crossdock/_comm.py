@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -92,7 +93,8 @@ class Comm:
             same time. Equal on all ranks.
 
     Raises:
-        TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch.
+        TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch; another
+            argument of a wrong kind, of which nobody hears.
         InvalidArgument; Timeout naming the ranks that did not come; Mismatch (another num_ranks,
         another kind of device, a rank taken twice, a peer that failed); PeerLost; Unsupported (no
         such device here, ranks on different hosts); OutOfMemory; SystemFailure.
@@ -284,6 +286,7 @@ class Comm:
             dtype: a NumPy dtype, one of ml_dtypes, or its name, such as ``"bfloat16"``.
 
         Raises:
+            TypeError, ValueError: `shape` is no whole numbers, or some are negative.
             OutOfMemory: with asked, largest free and total bytes; nothing is grown.
             Unsupported: this communicator is not on the CPU.
         """
@@ -387,6 +390,8 @@ def milliseconds(timeout: float | None) -> int:
     """
     if timeout is None:
         return 0
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout: expected seconds or None, got {timeout!r}")
     if not 0 < timeout < 2**31 / 1000:
         raise ValueError(
             f"timeout: expected seconds above 0, below {2**31 / 1000:.0f}, got {timeout}"
@@ -398,9 +403,15 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     """``_core.Comm``; a bad `heap_bytes` raises here, and Mismatch at once on the other ranks.
 
     Raises:
-        TypeError, ValueError: as `_byte_count`.
+        TypeError, ValueError: as `_byte_count`; a rank, number of ranks or name that is none.
         CrossdockError: as ``xd_comm_create``.
     """
+    for argument in ("rank", "num_ranks"):
+        if argument in options:
+            options[argument] = _number_of_32_bits(argument, options[argument])
+    name = options.get("name", "")
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, got {name!r}")
     try:
         wanted = _byte_count("heap_bytes", heap_bytes)
     except (TypeError, ValueError):
@@ -408,6 +419,21 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
             _core.Comm(heap_bytes=_IMPOSSIBLE, **options)
         raise
     return _core.Comm(heap_bytes=wanted, **options)
+
+
+def _number_of_32_bits(name: str, given: Any) -> int:
+    """A whole number as the library takes it, which checks whether it is a fitting one.
+
+    Raises:
+        TypeError, ValueError: no whole number, or one that has more bits.
+    """
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {given!r}") from None
+    if not -(1 << 31) <= number < 1 << 31:
+        raise ValueError(f"{name}: expected a number of 32 bits, got {given}")
+    return number
 
 
 def _byte_count(name: str, given: Any) -> int:
@@ -445,8 +471,10 @@ def parse_device(device: str) -> tuple[int, int]:
     """DLPack's (device type, number) of ``"cpu"``, ``"cuda"`` (-1 = LOCAL_RANK) or ``"cuda:0"``.
 
     Raises:
-        ValueError: any other text.
+        TypeError, ValueError: no text, or any other.
     """
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected a str, got {device!r}")
     found = re.fullmatch(r"(cpu)|cuda(?::(\d+))?", device)
     if not found:
         raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:<number>', got {device!r}")

@@ -180,6 +180,17 @@ def test_arrays_in_symmetric_memory() -> None:
             comm.empty(1 << 20)
         comm.grow(1 << 22)
         comm.empty(1 << 20)[:] = 1
+        for shape in (1 << 61, (1 << 40, 1 << 30), (1 << 62,), (1 << 63,)):
+            with pytest.raises(crossdock.OutOfMemory, match="asked"):
+                comm.empty(shape)
+        for shape, kind, text in (
+            ((-1,), ValueError, r"shape: expected numbers of at least 0, got \(-1,\)"),
+            (-1, ValueError, "shape: expected numbers of at least 0, got -1"),
+            ((1.5,), TypeError, r"shape: expected a whole number or a tuple .*, got \(1.5,\)"),
+            ("3", TypeError, "shape: expected a whole number or a tuple of them, got '3'"),
+        ):
+            with pytest.raises(kind, match=text):
+                comm.empty(shape)
         assert comm.memory().segments == 2
 
 

@@ -306,6 +306,17 @@ def test_configs_that_differ_are_a_mismatch() -> None:
     support.run_ranks(2, different_configs)
 
 
+ALONE = {"rank": 0, "num_ranks": 1}
+KINDS_OF_COMM = [
+    ({"rank": "0"}, TypeError, "rank: expected a whole number, got '0'"),
+    ({"rank": 1 << 40}, ValueError, "rank: expected a number of 32 bits, got 1099511627776"),
+    ({"num_ranks": 1.5}, TypeError, "num_ranks: expected a whole number, got 1.5"),
+    ({"name": None}, TypeError, "name: expected a str, got None"),
+    ({"timeout": "9"}, TypeError, "timeout: expected seconds or None, got '9'"),
+    ({"device": 3}, TypeError, "device: expected a str, got 3"),
+]
+
+
 @pytest.mark.parametrize(
     "make, kind, text",
     [
@@ -319,6 +330,10 @@ def test_configs_that_differ_are_a_mismatch() -> None:
             lambda: crossdock.EpConfig(3, 2, 4, 8).recv_bound(2),
             crossdock.InvalidArgument,
             "num_experts = 3, expected a multiple of num_ranks = 2",
+        ),
+        *(
+            (lambda wrong=wrong: crossdock.Comm(bytes(128), **{**ALONE, **wrong}), kind, text)
+            for wrong, kind, text in KINDS_OF_COMM
         ),
         (
             lambda: crossdock.Comm(bytes(5), rank=0, num_ranks=1),
