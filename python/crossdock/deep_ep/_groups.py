@@ -217,7 +217,7 @@ class Groups:
         self._reserved = max(self._reserved, heap_bytes)
         more, needed = 0, _SETS * sizes.set_bytes()
         if self._reserved < needed:
-            # Geometrically, as a communicator can grow a few dozen times only.
+            # Geometrically, as a communicator can grow 4096 times only.
             more = self._reserved = max(needed, self._reserved * 5 // 4)
         try:
             self._home.memory.reserve(more, sizes.set_bytes())

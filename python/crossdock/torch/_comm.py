@@ -124,7 +124,7 @@ class Comm:
     def provide(self, num_bytes: int) -> None:
         """Adds symmetric memory for one more group. Collective, blocking; may differ per rank.
 
-        A communicator can grow 64 times and have more groups than that: from the 32nd on, growths
+        A communicator can grow 4096 times and have more groups than that: from the 32nd on, growths
         provide ever more groups to come, of the size of the present one.
         """
         missing = self._missing_bytes + num_bytes

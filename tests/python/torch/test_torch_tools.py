@@ -317,6 +317,13 @@ def check_copies(me: Rank) -> None:
         # Torch copies the gradients of DTensors along, and those of its own parameters not.
         for parameter in twin.parameters():
             assert (parameter.grad is None) == (not hasattr(parameter, "to_local"))
+        parallel = wrapped_in_ddp(make_model(comm), mesh)
+        with pytest.raises(RuntimeError, match="default process group"):
+            copy.deepcopy(parallel)
+        assert copy.deepcopy(parallel.module).experts.group is parallel.module.experts.group
+        comm.replicas = None
+        with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+            copy.deepcopy(wrapped_in_fsdp(make_model(comm), mesh))
         twin.zero_grad()
         assert all(parameter.grad is None for parameter in twin.parameters())
         assert all(parameter.grad is not None for parameter in model.parameters())
