@@ -34,7 +34,7 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
   return guarded_on("xd_ep_group_create", *comm->comm, [&] {
     comm->comm->check_usable();
     comm->comm->begin_group();
-    comm->comm->collectively(xd::Comm::Collective::group, [&] {
+    comm->comm->collectively(xd::ep::kCreateGroup, [&] {
       auto handle = std::make_unique<xd_ep_group>();
       const auto& executor = xd::ep::executor_for(comm->comm->device().device_type);
       handle->group = executor.make_group(comm->comm, config);

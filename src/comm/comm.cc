@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <string_view>
 
 #include "base/env.h"
 #include "base/log.h"
@@ -25,71 +26,50 @@ std::chrono::nanoseconds spin_time(int ranks_on_host) {
   return std::chrono::microseconds(ranks_on_host <= available ? 50 : 2);
 }
 
-std::string text_of(std::span<const std::byte> body) {
+std::string_view text_of(std::span<const std::byte> body) {
   return {reinterpret_cast<const char*>(body.data()), body.size()};
 }
 
-const char* name_of(Comm::Collective what) {
-  switch (what) {
-    case Comm::Collective::create:
-      return "xd_comm_create";
-    case Comm::Collective::grow:
-      return "xd_mem_grow";
-    case Comm::Collective::barrier:
-      return "xd_comm_barrier";
-    case Comm::Collective::group:
-      return "xd_ep_group_create";
-    case Comm::Collective::enlist:
-      return "xd_mem_register";
-    case Comm::Collective::delist:
-      return "xd_mem_deregister";
-  }
-  return "an unknown call";
-}
-
-// The frame of a contribution: two bytes, the collective and 1 = failed, then the blob or the
-// error's text.
-constexpr std::size_t kFrameBytes = 2;
-
-Bytes frame(Comm::Collective what, std::span<const std::byte> blob) {
-  Bytes bytes(kFrameBytes + blob.size());
-  bytes[0] = std::byte{static_cast<std::uint8_t>(what)};
-  bytes[1] = std::byte{0};
-  std::ranges::copy(blob, bytes.begin() + kFrameBytes);
+// What a contribution travels in: the name of the call with its zero, a byte (1 = failed), then the
+// blob or the error's text.
+Bytes frame(CollectiveCall what, std::span<const std::byte> blob) {
+  const std::size_t name_bytes = std::strlen(what.name) + 1;
+  Bytes bytes(name_bytes + 1 + blob.size());
+  std::memcpy(bytes.data(), what.name, name_bytes);
+  std::ranges::copy(blob, bytes.begin() + static_cast<std::ptrdiff_t>(name_bytes) + 1);
   return bytes;
 }
 
-// The frame of a failure, the exception in flight. That may be that there is no memory, so it
-// allocates nothing.
+// The same of the exception in flight, which may be that there is no memory.
 class FailureFrame {
  public:
-  explicit FailureFrame(Comm::Collective what) noexcept {
-    bytes_[0] = static_cast<char>(what);
-    bytes_[1] = 1;
-    caught(std::span(bytes_).subspan(kFrameBytes));
+  explicit FailureFrame(CollectiveCall what) noexcept : head_(std::strlen(what.name) + 2) {
+    std::memcpy(bytes_.data(), what.name, head_ - 1);
+    bytes_[head_ - 1] = 1;
+    caught(std::span(bytes_).subspan(head_));
   }
   std::span<const std::byte> bytes() const {
-    return std::as_bytes(std::span(bytes_))
-        .first(kFrameBytes + std::strlen(bytes_.data() + kFrameBytes));
+    return std::as_bytes(std::span(bytes_)).first(head_ + std::strlen(bytes_.data() + head_));
   }
 
  private:
+  const std::size_t head_;
   std::array<char, 1024> bytes_;
 };
 
 // Takes the frame off a rank's contribution.
-void unframe(Comm::Collective what, int rank, Bytes& bytes) {
-  XD_CHECK(bytes.size() >= kFrameBytes);
-  const auto theirs = static_cast<Comm::Collective>(bytes[0]);
-  if (theirs != what) {
-    fail(XD_ERROR_MISMATCH, "rank ", rank, " is in ", name_of(theirs), ", this rank in ",
-         name_of(what));
+void unframe(CollectiveCall what, int rank, Bytes& bytes) {
+  const auto end = std::ranges::find(bytes, std::byte{0});
+  XD_CHECK(bytes.end() - end >= 2);
+  const std::string_view theirs = text_of(std::span(bytes.begin(), end));
+  if (theirs != what.name) {
+    fail(XD_ERROR_MISMATCH, "rank ", rank, " is in ", theirs, ", this rank in ", what.name);
   }
-  if (bytes[1] != std::byte{0}) {
-    fail(XD_ERROR_MISMATCH, "rank ", rank,
-         " failed: ", text_of(std::span(bytes).subspan(kFrameBytes)));
+  const auto blob = end + 2;
+  if (blob[-1] != std::byte{0}) {
+    fail(XD_ERROR_MISMATCH, "rank ", rank, " failed: ", text_of(std::span(blob, bytes.end())));
   }
-  bytes.erase(bytes.begin(), bytes.begin() + kFrameBytes);
+  bytes.erase(bytes.begin(), blob);
 }
 
 }  // namespace
@@ -137,12 +117,12 @@ void Comm::set_up(std::size_t heap_bytes) {
   for (int r = 0; r < num_ranks_; ++r) {
     if (device_side_ && left(r)) device_side_->set_left(r);
   }
-  add_to_heap(Collective::create, heap_bytes);
+  add_to_heap(kCreate, heap_bytes);
 }
 
 // The ranks compare their devices, so all come to the same verdict.
 void Comm::introduce() {
-  const auto items = agree(Collective::create, [&] {
+  const auto items = agree(kCreate, [&] {
     if (device_.device_type == kDLCUDA && num_ranks_ > kMaxDeviceRanks) {
       fail(XD_ERROR_UNSUPPORTED, "num_ranks = ", num_ranks_, ", expected at most ", kMaxDeviceRanks,
            " on CUDA devices");
@@ -168,7 +148,7 @@ void Comm::introduce() {
 
 void Comm::make_controls() {
   const std::size_t bytes = ControlMap::make(num_ranks_).end;
-  control_segments_ = share_host(Collective::create, bytes);
+  control_segments_ = share_host(kCreate, bytes);
   for (int r = 0; r < num_ranks_; ++r) {
     require_size(control_segments_[at(r)], bytes, r);
     controls_[at(r)] = Control(control_segments_[at(r)]->base(), num_ranks_);
@@ -178,9 +158,9 @@ void Comm::make_controls() {
 void Comm::make_device_side() {
   const std::size_t bytes = device_board_bytes(device_);
   if (bytes == 0) return;
-  auto boards = share(Collective::create, bytes);
+  auto boards = share(kCreate, bytes);
   for (int r = 0; r < num_ranks_; ++r) require_size(boards[at(r)], bytes, r);
-  agree(Collective::create, [&] {
+  agree(kCreate, [&] {
     device_side_ = xd::make_device_side(
         device_, {.rank = rank_, .num_ranks = num_ranks_, .timeout_ms = timeout_ms_},
         std::move(boards));
@@ -237,7 +217,7 @@ void Comm::fail_round(const Caught& error, int peer) {
 
 // Inside a catch block: takes this rank's part in the next step of its peers with the exception in
 // flight. If that fails as well the communicator is finished, and the exception still the cause.
-void Comm::bring_failure(Collective what) noexcept {
+void Comm::bring_failure(CollectiveCall what) noexcept {
   const FailureFrame failure(what);
   try {
     const std::lock_guard lock(collective_mutex_);
@@ -246,7 +226,8 @@ void Comm::bring_failure(Collective what) noexcept {
   }
 }
 
-std::vector<Mesh::Item> Comm::agree(Collective what, const std::function<Contribution()>& work) {
+std::vector<Mesh::Item> Comm::agree(CollectiveCall what,
+                                    const std::function<Contribution()>& work) {
   const std::lock_guard lock(collective_mutex_);
   Contribution mine;
   std::vector<Mesh::Item> items;
@@ -279,7 +260,7 @@ UniqueFd Comm::take_descriptor(int rank, Mesh::Item& item) {
 
 // Ranks exchange sizes before any of them allocates, so that ranks which share a limit on memory
 // and together ask for too much all get an error, and none is killed.
-void Comm::compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes) {
+void Comm::compare_demands(const SegmentMaker& memory, CollectiveCall what, std::size_t bytes) {
   OwnDemand own;
   const auto items = agree(what, [&] {
     own = memory.demand(bytes, "this rank's memory");
@@ -297,7 +278,7 @@ void Comm::compare_demands(const SegmentMaker& memory, Collective what, std::siz
   require_together(of_rank, rank_, own);
 }
 
-Comm::Segments Comm::share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
+Comm::Segments Comm::share_on(const SegmentMaker& memory, CollectiveCall what, std::size_t bytes,
                               const std::function<void(const Segments&)>& use) {
   if (memory.must_compare()) compare_demands(memory, what, bytes);
   SegmentMaker::Made own;
@@ -323,12 +304,12 @@ Comm::Segments Comm::share_on(const SegmentMaker& memory, Collective what, std::
 }
 
 void Comm::barrier() {
-  agree(Collective::barrier, [] { return Contribution{}; });
+  agree(kBarrier, [] { return Contribution{}; });
 }
 
 // The number of the next segment of symmetric memory. Ranks tell one another by such numbers where
 // their tensors lie, so all must count alike.
-std::uint32_t Comm::agree_on_number(Collective what) {
+std::uint32_t Comm::agree_on_number(CollectiveCall what) {
   const auto items = agree(what, [&] {
     if (device_side_) heap_.require_room();
     const std::uint32_t number = heap_.next_number();
@@ -344,7 +325,7 @@ std::uint32_t Comm::agree_on_number(Collective what) {
   return heap_.next_number();
 }
 
-void Comm::add_to_heap(Collective what, std::size_t bytes) {
+void Comm::add_to_heap(CollectiveCall what, std::size_t bytes) {
   const std::uint32_t number = agree_on_number(what);
   const auto any = [](const Segments& segments) {
     return std::ranges::any_of(segments, [](const auto& s) { return s != nullptr; });

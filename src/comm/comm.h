@@ -25,6 +25,7 @@
 #include "base/math.h"
 #include "comm/device_side.h"
 #include "comm/fatal.h"
+#include "comm/operations.h"
 #include "comm/symmetric_heap.h"
 #include "memory/host_segment.h"
 #include "mesh/mesh.h"
@@ -69,8 +70,8 @@ class Comm final : private MeshEvents {
 
   // ---- Collective host calls ----
 
-  // The call that the ranks make together; it must be equal on all.
-  enum class Collective : std::uint8_t { create, grow, barrier, group, enlist, delist };
+  static constexpr CollectiveCall kCreate{"xd_comm_create"}, kGrow{"xd_mem_grow"},
+      kBarrier{"xd_comm_barrier"}, kRegister{"xd_mem_register"}, kDeregister{"xd_mem_deregister"};
 
   struct Contribution {
     Bytes blob;
@@ -79,13 +80,13 @@ class Comm final : private MeshEvents {
   // Every rank does `work` and gives its contribution to all. If it throws on some rank, that rank
   // rethrows and all others throw MISMATCH naming the lowest such rank and its text; so do ranks
   // that are in different collectives. After agree() has returned, `work` has succeeded everywhere.
-  std::vector<Mesh::Item> agree(Collective what, const std::function<Contribution()>& work);
+  std::vector<Mesh::Item> agree(CollectiveCall what, const std::function<Contribution()>& work);
 
   // A collective call as a whole: `body` goes through one or more agree(), and nothing can fail
   // after the last. If this rank fails between two of them (mostly for want of memory), the failure
   // is its contribution to the next one, for which the peers wait.
   template <class Body>
-  void collectively(Collective what, Body&& body) {
+  void collectively(CollectiveCall what, Body&& body) {
     peers_know_ = false;
     try {
       std::forward<Body>(body)();
@@ -98,16 +99,16 @@ class Comm final : private MeshEvents {
   using Segments = std::vector<std::shared_ptr<Segment>>;  // by rank
   // Allocates `bytes` of shared memory here (0 = none), and maps every rank's; null for a rank that
   // has none. The memory is on the ranks' devices, or on their host.
-  Segments share(Collective what, std::size_t bytes) {
+  Segments share(CollectiveCall what, std::size_t bytes) {
     return share_on(*device_memory_, what, bytes);
   }
-  Segments share_host(Collective what, std::size_t bytes) {
+  Segments share_host(CollectiveCall what, std::size_t bytes) {
     return share_on(host_memory_, what, bytes);
   }
 
   void barrier();
   void grow_heap(std::size_t bytes) {
-    collectively(Collective::grow, [&] { add_to_heap(Collective::grow, bytes); });
+    collectively(kGrow, [&] { add_to_heap(kGrow, bytes); });
   }
   // Makes memory that the caller owns one more segment of symmetric memory; bytes = 0: this rank
   // gives none. Returns the segment's number, the same on all ranks.
@@ -116,6 +117,8 @@ class Comm final : private MeshEvents {
   // Counts the groups: every rank counts each group that it is asked to make, also if that fails.
   void begin_group() { ++groups_; }
   int group_number() const { return groups_ - 1; }
+  // Names the operations of a group in error texts. The table stays for good.
+  void name_operations(int group, const Operations& operations);
 
   // ---- Memory ----
 
@@ -198,17 +201,17 @@ class Comm final : private MeshEvents {
   void make_controls();
   void make_device_side();
   // `use` is called with all segments, in the last step that may fail on some rank.
-  Segments share_on(const SegmentMaker& memory, Collective what, std::size_t bytes,
+  Segments share_on(const SegmentMaker& memory, CollectiveCall what, std::size_t bytes,
                     const std::function<void(const Segments&)>& use = {});
-  void compare_demands(const SegmentMaker& memory, Collective what, std::size_t bytes);
-  void add_to_heap(Collective what, std::size_t bytes);
-  std::uint32_t agree_on_number(Collective what);
+  void compare_demands(const SegmentMaker& memory, CollectiveCall what, std::size_t bytes);
+  void add_to_heap(CollectiveCall what, std::size_t bytes);
+  std::uint32_t agree_on_number(CollectiveCall what);
   int enlist(void* ptr, std::size_t bytes);
   void delist(int registration);
   void fail_delisting();
   void require_device_memory() const;
   void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
-  void bring_failure(Collective what) noexcept;
+  void bring_failure(CollectiveCall what) noexcept;
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
   static UniqueFd take_descriptor(int rank, Mesh::Item& item);
   void fail_round(const Caught& error, int peer);
@@ -254,7 +257,8 @@ class Comm final : private MeshEvents {
   mutable std::mutex raise_mutex_;
   mutable bool told_self_ = false;  // true: this rank has written its slot of each board, once
   mutable Cause cause_;  // cause of the error in that slot, if it is a group's; under raise_mutex_
-  std::map<int, Explain> explanations_;  // by group; under raise_mutex_
+  std::map<int, const Operations*> operations_;  // by group; under raise_mutex_
+  std::map<int, Explain> explanations_;          // by group; under raise_mutex_
   bool told_peers_ = false;
 
   SymmetricHeap heap_;

@@ -59,13 +59,19 @@ void Comm::learn_cause(const FatalError& error) const {
 }
 
 std::string Comm::text_of(const FatalError& error) const {
+  const std::lock_guard lock(raise_mutex_);
   // A peer's report of an error that every rank meets may have come first: the text is this rank's.
   if (error.rank == rank_ || error.met_by_all != 0) {
-    const std::lock_guard lock(raise_mutex_);
     learn_cause(error);
     if (cause_.text[0] != '\0') return cause_.text.data();
   }
-  return describe(error);
+  const auto named = operations_.find(error.group);
+  return describe(error, named != operations_.end() ? named->second : nullptr);
+}
+
+void Comm::name_operations(int group, const Operations& operations) {
+  const std::lock_guard lock(raise_mutex_);
+  operations_[group] = &operations;
 }
 
 void Comm::explain_by(int group, Explain explain) {
@@ -120,7 +126,7 @@ void Comm::record(const FatalError& error) const {
 void Comm::raise_and_throw(const FatalError& error, Spread spread) {
   raise(error, spread);
   check_usable();
-  fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded: ", describe(error));
+  fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded: ", text_of(error));
 }
 
 // Under raise_mutex_.

@@ -22,20 +22,20 @@ void Comm::require_device_memory() const {
 int Comm::register_memory(void* ptr, std::size_t bytes) {
   require_device_memory();
   int registration = -1;
-  collectively(Collective::enlist, [&] { registration = enlist(ptr, bytes); });
+  collectively(kRegister, [&] { registration = enlist(ptr, bytes); });
   return registration;
 }
 
 int Comm::enlist(void* ptr, std::size_t bytes) {
-  const std::uint32_t number = agree_on_number(Collective::enlist);
+  const std::uint32_t number = agree_on_number(kRegister);
   Segments segments;
   SegmentMaker::Made own;
-  auto items = agree(Collective::enlist, [&] {
+  auto items = agree(kRegister, [&] {
     XD_REQUIRE(bytes == 0 || ptr != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
     if (bytes > 0) own = lend_cuda_memory(device_.device_id, ptr, bytes);
     return Contribution{.blob = own.description, .fd = own.fd.get()};
   });
-  agree(Collective::enlist, [&] {
+  agree(kRegister, [&] {
     segments.resize(items.size());
     for (std::size_t r = 0; r < items.size(); ++r) {
       const int rank = static_cast<int>(r);
@@ -56,12 +56,12 @@ int Comm::enlist(void* ptr, std::size_t bytes) {
 
 void Comm::deregister_memory(int registration) {
   require_device_memory();
-  collectively(Collective::delist, [&] { delist(registration); });
+  collectively(kDeregister, [&] { delist(registration); });
 }
 
 void Comm::delist(int registration) {
   const auto number = static_cast<std::uint32_t>(registration);
-  const auto items = agree(Collective::delist, [&] {
+  const auto items = agree(kDeregister, [&] {
     XD_REQUIRE(registration >= 0 && heap_.is_registered(number), "registration = ", registration,
                ", expected one that xd_mem_register gave and that is still there");
     Contribution mine{.blob = Bytes(sizeof(registration))};
@@ -77,7 +77,7 @@ void Comm::delist(int registration) {
   bool kernels_know = false;
   try {
     // No rank returns, and may free its memory, before all have let go of it.
-    agree(Collective::delist, [&] {
+    agree(kDeregister, [&] {
       mapped = heap_.remove_registered(number);
       device_side_->set_heap(number, {});
       kernels_know = true;

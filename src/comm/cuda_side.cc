@@ -1,4 +1,4 @@
-#include "comm/cuda_side.h"
+#include "comm/device_side.h"
 
 #include <array>
 #include <atomic>

@@ -9,7 +9,6 @@
 #include "memory/host_segment.h"
 
 #if XD_CUDA
-#include "comm/cuda_side.h"
 #include "cuda/device.h"
 #include "memory/cuda_segment.h"
 #endif

@@ -1,7 +1,6 @@
 #include "comm/fatal.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <span>
 
@@ -12,13 +11,12 @@
 namespace xd {
 namespace {
 
-constexpr std::array kOperations = {"prepare", "dispatch", "combine", "dispatch_bwd",
-                                    "combine_bwd"};
-
-std::string site(const FatalError& error) {
+std::string site(const FatalError& error, const Operations* operations) {
   if (error.operation < 0) return "a collective host call";
-  return concat("xd_ep_", operation_name(error.operation), " of group ", error.group, ", epoch ",
-                error.expected_epoch);
+  const std::string name = operations != nullptr
+                               ? concat(operations->prefix, operations->name(error.operation))
+                               : concat("operation ", error.operation);
+  return concat(name, " of group ", error.group, ", epoch ", error.expected_epoch);
 }
 
 const char* awaited(std::int32_t phase) {
@@ -53,30 +51,25 @@ std::string cause(const FatalError& error) {
 
 }  // namespace
 
-const char* operation_name(std::int32_t operation) {
-  const auto index = static_cast<std::size_t>(operation);
-  return index < kOperations.size() ? kOperations[index] : "?";
-}
-
 xd_status status_of(const FatalError& error) {
   const bool known = error.status > XD_SUCCESS && error.status <= XD_ERROR_INTERNAL;
   return known ? static_cast<xd_status>(error.status) : XD_ERROR_INTERNAL;
 }
 
-std::string describe(const FatalError& error) {
+std::string describe(const FatalError& error, const Operations* operations) {
   switch (error.status) {
     case XD_ERROR_TIMEOUT:
       if (error.peer < 0) {
-        return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ", site(error),
-                      " for ranks that did not take part");
+        return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
+                      site(error, operations), " for ranks that did not take part");
       }
-      return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ", site(error),
-                    " for rank ", error.peer, " ", awaited(error.phase), ": expected epoch ",
-                    error.expected_epoch, ", seen ", error.seen_epoch);
+      return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
+                    site(error, operations), " for rank ", error.peer, " ", awaited(error.phase),
+                    ": expected epoch ", error.expected_epoch, ", seen ", error.seen_epoch);
     case XD_ERROR_PEER_LOST:
       if (error.left == 0) return lost_text(error);
       return concat("rank ", error.peer, " has left the communicator and is needed by ",
-                    site(error));
+                    site(error, operations));
     case XD_ERROR_ABORTED:
       return concat("rank ", error.peer, " called xd_comm_abort, or was interrupted");
     case XD_ERROR_BUSY:
@@ -84,9 +77,10 @@ std::string describe(const FatalError& error) {
           "rank ", error.rank, " used group ", error.group,
           " at once by two threads or streams; the operations of a group form one sequence");
     default:
-      return concat("fatal error ", status_name(status_of(error)), " raised by rank ", error.rank,
-                    error.deaf != 0 ? ": its watch thread had to end" : " in " + site(error),
-                    cause(error));
+      return concat(
+          "fatal error ", status_name(status_of(error)), " raised by rank ", error.rank,
+          error.deaf != 0 ? ": its watch thread had to end" : " in " + site(error, operations),
+          cause(error));
   }
 }
 

@@ -18,6 +18,7 @@
 
 #include "base/layout.h"
 #include "comm/doorbell.h"
+#include "comm/operations.h"
 
 namespace xd {
 
@@ -41,11 +42,8 @@ struct FatalError {
   std::int32_t deaf = 0;          // 1 = the rank's watch thread met it and hears no peer any more
 };
 
-// Name of an xd_ep_operation: that of the C function without its prefix; "?" for other numbers.
-const char* operation_name(std::int32_t operation);
-
-// The error as one sentence.
-std::string describe(const FatalError& error);
+// The error as one sentence. `operations`: those of the error's group.
+std::string describe(const FatalError& error, const Operations* operations);
 
 // The error's status; INTERNAL if the number is no status, as on a damaged board.
 xd_status status_of(const FatalError& error);

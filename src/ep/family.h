@@ -16,6 +16,8 @@ namespace xd::ep {
 inline constexpr const char* kOperationNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
                                                   "combine_bwd"};
 
+inline constexpr CollectiveCall kCreateGroup{"xd_ep_group_create"};
+
 // Numbers beside the text of a setback.
 struct Facts {
   std::int64_t bad_ids = 0;      // for bad ids only
@@ -28,8 +30,8 @@ struct Family {
   using Facts = ep::Facts;
   using Status = xd_ep_status;
 
-  static constexpr turn::Operations kOperations{"xd_ep_", "an xd_ep_operation", XD_EP_PREPARE,
-                                                kOperationNames};
+  static constexpr Operations kOperations{"xd_ep_", "an xd_ep_operation", XD_EP_PREPARE,
+                                          kOperationNames};
 
   static constexpr bool same_operation(const Record& a, const Record& b) {
     return ep::same_operation(a, b);

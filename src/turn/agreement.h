@@ -15,7 +15,7 @@ namespace xd::turn {
 // Collective: returns the results of `make` on all ranks. If it throws on some rank, that rank
 // rethrows and the others throw MISMATCH.
 template <class Make, class T = std::invoke_result_t<Make>>
-std::vector<T> agree_on(Comm& comm, Comm::Collective what, Make&& make) {
+std::vector<T> agree_on(Comm& comm, CollectiveCall what, Make&& make) {
   static_assert(std::is_trivially_copyable_v<T>);
   const auto items = comm.agree(what, [&] {
     const T mine = make();

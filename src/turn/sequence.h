@@ -55,7 +55,9 @@ class Sequence {
 
  protected:
   explicit Sequence(std::shared_ptr<Comm> comm)
-      : comm_(std::move(comm)), number_(comm_->group_number()) {}
+      : comm_(std::move(comm)), number_(comm_->group_number()) {
+    comm_->name_operations(number_, Family::kOperations);
+  }
 
   // Takes this rank's turn with only this error, and returns it.
   virtual void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) = 0;

@@ -5,8 +5,6 @@
 #include <thread>
 #include <vector>
 
-#include <crossdock/ep.h>
-
 #include "comm/doorbell.h"
 #include "comm/fatal.h"
 
@@ -95,23 +93,27 @@ TEST_F(ErrorBoardTest, ConcurrentWritersLeaveOneWholeError) {
 }
 
 TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
+  const char* const names[] = {"walk", "run"};
+  const Operations operations{"xd_go_", "an xd_go_operation", 1, names};
   const FatalError timeout{.status = XD_ERROR_TIMEOUT,
                            .phase = XD_PHASE_COUNTS,
                            .rank = 1,
                            .peer = 3,
                            .group = 2,
-                           .operation = XD_EP_PREPARE,
+                           .operation = 2,
                            .timeout_ms = 250,
                            .expected_epoch = 7,
                            .seen_epoch = 6};
-  EXPECT_EQ(describe(timeout),
-            "rank 1 waited 250 ms in xd_ep_prepare of group 2, epoch 7 for rank 3 to send its "
+  EXPECT_EQ(describe(timeout, &operations),
+            "rank 1 waited 250 ms in xd_go_run of group 2, epoch 7 for rank 3 to send its "
             "counts: expected epoch 7, seen 6");
   FatalError lost{.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2};
-  EXPECT_EQ(describe(lost), "rank 2 was lost: the process has ended or broken the protocol");
+  EXPECT_EQ(describe(lost, nullptr),
+            "rank 2 was lost: the process has ended or broken the protocol");
   lost.num_lost = 2;
   lost.lost = {2, 3};
-  EXPECT_EQ(describe(lost), "ranks 2, 3 were lost: the process has ended or broken the protocol");
+  EXPECT_EQ(describe(lost, nullptr),
+            "ranks 2, 3 were lost: the process has ended or broken the protocol");
   EXPECT_EQ(status_of({}), XD_ERROR_INTERNAL);
   EXPECT_EQ(status_of(timeout), XD_ERROR_TIMEOUT);
 }

@@ -237,7 +237,7 @@ TEST_P(MissingRegistration, OnOneRankIsAMismatchOnAllAndNobodyWaits) {
       EXPECT_NE(std::string(status.text).find("rank " + std::to_string(finder) + " does not find"),
                 std::string::npos)
           << status.text;
-      ASSERT_EQ(comm->fatal_error(), nullptr) << describe(*comm->fatal_error());
+      ASSERT_EQ(comm->fatal_error(), nullptr) << comm->text_of(*comm->fatal_error());
       comm->barrier();
       seat.set_entry(entry);
       comm->barrier();

@@ -18,7 +18,7 @@ class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
       : Group(std::move(comm), config, keeps_of), lockstep_(*this) {
-    this->comm().agree(Comm::Collective::group, [this] {
+    this->comm().agree(kCreateGroup, [this] {
       scratch_.reserve(this->config());
       return Comm::Contribution{};
     });

@@ -16,7 +16,7 @@ T* as(std::byte* address) {
 GroupMemory::GroupMemory(const Group& group) {
   const int ranks = group.config().ranks;
   for (int r = 0; r < ranks; ++r) maps_.push_back(GroupMap::make(group.config_of(r)));
-  segments_ = group.comm().share(Comm::Collective::group, map_of(group.rank()).end);
+  segments_ = group.comm().share(kCreateGroup, map_of(group.rank()).end);
   for (int r = 0; r < ranks; ++r) require_size(segments_[at(r)], map_of(r).end, r);
 }
 

@@ -149,7 +149,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
   share_memory();
-  comm().agree(Comm::Collective::group, [this] {
+  comm().agree(kCreateGroup, [this] {
     check_limits();
     const int ordinal = comm().device().device_id;
     const xd::cuda::DeviceGuard guard(ordinal);
@@ -216,7 +216,7 @@ void CudaGroup::require_shared_memory() const {
 }
 
 void CudaGroup::share_memory() {
-  segments_ = comm().share(Comm::Collective::group, GroupMap::make(config()).end);
+  segments_ = comm().share(kCreateGroup, GroupMap::make(config()).end);
   for (int r = 0; r < config().ranks; ++r) {
     require_size(segments_[at(r)], GroupMap::make(config_of(r)).end, r);
   }

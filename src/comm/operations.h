@@ -1,0 +1,32 @@
+// What the communicator knows of those who stand on it: the names of what ranks do together, which
+// families of operations hand over.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace xd {
+
+// A collective call of the host, by the name of its C function: ranks that call different ones are
+// told which.
+struct CollectiveCall {
+  const char* name;
+};
+
+// A family's operations, numbered from `first`, as error texts name them.
+struct Operations {
+  const char* prefix;  // prefix of their functions, "xd_ep_"
+  const char* type;    // type of their numbers, "an xd_ep_operation"
+  std::int32_t first;
+  std::span<const char* const> names;
+
+  constexpr bool contains(std::int32_t operation) const {
+    return operation >= first && static_cast<std::size_t>(operation - first) < names.size();
+  }
+  constexpr const char* name(std::int32_t operation) const {
+    return contains(operation) ? names[static_cast<std::size_t>(operation - first)] : "?";
+  }
+};
+
+}  // namespace xd
