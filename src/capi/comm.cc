@@ -42,7 +42,7 @@ xd_status xd_comm_destroy(xd_comm* comm) {
 
 xd_status xd_comm_abort(xd_comm* comm) {
   XD_REQUIRE_GIVEN("xd_comm_abort", comm);
-  return guarded_on("xd_comm_abort", *comm->comm, [&] { comm->comm->abort(); });
+  return guarded_on("xd_comm_abort", *comm->comm, [&] { comm->comm->errors().abort(); });
 }
 
 int32_t xd_default_timeout_ms(void) { return xd::env().timeout_ms; }
@@ -54,8 +54,8 @@ xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context) {
 xd_status xd_comm_barrier(xd_comm* comm) {
   XD_REQUIRE_GIVEN("xd_comm_barrier", comm);
   return guarded_on("xd_comm_barrier", *comm->comm, [&] {
-    comm->comm->check_usable();
-    comm->comm->barrier();
+    comm->comm->errors().check_usable();
+    comm->comm->collective().barrier();
   });
 }
 
@@ -63,7 +63,7 @@ xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_get_info", comm);
   return guarded_on("xd_comm_get_info", *comm->comm, [&] {
     const xd::Comm& c = *comm->comm;
-    c.check_process();
+    c.errors().check_process();
     xd_comm_info value XD_COMM_INFO_INIT;
     value.rank = c.rank();
     value.num_ranks = c.num_ranks();
@@ -77,9 +77,9 @@ xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
 xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_error", comm);
   return guarded_on("xd_comm_error", *comm->comm, [&] {
-    comm->comm->check_process();
+    comm->comm->errors().check_process();
     xd_error_info value XD_ERROR_INFO_INIT;
-    if (const xd::FatalError* error = comm->comm->fatal_error()) {
+    if (const xd::FatalError* error = comm->comm->errors().fatal_error()) {
       value.status = xd::status_of(*error);
       value.phase = static_cast<xd_phase>(error->phase);
       value.rank = error->rank;
@@ -88,7 +88,8 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
       value.operation = error->operation;
       value.expected_epoch = error->expected_epoch;
       value.seen_epoch = error->seen_epoch;
-      std::strncpy(value.text, comm->comm->text_of(*error).c_str(), sizeof(value.text) - 1);
+      std::strncpy(value.text, comm->comm->errors().text_of(*error).c_str(),
+                   sizeof(value.text) - 1);
     }
     xd::write_struct("info", info, value);
   });
@@ -99,7 +100,7 @@ xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr) {
   XD_REQUIRE_GIVEN("xd_mem_alloc", ptr);
   *ptr = nullptr;
   return guarded_on("xd_mem_alloc", *comm->comm, [&] {
-    comm->comm->check_process();
+    comm->comm->errors().check_process();
     *ptr = comm->comm->heap().allocate(bytes);
   });
 }
@@ -107,7 +108,7 @@ xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr) {
 xd_status xd_mem_free(xd_comm* comm, void* ptr) {
   XD_REQUIRE_GIVEN("xd_mem_free", comm);
   return guarded_on("xd_mem_free", *comm->comm, [&] {
-    comm->comm->check_process();
+    comm->comm->errors().check_process();
     if (ptr == nullptr) return;
     XD_REQUIRE(comm->comm->heap().release(ptr), "ptr = ", ptr,
                ", expected the start of a live allocation of this rank");
@@ -117,8 +118,8 @@ xd_status xd_mem_free(xd_comm* comm, void* ptr) {
 xd_status xd_mem_grow(xd_comm* comm, size_t bytes) {
   XD_REQUIRE_GIVEN("xd_mem_grow", comm);
   return guarded_on("xd_mem_grow", *comm->comm, [&] {
-    comm->comm->check_usable();
-    comm->comm->grow_heap(bytes);
+    comm->comm->errors().check_usable();
+    comm->comm->memory().grow(bytes);
   });
 }
 
@@ -127,23 +128,23 @@ xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* regis
   XD_REQUIRE_GIVEN("xd_mem_register", registration);
   *registration = -1;
   return guarded_on("xd_mem_register", *comm->comm, [&] {
-    comm->comm->check_usable();
-    *registration = comm->comm->register_memory(ptr, bytes);
+    comm->comm->errors().check_usable();
+    *registration = comm->comm->memory().enlist(ptr, bytes);
   });
 }
 
 xd_status xd_mem_deregister(xd_comm* comm, int32_t registration) {
   XD_REQUIRE_GIVEN("xd_mem_deregister", comm);
   return guarded_on("xd_mem_deregister", *comm->comm, [&] {
-    comm->comm->check_usable();
-    comm->comm->deregister_memory(registration);
+    comm->comm->errors().check_usable();
+    comm->comm->memory().delist(registration);
   });
 }
 
 xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info) {
   XD_REQUIRE_GIVEN("xd_mem_get_info", comm);
   return guarded_on("xd_mem_get_info", *comm->comm, [&] {
-    comm->comm->check_process();
+    comm->comm->errors().check_process();
     const auto usage = comm->comm->heap().usage();
     xd_mem_info value XD_MEM_INFO_INIT;
     value.total_bytes = usage.total;
@@ -159,7 +160,7 @@ xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle) {
   XD_REQUIRE_GIVEN("xd_mem_export", comm);
   XD_REQUIRE_GIVEN("xd_mem_export", handle);
   return guarded_on("xd_mem_export", *comm->comm, [&] {
-    comm->comm->check_process();
+    comm->comm->errors().check_process();
     const auto place = comm->comm->heap().find(ptr, 1);
     XD_REQUIRE(place, "ptr = ", ptr, ", expected an address in this rank's symmetric memory");
     *handle = {.rank = comm->comm->rank(),
@@ -174,7 +175,7 @@ xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr) 
   XD_REQUIRE_GIVEN("xd_mem_import", ptr);
   *ptr = nullptr;
   return guarded_on("xd_mem_import", *comm->comm, [&] {
-    comm->comm->check_process();
+    comm->comm->errors().check_process();
     XD_REQUIRE(handle->rank >= 0 && handle->rank < comm->comm->num_ranks(),
                "handle.rank = ", handle->rank, ", expected 0 to ", comm->comm->num_ranks() - 1);
     *ptr = comm->comm->heap().address(

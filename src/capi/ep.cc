@@ -32,9 +32,9 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
   XD_REQUIRE_GIVEN("xd_ep_group_create", group);
   *group = nullptr;
   return guarded_on("xd_ep_group_create", *comm->comm, [&] {
-    comm->comm->check_usable();
+    comm->comm->errors().check_usable();
     comm->comm->begin_group();
-    comm->comm->collectively(xd::ep::kCreateGroup, [&] {
+    comm->comm->collective().run(xd::ep::kCreateGroup, [&] {
       auto handle = std::make_unique<xd_ep_group>();
       const auto& executor = xd::ep::executor_for(comm->comm->device().device_type);
       handle->group = executor.make_group(comm->comm, config);
@@ -51,7 +51,7 @@ xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status) {
   XD_REQUIRE_GIVEN("xd_ep_group_status", group);
   XD_REQUIRE_GIVEN("xd_ep_group_status", status);
   return guarded_on("xd_ep_group_status", group->group->comm(), [&] {
-    group->group->comm().check_process();
+    group->group->comm().errors().check_process();
     // The status is taken, and cleared, only once the struct that receives it is known to be good.
     xd::write_struct("status", status, xd_ep_status XD_EP_STATUS_INIT);
     xd::write_struct("status", status, group->group->take_status());
@@ -69,7 +69,7 @@ xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) 
   XD_REQUIRE_GIVEN("xd_ep_group_watch", word);
   xd::ep::Group& g = *group->group;
   return guarded_on("xd_ep_group_watch", g.comm(), [&] {
-    g.comm().check_process();
+    g.comm().errors().check_process();
     *word = g.watch();
   });
 }
@@ -129,7 +129,7 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
   XD_REQUIRE_GIVEN("xd_ep_routing_layout", comm);
   const xd::Comm& c = *comm->comm;
   return guarded_on("xd_ep_routing_layout", c, [&] {
-    c.check_open();
+    c.errors().check_open();
     const auto call = xd::ep::read_routing_layout(args, c.num_ranks(), c.device());
     xd::ep::executor_for(c.device().device_type).routing_layout(call, c.device(), stream);
   });

@@ -70,8 +70,8 @@ std::size_t device_board_bytes(DLDevice device);
 std::unique_ptr<DeviceSide> make_device_side(DLDevice device, const RankSeat& seat,
                                              std::vector<std::shared_ptr<Segment>> boards);
 
-// The same on CUDA, in builds that have it: the words of comm/device_comm.h, in pinned and in device
-// memory.
+// The same on CUDA, in builds that have it. What it shares lies in pinned and in device memory, as
+// comm/device_comm.h has it.
 std::unique_ptr<DeviceSide> make_cuda_side(int ordinal, const RankSeat& seat,
                                            std::vector<std::shared_ptr<Segment>> boards);
 

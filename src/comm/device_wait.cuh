@@ -42,7 +42,7 @@ __device__ inline void tell_host(const DeviceComm& comm) {
   ptx::st_release_sys(&comm.host->raised, 1);
 }
 
-enum class Spread { here, everywhere };
+using xd::Spread;
 
 // Records a fatal error of this rank's kernels. Only the first one is recorded: a slot has one
 // writer, which writes it once.

@@ -42,6 +42,9 @@ struct FatalError {
   std::int32_t deaf = 0;          // 1 = the rank's watch thread met it and hears no peer any more
 };
 
+// Who writes an error down: the rank that meets it for itself alone, or for all.
+enum class Spread { here, everywhere };
+
 // The error as one sentence. `operations`: those of the error's group.
 std::string describe(const FatalError& error, const Operations* operations);
 
@@ -49,12 +52,12 @@ std::string describe(const FatalError& error, const Operations* operations);
 xd_status status_of(const FatalError& error);
 
 // Offsets inside a rank's control segment: bell, then error board.
-struct ControlMap {
+struct RankBoardMap {
   std::uint64_t bell, first, slots, end;
 
-  static constexpr ControlMap make(int num_ranks) {
+  static constexpr RankBoardMap make(int num_ranks) {
     LayoutCursor cursor;
-    ControlMap map{};
+    RankBoardMap map{};
     map.bell = cursor.place<Doorbell>(1);
     map.first = cursor.place<std::atomic<std::uint32_t>>(1, 64);
     map.slots = cursor.place<FatalError>(static_cast<std::uint64_t>(num_ranks), 64);
@@ -64,12 +67,12 @@ struct ControlMap {
 };
 
 // One rank's control segment, as mapped in this process.
-class Control {
+class RankBoard {
  public:
-  Control() = default;
-  Control(std::byte* base, int num_ranks)
+  RankBoard() = default;
+  RankBoard(std::byte* base, int num_ranks)
       : base_(base),
-        map_(ControlMap::make(num_ranks)),
+        map_(RankBoardMap::make(num_ranks)),
         num_ranks_(static_cast<std::uint32_t>(num_ranks)) {}
 
   Doorbell& bell() const { return *at<Doorbell>(map_.bell); }
@@ -100,7 +103,7 @@ class Control {
   std::atomic<std::uint32_t>& first() const { return *at<std::atomic<std::uint32_t>>(map_.first); }
 
   std::byte* base_ = nullptr;
-  ControlMap map_{};
+  RankBoardMap map_{};
   std::uint32_t num_ranks_ = 0;
 };
 

@@ -77,7 +77,7 @@ void SymmetricHeap::require_room() const {
 }
 
 void* SymmetricHeap::allocate(std::size_t bytes) {
-  const Place in_heap = heap_.allocate(bytes);
+  const HeapAddress in_heap = heap_.allocate(bytes);
   const std::shared_lock lock(mutex_);
   const OfRank& of_rank = entries_[number_of_zone_[in_heap.segment]].of_rank;
   return of_rank[at(rank_)]->base() + in_heap.offset;
@@ -91,20 +91,20 @@ bool SymmetricHeap::release(void* ptr) {
   return zone != kRegistered && heap_.release({static_cast<std::uint32_t>(zone), place->offset});
 }
 
-std::optional<Place> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {
+std::optional<HeapAddress> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {
   const auto* address = static_cast<const std::byte*>(ptr);
   const std::shared_lock lock(mutex_);
   const auto above = std::ranges::upper_bound(ranges_, address, {}, &Range::begin);
   for (auto next = std::reverse_iterator(above); next != ranges_.rend(); ++next) {
     if (next->furthest <= address) break;
     if (address >= next->end || bytes > static_cast<std::size_t>(next->end - address)) continue;
-    return Place{.segment = next->number,
-                 .offset = static_cast<std::size_t>(address - next->begin)};
+    return HeapAddress{.segment = next->number,
+                       .offset = static_cast<std::size_t>(address - next->begin)};
   }
   return std::nullopt;
 }
 
-std::byte* SymmetricHeap::address(int rank, Place place, std::size_t bytes) const {
+std::byte* SymmetricHeap::address(int rank, HeapAddress place, std::size_t bytes) const {
   const HeapRange there = range(rank, place.segment);
   if (there.base == nullptr || place.offset > there.bytes) return nullptr;
   if (bytes > there.bytes - place.offset) return nullptr;

@@ -47,10 +47,10 @@ class SymmetricHeap {
   bool release(void* ptr);            // false: no live allocation of this rank starts there
 
   // The place of [ptr, ptr + bytes) in this rank's heap, if it lies there.
-  std::optional<Place> find(const void* ptr, std::size_t bytes) const;
+  std::optional<HeapAddress> find(const void* ptr, std::size_t bytes) const;
 
   // Address of `bytes` bytes at a rank's place, or nullptr if they are not all there.
-  std::byte* address(int rank, Place place, std::size_t bytes) const;
+  std::byte* address(int rank, HeapAddress place, std::size_t bytes) const;
   // A rank's segment; {nullptr, 0} if it has none of that number.
   HeapRange range(int rank, std::uint32_t segment) const;
 

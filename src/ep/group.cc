@@ -73,7 +73,7 @@ Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
 }
 
 void Group::agree_on_config(const xd_ep_config* config, KeepsOf keeps_of) {
-  const auto of_rank = turn::agree_on(comm(), kCreateGroup, [&] {
+  const auto of_rank = comm().collective().agree_on(kCreateGroup, [&] {
     config_ = read_config(config, comm().num_ranks());
     const int device_type = comm().device().device_type;
     XD_REQUIRE(config_.device_type == 0 || config_.device_type == device_type,

@@ -32,7 +32,7 @@ void Heap::add_segment(std::size_t bytes) {
   zones_.push_back(std::move(zone));
 }
 
-Place Heap::allocate(std::size_t bytes) {
+HeapAddress Heap::allocate(std::size_t bytes) {
   const std::scoped_lock lock(mutex_);
   // Rounding may wrap to a small number; the second condition below catches that.
   const std::uint64_t size = round_up(std::max<std::uint64_t>(bytes, 1), kAlignment);
@@ -66,7 +66,7 @@ Place Heap::allocate(std::size_t bytes) {
   return {static_cast<std::uint32_t>(best_zone - zones_.data()), offset};
 }
 
-bool Heap::release(Place place) {
+bool Heap::release(HeapAddress place) {
   const std::scoped_lock lock(mutex_);
   if (place.segment >= zones_.size()) return false;
   Zone& zone = zones_[place.segment];

@@ -12,7 +12,7 @@ namespace xd {
 
 // A place in one rank's heap: the segment's number in order of creation, and the bytes from the
 // segment's start.
-struct Place {
+struct HeapAddress {
   std::uint32_t segment = 0;
   std::uint64_t offset = 0;
 };
@@ -29,10 +29,10 @@ class Heap {
 
   // Throws OUT_OF_MEMORY with asked, largest free and total bytes. bytes = 0 counts as 1. The
   // allocator takes the smallest range that fits, and the lowest of equal ones.
-  Place allocate(std::size_t bytes);
+  HeapAddress allocate(std::size_t bytes);
 
   // False if no live allocation starts there.
-  bool release(Place place);
+  bool release(HeapAddress place);
 
   struct Usage {  // bytes, rounding included
     std::size_t total, used, largest_free;

@@ -3,35 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <span>
-#include <type_traits>
-#include <vector>
 
-#include "comm/comm.h"
+#include "base/error.h"
 
 namespace xd::turn {
-
-// Collective: returns the results of `make` on all ranks. If it throws on some rank, that rank
-// rethrows and the others throw MISMATCH.
-template <class Make, class T = std::invoke_result_t<Make>>
-std::vector<T> agree_on(Comm& comm, CollectiveCall what, Make&& make) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  const auto items = comm.agree(what, [&] {
-    const T mine = make();
-    Comm::Contribution contribution{.blob = Bytes(sizeof(mine))};
-    std::memcpy(contribution.blob.data(), &mine, sizeof(mine));
-    return contribution;
-  });
-  std::vector<T> of_rank(items.size());
-  for (std::size_t r = 0; r < items.size(); ++r) {
-    if (items[r].blob.size() != sizeof(T)) {
-      fail(XD_ERROR_MISMATCH, "rank ", r, " runs another version of the library");
-    }
-    std::memcpy(&of_rank[r], items[r].blob.data(), sizeof(T));
-  }
-  return of_rank;
-}
 
 // A number that must be equal on all ranks, by its name in the public config.
 template <class T>

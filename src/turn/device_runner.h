@@ -56,8 +56,8 @@ class DeviceRunner {
   // When the sequence is made: from now on the communicator asks here what an error of it is.
   void begin() {
     if (!fatal_errors_) return;
-    sequence_.comm().explain_by(sequence_.number(),
-                                [this](const FatalError& error) { return cause_of(error); });
+    sequence_.comm().errors().explain_by(
+        sequence_.number(), [this](const FatalError& error) { return cause_of(error); });
   }
   // When the sequence goes. Its caller has promised that no operation runs any more. A kernel that
   // does run would write into memory that has become somebody else's, so it is waited for, within
@@ -87,7 +87,7 @@ class DeviceRunner {
  private:
   int device_id() const { return sequence_.comm().device().device_id; }
   bool at_rest() const;
-  Comm::Cause cause_of(const FatalError& error) const;
+  Cause cause_of(const FatalError& error) const;
   std::uint32_t take_failed_turn(std::int32_t operation, const Setback<Family>& setback,
                                  xd_stream stream);
   // Acquire: what is said of an error is complete before it is counted.
@@ -110,8 +110,8 @@ bool DeviceRunner<Family, Control, Report>::end() {
   bool rests = true;
   cuda::try_on_device(device_id(), [&] { rests = at_rest(); });
   if (fatal_errors_) {
-    static_cast<void>(sequence_.comm().fatal_error());  // what it says needs this sequence
-    sequence_.comm().explain_by(sequence_.number(), {});
+    static_cast<void>(sequence_.comm().errors().fatal_error());  // what it says needs this sequence
+    sequence_.comm().errors().explain_by(sequence_.number(), {});
   }
   return rests;
 }
@@ -123,7 +123,8 @@ bool DeviceRunner<Family, Control, Report>::at_rest() const {
   // owned: what is still owned then runs no more.
   constexpr int kFailedMs = 100;
   const Comm& comm = sequence_.comm();
-  const auto deadline = Deadline::after_ms(comm.fatal_error() == nullptr ? kPatienceMs : kFailedMs);
+  const auto deadline =
+      Deadline::after_ms(comm.errors().fatal_error() == nullptr ? kPatienceMs : kFailedMs);
   const auto* owner = memory_.last_look.template as<std::uint64_t>();
   do {
     // A look that has not ended may still come, and needs both memories: nothing is at rest.
@@ -134,14 +135,14 @@ bool DeviceRunner<Family, Control, Report>::at_rest() const {
     if (static_cast<std::uint32_t>(*owner) == 0) return true;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   } while (!deadline.passed());
-  return comm.fatal_error() != nullptr;
+  return comm.errors().fatal_error() != nullptr;
 }
 
 template <class Family, class Control, class Report>
 template <class Start>
 void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_stream stream,
                                                 Start&& start) {
-  sequence_.comm().check_usable();
+  sequence_.comm().errors().check_usable();
   const cuda::DeviceGuard guard(device_id());
   Setback<Family> setback;
   try {
@@ -180,12 +181,12 @@ std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
       return 0;
     }
     const int rank = sequence_.rank();
-    sequence_.comm().raise({.status = XD_ERROR_INTERNAL,
-                            .rank = rank,
-                            .peer = rank,
-                            .group = sequence_.number(),
-                            .operation = operation},
-                           Comm::Spread::everywhere);
+    sequence_.comm().errors().raise({.status = XD_ERROR_INTERNAL,
+                                     .rank = rank,
+                                     .peer = rank,
+                                     .group = sequence_.number(),
+                                     .operation = operation},
+                                    Spread::everywhere);
   }
   return launch;
 }
@@ -194,7 +195,7 @@ std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
 // found on the host is known to the host alone; which call that was, and at which epoch, to the
 // kernel alone.
 template <class Family, class Control, class Report>
-Comm::Cause DeviceRunner<Family, Control, Report>::cause_of(const FatalError& error) const {
+Cause DeviceRunner<Family, Control, Report>::cause_of(const FatalError& error) const {
   const Report& said = *report();
   // Relaxed: it was written before the error, which has been taken over with acquire.
   const auto launch = std::atomic_ref(report()->fatal_launch).load(std::memory_order_relaxed);

@@ -68,7 +68,7 @@ class HostRunner {
   class Claim {
    public:
     Claim(HostRunner& runner, std::int32_t operation) : runner_(runner) {
-      runner.sequence_.comm().check_usable();
+      runner.sequence_.comm().errors().check_usable();
       if (runner.busy_.exchange(true, std::memory_order_acquire)) runner.fail_busy(operation);
     }
     ~Claim() { runner_.busy_.store(false, std::memory_order_release); }
@@ -81,12 +81,12 @@ class HostRunner {
 
   [[noreturn]] void fail_busy(std::int32_t operation) {
     const int rank = sequence_.rank();
-    sequence_.comm().raise_and_throw({.status = XD_ERROR_BUSY,
-                                      .rank = rank,
-                                      .peer = rank,
-                                      .group = sequence_.number(),
-                                      .operation = operation},
-                                     Comm::Spread::everywhere);
+    sequence_.comm().errors().raise_and_throw({.status = XD_ERROR_BUSY,
+                                               .rank = rank,
+                                               .peer = rank,
+                                               .group = sequence_.number(),
+                                               .operation = operation},
+                                              Spread::everywhere);
   }
 
   template <HostOperation<Family> Op>
@@ -157,7 +157,7 @@ Setback<Family> HostRunner<Family>::move(Op& op) {
     op.move();
     return {};
   } catch (...) {
-    if (sequence_.comm().fatal_error() != nullptr) throw;
+    if (sequence_.comm().errors().fatal_error() != nullptr) throw;
     return current_setback<Family>(sequence_.rank());
   }
 }
@@ -175,14 +175,14 @@ Setback<Family> HostRunner<Family>::complete(Op& op) {
 // The operation has ended, so peers that meet an error of it do so without this rank.
 template <class Family>
 void HostRunner<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation) {
-  sequence_.comm().raise_cause({.status = setback.status,
-                                .rank = sequence_.rank(),
-                                .peer = setback.rank,
-                                .group = sequence_.number(),
-                                .operation = operation,
-                                .expected_epoch = turn_.epoch(),
-                                .met_by_all = setback.met_by_all ? 1 : 0},
-                               sequence_.cause(setback, operation, turn_.epoch()));
+  sequence_.comm().errors().raise_cause({.status = setback.status,
+                                         .rank = sequence_.rank(),
+                                         .peer = setback.rank,
+                                         .group = sequence_.number(),
+                                         .operation = operation,
+                                         .expected_epoch = turn_.epoch(),
+                                         .met_by_all = setback.met_by_all ? 1 : 0},
+                                        sequence_.cause(setback, operation, turn_.epoch()));
 }
 
 }  // namespace xd::turn

@@ -50,13 +50,12 @@ class Sequence {
                                      std::uint64_t epoch);
 
   // The communicator's account of a setback, where the sequence's errors are fatal.
-  Comm::Cause cause(const Setback<Family>& setback, std::int32_t operation,
-                    std::uint64_t epoch) const;
+  Cause cause(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch) const;
 
  protected:
   explicit Sequence(std::shared_ptr<Comm> comm)
       : comm_(std::move(comm)), number_(comm_->group_number()) {
-    comm_->name_operations(number_, Family::kOperations);
+    comm_->errors().name_operations(number_, Family::kOperations);
   }
 
   // Takes this rank's turn with only this error, and returns it.
@@ -114,9 +113,9 @@ void Sequence<Family>::give_back(const Setback<Family>& setback, std::int32_t op
 }
 
 template <class Family>
-Comm::Cause Sequence<Family>::cause(const Setback<Family>& setback, std::int32_t operation,
-                                    std::uint64_t epoch) const {
-  Comm::Cause cause{.peer = setback.rank, .text = {}};
+Cause Sequence<Family>::cause(const Setback<Family>& setback, std::int32_t operation,
+                              std::uint64_t epoch) const {
+  Cause cause{.peer = setback.rank, .text = {}};
   std::snprintf(cause.text.data(), cause.text.size(), "%s%s of group %d, epoch %llu: %s",
                 Family::kOperations.prefix, Family::kOperations.name(operation), number_,
                 static_cast<unsigned long long>(epoch), setback.text.c_str());

@@ -55,41 +55,41 @@ TEST(DoorbellTest, ARingBeforeSleepingIsNotSleptThrough) {
 class ErrorBoardTest : public testing::Test {
  protected:
   static constexpr int kRanks = 4;
-  ErrorBoardTest() : memory_(ControlMap::make(kRanks).end / sizeof(Block) + 1) {}
+  ErrorBoardTest() : memory_(RankBoardMap::make(kRanks).end / sizeof(Block) + 1) {}
 
   struct alignas(64) Block {
     std::byte bytes[64] = {};
   };
   std::vector<Block> memory_;
-  Control control_{memory_.data()->bytes, kRanks};
+  RankBoard board_{memory_.data()->bytes, kRanks};
 };
 
-TEST_F(ErrorBoardTest, StartsEmpty) { EXPECT_EQ(control_.error(), nullptr); }
+TEST_F(ErrorBoardTest, StartsEmpty) { EXPECT_EQ(board_.error(), nullptr); }
 
 TEST_F(ErrorBoardTest, TheFirstErrorStays) {
-  EXPECT_TRUE(control_.post(2, {.status = XD_ERROR_TIMEOUT, .rank = 2, .peer = 1}));
-  EXPECT_FALSE(control_.post(0, {.status = XD_ERROR_ABORTED, .rank = 0, .peer = 0}));
-  ASSERT_NE(control_.error(), nullptr);
-  EXPECT_EQ(control_.error()->status, XD_ERROR_TIMEOUT);
-  EXPECT_EQ(control_.error()->peer, 1);
+  EXPECT_TRUE(board_.post(2, {.status = XD_ERROR_TIMEOUT, .rank = 2, .peer = 1}));
+  EXPECT_FALSE(board_.post(0, {.status = XD_ERROR_ABORTED, .rank = 0, .peer = 0}));
+  ASSERT_NE(board_.error(), nullptr);
+  EXPECT_EQ(board_.error()->status, XD_ERROR_TIMEOUT);
+  EXPECT_EQ(board_.error()->peer, 1);
 }
 
 TEST_F(ErrorBoardTest, ConcurrentWritersLeaveOneWholeError) {
   std::vector<std::thread> writers;
   for (int writer = 0; writer < kRanks; ++writer) {
     writers.emplace_back([this, writer] {
-      control_.post(writer, {.status = XD_ERROR_TIMEOUT,
-                             .rank = writer,
-                             .peer = writer + 100,
-                             .expected_epoch = static_cast<std::uint64_t>(writer) + 1000});
+      board_.post(writer, {.status = XD_ERROR_TIMEOUT,
+                           .rank = writer,
+                           .peer = writer + 100,
+                           .expected_epoch = static_cast<std::uint64_t>(writer) + 1000});
     });
   }
   const FatalError* error = nullptr;
-  while ((error = control_.error()) == nullptr) std::this_thread::yield();
+  while ((error = board_.error()) == nullptr) std::this_thread::yield();
   EXPECT_EQ(error->peer, error->rank + 100);
   EXPECT_EQ(error->expected_epoch, static_cast<std::uint64_t>(error->rank) + 1000);
   for (std::thread& writer : writers) writer.join();
-  EXPECT_EQ(control_.error(), error);
+  EXPECT_EQ(board_.error(), error);
 }
 
 TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {

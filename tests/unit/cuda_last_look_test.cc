@@ -75,7 +75,7 @@ TEST(CudaLastLook, ThatHasNotComeBackIsNotGivenMemoryOfOthers) {
   const std::byte* next = cuda::PinnedBlock(0, kLookBytes).data();
   std::unique_ptr<ep::Group> group = small_group(comm);
   ASSERT_NE(cuda::PinnedBlock(0, kLookBytes).data(), next) << "the group looks elsewhere";
-  comm->abort();
+  comm->errors().abort();
 
   StuckStream stuck;
   group.reset();

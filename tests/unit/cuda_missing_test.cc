@@ -69,7 +69,7 @@ class Seat {
         lent_(lend()),
         mine_(own_.data()),
         shared_(lent_) {
-    number_ = comm_->register_memory(lent_, 16 * kMiB);
+    number_ = comm_->memory().enlist(lent_, 16 * kMiB);
     xd_ep_config config = XD_EP_CONFIG_INIT;
     config.num_ranks = kRanks;
     config.num_experts = kExperts;
@@ -230,20 +230,21 @@ TEST_P(MissingRegistration, OnOneRankIsAMismatchOnAllAndNobodyWaits) {
     for (int round = 0; round < 4; ++round) {
       const int finder = round % kRanks;
       if (rank == finder) seat.set_entry({});
-      comm->barrier();
+      comm->collective().barrier();
       const xd_ep_status status = seat.run(operation);
       EXPECT_EQ(status.status, XD_ERROR_MISMATCH) << status.text;
       EXPECT_EQ(status.rank, finder);
       EXPECT_NE(std::string(status.text).find("rank " + std::to_string(finder) + " does not find"),
                 std::string::npos)
           << status.text;
-      ASSERT_EQ(comm->fatal_error(), nullptr) << comm->text_of(*comm->fatal_error());
-      comm->barrier();
+      ASSERT_EQ(comm->errors().fatal_error(), nullptr)
+          << comm->errors().text_of(*comm->errors().fatal_error());
+      comm->collective().barrier();
       seat.set_entry(entry);
-      comm->barrier();
+      comm->collective().barrier();
       EXPECT_EQ(seat.run(operation).status, XD_SUCCESS) << "the group goes on";
       EXPECT_EQ(seat.received(), received);
-      comm->barrier();
+      comm->collective().barrier();
     }
   }));
 }

@@ -109,7 +109,7 @@ TEST_F(CudaNccl, RanksMeetThroughItTwiceAndItStaysTheCallers) {
       const auto comm = Comm::create(config(rank, nccl));
       EXPECT_EQ(comm->rank(), rank);
       EXPECT_EQ(comm->num_ranks(), num_ranks_);
-      comm->barrier();
+      comm->collective().barrier();
     }
   }));
 }
@@ -120,7 +120,7 @@ TEST_F(CudaNccl, RanksOnTheCpuMayMeetThroughItToo) {
     on_cpu.device = {kDLCPU, 0};
     const auto comm = Comm::create(on_cpu);
     EXPECT_EQ(comm->rank(), rank);
-    comm->barrier();
+    comm->collective().barrier();
   }));
 }
 

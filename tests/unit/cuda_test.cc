@@ -231,7 +231,7 @@ TEST_F(CudaTest, HeapsGrowInSightOfKernels) {
   EXPECT_EQ(comms[0]->ranks_on_device(), 2);
   EXPECT_EQ(comms[0]->heap().usage().total, 2 * kMiB);
   expect_no_errors(
-      on_threads(2, [&](int rank) { comms[at(rank)]->grow_heap(at(rank) * 5 * kMiB); }));
+      on_threads(2, [&](int rank) { comms[at(rank)]->memory().grow(at(rank) * 5 * kMiB); }));
   for (const auto& comm : comms) {
     for (int r = 0; r < 2; ++r) {
       EXPECT_EQ(range_in(*comm, 0, r).base, comm->heap().address(r, {0, 0}, 1));
@@ -257,12 +257,13 @@ TEST_F(CudaTest, AnErrorOfKernelsFinishesTheCommunicatorEverywhere) {
                  .operation = 1,
                  .timeout_ms = 20000};
   std::atomic_ref(words.raised).store(1, std::memory_order_release);
-  EXPECT_EQ(comms[1]->fatal_error()->status, XD_ERROR_TIMEOUT) << "at once on its own host";
-  EXPECT_EQ(error_of([&] { comms[1]->check_usable(); })->status(), XD_ERROR_TIMEOUT);
+  EXPECT_EQ(comms[1]->errors().fatal_error()->status, XD_ERROR_TIMEOUT)
+      << "at once on its own host";
+  EXPECT_EQ(error_of([&] { comms[1]->errors().check_usable(); })->status(), XD_ERROR_TIMEOUT);
   for (const auto& comm : comms) {
-    EXPECT_TRUE(soon([&] { return comm->fatal_error() != nullptr; }));
-    EXPECT_EQ(comm->fatal_error()->status, XD_ERROR_TIMEOUT);
-    EXPECT_EQ(comm->fatal_error()->peer, 2);
+    EXPECT_TRUE(soon([&] { return comm->errors().fatal_error() != nullptr; }));
+    EXPECT_EQ(comm->errors().fatal_error()->status, XD_ERROR_TIMEOUT);
+    EXPECT_EQ(comm->errors().fatal_error()->peer, 2);
     std::uint32_t& finished = comm->device_comm().host->finished;
     EXPECT_TRUE(soon([&] { return std::atomic_ref(finished).load() == 1; }));
   }
@@ -275,7 +276,7 @@ TEST_F(CudaTest, KernelsAreToldOfAbortsAndGoodbyes) {
   EXPECT_TRUE(soon([&] { return std::atomic_ref(left).load() == 1; }));
   EXPECT_EQ(comms[0]->device_comm().host->left[1], 0u);
   EXPECT_EQ(comms[0]->device_comm().host->finished, 0u) << "a goodbye is no error";
-  comms[1]->abort();
+  comms[1]->errors().abort();
   EXPECT_EQ(comms[1]->device_comm().host->finished, 1u);
   std::uint32_t& finished = comms[0]->device_comm().host->finished;
   EXPECT_TRUE(soon([&] { return std::atomic_ref(finished).load() == 1; }));
@@ -306,7 +307,7 @@ TEST_F(CudaTest, MemoryOfTheCallerIsRegistered) {
   int number[2] = {-1, -1};
   expect_no_errors(on_threads(2, [&](int rank) {
     number[rank] =
-        comms[at(rank)]->register_memory(rank == 0 ? lent : nullptr, rank == 0 ? kMiB : 0);
+        comms[at(rank)]->memory().enlist(rank == 0 ? lent : nullptr, rank == 0 ? kMiB : 0);
   }));
   EXPECT_EQ(number[0], number[1]);
   const auto place = comms[0]->heap().find(lent + 16, kMiB - 16);
@@ -322,7 +323,7 @@ TEST_F(CudaTest, MemoryOfTheCallerIsRegistered) {
   EXPECT_EQ(range_of(1).base, nullptr);
 
   expect_no_errors(
-      on_threads(2, [&](int rank) { comms[at(rank)]->deregister_memory(number[rank]); }));
+      on_threads(2, [&](int rank) { comms[at(rank)]->memory().delist(number[rank]); }));
   EXPECT_EQ(range_of(0).base, nullptr);
   EXPECT_FALSE(comms[0]->heap().find(lent, 1));
   fill(memory, 1, 4 * kMiB);  // still the caller's
@@ -333,7 +334,7 @@ TEST_F(CudaTest, MemoryThatCannotBeLentIsRefused) {
   auto comms = cuda_comms(2, kMiB);
   const auto refused = [&](void* ptr, std::size_t bytes, xd_status status) {
     const auto errors = on_threads(2, [&](int rank) {
-      comms[at(rank)]->register_memory(rank == 0 ? ptr : nullptr, rank == 0 ? bytes : 0);
+      comms[at(rank)]->memory().enlist(rank == 0 ? ptr : nullptr, rank == 0 ? bytes : 0);
     });
     EXPECT_EQ(errors[0]->status(), status) << errors[0]->text();
     EXPECT_EQ(errors[1]->status(), XD_ERROR_MISMATCH) << errors[1]->text();

@@ -26,7 +26,7 @@ class CudaToy {
   explicit CudaToy(std::shared_ptr<Comm> comm)
       : comm_(std::move(comm)),
         map_(toy::Map::make(kRanks)),
-        segments_(comm_->share(Comm::Collective::group, map_.end)),
+        segments_(comm_->share(CollectiveCall{"toy_create"}, map_.end)),
         control_(kDevice, sizeof(toy::Control), "a toy's control block"),
         areas_(kDevice, kRanks * sizeof(HeapRange), "a toy's table"),
         report_(kDevice, sizeof(toy::Report)),
@@ -84,7 +84,7 @@ class CudaToy {
 
   const std::shared_ptr<Comm> comm_;
   const toy::Map map_;
-  const Comm::Segments segments_;
+  const Segments segments_;
   cuda::DeviceBuffer control_, areas_;
   cuda::PinnedBlock report_, copied_;
   cuda::Stream stream_{kDevice};
@@ -122,7 +122,7 @@ class CudaToyTurns : public testing::Test {
 
 TEST_F(CudaToyTurns, PassNumbersOnForMoreTurnsThanThereAreSlots) {
   for (std::uint64_t n = 0; n < 20; ++n) expect_passed(10 * n + 1, 2);
-  for (const auto& comm : comms_) EXPECT_EQ(comm->fatal_error(), nullptr);
+  for (const auto& comm : comms_) EXPECT_EQ(comm->errors().fatal_error(), nullptr);
 }
 
 TEST_F(CudaToyTurns, ThatDisagreeMoveNothingAndAreToldInTheFamilysWords) {

@@ -35,7 +35,7 @@ TEST(Heap, PlacesAreAlignedAndDoNotOverlap) {
   heap.add_segment(64 * kUnit);
   std::uint64_t end = 0;
   for (const std::size_t bytes : {1, 255, 256, 257, 1000, 4096}) {
-    const Place place = heap.allocate(bytes);
+    const HeapAddress place = heap.allocate(bytes);
     EXPECT_EQ(place.offset % kUnit, 0u);
     EXPECT_GE(place.offset, end);
     end = place.offset + bytes;
@@ -45,8 +45,8 @@ TEST(Heap, PlacesAreAlignedAndDoNotOverlap) {
 TEST(Heap, ZeroBytesGiveAPlaceOfTheirOwn) {
   Heap heap;
   heap.add_segment(2 * kUnit);
-  const Place first = heap.allocate(0);
-  const Place second = heap.allocate(0);
+  const HeapAddress first = heap.allocate(0);
+  const HeapAddress second = heap.allocate(0);
   EXPECT_NE(first.offset, second.offset);
   EXPECT_NE(exhaustion(heap, 0), "");
   EXPECT_TRUE(heap.release(first));
@@ -56,7 +56,7 @@ TEST(Heap, ZeroBytesGiveAPlaceOfTheirOwn) {
 TEST(Heap, ExhaustionNamesAskedLargestFreeAndTotal) {
   Heap heap;
   heap.add_segment(10 * kUnit);
-  const Place first = heap.allocate(4 * kUnit);
+  const HeapAddress first = heap.allocate(4 * kUnit);
   heap.allocate(3 * kUnit);
   heap.release(first);  // free: 4 units and 3 units
   const std::string text = exhaustion(heap, 5 * kUnit);
@@ -86,7 +86,7 @@ TEST(Heap, SizesNearTheEndOfTheRangeDoNotWrap) {
 TEST(Heap, OnlyTheStartOfALiveAllocationIsReleased) {
   Heap heap;
   heap.add_segment(16 * kUnit);
-  const Place place = heap.allocate(2 * kUnit);
+  const HeapAddress place = heap.allocate(2 * kUnit);
   EXPECT_FALSE(heap.release({0, place.offset + 1}));
   EXPECT_FALSE(heap.release({0, place.offset + kUnit}));
   EXPECT_FALSE(heap.release({0, 4 * kUnit})) << "a free place";
@@ -101,9 +101,9 @@ TEST(Heap, OnlyTheStartOfALiveAllocationIsReleased) {
 TEST(Heap, TheSmallestRangeThatFitsIsTaken) {
   Heap heap;
   heap.add_segment(20 * kUnit);
-  const Place wide = heap.allocate(5 * kUnit);
+  const HeapAddress wide = heap.allocate(5 * kUnit);
   heap.allocate(1);
-  const Place narrow = heap.allocate(2 * kUnit);
+  const HeapAddress narrow = heap.allocate(2 * kUnit);
   heap.allocate(1);
   heap.release(wide);
   heap.release(narrow);
@@ -116,7 +116,7 @@ TEST(Heap, FreeingInAnyOrderGivesBackOneRange) {
   do {
     Heap heap;
     heap.add_segment(5 * kUnit);
-    std::vector<Place> places;
+    std::vector<HeapAddress> places;
     for (std::size_t i = 0; i < order.size(); ++i) places.push_back(heap.allocate(kUnit));
     for (const int i : order) ASSERT_TRUE(heap.release(places[static_cast<std::size_t>(i)]));
     ASSERT_EQ(heap.usage().largest_free, 5 * kUnit);
@@ -126,12 +126,12 @@ TEST(Heap, FreeingInAnyOrderGivesBackOneRange) {
 TEST(Heap, GrowthAddsMemoryAndMovesNothing) {
   Heap heap;
   heap.add_segment(4 * kUnit);
-  const Place old = heap.allocate(4 * kUnit);
+  const HeapAddress old = heap.allocate(4 * kUnit);
   EXPECT_NE(exhaustion(heap, 1), "");
   heap.add_segment(8 * kUnit);
   EXPECT_EQ(heap.usage().total, 12 * kUnit);
   EXPECT_EQ(heap.usage().segments, 2);
-  const Place added = heap.allocate(8 * kUnit);
+  const HeapAddress added = heap.allocate(8 * kUnit);
   EXPECT_EQ(added.segment, 1u);
   EXPECT_TRUE(heap.release(old));
   EXPECT_NE(exhaustion(heap, 5 * kUnit), "") << "an allocation never spans two segments";
@@ -145,7 +145,7 @@ TEST(Heap, ThreadsMayUseItAtOnce) {
   for (unsigned thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&heap, thread] {
       for (unsigned i = 0; i < 2000; ++i) {
-        const Place place = heap.allocate((thread + i) % 8 * kUnit);
+        const HeapAddress place = heap.allocate((thread + i) % 8 * kUnit);
         if (!heap.release(place)) ADD_FAILURE() << "allocation lost";
       }
     });
@@ -207,7 +207,7 @@ class HeapAgainstModel : public testing::Test {
     const auto best = *std::min_element(
         runs.begin(), runs.end(),
         [](const Model::Run& a, const Model::Run& b) { return a.units < b.units; });
-    const Place place = heap_.allocate(bytes);
+    const HeapAddress place = heap_.allocate(bytes);
     ASSERT_EQ(place.segment, best.segment);
     ASSERT_EQ(place.offset, best.first * kUnit);
     model_.mark(best.segment, best.first, units, true);

@@ -36,7 +36,7 @@ struct Family {
   };
 
   static constexpr const char* kNames[] = {"pass"};
-  static constexpr turn::Operations kOperations{"toy_", "a toy operation", 0, kNames};
+  static constexpr Operations kOperations{"toy_", "a toy operation", 0, kNames};
 
   static constexpr bool same_operation(const Record& a, const Record& b) {
     return a.factor == b.factor;
@@ -70,7 +70,7 @@ class HostToy final : public turn::Sequence<Family> {
   explicit HostToy(const std::shared_ptr<Comm>& comm)
       : Sequence(comm),
         map_(Map::make(comm->num_ranks())),
-        segments_(comm->share(Comm::Collective::group, map_.end)),
+        segments_(comm->share(CollectiveCall{"toy_create"}, map_.end)),
         turn_(*comm, number(), areas()) {}
 
   // Gives `number` times `factor` to the next rank, and returns what the lower neighbour gave.
@@ -133,7 +133,7 @@ class HostToy final : public turn::Sequence<Family> {
   }
 
   const Map map_;
-  const Comm::Segments segments_;
+  const Segments segments_;
   turn::HostTurn<Record> turn_;
   turn::HostRunner<Family> runner_{*this, turn_, false};
 };

@@ -30,7 +30,7 @@ class ToyTurns : public testing::Test {
   std::vector<std::optional<Error>> turn(std::uint64_t number, Factor&& factor) {
     return on_threads(kRanks, [&](int rank) {
       toys_[at(rank)]->mailbox() = kPoison;
-      comms_[at(rank)]->barrier();
+      comms_[at(rank)]->collective().barrier();
       received_[at(rank)] =
           toys_[at(rank)]->pass(number + static_cast<std::uint64_t>(rank), factor(rank));
     });

@@ -18,9 +18,9 @@ class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
       : Group(std::move(comm), config, keeps_of), lockstep_(*this) {
-    this->comm().agree(kCreateGroup, [this] {
+    this->comm().collective().agree(kCreateGroup, [this] {
       scratch_.reserve(this->config());
-      return Comm::Contribution{};
+      return Collective::Contribution{};
     });
   }
 
@@ -41,7 +41,7 @@ class CpuGroup final : public Group {
   }
 
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream) override {
-    comm().check_open();
+    comm().errors().check_open();
     fill_row_experts(read_row_experts(args, call_context()), plan_binding());
   }
 

@@ -58,7 +58,7 @@ class CudaGroup final : public Group {
                 [&] { start_dispatch(read_combine_bwd(args, call_context()), stream); });
   }
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
-    comm().check_open();
+    comm().errors().check_open();
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
     const RowExpertsCall call = read_row_experts(args, call_context());
     require_memory(call, plan_bytes_, known_memory_);
@@ -149,7 +149,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
   share_memory();
-  comm().agree(kCreateGroup, [this] {
+  comm().collective().agree(kCreateGroup, [this] {
     check_limits();
     const int ordinal = comm().device().device_id;
     const xd::cuda::DeviceGuard guard(ordinal);
@@ -168,7 +168,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     load_kernels(limits_);
     describe_group();
     describe_ranks();
-    return Comm::Contribution{};
+    return Collective::Contribution{};
   });
   share_ = SmShare(comm().device().device_id, budget_, limits_.sms - kReservedSms);
   runner_.begin();

@@ -1,0 +1,180 @@
+#include "comm/collective.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <new>
+#include <string_view>
+
+#include "base/math.h"
+#include "comm/errors.h"
+
+namespace xd {
+namespace {
+
+std::string_view text_of(std::span<const std::byte> body) {
+  return {reinterpret_cast<const char*>(body.data()), body.size()};
+}
+
+// What a contribution travels in: the name of the call with its zero, a byte (1 = failed), then the
+// blob or the error's text.
+Bytes frame(CollectiveCall call, std::span<const std::byte> blob) {
+  const std::size_t name_bytes = std::strlen(call.name) + 1;
+  Bytes bytes(name_bytes + 1 + blob.size());
+  std::memcpy(bytes.data(), call.name, name_bytes);
+  std::ranges::copy(blob, bytes.begin() + static_cast<std::ptrdiff_t>(name_bytes) + 1);
+  return bytes;
+}
+
+// The same of the exception in flight, which may be that there is no memory.
+class FailureFrame {
+ public:
+  explicit FailureFrame(CollectiveCall call) noexcept : head_(std::strlen(call.name) + 2) {
+    std::memcpy(bytes_.data(), call.name, head_ - 1);
+    bytes_[head_ - 1] = 1;
+    caught(std::span(bytes_).subspan(head_));
+  }
+  std::span<const std::byte> bytes() const {
+    return std::as_bytes(std::span(bytes_)).first(head_ + std::strlen(bytes_.data() + head_));
+  }
+
+ private:
+  const std::size_t head_;
+  std::array<char, 1024> bytes_;
+};
+
+// Takes the frame off a rank's contribution. Allocates only to throw: a rank that failed here would
+// have its peers wait in the next round.
+void unframe(CollectiveCall call, int rank, Bytes& bytes) {
+  const auto end = std::ranges::find(bytes, std::byte{0});
+  XD_CHECK(bytes.end() - end >= 2);
+  const std::string_view theirs = text_of(std::span(bytes.begin(), end));
+  if (theirs != call.name) {
+    fail(XD_ERROR_MISMATCH, "rank ", rank, " is in ", theirs, ", this rank in ", call.name);
+  }
+  const auto blob = end + 2;
+  if (blob[-1] != std::byte{0}) {
+    fail(XD_ERROR_MISMATCH, "rank ", rank, " failed: ", text_of(std::span(blob, bytes.end())));
+  }
+  bytes.erase(bytes.begin(), blob);
+}
+
+}  // namespace
+
+void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, int rank) {
+  const std::size_t got = segment ? segment->bytes() : 0;
+  if (got < bytes) {
+    fail(XD_ERROR_MISMATCH, "rank ", rank, " shares ", got, " bytes of memory, expected at least ",
+         bytes, ": it runs another version of the library");
+  }
+}
+
+void Collective::gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items) {
+  try {
+    mesh_.all_gather(blob, fd, Deadline::after_ms(timeout_ms_), items);
+  } catch (const Error& error) {
+    if (errors_ != nullptr) errors_->throw_if_failed();  // the cause of this failure
+    fail_round({error.status(), error.error_number()}, error.peer());
+    throw;
+  } catch (const std::bad_alloc&) {
+    fail_round({XD_ERROR_OUT_OF_MEMORY, 0}, -1);
+    throw;
+  }
+}
+
+// Some peers may have heard of this round and others not: the ranks are out of step for good.
+void Collective::fail_round(const Caught& error, int peer) {
+  if (errors_ == nullptr) return;
+  // A loss is recorded by Errors::on_lost(), so this is a peer that has left.
+  const bool left = error.status == XD_ERROR_PEER_LOST;
+  FatalError fatal{.status = error.status,
+                   .phase = XD_PHASE_HOST,
+                   .rank = rank_,
+                   .peer = error.status == XD_ERROR_ABORTED ? rank_ : peer,
+                   .left = left,
+                   .timeout_ms = timeout_ms_};
+  fatal.error_number = error.error_number;
+  errors_->raise(fatal, left ? Spread::here : Spread::everywhere);
+}
+
+// Inside a catch block: takes this rank's part in the next step of its peers with the exception in
+// flight. If that fails as well the communicator is finished, and the exception still the cause.
+void Collective::bring_failure(CollectiveCall call) noexcept {
+  const FailureFrame failure(call);
+  try {
+    const std::lock_guard lock(mutex_);
+    if (errors_ == nullptr || errors_->fatal_error() == nullptr) gather(failure.bytes(), -1, {});
+  } catch (...) {
+  }
+}
+
+std::vector<Mesh::Item> Collective::agree(CollectiveCall call,
+                                          const std::function<Contribution()>& work) {
+  const std::lock_guard lock(mutex_);
+  Contribution mine;
+  std::vector<Mesh::Item> items;
+  try {
+    mine = work();
+    // All memory of this step is taken before it begins.
+    items.resize(at(num_ranks_));
+    items[at(rank_)].blob = frame(call, mine.blob);
+  } catch (...) {
+    const FailureFrame failure(call);
+    peers_know_ = true;
+    gather(failure.bytes(), -1, {});
+    throw;
+  }
+  try {
+    gather(items[at(rank_)].blob, mine.fd, items);
+    for (int r = 0; r < num_ranks_; ++r) unframe(call, r, items[at(r)].blob);
+  } catch (...) {
+    peers_know_ = true;  // they have failed like this rank
+    throw;
+  }
+  return items;
+}
+
+UniqueFd Collective::take_descriptor(int rank, Mesh::Item& item) {
+  if (item.fd_discarded)
+    fail_errno(concat("descriptor of the memory that rank ", rank, " shares"), EMFILE);
+  return std::move(item.fd);
+}
+
+// Ranks exchange sizes before any of them allocates, so that ranks which share a limit on memory
+// and together ask for too much all get an error, and none is killed.
+void Collective::compare_demands(const SegmentMaker& memory, CollectiveCall call,
+                                 std::size_t bytes) {
+  OwnDemand own;
+  const auto of_rank = agree_on(call, [&] {
+    own = memory.demand(bytes, "this rank's memory");
+    return own.demand;
+  });
+  require_together(of_rank, rank_, own);
+}
+
+Segments Collective::share(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes,
+                           const std::function<void(const Segments&)>& use) {
+  if (memory.must_compare()) compare_demands(memory, call, bytes);
+  SegmentMaker::Made own;
+  auto items = agree(call, [&] {
+    if (bytes > 0) own = memory.create(bytes, "this rank's memory");
+    return Contribution{.blob = own.description, .fd = own.fd.get()};
+  });
+  Segments segments;
+  agree(call, [&] {
+    segments.resize(items.size());
+    for (std::size_t r = 0; r < items.size(); ++r) {
+      const int rank = static_cast<int>(r);
+      if (rank == rank_) {
+        segments[r] = own.segment;
+      } else if (!items[r].blob.empty()) {
+        segments[r] = memory.open(rank, items[r].blob, take_descriptor(rank, items[r]));
+      }
+    }
+    if (use) use(segments);
+    return Contribution{};
+  });
+  return segments;
+}
+
+}  // namespace xd

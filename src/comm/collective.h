@@ -1,0 +1,116 @@
+// What the ranks do together on the host, step by step, over the mesh.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/fd.h"
+#include "base/wire.h"
+#include "comm/operations.h"
+#include "memory/segment.h"
+#include "mesh/mesh.h"
+
+namespace xd {
+
+class Errors;
+
+using Segments = std::vector<std::shared_ptr<Segment>>;  // by rank; null for a rank that has none
+
+// Throws MISMATCH unless a rank's segment is there and has at least `bytes`. A rank that runs
+// another version of the library may lay its memory out differently.
+void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, int rank);
+
+class Collective {
+ public:
+  static constexpr CollectiveCall kCreate{"xd_comm_create"}, kGrow{"xd_mem_grow"},
+      kBarrier{"xd_comm_barrier"}, kRegister{"xd_mem_register"}, kDeregister{"xd_mem_deregister"};
+
+  struct Contribution {
+    Bytes blob;
+    int fd = -1;
+  };
+
+  // A step that ends half-way leaves the ranks out of step for good, which is a fatal error for
+  // `errors`; nullptr while the communicator is being made. All of it must outlive the object.
+  Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors)
+      : mesh_(mesh), rank_(rank), num_ranks_(num_ranks), timeout_ms_(timeout_ms), errors_(errors) {}
+
+  // Every rank does `work` and gives its contribution to all. If it throws on some rank, that rank
+  // rethrows and all others throw MISMATCH naming the lowest such rank and its text; so do ranks
+  // that are in different calls. After agree() has returned, `work` has succeeded everywhere.
+  std::vector<Mesh::Item> agree(CollectiveCall call, const std::function<Contribution()>& work);
+
+  // The same where the contribution is a plain value: the results of `make` on all ranks.
+  template <class Make, class T = std::invoke_result_t<Make>>
+  std::vector<T> agree_on(CollectiveCall call, Make&& make);
+
+  // A collective call as a whole: `body` goes through one or more agree(), and nothing can fail
+  // after the last. If this rank fails between two of them (mostly for want of memory), the failure
+  // is its contribution to the next one, for which the peers wait.
+  template <class Body>
+  void run(CollectiveCall call, Body&& body) {
+    peers_know_ = false;
+    try {
+      std::forward<Body>(body)();
+    } catch (...) {
+      if (!peers_know_) bring_failure(call);
+      throw;
+    }
+  }
+
+  // Allocates `bytes` of shared memory here (0 = none), and maps every rank's. `use` is called with
+  // all segments, in the last step that may fail on some rank.
+  Segments share(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes,
+                 const std::function<void(const Segments&)>& use = {});
+
+  void barrier() {
+    agree(kBarrier, [] { return Contribution{}; });
+  }
+
+  // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
+  static UniqueFd take_descriptor(int rank, Mesh::Item& item);
+
+ private:
+  void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
+  void fail_round(const Caught& error, int peer);
+  void bring_failure(CollectiveCall call) noexcept;
+  void compare_demands(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes);
+
+  Mesh& mesh_;
+  const int rank_;
+  const int num_ranks_;
+  const int timeout_ms_;
+  Errors* const errors_;
+  std::mutex mutex_;
+  bool peers_know_ = false;  // true: peers know that the current collective call has failed
+};
+
+template <class Make, class T>
+std::vector<T> Collective::agree_on(CollectiveCall call, Make&& make) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  const auto items = agree(call, [&] {
+    const T mine = make();
+    Contribution contribution{.blob = Bytes(sizeof(mine))};
+    std::memcpy(contribution.blob.data(), &mine, sizeof(mine));
+    return contribution;
+  });
+  std::vector<T> of_rank(items.size());
+  for (std::size_t r = 0; r < items.size(); ++r) {
+    if (items[r].blob.size() != sizeof(T)) {
+      fail(XD_ERROR_MISMATCH, "rank ", r, " runs another version of the library");
+    }
+    std::memcpy(&of_rank[r], items[r].blob.data(), sizeof(T));
+  }
+  return of_rank;
+}
+
+}  // namespace xd

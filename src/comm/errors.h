@@ -1,0 +1,141 @@
+// The fatal errors of a communicator: raising and telling them, and the events of its watch thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/math.h"
+#include "comm/device_side.h"
+#include "comm/fatal.h"
+#include "comm/operations.h"
+#include "memory/segment.h"
+#include "mesh/mesh.h"
+
+namespace xd {
+
+// This rank's account of an error of a group that is fatal by the group's config.
+struct Cause {
+  int peer = -1;  // the lowest rank that the error is about
+  std::array<char, 256> text{};
+};
+
+class Errors final : public MeshEvents {
+ public:
+  // `boards`: the segments of all ranks, in host memory, each a RankBoard. `device_side` is that of
+  // this rank's device, or nullptr on the CPU. All but the boards outlives close().
+  Errors(int rank, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
+         DeviceSide* device_side);
+
+  // ---- Checks at the beginning of calls ----
+
+  // Throws if the communicator is finished, closed, or was made by a parent process.
+  void check_usable() const;
+  // The check for calls that concern this rank alone: they also work when the communicator is
+  // finished.
+  void check_open() const;
+  void check_process() const;
+  void throw_if_failed() const;
+
+  // ---- Raising ----
+
+  // Records a fatal error; on each rank the first one wins. Any thread. An error that every rank
+  // notices by itself (a lost peer) is recorded here only, until this rank leaves.
+  void raise(const FatalError& error, Spread spread) { raise(error, spread, nullptr); }
+  [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
+  void abort();
+
+  // Raises an error of a group that is fatal by the group's config.
+  void raise_cause(const FatalError& error, const Cause& cause) {
+    raise(error, error.met_by_all != 0 ? Spread::here : Spread::everywhere, &cause);
+  }
+
+  // The last that this rank says: peers that have not heard of its error do so now. From then on
+  // nothing is recorded. False if it has been said before.
+  bool close();
+  // In a fork, where nothing can be said.
+  void close_silently() { closed_.store(true, std::memory_order_release); }
+  bool in_fork() const;
+
+  // ---- Telling ----
+
+  // The fatal error, or nullptr. An error that kernels have met is taken over here.
+  const FatalError* fatal_error() const;
+  // The error as one sentence.
+  std::string text_of(const FatalError& error) const;
+
+  // Names the operations of a group in error texts. The table stays for good.
+  void name_operations(int group, const Operations& operations);
+  // A function that is asked for the words of a group's error of kernels, when the host takes it
+  // over or hears of it from a peer. It may be called on any thread, under a lock, so it must not
+  // call the communicator. Empty = there is none any more.
+  using Explain = std::function<Cause(const FatalError&)>;
+  void explain_by(int group, Explain explain);
+
+  // ---- Peers ----
+
+  Doorbell& bell(int rank) const { return boards_[at(rank)].bell(); }
+  bool left(int peer) const { return left_[at(peer)].load(std::memory_order_acquire); }
+
+  // ---- Events of the watch thread ----
+
+  void on_lost(std::span<const int> ranks) override;
+  void on_left(int rank) override;
+  void on_abort(int rank) override;
+  void on_end(xd_status status, int error_number) noexcept override;
+  void on_tick() override;
+
+ private:
+  void raise(const FatalError& error, Spread spread, const Cause* cause);
+  void record(const FatalError& error) const;
+  void learn_cause(const FatalError& error) const;
+  void tell_peers(const FatalError& error);
+  const FatalError* reported() const { return boards_[at(rank_)].error(); }
+
+  const int rank_;
+  const int process_;  // getpid() at creation
+  Mesh& mesh_;         // until close()
+  const std::vector<std::shared_ptr<Segment>> segments_;
+  const std::vector<RankBoard> boards_;
+  DeviceSide* const device_side_;
+  std::vector<std::atomic<bool>> left_;
+  std::atomic<bool> closed_{false};
+
+  mutable std::mutex mutex_;
+  mutable bool told_self_ = false;  // true: this rank has written its slot of each board, once
+  mutable Cause cause_;             // cause of the error in that slot, if it is a group's
+  bool told_peers_ = false;
+  std::map<int, const Operations*> operations_;  // by group
+  std::map<int, Explain> explanations_;          // by group
+};
+
+// Stands between the watch thread, which starts before the ranks have boards, and Errors. What ends
+// a wait before that, the mesh itself remembers; who has left is passed on later.
+class EventRelay final : public MeshEvents {
+ public:
+  EventRelay(int num_ranks, int tick_ms) : left_(at(num_ranks)), tick_ms_(tick_ms) {}
+
+  // Passes everything on from now on.
+  void report_to(MeshEvents& events);
+
+  void on_lost(std::span<const int> ranks) override;
+  void on_left(int rank) override;
+  void on_abort(int rank) override;
+  void on_end(xd_status status, int error_number) noexcept override;
+  int tick_ms() const override { return tick_ms_; }
+  void on_tick() override;
+
+ private:
+  std::mutex mutex_;
+  MeshEvents* events_ = nullptr;
+  std::vector<bool> left_;
+  const int tick_ms_;
+};
+
+}  // namespace xd
