@@ -112,7 +112,7 @@ class Comm final {
     for (;;) {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
       if (ready()) return;
-      errors_.throw_if_failed();
+      if (errors_.ends_wait(site.group, site.epoch)) errors_.throw_if_failed();
       // The goodbye came after the peer's last flag, so the flags are looked at once more.
       if (errors_.left(peer) && !ready()) fail_left(peer, site);
       if (site.deadline.passed()) fail_timeout(peer, site, seen());

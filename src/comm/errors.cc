@@ -59,40 +59,76 @@ void Errors::throw_if_failed() const {
   throw Error(status_of(*error), std::move(text));
 }
 
+// The error of this rank's board. Where that is a peer's report of an error that every rank meets,
+// and this rank has met it, it is this rank's own.
+const FatalError* Errors::reported() const {
+  const FatalError* first = boards_[at(rank_)].error();
+  if (first == nullptr || !is_peers_report(*first)) return first;
+  // Acquire: met_ is complete.
+  return has_met_.load(std::memory_order_acquire) ? &met_ : first;
+}
+
 const FatalError* Errors::fatal_error() const {
-  if (const FatalError* error = reported()) return error;
+  const FatalError* error = reported();
+  if (error != nullptr && !is_peers_report(*error)) return error;
   // In a fork the pinned memory is not there.
-  if (device_side_ == nullptr || in_fork()) return nullptr;
+  if (device_side_ == nullptr || in_fork()) return error;
   const FatalError* met_by_kernel = device_side_->raised();
-  if (met_by_kernel == nullptr) return nullptr;
+  if (met_by_kernel == nullptr) return error;
+  // Kernels that the host has told to leave report that alone, and have met nothing.
+  if (error != nullptr && met_by_kernel->met_by_all == 0) return error;
   const std::lock_guard lock(mutex_);
-  FatalError error = *met_by_kernel;
-  if (!told_self_) learn_cause(error);
-  if (error.met_by_all != 0 && cause_.text[0] != '\0') error.peer = cause_.peer;
-  record(error);
+  take_over(*met_by_kernel);
   return reported();
 }
 
-// Learns this rank's account of an error that every rank meets. The caller holds mutex_.
-void Errors::learn_cause(const FatalError& error) const {
-  if (error.met_by_all == 0 || cause_.text[0] != '\0') return;
+bool Errors::ends_wait(int group, std::uint64_t epoch) const {
+  const FatalError* error = fatal_error();
+  if (error == nullptr) return false;
+  if (!is_peers_report(*error) || error->group != group || error->expected_epoch != epoch) {
+    return true;
+  }
+  const std::lock_guard lock(mutex_);
+  return told_self_;  // something else has happened since, a lost peer for example
+}
+
+// The caller holds mutex_.
+void Errors::take_over(const FatalError& met_by_kernel) const {
+  FatalError error = met_by_kernel;
+  if (error.met_by_all != 0) {
+    const Cause cause = explained(error);
+    if (cause.text[0] != '\0') error.peer = cause.peer;
+    meet(error, cause);
+  }
+  record(error);
+}
+
+// Notes an error of a group that this rank has met itself, unless another one has finished the
+// communicator. The caller holds mutex_.
+void Errors::meet(const FatalError& error, const Cause& cause) const {
+  const FatalError* first = reported();
+  if (has_met_.load(std::memory_order_relaxed)) return;
+  if (first != nullptr && !is_peers_report(*first)) return;
+  met_ = error;
+  cause_ = cause;
+  has_met_.store(true, std::memory_order_release);
+}
+
+// The words of the group for an error of its kernels; none if there is no memory for them. The
+// caller holds mutex_.
+Cause Errors::explained(const FatalError& error) const {
   const auto found = explanations_.find(error.group);
-  if (found == explanations_.end()) return;
-  // A peer's report may have come before this rank has asked its kernel, which knows its own epoch.
-  const FatalError* own = device_side_ != nullptr ? device_side_->raised() : nullptr;
+  if (found == explanations_.end()) return {};
   try {
-    cause_ = found->second(own != nullptr && own->group == error.group ? *own : error);
-  } catch (const std::bad_alloc&) {  // the error remains, without its text
+    return found->second(error);
+  } catch (const std::bad_alloc&) {
+    return {};
   }
 }
 
 std::string Errors::text_of(const FatalError& error) const {
   const std::lock_guard lock(mutex_);
-  // A peer's report of an error that every rank meets may have come first: the text is this rank's.
-  if (error.rank == rank_ || error.met_by_all != 0) {
-    learn_cause(error);
-    if (cause_.text[0] != '\0') return cause_.text.data();
-  }
+  if (error.rank == rank_ && cause_.text[0] != '\0') return cause_.text.data();
   const auto named = operations_.find(error.group);
   return describe(error, named != operations_.end() ? named->second : nullptr);
 }
@@ -107,19 +143,15 @@ void Errors::explain_by(int group, Explain explain) {
   const std::lock_guard lock(mutex_);
   if (explain) {
     explanations_[group] = std::move(explain);
-    return;
+  } else {
+    explanations_.erase(group);
   }
-  // A peer's report of an error of that group may have come first.
-  if (const FatalError* error = reported(); error != nullptr && error->group == group) {
-    learn_cause(*error);
-  }
-  explanations_.erase(group);
 }
 
 void Errors::raise(const FatalError& error, Spread spread, const Cause* cause) {
   const std::lock_guard lock(mutex_);
   if (closed_.load(std::memory_order_relaxed)) return;  // tells nothing after its goodbye
-  if (cause != nullptr && !told_self_) cause_ = *cause;
+  if (cause != nullptr) meet(error, *cause);
   record(error);
   // Ends host collectives of other threads, since no peer will come to them.
   if (error.met_by_all != 0) mesh_.cancel();

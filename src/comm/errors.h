@@ -42,6 +42,10 @@ class Errors final : public MeshEvents {
   void check_open() const;
   void check_process() const;
   void throw_if_failed() const;
+  // True if a fatal error ends a wait in this operation of the group. A peer's report that it has
+  // met an error in this very operation does not: this rank's part of it ends as well, and meets
+  // this rank's own error.
+  bool ends_wait(int group, std::uint64_t epoch) const;
 
   // ---- Raising ----
 
@@ -65,7 +69,9 @@ class Errors final : public MeshEvents {
 
   // ---- Telling ----
 
-  // The fatal error, or nullptr. An error that kernels have met is taken over here.
+  // The fatal error, or nullptr. An error that kernels have met is taken over here. Where a peer
+  // has reported an error that every rank meets by itself, the report gives way to this rank's own
+  // error as soon as this rank meets it.
   const FatalError* fatal_error() const;
   // The error as one sentence.
   std::string text_of(const FatalError& error) const;
@@ -73,8 +79,8 @@ class Errors final : public MeshEvents {
   // Names the operations of a group in error texts. The table stays for good.
   void name_operations(int group, const Operations& operations);
   // A function that is asked for the words of a group's error of kernels, when the host takes it
-  // over or hears of it from a peer. It may be called on any thread, under a lock, so it must not
-  // call the communicator. Empty = there is none any more.
+  // over. It may be called on any thread, under a lock, so it must not call the communicator. Empty
+  // = there is none any more.
   using Explain = std::function<Cause(const FatalError&)>;
   void explain_by(int group, Explain explain);
 
@@ -94,9 +100,14 @@ class Errors final : public MeshEvents {
  private:
   void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
-  void learn_cause(const FatalError& error) const;
+  void take_over(const FatalError& met_by_kernel) const;
+  void meet(const FatalError& error, const Cause& cause) const;
+  Cause explained(const FatalError& error) const;
   void tell_peers(const FatalError& error);
-  const FatalError* reported() const { return boards_[at(rank_)].error(); }
+  const FatalError* reported() const;
+  bool is_peers_report(const FatalError& error) const {
+    return error.met_by_all != 0 && error.rank != rank_;
+  }
 
   const int rank_;
   const int process_;  // getpid() at creation
@@ -109,7 +120,10 @@ class Errors final : public MeshEvents {
 
   mutable std::mutex mutex_;
   mutable bool told_self_ = false;  // true: this rank has written its slot of each board, once
-  mutable Cause cause_;             // cause of the error in that slot, if it is a group's
+  // The error of a group that this rank has met itself, which never changes once `has_met_` is set.
+  mutable FatalError met_;
+  mutable Cause cause_;  // the words of that error
+  mutable std::atomic<bool> has_met_{false};
   bool told_peers_ = false;
   std::map<int, const Operations*> operations_;  // by group
   std::map<int, Explain> explanations_;          // by group
