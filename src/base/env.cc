@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <string_view>
 
 #include "base/error.h"
@@ -25,8 +26,8 @@ int read(const char* variable, int default_value, int least) {
   const char* end = text + std::strlen(text);
   const auto [stop, error] = std::from_chars(text, end, value);
   if (error == std::errc() && stop == end && value >= least) return value;
-  log_warning(variable, "=", text, " is ignored: expected a whole number from ", least, "; using ",
-              default_value);
+  log_warning(variable, "=", text, " is ignored: expected a whole number from ", least, " to ",
+              std::numeric_limits<int>::max(), "; using ", default_value);
   return default_value;
 }
 

@@ -57,8 +57,13 @@ void set_last_error(const char* function, const char* text, const char* where) n
     std::memcpy(g_last_error.data() + at, part, n);
     at += n;
   };
-  append(function);
-  append(": ");
+  // The text of a fatal error may begin with the operation that met it, "xd_ep_prepare of group 0",
+  // which may be this very function.
+  const std::size_t length = std::strlen(function);
+  if (std::strncmp(text, function, length) != 0 || text[length] != ' ') {
+    append(function);
+    append(": ");
+  }
   append(text);
   append(where);
   g_last_error[at] = '\0';

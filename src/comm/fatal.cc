@@ -34,6 +34,12 @@ const char* awaited(std::int32_t phase) {
   }
 }
 
+// Host calls are not numbered.
+std::string epochs(const FatalError& error) {
+  if (error.operation < 0) return "";
+  return concat(": expected epoch ", error.expected_epoch, ", seen ", error.seen_epoch);
+}
+
 std::string lost_text(const FatalError& error) {
   // A board that was damaged may hold any count.
   const auto count =
@@ -65,7 +71,7 @@ std::string describe(const FatalError& error, const Operations* operations) {
       }
       return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
                     site(error, operations), " for rank ", error.peer, " ", awaited(error.phase),
-                    ": expected epoch ", error.expected_epoch, ", seen ", error.seen_epoch);
+                    epochs(error));
     case XD_ERROR_PEER_LOST:
       if (error.left == 0) return lost_text(error);
       return concat("rank ", error.peer, " has left the communicator and is needed by ",

@@ -142,12 +142,17 @@ TEST_P(OnErrorFatal, FinishesTheCommunicatorWithItsStatusAndText) {
       EXPECT_EQ(outcome, verdict.status);
       EXPECT_TRUE(outcome.mentions(verdict.text)) << outcome.text;
       expect_finished(comm.get(), rank, verdict, mistake.operation);
+      const volatile std::uint64_t* errors = nullptr;
+      ok(xd_ep_group_watch(group.get(), &errors));
+      EXPECT_EQ(__atomic_load_n(errors, __ATOMIC_ACQUIRE), 1u);
       for (xd_ep_group* any : {forgiving.get(), group.get()}) {
         Batch later(there, c, 1);
         EXPECT_EQ(later.enqueue(any, XD_EP_PREPARE), verdict.status);
         EXPECT_TRUE(said(verdict.text)) << xd_last_error();
+        EXPECT_FALSE(said("xd_ep_prepare: xd_ep_prepare")) << xd_last_error();
       }
       EXPECT_EQ(xd_comm_barrier(comm.get()), verdict.status);
+      EXPECT_EQ(__atomic_load_n(errors, __ATOMIC_ACQUIRE), 1u) << "the calls since met nothing new";
       expect_finished(comm.get(), rank, verdict, mistake.operation);
     }  // no barrier: a rank that leaves early tells the others its error, and they show their own
     const Comm next = rank.another_comm("next", std::size_t{1} << 20);

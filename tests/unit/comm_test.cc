@@ -107,6 +107,11 @@ TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
   EXPECT_EQ(describe(timeout, &operations),
             "rank 1 waited 250 ms in xd_go_run of group 2, epoch 7 for rank 3 to send its "
             "counts: expected epoch 7, seen 6");
+  // Host calls have no epochs.
+  const FatalError host{
+      .status = XD_ERROR_TIMEOUT, .phase = XD_PHASE_HOST, .rank = 1, .peer = 0, .timeout_ms = 250};
+  EXPECT_EQ(describe(host, nullptr),
+            "rank 1 waited 250 ms in a collective host call for rank 0 to take part");
   FatalError lost{.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2};
   EXPECT_EQ(describe(lost, nullptr),
             "rank 2 was lost: the process has ended or broken the protocol");

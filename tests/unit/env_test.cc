@@ -51,6 +51,17 @@ TEST_P(EnvValues, BadOnesAreIgnoredWithOneWarning) {
   EXPECT_EQ(values.log, defaults.log);
 }
 
+TEST(EnvNumbers, SayTheirWholeRange) {
+  ::setenv("XD_TIMEOUT_MS", "2147483648", 1);
+  LogCapture log;
+  read_env();
+  const auto lines = log.end();
+  ::unsetenv("XD_TIMEOUT_MS");
+  ASSERT_EQ(lines.size(), 1U);
+  EXPECT_NE(lines[0].find("expected a whole number from 1 to 2147483647;"), std::string::npos)
+      << lines[0];
+}
+
 TEST(EnvLog, KeepsTheTopicsThatThereAre) {
   ::setenv("XD_LOG", "plan,nonsense,comm", 1);
   LogCapture log;
