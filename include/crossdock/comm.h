@@ -121,8 +121,9 @@ XD_API int32_t xd_default_timeout_ms(void);
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
  * num_ranks, at once on all ranks that have come; another protocol version or kind of device, a
- * rank taken twice, a peer that failed); PEER_LOST (a peer's process ended meanwhile, or the peer
- * gave up); ABORTED (see xd_set_interrupt);
+ * rank taken twice, a peer that failed; but two ranks 0 by environment hold two meetings, and end
+ * with TIMEOUT); PEER_LOST (a peer's process ended meanwhile, or the peer gave up); ABORTED (see
+ * xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
  * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error: at once if this rank
@@ -223,7 +224,7 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
  * has no name, and vanishes with the last process. */
 
 /* Allocates from this rank's heap. Local and cheap; calls need not match across ranks. *ptr is
- * 256-byte aligned, its content undefined. bytes = 0 gives a valid pointer. Any thread.
+ * 256-byte aligned, its content undefined. bytes = 0 takes as much as bytes = 1. Any thread.
  * Errors: OUT_OF_MEMORY with asked, largest free and total bytes; nothing is grown. */
 XD_API xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr);
 
@@ -251,9 +252,10 @@ XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
  * it fault, and lose their CUDA context. Memory from xd_mem_alloc has no such danger, nor has
  * virtual memory of another process.
  * Errors: INVALID_ARGUMENT (not this device's memory, or beyond its allocation); UNSUPPORTED (it
- * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY (at
- * most 4096 growths and registrations together: their table takes 64 KiB of device memory for each
- * rank of the communicator); on the other ranks MISMATCH. After an error nothing is registered.
+ * cannot be shared, as memory of cudaMallocAsync; a communicator on the CPU); OUT_OF_MEMORY (on
+ * CUDA devices there are at most 4096 growths and registrations together: their table takes 64 KiB
+ * of device memory for each rank of the communicator); on the other ranks MISMATCH. After an error
+ * nothing is registered.
  * Devices of this process that were given access to the memory keep it. */
 XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration);
 

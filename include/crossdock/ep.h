@@ -257,17 +257,19 @@ typedef struct xd_ep_status {
  * Any thread. */
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
-/* The non-fatal error that the calling thread's last operation (or xd_ep_join_failed) returned, as
- * numbers; xd_last_error() has its text. status->status = XD_SUCCESS if it returned none. Never
- * blocks. */
+/* The error of its own that the calling thread's last operation (or xd_ep_join_failed) returned, as
+ * numbers; xd_last_error() has its text. That may be an error that finishes the communicator under
+ * XD_EP_ON_ERROR_FATAL; what calls return from then on is none. status->status = XD_SUCCESS if the
+ * call returned none. Never blocks. */
 XD_API xd_status xd_ep_last_error(xd_ep_status* status);
 
-/* A word that counts the operations of this rank that have ended with a non-fatal error, returned
- * ones and others; it only grows. It is for hosts that want to hear of errors without a call into
- * the library: a look costs a read of host memory (CUDA: pinned, written by the kernel that
- * reports). Load it with acquire (`__atomic_load_n(word, __ATOMIC_ACQUIRE)`): a thread that sees n
- * finds in xd_ep_group_status what the n-th error left there. Any thread may look, until the group
- * is destroyed. Fatal errors are not counted: see xd_comm_error. */
+/* A word that counts the operations of this rank that have ended with an error of their own,
+ * returned ones and others; it only grows. It is for hosts that want to hear of errors without a
+ * call into the library: a look costs a read of host memory (CUDA: pinned, written by the kernel
+ * that reports). Load it with acquire (`__atomic_load_n(word, __ATOMIC_ACQUIRE)`): a thread that
+ * sees n finds in xd_ep_group_status what the n-th error left there. Any thread may look, until the
+ * group is destroyed. An error of an operation counts also where config.on_error makes it fatal.
+ * Other fatal errors (timeouts, lost peers, aborts, a busy group) do not: see xd_comm_error. */
 XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word);
 
 /* ---- Operations ------------------------------------------------------------------------------ */
