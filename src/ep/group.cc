@@ -8,7 +8,7 @@
 namespace xd::ep {
 namespace {
 
-// What ranks tell one another of their configs.
+// The part of a config that ranks tell one another.
 struct Announcement {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, max_scale_bytes, layout, alignment,
       overflow, duplicate_ids, on_error;      // equal on all ranks

@@ -31,7 +31,7 @@ class DeviceRunner {
   // Launches the turn of a call that has a status and nothing else. Throws where that fails.
   using LaunchFailed =
       std::function<void(const Call& call, std::uint32_t launch, xd_stream stream)>;
-  // What kernels of any sequence use.
+  // The memory that kernels of any sequence use.
   struct Memory {
     cuda::DeviceBuffer control;
     cuda::PinnedBlock report;
@@ -46,23 +46,24 @@ class DeviceRunner {
         setback_of_(std::move(setback_of)),
         launch_failed_(std::move(launch_failed)) {}
 
-  // While the sequence is made. Throws OUT_OF_MEMORY.
+  // Called while the sequence is made. Throws OUT_OF_MEMORY.
   void allocate() {
     const int device = device_id();
     memory_.control = cuda::DeviceBuffer(device, sizeof(Control), "a group's control block");
     memory_.report = cuda::PinnedBlock(device, sizeof(Report));
     memory_.last_look = cuda::PinnedBlock(device, sizeof(DeviceControl::owner));
   }
-  // When the sequence is made: from now on the communicator asks here what an error of it is.
+  // Called when the sequence is made: from now on the communicator asks here for the cause of a
+  // fatal error in the sequence.
   void begin() {
     if (!fatal_errors_) return;
     sequence_.comm().errors().explain_by(
         sequence_.number(), [this](const FatalError& error) { return cause_of(error); });
   }
-  // When the sequence goes. Its caller has promised that no operation runs any more. A kernel that
-  // does run would write into memory that has become somebody else's, so it is waited for, within
-  // bounds. False: one still runs, and the memory that it uses must be kept. (A kernel that has not
-  // begun is not seen.)
+  // Called when the sequence goes. Its caller has promised that no operation runs any more. A
+  // kernel that does run would write into memory that has another owner by then, so end() waits for
+  // it, within bounds. False if a kernel still runs: then the memory that it uses must be kept. (A
+  // kernel that has not begun is not seen.)
   bool end();
   Memory take_memory() { return std::move(memory_); }
 
@@ -75,8 +76,8 @@ class DeviceRunner {
     return number != 0 ? number : next_launch();
   }
 
-  // start() enqueues the operation, or throws what is wrong with the call. A call that fails here
-  // still takes this rank's turn, so that its peers learn it at once and the epochs stay together.
+  // start() enqueues the operation, or throws if the call is wrong. A call that fails here still
+  // takes this rank's turn, so that its peers learn of it at once and the epochs stay together.
   template <class Start>
   void run(std::int32_t operation, xd_stream stream, Start&& start);
 
@@ -90,7 +91,7 @@ class DeviceRunner {
   Cause cause_of(const FatalError& error) const;
   std::uint32_t take_failed_turn(std::int32_t operation, const Setback<Family>& setback,
                                  xd_stream stream);
-  // Acquire: what is said of an error is complete before it is counted.
+  // Acquire: a report is complete before it is counted.
   std::uint32_t written() const {
     return std::atomic_ref(report()->written).load(std::memory_order_acquire);
   }
@@ -120,14 +121,15 @@ template <class Family, class Control, class Report>
 bool DeviceRunner<Family, Control, Report>::at_rest() const {
   constexpr int kPatienceMs = 2000;
   // A fatal error ends every wait of a kernel within a millisecond, but it may leave the sequence
-  // owned: what is still owned then runs no more.
+  // owned. Where it is still owned later, the kernel has ended nevertheless.
   constexpr int kFailedMs = 100;
   const Comm& comm = sequence_.comm();
   const auto deadline =
       Deadline::after_ms(comm.errors().fatal_error() == nullptr ? kPatienceMs : kFailedMs);
   const auto* owner = memory_.last_look.template as<std::uint64_t>();
   do {
-    // A look that has not ended may still come, and needs both memories: nothing is at rest.
+    // A copy that has not ended may still run and needs both memories, so the sequence is not at
+    // rest.
     if (!memory_.control.read(offsetof(DeviceControl, owner), memory_.last_look.data(),
                               sizeof(*owner), deadline)) {
       return false;
@@ -146,7 +148,7 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
   const cuda::DeviceGuard guard(device_id());
   Setback<Family> setback;
   try {
-    // Here and not by the launch, which would take that capture down.
+    // It is checked here and not by the launch, which would take that capture down.
     XD_REQUIRE(stream != nullptr || cuda::takes_work(stream),
                "stream = NULL, expected another stream while a blocking one is captured");
     return start();
@@ -162,10 +164,10 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
   sequence_.give_back(setback, operation, launch);
 }
 
-// Returns the number of the launch; 0: the stream takes no kernel, because its capture has been
-// invalidated or because another one forbids it. Then nothing of this call has been enqueued: it is
-// as if it had not been made, on this rank and on the others. If the launch fails otherwise (a
-// stream of another device), the peers would wait for the timeout: that is fatal.
+// Returns the number of the launch, or 0 if the stream takes no kernel, because its capture has
+// been invalidated or because another one forbids it. Then nothing of this call has been enqueued:
+// it is as if it had not been made, on this rank and on the others. If the launch fails otherwise
+// (a stream of another device), the peers would wait for the timeout, so that is fatal.
 template <class Family, class Control, class Report>
 std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
     std::int32_t operation, const Setback<Family>& setback, xd_stream stream) {
@@ -191,9 +193,8 @@ std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
   return launch;
 }
 
-// What a kernel of this sequence says of an error that it has raised. A mistake that a call has
-// found on the host is known to the host alone; which call that was, and at which epoch, to the
-// kernel alone.
+// The cause of an error that a kernel of this sequence has raised. Only the host knows a mistake
+// that a call has found on the host; only the kernel knows which call that was, and at which epoch.
 template <class Family, class Control, class Report>
 Cause DeviceRunner<Family, Control, Report>::cause_of(const FatalError& error) const {
   const Report& said = *report();

@@ -22,7 +22,7 @@
 namespace xd::ep::cuda {
 namespace {
 
-constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // of shared device memory
+constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
 
 // Rows cross between devices once for all of a token's rows, and partial sums are pushed.
 Keeps keeps_of(const Config& config) {
@@ -99,7 +99,7 @@ class CudaGroup final : public Group {
             .row_per_expert = config().layout.row_per_expert,
             .receives = receives};
   }
-  // Of the multiprocessors that the stream's kernels run on.
+  // The budget within the multiprocessors that the stream's kernels run on.
   int budget_on(xd_stream stream) const {
     return std::min(budget_, xd::cuda::multiprocessors_of(stream, limits_.sms));
   }
@@ -117,7 +117,8 @@ class CudaGroup final : public Group {
 
   using Runner = turn::DeviceRunner<Family, GroupState, Report>;
 
-  // What keep_for_good() keeps. Made with the group: there may be no memory when the group goes.
+  // The memory that keep_for_good() keeps. It is made with the group: there may be no memory when
+  // the group goes.
   struct Kept {
     std::shared_ptr<Comm> comm;
     std::vector<std::shared_ptr<Segment>> segments;
@@ -203,7 +204,7 @@ void CudaGroup::check_limits() const {
   }
 }
 
-// Of prepare, which needs most: dispatch takes fewer warps where there is less.
+// Checks the need of prepare, which needs most: dispatch takes fewer warps where there is less.
 void CudaGroup::require_shared_memory() const {
   const std::size_t needed =
       prepare_shape(config().experts, config().ranks, 0, budget_, limits_).shared_bytes +

@@ -1,4 +1,4 @@
-// What kernels of a group report to their host, as their group tells it.
+// Brings the reports of kernels, and their counts of losses, to their group.
 #pragma once
 
 #include <cstdint>
