@@ -16,7 +16,7 @@ std::string_view text_of(std::span<const std::byte> body) {
   return {reinterpret_cast<const char*>(body.data()), body.size()};
 }
 
-// What a contribution travels in: the name of the call with its zero, a byte (1 = failed), then the
+// The packet of a contribution: the name of the call with its zero, a byte (1 = failed), then the
 // blob or the error's text.
 Bytes frame(CollectiveCall call, std::span<const std::byte> blob) {
   const std::size_t name_bytes = std::strlen(call.name) + 1;

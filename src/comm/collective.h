@@ -1,4 +1,4 @@
-// What the ranks do together on the host, step by step, over the mesh.
+// Collective steps of the ranks on the host, over the mesh.
 #pragma once
 
 #include <cstddef>

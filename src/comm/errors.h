@@ -129,8 +129,9 @@ class Errors final : public MeshEvents {
   std::map<int, Explain> explanations_;          // by group
 };
 
-// Stands between the watch thread, which starts before the ranks have boards, and Errors. What ends
-// a wait before that, the mesh itself remembers; who has left is passed on later.
+// Stands between the watch thread, which starts before the ranks have boards, and Errors. The mesh
+// itself remembers events that end a wait before that; the relay passes on later which ranks have
+// left.
 class EventRelay final : public MeshEvents {
  public:
   EventRelay(int num_ranks, int tick_ms) : left_(at(num_ranks)), tick_ms_(tick_ms) {}

@@ -42,7 +42,7 @@ struct FatalError {
   std::int32_t deaf = 0;          // 1 = the rank's watch thread met it and hears no peer any more
 };
 
-// Who writes an error down: the rank that meets it for itself alone, or for all.
+// The boards that get an error: only that of the rank that meets it, or all.
 enum class Spread { here, everywhere };
 
 // The error as one sentence. `operations`: those of the error's group.

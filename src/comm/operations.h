@@ -1,5 +1,5 @@
-// What the communicator knows of those who stand on it: the names of what ranks do together, which
-// families of operations hand over.
+// The names of operations. Families hand them over, so that the communicator can put them into
+// error texts.
 #pragma once
 
 #include <cstddef>
