@@ -209,7 +209,7 @@ def test_layers_side_by_side_are_chained():
 def layouts() -> None:
     """Wrong ones are refused, eagerly and when XLA compiles; arrays that are nowhere are split."""
     mesh = sharding.make_mesh()
-    for name in ("topk_idx", "x"):
+    for name in ("topk_idx", "tokens"):
         for spec in sharding.WRONG[:2]:
             sharding.test_arrays_that_lie_otherwise_are_refused(mesh, name, spec)
     sharding.test_refused_gradients_too(mesh)
