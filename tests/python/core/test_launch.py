@@ -178,7 +178,8 @@ from crossdock import launch
 
 def wait(rank):
     child = subprocess.Popen(["sleep", "60"])
-    print(os.getpid(), child.pid, flush=True)
+    # One write, as the ranks share this pipe: print may write its words one by one.
+    os.write(1, f"{os.getpid()} {child.pid}\\n".encode())
     time.sleep(60)
 
 if __name__ == "__main__":
