@@ -76,10 +76,9 @@ class Collective {
     agree(kBarrier, [] { return Contribution{}; });
   }
 
+ private:
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
   static UniqueFd take_descriptor(int rank, Mesh::Item& item);
-
- private:
   void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
   void fail_round(const Caught& error, int peer);
   void bring_failure(CollectiveCall call) noexcept;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -64,30 +66,36 @@ void SymmetricMemory::delist(int registration) {
 
 #if XD_CUDA
 
+namespace {
+
+// Makes the segment of memory that a caller lends to the ranks, which exists already.
+class Lender final : public SegmentMaker {
+ public:
+  Lender(int device, void* ptr) : device_(device), ptr_(ptr) {}
+
+  Made create(std::size_t bytes, const char*) const override {
+    XD_REQUIRE(ptr_ != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
+    return lend_cuda_memory(device_, ptr_, bytes);
+  }
+  std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
+                                UniqueFd fd) const override {
+    return borrow_cuda_memory(device_, owner, description, std::move(fd));
+  }
+
+ private:
+  int device_;
+  void* ptr_;
+};
+
+}  // namespace
+
 int SymmetricMemory::add_registered(void* ptr, std::size_t bytes) {
   const std::uint32_t number = agree_on_number(Collective::kRegister);
-  Segments segments;
-  SegmentMaker::Made own;
-  auto items = collective_.agree(Collective::kRegister, [&] {
-    XD_REQUIRE(bytes == 0 || ptr != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
-    if (bytes > 0) own = lend_cuda_memory(device_.device_id, ptr, bytes);
-    return Collective::Contribution{.blob = own.description, .fd = own.fd.get()};
-  });
-  collective_.agree(Collective::kRegister, [&] {
-    segments.resize(items.size());
-    for (std::size_t r = 0; r < items.size(); ++r) {
-      const int rank = static_cast<int>(r);
-      if (rank == rank_) {
-        segments[r] = own.segment;
-      } else if (!items[r].blob.empty()) {
-        segments[r] = borrow_cuda_memory(device_.device_id, rank, items[r].blob,
-                                         Collective::take_descriptor(rank, items[r]));
-      }
-    }
-    heap_.make_room();  // adding must not fail when all ranks have agreed
-    device_side_->set_heap(number, segments);
-    return Collective::Contribution{};
-  });
+  Segments segments = collective_.share(
+      Lender(device_.device_id, ptr), Collective::kRegister, bytes, [&](const Segments& of_rank) {
+        heap_.make_room();  // adding must not fail when all ranks have agreed
+        device_side_->set_heap(number, of_rank);
+      });
   heap_.add_registered(std::move(segments));
   return static_cast<int>(number);
 }
