@@ -38,6 +38,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = kinds.add_parser(
         "ep", help="expert parallelism: dispatch and combine", description=_DESCRIPTION
     )
+    _add_sizes(parser)
+    _add_measuring(parser)
+    _add_outputs(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say what is moved."""
     sizes = parser.add_argument_group("what is moved")
     sizes.add_argument(
         "--ranks",
@@ -97,6 +105,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         help="of the routing (default: %(default)s)",
     )
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how it is measured."""
     how = parser.add_argument_group("how it is measured")
     how.add_argument(
         "--device",
@@ -129,6 +141,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="SECONDS",
         help="longest wait of a rank for another (default: %(default)s)",
     )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say where results go."""
     where = parser.add_argument_group("where results go, beside the table")
     where.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all numbers")
     where.add_argument(
@@ -137,7 +153,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="FILE",
         help="a figure: .png, .svg or .pdf (needs matplotlib)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
