@@ -2,7 +2,6 @@
 // and all of them given back in the end.
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <fstream>
 #include <map>
 #include <sstream>
@@ -11,15 +10,10 @@
 #include "conformance/batch.h"
 #include "conformance/counted_new.h"
 #include "support/gtest_main.h"
+#include "support/usage.h"
 
 namespace xd::test {
 namespace {
-
-std::size_t entries(const char* folder) {
-  std::size_t count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
-  return count;
-}
 
 // Bytes of shared memory that this process has mapped, each segment once.
 std::size_t shared_bytes() {
@@ -133,8 +127,8 @@ TEST(Resources, GroupsWithoutStagingSaveWhatWasSaid) {
 }
 
 struct Usage {
-  std::size_t descriptors = entries("/proc/self/fd");
-  std::size_t threads = entries("/proc/self/task");
+  std::size_t descriptors = open_descriptors();
+  std::size_t threads = live_threads();
   std::size_t shared = shared_bytes();
   std::size_t bytes = live_bytes();
   std::size_t device = world().memory().device_bytes_used();

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <optional>
@@ -20,6 +19,7 @@
 #include "faults/board.h"
 #include "faults/failing_new.h"
 #include "support/gtest_main.h"
+#include "support/usage.h"
 
 namespace xd::test {
 namespace {
@@ -50,11 +50,6 @@ constexpr Shortage kShortages[] = {
     {"process_lasting", {.of = Of::process, .lasting = true}, false},
 };
 
-std::size_t entries(const char* folder) {
-  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder),
-                                                std::filesystem::directory_iterator()));
-}
-
 std::size_t shared_mappings() {
   std::ifstream maps("/proc/self/maps");
   std::size_t count = 0;
@@ -65,8 +60,8 @@ std::size_t shared_mappings() {
 // Counts the process's descriptors. One rank of each process looks while the others wait, since
 // looking takes a descriptor itself.
 struct Usage {
-  std::size_t descriptors = entries("/proc/self/fd");
-  std::size_t threads = entries("/proc/self/task");
+  std::size_t descriptors = open_descriptors();
+  std::size_t threads = live_threads();
   std::size_t mappings = shared_mappings();
 };
 

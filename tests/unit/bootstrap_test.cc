@@ -245,7 +245,7 @@ TEST(Bootstrap, SilentStrangersAreClosedInTime) {
 }
 
 TEST(Bootstrap, ManyStrangersAreCountedAndNotListed) {
-  const int threads = running_threads();
+  const std::size_t threads = running_threads();
   const xd_unique_id id = new_id();
   LogCapture log;
   std::vector<UniqueFd> flood;
@@ -329,8 +329,8 @@ TEST(Bootstrap, LeavesNoDescriptorsAndThreads) {
   round();
   // The first round opens what stays open for ever; its meeting point ends in the background.
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  const int descriptors = open_descriptors();
-  const int threads = running_threads();
+  const std::size_t descriptors = open_descriptors();
+  const std::size_t threads = running_threads();
   for (int i = 0; i < 50; ++i) round();
   EXPECT_TRUE(eventually([&] { return open_descriptors() <= descriptors; })) << open_descriptors();
   EXPECT_TRUE(eventually([&] { return running_threads() <= threads; })) << running_threads();

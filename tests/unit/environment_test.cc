@@ -166,7 +166,7 @@ TEST_F(EnvironmentTest, SilentListenersCostNoTime) {
 }
 
 TEST_F(EnvironmentTest, APassedDeadlineLeavesNothingBehind) {
-  const int descriptors = open_descriptors(), threads = running_threads();
+  const std::size_t descriptors = open_descriptors(), threads = running_threads();
   expect_error(error_of([&] { meet(config(0, 2), 100); }), XD_ERROR_TIMEOUT, "rank 1 of 2");
   EXPECT_EQ(open_descriptors(), descriptors);
   EXPECT_EQ(running_threads(), threads);

@@ -213,7 +213,7 @@ TEST(Mesh, TwoHundredRoundsLeaveNothingBehind) {
   round();
   // The first round opens what stays open for ever; its meeting point ends in the background.
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  const int descriptors = open_descriptors(), threads = running_threads();
+  const std::size_t descriptors = open_descriptors(), threads = running_threads();
   for (int i = 0; i < 200; ++i) round();
   EXPECT_TRUE(eventually([&] { return open_descriptors() <= descriptors; })) << open_descriptors();
   EXPECT_TRUE(eventually([&] { return running_threads() <= threads; })) << running_threads();

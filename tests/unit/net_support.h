@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <optional>
 #include <sstream>
@@ -16,6 +15,7 @@
 #include "base/error.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/unique_id.h"
+#include "support/usage.h"
 
 namespace xd::test {
 
@@ -102,17 +102,12 @@ inline int ms_since(std::chrono::steady_clock::time_point start) {
                               .count());
 }
 
-inline int entries_of(const char* folder) {
-  return static_cast<int>(std::distance(std::filesystem::directory_iterator(folder),
-                                        std::filesystem::directory_iterator()));
-}
-inline int open_descriptors() { return entries_of("/proc/self/fd"); }
 // A sanitizer may start a thread of its own beside the process's first one, so there has been one
 // before the first count.
-inline int running_threads() {
+inline std::size_t running_threads() {
   static const bool had_one = (std::thread([] {}).join(), true);
   static_cast<void>(had_one);
-  return entries_of("/proc/self/task");
+  return live_threads();
 }
 
 inline Bytes bytes_of(const std::string& text) {

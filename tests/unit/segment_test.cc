@@ -27,6 +27,7 @@
 
 #include "base/error.h"
 #include "memory/available.h"
+#include "support/usage.h"
 
 namespace xd {
 namespace {
@@ -40,11 +41,6 @@ ino_t inode_of(const UniqueFd& fd) {
   struct stat status {};
   EXPECT_EQ(::fstat(fd.get(), &status), 0);
   return status.st_ino;
-}
-
-std::size_t open_descriptors() {
-  return static_cast<std::size_t>(
-      std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
 // Lines of a process's maps that show the memory file `inode`; of any such file if it is 0.
@@ -356,9 +352,9 @@ TEST(Segment, DescriptorsAndMappingsStayConstant) {
     }
   };
   round();
-  const std::size_t before = open_descriptors();
+  const std::size_t before = test::open_descriptors();
   for (int i = 0; i < 200; ++i) round();
-  EXPECT_EQ(open_descriptors(), before);
+  EXPECT_EQ(test::open_descriptors(), before);
   EXPECT_EQ(mappings("self", 0), 0u);
 }
 

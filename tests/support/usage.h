@@ -1,0 +1,42 @@
+// What this process holds of the system: descriptors and threads.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <string>
+
+namespace xd::test {
+
+inline std::size_t entries_of(const char* folder) {
+  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder),
+                                                std::filesystem::directory_iterator()));
+}
+
+inline std::size_t open_descriptors() { return entries_of("/proc/self/fd"); }
+
+// False for a thread that has ended. The kernel still lists such a thread for a while after join()
+// has returned; it marks the thread before it lets join() return.
+inline bool is_alive(const std::filesystem::path& task) {
+  constexpr unsigned kExiting = 0x4;  // PF_EXITING of the kernel
+  std::ifstream file(task / "stat");
+  std::string stat;
+  if (!std::getline(file, stat)) return false;
+  std::istringstream fields(stat.substr(stat.rfind(')') + 1));
+  std::string state, parent, process_group, session, terminal, foreground;
+  unsigned flags = 0;
+  fields >> state >> parent >> process_group >> session >> terminal >> foreground >> flags;
+  return (flags & kExiting) == 0;
+}
+
+inline std::size_t live_threads() {
+  std::size_t count = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    count += is_alive(task.path()) ? 1 : 0;
+  }
+  return count;
+}
+
+}  // namespace xd::test
