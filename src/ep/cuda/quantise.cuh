@@ -56,55 +56,74 @@ __device__ inline float scale_of(float most) {
   return most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
 }
 
+constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
+constexpr int kVectorsAtOnce = 4;  // of each lane
+constexpr std::uint32_t kColumnsPerVector = 8;
+
+// Loads a lane's vectors: `load` gives one by its number. `most` are the largest magnitudes in
+// their blocks, for even and for odd columns; a block lies in neighbouring lanes. Returns whether
+// all numbers of the warp's vectors are finite. All lanes of the warp call it.
+template <class Load>
+__device__ __forceinline__ bool load_vectors(uint4 (&x)[kVectorsAtOnce],
+                                             std::uint32_t (&most)[kVectorsAtOnce],
+                                             std::uint32_t lanes_per_block, Load&& load) {
+  std::uint32_t far = 0;
+#pragma unroll
+  for (int i = 0; i < kVectorsAtOnce; ++i) {
+    x[i] = load(i);
+    most[i] = most_of(x[i], magnitudes);
+    far |= not_finite(most[i]);
+  }
+  const bool finite = !__any_sync(kWholeWarp, far != 0);
+  if (!finite) {
+#pragma unroll
+    for (int i = 0; i < kVectorsAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
+  }
+  for (std::uint32_t step = lanes_per_block / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kVectorsAtOnce; ++i) {
+      most[i] = __vmaxu2(most[i], __shfl_xor_sync(kWholeWarp, most[i], step));
+    }
+  }
+  return finite;
+}
+
+__device__ __forceinline__ uint2 quantised(const uint4& x, float inverse, bool finite) {
+  return finite ? e4m3_of(x, inverse, e4m3_of_finite) : e4m3_of(x, inverse, e4m3_of_any);
+}
+
 // Quantises by FP8_BLOCK128. All lanes of a warp call it, with `columns` a multiple of 128 and all
 // pointers in shared memory. Sixteen lanes share a block, so a warp has two blocks at a time, and
 // some pairs of blocks are on their way at once. These instructions keep a multiprocessor busy, so
 // the code for numbers that are not finite runs only where there are some.
 __device__ inline void quantise_by_quotients(std::byte* out, float* scales, const std::byte* in,
                                              std::uint32_t columns) {
-  constexpr unsigned kAll = 0xFFFFFFFFu;
-  constexpr std::uint32_t kLanesPerBlock = 16, kColumnsPerLane = 8;
-  constexpr int kAtOnce = 4;
+  constexpr std::uint32_t kLanesPerBlock = 16;
   const std::uint32_t lane = threadIdx.x % 32, half = lane / kLanesPerBlock;
   const std::uint32_t blocks = columns / 128;
   const auto column_of = [&](std::uint32_t block) {
-    return block * 128 + lane % kLanesPerBlock * kColumnsPerLane;
+    return block * 128 + lane % kLanesPerBlock * kColumnsPerVector;
   };
-  for (std::uint32_t first = 0; first < blocks; first += 2 * kAtOnce) {
-    uint4 x[kAtOnce];
-    std::uint32_t most[kAtOnce], far = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+  for (std::uint32_t first = 0; first < blocks; first += 2 * kVectorsAtOnce) {
+    uint4 x[kVectorsAtOnce];
+    std::uint32_t most[kVectorsAtOnce];
+    const bool finite = load_vectors(x, most, kLanesPerBlock, [&](int i) {
       const std::uint32_t block = first + 2 * i + half;
       const std::byte* at = in + column_of(block) * 2;
-      x[i] = block < blocks ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
-      most[i] = most_of(x[i], magnitudes);
-      far |= not_finite(most[i]);
-    }
-    const bool finite = !__any_sync(kAll, far != 0);
-    if (!finite) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
-    }
-    for (std::uint32_t step = kLanesPerBlock / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        most[i] = __vmaxu2(most[i], __shfl_xor_sync(kAll, most[i], step));
-      }
-    }
+      return block < blocks ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+    });
     // Each block takes one division, in one of its lanes.
     std::uint32_t own = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) own = lane % kLanesPerBlock == i ? most[i] : own;
+    for (int i = 0; i < kVectorsAtOnce; ++i) own = lane % kLanesPerBlock == i ? most[i] : own;
     const float own_scale = scale_of(bf16_low(max(own & 0xFFFFu, own >> 16)));
     const float own_inverse = __frcp_rn(own_scale);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kVectorsAtOnce; ++i) {
       const std::uint32_t block = first + 2 * i + half;
-      const float inverse = __shfl_sync(kAll, own_inverse, half * kLanesPerBlock + i);
+      const float inverse = __shfl_sync(kWholeWarp, own_inverse, half * kLanesPerBlock + i);
       if (block >= blocks) continue;
-      *reinterpret_cast<uint2*>(out + column_of(block)) =
-          finite ? e4m3_of(x[i], inverse, e4m3_of_finite) : e4m3_of(x[i], inverse, e4m3_of_any);
+      *reinterpret_cast<uint2*>(out + column_of(block)) = quantised(x[i], inverse, finite);
       if (lane % kLanesPerBlock == i) scales[block] = own_scale;
     }
   }
@@ -127,43 +146,26 @@ __device__ inline int block_bits(const QuantiseFormat& format) {
 // lane works out its block's scale.
 __device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, const std::byte* in,
                                           std::uint32_t columns, const QuantiseFormat& format) {
-  constexpr unsigned kAll = 0xFFFFFFFFu;
-  constexpr std::uint32_t kColumnsPerLane = 8, kColumnsPerWarp = 256;
-  constexpr int kAtOnce = 4;
-  const std::uint32_t own_column = threadIdx.x % 32 * kColumnsPerLane;
+  constexpr std::uint32_t kColumnsPerWarp = 32 * kColumnsPerVector;
+  const std::uint32_t own_column = threadIdx.x % 32 * kColumnsPerVector;
   const bool bytes = format.scale_bytes == 1;
   for (std::uint32_t first = own_column; first - own_column < columns;
-       first += kAtOnce * kColumnsPerWarp) {
-    uint4 x[kAtOnce];
-    std::uint32_t most[kAtOnce], far = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+       first += kVectorsAtOnce * kColumnsPerWarp) {
+    uint4 x[kVectorsAtOnce];
+    std::uint32_t most[kVectorsAtOnce];
+    const bool finite = load_vectors(x, most, format.block / kColumnsPerVector, [&](int i) {
       const std::uint32_t column = first + i * kColumnsPerWarp;
       const std::byte* at = in + column * 2;
-      x[i] = column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
-      most[i] = most_of(x[i], magnitudes);
-      far |= not_finite(most[i]);
-    }
-    const bool finite = !__any_sync(kAll, far != 0);
-    if (!finite) {
+      return column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+    });
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
-    }
-    for (std::uint32_t step = format.block / kColumnsPerLane / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        most[i] = __vmaxu2(most[i], __shfl_xor_sync(kAll, most[i], step));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kVectorsAtOnce; ++i) {
       const std::uint32_t column = first + i * kColumnsPerWarp;
       if (column >= columns) continue;
       const std::uint32_t largest = max(most[i] & 0xFFFFu, most[i] >> 16);
       const int exponent = bytes ? power_of(largest, 0) : largest == 0 ? 127 : power_of(largest, 1);
       const float inverse = __uint_as_float(static_cast<std::uint32_t>(254 - exponent) << 23);
-      *reinterpret_cast<uint2*>(out + column) =
-          finite ? e4m3_of(x[i], inverse, e4m3_of_finite) : e4m3_of(x[i], inverse, e4m3_of_any);
+      *reinterpret_cast<uint2*>(out + column) = quantised(x[i], inverse, finite);
       if ((column & (format.block - 1)) != 0) continue;
       const std::uint32_t block = column >> block_bits(format);
       if (bytes) {

@@ -10,31 +10,35 @@
 
 namespace xd::ep::cuda {
 
-struct Bf16 {
+// Vectors of numbers that are halves of words; `Half` says what a half means.
+template <class Half>
+struct Halves {
   static constexpr int kPerVector = 8, kBytes = 2;
-  // A half with a magnitude above kInfinity is a NaN.
-  static constexpr std::uint32_t kInfinity = 0x7F80, kQuiet = 0x40;
   __device__ static void unpack(const uint4& v, float* x) {
     const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[2 * i] = bf16_low(words[i]);
-      x[2 * i + 1] = bf16_high(words[i]);
+      x[2 * i] = Half::low(words[i]);
+      x[2 * i + 1] = Half::high(words[i]);
     }
   }
+};
+
+struct Bf16 : Halves<Bf16> {
+  // A half with a magnitude above kInfinity is a NaN.
+  static constexpr std::uint32_t kInfinity = 0x7F80, kQuiet = 0x40;
+  __device__ static float low(std::uint32_t word) { return bf16_low(word); }
+  __device__ static float high(std::uint32_t word) { return bf16_high(word); }
   __device__ static std::uint32_t round(float low, float high) { return ptx::pack_bf16(low, high); }
 };
 
-struct F16 {
-  static constexpr int kPerVector = 8, kBytes = 2;
+struct F16 : Halves<F16> {
   static constexpr std::uint32_t kInfinity = 0x7C00, kQuiet = 0x200;
-  __device__ static void unpack(const uint4& v, float* x) {
-    const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[2 * i] = __half2float(__ushort_as_half(static_cast<unsigned short>(words[i] & 0xFFFFu)));
-      x[2 * i + 1] = __half2float(__ushort_as_half(static_cast<unsigned short>(words[i] >> 16)));
-    }
+  __device__ static float low(std::uint32_t word) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xFFFFu)));
+  }
+  __device__ static float high(std::uint32_t word) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
   }
   __device__ static std::uint32_t round(float low, float high) { return ptx::pack_f16(low, high); }
 };
