@@ -97,6 +97,14 @@ void require_row_fits(const Tensor& tensor, const Config& config) {
              tensor.row_bytes(), " bytes, expected at most the group's ", config.max_row_bytes);
 }
 
+// Checks rows that are summed, and the tensor of the sums.
+void require_sums(const Tensor& rows, const Tensor& sums, const Config& config) {
+  require_row_fits(rows, config);
+  require_same_type(sums, rows);
+  require_cols(sums, rows.cols, concat("columns of ", rows.name).c_str());
+  require_tokens_fit(sums, config);
+}
+
 void require_vector(const Tensor& tensor, std::int64_t size, const char* what) {
   if (tensor) require_rows(tensor, size, what);
 }
@@ -231,10 +239,7 @@ CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& cont
                    .expert_out = reader.reducible(a.expert_out, "expert_out"),
                    .weights = reader.row_weights(a.weights, "weights"),
                    .out = reader.reducible(a.out, "out")};
-  require_row_fits(call.expert_out, *context.config);
-  require_same_type(call.out, call.expert_out);
-  require_cols(call.out, call.expert_out.cols, "columns of expert_out");
-  require_tokens_fit(call.out, *context.config);
+  require_sums(call.expert_out, call.out, *context.config);
   return call;
 }
 
@@ -254,12 +259,7 @@ DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const Cal
   require_together(call.grad_recv_weights, call.grad_topk_weights);
   XD_REQUIRE(call.grad_tokens || call.grad_topk_weights,
              "grad_tokens and grad_topk_weights are both NULL, expected at least one");
-  if (call.grad_tokens) {
-    require_row_fits(call.grad_recv_tokens, config);
-    require_same_type(call.grad_tokens, call.grad_recv_tokens);
-    require_cols(call.grad_tokens, call.grad_recv_tokens.cols, "columns of grad_recv_tokens");
-    require_tokens_fit(call.grad_tokens, config);
-  }
+  if (call.grad_tokens) require_sums(call.grad_recv_tokens, call.grad_tokens, config);
   if (call.grad_topk_weights) {
     require_tokens_fit(call.grad_topk_weights, config);
     require_topk_fits(call.grad_topk_weights, config);
