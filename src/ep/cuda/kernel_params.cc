@@ -112,6 +112,10 @@ StridedRows strided(const Tensor& tensor) {
   return rows;
 }
 
+LateCopy::Tail tail_of(const Config& config) {
+  return config.zero_tail ? LateCopy::zero : LateCopy::left;
+}
+
 // Lets a staged tensor come together in staging memory first, which is its place for the kernel.
 void come_late(DispatchParams& p, const Tensor& tensor, ReceiveRows& rows, LateCopy::Tail tail) {
   if (rows.staged == nullptr) return;
@@ -126,6 +130,32 @@ void come_late(DispatchParams& p, const Tensor& tensor, ReceiveRows& rows, LateC
                           .tail = tail};
   // Staging memory has no rows past the last one; only the tensor has.
   rows = {.data = rows.staged, .staged = nullptr, .rows = 0, .row_bytes = rows.row_bytes};
+}
+
+// Rows with their scales, which may be absent, and the tensors in which they arrive.
+struct MovedRows {
+  const Tensor &rows, &scales;
+  const Tensor &recv_rows, &recv_scales;
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+};
+
+// Fills in how rows and scales are sent and received, and the places in the record by which peers
+// reach the receive tensors.
+void move_rows(const TurnFiller& fill, const MovedRows& moved, DispatchParams& p) {
+  p.recv_tokens = fill.receive_rows(moved.recv_rows, fill.record().rows_in);
+  p.recv_scales =
+      fill.receive_beside(moved.recv_scales, fill.map().scales, fill.record().scales_in);
+  p.receives = fill.config().layout.row_per_expert || p.recv_tokens.staged != nullptr;
+  if (!p.receives || !moved.recv_scales.packed()) {
+    come_late(p, moved.recv_scales, p.recv_scales, tail_of(fill.config()));
+  }
+  p.send = RowPieces::make(moved.rows.row_bytes(), quantise_format(moved.quantise),
+                           moved.scales.row_bytes());
+  p.fan_out = RowPieces::make(moved.recv_rows.row_bytes(), {},
+                              in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0);
+  p.tokens = moved.rows.data;
+  p.scales = strided(moved.scales);
+  p.scale_alignment = static_cast<unsigned>(dtype_bytes(moved.recv_scales.type));
 }
 
 // Fills in the sums of a receive tensor's rows into `out`, if they are given, and their way to the
@@ -147,10 +177,6 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   if (fill.config().keeps.partials) {
     fill.record().extra_in = turn::RemoteAddress::shared(fill.map().partials());
   }
-}
-
-LateCopy::Tail tail_of(const Config& config) {
-  return config.zero_tail ? LateCopy::zero : LateCopy::left;
 }
 
 }  // namespace
@@ -192,29 +218,21 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
     fill.topk_of_plan(call.recv_weights);
     fill.topk_of_plan(call.recv_topk_idx);
   }
-  Record& record = fill.record();
-  p.recv_tokens = fill.receive_rows(call.recv_tokens, record.rows_in);
-  p.recv_scales = fill.receive_beside(call.recv_scales, map.scales, record.scales_in);
-  p.recv_weights = fill.receive_beside(call.recv_weights, map.weights, record.weights_in);
-  p.recv_topk_idx = fill.receive_beside(call.recv_topk_idx, map.indices, record.extra_in);
-
-  p.receives = config.layout.row_per_expert || p.recv_tokens.staged != nullptr;
-  if (!p.receives || !call.recv_scales.packed()) {
-    come_late(p, call.recv_scales, p.recv_scales, tail_of(config));
-  }
+  move_rows(fill,
+            {.rows = call.tokens,
+             .scales = call.scales,
+             .recv_rows = call.recv_tokens,
+             .recv_scales = call.recv_scales,
+             .quantise = call.quantise},
+            p);
+  p.recv_weights = fill.receive_beside(call.recv_weights, map.weights, fill.record().weights_in);
+  p.recv_topk_idx = fill.receive_beside(call.recv_topk_idx, map.indices, fill.record().extra_in);
   if (!p.receives) {
     come_late(p, call.recv_weights, p.recv_weights, LateCopy::zero);
     come_late(p, call.recv_topk_idx, p.recv_topk_idx, LateCopy::ones);
   }
-  p.send = RowPieces::make(call.tokens.row_bytes(), quantise_format(call.quantise),
-                           call.scales.row_bytes());
-  p.fan_out = RowPieces::make(call.recv_tokens.row_bytes(), {},
-                              in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0);
   p.own_rows_direct = true;
-  p.tokens = call.tokens.data;
   p.indices = static_cast<bool>(call.recv_topk_idx);
-  p.scales = strided(call.scales);
-  p.scale_alignment = static_cast<unsigned>(dtype_bytes(call.recv_scales.type));
   p.topk_weights = given<float>(call.topk_weights);
   return start;
 }
@@ -223,27 +241,17 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
   DispatchStart start{.params = {}, .tokens = call.grad_out};
   DispatchParams& p = start.params;
   const TurnFiller fill(view, call, p.turn);
-  const Config& config = fill.config();
   fill.tokens_of_plan(call.grad_out);
-  Record& record = fill.record();
-  p.recv_tokens = fill.receive_rows(call.grad_expert_out, record.rows_in);
-  p.recv_scales =
-      fill.receive_beside(call.grad_expert_out_scales, fill.map().scales, record.scales_in);
+  move_rows(fill,
+            {.rows = call.grad_out,
+             .scales = call.grad_out_scales,
+             .recv_rows = call.grad_expert_out,
+             .recv_scales = call.grad_expert_out_scales},
+            p);
   fill.own_rows(call.expert_out);
   fill.own_weights(call.weights);
   fill.own_weights(call.grad_weights);
-
-  p.receives = config.layout.row_per_expert || p.recv_tokens.staged != nullptr;
-  if (!p.receives || !call.grad_expert_out_scales.packed()) {
-    come_late(p, call.grad_expert_out_scales, p.recv_scales, tail_of(config));
-  }
-  p.send = RowPieces::make(call.grad_out.row_bytes(), {}, call.grad_out_scales.row_bytes());
-  p.fan_out = RowPieces::make(call.grad_out.row_bytes(), {},
-                              in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0);
   p.own_rows_direct = !call.weights;
-  p.tokens = call.grad_out.data;
-  p.scales = strided(call.grad_out_scales);
-  p.scale_alignment = static_cast<unsigned>(dtype_bytes(call.grad_expert_out_scales.type));
   p.expert_out = call.grad_weights ? given<std::byte>(call.expert_out) : nullptr;
   p.weights = given<float>(call.weights);
   p.grad_weights = given<float>(call.grad_weights);
