@@ -76,22 +76,9 @@ void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, b
 }
 
 CombineOp::CombineOp(const Context& context, const CombineCall& call)
-    : PlanOperation(context, call.plan), call_(call) {
+    : SumOperation(context, call.plan), call_(call) {
   require_tokens(call_.out, plan_);
-  expert_out_ = receive_rows(call_.expert_out);
-  weights_ = receive_beside(call_.weights, own_map().weights);
-}
-
-Record CombineOp::record() const {
-  Record record = plan_record(record_of(call_));
-  record.rows_in = expert_out_.place();
-  record.weights_in = weights_.place();
-  return record;
-}
-
-void CombineOp::stage_in() {
-  expert_out_.add_up(plan_, config(), call_.weights ? call_.weights.as<float>() : nullptr);
-  weights_.copy_in(plan_, config());
+  receive(call_.expert_out, call_.weights);
 }
 
 void CombineOp::move() {
@@ -100,25 +87,12 @@ void CombineOp::move() {
 }
 
 DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
-    : PlanOperation(context, call.plan), call_(call) {
+    : SumOperation(context, call.plan), call_(call) {
   require_tokens(call_.grad_tokens, plan_);
   require_tokens(call_.grad_topk_weights, plan_);
   require_topk(call_.grad_topk_weights, plan_);
   if (config().layout.choices_beside_rows) require_topk(call_.grad_recv_weights, plan_);
-  grad_recv_tokens_ = receive_rows(call_.grad_recv_tokens);
-  grad_recv_weights_ = receive_beside(call_.grad_recv_weights, own_map().weights);
-}
-
-Record DispatchBwdOp::record() const {
-  Record record = plan_record(record_of(call_));
-  record.rows_in = grad_recv_tokens_.place();
-  record.weights_in = grad_recv_weights_.place();
-  return record;
-}
-
-void DispatchBwdOp::stage_in() {
-  grad_recv_tokens_.add_up(plan_, config(), nullptr);
-  grad_recv_weights_.copy_in(plan_, config());
+  receive(call_.grad_recv_tokens, call_.grad_recv_weights);
 }
 
 void DispatchBwdOp::move() {

@@ -25,21 +25,20 @@ class CpuGroup final : public Group {
   }
 
   void prepare(const xd_ep_prepare_args* args, xd_stream) override {
-    run(XD_EP_PREPARE, [&](const Context& context) { return PrepareOp(context, args); });
+    run<PrepareOp>(XD_EP_PREPARE, read_prepare, args);
   }
   void dispatch(const xd_ep_dispatch_args* args, xd_stream) override {
-    run(XD_EP_DISPATCH, [&](const Context& context) { return DispatchOp(context, args); });
+    run<DispatchOp>(XD_EP_DISPATCH, read_dispatch, args);
   }
   void combine(const xd_ep_combine_args* args, xd_stream) override {
-    run(XD_EP_COMBINE, [&](const Context& context) { return CombineOp(context, args); });
+    run<CombineOp>(XD_EP_COMBINE, read_combine, args);
   }
   void dispatch_bwd(const xd_ep_dispatch_bwd_args* args, xd_stream) override {
-    run(XD_EP_DISPATCH_BWD, [&](const Context& context) { return DispatchBwdOp(context, args); });
+    run<DispatchBwdOp>(XD_EP_DISPATCH_BWD, read_dispatch_bwd, args);
   }
   void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream) override {
-    run(XD_EP_COMBINE_BWD, [&](const Context& context) { return CombineBwdOp(context, args); });
+    run<CombineBwdOp>(XD_EP_COMBINE_BWD, read_combine_bwd, args);
   }
-
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream) override {
     comm().errors().check_open();
     fill_row_experts(read_row_experts(args, call_context()), plan_binding());
@@ -53,10 +52,13 @@ class CpuGroup final : public Group {
   }
 
  private:
-  template <class Make>
-  void run(xd_ep_operation operation, Make&& make) {
+  template <class Operation, class Args, class Call>
+  void run(xd_ep_operation operation, Call (*read)(const Args*, const CallContext&),
+           const Args* args) {
     const StandardFloatModes modes;
-    runner_.run(operation, [&] { return make(Context{*this, lockstep_, scratch_}); });
+    runner_.run(operation, [&] {
+      return Operation(Context{*this, lockstep_, scratch_}, read(args, call_context()));
+    });
   }
 
   Lockstep lockstep_;

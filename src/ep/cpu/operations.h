@@ -7,7 +7,7 @@ namespace xd::ep::cpu {
 
 class PrepareOp {
  public:
-  PrepareOp(const Context& context, const xd_ep_prepare_args* args);
+  PrepareOp(const Context& context, const PrepareCall& call);
   Record record() const;
   void stage_in();
   void announce();
@@ -45,15 +45,13 @@ class PrepareOp {
 
 class DispatchOp : public PlanOperation {
  public:
-  DispatchOp(const Context& context, const xd_ep_dispatch_args* args)
-      : DispatchOp(context, read_dispatch(args, context.group.call_context())) {}
+  DispatchOp(const Context& context, const DispatchCall& call);
   Record record() const;
   void stage_in() {}
   void move();
   Setback complete();
 
  private:
-  DispatchOp(const Context& context, const DispatchCall& call);
   void send_row(std::int64_t token, const TokenRows& rows) const;
   void send_quantised(std::int64_t token, const TokenRows& rows) const;
   void send_weights(std::int64_t token, const TokenRows& rows) const;
@@ -65,51 +63,67 @@ class DispatchOp : public PlanOperation {
   rows::Store store_ = rows::Store::cached;
 };
 
-// combine, and the tokens of dispatch_bwd: sums of rows that this rank reads from its peers.
-class CombineOp : public PlanOperation {
+// combine, and the tokens of dispatch_bwd: sums of rows that this rank reads from its peers, with a
+// weight beside each row.
+class SumOperation : public PlanOperation {
  public:
-  CombineOp(const Context& context, const xd_ep_combine_args* args)
-      : CombineOp(context, read_combine(args, context.group.call_context())) {}
-  Record record() const;
-  void stage_in();
-  void move();
   Setback complete() { return {}; }
 
- private:
-  CombineOp(const Context& context, const CombineCall& call);
+ protected:
+  using PlanOperation::PlanOperation;
 
-  CombineCall call_;
-  ReceiveTensor expert_out_, weights_;
+  void receive(const Tensor& rows, const Tensor& weights) {
+    rows_ = receive_rows(rows);
+    weights_ = receive_beside(weights, own_map().weights);
+  }
+  Record sum_record(Record record) const {
+    record.rows_in = rows_.place();
+    record.weights_in = weights_.place();
+    return plan_record(record);
+  }
+  // `factors` multiply the rows where they are added up here; null = none.
+  void stage(const float* factors) {
+    rows_.add_up(plan_, config(), factors);
+    weights_.copy_in(plan_, config());
+  }
+
+ private:
+  ReceiveTensor rows_, weights_;
 };
 
-class DispatchBwdOp : public PlanOperation {
+class CombineOp : public SumOperation {
  public:
-  DispatchBwdOp(const Context& context, const xd_ep_dispatch_bwd_args* args)
-      : DispatchBwdOp(context, read_dispatch_bwd(args, context.group.call_context())) {}
-  Record record() const;
-  void stage_in();
+  CombineOp(const Context& context, const CombineCall& call);
+  Record record() const { return sum_record(record_of(call_)); }
+  void stage_in() { stage(call_.weights ? call_.weights.as<float>() : nullptr); }
   void move();
-  Setback complete() { return {}; }
 
  private:
+  CombineCall call_;
+};
+
+class DispatchBwdOp : public SumOperation {
+ public:
   DispatchBwdOp(const Context& context, const DispatchBwdCall& call);
+  Record record() const { return sum_record(record_of(call_)); }
+  void stage_in() { stage(nullptr); }
+  void move();
+
+ private:
   void read_weights() const;
 
   DispatchBwdCall call_;
-  ReceiveTensor grad_recv_tokens_, grad_recv_weights_;
 };
 
 class CombineBwdOp : public PlanOperation {
  public:
-  CombineBwdOp(const Context& context, const xd_ep_combine_bwd_args* args)
-      : CombineBwdOp(context, read_combine_bwd(args, context.group.call_context())) {}
+  CombineBwdOp(const Context& context, const CombineBwdCall& call);
   Record record() const;
   void stage_in();
   void move();
   Setback complete();
 
  private:
-  CombineBwdOp(const Context& context, const CombineBwdCall& call);
   struct WeightedRow {
     float weight = 0.0f;
     std::byte* grad_expert_out = nullptr;

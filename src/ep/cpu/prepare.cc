@@ -36,9 +36,9 @@ void write_numbers(const Tensor& out, std::int64_t count, Value&& value) {
 
 }  // namespace
 
-PrepareOp::PrepareOp(const Context& context, const xd_ep_prepare_args* args)
+PrepareOp::PrepareOp(const Context& context, const PrepareCall& call)
     : context_(context),
-      call_(read_prepare(args, context.group.call_context())),
+      call_(call),
       tokens_(static_cast<int>(call_.topk_idx.rows)),
       topk_(static_cast<int>(call_.topk_idx.cols)) {}
 

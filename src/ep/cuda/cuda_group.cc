@@ -38,24 +38,19 @@ class CudaGroup final : public Group {
   ~CudaGroup() override;
 
   void prepare(const xd_ep_prepare_args* args, xd_stream stream) override {
-    runner_.run(XD_EP_PREPARE, stream,
-                [&] { start_prepare(read_prepare(args, call_context()), stream); });
+    run(XD_EP_PREPARE, read_prepare, args, stream);
   }
   void dispatch(const xd_ep_dispatch_args* args, xd_stream stream) override {
-    runner_.run(XD_EP_DISPATCH, stream,
-                [&] { start_dispatch(read_dispatch(args, call_context()), stream); });
+    run(XD_EP_DISPATCH, read_dispatch, args, stream);
   }
   void combine(const xd_ep_combine_args* args, xd_stream stream) override {
-    runner_.run(XD_EP_COMBINE, stream,
-                [&] { start_combine(read_combine(args, call_context()), stream); });
+    run(XD_EP_COMBINE, read_combine, args, stream);
   }
   void dispatch_bwd(const xd_ep_dispatch_bwd_args* args, xd_stream stream) override {
-    runner_.run(XD_EP_DISPATCH_BWD, stream,
-                [&] { start_combine(read_dispatch_bwd(args, call_context()), stream); });
+    run(XD_EP_DISPATCH_BWD, read_dispatch_bwd, args, stream);
   }
   void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) override {
-    runner_.run(XD_EP_COMBINE_BWD, stream,
-                [&] { start_dispatch(read_combine_bwd(args, call_context()), stream); });
+    run(XD_EP_COMBINE_BWD, read_combine_bwd, args, stream);
   }
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
     comm().errors().check_open();
@@ -109,7 +104,17 @@ class CudaGroup final : public Group {
     log_line(concat("[plan] ", explain(Family::kOperations.name(operation), shape, traffic,
                                        config().num_sms, budget)));
   }
-  void start_prepare(const PrepareCall& call, xd_stream stream);
+
+  template <class Args, class Call>
+  void run(xd_ep_operation operation, Call (*read)(const Args*, const CallContext&),
+           const Args* args, xd_stream stream) {
+    runner_.run(operation, stream, [&] { start(read(args, call_context()), stream); });
+  }
+  void start(const PrepareCall& call, xd_stream stream);
+  void start(const DispatchCall& call, xd_stream stream) { start_dispatch(call, stream); }
+  void start(const CombineCall& call, xd_stream stream) { start_combine(call, stream); }
+  void start(const DispatchBwdCall& call, xd_stream stream) { start_combine(call, stream); }
+  void start(const CombineBwdCall& call, xd_stream stream) { start_dispatch(call, stream); }
   template <class Call>
   void start_dispatch(const Call& call, xd_stream stream);
   template <class Call>
@@ -277,7 +282,7 @@ void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
   launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
 }
 
-void CudaGroup::start_prepare(const PrepareCall& call, xd_stream stream) {
+void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
   require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
   params.turn.launch = runner_.next_launch();
