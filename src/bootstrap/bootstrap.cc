@@ -7,17 +7,12 @@
 #include "bootstrap/nccl.h"
 #include "bootstrap/unique_id.h"
 
-#if XD_CUDA
-#include "cuda/driver.h"
-#endif
-
 namespace xd {
 namespace {
 
-// A communicator of one rank meets no other rank.
-class AloneBootstrap final : public Bootstrap {
+class LoneBootstrap final : public Bootstrap {
  public:
-  AloneBootstrap() : Bootstrap(0, 1) {}
+  LoneBootstrap() : Bootstrap(0, 1) {}
   std::vector<Bytes> all_gather(std::span<const std::byte> blob, const Deadline&) override {
     return {Bytes(blob.begin(), blob.end())};
   }
@@ -54,27 +49,20 @@ void check_ranks(const xd_comm_config& config) {
 
 std::unique_ptr<Bootstrap> by_environment(const xd_comm_config& config) {
   if (config.num_ranks != 0) check_ranks(config);
-  if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  if (config.num_ranks == 1) return make_lone_bootstrap();
   RankEnvironment environment = read_rank_environment(config);
-  if (environment.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  if (environment.num_ranks == 1) return make_lone_bootstrap();
   return meet_by_environment(std::move(environment));
 }
 
 std::unique_ptr<Bootstrap> by_nccl(const xd_comm_config& config) {
   XD_REQUIRE(config.nccl_comm != nullptr, "config.nccl_comm = NULL, expected an ncclComm_t");
-#if XD_CUDA
-  cuda::driver();  // throws with what is missing
-  const NcclLibrary nccl = find_nccl();
-  const NcclSeat seat = read_seat(nccl, config);
-  if (seat.num_ranks == 1) return std::make_unique<AloneBootstrap>();
-  return meet_by_nccl(nccl, config.nccl_comm, seat);
-#else
-  fail(XD_ERROR_UNSUPPORTED,
-       "config.bootstrap = XD_BOOTSTRAP_NCCL: this library was built without CUDA");
-#endif
+  return bootstrap_by_nccl(config);
 }
 
 }  // namespace
+
+std::unique_ptr<Bootstrap> make_lone_bootstrap() { return std::make_unique<LoneBootstrap>(); }
 
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
   const std::int32_t kind = raw_enum(config.bootstrap);
@@ -82,7 +70,7 @@ std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
   if (kind == XD_BOOTSTRAP_NCCL) return by_nccl(config);
   check_ranks(config);
   if (kind == XD_BOOTSTRAP_UNIQUE_ID) {
-    if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+    if (config.num_ranks == 1) return make_lone_bootstrap();
     XD_REQUIRE(config.unique_id != nullptr,
                "config.unique_id = NULL, expected an id from xd_unique_id_create");
     return meet_at(decode_unique_id(*config.unique_id), config.rank, config.num_ranks);
@@ -90,7 +78,7 @@ std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
   XD_REQUIRE(kind == XD_BOOTSTRAP_ALL_GATHER, "config.bootstrap = ", kind,
              ", expected one of xd_bootstrap");
   XD_REQUIRE(config.all_gather != nullptr, "config.all_gather = NULL, expected a function");
-  if (config.num_ranks == 1) return std::make_unique<AloneBootstrap>();
+  if (config.num_ranks == 1) return make_lone_bootstrap();
   return std::make_unique<CallbackBootstrap>(config);
 }
 

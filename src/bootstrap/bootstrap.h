@@ -41,6 +41,9 @@ class Bootstrap {
   int rank_, num_ranks_;
 };
 
+// A communicator of one rank meets no other rank.
+std::unique_ptr<Bootstrap> make_lone_bootstrap();
+
 // Validates the bootstrap part of `config` (already read with read_struct) and makes the bootstrap,
 // which connects to nothing yet. Throws INVALID_ARGUMENT.
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config);

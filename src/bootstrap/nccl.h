@@ -60,9 +60,9 @@ struct NcclPatience {
 bool wait_for_nccl(const NcclLibrary& nccl, NcclComm comm, const std::function<bool()>& landed,
                    NcclPatience& patience);
 
-// A bootstrap through that communicator, in builds with CUDA only. The communicator stays the
-// caller's, and the caller uses it for nothing else meanwhile.
-std::unique_ptr<Bootstrap> meet_by_nccl(const NcclLibrary& nccl, NcclComm comm,
-                                        const NcclSeat& seat);
+// A bootstrap through config.nccl_comm, which must not be null. The communicator stays the
+// caller's, and the caller uses it for nothing else meanwhile. Throws UNSUPPORTED in builds without
+// CUDA and on machines without its driver or without NCCL.
+std::unique_ptr<Bootstrap> bootstrap_by_nccl(const xd_comm_config& config);
 
 }  // namespace xd

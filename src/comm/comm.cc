@@ -22,19 +22,14 @@ std::chrono::nanoseconds spin_time(int ranks_on_host) {
   return std::chrono::microseconds(ranks_on_host <= available ? 50 : 2);
 }
 
-// Kernels cannot wake their host, so it looks every 50 ms.
-int tick_ms(DLDevice device) { return device.device_type == kDLCUDA ? 50 : -1; }
-
 // The ranks compare their devices, so all come to the same verdict.
 std::vector<DeviceIntroduction> introduce(Collective& ranks, DLDevice device, int num_ranks) {
-  auto of_rank = ranks.agree_on(Collective::kCreate, [&] {
-    if (device.device_type == kDLCUDA && num_ranks > kMaxDeviceRanks) {
-      fail(XD_ERROR_UNSUPPORTED, "num_ranks = ", num_ranks, ", expected at most ", kMaxDeviceRanks,
-           " on CUDA devices");
-    }
-    return introduce_device(device);
-  });
-  const auto kind = [](std::int32_t type) { return type == kDLCUDA ? "a CUDA device" : "the CPU"; };
+  auto of_rank = ranks.agree_on(
+      Collective::kCreate, [&] { return kind_of(device).introduce(device.device_id, num_ranks); });
+  const auto kind = [](std::int32_t type) {
+    const DeviceKind* known = find_device_kind(type);
+    return known != nullptr ? known->device_in_words : "a device of an unknown kind";
+  };
   for (std::size_t r = 1; r < of_rank.size(); ++r) {
     if (of_rank[r].type != of_rank[0].type) {
       fail(XD_ERROR_MISMATCH, "config.device is ", kind(of_rank[0].type), " on rank 0 and ",
@@ -52,14 +47,15 @@ Segments share_boards(Collective& ranks, int num_ranks) {
 }
 
 std::unique_ptr<DeviceSide> share_device_boards(Collective& ranks, const Comm::Parts& parts) {
-  const std::size_t bytes = device_board_bytes(parts.device);
+  const DeviceKind& kind = kind_of(parts.device);
+  const std::size_t bytes = kind.board_bytes;
   if (bytes == 0) return nullptr;
   auto boards = ranks.share(*parts.memory, Collective::kCreate, bytes);
   for (int r = 0; r < parts.num_ranks; ++r) require_size(boards[at(r)], bytes, r);
   std::unique_ptr<DeviceSide> made;
   ranks.agree(Collective::kCreate, [&] {
-    made = make_device_side(
-        parts.device,
+    made = kind.make_side(
+        parts.device.device_id,
         {.rank = parts.rank, .num_ranks = parts.num_ranks, .timeout_ms = parts.timeout_ms},
         std::move(boards));
     return Collective::Contribution{};
@@ -70,7 +66,7 @@ std::unique_ptr<DeviceSide> share_device_boards(Collective& ranks, const Comm::P
 // Takes the steps that all ranks take together once they are connected.
 std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
   Collective ranks(*parts.mesh, parts.rank, parts.num_ranks, parts.timeout_ms, nullptr);
-  parts.memory = make_segment_maker(parts.device);
+  parts.memory = kind_of(parts.device).make_memory(parts.device.device_id);
   parts.introductions = introduce(ranks, parts.device, parts.num_ranks);
   parts.boards = share_boards(ranks, parts.num_ranks);
   parts.device_side = share_device_boards(ranks, parts);
@@ -83,16 +79,17 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   const DLDevice device = resolve_device(config.device);
   const int timeout_ms = resolve_timeout(config.timeout_ms);
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
-  Parts parts{.rank = bootstrap->rank(),
-              .num_ranks = bootstrap->num_ranks(),
-              .device = device,
-              .timeout_ms = timeout_ms,
-              .memory = nullptr,
-              .introductions = {},
-              .boards = {},
-              .device_side = nullptr,
-              .events = std::make_unique<EventRelay>(bootstrap->num_ranks(), tick_ms(device)),
-              .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms))};
+  Parts parts{
+      .rank = bootstrap->rank(),
+      .num_ranks = bootstrap->num_ranks(),
+      .device = device,
+      .timeout_ms = timeout_ms,
+      .memory = nullptr,
+      .introductions = {},
+      .boards = {},
+      .device_side = nullptr,
+      .events = std::make_unique<EventRelay>(bootstrap->num_ranks(), kind_of(device).tick_ms),
+      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms))};
   Mesh& mesh = *parts.mesh;  // whoever owns it
   std::shared_ptr<Comm> comm;
   mesh.start(*parts.events);
@@ -126,7 +123,7 @@ Comm::Comm(Parts&& parts)
       device_side_(std::move(parts.device_side)),
       errors_(rank_, *parts.mesh, std::move(parts.boards), device_side_.get()),
       collective_(*parts.mesh, rank_, num_ranks_, timeout_ms_, &errors_),
-      memory_(rank_, device_, collective_, errors_, *device_memory_, device_side_.get()),
+      memory_(rank_, collective_, errors_, *device_memory_, device_side_.get()),
       events_(std::move(parts.events)),
       mesh_(std::move(parts.mesh)) {
   events_->report_to(errors_);

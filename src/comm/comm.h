@@ -20,7 +20,7 @@
 #include "base/interrupt.h"
 #include "base/math.h"
 #include "comm/collective.h"
-#include "comm/device_side.h"
+#include "comm/device_kinds.h"
 #include "comm/errors.h"
 #include "comm/symmetric_memory.h"
 #include "mesh/mesh.h"

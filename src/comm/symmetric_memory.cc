@@ -10,10 +10,6 @@
 #include "base/error.h"
 #include "base/math.h"
 
-#if XD_CUDA
-#include "memory/cuda_registered.h"
-#endif
-
 namespace xd {
 
 // The number of the next segment of symmetric memory. Ranks tell one another by such numbers where
@@ -64,48 +60,17 @@ void SymmetricMemory::delist(int registration) {
   collective_.run(Collective::kDeregister, [&] { remove_registered(registration); });
 }
 
-#if XD_CUDA
-
-namespace {
-
-// Makes the segment of memory that a caller lends to the ranks, which exists already.
-class Lender final : public SegmentMaker {
- public:
-  Lender(int device, void* ptr) : device_(device), ptr_(ptr) {}
-
-  Made create(std::size_t bytes, const char*) const override {
-    XD_REQUIRE(ptr_ != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
-    return lend_cuda_memory(device_, ptr_, bytes);
-  }
-  std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
-                                UniqueFd fd) const override {
-    return borrow_cuda_memory(device_, owner, description, std::move(fd));
-  }
-
- private:
-  int device_;
-  void* ptr_;
-};
-
-}  // namespace
-
 int SymmetricMemory::add_registered(void* ptr, std::size_t bytes) {
   const std::uint32_t number = agree_on_number(Collective::kRegister);
-  Segments segments = collective_.share(
-      Lender(device_.device_id, ptr), Collective::kRegister, bytes, [&](const Segments& of_rank) {
+  const std::unique_ptr<SegmentMaker> lender = device_side_->lender(ptr);
+  Segments segments =
+      collective_.share(*lender, Collective::kRegister, bytes, [&](const Segments& of_rank) {
         heap_.make_room();  // adding must not fail when all ranks have agreed
         device_side_->set_heap(number, of_rank);
       });
   heap_.add_registered(std::move(segments));
   return static_cast<int>(number);
 }
-
-#else
-
-// Without CUDA there is no device side, and enlist() fails before it comes here.
-int SymmetricMemory::add_registered(void*, std::size_t) { return -1; }
-
-#endif
 
 void SymmetricMemory::remove_registered(int registration) {
   const auto number = static_cast<std::uint32_t>(registration);

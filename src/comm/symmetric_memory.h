@@ -2,8 +2,6 @@
 // memory that callers own.
 #pragma once
 
-#include <dlpack/dlpack.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -19,10 +17,9 @@ class SymmetricMemory {
  public:
   // `device_side` is that of this rank's device, or nullptr on the CPU. All of it must outlive the
   // object.
-  SymmetricMemory(int rank, DLDevice device, Collective& collective, Errors& errors,
-                  const SegmentMaker& memory, DeviceSide* device_side)
+  SymmetricMemory(int rank, Collective& collective, Errors& errors, const SegmentMaker& memory,
+                  DeviceSide* device_side)
       : rank_(rank),
-        device_(device),
         collective_(collective),
         errors_(errors),
         memory_(memory),
@@ -54,7 +51,6 @@ class SymmetricMemory {
   void require_device_memory() const;
 
   const int rank_;
-  const DLDevice device_;
   Collective& collective_;
   Errors& errors_;
   const SegmentMaker& memory_;

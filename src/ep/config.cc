@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "base/options.h"
+#include "comm/device_kinds.h"
 
 namespace xd::ep {
 namespace {
@@ -31,8 +32,8 @@ bool is_payload(DType type) {
 }
 
 void read_device(const xd_ep_config& user, Config& config) {
-  XD_REQUIRE(user.device_type == 0 || user.device_type == kDLCPU || user.device_type == kDLCUDA,
-             "config.device_type = ", user.device_type, ", expected 0, kDLCPU or kDLCUDA");
+  XD_REQUIRE(user.device_type == 0 || find_device_kind(user.device_type) != nullptr,
+             "config.device_type = ", user.device_type, ", expected 0, ", device_type_names());
   config.device_type = user.device_type;
 }
 

@@ -1,8 +1,8 @@
 // The executors of this build: who carries out the operations of groups on one kind of device.
 //
 // A folder src/ep/<name> with an executor.cmake is an executor; its executor.h declares
-// xd::ep::<name>::kExecutor. The build makes the list of them (executors.cc.in), so no other file
-// names one.
+// xd::ep::<name>::kExecutor. The build makes the list of them (executor_list.cc.in), so no other
+// file names one.
 #pragma once
 
 #include <crossdock/ep.h>

@@ -42,6 +42,7 @@ class FakeDevice final : public DeviceSide {
  public:
   explicit FakeDevice(bool refuses) : refuses_(refuses) {}
   const DeviceComm& device_comm() const override { return device_comm_; }
+  std::unique_ptr<SegmentMaker> lender(void*) const override { return nullptr; }
   void set_finished() override {}
   void set_left(int) override {}
   void set_heap(std::uint32_t, std::span<const std::shared_ptr<Segment>>) override {
@@ -212,7 +213,7 @@ TEST(Communicator, IsFinishedByADeviceThatCannotBeToldOfADeregistration) {
   const auto errors = on_threads(2, [&](int rank) {
     xd::Comm& comm = *comms[at(rank)];
     FakeDevice device(rank == 0);
-    SymmetricMemory memory(rank, {kDLCPU, 0}, comm.collective(), comm.errors(), host, &device);
+    SymmetricMemory memory(rank, comm.collective(), comm.errors(), host, &device);
     memory.heap().make_room();
     memory.heap().add_registered({nullptr, nullptr});
     const auto error = error_of([&] { memory.delist(0); });

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "comm/comm.h"
+#include "comm/cuda/segment.h"
 #include "comm/feature.h"
 #include "cuda/device.h"
 #include "cuda/driver.h"
@@ -15,7 +16,6 @@
 #include "cuda/known_memory.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
-#include "memory/cuda_segment.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

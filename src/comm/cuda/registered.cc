@@ -1,4 +1,4 @@
-#include "memory/cuda_registered.h"
+#include "comm/cuda/registered.h"
 
 #include <cuda_runtime_api.h>
 
@@ -121,53 +121,54 @@ void enable_peer_access(int owner) {
 
 }  // namespace
 
-SegmentMaker::Made lend_cuda_memory(int device, void* ptr, std::size_t bytes) {
+SegmentMaker::Made CudaLender::create(std::size_t bytes, const char*) const {
+  XD_REQUIRE(ptr_ != nullptr, "ptr = NULL, expected memory of ", bytes, " bytes");
   // Tensors lie at multiples of 16 bytes from the start of a segment.
-  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(ptr) % 16 == 0, "ptr = ", ptr,
+  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(ptr_) % 16 == 0, "ptr = ", ptr_,
              ", expected a 16-byte aligned address");
-  const cuda::DeviceGuard guard(device);
-  const Range allocation = allocation_of(device, ptr, bytes);
-  const bool is_virtual = !has_ipc_handle(ptr);
-  SegmentMaker::Made made;
+  const cuda::DeviceGuard guard(device_);
+  const Range allocation = allocation_of(device_, ptr_, bytes);
+  const bool is_virtual = !has_ipc_handle(ptr_);
+  Made made;
   Description description{.process = process_token(),
                           .base = allocation.base,
                           .allocated = allocation.bytes,
-                          .offset = reinterpret_cast<CUdeviceptr>(ptr) - allocation.base,
+                          .offset = reinterpret_cast<CUdeviceptr>(ptr_) - allocation.base,
                           .bytes = bytes,
-                          .device = cuda::require_device(device).uuid,
+                          .device = cuda::require_device(device_).uuid,
                           .is_virtual = is_virtual,
                           .handle = {}};
   if (is_virtual) {
-    made.fd = share_virtual(ptr, allocation);
+    made.fd = share_virtual(ptr_, allocation);
   } else {
-    description.handle = ipc_handle(ptr);
+    description.handle = ipc_handle(ptr_);
   }
-  made.segment = std::make_shared<LentSegment>(static_cast<std::byte*>(ptr), bytes);
+  made.segment = std::make_shared<LentSegment>(static_cast<std::byte*>(ptr_), bytes);
   made.description.resize(sizeof(description));
   std::memcpy(made.description.data(), &description, sizeof(description));
   return made;
 }
 
-std::shared_ptr<Segment> borrow_cuda_memory(int device, int owner,
-                                            std::span<const std::byte> description, UniqueFd fd) {
+std::shared_ptr<Segment> CudaLender::open(int owner, std::span<const std::byte> description,
+                                          UniqueFd fd) const {
   Description d{};
   if (description.size() != sizeof(d)) {
     fail(XD_ERROR_MISMATCH, "rank ", owner, " sent a malformed description of its memory");
   }
   std::memcpy(&d, description.data(), sizeof(d));
-  const cuda::DeviceGuard guard(device);
+  const cuda::DeviceGuard guard(device_);
   const int there = cuda::find_device(d.device);
-  if (there >= 0) cuda::require_peer_access(device, there);
+  if (there >= 0) cuda::require_peer_access(device_, there);
   if (d.process == process_token()) {
     if (d.is_virtual != 0) {
-      cuda::allow_access(cuda::as_pointer(d.base), d.allocated, device);
-    } else if (there != device) {
+      cuda::allow_access(cuda::as_pointer(d.base), d.allocated, device_);
+    } else if (there != device_) {
       enable_peer_access(there);
     }
     return std::make_shared<LentSegment>(d.address(), d.bytes);
   }
   if (d.is_virtual != 0) {
-    return std::make_shared<MappedSegment>(device, cuda::Allocation::import(fd), d);
+    return std::make_shared<MappedSegment>(device_, cuda::Allocation::import(fd), d);
   }
   void* allocation = nullptr;
   const cudaError_t error =
@@ -177,7 +178,7 @@ std::shared_ptr<Segment> borrow_cuda_memory(int device, int owner,
     fail(XD_ERROR_UNSUPPORTED, "the memory of rank ", owner,
          " cannot be opened here: cudaIpcOpenMemHandle: ", cudaGetErrorString(error));
   }
-  return std::make_shared<OpenedSegment>(device, static_cast<std::byte*>(allocation), d);
+  return std::make_shared<OpenedSegment>(device_, static_cast<std::byte*>(allocation), d);
 }
 
 }  // namespace xd

@@ -1,4 +1,4 @@
-#include "comm/device_side.h"
+#include "comm/cuda/side.h"
 
 #include <array>
 #include <atomic>
@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "comm/cuda/registered.h"
 #include "cuda/memory.h"
 
 namespace xd {
@@ -15,7 +16,8 @@ namespace {
 class CudaSide final : public DeviceSide {
  public:
   CudaSide(int ordinal, const RankSeat& seat, std::vector<std::shared_ptr<Segment>> boards)
-      : boards_(std::move(boards)),
+      : ordinal_(ordinal),
+        boards_(std::move(boards)),
         words_(ordinal, sizeof(HostWords)),
         table_(ordinal, table_offset(kMaxHeapSegments, seat.num_ranks), "table of heaps"),
         board_table_(ordinal, boards_.size() * sizeof(DeviceBoard*), "table of error boards") {
@@ -34,6 +36,10 @@ class CudaSide final : public DeviceSide {
   }
 
   const DeviceComm& device_comm() const override { return device_comm_; }
+
+  std::unique_ptr<SegmentMaker> lender(void* ptr) const override {
+    return std::make_unique<CudaLender>(ordinal_, ptr);
+  }
 
   void set_finished() override { store(words().finished); }
   void set_left(int rank) override {
@@ -65,6 +71,7 @@ class CudaSide final : public DeviceSide {
     std::atomic_ref(word).store(1, std::memory_order_release);
   }
 
+  const int ordinal_;
   std::vector<std::shared_ptr<Segment>> boards_;
   cuda::PinnedBlock words_;
   cuda::DeviceBuffer table_, board_table_;

@@ -1,4 +1,4 @@
-#include "memory/cuda_segment.h"
+#include "comm/cuda/segment.h"
 
 #include <cuda_runtime_api.h>
 

@@ -1,0 +1,17 @@
+// In the place of device_kind.cc in builds without a CUDA compiler.
+#include "comm/cuda/device_kind.h"
+
+namespace xd::devices::cuda {
+
+const DeviceKind kDeviceKind{
+    .type = kDLCUDA,
+    .type_name = "kDLCUDA",
+    .device_in_words = "a CUDA device",
+    .feature = XD_FEATURE_CUDA,
+    .availability =
+        [] {
+          return Feature{false, "not built in: this build has no CUDA executor"};
+        },
+};
+
+}  // namespace xd::devices::cuda
