@@ -22,6 +22,7 @@
 #include "comm/collective.h"
 #include "comm/device_kinds.h"
 #include "comm/errors.h"
+#include "comm/hosts.h"
 #include "comm/symmetric_memory.h"
 #include "mesh/mesh.h"
 
@@ -63,6 +64,7 @@ class Comm final {
 
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
+  const HostMap& hosts() const { return hosts_; }
   DLDevice device() const { return device_; }
   int timeout_ms() const { return timeout_ms_; }
   int local_ranks() const { return local_ranks_; }
@@ -99,14 +101,14 @@ class Comm final {
   // ---- Waiting for peers (CPU executor) ----
 
   // Rings the peer's doorbell. Call it after storing flags (release) into that peer's memory.
-  void ring(int peer) const { errors_.bell(peer).ring(); }
+  void ring(NearRank peer) const { errors_.bell(peer).ring(); }
 
   // Returns when ready() holds, which looks at flags of `peer` with acquire loads. `seen()` gives
   // the peer's last epoch for the error text. Throws the fatal error that ends the wait.
   template <class Ready, class Seen>
   void wait_for(int peer, const WaitSite& site, Ready&& ready, Seen&& seen) {
     if (ready()) return;
-    Doorbell& bell = errors_.bell(rank_);
+    Doorbell& bell = errors_.bell(hosts_.self());
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
     Interruption interruption;
     for (;;) {
@@ -133,6 +135,7 @@ class Comm final {
 
   const int rank_;
   const int num_ranks_;
+  const HostMap hosts_;
   const DLDevice device_;
   const int timeout_ms_;
   const int local_ranks_;

@@ -14,16 +14,17 @@ namespace {
 std::vector<RankBoard> boards_in(const std::vector<std::shared_ptr<Segment>>& segments) {
   std::vector<RankBoard> boards;
   for (const auto& segment : segments) {
-    boards.emplace_back(segment->base(), static_cast<int>(segments.size()));
+    boards.emplace_back(NearMemory(segment->base()), static_cast<int>(segments.size()));
   }
   return boards;
 }
 
 }  // namespace
 
-Errors::Errors(int rank, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
+Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
                DeviceSide* device_side)
-    : rank_(rank),
+    : hosts_(hosts),
+      rank_(hosts.self()),
       process_(::getpid()),
       mesh_(mesh),
       segments_(std::move(boards)),
@@ -62,7 +63,7 @@ void Errors::throw_if_failed() const {
 // The error of this rank's board. Where that is a peer's report of an error that every rank meets,
 // and this rank has met it, it is this rank's own.
 const FatalError* Errors::reported() const {
-  const FatalError* first = boards_[at(rank_)].error();
+  const FatalError* first = own_board().error();
   if (first == nullptr || !is_peers_report(*first)) return first;
   // Acquire: met_ is complete.
   return has_met_.load(std::memory_order_acquire) ? &met_ : first;
@@ -176,7 +177,7 @@ void Errors::abort() {
 
 // The caller holds mutex_.
 void Errors::record(const FatalError& error) const {
-  if (!told_self_) boards_[at(rank_)].post(rank_, error);
+  if (!told_self_) own_board().post(rank_, error);
   told_self_ = true;
   if (device_side_ != nullptr) device_side_->set_finished();
 }
@@ -185,8 +186,7 @@ void Errors::record(const FatalError& error) const {
 void Errors::tell_peers(const FatalError& error) {
   if (told_peers_) return;
   told_peers_ = true;
-  const std::size_t ranks = boards_.size();
-  for (std::size_t i = 1; i < ranks; ++i) boards_[(at(rank_) + i) % ranks].post(rank_, error);
+  for (const NearRank peer : hosts_.peers()) boards_[at(peer)].post(rank_, error);
 }
 
 bool Errors::close() {
@@ -209,7 +209,7 @@ void Errors::on_lost(std::span<const int> ranks) {
 
 void Errors::on_left(int rank) {
   left_[at(rank)].store(true, std::memory_order_release);
-  bell(rank_).ring();
+  bell(hosts_.self()).ring();
   if (device_side_ != nullptr) device_side_->set_left(rank);
 }
 

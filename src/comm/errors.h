@@ -14,6 +14,7 @@
 #include "base/math.h"
 #include "comm/device_side.h"
 #include "comm/fatal.h"
+#include "comm/hosts.h"
 #include "comm/operations.h"
 #include "memory/segment.h"
 #include "mesh/mesh.h"
@@ -28,9 +29,10 @@ struct Cause {
 
 class Errors final : public MeshEvents {
  public:
-  // `boards`: the segments of all ranks, in host memory, each a RankBoard. `device_side` is that of
-  // this rank's device, or nullptr on the CPU. All but the boards outlives close().
-  Errors(int rank, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
+  // `boards`: the segments of the near ranks, by rank, in host memory, each a RankBoard.
+  // `device_side` is that of this rank's device, or nullptr on the CPU. All but the boards outlives
+  // close().
+  Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
          DeviceSide* device_side);
 
   // ---- Checks at the beginning of calls ----
@@ -86,7 +88,7 @@ class Errors final : public MeshEvents {
 
   // ---- Peers ----
 
-  Doorbell& bell(int rank) const { return boards_[at(rank)].bell(); }
+  Doorbell& bell(NearRank rank) const { return boards_[at(rank)].bell(); }
   bool left(int peer) const { return left_[at(peer)].load(std::memory_order_acquire); }
 
   // ---- Events of the watch thread ----
@@ -109,11 +111,14 @@ class Errors final : public MeshEvents {
     return error.met_by_all != 0 && error.rank != rank_;
   }
 
+  const RankBoard& own_board() const { return boards_[at(hosts_.self())]; }
+
+  const HostMap& hosts_;
   const int rank_;
   const int process_;  // getpid() at creation
   Mesh& mesh_;         // until close()
   const std::vector<std::shared_ptr<Segment>> segments_;
-  const std::vector<RankBoard> boards_;
+  const std::vector<RankBoard> boards_;  // of the near ranks, by rank
   DeviceSide* const device_side_;
   std::vector<std::atomic<bool>> left_;
   std::atomic<bool> closed_{false};

@@ -18,6 +18,7 @@
 
 #include "base/layout.h"
 #include "comm/doorbell.h"
+#include "comm/near_memory.h"
 #include "comm/operations.h"
 
 namespace xd {
@@ -66,12 +67,12 @@ struct RankBoardMap {
   }
 };
 
-// One rank's control segment, as mapped in this process.
+// A near rank's control segment.
 class RankBoard {
  public:
   RankBoard() = default;
-  RankBoard(std::byte* base, int num_ranks)
-      : base_(base),
+  RankBoard(NearMemory memory, int num_ranks)
+      : memory_(memory),
         map_(RankBoardMap::make(num_ranks)),
         num_ranks_(static_cast<std::uint32_t>(num_ranks)) {}
 
@@ -98,11 +99,11 @@ class RankBoard {
  private:
   template <class T>
   T* at(std::uint64_t offset) const {
-    return reinterpret_cast<T*>(base_ + offset);
+    return memory_.from(offset).array<T>();
   }
   std::atomic<std::uint32_t>& first() const { return *at<std::atomic<std::uint32_t>>(map_.first); }
 
-  std::byte* base_ = nullptr;
+  NearMemory memory_;
   RankBoardMap map_{};
   std::uint32_t num_ranks_ = 0;
 };

@@ -55,6 +55,13 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.local_experts);
 }
 
+Segments Group::share_memory() const {
+  Segments segments = comm().share(kCreateGroup, GroupMap::make(config_).end);
+  for (const NearRank r : near())
+    require_size(segments[at(r)], GroupMap::make(config_of(r)).end, r);
+  return segments;
+}
+
 Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
   Reach reach{turn::RemoteAddress::shared(staging.offset), false};
   // No peer touches a tensor without rows, wherever it lies.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/hosts.h"
 #include "comm/rank_set.h"
 #include "ep/calls.h"
 #include "ep/config.h"
@@ -47,8 +48,11 @@ class Group : public turn::Sequence<Family> {
   const Config& config() const { return config_; }
   // The config of a rank: like this rank's, except for the fields that may differ.
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }
-  // The ranks whose memory operations read and write, this one among them.
+  // All ranks, whose rows a rank receives.
   const RankSet& ranks() const { return ranks_; }
+  // The ranks whose memory operations read and write, this one among them.
+  const NearRanks& near() const { return comm().hosts().near(); }
+  NearRank self() const { return comm().hosts().self(); }
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
   CallContext call_context() const { return {&config_, comm().device()}; }
@@ -57,6 +61,9 @@ class Group : public turn::Sequence<Family> {
   // A tensor whose rows are packed and lie in symmetric memory is used there; others are staged.
   // Throws INVALID_ARGUMENT where there is no memory for that.
   Reach reach(const Tensor& tensor, const Staging& staging) const;
+
+  // Collective: allocates this rank's group memory and maps that of all near ranks. By rank.
+  Segments share_memory() const;
 
   // Bad ids and dropped rows of all plans, for the group's status.
   void count_losses(std::int64_t bad_ids, std::int64_t dropped_rows) {

@@ -165,8 +165,9 @@ struct GroupMap {
            static_cast<std::uint64_t>(config.max_slots_per_token());
   }
 
-  // `config` is that of the rank whose memory this is. Areas that kernels find in a peer's memory
-  // by their own rank's map come first: their places do not depend on a rank's capacity.
+  // `config` is that of the rank whose memory this is. Areas that turns and kernels find in a
+  // peer's memory by their own rank's map come first: their places do not depend on a rank's
+  // capacity.
   static GroupMap make(const Config& config) {
     LayoutCursor cursor;
     GroupMap map{};

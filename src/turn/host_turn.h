@@ -11,7 +11,7 @@
 
 #include "base/math.h"
 #include "comm/comm.h"
-#include "comm/rank_set.h"
+#include "comm/near_memory.h"
 #include "turn/entry.h"
 
 namespace xd::turn {
@@ -19,19 +19,15 @@ namespace xd::turn {
 template <class Record>
 class HostTurn {
  public:
-  // The turn's part of a rank's shared memory, as addresses in this process.
-  struct Area {
-    Entry<Record>* entries;  // [kSlots][ranks]
-    DoneFlag* done;          // [kSlots][ranks]
-  };
-
-  // `number` is the sequence's, for error texts. `areas` has an entry per rank.
-  HostTurn(Comm& comm, int number, std::vector<Area> areas)
+  // `number` is the sequence's, for error texts. `map` holds in the memory that each near rank
+  // shares for the sequence, `areas`.
+  HostTurn(Comm& comm, int number, const TurnMap& map, NearTable areas)
       : comm_(comm),
         number_(number),
-        rank_(comm.rank()),
+        rank_(comm.hosts().self()),
         ranks_(comm.num_ranks()),
-        peers_(RankSet::peers_of(rank_, ranks_)),
+        peers_(comm.hosts().peers()),
+        map_(map),
         areas_(std::move(areas)),
         records_(at(ranks_)) {}
 
@@ -52,7 +48,7 @@ class HostTurn {
   // ---- For what a family makes its ranks wait for inside an operation ----
 
   // The peers that this rank takes turns with.
-  const RankSet& peers() const { return peers_; }
+  const NearRanks& peers() const { return peers_; }
   WaitSite site(xd_phase phase) const {
     return {.phase = phase,
             .group = number_,
@@ -61,31 +57,38 @@ class HostTurn {
             .deadline = comm_.deadline()};
   }
   void ring_peers() const {
-    for (const int peer : peers()) comm_.ring(peer);
+    for (const NearRank peer : peers()) comm_.ring(peer);
   }
   // The last operation that a peer has entered, for error texts, out of those that the slots can
   // hold.
   std::uint64_t last_entered(int peer) const {
     const auto at_slot = [&](std::uint64_t epoch) {
-      return entry(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
+      return entry(rank_, peer, epoch).from(kEntryEpoch).seen();
     };
     return std::max(at_slot(epoch_), at_slot(epoch_ - 1));
   }
 
  private:
-  Entry<Record>& entry(int owner, int source, std::uint64_t epoch) const {
-    return areas_[at(owner)].entries[cell_of(epoch, source, ranks_)];
+  static constexpr std::uint64_t kEntryEpoch = offsetof(Entry<Record>, epoch);
+
+  // The entry, or done flag, that `source` writes into the owner's memory: cells of [slot][source].
+  NearMemory entry(NearRank owner, int source, std::uint64_t epoch) const {
+    return areas_.of(owner).from(map_.entry + cell(source, epoch) * sizeof(Entry<Record>));
   }
-  DoneFlag& done(int owner, int source, std::uint64_t epoch) const {
-    return areas_[at(owner)].done[cell_of(epoch, source, ranks_)];
+  NearMemory done(NearRank owner, int source, std::uint64_t epoch) const {
+    return areas_.of(owner).from(map_.done + cell(source, epoch) * sizeof(DoneFlag));
+  }
+  std::uint64_t cell(int source, std::uint64_t epoch) const {
+    return cell_of(epoch, source, ranks_);
   }
 
   Comm& comm_;
   const int number_;
-  const int rank_;
+  const NearRank rank_;
   const int ranks_;
-  const RankSet peers_;
-  const std::vector<Area> areas_;
+  const NearRanks peers_;
+  const TurnMap map_;
+  const NearTable areas_;
   std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
@@ -94,11 +97,11 @@ class HostTurn {
 template <class Record>
 void HostTurn<Record>::enter(const Record& record) {
   records_[at(rank_)] = record;
-  for (const int peer : peers()) {
-    Entry<Record>& theirs = entry(peer, rank_, epoch_);
-    theirs.record = record;
-    // Release: a rank that sees this epoch also sees the record, and staged input.
-    theirs.epoch.store(epoch_, std::memory_order_release);
+  for (const NearRank peer : peers()) {
+    const NearMemory theirs = entry(peer, rank_, epoch_);
+    *theirs.array<Record>() = record;
+    // A rank that sees this epoch also sees the record, and staged input.
+    theirs.from(kEntryEpoch).signal(epoch_);
   }
   ring_peers();
 }
@@ -106,20 +109,20 @@ void HostTurn<Record>::enter(const Record& record) {
 template <class Record>
 void HostTurn<Record>::await() {
   const WaitSite site = this->site(XD_PHASE_ENTRY);
-  for (const int peer : peers()) {
-    const Entry<Record>& mine = entry(rank_, peer, epoch_);
-    const auto here = [&] { return mine.epoch.load(std::memory_order_acquire) == epoch_; };
+  for (const NearRank peer : peers()) {
+    const NearMemory mine = entry(rank_, peer, epoch_);
+    const auto here = [&] { return mine.from(kEntryEpoch).seen() == epoch_; };
     comm_.wait_for(peer, site, here, [&] { return last_entered(peer); });
-    records_[at(peer)] = mine.record;
+    records_[at(peer)] = *mine.array<Record>();
   }
 }
 
 template <class Record>
 void HostTurn<Record>::leave() {
-  for (const int peer : peers()) {
-    // Release: a rank that sees this epoch also sees all that was written there, and nothing is
-    // read there any more.
-    done(peer, rank_, epoch_).epoch.store(epoch_, std::memory_order_release);
+  for (const NearRank peer : peers()) {
+    // A rank that sees this epoch also sees all that was written there, and nothing is read there
+    // any more.
+    done(peer, rank_, epoch_).signal(epoch_);
   }
   ring_peers();
 }
@@ -127,10 +130,8 @@ void HostTurn<Record>::leave() {
 template <class Record>
 void HostTurn<Record>::end() {
   const WaitSite site = this->site(XD_PHASE_DONE);
-  for (const int peer : peers()) {
-    const auto left_at = [&](std::uint64_t epoch) {
-      return done(rank_, peer, epoch).epoch.load(std::memory_order_acquire);
-    };
+  for (const NearRank peer : peers()) {
+    const auto left_at = [&](std::uint64_t epoch) { return done(rank_, peer, epoch).seen(); };
     comm_.wait_for(
         peer, site, [&] { return left_at(epoch_) == epoch_; },
         [&] { return std::max(left_at(epoch_), left_at(epoch_ - 1)); });

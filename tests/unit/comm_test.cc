@@ -61,7 +61,7 @@ class ErrorBoardTest : public testing::Test {
     std::byte bytes[64] = {};
   };
   std::vector<Block> memory_;
-  RankBoard board_{memory_.data()->bytes, kRanks};
+  RankBoard board_{NearMemory(memory_.data()->bytes), kRanks};
 };
 
 TEST_F(ErrorBoardTest, StartsEmpty) { EXPECT_EQ(board_.error(), nullptr); }

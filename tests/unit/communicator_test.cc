@@ -72,17 +72,18 @@ class ErrorsOfRank1 {
     for (int r = 0; r < 2; ++r) {
       segments_.push_back(host.create(RankBoardMap::make(2).end, "a board").segment);
     }
-    errors_ = std::make_unique<Errors>(1, *member_.mesh, segments_, &device);
+    errors_ = std::make_unique<Errors>(hosts_, *member_.mesh, segments_, &device);
   }
   Errors& operator*() { return *errors_; }
   Errors* operator->() { return errors_.get(); }
   // What rank 0 does when it leaves with an error.
   void report_of_rank_0(const FatalError& error) {
-    RankBoard(segments_[1]->base(), 2).post(0, error);
+    RankBoard(NearMemory(segments_[1]->base()), 2).post(0, error);
   }
 
  private:
   Member member_;
+  const HostMap hosts_{1, 2};
   Segments segments_;
   std::unique_ptr<Errors> errors_;
 };

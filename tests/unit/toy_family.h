@@ -10,6 +10,7 @@
 
 #include "base/math.h"
 #include "comm/comm.h"
+#include "comm/near_memory.h"
 #include "turn/host_runner.h"
 #include "turn/host_turn.h"
 #include "turn/remote_address.h"
@@ -71,7 +72,8 @@ class HostToy final : public turn::Sequence<Family> {
       : Sequence(comm),
         map_(Map::make(comm->num_ranks())),
         segments_(comm->share(CollectiveCall{"toy_create"}, map_.end)),
-        turn_(*comm, number(), areas()) {}
+        areas_(segments_),
+        turn_(*comm, number(), map_.turn, areas_) {}
 
   // Gives `number` times `factor` to the next rank, and returns what the lower neighbour gave.
   std::uint64_t pass(std::uint64_t number, std::uint64_t factor) {
@@ -80,7 +82,10 @@ class HostToy final : public turn::Sequence<Family> {
     runner_.run(0, [&] { return Pass{*this, number, factor, received}; });
     return received;
   }
-  std::uint64_t& mailbox() { return *reinterpret_cast<std::uint64_t*>(word(rank(), map_.mailbox)); }
+  std::uint64_t& mailbox() {
+    const NearRank self = comm().hosts().self();
+    return *areas_.of(self).from(map_.mailbox).array<std::uint64_t>();
+  }
   const volatile std::uint64_t* watch() const override { return runner_.watch(); }
 
  protected:
@@ -103,37 +108,29 @@ class HostToy final : public turn::Sequence<Family> {
     void stage_in() {}
     void announce() {}
     turn::Setback<Family> obstacle() const { return {}; }
-    void move() { *toy.mailbox_of((toy.rank() + 1) % toy.comm().num_ranks()) = number * factor; }
+    void move() { *toy.next_mailbox() = number * factor; }
     turn::Setback<Family> complete() {
       received = toy.mailbox();
       return {};
     }
   };
 
-  std::byte* word(int rank, std::uint64_t offset) const {
-    return segments_[at(rank)]->base() + offset;
-  }
-  std::uint64_t* mailbox_of(int rank) {
-    const Segment& shared = *segments_[at(rank)];
-    std::byte* found = turn::find_remote(turn_.record_of(rank).mailbox, sizeof(std::uint64_t),
-                                         alignof(std::uint64_t), {shared.base(), shared.bytes()},
-                                         [](std::uint64_t) {
-                                           return HeapRange{nullptr, 0};
-                                         });
-    if (found == nullptr) fail(XD_ERROR_MISMATCH, "rank ", rank, " offers no mailbox");
+  // That of the next rank.
+  std::uint64_t* next_mailbox() {
+    const NearRanks& near = comm().hosts().near();
+    const NearRank next = near[at(rank() + 1) % near.size()];
+    std::byte* found = turn::find_remote(
+        turn_.record_of(next).mailbox, sizeof(std::uint64_t), alignof(std::uint64_t),
+        {areas_.of(next).address(), segments_[at(next)]->bytes()}, [](std::uint64_t) {
+          return HeapRange{nullptr, 0};
+        });
+    if (found == nullptr) fail(XD_ERROR_MISMATCH, "rank ", int{next}, " offers no mailbox");
     return reinterpret_cast<std::uint64_t*>(found);
-  }
-  std::vector<turn::HostTurn<Record>::Area> areas() const {
-    std::vector<turn::HostTurn<Record>::Area> areas;
-    for (int r = 0; r < comm().num_ranks(); ++r) {
-      areas.push_back({reinterpret_cast<turn::Entry<Record>*>(word(r, map_.turn.entry)),
-                       reinterpret_cast<turn::DoneFlag*>(word(r, map_.turn.done))});
-    }
-    return areas;
   }
 
   const Map map_;
   const Segments segments_;
+  const NearTable areas_;
   turn::HostTurn<Record> turn_;
   turn::HostRunner<Family> runner_{*this, turn_, false};
 };

@@ -31,10 +31,10 @@ struct TokenTerms {
       const bool first = places.first_of_rank(i);
       // The owner has added up the token's rows, weighted, in the place of the first.
       if (from.one_row_per_token && !first) continue;
-      rows[at(num_rows)] = from.rows + at(ref.row) * out.row_bytes();
+      rows[at(num_rows)] = from.rows.address(at(ref.row) * out.row_bytes());
       if (weighted) {
         weights[at(num_rows)] =
-            from.one_row_per_token ? 1.0f : reinterpret_cast<const float*>(from.weights)[ref.row];
+            from.one_row_per_token ? 1.0f : from.weights.array<float>()[ref.row];
       }
       // A rank's rows follow one another and form one partial sum.
       if (!first) --num_partials;
@@ -118,7 +118,7 @@ void DispatchBwdOp::read_weights() const {
       const RankTensors& from = tensors(ref.rank);
       if (ref.row >= from.num_rows) continue;
       const std::int64_t at = by_choice ? ref.row * topk + k : ref.row;
-      grad = reinterpret_cast<const float*>(from.weights)[at];
+      grad = from.weights.array<float>()[at];
     }
   }
 }

@@ -65,16 +65,15 @@ void CombineBwdOp::send_scaled(const std::byte* grad, const TokenRows& rows) con
   for (int i = 0; i < rows.count; ++i) {
     const RowRef& ref = rows.list[at(i)].ref;
     const RankTensors& to = tensors(ref.rank);
-    std::byte* const row = to.rows + at(ref.row) * bytes;
+    std::byte* const row = to.rows.address(at(ref.row) * bytes);
     if (to.one_row_per_token) {
       if (rows.first_of_rank(i)) rows::copy(row, grad, bytes, store_);
       continue;
     }
-    WeightedRow finished{.weight = reinterpret_cast<const float*>(to.weights)[ref.row],
-                         .grad_expert_out = row};
-    if (to.extra != nullptr) {
-      finished.expert_out = to.scales + at(ref.row) * bytes;
-      finished.grad_weight = reinterpret_cast<float*>(to.extra) + ref.row;
+    WeightedRow finished{.weight = to.weights.array<float>()[ref.row], .grad_expert_out = row};
+    if (to.extra) {
+      finished.expert_out = to.scales.address(at(ref.row) * bytes);
+      finished.grad_weight = to.extra.array<float>() + ref.row;
     }
     finish_row(grad, finished);
   }

@@ -84,7 +84,7 @@ void DispatchOp::send_weights(std::int64_t token, const TokenRows& rows) const {
   const float* weights = call_.topk_weights.as<float>() + token * call_.topk_weights.cols;
   for (int i = 0; i < rows.count; ++i) {
     const auto& [ref, k] = rows.list[static_cast<std::size_t>(i)];
-    reinterpret_cast<float*>(tensors(ref.rank).weights)[ref.row] = weights[k];
+    tensors(ref.rank).weights.array<float>()[ref.row] = weights[k];
   }
 }
 
@@ -104,14 +104,14 @@ void DispatchOp::send_choices(std::int64_t token, const TokenRows& rows) const {
                         choice.rank == row.rank && choice.row == row.row;
       const std::int64_t at = row.row * topk + k;
       if (weights != nullptr) {
-        reinterpret_cast<float*>(to.weights)[at] = here ? weights[k] : 0.0f;
+        to.weights.array<float>()[at] = here ? weights[k] : 0.0f;
       }
       const int expert = here ? choice.expert : -1;
-      if (to.extra == nullptr) continue;
+      if (!to.extra) continue;
       if (to.wide_indices) {
-        reinterpret_cast<std::int64_t*>(to.extra)[at] = expert;
+        to.extra.array<std::int64_t>()[at] = expert;
       } else {
-        reinterpret_cast<std::int32_t*>(to.extra)[at] = expert;
+        to.extra.array<std::int32_t>()[at] = expert;
       }
     }
   }

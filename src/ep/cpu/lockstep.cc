@@ -4,40 +4,21 @@
 #include "base/math.h"
 
 namespace xd::ep::cpu {
-namespace {
 
-template <class T>
-T* as(std::byte* address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
-
-GroupMemory::GroupMemory(const Group& group) {
-  const int ranks = group.config().ranks;
-  for (int r = 0; r < ranks; ++r) maps_.push_back(GroupMap::make(group.config_of(r)));
-  segments_ = group.comm().share(kCreateGroup, map_of(group.rank()).end);
-  for (int r = 0; r < ranks; ++r) require_size(segments_[at(r)], map_of(r).end, r);
-}
-
-std::vector<Lockstep::Area> Lockstep::turn_areas(const GroupMemory& memory, int ranks) {
-  std::vector<Area> areas;
-  for (int r = 0; r < ranks; ++r) {
-    const turn::TurnMap& map = memory.map_of(r).turn;
-    areas.push_back({as<turn::Entry<Record>>(memory.area_of(r, map.entry)),
-                     as<turn::DoneFlag>(memory.area_of(r, map.done))});
+GroupMemory::GroupMemory(const Group& group) : segments_(group.share_memory()), areas_(segments_) {
+  for (int r = 0; r < group.config().ranks; ++r) {
+    maps_.push_back(GroupMap::make(group.config_of(r)));
   }
-  return areas;
 }
 
 Lockstep::Lockstep(const Group& group)
     : GroupMemory(group),
-      HostTurn(group.comm(), group.number(), turn_areas(*this, group.config().ranks)),
+      HostTurn(group.comm(), group.number(), map_of(group.self()).turn, areas()),
       comm_(group.comm()),
       count_layout_{group.config().experts, group.config().ranks} {}
 
 void Lockstep::send_counts(std::span<const std::uint32_t> values) {
-  for (const int peer : peers()) {
+  for (const NearRank peer : peers()) {
     std::atomic<std::uint64_t>* words = counts(peer, comm_.rank());
     for (std::size_t i = 0; i < values.size(); ++i) {
       words[i].store(count_word(values[i], epoch()), std::memory_order_relaxed);
@@ -48,8 +29,8 @@ void Lockstep::send_counts(std::span<const std::uint32_t> values) {
 
 void Lockstep::await_counts(std::span<std::uint32_t> table) {
   const WaitSite site = this->site(XD_PHASE_COUNTS);
-  for (const int peer : peers()) {
-    const std::atomic<std::uint64_t>* words = counts(comm_.rank(), peer);
+  for (const NearRank peer : peers()) {
+    const std::atomic<std::uint64_t>* words = counts(comm_.hosts().self(), peer);
     std::uint32_t* row = table.data() + at(peer) * count_layout_.size();
     std::size_t taken = 0;
     const auto take = [&] {
@@ -64,19 +45,20 @@ void Lockstep::await_counts(std::span<std::uint32_t> table) {
   }
 }
 
-std::byte* Lockstep::tensor_of(int rank, turn::RemoteAddress address, std::uint64_t bytes,
+NearMemory Lockstep::tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes,
                                std::uint64_t alignment) const {
-  std::byte* const found = turn::find_remote(
-      address, bytes, alignment, {area_of(rank, 0), bytes_of(rank)}, [&](std::uint64_t segment) {
+  std::byte* const found =
+      turn::find_remote(address, bytes, alignment, range_of(rank), [&](std::uint64_t segment) {
         return comm_.heap().range(rank, static_cast<std::uint32_t>(segment));
       });
-  if (found != nullptr) return found;
-  fail(XD_ERROR_MISMATCH, "rank ", rank, " offers a tensor outside its shared memory");
+  if (found != nullptr) return NearMemory(found);
+  fail(XD_ERROR_MISMATCH, "rank ", int{rank}, " offers a tensor outside its shared memory");
 }
 
-std::atomic<std::uint64_t>* Lockstep::counts(int owner, int source) const {
-  auto* words = as<std::atomic<std::uint64_t>>(area_of(owner, map_of(owner).counts));
-  return words + turn::cell_of(epoch(), source, comm_.num_ranks()) * count_layout_.size();
+std::atomic<std::uint64_t>* Lockstep::counts(NearRank owner, int source) const {
+  const NearMemory area = area_of(owner, map_of(owner).counts);
+  return area.array<std::atomic<std::uint64_t>>() +
+         turn::cell_of(epoch(), source, comm_.num_ranks()) * count_layout_.size();
 }
 
 }  // namespace xd::ep::cpu

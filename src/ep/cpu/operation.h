@@ -12,7 +12,7 @@ namespace xd::ep::cpu {
 
 // The destination of rows of one kind in a rank's memory.
 struct RowTarget {
-  std::byte* base;
+  NearMemory rows;
   bool one_per_token;  // only a token's first row
 };
 
@@ -25,7 +25,7 @@ void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows
   for (int i = 0; i < rows.count; ++i) {
     const RowTarget to = target(rows.list[at(i)].ref.rank);
     if (to.one_per_token && !rows.first_of_rank(i)) continue;
-    places[at(count++)] = to.base + at(rows.list[at(i)].ref.row) * bytes;
+    places[at(count++)] = to.rows.address(at(rows.list[at(i)].ref.row) * bytes);
   }
   rows::copy_to_many(places.data(), count, row, bytes, store);
 }
@@ -59,7 +59,7 @@ class PlanOperation {
     store_row(rows, row, scales.row_bytes(), rows::Store::cached,
               [&](int r) { return scale_target(r); });
   }
-  const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.rank()); }
+  const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.self()); }
   ReceiveTensor receive_rows(const Tensor& tensor) const {
     return ReceiveTensor(context_, plan_, tensor, {own_map().rows, false});
   }

@@ -99,9 +99,9 @@ Numbering PrepareOp::begin_numbering() const {
                        .capacities = context_.group.capacities(),
                        .alignment = call_.alignment},
                       placement(), context_.scratch.numbering);
-  for (const int d : context_.group.ranks()) {
+  for (const NearRank d : context_.group.near()) {
     if (!context_.group.config_of(d).keeps.lists) continue;
-    numbering.open_list(d, list_of(d, context_.group.rank()));
+    numbering.open_list(d, list_of(d, context_.group.rank()).array<std::uint32_t>());
   }
   return numbering;
 }
@@ -110,17 +110,17 @@ Numbering PrepareOp::begin_numbering() const {
 // this operation's done flag.
 void PrepareOp::send_kept(std::span<const std::uint32_t> kept) const {
   const auto local = at(config().local_experts);
-  for (const int d : context_.group.ranks()) {
+  for (const NearRank d : context_.group.near()) {
     if (placement().total[at(d)] <= capacity_of(d)) continue;
-    std::byte* area = context_.lockstep.area_of(d, context_.lockstep.map_of(d).kept);
-    auto* row = reinterpret_cast<std::uint32_t*>(area) + at(context_.group.rank()) * local;
+    const NearMemory area = context_.lockstep.area_of(d, context_.lockstep.map_of(d).kept);
+    auto* row = area.array<std::uint32_t>() + at(context_.group.rank()) * local;
     std::ranges::copy(kept.subspan(at(d) * local, local), row);
   }
 }
 
-std::uint32_t* PrepareOp::list_of(int owner, int source) const {
-  std::byte* area = context_.lockstep.area_of(owner, context_.lockstep.map_of(owner).lists);
-  return reinterpret_cast<std::uint32_t*>(area) + at(source) * GroupMap::list_words(config());
+NearMemory PrepareOp::list_of(NearRank owner, int source) const {
+  const NearMemory area = context_.lockstep.area_of(owner, context_.lockstep.map_of(owner).lists);
+  return area.from(at(source) * GroupMap::list_words(config()) * sizeof(std::uint32_t));
 }
 
 // Every source's list, one after another; returns how many rows there are.
@@ -130,7 +130,7 @@ std::int64_t PrepareOp::collect_lists() const {
   auto* to = reinterpret_cast<std::uint32_t*>(call_.plan + map.list);
   std::int64_t rows = 0;
   for (const int s : context_.group.ranks()) {
-    const std::uint32_t* list = list_of(context_.group.rank(), s);
+    const auto* list = list_of(context_.group.self(), s).array<std::uint32_t>();
     const std::int64_t count = std::min<std::int64_t>(
         {*list, static_cast<std::int64_t>(config().rows_per_source()), config().capacity - rows});
     std::copy_n(list + 1, count, to + rows);
@@ -141,10 +141,10 @@ std::int64_t PrepareOp::collect_lists() const {
 
 void PrepareOp::collect_kept() {
   Scratch& scratch = context_.scratch;
-  const int rank = context_.group.rank();
+  const NearRank self = context_.group.self();
   const auto local = at(config().local_experts);
-  const auto* area = reinterpret_cast<const std::uint32_t*>(
-      context_.lockstep.area_of(rank, context_.lockstep.map_of(rank).kept));
+  const auto* area =
+      context_.lockstep.area_of(self, context_.lockstep.map_of(self).kept).array<std::uint32_t>();
   std::ranges::fill(scratch.kept_pairs, 0);
   for (const int s : context_.group.ranks()) {
     for (std::size_t e = 0; e < local; ++e) scratch.kept_pairs[e] += area[at(s) * local + e];

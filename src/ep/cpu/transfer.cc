@@ -25,7 +25,9 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
   require_none(tensor_fault(plan.header(), {Check::recv_rows, tensor.name, tensor.rows}));
   const Reach reach = context.group.reach(tensor, staging);
   place_ = reach.address;
-  if (reach.staged) staged_ = context.lockstep.area_of(context.group.rank(), staging.offset);
+  if (reach.staged) {
+    staged_ = context.lockstep.area_of(context.group.self(), staging.offset).address();
+  }
 }
 
 void ReceiveTensor::copy_in(const PlanView& plan, const Config& config) const {
@@ -146,14 +148,14 @@ Setback overflow_of(const PlanView& plan) {
 }
 
 void resolve_tensors(const Context& context, const RowSizes& sizes) {
-  for (const int r : context.group.ranks()) {
+  for (const NearRank r : context.group.near()) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
     const bool lists = context.group.config_of(r).keeps.lists;
     const auto staged = [&](turn::RemoteAddress place) { return lists && place.is_shared(); };
     const auto find = [&](turn::RemoteAddress place, std::uint64_t bytes, std::uint64_t alignment) {
       return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes, alignment)
-                       : nullptr;
+                       : NearMemory();
     };
     constexpr std::uint64_t kNarrow = sizeof(std::int32_t), kWide = sizeof(std::int64_t);
     context.scratch.ranks[at(r)] = {

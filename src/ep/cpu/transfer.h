@@ -13,12 +13,12 @@
 
 namespace xd::ep::cpu {
 
-// A rank's receive tensors of the current operation, as addresses in this process.
+// A near rank's receive tensors of the current operation; those that are not given are no memory.
 struct RankTensors {
-  std::byte* rows = nullptr;
-  std::byte* scales = nullptr;
-  std::byte* weights = nullptr;
-  std::byte* extra = nullptr;
+  NearMemory rows;
+  NearMemory scales;
+  NearMemory weights;
+  NearMemory extra;
   // True if the tensor is staged and its owner keeps lists. Then a token's row stands only in the
   // first of its rows: see ReceiveTensor.
   bool one_row_per_token = false;

@@ -77,7 +77,6 @@ class CudaGroup final : public Group {
   void keep_for_good() noexcept;
   void check_limits() const;
   void require_shared_memory() const;
-  void share_memory();
   void describe_group();
   void describe_ranks();
 
@@ -138,7 +137,7 @@ class CudaGroup final : public Group {
   SmShare share_;
   std::size_t plan_bytes_ = 0;
   xd::cuda::KnownMemory& known_memory_;
-  std::vector<std::shared_ptr<Segment>> segments_;
+  Segments segments_;
   xd::cuda::DeviceBuffer scratch_, tables_;
   GroupDevice device_{};
   LossCounter losses_;
@@ -154,7 +153,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
-  share_memory();
+  segments_ = share_memory();
   comm().collective().agree(kCreateGroup, [this] {
     check_limits();
     const int ordinal = comm().device().device_id;
@@ -218,13 +217,6 @@ void CudaGroup::require_shared_memory() const {
     fail(XD_ERROR_UNSUPPORTED, "config.num_experts = ", config().experts, " on ", config().ranks,
          " ranks needs ", needed, " bytes of shared memory per block, this device has ",
          limits_.shared_bytes);
-  }
-}
-
-void CudaGroup::share_memory() {
-  segments_ = comm().share(kCreateGroup, GroupMap::make(config()).end);
-  for (int r = 0; r < config().ranks; ++r) {
-    require_size(segments_[at(r)], GroupMap::make(config_of(r)).end, r);
   }
 }
 

@@ -1,0 +1,101 @@
+// Near ranks and their memory.
+#include "comm/near_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "comm/hosts.h"
+#include "memory/segment.h"
+
+namespace xd {
+namespace {
+
+std::vector<int> numbers(const NearRanks& ranks) { return {ranks.begin(), ranks.end()}; }
+
+class Pages final : public Segment {
+ public:
+  explicit Pages(std::vector<std::uint64_t>& words)
+      : Segment(reinterpret_cast<std::byte*>(words.data()), words.size() * sizeof(words[0]),
+                false) {}
+};
+
+TEST(Hosts, OneHostHasAllRanksAndPeersBeginWithTheNext) {
+  const HostMap hosts(2, 4);
+  EXPECT_EQ(int{hosts.self()}, 2);
+  EXPECT_EQ(numbers(hosts.near()), (std::vector{0, 1, 2, 3}));
+  EXPECT_EQ(numbers(hosts.peers()), (std::vector{3, 0, 1}));
+}
+
+TEST(Hosts, ARankAloneIsNearToItselfAndHasNoPeers) {
+  const HostMap hosts(0, 1);
+  EXPECT_EQ(numbers(hosts.near()), (std::vector{0}));
+  EXPECT_TRUE(hosts.peers().empty());
+}
+
+TEST(NearMemory, ATableHasEachRanksOwnMemoryAndNoneForARankWithoutASegment) {
+  std::vector<std::uint64_t> first(4, 10), last(4, 30);
+  const HostMap hosts(0, 3);
+  const std::vector<std::shared_ptr<Segment>> segments{std::make_shared<Pages>(first), nullptr,
+                                                       std::make_shared<Pages>(last)};
+  const NearTable table(segments);
+  EXPECT_EQ(*table.of(hosts.near()[0]).array<std::uint64_t>(), 10u);
+  EXPECT_FALSE(table.of(hosts.near()[1]));
+  EXPECT_EQ(*table.of(hosts.near()[2]).array<std::uint64_t>(), 30u);
+}
+
+TEST(NearMemory, APieceFromAnOffsetIsThatManyBytesFurtherOn) {
+  std::vector<std::uint64_t> words{1, 2, 3, 4};
+  const NearMemory memory(reinterpret_cast<std::byte*>(words.data()));
+  EXPECT_EQ(memory.from(16).array<std::uint64_t>(), &words[2]);
+  EXPECT_EQ(memory.from(8).address(16), reinterpret_cast<std::byte*>(&words[3]));
+  memory.from(8).signal(77);
+  EXPECT_EQ(memory.from(8).seen(), 77u);
+  EXPECT_EQ(words, (std::vector<std::uint64_t>{1, 77, 3, 4}));
+}
+
+// Waits for the signal; false if it does not come.
+bool await(NearMemory memory, std::uint64_t word) {
+  const Deadline deadline = Deadline::after_ms(20000);
+  while (memory.seen() != word) {
+    if (deadline.passed()) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+// ThreadSanitizer says so if a signal does not order the bytes before it.
+TEST(NearMemory, ARankThatHasSeenASignalSeesAllThatWasStoredBefore) {
+  constexpr std::uint64_t kRounds = 2000, kBytes = 64;
+  std::vector<std::uint64_t> words(2 + kBytes / 8);
+  const NearMemory there(reinterpret_cast<std::byte*>(words.data())), back = there.from(8),
+                                                                      row = there.from(16);
+  std::thread writer([=] {
+    for (std::uint64_t n = 1; n <= kRounds; ++n) {
+      std::memset(row.address(), static_cast<int>(n % 251), kBytes);
+      there.signal(n);
+      if (!await(back, n)) return;
+    }
+  });
+  std::uint64_t wrong = 0;
+  for (std::uint64_t n = 1; n <= kRounds; ++n) {
+    if (!await(there, n)) {
+      ADD_FAILURE() << "no signal " << n;
+      break;
+    }
+    for (std::uint64_t i = 0; i < kBytes; ++i) {
+      wrong += *row.address(i) != static_cast<std::byte>(n % 251);
+    }
+    back.signal(n);
+  }
+  writer.join();
+  EXPECT_EQ(wrong, 0u);
+}
+
+}  // namespace
+}  // namespace xd
