@@ -169,7 +169,9 @@ def load_checkpoint(
         FileNotFoundError: no checkpoint there, or a part is missing.
         OSError: a file cannot be read.
         ValueError: a file is damaged or no part of a checkpoint, or it is of another model or
-            optimiser: names what is missing or does not fit. Parameters are unchanged then.
+            optimiser: names what is missing or does not fit; or other experts lie on this rank than
+            when it was saved, and optimiser state of theirs has no slice for each expert.
+            Parameters are unchanged then.
     """
     path = Path(path)
     if not path.is_dir():
@@ -263,7 +265,7 @@ def _optimizer_state(
         return None
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     states = {
-        names[p]: {key: local_tensor(value) for key, value in state.items()}
+        names[p]: {key: _own_part(value, p) for key, value in state.items()}
         for p, state in optimizer.state.items()
         if wanted(p)
     }
@@ -276,6 +278,31 @@ def _optimizer_state(
             for group in optimizer.param_groups
         ],
     }
+
+
+def _has_slices(value: Any, shape: torch.Size) -> bool:
+    """Whether state of a parameter of experts, which has this shape, has a slice for each expert.
+
+    It has as many dimensions, each of them whole or reduced to 1 (means of rows or of columns), and
+    the first one whole.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim == len(shape)
+        and value.shape[0] == shape[0]
+        and all(mine in (1, whole) for mine, whole in zip(value.shape, shape))
+    )
+
+
+def _own_part(value: Any, parameter: Any) -> Any:
+    """This rank's part of a parameter's state: its own experts' slices if the state has slices.
+
+    Means of rows and of columns are made by torch's optimisers whole on every rank, also of a
+    parameter that is sharded.
+    """
+    if is_share(value) and is_share(parameter) and _has_slices(value, parameter.shape):
+        value = value.redistribute(placements=parameter.placements)
+    return local_tensor(value)
 
 
 def _shapes(state: dict[str, Any]) -> dict[str, list[int] | None]:
@@ -303,10 +330,9 @@ def _load_optimizer(
         raise ValueError(f"optimizer: expected parameter groups {there} as in {path}, got {here}")
     state = dict(common["state"])
     for name, layer in sharded.items():
-        gathered = shards.optimizer(name, layer)
+        gathered = shards.optimizer(name, layer, names[name])
         if gathered is not None:
-            parameter = names[name]
-            state[name] = {key: _placed(value, parameter) for key, value in gathered.items()}
+            state[name] = gathered
     order = [name for group in here for name in group]
     positions = iter(range(len(order)))
     groups = [
@@ -323,12 +349,17 @@ def _load_optimizer(
     )
 
 
-def _placed(value: Any, parameter: Any) -> Any:
-    """State of the shape of a rank's slices, as the parameter lies."""
-    if not is_share(parameter) or not isinstance(value, torch.Tensor):
+def _placed(value: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """State of a rank's experts as the parameter lies; of all experts, whole on every rank."""
+    if not is_share(parameter):
         return value
-    is_slices = value.shape == parameter.to_local().shape
-    return like(value.to(parameter.device), parameter) if is_slices else value
+    value = value.to(parameter.device)
+    if value.shape == parameter.to_local().shape:
+        return like(value, parameter)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate()] * parameter.device_mesh.ndim
+    return DTensor.from_local(value, parameter.device_mesh, placements, run_check=False)
 
 
 def _check_part(file: Path, part: dict[str, Any], keys: tuple[str, ...]) -> None:
@@ -406,25 +437,46 @@ class _Shards:
             slices.append(model[name][mine])
         return torch.cat(slices)
 
-    def optimizer(self, name: str, layer: MoELayer) -> dict[str, Any] | None:
-        """Optimiser state of one parameter: tensors of its shape are sliced, others common."""
-        parts = [(*place, self._state(place[0], place[1], name)) for place in self._files_of(layer)]
-        first, end, _, state = parts[0]
-        for other_first, other_end, _, other in parts[1:]:
+    def optimizer(self, name: str, layer: MoELayer, parameter: Any) -> dict[str, Any] | None:
+        """Optimiser state of one parameter, put together from all files that have some."""
+        places = self._files_of(layer)
+        parts = [(first, end, self._state(first, end, name)) for first, end, _ in places]
+        first, end, state = parts[0]
+        for other_first, other_end, other in parts[1:]:
             if (state is None) != (other is None):
                 lacking = (first, end) if state is None else (other_first, other_end)
                 _require_keys(self._file(*lacking), {}, (f"the optimiser's state of {name}",))
-            if state is not None and other is not None:
-                _require_keys(self._file(other_first, other_end), other, tuple(state))
         if state is None:
             return None
-        shape = self._part(first, end)["model"][name].shape
-        return {
-            key: torch.cat([found[key][mine] for _, _, mine, found in parts if found])
-            if isinstance(value, torch.Tensor) and value.shape == shape
-            else copy.copy(value)  # out of the mapped file
-            for key, value in state.items()
-        }
+        return {key: self._entry(name, key, places, parameter) for key in state}
+
+    def _entry(
+        self, name: str, key: str, places: list[tuple[int, int, slice]], parameter: Any
+    ) -> Any:
+        """One entry of a parameter's state: by experts if it has slices, otherwise as it is."""
+        values = [self._value(first, end, name, key) for first, end, _ in places]
+        shapes = [self._part(first, end)["model"][name].shape for first, end, _ in places]
+        if not all(_has_slices(value, shape) for value, shape in zip(values, shapes)):
+            first, end, mine = places[0]
+            other_experts = len(places) > 1 or mine != slice(0, end - first)
+            if isinstance(values[0], torch.Tensor) and values[0].numel() > 1 and other_experts:
+                raise ValueError(
+                    f"optimizer: {key!r} of {name} has shape {tuple(values[0].shape)} in "
+                    f"{self._file(first, end)}, expected a slice for each of its {end - first} "
+                    "experts: only as many ranks as have saved this state can load it"
+                )
+            return copy.copy(values[0])  # out of the mapped file
+        if is_share(parameter) and values[0].shape[1:] != shapes[0][1:]:
+            places = [(first, end, slice(0, end - first)) for first, end in self._files]
+            values = [self._value(first, end, name, key) for first, end, _ in places]
+        slices = [value[mine] for value, (_, _, mine) in zip(values, places)]
+        return _placed(torch.cat(slices), parameter)
+
+    def _value(self, first: int, end: int, name: str, key: str) -> Any:
+        """One file's entry of a parameter's state."""
+        state: Any = self._state(first, end, name)
+        _require_keys(self._file(first, end), state, (key,))
+        return state[key]
 
     def _state(self, first: int, end: int, name: str) -> dict[str, Any] | None:
         """One file's optimiser state of a parameter, None if that has none."""

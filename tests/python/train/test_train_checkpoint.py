@@ -150,6 +150,91 @@ def test_every_expert_lands_on_the_rank_that_holds_it(
     run_ranks(loaded_on, in_distributed, load_numbered, tmp_path / "saved")
 
 
+def adafactor_after_a_step(model: Model) -> torch.optim.Optimizer:
+    """Has a mean of each row and of each column of an expert, besides the step's number."""
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def means(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of experts by name, with the number of the first one that is in it."""
+    layer = model.layer
+    return {
+        f"{name} {key}": (value, layer.first_expert if len(local) < 8 else 0)
+        for name, parameter in (("in", layer.experts_in), ("out", layer.experts_out))
+        for key, value in optimizer.state[parameter].items()
+        if key != "step"
+        for local in [xd.local_tensor(value)]
+    }
+
+
+def save_adafactor(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
+    """A checkpoint in which the means of every expert are its number."""
+    model = Model(comm)
+    optimizer = adafactor_after_a_step(model)
+    for value, first in means(model, optimizer).values():
+        for local, expert in enumerate(xd.local_tensor(value)):
+            expert.fill_(1 + first + local)
+    xd.save_checkpoint(path, model, optimizer)
+
+
+def load_adafactor(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
+    models = [Model(comm), Model(comm)]
+    expected = means(models[0], adafactor_after_a_step(models[0]))
+    optimizer = torch.optim.Adafactor(models[1].parameters(), lr=0.5)
+    xd.load_checkpoint(path, models[1], optimizer)
+    for name, (value, first) in means(models[1], optimizer).items():
+        made = expected[name][0]
+        assert (type(value), value.shape) == (type(made), made.shape), name
+        assert getattr(value, "placements", None) == getattr(made, "placements", None), name
+        local = xd.local_tensor(value)
+        numbers = 1 + first + torch.arange(len(local), dtype=local.dtype)
+        assert torch.equal(local, numbers[:, None, None].expand_as(local)), name
+    for parameter in models[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("saved_on, loaded_on", [(4, 4), (4, 2), (1, 2), (8, 1)])
+def test_means_of_rows_and_columns_land_on_the_rank_that_holds_the_expert(
+    saved_on: int, loaded_on: int, tmp_path: pathlib.Path
+) -> None:
+    run_ranks(saved_on, in_distributed, save_adafactor, tmp_path / "saved")
+    run_ranks(loaded_on, in_distributed, load_adafactor, tmp_path / "saved")
+
+
+def save_codes(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
+    """State of which nothing says how experts divide it, and a number that all have in common."""
+    model = Model(comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.state[model.layer.experts_in] = {"codes": torch.arange(3), "step": torch.ones(1)}
+    xd.save_checkpoint(path, model, optimizer)
+
+
+def load_codes(me: Rank, comm: xd.Comm, path: pathlib.Path, refused: bool) -> None:
+    model = Model(comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = xd.local_tensor(model.layer.experts_in).clone()
+    if refused:
+        with pytest.raises(ValueError, match=r"'codes' of layer.experts_in has shape \(3,\)"):
+            xd.load_checkpoint(path, model, optimizer)
+        assert torch.equal(before, xd.local_tensor(model.layer.experts_in))
+    else:
+        xd.load_checkpoint(path, model, optimizer)
+        assert optimizer.state[model.layer.experts_in]["codes"].tolist() == [0, 1, 2]
+
+
+def test_state_that_cannot_be_divided_is_named_on_another_number_of_ranks(
+    tmp_path: pathlib.Path,
+) -> None:
+    run_ranks(2, in_distributed, save_codes, tmp_path / "saved")
+    run_ranks(2, in_distributed, load_codes, tmp_path / "saved", False)
+    run_ranks(1, in_distributed, load_codes, tmp_path / "saved", True)
+
+
 def refuse_other_models(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="experts 0 to 15"):
         xd.load_checkpoint(path, Model(comm, num_experts=16))
