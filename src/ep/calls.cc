@@ -101,7 +101,7 @@ void require_row_fits(const Tensor& tensor, const Config& config) {
 void require_sums(const Tensor& rows, const Tensor& sums, const Config& config) {
   require_row_fits(rows, config);
   require_same_type(sums, rows);
-  require_cols(sums, rows.cols, concat("columns of ", rows.name).c_str());
+  require_cols(sums, rows.cols, "columns of ", rows.name);
   require_tokens_fit(sums, config);
 }
 
@@ -115,8 +115,8 @@ void require_scales(const Tensor& scales, const Tensor& received, const Tensor& 
   require_together(scales, received);
   if (!scales) return;
   require_same_type(received, scales);
-  require_rows(scales, rows.rows, concat("rows of ", rows.name).c_str());
-  require_cols(received, scales.cols, concat("columns of ", scales.name).c_str());
+  require_rows(scales, rows.rows, "rows of ", rows.name);
+  require_cols(received, scales.cols, "columns of ", scales.name);
   XD_REQUIRE(received.row_bytes() >= 1 && received.row_bytes() <= config.max_scale_bytes,
              received.name, ": a row has ", received.row_bytes(),
              " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);

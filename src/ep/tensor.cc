@@ -111,14 +111,14 @@ Tensor read_tensor(const DLTensor* user, const TensorSpec& spec) {
   return tensor;
 }
 
-void require_rows(const Tensor& tensor, std::int64_t rows, const char* what) {
+void require_rows(const Tensor& tensor, std::int64_t rows, const char* what, const char* of) {
   XD_REQUIRE(tensor.rows == rows, tensor.name, ": has ", tensor.rows, " rows, expected ", rows,
-             " (", what, ")");
+             " (", what, of, ")");
 }
 
-void require_cols(const Tensor& tensor, std::int64_t cols, const char* what) {
+void require_cols(const Tensor& tensor, std::int64_t cols, const char* what, const char* of) {
   XD_REQUIRE(tensor.cols == cols, tensor.name, ": has ", tensor.cols, " columns, expected ", cols,
-             " (", what, ")");
+             " (", what, of, ")");
 }
 
 void require_same_type(const Tensor& tensor, const Tensor& other) {

@@ -72,9 +72,10 @@ struct TensorSpec {
 // Reads a tensor; `given` is false for an optional one that is NULL.
 Tensor read_tensor(const DLTensor* tensor, const TensorSpec& spec);
 
-// Checks a dimension: `what` says what it must equal.
-void require_rows(const Tensor& tensor, std::int64_t rows, const char* what);
-void require_cols(const Tensor& tensor, std::int64_t cols, const char* what);
+// Checks a dimension: `what`, followed by `of`, says what it must equal. The text is made only if
+// the check fails, as operations allocate nothing unless they fail.
+void require_rows(const Tensor& tensor, std::int64_t rows, const char* what, const char* of = "");
+void require_cols(const Tensor& tensor, std::int64_t cols, const char* what, const char* of = "");
 void require_same_type(const Tensor& tensor, const Tensor& other);
 // Checks two optional tensors of which one makes no sense without the other.
 void require_together(const Tensor& a, const Tensor& b);
