@@ -7,12 +7,12 @@
 
 namespace xd {
 
-// place<T>(n) aligns, returns the byte offset of an array of n T, and moves on.
+// add<T>(n) aligns, returns the byte offset of an array of n T, and moves on.
 struct LayoutCursor {
   std::uint64_t at = 0;
 
   template <class T>
-  constexpr std::uint64_t place(std::uint64_t count, std::uint64_t align = alignof(T)) {
+  constexpr std::uint64_t add(std::uint64_t count, std::uint64_t align = alignof(T)) {
     const std::uint64_t offset = (at + align - 1) / align * align;
     at = offset + count * sizeof(T);
     return offset;

@@ -149,20 +149,20 @@ int Comm::ranks_on_device() const {
       std::ranges::count(introductions_, introductions_[at(rank_)].id, &DeviceIntroduction::id));
 }
 
-void Comm::fail_left(int peer, const WaitSite& site) {
+void Comm::fail_left(int peer, const HostWait& site) {
   FatalError error = error_at(site, XD_ERROR_PEER_LOST, peer);
   error.left = 1;
   errors_.raise_and_throw(error, Spread::here);
 }
 
-void Comm::fail_timeout(int peer, const WaitSite& site, std::uint64_t seen) {
+void Comm::fail_timeout(int peer, const HostWait& site, std::uint64_t seen) {
   FatalError error = error_at(site, XD_ERROR_TIMEOUT, peer);
   error.timeout_ms = timeout_ms_;
   error.seen_epoch = seen;
   errors_.raise_and_throw(error, Spread::everywhere);
 }
 
-FatalError Comm::error_at(const WaitSite& site, xd_status status, int peer) const {
+FatalError Comm::error_at(const HostWait& site, xd_status status, int peer) const {
   return {.status = status,
           .phase = site.phase,
           .rank = rank_,

@@ -28,9 +28,9 @@
 
 namespace xd {
 
-// The place where an executor waits, for error texts, and its deadline, which is one for all peers
-// of a phase.
-struct WaitSite {
+// A wait of the host: its place, for error texts, and its deadline, which is one for all peers of a
+// phase.
+struct HostWait {
   xd_phase phase;
   int group;
   int operation;
@@ -106,7 +106,7 @@ class Comm final {
   // Returns when ready() holds, which looks at flags of `peer` with acquire loads. `seen()` gives
   // the peer's last epoch for the error text. Throws the fatal error that ends the wait.
   template <class Ready, class Seen>
-  void wait_for(int peer, const WaitSite& site, Ready&& ready, Seen&& seen) {
+  void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen) {
     if (ready()) return;
     Doorbell& bell = errors_.bell(hosts_.self());
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
@@ -128,9 +128,9 @@ class Comm final {
   }
 
  private:
-  FatalError error_at(const WaitSite& site, xd_status status, int peer) const;
-  [[noreturn]] void fail_left(int peer, const WaitSite& site);
-  [[noreturn]] void fail_timeout(int peer, const WaitSite& site, std::uint64_t seen);
+  FatalError error_at(const HostWait& site, xd_status status, int peer) const;
+  [[noreturn]] void fail_left(int peer, const HostWait& site);
+  [[noreturn]] void fail_timeout(int peer, const HostWait& site, std::uint64_t seen);
   static void relax();
 
   const int rank_;

@@ -7,8 +7,8 @@
 
 namespace xd::device {
 
-// The place where a kernel waits, for error texts.
-struct WaitSite {
+// A wait of a kernel: its place, for error texts, and how many timeouts it may take.
+struct KernelWait {
   int phase;  // an xd_phase
   int group;
   int operation;
@@ -58,7 +58,7 @@ __device__ inline void raise(const DeviceComm& comm, const FatalError& error, Sp
 }
 
 // Makes the host's error a reason for kernels to leave. The host has recorded it already.
-__device__ inline void take_from_host(const DeviceComm& comm, const WaitSite& site) {
+__device__ inline void take_from_host(const DeviceComm& comm, const KernelWait& site) {
   FatalError error;
   error.status = XD_ERROR_ABORTED;
   error.rank = error.peer = comm.rank;
@@ -67,7 +67,7 @@ __device__ inline void take_from_host(const DeviceComm& comm, const WaitSite& si
   raise(comm, error, Spread::here);
 }
 
-__device__ inline FatalError error_at(const DeviceComm& comm, const WaitSite& site, int status,
+__device__ inline FatalError error_at(const DeviceComm& comm, const KernelWait& site, int status,
                                       int peer) {
   FatalError error;
   error.status = status;
@@ -100,7 +100,7 @@ __device__ inline bool has_left(const DeviceComm& comm, int peer) {
 // Returns true when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
 // epoch last seen of it. False = the communicator has failed. Called by single threads.
 template <class Ready, class Seen>
-__device__ bool wait_until(const DeviceComm& comm, const WaitSite& site, int peer, Ready ready,
+__device__ bool wait_until(const DeviceComm& comm, const KernelWait& site, int peer, Ready ready,
                            Seen seen) {
   if (ready()) return true;
   const std::uint64_t start = ptx::global_timer_ns();

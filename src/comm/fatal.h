@@ -59,9 +59,9 @@ struct RankBoardMap {
   static constexpr RankBoardMap make(int num_ranks) {
     LayoutCursor cursor;
     RankBoardMap map{};
-    map.bell = cursor.place<Doorbell>(1);
-    map.first = cursor.place<std::atomic<std::uint32_t>>(1, 64);
-    map.slots = cursor.place<FatalError>(static_cast<std::uint64_t>(num_ranks), 64);
+    map.bell = cursor.add<Doorbell>(1);
+    map.first = cursor.add<std::atomic<std::uint32_t>>(1, 64);
+    map.slots = cursor.add<FatalError>(static_cast<std::uint64_t>(num_ranks), 64);
     map.end = cursor.at;
     return map;
   }

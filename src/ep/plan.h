@@ -86,19 +86,19 @@ struct PlanMap {
     const auto list_rows = static_cast<std::uint64_t>(sizes.list_rows);
     LayoutCursor cursor;
     PlanMap map{};
-    cursor.place<PlanHeader>(1);
-    map.count = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts));
-    map.offset = cursor.place<std::int32_t>(static_cast<std::uint64_t>(local_experts) + 1);
-    map.tokens = cursor.place<std::int32_t>(ranks);
-    map.item_begin = cursor.place<std::int32_t>(ranks > 0 ? ranks + 1 : 0);
+    cursor.add<PlanHeader>(1);
+    map.count = cursor.add<std::int32_t>(static_cast<std::uint64_t>(local_experts));
+    map.offset = cursor.add<std::int32_t>(static_cast<std::uint64_t>(local_experts) + 1);
+    map.tokens = cursor.add<std::int32_t>(ranks);
+    map.item_begin = cursor.add<std::int32_t>(ranks > 0 ? ranks + 1 : 0);
     map.zones_end = cursor.at;
-    map.code = cursor.place<std::uint32_t>(
+    map.code = cursor.add<std::uint32_t>(
         static_cast<std::uint64_t>(sizes.tokens) * static_cast<std::uint64_t>(sizes.topk), 16);
-    map.list = cursor.place<std::uint32_t>(list_rows);
-    map.start = cursor.place<std::uint32_t>(items > 0 && list_rows > 0 ? items + 1 : 0);
-    map.slot = cursor.place<std::uint32_t>(items);
+    map.list = cursor.add<std::uint32_t>(list_rows);
+    map.start = cursor.add<std::uint32_t>(items > 0 && list_rows > 0 ? items + 1 : 0);
+    map.slot = cursor.add<std::uint32_t>(items);
     map.list_end = cursor.at;
-    map.end = cursor.place<std::byte>(0, 16);
+    map.end = cursor.add<std::byte>(0, 16);
     return map;
   }
 };

@@ -173,9 +173,9 @@ struct GroupMap {
     GroupMap map{};
     map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
     for (const Area& area : areas_of(config)) {
-      map.*area.offset = cursor.place<std::byte>(area.bytes, area.alignment);
+      map.*area.offset = cursor.add<std::byte>(area.bytes, area.alignment);
     }
-    map.end = cursor.place<std::byte>(0, 256);
+    map.end = cursor.add<std::byte>(0, 256);
     return map;
   }
 

@@ -112,7 +112,7 @@ class DeviceTurn {
   __device__ const auto& group() const { return p_.group; }
   __device__ std::uint64_t epoch() const { return s_.epoch; }
   __device__ Verdict verdict() const { return static_cast<Verdict>(s_.verdict); }
-  __device__ device::WaitSite site(int phase) const {
+  __device__ device::KernelWait site(int phase) const {
     return {phase, p_.group.number, p_.record.call.operation, s_.epoch};
   }
   __device__ void set_setback(int status) {  // one thread, before the block's next barrier
@@ -217,7 +217,7 @@ XD_TURN_MEMBER(void)::judge_start() {
   s_.status = XD_SUCCESS;
   s_.mismatch = 0;
   s_.finder = ranks();
-  const device::WaitSite here = site(XD_PHASE_NONE);
+  const device::KernelWait here = site(XD_PHASE_NONE);
   bool fatal = s_.failed != 0;
   if (fatal) device::tell_host(p_.group.comm);
   // The launch that runs owns the sequence; blocks of another launch find it busy, also if the
@@ -388,7 +388,7 @@ XD_TURN_MEMBER(bool)::barrier(std::uint32_t n) {
     // it.
     if (ptx::add_acq_rel_gpu(arrived, 1) + 1 < expected) {
       // A block that is late waits for a peer, and that wait is meant to run out first.
-      device::WaitSite blocks = site(XD_PHASE_NONE);
+      device::KernelWait blocks = site(XD_PHASE_NONE);
       blocks.timeouts = 2;
       failed = !device::wait_until(
           p_.group.comm, blocks, -1, [=] { return ptx::ld_acquire_gpu(arrived) >= expected; },

@@ -85,8 +85,8 @@ struct TurnMap {
     const std::uint64_t cells = kSlots * static_cast<std::uint64_t>(ranks);
     static_assert(sizeof(Entry<Record>) == 64);
     TurnMap map{};
-    map.entry = cursor.place<Entry<Record>>(cells, 64);
-    map.done = cursor.place<DoneFlag>(cells);
+    map.entry = cursor.add<Entry<Record>>(cells, 64);
+    map.done = cursor.add<DoneFlag>(cells);
     return map;
   }
 };

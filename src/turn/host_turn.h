@@ -49,7 +49,7 @@ class HostTurn {
 
   // The peers that this rank takes turns with.
   const NearRanks& peers() const { return peers_; }
-  WaitSite site(xd_phase phase) const {
+  HostWait site(xd_phase phase) const {
     return {.phase = phase,
             .group = number_,
             .operation = operation_,
@@ -108,7 +108,7 @@ void HostTurn<Record>::enter(const Record& record) {
 
 template <class Record>
 void HostTurn<Record>::await() {
-  const WaitSite site = this->site(XD_PHASE_ENTRY);
+  const HostWait site = this->site(XD_PHASE_ENTRY);
   for (const NearRank peer : peers()) {
     const NearMemory mine = entry(rank_, peer, epoch_);
     const auto here = [&] { return mine.from(kEntryEpoch).seen() == epoch_; };
@@ -129,7 +129,7 @@ void HostTurn<Record>::leave() {
 
 template <class Record>
 void HostTurn<Record>::end() {
-  const WaitSite site = this->site(XD_PHASE_DONE);
+  const HostWait site = this->site(XD_PHASE_DONE);
   for (const NearRank peer : peers()) {
     const auto left_at = [&](std::uint64_t epoch) { return done(rank_, peer, epoch).seen(); };
     comm_.wait_for(

@@ -159,7 +159,7 @@ TEST(Communicator, EndsAnOperationWhoseErrorAPeerHasReported) {
   ASSERT_TRUE(eventually([&] { return comms[1]->errors().fatal_error() != nullptr; }));
   const auto wait = [&](int group, std::uint64_t epoch) {
     int looks = 0;
-    const WaitSite site{XD_PHASE_DONE, group, 1, epoch, Deadline::after_ms(20000)};
+    const HostWait site{XD_PHASE_DONE, group, 1, epoch, Deadline::after_ms(20000)};
     return error_of([&] {
       comms[1]->wait_for(
           0, site, [&] { return ++looks > 2; }, [] { return std::uint64_t{0}; });

@@ -59,7 +59,7 @@ struct Map {
     LayoutCursor cursor;
     Map map{};
     map.turn = turn::TurnMap::add<Record>(cursor, ranks);
-    map.mailbox = cursor.place<std::uint64_t>(1);
+    map.mailbox = cursor.add<std::uint64_t>(1);
     map.end = cursor.at;
     return map;
   }

@@ -28,7 +28,7 @@ void Lockstep::send_counts(std::span<const std::uint32_t> values) {
 }
 
 void Lockstep::await_counts(std::span<std::uint32_t> table) {
-  const WaitSite site = this->site(XD_PHASE_COUNTS);
+  const HostWait site = this->site(XD_PHASE_COUNTS);
   for (const NearRank peer : peers()) {
     const std::atomic<std::uint64_t>* words = counts(comm_.hosts().self(), peer);
     std::uint32_t* row = table.data() + at(peer) * count_layout_.size();

@@ -42,8 +42,8 @@ struct RankTables {
     const auto rows = static_cast<std::uint64_t>(ranks);
     LayoutCursor cursor;
     RankTables tables{};
-    tables.areas = cursor.place<HeapRange>(rows);
-    tables.base = cursor.place<std::uint32_t>(rows + 1);
+    tables.areas = cursor.add<HeapRange>(rows);
+    tables.base = cursor.add<std::uint32_t>(rows + 1);
     tables.end = cursor.at;
     return tables;
   }
