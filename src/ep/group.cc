@@ -47,6 +47,19 @@ Announcement announce(const Config& c) {
 
 }  // namespace
 
+xd_ep_memory shared_memory_of(const Config& config, KeepsOf keeps_of) {
+  const auto bytes = [&](Config c) {
+    c.keeps = keeps_of(c);
+    return GroupMap::make(c).end;
+  };
+  Config without = config;
+  without.staging = without.any_staging = false;
+  xd_ep_memory memory XD_EP_MEMORY_INIT;
+  memory.symmetric_bytes = bytes(config);
+  memory.staging_bytes = memory.symmetric_bytes - bytes(without);
+  return memory;
+}
+
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of)
     : Sequence(std::move(comm)), ranks_(RankSet::all(Sequence::comm().num_ranks())) {
   agree_on_config(config, keeps_of);

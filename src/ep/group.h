@@ -34,6 +34,9 @@ struct Reach {
 // The parts of a rank's batches that an executor keeps, by that rank's config.
 using KeepsOf = Keeps (*)(const Config& config);
 
+// The shared memory that a group takes on one rank, and how much less it would be without staging.
+xd_ep_memory shared_memory_of(const Config& config, KeepsOf keeps_of);
+
 class Group : public turn::Sequence<Family> {
  public:
   virtual void prepare(const xd_ep_prepare_args* args, xd_stream stream) = 0;

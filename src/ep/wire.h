@@ -179,15 +179,6 @@ struct GroupMap {
     return map;
   }
 
-  // Bytes that a group without staging would save.
-  template <class KeepsOf>
-  static std::uint64_t staging_bytes(const Config& config, KeepsOf&& keeps_of) {
-    Config without = config;
-    without.staging = without.any_staging = false;
-    without.keeps = keeps_of(without);
-    return make(config).end - make(without).end;
-  }
-
  private:
   using Offset = std::uint64_t GroupMap::*;
   struct Area {

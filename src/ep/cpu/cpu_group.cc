@@ -71,11 +71,7 @@ std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config
 }
 
 xd_ep_memory group_memory(const Config& config) {
-  Config kept = config;
-  kept.keeps = keeps_of(config);
-  xd_ep_memory memory XD_EP_MEMORY_INIT;
-  memory.symmetric_bytes = GroupMap::make(kept).end;
-  memory.staging_bytes = GroupMap::staging_bytes(kept, keeps_of);
+  xd_ep_memory memory = shared_memory_of(config, keeps_of);
   memory.private_bytes = Scratch::bytes(config);
   return memory;
 }

@@ -321,11 +321,8 @@ std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config
 }
 
 xd_ep_memory group_memory(const Config& config) {
-  Config kept = config;
-  kept.keeps = keeps_of(config);
-  xd_ep_memory memory XD_EP_MEMORY_INIT;
-  memory.symmetric_bytes = round_up(GroupMap::make(kept).end, kGranularity);
-  memory.staging_bytes = GroupMap::staging_bytes(kept, keeps_of);
+  xd_ep_memory memory = shared_memory_of(config, keeps_of);
+  memory.symmetric_bytes = round_up(memory.symmetric_bytes, kGranularity);
   memory.private_bytes =
       PrepareScratch::make(config.experts, config.ranks).words * sizeof(std::uint32_t) +
       RankTables::make(config.ranks).end + sizeof(GroupState) + sizeof(Report);
