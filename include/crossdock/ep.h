@@ -1,11 +1,12 @@
 /* Crossdock: expert parallelism (EP).
  *
  * A batch of tokens lies spread over W ranks, and so do the E experts: rank d holds the L = E / W
- * experts d*L .. d*L + L-1. A router has chosen up to K experts for each token. `dispatch` copies
- * every token's row to the ranks that hold its experts; `combine` brings the experts' results back
- * and sums them per token; dispatch_bwd and combine_bwd are their derivatives. `prepare` exchanges
- * counts first and puts the whole routing of the batch into a plan, so that each row's final place
- * is known before a row moves.
+ * experts d*L .. d*L + L-1, or the group's config says which rank holds which (expert_ranks): L is
+ * then a rank's own number, and may be 0. A router has chosen up to K experts for each token.
+ * `dispatch` copies every token's row to the ranks that hold its experts; `combine` brings the
+ * experts' results back and sums them per token; dispatch_bwd and combine_bwd are their
+ * derivatives. `prepare` exchanges counts first and puts the whole routing of the batch into a
+ * plan, so that each row's final place is known before a row moves.
  *
  *   xd_ep_prepare(topk_idx) -> plan
  *   xd_ep_dispatch(plan, tokens [T,H], topk_weights [T,K]) -> recv_tokens [R,H], recv_weights
@@ -139,7 +140,7 @@ typedef struct xd_ep_config {
   size_t struct_size;
   /* W, for the pure functions below. xd_ep_group_create also takes 0 = the communicator's. */
   int32_t num_ranks;
-  /* E: a multiple of num_ranks, at most XD_EP_MAX_EXPERTS. */
+  /* E, at most XD_EP_MAX_EXPERTS; without expert_ranks a multiple of num_ranks. */
   int32_t num_experts;
   /* Largest K, 1 to XD_EP_MAX_TOPK. */
   int32_t max_topk;
@@ -157,8 +158,8 @@ typedef struct xd_ep_config {
    * does not say; a power of two up to 2^20; 0 = 1 (none). */
   int32_t alignment;
   /* R of this rank: at least alignment, below 2^31 - 1; every plan rounds it down to a multiple of
-   * its own alignment. 0 = xd_ep_recv_bound. The capacities of all ranks (RANK_MAJOR: times E / W)
-   * sum to less than 2^32 - 1. */
+   * its own alignment. 0 = xd_ep_recv_bound. The capacities of all ranks (RANK_MAJOR: times the
+   * largest L) sum to less than 2^32 - 1. */
   int64_t recv_capacity;
   xd_ep_overflow overflow;
   xd_ep_duplicate_ids duplicate_ids;
@@ -172,22 +173,33 @@ typedef struct xd_ep_config {
   /* For xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also takes 0 = the
    * communicator's. */
   int32_t device_type;
+  /* [E] rank of each expert, equal on all ranks; NULL = E / W each, in order. A rank's local
+   * experts are its own in ascending order of expert: local index = order among the rank's. A rank
+   * may hold none (its tensors [L] are empty), or all. Experts count physically: replicas of an
+   * expert are experts of their own, among which the caller's router chooses. Read during the call
+   * only. */
+  const int32_t* expert_ranks;
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
    XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
-   XD_EP_STAGING_AUTO, 0, 0, 0}
+   XD_EP_STAGING_AUTO, 0, 0, 0, NULL}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
 /* These are pure functions of a config: they need no communicator and no memory, and may be called
- * from any thread. They return INVALID_ARGUMENT for a bad config. */
+ * from any thread. They return INVALID_ARGUMENT for a bad config. Where they depend on L they take
+ * the largest L of all ranks, so that their results fit every rank. */
 
 /* The smallest recv_capacity that no routing can overflow, in rows: EXPERT_MAJOR
  * W * max_tokens * min(K, L) and worst-case padding; RANK_MAJOR W * max_tokens rounded up to the
  * alignment. */
 XD_API xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows);
+
+/* L of a rank: the number of experts that it holds. */
+XD_API xd_status xd_ep_local_experts(const xd_ep_config* config, int32_t rank,
+                                     int32_t* num_local_experts);
 
 /* Bytes of a plan: at most 4*T*K + 12*R + a term of W and E, with T, K and R at their bounds. */
 XD_API xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes);
@@ -277,8 +289,8 @@ XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t**
 /* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device):
  * it may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
  * and holds no pointer. It serves any number of operations, interleaved with those of other plans,
- * in any group of the same config (capacities of all ranks included) on the same rank. It begins
- * at a multiple of 16 bytes. */
+ * in any group of the same config (expert_ranks and the capacities of all ranks included) on the
+ * same rank. It begins at a multiple of 16 bytes. */
 
 typedef struct xd_ep_prepare_args {
   size_t struct_size;
@@ -527,7 +539,7 @@ XD_API xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row
 
 typedef struct xd_ep_routing_layout_args {
   size_t struct_size;
-  /* E: a multiple of the communicator's ranks W. */
+  /* E, up to XD_EP_MAX_EXPERTS; without expert_ranks a multiple of the communicator's ranks W. */
   int32_t num_experts;
   /* In [T,K] int32 or int64, T up to 2^26, K from 1 to 32. -1 = none; an expert's second and later
    * mentions in a row, and ids < -1 or >= E, count as -1. */
@@ -541,9 +553,11 @@ typedef struct xd_ep_routing_layout_args {
   const DLTensor* token_in_rank;
   /* Out [1] int32 or int64: ids < -1 or >= E. */
   const DLTensor* bad_ids;
+  /* [E] in host memory, as in xd_ep_config; NULL = E / W each. Read during the call only. */
+  const int32_t* expert_ranks;
 } xd_ep_routing_layout_args;
 #define XD_EP_ROUTING_LAYOUT_ARGS_INIT \
-  { sizeof(xd_ep_routing_layout_args), 0, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(xd_ep_routing_layout_args), 0, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Tells where the tokens of this rank go, without a plan. */
 XD_API xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,

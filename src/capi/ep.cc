@@ -13,6 +13,16 @@ xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows) {
                  [&] { *rows = xd::ep::recv_bound(xd::ep::read_config(config, 0)); });
 }
 
+xd_status xd_ep_local_experts(const xd_ep_config* config, int32_t rank,
+                              int32_t* num_local_experts) {
+  XD_REQUIRE_GIVEN("xd_ep_local_experts", num_local_experts);
+  return guarded("xd_ep_local_experts", [&] {
+    const xd::ep::Config read = xd::ep::read_config(config, 0);
+    XD_REQUIRE(rank >= 0 && rank < read.ranks, "rank = ", rank, ", expected 0 to ", read.ranks - 1);
+    *num_local_experts = read.map().local_experts(rank);
+  });
+}
+
 xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes) {
   XD_REQUIRE_GIVEN("xd_ep_plan_size", bytes);
   return guarded("xd_ep_plan_size",

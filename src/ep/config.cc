@@ -47,10 +47,10 @@ void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {
   }
   config.ranks = comm_ranks > 0 ? comm_ranks : user.num_ranks;
   require_range("num_experts", user.num_experts, 1, kMaxExperts);
-  XD_REQUIRE(user.num_experts % config.ranks == 0, "config.num_experts = ", user.num_experts,
-             ", expected a multiple of num_ranks = ", config.ranks);
   config.experts = user.num_experts;
-  config.local_experts = user.num_experts / config.ranks;
+  config.expert_tables =
+      ExpertTables::read(user.expert_ranks, config.experts, config.ranks, "config.");
+  config.local_experts = config.most_local_experts();
   require_range("max_topk", user.max_topk, 1, kMaxTopk);
   config.max_topk = user.max_topk;
   // 2^26 tokens * 32 choices: every index into a plan fits into 31 bits.
@@ -125,7 +125,7 @@ std::int64_t recv_bound(const Config& config) {
   // some routing. In units of `alignment` rows, an expert's first unit takes one row to fill, every
   // further one `alignment` rows: so each expert gets one, and the rest go where there is room.
   const std::int64_t rows = config.ranks * static_cast<std::int64_t>(config.rows_per_source());
-  const std::int64_t experts = std::min<std::int64_t>(config.local_experts, rows);
+  const std::int64_t experts = std::min<std::int64_t>(config.most_local_experts(), rows);
   const std::int64_t room = experts * ((tokens - 1) / config.alignment);
   return config.alignment * (experts + std::min(room, (rows - experts) / config.alignment));
 }

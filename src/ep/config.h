@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "ep/expert_map.h"
 #include "ep/quantise.h"
 #include "ep/receive_layout.h"
 
@@ -40,6 +41,8 @@ struct Keeps {
 struct Config {
   int ranks = 0;
   int experts = 0;
+  ExpertTables expert_tables;
+  // Of this rank; where no rank is meant, the largest number of any.
   int local_experts = 0;
   int max_topk = 0;
   int max_tokens = 0;
@@ -61,10 +64,14 @@ struct Config {
 
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int max_slots_per_token() const { return std::min(max_topk, ranks); }
+  const ExpertMap& map() const { return expert_tables.map(); }
+  // Of any rank. Sizes that ranks must agree about follow from it.
+  int most_local_experts() const { return expert_tables.most_local_experts(); }
+
   // The most rows that one rank can have here.
   std::uint64_t rows_per_source() const {
     return static_cast<std::uint64_t>(max_tokens) *
-           static_cast<std::uint64_t>(std::min(max_topk, local_experts));
+           static_cast<std::uint64_t>(std::min(max_topk, most_local_experts()));
   }
   // Bytes per row of staged scales, which callers give or dispatch makes.
   std::uint64_t scale_room() const {
@@ -76,11 +83,12 @@ struct Config {
   }
 };
 
-// Validates a config. `comm_ranks` = 0 where there is no communicator: config.num_ranks must then
-// be set. Throws INVALID_ARGUMENT naming the field, what was expected and what came.
+// Validates a config, which is not that of one rank. `comm_ranks` = 0 where there is no
+// communicator: config.num_ranks must then be set. Throws INVALID_ARGUMENT naming the field, what
+// was expected and what came.
 Config read_config(const xd_ep_config* user, int comm_ranks);
 
-// The smallest capacity that no routing can overflow.
+// The smallest capacity that no routing can overflow, on any rank.
 std::int64_t recv_bound(const Config& config);
 
 }  // namespace xd::ep

@@ -11,8 +11,8 @@ namespace {
 // The part of a config that ranks tell one another.
 struct Announcement {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, max_scale_bytes, layout, alignment,
-      overflow, duplicate_ids, on_error;      // equal on all ranks
-  std::int64_t capacity, staging, zero_tail;  // may differ
+      overflow, duplicate_ids, on_error, expert_ranks;  // equal on all ranks
+  std::int64_t capacity, staging, zero_tail;            // may differ
 };
 
 using Field = turn::EqualField<Announcement>;
@@ -27,6 +27,7 @@ constexpr std::array kEqualFields = {
     Field{"overflow", &Announcement::overflow},
     Field{"duplicate_ids", &Announcement::duplicate_ids},
     Field{"on_error", &Announcement::on_error},
+    Field{"expert_ranks (hash)", &Announcement::expert_ranks},
 };
 
 Announcement announce(const Config& c) {
@@ -40,6 +41,7 @@ Announcement announce(const Config& c) {
           .overflow = c.overflow,
           .duplicate_ids = c.collapse,
           .on_error = c.fatal_errors,
+          .expert_ranks = static_cast<std::int64_t>(c.expert_tables.hash()),
           .capacity = c.capacity,
           .staging = c.staging,
           .zero_tail = c.zero_tail};
@@ -65,7 +67,7 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
   agree_on_config(config, keeps_of);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);
-  codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.local_experts);
+  codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.most_local_experts());
 }
 
 Segments Group::share_memory() const {
@@ -102,10 +104,12 @@ void Group::agree_on_config(const xd_ep_config* config, KeepsOf keeps_of) {
     return announce(config_);
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);
+  config_.local_experts = config_.map().local_experts(rank());
   for (const Announcement& a : of_rank) config_.any_staging |= a.staging != 0;
   config_.keeps = keeps_of(config_);
   for (const Announcement& a : of_rank) {
     Config c = config_;
+    c.local_experts = c.map().local_experts(static_cast<int>(configs_.size()));
     c.capacity = a.capacity;
     c.staging = a.staging != 0;
     c.zero_tail = a.zero_tail != 0;

@@ -38,12 +38,10 @@ RoutingLayoutCall read_routing_layout(const xd_ep_routing_layout_args* args, int
     return read_tensor(
         t, {.name = name, .ndim = ndim, .types = types, .device = device, .optional = optional});
   };
-  XD_REQUIRE(a.num_experts >= 1 && a.num_experts <= kMaxExperts && a.num_experts % ranks == 0,
-             "num_experts = ", a.num_experts, ", expected a multiple of the communicator's ", ranks,
-             " ranks, up to ", kMaxExperts);
+  XD_REQUIRE(a.num_experts >= 1 && a.num_experts <= kMaxExperts, "num_experts = ", a.num_experts,
+             ", expected 1 to ", kMaxExperts);
   RoutingLayoutCall call{
-      .experts = a.num_experts,
-      .ranks = ranks,
+      .expert_tables = ExpertTables::read(a.expert_ranks, a.num_experts, ranks, ""),
       .topk_idx = read(a.topk_idx, "topk_idx", 2, kIndexTypes, false),
       .rows_per_rank = read(a.rows_per_rank, "rows_per_rank", 1, kIndexTypes, true),
       .rows_per_expert = read(a.rows_per_expert, "rows_per_expert", 1, kIndexTypes, true),
@@ -54,7 +52,7 @@ RoutingLayoutCall read_routing_layout(const xd_ep_routing_layout_args* args, int
   XD_REQUIRE(call.topk_idx.cols >= 1 && call.topk_idx.cols <= kMaxTopk, "topk_idx: has ",
              call.topk_idx.cols, " columns, expected 1 to ", kMaxTopk);
   if (call.rows_per_rank) require_rows(call.rows_per_rank, ranks, "ranks");
-  if (call.rows_per_expert) require_rows(call.rows_per_expert, call.experts, "experts");
+  if (call.rows_per_expert) require_rows(call.rows_per_expert, a.num_experts, "experts");
   if (call.bad_ids) require_rows(call.bad_ids, 1, "one number");
   if (call.token_in_rank) {
     require_rows(call.token_in_rank, call.topk_idx.rows, "rows of topk_idx");

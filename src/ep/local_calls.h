@@ -4,6 +4,7 @@
 #include <crossdock/ep.h>
 
 #include "ep/calls.h"
+#include "ep/expert_map.h"
 #include "ep/tensor.h"
 
 namespace xd::ep {
@@ -16,7 +17,7 @@ RowExpertsCall read_row_experts(const xd_ep_plan_row_experts_args* args,
                                 const CallContext& context);
 
 struct RoutingLayoutCall {
-  int experts = 0, ranks = 0;
+  ExpertTables expert_tables;
   Tensor topk_idx;
   Tensor rows_per_rank, rows_per_expert, token_in_rank, bad_ids;
 };

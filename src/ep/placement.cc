@@ -53,24 +53,25 @@ void Placement::place(const CountTable& counts, const Config& config,
 void Placement::place_zones(const CountTable& counts, const Config& config, const Target& target) {
   std::int64_t zone = 0;
   if (target.rank == target.self) dropped_rows = 0;
-  for (int e = 0; e < config.local_experts; ++e) {
-    const int expert = target.rank * config.local_experts + e;
+  const int first = config.map().first(target.rank), end = config.map().first(target.rank + 1);
+  for (int seat = first; seat < end; ++seat) {
     std::int64_t row = zone;
     for (int s = 0; s < config.ranks; ++s) {
-      if (s == target.self) first_row[at(expert)] = row;
-      const std::int64_t rows = counts.choices(s, expert);
+      if (s == target.self) first_row[at(seat)] = row;
+      const std::int64_t rows = counts.choices(s, seat);
       rank_rows[at(s) * at(config.ranks) + at(target.rank)] += kept_rows(row, rows, target.limit);
       row += rows;
     }
     if (target.rank == target.self) {
-      count[at(e)] = kept_rows(zone, row - zone, target.limit);
-      offset[at(e)] = std::min(zone, target.limit);
-      dropped_rows += row - zone - count[at(e)];
+      const std::size_t e = at(seat - first);
+      count[e] = kept_rows(zone, row - zone, target.limit);
+      offset[e] = std::min(zone, target.limit);
+      dropped_rows += row - zone - count[e];
     }
     zone += pad(row - zone, target.alignment);
   }
   total[at(target.rank)] = zone;
-  if (target.rank == target.self) offset[at(config.local_experts)] = std::min(zone, target.limit);
+  if (target.rank == target.self) offset[at(end - first)] = std::min(zone, target.limit);
 }
 
 // RANK_MAJOR: the sources follow one another.
@@ -88,7 +89,7 @@ void Placement::place_rows(const CountTable& counts, const Config& config, const
   for (int e = 0; e < config.local_experts; ++e) {
     count[at(e)] = 0;
     for (int s = 0; s < config.ranks; ++s) {
-      count[at(e)] += counts.choices(s, target.rank * config.local_experts + e);
+      count[at(e)] += counts.choices(s, config.map().first(target.rank) + e);
     }
   }
   lay_out_pairs(target.alignment);

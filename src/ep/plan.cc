@@ -24,8 +24,8 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanMap& map) {
 }  // namespace
 
 RowCodec::RowCodec(std::span<const std::int64_t> capacities, const Layout& layout,
-                   int local_experts)
-    : base_(1, 0), experts_(static_cast<std::uint32_t>(layout.codes_per_row(local_experts))) {
+                   int most_local_experts)
+    : base_(1, 0), experts_(static_cast<std::uint32_t>(layout.codes_per_row(most_local_experts))) {
   for (const std::int64_t rows : capacities) {
     base_.push_back(base_.back() + static_cast<std::uint64_t>(rows));
   }
@@ -47,7 +47,7 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
   view.offsets_ = reinterpret_cast<const std::int32_t*>(at + map.offset);
   view.codes_ = reinterpret_cast<const std::uint32_t*>(at + map.code);
   view.list_ = reinterpret_cast<const std::uint32_t*>(at + map.list);
-  const int local = h.experts / h.ranks;
+  const int local = h.local_experts;
   ZoneLook zones{.first = view.offset(0), .end = view.offset(local)};
   for (int e = 0; e < local; ++e) {
     zones.damaged |= zone_is_damaged(view.count(e), view.offset(e), view.offset(e + 1));
@@ -77,9 +77,9 @@ void seal_plan(std::byte* plan) {
 }
 
 std::size_t plan_size(const Config& config) {
-  // Room for every part, whether or not the executor keeps it.
+  // Room for every part, whether or not the executor keeps it, and on every rank.
   return PlanMap::make(
-             {.local_experts = config.local_experts,
+             {.local_experts = config.most_local_experts(),
               .tokens = config.max_tokens,
               .topk = config.max_topk,
               .list_rows = config.layout.row_per_expert ? config.capacity : 0,

@@ -17,9 +17,9 @@
 //   slot[R]         uint32: token * min(K, W) + i at the source rank, if this rank is the i-th, by
 //                   ascending rank, of those that hold rows of the token
 //
-// A plan is bound to its rank and to the sizes of its group, and to nothing else: it holds no
-// pointer and no identity of the group. Tokens, top-k and alignment are its own, up to the group's
-// bounds. A checksum covers header and zones; codes are bounds-checked when they are used.
+// A plan is bound to its rank and to the sizes and expert map of its group, and to nothing else: it
+// holds no pointer and no identity of the group. Tokens, top-k and alignment are its own, up to the
+// group's bounds. A checksum covers header and zones; codes are bounds-checked when they are used.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +53,7 @@ struct PlanHeader {
   std::int32_t keeps_items;  // 1 = has room for items
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
-  std::int32_t reserved;
+  std::int32_t local_experts;      // L of this rank
   std::int64_t list_rows;          // room of the list
   std::int64_t recv_rows;          // min(total_rows, capacity_of())
   std::int64_t total_rows;         // before any drop
@@ -61,13 +61,14 @@ struct PlanHeader {
   std::int64_t overflow_needed;    // on overflow_rank
   std::int64_t overflow_capacity;  // on overflow_rank
   std::uint64_t capacities;        // hash of all ranks' capacities
+  std::uint64_t expert_ranks;      // hash of the expert map
   std::int64_t capacity;           // this rank's, as configured: room of the parts below
   std::uint64_t fingerprint;
   std::uint64_t epoch;
   std::uint64_t bytes;     // bytes of the whole plan
   std::uint64_t checksum;  // checksum of all fields before it, and of the zones
 };
-static_assert(sizeof(PlanHeader) == 160);
+static_assert(sizeof(PlanHeader) == 168);
 
 struct PlanMap {
   std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, slot, list_end,
@@ -105,10 +106,11 @@ struct PlanMap {
 
 // True if the sizes are safe to compute a PlanMap with.
 constexpr bool plausible(const PlanHeader& h) {
-  return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= h.ranks && h.experts <= kMaxExperts &&
-         h.experts % h.ranks == 0 && h.tokens >= 0 && h.tokens <= XD_EP_MAX_TOKENS && h.topk >= 1 &&
-         h.topk <= kMaxTopk && h.alignment >= 1 && (h.alignment & (h.alignment - 1)) == 0 &&
-         h.list_rows >= 0 && h.list_rows <= INT32_MAX && h.capacity >= 0 && h.capacity <= INT32_MAX;
+  return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= 1 && h.experts <= kMaxExperts &&
+         h.local_experts >= 0 && h.local_experts <= h.experts && h.tokens >= 0 &&
+         h.tokens <= XD_EP_MAX_TOKENS && h.topk >= 1 && h.topk <= kMaxTopk && h.alignment >= 1 &&
+         (h.alignment & (h.alignment - 1)) == 0 && h.list_rows >= 0 && h.list_rows <= INT32_MAX &&
+         h.capacity >= 0 && h.capacity <= INT32_MAX;
 }
 
 // The rows that a receive tensor of the plan can have.
@@ -117,7 +119,7 @@ constexpr std::int64_t capacity_of(const PlanHeader& h) {
 }
 
 constexpr PlanMap map_of(const PlanHeader& h) {
-  return PlanMap::make({.local_experts = h.experts / h.ranks,
+  return PlanMap::make({.local_experts = h.local_experts,
                         .tokens = h.tokens,
                         .topk = h.topk,
                         .list_rows = h.list_rows,
@@ -139,13 +141,13 @@ struct RowRef {
 };
 
 // Packs rank, row and (RANK_MAJOR) local expert of one choice into 32 bits. All ranks' receive
-// capacities laid end to end give every row a number of its own; RANK_MAJOR multiplies it by L and
-// adds the local expert. Throws INVALID_ARGUMENT if that does not fit.
+// capacities laid end to end give every row a number of its own; RANK_MAJOR multiplies it by the
+// largest L of all ranks and adds the local expert. Throws INVALID_ARGUMENT if that does not fit.
 class RowCodec {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
-  RowCodec(std::span<const std::int64_t> capacities, const Layout& layout, int local_experts);
+  RowCodec(std::span<const std::int64_t> capacities, const Layout& layout, int most_local_experts);
 
   std::uint32_t encode(RowRef ref) const {
     const auto global =
@@ -167,7 +169,7 @@ class RowCodec {
 
  private:
   std::vector<std::uint64_t> base_;  // [W+1] prefix sums of the capacities
-  std::uint32_t experts_;            // L in RANK_MAJOR, else 1
+  std::uint32_t experts_;            // the largest L in RANK_MAJOR, else 1
 };
 
 // The group that a plan is used in, which the plan must agree with.

@@ -17,7 +17,9 @@ PlanTerms terms_of(const PlanBinding& binding) {
           .max_topk = c.max_topk,
           .alignment = c.alignment,
           .capacity = c.capacity,
-          .capacities = binding.capacities};
+          .capacities = binding.capacities,
+          .local_experts = c.local_experts,
+          .expert_ranks = c.expert_tables.hash()};
 }
 
 std::string text_of(const Fault& fault, const PlanTerms& terms) {
@@ -45,6 +47,8 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     }
     case PlanFault::capacities:
       return "plan: made for other receive capacities of the peers than this group's";
+    case PlanFault::expert_ranks:
+      return "plan: made for other expert_ranks than this group's";
     case PlanFault::too_large:
       return concat("plan: made for ", fault.got, " tokens and top-", fault.expected,
                     ", the group's bounds are ", terms.max_tokens, " and ", terms.max_topk);

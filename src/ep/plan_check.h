@@ -17,19 +17,20 @@ namespace xd::ep {
 
 enum class PlanFault : std::int32_t {
   none,
-  no_plan,      // magic
-  version,      // got, expected
-  header,       // damaged
-  cut_short,    // got bytes, expected
-  checksum,     // damaged
-  zones,        // damaged
-  binding,      // made for kBindingNames[which] = got, used with expected
-  capacities,   // made for other capacities of the peers
-  too_large,    // got tokens, expected top-k: beyond the group's bounds
-  alignment,    // got, expected at most
-  tensor_rows,  // `name` has got rows, expected at least
-  tokens,       // `name` has got rows, expected tokens of the plan
-  topk,         // `name` has got columns, expected top-k of the plan
+  no_plan,       // magic
+  version,       // got, expected
+  header,        // damaged
+  cut_short,     // got bytes, expected
+  checksum,      // damaged
+  zones,         // damaged
+  binding,       // made for kBindingNames[which] = got, used with expected
+  capacities,    // made for other capacities of the peers
+  expert_ranks,  // made for another expert map
+  too_large,     // got tokens, expected top-k: beyond the group's bounds
+  alignment,     // got, expected at most
+  tensor_rows,   // `name` has got rows, expected at least
+  tokens,        // `name` has got rows, expected tokens of the plan
+  topk,          // `name` has got columns, expected top-k of the plan
 };
 
 struct Fault {
@@ -48,6 +49,8 @@ struct PlanTerms {
   std::int64_t alignment;  // the largest
   std::int64_t capacity;
   std::uint64_t capacities;  // hash of all ranks'
+  std::int32_t local_experts;
+  std::uint64_t expert_ranks;  // hash of the expert map
 };
 PlanTerms terms_of(const PlanBinding& binding);
 
@@ -96,6 +99,12 @@ inline constexpr const char* kBindingNames[] = {
     "staging", "items",     "overflow policy", "recv_capacity"};
 
 constexpr Fault binding_fault(const PlanHeader& h, const PlanTerms& t) {
+  const bool same_ranks_and_experts =
+      h.rank == t.rank && h.ranks == t.ranks && h.experts == t.experts;
+  if (same_ranks_and_experts &&
+      (h.expert_ranks != t.expert_ranks || h.local_experts != t.local_experts)) {
+    return {.kind = PlanFault::expert_ranks};
+  }
   const std::int64_t pairs[][2] = {
       {h.rank, t.rank},         {h.ranks, t.ranks},           {h.experts, t.experts},
       {h.layout, t.layout},     {h.keeps_list, t.keeps_list}, {h.keeps_items, t.keeps_items},

@@ -27,8 +27,8 @@ struct Layout {
   constexpr int weights_per_row(int topk) const { return choices_beside_rows ? topk : 1; }
   constexpr int weights_ndim() const { return choices_beside_rows ? 2 : 1; }
   // Codes per receive row: choices that share a row differ in the local expert (see RowCodec).
-  constexpr int codes_per_row(int local_experts) const {
-    return row_per_expert ? 1 : local_experts;
+  constexpr int codes_per_row(int most_local_experts) const {
+    return row_per_expert ? 1 : most_local_experts;
   }
 };
 

@@ -167,7 +167,7 @@ struct GroupMap {
 
   // `config` is that of the rank whose memory this is. Areas that turns and kernels find in a
   // peer's memory by their own rank's map come first: their places do not depend on a rank's
-  // capacity.
+  // capacity or experts.
   static GroupMap make(const Config& config) {
     LayoutCursor cursor;
     GroupMap map{};
@@ -191,7 +191,7 @@ struct GroupMap {
   static std::array<Area, 10> areas_of(const Config& c) {
     const Keeps& keeps = c.keeps;
     const auto ranks = static_cast<std::uint64_t>(c.ranks);
-    const auto local = static_cast<std::uint64_t>(c.local_experts);
+    const auto local = static_cast<std::uint64_t>(c.most_local_experts());
     const auto tokens = static_cast<std::uint64_t>(c.max_tokens);
     const auto capacity = static_cast<std::uint64_t>(c.capacity);
     const auto chunks = static_cast<std::uint64_t>(summed_chunks().bound(c.max_tokens));

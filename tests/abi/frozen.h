@@ -106,7 +106,7 @@ FROZEN_VALUE(XD_PHASE_COUNTS, 3);
 FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
 
-FROZEN_SIZE(xd_ep_config, 88);
+FROZEN_SIZE(xd_ep_config, 96);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -125,6 +125,7 @@ FROZEN_FIELD(xd_ep_config, staging, 68);
 FROZEN_FIELD(xd_ep_config, zero_tail, 72);
 FROZEN_FIELD(xd_ep_config, num_sms, 76);
 FROZEN_FIELD(xd_ep_config, device_type, 80);
+FROZEN_FIELD(xd_ep_config, expert_ranks, 88);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);
@@ -222,7 +223,7 @@ FROZEN_FIELD(xd_ep_plan_row_experts_args, plan, 8);
 FROZEN_FIELD(xd_ep_plan_row_experts_args, plan_bytes, 16);
 FROZEN_FIELD(xd_ep_plan_row_experts_args, row_experts, 24);
 
-FROZEN_SIZE(xd_ep_routing_layout_args, 56);
+FROZEN_SIZE(xd_ep_routing_layout_args, 64);
 FROZEN_FIELD(xd_ep_routing_layout_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_routing_layout_args, num_experts, 8);
 FROZEN_FIELD(xd_ep_routing_layout_args, topk_idx, 16);
@@ -230,6 +231,7 @@ FROZEN_FIELD(xd_ep_routing_layout_args, rows_per_rank, 24);
 FROZEN_FIELD(xd_ep_routing_layout_args, rows_per_expert, 32);
 FROZEN_FIELD(xd_ep_routing_layout_args, token_in_rank, 40);
 FROZEN_FIELD(xd_ep_routing_layout_args, bad_ids, 48);
+FROZEN_FIELD(xd_ep_routing_layout_args, expert_ranks, 56);
 
 FROZEN_ENUM(xd_ep_layout);
 FROZEN_VALUE(XD_EP_EXPERT_MAJOR, 0);

@@ -71,6 +71,7 @@ void Batch::add(const Spec& spec) {
 void Batch::add_prepare(const Case& c) {
   const Choices& mine = routed_.choices(rank_.rank);
   const std::int64_t ranks = c.num_ranks;
+  const std::int64_t experts = c.local_experts_of(rank_.rank);
   Tensor& topk_idx =
       tensors_.emplace_back(rank_, kI64, std::vector<std::int64_t>{mine.tokens, topk_});
   topk_idx.write(mine.ids);
@@ -82,9 +83,9 @@ void Batch::add_prepare(const Case& c) {
                           std::vector<std::int64_t> shape) {
     add({XD_EP_PREPARE, name, slot, Role::token_output, c.output_type, std::move(shape)});
   };
-  output("counts", &prepare_args.counts, {c.local_experts});
-  output("padded_counts", &prepare_args.padded_counts, {c.local_experts});
-  output("offsets", &prepare_args.offsets, {c.local_experts + 1});
+  output("counts", &prepare_args.counts, {experts});
+  output("padded_counts", &prepare_args.padded_counts, {experts});
+  output("offsets", &prepare_args.offsets, {experts + 1});
   output("total", &prepare_args.total, {1});
   output("rank_rows", &prepare_args.rank_rows, {ranks, ranks});
 }

@@ -26,6 +26,8 @@ constexpr std::array kTokens{Tokens::full, Tokens::differ, Tokens::some_zero, To
 constexpr std::array kMaxTokens{24, 1, 7, 64};
 constexpr std::array kTopks{2, 1, 3, 8, 32};
 constexpr std::array kLocalExperts{2, 1, 5, 32};
+constexpr std::array kHomes{Homes::even, Homes::interleaved, Homes::ragged, Homes::one_without,
+                            Homes::one_rank};
 constexpr std::array kRowUnits{3, 1, 15, 32, 125};
 constexpr std::array kWeights{false, true};
 constexpr std::array kPlacings{Placing::ordinary, Placing::symmetric, Placing::mixed,
@@ -54,6 +56,7 @@ void for_each_dimension(Case& c, Visit&& visit) {
   visit(c.max_tokens, kMaxTokens);
   visit(c.topk, kTopks);
   visit(c.local_experts, kLocalExperts);
+  visit(c.homes, kHomes);
   visit(c.row_units, kRowUnits);
   visit(c.weights, kWeights);
   visit(c.placing, kPlacings);
@@ -84,17 +87,23 @@ Case make_case(int num_ranks, const std::vector<int>& values, std::uint64_t seed
   });
   c.row_units = std::max(c.row_units, c.least_row_units());
   const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
-  const std::int64_t bytes_per_token = row_bytes * c.num_ranks * std::min(c.topk, c.local_experts);
+  c.settle(c.homes);
+  int most_experts = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    most_experts = std::max(most_experts, c.local_experts_of(rank));
+  }
+  const std::int64_t bytes_per_token = row_bytes * c.num_ranks * std::min(c.topk, most_experts);
   c.max_tokens = static_cast<int>(
       std::clamp<std::int64_t>(kMaxReceiveBytes / bytes_per_token, 1, c.max_tokens));
   return c;
 }
 
-std::int64_t bound_of(const Case& c) {
+std::int64_t bound_of(const Case& c, const std::vector<std::int32_t>& expert_ranks) {
   std::int64_t rows = 0;
   xd_ep_config config = XD_EP_CONFIG_INIT;
   config.num_ranks = c.num_ranks;
-  config.num_experts = c.num_ranks * c.local_experts;
+  config.num_experts = c.num_experts();
+  config.expert_ranks = expert_ranks.empty() ? nullptr : expert_ranks.data();
   config.max_topk = c.topk;
   config.max_tokens_per_rank = c.max_tokens;
   config.hidden = 8;
@@ -139,6 +148,30 @@ std::uint64_t test_seed() {
   return value ? std::strtoull(value, nullptr, 0) : 1;
 }
 
+void Case::settle(Homes where) {
+  homes = where;
+  expert_ranks_.clear();
+  if (homes == Homes::even) return;
+  const auto ranks = static_cast<std::uint64_t>(num_ranks);
+  const auto chosen = static_cast<std::int32_t>(mix(seed, 0x40) % ranks);
+  const int experts = num_ranks * local_experts + (homes == Homes::ragged ? 1 : 0);
+  for (int e = 0; e < experts; ++e) {
+    auto rank = static_cast<std::int32_t>(mix(seed, 0x41, static_cast<std::uint64_t>(e)) % ranks);
+    if (homes == Homes::interleaved) rank = e % num_ranks;
+    if (homes == Homes::one_without && rank == chosen) rank = (rank + 1) % num_ranks;
+    expert_ranks_.push_back(homes == Homes::one_rank ? chosen : rank);
+  }
+}
+
+int Case::num_experts() const {
+  return expert_ranks_.empty() ? num_ranks * local_experts : static_cast<int>(expert_ranks_.size());
+}
+
+int Case::local_experts_of(int rank) const {
+  return expert_ranks_.empty() ? local_experts
+                               : static_cast<int>(std::ranges::count(expert_ranks_, rank));
+}
+
 int Case::alignment_of(int step) const {
   int result = alignment;
   if (alignments == PerPlan::bound) return result;
@@ -154,14 +187,14 @@ int Case::topk_of(int step) const {
 }
 
 RoutingShape Case::routing(int step) const {
-  return {num_ranks, num_ranks * local_experts, topk_of(step), max_tokens, pattern, tokens};
+  return {num_ranks, num_experts(), topk_of(step), max_tokens, pattern, tokens, expert_ranks_};
 }
 
 std::vector<Choices> Case::choices(int step) const {
   const std::uint64_t batch = mix(seed, static_cast<std::uint64_t>(step));
   std::vector<Choices> ranks = make_routing(routing(step), batch);
   if (duplicates) repeat(ranks, mix(batch, 0xD0));
-  if (bad_ids) spoil(ranks, std::int64_t{num_ranks} * local_experts, batch);
+  if (bad_ids) spoil(ranks, num_experts(), batch);
   return ranks;
 }
 
@@ -172,7 +205,8 @@ Placement Case::placement(int step) const {
           alignment_of(step),
           capacities(),
           overflow(),
-          duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR};
+          duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR,
+          expert_ranks_};
 }
 
 // Where nothing overflows, the policy must not matter.
@@ -183,12 +217,13 @@ xd_ep_overflow Case::overflow() const {
 }
 
 std::vector<std::int64_t> Case::capacities() const {
-  const std::int64_t bound = bound_of(*this);
+  const std::int64_t bound = bound_of(*this, expert_ranks_);
   std::vector<std::int64_t> result(static_cast<std::size_t>(num_ranks), bound);
   if (capacity == Capacity::bound) return result;
   std::vector<Routed> roomy;
   for (int step = 0; step < kSteps; ++step) {
-    roomy.emplace_back(Placement{num_ranks, local_experts, layout, alignment_of(step), result},
+    roomy.emplace_back(Placement{num_ranks, local_experts, layout, alignment_of(step), result,
+                                 XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, expert_ranks_},
                        choices(step));
   }
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -222,7 +257,8 @@ xd_ep_config Case::config(int rank) const {
   const std::vector<std::int64_t> rows = capacities();
   xd_ep_config config = XD_EP_CONFIG_INIT;
   config.num_ranks = num_ranks;
-  config.num_experts = num_ranks * local_experts;
+  config.num_experts = num_experts();
+  config.expert_ranks = expert_ranks_.empty() ? nullptr : expert_ranks_.data();
   config.max_topk = topk;
   config.max_tokens_per_rank = max_tokens;
   config.dtype = dtype;
@@ -242,11 +278,14 @@ std::string Case::description() const {
   constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised", "mxfp8"};
   constexpr const char* kPlacingNames[] = {"ordinary", "symmetric", "mixed", "unstaged"};
   constexpr const char* kCapacityNames[] = {"bound", "exact", "larger", "refusing", "dropping"};
+  constexpr const char* kHomesNames[] = {"even", "interleaved", "ragged", "one without",
+                                         "one rank"};
   constexpr const char* kRowsNames[] = {"exact", "capacity", "more"};
   constexpr const char* kTailNames[] = {"off", "on", "differ"};
   std::ostringstream text;
-  text << "seed " << seed << ": W=" << num_ranks << " L=" << local_experts << " K=" << topk
-       << " T<=" << max_tokens << (layout == XD_EP_EXPERT_MAJOR ? " expert-major" : " rank-major")
+  text << "seed " << seed << ": W=" << num_ranks << " E=" << num_experts() << " on ranks "
+       << kHomesNames[static_cast<int>(homes)] << " K=" << topk << " T<=" << max_tokens
+       << (layout == XD_EP_EXPERT_MAJOR ? " expert-major" : " rank-major")
        << (dtype.code == kDLBfloat ? " bf" : " f") << int{dtype.bits} << " rows of "
        << 16 * row_units << " bytes, dispatch " << kCargoNames[static_cast<int>(cargo)]
        << ", alignment " << alignment << ", int" << int{index_type.bits} << " in, int"

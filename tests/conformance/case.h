@@ -39,6 +39,15 @@ enum class Capacity {
   dropping,  // some ranks have too little, under XD_EP_OVERFLOW_DROP
 };
 
+// Which rank holds which experts.
+enum class Homes {
+  even,         // equally many on every rank, in order: expert_ranks = NULL
+  interleaved,  // equally many, dealt out one by one
+  ragged,       // one more than ranks share evenly, anywhere
+  one_without,  // one rank holds none, the others any number
+  one_rank,     // one rank holds all
+};
+
 enum class ReceiveRows { exact, capacity, more };
 enum class ZeroTail { off, on, differ };
 
@@ -60,8 +69,9 @@ struct Case {
   Pattern pattern = Pattern::uniform;
   Tokens tokens = Tokens::full;
   int max_tokens = 1;
-  int topk = 1;  // the group's bound
-  int local_experts = 1;
+  int topk = 1;           // the group's bound
+  int local_experts = 1;  // on every rank, or on average: see Homes
+  Homes homes = Homes::even;
   int row_units = 1;  // bytes of the largest row, in units of 16
   bool weights = false;
   Placing placing = Placing::ordinary;
@@ -74,6 +84,11 @@ struct Case {
   bool bad_ids = false;     // some ids are out of range or repeated
 
   static constexpr int kSteps = 2;  // batches that go through the group
+
+  // Says who holds which experts; after num_ranks, local_experts and seed.
+  void settle(Homes where);
+  int num_experts() const;
+  int local_experts_of(int rank) const;
 
   int alignment_of(int step) const;
   int topk_of(int step) const;
@@ -89,6 +104,8 @@ struct Case {
   std::string description() const;
 
  private:
+  std::vector<std::int32_t> expert_ranks_;  // empty where homes is even; configs point to it
+
   std::vector<std::int64_t> capacities() const;  // capacities of all ranks, as configured
   xd_ep_overflow overflow() const;
 };

@@ -300,6 +300,7 @@ struct ConfigField {
 TEST(Disagreement, OnAGroupsConfigNamesTheField) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   const Case c = plain_case(world().num_ranks());
+  const std::vector<std::int32_t> all_on_rank_0(static_cast<std::size_t>(c.num_experts()), 0);
   const ConfigField fields[] = {
       {"num_experts", [](xd_ep_config& config) { config.num_experts *= 2; }},
       {"max_topk", [](xd_ep_config& config) { config.max_topk += 1; }},
@@ -312,6 +313,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
       {"on_error", [](xd_ep_config& config) { config.on_error = XD_EP_ON_ERROR_FATAL; }},
       {"duplicate_ids",
        [](xd_ep_config& config) { config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE; }},
+      {"expert_ranks", [&](xd_ep_config& config) { config.expert_ranks = all_on_rank_0.data(); }},
   };
   on_every_rank([&](Rank& rank) {
     for (const ConfigField& field : fields) {

@@ -19,6 +19,12 @@ struct Routing {
   int num_ranks = 1;
   std::int64_t experts = 1, tokens = 0, topk = 1;
   std::vector<std::int64_t> ids;
+  std::vector<std::int32_t> expert_ranks = {};  // empty = equally many on every rank, in order
+
+  std::int64_t owner(std::int64_t expert) const {
+    return expert_ranks.empty() ? expert / (experts / num_ranks)
+                                : expert_ranks[static_cast<std::size_t>(expert)];
+  }
 };
 
 // Ids of every kind: good, none, repeated, and out of range on both sides.
@@ -34,6 +40,15 @@ Routing draw_routing(int num_ranks, Random& random) {
     r.ids.push_back(kind == 0 ? -1 : kind == 1 ? r.experts + id : kind == 2 ? -2 - id : id);
   }
   return r;
+}
+
+// Any number of experts, anywhere: some ranks may have none.
+void settle_anywhere(Routing& r, Random& random) {
+  r.experts += static_cast<std::int64_t>(random.below(2));
+  for (std::int64_t e = 0; e < r.experts; ++e) {
+    r.expert_ranks.push_back(
+        static_cast<std::int32_t>(random.below(static_cast<std::uint64_t>(r.num_ranks))));
+  }
 }
 
 struct Layout {
@@ -53,7 +68,7 @@ Layout layout_of(const Routing& r) {
       if (id < -1 || id >= r.experts) ++layout.bad_ids;
       if (id < 0 || id >= r.experts) continue;
       experts.insert(id);
-      ranks.insert(id / (r.experts / r.num_ranks));
+      ranks.insert(r.owner(id));
     }
     for (const std::int64_t e : experts) ++layout.per_expert[static_cast<std::size_t>(e)];
     for (const std::int64_t d : ranks) ++layout.per_rank[static_cast<std::size_t>(d)];
@@ -80,6 +95,7 @@ class LayoutCall {
     }
     ids_.write(image.bytes());
     args.num_experts = static_cast<std::int32_t>(r.experts);
+    args.expert_ranks = r.expert_ranks.empty() ? nullptr : r.expert_ranks.data();
     args.topk_idx = ids_.dl();
     args.rows_per_rank = per_rank_.dl();
     args.rows_per_expert = per_expert_.dl();
@@ -126,7 +142,8 @@ TEST(RoutingLayout, CountsEachTokenOncePerExpertAndRankAndNoBadIds) {
     Random random(mix(test_seed(), 0x1A, static_cast<std::uint64_t>(rank.rank)));
     for (int round = 0; round < 40; ++round) {
       SCOPED_TRACE("seed " + std::to_string(test_seed()) + ", round " + std::to_string(round));
-      const Routing routing = draw_routing(rank.num_ranks, random);
+      Routing routing = draw_routing(rank.num_ranks, random);
+      if (round % 3 == 2) settle_anywhere(routing, random);
       LayoutCall call(rank, routing, round % 2 == 0);
       if (round % 5 == 4) {  // each of the outputs is optional
         const DLTensor** slots[] = {&call.args.rows_per_rank, &call.args.rows_per_expert,
@@ -188,6 +205,14 @@ TEST(RoutingLayout, RefusesWhatItCannotCountByName) {
       call.args.num_experts = experts;
       refused("num_experts");
     }
+    call.args = good;
+    call.args.num_experts = 2 * rank.num_ranks + 1;
+    if (rank.num_ranks > 1) refused("num_experts");
+    call.args = good;
+    std::vector<std::int32_t> homes(static_cast<std::size_t>(routing.experts), 0);
+    homes[1] = rank.num_ranks;
+    call.args.expert_ranks = homes.data();
+    refused("expert_ranks[1]");
     call.args = good;
     Tensor flags(rank, kI32, {3, rank.num_ranks}), few(rank, kU8, {2, rank.num_ranks});
     for (Tensor* bad : {&flags, &few}) {

@@ -228,6 +228,25 @@ TEST_P(Plan, OfAGroupWithOtherSizesIsRefused) {
   });
 }
 
+TEST_P(Plan, OfAGroupWithOtherExpertRanksIsRefused) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank holds all experts in any case";
+  Case other = c;
+  other.settle(Homes::interleaved);  // as many on every rank: nothing else differs
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    const Group elsewhere = make_group(rank.comm, other.config(rank.rank));
+    Step foreign(rank, other, elsewhere.get(), 0);
+    foreign.prepare();
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    if (rank.rank == 0) batch.use_plan(foreign.plan().data(), foreign.plan().bytes());
+    expect_plan_refused(rank, group.get(), batch, 0);
+    const Outcome outcome = batch.call(group.get(), XD_EP_COMBINE);
+    EXPECT_TRUE(outcome.mentions(rank.rank == 0 ? "other expert_ranks" : "rank 0")) << outcome.text;
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
 TEST_P(Plan, OfAnotherBatchThanThePeersIsAMismatch) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   on_every_rank([&](Rank& rank) {

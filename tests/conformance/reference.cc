@@ -14,6 +14,24 @@ std::size_t round_up_to(std::size_t value, int multiple) {
 
 }  // namespace
 
+std::int64_t Placement::num_experts() const {
+  return expert_ranks.empty() ? std::int64_t{num_ranks} * local_experts
+                              : static_cast<std::int64_t>(expert_ranks.size());
+}
+
+int Placement::owner(std::int64_t expert) const {
+  return expert_ranks.empty() ? static_cast<int>(expert / local_experts)
+                              : expert_ranks[static_cast<std::size_t>(expert)];
+}
+
+std::vector<std::int64_t> Placement::experts_of(int rank) const {
+  std::vector<std::int64_t> experts;
+  for (std::int64_t e = 0; e < num_experts(); ++e) {
+    if (owner(e) == rank) experts.push_back(e);
+  }
+  return experts;
+}
+
 Routed::Routed(Placement placement, std::vector<Choices> choices)
     : placement_(std::move(placement)), choices_(std::move(choices)) {
   remove_bad_ids();
@@ -32,7 +50,7 @@ Routed::Routed(Placement placement, std::vector<Choices> choices)
 }
 
 void Routed::remove_bad_ids() {
-  const std::int64_t experts = std::int64_t{placement_.num_ranks} * placement_.local_experts;
+  const std::int64_t experts = placement_.num_experts();
   for (std::size_t rank = 0; rank < choices_.size(); ++rank) {
     Choices& source = choices_[rank];
     for (int token = 0; token < source.tokens; ++token) {
@@ -52,8 +70,7 @@ void Routed::remove_bad_ids() {
 
 Received Routed::receive_expert_major(int rank) const {
   Received received;
-  for (int expert = 0; expert < placement_.local_experts; ++expert) {
-    const std::int64_t id = std::int64_t{rank} * placement_.local_experts + expert;
+  for (const std::int64_t id : placement_.experts_of(rank)) {
     received.offsets.push_back(static_cast<std::int64_t>(received.rows.size()));
     for (int source = 0; source < placement_.num_ranks; ++source) {
       for (int token = 0; token < choices(source).tokens; ++token) {
@@ -96,7 +113,7 @@ void Routed::cut(Received& received, int rank) const {
 
 // Counts and zones as they are after drops.
 void Routed::describe(Received& received, int rank) const {
-  received.counts.assign(static_cast<std::size_t>(placement_.local_experts), 0);
+  received.counts.assign(static_cast<std::size_t>(placement_.local_experts_of(rank)), 0);
   for (const Row& row : received.rows) {
     if (row.padding()) continue;
     for (int k = 0; k < choices(row.source).topk; ++k) {
@@ -137,6 +154,11 @@ std::optional<std::int64_t> Routed::row_of(int source, int token, int k) const {
   const std::int64_t row =
       row_of_[static_cast<std::size_t>(source)][choices(source).index(token, k)];
   return row < 0 ? std::nullopt : std::optional(row);
+}
+
+std::int64_t Routed::local_expert(std::int64_t expert) const {
+  const std::vector<std::int64_t> experts = placement_.experts_of(owner(expert));
+  return std::ranges::find(experts, expert) - experts.begin();
 }
 
 std::int64_t Routed::rows_between(int source, int destination) const {

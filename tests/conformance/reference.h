@@ -17,12 +17,19 @@ namespace xd::test {
 
 struct Placement {
   int num_ranks = 1;
-  int local_experts = 1;
+  int local_experts = 1;  // experts of every rank, in order, where expert_ranks is empty
   xd_ep_layout layout = XD_EP_EXPERT_MAJOR;
   int alignment = 1;
   std::vector<std::int64_t> capacity;  // capacity of each rank, as configured
   xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
   xd_ep_duplicate_ids duplicates = XD_EP_DUPLICATE_IDS_ERROR;
+  std::vector<std::int32_t> expert_ranks = {};  // rank of each expert
+
+  std::int64_t num_experts() const;
+  int owner(std::int64_t expert) const;
+  // The experts of a rank, ascending: a local expert is an index into them.
+  std::vector<std::int64_t> experts_of(int rank) const;
+  int local_experts_of(int rank) const { return static_cast<int>(experts_of(rank).size()); }
 
   // The rows that a rank can receive: its capacity in whole multiples of the alignment.
   std::int64_t whole_capacity(int rank) const {
@@ -58,10 +65,8 @@ class Routed {
   const Received& received(int rank) const { return received_[static_cast<std::size_t>(rank)]; }
   // Row of a token's choice k in the receive tensor of its expert's rank; none for -1 and dropped.
   std::optional<std::int64_t> row_of(int source, int token, int k) const;
-  int owner(std::int64_t expert) const {
-    return static_cast<int>(expert / placement_.local_experts);
-  }
-  std::int64_t local_expert(std::int64_t expert) const { return expert % placement_.local_experts; }
+  int owner(std::int64_t expert) const { return placement_.owner(expert); }
+  std::int64_t local_expert(std::int64_t expert) const;
   // Rows that `source` puts into the receive tensor of `destination`.
   std::int64_t rows_between(int source, int destination) const;
 

@@ -54,7 +54,10 @@ std::vector<std::int64_t> draw_zipf(int num_experts, std::size_t count, Random& 
 
 std::vector<std::int64_t> experts_of_token(const RoutingShape& shape, Random& random) {
   const auto topk = static_cast<std::size_t>(shape.topk);
-  const std::int64_t local_experts = shape.num_experts / shape.num_ranks;
+  const auto owner_of = [&](std::int64_t id) {
+    return shape.expert_ranks.empty() ? id / (shape.num_experts / shape.num_ranks)
+                                      : shape.expert_ranks[static_cast<std::size_t>(id)];
+  };
   switch (shape.pattern) {
     case Pattern::uniform:
     case Pattern::holes:
@@ -66,11 +69,13 @@ std::vector<std::int64_t> experts_of_token(const RoutingShape& shape, Random& ra
     case Pattern::one_rank: {
       const auto owner =
           static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(shape.num_ranks)));
-      return draw_uniform(range(owner * local_experts, local_experts), topk, random);
+      std::vector<std::int64_t> candidates = range(0, shape.num_experts);
+      std::erase_if(candidates, [&](std::int64_t id) { return owner_of(id) != owner; });
+      return draw_uniform(std::move(candidates), topk, random);
     }
     case Pattern::empty_ranks: {
       std::vector<std::int64_t> candidates = range(0, shape.num_experts);
-      std::erase_if(candidates, [&](std::int64_t id) { return id / local_experts % 2 == 1; });
+      std::erase_if(candidates, [&](std::int64_t id) { return owner_of(id) % 2 == 1; });
       return draw_uniform(std::move(candidates), topk, random);
     }
     case Pattern::nobody:

@@ -32,6 +32,8 @@ struct RoutingShape {
   int max_tokens = 1;
   Pattern pattern = Pattern::uniform;
   Tokens tokens = Tokens::full;
+  std::vector<std::int32_t> expert_ranks =
+      {};  // rank of each expert; empty = equally many, in order
 };
 
 // The choices of one rank's tokens, [tokens, topk].

@@ -38,11 +38,28 @@ TEST(ConfigTest, FillsInDefaults) {
   const xd_ep_config user = good_config();
   const Config config = read_config(&user, 0);
   EXPECT_EQ(config.local_experts, 4);
+  EXPECT_EQ(config.expert_tables.hash(), 0u);
   EXPECT_EQ(config.alignment, 1);
   EXPECT_EQ(config.max_row_bytes, 128u);
   EXPECT_EQ(config.capacity, 4 * 10 * 3);
   EXPECT_TRUE(config.staging);
 }
+
+// Sizes that follow from L are those of the rank with the most experts.
+TEST(ConfigTest, TakesTheLargestNumberOfExpertsOfAnyRank) {
+  xd_ep_config user = good_config();
+  user.num_experts = 5;
+  constexpr std::array<std::int32_t, 5> kRanks = {2, 0, 2, 2, 0};
+  user.expert_ranks = kRanks.data();
+  const Config config = read_config(&user, 0);
+  EXPECT_EQ(config.most_local_experts(), 3);
+  EXPECT_EQ(config.local_experts, 3);
+  EXPECT_EQ(config.capacity, 4 * 10 * 3);
+  EXPECT_NE(config.expert_tables.hash(), 0u);
+}
+
+constexpr std::array<std::int32_t, 16> kOneTooHigh = {0, 1, 2, 3, 0, 1, 2, 4};
+constexpr std::array<std::int32_t, 16> kOneNegative = {-1};
 
 struct BadField {
   const char* text;
@@ -54,6 +71,12 @@ TEST(ConfigTest, NamesTheFieldThatIsWrong) {
       BadField{"config.num_ranks = 0", [](xd_ep_config& c) { c.num_ranks = 0; }},
       BadField{"config.num_experts = 18, expected a multiple of num_ranks = 4",
                [](xd_ep_config& c) { c.num_experts = 18; }},
+      BadField{"config.num_experts = 0, expected 1 to 65536",
+               [](xd_ep_config& c) { c.num_experts = 0; }},
+      BadField{"config.expert_ranks[7] = 4, expected a rank, 0 to 3",
+               [](xd_ep_config& c) { c.expert_ranks = kOneTooHigh.data(); }},
+      BadField{"config.expert_ranks[0] = -1, expected a rank, 0 to 3",
+               [](xd_ep_config& c) { c.expert_ranks = kOneNegative.data(); }},
       BadField{"config.max_topk = 33, expected 1 to 32", [](xd_ep_config& c) { c.max_topk = 33; }},
       BadField{"config.max_tokens_per_rank = 0",
                [](xd_ep_config& c) { c.max_tokens_per_rank = 0; }},

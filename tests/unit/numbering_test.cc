@@ -25,6 +25,7 @@ struct Batch {
     config.ranks = 2;
     config.experts = 4;
     config.local_experts = 2;
+    config.expert_tables = ExpertTables::even(4, 2);
     config.max_topk = 3;
     config.max_tokens = 2;
     config.layout = Layout::of(layout);

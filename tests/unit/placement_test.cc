@@ -17,13 +17,19 @@ struct Choice {
 
 struct Routing {
   Config config;
+  std::vector<std::int32_t> owners;  // of experts by seat, so in ascending order
   std::int64_t alignment = 1;
   std::vector<std::int64_t> capacities;
   std::vector<Choice> choices;
   std::vector<std::uint32_t> table;
 
   CountTable counts() const { return {{config.experts, config.ranks}, table}; }
-  std::int64_t owner(int expert) const { return expert / config.local_experts; }
+  std::int64_t owner(int expert) const { return owners[static_cast<std::size_t>(expert)]; }
+  Config config_of(int rank) const {
+    Config c = config;
+    c.local_experts = static_cast<int>(std::ranges::count(owners, rank));
+    return c;
+  }
   // The rows that a rank can receive: its capacity in whole multiples of the alignment.
   std::int64_t capacity(std::size_t rank) const { return capacities[rank] / alignment * alignment; }
 };
@@ -34,8 +40,11 @@ Routing random_routing(std::mt19937& random, xd_ep_layout layout, xd_ep_overflow
   };
   Routing r;
   r.config.ranks = pick(1, 5);
-  r.config.local_experts = pick(1, 4);
-  r.config.experts = r.config.ranks * r.config.local_experts;
+  r.config.experts = pick(1, 20);
+  for (int e = 0; e < r.config.experts; ++e) r.owners.push_back(pick(0, r.config.ranks - 1));
+  r.config.expert_tables =
+      ExpertTables::read(r.owners.data(), r.config.experts, r.config.ranks, "");
+  std::ranges::sort(r.owners);
   r.alignment = 1 << pick(0, 3);
   r.config.layout = Layout::of(layout);
   r.config.overflow = overflow;
@@ -77,8 +86,8 @@ Enumeration enumerate_zones(const Routing& r) {
   const bool drop = r.config.overflow == XD_EP_OVERFLOW_DROP;
   for (std::size_t d = 0; d < ranks; ++d) {
     std::int64_t row = 0;
-    for (int e = 0; e < r.config.local_experts; ++e) {
-      const int expert = static_cast<int>(d) * r.config.local_experts + e;
+    for (int expert = 0; expert < r.config.experts; ++expert) {
+      if (r.owner(expert) != static_cast<std::int64_t>(d)) continue;
       for (std::size_t s = 0; s < ranks; ++s) {
         result.first[s][static_cast<std::size_t>(expert)] = row;
         for (const Choice& c : r.choices) {
@@ -104,8 +113,8 @@ TEST_P(PlacementTest, ExpertMajorMatchesARowByRowEnumeration) {
     const Enumeration expected = enumerate_zones(r);
     for (int self = 0; self < r.config.ranks; ++self) {
       Placement p;
-      p.reserve(r.config);
-      p.place(r.counts(), r.config, r.capacities, {self, r.alignment});
+      p.reserve(r.config_of(self));
+      p.place(r.counts(), r.config_of(self), r.capacities, {self, r.alignment});
       const auto me = static_cast<std::size_t>(self);
       EXPECT_EQ(p.first_row, expected.first[me]);
       EXPECT_EQ(p.total, expected.total);
@@ -139,8 +148,8 @@ TEST_P(PlacementTest, AllRanksNameTheLowestRankThatOverflowsOrHasBadIds) {
     }
     for (int self = 0; self < r.config.ranks; ++self) {
       Placement p;
-      p.reserve(r.config);
-      p.place(r.counts(), r.config, r.capacities, {self, r.alignment});
+      p.reserve(r.config_of(self));
+      p.place(r.counts(), r.config_of(self), r.capacities, {self, r.alignment});
       EXPECT_EQ(p.overflow_rank, overflow);
       EXPECT_EQ(p.bad_id_rank, bad);
       EXPECT_EQ(p.bad_ids, bad_ids);
@@ -158,6 +167,7 @@ Routing small_routing(xd_ep_overflow overflow, std::int64_t capacity) {
   r.config.ranks = 2;
   r.config.local_experts = 2;
   r.config.experts = 4;
+  r.config.expert_tables = ExpertTables::even(4, 2);
   r.alignment = 4;
   r.config.overflow = overflow;
   //            experts   rows to ranks, tokens, bad ids

@@ -63,6 +63,7 @@ class PlanTest : public testing::Test {
     header.rank = 1;
     header.ranks = 2;
     header.experts = 4;
+    header.local_experts = 2;
     header.tokens = 3;
     header.topk = 2;
     header.alignment = 4;
@@ -74,6 +75,7 @@ class PlanTest : public testing::Test {
     config_.ranks = 2;
     config_.experts = 4;
     config_.local_experts = 2;
+    config_.expert_tables = ExpertTables::even(4, 2);
     config_.max_tokens = 3;
     config_.max_topk = 2;
     config_.capacity = 16;
@@ -138,6 +140,10 @@ TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
   EXPECT_NE(refusal({0, &config_, 99}).find("rank = 1, used with rank = 0"), std::string::npos);
   EXPECT_NE(refusal({1, &config_, 98}).find("capacities of the peers"), std::string::npos);
   Config other = config_;
+  const std::array<std::int32_t, 4> swapped{1, 1, 0, 0};
+  other.expert_tables = ExpertTables::read(swapped.data(), 4, 2, "");
+  EXPECT_EQ(refusal({1, &other, 99}), "plan: made for other expert_ranks than this group's");
+  other = config_;
   other.overflow = XD_EP_OVERFLOW_DROP;
   EXPECT_NE(refusal({1, &other, 99}).find("overflow policy"), std::string::npos);
   other = config_;
@@ -161,7 +167,7 @@ TEST(PlanSizeTest, StaysWithinItsDocumentedBound) {
         Config config;
         config.max_tokens = tokens;
         config.max_topk = topk;
-        config.local_experts = local;
+        config.expert_tables = ExpertTables::even(local, 1);
         config.capacity = 1000;
         const std::size_t fixed = sizeof(PlanHeader) + 8u * static_cast<std::size_t>(local) + 64;
         EXPECT_LE(plan_size(config),
@@ -183,7 +189,7 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   Config config;
   config.ranks = 3;
   config.experts = 6;
-  config.local_experts = 2;
+  config.expert_tables = ExpertTables::even(6, 3);
   config.max_topk = 4;
   config.max_row_bytes = 48;
   config.max_scale_bytes = 5;
@@ -206,7 +212,8 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
 TEST(WireTest, StagingHasRoomForTheScalesOfEveryWayToQuantise) {
   for (const std::uint64_t hidden : {32u, 96u, 128u, 7168u}) {
     Config config;
-    config.ranks = config.experts = config.local_experts = config.max_topk = config.max_tokens = 1;
+    config.ranks = config.experts = config.max_topk = config.max_tokens = 1;
+    config.expert_tables = ExpertTables::even(1, 1);
     config.max_row_bytes = 2 * hidden;  // of bf16
     config.capacity = 1000;
     const GroupMap map = GroupMap::make(config);

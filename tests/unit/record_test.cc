@@ -87,11 +87,13 @@ TEST(RemoteAddressTest, LeadsOnlyToWhereAllBytesAre) {
   EXPECT_TRUE(RemoteAddress::shared(0));
 }
 
-TEST(GroupMapTest, WhatKernelsFindInPeersMemoryLiesAlikeWhateverTheirCapacities) {
+TEST(GroupMapTest, WhatKernelsFindInPeersMemoryLiesAlikeWhateverTheirCapacitiesAndExperts) {
   Config mine;
   mine.ranks = 4;
   mine.experts = 16;
-  mine.local_experts = 4;
+  const std::array<std::int32_t, 16> on_three{0, 0, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
+  mine.expert_tables = ExpertTables::read(on_three.data(), 16, 4, "");
+  mine.local_experts = 2;
   mine.max_topk = 3;
   mine.max_tokens = 100;
   mine.max_row_bytes = 512;
@@ -100,6 +102,7 @@ TEST(GroupMapTest, WhatKernelsFindInPeersMemoryLiesAlikeWhateverTheirCapacities)
   Config theirs = mine;
   theirs.capacity = 17;
   theirs.staging = false;
+  theirs.local_experts = 0;
   const GroupMap a = GroupMap::make(mine), b = GroupMap::make(theirs);
   EXPECT_EQ(a.turn.entry, b.turn.entry);
   EXPECT_EQ(a.turn.done, b.turn.done);

@@ -21,15 +21,15 @@ Choices read_choices(const Tensor& topk_idx, const Config& config, ChoicesMemory
     memory.experts[at(i)] = Choices::kNone;
     if (id == -1) continue;
     const bool inside = id >= 0 && id < config.experts;
-    if (!inside || seen[at(id)] == mark) {
+    const int seat = inside ? config.map().seat_of(static_cast<int>(id)) : -1;
+    if (!inside || seen[at(seat)] == mark) {
       if (!inside || !config.collapse) ++counts[layout.bad_ids()];
       continue;
     }
-    const auto expert = static_cast<int>(id);
-    const int rank = expert / config.local_experts;
-    seen[at(id)] = mark;
-    memory.experts[at(i)] = static_cast<std::uint32_t>(id);
-    ++counts[layout.expert(expert)];
+    const int rank = config.map().rank_at(seat);
+    seen[at(seat)] = mark;
+    memory.experts[at(i)] = static_cast<std::uint32_t>(seat);
+    ++counts[layout.expert(seat)];
     std::uint32_t& rank_seen = seen[at(config.experts + rank)];
     if (rank_seen != mark) ++counts[layout.rank(rank)];
     rank_seen = mark;

@@ -31,25 +31,26 @@ struct Counts {
 // Counts one token's choices. `in_rank` is [W], or null.
 void count_token(const RoutingLayoutCall& call, std::int64_t token, Counts& counts,
                  std::uint8_t* in_rank) {
-  const int per_rank = call.experts / call.ranks;
+  const ExpertMap& map = call.expert_tables.map();
   std::array<int, kMaxTopk> experts;
   int named = 0;
   for (std::int64_t k = 0; k < call.topk_idx.cols; ++k) {
     const std::int64_t id = id_at(call.topk_idx, token * call.topk_idx.cols + k);
     if (id == -1) continue;
-    if (id < 0 || id >= call.experts) {
+    if (id < 0 || id >= map.experts) {
       ++counts.bad_ids;
       continue;
     }
     const auto before = std::span(experts).first(at(named));
     if (std::ranges::find(before, static_cast<int>(id)) != before.end()) continue;
+    const int rank = map.rank_of(static_cast<int>(id));
     const bool known_rank =
-        std::ranges::any_of(before, [&](int other) { return other / per_rank == id / per_rank; });
+        std::ranges::any_of(before, [&](int other) { return map.rank_of(other) == rank; });
     experts[at(named++)] = static_cast<int>(id);
     ++counts.expert[at(id)];
     if (known_rank) continue;
-    ++counts.rank[at(id / per_rank)];
-    if (in_rank != nullptr) in_rank[id / per_rank] = 1;
+    ++counts.rank[at(rank)];
+    if (in_rank != nullptr) in_rank[rank] = 1;
   }
 }
 
@@ -68,14 +69,15 @@ void fill_row_experts(const RowExpertsCall& call, const PlanBinding& binding) {
 }
 
 void fill_routing_layout(const RoutingLayoutCall& call) {
-  Counts counts{.rank = std::vector<std::int64_t>(at(call.ranks)),
-                .expert = std::vector<std::int64_t>(at(call.experts))};
+  const ExpertMap& map = call.expert_tables.map();
+  Counts counts{.rank = std::vector<std::int64_t>(at(map.ranks)),
+                .expert = std::vector<std::int64_t>(at(map.experts))};
   std::uint8_t* flags = call.token_in_rank ? call.token_in_rank.as<std::uint8_t>() : nullptr;
   if (flags != nullptr && call.token_in_rank.bytes() > 0) {
     std::memset(flags, 0, call.token_in_rank.bytes());
   }
   for (std::int64_t t = 0; t < call.topk_idx.rows; ++t) {
-    count_token(call, t, counts, flags != nullptr ? flags + t * call.ranks : nullptr);
+    count_token(call, t, counts, flags != nullptr ? flags + t * map.ranks : nullptr);
   }
   const auto write = [](const Tensor& out, const std::vector<std::int64_t>& values) {
     for (std::int64_t i = 0; out && i < out.rows; ++i) put(out, i, values[at(i)]);

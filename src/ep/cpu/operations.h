@@ -23,6 +23,7 @@ class PrepareOp {
   void send_kept(std::span<const std::uint32_t> kept) const;
   void collect_kept();
   std::int64_t collect_lists() const;
+  std::uint32_t* kept_of(NearRank owner, int source) const;
   NearMemory list_of(NearRank owner, int source) const;
   void write_zones() const;
   void write_header() const;

@@ -109,13 +109,18 @@ Numbering PrepareOp::begin_numbering() const {
 // Into each rank that overflows: this rank's surviving choices of that rank's experts. Covered by
 // this operation's done flag.
 void PrepareOp::send_kept(std::span<const std::uint32_t> kept) const {
-  const auto local = at(config().local_experts);
+  const ExpertMap& map = config().map();
   for (const NearRank d : context_.group.near()) {
     if (placement().total[at(d)] <= capacity_of(d)) continue;
-    const NearMemory area = context_.lockstep.area_of(d, context_.lockstep.map_of(d).kept);
-    auto* row = area.array<std::uint32_t>() + at(context_.group.rank()) * local;
-    std::ranges::copy(kept.subspan(at(d) * local, local), row);
+    std::ranges::copy(kept.subspan(at(map.first(d)), at(map.local_experts(d))),
+                      kept_of(d, context_.group.rank()));
   }
+}
+
+// What a source has left of each of the owner's experts, in the owner's memory.
+std::uint32_t* PrepareOp::kept_of(NearRank owner, int source) const {
+  const NearMemory area = context_.lockstep.area_of(owner, context_.lockstep.map_of(owner).kept);
+  return area.array<std::uint32_t>() + at(source) * at(config().most_local_experts());
 }
 
 NearMemory PrepareOp::list_of(NearRank owner, int source) const {
@@ -142,12 +147,10 @@ std::int64_t PrepareOp::collect_lists() const {
 void PrepareOp::collect_kept() {
   Scratch& scratch = context_.scratch;
   const NearRank self = context_.group.self();
-  const auto local = at(config().local_experts);
-  const auto* area =
-      context_.lockstep.area_of(self, context_.lockstep.map_of(self).kept).array<std::uint32_t>();
   std::ranges::fill(scratch.kept_pairs, 0);
   for (const int s : context_.group.ranks()) {
-    for (std::size_t e = 0; e < local; ++e) scratch.kept_pairs[e] += area[at(s) * local + e];
+    const std::uint32_t* kept = kept_of(self, s);
+    for (std::size_t e = 0; e < scratch.kept_pairs.size(); ++e) scratch.kept_pairs[e] += kept[e];
   }
   scratch.placement.cut_pairs(scratch.kept_pairs, call_.alignment);
 }
@@ -179,6 +182,8 @@ void PrepareOp::write_header() const {
   header.rank = context_.group.rank();
   header.ranks = config().ranks;
   header.experts = config().experts;
+  header.local_experts = config().local_experts;
+  header.expert_ranks = config().expert_tables.hash();
   header.tokens = tokens_;
   header.topk = topk_;
   header.layout = config().layout.id;

@@ -201,6 +201,9 @@ void CudaGroup::check_limits() const {
          " experts, expected at most ", kMaxDeviceRanks, " and ", kMaxDeviceExperts,
          " on CUDA devices");
   }
+  if (config().map().each == 0) {
+    fail(XD_ERROR_UNSUPPORTED, "config.expert_ranks: given, expected NULL on CUDA devices");
+  }
   // Counts are 32-bit.
   if (at(config().ranks) * at(config().max_tokens) > UINT32_MAX / 2) {
     fail(XD_ERROR_UNSUPPORTED, "config.max_tokens_per_rank = ", config().max_tokens, " on ",

@@ -236,24 +236,28 @@ void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding,
 
 void start_routing_layout(const RoutingLayoutCall& call, const DLDevice& device,
                           cudaStream_t stream) {
-  if (call.experts > kMaxDeviceExperts) {
-    fail(XD_ERROR_UNSUPPORTED, "num_experts = ", call.experts, ", expected at most ",
+  const ExpertMap& map = call.expert_tables.map();
+  if (map.experts > kMaxDeviceExperts) {
+    fail(XD_ERROR_UNSUPPORTED, "num_experts = ", map.experts, ", expected at most ",
          kMaxDeviceExperts, " on CUDA devices");
+  }
+  if (map.each == 0) {
+    fail(XD_ERROR_UNSUPPORTED, "expert_ranks: given, expected NULL on CUDA devices");
   }
   const xd::cuda::DeviceGuard guard(device.device_id);
   require_memory(call, xd::cuda::KnownMemory::of(device.device_id));
   const LayoutParams params{
       .topk_idx = call.topk_idx.data,
       .wide_ids = call.topk_idx.type == DType::i64,
-      .experts = call.experts,
-      .ranks = call.ranks,
+      .experts = map.experts,
+      .ranks = map.ranks,
       .topk = static_cast<int>(call.topk_idx.cols),
       .tokens = call.topk_idx.rows,
       .per_rank = numbers(call.rows_per_rank),
       .per_expert = numbers(call.rows_per_expert),
       .bad_ids = numbers(call.bad_ids),
       .in_rank = call.token_in_rank ? call.token_in_rank.as<std::uint8_t>() : nullptr};
-  const std::size_t columns = static_cast<std::size_t>(call.experts) + call.ranks + 1;
+  const std::size_t columns = static_cast<std::size_t>(map.experts) + map.ranks + 1;
   launch(routing_layout_kernel, params, kLayoutBlocks, kLayoutThreads,
          columns * sizeof(std::uint32_t), stream);
 }

@@ -1,0 +1,67 @@
+// Which rank holds which experts. The caller says so expert by expert (expert_ranks), or says
+// nothing: then every rank holds E / W experts, in order.
+//
+// Inside, experts go by their seats: numbers that count the experts of rank 0 first, by ascending
+// expert, then those of rank 1, and so on. So the experts of a rank have the seats first(rank) to
+// first(rank + 1) - 1, whoever holds which, and a local expert is its seat less first(rank). Where
+// the caller says nothing, an expert's seat is its own number.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace xd::ep {
+
+// The map as plain data, for host and device. Its tables lie elsewhere.
+struct ExpertMap {
+  int experts = 0, ranks = 1;
+  int each = 0;                               // experts of every rank, in order; 0 = see the tables
+  const std::uint32_t* seats = nullptr;       // [E] seat of each expert
+  const std::uint32_t* seat_ranks = nullptr;  // [E+1] rank of each seat, and W
+  const std::uint32_t* firsts = nullptr;      // [W+1] first seat of each rank, and E
+
+  constexpr int seat_of(int expert) const {
+    return each > 0 ? expert : static_cast<int>(seats[expert]);
+  }
+  // For seats up to E, where it is W.
+  constexpr int rank_at(int seat) const {
+    return each > 0 ? seat / each : static_cast<int>(seat_ranks[seat]);
+  }
+  constexpr int rank_of(int expert) const { return rank_at(seat_of(expert)); }
+  // For ranks up to W, where it is E.
+  constexpr int first(int rank) const {
+    return each > 0 ? rank * each : static_cast<int>(firsts[rank]);
+  }
+  constexpr int local_experts(int rank) const { return first(rank + 1) - first(rank); }
+};
+
+// A map and its tables, in the host's memory. Copies share the tables.
+class ExpertTables {
+ public:
+  ExpertTables() = default;
+
+  // `expert_ranks` is [experts], or NULL. Throws INVALID_ARGUMENT naming `prefix` and the argument.
+  static ExpertTables read(const std::int32_t* expert_ranks, int experts, int ranks,
+                           const char* prefix);
+  // `experts` is a multiple of `ranks`.
+  static ExpertTables even(int experts, int ranks);
+
+  const ExpertMap& map() const { return map_; }
+  // The largest number of experts that a rank holds.
+  int most_local_experts() const { return most_local_experts_; }
+  // Equal for equal maps; 0 where every rank holds E / W experts in order, however that was said.
+  std::uint64_t hash() const { return hash_; }
+
+ private:
+  struct Tables {
+    std::vector<std::uint32_t> seats, seat_ranks, firsts;
+  };
+
+  ExpertMap map_;
+  std::shared_ptr<const Tables> tables_;
+  int most_local_experts_ = 0;
+  std::uint64_t hash_ = 0;
+};
+
+}  // namespace xd::ep

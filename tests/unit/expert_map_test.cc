@@ -1,0 +1,112 @@
+// Which rank holds which experts, and the seats by which experts go inside.
+#include "ep/expert_map.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace xd::ep {
+namespace {
+
+using Ranks = std::vector<std::int32_t>;
+
+ExpertTables tables_of(const Ranks& expert_ranks, int ranks) {
+  return ExpertTables::read(expert_ranks.data(), static_cast<int>(expert_ranks.size()), ranks,
+                            "config.");
+}
+
+// Holds every answer of the map against the caller's list.
+void expect_map(const ExpertMap& map, const Ranks& expert_ranks, int ranks) {
+  const int experts = static_cast<int>(expert_ranks.size());
+  ASSERT_EQ(map.experts, experts);
+  ASSERT_EQ(map.ranks, ranks);
+  int seat = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    EXPECT_EQ(map.first(rank), seat);
+    EXPECT_EQ(map.local_experts(rank), std::ranges::count(expert_ranks, rank));
+    for (int e = 0; e < experts; ++e) {
+      if (expert_ranks[static_cast<std::size_t>(e)] != rank) continue;
+      EXPECT_EQ(map.seat_of(e), seat) << "expert " << e;
+      EXPECT_EQ(map.rank_at(seat), rank) << "seat " << seat;
+      EXPECT_EQ(map.rank_of(e), rank) << "expert " << e;
+      ++seat;
+    }
+  }
+  EXPECT_EQ(map.first(ranks), experts);
+  EXPECT_EQ(map.rank_at(experts), ranks);
+}
+
+TEST(ExpertMap, WithoutAListEveryRankHoldsEquallyManyInOrder) {
+  const ExpertTables tables = ExpertTables::read(nullptr, 6, 3, "config.");
+  expect_map(tables.map(), {0, 0, 1, 1, 2, 2}, 3);
+  EXPECT_EQ(tables.most_local_experts(), 2);
+  EXPECT_EQ(tables.hash(), 0u);
+}
+
+TEST(ExpertMap, FollowsEveryList) {
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937 random(seed);
+    const int ranks = 1 + static_cast<int>(random() % 6);
+    Ranks list(1 + random() % 40);
+    for (std::int32_t& rank : list) {
+      rank = static_cast<std::int32_t>(random() % static_cast<unsigned>(ranks));
+    }
+    const ExpertTables tables = tables_of(list, ranks);
+    expect_map(tables.map(), list, ranks);
+    std::int64_t most = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      most = std::max<std::int64_t>(most, std::ranges::count(list, rank));
+    }
+    EXPECT_EQ(tables.most_local_experts(), most);
+  }
+}
+
+TEST(ExpertMap, RanksWithoutExpertsHaveAPlaceInTheOrder) {
+  expect_map(tables_of({2, 2, 2}, 5).map(), {2, 2, 2}, 5);
+  expect_map(tables_of({4}, 5).map(), {4}, 5);
+  expect_map(tables_of({0, 3, 0}, 4).map(), {0, 3, 0}, 4);
+}
+
+TEST(ExpertMap, ACopyOutlivesTheOriginal) {
+  ExpertTables copy;
+  {
+    const ExpertTables original = tables_of({1, 0, 1}, 2);
+    copy = original;
+  }
+  expect_map(copy.map(), {1, 0, 1}, 2);
+}
+
+TEST(ExpertMap, AListThatSaysWhatNoneSaysIsTheSameMap) {
+  const ExpertTables tables = tables_of({0, 0, 1, 1}, 2);
+  EXPECT_EQ(tables.hash(), 0u);
+  EXPECT_EQ(tables.map().each, 2);
+  EXPECT_NE(tables_of({0, 1, 0, 1}, 2).hash(), 0u);
+  EXPECT_NE(tables_of({0, 1, 0, 1}, 2).hash(), tables_of({1, 0, 1, 0}, 2).hash());
+}
+
+std::string refusal(const std::int32_t* list, int experts, int ranks, const char* prefix) {
+  try {
+    ExpertTables::read(list, experts, ranks, prefix);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
+    return error.text();
+  }
+  return "";
+}
+
+TEST(ExpertMap, RefusesByIndexWhatIsNoRank) {
+  EXPECT_EQ(refusal(nullptr, 5, 2, "config."),
+            "config.num_experts = 5, expected a multiple of num_ranks = 2, or expert_ranks");
+  const std::array<std::int32_t, 3> list = {0, 1, 2};
+  EXPECT_EQ(refusal(list.data(), 3, 2, ""), "expert_ranks[2] = 2, expected a rank, 0 to 1");
+}
+
+}  // namespace
+}  // namespace xd::ep
