@@ -65,10 +65,10 @@ class Bench:
         # zeroed each time.
         fullest = np.bincount(ids.ravel() * options.ranks // options.experts).max()
         self.config = xd.EpConfig(
-            options.experts,
-            options.hidden,
-            options.topk,
-            options.tokens,
+            num_experts=options.experts,
+            hidden=options.hidden,
+            max_topk=options.topk,
+            max_tokens_per_rank=options.tokens,
             num_sms=options.sms,
             recv_capacity=int(fullest),
         )

@@ -78,7 +78,13 @@ def microseconds(call: Callable[[], object], device: torch.device) -> float:
 def measure(device: torch.device) -> list[dict[str, object]]:
     """One row per operation, without and with gradients."""
     with xd.init(device=device):
-        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=torch.float32)
+        group = xd.EpGroup(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=TOKENS,
+            dtype=torch.float32,
+        )
         topk_idx = torch.arange(TOKENS * TOPK, device=device).view(TOKENS, TOPK) % EXPERTS
         x = torch.randn(TOKENS, HIDDEN, device=device)
         weights = torch.rand(TOKENS, TOPK, device=device)

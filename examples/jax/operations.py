@@ -14,7 +14,9 @@ RANKS, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 8, 16, 32, 2
 
 mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 xd.init(mesh, "expert")
-config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=TOKENS, dtype=jnp.float32)
+config = xd.EpConfig(
+    num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=jnp.float32
+)
 
 
 def layer(topk_idx, x, topk_weights):  # arrays of one rank

@@ -12,7 +12,9 @@ import crossdock.jax as xd
 
 mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 xd.init(mesh, "expert", data_axes="data")
-config = xd.EpConfig(8, hidden=32, max_topk=2, max_tokens_per_rank=64, dtype=jnp.float32)
+config = xd.EpConfig(
+    num_experts=8, hidden=32, max_topk=2, max_tokens_per_rank=64, dtype=jnp.float32
+)
 
 keys = jax.random.split(jax.random.key(1), 4)
 params = xd.MoEParams(

@@ -32,7 +32,13 @@ def block(group: xd.EpGroup, x: torch.Tensor, logits: torch.Tensor) -> torch.Ten
 def main() -> None:
     """Runs the block compiled and not, with gradients, and compares."""
     comm = xd.init()
-    group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=64, dtype=torch.float32)
+    group = xd.EpGroup(
+        num_experts=EXPERTS,
+        max_topk=TOPK,
+        max_tokens_per_rank=64,
+        hidden=HIDDEN,
+        dtype=torch.float32,
+    )
     compiled = torch.compile(block, fullgraph=True, backend=(sys.argv[1:] or ["inductor"])[0])
 
     torch.manual_seed(comm.rank)

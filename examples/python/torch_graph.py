@@ -17,7 +17,9 @@ def main() -> None:
     if comm.device.type != "cuda":
         raise SystemExit("torch_graph.py: needs a GPU per rank: the CPU has no CUDA graphs")
     torch.cuda.set_device(comm.device)
-    group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=TOKENS)
+    group = xd.EpGroup(
+        num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS
+    )
     x = torch.randn(TOKENS, HIDDEN, device=comm.device, dtype=torch.bfloat16)
     logits = torch.randn(TOKENS, EXPERTS, device=comm.device)
 

@@ -27,7 +27,13 @@ def main() -> None:
     logits = torch.randn(len(tokens), EXPERTS, device=comm.device, requires_grad=True)
     topk_weights, topk_idx = logits.softmax(dim=-1).topk(TOPK)
 
-    group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=64, dtype=torch.float32)
+    group = xd.EpGroup(
+        num_experts=EXPERTS,
+        max_topk=TOPK,
+        max_tokens_per_rank=64,
+        hidden=HIDDEN,
+        dtype=torch.float32,
+    )
     plan = group.prepare(topk_idx)
     received = xd.dispatch(plan, tokens, topk_weights)
     expert_out = xd.grouped_mm(received.tokens, experts, plan.offsets)

@@ -61,7 +61,7 @@ class GroupMemory:
     private_bytes: int  # working memory of this rank
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EpConfig:
     """Sizes of one kind of traffic.
 

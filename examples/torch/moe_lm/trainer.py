@@ -86,9 +86,9 @@ class Trainer:
             self.comm = xd.init(device=self.device)
             # One group for all layers: their operations come one after the other.
             group = xd.EpGroup(
-                s.experts,
-                s.hidden,
-                s.topk,
+                num_experts=s.experts,
+                hidden=s.hidden,
+                max_topk=s.topk,
                 max_tokens_per_rank=max(s.sequences // self.ranks, 1) * s.context,
                 dtype=torch.float32,
                 # Each layer keeps what went into and out of its experts until its backward pass.

@@ -26,10 +26,10 @@ class TorchEngine:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # whose stream events are recorded on
         self._group = xd.EpGroup(
-            workload.experts,
-            workload.hidden,
-            workload.topk,
-            workload.tokens,
+            num_experts=workload.experts,
+            hidden=workload.hidden,
+            max_topk=workload.topk,
+            max_tokens_per_rank=workload.tokens,
             layout=workload.layout,
             dtype=_DTYPES[workload.dtype],
             recv_capacity=max(volume(workload).received[rank], 1),

@@ -27,7 +27,7 @@ __all__ = ["EpConfig"]
 _DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EpConfig:
     """Sizes of one kind of expert-parallel traffic; hashable, so it may be a static argument.
 
@@ -35,9 +35,9 @@ class EpConfig:
 
     Attributes:
         num_experts: E, a multiple of the number of ranks.
-        hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
         max_topk: largest number of experts per token, 1 to 32.
         max_tokens_per_rank: largest number of tokens of a rank.
+        hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
         layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
             expert; ``"rank_major"``: one per (token, rank), grouped by source.
         dtype: widest payload: bfloat16, float16 or float32.
@@ -58,9 +58,9 @@ class EpConfig:
     """
 
     num_experts: int
-    hidden: int
     max_topk: int
     max_tokens_per_rank: int
+    hidden: int
     layout: Layout = "expert_major"
     dtype: Any = jnp.bfloat16
     recv_capacity: int = 0

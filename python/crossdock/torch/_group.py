@@ -89,11 +89,11 @@ class EpGroup:
 
     def __init__(
         self,
+        *,
         num_experts: int,
-        hidden: int,
         max_topk: int,
         max_tokens_per_rank: int,
-        *,
+        hidden: int,
         layout: Layout = "expert_major",
         dtype: torch.dtype = torch.bfloat16,
         recv_capacity: int = 0,
@@ -114,9 +114,9 @@ class EpGroup:
 
         Args:
             num_experts: E, a multiple of the number of ranks.
-            hidden: largest row, in elements of `dtype`.
             max_topk: largest number of experts per token, 1 to 32.
             max_tokens_per_rank: largest number of tokens of a rank.
+            hidden: largest row, in elements of `dtype`.
             layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
                 expert; ``"rank_major"``: one per (token, rank), grouped by source.
             dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integer.

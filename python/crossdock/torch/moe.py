@@ -290,10 +290,10 @@ def _make_group(
         raise ValueError("max_tokens_per_rank: expected a number, as no group is given; got None")
     dtype = dtype or torch.get_default_dtype()
     return EpGroup(
-        num_experts,
-        hidden,
-        topk,
-        max_tokens_per_rank,
+        num_experts=num_experts,
+        hidden=hidden,
+        max_topk=topk,
+        max_tokens_per_rank=max_tokens_per_rank,
         dtype=dtype,
         recv_capacity=recv_capacity,
         overflow=overflow,

@@ -228,7 +228,9 @@ def test_communicator_leaves_with_its_last_reference() -> None:
 def test_group_keeps_its_communicator_alive() -> None:
     comm = alone()
     core = weakref.ref(comm.core())
-    config = crossdock.EpConfig(2, 1, 4, 8, dtype="float32")
+    config = crossdock.EpConfig(
+        num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32"
+    )
     group = crossdock.EpGroup(comm, config)
     del comm
     plan = group.prepare(np.array([[1]]))
@@ -239,7 +241,12 @@ def test_group_keeps_its_communicator_alive() -> None:
 
 def test_closing_twice_and_using_after_close() -> None:
     comm = alone(heap_bytes=1 << 16)
-    group = crossdock.EpGroup(comm, crossdock.EpConfig(2, 1, 4, 8, dtype="float32"))
+    group = crossdock.EpGroup(
+        comm,
+        crossdock.EpConfig(
+            num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32"
+        ),
+    )
     comm.close()
     comm.close()
     assert comm.closed

@@ -320,14 +320,24 @@ KINDS_OF_COMM = [
 @pytest.mark.parametrize(
     "make, kind, text",
     [
-        (lambda: crossdock.EpConfig(4, 2, 4, 8, dtype="float64"), TypeError, "dtype: .*float64"),
         (
-            lambda: crossdock.EpConfig(4, 2, 4, 8, layout="expert"),
+            lambda: crossdock.EpConfig(
+                num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, dtype="float64"
+            ),
+            TypeError,
+            "dtype: .*float64",
+        ),
+        (
+            lambda: crossdock.EpConfig(
+                num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, layout="expert"
+            ),
             ValueError,
             "layout: expected 'expert_major' or 'rank_major', got 'expert'",
         ),
         (
-            lambda: crossdock.EpConfig(3, 2, 4, 8).recv_bound(2),
+            lambda: crossdock.EpConfig(
+                num_experts=3, max_topk=2, max_tokens_per_rank=4, hidden=8
+            ).recv_bound(2),
             crossdock.InvalidArgument,
             "num_experts = 3, expected a multiple of num_ranks = 2",
         ),

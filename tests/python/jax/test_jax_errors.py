@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,9 @@ from crossdock import errors as xd_errors
 from jax_support import RANKS, World, everywhere, routing, run, whole
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 11
-CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32)
+CONFIG = xd.EpConfig(
+    num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=np.float32
+)
 
 
 @pytest.fixture
@@ -95,7 +99,7 @@ def test_combine_refuses_other_rows(world):
         xd.ep_combine(received.plan, received.tokens, np.asarray(received.weights)[:-RANKS])
     with pytest.raises(ValueError, match="expert_out: .* multiple of 16 bytes, .* 12 bytes a row"):
         xd.ep_combine(received.plan, np.asarray(received.tokens)[:, :3])
-    by_rank = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32, layout="rank_major")
+    by_rank = dataclasses.replace(CONFIG, layout="rank_major")
     received = xd.ep_dispatch(xd.ep_prepare(by_rank, ids), x, weights)
     with pytest.raises(ValueError, match="weights: expected None in rank_major"):
         xd.ep_combine(received.plan, received.tokens, np.asarray(received.weights)[:, 0])
@@ -114,18 +118,18 @@ def test_after_is_an_order_or_refused(world, after, mapped):
 
 
 def test_config_is_checked_and_hashable():
-    assert hash(CONFIG) == hash(xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype="float32"))
+    assert hash(CONFIG) == hash(dataclasses.replace(CONFIG, dtype="float32"))
     with pytest.raises(ValueError, match="layout: expected 'expert_major' or"):
-        xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, layout="slots")
+        dataclasses.replace(CONFIG, layout="slots")
     with pytest.raises(ValueError, match="dtype: expected bfloat16"):
-        xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float64)
+        dataclasses.replace(CONFIG, dtype=np.float64)
     with pytest.raises(ValueError, match="recv_capacity: expected .* got -8"):
-        xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, recv_capacity=-8)
+        dataclasses.replace(CONFIG, recv_capacity=-8)
 
 
 def test_sizes_that_do_not_fit_the_ranks(world):
     with pytest.raises(ValueError, match="num_experts"):
-        xd.ep_prepare(xd.EpConfig(6, HIDDEN, TOPK, TOKENS), inputs()[0])
+        xd.ep_prepare(dataclasses.replace(CONFIG, num_experts=6), inputs()[0])
 
 
 # ---- Meshes and layouts -------------------------------------------------------------------------
@@ -212,7 +216,7 @@ def test_memory_of_the_cpu_cannot_be_registered(world):
 
 def fails_then_works(world: World, code: str, text: str, bad: np.ndarray, capacity: int) -> None:
     """The program fails on every rank with the library's text, and the group stays usable."""
-    config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32, recv_capacity=capacity)
+    config = dataclasses.replace(CONFIG, recv_capacity=capacity)
     good = [np.full((TOKENS, TOPK), -1, np.int32) for _ in range(RANKS)]
     for part in good:
         part[:2, 0] = (1, 5)
@@ -266,7 +270,7 @@ def test_plan_of_other_bytes(world):
 def wrong_size(world: World) -> None:
     """One process's config differs: none has the group, all say why."""
     hidden = HIDDEN * (2 if jax.process_index() == 1 else 1)
-    config = xd.EpConfig(EXPERTS, hidden, TOPK, TOKENS, dtype=np.float32)
+    config = dataclasses.replace(CONFIG, hidden=hidden)
     with pytest.raises(xd_errors.Mismatch, match="hidden|row"):
         world.ep.create(config)
     world.ep.create(CONFIG)

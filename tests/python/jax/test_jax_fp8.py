@@ -22,7 +22,9 @@ def tailed(world: World, config: xd.EpConfig, rows: np.ndarray) -> np.ndarray:
 
 
 def config_of(layout: str) -> xd.EpConfig:
-    return xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, layout=layout)
+    return xd.EpConfig(
+        num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, layout=layout
+    )
 
 
 def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:

@@ -16,7 +16,13 @@ EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 16, 13
 
 
 def config_of(**options: Any) -> xd.EpConfig:
-    return xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, **{"dtype": np.float32, **options})
+    return xd.EpConfig(
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        max_topk=TOPK,
+        max_tokens_per_rank=TOKENS,
+        **{"dtype": np.float32, **options},
+    )
 
 
 def weight_gradients(world: World, layout: str, kind: str) -> None:

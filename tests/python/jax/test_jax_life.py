@@ -18,7 +18,9 @@ import crossdock.jax as xd
 from jax_support import ON_GPUS, RANKS, World, equal, everywhere, routing, run, whole
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 11
-CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, TOKENS, dtype=np.float32)
+CONFIG = xd.EpConfig(
+    num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=np.float32
+)
 
 
 def workers() -> int:

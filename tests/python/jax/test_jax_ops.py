@@ -35,7 +35,13 @@ def round_trip(
     x = whole(rng, tokens, HIDDEN, dtype=dtype)
     weights = [rng.random((tokens, TOPK), np.float32) for _ in range(RANKS)]
     config = xd.EpConfig(
-        EXPERTS, HIDDEN, TOPK, tokens, layout=layout, dtype=dtype, alignment=bound or alignment
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        max_topk=TOPK,
+        max_tokens_per_rank=tokens,
+        layout=layout,
+        dtype=dtype,
+        alignment=bound or alignment,
     )
 
     def trip(ids, x, weights):
@@ -100,7 +106,13 @@ def three_dimensions(world: World) -> None:
     rng = np.random.default_rng(22)
     x = whole(rng, batch, length, HIDDEN)
     weights = whole(rng, batch, length, TOPK)
-    config = xd.EpConfig(EXPERTS, HIDDEN, TOPK, batch * length, dtype=np.float32)
+    config = xd.EpConfig(
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        max_topk=TOPK,
+        max_tokens_per_rank=batch * length,
+        dtype=np.float32,
+    )
 
     def trip(ids, x, weights):
         plan = xd.ep_prepare(config, ids)
@@ -125,7 +137,13 @@ def drop(world: World, tokens: int, capacity: int) -> None:
     ids = [np.zeros((tokens, 1), np.int32) for _ in range(RANKS)]  # all to rank 0
     x = whole(np.random.default_rng(31), tokens, HIDDEN)
     config = xd.EpConfig(
-        EXPERTS, HIDDEN, 1, tokens, dtype=np.float32, recv_capacity=capacity, overflow="drop"
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        max_topk=1,
+        max_tokens_per_rank=tokens,
+        dtype=np.float32,
+        recv_capacity=capacity,
+        overflow="drop",
     )
 
     def trip(ids, x):
@@ -160,8 +178,21 @@ def two_groups(world: World) -> None:
     ids = routing(42, tokens, EXPERTS, TOPK, "uniform")
     x = whole(rng, tokens, HIDDEN)
     configs = [
-        xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, dtype=np.float32),
-        xd.EpConfig(EXPERTS, HIDDEN, TOPK, tokens, dtype=np.float32, layout="rank_major"),
+        xd.EpConfig(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=tokens,
+            dtype=np.float32,
+        ),
+        xd.EpConfig(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=tokens,
+            dtype=np.float32,
+            layout="rank_major",
+        ),
     ]
 
     def trips(ids, x):

@@ -39,7 +39,9 @@ def make_mesh(sizes: tuple[int, ...], names: tuple[str, ...], data: tuple[str, .
 
 def make_config(tokens: int, **options) -> xd.EpConfig:
     options = {"dtype": jnp.float32} | options
-    return xd.EpConfig(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=tokens, **options)
+    return xd.EpConfig(
+        num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=tokens, **options
+    )
 
 
 def values(*leading: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:

@@ -36,7 +36,13 @@ def mesh() -> Mesh:
     return make_mesh()
 
 
-CONFIG = xd.EpConfig(EXPERTS, HIDDEN, TOPK, max_tokens_per_rank=TOKENS // RANKS, dtype=np.float32)
+CONFIG = xd.EpConfig(
+    num_experts=EXPERTS,
+    hidden=HIDDEN,
+    max_topk=TOPK,
+    max_tokens_per_rank=TOKENS // RANKS,
+    dtype=np.float32,
+)
 
 
 def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:

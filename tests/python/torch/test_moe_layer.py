@@ -305,9 +305,22 @@ def test_averaging_without_torch_distributed_is_refused() -> None:
 
 def check_refusals(me: Rank) -> None:
     with joined() as comm:
-        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, 16, dtype=torch.float32, comm=comm)
+        group = xd.EpGroup(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=16,
+            dtype=torch.float32,
+            comm=comm,
+        )
         rank_major = xd.EpGroup(
-            EXPERTS, HIDDEN, TOPK, 16, layout="rank_major", dtype=torch.float32, comm=comm
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=16,
+            layout="rank_major",
+            dtype=torch.float32,
+            comm=comm,
         )
 
         def refused(text: str, *sizes: int, **options: Any) -> None:

@@ -26,7 +26,14 @@ def _check(batch: Batch, rank: int, out, x, weights) -> None:
 def _block(me: Rank, layout: str, steps: list[tuple[int, ...]]) -> None:
     torch._dynamo.reset()
     with xd.init() as comm:
-        group = xd.EpGroup(8, 32, 3, 16, layout=layout, dtype=torch.float32)
+        group = xd.EpGroup(
+            num_experts=8,
+            hidden=32,
+            max_topk=3,
+            max_tokens_per_rank=16,
+            layout=layout,
+            dtype=torch.float32,
+        )
 
         @torch.compile(fullgraph=True, backend="aot_eager")
         def block(topk_idx, x, weights):

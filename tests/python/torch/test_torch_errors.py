@@ -246,12 +246,17 @@ def _configs(me: Rank) -> None:
     with xd.init():
         if me.rank == 1:
             with pytest.raises(InvalidArgument, match="max_topk"):
-                xd.EpGroup(8, 32, 33, 16)
+                xd.EpGroup(num_experts=8, hidden=32, max_topk=33, max_tokens_per_rank=16)
         else:
             with pytest.raises(Mismatch, match="rank 1"):
-                xd.EpGroup(8, 32, 3, 16)
+                xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
         with pytest.raises(Mismatch, match="hidden|row"):
-            xd.EpGroup(8, 32 + 16 * (me.rank == me.num_ranks - 1), 3, 16)
+            xd.EpGroup(
+                num_experts=8,
+                hidden=32 + 16 * (me.rank == me.num_ranks - 1),
+                max_topk=3,
+                max_tokens_per_rank=16,
+            )
         for name, value, kind, text in (
             ("layout", "rows", ValueError, "layout: expected 'expert_major' or .*, got 'rows'"),
             ("recv_capacity", -1, ValueError, "recv_capacity: expected .* from 0 .*, got -1"),
@@ -259,8 +264,14 @@ def _configs(me: Rank) -> None:
         ):  # found before the library is asked, and the peers know at once
             bad = me.rank == 1
             with pytest.raises(kind if bad else Mismatch, match=text if bad else "rank 1"):
-                xd.EpGroup(8, 32, 3, 16, **({name: value} if bad else {}))
-        xd.EpGroup(8, 32, 3, 16)
+                xd.EpGroup(
+                    num_experts=8,
+                    hidden=32,
+                    max_topk=3,
+                    max_tokens_per_rank=16,
+                    **({name: value} if bad else {}),
+                )
+        xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
 
 
 def test_group_of_bad_or_different_sizes():
@@ -344,7 +355,7 @@ def test_groups_are_freed_when_nobody_refers_to_them():
 
 def test_no_communicator():
     with pytest.raises(RuntimeError, match="call crossdock.torch.init"):
-        xd.EpGroup(8, 32, 3, 16)
+        xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
 
 
 @pytest.mark.parametrize(
@@ -432,8 +443,14 @@ def _growths_that_fail(me: Rank) -> None:
     with xd.init():
         bad = me.rank == 1
         with pytest.raises(OutOfMemory if bad else Mismatch):
-            xd.EpGroup(8, 32, 3, 16, symmetric_tensors=2**30 if bad else 4)
-        xd.EpGroup(8, 32, 3, 16)
+            xd.EpGroup(
+                num_experts=8,
+                hidden=32,
+                max_topk=3,
+                max_tokens_per_rank=16,
+                symmetric_tensors=2**30 if bad else 4,
+            )
+        xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
 
 
 def test_group_that_found_no_memory_is_not_provided_for_later():
@@ -482,7 +499,9 @@ def test_local_rank_of_the_environment(monkeypatch):
 def test_more_choices_than_experts():
     with xd.init():
         for topk in (0, 9):
-            group = xd.EpGroup(8, 32, 16, 4, dtype=torch.float32)
+            group = xd.EpGroup(
+                num_experts=8, hidden=32, max_topk=16, max_tokens_per_rank=4, dtype=torch.float32
+            )
             with pytest.raises(ValueError, match=f"topk: expected 1 to 8, the experts, got {topk}"):
                 xd.MoELayer(32, 16, 8, topk, group=group)
 

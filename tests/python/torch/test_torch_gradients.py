@@ -60,7 +60,14 @@ def _block(me: Rank, layout: str):
     local = EXPERTS // me.num_ranks
     first = me.rank * local
     with xd.init():
-        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max(TOKENS), layout=layout, dtype=torch.float32)
+        group = xd.EpGroup(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=max(TOKENS),
+            layout=layout,
+            dtype=torch.float32,
+        )
         weights, topk_idx = _route(x, router)
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)
@@ -106,7 +113,13 @@ def test_gradients_agree_with_one_process(layout):
 
 def _second_derivative(me: Rank, part: str) -> None:
     with xd.init():
-        group = xd.EpGroup(EXPERTS, HIDDEN, TOPK, max(TOKENS), dtype=torch.float32)
+        group = xd.EpGroup(
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=max(TOKENS),
+            dtype=torch.float32,
+        )
         x = _tokens(me.rank, torch.float32)
         weights = torch.ones(TOKENS[me.rank], TOPK, requires_grad=True)
         topk_idx = torch.arange(TOPK).expand(TOKENS[me.rank], -1).contiguous()

@@ -111,10 +111,10 @@ def _collapsed(me: Rank) -> None:
         topk_idx, x, weights, grad_out = batch.local(me.rank)
         wide = torch.cat([topk_idx, topk_idx[:, :1]], 1)  # the first choice a second time
         group = xd.EpGroup(
-            batch.num_experts,
-            batch.hidden,
-            batch.topk + 1,
-            max(batch.tokens),
+            num_experts=batch.num_experts,
+            hidden=batch.hidden,
+            max_topk=batch.topk + 1,
+            max_tokens_per_rank=max(batch.tokens),
             dtype=torch.float32,
             duplicate_ids="collapse",
         )

@@ -93,7 +93,15 @@ def test_room_for_more_groups_than_growths():
         groups, needed = [], 0
         for number in range(150):
             before = comm.core.mem_info()["total_bytes"]
-            groups.append(xd.EpGroup(4, 32, 2, 64 + number, dtype=torch.float32))
+            groups.append(
+                xd.EpGroup(
+                    num_experts=4,
+                    hidden=32,
+                    max_topk=2,
+                    max_tokens_per_rank=64 + number,
+                    dtype=torch.float32,
+                )
+            )
             needed += 4 * (block_bytes(groups[-1].rows * 32 * 4) + block_bytes(groups[-1].rows * 4))
             if number < 32:
                 assert comm.core.mem_info()["total_bytes"] > before
@@ -118,7 +126,9 @@ def test_default_comm_is_the_first_that_is_open():
     with xd.init() as first:
         with xd.init(name="second") as second:
             assert xd.default_comm() is first
-            group = xd.EpGroup(4, 32, 2, 4, comm=second)
+            group = xd.EpGroup(
+                num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=4, comm=second
+            )
             assert group.comm is second
             assert xd.empty_symmetric((4,), torch.float32).shape == (4,)
     with pytest.raises(RuntimeError, match="no communicator"):

@@ -80,10 +80,10 @@ class Batch:
 
     def group(self, dtype: torch.dtype = torch.float32, **options) -> xd.EpGroup:
         return xd.EpGroup(
-            self.num_experts,
-            self.hidden,
-            self.topk,
-            max(self.tokens),
+            num_experts=self.num_experts,
+            hidden=self.hidden,
+            max_topk=self.topk,
+            max_tokens_per_rank=max(self.tokens),
             layout=self.layout,
             alignment=self.alignment,
             dtype=dtype,

@@ -425,7 +425,15 @@ def test_saving_needs_no_torch_distributed(tmp_path: pathlib.Path) -> None:
 def agree(me: Rank) -> tuple[list[int], bytes]:
     with xd.init(device="cpu") as comm:
         # The smallest group there can be: one token, one expert of each.
-        group = xd.EpGroup(me.num_ranks, 16, 1, 1, dtype=torch.uint8, recv_capacity=1, comm=comm)
+        group = xd.EpGroup(
+            num_experts=me.num_ranks,
+            hidden=16,
+            max_topk=1,
+            max_tokens_per_rank=1,
+            dtype=torch.uint8,
+            recv_capacity=1,
+            comm=comm,
+        )
         return ranks_where(group, me.rank in (0, 2)), from_rank_0(group, bytes([me.rank] * 16))
 
 

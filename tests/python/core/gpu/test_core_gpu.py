@@ -24,7 +24,9 @@ def test_communicator_on_a_gpu_refuses_numpy_arrays() -> None:
         with pytest.raises(crossdock.Unsupported, match="NumPy arrays lie on the CPU"):
             comm.empty(1)
         with pytest.raises(crossdock.Unsupported, match="NumPy arrays lie on the CPU"):
-            crossdock.EpGroup(comm, crossdock.EpConfig(1, 1, 4, 8))
+            crossdock.EpGroup(
+                comm, crossdock.EpConfig(num_experts=1, max_topk=1, max_tokens_per_rank=4, hidden=8)
+            )
 
 
 def test_memory_of_the_caller_is_registered_and_taken_out() -> None:

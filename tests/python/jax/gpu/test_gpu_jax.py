@@ -252,7 +252,9 @@ def test_training_agrees_with_one_device(where, tmp_path):
     assert ended.returncode == 0 and " agrees" in text and "DISAGREES" not in text, text
 
 
-CONFIG = xd.EpConfig(8, 128, 2, 64, dtype=np.float32)
+CONFIG = xd.EpConfig(
+    num_experts=8, hidden=128, max_topk=2, max_tokens_per_rank=64, dtype=np.float32
+)
 
 
 def round_trips(world: World, batches: int, runs: int, config: xd.EpConfig = CONFIG) -> None:
