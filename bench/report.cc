@@ -61,6 +61,20 @@ Volume volume_of(const std::vector<std::vector<std::int64_t>>& rows) {
 
 Volume volume_of(const Workload& w) { return volume_of(count_rows(w, make_routing(w))); }
 
+Json json_of(const Workload& w) {
+  return {{"ranks", w.ranks},
+          {"tokens", w.tokens},
+          {"hidden", w.hidden},
+          {"topk", w.topk},
+          {"experts", w.experts},
+          {"alignment", w.alignment},
+          {"layout", name_of(w.layout)},
+          {"dtype", name_of(w.element)},
+          {"routing", w.routing},
+          {"seed", w.seed},
+          {"iterations", w.iters}};
+}
+
 double percentile(std::vector<double> values, double fraction) {
   std::sort(values.begin(), values.end());
   const double rank = std::ceil(fraction * static_cast<double>(values.size()));
@@ -103,23 +117,13 @@ void write_json(const Report& report, const std::string& path) {
             {"machine", report.machine.processor},
             {"build", report.machine.build},
             {"doubts", report.machine.doubts},
-            {"ranks", w.ranks},
-            {"threads", report.threads},
-            {"tokens", w.tokens},
-            {"hidden", w.hidden},
-            {"topk", w.topk},
-            {"experts", w.experts},
-            {"alignment", w.alignment},
-            {"layout", name_of(w.layout)},
-            {"dtype", name_of(w.element)},
-            {"routing", w.routing},
-            {"seed", w.seed},
-            {"iterations", w.iters},
-            {"sent_rows", report.volume.sent_rows},
-            {"all_rows", report.volume.all_rows},
-            {"row_bytes", w.row_bytes()},
-            {"rows", rows_of(report)},
-            {"notes", report.notes}};
+            {"threads", report.threads}};
+  json.update(json_of(w));
+  json.update({{"sent_rows", report.volume.sent_rows},
+               {"all_rows", report.volume.all_rows},
+               {"row_bytes", w.row_bytes()},
+               {"rows", rows_of(report)},
+               {"notes", report.notes}});
   std::ofstream file(path);
   file << json.dump(1) << "\n";
   file.close();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "table.h"
 #include "workload.h"
 
 namespace bench {
@@ -26,6 +27,9 @@ struct TableRow {
   double floor_ratio = 0;  // p50 divided by the plain copy's; 0: none
   double mpi_ratio = 0;    // MPI's p50 divided by this one; 0: none
 };
+
+// The workload's fields in files of results.
+Json json_of(const Workload& workload);
 
 double percentile(std::vector<double> values, double fraction);
 

@@ -99,20 +99,10 @@ Json json_line(const Run& run, const Case& one, const StepResult& step, const Ca
            {"operation", name_of(step.step.operation)},
            {"sms", step.blocks},
            {"sms_allowed", step.step.sms},
-           {"ranks", w.ranks},
            {"gpus", (w.ranks + per_gpu - 1) / per_gpu},
-           {"tokens", w.tokens},
-           {"hidden", w.hidden},
-           {"topk", w.topk},
-           {"experts", w.experts},
-           {"alignment", w.alignment},
-           {"layout", name_of(w.layout)},
-           {"dtype", name_of(w.element)},
-           {"routing", w.routing},
-           {"seed", w.seed},
            {"memory", memory_name(one)},
-           {"graph", one.graph},
-           {"iterations", w.iters}};
+           {"graph", one.graph}};
+  row.update(json_of(w));
   add_times(row, step.seconds, 3);
   if (moves_rows(step)) {
     row["wire_bytes"] = std::llround(bytes.wire());
