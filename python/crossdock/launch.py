@@ -135,7 +135,8 @@ def run(
     Args:
         num_ranks: how many.
         fn: a function that a rank can import: of a module, or of a program that starts its work
-            under ``if __name__ == "__main__"``. It, `args` and what it returns are pickled.
+            under ``if __name__ == "__main__"``. It, `args` and what it returns are pickled. A rank
+            that calls ``sys.exit(0)`` in it has returned None.
         args: for it.
         timeout: seconds that all of it may take; None = any time.
         hear: called with (rank, message) for everything that a rank tells by `tell`.
@@ -403,8 +404,12 @@ def _outcome(task: bytes) -> tuple[Any, ...]:
     try:
         fn, args = pickle.loads(task)
         return "returned", fn(int(os.environ["RANK"]), *args)
-    except SystemExit as error:  # its words are for people
-        return "raised", _pickled(error.with_traceback(None)), str(error), ""
+    except SystemExit as error:
+        if error.code is None or (isinstance(error.code, int) and error.code == 0):
+            return "returned", None
+        # Words there are for people.
+        text = f"ended with code {error.code}" if isinstance(error.code, int) else str(error)
+        return "raised", _pickled(error.with_traceback(None)), text, ""
     except BaseException as error:  # those of test frameworks, too
         first_line = str(error).partition("\n")[0]
         text, told = f"{type(error).__name__}: {first_line}", traceback.format_exc()

@@ -100,6 +100,24 @@ def test_a_failed_rank_is_named_with_the_reason_and_none_is_left(how, said):
     assert time.monotonic() - began < 30 and not ranks.alive()
 
 
+def _exit(rank: int, code: object) -> int:
+    if rank == 0:
+        sys.exit(code)
+    return rank
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_rank_that_exits_without_an_error_has_returned_none(code):
+    with launch.Ranks(2) as ranks:
+        assert ranks.run(_exit, code, timeout=60) == [None, 1]
+        assert ranks.alive() and ranks.run(_exit, code, timeout=60) == [None, 1]
+
+
+def test_a_rank_that_exits_with_a_number_has_failed():
+    with pytest.raises(launch.RankFailed, match="^rank 0: ended with code 3$"):
+        launch.run(2, _exit, 3, timeout=60)
+
+
 class _Mistake(Exception):
     """Pickled as its class and its one text, which the class does not take."""
 
