@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import sys
 import threading
 import time
 import traceback
@@ -60,7 +61,7 @@ def run_ranks(
     task = bytes(ForkingPickler.dumps((fn, args)))
     try:
         results = ranks.run(
-            _call, num_ranks, _core.unique_id(), task, timeout=timeout, grace=GRACE_SECONDS
+            _call, num_ranks, _core.unique_id(), task, fresh, timeout=timeout, grace=GRACE_SECONDS
         )
     except BaseException:
         ranks.kill()
@@ -83,13 +84,17 @@ def _kill_pools() -> None:
         _pools.popitem()[1].kill()
 
 
-def _call(rank: int, num_ranks: int, unique_id: bytes, task: bytes) -> Any:
+def _call(rank: int, num_ranks: int, unique_id: bytes, task: bytes, fresh: bool) -> Any:
     global _has_defaults
     if not _has_defaults:
         torch_defaults.apply()  # before the test's modules are imported
         _has_defaults = True
     fn, args = ForkingPickler.loads(task)
-    return fn(Rank(rank, num_ranks, unique_id), *args)
+    result = fn(Rank(rank, num_ranks, unique_id), *args)
+    distributed = sys.modules.get("torch.distributed")
+    if not fresh and distributed is not None and distributed.is_initialized():
+        raise AssertionError("the test leaves torch's process group to the next one on this rank")
+    return result
 
 
 def run_threads(

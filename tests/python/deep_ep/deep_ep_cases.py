@@ -7,6 +7,7 @@ reference.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -19,16 +20,30 @@ from deep_ep_reference import Batch, expert_outputs, make_batch, make_bias
 
 
 @contextlib.contextmanager
-def buffer_of(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer]:
-    """A Buffer over all ranks, destroyed at the end. With gloo it is on the CPU."""
+def process_group(me: Any, backend: str = "gloo") -> Iterator[None]:
+    """torch's process group of all ranks, which ends with the outermost of these contexts.
+
+    With gloo the ranks see no GPU.
+    """
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if not dist.is_initialized():
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group(backend, init_method=address, rank=me.rank, world_size=me.num_ranks)
-    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
-    yield buffer
-    buffer.destroy()
+    if dist.is_initialized():
+        yield
+        return
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    dist.init_process_group(backend, init_method=address, rank=me.rank, world_size=me.num_ranks)
+    yield  # a rank that raises ends as a whole
+    gc.collect()  # NCCL waits below until no graph holds one of its operations
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def buffer_of(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer]:
+    """A Buffer over all ranks, destroyed at the end. With gloo it is on the CPU."""
+    with process_group(me, backend):
+        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
+        yield buffer
+        buffer.destroy()
 
 
 def same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -360,6 +375,11 @@ def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
 
 def under_default_device(me: Any, backend: str, device: torch.device, seed: int) -> None:
     """A Buffer that is made and used while torch's own default device and dtype are others."""
+    with process_group(me, backend):  # torch itself makes none under such a default device
+        _under_default_device(me, backend, device, seed)
+
+
+def _under_default_device(me: Any, backend: str, device: torch.device, seed: int) -> None:
     batch = make_batch(seed, me.num_ranks)
     with buffer_of(me, backend) as usual:
         caller = Caller(usual, batch)

@@ -78,8 +78,11 @@ def test_handle_unpacks_as_deep_eps_six_tensors() -> None:
 
 
 def replace_buffer(me: Any) -> None:
-    with cases.buffer_of(me):  # makes the process group
-        pass
+    with cases.process_group(me):
+        replace_in_group(me)
+
+
+def replace_in_group(me: Any) -> None:
     first = Buffer(dist.group.WORLD)
     caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
     handle = caller.dispatch_checked()

@@ -37,12 +37,11 @@ class MpiComm:
 
 
 def meet_through_mpi(me: Any) -> None:
-    with cases.buffer_of(me):  # makes the process group
-        pass
-    buffer = Buffer(None, comm=MpiComm(), explicitly_destroy=True)
-    assert (buffer.rank, buffer.group_size) == (me.rank, me.num_ranks)
-    cases.everything(buffer, SEED)
-    buffer.destroy()
+    with cases.process_group(me):
+        buffer = Buffer(None, comm=MpiComm(), explicitly_destroy=True)
+        assert (buffer.rank, buffer.group_size) == (me.rank, me.num_ranks)
+        cases.everything(buffer, SEED)
+        buffer.destroy()
 
 
 def test_ranks_meet_through_mpi() -> None:
