@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <new>
 
 namespace xd {
@@ -14,34 +15,23 @@ thread_local std::array<char, 1024> g_last_error{};
 }  // namespace
 
 const char* status_name(std::int32_t status) {
-  switch (status) {
-    case XD_SUCCESS:
-      return "XD_SUCCESS";
-    case XD_ERROR_INVALID_ARGUMENT:
-      return "XD_ERROR_INVALID_ARGUMENT";
-    case XD_ERROR_MISMATCH:
-      return "XD_ERROR_MISMATCH";
-    case XD_ERROR_OVERFLOW:
-      return "XD_ERROR_OVERFLOW";
-    case XD_ERROR_TIMEOUT:
-      return "XD_ERROR_TIMEOUT";
-    case XD_ERROR_PEER_LOST:
-      return "XD_ERROR_PEER_LOST";
-    case XD_ERROR_ABORTED:
-      return "XD_ERROR_ABORTED";
-    case XD_ERROR_BUSY:
-      return "XD_ERROR_BUSY";
-    case XD_ERROR_OUT_OF_MEMORY:
-      return "XD_ERROR_OUT_OF_MEMORY";
-    case XD_ERROR_UNSUPPORTED:
-      return "XD_ERROR_UNSUPPORTED";
-    case XD_ERROR_SYSTEM:
-      return "XD_ERROR_SYSTEM";
-    case XD_ERROR_INTERNAL:
-      return "XD_ERROR_INTERNAL";
-    default:
-      return "XD_UNKNOWN_STATUS";
-  }
+  static constexpr const char* kNames[] = {
+      "XD_SUCCESS",
+      "XD_ERROR_INVALID_ARGUMENT",
+      "XD_ERROR_MISMATCH",
+      "XD_ERROR_OVERFLOW",
+      "XD_ERROR_TIMEOUT",
+      "XD_ERROR_PEER_LOST",
+      "XD_ERROR_ABORTED",
+      "XD_ERROR_BUSY",
+      "XD_ERROR_OUT_OF_MEMORY",
+      "XD_ERROR_UNSUPPORTED",
+      "XD_ERROR_SYSTEM",
+      "XD_ERROR_INTERNAL",
+  };
+  static_assert(std::size(kNames) == XD_ERROR_INTERNAL + 1, "a name for every status, by number");
+  if (status < 0 || status > XD_ERROR_INTERNAL) return "XD_UNKNOWN_STATUS";
+  return kNames[status];
 }
 
 void fail_errno(const std::string& call, int error_number) {

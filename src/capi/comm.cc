@@ -12,6 +12,28 @@
 using xd::guarded;
 using xd::guarded_on;
 
+namespace {
+
+// A call that asks or changes what is this rank's alone, also of a communicator that is finished.
+template <class Body>
+xd_status alone(const char* function, xd_comm* comm, Body&& body) {
+  return guarded_on(function, *comm->comm, [&] {
+    comm->comm->errors().check_process();
+    body(*comm->comm);
+  });
+}
+
+// A call that all ranks make together.
+template <class Body>
+xd_status take_part(const char* function, xd_comm* comm, Body&& body) {
+  return guarded_on(function, *comm->comm, [&] {
+    comm->comm->errors().check_usable();
+    body(*comm->comm);
+  });
+}
+
+}  // namespace
+
 xd_status xd_unique_id_create(const xd_unique_id_config* config, xd_unique_id* id) {
   XD_REQUIRE_GIVEN("xd_unique_id_create", id);
   return guarded("xd_unique_id_create", [&] {
@@ -53,17 +75,12 @@ xd_status xd_set_interrupt(xd_interrupt_fn ask, void* context) {
 
 xd_status xd_comm_barrier(xd_comm* comm) {
   XD_REQUIRE_GIVEN("xd_comm_barrier", comm);
-  return guarded_on("xd_comm_barrier", *comm->comm, [&] {
-    comm->comm->errors().check_usable();
-    comm->comm->collective().barrier();
-  });
+  return take_part("xd_comm_barrier", comm, [&](xd::Comm& c) { c.collective().barrier(); });
 }
 
 xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_get_info", comm);
-  return guarded_on("xd_comm_get_info", *comm->comm, [&] {
-    const xd::Comm& c = *comm->comm;
-    c.errors().check_process();
+  return alone("xd_comm_get_info", comm, [&](const xd::Comm& c) {
     xd_comm_info value XD_COMM_INFO_INIT;
     value.rank = c.rank();
     value.num_ranks = c.num_ranks();
@@ -76,10 +93,9 @@ xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
 
 xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_error", comm);
-  return guarded_on("xd_comm_error", *comm->comm, [&] {
-    comm->comm->errors().check_process();
+  return alone("xd_comm_error", comm, [&](xd::Comm& c) {
     xd_error_info value XD_ERROR_INFO_INIT;
-    if (const xd::FatalError* error = comm->comm->errors().fatal_error()) {
+    if (const xd::FatalError* error = c.errors().fatal_error()) {
       value.status = xd::status_of(*error);
       value.phase = static_cast<xd_phase>(error->phase);
       value.rank = error->rank;
@@ -88,8 +104,7 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
       value.operation = error->operation;
       value.expected_epoch = error->expected_epoch;
       value.seen_epoch = error->seen_epoch;
-      std::strncpy(value.text, comm->comm->errors().text_of(*error).c_str(),
-                   sizeof(value.text) - 1);
+      std::strncpy(value.text, c.errors().text_of(*error).c_str(), sizeof(value.text) - 1);
     }
     xd::write_struct("info", info, value);
   });
@@ -99,59 +114,47 @@ xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr) {
   XD_REQUIRE_GIVEN("xd_mem_alloc", comm);
   XD_REQUIRE_GIVEN("xd_mem_alloc", ptr);
   *ptr = nullptr;
-  return guarded_on("xd_mem_alloc", *comm->comm, [&] {
-    comm->comm->errors().check_process();
-    *ptr = comm->comm->heap().allocate(bytes);
-  });
+  return alone("xd_mem_alloc", comm, [&](xd::Comm& c) { *ptr = c.heap().allocate(bytes); });
 }
 
 xd_status xd_mem_free(xd_comm* comm, void* ptr) {
   XD_REQUIRE_GIVEN("xd_mem_free", comm);
-  return guarded_on("xd_mem_free", *comm->comm, [&] {
-    comm->comm->errors().check_process();
+  return alone("xd_mem_free", comm, [&](xd::Comm& c) {
     if (ptr == nullptr) return;
-    XD_REQUIRE(comm->comm->heap().release(ptr), "ptr = ", ptr,
+    XD_REQUIRE(c.heap().release(ptr), "ptr = ", ptr,
                ", expected the start of a live allocation of this rank");
   });
 }
 
 xd_status xd_mem_grow(xd_comm* comm, size_t bytes) {
   XD_REQUIRE_GIVEN("xd_mem_grow", comm);
-  return guarded_on("xd_mem_grow", *comm->comm, [&] {
-    comm->comm->errors().check_usable();
-    comm->comm->memory().grow(bytes);
-  });
+  return take_part("xd_mem_grow", comm, [&](xd::Comm& c) { c.memory().grow(bytes); });
 }
 
 xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration) {
   XD_REQUIRE_GIVEN("xd_mem_register", comm);
   XD_REQUIRE_GIVEN("xd_mem_register", registration);
   *registration = -1;
-  return guarded_on("xd_mem_register", *comm->comm, [&] {
-    comm->comm->errors().check_usable();
-    *registration = comm->comm->memory().enlist(ptr, bytes);
-  });
+  return take_part("xd_mem_register", comm,
+                   [&](xd::Comm& c) { *registration = c.memory().enlist(ptr, bytes); });
 }
 
 xd_status xd_mem_deregister(xd_comm* comm, int32_t registration) {
   XD_REQUIRE_GIVEN("xd_mem_deregister", comm);
-  return guarded_on("xd_mem_deregister", *comm->comm, [&] {
-    comm->comm->errors().check_usable();
-    comm->comm->memory().delist(registration);
-  });
+  return take_part("xd_mem_deregister", comm,
+                   [&](xd::Comm& c) { c.memory().delist(registration); });
 }
 
 xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info) {
   XD_REQUIRE_GIVEN("xd_mem_get_info", comm);
-  return guarded_on("xd_mem_get_info", *comm->comm, [&] {
-    comm->comm->errors().check_process();
-    const auto usage = comm->comm->heap().usage();
+  return alone("xd_mem_get_info", comm, [&](xd::Comm& c) {
+    const auto usage = c.heap().usage();
     xd_mem_info value XD_MEM_INFO_INIT;
     value.total_bytes = usage.total;
     value.used_bytes = usage.used;
     value.largest_free_bytes = usage.largest_free;
     value.segments = usage.segments;
-    value.huge_pages = comm->comm->heap().huge_pages() ? 1 : 0;
+    value.huge_pages = c.heap().huge_pages() ? 1 : 0;
     xd::write_struct("info", info, value);
   });
 }
@@ -159,13 +162,11 @@ xd_status xd_mem_get_info(xd_comm* comm, xd_mem_info* info) {
 xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle) {
   XD_REQUIRE_GIVEN("xd_mem_export", comm);
   XD_REQUIRE_GIVEN("xd_mem_export", handle);
-  return guarded_on("xd_mem_export", *comm->comm, [&] {
-    comm->comm->errors().check_process();
-    const auto place = comm->comm->heap().find(ptr, 1);
+  return alone("xd_mem_export", comm, [&](xd::Comm& c) {
+    const auto place = c.heap().find(ptr, 1);
     XD_REQUIRE(place, "ptr = ", ptr, ", expected an address in this rank's symmetric memory");
-    *handle = {.rank = comm->comm->rank(),
-               .segment = static_cast<int32_t>(place->segment),
-               .offset = place->offset};
+    *handle = {
+        .rank = c.rank(), .segment = static_cast<int32_t>(place->segment), .offset = place->offset};
   });
 }
 
@@ -174,11 +175,10 @@ xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr) 
   XD_REQUIRE_GIVEN("xd_mem_import", handle);
   XD_REQUIRE_GIVEN("xd_mem_import", ptr);
   *ptr = nullptr;
-  return guarded_on("xd_mem_import", *comm->comm, [&] {
-    comm->comm->errors().check_process();
-    XD_REQUIRE(handle->rank >= 0 && handle->rank < comm->comm->num_ranks(),
-               "handle.rank = ", handle->rank, ", expected 0 to ", comm->comm->num_ranks() - 1);
-    *ptr = comm->comm->heap().address(
+  return alone("xd_mem_import", comm, [&](xd::Comm& c) {
+    XD_REQUIRE(handle->rank >= 0 && handle->rank < c.num_ranks(), "handle.rank = ", handle->rank,
+               ", expected 0 to ", c.num_ranks() - 1);
+    *ptr = c.heap().address(
         handle->rank, {.segment = static_cast<uint32_t>(handle->segment), .offset = handle->offset},
         1);
     XD_REQUIRE(*ptr != nullptr, "handle: rank ", handle->rank, " has no place at segment ",

@@ -49,7 +49,8 @@ class DeviceRunner {
   // Called while the sequence is made. Throws OUT_OF_MEMORY.
   void allocate() {
     const int device = device_id();
-    memory_.control = cuda::DeviceBuffer(device, sizeof(Control), "a group's control block");
+    memory_.control =
+        cuda::DeviceBuffer(device, sizeof(Control), "the control block of a sequence");
     memory_.report = cuda::PinnedBlock(device, sizeof(Report));
     memory_.last_look = cuda::PinnedBlock(device, sizeof(DeviceControl::owner));
   }
@@ -182,12 +183,7 @@ std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
       failed_calls_.forget(launch);
       return 0;
     }
-    const int rank = sequence_.rank();
-    sequence_.comm().errors().raise({.status = XD_ERROR_INTERNAL,
-                                     .rank = rank,
-                                     .peer = rank,
-                                     .group = sequence_.number(),
-                                     .operation = operation},
+    sequence_.comm().errors().raise(sequence_.own_fatal_error(XD_ERROR_INTERNAL, operation),
                                     Spread::everywhere);
   }
   return launch;

@@ -80,12 +80,7 @@ class HostRunner {
   };
 
   [[noreturn]] void fail_busy(std::int32_t operation) {
-    const int rank = sequence_.rank();
-    sequence_.comm().errors().raise_and_throw({.status = XD_ERROR_BUSY,
-                                               .rank = rank,
-                                               .peer = rank,
-                                               .group = sequence_.number(),
-                                               .operation = operation},
+    sequence_.comm().errors().raise_and_throw(sequence_.own_fatal_error(XD_ERROR_BUSY, operation),
                                               Spread::everywhere);
   }
 

@@ -49,6 +49,11 @@ class Sequence {
   [[noreturn]] static void give_back(const Setback<Family>& setback, std::int32_t operation,
                                      std::uint64_t epoch);
 
+  // An error of this rank's own part in an operation, which finishes the communicator.
+  FatalError own_fatal_error(xd_status status, std::int32_t operation) const {
+    return {
+        .status = status, .rank = rank(), .peer = rank(), .group = number_, .operation = operation};
+  }
   // The communicator's account of a setback, where the sequence's errors are fatal.
   Cause cause(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch) const;
 
