@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from crossdock import launch
+from crossdock.cli import _console
 from crossdock.deep_ep import Buffer, Config
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: longer than a host needs to enqueue one iteration
@@ -203,20 +204,18 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         print(
             f"{options.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
             f"T={options.tokens} H={options.hidden} K={options.topk} E={options.experts} bf16, "
-            f"{options.iterations} iterations\n{'operation':20}  SMs   p50 us   p99 us",
+            f"{options.iterations} iterations",
             flush=True,
         )
     for num_sms in (int(text) for text in options.sms.split(",")):
-        for line in measure(options, rank, num_sms):
-            lines.append(json.dumps(line))
-            if rank == 0:
-                print(
-                    f"{line['operation']:20}{num_sms:5}{line['p50_us']:9}{line['p99_us']:9}",
-                    flush=True,
-                )
+        lines += measure(options, rank, num_sms)
+    if rank == 0:
+        keys = ("operation", "sms", "p50_us", "p99_us")
+        cells = [[str(line[key]) for key in keys] for line in lines]
+        _console.table(("operation", "SMs", "p50 us", "p99 us"), cells, right=3)
     if rank == 0 and options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     dist.destroy_process_group()
 
 

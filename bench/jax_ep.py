@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from crossdock import launch
+from crossdock.cli import _console
 
 COLUMNS = ("operation", "mode", "ranks", "p50_us", "p99_us")
 
@@ -181,9 +182,8 @@ def run(rank: int, options: argparse.Namespace, port: int) -> None:
 
 
 def show(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    print("".join(f"{column:>12}" for column in COLUMNS))
-    for row in rows:
-        print("".join(f"{row[column]:>12}" for column in COLUMNS))
+    cells = [[str(row[column]) for column in COLUMNS] for row in rows]
+    _console.table(COLUMNS, cells, right=len(COLUMNS) - 2)
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
         with open(options.json, "w") as file:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import crossdock.torch as xd
+from crossdock.cli import _console
 
 BATCHES, CALLS = 100, 100
 TOKENS, HIDDEN, EXPERTS, TOPK = 4, 64, 4, 2
@@ -142,12 +143,13 @@ def main() -> None:
         f"host time per call in microseconds; {device}, torch {torch.__version__}, "
         f"Python {platform.python_version()}"
     )
-    print(f"{'':10}{'gradients':>10}{'call':>9}{'empty operator':>16}{'beyond it':>11}")
-    for row in rows:
-        print(
-            f"{row['op']:10}{'yes' if row['grad'] else 'no':>10}{row['call_us']:9.1f}"
-            f"{row['empty_us']:16.1f}{row['beyond_us']:11.1f}"
-        )
+    cells = [
+        [row["op"], "yes" if row["grad"] else "no"]
+        + [f"{row[key]:.1f}" for key in ("call_us", "empty_us", "beyond_us")]
+        for row in rows
+    ]
+    header = ("operation", "gradients", "call", "empty operator", "beyond it")
+    _console.table(header, cells, right=3)
     worst = max(row["beyond_us"] for row in rows)
     print(f"{'met' if worst <= TARGET_US else 'MISSED'}: at most {TARGET_US:.0f} beyond it")
 
