@@ -30,13 +30,10 @@ Batch::Batch(const Rank& rank, const Case& c, int number, Place place)
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
       topk_(c.topk_of(number)),
       routed_(c.placement(number), c.choices(number)) {
-  std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(rank.rank);
-  ok(xd_ep_plan_size(&config, &plan_bytes));
-  plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+  plan_ = make_plan(rank, config);
   plan_.fill(kPoison);
-  prepare_args.plan = plan_.data();
-  prepare_args.plan_bytes = plan_.bytes();
+  set_plan(prepare_args, plan_);
   use_plan(plan_.data(), plan_.bytes());
   add_prepare(c);
   add_dispatch(c);

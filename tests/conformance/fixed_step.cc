@@ -27,12 +27,6 @@ std::int64_t capacity_of(const xd_ep_config& config) {
   return rows;
 }
 
-std::size_t plan_bytes(const xd_ep_config& config) {
-  std::size_t bytes = 0;
-  ok(xd_ep_plan_size(&config, &bytes));
-  return bytes;
-}
-
 }  // namespace
 
 xd_ep_config FixedShape::config(int num_ranks) const {
@@ -62,7 +56,7 @@ FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
       config_(shape.config(rank.num_ranks)),
       rows_(capacity_of(config_)),
       hidden_(kHidden),
-      plan_(rank, plan_bytes(config_), Place::ordinary),
+      plan_(make_plan(rank, config_)),
       topk_idx_(rank, kI64, {shape_.tokens, kTopk}),
       tokens_(rank, shape.dtype, {shape_.tokens, kHidden}),
       topk_weights_(rank, kF32, {shape_.tokens, kTopk}),
@@ -144,15 +138,13 @@ void FixedStep::load(int number, bool spoiled) {
 
 xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation) {
   const auto with_plan = [&](auto args) {
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     return args;
   };
   if (operation == XD_EP_PREPARE) {
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx_.dl();
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     return xd_ep_prepare(group, &args, rank_.stream());
   }
   if (operation == XD_EP_DISPATCH) {

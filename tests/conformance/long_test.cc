@@ -52,9 +52,7 @@ class LongRun {
     config_.num_ranks = rank.num_ranks;
     group_ = make_group(rank.comm, config_);
     ok(xd_ep_recv_bound(&config_, &bound_));
-    std::size_t plan_bytes = 0;
-    ok(xd_ep_plan_size(&config_, &plan_bytes));
-    plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+    plan_ = make_plan(rank, config_);
   }
 
   // Dispatch, then combine what arrived: each token comes back as often as it was sent.
@@ -96,20 +94,17 @@ class LongRun {
     Tensor out(rank_, kF32, tokens.shape());
     xd_ep_prepare_args prepare = XD_EP_PREPARE_ARGS_INIT;
     prepare.topk_idx = topk_idx.dl();
-    prepare.plan = plan_.data();
-    prepare.plan_bytes = plan_.bytes();
+    set_plan(prepare, plan_);
     random_delay(delays_);
     ok(xd_ep_prepare(group_.get(), &prepare, rank_.stream()));
     xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
-    dispatch.plan = plan_.data();
-    dispatch.plan_bytes = plan_.bytes();
+    set_plan(dispatch, plan_);
     dispatch.tokens = tokens.dl();
     dispatch.recv_tokens = rows.dl();
     random_delay(delays_);
     ok(xd_ep_dispatch(group_.get(), &dispatch, rank_.stream()));
     xd_ep_combine_args combine = XD_EP_COMBINE_ARGS_INIT;
-    combine.plan = plan_.data();
-    combine.plan_bytes = plan_.bytes();
+    set_plan(combine, plan_);
     combine.expert_out = rows.dl();
     combine.out = out.dl();
     random_delay(delays_);

@@ -79,16 +79,13 @@ class SignallingNaN : public testing::TestWithParam<std::tuple<Payload, Place>> 
     Buffer bytes;
     template <class Args>
     void into(Args& args) const {
-      args.plan = bytes.data();
-      args.plan_bytes = bytes.bytes();
+      set_plan(args, bytes);
     }
   };
   Plan prepare(const Rank& rank) const {
     const xd_ep_config wanted = config(rank);
     Plan plan{make_group(rank.comm, wanted), {}};
-    std::size_t bytes = 0;
-    ok(xd_ep_plan_size(&wanted, &bytes));
-    plan.bytes = Buffer(rank, bytes, Place::ordinary);
+    plan.bytes = make_plan(rank, wanted);
     Tensor topk_idx(rank, kI32, {kTokens, kTopk});
     topk_idx.write(ids(rank));
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;

@@ -55,14 +55,11 @@ class WorstRouting : public testing::TestWithParam<Worst> {
     }
     Tensor topk_idx(rank, kI32, {kTokens, GetParam().topk});
     topk_idx.write(ids);
-    std::size_t plan_bytes = 0;
-    ok(xd_ep_plan_size(&config, &plan_bytes));
-    Buffer plan(rank, plan_bytes, Place::ordinary);
+    Buffer plan = make_plan(rank, config);
     Tensor total(rank, kI64, {1});
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx.dl();
-    args.plan = plan.data();
-    args.plan_bytes = plan.bytes();
+    set_plan(args, plan);
     args.total = total.dl();
     const Outcome outcome = finish(rank, group, xd_ep_prepare(group, &args, rank.stream()));
     if (rank.rank == 0) {
@@ -118,14 +115,11 @@ TEST(Overflow, ACapacityIsRoundedDownToThePlansAlignment) {
     xd_ep_config config = c.config(rank.rank);
     config.recv_capacity = 8 * 64 + 7;
     const Group group = make_group(rank.comm, config);
-    std::size_t plan_bytes = 0;
-    ok(xd_ep_plan_size(&config, &plan_bytes));
-    Buffer plan(rank, plan_bytes, Place::ordinary);
+    Buffer plan = make_plan(rank, config);
     for (const int alignment : {0, 8, 4, 2, 1}) {
       SCOPED_TRACE("alignment " + std::to_string(alignment));
       Batch batch(rank, c);
-      batch.prepare_args.plan = plan.data();
-      batch.prepare_args.plan_bytes = plan.bytes();
+      set_plan(batch.prepare_args, plan);
       batch.prepare_args.alignment = alignment;
       batch.prepare(group.get());
       const std::vector<std::byte> bytes = plan.read();

@@ -76,11 +76,9 @@ TEST_P(Plan, ServesAGroupOfOtherBoundsOnTopkAndAlignment) {
     wide.recv_capacity = narrow.recv_capacity;
     wide.max_topk = c.topk + 4;
     wide.alignment = 2 * c.alignment;
-    std::size_t plan_bytes = 0;
-    ok(xd_ep_plan_size(&wide, &plan_bytes));
     const Group first = make_group(rank.comm, wide), second = make_group(rank.comm, narrow);
     Step made(rank, c, first.get(), 0);
-    made.exchange_plan(Buffer(rank, plan_bytes, Place::ordinary));
+    made.exchange_plan(make_plan(rank, wide));
     made.prepare();
     Step used(rank, c, second.get(), 0);
     used.exchange_plan(std::move(made.plan()));
@@ -97,13 +95,10 @@ TEST_P(Plan, OfALargerAlignmentThanTheGroupsIsRefused) {
     coarse.alignment = 2 * c.alignment;
     ok(xd_ep_recv_bound(&coarse, &coarse.recv_capacity));
     fine.recv_capacity = coarse.recv_capacity;
-    std::size_t plan_bytes = 0;
-    ok(xd_ep_plan_size(&coarse, &plan_bytes));
     const Group first = make_group(rank.comm, coarse), second = make_group(rank.comm, fine);
-    Buffer plan(rank, plan_bytes, Place::ordinary);
+    Buffer plan = make_plan(rank, coarse);
     Batch batch(rank, c);
-    batch.prepare_args.plan = plan.data();
-    batch.prepare_args.plan_bytes = plan.bytes();
+    set_plan(batch.prepare_args, plan);
     batch.prepare(first.get());
     batch.use_plan(plan.data(), plan.bytes());
     const Outcome outcome = batch.call(second.get(), XD_EP_DISPATCH_BWD);

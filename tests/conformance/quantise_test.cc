@@ -65,9 +65,7 @@ class Ring {
     config.num_ranks = rank.num_ranks;
     config.recv_capacity = config.max_tokens_per_rank;
     group_ = make_group(rank.comm, config);
-    std::size_t plan_bytes = 0;
-    ok(xd_ep_plan_size(&config, &plan_bytes));
-    plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+    plan_ = make_plan(rank, config);
   }
 
   // `mode`: the calling thread's, if it is not the usual one.
@@ -84,8 +82,7 @@ class Ring {
     Tensor recv_tokens(rank_, kE4m3, {rows, hidden_});
     Tensor recv_scales(rank_, way_.scale_type, {rows, hidden_ / way_.block});
     xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     args.tokens = tokens.dl();
     args.recv_tokens = recv_tokens.dl();
     args.recv_scales = recv_scales.dl();
@@ -117,8 +114,7 @@ class Ring {
                                              (rank_.rank + 1) % rank_.num_ranks));
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx.dl();
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     ok(finish(rank_, group_.get(), xd_ep_prepare(group_.get(), &args, rank_.stream())));
   }
 

@@ -50,15 +50,12 @@ class ScaleRows : public testing::TestWithParam<Circumstances> {
 };
 
 Buffer prepared_plan(const Rank& rank, xd_ep_group* group, const xd_ep_config& config) {
-  std::size_t bytes = 0;
-  ok(xd_ep_plan_size(&config, &bytes));
-  Buffer plan(rank, bytes, Place::ordinary);
+  Buffer plan = make_plan(rank, config);
   Tensor topk_idx(rank, kI32, {kTokens, 1});
   topk_idx.write(std::vector<std::int32_t>(kTokens, (rank.rank + 1) % rank.num_ranks));
   xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = topk_idx.dl();
-  args.plan = plan.data();
-  args.plan_bytes = plan.bytes();
+  set_plan(args, plan);
   ok(finish(rank, group, xd_ep_prepare(group, &args, rank.stream())));
   return plan;
 }
@@ -85,8 +82,7 @@ TEST_P(ScaleRows, OfEveryLengthArriveAtAnyElementOfEveryRanksTensor) {
       const Spread shifted{.shift = 1 + rank.rank % 3, .strides = {}};
       Tensor recv_scales(rank, type, {kTokens, columns}, place, shifted);
       xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
-      args.plan = plan.data();
-      args.plan_bytes = plan.bytes();
+      set_plan(args, plan);
       args.tokens = tokens.dl();
       args.scales = scales.dl();
       args.recv_tokens = recv_tokens.dl();

@@ -29,10 +29,8 @@ Step::Step(const Rank& rank, const Case& c, xd_ep_group* group, int number)
       topk_(c.topk_of(number)),
       routed_(c.placement(number), c.choices(number)),
       row_units_(c.row_units) {
-  std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(rank.rank);
-  ok(xd_ep_plan_size(&config, &plan_bytes));
-  plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+  plan_ = make_plan(rank, config);
   plan_.fill(kPoison);
   // Every other batch has rows that may be shorter than the group's.
   const int least = c.least_row_units();

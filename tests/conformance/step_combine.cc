@@ -22,8 +22,7 @@ void Step::combine() {
   Tensor out = output(case_.dtype, {tokens(), columns}, false);
 
   xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   args.expert_out = expert_out.dl();
   args.weights = weighted ? weights.dl() : nullptr;
   args.out = out.dl();
@@ -64,8 +63,7 @@ void Step::combine_bwd() {
   Tensor grad_weights = output(kF32, {rows}, true, Grain::elements);
 
   xd_ep_combine_bwd_args args = XD_EP_COMBINE_BWD_ARGS_INIT;
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   args.grad_out = grad_out.dl();
   args.weights = weighted ? weights.dl() : nullptr;
   args.expert_out = dot ? expert_out.dl() : nullptr;
@@ -114,8 +112,7 @@ void Step::combine_bwd_copied() {
   const bool with_scales = common_chance(14) % 4 != 0;
 
   xd_ep_combine_bwd_args args = XD_EP_COMBINE_BWD_ARGS_INIT;
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   args.grad_out = grad_out.dl();
   args.grad_out_scales = with_scales ? scales.dl() : nullptr;
   args.grad_expert_out = grad_expert_out.dl();

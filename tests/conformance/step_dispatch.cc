@@ -97,8 +97,7 @@ void Step::dispatch() {
   const bool with_idx = case_.layout == XD_EP_RANK_MAJOR && common_chance(6) % 4 != 0;
 
   xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   args.tokens = tokens_in.dl();
   args.scales = p.scaled ? scales.dl() : nullptr;
   args.topk_weights = case_.weights ? weights.dl() : nullptr;
@@ -169,8 +168,7 @@ void Step::dispatch_bwd() {
   const bool with_weights = !with_tokens || common_chance(9) % 2 == 0;
 
   xd_ep_dispatch_bwd_args args = XD_EP_DISPATCH_BWD_ARGS_INIT;
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   args.grad_recv_tokens = with_tokens ? grad_recv_tokens.dl() : nullptr;
   args.grad_tokens = with_tokens ? grad_tokens.dl() : nullptr;
   args.grad_recv_weights = with_weights ? grad_recv_weights.dl() : nullptr;

@@ -47,8 +47,7 @@ void Step::prepare() {
       Grain::elements);
   xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = topk_idx.dl();
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   if (case_.alignments == PerPlan::own) args.alignment = routed_.placement().alignment;
   // In some batches each rank leaves out which outputs it likes.
   const std::uint64_t left_out = common_chance(2) % 4 == 0 ? own_chance(2) : 0;
@@ -81,8 +80,7 @@ void Step::expect_row_experts() {
   const DLDataType type = own_chance(22) % 2 == 0 ? kI32 : kI64;
   Tensor row_experts = output(type, {rows}, false, Grain::elements);
   xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.bytes();
+  set_plan(args, plan_);
   args.row_experts = row_experts.dl();
   const xd_status status = xd_ep_plan_row_experts(group_, &args, rank_.stream());
   if (case_.layout == XD_EP_RANK_MAJOR) {

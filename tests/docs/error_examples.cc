@@ -36,10 +36,8 @@ struct Small {
   Small(Rank& of, const std::string& name, int timeout_ms = Rank::kTimeoutMs)
       : rank(of), comm(rank.another_comm(name, kHeapBytes, timeout_ms)) {
     group = make_group(comm.get(), small_config());
-    std::size_t bytes = 0;
     const xd_ep_config config = small_config();
-    ok(xd_ep_plan_size(&config, &bytes));
-    plan = Buffer(rank, bytes, Place::ordinary);
+    plan = make_plan(rank, config);
   }
 
   xd_status prepare(int topk = 2) {
@@ -47,16 +45,14 @@ struct Small {
     topk_idx.write(std::vector<std::int32_t>(static_cast<std::size_t>(topk), -1));
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx.dl();
-    args.plan = plan.data();
-    args.plan_bytes = plan.bytes();
+    set_plan(args, plan);
     return xd_ep_prepare(group.get(), &args, nullptr);
   }
 
   xd_status combine(const Buffer& with_plan) {
     Tensor rows(rank, kBf16, {4, 8}), out(rank, kBf16, {1, 8});
     xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
-    args.plan = with_plan.data();
-    args.plan_bytes = with_plan.bytes();
+    set_plan(args, with_plan);
     args.expert_out = rows.dl();
     args.out = out.dl();
     return xd_ep_combine(group.get(), &args, nullptr);

@@ -122,17 +122,14 @@ class Example {
     config.dtype = kF32;
     config.alignment = 2;
     group_ = make_group(rank.comm, config);
-    std::size_t bytes = 0;
-    ok(xd_ep_plan_size(&config, &bytes));
-    plan_ = Buffer(rank, bytes, Place::ordinary);
+    plan_ = make_plan(rank, config);
   }
 
   xd_status prepare() {
     topk_idx_.write(batch_.topk_idx);
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx_.dl();
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     args.counts = counts_.dl();
     args.padded_counts = padded_.dl();
     args.offsets = offsets_.dl();
@@ -165,8 +162,7 @@ class Example {
     recv_tokens_.write(std::vector<float>(std::size_t{kRows} * kHidden, kUntouched));
     recv_weights_.write(std::vector<float>(at(kRows * weights_per_row()), kUntouched));
     xd_ep_dispatch_args args = XD_EP_DISPATCH_ARGS_INIT;
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     args.tokens = tokens_.dl();
     args.topk_weights = weights_.dl();
     args.recv_tokens = recv_tokens_.dl();
@@ -191,8 +187,7 @@ class Example {
 
   void combine() {
     xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
-    args.plan = plan_.data();
-    args.plan_bytes = plan_.bytes();
+    set_plan(args, plan_);
     args.expert_out = expert_out_.dl();
     if (layout_ == XD_EP_EXPERT_MAJOR) args.weights = recv_weights_.dl();
     args.out = out_tokens_.dl();
@@ -210,8 +205,7 @@ class Example {
   void backward() {
     grad_out_.write(std::vector<float>(at(batch_.tokens() * kHidden), 1));
     xd_ep_combine_bwd_args combine = XD_EP_COMBINE_BWD_ARGS_INIT;
-    combine.plan = plan_.data();
-    combine.plan_bytes = plan_.bytes();
+    set_plan(combine, plan_);
     combine.grad_out = grad_out_.dl();
     combine.expert_out = expert_out_.dl();
     combine.weights = recv_weights_.dl();
@@ -225,8 +219,7 @@ class Example {
     table.add("grad_weights", grad_weights_.read_as<float>(), 1);
     grad_rows_.write(times_experts(rows));
     xd_ep_dispatch_bwd_args dispatch = XD_EP_DISPATCH_BWD_ARGS_INIT;
-    dispatch.plan = plan_.data();
-    dispatch.plan_bytes = plan_.bytes();
+    set_plan(dispatch, plan_);
     dispatch.grad_recv_tokens = grad_rows_.dl();
     dispatch.grad_recv_weights = grad_weights_.dl();
     dispatch.grad_tokens = out_tokens_.dl();

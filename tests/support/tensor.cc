@@ -126,6 +126,12 @@ bool Buffer::guards_intact() const {
   return std::ranges::all_of(guards, [](std::byte byte) { return byte == kGuardByte; });
 }
 
+Buffer make_plan(const Rank& rank, const xd_ep_config& config) {
+  std::size_t bytes = 0;
+  ok(xd_ep_plan_size(&config, &bytes));
+  return Buffer(rank, bytes, Place::ordinary);
+}
+
 Tensor::Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape, Place place,
                Spread spread)
     : type_(type),

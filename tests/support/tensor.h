@@ -1,6 +1,7 @@
 // Tensors and plans for tests: device memory with guard zones on both sides, described by DLPack.
 #pragma once
 
+#include <crossdock/ep.h>
 #include <crossdock/tensor.h>
 
 #include <cstddef>
@@ -61,6 +62,16 @@ class Buffer {
   std::byte* base_ = nullptr;
   std::size_t bytes_ = 0;
 };
+
+// Memory for a plan of a group with this config.
+Buffer make_plan(const Rank& rank, const xd_ep_config& config);
+
+// Sets the plan in an operation's arguments.
+template <class Args>
+void set_plan(Args& args, const Buffer& plan) {
+  args.plan = plan.data();
+  args.plan_bytes = plan.bytes();
+}
 
 // The byte that fills outputs before the call, and that the library should never pass on from an
 // input.
