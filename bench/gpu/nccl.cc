@@ -2,11 +2,9 @@
 
 #include <dlfcn.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <filesystem>
-#include <memory>
 #include <stdexcept>
+
+#include "../../tests/support/open_nccl.h"
 
 namespace bench::gpu {
 namespace {
@@ -37,32 +35,6 @@ struct Library {
   }
 };
 
-std::string python_folder() {
-  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(
-      ::popen("python3 -c 'import importlib.util as u; "
-              "print(list(u.find_spec(\"nvidia.nccl\").submodule_search_locations)[0])' "
-              "2>/dev/null",
-              "re"),
-      ::pclose);
-  char line[4096] = {};
-  if (!pipe || std::fgets(line, sizeof(line), pipe.get()) == nullptr) return "";
-  std::string folder(line);
-  return folder.substr(0, folder.find('\n')) + "/lib";
-}
-
-void* open_library() {
-  constexpr const char* kName = "libnccl.so.2";
-  const auto open = [](const std::string& path) {
-    return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  };
-  if (const char* const path = std::getenv("XD_NCCL_LIB"); path != nullptr && *path != '\0') {
-    return open(std::filesystem::is_directory(path) ? std::string(path) + "/" + kName : path);
-  }
-  if (void* const found = open(kName)) return found;
-  const std::string folder = python_folder();
-  return folder.empty() ? nullptr : open(folder + "/" + kName);
-}
-
 template <class Function>
 void load(void* handle, const char* name, Function& function, std::string& missing) {
   function = reinterpret_cast<Function>(::dlsym(handle, name));
@@ -71,7 +43,7 @@ void load(void* handle, const char* name, Function& function, std::string& missi
 
 Library load_library() {
   Library library;
-  void* const handle = open_library();
+  void* const handle = xd::test::open_nccl();
   if (handle == nullptr) {
     library.state.unavailable = "libnccl.so.2 was not found (XD_NCCL_LIB may name it)";
     return library;

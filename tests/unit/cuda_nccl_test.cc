@@ -3,14 +3,11 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <filesystem>
-
 #include "bootstrap/nccl.h"
 #include "comm/comm.h"
 #include "comm/feature.h"
 #include "cuda/device.h"
+#include "support/open_nccl.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
@@ -27,27 +24,6 @@ struct Nccl {
   int (*comm_abort)(NcclComm) = nullptr;
   int (*comm_destroy)(NcclComm) = nullptr;
 };
-
-// Where XD_NCCL_LIB says, or the system, or the Python package nvidia-nccl.
-void* open_nccl() {
-  const auto open = [](const std::string& path) {
-    return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  };
-  constexpr const char* kName = "libnccl.so.2";
-  if (const char* const path = std::getenv("XD_NCCL_LIB"); path != nullptr && *path != '\0')
-    return open(std::filesystem::is_directory(path) ? std::string(path) + "/" + kName : path);
-  if (void* const found = open(kName)) return found;
-  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(
-      ::popen("python3 -c 'import importlib.util as u; "
-              "print(list(u.find_spec(\"nvidia.nccl\").submodule_search_locations)[0])' "
-              "2>/dev/null",
-              "re"),
-      ::pclose);
-  char line[4096] = {};
-  if (!pipe || std::fgets(line, sizeof(line), pipe.get()) == nullptr) return nullptr;
-  const std::string folder(line);
-  return open(folder.substr(0, folder.find('\n')) + "/lib/" + kName);
-}
 
 class CudaNccl : public testing::Test {
  protected:
