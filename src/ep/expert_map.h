@@ -21,6 +21,7 @@ struct ExpertMap {
   const std::uint32_t* seat_ranks = nullptr;  // [E+1] rank of each seat, and W
   const std::uint32_t* firsts = nullptr;      // [W+1] first seat of each rank, and E
 
+  constexpr bool has_tables() const { return each == 0; }
   constexpr int seat_of(int expert) const {
     return each > 0 ? expert : static_cast<int>(seats[expert]);
   }

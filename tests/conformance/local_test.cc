@@ -176,6 +176,25 @@ TEST(RoutingLayout, OfManyTokensIsExact) {
   });
 }
 
+// 4096 experts are the most that devices take.
+TEST(RoutingLayout, OfManyExpertsAnywhereIsExact) {
+  on_every_rank([](Rank& rank) {
+    Random random(mix(test_seed(), 0x1D, static_cast<std::uint64_t>(rank.rank)));
+    Routing routing = {
+        .num_ranks = rank.num_ranks, .experts = 4096, .tokens = 1031, .topk = 6, .ids = {}};
+    for (std::int64_t e = 0; e < routing.experts; ++e) {
+      routing.expert_ranks.push_back(
+          static_cast<std::int32_t>(random.below(static_cast<std::uint64_t>(rank.num_ranks))));
+    }
+    for (std::int64_t i = 0; i < routing.tokens * routing.topk; ++i) {
+      routing.ids.push_back(static_cast<std::int64_t>(random.below(4096)));
+    }
+    LayoutCall call(rank, routing, rank.rank % 2 == 0);
+    ok(call.call());
+    call.expect(layout_of(routing));
+  });
+}
+
 TEST(RoutingLayout, IsOneRanksOwnAffair) {
   on_every_rank([](Rank& rank) {
     if (rank.rank != 0) return;  // no peer calls anything

@@ -140,6 +140,7 @@ class CudaGroup final : public Group {
   Segments segments_;
   xd::cuda::DeviceBuffer scratch_, tables_;
   GroupDevice device_{};
+  ExpertMap experts_;  // with tables in device memory
   LossCounter losses_;
   Runner runner_{*this, config().fatal_errors,
                  [this](const Report& report) { return setback_of(report, *this); },
@@ -201,9 +202,6 @@ void CudaGroup::check_limits() const {
          " experts, expected at most ", kMaxDeviceRanks, " and ", kMaxDeviceExperts,
          " on CUDA devices");
   }
-  if (config().map().each == 0) {
-    fail(XD_ERROR_UNSUPPORTED, "config.expert_ranks: given, expected NULL on CUDA devices");
-  }
   // Counts are 32-bit.
   if (at(config().ranks) * at(config().max_tokens) > UINT32_MAX / 2) {
     fail(XD_ERROR_UNSUPPORTED, "config.max_tokens_per_rank = ", config().max_tokens, " on ",
@@ -244,16 +242,18 @@ void CudaGroup::describe_group() {
                                      .items = c.keeps.items ? c.capacity : 0,
                                      .ranks = c.ranks})
                           .code;
-  g.codec_experts = static_cast<std::uint32_t>(c.layout.codes_per_row(c.local_experts));
+  g.codec_experts = static_cast<std::uint32_t>(c.layout.codes_per_row(c.most_local_experts()));
   g.control = runner_.control();
   g.report = runner_.report();
   g.map = GroupMap::make(c);
   g.chunk_stride = summed_chunks().bound(c.max_tokens);
+  g.kept_stride = c.most_local_experts();
   g.lists_stride = GroupMap::list_words(c);
 }
 
 void CudaGroup::describe_ranks() {
-  const RankTables tables = RankTables::make(config().ranks);
+  const ExpertMap& map = config().map();
+  const GroupTables tables = GroupTables::make(map);
   std::vector<HeapRange> areas;
   std::vector<std::uint32_t> base{0};
   for (int r = 0; r < config().ranks; ++r) {
@@ -268,6 +268,15 @@ void CudaGroup::describe_ranks() {
   tables_.write(tables.base, base.data(), std::span(base).size_bytes());
   device_.areas = reinterpret_cast<const HeapRange*>(tables_.data() + tables.areas);
   device_.base = reinterpret_cast<const std::uint32_t*>(tables_.data() + tables.base);
+  experts_ = map;
+  if (!map.has_tables()) return;
+  const auto copy = [&](std::uint64_t offset, const std::uint32_t* from, int words) {
+    tables_.write(offset, from, at(words) * sizeof(std::uint32_t));
+    return reinterpret_cast<const std::uint32_t*>(tables_.data() + offset);
+  };
+  experts_.seats = copy(tables.seats, map.seats, map.experts);
+  experts_.seat_ranks = copy(tables.seat_ranks, map.seat_ranks, map.experts + 1);
+  experts_.firsts = copy(tables.firsts, map.firsts, map.ranks + 1);
 }
 
 void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
@@ -282,6 +291,7 @@ void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
   PrepareParams params = prepare_params(call, view());
   params.turn.launch = runner_.next_launch();
   params.scratch = scratch_.as<std::uint32_t>();
+  params.experts = experts_;
   const int budget = budget_on(stream);
   const LaunchShape shape =
       prepare_shape(config().experts, config().ranks, params.tokens, budget, limits_);
@@ -328,7 +338,7 @@ xd_ep_memory group_memory(const Config& config) {
   memory.symmetric_bytes = round_up(memory.symmetric_bytes, kGranularity);
   memory.private_bytes =
       PrepareScratch::make(config.experts, config.ranks).words * sizeof(std::uint32_t) +
-      RankTables::make(config.ranks).end + sizeof(GroupState) + sizeof(Report);
+      GroupTables::make(config.map()).end + sizeof(GroupState) + sizeof(Report);
   return memory;
 }
 

@@ -27,6 +27,7 @@ struct PrepareParams {
   };
   Output counts, padded_counts, offsets, total, rank_rows;
   std::uint32_t* scratch;  // PrepareScratch
+  ExpertMap experts;       // with tables in device memory
 
   constexpr PlanMap plan_map() const {
     const GroupDevice& g = turn.group;

@@ -13,6 +13,7 @@
 #include <cooperative_groups.h>
 
 #include "base/error.h"
+#include "comm/device_comm.h"
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "ep/config.h"
@@ -45,14 +46,16 @@ Numbers numbers(const Tensor& tensor) {
 struct RowExpertsParams {
   const std::byte* plan;
   std::uint64_t plan_bytes;
-  int rank, ranks, experts, layout;
+  PlanTerms terms;
   Numbers out;
   std::int64_t rows;
 };
 
 __device__ bool is_plan_of(const PlanHeader& h, const RowExpertsParams& p) {
-  return !header_fault(h, p.plan_bytes) && h.rank == p.rank && h.ranks == p.ranks &&
-         h.experts == p.experts && h.layout == p.layout;
+  const PlanTerms& t = p.terms;
+  return !header_fault(h, p.plan_bytes) && h.rank == t.rank && h.ranks == t.ranks &&
+         h.experts == t.experts && h.expert_ranks == t.expert_ranks &&
+         h.local_experts == t.local_experts && h.layout == t.layout;
 }
 
 constexpr int kRowThreads = 256;
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(kRowThreads)
         reinterpret_cast<const std::uint64_t*>(p.plan)[threadIdx.x];
   }
   __syncthreads();
-  if (threadIdx.x == 0) zones = is_plan_of(header, p) ? p.experts / p.ranks : 0;
+  if (threadIdx.x == 0) zones = is_plan_of(header, p) ? header.local_experts : 0;
   __syncthreads();
   const auto* offsets =
       reinterpret_cast<const std::int32_t*>(p.plan + (zones > 0 ? map_of(header).offset : 0));
@@ -94,19 +97,46 @@ struct LayoutParams {
   const void* topk_idx;
   bool wide_ids;
   int experts, ranks, topk;
+  int each;  // experts of every rank, in order; 0 = as HomesParams says
   std::int64_t tokens;
   Numbers per_rank, per_expert, bad_ids;
   std::uint8_t* in_rank;  // [T,W]; nullptr = not given
 };
+
+// The parameters where the caller says which rank holds each expert. Ranks travel with the launch,
+// which a graph keeps, so that nothing has to stay in memory for it.
+struct HomesParams {
+  static constexpr int kBits = 7;  // of a rank
+  static_assert(kMaxDeviceRanks <= 1 << kBits);
+
+  LayoutParams layout;
+  std::uint32_t words[kMaxDeviceExperts * kBits / 32 + 1];
+
+  void set(int expert, int rank) {
+    const int bit = expert * kBits;
+    const std::uint64_t pair = static_cast<std::uint64_t>(rank) << bit % 32;
+    words[bit / 32] |= static_cast<std::uint32_t>(pair);
+    words[bit / 32 + 1] |= static_cast<std::uint32_t>(pair >> 32);
+  }
+  __device__ int rank_of(int expert) const {
+    const int bit = expert * kBits;
+    return static_cast<int>(
+        __funnelshift_r(words[bit / 32], words[bit / 32 + 1], static_cast<unsigned>(bit % 32)) &
+        ((1u << kBits) - 1));
+  }
+};
+static_assert(sizeof(HomesParams) <= 4096);  // the limit of every device
 
 constexpr int kLayoutBlocks = 8;  // one cluster, on every device
 constexpr int kLayoutThreads = 512;
 
 class LayoutCounter {
  public:
-  // `counts`: [E + W + 1] in shared memory: tokens per expert, tokens per rank, bad ids.
-  __device__ LayoutCounter(const LayoutParams& params, std::uint32_t* counts)
-      : p_(params), counts_(counts), lane_(static_cast<int>(threadIdx.x % 32)) {}
+  // `counts`: [E + W + 1] in shared memory: tokens per expert, tokens per rank, bad ids. `homes`:
+  // [E] rank of each expert, likewise; nullptr = equally many experts on every rank, in order.
+  __device__ LayoutCounter(const LayoutParams& params, std::uint32_t* counts,
+                           const std::uint8_t* homes)
+      : p_(params), counts_(counts), homes_(homes), lane_(static_cast<int>(threadIdx.x % 32)) {}
 
   // This block's tokens, as many at a time as a warp's lanes hold; the next ids are fetched
   // meanwhile.
@@ -144,7 +174,7 @@ class LayoutCounter {
   __device__ void count(std::int64_t first, int each, std::int64_t id) const {
     const bool valid = id >= 0 && id < p_.experts;
     const int expert = valid ? static_cast<int>(id) : 0;
-    const int rank = expert / (p_.experts / p_.ranks);
+    const int rank = homes_ != nullptr ? homes_[expert] : expert / p_.each;
     if (first_of_token(valid, expert)) atomicAdd(counts_ + expert, 1u);
     const bool goes_there = first_of_token(valid, rank);
     if (goes_there) atomicAdd(counts_ + p_.experts + rank, 1u);
@@ -162,6 +192,7 @@ class LayoutCounter {
 
   const LayoutParams& p_;
   std::uint32_t* counts_;
+  const std::uint8_t* homes_;
   const int lane_;
 };
 
@@ -175,13 +206,14 @@ __device__ void put_column(const LayoutParams& p, int column, std::uint32_t coun
   if (to.data != nullptr) to.put(at, count);
 }
 
-__global__ void __cluster_dims__(kLayoutBlocks, 1, 1) __launch_bounds__(kLayoutThreads)
-    routing_layout_kernel(const __grid_constant__ LayoutParams p) {
-  extern __shared__ std::uint32_t counts[];
-  const int columns = p.experts + p.ranks + 1;
+__device__ int columns_of(const LayoutParams& p) { return p.experts + p.ranks + 1; }
+
+// The kernels have written `homes` before; this begins with a barrier of the block.
+__device__ void lay_out(const LayoutParams& p, std::uint32_t* counts, const std::uint8_t* homes) {
+  const int columns = columns_of(p);
   for (int c = static_cast<int>(threadIdx.x); c < columns; c += kLayoutThreads) counts[c] = 0;
   __syncthreads();
-  LayoutCounter(p, counts).count_all();
+  LayoutCounter(p, counts, homes).count_all();
   const auto cluster = cooperative_groups::this_cluster();
   cluster.sync();  // releases and acquires: all blocks' counts are there
   for (int c = static_cast<int>(blockIdx.x) * kLayoutThreads + static_cast<int>(threadIdx.x);
@@ -191,6 +223,22 @@ __global__ void __cluster_dims__(kLayoutBlocks, 1, 1) __launch_bounds__(kLayoutT
     put_column(p, c, sum);
   }
   cluster.sync();  // no block ends while others read its counts
+}
+
+__global__ void __cluster_dims__(kLayoutBlocks, 1, 1) __launch_bounds__(kLayoutThreads)
+    routing_layout_kernel(const __grid_constant__ LayoutParams p) {
+  extern __shared__ std::uint32_t counts[];
+  lay_out(p, counts, nullptr);
+}
+
+__global__ void __cluster_dims__(kLayoutBlocks, 1, 1) __launch_bounds__(kLayoutThreads)
+    homes_layout_kernel(const __grid_constant__ HomesParams p) {
+  extern __shared__ std::uint32_t counts[];
+  auto* homes = reinterpret_cast<std::uint8_t*>(counts + columns_of(p.layout));
+  for (int e = static_cast<int>(threadIdx.x); e < p.layout.experts; e += kLayoutThreads) {
+    homes[e] = static_cast<std::uint8_t>(p.rank_of(e));
+  }
+  lay_out(p.layout, counts, homes);
 }
 
 template <class Params>
@@ -212,6 +260,7 @@ void load(const void* kernel) {
 void load_local() {
   load(reinterpret_cast<const void*>(row_experts_kernel));
   load(reinterpret_cast<const void*>(routing_layout_kernel));
+  load(reinterpret_cast<const void*>(homes_layout_kernel));
 }
 
 void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding,
@@ -221,10 +270,7 @@ void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding,
   const Config& config = *binding.config;
   const RowExpertsParams params{.plan = static_cast<const std::byte*>(call.plan.data),
                                 .plan_bytes = call.plan.bytes,
-                                .rank = binding.rank,
-                                .ranks = config.ranks,
-                                .experts = config.experts,
-                                .layout = config.layout.id,
+                                .terms = terms_of(binding),
                                 .out = numbers(call.row_experts),
                                 .rows = call.row_experts.rows};
   constexpr std::int64_t kMostBlocks = 64, kRowsPerThread = 4;
@@ -241,9 +287,6 @@ void start_routing_layout(const RoutingLayoutCall& call, const DLDevice& device,
     fail(XD_ERROR_UNSUPPORTED, "num_experts = ", map.experts, ", expected at most ",
          kMaxDeviceExperts, " on CUDA devices");
   }
-  if (map.each == 0) {
-    fail(XD_ERROR_UNSUPPORTED, "expert_ranks: given, expected NULL on CUDA devices");
-  }
   const xd::cuda::DeviceGuard guard(device.device_id);
   require_memory(call, xd::cuda::KnownMemory::of(device.device_id));
   const LayoutParams params{
@@ -252,14 +295,22 @@ void start_routing_layout(const RoutingLayoutCall& call, const DLDevice& device,
       .experts = map.experts,
       .ranks = map.ranks,
       .topk = static_cast<int>(call.topk_idx.cols),
+      .each = map.each,
       .tokens = call.topk_idx.rows,
       .per_rank = numbers(call.rows_per_rank),
       .per_expert = numbers(call.rows_per_expert),
       .bad_ids = numbers(call.bad_ids),
       .in_rank = call.token_in_rank ? call.token_in_rank.as<std::uint8_t>() : nullptr};
   const std::size_t columns = static_cast<std::size_t>(map.experts) + map.ranks + 1;
-  launch(routing_layout_kernel, params, kLayoutBlocks, kLayoutThreads,
-         columns * sizeof(std::uint32_t), stream);
+  const std::size_t counts_bytes = columns * sizeof(std::uint32_t);
+  if (!map.has_tables()) {
+    return launch(routing_layout_kernel, params, kLayoutBlocks, kLayoutThreads, counts_bytes,
+                  stream);
+  }
+  HomesParams homes{.layout = params, .words = {}};
+  for (int e = 0; e < map.experts; ++e) homes.set(e, map.rank_of(e));
+  launch(homes_layout_kernel, homes, kLayoutBlocks, kLayoutThreads,
+         counts_bytes + static_cast<std::size_t>(map.experts), stream);
 }
 
 }  // namespace xd::ep::cuda

@@ -32,18 +32,25 @@ struct Report : turn::DeviceReport<Record, Findings> {
   std::uint64_t total_bad_ids, total_dropped_rows;
 };
 
-// A group's tables with a row for every rank, in device memory: byte offsets.
-struct RankTables {
-  std::uint64_t areas;  // HeapRange
-  std::uint64_t base;   // uint32_t, and one more
+// A group's tables in device memory: byte offsets.
+struct GroupTables {
+  std::uint64_t areas;                      // [W] HeapRange
+  std::uint64_t base;                       // [W+1] uint32_t, of RowCodec
+  std::uint64_t seats, seat_ranks, firsts;  // uint32_t, of ExpertMap, where it has tables
   std::uint64_t end;
 
-  static constexpr RankTables make(int ranks) {
-    const auto rows = static_cast<std::uint64_t>(ranks);
+  static constexpr GroupTables make(const ExpertMap& map) {
+    const auto ranks = static_cast<std::uint64_t>(map.ranks);
+    const auto experts = static_cast<std::uint64_t>(map.experts);
     LayoutCursor cursor;
-    RankTables tables{};
-    tables.areas = cursor.add<HeapRange>(rows);
-    tables.base = cursor.add<std::uint32_t>(rows + 1);
+    GroupTables tables{};
+    tables.areas = cursor.add<HeapRange>(ranks);
+    tables.base = cursor.add<std::uint32_t>(ranks + 1);
+    if (map.has_tables()) {
+      tables.seats = cursor.add<std::uint32_t>(experts);
+      tables.seat_ranks = cursor.add<std::uint32_t>(experts + 1);
+      tables.firsts = cursor.add<std::uint32_t>(ranks + 1);
+    }
     tables.end = cursor.at;
     return tables;
   }
@@ -62,6 +69,7 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   std::uint32_t codec_experts;        // RowCodec
   const std::uint32_t* base;          // RowCodec: prefix sums of the capacities, in device memory
   int chunk_stride;                   // flags per source
+  int kept_stride;                    // words per source
   std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
 
@@ -73,7 +81,7 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   }
 };
 
-// Parameters are copied with every launch, and every block fetches them: tables of ranks are none.
+// Parameters are copied with every launch, and every block fetches them: tables are none.
 static_assert(sizeof(GroupDevice) <= 512);
 
 // One operation's turn: the parameters that all kernels share.

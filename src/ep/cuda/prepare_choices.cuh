@@ -3,6 +3,7 @@
 //
 //   memory     written by                      read by
 //   topk_idx   the caller, before the launch   the warp whose tokens they are
+//   ExpertMap  the group's host, when made     all warps, where the caller said who holds which
 //
 // It looks at no flag.
 #pragma once
@@ -18,7 +19,7 @@ struct Pick {
   bool good, bad;
   int token;       // token of this rank
   int first_lane;  // the token's first lane
-  int id, rank;    // the expert and its rank; valid for good choices
+  int seat, rank;  // the expert's seat (ExpertMap) and its rank; valid for good choices
 
   // A key that a token's good choices of one rank share.
   __device__ unsigned token_at_rank() const {
@@ -85,8 +86,8 @@ __device__ inline Pick Choices::pick(std::int64_t token, bool active, std::int64
   const bool repeated = inside && !c.good;
   c.bad = active && id != -1 && !c.good && !(repeated && g_.collapse);
   if (c.good) {
-    c.id = static_cast<int>(id);
-    c.rank = c.id / g_.local_experts;
+    c.seat = p_.experts.seat_of(static_cast<int>(id));
+    c.rank = p_.experts.rank_at(c.seat);
   }
   return c;
 }

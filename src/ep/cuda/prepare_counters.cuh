@@ -10,8 +10,8 @@
 // adds to its own row of columns alone; only open() writes other warps' rows, between barriers of
 // the block. It looks at no flag: the caller raises the grid barriers.
 //
-// C columns: one for each expert, its choices; then one for each rank, the tokens that go there;
-// then one for each rank, the choices.
+// C columns: one for each expert, by seat (ExpertMap), its choices; then one for each rank, the
+// tokens that go there; then one for each rank, the choices.
 #pragma once
 
 #include "ep/cuda/prepare_choices.cuh"
@@ -93,7 +93,7 @@ __device__ inline void Counters::count(const Choices& choices) {
   choices.for_each([&](const Pick& c) {
     const bool first_there = first_of_equals(c.token_at_rank(), c.good);
     if (c.good) {
-      add(c.id);
+      add(c.seat);
       add(column_of_choices(c.rank));
       if (first_there) add(column_of_tokens(c.rank));
     }

@@ -32,8 +32,8 @@ class Exchange {
   __device__ bool run() const;
 
   // The counts of a source.
-  __device__ std::uint32_t choices(int source, int expert) const {
-    return said(source, layout_.expert(expert));
+  __device__ std::uint32_t choices(int source, int seat) const {
+    return said(source, layout_.expert(seat));
   }
   __device__ std::uint32_t tokens_for(int source, int rank) const {
     return said(source, layout_.rank(rank));
@@ -48,11 +48,11 @@ class Exchange {
     return sum;
   }
   // Choices of an expert by all ranks, and by the ranks before this one.
-  __device__ std::uint32_t expert_total(int expert) const {
-    return p_.scratch[scratch_.expert_total + expert];
+  __device__ std::uint32_t expert_total(int seat) const {
+    return p_.scratch[scratch_.expert_total + seat];
   }
-  __device__ std::uint32_t expert_base(int expert) const {
-    return p_.scratch[scratch_.expert_base + expert];
+  __device__ std::uint32_t expert_base(int seat) const {
+    return p_.scratch[scratch_.expert_base + seat];
   }
 
  private:

@@ -59,6 +59,9 @@ class PlanWriter {
   __device__ Word* part(std::uint64_t offset) const {
     return reinterpret_cast<Word*>(p_.plan + offset);
   }
+  __device__ int seat_here(int local_expert) const {
+    return p_.experts.first(g_.rank()) + local_expert;
+  }
   // An array of this rank's group memory that sources have written.
   template <class Word>
   __device__ const Word* told_here(std::uint64_t offset) const {
@@ -135,7 +138,7 @@ __device__ inline void PlanWriter::derive_told() const {
   for (int s = warp_in_block(); s < g_.ranks(); s += warps_per_block()) {
     std::uint32_t rows = 0;
     for (int e = lane_id(); e < g_.local_experts; e += 32) {
-      rows += exchange_.choices(s, g_.rank() * g_.local_experts + e);
+      rows += exchange_.choices(s, seat_here(e));
     }
     rows = warp_sum(rows);
     if (lane_id() == 0) s_.told[s] = {exchange_.tokens_for(s, g_.rank()), rows};
@@ -180,13 +183,13 @@ __device__ inline void PlanWriter::write_head() const {
 // RANK_MAJOR: the pairs of a local expert, after drops.
 __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
   if (!zones_.drops() || zones_.total(g_.rank()) <= zones_.capacity_of(g_.rank())) {
-    return exchange_.expert_total(g_.rank() * g_.local_experts + local_expert);
+    return exchange_.expert_total(seat_here(local_expert));
   }
   const auto* kept = told_here<std::uint32_t>(g_.map.kept);
   std::uint64_t pairs = 0;
   for (int s = 0; s < g_.ranks(); ++s) {
     pairs +=
-        ptx::ld_relaxed_sys(kept + static_cast<std::uint64_t>(s) * g_.local_experts + local_expert);
+        ptx::ld_relaxed_sys(kept + static_cast<std::uint64_t>(s) * g_.kept_stride + local_expert);
   }
   return pairs;
 }
@@ -198,8 +201,7 @@ __device__ inline void PlanWriter::write_zones() const {
   const std::uint64_t limit =
       g_.layout.row_per_expert ? zones_.limit_of(g_.rank()) : ~std::uint64_t{0};
   const auto rows = [&](int e) -> std::uint64_t {
-    return g_.layout.row_per_expert ? exchange_.expert_total(g_.rank() * g_.local_experts + e)
-                                    : pairs_of(e);
+    return g_.layout.row_per_expert ? exchange_.expert_total(seat_here(e)) : pairs_of(e);
   };
   const auto padded = [&](int e) { return zones_.padded(rows(e)); };
   scan_block(s_.partial, g_.local_experts, padded, [&](int e, std::uint64_t zone) {
@@ -351,11 +353,11 @@ __device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, i
                      limit);
   }
   std::uint64_t rows = 0;
-  for (int i = lane; i < g_.local_experts; i += 32) {
-    const int e = rank * g_.local_experts + i;
-    std::uint64_t first = zones_.first_row(e);
-    for (int s = 0; s < source; ++s) first += exchange_.choices(s, e);
-    rows += kept_rows(first, exchange_.choices(source, e), limit);
+  const int end = p_.experts.first(rank + 1);
+  for (int seat = p_.experts.first(rank) + lane; seat < end; seat += 32) {
+    std::uint64_t first = zones_.first_row(seat);
+    for (int s = 0; s < source; ++s) first += exchange_.choices(s, seat);
+    rows += kept_rows(first, exchange_.choices(source, seat), limit);
   }
   return rows;
 }

@@ -47,7 +47,7 @@ class Zones {
   // Padded rows that a rank needs.
   __device__ std::uint64_t total(int rank) const { return s_.total[rank]; }
   // First row of an expert's zone, on its rank.
-  __device__ std::uint32_t first_row(int expert) const { return first_row_[expert]; }
+  __device__ std::uint32_t first_row(int seat) const { return first_row_[seat]; }
   // The lowest such rank; -1 = none.
   __device__ int overflow_rank() const { return or_none(s_.overflow_rank); }
   __device__ int bad_id_rank() const { return or_none(s_.bad_id_rank); }
@@ -80,7 +80,7 @@ class Zones {
   const Exchange& exchange_;
   Shared& s_;
   std::uint32_t* next_;       // [C] first values of this block's counters, but for zones
-  std::uint32_t* first_row_;  // [E]
+  std::uint32_t* first_row_;  // [E] by seat
 };
 
 __device__ inline void Zones::place() const {
@@ -108,17 +108,20 @@ __device__ inline void Zones::fetch() const {
 
 // Turns totals into first rows.
 __device__ inline void Zones::lay_out() const {
-  // The zones of all ranks form one sequence, in which rank d begins at start[d].
+  // The zones of all ranks form one sequence, in which rank d begins at start[d]. Ranks that hold
+  // no expert begin where the next rank does.
   scan_block(
-      s_.partial, g_.experts, [&](int e) { return padded(first_row_[e]); },
-      [&](int e, std::uint64_t sum) {
-        if (e % g_.local_experts == 0) s_.start[e / g_.local_experts] = sum;
-        if (e < g_.experts) first_row_[e] = static_cast<std::uint32_t>(sum);
+      s_.partial, g_.experts, [&](int seat) { return padded(first_row_[seat]); },
+      [&](int seat, std::uint64_t sum) {
+        for (int d = p_.experts.rank_at(seat); d >= 0 && p_.experts.first(d) == seat; --d) {
+          s_.start[d] = sum;
+        }
+        if (seat < g_.experts) first_row_[seat] = static_cast<std::uint32_t>(sum);
       });
-  for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) {
-    const int d = e / g_.local_experts;
+  for (int seat = thread_in_block(); seat < g_.experts; seat += threads_per_block()) {
+    const int d = p_.experts.rank_at(seat);
     const bool far = s_.start[d + 1] - s_.start[d] >= kFarRow;
-    first_row_[e] = far ? kFarRow : first_row_[e] - static_cast<std::uint32_t>(s_.start[d]);
+    first_row_[seat] = far ? kFarRow : first_row_[seat] - static_cast<std::uint32_t>(s_.start[d]);
   }
   __syncthreads();
 }

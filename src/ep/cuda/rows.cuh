@@ -56,7 +56,7 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
   const GroupDevice& g = turn.group();
   const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
   const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
-  if (g.layout.has_zones && turn.plan().alignment > 1) {
+  if (g.layout.has_zones && turn.plan().alignment > 1 && g.local_experts > 0) {
     // With few experts gaps are long, and several warps share one; with many they are short, and a
     // warp takes several.
     const auto experts = static_cast<std::uint64_t>(g.local_experts);

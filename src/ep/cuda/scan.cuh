@@ -31,7 +31,8 @@ __device__ void scan_block(std::uint64_t* partial, int count, Value&& value, Sto
     store(i, before);
     before += own_value;
   }
-  if (begin < count && end == count) store(count, before);
+  const bool last = count > 0 ? begin < count && end == count : thread_in_block() == 0;
+  if (last) store(count, before);
   __syncthreads();
 }
 
