@@ -125,25 +125,27 @@ void require_scales(const Tensor& scales, const Tensor& received, const Tensor& 
 // Checks the types, columns and scales that a way of quantising asks for.
 void require_quantised(const DispatchCall& call) {
   const QuantiseFormat format = quantise_format(call.quantise);
-  const std::string way = concat("quantise = XD_EP_QUANTISE_", quantise_name(call.quantise));
+  constexpr const char* kWay = ": quantise = XD_EP_QUANTISE_";
+  const char* way = quantise_name(call.quantise);
   const auto require_type = [&](const Tensor& tensor, DType type) {
     XD_REQUIRE(tensor.type == type, tensor.name, ": is ", dtype_name(tensor.type), ", expected ",
-               dtype_name(type), ": ", way);
+               dtype_name(type), kWay, way);
   };
   require_type(call.tokens, DType::bf16);
   require_type(call.recv_tokens, DType::e4m3);
-  XD_REQUIRE(!call.scales, "scales: given, expected NULL: ", way);
+  XD_REQUIRE(!call.scales, "scales: given, expected NULL", kWay, way);
   XD_REQUIRE(call.tokens.cols % format.block == 0, "tokens: has ", call.tokens.cols,
-             " columns, expected a multiple of ", format.block, ": ", way);
-  XD_REQUIRE(call.recv_scales, "recv_scales = NULL, expected a tensor: ", way);
+             " columns, expected a multiple of ", format.block, kWay, way);
+  XD_REQUIRE(call.recv_scales, "recv_scales = NULL, expected a tensor", kWay, way);
   if (format.scale_bytes == 4) {
     require_type(call.recv_scales, DType::f32);
   } else {
     XD_REQUIRE(call.recv_scales.type != DType::f32,
-               "recv_scales: is float32, expected float8_e8m0fnu or uint8: ", way);
+               "recv_scales: is float32, expected float8_e8m0fnu or uint8", kWay, way);
   }
-  require_cols(call.recv_scales, call.tokens.cols / format.block,
-               concat("hidden / ", format.block).c_str());
+  const std::int64_t blocks = call.tokens.cols / format.block;
+  XD_REQUIRE(call.recv_scales.cols == blocks, "recv_scales: has ", call.recv_scales.cols,
+             " columns, expected ", blocks, " (hidden / ", format.block, ")");
 }
 
 void read_dispatch_scales(const xd_ep_dispatch_args& a, const Reader& reader, const Config& config,

@@ -4,11 +4,14 @@
 
 #include <fstream>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "conformance/batch.h"
 #include "conformance/counted_new.h"
+#include "conformance/quantised.h"
 #include "support/gtest_main.h"
 #include "support/usage.h"
 
@@ -33,23 +36,90 @@ std::size_t shared_bytes() {
   return bytes;
 }
 
-TEST(Resources, StepsAllocateNothing) {
-  const Case c = plain_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank.comm, c.config(rank.rank));
-    for (const Place place : {Place::ordinary, Place::symmetric}) {
-      Batch batch(rank, c, 0, place);
-      for (int round = 0; round < 3; ++round) {
-        for (const xd_ep_operation operation : {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
-                                                XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
-          const std::size_t before = allocations_of_this_thread();
-          const xd_status status = batch.enqueue(group.get(), operation);
-          EXPECT_EQ(allocations_of_this_thread(), before)
-              << "operation " << operation << " in round " << round;
-          ok(finish(rank, group.get(), status));
-        }
+// The rows that dispatch carries.
+struct Carried {
+  std::string name;
+  xd_ep_layout layout;
+  Cargo cargo;
+  xd_ep_quantise way = XD_EP_QUANTISE_NONE;
+};
+
+std::vector<Carried> everything_carried() {
+  std::vector<Carried> all;
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    const std::string where = layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major";
+    all.push_back({where, layout, Cargo::payload});
+    all.push_back({where + " with scales", layout, Cargo::e4m3_with_floats});
+    for (const xd_ep_quantise way : kWaysToQuantise) {
+      all.push_back(
+          {where + " quantised, way " + std::to_string(way), layout, Cargo::payload, way});
+    }
+  }
+  return all;
+}
+
+// A batch whose dispatch carries these rows. Where they have scales, combine_bwd carries them too.
+class CarryingBatch {
+ public:
+  CarryingBatch(const Rank& rank, const Case& c, const Carried& carried, Place place)
+      : batch_(rank, c, 0, place) {
+    if (carried.way != XD_EP_QUANTISE_NONE) quantise(rank, carried.way, place);
+    if (carried.cargo == Cargo::e4m3_with_floats) carry_scales_back();
+  }
+  Batch& batch() { return batch_; }
+
+ private:
+  void quantise(const Rank& rank, xd_ep_quantise way, Place place) {
+    const std::vector<std::int64_t> shape =
+        batch_.field(XD_EP_DISPATCH, "recv_tokens").tensor->shape();
+    const QuantisedWay format = quantised_way(way);
+    recv_tokens_.emplace(rank, kE4m3, shape, place);
+    recv_scales_.emplace(rank, format.scale_type, std::vector{shape[0], shape[1] / format.block},
+                         place);
+    batch_.dispatch_args.recv_tokens = recv_tokens_->dl();
+    batch_.dispatch_args.recv_scales = recv_scales_->dl();
+    batch_.dispatch_args.quantise = way;
+  }
+
+  void carry_scales_back() {
+    const xd_ep_dispatch_args& there = batch_.dispatch_args;
+    xd_ep_combine_bwd_args& args = batch_.combine_bwd_args;
+    args.grad_out = there.tokens;
+    args.grad_out_scales = there.scales;
+    args.grad_expert_out = there.recv_tokens;
+    args.grad_expert_out_scales = there.recv_scales;
+    args.expert_out = args.weights = args.grad_weights = nullptr;
+  }
+
+  Batch batch_;
+  std::optional<Tensor> recv_tokens_, recv_scales_;
+};
+
+void expect_no_allocations(Rank& rank, const Carried& carried) {
+  Case c = plain_case(rank.num_ranks);
+  c.layout = carried.layout;
+  c.cargo = carried.cargo;
+  c.row_units = 16;  // a row is a block to quantise
+  const Group group = make_group(rank.comm, c.config(rank.rank));
+  for (const Place place : {Place::ordinary, Place::symmetric}) {
+    CarryingBatch carrying(rank, c, carried, place);
+    for (int round = 0; round < 3; ++round) {
+      for (const xd_ep_operation operation :
+           {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
+        const std::size_t before = allocations_of_this_thread();
+        const xd_status status = carrying.batch().enqueue(group.get(), operation);
+        EXPECT_EQ(allocations_of_this_thread(), before)
+            << carried.name << ": operation " << operation << " in round " << round;
+        ok(finish(rank, group.get(), status));
       }
     }
+  }
+}
+
+TEST(Resources, StepsAllocateNothing) {
+  const std::vector<Carried> all = everything_carried();
+  on_every_rank([&](Rank& rank) {
+    for (const Carried& carried : all) expect_no_allocations(rank, carried);
   });
 }
 
