@@ -18,6 +18,7 @@ from crossdock import _core
 from crossdock._arrays import Heap, aligned_empty, describe
 from crossdock._core import constants
 from crossdock._dtypes import INDICES
+from crossdock._experts import ranks_of_experts
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
 
 __all__ = [
@@ -311,13 +312,19 @@ class Comm:
         """
         grow(self.core(), num_bytes)
 
-    def routing_layout(self, topk_idx: np.ndarray, num_experts: int) -> RoutingLayout:
+    def routing_layout(
+        self,
+        topk_idx: np.ndarray,
+        num_experts: int,
+        expert_ranks: Sequence[int] | None = None,
+    ) -> RoutingLayout:
         """Counts where this rank's tokens go, without a plan. Local: peers need not call it.
 
         Args:
             topk_idx: [T,K] int32 or int64, K up to 32; -1 = none. An expert's second and later
                 mentions in a row, and ids out of range, count as none.
-            num_experts: E, a multiple of the number of ranks.
+            num_experts: E; without `expert_ranks` a multiple of the number of ranks.
+            expert_ranks: the rank of each expert; None = equally many on every rank, in order.
 
         Raises:
             TypeError, ValueError, InvalidArgument: a bad argument.
@@ -345,6 +352,7 @@ class Comm:
             rows_per_expert=describe("rows_per_expert", per_expert, INDICES),
             token_in_rank=describe("token_in_rank", in_rank.view(np.uint8), ("uint8",)),
             bad_ids=describe("bad_ids", bad_ids, INDICES),
+            expert_ranks=ranks_of_experts(expert_ranks, experts),
         )
         return RoutingLayout(per_rank, per_expert, in_rank, int(bad_ids[0]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from crossdock import _core
 from crossdock._comm import parse_device
 from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
+from crossdock._experts import ranks_of_experts
 
 __all__ = [
     "WORDS",
@@ -68,7 +70,8 @@ class EpConfig:
     Equal on all ranks, except for recv_capacity, staging, zero_tail and num_sms.
 
     Attributes:
-        num_experts: over all ranks: a multiple of the number of ranks, at most 65536.
+        num_experts: over all ranks, at most 65536; without `expert_ranks` a multiple of the number
+            of ranks.
         max_topk: largest number of choices per token, 1 to 32.
         max_tokens_per_rank: largest number of tokens of a rank in one batch.
         hidden: largest row, in elements of `dtype`.
@@ -94,9 +97,13 @@ class EpConfig:
         zero_tail: rows past the last one are zeroed in every receive array that is written. (Of a
             C config that is not the default.)
         num_sms: CUDA: multiprocessors to use; 0 = the library chooses.
+        expert_ranks: the rank of each expert, a number per expert; None = equally many on every
+            rank, in order. A rank's local experts are its own in ascending order; it may hold none.
+            Replicas of an expert are experts of their own, among which your router chooses.
 
     Raises:
-        TypeError, ValueError: a dtype or a word that does not exist. Numbers are checked by the
+        TypeError, ValueError: a dtype or a word that does not exist, or another number of ranks
+            than of experts. Other numbers are checked by the
             calls that use them.
     """
 
@@ -115,8 +122,11 @@ class EpConfig:
     staging: Staging = "auto"
     zero_tail: bool = True
     num_sms: int = 0
+    expert_ranks: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
+        object.__setattr__(self, "expert_ranks", ranks)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         for field in WORDS:
             number_of(field, getattr(self, field))
@@ -130,6 +140,10 @@ class EpConfig:
             zero_tail=int(self.zero_tail),
         )
         return found
+
+    def local_experts(self, rank: int, num_ranks: int) -> int:
+        """The number of experts that a rank holds."""
+        return _core.local_experts(rank, num_ranks=num_ranks, **self.options())
 
     def recv_bound(self, num_ranks: int) -> int:
         """The smallest recv_capacity that no routing can overflow, in rows."""

@@ -105,8 +105,8 @@ class EpGroup:
 
     def empty_plan(self) -> Plan:
         """A plan for prepare's ``out``, without routing."""
-        local_experts = self._config.num_experts // self._comm.num_ranks
         ranks = self._comm.num_ranks
+        local_experts = self._config.local_experts(self._comm.rank, ranks)
         return Plan(
             data=aligned_empty(self._plan_size, np.uint8),
             counts=aligned_empty(local_experts, np.int64),

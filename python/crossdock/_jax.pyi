@@ -48,7 +48,7 @@ class Ranks:
 class Group:
     """One config's groups on all ranks of this process; made by `create` or an executable."""
 
-    def __init__(self, ranks: Ranks, text: str, /, **config: int) -> None:
+    def __init__(self, ranks: Ranks, text: str, /, **config: Any) -> None:
         """Local.
 
         Args:

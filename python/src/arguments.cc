@@ -44,8 +44,27 @@ Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
   given_ = true;
 }
 
-xd_ep_config group_config(const nb::kwargs& options) {
+std::vector<std::int32_t> ranks_of_experts(nb::handle sequence, int num_experts) {
+  std::vector<std::int32_t> ranks;
+  if (sequence.is_none()) return ranks;
+  if (!PySequence_Check(sequence.ptr())) {
+    expected("expert_ranks", "a sequence with the rank of each expert", sequence);
+  }
+  for (const nb::handle rank : nb::cast<nb::sequence>(sequence)) {
+    ranks.push_back(integer<std::int32_t>(rank, "expert_ranks"));
+  }
+  if (ranks.empty() || ranks.size() != static_cast<std::size_t>(std::max(num_experts, 0))) {
+    throw nb::value_error(
+        ("expert_ranks: expected the ranks of num_experts = " + std::to_string(num_experts) +
+         " experts, got " + std::to_string(ranks.size()))
+            .c_str());
+  }
+  return ranks;
+}
+
+GroupConfig group_config(const nb::kwargs& options) {
   xd_ep_config config XD_EP_CONFIG_INIT;
+  nb::object expert_ranks = nb::none();
   for (auto [key, value] : options) {
     const std::string name = nb::cast<std::string>(key);
     const auto number = [&, item = value] { return integer<std::int32_t>(item, name.c_str()); };
@@ -83,10 +102,12 @@ xd_ep_config group_config(const nb::kwargs& options) {
       config.num_sms = number();
     else if (name == "device_type")
       config.device_type = number();
+    else if (name == "expert_ranks")
+      expert_ranks = nb::borrow(value);
     else
       throw nb::type_error(("unknown option of a group: " + name).c_str());
   }
-  return config;
+  return {config, ranks_of_experts(expert_ranks, config.num_experts)};
 }
 
 nb::dict fields_of(const xd_ep_status& status) {

@@ -8,6 +8,9 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "group_config.h"
 
 namespace xdpy {
 
@@ -58,9 +61,13 @@ inline xd_stream stream_of(std::uintptr_t address) {
   return static_cast<xd_stream>(pointer(address));
 }
 
+// The ranks of experts from a sequence of integers; none from None. ValueError unless there are
+// `num_experts`.
+std::vector<std::int32_t> ranks_of_experts(nb::handle sequence, int num_experts);
+
 // The group's sizes from keyword arguments, named as in xd_ep_config; dtype as data_type() takes
 // it. TypeError for a name that does not exist.
-xd_ep_config group_config(const nb::kwargs& options);
+GroupConfig group_config(const nb::kwargs& options);
 
 // A dict with the names of xd_ep_status; the status is its name.
 nb::dict fields_of(const xd_ep_status& status);

@@ -212,7 +212,7 @@ namespace {
 
 void routing_layout(const Comm& self, int num_experts, nb::handle topk_idx,
                     nb::handle rows_per_rank, nb::handle rows_per_expert, nb::handle token_in_rank,
-                    nb::handle bad_ids, std::uintptr_t stream) {
+                    nb::handle bad_ids, std::uintptr_t stream, nb::handle expert_ranks) {
   const DLDevice device = self.info().device;
   const Tensor idx_tensor(topk_idx, "topk_idx", device);
   const Tensor rank_tensor(rows_per_rank, "rows_per_rank", device);
@@ -226,6 +226,8 @@ void routing_layout(const Comm& self, int num_experts, nb::handle topk_idx,
   args.rows_per_expert = expert_tensor.get();
   args.token_in_rank = flags_tensor.get();
   args.bad_ids = bad_tensor.get();
+  const std::vector<std::int32_t> ranks = ranks_of_experts(expert_ranks, num_experts);
+  args.expert_ranks = ranks.empty() ? nullptr : ranks.data();
   self.call([&](xd_comm* comm) { return xd_ep_routing_layout(comm, &args, stream_of(stream)); });
 }
 
@@ -269,7 +271,7 @@ void bind_comm(nb::module_& module) {
       .def("routing_layout", &routing_layout, nb::arg("num_experts"), nb::arg("topk_idx"),
            nb::arg("rows_per_rank") = nb::none(), nb::arg("rows_per_expert") = nb::none(),
            nb::arg("token_in_rank") = nb::none(), nb::arg("bad_ids") = nb::none(),
-           nb::arg("stream") = 0);
+           nb::arg("stream") = 0, nb::arg("expert_ranks") = nb::none());
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
 

@@ -11,7 +11,8 @@ namespace xdpy {
 
 Group::Group(nb::object comm, const nb::kwargs& options)
     : comm_object_(std::move(comm)), comm_(nb::cast<Comm&>(comm_object_)) {
-  const xd_ep_config config = group_config(options);
+  const GroupConfig given = group_config(options);
+  const xd_ep_config config = given.get();
   comm_.call([&](xd_comm* handle) { return xd_ep_group_create(handle, &config, &group_); });
 }
 

@@ -36,21 +36,32 @@ nb::bytes unique_id(const std::optional<std::string>& address, int port, int tim
 }
 
 std::int64_t recv_bound(const nb::kwargs& options) {
-  const xd_ep_config config = group_config(options);
+  const GroupConfig given = group_config(options);
+  const xd_ep_config config = given.get();
   std::int64_t rows = 0;
   check(xd_ep_recv_bound(&config, &rows));
   return rows;
 }
 
+std::int32_t local_experts(int rank, const nb::kwargs& options) {
+  const GroupConfig given = group_config(options);
+  const xd_ep_config config = given.get();
+  std::int32_t number = 0;
+  check(xd_ep_local_experts(&config, rank, &number));
+  return number;
+}
+
 std::size_t plan_size(const nb::kwargs& options) {
-  const xd_ep_config config = group_config(options);
+  const GroupConfig given = group_config(options);
+  const xd_ep_config config = given.get();
   std::size_t bytes = 0;
   check(xd_ep_plan_size(&config, &bytes));
   return bytes;
 }
 
 nb::dict group_memory(const nb::kwargs& options) {
-  const xd_ep_config config = group_config(options);
+  const GroupConfig given = group_config(options);
+  const xd_ep_config config = given.get();
   xd_ep_memory memory XD_EP_MEMORY_INIT;
   check(xd_ep_group_memory(&config, &memory));
   nb::dict sizes;
@@ -134,6 +145,7 @@ NB_MODULE(_core, module) {
   bind_constants(module);
   module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
   module.def("recv_bound", &recv_bound);
+  module.def("local_experts", &local_experts, "rank"_a, "options"_a);
   module.def("plan_size", &plan_size);
   module.def("group_memory", &group_memory);
   module.def("plan_info", &plan_info, "plan_ptr"_a, "plan_bytes"_a);

@@ -9,6 +9,7 @@ sums by ascending rank in float32, rounded once more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -28,9 +29,10 @@ class Routing:
 
     Args:
         topk_idx: per rank an array [T, K] of global experts; -1 = none.
-        num_experts: a multiple of the number of ranks.
+        num_experts: without `expert_ranks` a multiple of the number of ranks.
         layout: "expert_major" or "rank_major".
         alignment: of zones, in rows.
+        expert_ranks: the rank of each expert; None = equally many on every rank, in order.
     """
 
     def __init__(
@@ -39,18 +41,31 @@ class Routing:
         num_experts: int,
         layout: str = "expert_major",
         alignment: int = 1,
+        expert_ranks: Sequence[int] | None = None,
     ) -> None:
         self.topk_idx = [np.asarray(ids) for ids in topk_idx]
         self.num_ranks = len(topk_idx)
-        self.local_experts = num_experts // self.num_ranks
+        if expert_ranks is None:
+            expert_ranks = [e * self.num_ranks // num_experts for e in range(num_experts)]
+        self.owners = np.array(expert_ranks)
         self.layout = layout
         self.alignment = alignment
         self._zones = [self._zones_of(rank) for rank in range(self.num_ranks)]
 
+    def experts(self, rank: int) -> list[int]:
+        """The experts of a rank, ascending: a local expert is an index into them."""
+        return np.flatnonzero(self.owners == rank).tolist()
+
+    def goes(self, rank: int) -> np.ndarray:
+        """[T, W] bool: whether a token of `rank` goes to a rank."""
+        ids = self.topk_idx[rank]
+        owners = np.where(ids >= 0, self.owners[ids], -1)
+        return (owners[:, :, None] == np.arange(self.num_ranks)).any(1)
+
     def _zones_of(self, rank: int) -> list[list[Row]]:
         """The rows of each zone: one zone per local expert, or one for all in rank_major."""
-        experts = range(rank * self.local_experts, (rank + 1) * self.local_experts)
-        groups = [[e] for e in experts] if self.layout == "expert_major" else [list(experts)]
+        experts = self.experts(rank)
+        groups = [[e] for e in experts] if self.layout == "expert_major" else [experts]
         return [
             [
                 Row(source, token, choices)
@@ -62,7 +77,8 @@ class Routing:
         ]
 
     def _padded(self, rows: int) -> int:
-        return -(-rows // self.alignment) * self.alignment
+        step = self.alignment if self.layout == "expert_major" else 1
+        return -(-rows // step) * step
 
     def rows(self, rank: int) -> list[Row | None]:
         """The rows that `rank` receives, padding included."""
@@ -74,8 +90,7 @@ class Routing:
 
     def counts(self, rank: int) -> list[int]:
         """Per local expert its (token, choice) pairs."""
-        experts = range(rank * self.local_experts, (rank + 1) * self.local_experts)
-        return [sum(int((ids == e).sum()) for ids in self.topk_idx) for e in experts]
+        return [sum(int((ids == e).sum()) for ids in self.topk_idx) for e in self.experts(rank)]
 
     def padded_counts(self, rank: int) -> list[int]:
         """Per local expert the rows of its zone, in expert_major."""
@@ -87,7 +102,7 @@ class Routing:
 
     def row_experts(self, rank: int) -> np.ndarray:
         """The local expert of each row, padding included, in expert_major."""
-        return np.repeat(np.arange(self.local_experts), self.padded_counts(rank))
+        return np.repeat(np.arange(len(self.experts(rank))), self.padded_counts(rank))
 
     def total(self, rank: int) -> int:
         """Rows that `rank` receives, padding included."""
@@ -106,7 +121,8 @@ class Routing:
         received = np.full((self.total(rank), self.topk_idx[0].shape[1]), -1, np.int64)
         for r, row in enumerate(self.rows(rank)):
             for k in row.choices if row else ():
-                received[r, k] = self.topk_idx[row.source][row.token, k] - rank * self.local_experts
+                expert = self.topk_idx[row.source][row.token, k]
+                received[r, k] = self.experts(rank).index(expert)
         return received
 
     def dispatch(self, rank: int, tokens: list[np.ndarray]) -> np.ndarray:

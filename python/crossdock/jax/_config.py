@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from crossdock._config import (
     number_of,
 )
 from crossdock._dtypes import pack
+from crossdock._experts import ranks_of_experts
 from crossdock._quantise import widest_scale_bytes
 
 __all__ = ["EpConfig"]
@@ -31,7 +33,8 @@ _DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.flo
 class EpConfig:
     """Sizes of one kind of expert-parallel traffic; hashable, so it may be a static argument.
 
-    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``.
+    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``,
+    unless `expert_ranks` says which rank holds which.
 
     Attributes:
         num_experts: E, a multiple of the number of ranks.
@@ -55,6 +58,8 @@ class EpConfig:
         staging: ``"auto"``: the group has memory of its own, through which rows go where XLA's
             buffers are not symmetric memory; ``"none"``: it has not, and such buffers are refused
             (GPUs, after `EpMesh.register_memory`).
+        expert_ranks: the rank of each expert, E / W for each rank: arrays have the same shapes on
+            all ranks. None = in order. A rank's local experts are its own in ascending order.
     """
 
     num_experts: int
@@ -70,6 +75,7 @@ class EpConfig:
     staging: Staging = "auto"
     duplicate_ids: DuplicateIds = "error"
     on_error: OnError = "status"
+    expert_ranks: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for field in WORDS:
@@ -82,6 +88,8 @@ class EpConfig:
                 "recv_capacity: expected a number of rows, or 0, which is enough for any routing; "
                 f"got {self.recv_capacity}"
             )
+        ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
+        object.__setattr__(self, "expert_ranks", ranks)
 
     @property
     def rank_major(self) -> bool:
@@ -96,13 +104,23 @@ class EpConfig:
         """Bytes of a plan."""
         return _core.plan_size(**self.sizes(num_ranks))
 
-    def sizes(self, num_ranks: int) -> dict[str, int]:
+    def sizes(self, num_ranks: int) -> dict[str, Any]:
         """The fields of ``xd_ep_config``.
 
         Raises:
             InvalidArgument: when they are used, if they do not fit one another.
+            ValueError: `expert_ranks` does not give all ranks equally many experts.
         """
-        return {**self._fields, "num_ranks": num_ranks}
+        fields = {**self._fields, "num_ranks": num_ranks}
+        if self.expert_ranks is None:
+            return fields
+        held = [self.expert_ranks.count(rank) for rank in range(num_ranks)]
+        if len(set(held)) > 1:
+            raise ValueError(
+                "expert_ranks: expected equally many experts on every rank, since arrays have the "
+                f"same shapes on all of them; got {held} on ranks 0 to {num_ranks - 1}"
+            )
+        return {**fields, "expert_ranks": self.expert_ranks}
 
     @functools.cached_property
     def _fields(self) -> dict[str, int]:

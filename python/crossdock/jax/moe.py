@@ -145,6 +145,11 @@ def _experts(config: EpConfig, params: MoEParams, rows: jax.Array, counts: jax.A
 
 def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Array) -> None:
     """Raises if one rank's arrays do not fit the config."""
+    if config.expert_ranks is not None:
+        raise ValueError(
+            "config: expected experts in order, as the layer's parameters have them, got "
+            "expert_ranks"
+        )
     hidden, local = x.shape[-1], config.num_experts // place.num_ranks
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
     expected = ((hidden, config.num_experts), (local, hidden, 2 * ffn), (local, ffn, hidden))

@@ -134,6 +134,8 @@ def routing_layout(
     rows_per_expert: torch.Tensor | None = None,
     token_in_rank: torch.Tensor | None = None,
     bad_ids: torch.Tensor | None = None,
+    *,
+    expert_ranks: tuple[int, ...] | None = None,
 ) -> None:
     """``xd_ep_routing_layout``. Local: no peer has to call it. `token_in_rank` is bool or uint8."""
     flags = token_in_rank
@@ -147,6 +149,7 @@ def routing_layout(
         spec(flags),
         spec(bad_ids),
         current_stream(topk_idx.device),
+        expert_ranks,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from crossdock import _core
 from crossdock._config import number_of
+from crossdock._experts import ranks_of_experts
 from crossdock.errors import InvalidArgument
 
 from ._calls import DTYPE_CODES, PAYLOADS
@@ -39,8 +40,8 @@ def _payload(name: str, given: Any) -> int:
     return DTYPE_CODES[given]
 
 
-# By argument what makes a number of it.
-_READERS: dict[str, Callable[[str, Any], int]] = {
+# By argument what makes a number of it; expert_ranks needs another argument too.
+_READERS: dict[str, Callable[[str, Any], Any]] = {
     "num_experts": _number,
     "hidden": _number,
     "max_topk": _number,
@@ -59,7 +60,7 @@ _READERS: dict[str, Callable[[str, Any], int]] = {
 }
 
 
-def read_config(core: _core.Comm, **given: Any) -> dict[str, int]:
+def read_config(core: _core.Comm, **given: Any) -> dict[str, Any]:
     """The options of ``_core.Group`` for arguments of EpGroup. Collective where one is bad.
 
     Raises:
@@ -67,9 +68,12 @@ def read_config(core: _core.Comm, **given: Any) -> dict[str, int]:
             groups, get Mismatch.
     """
     config = {}
+    readers = _READERS | {
+        "expert_ranks": lambda _, ranks: ranks_of_experts(ranks, given["num_experts"])
+    }
     for name, value in given.items():
         try:
-            number = _READERS[name](name, value)
+            number = readers[name](name, value)
         except (TypeError, ValueError):
             _tell_peers(core, "recv_capacity" if name == _OWN else name)
             raise
@@ -80,12 +84,13 @@ def read_config(core: _core.Comm, **given: Any) -> dict[str, int]:
 
 def _tell_peers(core: _core.Comm, field: str) -> None:
     """Takes part in the making of a group whose `field` is bad: it is what the peers are told."""
-    good = {
+    good: dict[str, Any] = {
         "num_experts": core.num_ranks,
         "max_topk": 1,
         "max_tokens_per_rank": 1,
         "hidden": 16,
         "dtype": DTYPE_CODES[torch.float32],
     }
+    bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
     with contextlib.suppress(InvalidArgument):
-        _core.Group(core, **(good | {field: -1}))
+        _core.Group(core, **(good | {field: bad}))

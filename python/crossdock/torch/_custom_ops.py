@@ -241,7 +241,8 @@ def _routing_layout(topk_idx: Tensor, group: int) -> tuple[Tensor, ...]:
     ep = group_of(group)
     outputs = _outputs.routing_layout(ep, topk_idx.shape[0])
     made = _outputs.make(outputs, ep.comm.pool, topk_idx)
-    _calls.routing_layout(ep.comm.core, ep.num_experts, topk_idx.contiguous(), **made)
+    idx = topk_idx.contiguous()
+    _calls.routing_layout(ep.comm.core, ep.num_experts, idx, **made, expert_ranks=ep.expert_ranks)
     return tuple(made.values())
 
 

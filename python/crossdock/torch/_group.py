@@ -9,6 +9,7 @@ import itertools
 import reprlib
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -72,18 +73,18 @@ class RoutingLayout(NamedTuple):
 class EpGroup:
     """Sizes and memory of one kind of expert-parallel traffic between the ranks.
 
-    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``.
-    The operations of a group are collective and form one sequence, the same on all ranks, also on a
-    rank that has no tokens. Keep the group as long as plans, compiled functions and captured graphs
-    use it.
+    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``,
+    unless `expert_ranks` says which rank holds which. The operations of a group are collective and
+    form one sequence, the same on all ranks, also on a rank that has no tokens. Keep the group as
+    long as plans, compiled functions and captured graphs use it.
 
     Attributes:
         comm: its Comm.
         handle: its number in this process, by which operators find it.
         rows: R, the rows of every receive tensor of this rank.
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
-        num_experts, num_local_experts, hidden, max_topk, max_tokens_per_rank, layout, dtype: as
-            given.
+        num_local_experts: L, the experts of this rank.
+        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype: as given.
         core: the group of the extension.
     """
 
@@ -105,6 +106,7 @@ class EpGroup:
         zero_tail: bool = True,
         num_sms: int = 0,
         symmetric_tensors: int = 4,
+        expert_ranks: Sequence[int] | None = None,
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking.
@@ -113,7 +115,7 @@ class EpGroup:
         `symmetric_tensors`.
 
         Args:
-            num_experts: E, a multiple of the number of ranks.
+            num_experts: E; without `expert_ranks` a multiple of the number of ranks.
             max_topk: largest number of experts per token, 1 to 32.
             max_tokens_per_rank: largest number of tokens of a rank.
             hidden: largest row, in elements of `dtype`.
@@ -136,6 +138,9 @@ class EpGroup:
                 it where whole receive tensors go through further arithmetic.
             num_sms: CUDA: multiprocessors to use; 0 = chosen by the library.
             symmetric_tensors: by how many tensors ``[R, hidden]`` the communicator's pool grows.
+            expert_ranks: the rank of each expert; None = equally many on every rank, in order. A
+                rank's local experts are its own in ascending order; it may hold none. Replicas of
+                an expert are experts of their own, among which your router chooses.
             comm: None = the default communicator.
 
         Raises:
@@ -162,9 +167,10 @@ class EpGroup:
             zero_tail=zero_tail,
             num_sms=num_sms,
             symmetric_tensors=symmetric_tensors,
+            expert_ranks=expert_ranks,
         )
         self.num_experts = num_experts
-        self.num_local_experts = num_experts // self.comm.num_ranks
+        self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]
         self.hidden = hidden
         self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -182,12 +188,15 @@ class EpGroup:
         self.handle: int = next(_handles)
         _groups[self.handle] = self
 
-    def _create(self, config: dict[str, int]) -> None:
+    def _create(self, config: dict[str, Any]) -> None:
         """Makes the extension's group and asks for its sizes."""
         self.core = _core.Group(self.comm.core, **config)
         num_ranks = self.comm.num_ranks
         self.rows: int = config["recv_capacity"] or _core.recv_bound(num_ranks=num_ranks, **config)
         self.plan_bytes: int = _core.plan_size(num_ranks=num_ranks, **config)
+        self.num_local_experts: int = _core.local_experts(
+            self.comm.rank, num_ranks=num_ranks, **config
+        )
         self.plan_parts = PlanParts(self.num_local_experts, num_ranks)
 
     def prepare(

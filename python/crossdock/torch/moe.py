@@ -309,6 +309,11 @@ def _check_group(
 ) -> None:
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
+    if group.expert_ranks is not None:
+        raise ValueError(
+            "group: expected E / W experts on every rank, in order, as the layer's parameters have "
+            "them; got a group with expert_ranks"
+        )
     if group.num_experts != num_experts:
         expected = group.num_experts
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")

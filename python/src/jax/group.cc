@@ -22,8 +22,8 @@ Registry& registry() {
 
 }  // namespace
 
-Group::Group(std::shared_ptr<Ranks> ranks, const xd_ep_config& config, std::string text)
-    : ranks_(std::move(ranks)), config_(config), text_(std::move(text)) {}
+Group::Group(std::shared_ptr<Ranks> ranks, xdpy::GroupConfig config, std::string text)
+    : ranks_(std::move(ranks)), config_(std::move(config)), text_(std::move(text)) {}
 
 Group::~Group() {
   for (Member& member : members_) {
@@ -37,8 +37,9 @@ std::optional<Problem> Group::create() {
   if (created_.load(std::memory_order_relaxed)) return std::nullopt;
   const std::vector<Ranks::Rank>& ranks = ranks_->all();
   std::vector<Member> members(ranks.size());
+  const xd_ep_config config = config_.get();
   std::optional<Problem> problem = for_each_rank(ranks.size(), [&](std::size_t i) {
-    return problem_of(xd_ep_group_create(ranks[i].comm, &config_, &members[i].group));
+    return problem_of(xd_ep_group_create(ranks[i].comm, &config, &members[i].group));
   });
   if (problem) {
     for (const Member& member : members) xd_ep_group_destroy(member.group);

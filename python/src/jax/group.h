@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../group_config.h"
 #include "problem.h"
 #include "ranks.h"
 #include "worker.h"
@@ -27,7 +28,7 @@ class Group {
     std::unique_ptr<Worker> worker;  // runs the operations; none on CUDA, which has streams
   };
 
-  Group(std::shared_ptr<Ranks> ranks, const xd_ep_config& config, std::string text);
+  Group(std::shared_ptr<Ranks> ranks, xdpy::GroupConfig config, std::string text);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -46,7 +47,7 @@ class Group {
 
  private:
   const std::shared_ptr<Ranks> ranks_;
-  const xd_ep_config config_;
+  const xdpy::GroupConfig config_;
   const std::string text_;             // the config, as executables name it
   std::mutex creating_;                // held by create(), which waits for other ranks
   std::atomic<bool> created_ = false;  // set when members_ will not change any more

@@ -14,7 +14,7 @@ import pytest
 
 import crossdock
 import support
-from crossdock import launch
+from crossdock import _core, launch
 from support import Rank
 
 CONFIG = crossdock.EpConfig(
@@ -302,6 +302,25 @@ def different_configs(me: Rank) -> None:
         crossdock.EpGroup(comm, CONFIG).close()
 
 
+def different_placements(me: Rank) -> None:
+    with me.comm() as comm:
+        placed = dataclasses.replace(CONFIG, expert_ranks=(me.rank,) * CONFIG.num_experts)
+        error = raises(crossdock.Mismatch, lambda: crossdock.EpGroup(comm, placed))
+        assert "expert_ranks" in error.text
+        bad = (0,) * (CONFIG.num_experts - 1) + (2 if me.rank == 0 else 0,)
+        placed = dataclasses.replace(CONFIG, expert_ranks=bad)
+        kind = crossdock.InvalidArgument if me.rank == 0 else crossdock.Mismatch
+        error = raises(kind, lambda: crossdock.EpGroup(comm, placed))
+        assert (f"expert_ranks[{CONFIG.num_experts - 1}] = 2" if me.rank == 0 else "rank 0") in (
+            error.text
+        )
+        crossdock.EpGroup(comm, CONFIG).close()
+
+
+def test_placements_that_differ_are_a_mismatch() -> None:
+    support.run_ranks(2, different_placements)
+
+
 def test_configs_that_differ_are_a_mismatch() -> None:
     support.run_ranks(2, different_configs)
 
@@ -333,6 +352,25 @@ KINDS_OF_COMM = [
             ),
             ValueError,
             "layout: expected 'expert_major' or 'rank_major', got 'expert'",
+        ),
+        (
+            lambda: crossdock.EpConfig(
+                num_experts=3, max_topk=2, max_tokens_per_rank=4, hidden=8, expert_ranks=[0, 1]
+            ),
+            ValueError,
+            "expert_ranks: expected the ranks of num_experts = 3 experts, got 2",
+        ),
+        (
+            lambda: crossdock.EpConfig(
+                num_experts=1, max_topk=2, max_tokens_per_rank=4, hidden=8, expert_ranks=["0"]
+            ),
+            TypeError,
+            r"expert_ranks: expected a rank for each expert, got \['0'\]",
+        ),
+        (
+            lambda: _core.recv_bound(num_ranks=2, num_experts=3, expert_ranks=[0, 1]),
+            ValueError,
+            "expert_ranks: expected the ranks of num_experts = 3 experts, got 2",
         ),
         (
             lambda: crossdock.EpConfig(

@@ -29,6 +29,7 @@ class Case:
     dtype: str = "float32"
     index: str = "int64"
     symmetric: bool = True  # receive into symmetric memory, else staged
+    expert_ranks: tuple[int, ...] | None = None
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -73,6 +74,17 @@ CASES = [
         alignment=4,
         symmetric=False,
     ),
+    # Experts anywhere: rank 1 has none, and then one rank has all.
+    Case((3, 6, 2), num_experts=7, topk=3, hidden=8, expert_ranks=(2, 0, 2, 2, 0, 2, 0)),
+    Case(
+        (5, 4),
+        num_experts=5,
+        topk=2,
+        hidden=8,
+        layout="rank_major",
+        alignment=4,
+        expert_ranks=(1, 1, 1, 1, 1),
+    ),
 ]
 
 
@@ -85,7 +97,9 @@ def equal(name: str, got: np.ndarray, want: np.ndarray) -> None:
 
 def round_trip(me: Rank, case: Case) -> None:
     """All five operations, forward and backward, twice in one group, with poisoned memory."""
-    routing = Routing(case.topk_idx(), case.num_experts, case.layout, case.alignment)
+    routing = Routing(
+        case.topk_idx(), case.num_experts, case.layout, case.alignment, case.expert_ranks
+    )
     tokens = case.per_token(1, case.hidden)
     weights = case.per_token(2, case.topk, np.dtype(np.float32))
     grads = case.per_token(3, case.hidden)
@@ -97,7 +111,9 @@ def round_trip(me: Rank, case: Case) -> None:
         max_tokens_per_rank=max(1, *case.num_tokens),
         layout=case.layout,
         alignment=case.alignment,
+        expert_ranks=case.expert_ranks,
     )
+    assert config.local_experts(me.rank, me.num_ranks) == len(routing.experts(me.rank))
     with me.comm(heap_bytes=(1 << 20) * case.symmetric) as comm:
         poison(comm)
         with crossdock.EpGroup(comm, config) as group:
@@ -138,9 +154,8 @@ def check_local(
         wide = group.row_experts(plan, out=np.full(routing.total(rank) + 3, 7, np.int32))
         equal("row_experts", wide, np.int32([*routing.row_experts(rank), -1, -1, -1]))
     ids = routing.topk_idx[rank]
-    layout = group.comm.routing_layout(ids, routing.num_ranks * routing.local_experts)
-    owner = np.where(ids >= 0, ids // routing.local_experts, -1)
-    goes = (owner[:, :, None] == np.arange(routing.num_ranks)).any(1)
+    layout = group.comm.routing_layout(ids, len(routing.owners), group.config.expert_ranks)
+    goes = routing.goes(rank)
     equal("token_in_rank", layout.token_in_rank, goes)
     equal("rows_per_rank", layout.rows_per_rank, goes.sum(0))
     equal(

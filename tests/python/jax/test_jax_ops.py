@@ -28,6 +28,7 @@ def round_trip(
     alignment: int,
     index_type: str,
     bound: int | None = None,
+    expert_ranks: tuple[int, ...] | None = None,
 ) -> None:
     """`bound`: the group's alignment, of which the plan's is a smaller one."""
     ids = routing(11, tokens, EXPERTS, TOPK, kind)
@@ -42,6 +43,7 @@ def round_trip(
         layout=layout,
         dtype=dtype,
         alignment=bound or alignment,
+        expert_ranks=expert_ranks,
     )
 
     def trip(ids, x, weights):
@@ -57,7 +59,7 @@ def round_trip(
             ids_on_mesh, world.put(x), world.put(weights)
         )
     rows = world.ep.group(config).rows
-    expected = Routing(ids, EXPERTS, layout, alignment)
+    expected = Routing(ids, EXPERTS, layout, alignment, expert_ranks)
     equal(world.parts(plan.counts), lambda rank: np.int32(expected.counts(rank)))
     equal(world.parts(plan.total), lambda rank: np.int32([expected.total(rank)]))
     equal(world.parts(plan.rank_rows), lambda rank: expected.rank_rows().astype(np.int32))
@@ -98,6 +100,13 @@ def test_types_and_sizes(where, dtype, tokens, alignment, index_type):
 @everywhere
 def test_a_plan_has_its_own_alignment(where):
     run(where, round_trip, "expert_major", "skewed", "float32", 13, 2, "int32", 8)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_experts_lie_where_the_config_says(where, layout):
+    dealt = tuple(e % RANKS for e in range(EXPERTS))
+    run(where, round_trip, layout, "uniform", "float32", 13, 4, "int32", None, dealt)
 
 
 def three_dimensions(world: World) -> None:

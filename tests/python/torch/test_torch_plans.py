@@ -8,6 +8,7 @@ import torch
 
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch
+from reference import Routing
 from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged, reported
 
@@ -69,6 +70,40 @@ def _local(me: Rank) -> None:
 
 def test_local_calls_need_no_peer():
     run_ranks(4, _local)
+
+
+def _anywhere(me: Rank, layout: str) -> None:
+    # Experts as a placement for serving has them: 0 and 1 are one that is held twice.
+    expert_ranks = (1, 0, 1, 1, 1)
+    batch = Batch(SEED + 41, ((9, 5), 5, 3, 32), layout)
+    local = np.array([0, 0, 1, 2, 3, 0])  # by expert; the last for -1
+    factors = [np.where(ids < 0, 0, local[ids] + 1) for ids in batch.topk_idx]
+    batch.factors = lambda rank: factors[rank].astype(np.float32)
+    with xd.init():
+        group = batch.group(expert_ranks=expert_ranks)
+        assert group.num_local_experts == expert_ranks.count(me.rank)
+        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        assert plan.counts.shape == (group.num_local_experts,)
+        out = layer(plan, x, weights)
+        out.backward(grad_out)
+        for name, got, expected in zip(
+            ("out", "gradient of x", "gradient of weights"),
+            (out, x.grad, weights.grad),
+            batch.expected(me.rank),
+        ):
+            assert_equal(name, got, expected)
+        routing = Routing(batch.topk_idx, 5, layout, expert_ranks=expert_ranks)
+        found = group.routing_layout(topk_idx)
+        assert found.token_in_rank.tolist() == routing.goes(me.rank).tolist()
+        bad = (0, 0, 0, 0) if me.rank == 0 else expert_ranks
+        with pytest.raises(ValueError if me.rank == 0 else Mismatch, match="expert_ranks"):
+            batch.group(expert_ranks=bad)
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_experts_lie_where_the_group_says(layout):
+    run_ranks(2, _anywhere, layout)
 
 
 def _own_alignments(me: Rank) -> None:
