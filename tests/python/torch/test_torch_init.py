@@ -74,7 +74,9 @@ import torch
 import crossdock.torch as xd
 
 comm = xd.init()
-group = xd.EpGroup(4, 32, 2, 8, dtype=torch.float32)
+group = xd.EpGroup(
+    num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8, dtype=torch.float32
+)
 plan = group.prepare(torch.tensor([[0, 3], [1, 2]]))
 x = torch.full((2, 32), float(comm.rank + 1))
 out = xd.combine(plan, xd.dispatch(plan, x).tokens)
@@ -111,7 +113,8 @@ def test_leaving_at_the_end_of_the_process():
     code = (
         "import torch, crossdock.torch as xd\n"
         "comm = xd.init(heap_bytes=1 << 20)\n"
-        "group = xd.EpGroup(4, 32, 2, 8, dtype=torch.float32)\n"
+        "sizes = dict(num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8)\n"
+        "group = xd.EpGroup(**sizes, dtype=torch.float32)\n"
         "plan = group.prepare(torch.tensor([[0, 3]]))\n"
         "received = xd.dispatch(plan, torch.zeros(1, 32, requires_grad=True))\n"
     )
@@ -211,7 +214,8 @@ def test_no_operation_imports_torchs_compiler():
         "assert 'torch._dynamo' not in sys.modules\n"
         "_comm.join = meet\n"
         "comm = xd.init()\n"
-        "group = xd.EpGroup(4, 32, 2, 8, dtype=torch.float32)\n"
+        "sizes = dict(num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8)\n"
+        "group = xd.EpGroup(**sizes, dtype=torch.float32)\n"
         "before = set(sys.modules)\n"
         "plan = group.prepare(torch.tensor([[0, 3]]))\n"
         "x = torch.ones(1, 32, requires_grad=True)\n"
