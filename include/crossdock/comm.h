@@ -130,12 +130,13 @@ XD_API int32_t xd_default_timeout_ms(void);
  * had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
-/* Leaves and frees. Local and bounded: says goodbye, waits for nobody. Peers that need this rank
- * later get PEER_LOST ('left'). Call it when no operation of this rank is running: on CUDA, after
- * synchronising the streams of its operations. Their end is bounded: after a fatal error operations
- * end by themselves at once, else with the timeout. Groups that are still alive keep what they need
- * until they are destroyed, but their operations are INVALID_ARGUMENT; pointers from xd_mem_alloc
- * die here. NULL is allowed. Works after fatal errors. */
+/* Leaves and frees. Local and bounded: says goodbye and waits for no peer, except at most a second
+ * until peers that have not read this rank's earlier messages have room for it. Peers that need
+ * this rank later get PEER_LOST ('left'). Call it when no operation of this rank is running: on
+ * CUDA, after synchronising the streams of its operations. Their end is bounded: after a fatal
+ * error operations end by themselves at once, else with the timeout. Groups that are still alive
+ * keep what they need until they are destroyed, but their operations are INVALID_ARGUMENT;
+ * pointers from xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 
 /* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the

@@ -363,9 +363,10 @@ class Comm:
     def close(self) -> None:
         """Leaves.
 
-        Local and bounded: says goodbye, waits for nobody; peers that need this rank later get
-        PeerLost. A second call does nothing. Arrays from empty() that are still alive
-        stay valid, and the goodbye waits for the last of them.
+        Local and bounded: says goodbye, waits for no peer, except at most a second for those that
+        have not read earlier messages; peers that need this rank later get PeerLost. A second call
+        does nothing. Arrays from empty() that are still alive stay valid, and the goodbye waits for
+        the last of them.
 
         Raises:
             InvalidArgument: a call is running in another thread; abort() ends it.
