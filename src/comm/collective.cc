@@ -26,7 +26,8 @@ Bytes frame(CollectiveCall call, std::span<const std::byte> blob) {
   return bytes;
 }
 
-// The same of the exception in flight, which may be that there is no memory.
+// The packet of a rank that has failed: the exception in flight, which may be that there is no
+// memory.
 class FailureFrame {
  public:
   explicit FailureFrame(CollectiveCall call) noexcept : head_(std::strlen(call.name) + 2) {

@@ -40,7 +40,8 @@ class Collective {
   };
 
   // A step that ends half-way leaves the ranks out of step for good, which is a fatal error for
-  // `errors`; nullptr while the communicator is being made. All of it must outlive the object.
+  // `errors`; nullptr while the communicator is being made. `mesh` and `errors` must outlive the
+  // object.
   Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors)
       : mesh_(mesh), rank_(rank), num_ranks_(num_ranks), timeout_ms_(timeout_ms), errors_(errors) {}
 
@@ -49,7 +50,8 @@ class Collective {
   // that are in different calls. After agree() has returned, `work` has succeeded everywhere.
   std::vector<Mesh::Item> agree(CollectiveCall call, const std::function<Contribution()>& work);
 
-  // The same where the contribution is a plain value: the results of `make` on all ranks.
+  // Calls agree() with plain values as contributions, and returns the results of `make` on all
+  // ranks.
   template <class Make, class T = std::invoke_result_t<Make>>
   std::vector<T> agree_on(CollectiveCall call, Make&& make);
 

@@ -90,7 +90,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
       .device_side = nullptr,
       .events = std::make_unique<EventRelay>(bootstrap->num_ranks(), kind_of(device).tick_ms),
       .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms))};
-  Mesh& mesh = *parts.mesh;  // whoever owns it
+  Mesh& mesh = *parts.mesh;  // good also when the communicator owns it
   std::shared_ptr<Comm> comm;
   mesh.start(*parts.events);
   try {

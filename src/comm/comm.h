@@ -53,8 +53,8 @@ class Comm final {
     std::vector<DeviceIntroduction> introductions;  // by rank
     Segments boards;                                // in host memory
     std::unique_ptr<DeviceSide> device_side;        // CUDA only
-    std::unique_ptr<EventRelay> events;             // of the mesh
-    std::unique_ptr<Mesh> mesh;                     // started
+    std::unique_ptr<EventRelay> events;             // to which the mesh reports
+    std::unique_ptr<Mesh> mesh;                     // its watch thread runs already
   };
   // Takes the mesh only once nothing can fail any more.
   explicit Comm(Parts&& parts);

@@ -1,5 +1,5 @@
-// How host code reaches the memory of near ranks (comm/hosts.h): through NearMemory, and in no
-// other way.
+// Host code reaches the memory of near ranks (comm/hosts.h) through NearMemory, and in no other
+// way.
 #pragma once
 
 #include <atomic>

@@ -20,7 +20,7 @@ inline constexpr CollectiveCall kCreateGroup{"xd_ep_group_create"};
 
 // Numbers beside the text of a setback.
 struct Facts {
-  std::int64_t bad_ids = 0;      // for bad ids only
+  std::int64_t bad_ids = 0;      // INVALID_ARGUMENT only, where bad ids are the mistake
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
   std::int64_t capacity_rows = 0;
 };

@@ -53,7 +53,7 @@ class Group : public turn::Sequence<Family> {
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }
   // All ranks, whose rows a rank receives.
   const RankSet& ranks() const { return ranks_; }
-  // The ranks whose memory operations read and write, this one among them.
+  // The ranks whose memory this rank reads and writes in operations, itself included.
   const NearRanks& near() const { return comm().hosts().near(); }
   NearRank self() const { return comm().hosts().self(); }
   std::span<const std::int64_t> capacities() const { return capacities_; }
@@ -65,7 +65,8 @@ class Group : public turn::Sequence<Family> {
   // Throws INVALID_ARGUMENT where there is no memory for that.
   Reach reach(const Tensor& tensor, const Staging& staging) const;
 
-  // Collective: allocates this rank's group memory and maps that of all near ranks. By rank.
+  // Collective: allocates this rank's group memory, and maps that of all near ranks. Returns the
+  // segments by rank.
   Segments share_memory() const;
 
   // Bad ids and dropped rows of all plans, for the group's status.

@@ -35,7 +35,7 @@ class DeviceRunner {
   struct Memory {
     cuda::DeviceBuffer control;
     cuda::PinnedBlock report;
-    cuda::PinnedBlock last_look;  // at DeviceControl::owner, when the sequence goes
+    cuda::PinnedBlock last_look;  // a copy of DeviceControl::owner, which end() waits for
   };
 
   // `fatal_errors`: a setback finishes the communicator.

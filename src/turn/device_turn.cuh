@@ -64,10 +64,10 @@ struct DeviceTurnShared {
   std::uint64_t owner;  // owner of the sequence, when this block began
   int failed;           // 1 = the communicator had failed then
   int verdict;
-  int status;    // status of a setback here
-  int mismatch;  // some record differs
-  int is_last;
-  int some_blank;  // last block: of this launch
+  int status;      // status of a setback here
+  int mismatch;    // some record differs
+  int is_last;     // 1 = of all blocks, this one was counted last
+  int some_blank;  // on the last block: 1 = some block of this launch has a blank verdict
   int finder;      // lowest rank that has not found memory; num_ranks = none
   Record own;
   HeapRange area[kMaxDeviceRanks];  // DeviceGroup::areas

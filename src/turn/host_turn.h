@@ -19,8 +19,8 @@ namespace xd::turn {
 template <class Record>
 class HostTurn {
  public:
-  // `number` is the sequence's, for error texts. `map` holds in the memory that each near rank
-  // shares for the sequence, `areas`.
+  // `number`: the sequence's number, for error texts. `areas`: the memory that each near rank
+  // shares for the sequence. `map` says where in it the words of the turns lie.
   HostTurn(Comm& comm, int number, const TurnMap& map, NearTable areas)
       : comm_(comm),
         number_(number),

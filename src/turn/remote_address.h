@@ -34,8 +34,8 @@ class RemoteAddress {
 };
 
 // The address of `bytes` bytes at `address`, or nullptr if some of them are not there, or if they
-// are not aligned. `shared` is the rank's memory of this sequence, and heap_range(segment) a
-// segment of its heap, for any number. Both are addresses in this process.
+// are not aligned. `shared` is the rank's memory of this sequence. heap_range(segment) is a
+// segment of its heap, or empty if it has none of that number. Both are addresses in this process.
 template <class RangeOf>
 constexpr std::byte* find_remote(RemoteAddress address, std::uint64_t bytes,
                                  std::uint64_t alignment, const HeapRange& shared,

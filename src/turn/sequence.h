@@ -1,5 +1,5 @@
-// One rank's part in a sequence of operations of a family, on any executor: its number in the
-// communicator, and its memory of non-fatal errors.
+// One rank's part in a sequence of operations of a family, on any executor. It has the sequence's
+// number in the communicator, and keeps the non-fatal errors that nobody has read.
 #pragma once
 
 #include <crossdock/comm.h>

@@ -63,11 +63,11 @@ class PlanOperation {
   ReceiveTensor receive_rows(const Tensor& tensor) const {
     return ReceiveTensor(context_, plan_, tensor, {own_map().rows, false});
   }
-  // A receive tensor beside rows.
+  // A receive tensor beside rows: scales, weights or indices, for which there is always staging.
   ReceiveTensor receive_beside(const Tensor& tensor, std::uint64_t staging_offset) const {
     return ReceiveTensor(context_, plan_, tensor, {staging_offset, true});
   }
-  // Completes the record of the call.
+  // Adds to the call's record the facts that it takes from the plan.
   Record plan_record(Record record) const {
     record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
     record.fingerprint = plan_.header().fingerprint;

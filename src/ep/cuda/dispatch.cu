@@ -302,7 +302,7 @@ __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanP
   fill_tail(turn, p.recv_topk_idx, 0xFF);  // -1 of either width
 }
 
-// Rows that this rank sends to itself need no staging.
+// Lets this rank's sender store into the caller's tensors: its own rows need no staging.
 __device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
   own.rows = p.recv_tokens.data;
   own.scales = p.recv_scales.data;
@@ -313,7 +313,7 @@ __device__ void take_own_tensors(const DispatchParams& p, PeerTensors& own) {
 // True if work is left when the done flags have been raised.
 __device__ bool closes_late(const DispatchParams& p) { return p.receives || p.num_late > 0; }
 
-// The strides of the scales that go beside rows.
+// The strides of the scales that lanes load beside rows; none where bulk copies load them.
 __device__ Besides besides(const StridedRows& scales) {
   if (scales.data == nullptr || scales.bulk) return {};
   return {scales.element, scales.col_stride};

@@ -1,4 +1,4 @@
-// Loads kernels, starts them, and has the first step of each.
+// Loads kernels and starts them; fetch_params() is the first step of kernels that take turns.
 #pragma once
 
 #include <cuda_runtime_api.h>

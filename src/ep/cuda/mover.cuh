@@ -24,7 +24,7 @@ namespace xd::ep::cuda {
 
 // The strides of the elements beside a row.
 struct Besides {
-  std::uint32_t element = 0;  // bytes bytes of one element; 0 = bulk copies load the elements
+  std::uint32_t element = 0;  // bytes of one element; 0 = bulk copies load the elements
   std::int64_t stride = 0;    // in bytes
 };
 

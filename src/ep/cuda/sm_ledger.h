@@ -34,7 +34,7 @@ class SmLedger {
   std::map<int, Entry> entries_;  // by device
 };
 
-// One line. `available`: multiprocessors of the device, less the reserve.
+// The sum in words, as one line. `available`: multiprocessors of the device, less the reserve.
 std::string explain(int device, const SmLedger::Sum& sum, int available);
 
 // A group's entry in the process's ledger, for as long as the group lives.
