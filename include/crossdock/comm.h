@@ -187,7 +187,9 @@ typedef enum xd_phase {
   /* Waiting for a peer to finish with this rank's memory. */
   XD_PHASE_DONE = 4,
   /* CUDA: waiting for rows that a peer brings. */
-  XD_PHASE_ROWS = 5
+  XD_PHASE_ROWS = 5,
+  /* Waiting for a peer to have taken an earlier operation, whose place is used again. */
+  XD_PHASE_CREDIT = 6
 } xd_phase;
 
 typedef struct xd_error_info {

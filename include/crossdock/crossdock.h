@@ -1,11 +1,12 @@
 /* Crossdock: expert parallelism between ranks, in one include.
  *
- *   status.h   status codes, error text           read first
- *   version.h  version and feature queries
- *   comm.h     communicators, symmetric memory
- *   ep.h       expert parallelism: dispatch tokens to experts, combine the results, and both
- *              backward
- *   tensor.h   helpers for callers: tensors in one line, names of element types
+ *   status.h       status codes, error text           read first
+ *   version.h      version and feature queries
+ *   comm.h         communicators, symmetric memory
+ *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
+ *                  backward
+ *   low_latency.h  expert parallelism for few tokens: serving, decode
+ *   tensor.h       helpers for callers: tensors in one line, names of element types
  *
  * Conventions that hold for all of them:
  *   - C11 and C++; the only foreign header is DLPack's (struct DLTensor, DLDevice).
@@ -24,6 +25,7 @@
 
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
+#include <crossdock/low_latency.h>
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>
 #include <crossdock/version.h>

@@ -25,6 +25,8 @@ const char* phase_name(xd_phase phase) {
       return "done";
     case XD_PHASE_ROWS:
       return "rows";
+    case XD_PHASE_CREDIT:
+      return "credit";
   }
   return nullptr;
 }

@@ -44,4 +44,13 @@ xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexce
     }                                                                         \
   } while (0)
 
+// Every operation of a group enters in this way: `call` is given the group.
+template <class Call>
+xd_status operate(const char* function, xd_ep_group* group, Call&& call) {
+  XD_REQUIRE_GIVEN(function, group);
+  ep::Group& g = *group->group;
+  ep::Group::forget_last_error();
+  return guarded_on(function, g.comm(), [&] { std::forward<Call>(call)(g); });
+}
+
 }  // namespace xd

@@ -6,6 +6,7 @@
 
 using xd::guarded;
 using xd::guarded_on;
+using xd::operate;
 
 xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows) {
   XD_REQUIRE_GIVEN("xd_ep_recv_bound", rows);
@@ -84,54 +85,40 @@ xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) 
   });
 }
 
-namespace {
-
-// Every operation enters in this way.
-template <class Args>
-xd_status operate(const char* function, xd_ep_group* group, const Args* args, xd_stream stream,
-                  void (xd::ep::Group::*operation)(const Args*, xd_stream)) {
-  XD_REQUIRE_GIVEN(function, group);
-  xd::ep::Group& g = *group->group;
-  xd::ep::Group::forget_last_error();
-  return guarded_on(function, g.comm(), [&] { (g.*operation)(args, stream); });
-}
-
-}  // namespace
-
 xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_stream stream) {
-  return operate("xd_ep_prepare", group, args, stream, &xd::ep::Group::prepare);
+  return operate("xd_ep_prepare", group, [&](xd::ep::Group& g) { g.prepare(args, stream); });
 }
 
 xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args, xd_stream stream) {
-  return operate("xd_ep_dispatch", group, args, stream, &xd::ep::Group::dispatch);
+  return operate("xd_ep_dispatch", group, [&](xd::ep::Group& g) { g.dispatch(args, stream); });
 }
 
 xd_status xd_ep_combine(xd_ep_group* group, const xd_ep_combine_args* args, xd_stream stream) {
-  return operate("xd_ep_combine", group, args, stream, &xd::ep::Group::combine);
+  return operate("xd_ep_combine", group, [&](xd::ep::Group& g) { g.combine(args, stream); });
 }
 
 xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args,
                              xd_stream stream) {
-  return operate("xd_ep_dispatch_bwd", group, args, stream, &xd::ep::Group::dispatch_bwd);
+  return operate("xd_ep_dispatch_bwd", group,
+                 [&](xd::ep::Group& g) { g.dispatch_bwd(args, stream); });
 }
 
 xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
                             xd_stream stream) {
-  return operate("xd_ep_combine_bwd", group, args, stream, &xd::ep::Group::combine_bwd);
+  return operate("xd_ep_combine_bwd", group,
+                 [&](xd::ep::Group& g) { g.combine_bwd(args, stream); });
 }
 
 xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                             xd_stream stream) {
-  XD_REQUIRE_GIVEN("xd_ep_join_failed", group);
-  xd::ep::Group& g = *group->group;
-  xd::ep::Group::forget_last_error();
-  return guarded_on("xd_ep_join_failed", g.comm(),
-                    [&] { g.join_failed(xd::raw_enum(operation), text, stream); });
+  return operate("xd_ep_join_failed", group,
+                 [&](xd::ep::Group& g) { g.join_failed(xd::raw_enum(operation), text, stream); });
 }
 
 xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,
                                  xd_stream stream) {
-  return operate("xd_ep_plan_row_experts", group, args, stream, &xd::ep::Group::row_experts);
+  return operate("xd_ep_plan_row_experts", group,
+                 [&](xd::ep::Group& g) { g.row_experts(args, stream); });
 }
 
 xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,
@@ -147,6 +134,7 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
 
 xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info) {
   return guarded("xd_ep_plan_get_info", [&] {
+    // Zones, where the layout has some, are looked at as well.
     const xd::ep::PlanHeader h = xd::ep::PlanView::open(plan, plan_bytes).header();
     xd_ep_plan_info value XD_EP_PLAN_INFO_INIT;
     value.rank = h.rank;

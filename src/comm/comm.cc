@@ -157,7 +157,7 @@ void Comm::fail_left(int peer, const HostWait& site) {
 
 void Comm::fail_timeout(int peer, const HostWait& site, std::uint64_t seen) {
   FatalError error = error_at(site, XD_ERROR_TIMEOUT, peer);
-  error.timeout_ms = timeout_ms_;
+  error.timeout_ms = site.timeout_ms != 0 ? site.timeout_ms : timeout_ms_;
   error.seen_epoch = seen;
   errors_.raise_and_throw(error, Spread::everywhere);
 }

@@ -36,6 +36,14 @@ struct HostWait {
   int operation;
   std::uint64_t epoch;
   Deadline deadline;
+  int timeout_ms = 0;  // the time that ends at the deadline; 0 = the communicator's
+};
+
+// How a wait for a peer has ended, where it has not thrown.
+enum class Waited {
+  ready,
+  left,  // the peer comes no more
+  late,  // the deadline has passed
 };
 
 class Comm final {
@@ -107,17 +115,26 @@ class Comm final {
   // the peer's last epoch for the error text. Throws the fatal error that ends the wait.
   template <class Ready, class Seen>
   void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen) {
-    if (ready()) return;
+    const Waited ended = wait(peer, site, ready);
+    if (ended == Waited::left) fail_left(peer, site);
+    if (ended == Waited::late) fail_timeout(peer, site, seen());
+  }
+
+  // Likewise, but leaves it to the caller what becomes of a peer that does not come. A fatal error
+  // of the communicator is thrown.
+  template <class Ready>
+  Waited wait(int peer, const HostWait& site, Ready&& ready) {
+    if (ready()) return Waited::ready;
     Doorbell& bell = errors_.bell(hosts_.self());
     const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
     Interruption interruption;
     for (;;) {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
-      if (ready()) return;
+      if (ready()) return Waited::ready;
       if (errors_.ends_wait(site.group, site.epoch)) errors_.throw_if_failed();
       // The goodbye came after the peer's last flag, so the flags are looked at once more.
-      if (errors_.left(peer) && !ready()) fail_left(peer, site);
-      if (site.deadline.passed()) fail_timeout(peer, site, seen());
+      if (errors_.left(peer) && !ready()) return Waited::left;
+      if (site.deadline.passed()) return Waited::late;
       if (spin.passed()) {
         bell.sleep(rings, interruption.next(site.deadline));
         if (interruption.requested()) errors_.abort();

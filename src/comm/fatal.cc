@@ -27,6 +27,8 @@ const char* awaited(std::int32_t phase) {
       return "to send its counts";
     case XD_PHASE_ROWS:
       return "to bring its rows";
+    case XD_PHASE_CREDIT:
+      return "to take an earlier operation";
     case XD_PHASE_DONE:
       return "to finish with this rank's memory";
     default:

@@ -1,5 +1,7 @@
 #include "ep/config.h"
 
+#include <crossdock/low_latency.h>
+
 #include <algorithm>
 #include <bit>
 
@@ -71,6 +73,46 @@ void read_rows(const xd_ep_config& user, Config& config) {
   config.max_scale_bytes = static_cast<std::uint64_t>(user.max_scale_bytes);
 }
 
+void require_zero(const char* field, std::int64_t value, const char* where) {
+  XD_REQUIRE(value == 0, "config.", field, " = ", value, ", expected 0 ", where);
+}
+
+// Checks a group of EXPERT_SLOTS: its own fields, and those that only other layouts have.
+void read_slots(const xd_ep_config& user, Config& config) {
+  require_range("on_peer_loss", raw_enum(user.on_peer_loss), XD_EP_PEER_LOSS_FATAL,
+                XD_EP_PEER_LOSS_MASK);
+  if (!config.layout.is_slots()) {
+    constexpr const char* kWhere = "in every layout but EXPERT_SLOTS";
+    require_zero("in_flight", user.in_flight, kWhere);
+    require_zero("on_peer_loss", raw_enum(user.on_peer_loss), kWhere);
+    return require_zero("wait_timeout_ms", user.wait_timeout_ms, kWhere);
+  }
+  constexpr const char* kWhere = "in EXPERT_SLOTS";
+  require_zero("recv_capacity", user.recv_capacity, kWhere);
+  require_zero("max_scale_bytes", user.max_scale_bytes, kWhere);
+  require_zero("zero_tail", user.zero_tail, kWhere);
+  require_zero("overflow", raw_enum(user.overflow), kWhere);
+  require_zero("staging", raw_enum(user.staging), kWhere);
+  require_range("alignment", user.alignment, 0, 1);
+  require_range("num_ranks", config.ranks, 1, XD_EP_LL_MAX_RANKS);
+  require_range("max_tokens_per_rank", config.max_tokens, 1, XD_EP_LL_MAX_TOKENS);
+  XD_REQUIRE(
+      user.in_flight == 0 || (user.in_flight >= 2 && user.in_flight <= XD_EP_LL_MAX_IN_FLIGHT),
+      "config.in_flight = ", user.in_flight, ", expected 0 or 2 to ", XD_EP_LL_MAX_IN_FLIGHT);
+  require_range("wait_timeout_ms", user.wait_timeout_ms, 0, INT32_MAX);
+  const auto type = *dtype_of(user.dtype);
+  XD_REQUIRE(type == DType::bf16 || type == DType::f16 || type == DType::f32,
+             "config.dtype = ", dtype_name(type),
+             ", expected bfloat16, float16 or float32 in EXPERT_SLOTS");
+  // Slots of all local experts are numbered with 31 bits.
+  const std::int64_t slots = std::int64_t{config.most_local_experts()} * recv_bound(config);
+  XD_REQUIRE(slots <= INT32_MAX, "config: a rank's experts have ", slots,
+             " slots, expected at most ", INT32_MAX);
+  config.in_flight = user.in_flight != 0 ? user.in_flight : 2;
+  config.masks_lost_peers = user.on_peer_loss == XD_EP_PEER_LOSS_MASK;
+  config.wait_timeout_ms = user.wait_timeout_ms;
+}
+
 void read_receive(const xd_ep_config& user, Config& config) {
   require_range("layout", raw_enum(user.layout), 0, kNumLayouts - 1);
   require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
@@ -85,6 +127,7 @@ void read_receive(const xd_ep_config& user, Config& config) {
                  std::popcount(static_cast<unsigned>(user.alignment)) <= 1,
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
   config.layout = Layout::of(user.layout);
+  read_slots(user, config);
   config.overflow = user.overflow;
   config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
   config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
@@ -115,8 +158,15 @@ Config read_config(const xd_ep_config* user, int comm_ranks) {
   return config;
 }
 
+bool asks_for_slots(const xd_ep_config* user) {
+  constexpr std::size_t kEnd = offsetof(xd_ep_config, layout) + sizeof(user->layout);
+  return user != nullptr && user->struct_size >= kEnd &&
+         raw_enum(user->layout) == XD_EP_EXPERT_SLOTS;
+}
+
 std::int64_t recv_bound(const Config& config) {
   const std::int64_t tokens = std::int64_t{config.ranks} * config.max_tokens;
+  if (config.layout.is_slots()) return tokens;
   if (!config.layout.row_per_expert) {
     return static_cast<std::int64_t>(
         round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));

@@ -61,6 +61,10 @@ struct Config {
   int device_type = 0;  // as given
   Keeps keeps;          // as the executor says
   int num_sms = 0;      // multiprocessors; 0 = chosen by the library
+  // EXPERT_SLOTS only:
+  int in_flight = 0;              // operations of a kind between their halves
+  bool masks_lost_peers = false;  // the loss of a rank is not fatal
+  int wait_timeout_ms = 0;        // 0 = the communicator's
 
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int max_slots_per_token() const { return std::min(max_topk, ranks); }
@@ -87,6 +91,9 @@ struct Config {
 // communicator: config.num_ranks must then be set. Throws INVALID_ARGUMENT naming the field, what
 // was expected and what came.
 Config read_config(const xd_ep_config* user, int comm_ranks);
+
+// True if a config asks for EXPERT_SLOTS. It may be bad all the same: read_config() says so.
+bool asks_for_slots(const xd_ep_config* user);
 
 // The smallest capacity that no routing can overflow, on any rank.
 std::int64_t recv_bound(const Config& config);

@@ -1,18 +1,40 @@
 #include "ep/family.h"
 
+#include <vector>
+
 #include "base/error.h"
+#include "base/rank_list.h"
 
 namespace xd::ep {
 
-std::string Family::difference(const Record& mine, const Record& theirs) {
-  const auto of = [](const char* what, const auto& a, const auto& b) {
-    return concat(what, " ", a, ", here ", b);
-  };
+namespace {
+
+template <class A, class B>
+std::string of(const char* what, const A& theirs, const B& mine) {
+  return concat(what, " ", theirs, ", here ", mine);
+}
+
+std::string of_type(std::uint8_t theirs, std::uint8_t mine) {
+  return of("type", dtype_name(static_cast<DType>(theirs)), dtype_name(static_cast<DType>(mine)));
+}
+
+}  // namespace
+
+std::string Family::difference(const LlRecord& mine, const LlRecord& theirs) {
   if (theirs.fingerprint != mine.fingerprint) return "a plan of another batch";
-  if (theirs.dtype != mine.dtype) {
-    return of("type", dtype_name(static_cast<DType>(theirs.dtype)),
-              dtype_name(static_cast<DType>(mine.dtype)));
+  if (theirs.dtype != mine.dtype) return of_type(theirs.dtype, mine.dtype);
+  if (theirs.row_bytes != mine.row_bytes) return of("row bytes", theirs.row_bytes, mine.row_bytes);
+  if (theirs.topk != mine.topk) return of("top-k", theirs.topk, mine.topk);
+  if (theirs.quantise != mine.quantise) {
+    return of("quantise", quantise_name(static_cast<xd_ep_quantise>(theirs.quantise)),
+              quantise_name(static_cast<xd_ep_quantise>(mine.quantise)));
   }
+  return "another set of optional tensors";
+}
+
+std::string Family::difference(const Record& mine, const Record& theirs) {
+  if (theirs.fingerprint != mine.fingerprint) return "a plan of another batch";
+  if (theirs.dtype != mine.dtype) return of_type(theirs.dtype, mine.dtype);
   const bool prepares = mine.call.operation == XD_EP_PREPARE;
   if (theirs.row_bytes != mine.row_bytes) {
     return of(prepares ? "alignment" : "row bytes", theirs.row_bytes, mine.row_bytes);
@@ -36,6 +58,19 @@ Setback overflow(const Overflow& o) {
           .rank = o.rank,
           .facts = {.needed_rows = o.needed_rows, .capacity_rows = o.capacity_rows},
           .met_by_all = true};
+}
+
+Setback lost_peers(const LostPeers& peers) {
+  std::vector<int> ranks;
+  for (int r = 0; r < RankBits::kMostRanks; ++r) {
+    if (peers.lost.has(r)) ranks.push_back(r);
+  }
+  return {.status = XD_ERROR_PEER_LOST,
+          .text = concat(rank_list(ranks), ranks.size() == 1 ? " was" : " were",
+                         " lost (ended, late, or leaves out this rank) and left out; the outputs "
+                         "are without its share"),
+          .rank = ranks.empty() ? -1 : ranks[0],
+          .facts = {.masked = peers.masked, .masked_by = peers.masked_by}};
 }
 
 Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {

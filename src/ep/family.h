@@ -4,17 +4,21 @@
 
 #include <crossdock/ep.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
+#include "base/rank_bits.h"
+#include "ep/ll_record.h"
 #include "ep/wire.h"
 #include "turn/setback.h"
 
 namespace xd::ep {
 
 // The names of the C functions without their prefix, in the order of xd_ep_operation.
-inline constexpr const char* kOperationNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
-                                                  "combine_bwd"};
+inline constexpr const char* kOperationNames[] = {"prepare",      "dispatch",    "combine",
+                                                  "dispatch_bwd", "combine_bwd", "ll_dispatch",
+                                                  "ll_combine",   "ll_reset"};
 
 inline constexpr CollectiveCall kCreateGroup{"xd_ep_group_create"};
 
@@ -23,6 +27,7 @@ struct Facts {
   std::int64_t bad_ids = 0;      // INVALID_ARGUMENT only, where bad ids are the mistake
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
   std::int64_t capacity_rows = 0;
+  RankBits masked{}, masked_by{};  // PEER_LOST only
 };
 
 struct Family {
@@ -37,11 +42,21 @@ struct Family {
     return ep::same_operation(a, b);
   }
   static std::string difference(const Record& mine, const Record& theirs);
+  // Operations of EXPERT_SLOTS have records of their own.
+  static constexpr bool same_operation(const LlRecord& a, const LlRecord& b) {
+    return ep::same_operation(a, b);
+  }
+  static std::string difference(const LlRecord& mine, const LlRecord& theirs);
 
   static constexpr Status no_error() { return XD_EP_STATUS_INIT; }
   static void tell(const turn::Setback<Family>& setback, Status& status) {
     status.needed_rows = setback.facts.needed_rows;
     status.capacity_rows = setback.facts.capacity_rows;
+    tell_masks(setback.facts.masked, setback.facts.masked_by, status);
+  }
+  static void tell_masks(const RankBits& masked, const RankBits& masked_by, Status& status) {
+    std::ranges::copy(masked.word, status.masked);
+    std::ranges::copy(masked_by.word, status.masked_by);
   }
   // A group's status counts the bad ids of all its plans instead.
   static void tell_caller(const turn::Setback<Family>& setback, Status& status) {
@@ -56,6 +71,12 @@ struct Overflow {
   std::int64_t needed_rows, capacity_rows;
 };
 Setback overflow(const Overflow& overflow);
+
+// `lost`: the ranks that an operation was to be carried out with, and was not.
+struct LostPeers {
+  RankBits lost, masked, masked_by;
+};
+Setback lost_peers(const LostPeers& peers);
 
 Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts);
 

@@ -1,8 +1,14 @@
 #include "ep/group.h"
 
+#include <unistd.h>
+
 #include <array>
+#include <atomic>
+#include <chrono>
 
 #include "base/error.h"
+#include "base/hash.h"
+#include "ep/ll_map.h"
 #include "turn/agreement.h"
 
 namespace xd::ep {
@@ -11,8 +17,10 @@ namespace {
 // The part of a config that ranks tell one another.
 struct Announcement {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, max_scale_bytes, layout, alignment,
-      overflow, duplicate_ids, on_error, expert_ranks;  // equal on all ranks
-  std::int64_t capacity, staging, zero_tail;            // may differ
+      overflow, duplicate_ids, on_error, expert_ranks, in_flight, on_peer_loss,
+      wait_timeout_ms;                        // equal on all ranks
+  std::int64_t capacity, staging, zero_tail;  // may differ
+  std::uint64_t nonce;                        // rank 0's becomes the group's
 };
 
 using Field = turn::EqualField<Announcement>;
@@ -28,7 +36,22 @@ constexpr std::array kEqualFields = {
     Field{"duplicate_ids", &Announcement::duplicate_ids},
     Field{"on_error", &Announcement::on_error},
     Field{"expert_ranks (hash)", &Announcement::expert_ranks},
+    Field{"in_flight", &Announcement::in_flight},
+    Field{"on_peer_loss", &Announcement::on_peer_loss},
+    Field{"wait_timeout_ms", &Announcement::wait_timeout_ms},
 };
+
+// Differs from every other that was ever made on this host, as a process makes one at a time.
+std::uint64_t new_nonce() {
+  static std::atomic<std::uint64_t> made{0};
+  const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
+  const std::uint64_t hash = hash_combine(static_cast<std::uint64_t>(::getpid()), ++made);
+  return hash_combine(hash, static_cast<std::uint64_t>(now));
+}
+
+std::uint64_t shared_bytes(const Config& config) {
+  return config.layout.is_slots() ? LlMap::make(config).end : GroupMap::make(config).end;
+}
 
 Announcement announce(const Config& c) {
   return {.experts = c.experts,
@@ -42,9 +65,13 @@ Announcement announce(const Config& c) {
           .duplicate_ids = c.collapse,
           .on_error = c.fatal_errors,
           .expert_ranks = static_cast<std::int64_t>(c.expert_tables.hash()),
+          .in_flight = c.in_flight,
+          .on_peer_loss = c.masks_lost_peers,
+          .wait_timeout_ms = c.wait_timeout_ms,
           .capacity = c.capacity,
           .staging = c.staging,
-          .zero_tail = c.zero_tail};
+          .zero_tail = c.zero_tail,
+          .nonce = new_nonce()};
 }
 
 }  // namespace
@@ -71,10 +98,39 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
 }
 
 Segments Group::share_memory() const {
-  Segments segments = comm().share(kCreateGroup, GroupMap::make(config_).end);
-  for (const NearRank r : near())
-    require_size(segments[at(r)], GroupMap::make(config_of(r)).end, r);
+  Segments segments = comm().share(kCreateGroup, shared_bytes(config_));
+  for (const NearRank r : near()) require_size(segments[at(r)], shared_bytes(config_of(r)), r);
   return segments;
+}
+
+void Group::refuse() const {
+  give_back(
+      {.status = XD_ERROR_INVALID_ARGUMENT,
+       .text = concat("group: has layout ", config_.layout.name, ", expected ",
+                      config_.layout.is_slots() ? "EXPERT_MAJOR or RANK_MAJOR" : "EXPERT_SLOTS",
+                      "; peers do not hear of this call"),
+       .rank = rank()},
+      0, 0);
+}
+
+void Group::require_masks() const {
+  XD_REQUIRE(config_.masks_lost_peers,
+             "group: was made with on_peer_loss = XD_EP_PEER_LOSS_FATAL, expected "
+             "XD_EP_PEER_LOSS_MASK");
+}
+
+void Group::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
+  const bool of_slots = operation == XD_EP_LL_DISPATCH || operation == XD_EP_LL_COMBINE ||
+                        operation == XD_EP_LL_RESET;
+  // In EXPERT_SLOTS dispatch and combine take turns apart, so no other operation would do.
+  if (config_.layout.is_slots()) {
+    XD_REQUIRE(of_slots && operation != XD_EP_LL_RESET, "operation = ", operation,
+               ", expected XD_EP_LL_DISPATCH or XD_EP_LL_COMBINE: the group has layout "
+               "EXPERT_SLOTS; peers do not hear of this call");
+  } else if (of_slots) {
+    refuse();
+  }
+  Sequence::join_failed(operation, text, stream);
 }
 
 Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
@@ -105,6 +161,7 @@ void Group::agree_on_config(const xd_ep_config* config, KeepsOf keeps_of) {
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);
   config_.local_experts = config_.map().local_experts(rank());
+  nonce_ = of_rank[0].nonce;
   for (const Announcement& a : of_rank) config_.any_staging |= a.staging != 0;
   config_.keeps = keeps_of(config_);
   for (const Announcement& a : of_rank) {

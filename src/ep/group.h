@@ -3,6 +3,7 @@
 #pragma once
 
 #include <crossdock/ep.h>
+#include <crossdock/low_latency.h>
 
 #include <memory>
 #include <span>
@@ -39,14 +40,24 @@ xd_ep_memory shared_memory_of(const Config& config, KeepsOf keeps_of);
 
 class Group : public turn::Sequence<Family> {
  public:
-  virtual void prepare(const xd_ep_prepare_args* args, xd_stream stream) = 0;
-  virtual void dispatch(const xd_ep_dispatch_args* args, xd_stream stream) = 0;
-  virtual void combine(const xd_ep_combine_args* args, xd_stream stream) = 0;
-  virtual void dispatch_bwd(const xd_ep_dispatch_bwd_args* args, xd_stream stream) = 0;
-  virtual void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) = 0;
-
+  // An executor has one class for groups of EXPERT_SLOTS and one for the other layouts. Each
+  // implements its own operations; the others are refused, which takes no turn.
+  virtual void prepare(const xd_ep_prepare_args*, xd_stream) { refuse(); }
+  virtual void dispatch(const xd_ep_dispatch_args*, xd_stream) { refuse(); }
+  virtual void combine(const xd_ep_combine_args*, xd_stream) { refuse(); }
+  virtual void dispatch_bwd(const xd_ep_dispatch_bwd_args*, xd_stream) { refuse(); }
+  virtual void combine_bwd(const xd_ep_combine_bwd_args*, xd_stream) { refuse(); }
   // A local call, which takes no turn.
-  virtual void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) = 0;
+  virtual void row_experts(const xd_ep_plan_row_experts_args*, xd_stream) { refuse(); }
+
+  virtual void ll_dispatch(const xd_ep_ll_dispatch_args*, xd_stream) { refuse(); }
+  virtual void ll_combine(const xd_ep_ll_combine_args*, xd_stream) { refuse(); }
+  virtual void ll_mask_set(std::int32_t, std::int32_t, xd_stream) { refuse(); }
+  virtual void ll_mask_get(const DLTensor*, xd_stream) { refuse(); }
+  virtual void ll_reset(xd_stream) { refuse(); }
+
+  // Takes this rank's turn with a failure, as Sequence does, where the group has the operation.
+  void join_failed(std::int32_t operation, const char* text, xd_stream stream);
 
   const Config& config() const { return config_; }
   // The config of a rank: like this rank's, except for the fields that may differ.
@@ -59,6 +70,8 @@ class Group : public turn::Sequence<Family> {
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
   CallContext call_context() const { return {&config_, comm().device()}; }
+  // A number that tells this group from others, equal on all ranks.
+  std::uint64_t nonce() const { return nonce_; }
   PlanBinding plan_binding() const { return {rank(), &config_, capacities_hash_}; }
 
   // A tensor whose rows are packed and lie in symmetric memory is used there; others are staged.
@@ -82,6 +95,11 @@ class Group : public turn::Sequence<Family> {
   // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere.
   Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of);
 
+  // Throws INVALID_ARGUMENT unless the group may leave ranks out.
+  void require_masks() const;
+  // The error of a call that is for groups of other layouts.
+  [[noreturn]] void refuse() const;
+
  private:
   void agree_on_config(const xd_ep_config* config, KeepsOf keeps_of);
 
@@ -90,6 +108,7 @@ class Group : public turn::Sequence<Family> {
   RankSet ranks_;
   std::vector<std::int64_t> capacities_;
   std::uint64_t capacities_hash_ = 0;
+  std::uint64_t nonce_ = 0;
   std::unique_ptr<RowCodec> codec_;
 };
 

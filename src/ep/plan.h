@@ -30,6 +30,7 @@
 
 #include "base/hash.h"
 #include "base/layout.h"
+#include "base/rank_bits.h"
 #include "ep/config.h"
 
 namespace xd::ep {
@@ -127,6 +128,56 @@ constexpr PlanMap map_of(const PlanHeader& h) {
                         .ranks = h.ranks});
 }
 
+// What plans of EXPERT_SLOTS have behind the header: ep/ll_plan.h describes the parts.
+struct LlPlanFacts {
+  std::int64_t weighted;  // 1 = items have the weights that dispatch was given
+};
+constexpr std::uint64_t ll_item_bytes(int topk) {
+  return (8 + 8 * static_cast<std::uint64_t>(topk) + 15) / 16 * 16;
+}
+struct LlPlanMap {
+  std::uint64_t facts, count, tokens, home, items, end;
+
+  struct Sizes {
+    int local_experts = 1, ranks = 1, tokens = 0, topk = 1;
+    std::int64_t items = 0;
+  };
+  static constexpr LlPlanMap make(const Sizes& sizes) {
+    LayoutCursor cursor;
+    LlPlanMap map{};
+    cursor.add<PlanHeader>(1);
+    map.facts = cursor.add<LlPlanFacts>(1);
+    map.count = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.local_experts));
+    map.tokens = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks));
+    map.home = cursor.add<RankBits>(static_cast<std::uint64_t>(sizes.tokens), 16);
+    map.items = cursor.add<std::byte>(
+        static_cast<std::uint64_t>(sizes.items) * ll_item_bytes(sizes.topk), 16);
+    map.end = cursor.at;
+    return map;
+  }
+};
+constexpr LlPlanMap ll_map_of(const PlanHeader& h) {
+  return LlPlanMap::make({.local_experts = h.local_experts,
+                          .ranks = h.ranks,
+                          .tokens = h.tokens,
+                          .topk = h.topk,
+                          .items = h.list_rows});
+}
+
+// The bytes of a plan, and how many of them the checksum covers: whole words, zeros between parts
+// included.
+struct PlanExtent {
+  std::uint64_t checked, end;
+};
+constexpr PlanExtent extent_of(const PlanHeader& h) {
+  if (Layout::of(h.layout).is_slots()) {
+    const LlPlanMap map = ll_map_of(h);
+    return {map.home, map.end};
+  }
+  const PlanMap map = map_of(h);
+  return {map.code, map.end};
+}
+
 // True for an overflow under XD_EP_OVERFLOW_ERROR: the plan moves nothing, and its zones are whole
 // and go beyond any tensor's end. Every other plan's zones lie within its receive rows.
 constexpr bool refused(const PlanHeader& h) {
@@ -179,7 +230,12 @@ struct PlanBinding {
   std::uint64_t capacities;
 };
 
-// A checked plan in the caller's memory.
+// The header of a plan of any layout. Throws INVALID_ARGUMENT unless the bytes are a whole plan of
+// this library version whose checksum is right.
+PlanHeader open_plan_header(const void* plan, std::size_t bytes);
+
+// A checked plan in the caller's memory, of any layout but EXPERT_SLOTS: of such a plan it has the
+// header alone.
 class PlanView {
  public:
   // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version;
@@ -209,6 +265,8 @@ class PlanView {
 
 // Fills in magic, version, size and checksum of a plan whose other fields and zones are written.
 void seal_plan(std::byte* plan);
+// Does the same for a plan of EXPERT_SLOTS.
+void seal_ll_plan(std::byte* plan);
 
 struct Batch {
   std::uint64_t counts;      // sum of hash_entry() over the count table [W][CountLayout]

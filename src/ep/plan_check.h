@@ -61,12 +61,12 @@ constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes) {
     return {.kind = PlanFault::version, .got = h.version, .expected = PlanHeader::kVersion};
   }
   if (!plausible(h)) return {.kind = PlanFault::header};
-  const PlanMap map = map_of(h);
-  if (h.bytes != map.end) return {.kind = PlanFault::header};
-  if (plan_bytes < map.end) {
+  const PlanExtent extent = extent_of(h);
+  if (h.bytes != extent.end) return {.kind = PlanFault::header};
+  if (plan_bytes < extent.end) {
     return {.kind = PlanFault::cut_short,
             .got = static_cast<std::int64_t>(plan_bytes),
-            .expected = static_cast<std::int64_t>(map.end)};
+            .expected = static_cast<std::int64_t>(extent.end)};
   }
   return {};
 }

@@ -83,19 +83,24 @@ void require_shape(const DLTensor& tensor, const TensorSpec& spec) {
 
 }  // namespace
 
+DType read_element_type(const DLTensor& tensor, const TensorSpec& spec) {
+  require_device(tensor, spec);
+  require_shape(tensor, spec);
+  const auto type = dtype_of(tensor.dtype);
+  XD_REQUIRE(type && std::ranges::find(spec.types, *type) != spec.types.end(), spec.name, ": is ",
+             describe_dtype(tensor.dtype), ", expected ", names(spec.types));
+  return *type;
+}
+
 Tensor read_tensor(const DLTensor* user, const TensorSpec& spec) {
   if (user == nullptr) {
     XD_REQUIRE(spec.optional, spec.name, " = NULL, expected a tensor");
     return Tensor{.name = spec.name};
   }
-  require_device(*user, spec);
-  require_shape(*user, spec);
-  const auto type = dtype_of(user->dtype);
-  XD_REQUIRE(type && std::ranges::find(spec.types, *type) != spec.types.end(), spec.name, ": is ",
-             describe_dtype(user->dtype), ", expected ", names(spec.types));
+  const DType type = read_element_type(*user, spec);
   Tensor tensor{.name = spec.name,
                 .data = static_cast<std::byte*>(user->data),
-                .type = *type,
+                .type = type,
                 .rows = user->shape[0],
                 .cols = user->ndim > 1 ? user->shape[1] : 1,
                 .given = true};

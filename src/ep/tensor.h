@@ -69,7 +69,11 @@ struct TensorSpec {
   bool pinned_host = false;  // may lie in pinned host memory instead
 };
 
-// Reads a tensor; `given` is false for an optional one that is NULL.
+// Checks device, number and size of dimensions, and type, for tensors of any number of dimensions.
+// Returns the type.
+DType read_element_type(const DLTensor& tensor, const TensorSpec& spec);
+
+// Reads a tensor of up to two dimensions; `given` is false for an optional one that is NULL.
 Tensor read_tensor(const DLTensor* tensor, const TensorSpec& spec);
 
 // Checks a dimension: `what`, followed by `of`, says what it must equal. The text is made only if

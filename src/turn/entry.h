@@ -39,11 +39,15 @@
 namespace xd::turn {
 
 inline constexpr std::uint64_t kSlots = 2;
-constexpr std::uint64_t slot_of(std::uint64_t epoch) { return epoch % kSlots; }
+constexpr std::uint64_t slot_of(std::uint64_t epoch, std::uint64_t slots = kSlots) {
+  return epoch % slots;
+}
 
-// The cell in which `source` writes in operation `epoch`, in an array [kSlots][ranks].
-constexpr std::uint64_t cell_of(std::uint64_t epoch, int source, int ranks) {
-  return slot_of(epoch) * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source);
+// The cell in which `source` writes in operation `epoch`, in an array [slots][ranks].
+constexpr std::uint64_t cell_of(std::uint64_t epoch, int source, int ranks,
+                                std::uint64_t slots = kSlots) {
+  return slot_of(epoch, slots) * static_cast<std::uint64_t>(ranks) +
+         static_cast<std::uint64_t>(source);
 }
 
 // The beginning of every family's record.
@@ -81,8 +85,8 @@ struct TurnMap {
   std::uint64_t entry, done;
 
   template <class Record>
-  static constexpr TurnMap add(LayoutCursor& cursor, int ranks) {
-    const std::uint64_t cells = kSlots * static_cast<std::uint64_t>(ranks);
+  static constexpr TurnMap add(LayoutCursor& cursor, int ranks, std::uint64_t slots = kSlots) {
+    const std::uint64_t cells = slots * static_cast<std::uint64_t>(ranks);
     static_assert(sizeof(Entry<Record>) == 64);
     TurnMap map{};
     map.entry = cursor.add<Entry<Record>>(cells, 64);

@@ -1,14 +1,13 @@
 // Runs a sequence's operations on the caller's thread, one at a time, each as one turn.
 #pragma once
 
-#include <atomic>
 #include <concepts>
 #include <cstdint>
 #include <optional>
 #include <utility>
 
+#include "turn/host_calls.h"
 #include "turn/host_turn.h"
-#include "turn/sequence.h"
 
 namespace xd::turn {
 
@@ -38,7 +37,7 @@ class HostRunner {
 
   // `fatal_errors`: a setback finishes the communicator.
   HostRunner(Sequence<Family>& sequence, Turn& turn, bool fatal_errors)
-      : sequence_(sequence), turn_(turn), fatal_errors_(fatal_errors) {}
+      : sequence_(sequence), turn_(turn), calls_(sequence, fatal_errors) {}
 
   // Returns when the operation that `make` makes has finished here, or throws its setback. A rank
   // whose `make` throws goes through the same steps with only its failure, so that its peers learn
@@ -51,7 +50,7 @@ class HostRunner {
     run(operation, [&]() -> Nothing { throw std::move(error); });
   }
 
-  const volatile std::uint64_t* watch() const { return &errors_; }
+  const volatile std::uint64_t* watch() const { return calls_.watch(); }
 
  private:
   // Stands for an operation that is never made.
@@ -64,45 +63,22 @@ class HostRunner {
     Setback<Family> complete() { return {}; }
   };
 
-  // Marks the sequence as in use by this thread; finding it in use is fatal.
-  class Claim {
-   public:
-    Claim(HostRunner& runner, std::int32_t operation) : runner_(runner) {
-      runner.sequence_.comm().errors().check_usable();
-      if (runner.busy_.exchange(true, std::memory_order_acquire)) runner.fail_busy(operation);
-    }
-    ~Claim() { runner_.busy_.store(false, std::memory_order_release); }
-    Claim(const Claim&) = delete;
-    Claim& operator=(const Claim&) = delete;
-
-   private:
-    HostRunner& runner_;
-  };
-
-  [[noreturn]] void fail_busy(std::int32_t operation) {
-    sequence_.comm().errors().raise_and_throw(sequence_.own_fatal_error(XD_ERROR_BUSY, operation),
-                                              Spread::everywhere);
-  }
-
   template <HostOperation<Family> Op>
   Setback<Family> take_turn(std::optional<Op>& op, Setback<Family> setback);
   template <HostOperation<Family> Op>
   Setback<Family> move(Op& op);
   template <HostOperation<Family> Op>
   Setback<Family> complete(Op& op);
-  void finish_comm(const Setback<Family>& setback, std::int32_t operation);
 
   Sequence<Family>& sequence_;
   Turn& turn_;
-  const bool fatal_errors_;
-  std::atomic<bool> busy_{false};
-  alignas(64) std::uint64_t errors_ = 0;  // written by operations, read by any thread
+  HostCalls<Family> calls_;
 };
 
 template <class Family>
 template <class Make>
 void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
-  const Claim claim(*this, operation);
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
   using Op = decltype(make());
   std::optional<Op> op;
   Setback<Family> setback;
@@ -114,11 +90,7 @@ void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
   }
   turn_.begin(operation);
   setback = take_turn(op, std::move(setback));
-  if (!setback) return;
-  // Release, as in kernels, although no thread has to find anything here.
-  std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
-  if (fatal_errors_) finish_comm(setback, operation);
-  sequence_.give_back(setback, operation, turn_.epoch());
+  calls_.settle(setback, operation, turn_.epoch());
 }
 
 template <class Family>
@@ -165,19 +137,6 @@ Setback<Family> HostRunner<Family>::complete(Op& op) {
   } catch (...) {
     return current_setback<Family>(sequence_.rank());
   }
-}
-
-// The operation has ended, so peers that meet an error of it do so without this rank.
-template <class Family>
-void HostRunner<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation) {
-  sequence_.comm().errors().raise_cause({.status = setback.status,
-                                         .rank = sequence_.rank(),
-                                         .peer = setback.rank,
-                                         .group = sequence_.number(),
-                                         .operation = operation,
-                                         .expected_epoch = turn_.epoch(),
-                                         .met_by_all = setback.met_by_all ? 1 : 0},
-                                        sequence_.cause(setback, operation, turn_.epoch()));
 }
 
 }  // namespace xd::turn

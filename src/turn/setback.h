@@ -42,8 +42,8 @@ Setback<Family> current_setback(int rank) noexcept {
 }
 
 // The difference of `theirs` from `mine` in words; empty if there is none.
-template <class Family>
-std::string difference(const typename Family::Record& mine, const typename Family::Record& theirs) {
+template <class Family, class Record>
+std::string difference(const Record& mine, const Record& theirs) {
   if (theirs.call.status != XD_SUCCESS) {
     return concat("its call failed with ", status_name(theirs.call.status),
                   " (its own error text says why)");
@@ -55,13 +55,14 @@ std::string difference(const typename Family::Record& mine, const typename Famil
   return Family::same_operation(mine, theirs) ? "" : Family::difference(mine, theirs);
 }
 
-// The disagreement between one operation's records, as `rank` sees it; none if all agree.
-template <class Family>
-Setback<Family> disagreement(std::span<const typename Family::Record> records, int rank) {
+// The disagreement between one operation's records, as `rank` sees it; none if all agree. Ranks for
+// which takes_part(rank) is false have no record.
+template <class Family, class Record, class TakesPart>
+Setback<Family> disagreement(std::span<const Record> records, int rank, TakesPart&& takes_part) {
   Setback<Family> found;
   const auto self = static_cast<std::size_t>(rank);
   for (std::size_t r = 0; r < records.size(); ++r) {
-    if (r == self) continue;
+    if (r == self || !takes_part(static_cast<int>(r))) continue;
     const std::string what = difference<Family>(records[self], records[r]);
     if (what.empty()) continue;
     if (!found) {
@@ -73,6 +74,10 @@ Setback<Family> disagreement(std::span<const typename Family::Record> records, i
     found.text += concat("; rank ", r, ": ", what);
   }
   return found;
+}
+template <class Family>
+Setback<Family> disagreement(std::span<const typename Family::Record> records, int rank) {
+  return disagreement<Family, typename Family::Record>(records, rank, [](int) { return true; });
 }
 
 }  // namespace xd::turn

@@ -105,8 +105,9 @@ FROZEN_VALUE(XD_PHASE_ENTRY, 2);
 FROZEN_VALUE(XD_PHASE_COUNTS, 3);
 FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
+FROZEN_VALUE(XD_PHASE_CREDIT, 6);
 
-FROZEN_SIZE(xd_ep_config, 96);
+FROZEN_SIZE(xd_ep_config, 112);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -126,6 +127,9 @@ FROZEN_FIELD(xd_ep_config, zero_tail, 72);
 FROZEN_FIELD(xd_ep_config, num_sms, 76);
 FROZEN_FIELD(xd_ep_config, device_type, 80);
 FROZEN_FIELD(xd_ep_config, expert_ranks, 88);
+FROZEN_FIELD(xd_ep_config, in_flight, 96);
+FROZEN_FIELD(xd_ep_config, on_peer_loss, 100);
+FROZEN_FIELD(xd_ep_config, wait_timeout_ms, 104);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);
@@ -133,7 +137,7 @@ FROZEN_FIELD(xd_ep_memory, symmetric_bytes, 8);
 FROZEN_FIELD(xd_ep_memory, staging_bytes, 16);
 FROZEN_FIELD(xd_ep_memory, private_bytes, 24);
 
-FROZEN_SIZE(xd_ep_status, 320);
+FROZEN_SIZE(xd_ep_status, 352);
 FROZEN_FIELD(xd_ep_status, struct_size, 0);
 FROZEN_FIELD(xd_ep_status, status, 8);
 FROZEN_FIELD(xd_ep_status, operation, 12);
@@ -144,6 +148,8 @@ FROZEN_FIELD(xd_ep_status, needed_rows, 40);
 FROZEN_FIELD(xd_ep_status, capacity_rows, 48);
 FROZEN_FIELD(xd_ep_status, dropped_rows, 56);
 FROZEN_FIELD(xd_ep_status, text, 64);
+FROZEN_FIELD(xd_ep_status, masked, 320);
+FROZEN_FIELD(xd_ep_status, masked_by, 336);
 
 FROZEN_SIZE(xd_ep_prepare_args, 80);
 FROZEN_FIELD(xd_ep_prepare_args, struct_size, 0);
@@ -236,6 +242,7 @@ FROZEN_FIELD(xd_ep_routing_layout_args, expert_ranks, 56);
 FROZEN_ENUM(xd_ep_layout);
 FROZEN_VALUE(XD_EP_EXPERT_MAJOR, 0);
 FROZEN_VALUE(XD_EP_RANK_MAJOR, 1);
+FROZEN_VALUE(XD_EP_EXPERT_SLOTS, 2);
 
 FROZEN_ENUM(xd_ep_overflow);
 FROZEN_VALUE(XD_EP_OVERFLOW_ERROR, 0);
@@ -260,11 +267,50 @@ FROZEN_ENUM(xd_ep_staging);
 FROZEN_VALUE(XD_EP_STAGING_AUTO, 0);
 FROZEN_VALUE(XD_EP_STAGING_NONE, 1);
 
+FROZEN_ENUM(xd_ep_peer_loss);
+FROZEN_VALUE(XD_EP_PEER_LOSS_FATAL, 0);
+FROZEN_VALUE(XD_EP_PEER_LOSS_MASK, 1);
+
 FROZEN_ENUM(xd_ep_operation);
 FROZEN_VALUE(XD_EP_PREPARE, 0);
 FROZEN_VALUE(XD_EP_DISPATCH, 1);
 FROZEN_VALUE(XD_EP_COMBINE, 2);
 FROZEN_VALUE(XD_EP_DISPATCH_BWD, 3);
 FROZEN_VALUE(XD_EP_COMBINE_BWD, 4);
+FROZEN_VALUE(XD_EP_LL_DISPATCH, 5);
+FROZEN_VALUE(XD_EP_LL_COMBINE, 6);
+FROZEN_VALUE(XD_EP_LL_RESET, 7);
+
+FROZEN_ENUM(xd_ep_phase);
+FROZEN_VALUE(XD_EP_PHASE_BOTH, 0);
+FROZEN_VALUE(XD_EP_PHASE_SEND, 1);
+FROZEN_VALUE(XD_EP_PHASE_RECEIVE, 2);
+
+FROZEN_SIZE(xd_ep_ll_dispatch_args, 120);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, struct_size, 0);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, phase, 8);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, tokens, 16);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, topk_idx, 24);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, topk_weights, 32);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, quantise, 40);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, plan, 48);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, plan_bytes, 56);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, recv_tokens, 64);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, recv_scales, 72);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, counts, 80);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, source_ranges, 88);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, source_tokens, 96);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, expert_load, 104);
+FROZEN_FIELD(xd_ep_ll_dispatch_args, wait_ns, 112);
+
+FROZEN_SIZE(xd_ep_ll_combine_args, 64);
+FROZEN_FIELD(xd_ep_ll_combine_args, struct_size, 0);
+FROZEN_FIELD(xd_ep_ll_combine_args, phase, 8);
+FROZEN_FIELD(xd_ep_ll_combine_args, plan, 16);
+FROZEN_FIELD(xd_ep_ll_combine_args, plan_bytes, 24);
+FROZEN_FIELD(xd_ep_ll_combine_args, expert_out, 32);
+FROZEN_FIELD(xd_ep_ll_combine_args, topk_weights, 40);
+FROZEN_FIELD(xd_ep_ll_combine_args, out, 48);
+FROZEN_FIELD(xd_ep_ll_combine_args, wait_ns, 56);
 
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_H_ */

@@ -15,6 +15,8 @@ static const xd_ep_dispatch_args dispatch_args = XD_EP_DISPATCH_ARGS_INIT;
 static const xd_ep_combine_args combine_args = XD_EP_COMBINE_ARGS_INIT;
 static const xd_ep_dispatch_bwd_args dispatch_bwd_args = XD_EP_DISPATCH_BWD_ARGS_INIT;
 static const xd_ep_combine_bwd_args combine_bwd_args = XD_EP_COMBINE_BWD_ARGS_INIT;
+static const xd_ep_ll_dispatch_args ll_dispatch_args = XD_EP_LL_DISPATCH_ARGS_INIT;
+static const xd_ep_ll_combine_args ll_combine_args = XD_EP_LL_COMBINE_ARGS_INIT;
 static const xd_ep_plan_info plan_info = XD_EP_PLAN_INFO_INIT;
 
 /* Number of initialisers whose struct_size is not the struct's. */
@@ -33,5 +35,7 @@ int wrong_initialisers_in_c(void) {
          (combine_args.struct_size != sizeof(xd_ep_combine_args)) +
          (dispatch_bwd_args.struct_size != sizeof(xd_ep_dispatch_bwd_args)) +
          (combine_bwd_args.struct_size != sizeof(xd_ep_combine_bwd_args)) +
+         (ll_dispatch_args.struct_size != sizeof(xd_ep_ll_dispatch_args)) +
+         (ll_combine_args.struct_size != sizeof(xd_ep_ll_combine_args)) +
          (plan_info.struct_size != sizeof(xd_ep_plan_info));
 }

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "ep/cpu/float_modes.h"
+#include "ep/cpu/ll_group.h"
 #include "ep/cpu/local.h"
 #include "ep/cpu/operations.h"
 #include "turn/host_runner.h"
@@ -67,10 +68,12 @@ class CpuGroup final : public Group {
 };
 
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
+  if (asks_for_slots(config)) return make_ll_group(std::move(comm), config);
   return std::make_unique<CpuGroup>(std::move(comm), config);
 }
 
 xd_ep_memory group_memory(const Config& config) {
+  if (config.layout.is_slots()) return ll_group_memory(config);
   xd_ep_memory memory = shared_memory_of(config, keeps_of);
   memory.private_bytes = Scratch::bytes(config);
   return memory;

@@ -7,6 +7,9 @@ xd_layer(xd_ep_cpu
     ep/cpu/combine_bwd.cc
     ep/cpu/cpu_group.cc
     ep/cpu/dispatch.cc
+    ep/cpu/ll_combine.cc
+    ep/cpu/ll_dispatch.cc
+    ep/cpu/ll_group.cc
     ep/cpu/local.cc
     ep/cpu/lockstep.cc
     ep/cpu/numbering.cc

@@ -329,11 +329,19 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   launch(params, start.type, shape, stream);
 }
 
+void require_no_slots(bool asked) {
+  if (!asked) return;
+  fail(XD_ERROR_UNSUPPORTED,
+       "config.layout = XD_EP_EXPERT_SLOTS: this version has it on the CPU only");
+}
+
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
+  require_no_slots(asks_for_slots(config));
   return std::make_unique<CudaGroup>(std::move(comm), config);
 }
 
 xd_ep_memory group_memory(const Config& config) {
+  require_no_slots(config.layout.is_slots());
   xd_ep_memory memory = shared_memory_of(config, keeps_of);
   memory.symmetric_bytes = round_up(memory.symmetric_bytes, kGranularity);
   memory.private_bytes =

@@ -165,7 +165,7 @@ __device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
   const PlanHeader& h = s_.plan;
   if (const Fault fault = header_fault(h, p_.plan_bytes)) return fault;
   // A head of another length belongs to another group's plan.
-  const bool same_head = map_of(h).code == p_.group.plan_head_bytes;
+  const bool same_head = extent_of(h).checked == p_.group.plan_head_bytes;
   if (same_head) {
     if (const Fault fault = checksum_fault(h, s_.sum)) return fault;
   }

@@ -1,0 +1,190 @@
+/* Crossdock: expert parallelism for few tokens (serving, decode).
+ *
+ * dispatch and combine of groups whose layout is XD_EP_EXPERT_SLOTS. A step is two calls, without a
+ * prepare: the routing travels beside the rows, and the plan is an output of dispatch.
+ *
+ *   xd_ep_ll_dispatch(tokens [T,H], topk_idx [T,K], topk_weights [T,K])
+ *     -> recv_tokens [L,S,H], counts [L], plan
+ *     ... the caller's experts: recv_tokens -> expert_out [L,S,H]
+ *   xd_ep_ll_combine(plan, expert_out) -> out [T,H]
+ *
+ * Sizes and tensors are as in ep.h; there is no backward. S = W * max_tokens_per_rank slots per
+ * expert, so nothing can overflow. The rows of expert e lie in the slots 0 .. counts[e] - 1, by
+ * source rank, then token; the slots behind them are left untouched. A rank has L local experts,
+ * which may be none, then its tensors [L,...] have no elements.
+ *
+ * Tensors [T,H] hold rows as in ep.h. Tensors [L,S,H] may have any strides over L and S that are
+ * multiples of 16 bytes and give each row a place of its own; a row is contiguous. They may lie
+ * anywhere on the rank's device: symmetric memory makes no difference here.
+ *
+ * Halves. With phase = XD_EP_PHASE_SEND a call sends what this rank has, and with
+ * XD_EP_PHASE_RECEIVE a later call takes what has come; XD_EP_PHASE_BOTH does both. A send half
+ * reads the inputs, and when it has ended they are the caller's again. A receive half writes the
+ * outputs. Each checks and uses only its own fields, and `plan` and `quantise`; the same struct may
+ * be given to both. Between the halves nothing of the operation runs on the device. Dispatch and
+ * combine count apart, so two batches may be interleaved as S(A) S(B) R(A) R(B); receive halves
+ * come in the order of their send halves. At most config.in_flight operations of a kind may be
+ * between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
+ * it was (on CUDA it is told by xd_ep_group_status, like every error that a kernel finds).
+ * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
+ * one call of another.
+ *
+ * A rank whose send half (or call) fails tells its peers, and their receive halves report
+ * XD_ERROR_MISMATCH; there is then no receive half on this rank. A receive half whose own arguments
+ * are bad ends the operation here; its peers are whole, and do not hear of it. A receive half
+ * without a send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with
+ * XD_EP_PHASE_BOTH while another operation of its kind is between its halves, which it would
+ * overtake.
+ *
+ * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
+ * and rounds once; then the ranks' sums are added in float32 by ascending rank, and rounded once.
+ * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a
+ * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
+ *
+ * Lost ranks. In a group with on_peer_loss = XD_EP_PEER_LOSS_FATAL the loss of a rank finishes the
+ * communicator, as everywhere. With XD_EP_PEER_LOSS_MASK the group goes on without the rank: see
+ * "Masks" below.
+ */
+#ifndef CROSSDOCK_LOW_LATENCY_H_
+#define CROSSDOCK_LOW_LATENCY_H_
+
+#include <crossdock/ep.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bounds of groups with XD_EP_EXPERT_SLOTS. */
+#define XD_EP_LL_MAX_TOKENS    1024 /* of max_tokens_per_rank */
+#define XD_EP_LL_MAX_RANKS     72
+#define XD_EP_LL_MAX_IN_FLIGHT 4
+
+/* The half of an operation that a call does. */
+typedef enum xd_ep_phase {
+  XD_EP_PHASE_BOTH = 0,
+  XD_EP_PHASE_SEND = 1,
+  XD_EP_PHASE_RECEIVE = 2
+} xd_ep_phase;
+
+typedef struct xd_ep_ll_dispatch_args {
+  size_t struct_size;
+  xd_ep_phase phase;
+  /* In [T,H], send half: bf16, fp16 or fp32, up to the group's row; bf16 to be quantised. */
+  const DLTensor* tokens;
+  /* In [T,K] int32 or int64, send half: expert of each choice; -1 = none. K is equal on all ranks,
+   * up to the group's max_topk. Bad and repeated ids are taken as by xd_ep_prepare. */
+  const DLTensor* topk_idx;
+  /* In [T,K] float32, optional, send half: the weights go into the plan, and a combine that has
+   * none of its own uses them. Given on all ranks or on none. */
+  const DLTensor* topk_weights;
+  /* NONE, FP8_BLOCK128, FP8_BLOCK128_POW2 or FP8_BLOCK128_E8M0: quantised before the rows travel.
+   * Equal on all ranks. */
+  xd_ep_quantise quantise;
+  /* Out, receive half, plan_bytes >= xd_ep_plan_size: the routing of this batch, as plain bytes in
+   * the caller's memory. As a plan of ep.h it may be copied and moved, begins at a multiple of 16
+   * bytes, and serves any number of combines in the group, also while other plans are alive. */
+  void* plan;
+  size_t plan_bytes;
+  /* Out [L,S,H], receive half: type of tokens; float8_e4m3fn when quantising. */
+  const DLTensor* recv_tokens;
+  /* Out, receive half, given iff quantising: [L,S,H/128] float32; with E8M0 float8_e8m0fnu or
+   * uint8, or [L,S,H/512] int32, which packs the bytes of 4 blocks, the first lowest (H is a
+   * multiple of 512). Any strides under which each element has a place of its own. */
+  const DLTensor* recv_scales;
+  /* Out [L] int32, receive half: rows per local expert. */
+  const DLTensor* counts;
+  /* The outputs from here on are optional, of the receive half. */
+  /* Out [L,W] int64: for each source rank, its first slot << 32 | its rows. */
+  const DLTensor* source_ranges;
+  /* Out [L,S] int32: the token's index at its source rank; untouched behind the rows. */
+  const DLTensor* source_tokens;
+  /* In and out [L] int32 or int64: counts are added to it. */
+  const DLTensor* expert_load;
+  /* In and out [W] int64: to it is added, for each source rank, the time in nanoseconds from the
+   * beginning of the receive half until the source's header had come; 0 for this rank. A rank that
+   * is always late stands out. */
+  const DLTensor* wait_ns;
+} xd_ep_ll_dispatch_args;
+/* clang-format off */
+#define XD_EP_LL_DISPATCH_ARGS_INIT \
+  {sizeof(xd_ep_ll_dispatch_args), XD_EP_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
+   NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+/* clang-format on */
+
+/* Copies each token's row to a slot of every expert that it has chosen. Bad expert ids anywhere:
+ * outputs and plan are complete and usable, and on every rank the status is INVALID_ARGUMENT (CPU:
+ * returned; CUDA: in xd_ep_group_status) with the lowest rank and the number of bad ids. */
+XD_API xd_status xd_ep_ll_dispatch(xd_ep_group* group, const xd_ep_ll_dispatch_args* args,
+                                   xd_stream stream);
+
+typedef struct xd_ep_ll_combine_args {
+  size_t struct_size;
+  xd_ep_phase phase;
+  /* In, both halves: the plan of the batch. */
+  const void* plan;
+  size_t plan_bytes;
+  /* In [L,S,H], send half: bf16, fp16 or fp32, up to the group's row. Slots behind the rows are not
+   * read. */
+  const DLTensor* expert_out;
+  /* In [T,K] float32, optional, send half: wins over the weights that dispatch was given. Given on
+   * all ranks or on none. Without weights of either kind a row counts once. */
+  const DLTensor* topk_weights;
+  /* Out [T,H], receive half, type of expert_out: sum over the token's rows; zero for a token
+   * without rows. */
+  const DLTensor* out;
+  /* In and out [W] int64, optional, receive half: as in dispatch. */
+  const DLTensor* wait_ns;
+} xd_ep_ll_combine_args;
+#define XD_EP_LL_COMBINE_ARGS_INIT \
+  { sizeof(xd_ep_ll_combine_args), XD_EP_PHASE_BOTH, NULL, 0, NULL, NULL, NULL, NULL }
+
+/* Brings the experts' results back and sums them per token. A plan may be combined several
+ * times. */
+XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_args* args,
+                                  xd_stream stream);
+
+/* ---- Masks ----------------------------------------------------------------------------------- */
+/* A rank that is masked is neither sent to nor waited for. In a group with on_peer_loss =
+ * XD_EP_PEER_LOSS_MASK a rank masks another
+ *   - whose process has ended (the communicator must have been made to outlive that: see
+ *     xd_comm_config.on_peer_loss),
+ *   - for which a wait has come to its timeout (config.wait_timeout_ms),
+ *   - that says that it has masked this rank, so that none of the two waits for the other,
+ *   - by xd_ep_ll_mask_set.
+ * A rank's mask is its own and is not spread: what to do where masks differ is the serving
+ * framework's policy, for which xd_ep_status tells both whom this rank has masked and which ranks
+ * have masked it. All survivors wait for a dead or stuck rank in the same operation, so each masks
+ * it by itself.
+ *
+ * The operation that meets a loss ends with XD_ERROR_PEER_LOST (CPU: returned; CUDA: in
+ * xd_ep_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
+ * for that rank's share: a source whose header has not come counts 0 rows; where the header came
+ * but rows did not, the missing rows are zero, and counted; combine sums over the other ranks
+ * without any new weighting, and gives zero for a token that has no row left. Later operations do
+ * without the rank, at full speed, and report nothing.
+ *
+ * A masked rank that still runs can come back (a restarted process needs a new communicator): each
+ * side unmasks the other by xd_ep_ll_mask_set, then all ranks that are not masked call
+ * xd_ep_ll_reset. What it sends before that is never read. */
+
+/* Masks (1) or unmasks (0) a rank, in this rank's view, from the next operation on. Local. In any
+ * group with XD_EP_EXPERT_SLOTS and on_peer_loss = MASK; else INVALID_ARGUMENT, as is the own
+ * rank. */
+XD_API xd_status xd_ep_ll_mask_set(xd_ep_group* group, int32_t rank, int32_t masked,
+                                   xd_stream stream);
+
+/* Tells whom this rank has masked. mask: out [W] int32, 1 = masked. Local; on CUDA in the order of
+ * the stream, and may be captured. */
+XD_API xd_status xd_ep_ll_mask_get(xd_ep_group* group, const DLTensor* mask, xd_stream stream);
+
+/* Brings the ranks that are not masked back into step: waits until all have called it, forgets
+ * operations that are between their halves, clears what has been sent and not been taken, and
+ * counts on from the highest number. Collective over those ranks. Plans stay good. Needed after an
+ * unmasking, and allowed at any time. */
+XD_API xd_status xd_ep_ll_reset(xd_ep_group* group, xd_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* CROSSDOCK_LOW_LATENCY_H_ */

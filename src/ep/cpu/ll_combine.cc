@@ -1,0 +1,230 @@
+#include "ep/cpu/ll_combine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ep/cpu/transfer.h"
+#include "ep/family.h"
+#include "ep/ll_placement.h"
+#include "ep/plan_check.h"
+
+namespace xd::ep::cpu {
+
+// The terms of one sum: rows here and partial sums. A damaged plan may name more than a good one.
+struct LlCombine::Terms {
+  static constexpr std::size_t kMost = kMaxTopk + XD_EP_LL_MAX_RANKS;
+  std::array<const void*, kMost> rows;
+  std::array<float, kMost> weights;
+  std::array<int, XD_EP_LL_MAX_RANKS> ends;
+  int num_rows = 0;
+  int num_partials = 0;
+
+  void add(const void* row, float weight) {
+    rows[at(num_rows)] = row;
+    weights[at(num_rows++)] = weight;
+  }
+  void end_partial() { ends[at(num_partials++)] = num_rows; }
+  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted) const {
+    rows::sum(row_type(type), out,
+              {.rows = rows.data(),
+               .weights = weighted ? weights.data() : nullptr,
+               .partial_ends = ends.data(),
+               .num_partials = num_partials},
+              cols, rows::Store::cached);
+  }
+};
+
+// ---- Arguments ---------------------------------------------------------------------------------
+
+LlPlanView LlCombine::open(const PlanBytes& bytes) const {
+  const LlPlanView plan = LlPlanView::open(bytes.data, bytes.bytes);
+  plan.require_binding(context_.group.plan_binding());
+  return plan;
+}
+
+void LlCombine::check_send(const Args& args) {
+  send_ = read_ll_send(args, context_.group.call_context());
+  plan_ = open(send_.plan);
+  if (!send_.topk_weights) return;
+  const Tensor& weights = send_.topk_weights;
+  require_none(tensor_fault(plan_.header(), {Check::tokens, weights.name, weights.rows}));
+  require_none(tensor_fault(plan_.header(), {Check::topk, weights.name, weights.cols}));
+}
+
+void LlCombine::check_receive(const Args& args, const LlRecord& sent) {
+  receive_ = read_ll_receive(args, context_.group.call_context());
+  plan_ = open(receive_.plan);
+  require_none(tensor_fault(plan_.header(), {Check::tokens, receive_.out.name, receive_.out.rows}));
+  XD_REQUIRE(plan_.header().fingerprint == sent.fingerprint,
+             "plan: is of another batch than that of the send half");
+  require_fits(receive_, sent);
+}
+
+LlRecord LlCombine::record() const {
+  LlRecord record = record_of(send_, plan_.topk(), plan_.tokens());
+  record.fingerprint = plan_.header().fingerprint;
+  return record;
+}
+
+// ---- Send --------------------------------------------------------------------------------------
+
+void LlCombine::send(bool stage_own) {
+  own_staged_ = stage_own;
+  Lane& lane = context_.lane;
+  LlRecord record = this->record();
+  record.mask = context_.masks.masked();
+  if (send_.topk_weights) send_weights();
+  lane.enter(record);
+  // The owners of this rank's rows wait for its weights.
+  if (send_.topk_weights) lane.ring_peers();
+  send_partials(stage_own);
+  for (const NearRank peer : lane.peers()) {
+    if (!lane.company().has(peer)) continue;
+    // A rank that sees this also sees the partial sums.
+    context_.memory.landed({peer, context_.self(), lane.sent()}).signal(lane.sent());
+  }
+  lane.ring_peers();
+}
+
+void LlCombine::send_weights() const {
+  const int topk = plan_.topk();
+  const float* weights = send_.topk_weights.as<float>();
+  for (std::int64_t t = 0; t < plan_.tokens(); ++t) {
+    for (const NearRank peer : context_.lane.peers()) {
+      if (!plan_.home(t).has(peer) || !context_.lane.company().has(peer)) continue;
+      std::copy_n(weights + t * topk, topk,
+                  context_.memory.weights({peer, context_.self(), context_.lane.sent()}, t, topk));
+    }
+  }
+}
+
+// Whether a source's weights are here, and its call agrees with this one. Waits for the source.
+bool LlCombine::takes_part(int source) {
+  Lane& lane = context_.lane;
+  if (!lane.company().has(source)) return false;
+  const NearRank peer = context_.group.near()[at(source)];
+  if (!lane.wait_entered(peer, lane.sent())) return false;
+  const LlRecord& theirs = lane.record_of(peer, lane.sent());
+  return turn::difference<Family>(record(), theirs).empty();
+}
+
+void LlCombine::send_partials(bool stage_own) {
+  Lane& lane = context_.lane;
+  const int self = context_.self();
+  int source = -1;
+  bool wanted = false;  // the current source's sums
+  for (std::int64_t i = 0; i < plan_.items(); ++i) {
+    const LlItem& item = plan_.item(i);
+    if (item.source() >= config().ranks || item.token() >= config().max_tokens) continue;
+    if (static_cast<int>(item.place) >= partial_places(config())) continue;
+    if (item.source() != source) {
+      source = item.source();
+      wanted = source == self       ? stage_own
+               : send_.topk_weights ? takes_part(source)
+                                    : lane.company().has(source);
+    }
+    if (!wanted) continue;
+    Terms terms;
+    if (collect(item, terms) == 0) continue;
+    const NearRank owner = context_.group.near()[at(source)];
+    terms.sum(
+        send_.expert_out.type,
+        context_.memory.partial(owner, lane.sent(), item.token(), static_cast<int>(item.place)),
+        at(send_.expert_out.cols), weighted());
+  }
+}
+
+// The weights of an item's choices; null = there are none.
+const float* LlCombine::weights_of(const LlItem& item) const {
+  const int topk = plan_.topk();
+  if (!send_.topk_weights) {
+    return plan_.facts().weighted != 0 ? item.weights(topk) : nullptr;
+  }
+  if (item.source() == context_.self()) {
+    if (item.token() >= plan_.tokens()) return nullptr;
+    return send_.topk_weights.as<float>() + std::int64_t{item.token()} * topk;
+  }
+  return context_.memory.weights({context_.self(), item.source(), context_.lane.sent()},
+                                 item.token(), topk);
+}
+
+// Makes a partial sum of the rows of an item; returns how many there are.
+int LlCombine::collect(const LlItem& item, Terms& terms) const {
+  const std::int64_t slots = slots_per_expert(config());
+  const float* weights = weights_of(item);
+  const int before = terms.num_rows;
+  for (int k = 0; k < plan_.topk(); ++k) {
+    const std::int32_t row = item.rows()[k];
+    if (row < 0 || row >= slots * config().local_experts) continue;
+    terms.add(send_.expert_out.row(row / slots, row % slots),
+              weights != nullptr ? weights[k] : 1.0f);
+  }
+  if (terms.num_rows > before) terms.end_partial();
+  return terms.num_rows - before;
+}
+
+// ---- Receive -----------------------------------------------------------------------------------
+
+Setback LlCombine::receive(bool own_staged) {
+  own_staged_ = own_staged;
+  Lane& lane = context_.lane;
+  WaitTimes times(context_, receive_.wait_ns);
+  lane.await([&] { times.look(); });
+  if (Setback found = verdict(lane, context_.self())) return found;
+  await_partials();
+  sum_tokens();
+  return {};
+}
+
+void LlCombine::await_partials() {
+  Lane& lane = context_.lane;
+  RankBits holders{};
+  for (std::int64_t t = 0; t < plan_.tokens(); ++t) holders = holders | plan_.home(t);
+  for (const NearRank peer : lane.peers()) {
+    if (!holders.has(peer) || !lane.here().has(peer)) continue;
+    const NearMemory landed = context_.memory.landed({context_.self(), peer, lane.next()});
+    const bool came = context_.masks.wait(
+        peer, lane.site(XD_PHASE_ROWS, lane.next()), [&] { return landed.seen() == lane.next(); },
+        [&] { return landed.seen(); });
+    if (!came) lane.lose(peer);
+  }
+}
+
+void LlCombine::sum_tokens() const {
+  const std::uint64_t bytes = receive_.out.row_bytes();
+  const int self = context_.self();
+  std::int64_t own = 0;  // the next item that may be this rank's own
+  for (std::int64_t t = 0; t < plan_.tokens(); ++t) {
+    const RankBits& home = plan_.home(t);
+    std::byte* const out = receive_.out.data + at(t) * bytes;
+    Terms terms;
+    bool weighs = false;
+    for (const NearRank rank : context_.group.near()) {
+      if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
+      if (int{rank} != self || own_staged_) {
+        add_partial(home, rank, t, terms);
+        continue;
+      }
+      const std::uint32_t name = LlItem::name(self, t);
+      while (own < plan_.items() && plan_.item(own).source_token < name) ++own;
+      if (own == plan_.items() || plan_.item(own).source_token != name) continue;
+      weighs = collect(plan_.item(own), terms) > 0 && weighted();
+    }
+    if (terms.num_partials == 0) {
+      rows::zero(out, bytes, rows::Store::cached);
+    } else {
+      terms.sum(receive_.out.type, out, at(receive_.out.cols), weighs);
+    }
+  }
+}
+
+// A partial sum is already weighted: 1 changes nothing of it.
+void LlCombine::add_partial(const RankBits& home, NearRank rank, std::int64_t token,
+                            Terms& terms) const {
+  const int place = partial_place(rank, home, config());
+  if (place >= partial_places(config())) return;
+  terms.add(context_.memory.partial(context_.self(), context_.lane.next(), token, place), 1.0f);
+  terms.end_partial();
+}
+
+}  // namespace xd::ep::cpu

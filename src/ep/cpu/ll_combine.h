@@ -1,0 +1,54 @@
+// combine of EXPERT_SLOTS on the CPU.
+//
+//   send     the weights of this rank's tokens, if the call has some, to the ranks that hold their
+//            rows; then the sum of the rows that this rank holds of each token, to its source
+//   receive  for each token: the sum of its ranks' sums
+//
+// A rank tells its peers of the operation, and sends its weights, before it waits for theirs.
+#pragma once
+
+#include <array>
+
+#include "ep/cpu/ll_operation.h"
+#include "ep/cpu/rows.h"
+
+namespace xd::ep::cpu {
+
+class LlCombine {
+ public:
+  using Args = xd_ep_ll_combine_args;
+  explicit LlCombine(const LlContext& context) : context_(context) {}
+
+  // These throw INVALID_ARGUMENT where the half's arguments are bad.
+  void check_send(const Args& args);
+  void check_receive(const Args& args, const LlRecord& sent);
+  LlRecord record() const;
+
+  // Between begin() and the end of the send half; enters. `stage_own`: the receive half is another
+  // call, which takes this rank's own sums out of the staging.
+  void send(bool stage_own);
+  // Between sent and leave(); awaits. `own_staged`: as `stage_own` was.
+  Setback receive(bool own_staged);
+
+ private:
+  struct Terms;
+  const Config& config() const { return context_.config(); }
+  bool weighted() const { return send_.topk_weights || plan_.facts().weighted != 0; }
+  LlPlanView open(const PlanBytes& bytes) const;
+  void send_weights() const;
+  bool takes_part(int source);
+  void send_partials(bool stage_own);
+  const float* weights_of(const LlItem& item) const;
+  int collect(const LlItem& item, Terms& terms) const;
+  void await_partials();
+  void sum_tokens() const;
+  void add_partial(const RankBits& home, NearRank rank, std::int64_t token, Terms& terms) const;
+
+  LlContext context_;
+  LlCombineSend send_;
+  LlCombineReceive receive_;
+  LlPlanView plan_;
+  bool own_staged_ = false;
+};
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,236 @@
+#include "ep/cpu/ll_group.h"
+
+#include <utility>
+
+#include "ep/cpu/float_modes.h"
+#include "ep/cpu/ll_combine.h"
+#include "ep/cpu/ll_dispatch.h"
+#include "turn/host_calls.h"
+
+namespace xd::ep::cpu {
+namespace {
+
+class LlGroup final : public Group {
+ public:
+  LlGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
+      : Group(std::move(comm), config, [](const Config&) { return Keeps{}; }), memory_(*this) {
+    this->comm().collective().agree(kCreateGroup, [this] {
+      scratch_.reserve(this->config());
+      return Collective::Contribution{};
+    });
+  }
+
+  void ll_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream) override {
+    run<LlDispatch>(dispatches_, XD_EP_LL_DISPATCH, args);
+  }
+  void ll_combine(const xd_ep_ll_combine_args* args, xd_stream) override {
+    run<LlCombine>(combines_, XD_EP_LL_COMBINE, args);
+  }
+
+  void ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream) override;
+  void ll_mask_get(const DLTensor* mask, xd_stream) override;
+  void ll_reset(xd_stream) override;
+
+  xd_ep_status take_status() override {
+    xd_ep_status status = Group::take_status();
+    Family::tell_masks(masks_.masked(), masks_.masked_by(), status);
+    return status;
+  }
+  const volatile std::uint64_t* watch() const override { return calls_.watch(); }
+
+ protected:
+  void take_failed_turn(std::int32_t operation, Error&& error, xd_stream) override {
+    const Claim claim(calls_, operation);
+    Setback setback;
+    try {
+      throw std::move(error);
+    } catch (...) {
+      setback = current_setback();
+    }
+    Lane& lane = operation == XD_EP_LL_COMBINE ? combines_ : dispatches_;
+    require_place(lane, operation);
+    fail_send(lane, operation, std::move(setback));
+  }
+
+ private:
+  using Claim = turn::HostCalls<Family>::Claim;
+
+  template <class Operation>
+  void run(Lane& lane, xd_ep_operation operation, const typename Operation::Args* args);
+  template <class Operation>
+  Setback receive(Operation& op, Lane& lane, const LlArgs<typename Operation::Args>& args);
+
+  void require_place(const Lane& lane, std::int32_t operation) const;
+  void require_turn(const Lane& lane, std::int32_t operation, const LlHalves& halves) const;
+  [[noreturn]] void refuse_call(const Lane& lane, std::int32_t operation, xd_status status,
+                                std::string text) const;
+  [[noreturn]] void fail_send(Lane& lane, std::int32_t operation, Setback setback);
+  Setback current_setback() const { return turn::current_setback<Family>(rank()); }
+
+  Lane make_lane(LlKind kind, xd_ep_operation operation) {
+    return Lane(comm(), number(),
+                {memory_.map().lane[static_cast<std::size_t>(kind)], memory_.areas(),
+                 at(config().in_flight)},
+                operation, masks_);
+  }
+
+  LlMemory memory_;
+  LlScratch scratch_;
+  turn::PeerMasks masks_{comm(),
+                         {config().masks_lost_peers, config().wait_timeout_ms},
+                         memory_.areas(),
+                         memory_.map().masked_by};
+  turn::HostReset reset_{comm(), masks_, memory_.areas(), memory_.map().reset};
+  Lane dispatches_ = make_lane(LlKind::dispatch, XD_EP_LL_DISPATCH);
+  Lane combines_ = make_lane(LlKind::combine, XD_EP_LL_COMBINE);
+  turn::HostCalls<Family> calls_{*this, config().fatal_errors};
+  std::uint64_t resets_ = 0;
+};
+
+// A call does its halves, and throws what it has met. A call that cannot take a turn throws before
+// it tells anybody.
+template <class Operation>
+void LlGroup::run(Lane& lane, xd_ep_operation operation, const typename Operation::Args* args) {
+  const StandardFloatModes modes;
+  const Claim claim(calls_, operation);
+  LlArgs<typename Operation::Args> read;
+  Setback setback;
+  try {
+    read = read_ll_args(args);
+  } catch (...) {
+    setback = current_setback();
+  }
+  if (setback) {  // which halves the caller meant is not known: so it is the whole operation
+    require_place(lane, operation);
+    fail_send(lane, operation, std::move(setback));
+  }
+  require_turn(lane, operation, read.halves);
+  Operation op({*this, memory_, masks_, scratch_, lane});
+  if (read.halves.send) {
+    try {
+      op.check_send(read.args);
+      if (read.halves.receive) op.check_receive(read.args, op.record());
+    } catch (...) {
+      setback = current_setback();
+    }
+    if (setback) fail_send(lane, operation, std::move(setback));
+    lane.begin();
+    op.send(!read.halves.receive);
+  }
+  if (!read.halves.receive) return;
+  const std::uint64_t epoch = lane.next();
+  setback = receive(op, lane, read);
+  lane.leave();
+  calls_.settle(setback, operation, epoch);
+}
+
+// A failure here that is not fatal is this rank's setback alone, and the operation is taken all the
+// same.
+template <class Operation>
+Setback LlGroup::receive(Operation& op, Lane& lane, const LlArgs<typename Operation::Args>& args) {
+  try {
+    if (!args.halves.send) op.check_receive(args.args, lane.own_record());
+    Setback setback = op.receive(!args.halves.send);
+    if (setback && setback.status == XD_ERROR_MISMATCH) return setback;
+    const RankBits lost = lane.lost();
+    if (lost.empty()) return setback;
+    return lost_peers({lost, masks_.masked(), masks_.masked_by()});
+  } catch (...) {
+    if (comm().errors().fatal_error() != nullptr) throw;
+    return current_setback();
+  }
+}
+
+// Takes this rank's turn with a failure: its peers learn of it from the record, and there is no
+// receive half.
+void LlGroup::fail_send(Lane& lane, std::int32_t operation, Setback setback) {
+  setback.met_by_all = true;  // peers judge by the record
+  lane.begin();
+  LlRecord failed;
+  failed.call.status = static_cast<std::uint8_t>(setback.status);
+  failed.mask = masks_.masked();
+  lane.enter(failed);
+  lane.ring_peers();
+  const std::uint64_t epoch = lane.sent();
+  lane.drop_sent();
+  calls_.settle(setback, operation, epoch);
+  fail(XD_ERROR_INTERNAL, "a failed call has no error");
+}
+
+void LlGroup::refuse_call(const Lane& lane, std::int32_t operation, xd_status status,
+                          std::string text) const {
+  give_back({.status = status, .text = std::move(text), .rank = rank()}, operation, lane.sent());
+}
+
+void LlGroup::require_place(const Lane& lane, std::int32_t operation) const {
+  if (!lane.full()) return;
+  refuse_call(lane, operation, XD_ERROR_BUSY,
+              concat(lane.between_halves(),
+                     " operations are between their halves, expected at most in_flight = ",
+                     config().in_flight, " with this one; peers do not hear of this call"));
+}
+
+void LlGroup::require_turn(const Lane& lane, std::int32_t operation, const LlHalves& halves) const {
+  if (!halves.send) {
+    if (lane.between_halves() > 0) return;
+    refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
+                "phase = XD_EP_PHASE_RECEIVE, expected a send half before it");
+  }
+  require_place(lane, operation);
+  if (!halves.receive || lane.between_halves() == 0) return;
+  refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
+              concat("phase = XD_EP_PHASE_BOTH, expected XD_EP_PHASE_SEND while ",
+                     lane.between_halves(), " operations are between their halves"));
+}
+
+void LlGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream) {
+  require_masks();
+  require_maskable(peer, masked, rank(), config());
+  const Claim claim(calls_, XD_EP_LL_RESET);
+  const NearRank near_peer = near()[at(peer)];
+  if (masked != 0) {
+    masks_.mask(near_peer);
+  } else {
+    masks_.unmask(near_peer);
+  }
+}
+
+void LlGroup::ll_mask_get(const DLTensor* mask, xd_stream) {
+  require_masks();
+  comm().errors().check_open();
+  const Tensor out = read_ll_mask(mask, call_context());
+  const RankBits masked = masks_.masked();
+  for (int r = 0; r < config().ranks; ++r) out.as<std::int32_t>()[r] = masked.has(r) ? 1 : 0;
+}
+
+void LlGroup::ll_reset(xd_stream) {
+  require_masks();
+  const Claim claim(calls_, XD_EP_LL_RESET);
+  RankBits lost{};
+  const turn::ResetNumbers numbers = reset_.run({.phase = XD_PHASE_ENTRY,
+                                                 .group = number(),
+                                                 .operation = XD_EP_LL_RESET,
+                                                 .epoch = ++resets_,
+                                                 .deadline = masks_.deadline(),
+                                                 .timeout_ms = masks_.timeout_ms()},
+                                                {dispatches_.sent(), combines_.sent()}, lost);
+  dispatches_.restart(numbers[0]);
+  combines_.restart(numbers[1]);
+  if (lost.empty()) return;
+  calls_.settle(lost_peers({lost, masks_.masked(), masks_.masked_by()}), XD_EP_LL_RESET, resets_);
+}
+
+}  // namespace
+
+std::unique_ptr<Group> make_ll_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
+  return std::make_unique<LlGroup>(std::move(comm), config);
+}
+
+xd_ep_memory ll_group_memory(const Config& config) {
+  xd_ep_memory memory XD_EP_MEMORY_INIT;
+  memory.symmetric_bytes = LlMap::make(config).end;
+  memory.private_bytes = LlScratch::bytes(config);
+  return memory;
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,15 @@
+// Groups of EXPERT_SLOTS on the CPU.
+#pragma once
+
+#include <memory>
+
+#include "ep/group.h"
+
+namespace xd::ep::cpu {
+
+// Collective.
+std::unique_ptr<Group> make_ll_group(std::shared_ptr<Comm> comm, const xd_ep_config* config);
+
+xd_ep_memory ll_group_memory(const Config& config);
+
+}  // namespace xd::ep::cpu

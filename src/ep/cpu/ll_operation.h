@@ -1,0 +1,60 @@
+// What dispatch and combine of EXPERT_SLOTS have in common on the CPU. LlGroup calls their halves
+// between the verbs of their lane.
+#pragma once
+
+#include <chrono>
+#include <utility>
+
+#include "ep/cpu/ll_memory.h"
+#include "ep/ll_record.h"
+#include "turn/host_lane.h"
+
+namespace xd::ep::cpu {
+
+using Lane = turn::HostLane<LlRecord>;
+
+struct LlContext {
+  Group& group;
+  LlMemory& memory;
+  turn::PeerMasks& masks;
+  LlScratch& scratch;
+  Lane& lane;
+
+  const Config& config() const { return group.config(); }
+  NearRank self() const { return group.self(); }
+};
+
+// Measures how long a receive half waits for each source, where the caller wants to know.
+class WaitTimes {
+ public:
+  WaitTimes(const LlContext& context, const Tensor& out)
+      : context_(context), out_(out), start_(out ? Clock::now() : Clock::time_point{}) {}
+
+  // Looks which peers have entered since the last look.
+  void look() {
+    if (!out_) return;
+    for (const NearRank peer : context_.lane.peers()) {
+      if (seen_.has(peer) || !context_.lane.has_entered(peer, context_.lane.next())) continue;
+      seen_.add(peer);
+      out_.as<std::int64_t>()[int{peer}] +=
+          std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  const LlContext& context_;
+  const Tensor& out_;
+  const Clock::time_point start_;
+  RankBits seen_{};
+};
+
+// The verdict about an operation whose records have come: all ranks see the same records, and judge
+// alike.
+inline Setback verdict(const Lane& lane, int rank) {
+  return turn::disagreement<Family, LlRecord>(lane.records(), rank,
+                                              [&](int r) { return lane.here().has(r); });
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,77 @@
+// What the calls of a sequence on the host have in common, however turns are taken: one call at
+// a time, and what becomes of a setback.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "turn/sequence.h"
+
+namespace xd::turn {
+
+template <class Family>
+class HostCalls {
+ public:
+  // `fatal_errors`: a setback finishes the communicator.
+  HostCalls(Sequence<Family>& sequence, bool fatal_errors)
+      : sequence_(sequence), fatal_errors_(fatal_errors) {}
+
+  // Marks the sequence as in use by this thread; finding it in use is fatal.
+  class Claim {
+   public:
+    Claim(HostCalls& calls, std::int32_t operation) : calls_(calls) {
+      calls.sequence_.comm().errors().check_usable();
+      if (calls.busy_.exchange(true, std::memory_order_acquire)) calls.fail_busy(operation);
+    }
+    ~Claim() { calls_.busy_.store(false, std::memory_order_release); }
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+   private:
+    HostCalls& calls_;
+  };
+
+  // Ends an operation with its setback, if it has one: counts it and throws it.
+  void settle(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+
+  const volatile std::uint64_t* watch() const { return &errors_; }
+
+ private:
+  [[noreturn]] void fail_busy(std::int32_t operation) {
+    sequence_.comm().errors().raise_and_throw(sequence_.own_fatal_error(XD_ERROR_BUSY, operation),
+                                              Spread::everywhere);
+  }
+  void finish_comm(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+
+  Sequence<Family>& sequence_;
+  const bool fatal_errors_;
+  std::atomic<bool> busy_{false};
+  alignas(64) std::uint64_t errors_ = 0;  // written by operations, read by any thread
+};
+
+template <class Family>
+void HostCalls<Family>::settle(const Setback<Family>& setback, std::int32_t operation,
+                               std::uint64_t epoch) {
+  if (!setback) return;
+  // Release, as in kernels, although no thread has to find anything here.
+  std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
+  // A sequence that goes on without lost peers does so whatever its other errors are.
+  if (fatal_errors_ && setback.status != XD_ERROR_PEER_LOST) finish_comm(setback, operation, epoch);
+  sequence_.give_back(setback, operation, epoch);
+}
+
+// The operation has ended, so peers that meet an error of it do so without this rank.
+template <class Family>
+void HostCalls<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation,
+                                    std::uint64_t epoch) {
+  sequence_.comm().errors().raise_cause({.status = setback.status,
+                                         .rank = sequence_.rank(),
+                                         .peer = setback.rank,
+                                         .group = sequence_.number(),
+                                         .operation = operation,
+                                         .expected_epoch = epoch,
+                                         .met_by_all = setback.met_by_all ? 1 : 0},
+                                        sequence_.cause(setback, operation, epoch));
+}
+
+}  // namespace xd::turn

@@ -1,0 +1,210 @@
+// A lane on the host: turns whose halves are calls of their own, so that several operations may be
+// under way at once. turn/entry.h has the verbs; docs/internals/turns.md says why no wait goes in a
+// circle.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "base/math.h"
+#include "base/rank_bits.h"
+#include "turn/host_cells.h"
+#include "turn/peer_masks.h"
+
+namespace xd::turn {
+
+template <class Record>
+class HostLane : public HostCells<Record> {
+ public:
+  using HostCells<Record>::peers, HostCells<Record>::ring_peers;
+
+  struct Place {
+    const TurnMap& map;
+    NearTable areas;
+    std::uint64_t slots;
+  };
+  // `operation` is what its turns are, for error texts.
+  HostLane(Comm& comm, int number, const Place& place, std::int32_t operation, PeerMasks& masks)
+      : HostCells<Record>(comm, number, place.map, place.areas, place.slots),
+        operation_(operation),
+        masks_(masks),
+        records_(at(comm.num_ranks())),
+        held_(place.slots) {}
+
+  // Operations are numbered from 1. Those that have been sent here, and those that have been taken.
+  std::uint64_t sent() const { return sent_; }
+  std::uint64_t taken() const { return taken_; }
+  std::uint64_t between_halves() const { return sent_ - taken_; }
+  bool full() const { return between_halves() == this->slots(); }
+
+  // ---- The send half: begin, enter ----
+
+  // Begins the operation sent(). Returns when every peer has taken the operation whose slot it uses
+  // again: from here on this rank may write into that slot of their memory. The lane is not full.
+  void begin();
+  void enter(const Record& record);
+  // The peers that take part in the operation sent(): those that were not masked when it began, and
+  // have not been lost since.
+  const RankBits& company() const { return held(sent_).company; }
+
+  // ---- The receive half: await, leave ----
+
+  // The operation taken() + 1, which has been sent: its record here.
+  std::uint64_t next() const { return taken_ + 1; }
+  const Record& own_record() const { return held(next()).own; }
+  const RankBits& awaited() const { return held(next()).company; }
+  // Returns when every peer of its company has entered it, or has been lost. `look` is called each
+  // time that this rank looks whether they have.
+  template <class Look>
+  void await(Look&& look);
+  // The ranks whose records have come, this one among them, and the records by rank.
+  const RankBits& here() const { return here_; }
+  const std::vector<Record>& records() const { return records_; }
+  // Gives up a rank of here() whose share of the operation does not come.
+  void lose(int rank) { here_.remove(rank); }
+  // The peers that were to take part and have been lost.
+  RankBits lost() const;
+  // Tells every peer that this rank has taken the operation: they may use its slot here again.
+  // Waits for nobody.
+  void leave();
+  // Takes the operation sent() as soon as those before it have been taken, without its rows.
+  void drop_sent() {
+    held(sent_).dropped = true;
+    take_dropped();
+  }
+
+  // Forgets what is between its halves, and counts on from `epoch`, which no rank has passed.
+  void restart(std::uint64_t epoch);
+
+  // ---- For what a family makes its ranks wait for inside an operation ----
+
+  HostWait site(xd_phase phase, std::uint64_t epoch) const {
+    return {.phase = phase,
+            .group = this->number(),
+            .operation = operation_,
+            .epoch = epoch,
+            .deadline = deadline_,
+            .timeout_ms = masks_.timeout_ms()};
+  }
+  bool has_entered(int peer, std::uint64_t epoch) const {
+    return this->entered(peer, epoch) == epoch;
+  }
+  const Record& record_of(int peer, std::uint64_t epoch) const {
+    return this->posted_by(peer, epoch);
+  }
+  // True when the peer has entered the operation, false where it has been lost.
+  bool wait_entered(NearRank peer, std::uint64_t epoch) {
+    return masks_.wait(
+        peer, site(XD_PHASE_ENTRY, epoch), [&] { return has_entered(peer, epoch); },
+        [&] { return this->entered(peer, epoch); });
+  }
+
+ private:
+  // What is kept of an operation between its halves.
+  struct Held {
+    Record own{};
+    RankBits company{};   // the peers that are sent to
+    RankBits at_start{};  // the peers that were not masked when it began
+    bool dropped = false;
+  };
+  Held& held(std::uint64_t epoch) { return held_[slot_of(epoch, this->slots())]; }
+  const Held& held(std::uint64_t epoch) const { return held_[slot_of(epoch, this->slots())]; }
+  void take_dropped() {
+    while (taken_ < sent_ && held(next()).dropped) leave_one();
+  }
+  void leave_one();
+
+  const std::int32_t operation_;
+  PeerMasks& masks_;
+  std::vector<Record> records_;
+  std::vector<Held> held_;  // by slot
+  RankBits here_{};
+  Deadline deadline_{Deadline::Clock::time_point{}};  // of the half under way
+  std::uint64_t sent_ = 0, taken_ = 0;
+};
+
+template <class Record>
+void HostLane<Record>::begin() {
+  ++sent_;
+  deadline_ = masks_.deadline();
+  Held& op = held(sent_);
+  op = {};
+  const RankBits masked = masks_.masked();
+  for (const NearRank peer : peers()) {
+    if (masked.has(peer)) continue;
+    op.at_start.add(peer);
+    const std::uint64_t before = sent_ > this->slots() ? sent_ - this->slots() : 0;
+    // A peer may have taken this very operation already, where its own send half has failed.
+    const bool free = masks_.wait(
+        peer, site(XD_PHASE_CREDIT, sent_), [&] { return this->done_by(peer, sent_) >= before; },
+        [&] { return this->done_by(peer, sent_); });
+    if (free) op.company.add(peer);
+  }
+}
+
+template <class Record>
+void HostLane<Record>::enter(const Record& record) {
+  held(sent_).own = record;
+  for (const NearRank peer : peers()) {
+    if (company().has(peer)) this->post_entry(peer, sent_, record);
+  }
+}
+
+template <class Record>
+template <class Look>
+void HostLane<Record>::await(Look&& look) {
+  deadline_ = masks_.deadline();
+  here_ = {};
+  here_.add(this->self());
+  records_[at(this->self())] = own_record();
+  for (const NearRank peer : peers()) {
+    if (!awaited().has(peer)) continue;
+    const bool came = masks_.wait(
+        peer, site(XD_PHASE_ENTRY, next()),
+        [&] {
+          look();
+          return has_entered(peer, next());
+        },
+        [&] { return this->entered(peer, next()); });
+    if (!came) continue;
+    here_.add(peer);
+    records_[at(peer)] = record_of(peer, next());
+  }
+}
+
+template <class Record>
+RankBits HostLane<Record>::lost() const {
+  RankBits ranks{};
+  for (const NearRank peer : peers()) {
+    if (held(next()).at_start.has(peer) && !here_.has(peer)) ranks.add(peer);
+  }
+  return ranks;
+}
+
+template <class Record>
+void HostLane<Record>::leave_one() {
+  ++taken_;
+  for (const NearRank peer : peers()) {
+    if (held(taken_).company.has(peer)) this->post_done(peer, taken_);
+  }
+  ring_peers();
+}
+
+template <class Record>
+void HostLane<Record>::restart(std::uint64_t epoch) {
+  sent_ = taken_ = epoch;
+  for (const NearRank peer : peers()) {
+    if (!masks_.masked().has(peer)) this->post_done_all(peer, epoch);
+  }
+  ring_peers();
+}
+
+template <class Record>
+void HostLane<Record>::leave() {
+  leave_one();
+  take_dropped();
+}
+
+}  // namespace xd::turn
