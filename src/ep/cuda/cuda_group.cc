@@ -295,7 +295,8 @@ void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
   const int budget = budget_on(stream);
   const LaunchShape shape =
       prepare_shape(config().experts, config().ranks, params.tokens, budget, limits_);
-  log_shape(XD_EP_PREPARE, shape, {config().ranks, params.tokens, 0, false}, budget);
+  log_shape(XD_EP_PREPARE, shape,
+            {.ranks = config().ranks, .tokens = params.tokens, .topk = params.topk}, budget);
   launch(params, shape, stream);
 }
 
