@@ -9,14 +9,15 @@
 //   listed[slot][src]          src, in dispatch   how many items[] follow
 //   items[slot][src][i]        src, in dispatch   LlItem (ep/ll_plan.h) of a token with rows here,
 //                                                 with local experts in place of rows
-//   rows[slot][src][i]         src, in dispatch   the row of item i, behind it its scales if it is
-//                                                 quantised
+//   rows[slot][t]              r, in dispatch     the row of r's token t, which its peers read;
+//                                                 behind it its scales if it is quantised
 //   weights[slot][src][t]      src, in combine    K weights of token t, where the call has weights
 //   partials[slot][t][place]   ranks, in combine  partial sum of r's token t: partial_of()
 //
-// slot = number of the operation mod in_flight. A slot is written again only under the credit of
-// its owner. All that lies in a slot is covered by the entry's epoch in dispatch and by landed[] in
-// combine (weights[] by the entry's epoch): written before it, and read behind it.
+// slot = number of the operation mod in_flight. A slot is written again only under the credits of
+// all that take part: they have taken the operation that was there. All that lies in a slot is
+// covered by the entry's epoch in dispatch and by landed[] in combine (weights[] by the entry's
+// epoch): written before it, and read behind it.
 #pragma once
 
 #include <array>
@@ -55,7 +56,7 @@ struct LlMap {
     map.listed = cursor.add<std::uint64_t>(cells, 64);
     map.items = cursor.add<std::byte>(cells * tokens * ll_item_bytes(c.max_topk), 64);
     map.weights = cursor.add<float>(cells * tokens * topk, 64);
-    map.rows = cursor.add<std::byte>(cells * tokens * c.max_row_bytes, 256);
+    map.rows = cursor.add<std::byte>(slots * tokens * c.max_row_bytes, 256);
     map.partials = cursor.add<std::byte>(
         slots * tokens * static_cast<std::uint64_t>(partial_places(c)) * c.max_row_bytes, 256);
     map.end = cursor.add<std::byte>(0, 256);

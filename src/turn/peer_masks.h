@@ -46,6 +46,14 @@ class PeerMasks {
     return ranks;
   }
 
+  // False if the peer has masked this rank. If it is true, all that this rank has read before was
+  // as the peer had left it for this rank: a peer stores that it masks a rank, and rings its bell,
+  // before it stores over what that rank may read (and the bell's counter orders the two).
+  bool still_in_step(NearRank peer) const {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return standing_at(peer) == Standing::in_step;
+  }
+
   // One thread at a time.
   void mask(NearRank peer) {
     if (!masked().has(peer)) set(peer, Standing::masked);

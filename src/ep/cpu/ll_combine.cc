@@ -23,13 +23,16 @@ struct LlCombine::Terms {
     rows[at(num_rows)] = row;
     weights[at(num_rows++)] = weight;
   }
+  void clear() { num_rows = num_partials = 0; }
   void end_partial() { ends[at(num_partials++)] = num_rows; }
-  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted) const {
+  // Meanwhile the rows of the sum after it are fetched.
+  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next) const {
     rows::sum(row_type(type), out,
               {.rows = rows.data(),
                .weights = weighted ? weights.data() : nullptr,
                .partial_ends = ends.data(),
-               .num_partials = num_partials},
+               .num_partials = num_partials,
+               .next_rows = {next.rows.data(), at(next.num_rows)}},
               cols, rows::Store::cached);
   }
 };
@@ -77,7 +80,7 @@ void LlCombine::send(bool stage_own) {
   lane.enter(record);
   // The owners of this rank's rows wait for its weights.
   if (send_.topk_weights) lane.ring_peers();
-  send_partials(stage_own);
+  send_partials();
   for (const NearRank peer : lane.peers()) {
     if (!lane.company().has(peer)) continue;
     // A rank that sees this also sees the partial sums.
@@ -108,29 +111,46 @@ bool LlCombine::takes_part(int source) {
   return turn::difference<Family>(record(), theirs).empty();
 }
 
-void LlCombine::send_partials(bool stage_own) {
-  Lane& lane = context_.lane;
-  const int self = context_.self();
-  int source = -1;
-  bool wanted = false;  // the current source's sums
-  for (std::int64_t i = 0; i < plan_.items(); ++i) {
-    const LlItem& item = plan_.item(i);
-    if (item.source() >= config().ranks || item.token() >= config().max_tokens) continue;
-    if (static_cast<int>(item.place) >= partial_places(config())) continue;
-    if (item.source() != source) {
-      source = item.source();
-      wanted = source == self       ? stage_own
-               : send_.topk_weights ? takes_part(source)
-                                    : lane.company().has(source);
-    }
-    if (!wanted) continue;
+// Where the partial sum of an item goes; null where none goes. May wait for the item's source.
+std::byte* LlCombine::target_of(const LlItem& item) {
+  if (item.source() >= config().ranks || item.token() >= config().max_tokens) return nullptr;
+  if (static_cast<int>(item.place) >= partial_places(config())) return nullptr;
+  if (item.source() != source_) {
+    source_ = item.source();
+    wanted_ = source_ == context_.self() ? own_staged_
+              : send_.topk_weights       ? takes_part(source_)
+                                         : context_.lane.company().has(source_);
+  }
+  if (!wanted_) return nullptr;
+  return context_.memory.partial(context_.group.near()[at(source_)], context_.lane.sent(),
+                                 item.token(), static_cast<int>(item.place));
+}
+
+void LlCombine::send_partials() {
+  struct Sum {
     Terms terms;
-    if (collect(item, terms) == 0) continue;
-    const NearRank owner = context_.group.near()[at(source)];
-    terms.sum(
-        send_.expert_out.type,
-        context_.memory.partial(owner, lane.sent(), item.token(), static_cast<int>(item.place)),
-        at(send_.expert_out.cols), weighted());
+    std::byte* out = nullptr;
+  };
+  std::array<Sum, 2> sums;
+  std::int64_t i = 0;
+  const auto find_next = [&](Sum& sum) {
+    sum.terms.clear();
+    for (; i < plan_.items(); ++i) {
+      const LlItem& item = plan_.item(i);
+      sum.out = target_of(item);
+      if (sum.out != nullptr && collect(item, sum.terms) > 0) {
+        ++i;
+        return true;
+      }
+    }
+    return false;
+  };
+  std::size_t now = 0;
+  for (bool more = find_next(sums[now]); more; now = 1 - now) {
+    Sum& next = sums[1 - now];
+    more = find_next(next);
+    sums[now].terms.sum(send_.expert_out.type, sums[now].out, at(send_.expert_out.cols), weighted(),
+                        next.terms);
   }
 }
 
@@ -190,32 +210,46 @@ void LlCombine::await_partials() {
   }
 }
 
-void LlCombine::sum_tokens() const {
+void LlCombine::sum_tokens() {
   const std::uint64_t bytes = receive_.out.row_bytes();
-  const int self = context_.self();
-  std::int64_t own = 0;  // the next item that may be this rank's own
+  std::array<Terms, 2> terms;
+  std::array<bool, 2> weighs{};
+  next_own_ = 0;
+  if (plan_.tokens() > 0) weighs[0] = collect_token(0, terms[0]);
   for (std::int64_t t = 0; t < plan_.tokens(); ++t) {
-    const RankBits& home = plan_.home(t);
+    const std::size_t now = at(t % 2), next = 1 - now;
+    terms[next].clear();
+    if (t + 1 < plan_.tokens()) weighs[next] = collect_token(t + 1, terms[next]);
     std::byte* const out = receive_.out.data + at(t) * bytes;
-    Terms terms;
-    bool weighs = false;
-    for (const NearRank rank : context_.group.near()) {
-      if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
-      if (int{rank} != self || own_staged_) {
-        add_partial(home, rank, t, terms);
-        continue;
-      }
-      const std::uint32_t name = LlItem::name(self, t);
-      while (own < plan_.items() && plan_.item(own).source_token < name) ++own;
-      if (own == plan_.items() || plan_.item(own).source_token != name) continue;
-      weighs = collect(plan_.item(own), terms) > 0 && weighted();
-    }
-    if (terms.num_partials == 0) {
+    if (terms[now].num_partials == 0) {
       rows::zero(out, bytes, rows::Store::cached);
     } else {
-      terms.sum(receive_.out.type, out, at(receive_.out.cols), weighs);
+      terms[now].sum(receive_.out.type, out, at(receive_.out.cols), weighs[now], terms[next]);
     }
   }
+}
+
+// Makes the terms of a token's sum; returns whether they have weights.
+bool LlCombine::collect_token(std::int64_t token, Terms& terms) {
+  const RankBits& home = plan_.home(token);
+  bool weighs = false;
+  for (const NearRank rank : context_.group.near()) {
+    if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
+    if (int{rank} != context_.self() || own_staged_) {
+      add_partial(home, rank, token, terms);
+    } else if (const LlItem* item = own_item(token)) {
+      weighs = collect(*item, terms) > 0 && weighted();
+    }
+  }
+  return weighs;
+}
+
+// This rank's item of its own token. Tokens are asked for in their order.
+const LlItem* LlCombine::own_item(std::int64_t token) {
+  const std::uint32_t name = LlItem::name(context_.self(), token);
+  while (next_own_ < plan_.items() && plan_.item(next_own_).source_token < name) ++next_own_;
+  if (next_own_ == plan_.items() || plan_.item(next_own_).source_token != name) return nullptr;
+  return &plan_.item(next_own_);
 }
 
 // A partial sum is already weighted: 1 changes nothing of it.

@@ -37,11 +37,14 @@ class LlCombine {
   LlPlanView open(const PlanBytes& bytes) const;
   void send_weights() const;
   bool takes_part(int source);
-  void send_partials(bool stage_own);
+  std::byte* target_of(const LlItem& item);
+  void send_partials();
   const float* weights_of(const LlItem& item) const;
   int collect(const LlItem& item, Terms& terms) const;
   void await_partials();
-  void sum_tokens() const;
+  void sum_tokens();
+  bool collect_token(std::int64_t token, Terms& terms);
+  const LlItem* own_item(std::int64_t token);
   void add_partial(const RankBits& home, NearRank rank, std::int64_t token, Terms& terms) const;
 
   LlContext context_;
@@ -49,6 +52,9 @@ class LlCombine {
   LlCombineReceive receive_;
   LlPlanView plan_;
   bool own_staged_ = false;
+  int source_ = -1;            // the source of the item that was sent last
+  bool wanted_ = false;        // whether that source gets sums
+  std::int64_t next_own_ = 0;  // where this rank's next own item is looked for
 };
 
 }  // namespace xd::ep::cpu

@@ -23,12 +23,11 @@ void add_number(const Tensor& out, std::int64_t i, std::int64_t value) {
 
 // ---- Send --------------------------------------------------------------------------------------
 
-// The ranks that get a token's row, with its item and the place of its row there.
+// The ranks that get a token's row, with its item there.
 struct LlDispatch::TokenRoute {
   struct Target {
     int rank;
     LlItem* item;
-    std::byte* row;
   };
   std::array<Target, kMaxTopk> targets;
   int count = 0;
@@ -80,8 +79,7 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
       to.home.add(place.rank);
       const LlMemory::Cell cell{context_.group.near()[at(place.rank)], self, context_.lane.sent()};
       const std::uint64_t number = context_.scratch.listed[at(place.rank)]++;
-      target = {place.rank, &context_.memory.item(cell, number, topk),
-                context_.memory.row(cell, number)};
+      target = {place.rank, &context_.memory.item(cell, number, topk)};
       target.item->source_token = LlItem::name(self, token);
       std::fill_n(target.item->rows(), topk, -1);
     }
@@ -95,23 +93,19 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
 }
 
 void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
-  const std::byte* row = send_.tokens.data + at(token) * send_.tokens.row_bytes();
-  std::uint64_t bytes = send_.tokens.row_bytes();
+  const int self = context_.self();
   const QuantiseFormat format = quantise_format(send_.quantise);
+  const bool only_here = to.count == 1 && to.home.has(self);
+  if (only_here && !own_staged_ && !format) return;
+  const std::uint64_t bytes = send_.tokens.row_bytes();
+  const std::byte* row = send_.tokens.data + at(token) * bytes;
+  std::byte* const staged = context_.memory.row(context_.self(), context_.lane.sent(), token);
   if (format) {
     const std::uint64_t columns = at(send_.tokens.cols);
-    std::byte* const quantised = context_.scratch.quantised.data();
-    rows::quantise_e4m3(format, quantised, quantised + columns, row, columns);
-    row = quantised;
-    bytes = columns + format.scale_row_bytes(columns);
+    rows::quantise_e4m3(format, staged, staged + columns, row, columns);
+  } else {
+    rows::copy(staged, row, bytes, rows::Store::cached);
   }
-  std::array<void*, kMaxTopk> places;
-  int count = 0;
-  for (const TokenRoute::Target& target : to.all()) {
-    if (target.rank == context_.self() && !own_staged_ && !format) continue;
-    places[at(count++)] = target.row;
-  }
-  rows::copy_to_many(places.data(), count, row, bytes, rows::Store::cached);
 }
 
 // ---- Receive -----------------------------------------------------------------------------------
@@ -150,7 +144,14 @@ std::int64_t LlDispatch::deliver(int source, std::byte* plan_items) {
     for (std::uint64_t i = 0; i < count; ++i) {
       const LlItem& item = context_.memory.item(cell, i, topk);
       auto& kept = *reinterpret_cast<LlItem*>(plan_items + i * ll_item_bytes(topk));
-      place_item(item, kept, row_of(source, i, item));
+      place_item(item, kept, row_of(source, item));
+    }
+    // A peer that leaves this rank out may have stored other rows there meanwhile.
+    const NearRank peer = context_.group.near()[at(source)];
+    if (peer != context_.self() && !context_.masks.still_in_step(peer)) {
+      zero_rows(plan_items, count);
+      context_.masks.mask(peer);
+      context_.lane.lose(source);
     }
   }
   if (receive_.source_ranges) {
@@ -194,26 +195,47 @@ void LlDispatch::place_item(const LlItem& from, LlItem& to, const std::byte* row
                      rows::Store::cached);
 }
 
+// Null scales are zero.
 void LlDispatch::write_scales(std::int64_t expert, std::int64_t slot,
                               const std::byte* scales) const {
   const SlotTensor& out = receive_.recv_scales;
   std::byte* to = out.row(expert, slot);
-  if (out.row_is_contiguous()) {
-    std::memcpy(to, scales, out.row_bytes());
-    return;
-  }
+  const auto write = [scales](std::byte* at, std::uint64_t offset, std::uint64_t bytes) {
+    if (scales == nullptr) {
+      std::memset(at, 0, bytes);
+    } else {
+      std::memcpy(at, scales + offset, bytes);
+    }
+  };
+  if (out.row_is_contiguous()) return write(to, 0, out.row_bytes());
   const std::size_t bytes = dtype_bytes(out.type);
   const std::int64_t step = out.col_stride * static_cast<std::int64_t>(bytes);
-  for (std::int64_t c = 0; c < out.cols; ++c) {
-    std::memcpy(to + c * step, scales + at(c) * bytes, bytes);
-  }
+  for (std::int64_t c = 0; c < out.cols; ++c) write(to + c * step, at(c) * bytes, bytes);
 }
 
 // Where the row of a source's item lies, its scales behind it.
-const std::byte* LlDispatch::row_of(int source, std::uint64_t number, const LlItem& item) const {
-  const bool staged = source != context_.self() || own_staged_ || sent_.quantise != 0;
-  if (staged) return context_.memory.row(own_cell(source), number);
-  return send_.tokens.data + at(item.token()) * send_.tokens.row_bytes();
+const std::byte* LlDispatch::row_of(int source, const LlItem& item) const {
+  if (source == context_.self() && !own_staged_ && sent_.quantise == XD_EP_QUANTISE_NONE) {
+    return send_.tokens.data + at(item.token()) * send_.tokens.row_bytes();
+  }
+  const int token = std::min(item.token(), config().max_tokens - 1);  // whatever a peer says
+  return context_.memory.row(context_.group.near()[at(source)], context_.lane.next(), token);
+}
+
+// Rows of a source that have not come whole.
+void LlDispatch::zero_rows(const std::byte* plan_items, std::uint64_t count) const {
+  const int topk = static_cast<int>(sent_.topk);
+  const std::int64_t slots = slots_per_expert(config());
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const auto& item = *reinterpret_cast<const LlItem*>(plan_items + i * ll_item_bytes(topk));
+    for (int k = 0; k < topk; ++k) {
+      const std::int32_t row = item.rows()[k];
+      if (row < 0) continue;
+      rows::zero(receive_.recv_tokens.row(row / slots, row % slots),
+                 receive_.recv_tokens.row_bytes(), rows::Store::cached);
+      if (receive_.recv_scales) write_scales(row / slots, row % slots, nullptr);
+    }
+  }
 }
 
 PlanHeader LlDispatch::header() const {

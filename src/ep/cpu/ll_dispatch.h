@@ -1,8 +1,9 @@
 // dispatch of EXPERT_SLOTS on the CPU.
 //
-//   send     for each token: its row and an item to every rank that holds one of its experts, into
-//            this rank's part of their memory
-//   receive  by source rank, item by item: the row to a slot of every expert that the item names
+//   send     for each token: its row into this rank's own memory, and an item to every rank that
+//            holds one of its experts
+//   receive  by source rank, item by item: the row, from the source's memory, to a slot of every
+//            expert that the item names
 #pragma once
 
 #include <array>
@@ -42,8 +43,9 @@ class LlDispatch {
   void begin_delivery();
   std::int64_t deliver(int source, std::byte* plan_items);
   void place_item(const LlItem& from, LlItem& to, const std::byte* row);
+  void zero_rows(const std::byte* plan_items, std::uint64_t count) const;
   void write_scales(std::int64_t expert, std::int64_t slot, const std::byte* scales) const;
-  const std::byte* row_of(int source, std::uint64_t number, const LlItem& item) const;
+  const std::byte* row_of(int source, const LlItem& item) const;
   void write_plan(std::int64_t items) const;
   void write_counts() const;
   Setback report() const;

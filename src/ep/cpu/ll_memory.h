@@ -41,9 +41,10 @@ class LlMemory {
     return *array<LlItem>(cell.owner,
                           map_.items + index(cell) * room + number * ll_item_bytes(topk));
   }
-  std::byte* row(const Cell& cell, std::uint64_t number) const {
-    return array<std::byte>(cell.owner,
-                            map_.rows + (index(cell) * tokens() + number) * config_.max_row_bytes);
+  // The row of the owner's token.
+  std::byte* row(NearRank owner, std::uint64_t epoch, std::int64_t token) const {
+    const std::uint64_t number = slot(epoch) * tokens() + at(token);
+    return array<std::byte>(owner, map_.rows + number * config_.max_row_bytes);
   }
   float* weights(const Cell& cell, std::int64_t token, int topk) const {
     const std::uint64_t room = tokens() * at(config_.max_topk);
@@ -55,14 +56,16 @@ class LlMemory {
   // A partial sum of the owner's token; place < partial_places().
   std::byte* partial(NearRank owner, std::uint64_t epoch, std::int64_t token, int place) const {
     const int places = partial_places(config_);
-    const std::uint64_t slot = turn::slot_of(epoch, at(config_.in_flight));
     const std::uint64_t number =
-        slot * tokens() * at(places) + at(partial_of(token, place, places));
+        slot(epoch) * tokens() * at(places) + at(partial_of(token, place, places));
     return array<std::byte>(owner, map_.partials + number * config_.max_row_bytes);
   }
 
  private:
   std::uint64_t tokens() const { return at(config_.max_tokens); }
+  std::uint64_t slot(std::uint64_t epoch) const {
+    return turn::slot_of(epoch, at(config_.in_flight));
+  }
   std::uint64_t index(const Cell& cell) const {
     return turn::cell_of(cell.epoch, cell.source, config_.ranks, at(config_.in_flight));
   }
@@ -84,7 +87,6 @@ struct LlScratch {
   std::vector<std::uint64_t> listed;  // [W] items that this rank has sent to each rank
   std::vector<std::int64_t> next;     // [L] the next free slot
   std::vector<std::int64_t> first;    // [L] the first slot of the current source
-  std::vector<std::byte> quantised;   // a quantised row and its scales
 
   // Calls visit(vector, size) for every vector, including those of the members.
   template <class Visit>
@@ -94,7 +96,6 @@ struct LlScratch {
     visit(listed, at(config.ranks));
     visit(next, at(config.local_experts));
     visit(first, at(config.local_experts));
-    visit(quantised, config.max_row_bytes);
   }
   void reserve(const Config& config) {
     for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });
