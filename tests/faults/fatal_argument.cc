@@ -51,8 +51,11 @@ FatalArgument::FatalArgument(Batch& batch, const RankProgram& program)
 
 FatalArgument::Extent FatalArgument::extent_of(std::size_t bytes, Part part) {
   if (part == Part::all) return {0, 0};
-  const std::size_t before =
-      part == Part::body ? kPlanHeaderBytes : (bytes - 1) / kEndBytes * kEndBytes;
+  // The argument begins at a multiple of kEndBytes, and its fatal part begins a page: so what lies
+  // before that part is a multiple too, which a header need not be.
+  const std::size_t before = part == Part::body
+                                 ? (kPlanHeaderBytes + kEndBytes - 1) / kEndBytes * kEndBytes
+                                 : (bytes - 1) / kEndBytes * kEndBytes;
   const std::size_t fatal = Pages::round_up(before);
   return {fatal - before, fatal};
 }
