@@ -22,8 +22,10 @@ from __future__ import annotations
 from crossdock import _core
 from crossdock._comm import Comm, MemoryInfo, RoutingLayout, unique_id
 from crossdock._config import EpConfig, GroupMemory
-from crossdock._group import Dispatched, EpGroup, EpStatus, ExpertGrads
-from crossdock._plan import Plan
+from crossdock._group import Dispatched, EpGroup, ExpertGrads
+from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
+from crossdock._membership import EpStatus
+from crossdock._plan import Plan, SlotPlan
 from crossdock.errors import (
     Aborted,
     Busy,
@@ -70,12 +72,17 @@ __all__ = [
     "GroupMemory",
     "Internal",
     "InvalidArgument",
+    "LowLatencyGroup",
     "MemoryInfo",
     "Mismatch",
     "OutOfMemory",
     "PeerLost",
     "Plan",
     "RoutingLayout",
+    "SentCombine",
+    "SentDispatch",
+    "SlotPlan",
+    "Slots",
     "SystemFailure",
     "Timeout",
     "Unsupported",

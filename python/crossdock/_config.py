@@ -22,15 +22,17 @@ __all__ = [
     "Layout",
     "OnError",
     "Overflow",
+    "PeerLoss",
     "Staging",
     "number_of",
 ]
 
-Layout = Literal["expert_major", "rank_major"]
+Layout = Literal["expert_major", "rank_major", "expert_slots"]
 Overflow = Literal["error", "drop"]
 DuplicateIds = Literal["error", "collapse"]
 OnError = Literal["status", "fatal"]
 Staging = Literal["auto", "none"]
+PeerLoss = Literal["fatal", "mask"]
 
 # By the field of a config: its words, and the library's numbers for them.
 WORDS: dict[str, dict[str, int]] = {
@@ -39,6 +41,7 @@ WORDS: dict[str, dict[str, int]] = {
     "duplicate_ids": constants.DUPLICATE_IDS,
     "on_error": constants.ON_ERROR,
     "staging": constants.STAGINGS,
+    "on_peer_loss": constants.PEER_LOSSES,
 }
 
 
@@ -81,7 +84,7 @@ class EpConfig:
             are quantised need none.
         layout: of receive arrays. ``"expert_major"``: one row per (token, expert), a zone per local
             expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then
-            token.
+            token. ``"expert_slots"``: a fixed number of slots per expert, for `LowLatencyGroup`.
         alignment: of zones, in rows: a power of two, the largest that a plan may have; padding rows
             are zero.
         recv_capacity: rows that this rank can receive, which a plan rounds down to a multiple of
@@ -95,16 +98,20 @@ class EpConfig:
         staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;
             ``"none"``: no such memory, and receive arrays outside are InvalidArgument.
         zero_tail: rows past the last one are zeroed in every receive array that is written. (Of a
-            C config that is not the default.)
+            C config that is not the default.) In expert_slots they are left alone all the same.
         num_sms: CUDA: multiprocessors to use; 0 = the library chooses.
         expert_ranks: the rank of each expert, a number per expert; None = equally many on every
             rank, in order. A rank's local experts are its own in ascending order; it may hold none.
             Replicas of an expert are experts of their own, among which your router chooses.
+        in_flight: expert_slots: operations of a kind that may be between their halves, 2 to 4;
+            0 = 2.
+        on_peer_loss: expert_slots: what the loss of a rank does: ``"fatal"``: it finishes the
+            communicator; ``"mask"``: the group goes on without the rank.
+        wait_timeout_ms: expert_slots: longest wait for a peer; 0 = the communicator's.
 
     Raises:
         TypeError, ValueError: a dtype or a word that does not exist, or another number of ranks
-            than of experts. Other numbers are checked by the
-            calls that use them.
+            than of experts. Other numbers are checked by the calls that use them.
     """
 
     num_experts: int
@@ -123,6 +130,9 @@ class EpConfig:
     zero_tail: bool = True
     num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
+    in_flight: int = 0
+    on_peer_loss: PeerLoss = "fatal"
+    wait_timeout_ms: int = 0
 
     def __post_init__(self) -> None:
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
@@ -137,7 +147,7 @@ class EpConfig:
         found.update(
             {field: number_of(field, getattr(self, field)) for field in WORDS},
             dtype=pack(self.dtype),
-            zero_tail=int(self.zero_tail),
+            zero_tail=int(self.zero_tail and self.layout != "expert_slots"),
         )
         return found
 

@@ -24,11 +24,17 @@ class constants:
     MAX_TOPK: int
     MAX_TOKENS: int  # of a rank
     ROW_ALIGNMENT: int  # bytes
+    LL_MAX_TOKENS: int  # of a rank, in expert_slots
+    LL_MAX_RANKS: int
+    LL_MAX_IN_FLIGHT: int
     PREPARE: int
     DISPATCH: int
     COMBINE: int
     DISPATCH_BWD: int
     COMBINE_BWD: int
+    LL_DISPATCH: int
+    LL_COMBINE: int
+    LL_RESET: int
     OPERATIONS: tuple[str, ...]  # by number
     DEVICE_TYPES: dict[str, int]  # DLPack's
     DTYPES: dict[str, int]  # by name, as specs have them
@@ -37,6 +43,8 @@ class constants:
     DUPLICATE_IDS: dict[str, int]
     ON_ERROR: dict[str, int]
     STAGINGS: dict[str, int]
+    PEER_LOSSES: dict[str, int]
+    PHASES: dict[str, int]
     QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
 
 def default_timeout_ms() -> int: ...
@@ -164,6 +172,9 @@ class Group:
         zero_tail: int = 0,
         num_sms: int = 0,
         expert_ranks: Any = None,  # a sequence of numbers; Any, so that dicts of numbers unpack
+        in_flight: int = 0,
+        on_peer_loss: int = 0,
+        wait_timeout_ms: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -239,3 +250,35 @@ class Group:
     def row_experts(
         self, plan_ptr: int, plan_bytes: int, row_experts: _Spec, stream: int = 0
     ) -> None: ...
+    def ll_dispatch(
+        self,
+        phase: int,
+        tokens: _Spec | None,
+        topk_idx: _Spec | None,
+        topk_weights: _Spec | None,
+        quantise: int,
+        plan_ptr: int,
+        plan_bytes: int,
+        recv_tokens: _Spec | None,
+        recv_scales: _Spec | None,
+        counts: _Spec | None,
+        source_ranges: _Spec | None = None,
+        source_tokens: _Spec | None = None,
+        expert_load: _Spec | None = None,
+        wait_ns: _Spec | None = None,
+        stream: int = 0,
+    ) -> None: ...
+    def ll_combine(
+        self,
+        phase: int,
+        plan_ptr: int,
+        plan_bytes: int,
+        expert_out: _Spec | None,
+        topk_weights: _Spec | None,
+        out: _Spec | None,
+        wait_ns: _Spec | None = None,
+        stream: int = 0,
+    ) -> None: ...
+    def ll_mask_set(self, rank: int, masked: int, stream: int = 0) -> None: ...
+    def ll_mask_get(self, mask: _Spec, stream: int = 0) -> None: ...
+    def ll_reset(self, stream: int = 0) -> None: ...

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from crossdock import _core
-from crossdock._arrays import Spec, aligned_empty, describe
+from crossdock._arrays import aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
+from crossdock._membership import Membership, of_kind, optional
 from crossdock._plan import Plan
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock.errors import CrossdockError, OutOfMemory, Unsupported
+from crossdock.errors import OutOfMemory
 
-__all__ = ["Dispatched", "EpGroup", "EpStatus", "ExpertGrads"]
+__all__ = ["Dispatched", "EpGroup", "ExpertGrads"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,25 +41,7 @@ class ExpertGrads(NamedTuple):
     scales: np.ndarray | None  # [R,S] given grad_out_scales: the token's; padding 0
 
 
-@dataclasses.dataclass(frozen=True)
-class EpStatus:
-    """The non-fatal error state of a group since it was last read.
-
-    Operations on the CPU raise their errors, which are not repeated here: only numbers are left.
-    """
-
-    status: str  # name of the first error's status; "XD_SUCCESS" = none
-    operation: int  # the operation that met it: 0 prepare, 1 dispatch, 2 combine, 3 and 4 backward
-    epoch: int  # its number in the group, from 1
-    rank: int  # the lowest rank it is about; -1 = none
-    bad_ids: int  # expert ids out of range or repeated in a row, over all ranks
-    needed_rows: int  # overflow: padded rows that `rank` would have received ...
-    capacity_rows: int  # ... and its capacity
-    dropped_rows: int  # rows this rank did not receive, with overflow="drop"
-    text: str
-
-
-class EpGroup:
+class EpGroup(Membership):
     """Moves tokens of one kind (see EpConfig) between the ranks of a communicator on the CPU.
 
     A context manager. T is this rank's number of tokens, which may be 0 and differ per rank and
@@ -82,26 +61,12 @@ class EpGroup:
     """
 
     def __init__(self, comm: Comm, config: EpConfig) -> None:
-        if comm.device != "cpu":
-            raise Unsupported(
-                f"EpGroup: NumPy arrays lie on the CPU, the communicator on {comm.device}",
-                status="XD_ERROR_UNSUPPORTED",
-                rank=comm.rank,
+        if config.layout == "expert_slots":
+            raise ValueError(
+                "config.layout: expected 'expert_major' or 'rank_major', got 'expert_slots', which "
+                "is for a LowLatencyGroup"
             )
-        self._comm = comm
-        self._config = config
-        self._core = _core.Group(comm.core(), **config.options())
-        self._plan_size = config.plan_size(comm.num_ranks)
-
-    @property
-    def comm(self) -> Comm:
-        """The communicator."""
-        return self._comm
-
-    @property
-    def config(self) -> EpConfig:
-        """The sizes the group was made with."""
-        return self._config
+        super().__init__(comm, config)
 
     def empty_plan(self) -> Plan:
         """A plan for prepare's ``out``, without routing."""
@@ -134,7 +99,7 @@ class EpGroup:
             ids = describe("topk_idx", topk_idx, INDICES)
             if not -(1 << 31) <= operator.index(alignment) < 1 << 31:
                 raise ValueError(f"alignment: expected a number of 32 bits, got {alignment}")
-            plan = self.empty_plan() if out is None else _of_kind("out", out, Plan)
+            plan = self.empty_plan() if out is None else of_kind("out", out, Plan)
             place = plan.place("out")
             outputs = (
                 describe("out.counts", plan.counts, INDICES, write=True),
@@ -180,23 +145,23 @@ class EpGroup:
                 or Aborted.
         """
         with self._joining(constants.DISPATCH):
-            place = _of_kind("plan", plan, Plan).place()
+            place = of_kind("plan", plan, Plan).place()
             way = quantise_way(quantise)
             inputs = (
                 describe("tokens", tokens, PAYLOADS),
-                _optional("scales", scales, SCALES, strided=True),
-                _optional("topk_weights", topk_weights, WEIGHTS),
+                optional("scales", scales, SCALES, strided=True),
+                optional("topk_weights", topk_weights, WEIGHTS),
             )
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, way)
-            _of_kind("out", out, Dispatched)
+            of_kind("out", out, Dispatched)
             arguments = (
                 *place,
                 *inputs,
                 describe("out.tokens", out.tokens, PAYLOADS, write=True),
-                _optional("out.scales", out.scales, SCALES, write=True, strided=True),
-                _optional("out.weights", out.weights, WEIGHTS, write=True),
-                _optional("out.topk_idx", out.topk_idx, INDICES, write=True),
+                optional("out.scales", out.scales, SCALES, write=True, strided=True),
+                optional("out.weights", out.weights, WEIGHTS, write=True),
+                optional("out.topk_idx", out.topk_idx, INDICES, write=True),
             )
         self._core.dispatch(*arguments, quantise=0 if way is None else way.code)
         return out
@@ -224,10 +189,10 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.COMBINE):
-            place = _of_kind("plan", plan, Plan).place()
+            place = of_kind("plan", plan, Plan).place()
             inputs = (
                 describe("expert_out", expert_out, SUMMABLE),
-                _optional("weights", weights, WEIGHTS),
+                optional("weights", weights, WEIGHTS),
             )
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)
@@ -256,10 +221,10 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.DISPATCH_BWD):
-            place = _of_kind("plan", plan, Plan).place()
+            place = of_kind("plan", plan, Plan).place()
             inputs = (
-                _optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
-                _optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
+                optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
+                optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
             )
             info = plan.info()
             tokens = weights = None
@@ -272,8 +237,8 @@ class EpGroup:
         self._core.dispatch_bwd(
             *place,
             *inputs,
-            _optional("grad_tokens", tokens, SUMMABLE),
-            _optional("grad_topk_weights", weights, WEIGHTS),
+            optional("grad_tokens", tokens, SUMMABLE),
+            optional("grad_topk_weights", weights, WEIGHTS),
         )
         return tokens, weights
 
@@ -301,14 +266,14 @@ class EpGroup:
             As dispatch.
         """
         with self._joining(constants.COMBINE_BWD):
-            place = _of_kind("plan", plan, Plan).place()
+            place = of_kind("plan", plan, Plan).place()
             inputs = (
                 *place,
                 describe("grad_out", grad_out, PAYLOADS),
-                _optional("expert_out", expert_out, SUMMABLE),
-                _optional("weights", weights, WEIGHTS),
+                optional("expert_out", expert_out, SUMMABLE),
+                optional("weights", weights, WEIGHTS),
             )
-            scales_in = _optional("grad_out_scales", grad_out_scales, SCALES, strided=True)
+            scales_in = optional("grad_out_scales", grad_out_scales, SCALES, strided=True)
             rows = plan.recv_rows
             grads = scales = None
             if expert_out is not None:
@@ -319,9 +284,9 @@ class EpGroup:
         self._core.combine_bwd(
             *inputs,
             describe("grad_expert_out", moved, PAYLOADS),
-            _optional("grad_weights", grads, WEIGHTS),
+            optional("grad_weights", grads, WEIGHTS),
             scales_in,
-            _optional("grad_expert_out_scales", scales, SCALES),
+            optional("grad_expert_out_scales", scales, SCALES),
         )
         return ExpertGrads(moved, grads, scales)
 
@@ -339,49 +304,11 @@ class EpGroup:
             InvalidArgument: the layout is rank_major, where dispatch's topk_idx says it, or the
                 plan is another group's.
         """
-        place = _of_kind("plan", plan, Plan).place()
+        place = of_kind("plan", plan, Plan).place()
         if out is None:
             out = aligned_empty(plan.recv_rows, np.int64)
         self._core.row_experts(*place, describe("out", out, INDICES, write=True))
         return out
-
-    def status(self) -> EpStatus:
-        """Reads and clears the group's non-fatal error state. Never blocks."""
-        return EpStatus(**self._core.status())
-
-    def errors(self) -> int:
-        """How many operations of this rank have ended with a non-fatal error; any thread."""
-        return self._core.errors()
-
-    def close(self) -> None:
-        """Frees the group's memory. Local; before or after the communicator's close().
-
-        Raises:
-            InvalidArgument: an operation is running in another thread.
-        """
-        self._core.close()
-
-    def __enter__(self) -> EpGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @contextlib.contextmanager
-    def _joining(self, operation: int) -> Iterator[None]:
-        """Tells the peers at once of a mistake that is found before the call can be made."""
-        self._comm.core()
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
-                self._core.join_failed(operation, str(error))
-            raise
 
     def _empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         try:
@@ -426,21 +353,3 @@ class EpGroup:
                 f"beside a row, got {row_bytes}"
             )
         return self._empty((rows, *given.shape[1:]), given.dtype)
-
-
-_Kind = TypeVar("_Kind")
-
-
-def _of_kind(name: str, value: Any, kind: type[_Kind]) -> _Kind:
-    """The value of the argument `name`. Raises TypeError where it is none of the kind."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
-    return value
-
-
-def _optional(
-    name: str, array: Any, dtypes: Sequence[str], *, write: bool = False, strided: bool = False
-) -> Spec | None:
-    if array is None:
-        return None
-    return describe(name, array, dtypes, write=write, strided=strided)

@@ -9,32 +9,14 @@ import numpy as np
 from crossdock import _core
 from crossdock._arrays import describe
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "SlotPlan"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The routing of one batch, made by EpGroup.prepare, or by EpGroup.empty_plan to be filled.
-
-    W ranks, L local experts. Nothing is kept in the group, so that any number of plans may be in
-    use at a time, and copies of one serve as well.
-
-    Attributes:
-        data: uint8 bytes of the plan; it holds no pointer.
-        counts: [L] int64 rows per local expert (rank_major: pairs of token and expert), without
-            padding and dropped rows.
-        padded_counts: [L] int64, the same with padding.
-        offsets: [L+1] int64 first row of each zone, and the end of the last.
-        total: [1] int64 rows that this rank would need, padding included, before any drop.
-        rank_rows: [W,W] int64 rows that each source puts into each destination.
-    """
+class _PlanBytes:
+    """Bytes that are a plan, in host memory."""
 
     data: np.ndarray
-    counts: np.ndarray
-    padded_counts: np.ndarray
-    offsets: np.ndarray
-    total: np.ndarray
-    rank_rows: np.ndarray
 
     def place(self, name: str = "plan") -> tuple[int, int]:
         """Address and number of the plan's bytes, as crossdock._core takes them.
@@ -69,7 +51,43 @@ class Plan:
         """K: choices per token."""
         return self.info()["topk"]
 
+
+@dataclasses.dataclass(frozen=True)
+class Plan(_PlanBytes):
+    """The routing of one batch, made by EpGroup.prepare, or by EpGroup.empty_plan to be filled.
+
+    W ranks, L local experts. Nothing is kept in the group, so that any number of plans may be in
+    use at a time, and copies of one serve as well.
+
+    Attributes:
+        data: uint8 bytes of the plan; it holds no pointer.
+        counts: [L] int64 rows per local expert (rank_major: pairs of token and expert), without
+            padding and dropped rows.
+        padded_counts: [L] int64, the same with padding.
+        offsets: [L+1] int64 first row of each zone, and the end of the last.
+        total: [1] int64 rows that this rank would need, padding included, before any drop.
+        rank_rows: [W,W] int64 rows that each source puts into each destination.
+    """
+
+    counts: np.ndarray
+    padded_counts: np.ndarray
+    offsets: np.ndarray
+    total: np.ndarray
+    rank_rows: np.ndarray
+
     @property
     def recv_rows(self) -> int:
         """R: rows that a receive array needs, padding included and dropped rows excluded."""
         return self.info()["recv_rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan(_PlanBytes):
+    """The routing of one batch, made by `LowLatencyGroup.dispatch`.
+
+    Nothing is kept in the group, so that any number of plans may be in use at a time, and copies of
+    one serve as well.
+
+    Attributes:
+        data: uint8 bytes of the plan; it holds no pointer.
+    """

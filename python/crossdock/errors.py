@@ -35,10 +35,10 @@ class CrossdockError(RuntimeError):
         rank: rank that raises this error, or None outside a communicator.
         peer: rank that the error is about (lost, waited for, or that aborted), or None.
         phase: where a wait stood when a fatal error ended it: ``"host"``, ``"entry"``,
-            ``"counts"``, ``"rows"``, ``"done"``, or None.
+            ``"counts"``, ``"rows"``, ``"done"``, ``"credit"``, or None.
         group: number of the group on its communicator, in order of creation, or None.
         operation: ``"prepare"``, ``"dispatch"``, ``"combine"``, ``"dispatch_bwd"``,
-            ``"combine_bwd"``, or None.
+            ``"combine_bwd"``, ``"ll_dispatch"``, ``"ll_combine"``, ``"ll_reset"``, or None.
         expected_epoch: of a timeout, the epoch waited for, else None.
         seen_epoch: of a timeout, the last epoch seen of that peer, else None.
         needed_rows: of an overflow that a call has raised, the rows that `peer` would have
@@ -99,7 +99,11 @@ class Timeout(CrossdockError, TimeoutError):
 
 
 class PeerLost(CrossdockError, ConnectionError):
-    """A peer's process ended, or the peer has left. Fatal."""
+    """A peer's process ended, or the peer has left. Fatal.
+
+    Not fatal in a group with ``on_peer_loss="mask"``, which goes on without the peer, and where the
+    peer may also be late only, or have masked this rank.
+    """
 
 
 class Aborted(CrossdockError):
@@ -107,7 +111,10 @@ class Aborted(CrossdockError):
 
 
 class Busy(CrossdockError):
-    """A group was used by two threads at once. Fatal."""
+    """A group was used by two threads at once. Fatal.
+
+    Not fatal where ``in_flight`` operations are between their halves, and another one was sent.
+    """
 
 
 class OutOfMemory(CrossdockError, MemoryError):

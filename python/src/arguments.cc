@@ -100,6 +100,12 @@ GroupConfig group_config(const nb::kwargs& options) {
       config.zero_tail = number();
     else if (name == "num_sms")
       config.num_sms = number();
+    else if (name == "in_flight")
+      config.in_flight = number();
+    else if (name == "on_peer_loss")
+      config.on_peer_loss = static_cast<xd_ep_peer_loss>(number());
+    else if (name == "wait_timeout_ms")
+      config.wait_timeout_ms = number();
     else if (name == "device_type")
       config.device_type = number();
     else if (name == "expert_ranks")
@@ -109,6 +115,19 @@ GroupConfig group_config(const nb::kwargs& options) {
   }
   return {config, ranks_of_experts(expert_ranks, config.num_experts)};
 }
+
+namespace {
+
+// The ranks whose bits are set, in a tuple.
+nb::tuple ranks_of(const std::uint64_t (&bits)[2]) {
+  nb::list ranks;
+  for (int rank = 0; rank < 128; ++rank) {
+    if ((bits[rank / 64] >> (rank % 64) & 1) != 0) ranks.append(rank);
+  }
+  return nb::tuple(ranks);
+}
+
+}  // namespace
 
 nb::dict fields_of(const xd_ep_status& status) {
   nb::dict found;
@@ -120,6 +139,8 @@ nb::dict fields_of(const xd_ep_status& status) {
   found["needed_rows"] = status.needed_rows;
   found["capacity_rows"] = status.capacity_rows;
   found["dropped_rows"] = status.dropped_rows;
+  found["masked"] = ranks_of(status.masked);
+  found["masked_by"] = ranks_of(status.masked_by);
   found["text"] = status.text;
   return found;
 }

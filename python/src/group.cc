@@ -197,7 +197,8 @@ void row_experts(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::h
 
 void bind_group(nb::module_& module) {
   using namespace nb::literals;
-  nb::class_<Group>(module, "Group", nb::is_weak_referenceable())
+  nb::class_<Group> group(module, "Group", nb::is_weak_referenceable());
+  group
       .def("__init__",
            [](Group* self, nb::object comm, const nb::kwargs& options) {
              if (!nb::isinstance<Comm>(comm)) expected("comm", "a Comm", comm);
@@ -227,6 +228,7 @@ void bind_group(nb::module_& module) {
       .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0)
       .def("row_experts", &row_experts, "plan_ptr"_a, "plan_bytes"_a, "row_experts"_a,
            "stream"_a = 0);
+  bind_low_latency(group);
 }
 
 }  // namespace xdpy

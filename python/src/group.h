@@ -77,4 +77,7 @@ class Group {
 
 void bind_group(nb::module_& module);
 
+// Adds the methods of crossdock/low_latency.h.
+void bind_low_latency(nb::class_<Group>& group);
+
 }  // namespace xdpy

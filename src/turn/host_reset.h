@@ -48,7 +48,11 @@ class HostReset {
     // A rank may leave out others than its peers do: the second round brings it the numbers of
     // ranks that its peers know of.
     for (round_ = 0; round_ < kRounds; ++round_) {
-      exchange(site, highest);
+      // Each round has a deadline of its own: where a rank is missed in the first one, the others
+      // come to the second one just when the first one's deadline has passed.
+      HostWait wait = site;
+      wait.deadline = masks_.deadline();
+      exchange(wait, highest);
       for (const NearRank peer : comm_.hosts().peers()) {
         if (!masks_.masked().has(peer)) masks_.take_back(peer);
       }

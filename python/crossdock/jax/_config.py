@@ -17,6 +17,7 @@ from crossdock._config import (
     Layout,
     OnError,
     Overflow,
+    PeerLoss,
     Staging,
     number_of,
 )
@@ -42,7 +43,8 @@ class EpConfig:
         max_tokens_per_rank: largest number of tokens of a rank.
         hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
         layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
-            expert; ``"rank_major"``: one per (token, rank), grouped by source.
+            expert; ``"rank_major"``: one per (token, rank), grouped by source;
+            ``"expert_slots"``: a fixed number of slots per expert, for `ll_dispatch`.
         dtype: widest payload: bfloat16, float16 or float32.
         recv_capacity: R, the rows of every receive array of a rank; 0 = enough for any routing.
             What is over a multiple of `alignment` stays empty.
@@ -60,6 +62,11 @@ class EpConfig:
             (GPUs, after `EpMesh.register_memory`).
         expert_ranks: the rank of each expert, E / W for each rank: arrays have the same shapes on
             all ranks. None = in order. A rank's local experts are its own in ascending order.
+        in_flight: expert_slots: operations of a kind that may be between their halves, 2 to 4;
+            0 = 2.
+        on_peer_loss: expert_slots: what the loss of a rank does: ``"fatal"``: it finishes the
+            communicator; ``"mask"``: the group goes on without the rank.
+        wait_timeout_ms: expert_slots: longest wait for a peer; 0 = that of `init`.
     """
 
     num_experts: int
@@ -76,6 +83,9 @@ class EpConfig:
     duplicate_ids: DuplicateIds = "error"
     on_error: OnError = "status"
     expert_ranks: Sequence[int] | None = None
+    in_flight: int = 0
+    on_peer_loss: PeerLoss = "fatal"
+    wait_timeout_ms: int = 0
 
     def __post_init__(self) -> None:
         for field in WORDS:
@@ -124,6 +134,7 @@ class EpConfig:
 
     @functools.cached_property
     def _fields(self) -> dict[str, int]:
+        slots = self.layout == "expert_slots"
         return {
             "num_experts": self.num_experts,
             "max_topk": self.max_topk,
@@ -132,8 +143,11 @@ class EpConfig:
             "dtype": pack(self.dtype),
             "alignment": self.alignment,
             "recv_capacity": self.recv_capacity,
-            "max_scale_bytes": widest_scale_bytes(self.hidden),
-            "zero_tail": 1,  # whole receive arrays go through arithmetic: shapes are static
+            "max_scale_bytes": 0 if slots else widest_scale_bytes(self.hidden),
+            # Whole receive arrays go through arithmetic: shapes are static.
+            "zero_tail": 0 if slots else 1,
             "num_sms": self.num_sms,
+            "in_flight": self.in_flight,
+            "wait_timeout_ms": self.wait_timeout_ms,
             **{field: number_of(field, getattr(self, field)) for field in WORDS},
         }

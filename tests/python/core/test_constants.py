@@ -21,6 +21,8 @@ WORDS = {
     *constants.DUPLICATE_IDS,
     *constants.ON_ERROR,
     *constants.STAGINGS,
+    *constants.PEER_LOSSES,
+    *constants.PHASES,
     *constants.DTYPES,
     *constants.QUANTISE,
     *constants.DEVICE_TYPES,
@@ -31,6 +33,8 @@ LIMITS = {
     constants.MAX_RANKS,
     constants.MAX_EXPERTS,
     constants.MAX_TOKENS,
+    constants.LL_MAX_TOKENS,
+    constants.LL_MAX_RANKS,
     600_000,
     constants.QUANTISE["fp8_block128"][1],
 }
@@ -84,6 +88,7 @@ def test_words_of_types_are_those_of_the_headers() -> None:
         (_config.DuplicateIds, constants.DUPLICATE_IDS),
         (_config.OnError, constants.ON_ERROR),
         (_config.Staging, constants.STAGINGS),
+        (_config.PeerLoss, constants.PEER_LOSSES),
     ):
         assert typing.get_args(literal) == tuple(words)
 
@@ -97,8 +102,20 @@ def test_constants_are_those_of_the_interface() -> None:
             constants.COMBINE,
             constants.DISPATCH_BWD,
             constants.COMBINE_BWD,
+            constants.LL_DISPATCH,
+            constants.LL_COMBINE,
+            constants.LL_RESET,
         )
-    ] == ["prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd"]
+    ] == [
+        "prepare",
+        "dispatch",
+        "combine",
+        "dispatch_bwd",
+        "combine_bwd",
+        "ll_dispatch",
+        "ll_combine",
+        "ll_reset",
+    ]
     assert constants.QUANTISE["mxfp8"] == (4, 32, "float8_e8m0fnu")
     assert constants.DTYPES["bfloat16"] == 4 << 8 | 16
     assert constants.DEVICE_TYPES == {"cpu": 1, "cuda": 2}

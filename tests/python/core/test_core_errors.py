@@ -351,7 +351,7 @@ KINDS_OF_COMM = [
                 num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, layout="expert"
             ),
             ValueError,
-            "layout: expected 'expert_major' or 'rank_major', got 'expert'",
+            "layout: expected 'expert_major' or 'rank_major' or 'expert_slots', got 'expert'",
         ),
         (
             lambda: crossdock.EpConfig(

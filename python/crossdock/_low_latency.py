@@ -1,0 +1,367 @@
+"""Groups for few tokens (serving, decode) on NumPy arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from crossdock._arrays import Spec, aligned_empty, describe
+from crossdock._comm import Comm
+from crossdock._config import EpConfig
+from crossdock._core import constants
+from crossdock._dtypes import INDICES, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
+from crossdock._membership import Membership, of_kind, optional
+from crossdock._plan import SlotPlan
+from crossdock._quantise import QuantiseWay, quantise_way
+
+__all__ = ["LowLatencyGroup", "SentCombine", "SentDispatch", "Slots"]
+
+_BOTH, _SEND, _RECEIVE = (constants.PHASES[half] for half in ("both", "send", "receive"))
+_ELEMENT = "float8_e4m3fn"  # of rows that are quantised
+_RECEIVED = (*SUMMABLE, _ELEMENT)
+_RECEIVED_SCALES = (*SCALES, "int32")
+_PACKED = 4  # scales in an int32
+
+# As crossdock._core takes them: what dispatch reads, and the plan's place and what it writes.
+_Tensor = Spec | None
+_Inputs = tuple[_Tensor, _Tensor, _Tensor]
+_Outputs = tuple[int, int, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What dispatch of a LowLatencyGroup received.
+
+    L local experts with S slots each, H columns, W ranks. The rows of expert e lie in its slots 0
+    to ``counts[e] - 1``, by source rank, then token. What lies behind them is left as it was.
+    """
+
+    tokens: np.ndarray  # [L,S,H], of any strides over L and S
+    scales: np.ndarray | None  # [L,S,H/128], of any strides; of packed ones int32 [L,S,H/512]
+    counts: np.ndarray  # [L] int32
+    plan: SlotPlan
+    source_ranges: np.ndarray | None = None  # [L,W] int64: first slot << 32 | rows of each source
+    source_tokens: np.ndarray | None = None  # [L,S] int32: the row's token at its source
+
+
+@dataclasses.dataclass
+class _Sent:
+    """The first half of an operation that has been called. Receive halves follow in its order."""
+
+    group: LowLatencyGroup
+    _received: bool = dataclasses.field(default=False, init=False)
+
+    def _begin(self) -> None:
+        """Nothing has happened before; afterwards the library has taken the half, come what may."""
+        if self._received:
+            raise ValueError("receive: expected one call, got a second one")
+        self._received = True
+
+
+@dataclasses.dataclass
+class SentDispatch(_Sent):
+    """The rows that dispatch_send has sent. `receive` takes those that have come."""
+
+    columns: int
+    dtype: np.dtype
+    way: QuantiseWay | None
+
+    def receive(
+        self,
+        *,
+        sources: bool = False,
+        expert_load: np.ndarray | None = None,
+        wait_ns: np.ndarray | None = None,
+        out: Slots | None = None,
+    ) -> Slots:
+        """The second half of dispatch, whose arguments these are.
+
+        A bad one that is found in Python leaves this to be called again.
+        """
+        if out is None:
+            out = self.group.slots(self.columns, self.dtype, self.way, sources=sources)
+        arguments = _outputs(out, expert_load, wait_ns)
+        self._begin()
+        self.group._dispatch(_RECEIVE, (None, None, None), self.way, arguments)
+        return out
+
+
+@dataclasses.dataclass
+class SentCombine(_Sent):
+    """The results that combine_send has sent. `receive` sums those that have come."""
+
+    plan: SlotPlan
+    columns: int
+    dtype: np.dtype
+
+    def receive(
+        self, *, wait_ns: np.ndarray | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The second half of combine, whose arguments these are.
+
+        A bad one that is found in Python leaves this to be called again.
+        """
+        if out is None:
+            out = aligned_empty((self.plan.num_tokens, self.columns), self.dtype)
+        output = describe("out", out, SUMMABLE, write=True)
+        wait = optional("wait_ns", wait_ns, ("int64",), write=True)
+        self._begin()
+        self.group._core.ll_combine(_RECEIVE, *self.plan.place(), None, None, output, wait)
+        return out
+
+
+class LowLatencyGroup(Membership):
+    """Moves few tokens at a time, without a prepare, as in decoding.
+
+    A context manager. T is this rank's number of tokens, which may be 0 and differ per rank and
+    call; K choices per token, H columns, L local experts with S = W * max_tokens_per_rank slots
+    each, so that nothing can overflow. All ranks call the same operations of a kind in the same
+    order. Each may be called in halves: `dispatch_send`, later `receive` of its result; other work,
+    and other operations, may lie between. ``config.in_flight`` operations of a kind may be between
+    their halves; sending one more raises Busy, and nothing has happened.
+
+    A mistake in one rank's arguments of an operation, or of its first half, raises there
+    (TypeError, ValueError, or InvalidArgument) and Mismatch where the others receive; no row moves,
+    and the group stays usable. Peers do not hear of a mistake in a second half.
+
+    Args:
+        comm: kept alive by the group.
+        config: sizes, with ``layout="expert_slots"``. With ``on_peer_loss="mask"`` the group goes
+            on when a rank is lost: the operation that meets the loss raises PeerLost with its
+            outputs complete but for that rank's share, and later ones leave it out.
+
+    Raises:
+        ValueError: another layout.
+        InvalidArgument: on the rank with a bad config, and Mismatch on the others; Mismatch naming
+            the field in which configs differ; OutOfMemory; Unsupported: `comm` is not on the CPU.
+    """
+
+    def __init__(self, comm: Comm, config: EpConfig) -> None:
+        if config.layout != "expert_slots":
+            raise ValueError(f"config.layout: expected 'expert_slots', got {config.layout!r}")
+        super().__init__(comm, config)
+        self._num_slots = config.recv_bound(comm.num_ranks)
+        self._local_experts = config.local_experts(comm.rank, comm.num_ranks)
+
+    def slots(
+        self,
+        columns: int | None = None,
+        dtype: npt.DTypeLike | None = None,
+        quantise: bool | str | QuantiseWay | None = False,
+        *,
+        packed_scales: bool = False,
+        sources: bool = False,
+    ) -> Slots:
+        """Arrays to receive into, in ordinary memory, their content undefined.
+
+        Args:
+            columns: H; None = the config's.
+            dtype: of the tokens that are sent; None = the config's.
+            quantise: as in `dispatch`.
+            packed_scales: "fp8_block128_e8m0": scales are int32, each four bytes of e8m0.
+            sources: with source_ranges and source_tokens.
+        """
+        local, slots, ranks = self._local_experts, self._num_slots, self._comm.num_ranks
+        columns = self._config.hidden if columns is None else columns
+        dtype = numpy_dtype(self._config.dtype if dtype is None else dtype)
+        way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
+        scales = None
+        if way is not None:
+            dtype = numpy_dtype(_ELEMENT)
+            width = columns // way.block // (_PACKED if packed_scales else 1)
+            scale = "int32" if packed_scales else way.scale
+            scales = aligned_empty((local, slots, width), numpy_dtype(scale))
+        return Slots(
+            aligned_empty((local, slots, columns), dtype),
+            scales,
+            aligned_empty(local, np.int32),
+            SlotPlan(aligned_empty(self._plan_size, np.uint8)),
+            aligned_empty((local, ranks), np.int64) if sources else None,
+            aligned_empty((local, slots), np.int32) if sources else None,
+        )
+
+    def dispatch(
+        self,
+        tokens: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weights: np.ndarray | None = None,
+        *,
+        quantise: bool | str = False,
+        sources: bool = False,
+        expert_load: np.ndarray | None = None,
+        wait_ns: np.ndarray | None = None,
+        out: Slots | None = None,
+    ) -> Slots:
+        """Copies each token's row to a slot of every expert that it has chosen.
+
+        Args:
+            tokens: [T,H] bfloat16, float16 or float32.
+            topk_idx: [T,K] int32 or int64: expert of each choice; -1 = none.
+            topk_weights: [T,K] float32: for a combine that is given none. On all ranks or on none.
+            quantise: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
+                True), a float32 per 128 columns; "fp8_block128_pow2", powers of two; or as
+                float8_e8m0fnu "fp8_block128_e8m0", which may be packed into int32 (see `slots`).
+            sources: whether the result has source_ranges and source_tokens.
+            expert_load: [L] int32 or int64, to which the counts are added.
+            wait_ns: [W] int64, to which the nanoseconds are added until each source's rows began to
+                come.
+            out: arrays to receive into; None = new ones.
+
+        Raises:
+            TypeError, ValueError: a bad argument that is found in Python, such as a dtype.
+            InvalidArgument: one that the library finds, such as a shape. On every rank, if some
+                rank has ids that are no experts, or an expert twice in a row (unless the config
+                collapses those): ``out`` is then complete, and such ids count as -1.
+            Mismatch: the ranks' arguments disagree, or another rank's are bad.
+            Busy: too many operations are between their halves.
+            PeerLost: see `LowLatencyGroup`; not fatal with ``on_peer_loss="mask"``.
+            CrossdockError: a fatal one, after which the communicator is finished.
+        """
+        with self._joining(constants.LL_DISPATCH):
+            way = quantise_way(quantise)
+            inputs = _inputs(tokens, topk_idx, topk_weights)
+            if out is None:
+                out = self.slots(tokens.shape[-1], tokens.dtype, way, sources=sources)
+            arguments = _outputs(out, expert_load, wait_ns)
+        self._dispatch(_BOTH, inputs, way, arguments)
+        return out
+
+    def dispatch_send(
+        self,
+        tokens: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weights: np.ndarray | None = None,
+        *,
+        quantise: bool | str = False,
+    ) -> SentDispatch:
+        """The first half of `dispatch`: reads the arguments and sends.
+
+        `receive` of the result is the second half.
+        """
+        with self._joining(constants.LL_DISPATCH):
+            way = quantise_way(quantise)
+            inputs = _inputs(tokens, topk_idx, topk_weights)
+            sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way)
+        self._dispatch(_SEND, inputs, way, (0, 0, None, None, None, None, None, None, None))
+        return sent
+
+    def combine(
+        self,
+        plan: SlotPlan,
+        expert_out: np.ndarray,
+        topk_weights: np.ndarray | None = None,
+        *,
+        wait_ns: np.ndarray | None = None,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Brings the experts' results back and sums them per token, in float32, in one fixed order.
+
+        Args:
+            plan: of the batch; it may be combined several times.
+            expert_out: [L,S,H] float32, float16 or bfloat16, of any strides over L and S: the
+                result for each row that was received.
+            topk_weights: [T,K] float32, in place of those that dispatch had; without either a row
+                counts once. On all ranks or on none.
+            wait_ns: as in `dispatch`.
+            out: [T,H] array to write; None = a new one.
+
+        Returns:
+            [T,H], of expert_out's dtype; zero for a token without rows.
+
+        Raises:
+            As dispatch.
+        """
+        with self._joining(constants.LL_COMBINE):
+            place, rows, weights = _results(plan, expert_out, topk_weights)
+            if out is None:
+                out = aligned_empty((plan.num_tokens, expert_out.shape[-1]), expert_out.dtype)
+            output = describe("out", out, SUMMABLE, write=True)
+            wait = optional("wait_ns", wait_ns, ("int64",), write=True)
+        self._core.ll_combine(_BOTH, *place, rows, weights, output, wait)
+        return out
+
+    def combine_send(
+        self, plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None = None
+    ) -> SentCombine:
+        """The first half of `combine`: reads the arguments and sends.
+
+        `receive` of the result is the second half.
+        """
+        with self._joining(constants.LL_COMBINE):
+            place, rows, weights = _results(plan, expert_out, topk_weights)
+            sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype)
+        self._core.ll_combine(_SEND, *place, rows, weights, None)
+        return sent
+
+    def mask(self) -> np.ndarray:
+        """[W] int32: 1 where this rank has masked the rank: neither sends to it nor waits for it.
+
+        Local. With ``on_peer_loss="mask"`` only.
+        """
+        found = aligned_empty(self._comm.num_ranks, np.int32)
+        self._core.ll_mask_get(describe("mask", found, ("int32",), write=True))
+        return found
+
+    def mask_set(self, rank: int, masked: bool = True) -> None:
+        """Masks or unmasks a rank, in this rank's view, from the next operation on. Local.
+
+        Raises:
+            InvalidArgument: the own rank, no rank, or a group without ``on_peer_loss="mask"``.
+        """
+        self._core.ll_mask_set(rank, int(masked))
+
+    def reset(self) -> None:
+        """Brings the ranks that are not masked back into step. Collective over those.
+
+        Operations between their halves are forgotten; plans stay good. Needed when a rank has been
+        unmasked on both sides.
+        """
+        self._core.ll_reset()
+
+    def _dispatch(
+        self,
+        phase: int,
+        inputs: _Inputs,
+        way: QuantiseWay | None,
+        outputs: _Outputs,
+    ) -> None:
+        tokens, topk_idx, topk_weights = inputs
+        code = 0 if way is None else way.code
+        self._core.ll_dispatch(phase, tokens, topk_idx, topk_weights, code, *outputs)
+
+
+def _inputs(tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray | None) -> _Inputs:
+    """tokens, topk_idx, topk_weights as crossdock._core takes them."""
+    return (
+        describe("tokens", tokens, SUMMABLE),
+        describe("topk_idx", topk_idx, INDICES),
+        optional("topk_weights", topk_weights, WEIGHTS),
+    )
+
+
+def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | None) -> _Outputs:
+    """The plan's place and the outputs of dispatch as crossdock._core takes them."""
+    of_kind("out", out, Slots)
+    return (
+        *of_kind("out.plan", out.plan, SlotPlan).place("out.plan"),
+        describe("out.tokens", out.tokens, _RECEIVED, write=True, strided=True),
+        optional("out.scales", out.scales, _RECEIVED_SCALES, write=True, strided=True),
+        describe("out.counts", out.counts, ("int32",), write=True),
+        optional("out.source_ranges", out.source_ranges, ("int64",), write=True),
+        optional("out.source_tokens", out.source_tokens, ("int32",), write=True),
+        optional("expert_load", expert_load, INDICES, write=True),
+        optional("wait_ns", wait_ns, ("int64",), write=True),
+    )
+
+
+def _results(
+    plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None
+) -> tuple[tuple[int, int], Spec, Spec | None]:
+    """The plan's place, expert_out and topk_weights as crossdock._core takes them."""
+    return (
+        of_kind("plan", plan, SlotPlan).place(),
+        describe("expert_out", expert_out, SUMMABLE, strided=True),
+        optional("topk_weights", topk_weights, WEIGHTS),
+    )

@@ -1,0 +1,123 @@
+"""What groups of NumPy arrays have in common: their life, their errors, their arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from crossdock import _core
+from crossdock._arrays import Spec, describe
+from crossdock._comm import Comm
+from crossdock._config import EpConfig
+from crossdock.errors import CrossdockError, Unsupported
+
+__all__ = ["EpStatus", "Membership", "of_kind", "optional"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpStatus:
+    """The non-fatal error state of a group since it was last read.
+
+    Operations on the CPU raise their errors, which are not repeated here: only numbers are left.
+    """
+
+    status: str  # name of the first error's status; "XD_SUCCESS" = none
+    operation: int  # the operation that met it: 0 prepare, 1 dispatch, 2 combine, 3 and 4 backward;
+    # 5 dispatch, 6 combine and 7 reset of a LowLatencyGroup
+    epoch: int  # its number in the group, from 1
+    rank: int  # the lowest rank it is about; -1 = none
+    bad_ids: int  # expert ids out of range or repeated in a row, over all ranks
+    needed_rows: int  # overflow: padded rows that `rank` would have received ...
+    capacity_rows: int  # ... and its capacity
+    dropped_rows: int  # rows this rank did not receive, with overflow="drop"
+    masked: tuple[int, ...]  # ranks that this rank has masked, in a LowLatencyGroup,
+    masked_by: tuple[int, ...]  # and those that have said that they have masked this rank
+    text: str
+
+
+class Membership:
+    """This rank's part of a group. A context manager."""
+
+    def __init__(self, comm: Comm, config: EpConfig) -> None:
+        if comm.device != "cpu":
+            raise Unsupported(
+                f"{type(self).__name__}: NumPy arrays lie on the CPU, the communicator on "
+                f"{comm.device}",
+                status="XD_ERROR_UNSUPPORTED",
+                rank=comm.rank,
+            )
+        self._comm = comm
+        self._config = config
+        self._core = _core.Group(comm.core(), **config.options())
+        self._plan_size = config.plan_size(comm.num_ranks)
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator."""
+        return self._comm
+
+    @property
+    def config(self) -> EpConfig:
+        """The sizes the group was made with."""
+        return self._config
+
+    def status(self) -> EpStatus:
+        """Reads and clears the group's non-fatal error state. Never blocks."""
+        return EpStatus(**self._core.status())
+
+    def errors(self) -> int:
+        """How many operations of this rank have ended with a non-fatal error; any thread."""
+        return self._core.errors()
+
+    def close(self) -> None:
+        """Frees the group's memory. Local; before or after the communicator's close().
+
+        Raises:
+            InvalidArgument: an operation is running in another thread.
+        """
+        self._core.close()
+
+    def __enter__(self: _Member) -> _Member:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _joining(self, operation: int) -> Iterator[None]:
+        """Tells the peers at once of a mistake that is found before the call can be made."""
+        self._comm.core()
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
+                self._core.join_failed(operation, str(error))
+            raise
+
+
+_Member = TypeVar("_Member", bound=Membership)
+_Kind = TypeVar("_Kind")
+
+
+def of_kind(name: str, value: Any, kind: type[_Kind]) -> _Kind:
+    """The value of the argument `name`. Raises TypeError where it is none of the kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def optional(
+    name: str, array: Any, dtypes: Sequence[str], *, write: bool = False, strided: bool = False
+) -> Spec | None:
+    """`describe`, or None for None."""
+    if array is None:
+        return None
+    return describe(name, array, dtypes, write=write, strided=strided)

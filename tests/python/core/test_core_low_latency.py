@@ -1,0 +1,415 @@
+"""Dispatch into slots, and combine, on NumPy arrays: every element, halves, mistakes, masks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import crossdock
+from crossdock import LowLatencyGroup, Slots
+from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost
+from reference import quantised
+from slots import SlotRouting, choices, factors
+from support import Rank, run_ranks, run_threads
+
+SEED = 31
+LATE_MS = 500  # of a rank that is masked for it
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch on all ranks."""
+
+    tokens: tuple[int, ...]
+    experts: int
+    topk: int
+    hidden: int
+    dtype: str = "float32"
+    index: str = "int64"
+    expert_ranks: tuple[int, ...] | None = None
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+
+    def config(self, **options) -> crossdock.EpConfig:
+        return crossdock.EpConfig(
+            num_experts=self.experts,
+            max_topk=self.topk,
+            max_tokens_per_rank=max(1, *self.tokens),
+            hidden=self.hidden,
+            dtype=self.dtype,
+            layout="expert_slots",
+            expert_ranks=self.expert_ranks,
+            **options,
+        )
+
+    def batch(self, seed: int) -> Batch:
+        random = np.random.default_rng(seed)
+
+        def whole(columns: int, dtype: np.dtype) -> list[np.ndarray]:
+            return [random.integers(-4, 5, (t, columns)).astype(dtype) for t in self.tokens]
+
+        ids = [
+            one.astype(self.index) for one in choices(seed, self.tokens, self.experts, self.topk)
+        ]
+        routing = SlotRouting(ids, self.experts, max(1, *self.tokens), self.expert_ranks)
+        rows, weights = whole(self.hidden, self.numpy_dtype), whole(self.topk, np.dtype("float32"))
+        return Batch(routing, ids, rows, weights)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Inputs of all ranks, and their routing."""
+
+    routing: SlotRouting
+    ids: list[np.ndarray]
+    rows: list[np.ndarray]
+    weights: list[np.ndarray]
+
+    def check(self, rank: int, slots: Slots) -> None:
+        """Every element that dispatch promises."""
+        routing = self.routing
+        assert slots.counts.tolist() == routing.counts(rank)
+        equal(routing.in_rows(rank, slots.tokens), routing.dispatch(rank, self.rows))
+        if slots.source_ranges is not None:
+            equal(slots.source_ranges, routing.source_ranges(rank))
+            got = routing.in_rows(rank, slots.source_tokens)
+            equal(got, routing.source_tokens(rank))
+        assert slots.plan.num_tokens == len(self.ids[rank])
+        assert slots.plan.topk == self.ids[rank].shape[1]
+
+    def sums(self, rank: int, weighted: bool = True) -> np.ndarray:
+        return self.routing.sums(rank, self.rows, self.weights if weighted else None)
+
+
+def equal(got: np.ndarray, want: np.ndarray) -> None:
+    __tracebackhide__ = True
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
+
+
+def results(slots: Slots) -> np.ndarray:
+    """What the experts make of the rows; other slots may hold anything."""
+    tokens = slots.tokens
+    return (tokens * factors(len(tokens)).astype(tokens.dtype)).astype(tokens.dtype)
+
+
+def poisoned(group: LowLatencyGroup, **options) -> Slots:
+    slots = group.slots(**options)
+    for part in (slots.tokens, slots.counts, slots.source_ranges, slots.source_tokens):
+        if part is not None:
+            part.view(np.uint8).fill(0x7F)
+    return slots
+
+
+CASES = [
+    Case((3, 0, 5, 2), experts=8, topk=3, hidden=20),
+    Case((6,), experts=3, topk=2, hidden=24, dtype="float16"),
+    Case((4, 7), experts=6, topk=4, hidden=8, dtype="bfloat16", index="int32"),
+    Case((0, 0), experts=4, topk=1, hidden=16),
+    # A rank without experts, and experts out of order.
+    Case((5, 4, 3), experts=5, topk=3, hidden=8, expert_ranks=(2, 0, 2, 0, 2)),
+]
+
+
+def everything(me: Rank, case: Case) -> None:
+    with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
+        load = np.zeros(len(case.batch(SEED).routing.experts(me.rank)), np.int64)
+        wait = np.zeros(me.num_ranks, np.int64)
+        total = np.zeros_like(load)
+        for number in range(4):
+            batch = case.batch(SEED + number)
+            inputs = batch.rows[me.rank], batch.ids[me.rank]
+            weights = batch.weights[me.rank]
+            out = poisoned(group, sources=True)
+            slots = group.dispatch(*inputs, weights, out=out, expert_load=load, wait_ns=wait)
+            assert slots is out
+            batch.check(me.rank, slots)
+            behind = batch.routing.behind_rows(me.rank, slots.tokens)
+            assert (behind.view(np.uint8) == 0x7F).all()
+            total += slots.counts
+            equal(load, total)
+            # Weights of dispatch, of combine, and of neither; a plan serves several.
+            equal(group.combine(slots.plan, results(slots), wait_ns=wait), batch.sums(me.rank))
+            plain = group.dispatch(*inputs)
+            batch.check(me.rank, plain)
+            assert plain.scales is plain.source_ranges is plain.source_tokens is None
+            expert_out = results(plain)
+            equal(group.combine(plain.plan, expert_out), batch.sums(me.rank, weighted=False))
+            given = np.full((len(inputs[0]), case.hidden), 7, case.numpy_dtype)
+            got = group.combine(plain.plan, expert_out, weights, out=given)
+            assert got is given
+            equal(got, batch.sums(me.rank))
+        assert wait[me.rank] == 0
+        assert (wait >= 0).all()
+        assert group.status().status == "XD_SUCCESS"
+        assert group.errors() == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tokens}-{case.dtype}")
+def test_every_element_equals_the_reference(case: Case) -> None:
+    print(f"seed {SEED}")
+    run_ranks(len(case.tokens), everything, case)
+
+
+def halves(me: Rank, case: Case) -> None:
+    """S(A) S(B) R(A) R(B), inputs overwritten after S; one rank calls both halves at once."""
+    with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
+        for number in range(3):
+            batches = [case.batch(SEED + 2 * number + i) for i in range(2)]
+            slots = []
+            if me.rank == 1:
+                slots = [group.dispatch(one.rows[1], one.ids[1], one.weights[1]) for one in batches]
+            else:
+                sent = []
+                for one in batches:
+                    rows, ids, weights = (
+                        part[me.rank].copy() for part in (one.rows, one.ids, one.weights)
+                    )
+                    sent.append(group.dispatch_send(rows, ids, weights))
+                    for part, poison in ((rows, 77), (ids, -1), (weights, 77)):
+                        part.fill(poison)
+                slots = [one.receive(sources=True) for one in sent]
+            for batch, found in zip(batches, slots):
+                batch.check(me.rank, found)
+            expert_out = [results(found) for found in slots]
+            sums = [group.combine_send(found.plan, rows) for found, rows in zip(slots, expert_out)]
+            for rows in expert_out:
+                rows.fill(77)
+            for batch, one in zip(batches, sums):
+                equal(one.receive(), batch.sums(me.rank))
+
+
+def test_halves_of_two_batches_interleave() -> None:
+    print(f"seed {SEED}")
+    run_ranks(3, halves, Case((3, 4, 2), experts=6, topk=2, hidden=16))
+
+
+def fp8(me: Rank, case: Case) -> None:
+    batch = case.batch(SEED)
+    batch.rows = [(rows * 0.37).astype(ml_dtypes.bfloat16) for rows in batch.rows]
+    routing, rank = batch.routing, me.rank
+    inputs = batch.rows[rank], batch.ids[rank]
+    with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
+        for way in ("fp8_block128", "fp8_block128_pow2", "fp8_block128_e8m0"):
+            elements, scales = zip(*(quantised(rows, way) for rows in batch.rows))
+            got = group.dispatch(*inputs, quantise=way)
+            bits = [one.view(np.uint8) for one in elements]
+            equal(routing.in_rows(rank, got.tokens.view(np.uint8)), routing.dispatch(rank, bits))
+            equal(routing.in_rows(rank, got.scales), routing.dispatch(rank, list(scales)))
+        # Four bytes in an int32; column by column, as other libraries want scales.
+        slots = group.slots(quantise="fp8_block128_e8m0", packed_scales=True)
+        local, count, width = slots.scales.shape
+        strided = np.zeros((local, width, count), np.int32).transpose(0, 2, 1)
+        out = dataclasses.replace(slots, scales=strided)
+        group.dispatch(*inputs, quantise="fp8_block128_e8m0", out=out)
+        words = [one.view(np.uint8).view(np.int32) for one in scales]
+        equal(routing.in_rows(rank, strided), routing.dispatch(rank, words))
+
+
+def test_quantised_rows_and_scales_equal_the_reference() -> None:
+    print(f"seed {SEED}")
+    run_ranks(2, fp8, Case((5, 3), experts=4, topk=2, hidden=512, dtype="bfloat16"))
+
+
+CASE = Case((3, 2), experts=4, topk=2, hidden=8)
+
+
+def still_usable(group: LowLatencyGroup, me: Rank) -> None:
+    batch = CASE.batch(SEED + 9)
+    slots = group.dispatch(batch.rows[me.rank], batch.ids[me.rank], batch.weights[me.rank])
+    batch.check(me.rank, slots)
+    equal(group.combine(slots.plan, results(slots)), batch.sums(me.rank))
+
+
+def mistakes(me: Rank) -> None:
+    batch = CASE.batch(SEED)
+    rows, ids = batch.rows[me.rank], batch.ids[me.rank]
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+        slots = group.dispatch(rows, ids)
+        good = results(slots)
+        wrong = [
+            (TypeError, "tokens: expected a NumPy array", lambda: group.dispatch([1], ids)),
+            (TypeError, "topk_idx: expected a dtype", lambda: group.dispatch(rows, rows)),
+            (TypeError, "out: expected a Slots", lambda: group.dispatch(rows, ids, out=rows)),
+            (ValueError, "quantise: expected", lambda: group.dispatch(rows, ids, quantise="fp4")),
+            (InvalidArgument, "quantise = 4", lambda: group.dispatch(rows, ids, quantise="mxfp8")),
+            (InvalidArgument, "rows", lambda: group.dispatch(rows[:1], ids)),
+            (TypeError, "topk_weights", lambda: group.dispatch_send(rows, ids, ids)),
+            (TypeError, "plan: expected a SlotPlan", lambda: group.combine(slots, good)),
+            (InvalidArgument, "slots", lambda: group.combine(slots.plan, good[:, 1:])),
+            (InvalidArgument, "expert_out", lambda: group.combine_send(slots.plan, good[..., :3])),
+        ]
+        for number, (kind, text, call) in enumerate(wrong):
+            if me.rank == number % 2:
+                with pytest.raises(kind, match=text):
+                    call()
+            elif number < 7:
+                with pytest.raises(Mismatch, match=f"rank {number % 2}"):
+                    group.dispatch(rows, ids)
+            else:
+                with pytest.raises(Mismatch, match=f"rank {number % 2}"):
+                    group.combine(slots.plan, good)
+            still_usable(group, me)
+
+
+def test_peers_hear_of_mistakes_and_the_group_goes_on() -> None:
+    run_ranks(2, mistakes)
+
+
+def second_halves(me: Rank) -> None:
+    batch = CASE.batch(SEED)
+    rows, ids = batch.rows[me.rank], batch.ids[me.rank]
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+        sent = [group.dispatch_send(rows, ids) for _ in range(2)]
+        with pytest.raises(Busy):
+            group.dispatch_send(rows, ids)
+        # A mistake in Python leaves the half to be called again.
+        with pytest.raises(TypeError, match="wait_ns: expected a dtype of int64"):
+            sent[0].receive(wait_ns=np.zeros(2, np.int32))
+        batch.check(me.rank, sent[0].receive())
+        with pytest.raises(ValueError, match="receive: expected one call, got a second one"):
+            sent[0].receive()
+        if me.rank == 0:  # one that the library finds ends it, and the peers do not hear of it
+            with pytest.raises(InvalidArgument, match="wait_ns"):
+                sent[1].receive(wait_ns=np.zeros(3, np.int64))
+        else:
+            batch.check(me.rank, sent[1].receive())
+        still_usable(group, me)
+
+
+def test_second_halves_and_their_mistakes() -> None:
+    run_ranks(2, second_halves)
+
+
+def bad_ids(me: Rank) -> None:
+    batch = CASE.batch(SEED)
+    ids = batch.ids[me.rank].copy()
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+        if me.rank == 1:
+            ids[0] = 99, -7
+            batch.routing.topk_idx[1][0] = -1
+        out = group.slots()
+        with pytest.raises(InvalidArgument) as raised:
+            group.dispatch(batch.rows[me.rank], ids, out=out)
+        assert (raised.value.peer, raised.value.operation) == (1, "ll_dispatch")
+        assert group.status().bad_ids == 2
+        expected = SlotRouting(
+            [batch.ids[0], np.where(np.arange(2)[:, None] == 0, -1, batch.ids[1])], 4, 3
+        )
+        assert out.counts.tolist() == expected.counts(me.rank)
+        equal(expected.in_rows(me.rank, out.tokens), expected.dispatch(me.rank, batch.rows))
+        still_usable(group, me)
+
+
+def test_bad_ids_are_told_everywhere_and_results_are_complete() -> None:
+    run_ranks(2, bad_ids)
+
+
+def masked(me: Rank) -> None:
+    """Rank 2 is late, is masked by the others, and comes back."""
+    case = Case((2, 3, 1), experts=6, topk=3, hidden=8)
+    config = case.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
+    with me.comm() as comm, LowLatencyGroup(comm, config) as group:
+        batch = case.batch(SEED)
+        inputs = batch.rows[me.rank], batch.ids[me.rank], batch.weights[me.rank]
+        batch.check(me.rank, group.dispatch(*inputs))
+        if me.rank == 2:
+            comm.barrier()
+        else:
+            lost_and_left_out(group, case, batch, me.rank)
+            comm.barrier()
+            group.mask_set(2, False)
+        if me.rank == 2:
+            for rank in (0, 1):
+                group.mask_set(rank, False)
+        comm.barrier()
+        group.reset()
+        assert group.mask().tolist() == [0, 0, 0]
+        for number in range(3):
+            batch = case.batch(SEED + number)
+            inputs = batch.rows[me.rank], batch.ids[me.rank], batch.weights[me.rank]
+            slots = group.dispatch(*inputs)
+            batch.check(me.rank, slots)
+            equal(group.combine(slots.plan, results(slots)), batch.sums(me.rank))
+
+
+def reset_without_one(me: Rank) -> None:
+    config = Case((2, 3, 1), experts=6, topk=3, hidden=8).config(
+        on_peer_loss="mask", wait_timeout_ms=LATE_MS
+    )
+    with me.comm() as comm, LowLatencyGroup(comm, config) as group:
+        if me.rank != 1:
+            with pytest.raises(PeerLost) as raised:
+                group.reset()
+            assert (raised.value.peer, raised.value.operation) == (1, "ll_reset")
+            for _ in range(3):
+                assert group.mask().tolist() == [0, 1, 0]
+                group.reset()
+        comm.barrier()
+
+
+def test_reset_leaves_out_a_late_rank_and_no_other() -> None:
+    run_threads(3, reset_without_one)
+
+
+def lost_and_left_out(group: LowLatencyGroup, case: Case, batch: Batch, rank: int) -> None:
+    # What is left: rank 2's tokens are nobody's, its experts give nothing.
+    ids = [np.where(one >= 4, -1, one) for one in batch.ids]
+    ids[2] = batch.ids[2][:0]
+    left = Batch(SlotRouting(ids, 6, 3), ids, [*batch.rows[:2], batch.rows[2][:0]], batch.weights)
+    left.weights[2] = left.weights[2][:0]
+    inputs = batch.rows[rank], batch.ids[rank], batch.weights[rank]
+    out = group.slots()
+    with pytest.raises(PeerLost) as raised:
+        group.dispatch(*inputs, out=out)
+    assert (raised.value.peer, raised.value.fatal) == (2, False)
+    left.check(rank, out)
+    assert group.mask().tolist() == [0, 0, 1]
+    assert group.status().masked == (2,)
+    begin = time.monotonic()
+    for _ in range(20):
+        slots = group.dispatch(*inputs)
+        left.check(rank, slots)
+        equal(group.combine(slots.plan, results(slots)), left.sums(rank))
+    assert time.monotonic() - begin < 20 * LATE_MS / 1000
+
+
+def test_group_goes_on_without_a_late_rank_which_comes_back() -> None:
+    print(f"seed {SEED}")
+    run_threads(3, masked)
+
+
+def refused(me: Rank) -> None:
+    config = CASE.config()
+    with me.comm() as comm:
+        with pytest.raises(ValueError, match="config.layout: expected 'expert_slots'"):
+            LowLatencyGroup(comm, dataclasses.replace(config, layout="rank_major"))
+        with pytest.raises(ValueError, match="config.layout: expected .* is for a LowLatencyGroup"):
+            crossdock.EpGroup(comm, config)
+        with pytest.raises(InvalidArgument, match="in_flight"):
+            LowLatencyGroup(comm, dataclasses.replace(config, in_flight=5))
+        with LowLatencyGroup(comm, config) as group:
+            for call in (group.mask, lambda: group.mask_set(0)):
+                with pytest.raises(InvalidArgument, match="on_peer_loss|MASK"):
+                    call()
+        masking = dataclasses.replace(config, on_peer_loss="mask")
+        with LowLatencyGroup(comm, masking) as group:
+            assert group.mask().tolist() == [0]
+            with pytest.raises(InvalidArgument, match="rank = 0"):
+                group.mask_set(0)
+
+
+def test_what_a_group_does_not_take_is_refused() -> None:
+    run_threads(1, refused)
+
+
+def test_config_knows_the_words() -> None:
+    with pytest.raises(ValueError, match="on_peer_loss: expected 'fatal' or 'mask', got 'skip'"):
+        CASE.config(on_peer_loss="skip")
+    assert CASE.config().recv_bound(2) == 2 * 3
