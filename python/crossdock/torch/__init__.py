@@ -23,6 +23,15 @@ except ImportError as error:
 
 from ._comm import Comm, default_comm, empty_symmetric, init
 from ._group import EpGroup, Plan, RoutingLayout
+from ._low_latency import LowLatencyGroup, SlotPlan, Slots
+from ._low_latency_ops import (
+    SentCombine,
+    SentDispatch,
+    ll_combine,
+    ll_combine_send,
+    ll_dispatch,
+    ll_dispatch_send,
+)
 from ._ops import Dispatched, combine, dequantise, dispatch
 from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -40,10 +49,15 @@ __all__ = [
     "Comm",
     "Dispatched",
     "EpGroup",
+    "LowLatencyGroup",
     "MoELayer",
     "MoEOutput",
     "Plan",
     "RoutingLayout",
+    "SentCombine",
+    "SentDispatch",
+    "SlotPlan",
+    "Slots",
     "assert_replicated",
     "average_gradients",
     "clip_grad_norm_",
@@ -56,6 +70,10 @@ __all__ = [
     "expert_parameters",
     "grouped_mm",
     "init",
+    "ll_combine",
+    "ll_combine_send",
+    "ll_dispatch",
+    "ll_dispatch_send",
     "load_checkpoint",
     "local_tensor",
     "parameter_groups",

@@ -243,3 +243,71 @@ def combine_bwd(
         spec(grad_weights),
         stream=current_stream(plan.device),
     )
+
+
+def ll_dispatch(
+    group: _core.Group,
+    phase: int,
+    *,
+    tokens: torch.Tensor | None = None,
+    topk_idx: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    quantise: int = 0,
+    plan: torch.Tensor | None = None,
+    recv_tokens: torch.Tensor | None = None,
+    recv_scales: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    source_ranges: torch.Tensor | None = None,
+    source_tokens: torch.Tensor | None = None,
+    expert_load: torch.Tensor | None = None,
+    wait_ns: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_ll_dispatch``; `phase` is one of ``constants.PHASES``, and needs its tensors only.
+
+    recv_tokens and recv_scales may have any strides over experts and slots.
+    """
+    group.ll_dispatch(
+        phase,
+        spec(tokens),
+        spec(topk_idx),
+        spec(topk_weights),
+        quantise,
+        0 if plan is None else plan.data_ptr(),
+        0 if plan is None else plan.numel(),
+        spec(recv_tokens),
+        spec(recv_scales),
+        spec(counts),
+        spec(source_ranges),
+        spec(source_tokens),
+        spec(expert_load),
+        spec(wait_ns),
+        _stream_of(tokens, plan),
+    )
+
+
+def ll_combine(
+    group: _core.Group,
+    phase: int,
+    plan: torch.Tensor,
+    *,
+    expert_out: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    wait_ns: torch.Tensor | None = None,
+) -> None:
+    """``xd_ep_ll_combine``. expert_out may have any strides over experts and slots."""
+    group.ll_combine(
+        phase,
+        plan.data_ptr(),
+        plan.numel(),
+        spec(expert_out),
+        spec(topk_weights),
+        spec(out),
+        spec(wait_ns),
+        current_stream(plan.device),
+    )
+
+
+def _stream_of(*tensors: torch.Tensor | None) -> int:
+    """The current stream of the device that the first of these tensors lies on."""
+    return next(current_stream(tensor.device) for tensor in tensors if tensor is not None)

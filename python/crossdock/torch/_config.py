@@ -1,4 +1,4 @@
-"""The options of an EpGroup as the library takes them; peers hear of one that cannot be read."""
+"""The options of a group as the library takes them; peers hear of one that cannot be read."""
 
 from __future__ import annotations
 
@@ -40,13 +40,23 @@ def _payload(name: str, given: Any) -> int:
     return DTYPE_CODES[given]
 
 
+def _layout(name: str, given: Any) -> int:
+    """Of an EpGroup."""
+    if given == "expert_slots":
+        raise ValueError(
+            f"{name}: expected 'expert_major' or 'rank_major', got {given!r}, which is for a "
+            "LowLatencyGroup"
+        )
+    return number_of(name, given)
+
+
 # By argument what makes a number of it; expert_ranks needs another argument too.
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "num_experts": _number,
     "hidden": _number,
     "max_topk": _number,
     "max_tokens_per_rank": _number,
-    "layout": number_of,
+    "layout": _layout,
     "dtype": _payload,
     "recv_capacity": functools.partial(_number, least=0),
     "overflow": number_of,
@@ -56,12 +66,15 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "staging": number_of,
     "zero_tail": lambda _, given: 1 if given else 0,
     "num_sms": _number,
+    "in_flight": _number,
+    "on_peer_loss": number_of,
+    "wait_timeout_ms": _number,
     _OWN: functools.partial(_number, least=0),
 }
 
 
 def read_config(core: _core.Comm, **given: Any) -> dict[str, Any]:
-    """The options of ``_core.Group`` for arguments of EpGroup. Collective where one is bad.
+    """The options of ``_core.Group`` for arguments of a group. Collective where one is bad.
 
     Raises:
         TypeError, ValueError: a bad argument, by its name; the peers, which are making their

@@ -29,7 +29,7 @@ from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._group import EpGroup, group_of
 
-__all__ = ["LIBRARY"]
+__all__ = ["LIBRARY", "as_packed", "as_rows"]
 
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
 
@@ -72,17 +72,17 @@ def _shapes(name: str) -> Callable[[Callable[..., object]], Callable[..., object
 
 
 @overload
-def _rows(tensor: Tensor) -> Tensor: ...
+def as_rows(tensor: Tensor) -> Tensor: ...
 @overload
-def _rows(tensor: Tensor | None) -> Tensor | None: ...
-def _rows(tensor: Tensor | None) -> Tensor | None:
+def as_rows(tensor: Tensor | None) -> Tensor | None: ...
+def as_rows(tensor: Tensor | None) -> Tensor | None:
     """Rows as the library takes them: slices begin anywhere, gradients have any strides."""
     if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % _ROW_ALIGNMENT == 0):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _packed(tensor: Tensor | None) -> Tensor | None:
+def as_packed(tensor: Tensor | None) -> Tensor | None:
     """A tensor beside rows, as the library takes it: it may begin at any element."""
     return None if tensor is None else tensor.contiguous()
 
@@ -293,9 +293,9 @@ def _dispatch(
     _calls.dispatch(
         ep.core,
         plan,
-        _rows(tokens),
+        as_rows(tokens),
         scales=scales,
-        topk_weights=_packed(topk_weights),
+        topk_weights=as_packed(topk_weights),
         quantise=quantise,
         **made,
     )
@@ -330,8 +330,8 @@ def _dispatch_bwd(
     _calls.dispatch_bwd(
         ep.core,
         plan,
-        grad_recv_tokens=_rows(grad_recv_tokens),
-        grad_recv_weights=_packed(grad_recv_weights),
+        grad_recv_tokens=as_rows(grad_recv_tokens),
+        grad_recv_weights=as_packed(grad_recv_weights),
         **made,
     )
     return _outputs.results(made, order)
@@ -368,7 +368,7 @@ def _combine(
     _check(ep, constants.COMBINE, expert_out=rows, weights=factors)
     made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, order)
     order = torch.zeros_like(order)
-    _calls.combine(ep.core, plan, _rows(expert_out), weights=_packed(weights), **made)
+    _calls.combine(ep.core, plan, as_rows(expert_out), weights=as_packed(weights), **made)
     return _outputs.results(made, order)
 
 
@@ -398,9 +398,9 @@ def _combine_bwd(
     _calls.combine_bwd(
         ep.core,
         plan,
-        _rows(grad_out),
-        expert_out=_rows(expert_out),
-        weights=_packed(weights),
+        as_rows(grad_out),
+        expert_out=as_rows(expert_out),
+        weights=as_packed(weights),
         **made,
     )
     return _outputs.results(made, order)

@@ -6,11 +6,9 @@ A group is found again by its number from inside torch operators.
 from __future__ import annotations
 
 import itertools
-import reprlib
-import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,20 +16,15 @@ from crossdock import _core
 from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
-from crossdock.errors import InvalidArgument, from_details, from_status
 
-from ._calls import current_stream, is_capturing
 from ._comm import Comm, default_comm
 from ._config import read_config
+from ._membership import Membership
 from ._pool import SymmetricPool, block_bytes
 
 __all__ = ["EpGroup", "Plan", "PlanParts", "RoutingLayout", "group_of", "pool_of"]
 
 _ALIGNED = 4  # int32 elements in 16 bytes, where every part begins
-
-# Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
-# device: they are freed with the process.
-_left_by_captures: list[_core.Group] = []
 
 _handles = itertools.count(1)
 _groups: weakref.WeakValueDictionary[int, EpGroup] = weakref.WeakValueDictionary()
@@ -70,7 +63,7 @@ class RoutingLayout(NamedTuple):
     bad_ids: torch.Tensor
 
 
-class EpGroup:
+class EpGroup(Membership):
     """Sizes and memory of one kind of expert-parallel traffic between the ranks.
 
     With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``,
@@ -266,67 +259,6 @@ class EpGroup:
             self.refuse(constants.PREPARE, ValueError, f"after: {expected}; {got}")
         return order
 
-    def status(self) -> dict[str, Any]:
-        """Reads and clears the group's non-fatal error state; never blocks.
-
-        An error that a call has raised is not repeated: on the CPU that leaves bad_ids and
-        dropped_rows.
-
-        ``status`` (name), ``operation``, ``epoch``, ``rank``, ``bad_ids``, ``needed_rows``,
-        ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
-        """
-        return self.core.status()
-
-    def errors(self) -> int:
-        """How many operations of this rank have ended with a non-fatal error; any thread."""
-        return self.core.errors()
-
-    def check(self) -> None:
-        """Raises what operations met since the last look, if anything; never blocks.
-
-        Needed on CUDA, where operations run after their call has returned: synchronise first to see
-        the last ones. On the CPU operations raise by themselves.
-
-        Raises:
-            InvalidArgument, Mismatch, CapacityOverflow: and the group stays usable.
-            CrossdockError: the communicator is finished; ``fatal`` is True.
-        """
-        fatal = self.comm.core.error()
-        if fatal is not None:
-            raise from_details(fatal)
-        found = self.core.status()
-        if found["status"] != "XD_SUCCESS":
-            raise from_status(found, self.comm.rank)
-
-    def close(self) -> None:
-        """Frees the group's memory; on a GPU after waiting for the device's work. Local.
-
-        Does nothing the second time.
-        """
-        if self.core.closed:
-            return
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)
-        self.core.close()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> EpGroup:
-        """Itself: layers may share a group, and so do copies of a model."""
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an EpGroup belongs to its process and cannot be pickled: save model.state_dict(), or "
-            "use crossdock.torch.save_checkpoint, rather than the model itself"
-        )
-
-    def __del__(self) -> None:
-        if not hasattr(self, "core") or sys.is_finalizing():  # without it: the making failed
-            return
-        if is_capturing(self.comm.device):
-            _left_by_captures.append(self.core)
-        else:
-            self.close()
-
     def __repr__(self) -> str:
         return (
             f"EpGroup({self.num_experts} experts on {self.comm.num_ranks} ranks, "
@@ -334,36 +266,6 @@ class EpGroup:
             f"max_tokens_per_rank={self.max_tokens_per_rank}, rows={self.rows}, "
             f"layout={self.layout!r}, dtype={self.dtype})"
         )
-
-    def require_tensors(self, operation: int, **values: object) -> None:
-        """Checks that the first value is a dense tensor on this device; others may also be None."""
-        device = self.comm.device
-        for position, (name, value) in enumerate(values.items()):
-            if not isinstance(value, torch.Tensor):
-                if value is not None or not position:
-                    shown = f"{type(value).__name__} {reprlib.repr(value)}"
-                    self.refuse(operation, TypeError, f"{name}: expected a tensor, got {shown}")
-            elif value.device != device:
-                problem = f"expected a tensor on {device}, got one on {value.device}"
-                self.refuse(operation, ValueError, f"{name}: {problem}")
-            elif value.layout is not torch.strided:
-                problem = f"expected a dense tensor, got one of layout {value.layout}"
-                self.refuse(operation, ValueError, f"{name}: {problem}")
-
-    def refuse(self, operation: int, kind: type[Exception], problem: str) -> NoReturn:
-        """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.
-
-        Not in a capture: what is not captured is never run, here or by the peers.
-        """
-        device = self.comm.device
-        place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
-        text = f"{constants.OPERATIONS[operation]}: {problem} {place}"
-        if not is_capturing(device):
-            try:
-                self.core.join_failed(operation, text, current_stream(device))
-            except InvalidArgument:
-                pass  # it says that the peers have been told
-        raise kind(text)
 
     def _tensor_bytes(self) -> int:
         """Symmetric memory for a receive tensor and for what lies beside it."""

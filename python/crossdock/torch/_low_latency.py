@@ -1,0 +1,262 @@
+"""Groups for few tokens (serving, decode), and what their dispatch gives."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from crossdock import _core
+from crossdock._config import DuplicateIds, OnError, PeerLoss
+from crossdock._core import constants
+from crossdock._quantise import QuantiseWay, quantise_way
+
+from ._calls import E8M0, current_stream, spec
+from ._comm import Comm, default_comm
+from ._config import read_config
+from ._membership import Membership
+
+__all__ = ["LowLatencyGroup", "SlotPlan", "Slots", "low_latency_group_of"]
+
+_PACKED = 4  # scales in an int32
+
+_handles = itertools.count(1)
+_groups: weakref.WeakValueDictionary[int, LowLatencyGroup] = weakref.WeakValueDictionary()
+
+
+def low_latency_group_of(handle: int) -> LowLatencyGroup:
+    """The group with this handle.
+
+    Raises:
+        RuntimeError: it is gone; plans and models must keep their group.
+    """
+    group = _groups.get(handle)
+    if group is None:
+        raise RuntimeError(f"group: expected the handle of a living LowLatencyGroup, got {handle}")
+    return group
+
+
+class SlotPlan:
+    """The routing of one batch that `ll_dispatch` has received: for any number of `ll_combine`.
+
+    Attributes:
+        group: its LowLatencyGroup, which it keeps alive.
+        data: the routing, opaque, uint8.
+        num_tokens: T of this rank.
+        topk: K.
+    """
+
+    def __init__(
+        self, group: LowLatencyGroup, data: torch.Tensor, num_tokens: int = 0, topk: int = 0
+    ) -> None:
+        self.group = group
+        self.data = data
+        self.num_tokens = num_tokens
+        self.topk = topk
+
+
+class Slots(NamedTuple):
+    """What `ll_dispatch` received.
+
+    L local experts with S = ``LowLatencyGroup.num_slots`` slots each, W ranks. The rows of expert e
+    lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. What lies behind them is
+    left as it was.
+
+    Attributes:
+        tokens: ``[L, S, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.
+        scales: ``[L, S, H / 128]`` float32 or float8_e8m0fnu, or packed int32 ``[L, S, H / 512]``;
+            None unless quantised.
+        counts: ``[L]`` int32: rows of each expert.
+        plan: for `ll_combine`.
+        source_ranges: ``[L, W]`` int64: first slot << 32 | rows of each source; None unless asked
+            for.
+        source_tokens: ``[L, S]`` int32: the row's token at its source; None unless asked for.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    plan: SlotPlan
+    source_ranges: torch.Tensor | None = None
+    source_tokens: torch.Tensor | None = None
+
+
+class LowLatencyGroup(Membership):
+    """Sizes and memory of traffic of few tokens between the ranks, as in decoding.
+
+    For `ll_dispatch` and `ll_combine`, which need no plan beforehand, no counts on the host, and no
+    more than a few trips over the link. All ranks call the same operations of a kind in the same
+    order, also a rank without tokens. Keep the group as long as plans, compiled functions and
+    captured graphs use it. With W ranks and E experts, rank d holds the experts ``d * E / W`` to
+    ``(d + 1) * E / W - 1``, unless `expert_ranks` says which rank holds which.
+
+    On a GPU the operations of a group belong on one stream, or on streams that wait for one
+    another.
+
+    Attributes:
+        comm: its Comm.
+        handle: its number in this process, by which operators find it.
+        num_slots: S, W * max_tokens_per_rank: the slots of each expert, which cannot overflow.
+        plan_bytes: bytes of a plan.
+        num_local_experts: L, the experts of this rank.
+        num_experts, max_topk, max_tokens_per_rank, hidden, dtype: as given.
+        order: stands for the operations so far, so that compilers keep them, in their order.
+        core: the group of the extension.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        max_topk: int,
+        max_tokens_per_rank: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        duplicate_ids: DuplicateIds = "error",
+        on_error: OnError = "status",
+        num_sms: int = 0,
+        in_flight: int = 0,
+        on_peer_loss: PeerLoss = "fatal",
+        wait_timeout_ms: int = 0,
+        expert_ranks: Sequence[int] | None = None,
+        comm: Comm | None = None,
+    ) -> None:
+        """Makes the group. Collective, blocking. Equal on all ranks but for `num_sms`.
+
+        Args:
+            num_experts: E; without `expert_ranks` a multiple of the number of ranks.
+            max_topk: largest number of experts per token, 1 to 32.
+            max_tokens_per_rank: largest number of tokens of a rank, up to 1024.
+            hidden: largest row, in elements of `dtype`.
+            dtype: widest payload: bfloat16, float16 or float32.
+            duplicate_ids, on_error, num_sms: as of `EpGroup`.
+            in_flight: operations of a kind that may be between their halves, 2 to 4; 0 = 2.
+            on_peer_loss: ``"fatal"``: the loss of a rank finishes the communicator; ``"mask"``: the
+                group goes on without the rank. The operation that meets the loss reports PeerLost,
+                and its results are complete but for that rank's share.
+            wait_timeout_ms: longest wait for a peer; 0 = the communicator's.
+            expert_ranks: as of `EpGroup`.
+            comm: None = the default communicator.
+
+        Raises:
+            TypeError, ValueError: a bad argument, on this rank; InvalidArgument where the library
+                finds it.
+            Mismatch: sizes differ between ranks, or another rank's argument is bad.
+            OutOfMemory: no memory left here (Mismatch on the others).
+        """
+        self.comm = default_comm() if comm is None else comm
+        config = read_config(
+            self.comm.core,
+            num_experts=num_experts,
+            max_topk=max_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
+            hidden=hidden,
+            dtype=dtype,
+            duplicate_ids=duplicate_ids,
+            on_error=on_error,
+            num_sms=num_sms,
+            in_flight=in_flight,
+            on_peer_loss=on_peer_loss,
+            wait_timeout_ms=wait_timeout_ms,
+            expert_ranks=expert_ranks,
+        )
+        config["layout"] = constants.LAYOUTS["expert_slots"]
+        self.num_experts = num_experts
+        self.max_topk = max_topk
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.hidden = hidden
+        self.dtype = dtype
+        self.core = _core.Group(self.comm.core, **config)
+        sizes = config | {"num_ranks": self.comm.num_ranks}
+        self.num_slots: int = _core.recv_bound(**sizes)
+        self.plan_bytes: int = _core.plan_size(**sizes)
+        self.num_local_experts: int = _core.local_experts(self.comm.rank, **sizes)
+        self.order = torch.zeros(1, dtype=torch.float32, device=self.comm.device)
+        self.handle: int = next(_handles)
+        _groups[self.handle] = self
+
+    def slots(
+        self,
+        hidden: int | None = None,
+        dtype: torch.dtype | None = None,
+        quantise: bool | str | QuantiseWay | None = False,
+        *,
+        packed_scales: bool = False,
+        column_major_scales: bool = False,
+        sources: bool = False,
+    ) -> Slots:
+        """Tensors for the ``out`` of `ll_dispatch`, their content undefined.
+
+        Args:
+            hidden: H; None = the group's.
+            dtype: of the tokens that are sent; None = the group's.
+            quantise: as of `ll_dispatch`.
+            packed_scales: with "fp8_block128_e8m0": int32 scales, each four bytes of e8m0.
+            column_major_scales: the slots of an expert are contiguous for each block of columns, as
+                DeepGEMM takes scales; else the scales of each slot are.
+            sources: with source_ranges and source_tokens.
+        """
+        local, slots, device = self.num_local_experts, self.num_slots, self.comm.device
+        hidden = self.hidden if hidden is None else hidden
+        dtype = self.dtype if dtype is None else dtype
+        way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
+        scales = ranges = tokens = None
+        if way is not None:
+            dtype = torch.float8_e4m3fn
+            kind = torch.float32 if way.scale == "float32" else E8M0
+            width = hidden // way.block
+            if packed_scales:
+                kind, width = torch.int32, width // _PACKED
+            if column_major_scales:
+                scales = torch.empty(local, width, slots, dtype=kind, device=device).transpose(1, 2)
+            else:
+                scales = torch.empty(local, slots, width, dtype=kind, device=device)
+        if sources:
+            ranks = self.comm.num_ranks
+            ranges = torch.empty(local, ranks, dtype=torch.int64, device=device)
+            tokens = torch.empty(local, slots, dtype=torch.int32, device=device)
+        return Slots(
+            torch.empty(local, slots, hidden, dtype=dtype, device=device),
+            scales,
+            torch.empty(local, dtype=torch.int32, device=device),
+            SlotPlan(self, torch.empty(self.plan_bytes, dtype=torch.uint8, device=device)),
+            ranges,
+            tokens,
+        )
+
+    def mask(self) -> torch.Tensor:
+        """``[W]`` int32: 1 where this rank has masked the rank: neither sends nor waits.
+
+        Local, in the order of the current stream; it may be captured. With ``on_peer_loss="mask"``
+        only.
+        """
+        device = self.comm.device
+        found = torch.empty(self.comm.num_ranks, dtype=torch.int32, device=device)
+        self.core.ll_mask_get(spec(found), current_stream(device))
+        return found
+
+    def mask_set(self, rank: int, masked: bool = True) -> None:
+        """Masks or unmasks a rank, in this rank's view, from the next operation on. Local.
+
+        Raises:
+            InvalidArgument: the own rank, no rank, or a group without ``on_peer_loss="mask"``.
+        """
+        self.core.ll_mask_set(rank, int(masked), current_stream(self.comm.device))
+
+    def reset(self) -> None:
+        """Brings the ranks that are not masked back into step. Collective over those.
+
+        Operations between their halves are forgotten; plans stay good. Needed when a rank has been
+        unmasked on both sides.
+        """
+        self.core.ll_reset(current_stream(self.comm.device))
+
+    def __repr__(self) -> str:
+        return (
+            f"LowLatencyGroup({self.num_experts} experts on {self.comm.num_ranks} ranks, "
+            f"max_topk={self.max_topk}, max_tokens_per_rank={self.max_tokens_per_rank}, "
+            f"hidden={self.hidden}, dtype={self.dtype})"
+        )

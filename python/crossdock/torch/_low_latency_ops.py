@@ -1,0 +1,423 @@
+"""dispatch and combine of few tokens, as torch operators and for users.
+
+The operators write tensors that their callers have made. Their schema says that they also change
+`order`, a tensor of the group: so a compiler keeps all operations of a group, and in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossdock._core import constants
+from crossdock._quantise import QuantiseWay, quantise_way
+
+from . import _calls
+from ._custom_ops import LIBRARY, as_packed, as_rows
+from ._low_latency import LowLatencyGroup, SlotPlan, Slots, low_latency_group_of
+
+__all__ = [
+    "SentCombine",
+    "SentDispatch",
+    "ll_combine",
+    "ll_combine_send",
+    "ll_dispatch",
+    "ll_dispatch_send",
+]
+
+_BOTH, _SEND, _RECEIVE = (constants.PHASES[half] for half in ("both", "send", "receive"))
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+# ---- Operators -----------------------------------------------------------------------------------
+
+
+def _operator(schema: str) -> Any:
+    """Defines an operator without results, and what it runs on the CPU and on CUDA devices."""
+    name = schema.partition("(")[0]
+
+    def define(kernel: Any) -> Any:
+        LIBRARY.define(schema, tags=_TAGS)
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, torch._disable_dynamo(kernel), key)
+        torch.library.register_fake(f"crossdock::{name}", lambda *args: None, lib=LIBRARY)
+        return kernel
+
+    return define
+
+
+@_operator(
+    "ll_dispatch(Tensor? tokens, Tensor? topk_idx, Tensor? topk_weights, Tensor(a!)? plan, "
+    "Tensor(b!)? recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? counts, "
+    "Tensor(e!)? source_ranges, Tensor(f!)? source_tokens, Tensor(g!)? expert_load, "
+    "Tensor(h!)? wait_ns, Tensor(i!) order, int group, int phase, int quantise) -> ()"
+)
+def _dispatch(
+    tokens: Tensor | None,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    plan: Tensor | None,
+    recv_tokens: Tensor | None,
+    recv_scales: Tensor | None,
+    counts: Tensor | None,
+    source_ranges: Tensor | None,
+    source_tokens: Tensor | None,
+    expert_load: Tensor | None,
+    wait_ns: Tensor | None,
+    order: Tensor,
+    group: int,
+    phase: int,
+    quantise: int,
+) -> None:
+    _run(
+        group,
+        constants.LL_DISPATCH,
+        _calls.ll_dispatch,
+        phase,
+        tokens=as_rows(tokens),
+        topk_idx=as_packed(topk_idx),
+        topk_weights=as_packed(topk_weights),
+        quantise=quantise,
+        plan=plan,
+        recv_tokens=recv_tokens,
+        recv_scales=recv_scales,
+        counts=counts,
+        source_ranges=source_ranges,
+        source_tokens=source_tokens,
+        expert_load=expert_load,
+        wait_ns=wait_ns,
+    )
+
+
+@_operator(
+    "ll_combine(Tensor plan, Tensor? expert_out, Tensor? topk_weights, Tensor(a!)? out, "
+    "Tensor(b!)? wait_ns, Tensor(c!) order, int group, int phase) -> ()"
+)
+def _combine(
+    plan: Tensor,
+    expert_out: Tensor | None,
+    topk_weights: Tensor | None,
+    out: Tensor | None,
+    wait_ns: Tensor | None,
+    order: Tensor,
+    group: int,
+    phase: int,
+) -> None:
+    _run(
+        group,
+        constants.LL_COMBINE,
+        _calls.ll_combine,
+        phase,
+        plan,
+        expert_out=expert_out,
+        topk_weights=as_packed(topk_weights),
+        out=out,
+        wait_ns=wait_ns,
+    )
+
+
+def _run(group: int, operation: int, call: Any, phase: int, *args: Any, **tensors: Any) -> None:
+    """Calls the library; of what it cannot be called with, the peers hear."""
+    found = low_latency_group_of(group)
+    try:
+        call(found.core, phase, *args, **tensors)
+    except TypeError as error:  # a dtype that the library has no number for
+        found.refuse(None if phase == _RECEIVE else operation, TypeError, str(error))
+
+
+# ---- For users -----------------------------------------------------------------------------------
+
+
+class SentDispatch:
+    """The rows that `ll_dispatch_send` has sent; `receive` takes those that have come.
+
+    Receive halves come in the order of their send halves. Between the halves nothing of the
+    operation runs on a GPU.
+    """
+
+    def __init__(
+        self, group: LowLatencyGroup, tokens: Tensor, topk: int, way: QuantiseWay | None
+    ) -> None:
+        self._group = group
+        self._num_tokens, self._hidden = tokens.shape
+        self._topk = topk
+        self._dtype = tokens.dtype
+        self._way = way
+        self._received = False
+
+    def receive(
+        self,
+        *,
+        packed_scales: bool = False,
+        sources: bool = False,
+        expert_load: Tensor | None = None,
+        wait_ns: Tensor | None = None,
+        out: Slots | None = None,
+    ) -> Slots:
+        """The second half of `ll_dispatch`, whose arguments these are.
+
+        A bad argument that is found in Python leaves it to be called again. Of one that the library
+        finds the peers do not hear, and the operation has ended.
+        """
+        _once(self)
+        slots = self._slots(packed_scales, sources, out)
+        _require_slots(self._group, None, slots, expert_load, wait_ns)
+        self._received = True
+        return self._fill(slots, (None, None, None), _RECEIVE, expert_load, wait_ns)
+
+    def _slots(self, packed_scales: bool, sources: bool, out: Slots | None) -> Slots:
+        if out is not None:
+            return out
+        return self._group.slots(
+            self._hidden, self._dtype, self._way, packed_scales=packed_scales, sources=sources
+        )
+
+    def _fill(
+        self,
+        slots: Slots,
+        inputs: tuple[Tensor | None, ...],
+        phase: int,
+        expert_load: Tensor | None,
+        wait_ns: Tensor | None,
+    ) -> Slots:
+        tokens, scales, counts, plan, ranges, sources = slots
+        outputs = (plan.data, tokens, scales, counts, ranges, sources, expert_load, wait_ns)
+        _call_dispatch(self._group, inputs, outputs, phase, self._way)
+        plan.num_tokens, plan.topk = self._num_tokens, self._topk
+        return slots
+
+
+class SentCombine:
+    """The results that `ll_combine_send` has sent; `receive` sums those that have come."""
+
+    def __init__(self, plan: SlotPlan, expert_out: Tensor) -> None:
+        self._plan = plan
+        self._hidden = expert_out.shape[-1]
+        self._dtype = expert_out.dtype
+        self._received = False
+
+    def receive(self, *, wait_ns: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """The second half of `ll_combine`; mistakes are taken as by `SentDispatch.receive`."""
+        _once(self)
+        plan, group = self._plan, self._plan.group
+        out = _sums(plan, self._hidden, self._dtype) if out is None else out
+        group.require_tensors(None, out=out, wait_ns=wait_ns)
+        self._received = True
+        _call_combine(plan, None, None, out, wait_ns, _RECEIVE)
+        return out
+
+
+def ll_dispatch(
+    group: LowLatencyGroup,
+    tokens: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    quantise: bool | str = False,
+    packed_scales: bool = False,
+    sources: bool = False,
+    expert_load: Tensor | None = None,
+    wait_ns: Tensor | None = None,
+    out: Slots | None = None,
+) -> Slots:
+    """Copies each token's row to a slot of every expert that it has chosen. Collective.
+
+    For inference: there is no gradient. Nothing waits for the host. It may be captured in a CUDA
+    graph, whose replays follow the routing that `topk_idx` holds then.
+
+    Args:
+        tokens: ``[T, H]`` bfloat16, float16 or float32, contiguous. T may differ per rank, and be
+            0.
+        topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none.
+        topk_weights: ``[T, K]`` float32, for an `ll_combine` that is given none. On all ranks or on
+            none.
+        quantise: receive bfloat16 rows as float8_e4m3fn with scales, H a multiple of 128.
+            "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
+            powers of two; "fp8_block128_e8m0": as float8_e8m0fnu.
+        packed_scales: with "fp8_block128_e8m0": as int32, each four of these bytes.
+        sources: whether the result has source_ranges and source_tokens.
+        expert_load: ``[L]`` int32 or int64, to which the counts are added.
+        wait_ns: ``[W]`` int64, to which is added how long each source was waited for, in
+            nanoseconds.
+        out: from `LowLatencyGroup.slots`: tensors to receive into, which lie anywhere on the
+            device; None = new ones.
+
+    Raises:
+        TypeError, ValueError: a bad argument, such as one that requires a gradient while gradients
+            are recorded; no row has moved, and the peers get Mismatch.
+        InvalidArgument: also on all ranks, where some rank has ids out of range, or repeated in a
+            row. ``out`` is complete then.
+        Mismatch: the ranks' arguments disagree, or another rank's are bad.
+        Busy: too many operations are between their halves. Nothing has happened.
+        PeerLost: with ``on_peer_loss="mask"`` not fatal: ``out`` lacks that rank's share.
+        CrossdockError: the others of ``crossdock.errors``. On CUDA, all but bad arguments are
+            raised by `LowLatencyGroup.check` or by a later call.
+    """
+    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    sent = _new_dispatch(group, given, quantise)
+    slots = sent._slots(packed_scales, sources, out)
+    _require_slots(group, constants.LL_DISPATCH, slots, expert_load, wait_ns)
+    return sent._fill(slots, tuple(given.values()), _BOTH, expert_load, wait_ns)
+
+
+def ll_dispatch_send(
+    group: LowLatencyGroup,
+    tokens: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    quantise: bool | str = False,
+) -> SentDispatch:
+    """The first half of `ll_dispatch`: sends, and has read its arguments when it ends.
+
+    `SentDispatch.receive` is the second half. At most ``in_flight`` dispatches of the group may be
+    between their halves.
+    """
+    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    sent = _new_dispatch(group, given, quantise)
+    _call_dispatch(group, tuple(given.values()), (None,) * 8, _SEND, sent._way)
+    return sent
+
+
+def ll_combine(
+    plan: SlotPlan,
+    expert_out: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    wait_ns: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Brings the experts' results back and sums them per token. Collective, without a gradient.
+
+    Sums are in float32 in a fixed order: equal inputs give equal bits.
+
+    Args:
+        plan: ``Slots.plan``; it may be combined several times.
+        expert_out: ``[L, S, H]`` bfloat16, float16 or float32, of any strides over L and S,
+            anywhere on the device. Slots behind the rows are not read.
+        topk_weights: ``[T, K]`` float32, in place of those that `ll_dispatch` had; without either a
+            row counts once. On all ranks or on none.
+        wait_ns: as of `ll_dispatch`.
+        out: ``[T, H]`` to write; None = a new one.
+
+    Returns:
+        ``[T, H]``, dtype of expert_out; zero for a token without rows.
+
+    Raises:
+        As `ll_dispatch`.
+    """
+    _require_results(plan, expert_out, topk_weights)
+    out = _sums(plan, expert_out.shape[-1], expert_out.dtype) if out is None else out
+    plan.group.require_tensors(constants.LL_COMBINE, out=out, wait_ns=wait_ns)
+    _call_combine(plan, expert_out, topk_weights, out, wait_ns, _BOTH)
+    return out
+
+
+def ll_combine_send(
+    plan: SlotPlan, expert_out: Tensor, topk_weights: Tensor | None = None
+) -> SentCombine:
+    """The first half of `ll_combine`: sends, and has read its arguments when it ends.
+
+    `SentCombine.receive` is the second half. At most ``in_flight`` combines of the group may be
+    between their halves.
+    """
+    _require_results(plan, expert_out, topk_weights)
+    _call_combine(plan, expert_out, topk_weights, None, None, _SEND)
+    return SentCombine(plan, expert_out)
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+def _new_dispatch(
+    group: LowLatencyGroup, given: dict[str, Any], quantise: bool | str
+) -> SentDispatch:
+    """A dispatch to be sent, with inputs that the operator takes."""
+    operation = constants.LL_DISPATCH
+    group.require_tensors(operation, tokens=given["tokens"])
+    group.require_tensors(operation, **{name: given[name] for name in ("topk_idx", "topk_weights")})
+    _refuse_gradients(group, operation, given)
+    for name in ("tokens", "topk_idx"):
+        if given[name].dim() != 2:
+            problem = f"expected 2 dimensions, got shape {tuple(given[name].shape)}"
+            group.refuse(operation, ValueError, f"{name}: {problem}")
+    try:
+        way = quantise_way(quantise)
+    except (TypeError, ValueError) as error:
+        group.refuse(operation, type(error), str(error))
+    return SentDispatch(group, given["tokens"], given["topk_idx"].shape[1], way)
+
+
+def _require_slots(
+    group: LowLatencyGroup,
+    operation: int | None,
+    slots: Slots,
+    expert_load: Tensor | None,
+    wait_ns: Tensor | None,
+) -> None:
+    """Refuses outputs that the operator does not take, where `operation` is not None with peers."""
+    if not isinstance(slots, Slots):
+        group.refuse(operation, TypeError, f"out: expected Slots, got {type(slots).__name__}")
+    if slots.plan.group is not group:
+        group.refuse(operation, ValueError, "out.plan: expected one of this group")
+    tokens, scales, counts, plan, ranges, sources = slots
+    group.require_tensors(operation, **{"out.tokens": tokens, "out.scales": scales})
+    group.require_tensors(operation, **{"out.counts": counts, "out.plan.data": plan.data})
+    beside = {"expert_load": expert_load, "wait_ns": wait_ns}
+    beside |= {"out.source_ranges": ranges, "out.source_tokens": sources}
+    group.require_tensors(operation, **{"out.counts": counts}, **beside)
+
+
+def _require_results(plan: SlotPlan, expert_out: Tensor, topk_weights: Tensor | None) -> None:
+    given = {"expert_out": expert_out, "topk_weights": topk_weights}
+    plan.group.require_tensors(constants.LL_COMBINE, **given)
+    _refuse_gradients(plan.group, constants.LL_COMBINE, given)
+
+
+def _refuse_gradients(group: LowLatencyGroup, operation: int, given: dict[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in given.items():
+        if tensor is not None and tensor.requires_grad:
+            problem = (
+                "expected a tensor that requires no gradient, as the operation has none; use "
+                "torch.no_grad(), or an EpGroup to train"
+            )
+            group.refuse(operation, ValueError, f"{name}: {problem}")
+
+
+def _once(sent: SentDispatch | SentCombine) -> None:
+    if sent._received:
+        raise ValueError("receive: expected one call, got a second one")
+
+
+def _sums(plan: SlotPlan, hidden: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(plan.num_tokens, hidden, dtype=dtype, device=plan.data.device)
+
+
+def _call_dispatch(
+    group: LowLatencyGroup,
+    inputs: tuple[Tensor | None, ...],
+    outputs: tuple[Tensor | None, ...],
+    phase: int,
+    way: QuantiseWay | None,
+) -> None:
+    code = 0 if way is None else way.code
+    torch.ops.crossdock.ll_dispatch.default(
+        *inputs, *outputs, group.order, group.handle, phase, code
+    )
+
+
+def _call_combine(
+    plan: SlotPlan,
+    expert_out: Tensor | None,
+    topk_weights: Tensor | None,
+    out: Tensor | None,
+    wait_ns: Tensor | None,
+    phase: int,
+) -> None:
+    group = plan.group
+    torch.ops.crossdock.ll_combine.default(
+        plan.data, expert_out, topk_weights, out, wait_ns, group.order, group.handle, phase
+    )

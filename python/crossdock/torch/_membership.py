@@ -1,0 +1,138 @@
+"""What groups on torch tensors have in common: their life, their errors, what peers hear."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from crossdock import _core
+from crossdock._core import constants
+from crossdock.errors import InvalidArgument, from_details, from_status
+
+from ._calls import current_stream, is_capturing
+from ._comm import Comm
+
+__all__ = ["Membership"]
+
+# Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
+# device: they are freed with the process.
+_left_by_captures: list[_core.Group] = []
+
+
+class Membership:
+    """This rank's part of a group.
+
+    Attributes:
+        comm: its Comm.
+        core: the group of the extension.
+    """
+
+    comm: Comm
+    core: _core.Group
+
+    def status(self) -> dict[str, Any]:
+        """Reads and clears the group's non-fatal error state; never blocks.
+
+        An error that a call has raised is not repeated: on the CPU that leaves bad_ids and
+        dropped_rows.
+
+        ``status`` (name), ``operation``, ``epoch``, ``rank``, ``bad_ids``, ``needed_rows``,
+        ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
+        """
+        return self.core.status()
+
+    def errors(self) -> int:
+        """How many operations of this rank have ended with a non-fatal error; any thread."""
+        return self.core.errors()
+
+    def check(self) -> None:
+        """Raises what operations met since the last look, if anything; never blocks.
+
+        Needed on CUDA, where operations run after their call has returned: synchronise first to see
+        the last ones. On the CPU operations raise by themselves.
+
+        Raises:
+            InvalidArgument, Mismatch, CapacityOverflow: and the group stays usable. Of a
+                LowLatencyGroup also Busy, and with ``on_peer_loss="mask"`` PeerLost.
+            CrossdockError: the communicator is finished; ``fatal`` is True.
+        """
+        fatal = self.comm.core.error()
+        if fatal is not None:
+            raise from_details(fatal)
+        found = self.core.status()
+        if found["status"] != "XD_SUCCESS":
+            raise from_status(found, self.comm.rank)
+
+    def close(self) -> None:
+        """Frees the group's memory; on a GPU after waiting for the device's work. Local.
+
+        Does nothing the second time.
+        """
+        if self.core.closed:
+            return
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        self.core.close()
+
+    def __deepcopy__(self: _Member, memo: dict[int, object]) -> _Member:
+        """Itself: layers may share a group, and so do copies of a model."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a group belongs to its process and cannot be pickled: save model.state_dict(), or "
+            "use crossdock.torch.save_checkpoint, rather than the model itself"
+        )
+
+    def __del__(self) -> None:
+        if not hasattr(self, "core") or sys.is_finalizing():  # without it: the making failed
+            return
+        if is_capturing(self.comm.device):
+            _left_by_captures.append(self.core)
+        else:
+            self.close()
+
+    def require_tensors(self, operation: int | None, **values: object) -> None:
+        """Checks that the first value is a dense tensor on this device; others may also be None.
+
+        Args:
+            operation: as of `refuse`.
+        """
+        device = self.comm.device
+        for position, (name, value) in enumerate(values.items()):
+            if not isinstance(value, torch.Tensor):
+                if value is not None or not position:
+                    shown = f"{type(value).__name__} {reprlib.repr(value)}"
+                    self.refuse(operation, TypeError, f"{name}: expected a tensor, got {shown}")
+            elif value.device != device:
+                problem = f"expected a tensor on {device}, got one on {value.device}"
+                self.refuse(operation, ValueError, f"{name}: {problem}")
+            elif value.layout is not torch.strided:
+                problem = f"expected a dense tensor, got one of layout {value.layout}"
+                self.refuse(operation, ValueError, f"{name}: {problem}")
+
+    def refuse(self, operation: int | None, kind: type[Exception], problem: str) -> NoReturn:
+        """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.
+
+        Not in a capture: what is not captured is never run, here or by the peers.
+
+        Args:
+            operation: None = no peer has to hear of it.
+        """
+        device = self.comm.device
+        place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
+        if operation is None:
+            raise kind(f"{problem} {place}")
+        text = f"{constants.OPERATIONS[operation]}: {problem} {place}"
+        if not is_capturing(device):
+            try:
+                self.core.join_failed(operation, text, current_stream(device))
+            except InvalidArgument:
+                pass  # it says that the peers have been told
+        raise kind(text)
+
+
+_Member = TypeVar("_Member", bound=Membership)

@@ -1,0 +1,355 @@
+"""ll_dispatch and ll_combine: every element, halves, compilers, mistakes, masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import crossdock.torch as xd
+from crossdock.errors import InvalidArgument, Mismatch, PeerLost
+from reference import quantised
+from slots import SlotRouting, choices, factors
+from support import Rank, run_ranks
+from torch_support import integers, reported, settle, where
+
+SEED = 83
+OPS = torch.ops.crossdock
+EXPERTS, TOPK = 8, 3
+MOST = 6  # tokens of a rank
+
+
+class Batch:
+    """Inputs of all ranks, which each rank computes from the seed alone."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_ranks: int,
+        hidden: int = 32,
+        expert_ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        self.tokens = (4, 0, 6, 1)[:num_ranks]
+        self.ids = choices(seed, self.tokens, EXPERTS, TOPK)
+        self.routing = SlotRouting(self.ids, EXPERTS, MOST, expert_ranks)
+        self.x = [integers(seed + 1000 + r, t, hidden) for r, t in enumerate(self.tokens)]
+        self.weights = [integers(seed + 2000 + r, t, TOPK) for r, t in enumerate(self.tokens)]
+
+    def local(self, rank: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+        """x, topk_idx, topk_weights of a rank."""
+        x, ids, weights = (
+            torch.from_numpy(part[rank]).to(where(), copy=True)
+            for part in (self.x, self.ids, self.weights)
+        )
+        return x.to(dtype), ids, weights
+
+    def check(self, rank: int, slots: xd.Slots) -> None:
+        routing = self.routing
+        assert slots.counts.tolist() == routing.counts(rank)
+        equal(routing.in_rows(rank, array(slots.tokens)), routing.dispatch(rank, self.x))
+        if slots.source_ranges is not None:
+            equal(array(slots.source_ranges), routing.source_ranges(rank))
+            got = routing.in_rows(rank, array(slots.source_tokens))
+            equal(got, routing.source_tokens(rank))
+        assert (slots.plan.num_tokens, slots.plan.topk) == self.ids[rank].shape
+
+    def check_sums(self, rank: int, out: torch.Tensor, weighted: bool = True) -> None:
+        equal(array(out), self.routing.sums(rank, self.x, self.weights if weighted else None))
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+def equal(got: np.ndarray, want: np.ndarray) -> None:
+    __tracebackhide__ = True
+    assert got.shape == want.shape
+    np.testing.assert_array_equal(got, want)
+
+
+def experts(slots: xd.Slots) -> torch.Tensor:
+    """The model's experts on all slots: local expert e multiplies by e + 1."""
+    tokens = slots.tokens
+    return tokens * torch.from_numpy(factors(len(tokens))).to(tokens.device, tokens.dtype)
+
+
+def make_group(hidden: int = 32, **options) -> xd.LowLatencyGroup:
+    return xd.LowLatencyGroup(
+        num_experts=EXPERTS, max_topk=TOPK, max_tokens_per_rank=MOST, hidden=hidden, **options
+    )
+
+
+# Other experts than by default, and another number of them on each rank; none on rank 1 of four.
+ELSEWHERE = {1: (0,) * 8, 2: (1, 0, 1, 1, 1, 0, 1, 1), 4: (3, 0, 2, 2, 0, 2, 3, 2)}
+
+
+def _eager(me: Rank, dtype: torch.dtype, elsewhere: bool) -> None:
+    expert_ranks = ELSEWHERE[me.num_ranks] if elsewhere else None
+    with xd.init(), torch.no_grad():
+        group = make_group(dtype=dtype, expert_ranks=expert_ranks)
+        device = group.comm.device
+        load = torch.zeros(group.num_local_experts, dtype=torch.int64, device=device)
+        wait = torch.zeros(me.num_ranks, dtype=torch.int64, device=device)
+        total = torch.zeros_like(load)
+        for number in range(3):
+            batch = Batch(SEED + number, me.num_ranks, expert_ranks=expert_ranks)
+            x, ids, weights = batch.local(me.rank, dtype)
+            given = group.slots(sources=True)
+            for part in given:
+                if isinstance(part, torch.Tensor):
+                    part.view(torch.uint8).fill_(0x7F)
+            slots = xd.ll_dispatch(
+                group, x, ids, weights, out=given, expert_load=load, wait_ns=wait
+            )
+            assert slots is given
+            batch.check(me.rank, slots)
+            behind = batch.routing.behind_rows(
+                me.rank, slots.tokens.cpu().view(torch.uint8).numpy()
+            )
+            assert (behind == 0x7F).all()
+            total += slots.counts
+            assert torch.equal(load, total)
+            batch.check_sums(me.rank, xd.ll_combine(slots.plan, experts(slots), wait_ns=wait))
+            slots = xd.ll_dispatch(group, x, ids)
+            batch.check(me.rank, slots)
+            rows = experts(slots)
+            batch.check_sums(me.rank, xd.ll_combine(slots.plan, rows), weighted=False)
+            out = torch.full((len(x), 32), 7, dtype=dtype, device=device)
+            assert xd.ll_combine(slots.plan, rows, weights, out=out) is out
+            batch.check_sums(me.rank, out)
+            # Rows of any strides, which begin anywhere, and slices.
+            strided = torch.cat([rows, rows], 1)[:, : rows.shape[1]]
+            batch.check_sums(me.rank, xd.ll_combine(slots.plan, strided, weights))
+            tokens = torch.cat([x, x], 1)[:, :32]
+            batch.check(me.rank, xd.ll_dispatch(group, tokens, ids.t().contiguous().t()))
+        assert wait[me.rank] == 0
+        settle(group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.representative
+def test_every_element_equals_the_reference(dtype):
+    print(f"seed {SEED}")
+    for elsewhere in (False, True):
+        run_ranks(4, _eager, dtype, elsewhere)
+
+
+def _halves(me: Rank) -> None:
+    with xd.init(), torch.no_grad():
+        group = make_group(dtype=torch.float32)
+        for number in range(3):
+            batches = [Batch(SEED + 2 * number + i, me.num_ranks) for i in range(2)]
+            sent = []
+            for batch in batches:
+                inputs = batch.local(me.rank)
+                sent.append(xd.ll_dispatch_send(group, *inputs))
+                for part in inputs:  # they are the caller's again
+                    part.fill_(-1)
+            slots = [one.receive(sources=True) for one in sent]
+            for batch, found in zip(batches, slots):
+                batch.check(me.rank, found)
+            sums = [xd.ll_combine_send(found.plan, experts(found)) for found in slots]
+            for batch, one in zip(batches, sums):
+                batch.check_sums(me.rank, one.receive())
+        with pytest.raises(ValueError, match="receive: expected one call, got a second one"):
+            one.receive()
+        settle(group)
+
+
+def test_halves_of_two_batches_interleave():
+    print(f"seed {SEED}")
+    run_ranks(2, _halves)
+
+
+def _fp8(me: Rank) -> None:
+    import ml_dtypes
+
+    with xd.init(), torch.no_grad():
+        group = make_group(512)
+        batch = Batch(SEED, me.num_ranks, 512)
+        x, ids, _ = batch.local(me.rank, torch.bfloat16)
+        rows = [one.astype(ml_dtypes.bfloat16) for one in batch.x]
+        routing = batch.routing
+
+        def check(slots: xd.Slots, way: str) -> None:
+            elements, scales = zip(*(quantised(one, way) for one in rows))
+            bits = [one.view(np.uint8) for one in elements]
+            got = slots.tokens.view(torch.uint8).cpu().numpy()
+            equal(routing.in_rows(me.rank, got), routing.dispatch(me.rank, bits))
+            got = slots.scales
+            if got.dtype == torch.int32:
+                scales = [one.view(np.uint8).view(np.int32) for one in scales]
+            elif got.dtype != torch.float32:
+                scales, got = [one.view(np.uint8) for one in scales], got.view(torch.uint8)
+            got = routing.in_rows(me.rank, got.cpu().numpy())
+            equal(got, routing.dispatch(me.rank, list(scales)))
+
+        check(xd.ll_dispatch(group, x, ids, quantise=True), "fp8_block128")
+        for way in ("fp8_block128", "fp8_block128_pow2", "fp8_block128_e8m0"):
+            packs = (False, True) if way.endswith("e8m0") else (False,)
+            for packed in packs:
+                check(xd.ll_dispatch(group, x, ids, quantise=way, packed_scales=packed), way)
+                form = {"packed_scales": packed, "column_major_scales": True}
+                out = group.slots(quantise=way, **form)
+                assert out.scales.stride()[1:] == (1, group.num_slots)
+                check(xd.ll_dispatch(group, x, ids, quantise=way, out=out), way)
+                sent = xd.ll_dispatch_send(group, x, ids, quantise=way)
+                check(sent.receive(packed_scales=packed), way)
+        settle(group)
+
+
+def test_quantised_rows_and_scales_equal_the_reference():
+    print(f"seed {SEED}")
+    run_ranks(2, _fp8)
+
+
+def _compiled(me: Rank, backend: str) -> None:
+    """Two batches in halves inside one compiled function, and one into tensors that are given."""
+    torch._dynamo.reset()
+    with xd.init() as comm, torch.no_grad():
+        group = make_group(dtype=torch.float32)
+        out = group.slots()
+
+        @torch.compile(fullgraph=True, backend=backend)
+        def block(first, second):
+            sent = [xd.ll_dispatch_send(group, x * 2, *others) for x, *others in (first, second)]
+            slots = [one.receive() for one in sent]
+            sums = [xd.ll_combine_send(found.plan, experts(found)) for found in slots]
+            x, ids, weights = first
+            again = xd.ll_dispatch(group, x * 2, ids, out=out)
+            return [one.receive() for one in sums], xd.ll_combine(
+                again.plan, experts(again), weights
+            )
+
+        for number in range(3):
+            batches = [Batch(SEED + 2 * number + i, me.num_ranks) for i in range(2)]
+            (one, other), again = block(*(batch.local(me.rank) for batch in batches))
+            batches[0].check_sums(me.rank, one / 2)
+            batches[1].check_sums(me.rank, other / 2)
+            batches[0].check_sums(me.rank, again / 2)
+            assert out.counts.tolist() == batches[0].routing.counts(me.rank)
+        settle(group)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_operations_run_in_their_order(backend):
+    print(f"seed {SEED}")
+    run_ranks(2, _compiled, backend, timeout=300)
+
+
+def test_operators_pass_torchs_checks():
+    batch = Batch(SEED, 1)
+    x, ids, weights = batch.local(0)
+    with xd.init():
+        group = make_group(dtype=torch.float32)
+        slots = group.slots(sources=True)
+        both, code = 0, 0
+        load = torch.zeros(EXPERTS, dtype=torch.int32, device=where())
+        outputs = (slots.plan.data, slots.tokens, None, slots.counts, *slots[4:], load, None)
+        beside = (group.order, group.handle, both)
+        # Values are not compared: no two plans are equal.
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        dispatch = (x, ids, weights, *outputs, *beside, code)
+        torch.library.opcheck(OPS.ll_dispatch.default, dispatch, test_utils=checks)
+        settle(group)
+        OPS.ll_dispatch.default(*dispatch)
+        out = torch.empty_like(x)
+        combine = (slots.plan.data, experts(slots), None, out, None, *beside)
+        torch.library.opcheck(OPS.ll_combine.default, combine)
+        OPS.ll_combine.default(*combine)
+        batch.check_sums(0, out)
+        settle(group)
+
+
+def _still_usable(group: xd.LowLatencyGroup, me: Rank) -> None:
+    batch = Batch(SEED + 9, me.num_ranks)
+    with torch.no_grad():
+        slots = xd.ll_dispatch(group, *batch.local(me.rank))
+        batch.check(me.rank, slots)
+        batch.check_sums(me.rank, xd.ll_combine(slots.plan, experts(slots)))
+
+
+def _mistakes(me: Rank) -> None:
+    batch = Batch(SEED, me.num_ranks)
+    with xd.init():
+        group, other = make_group(dtype=torch.float32), make_group(dtype=torch.float32)
+        x, ids, weights = batch.local(me.rank)
+        slots = xd.ll_dispatch(group, x, ids)
+        rows = experts(slots)
+        wants_grad = x.clone().requires_grad_()
+
+        def dispatch():
+            return xd.ll_dispatch(group, x, ids)
+
+        def combine():
+            return xd.ll_combine(slots.plan, rows)
+
+        wrong = [
+            (TypeError, "tokens: expected a tensor", lambda: xd.ll_dispatch(group, None, ids)),
+            (ValueError, "no gradient", lambda: xd.ll_dispatch(group, wants_grad, ids)),
+            (ValueError, "no gradient", lambda: xd.ll_dispatch_send(group, wants_grad, ids)),
+            (
+                TypeError,
+                "out: expected Slots",
+                lambda: xd.ll_dispatch(group, x, ids, out=slots.tokens),
+            ),
+            (ValueError, "out.plan", lambda: xd.ll_dispatch(group, x, ids, out=other.slots())),
+            (TypeError, "dtype", lambda: xd.ll_dispatch(group, x.double(), ids)),
+            (ValueError, "quantise", lambda: xd.ll_dispatch(group, x, ids, quantise="fp4")),
+            (InvalidArgument, "tokens: is", lambda: xd.ll_dispatch(group, x, ids, quantise=True)),
+            (ValueError, "no gradient", lambda: xd.ll_combine(slots.plan, rows.requires_grad_())),
+            (
+                InvalidArgument,
+                "topk_weights",
+                lambda: xd.ll_combine(slots.plan, rows.detach(), weights[:, 1:]),
+            ),
+        ]
+        for number, (kind, text, call) in enumerate(wrong):
+            bad = number % 2
+            if me.rank == bad:
+                with pytest.raises(kind, match=text):
+                    call()
+                rows = rows.detach()
+                if group.comm.device.type == "cuda":
+                    torch.cuda.synchronize()
+                    group.status()  # what the call has raised may be told again
+            else:
+                with reported(group, Mismatch, f"rank {bad}"):
+                    dispatch() if number < 8 else combine()
+            _still_usable(group, me)
+
+
+def test_peers_hear_of_mistakes_and_the_group_goes_on():
+    run_ranks(2, _mistakes)
+
+
+def _late(me: Rank) -> None:
+    batch = Batch(SEED, me.num_ranks)
+    with xd.init() as comm, torch.no_grad():
+        group = make_group(dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=500)
+        local = batch.local(me.rank)
+        _still_usable(group, me)
+        comm.barrier()
+        if me.rank == 0:
+            with reported(group, PeerLost, "rank 1"):
+                xd.ll_dispatch(group, *local)
+            assert group.mask().tolist() == [0, 1]
+            alone = xd.ll_dispatch(group, *local)
+            alone_routing = [np.where(batch.ids[0] < 4, batch.ids[0], -1), batch.ids[1][:0]]
+            assert alone.counts.tolist() == SlotRouting(alone_routing, EXPERTS, MOST).counts(0)
+            settle(group)
+        comm.barrier()
+        group.mask_set(1 - me.rank, False)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        comm.barrier()
+        group.reset()
+        assert group.mask().tolist() == [0, 0]
+        _still_usable(group, me)
+        assert group.status()["masked"] == ()
+
+
+def test_group_goes_on_without_a_late_rank_which_comes_back():
+    run_ranks(2, _late)
