@@ -1,4 +1,4 @@
-"""The interface of DeepEP 1.2 for its normal (high-throughput) kernels.
+"""The interface of DeepEP 1.2: its normal (high-throughput) kernels and its low-latency ones.
 
 Code written against it changes one import::
 

@@ -4,7 +4,3 @@ ELASTIC_BUFFER = (
     "crossdock.deep_ep has no ElasticBuffer (DeepEP 2) yet: it has DeepEP 1.2's Buffer, whose "
     "dispatch and combine serve the same ranks and batches"
 )
-LOW_LATENCY = (
-    "Crossdock has no low-latency kernels yet: of DeepEP's Buffer it has the normal ones, dispatch "
-    "and combine"
-)

@@ -21,6 +21,7 @@ from ._exchange import HostExchange
 from ._groups import Groups, Lease
 from ._home import Home
 from ._memory import leave_unused
+from ._slot_groups import SlotGroups
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -32,12 +33,14 @@ class Runtime:
         home: communicator, memory and stream, which handles share.
         lane, memory: its stream and its memory.
         exchange: among the hosts.
+        slots: the groups of low-latency operations.
 
     Args:
         rank, num_ranks: the place of this rank.
         all_gather: gathers bytes from all ranks; used here only.
         device: what tensors are on.
         heap_bytes: symmetric memory to begin with.
+        shrink: whether low-latency operations go on when a rank is lost.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Runtime:
         all_gather: AllGather,
         device: torch.device,
         heap_bytes: int,
+        shrink: bool = False,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
@@ -66,6 +70,7 @@ class Runtime:
         self._weight_columns = EqualNumber(self._host, self.exchange)
         self._captured = False  # whether some combine was: its replays are not counted
         self._groups = Groups(self.home)
+        self.slots = SlotGroups(self.home, shrink)
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def _meet(self, all_gather: AllGather, device: torch.device, heap_bytes: int) -> _core.Comm:
@@ -168,6 +173,7 @@ class Runtime:
     def close(self) -> None:
         """Ends all that runs, then leaves: with the last handle. Local: waits for no peer."""
         self._groups.close()
+        self.slots.close()
         self.exchange.close()
         if self._host is not self.home.comm:
             self._host.close()

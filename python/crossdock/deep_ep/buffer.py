@@ -1,9 +1,9 @@
-"""Buffer: expert parallelism through the interface of DeepEP 1.2's normal kernels."""
+"""Buffer: expert parallelism through the interface of DeepEP 1.2."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from ._combine import (
     operations_of,
     pieces_of,
 )
-from ._config import Config, also_named, require_sms
+from ._config import Config, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
 from ._handle import Handle, Routing, routing_of
 from ._lane import LaneWork
 from ._layout import empty_layout, fill_layout
-from ._missing import LOW_LATENCY
+from ._low_latency_calls import LowLatencyCalls
 from ._runtime import AllGather, Runtime
 from .utils import EventHandle, EventOverlap
 
@@ -48,15 +48,11 @@ _Events = tuple[Any, Any, Any]  # previous_event, async_finish, allocate_on_comm
 _Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
-def _no_low_latency(self: Buffer, *args: Any, **kwargs: Any) -> NoReturn:
-    """Does not exist."""
-    raise NotImplementedError(LOW_LATENCY)
-
-
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Dispatches tokens to the ranks of their experts, and combines the results.
 
-    All ranks call `dispatch` and `combine` in the same order, also with T = 0 tokens. On GPUs
+    `dispatch` and `combine` are for many tokens, `low_latency_dispatch` and `low_latency_combine`
+    for few. All ranks call them in the same order, also with T = 0 tokens. On GPUs
     operations run on a stream that the Buffer owns; unless ``async_finish`` is set the caller's
     stream waits for them. W ranks, E experts, K choices per token, H columns; rank r holds experts
     ``r * E/W .. (r + 1) * E/W - 1``. Receive tensors have rows ordered by source rank, then token.
@@ -72,13 +68,14 @@ class Buffer:
         group: torch.distributed group whose members make this Buffer; any backend.
         num_nvl_bytes: symmetric memory to begin with. More is taken when a dispatch needs it.
         num_rdma_bytes: ignored: all ranks are on one host.
-        low_latency_mode: True is refused: the low-latency methods do not exist.
+        low_latency_mode: whether the low-latency methods may be called; the others may as well, in
+            any order.
         num_qps_per_rank: ignored: there is no network.
         allow_nvlink_for_low_latency_mode: ignored.
         allow_mnnvl: ignored: all ranks are on one host.
         use_fabric: ignored: memory is shared by file descriptors.
         explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
-        enable_shrink: True is refused.
+        enable_shrink: low-latency operations go on when a rank is lost, without it.
         comm: mpi4py communicator, instead of `group`.
 
     Attributes:
@@ -89,7 +86,6 @@ class Buffer:
 
     Raises:
         ValueError: neither `group` nor `comm`, or a negative size.
-        NotImplementedError: `low_latency_mode`, `enable_shrink`.
         CrossdockError: ranks could not meet, or share no memory; see ``crossdock.errors``.
     """
 
@@ -110,10 +106,6 @@ class Buffer:
         comm: MPI.Comm | None = None,
     ) -> None:
         self._runtime: Runtime | None = None
-        if low_latency_mode:
-            raise NotImplementedError(f"low_latency_mode: expected False, got True: {LOW_LATENCY}")
-        if enable_shrink:
-            raise NotImplementedError("enable_shrink: Crossdock cannot leave out ranks yet.")
         for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
@@ -132,7 +124,9 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._local: torch.Tensor | None = None
-        self._runtime = Runtime(self.rank, self.group_size, gather, _device(), num_nvl_bytes)
+        self._runtime = Runtime(
+            self.rank, self.group_size, gather, _device(), num_nvl_bytes, enable_shrink
+        )
 
     def destroy(self) -> None:
         """Waits for this rank's operations and leaves. Peers that need this rank later fail.
@@ -188,31 +182,6 @@ class Buffer:
     def get_combine_config(num_ranks: int) -> Config:
         """The config that `combine` uses by default, for any number of ranks."""
         return _default_config(num_ranks)
-
-    @staticmethod
-    @also_named(num_max_dispatch_tokens_per_rank="max_tokens")
-    def get_low_latency_rdma_size_hint(
-        max_tokens: int, hidden: int, num_ranks: int, num_experts: int
-    ) -> int:
-        """Bytes to give as ``num_rdma_bytes``: 0, there are no low-latency operations.
-
-        Args:
-            max_tokens: also by its name in DeepEP, ``num_max_dispatch_tokens_per_rank``.
-            hidden, num_ranks, num_experts: positive.
-
-        Raises:
-            ValueError: a number out of range.
-        """
-        sizes = {
-            "max_tokens": max_tokens,
-            "hidden": hidden,
-            "num_ranks": num_ranks,
-            "num_experts": num_experts,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        return 0
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that operations run on: a ``torch.cuda.Stream``; on the CPU a stand-in."""
@@ -537,21 +506,6 @@ class Buffer:
                 )
             runtime.use(routing.lease)
         return routing
-
-    # ---- Low latency -----------------------------------------------------------------------------
-
-    def clean_low_latency_buffer(
-        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
-    ) -> None:
-        """Does nothing: there is no low-latency buffer that normal operations could have used."""
-        self._live()
-
-    low_latency_dispatch = _no_low_latency
-    low_latency_combine = _no_low_latency
-    get_next_low_latency_combine_buffer = _no_low_latency
-    low_latency_update_mask_buffer = _no_low_latency
-    low_latency_query_mask_buffer = _no_low_latency
-    low_latency_clean_mask_buffer = _no_low_latency
 
 
 def _default_config(num_ranks: int) -> Config:

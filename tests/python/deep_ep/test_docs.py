@@ -58,7 +58,16 @@ def section_of(title: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "method", ["__init__", "get_dispatch_layout", "dispatch", "combine", "get_local_buffer_tensor"]
+    "method",
+    [
+        "__init__",
+        "get_dispatch_layout",
+        "dispatch",
+        "combine",
+        "low_latency_dispatch",
+        "low_latency_combine",
+        "get_local_buffer_tensor",
+    ],
 )
 def test_page_says_what_each_argument_does(method: str) -> None:
     title = {"__init__": "Buffer"}.get(method, method)
@@ -67,9 +76,12 @@ def test_page_says_what_each_argument_does(method: str) -> None:
 
 
 def arguments_in(section: str) -> list[str]:
+    """The names in the first column of the first table."""
+    _, _, tables = section.partition("| Argument |")
+    table = tables.split("\n\n")[0]
     return [
         name
-        for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for line in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", line)
     ]
 
@@ -88,7 +100,7 @@ def test_page_says_what_size_hints_take() -> None:
     named = {(owner, name): re.findall(r"`(\w+)`", arguments) for owner, name, arguments in rows}
     there_are = {}
     for owner in (Buffer, Config):
-        for name in filter(lambda name: name.endswith("size_hint"), vars(owner)):
+        for name in filter(lambda name: name.endswith("size_hint"), dir(owner)):
             parameters = inspect.signature(getattr(owner, name)).parameters
             there_are[owner.__name__, name] = [one for one in parameters if one != "self"]
     assert named == there_are

@@ -33,6 +33,16 @@ SIGNATURES = {
     "topk_weights=None, expert_alignment=1, num_worst_tokens=0, config=None, "
     f"{LAYOUT_TAIL}",
     "combine": f"self, x, handle, topk_weights=None, bias=None, config=None, {LAYOUT_TAIL}",
+    "low_latency_dispatch": "self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+    "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
+    "round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False",
+    "low_latency_combine": "self, x, topk_idx, topk_weights, handle, use_logfmt=False, "
+    "zero_copy=False, async_finish=False, return_recv_hook=False, out=None, "
+    "combine_wait_recv_cost_stats=None",
+    "get_next_low_latency_combine_buffer": "self, handle",
+    "low_latency_update_mask_buffer": "self, rank_to_mask, mask=False",
+    "low_latency_query_mask_buffer": "self, mask_status",
+    "low_latency_clean_mask_buffer": "self",
 }
 
 
@@ -81,23 +91,6 @@ def test_package_has_the_names_that_callers_import() -> None:
     assert deep_ep.topk_idx_t is torch.int64
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "low_latency_dispatch",
-        "low_latency_combine",
-        "get_next_low_latency_combine_buffer",
-        "low_latency_update_mask_buffer",
-        "low_latency_query_mask_buffer",
-        "low_latency_clean_mask_buffer",
-    ],
-)
-def test_low_latency_methods_say_that_they_do_not_exist(name: str) -> None:
-    buffer = Buffer.__new__(Buffer)
-    with pytest.raises(NotImplementedError, match="no low-latency kernels yet: .* dispatch and"):
-        getattr(buffer, name)(1, two=2)
-
-
 def test_config_takes_positions_and_both_kinds_of_names() -> None:
     assert Config() == Config(20, 6, 256, 6, 256)
     assert Config(24, 8, 512, 16, 128) == Config(
@@ -128,10 +121,9 @@ def test_config_refuses_what_cannot_be() -> None:
 def test_size_hints() -> None:
     assert Config(20, 6, 256).get_nvl_buffer_size_hint(14336, 4) == 256 * 4 * 14336
     assert Config().get_rdma_buffer_size_hint(14336, 4) == 0
-    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 4, 256) == 0
     sizes = {"hidden": 7168, "num_ranks": 4, "num_experts": 256}
     for name in ("max_tokens", "num_max_dispatch_tokens_per_rank"):
-        assert Buffer.get_low_latency_rdma_size_hint(**{name: 128}, **sizes) == 0
+        assert Buffer.get_low_latency_rdma_size_hint(**{name: 128}, **sizes) > 0
         with pytest.raises(ValueError, match="max_tokens: expected at least 1, got 0"):
             Buffer.get_low_latency_rdma_size_hint(**{name: 0}, **sizes)
     with pytest.raises(TypeError, match="max_tokens: given twice"):
@@ -182,11 +174,5 @@ def test_buffer_needs_a_group() -> None:
 
 
 def test_refused_arguments_are_refused_before_ranks_meet() -> None:
-    with pytest.raises(
-        NotImplementedError, match="low_latency_mode: expected False, got True: .* no low-latency"
-    ):
-        Buffer(None, low_latency_mode=True)
-    with pytest.raises(NotImplementedError, match="enable_shrink"):
-        Buffer(None, enable_shrink=True)
     with pytest.raises(ValueError, match="num_nvl_bytes: expected at least 0, got -1"):
         Buffer(None, -1)

@@ -1,0 +1,266 @@
+"""The methods of Buffer for few tokens, as in decoding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from crossdock import _core
+from crossdock._core import constants
+
+from ._config import also_named
+from ._low_latency import Hook, SlotHandle, combine, dispatch, slot_routing
+from ._slot_groups import Shape
+from .utils import EventOverlap
+
+if TYPE_CHECKING:
+    from ._runtime import Runtime
+
+_T = TypeVar("_T")
+_Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _names_foreign_arguments(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Names all keywords that a call has too many, as those of a fork of DeepEP."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> _T:
+        foreign = [name for name in options if name not in known]
+        if foreign:
+            raise TypeError(
+                f"{function.__name__}() got unexpected keyword arguments {', '.join(foreign)}: "
+                "DeepEP 1.2 has none of that name, though a fork of it may"
+            )
+        return function(*args, **options)
+
+    return checked
+
+
+class LowLatencyCalls:
+    """The part of Buffer that needs ``low_latency_mode``."""
+
+    rank: int
+    group_size: int
+    low_latency_mode: bool
+    enable_shrink: bool
+    _live: Callable[[], Runtime]
+
+    @staticmethod
+    @also_named(num_max_dispatch_tokens_per_rank="max_tokens")
+    def get_low_latency_rdma_size_hint(
+        max_tokens: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that low-latency operations of such sizes will take on a rank, at most.
+
+        For ``num_rdma_bytes``, which is not read: the first dispatch takes what it needs.
+
+        Args:
+            max_tokens: also by its name in DeepEP, ``num_max_dispatch_tokens_per_rank``.
+            hidden, num_ranks, num_experts: positive.
+
+        Raises:
+            ValueError: a number out of range.
+        """
+        sizes = {
+            "max_tokens": max_tokens,
+            "hidden": hidden,
+            "num_ranks": num_ranks,
+            "num_experts": num_experts,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        shape = Shape(max_tokens, hidden, num_experts, min(num_experts, constants.MAX_TOPK))
+        cuda = torch.cuda.is_available() and _core.feature_available("cuda")
+        device_type = constants.DEVICE_TYPES["cuda" if cuda else "cpu"]
+        memory = _core.group_memory(
+            num_ranks=num_ranks, device_type=device_type, **shape.sizes(mask=False)
+        )
+        return memory["symmetric_bytes"] + memory["private_bytes"]
+
+    @_names_foreign_arguments
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[_Rows, torch.Tensor, SlotHandle, EventOverlap, Hook | None]:
+        """Copies each token's row to a slot of every expert that it has chosen. Collective.
+
+        L = num_experts / W local experts with S = W * num_max_dispatch_tokens_per_rank slots each.
+        Nothing waits for the host. The first call with certain sizes makes memory for them, which
+        takes milliseconds and happens on all ranks together.
+
+        Args:
+            x: [T,H] bfloat16, T up to num_max_dispatch_tokens_per_rank.
+            topk_idx: [T,K] int64; -1 = none, and so are an expert's later mentions in a row.
+            num_max_dispatch_tokens_per_rank: up to 1024; equal on all ranks.
+            num_experts: a multiple of the ranks.
+            cumulative_local_expert_recv_stats: [L] int32, to which the counts are added.
+            dispatch_wait_recv_cost_stats: [W] int64, to which is added how long each source was
+                waited for, in nanoseconds.
+            use_fp8: float8_e4m3fn with a scale per 128 columns; else bfloat16.
+            round_scale: scales are powers of two.
+            use_ue8m0: with `round_scale`: scales are e8m0, four in an int32.
+            async_finish: the operation runs on the Buffer's stream, and the event stands for it.
+            return_recv_hook: only send; calling the hook, once, receives, on its caller's stream.
+                Hooks are called in the order of their dispatches, and two may be outstanding.
+
+        Returns:
+            ``recv_x`` [L,S,H], with `use_fp8` a pair with scales [L,S,H/128] float32 or [L,S,H/512]
+            int32, which lie column by column; ``recv_count`` [L] int32; handle; event; hook, or
+            None. The rows of expert e are the first ``recv_count[e]`` of its slots, by source rank,
+            then token; what is behind them has no meaning.
+
+        Raises:
+            ValueError: a bad argument; ids that are no experts (InvalidArgument, on all ranks).
+        """
+        runtime = self._low_latency("low_latency_dispatch")
+        received, event, hook = dispatch(
+            runtime.checks,
+            runtime.lane,
+            runtime.slots,
+            x,
+            topk_idx,
+            (num_max_dispatch_tokens_per_rank, num_experts),
+            (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
+            (use_fp8, round_scale, use_ue8m0),
+            async_finish,
+            return_recv_hook,
+        )
+        rows: _Rows = received.x
+        if received.scales is not None:
+            rows = (received.x, received.scales)
+        return rows, received.counts, received.handle, event, hook
+
+    @_names_foreign_arguments
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: tuple[Any, ...],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Sums each token's weighted results. Collective; a handle may be combined several times.
+
+        Each rank sums its rows in float32 and rounds once; then the ranks' sums are added likewise.
+
+        Args:
+            x: [L,S,H] bfloat16: the result for each row that dispatch gave.
+            topk_idx: [T,K] int64, as dispatch had it. Not read: the handle knows the routing.
+            topk_weights: [T,K] float32.
+            handle: from that dispatch.
+            use_logfmt: ignored: rows travel as bfloat16, which is more exact.
+            zero_copy: read what `get_next_low_latency_combine_buffer` gave, in place of `x`.
+            async_finish, return_recv_hook: as in `low_latency_dispatch`.
+            out: [T,H] bfloat16 to write; None = a new one.
+            combine_wait_recv_cost_stats: as in `low_latency_dispatch`.
+
+        Returns:
+            ``combined_x`` [T,H], zero for a token that went nowhere; event; hook, or None.
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        runtime = self._low_latency("low_latency_combine")
+        routing = slot_routing(runtime.checks, runtime.slots, handle)
+        return combine(
+            runtime.checks,
+            runtime.lane,
+            routing,
+            x,
+            topk_idx,
+            topk_weights,
+            zero_copy,
+            async_finish,
+            return_recv_hook,
+            out,
+            combine_wait_recv_cost_stats,
+        )
+
+    def get_next_low_latency_combine_buffer(self, handle: object) -> torch.Tensor:
+        """[L,S,H] bfloat16, for the `x` of the next combine with ``zero_copy``. The same each time.
+
+        Combine reads `x` wherever it lies, so this saves nothing over a tensor of the caller's. The
+        current stream may write to it at once: it waits for what still reads it.
+        """
+        runtime = self._low_latency("get_next_low_latency_combine_buffer")
+        return slot_routing(runtime.checks, runtime.slots, handle).group.combine_buffer()
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing needs cleaning, so this does nothing but with ``enable_shrink``.
+
+        There it is collective, brings the ranks that are not masked back into step, and forgets
+        what is between dispatch and its hook: a rank that was unmasked on all sides can go on.
+        """
+        runtime = self._live()
+        if self.enable_shrink:
+            runtime.slots.reset(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leaves out a rank from the next operation on, or no longer. Local.
+
+        Raises:
+            ValueError: the own rank, no rank, or a Buffer without ``enable_shrink``.
+        """
+        runtime = self._shrinking("low_latency_update_mask_buffer")
+        checks = runtime.checks
+        if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
+            expected = f"a rank from 0 to {self.group_size - 1}, and not this one"
+            checks.fail("rank_to_mask", expected, rank_to_mask)
+        runtime.slots.set_mask(rank_to_mask, bool(mask))
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Writes 1 for each rank that is left out, by the caller or because it was lost; else 0.
+
+        Args:
+            mask_status: [W] int32.
+
+        Raises:
+            ValueError: another tensor, or a Buffer without ``enable_shrink``.
+        """
+        runtime = self._shrinking("low_latency_query_mask_buffer")
+        runtime.checks.tensor(mask_status, "mask_status", (self.group_size,), (torch.int32,))
+        runtime.slots.read_mask(mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """No rank is left out any more, in this rank's view. Local.
+
+        Raises:
+            ValueError: a Buffer without ``enable_shrink``.
+        """
+        runtime = self._shrinking("low_latency_clean_mask_buffer")
+        for rank in range(self.group_size):
+            if rank != self.rank:
+                runtime.slots.set_mask(rank, False)
+
+    def _low_latency(self, method: str) -> Runtime:
+        if not self.low_latency_mode:
+            raise ValueError(f"low_latency_mode: expected True for {method}(), got False")
+        return self._live()
+
+    def _shrinking(self, method: str) -> Runtime:
+        if not self.enable_shrink:
+            raise ValueError(f"enable_shrink: expected True for {method}(), got False")
+        return self._low_latency(method)

@@ -1,0 +1,248 @@
+"""Groups of a Buffer's low-latency operations, and which ranks they leave out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from crossdock import _core
+from crossdock._core import constants
+from crossdock.errors import CrossdockError, PeerLost, from_status
+from crossdock.torch import _calls
+from crossdock.torch._calls import capture_id, current_stream, is_capturing, spec
+
+from ._home import Home
+
+_BFLOAT16 = _calls.DTYPE_CODES[torch.bfloat16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What all ranks' calls have alike: a group serves one of them."""
+
+    max_tokens: int  # num_max_dispatch_tokens_per_rank
+    hidden: int
+    experts: int
+    topk: int
+
+    def sizes(self, mask: bool) -> dict[str, int]:
+        """The fields of ``xd_ep_config``."""
+        return {
+            "num_experts": self.experts,
+            "max_topk": self.topk,
+            "max_tokens_per_rank": self.max_tokens,
+            "hidden": self.hidden,
+            "dtype": _BFLOAT16,
+            "layout": constants.LAYOUTS["expert_slots"],
+            "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
+            "on_peer_loss": constants.PEER_LOSSES["mask" if mask else "fatal"],
+        }
+
+
+class SlotGroup:
+    """A group of low-latency operations. Making one is collective.
+
+    Attributes:
+        shape: what it serves.
+        core: the ``crossdock._core.Group``.
+        local_experts, num_slots: L and S.
+        plan_bytes: bytes of a plan.
+        device: what tensors are on.
+    """
+
+    def __init__(self, home: Home, shape: Shape, mask: bool) -> None:
+        comm, sizes = home.comm, shape.sizes(mask)
+        self.shape = shape
+        self.device = home.device
+        self.num_ranks = comm.num_ranks
+        self.local_experts = shape.experts // comm.num_ranks
+        self.core = _core.Group(comm, **sizes)
+        self.num_slots = _core.recv_bound(num_ranks=comm.num_ranks, **sizes)
+        self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **sizes)
+        self._rank = comm.rank
+        self._mask = mask
+        self._last_stream: torch.cuda.Stream | None = None  # of the latest operation,
+        self._last_capture = 0  # and the capture that it is part of
+        self._errors = 0  # that operations had met at the last look
+        self._combine_buffer: torch.Tensor | None = None
+        self.close = weakref.finalize(self, _close, self.core, home.device)
+
+    def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Runs a function of ``_calls`` on the current stream, behind the operations so far.
+
+        A group that leaves out lost ranks goes on when one is lost, and says nothing of it.
+        """
+        self.follow()
+        try:
+            call(self.core, *args, **options)
+        except PeerLost as error:
+            if error.fatal or not self._mask:
+                raise
+
+    def follow(self) -> None:
+        """Lets the current stream wait for the operations so far."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        capture = capture_id(self.device, stream.cuda_stream)
+        last = self._last_stream
+        # What lies outside of a capture, or in another one, is over before its replays begin.
+        if last is not None and last != stream and capture == self._last_capture:
+            stream.wait_stream(last)
+        self._last_stream, self._last_capture = stream, capture
+
+    def check(self) -> None:
+        """Raises what operations on the GPU have met since the last look; on the CPU they raise.
+
+        The loss of a rank that is left out is no error.
+        """
+        if self.device.type != "cuda" or is_capturing(self.device):
+            return
+        errors = self.core.errors()
+        if errors == self._errors:
+            return
+        self._errors = errors
+        status = self.core.status()
+        if status["status"] not in ("XD_SUCCESS", "XD_ERROR_PEER_LOST"):
+            raise from_status(status, self._rank)
+
+    def join_failed(self, operation: int, text: str) -> None:
+        """Takes this rank's turn with a mistake, of which the peers hear."""
+        if is_capturing(self.device):
+            return  # what is not captured is never run, here or by the peers
+        self.follow()
+        with contextlib.suppress(CrossdockError):  # this gives the text again
+            self.core.join_failed(operation, text, current_stream(self.device))
+
+    def combine_buffer(self) -> torch.Tensor:
+        """[L,S,H] bfloat16, the same each time; the current stream may write to it.
+
+        One is enough: a combine has read it when it, or its first half, has ended, and the current
+        stream waits for that.
+        """
+        if self._combine_buffer is None:
+            self._combine_buffer = torch.empty(
+                self.local_experts,
+                self.num_slots,
+                self.shape.hidden,
+                dtype=torch.bfloat16,
+                device=self.device,
+            )
+        self.follow()
+        return self._combine_buffer
+
+    def add_mask(self, status: torch.Tensor) -> None:
+        """Sets the elements of status, [W] int32, of the ranks that this group leaves out."""
+        mask = torch.empty_like(status)
+        self.core.ll_mask_get(spec(mask), current_stream(self.device))
+        torch.maximum(status, mask, out=status)
+
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Leaves out a rank, or no longer."""
+        self.core.ll_mask_set(rank, int(masked), current_stream(self.device))
+
+    def reset(self) -> None:
+        """Waits for the ranks that are not left out, and clears what is under way. Collective."""
+        self.run(lambda core: core.ll_reset(current_stream(self.device)))
+
+
+# Groups that were let go of during the capture of a CUDA graph, when nothing may wait for the
+# device: they are freed with the process.
+_left_by_captures: list[_core.Group] = []
+
+
+def _close(core: _core.Group, device: torch.device) -> None:
+    if is_capturing(device):
+        _left_by_captures.append(core)
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # operations run on the caller's streams
+    core.close()
+
+
+class SlotGroups:
+    """The low-latency groups of a Buffer, one for each shape of its calls.
+
+    Args:
+        home: whose communicator they are on.
+        mask: whether the loss of a rank leaves the others going.
+    """
+
+    def __init__(self, home: Home, mask: bool) -> None:
+        self._home = home
+        self._mask = mask
+        self._groups: dict[Shape, SlotGroup] = {}
+        self._latest: SlotGroup | None = None
+        self._masked: set[int] = set()  # by the caller, before there was a group
+
+    def of(self, shape: Shape) -> SlotGroup:
+        """The group that serves the shape. Collective, blocking, if it has to be made.
+
+        Raises:
+            ValueError: it has to be made, and a CUDA graph is being captured.
+        """
+        group = self._groups.get(shape)
+        if group is None:
+            if is_capturing(self._home.device):
+                raise ValueError(
+                    "low_latency_dispatch: expected sizes that have been used before, in a capture "
+                    f"of a CUDA graph, which can make no group; got {shape}"
+                )
+            group = self._groups[shape] = SlotGroup(self._home, shape, self._mask)
+            for rank in self._masked:
+                group.set_mask(rank, True)
+        self._latest = group
+        return group
+
+    def has(self, group: SlotGroup) -> bool:
+        """Whether it is one of these."""
+        return self._groups.get(group.shape) is group
+
+    def refuse_dispatch(self, shape: Shape | None, text: str) -> None:
+        """Tells the peers that this rank's dispatch is bad.
+
+        Args:
+            shape: of the call; None = unknown. Peers are taken to have that of the call before.
+            text: what is bad.
+        """
+        group = self._latest if shape is None else self._groups.get(shape)
+        if group is not None:
+            group.join_failed(constants.LL_DISPATCH, text)
+        elif not is_capturing(self._home.device):
+            # The peers are about to make a group.
+            bad = Shape(-1, 1, 1, 1).sizes(self._mask)
+            with contextlib.suppress(CrossdockError):
+                _core.Group(self._home.comm, **bad)
+
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Leaves out a rank in all groups, those to come included; or no longer."""
+        for group in self._groups.values():
+            group.set_mask(rank, masked)
+        if not self._groups:
+            (self._masked.add if masked else self._masked.discard)(rank)
+
+    def read_mask(self, status: torch.Tensor) -> None:
+        """status, [W] int32, = 1 for each rank that some group leaves out."""
+        status.zero_()
+        for group in self._groups.values():
+            group.add_mask(status)
+        for rank in self._masked if not self._groups else ():
+            status[rank] = 1
+
+    def reset(self, max_tokens: int, hidden: int, experts: int) -> None:
+        """Clears the groups of such sizes. Collective over the ranks that are not left out."""
+        for shape, group in self._groups.items():
+            if (shape.max_tokens, shape.hidden, shape.experts) == (max_tokens, hidden, experts):
+                group.reset()
+
+    def close(self) -> None:
+        """Closes all groups."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self._latest = None
