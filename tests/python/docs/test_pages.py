@@ -80,6 +80,12 @@ def test_torch_mesh(way):
     assert len(learned) == 4 and all(float(last) < 0.8 * float(first) for first, last in learned)
 
 
+def test_decode_moe():
+    pytest.importorskip("torch")
+    said = run(*TORCHRUN, str(ROOT / "examples/torch/decode_moe.py"))
+    assert said.count("24 steps agree with one process") == 2
+
+
 # Inductor takes long, and is tested with crossdock.torch.
 @pytest.mark.parametrize(
     "program, arguments, said",
