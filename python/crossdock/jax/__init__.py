@@ -28,6 +28,18 @@ except ImportError as error:
     ) from error
 
 from ._config import EpConfig
+from ._low_latency import (
+    SentCombine,
+    SentDispatch,
+    SlotPlan,
+    Slots,
+    ll_combine,
+    ll_combine_receive,
+    ll_combine_send,
+    ll_dispatch,
+    ll_dispatch_receive,
+    ll_dispatch_send,
+)
 from ._mesh import EpMesh, init
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._plan import Dispatched, EpPlan
@@ -42,9 +54,19 @@ __all__ = [
     "MoEOutput",
     "MoEParams",
     "QuantisedRows",
+    "SentCombine",
+    "SentDispatch",
+    "SlotPlan",
+    "Slots",
     "ep_combine",
     "ep_dispatch",
     "ep_prepare",
     "init",
+    "ll_combine",
+    "ll_combine_receive",
+    "ll_combine_send",
+    "ll_dispatch",
+    "ll_dispatch_receive",
+    "ll_dispatch_send",
     "moe_layer",
 ]

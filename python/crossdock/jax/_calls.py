@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossdock._core import constants
 from crossdock._dtypes import numpy_dtype
 
 from ._quantised import ELEMENT
@@ -23,7 +24,17 @@ if TYPE_CHECKING:
 
     from ._group import EpGroup
 
-__all__ = ["combine", "combine_bwd", "dispatch", "dispatch_bwd", "prepare", "uniform", "varying"]
+__all__ = [
+    "combine",
+    "combine_bwd",
+    "dispatch",
+    "dispatch_bwd",
+    "ll_combine",
+    "ll_dispatch",
+    "prepare",
+    "uniform",
+    "varying",
+]
 
 Array: TypeAlias = jax.Array
 _Given = TypeVar("_Given", bound=jax.Array | None)
@@ -147,6 +158,64 @@ def combine_bwd(
     return _call("combine_bwd", group, inputs, outputs, order, names)
 
 
+def ll_dispatch(
+    group: EpGroup,
+    way: QuantiseWay | None,
+    phase: int,
+    columns: int,
+    dtype: Any,
+    tokens: Array | None,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    order: Array,
+) -> tuple[Array | None, ...]:
+    """-> plan, recv_tokens, recv_scales, counts, order; after a first half order alone.
+
+    Args:
+        columns, dtype: of the tokens that are sent, which a second half is not given.
+    """
+    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    inputs = {name: _rows(array) for name, array in given.items() if array is not None}
+    outputs: _Results = {}
+    if phase != _SEND:
+        local, slots = group.config.num_experts // group.place.num_ranks, group.rows
+        outputs["plan"] = ((group.plan_bytes,), np.uint8)
+        outputs["recv_tokens"] = ((local, slots, columns), dtype if way is None else ELEMENT)
+        if way is not None:
+            shape = (local, slots, columns // way.block)
+            outputs["recv_scales"] = (shape, numpy_dtype(way.scale))
+        outputs["counts"] = ((local,), np.int32)
+    names = () if phase == _SEND else ("plan", "recv_tokens", "recv_scales", "counts")
+    return _call("ll_dispatch", group, inputs, outputs, order, names, way=way, phase=phase)
+
+
+def ll_combine(
+    group: EpGroup,
+    shape: tuple[int, ...],
+    phase: int,
+    columns: int,
+    dtype: Any,
+    plan: Array,
+    expert_out: Array | None,
+    topk_weights: Array | None,
+    order: Array,
+) -> tuple[Array, ...]:
+    """-> out ``[*shape, H]``, order; after a first half order alone."""
+    inputs = {"plan": plan}
+    if expert_out is not None:
+        inputs["expert_out"] = expert_out
+    if topk_weights is not None:
+        inputs["topk_weights"] = _rows(topk_weights)
+    if phase == _SEND:
+        return _call("ll_combine", group, inputs, {}, order, phase=phase)
+    outputs: _Results = {"out": ((math.prod(shape), columns), dtype)}
+    out, order = _call("ll_combine", group, inputs, outputs, order, phase=phase)
+    return out.reshape(*shape, columns), order
+
+
+_SEND = constants.PHASES["send"]
+
+
 def uniform(*arrays: _Given) -> tuple[_Given, ...]:
     """The arrays, all as varying over the mesh axes over which any of them varies."""
     axes = frozenset().union(*(varying(array) for array in arrays if array is not None))
@@ -178,6 +247,7 @@ def _call(
     names: tuple[str, ...] = (),
     alignment: int = 0,
     way: QuantiseWay | None = None,
+    phase: int = 0,
 ) -> tuple[Any, ...]:
     """Runs one operation.
 
@@ -186,6 +256,7 @@ def _call(
         names: of the results, those that are not in `outputs` as None; () = all outputs.
         alignment: of the plan that prepare makes.
         way: in which rows are quantised.
+        phase: of an operation for few tokens, one of ``constants.PHASES``.
 
     Returns:
         The results, and the order. The order is only passed through: it is one buffer before and
@@ -209,6 +280,7 @@ def _call(
         arguments=" ".join([*inputs, "order"]),
         results=" ".join([*outputs, "order"]),
         alignment=np.int64(alignment),
+        phase=np.int64(phase),
     )
     by_name = dict(zip(outputs, found))
     return (*(by_name.get(name) for name in names or outputs), order)

@@ -23,7 +23,15 @@ from ._plan import Dispatched, EpPlan
 from ._quantised import ELEMENT, QuantisedRows
 from ._where import check_layout, local_shape, on_ranks
 
-__all__ = ["ep_combine", "ep_dispatch", "ep_prepare"]
+__all__ = [
+    "check_payload",
+    "check_weights",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_prepare",
+    "first_order",
+    "order_of",
+]
 
 Array: TypeAlias = jax.Array
 _X = TypeVar("_X", bound=jax.Array | QuantisedRows)
@@ -73,6 +81,8 @@ def ep_prepare(
             expert ids out of range or repeated in a row, OUT_OF_RANGE for more rows than some
             capacity, FAILED_PRECONDITION where ranks disagree. On GPUs `EpMesh.check` raises these.
     """
+    if config.layout == "expert_slots":
+        raise ValueError("config.layout: expected one with plans, got 'expert_slots': ll_dispatch")
     group = (current_mesh() if mesh is None else mesh).group(config)
     topk_idx = jnp.asarray(topk_idx)
     if topk_idx.dtype not in (np.int32, np.int64):
@@ -94,7 +104,10 @@ def ep_prepare(
             f"got {alignment}"
         )
     site = _Site(group, shape, topk_idx.shape[-1])
-    order = _first_order(site, topk_idx) if after is None else _order_of(site, after)
+    if after is None:
+        order = first_order(group, shape, topk_idx)
+    else:
+        order = order_of(group, after.order if isinstance(after, EpPlan) else after)
     arrays = _prepare(site, alignment, *_calls.uniform(topk_idx, order))
     data, counts, padded_counts, offsets, total, rank_rows, order = arrays
     return EpPlan(data, counts, padded_counts, offsets, total, rank_rows, order, *site)
@@ -143,7 +156,7 @@ def ep_dispatch(
     site, way = _site(plan), quantise_way(quantise)
     scales = jnp.asarray(tokens.scales) if isinstance(tokens, QuantisedRows) else None
     tokens = jnp.asarray(tokens.elements if isinstance(tokens, QuantisedRows) else tokens)
-    _check_payload("tokens", tokens, site.group.config, _NARROW)
+    check_payload("tokens", tokens, site.group.config, _NARROW)
     _check_batch(site, "tokens", tokens, None)
     if way is not None and (tokens.dtype != jnp.bfloat16 or tokens.shape[-1] % way.block):
         raise ValueError(
@@ -160,7 +173,7 @@ def ep_dispatch(
         _check_batch(site, "tokens.scales", scales, None)
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights)
-        _check_weights("topk_weights", topk_weights)
+        check_weights("topk_weights", topk_weights)
         _check_batch(site, "topk_weights", topk_weights, site.topk)
     arrays = _calls.uniform(plan.data, tokens, scales, topk_weights, plan.order)
     received, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
@@ -192,7 +205,7 @@ def ep_combine(
     site = _site(plan)
     config, place = site.group.config, site.group.place
     expert_out = jnp.asarray(expert_out)
-    _check_payload("expert_out", expert_out, config)
+    check_payload("expert_out", expert_out, config)
     check_layout(place, "expert_out", expert_out)
     rows = local_shape(place, "expert_out", expert_out.shape[:1])
     if expert_out.ndim != 2 or rows != (site.group.rows,):
@@ -201,7 +214,7 @@ def ep_combine(
         )
     if weights is not None:
         weights = jnp.asarray(weights)
-        _check_weights("weights", weights)
+        check_weights("weights", weights)
         check_layout(place, "weights", weights)
         if config.rank_major:
             raise ValueError("weights: expected None in rank_major, whose rows are summed already")
@@ -316,9 +329,10 @@ def _site(plan: EpPlan) -> _Site:
     return _Site(plan.group, plan.shape, plan.topk)
 
 
-def _order_of(site: _Site, after: EpPlan | Array) -> Array:
-    order = jnp.asarray(after.order if isinstance(after, EpPlan) else after)
-    local = local_shape(site.group.place, "after", order.shape)
+def order_of(group: EpGroup, after: Array) -> Array:
+    """The argument `after`, if it is an order."""
+    order = jnp.asarray(after)
+    local = local_shape(group.place, "after", order.shape)
     if order.dtype != np.float32 or local != (1,):
         raise ValueError(
             "after: expected a plan or an order, which is float32 of shape (1,) on a rank; got "
@@ -327,13 +341,17 @@ def _order_of(site: _Site, after: EpPlan | Array) -> Array:
     return order
 
 
-def _first_order(site: _Site, topk_idx: Array) -> Array:
-    """One element for each rank."""
-    parts = topk_idx.shape[0] // site.shape[0] if site.shape[0] else 1
+def first_order(group: EpGroup, shape: tuple[int, ...], topk_idx: Array) -> Array:
+    """The order that nothing comes before: one element for each rank.
+
+    Args:
+        shape: leading dimensions of one rank's part of topk_idx.
+    """
+    parts = topk_idx.shape[0] // shape[0] if shape[0] else 1
     order = jnp.zeros((parts,), np.float32)
     kinds = jax.sharding.get_abstract_mesh().axis_types
     if jax.sharding.AxisType.Explicit in kinds:  # where layouts are part of types
-        order = jax.sharding.reshard(order, PartitionSpec(site.group.place.batch_axes))
+        order = jax.sharding.reshard(order, PartitionSpec(group.place.batch_axes))
     return order
 
 
@@ -343,10 +361,14 @@ _NARROW = tuple(np.dtype(dtype) for dtype in (ELEMENT, jnp.float8_e5m2, np.int8,
 _SCALES = tuple(np.dtype(dtype) for dtype in (np.float32, jnp.float8_e8m0fnu, np.uint8))
 
 
-def _check_payload(
+def check_payload(
     argument: str, array: Array, config: EpConfig, others: tuple[np.dtype, ...] = ()
 ) -> None:
-    """`others`: dtypes that are allowed beside those that have gradients."""
+    """Refuses rows that a group of this config does not take.
+
+    Args:
+        others: dtypes that are allowed beside those that have gradients.
+    """
     if array.dtype not in _WIDE + others:
         more = ", or 8-bit elements" if others else ""
         raise TypeError(
@@ -365,7 +387,8 @@ def _check_payload(
         )
 
 
-def _check_weights(argument: str, array: Array) -> None:
+def check_weights(argument: str, array: Array) -> None:
+    """Refuses weights of another dtype than float32."""
     if array.dtype != np.float32:
         raise TypeError(
             f"{argument}: expected float32, got {array.dtype}: cast with .astype(jnp.float32)"

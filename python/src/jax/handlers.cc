@@ -36,6 +36,7 @@ struct Call {
   std::vector<std::string> results;
   std::int32_t alignment = 0;  // alignment of the plan that prepare makes
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+  xd_ep_phase phase = XD_EP_PHASE_BOTH;
 };
 template <Platform platform>
 ffi::TypeId Call<platform>::id = {};
@@ -99,13 +100,14 @@ std::shared_ptr<Group> group_for(std::int64_t number, std::string_view config) {
 template <Platform platform>
 ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(
     std::int64_t group, std::string_view config, std::int64_t quantise, std::string_view arguments,
-    std::string_view results, std::int64_t alignment) {
+    std::string_view results, std::int64_t alignment, std::int64_t phase) {
   try {
     auto call = std::make_unique<Call<platform>>();
     call->arguments = words(arguments);
     call->results = words(results);
     call->alignment = static_cast<std::int32_t>(alignment);
     call->quantise = static_cast<xd_ep_quantise>(quantise);
+    call->phase = static_cast<xd_ep_phase>(phase);
     call->group = group_for(group, config);
     return call;
   } catch (const Problem& problem) {
@@ -146,10 +148,12 @@ Group::Member& member_of(const Call<platform>& call, int ordinal) {
   return *member;
 }
 
-// Runs the operation, or, with a problem that the peers cannot see, fails it on all ranks.
+// Runs the operation, or, with a problem that the peers cannot see, fails it on all ranks. A second
+// half has no peers that wait for it.
 std::optional<Problem> run_or_fail(xd_ep_operation operation, xd_ep_group* group,
                                    const Operands& operands, const std::optional<Problem>& problem,
                                    xd_stream stream) {
+  if (problem && operands.phase() == XD_EP_PHASE_RECEIVE) return problem;
   const xd_status status = problem
                                ? xd_ep_join_failed(group, operation, problem->text.c_str(), stream)
                                : run(operation, group, operands, stream);
@@ -161,7 +165,7 @@ ffi::Error on_cuda(xd_stream stream, int ordinal, Call<Platform::cuda>* call,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    Operands operands(member.device, call->alignment, call->quantise);
+    Operands operands(member.device, call->alignment, call->quantise, call->phase);
     const auto bad = add_all(operands, call->arguments, call->results, args, rets);
     const auto problem = run_or_fail(operation, member.group, operands, bad, stream);
     return problem ? error_of(*problem) : ffi::Error::Success();
@@ -185,7 +189,8 @@ ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs ar
                    ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    auto operands = std::make_shared<Operands>(member.device, call->alignment, call->quantise);
+    auto operands =
+        std::make_shared<Operands>(member.device, call->alignment, call->quantise, call->phase);
     auto bad = add_all(*operands, call->arguments, call->results, args, rets);
     ffi::Promise promise;
     ffi::Future future(promise);
@@ -218,7 +223,8 @@ auto bind_instantiate() {
       .Attr<std::int64_t>("quantise")
       .Attr<std::string_view>("arguments")
       .Attr<std::string_view>("results")
-      .Attr<std::int64_t>("alignment");
+      .Attr<std::int64_t>("alignment")
+      .Attr<std::int64_t>("phase");
 }
 
 template <Platform platform>
@@ -276,6 +282,8 @@ nb::dict registration() {
   targets["crossdock_ep_combine"] = target<platform, XD_EP_COMBINE>();
   targets["crossdock_ep_dispatch_bwd"] = target<platform, XD_EP_DISPATCH_BWD>();
   targets["crossdock_ep_combine_bwd"] = target<platform, XD_EP_COMBINE_BWD>();
+  targets["crossdock_ep_ll_dispatch"] = target<platform, XD_EP_LL_DISPATCH>();
+  targets["crossdock_ep_ll_combine"] = target<platform, XD_EP_LL_COMBINE>();
   nb::dict type;
   type["type_id"] = nb::capsule(&Call<platform>::id);
   type["type_info"] = nb::capsule(&Call<platform>::info);

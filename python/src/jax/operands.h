@@ -1,4 +1,5 @@
-// The arguments of one call by their names in crossdock/ep.h: buffers, and two numbers.
+// The arguments of one call by their names in crossdock/ep.h and low_latency.h: buffers, and three
+// numbers.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -21,9 +22,9 @@ namespace xdjax {
 class Operands {
  public:
   // `alignment` is that of the plan that prepare makes, and `quantise` the way in which dispatch
-  // quantises.
-  Operands(DLDevice device, std::int32_t alignment, xd_ep_quantise quantise)
-      : device_(device), alignment_(alignment), quantise_(quantise) {}
+  // quantises; `phase` is the half of an operation of low_latency.h.
+  Operands(DLDevice device, std::int32_t alignment, xd_ep_quantise quantise, xd_ep_phase phase)
+      : device_(device), alignment_(alignment), quantise_(quantise), phase_(phase) {}
 
   // Returns a problem for a type or a number of dimensions that the library does not have.
   std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
@@ -35,6 +36,7 @@ class Operands {
   [[nodiscard]] void* data(std::string_view name) const;
   [[nodiscard]] std::size_t bytes(std::string_view name) const;
   [[nodiscard]] xd_ep_quantise quantise() const { return quantise_; }
+  [[nodiscard]] xd_ep_phase phase() const { return phase_; }
 
  private:
   static constexpr std::size_t max_dims = 4;
@@ -47,6 +49,7 @@ class Operands {
   DLDevice device_;
   std::int32_t alignment_;
   xd_ep_quantise quantise_;
+  xd_ep_phase phase_;
   std::vector<std::unique_ptr<Item>> items_;  // tensors point into their items
 };
 

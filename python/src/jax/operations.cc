@@ -65,6 +65,32 @@ xd_status combine_bwd(xd_ep_group* group, const Operands& operands, xd_stream st
   return xd_ep_combine_bwd(group, &args, stream);
 }
 
+xd_status ll_dispatch(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+  xd_ep_ll_dispatch_args args XD_EP_LL_DISPATCH_ARGS_INIT;
+  args.phase = operands.phase();
+  args.tokens = operands.find("tokens");
+  args.topk_idx = operands.find("topk_idx");
+  args.topk_weights = operands.find("topk_weights");
+  args.quantise = operands.quantise();
+  args.plan = operands.data("plan");
+  args.plan_bytes = operands.bytes("plan");
+  args.recv_tokens = operands.find("recv_tokens");
+  args.recv_scales = operands.find("recv_scales");
+  args.counts = operands.find("counts");
+  return xd_ep_ll_dispatch(group, &args, stream);
+}
+
+xd_status ll_combine(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+  xd_ep_ll_combine_args args XD_EP_LL_COMBINE_ARGS_INIT;
+  args.phase = operands.phase();
+  args.plan = operands.data("plan");
+  args.plan_bytes = operands.bytes("plan");
+  args.expert_out = operands.find("expert_out");
+  args.topk_weights = operands.find("topk_weights");
+  args.out = operands.find("out");
+  return xd_ep_ll_combine(group, &args, stream);
+}
+
 }  // namespace
 
 xd_status run(xd_ep_operation operation, xd_ep_group* group, const Operands& operands,
@@ -80,6 +106,12 @@ xd_status run(xd_ep_operation operation, xd_ep_group* group, const Operands& ope
       return dispatch_bwd(group, operands, stream);
     case XD_EP_COMBINE_BWD:
       return combine_bwd(group, operands, stream);
+    case XD_EP_LL_DISPATCH:
+      return ll_dispatch(group, operands, stream);
+    case XD_EP_LL_COMBINE:
+      return ll_combine(group, operands, stream);
+    case XD_EP_LL_RESET:
+      break;
   }
   return XD_ERROR_INTERNAL;
 }

@@ -1,4 +1,4 @@
-// The operations of crossdock/ep.h on buffers that have their names.
+// The operations of crossdock/ep.h and low_latency.h on buffers that have their names.
 #pragma once
 
 #include <crossdock/crossdock.h>

@@ -80,6 +80,10 @@ def test_operations_of_the_documentation():
     assert "gradients as expected" in run(str(EXAMPLES / "operations.py"))
 
 
+def test_decode() -> None:
+    assert "three steps as expected" in run(str(EXAMPLES / "decode.py"))
+
+
 def test_program_of_the_documentation_learns():
     losses = re.findall(r"step \d+  loss (\S+)", run(str(EXAMPLES / "quickstart.py")))
     assert len(losses) == 4 and float(losses[-1]) < 0.7 * float(losses[0])

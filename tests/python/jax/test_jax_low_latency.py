@@ -1,0 +1,203 @@
+"""ll_dispatch and ll_combine on every rank against the plain definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import crossdock.jax as xd
+from jax_support import RANKS, World, equal, everywhere, routing, run, whole
+from reference import quantised
+from slots import SlotRouting, factors
+
+EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 16, 6
+
+
+def config_of(hidden: int = HIDDEN, **options: Any) -> xd.EpConfig:
+    return xd.EpConfig(
+        num_experts=EXPERTS,
+        hidden=hidden,
+        max_topk=TOPK,
+        max_tokens_per_rank=TOKENS,
+        layout="expert_slots",
+        **options,
+    )
+
+
+class Batch:
+    """Inputs of all ranks."""
+
+    def __init__(self, world: World, seed: int, dtype: Any = np.float32, hidden: int = HIDDEN):
+        rng = np.random.default_rng(seed)
+        self.ids = routing(seed, TOKENS, EXPERTS, TOPK, "uniform")
+        self.x = whole(rng, TOKENS, hidden, dtype=dtype)
+        self.weights = whole(rng, TOKENS, TOPK)
+        self.routing = SlotRouting(self.ids, EXPERTS, TOKENS)
+        self.arrays = tuple(world.put(part) for part in (self.x, self.ids, self.weights))
+
+    def check(self, world: World, slots: xd.Slots) -> None:
+        equal(world.parts(slots.counts), lambda rank: np.int32(self.routing.counts(rank)))
+        self.check_rows(world.parts(slots.tokens), self.x)
+
+    def check_rows(self, parts: dict[int, np.ndarray], per_token: list[np.ndarray]) -> None:
+        rows = {rank: self.routing.in_rows(rank, part) for rank, part in parts.items()}
+        equal(rows, lambda rank: self.routing.dispatch(rank, per_token))
+
+    def check_sums(self, world: World, out: jax.Array, weighted: bool = True) -> None:
+        weights = self.weights if weighted else None
+        equal(world.parts(out), lambda rank: self.routing.sums(rank, self.x, weights))
+
+
+def experts(slots: xd.Slots) -> jax.Array:
+    """The model's experts on one rank's slots: local expert e multiplies by e + 1."""
+    tokens = slots.tokens
+    return tokens * factors(EXPERTS // RANKS).astype(tokens.dtype)
+
+
+def round_trip(world: World, dtype: str) -> None:
+    config = config_of(dtype=dtype)
+    batch = Batch(world, 61, dtype)
+
+    def trip(x, ids, weights):
+        slots = xd.ll_dispatch(config, x, ids, weights)
+        out, plan = xd.ll_combine(slots.plan, experts(slots))
+        plain = xd.ll_dispatch(config, x, ids, after=plan)
+        other, plan = xd.ll_combine(plain.plan, experts(plain))
+        given, _ = xd.ll_combine(plan, experts(plain), weights)
+        return slots, out, other, given
+
+    slots, out, other, given = world.on_ranks(trip)(*batch.arrays)
+    batch.check(world, slots)
+    batch.check_sums(world, out)
+    batch.check_sums(world, other, weighted=False)
+    batch.check_sums(world, given)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_element_equals_the_definition(where: str, dtype: str) -> None:
+    run(where, round_trip, dtype)
+
+
+def halves(world: World) -> None:
+    """Two batches, interleaved; several steps in one program."""
+    config = config_of(dtype=np.float32)
+    batches = [Batch(world, 63), Batch(world, 64)]
+
+    def step(first, second):
+        one = xd.ll_dispatch_send(config, *first)
+        other = xd.ll_dispatch_send(config, *second, after=one)
+        one = xd.ll_dispatch_receive(one, after=other)
+        other = xd.ll_dispatch_receive(other, after=one.plan)
+        slots = one, other
+        one = xd.ll_combine_send(one.plan, experts(one), after=other.plan)
+        other = xd.ll_combine_send(other.plan, experts(other), after=one)
+        first_out, plan = xd.ll_combine_receive(one, after=other)
+        second_out, _ = xd.ll_combine_receive(other, after=plan)
+        return slots, (first_out, second_out)
+
+    compiled = world.on_ranks(step)
+    for _ in range(3):
+        slots, sums = compiled(*(batch.arrays for batch in batches))
+        for batch, found, out in zip(batches, slots, sums):
+            batch.check(world, found)
+            batch.check_sums(world, out)
+
+
+@everywhere
+def test_halves_of_two_batches_interleave(where: str) -> None:
+    run(where, halves)
+
+
+def global_arrays(world: World) -> None:
+    """Outside shard_map, eagerly and jitted."""
+    config = config_of(dtype=np.float32)
+    batch = Batch(world, 65)
+
+    def trip(x, ids, weights):
+        slots = xd.ll_dispatch(config, x, ids, weights)
+        scale = jnp.tile(factors(EXPERTS // RANKS), (RANKS, 1, 1)).astype(np.float32)
+        scale = jax.lax.with_sharding_constraint(scale, slots.tokens.sharding) if eager else scale
+        rows = slots.tokens * (scale if eager else 1)
+        return slots, xd.ll_combine(slots.plan, rows)[0]
+
+    eager = True
+    slots, out = trip(*batch.arrays)
+    batch.check(world, slots)
+    batch.check_sums(world, out)
+    eager = False
+    slots, _ = jax.jit(trip)(*batch.arrays)
+    batch.check(world, slots)
+
+
+def test_global_arrays() -> None:
+    run("devices", global_arrays)
+
+
+def fp8(world: World) -> None:
+    config = config_of(256)
+    batch = Batch(world, 66, "bfloat16", 256)
+    for way in ("fp8_block128", "fp8_block128_pow2", "fp8_block128_e8m0"):
+        slots = world.on_ranks(
+            lambda *arrays, way=way: xd.ll_dispatch(config, *arrays, quantise=way)
+        )(*batch.arrays)
+        elements, scales = zip(*(quantised(rows, way) for rows in batch.x))
+        batch.check_rows(world.parts(slots.tokens), list(elements))
+        batch.check_rows(world.parts(slots.scales), list(scales))
+
+
+def test_quantised_rows_and_scales_equal_the_definition() -> None:
+    run("devices", fp8)
+
+
+def refused(world: World) -> None:
+    config = config_of(dtype=np.float32)
+    batch = Batch(world, 67)
+    x, ids, weights = batch.arrays
+
+    def loss(x):
+        slots = xd.ll_dispatch(config, x, ids, weights)
+        return xd.ll_combine(slots.plan, slots.tokens)[0].sum()
+
+    with pytest.raises(TypeError, match="for inference and have no derivatives; ep_prepare"):
+        jax.grad(loss)(x)
+    with pytest.raises(TypeError, match="for inference and have no derivatives"):
+        jax.jvp(loss, (x,), (x,))
+    with pytest.raises(ValueError, match="config.layout: expected 'expert_slots'"):
+        xd.ll_dispatch(
+            xd.EpConfig(num_experts=8, hidden=16, max_topk=3, max_tokens_per_rank=6), x, ids
+        )
+    with pytest.raises(ValueError, match="config.layout: expected one with plans"):
+        xd.ep_prepare(config, ids)
+    with pytest.raises(ValueError, match="tokens: expected a rank's part"):
+        xd.ll_dispatch(config, world.put([part[:3] for part in batch.x]), ids)
+    with pytest.raises(TypeError, match="topk_weights: expected float32"):
+        xd.ll_dispatch(config, x, ids, weights.astype(jnp.bfloat16))
+    slots = xd.ll_dispatch(config, x, ids)
+    with pytest.raises(ValueError, match="expert_out: expected a rank's part with shape"):
+        xd.ll_combine(slots.plan, x)
+
+
+def test_derivatives_and_bad_arguments_are_refused_while_tracing() -> None:
+    run("devices", refused)
+
+
+def bad_ids(world: World) -> None:
+    config = config_of(dtype=np.float32)
+    batch = Batch(world, 68)
+    x, _, weights = batch.arrays
+    bad = [ids.copy() for ids in batch.ids]
+    bad[1][0, 0] = EXPERTS
+    call = world.on_ranks(lambda *arrays: xd.ll_dispatch(config, *arrays))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+        jax.block_until_ready(call(x, world.put(bad), weights))
+    slots = call(*batch.arrays)
+    batch.check(world, slots)
+
+
+def test_bad_ids_fail_the_program_and_the_group_goes_on() -> None:
+    run("devices", bad_ids)
