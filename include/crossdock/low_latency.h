@@ -27,7 +27,8 @@
  * between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
  * it was (on CUDA it is told by xd_ep_group_status, like every error that a kernel finds).
  * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
- * one call of another.
+ * one call of another. Of the two kinds, no two ranks may each receive first what the other sends
+ * only afterwards: both would wait.
  *
  * A rank whose send half (or call) fails tells its peers, and their receive halves report
  * XD_ERROR_MISMATCH; there is then no receive half on this rank. A receive half whose own arguments

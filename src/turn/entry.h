@@ -22,6 +22,9 @@
 // it comes round: a rank enters operation n + 2 only after all peers' done flags of n + 1, and a
 // peer raises that one only after it has read everything of operation n.
 //
+// Operations whose halves are calls of their own take these words in lanes (turn/host_lane.h): a
+// lane has more slots, and its done flags are looked at when a slot comes round, not at the end.
+//
 // The order is the same for both: the writer stores its announcement, then the epoch with release;
 // a reader loads the epoch with acquire, then reads the announcement.
 //
