@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -132,6 +133,7 @@ void HostLane<Record>::begin() {
   Held& op = held(sent_);
   op = {};
   const RankBits masked = masks_.masked();
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave_one()
   for (const NearRank peer : peers()) {
     if (masked.has(peer)) continue;
     op.at_start.add(peer);
@@ -183,13 +185,21 @@ RankBits HostLane<Record>::lost() const {
   return ranks;
 }
 
+// A peer that waits for this credit has entered every operation before the one that it begins. Only
+// such a peer is woken, as the others sleep for something else. The fences here and in begin() make
+// sure that this rank sees the peer's last entry, or the peer this credit.
 template <class Record>
 void HostLane<Record>::leave_one() {
   ++taken_;
+  const RankBits& company = held(taken_).company;
   for (const NearRank peer : peers()) {
-    if (held(taken_).company.has(peer)) this->post_done(peer, taken_);
+    if (company.has(peer)) this->post_done(peer, taken_);
   }
-  ring_peers();
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const std::uint64_t last = taken_ + this->slots() - 1;
+  for (const NearRank peer : peers()) {
+    if (company.has(peer) && this->entered(peer, last) >= last) this->comm().ring(peer);
+  }
 }
 
 template <class Record>
