@@ -49,7 +49,9 @@ void LlDispatch::send(bool stage_own) {
     home[t] = to.home;
     if (to.count > 0) send_row(t, to);
   }
+  // A masked rank that stands still may yet read what it was sent before in the same place.
   for (const NearRank rank : context_.group.near()) {
+    if (rank != context_.self() && !lane.company().has(rank)) continue;
     context_.memory.listed({rank, context_.self(), lane.sent()}) = scratch.listed[at(rank)];
   }
   LlRecord record = this->record();
