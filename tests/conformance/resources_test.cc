@@ -11,6 +11,7 @@
 
 #include "conformance/batch.h"
 #include "conformance/counted_new.h"
+#include "conformance/ll_batch.h"
 #include "conformance/quantised.h"
 #include "support/gtest_main.h"
 #include "support/usage.h"
@@ -123,6 +124,32 @@ TEST(Resources, StepsAllocateNothing) {
   });
 }
 
+// Also in halves, and with the errors that take a turn.
+TEST(Resources, LowLatencyStepsAllocateNothing) {
+  LlCase c = plain_ll_case(world().num_ranks());
+  c.row_units = 16;
+  on_every_rank([&](Rank& rank) {
+    for (const Sent sent : {Sent::as_they_are, Sent::e8m0}) {
+      LlCase own = c;
+      own.sent = sent;
+      const Group group = make_group(rank, own);
+      LlBatch batch(rank, own, 0);
+      for (int round = 0; round < 4; ++round) {
+        for (const xd_ep_operation operation : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+          for (const xd_ep_phase phase :
+               {XD_EP_PHASE_BOTH, XD_EP_PHASE_SEND, XD_EP_PHASE_RECEIVE}) {
+            const std::size_t before = allocations_of_this_thread();
+            const xd_status status = batch.enqueue(group.get(), operation, phase);
+            EXPECT_EQ(allocations_of_this_thread(), before)
+                << "operation " << operation << ", phase " << phase << " in round " << round;
+            ok(finish(rank, group.get(), status));
+          }
+        }
+      }
+    }
+  });
+}
+
 // The lowest rank of each device, which asks for all ranks on it.
 TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
   if (world().memory().device().device_type == kDLCPU) GTEST_SKIP() << "the CPU is no such device";
@@ -151,12 +178,9 @@ TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
 }
 
 // Peers' segments are mapped here as well: with equal configs, as many as there are ranks.
-TEST(Resources, AGroupTakesWhatItSaid) {
-  if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
+void expect_what_was_said(const xd_ep_config& config) {
   constexpr std::size_t kPage = 4096;
   constexpr std::size_t kHandles = 8192;
-  Case c = plain_case(world().num_ranks());
-  c.max_tokens = 500;
   std::size_t shared_before = 0, private_before = 0;
   on_every_rank([&](Rank& rank) {
     ok(xd_comm_barrier(rank.comm));
@@ -165,7 +189,6 @@ TEST(Resources, AGroupTakesWhatItSaid) {
       private_before = live_bytes();
     }
     ok(xd_comm_barrier(rank.comm));
-    const xd_ep_config config = c.config(rank.rank);
     xd_ep_memory memory = XD_EP_MEMORY_INIT;
     ok(xd_ep_group_memory(&config, &memory));
     EXPECT_GT(memory.symmetric_bytes, memory.staging_bytes);
@@ -183,6 +206,20 @@ TEST(Resources, AGroupTakesWhatItSaid) {
     }
     ok(xd_comm_barrier(rank.comm));
   });
+}
+
+TEST(Resources, AGroupTakesWhatItSaid) {
+  if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
+  Case c = plain_case(world().num_ranks());
+  c.max_tokens = 500;
+  expect_what_was_said(c.config(0));
+  LlCase ll = plain_ll_case(world().num_ranks());
+  ll.max_tokens = 500;
+  const std::vector<std::int32_t> owners = ll.owners();
+  for (const int in_flight : {2, 4}) {
+    ll.in_flight = in_flight;
+    expect_what_was_said(ll.config(owners));
+  }
 }
 
 TEST(Resources, GroupsWithoutStagingSaveWhatWasSaid) {
@@ -206,6 +243,7 @@ struct Usage {
 
 void create_and_destroy(int rounds) {
   const Case c = plain_case(world().num_ranks());
+  const LlCase ll = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     for (int round = 0; round < rounds; ++round) {
       const Comm comm = rank.another_comm("round" + std::to_string(round), 65536);
@@ -215,6 +253,8 @@ void create_and_destroy(int rounds) {
       Batch batch(there, c, round, Place::symmetric);
       batch.prepare(group.get());
       ok(batch.call(group.get(), XD_EP_DISPATCH));
+      const Group slots = make_group(there, ll);
+      LlBatch(there, ll, round).dispatch(slots.get());
       ok(xd_comm_barrier(comm.get()));
     }
   });

@@ -1,0 +1,336 @@
+// Halves of low-latency operations: what may be between them, and what is refused.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <deque>
+#include <string>
+
+#include "conformance/ll_batch.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+constexpr xd_ep_operation kKinds[] = {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE};
+
+// The half of the batch's operation, and all checks of it.
+void run(LlBatch& batch, xd_ep_group* group, xd_ep_operation kind, xd_ep_phase phase) {
+  kind == XD_EP_LL_DISPATCH ? batch.dispatch(group, phase) : batch.combine(group, phase);
+}
+
+// Batches whose operation of this kind may begin: combine needs a plan.
+void make_ready(std::deque<LlBatch>& batches, const Rank& rank, const LlCase& c, int count,
+                xd_ep_group* group, xd_ep_operation kind) {
+  for (int number = 0; number < count; ++number) {
+    LlBatch& batch = batches.emplace_back(rank, c, number);
+    if (kind == XD_EP_LL_COMBINE) batch.dispatch(group);
+  }
+}
+
+class LlHalves : public testing::TestWithParam<xd_ep_operation> {
+ protected:
+  LlHalves() : c(plain_ll_case(world().num_ranks())) { c.tokens = Tokens::differ; }
+  LlCase c;
+};
+
+// The send that is one too many takes no turn: nothing has changed, for no rank, and after a
+// receive half it works.
+TEST_P(LlHalves, OneSendMoreThanMayBeInFlightIsBusyAndWorksAfterAReceive) {
+  for (const int in_flight : {0, 2, 3, 4}) {
+    c.in_flight = in_flight;
+    SCOPED_TRACE(c.description());
+    const int most = c.in_flight_of_group();
+    on_every_rank([&](Rank& rank) {
+      const Group group = make_group(rank, c);
+      std::deque<LlBatch> batches;
+      make_ready(batches, rank, c, most + 1, group.get(), GetParam());
+      for (int round = 0; round < 3; ++round) {
+        for (int i = 0; i < most; ++i) {
+          run(batches[static_cast<std::size_t>(i)], group.get(), GetParam(), kSend);
+        }
+        LlBatch& last = batches.back();
+        // Ranks that try it more or less often stay in step.
+        for (int i = 0; i < rank.rank % 3; ++i) {
+          const Outcome outcome = last.call(group.get(), GetParam(), kSend);
+          EXPECT_EQ(outcome, XD_ERROR_BUSY);
+          EXPECT_EQ(last.written(GetParam()), "");
+        }
+        EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+        run(batches[0], group.get(), GetParam(), kReceive);
+        run(last, group.get(), GetParam(), kSend);
+        for (std::size_t i = 1; i < batches.size(); ++i) {
+          run(batches[i], group.get(), GetParam(), kReceive);
+        }
+        for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
+      }
+    });
+  }
+}
+
+TEST_P(LlHalves, AReceiveWithoutASendIsRefusedAndTakesNoTurn) {
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 1, group.get(), GetParam());
+    LlBatch& batch = batches.front();
+    for (int round = 0; round < 3; ++round) {
+      for (int i = 0; i < rank.rank % 2 + 1; ++i) {
+        EXPECT_EQ(batch.call(group.get(), GetParam(), kReceive), XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_EQ(batch.written(GetParam()), "");
+      }
+      run(batch, group.get(), GetParam(), kSend);
+      run(batch, group.get(), GetParam(), kReceive);
+      batch.reset_tensors(GetParam());
+    }
+  });
+}
+
+// It would receive before the older one.
+TEST_P(LlHalves, AWholeCallWhileAnotherIsBetweenItsHalvesIsRefusedAndTakesNoTurn) {
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 2, group.get(), GetParam());
+    LlBatch &a = batches[0], &b = batches[1];
+    for (int round = 0; round < 2; ++round) {
+      run(a, group.get(), GetParam(), kSend);
+      for (int i = 0; i < rank.rank % 3; ++i) {
+        EXPECT_EQ(b.call(group.get(), GetParam()), XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_EQ(b.written(GetParam()), "");
+      }
+      run(a, group.get(), GetParam(), kReceive);
+      run(b, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+      for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
+    }
+  });
+}
+
+// The mistake is this rank's alone: its peers get whole results, and the group goes on.
+TEST_P(LlHalves, AReceiveWithBadArgumentsEndsTheOperationHereAndNowhereElse) {
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 3, group.get(), GetParam());
+    for (int guilty = 0; guilty < rank.num_ranks; ++guilty) {
+      LlBatch &a = batches[0], &b = batches[1];
+      run(a, group.get(), GetParam(), kSend);
+      run(b, group.get(), GetParam(), kSend);
+      if (rank.rank == guilty) {
+        const char* name = GetParam() == XD_EP_LL_DISPATCH ? "recv_tokens" : "out";
+        LlBatch::Field& field = a.field(GetParam(), name);
+        const DLTensor* const good = *field.slot;
+        *field.slot = nullptr;
+        const Outcome outcome = a.call(group.get(), GetParam(), kReceive);
+        *field.slot = good;
+        EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_TRUE(outcome.mentions(name)) << outcome.text;
+        EXPECT_EQ(a.written(GetParam()), "");
+      } else {
+        run(a, group.get(), GetParam(), kReceive);
+      }
+      run(b, group.get(), GetParam(), kReceive);
+      for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
+    }
+    run(batches[2], group.get(), GetParam(), XD_EP_PHASE_BOTH);
+  });
+}
+
+// A send that fails is the whole operation of its rank. An older operation may be between its
+// halves: it is whole, and comes first.
+TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
+  c.in_flight = 3;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 4, group.get(), GetParam());
+    const char* name = GetParam() == XD_EP_LL_DISPATCH ? "tokens" : "expert_out";
+    int turn = 0;
+    for (const bool older : {false, true}) {
+      for (const bool younger : {false, true}) {
+        for (const bool whole : {false, true}) {  // the guilty rank's call
+          if (whole && older) continue;           // it would receive the older one's rows
+          const int guilty = turn++ % rank.num_ranks;
+          SCOPED_TRACE(std::to_string(guilty) + (older ? " older" : "") +
+                       (younger ? " younger" : "") + (whole ? " whole" : " half"));
+          LlBatch &a = batches[0], &b = batches[1], &d = batches[2];
+          const auto fail = [&](LlBatch& batch) {
+            LlBatch::Field& field = batch.field(GetParam(), name);
+            const DLTensor* const good = *field.slot;
+            *field.slot = nullptr;
+            const Outcome outcome =
+                batch.call(group.get(), GetParam(), whole ? XD_EP_PHASE_BOTH : kSend);
+            *field.slot = good;
+            EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+            EXPECT_TRUE(outcome.mentions(name)) << outcome.text;
+            EXPECT_EQ(batch.written(GetParam()), "");
+          };
+          if (older) run(a, group.get(), GetParam(), kSend);
+          if (rank.rank == guilty) {
+            fail(b);
+          } else {
+            run(b, group.get(), GetParam(), kSend);
+          }
+          if (younger) run(d, group.get(), GetParam(), kSend);
+          if (older) run(a, group.get(), GetParam(), kReceive);
+          if (rank.rank != guilty) {
+            const Outcome outcome = b.call(group.get(), GetParam(), kReceive);
+            EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+            EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
+          }
+          if (younger) run(d, group.get(), GetParam(), kReceive);
+          for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
+        }
+      }
+    }
+    run(batches[3], group.get(), GetParam(), XD_EP_PHASE_BOTH);
+  });
+}
+
+TEST_P(LlHalves, OneRankInHalvesMeetsOthersWithWholeCalls) {
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 5, group.get(), GetParam());
+    for (int apart = 0; apart < rank.num_ranks; ++apart) {
+      for (LlBatch& batch : batches) {
+        if (rank.rank == apart) {
+          run(batch, group.get(), GetParam(), kSend);
+          run(batch, group.get(), GetParam(), kReceive);
+        } else {
+          run(batch, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+        }
+        batch.reset_tensors(GetParam());
+      }
+    }
+  });
+}
+
+std::string kind_name(const testing::TestParamInfo<xd_ep_operation>& instance) {
+  return instance.param == XD_EP_LL_DISPATCH ? "dispatch" : "combine";
+}
+INSTANTIATE_TEST_SUITE_P(Kinds, LlHalves, testing::ValuesIn(kKinds), kind_name);
+
+// Dispatch and combine count apart.
+TEST(LlSequence, DispatchAndCombineMayBothBeFullOfOperations) {
+  LlCase c = plain_ll_case(world().num_ranks());
+  c.in_flight = 2;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 4, group.get(), XD_EP_LL_DISPATCH);
+    for (std::size_t i : {0, 1}) batches[i].dispatch(group.get());
+    batches[2].dispatch(group.get(), kSend);
+    batches[3].dispatch(group.get(), kSend);
+    batches[0].combine(group.get(), kSend);
+    batches[1].combine(group.get(), kSend);
+    EXPECT_EQ(batches[2].call(group.get(), XD_EP_LL_DISPATCH, kSend), XD_ERROR_BUSY);
+    EXPECT_EQ(batches[0].call(group.get(), XD_EP_LL_COMBINE, kSend), XD_ERROR_BUSY);
+    batches[2].dispatch(group.get(), kReceive);
+    batches[0].combine(group.get(), kReceive);
+    batches[3].dispatch(group.get(), kReceive);
+    batches[1].combine(group.get(), kReceive);
+    for (std::size_t i : {3, 2}) batches[i].combine(group.get());
+  });
+}
+
+// Ranks meet dispatches and combines in other orders: only the order of a kind is common.
+TEST(LlSequence, RanksMayOrderDispatchesAndCombinesDifferently) {
+  LlCase c = plain_ll_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 2, group.get(), XD_EP_LL_DISPATCH);
+    batches[0].dispatch(group.get());
+    if (rank.rank % 2 == 0) {
+      batches[1].dispatch(group.get(), kSend);
+      batches[0].combine(group.get(), kSend);
+      batches[1].dispatch(group.get(), kReceive);
+      batches[0].combine(group.get(), kReceive);
+    } else {
+      batches[0].combine(group.get(), kSend);
+      batches[1].dispatch(group.get(), kSend);
+      batches[0].combine(group.get(), kReceive);
+      batches[1].dispatch(group.get(), kReceive);
+    }
+    batches[1].combine(group.get());
+  });
+}
+
+TEST(LlSequence, PlansAliveTogetherServeTheirCombinesInAnyOrder) {
+  LlCase c = plain_ll_case(world().num_ranks());
+  c.fewer_choices = c.shorter_rows = true;
+  c.topk = 7;
+  c.tokens = Tokens::differ;
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    std::deque<LlBatch> batches;
+    make_ready(batches, rank, c, 4, group.get(), XD_EP_LL_DISPATCH);
+    for (LlBatch& batch : batches) batch.dispatch(group.get());
+    for (const std::size_t i : {2, 0, 3, 1, 1, 2}) {
+      batches[i].combine(group.get());
+      batches[i].next_combine();
+    }
+    // A plan is bytes: a copy of it elsewhere is as good.
+    Buffer copy(rank, batches[3].plan().bytes(), Place::ordinary);
+    copy.write(batches[3].plan().read());
+    batches[3].plan().fill(kPoison);
+    batches[3].use_plan(copy);
+    batches[3].combine(group.get());
+  });
+}
+
+TEST(LlSequence, GroupsOfBothKindsTakeTurns) {
+  LlCase c = plain_ll_case(world().num_ranks()), other = c;
+  other.local_experts = 5;
+  other.max_tokens = 30;
+  other.dtype = kF32;
+  other.seed += 1;
+  on_every_rank([&](Rank& rank) {
+    const Group first = make_group(rank, c), second = make_group(rank, other);
+    LlBatch a(rank, c, 0), b(rank, other, 0);
+    a.dispatch(first.get(), kSend);
+    b.dispatch(second.get(), kSend);
+    b.dispatch(second.get(), kReceive);
+    a.dispatch(first.get(), kReceive);
+    b.combine(second.get(), kSend);
+    a.combine(first.get(), kSend);
+    a.combine(first.get(), kReceive);
+    b.combine(second.get(), kReceive);
+  });
+}
+
+TEST(LlSequence, EqualInputsGiveEqualBitsAgain) {
+  const LlCase c = plain_ll_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    LlBatch batch(rank, c, 0);
+    for (int i = 0; i < 10; ++i) {
+      batch.dispatch(group.get());
+      batch.combine(group.get());
+      batch.reset_tensors(XD_EP_LL_DISPATCH);
+      batch.reset_tensors(XD_EP_LL_COMBINE);
+    }
+  });
+}
+
+// The numbers of a plan tell batches apart.
+TEST(LlSequence, EachPlanHasAFingerprintOfItsOwn) {
+  const LlCase c = plain_ll_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank, c);
+    LlBatch batch(rank, c, 0);
+    std::uint64_t last = 0;
+    for (int i = 0; i < 5; ++i) {
+      batch.dispatch(group.get());
+      const std::uint64_t fingerprint = batch.plan_info().fingerprint;
+      EXPECT_NE(fingerprint, last);
+      last = fingerprint;
+      batch.reset_tensors(XD_EP_LL_DISPATCH);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
