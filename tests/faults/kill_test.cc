@@ -5,6 +5,7 @@
 #include <ostream>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "faults/processes.h"
@@ -101,27 +102,31 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"dispatch", Program::operation, XD_EP_DISPATCH},
                     Place{"combine", Program::operation, XD_EP_COMBINE},
                     Place{"combine_bwd", Program::operation, XD_EP_COMBINE_BWD},
-                    Place{"dispatch_bwd", Program::operation, XD_EP_DISPATCH_BWD}),
+                    Place{"dispatch_bwd", Program::operation, XD_EP_DISPATCH_BWD},
+                    Place{"ll_dispatch", Program::ll_operation, XD_EP_LL_DISPATCH},
+                    Place{"ll_combine", Program::ll_operation, XD_EP_LL_COMBINE}),
     [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
 
-// Any moment of a training step: counts, rows and flags under way.
-class KillAfter : public testing::TestWithParam<int> {};
+// Any moment of a step: counts, rows and flags under way.
+class KillAfter : public testing::TestWithParam<std::tuple<Program, int>> {};
 
 TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
   RankProgram program;
-  program.program = Program::steps;
+  program.program = std::get<Program>(GetParam());
   program.tokens = 512;
   Processes ranks(program, {{0}, {1}, {2}});
   for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
   for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
-  std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
+  std::this_thread::sleep_for(std::chrono::microseconds(std::get<int>(GetParam())));
   const auto since = kill_victim(ranks);
   expect_lost(ranks, 0, since);
   expect_lost(ranks, 2, since);
 }
 
 INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
-                         testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100, 50300));
+                         testing::Combine(testing::Values(Program::steps, Program::ll_steps),
+                                          testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100,
+                                                          50300)));
 
 // Before the ranks have met no rank can know which one died, so the meeting ends with its timeout.
 class KillInCreate : public testing::TestWithParam<int> {};

@@ -116,6 +116,10 @@ Clock::time_point Processes::kill(int rank) {
   return when;
 }
 
+void Processes::stop(int rank) { ::kill(pid(rank), SIGSTOP); }
+
+void Processes::resume(int rank) { ::kill(pid(rank), SIGCONT); }
+
 int Processes::wait_for_death(int rank) {
   Process& process = process_of(rank);
   const auto deadline = Clock::now() + kPatience;
@@ -149,6 +153,8 @@ Result Processes::wait_for_result(int rank) {
   result.when = line.when;
   return result;
 }
+
+void Processes::wait_for_progress(int rank) { wait_for(rank, "progress"); }
 
 std::string Processes::wait_for_after(int rank) { return wait_for(rank, "after").text; }
 

@@ -38,6 +38,7 @@ class Processes {
   void wait_until_ready(int rank);
   Result wait_for_result(int rank);
   std::string wait_for_after(int rank);
+  void wait_for_progress(int rank);
 
   void go(int rank);
   pid_t pid(int rank) { return process_of(rank).pid; }
@@ -46,6 +47,8 @@ class Processes {
   std::vector<std::string> named_shared_memory(int rank);
   // Kills the process by SIGKILL, and returns when it is gone. Its peers know nothing yet.
   Clock::time_point kill(int rank);
+  void stop(int rank);  // the process stands still until it is continued
+  void resume(int rank);
   // Waits for a process that ends itself, and returns its status as waitpid() tells it. Throws if
   // it does not end.
   int wait_for_death(int rank);

@@ -15,7 +15,9 @@
 
 #include "conformance/batch.h"
 #include "conformance/fixed_step.h"
+#include "conformance/ll_echo.h"
 #include "faults/fatal_argument.h"
+#include "faults/ll_program.h"
 #include "support/handles.h"
 #include "support/memory.h"
 
@@ -57,9 +59,20 @@ class RankRun {
       report(created);
       return after(created);
     }
-    after(program_.program == Program::create_group || program_.program == Program::grow
-              ? run_collective()
-              : run_operations());
+    switch (program_.program) {
+      case Program::create_group:
+      case Program::grow:
+        return after(run_collective());
+      case Program::ll_operation:
+      case Program::ll_steps:
+        return after(run_low_latency());
+      case Program::ll_masked:
+        return say("after " + run_ll_masked(program_, rank_,
+                                            {[this](const std::string& text) { say(text); },
+                                             [this] { wait_for_go(); }}));
+      default:
+        return after(run_operations());
+    }
   }
 
  private:
@@ -131,6 +144,24 @@ class RankRun {
     }
     if (outcome == XD_SUCCESS) return XD_SUCCESS;
     const Outcome later = batch.call(group_.get(), XD_EP_COMBINE);
+    if (later != outcome.status) say("after a later call gave another status: " + later.text);
+    return outcome.status;
+  }
+
+  xd_status run_low_latency() {
+    const LlCase c = echo_case(program_.num_ranks);
+    group_ = make_group(rank_, c);
+    Echo batch(rank_, c, 0);
+    ok(finish(rank_, group_.get(), batch.dispatch(group_.get())));
+    ok(finish(rank_, group_.get(), batch.combine(group_.get())));
+    wait_for_go();
+    const Outcome outcome =
+        program_.program == Program::ll_operation
+            ? finish(rank_, group_.get(), batch.call(group_.get(), program_.operation))
+            : run_ll_steps(rank_, c, group_.get());
+    report(outcome.status, outcome.text, false);
+    if (outcome == XD_SUCCESS) return XD_SUCCESS;
+    const Outcome later = finish(rank_, group_.get(), batch.combine(group_.get()));
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
     return outcome.status;
   }
@@ -239,7 +270,8 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
                    .id_of_rest = id_from_hex(arguments.at(11))};
   program.registered = std::stoi(arguments.at(12)) != 0;
   program.bytes = std::stoull(arguments.at(13));
-  for (std::size_t i = 14; i < arguments.size(); ++i)
+  program.wait_timeout_ms = std::stoi(arguments.at(14));
+  for (std::size_t i = 15; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -271,7 +303,8 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
                                      std::to_string(static_cast<int>(program.death.part)),
                                      to_hex(program.death.id_of_rest),
                                      std::to_string(static_cast<int>(program.registered)),
-                                     std::to_string(program.bytes)};
+                                     std::to_string(program.bytes),
+                                     std::to_string(program.wait_timeout_ms)};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

@@ -5,6 +5,7 @@
 //   <rank> result <status> <peer> <phase> <written> <text>
 //                                         of a call that the test is about; <written> is 1 if it
 //                                         is one of Program::operation and wrote an output
+//   <rank> progress                       Program::ll_masked: some steps are done
 //   <rank> after <text>                   "clean", or what failed after the fatal error
 #pragma once
 
@@ -24,6 +25,9 @@ enum class Program {
   operation,     // EP operations of one kind
   steps,         // whole training steps, until one fails
   replays,       // whole training steps, captured in a CUDA graph
+  ll_operation,  // one low-latency operation, after a good step
+  ll_steps,      // low-latency steps, whole and in halves, until one fails
+  ll_masked,     // low-latency steps of a group that goes on without lost ranks: see ll_program.h
 };
 
 // The part of an argument that is fatal to touch.
@@ -53,7 +57,8 @@ struct RankProgram {
   std::vector<int> ranks;  // ranks that live in this process
   int calls = 1;           // calls of the operation, while they succeed
   int tokens = 12;
-  int timeout_ms = 20000;
+  int timeout_ms = 20000;       // of the communicator
+  int wait_timeout_ms = 0;      // of a low-latency group
   std::size_t bytes = 1 << 20;  // size of the heap that is created, or of its growth
   bool registered = false;      // tensors lie in virtual memory that the rank has registered
   xd_unique_id id{};

@@ -1,0 +1,63 @@
+// Processes of low-latency groups that mask: they are stopped and continued, and the others go on.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "faults/ll_program.h"
+#include "faults/processes.h"
+
+namespace xd::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr int kVictim = 1;
+constexpr int kSteps = 3 * kStepsAfterLoss;
+constexpr auto kSlack = milliseconds(1000);  // of a machine that does other things as well
+
+RankProgram masked_program(int wait_timeout_ms) {
+  RankProgram program;
+  program.program = Program::ll_masked;
+  program.calls = kSteps;
+  program.wait_timeout_ms = wait_timeout_ms;
+  return program;
+}
+
+void expect_loss(Processes& ranks, int survivor, Clock::time_point since, milliseconds limit) {
+  const Result result = ranks.wait_for_result(survivor);
+  EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+  EXPECT_EQ(result.peer, kVictim) << result.text;
+  EXPECT_LT(result.when - since, limit);
+}
+
+class LlMaskedProcess : public testing::TestWithParam<int> {};
+
+// Its memory is there, and nothing is written: only the timeout tells. It goes on in the middle of
+// whatever it was doing, and the others do not mind.
+TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
+  constexpr milliseconds kTimeout(500);
+  Processes ranks(masked_program(static_cast<int>(kTimeout.count())), {{0}, {1}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.wait_for_progress(kVictim);
+  std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
+  const auto since = Clock::now();
+  ranks.stop(kVictim);
+  for (const int survivor : {0, 2}) {
+    ranks.wait_for_progress(survivor);
+    expect_loss(ranks, survivor, since, kTimeout + kSlack);
+  }
+  ranks.resume(kVictim);
+  const Result itself = ranks.wait_for_result(kVictim);
+  EXPECT_EQ(itself.status, XD_ERROR_PEER_LOST) << itself.text;
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.wait_for_after(rank), "clean");
+}
+
+INSTANTIATE_TEST_SUITE_P(Moments, LlMaskedProcess, testing::Values(0, 700, 3100, 15000));
+
+}  // namespace
+}  // namespace xd::test

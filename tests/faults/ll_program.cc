@@ -1,0 +1,136 @@
+#include "faults/ll_program.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <sstream>
+#include <vector>
+
+namespace xd::test {
+namespace {
+
+constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+
+bool any(const std::vector<bool>& flags) {
+  return std::ranges::any_of(flags, [](bool flag) { return flag; });
+}
+
+// The steps of one rank of a group that masks.
+class MaskedRun {
+ public:
+  MaskedRun(const RankProgram& program, const Rank& rank, const Talk& talk)
+      : rank_(rank),
+        talk_(talk),
+        case_(echo_case(program.num_ranks)),
+        group_(make_group(rank, case_, {XD_EP_PEER_LOSS_MASK, program.wait_timeout_ms})),
+        lost_(static_cast<std::size_t>(program.num_ranks)) {}
+
+  // Empty, or what was wrong.
+  std::string steps(int first, int count) {
+    for (int number = first; number < first + count; ++number) {
+      if (number == kStepsBeforeLoss) talk_.say("progress");
+      const bool known = any(lost_);
+      const std::string wrong = step(number);
+      if (!wrong.empty()) return wrong;
+      if (!known && any(lost_)) met_at_ = number;
+    }
+    return {};
+  }
+  // The first step that met a loss; -1 = none did.
+  int met_at() const { return met_at_; }
+
+  void come_back() {
+    for (std::size_t r = 0; r < lost_.size(); ++r) {
+      if (!lost_[r]) continue;
+      ok(xd_ep_ll_mask_set(group_.get(), static_cast<std::int32_t>(r), 0, rank_.stream()));
+      lost_[r] = false;
+    }
+    rank_.memory->synchronize();
+    ok(xd_comm_barrier(rank_.comm));
+    ok(finish(rank_, group_.get(), xd_ep_ll_reset(group_.get(), rank_.stream())));
+  }
+
+ private:
+  std::string step(int number) {
+    Echo batch(rank_, case_, number);
+    bool unsure = false;
+    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+      const bool halves = number % 3 == 0;
+      Outcome outcome = finish(rank_, group_.get(),
+                               batch.call(group_.get(), kind, halves ? kSend : XD_EP_PHASE_BOTH));
+      unsure = note(outcome) || unsure;
+      if (halves && accepted(outcome)) {
+        outcome = finish(rank_, group_.get(), batch.call(group_.get(), kind, kReceive));
+        unsure = note(outcome) || unsure;
+      }
+      if (!accepted(outcome)) return "batch " + std::to_string(number) + ": " + outcome.text;
+    }
+    if (!unsure && batch.rows_by_source() != batch.expected_rows(lost_)) {
+      return "batch " + std::to_string(number) + " has rows " +
+             testing::PrintToString(batch.rows_by_source()) + " of the ranks, expected " +
+             testing::PrintToString(batch.expected_rows(lost_));
+    }
+    return batch.wrong(lost_, unsure);
+  }
+
+  static bool accepted(const Outcome& outcome) {
+    return outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST;
+  }
+
+  // True if the operation has met a loss. The first is reported.
+  bool note(const Outcome& outcome) {
+    if (outcome != XD_ERROR_PEER_LOST) return false;
+    if (!any(lost_)) {
+      std::ostringstream line;
+      line << "result " << outcome.status << " " << outcome.met.rank << " 0 0 " << outcome.text;
+      talk_.say(line.str());
+    }
+    for (std::size_t r = 0; r < lost_.size(); ++r) {
+      if ((outcome.met.masked[r / 64] >> r % 64 & 1) != 0) lost_[r] = true;
+    }
+    return true;
+  }
+
+  const Rank& rank_;
+  const Talk& talk_;
+  const LlCase case_;
+  const Group group_;
+  std::vector<bool> lost_;
+  int met_at_ = -1;
+};
+
+}  // namespace
+
+Outcome run_ll_steps(const Rank& rank, const LlCase& c, xd_ep_group* group) {
+  for (int number = 0;; number += 2) {
+    Echo a(rank, c, number), b(rank, c, number + 1);
+    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+      for (const xd_ep_phase phase : {kSend, kReceive}) {
+        for (Echo* batch : {&a, &b}) {
+          const Outcome outcome = finish(rank, group, batch->call(group, kind, phase));
+          if (outcome != XD_SUCCESS) return outcome;
+        }
+      }
+      const Outcome outcome = finish(rank, group, a.call(group, kind));
+      if (outcome != XD_SUCCESS) return outcome;
+    }
+  }
+}
+
+std::string run_ll_masked(const RankProgram& program, const Rank& rank, const Talk& talk) {
+  MaskedRun run(program, rank, talk);
+  talk.wait_for_go();
+  std::string wrong = run.steps(0, program.calls);
+  if (!wrong.empty()) return wrong;
+  if (run.met_at() < 0 || run.met_at() + kStepsAfterLoss > program.calls) {
+    return "met the loss at batch " + std::to_string(run.met_at()) + " of " +
+           std::to_string(program.calls);
+  }
+  if (program.death.victim >= 0) return "clean";
+  talk.wait_for_go();
+  run.come_back();
+  wrong = run.steps(program.calls, 100);
+  return wrong.empty() ? "clean" : wrong;
+}
+
+}  // namespace xd::test

@@ -1,0 +1,402 @@
+// Waits of low-latency operations that end without the peer. In groups that a loss finishes
+// they end as those of other operations do; in groups that mask, the group goes on.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <latch>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/ll_echo.h"
+#include "faults/rank_program.h"
+#include "faults/thread_ranks.h"
+
+namespace xd::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr auto kMoment = milliseconds(30);  // enough to enter a call
+constexpr auto kLimit = std::chrono::seconds(1);
+constexpr int kShortTimeoutMs = 600;
+constexpr int kLongTimeoutMs = 30000;
+constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+
+bool mentions(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// One good step, so that later ones have something to be taken for.
+void good_step(const Rank& rank, const LlCase& c, xd_ep_group* group) {
+  Echo step(rank, c, 0);
+  ok(finish(rank, group, step.dispatch(group)));
+  ok(finish(rank, group, step.combine(group)));
+  EXPECT_EQ(step.wrong(std::vector<bool>(static_cast<std::size_t>(c.num_ranks))), "");
+}
+
+// ---- Groups that a loss finishes ----------------------------------------------------------------
+
+void expect_finished(const Rank& rank, Echo& step, xd_ep_group* group, xd_status status) {
+  EXPECT_EQ(comm_error(rank.comm).status, status);
+  EXPECT_EQ(xd_comm_barrier(rank.comm), status) << xd_last_error();
+  for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+    for (const xd_ep_phase phase : {XD_EP_PHASE_BOTH, kSend, kReceive}) {
+      EXPECT_EQ(step.call(group, kind, phase), status) << xd_last_error();
+    }
+  }
+}
+
+struct Waiting {
+  const char* name;
+  xd_ep_operation operation;
+  bool halves;
+};
+void PrintTo(const Waiting& waiting, std::ostream* out) { *out << waiting.name; }
+
+class LlWait : public testing::TestWithParam<Waiting> {
+ protected:
+  // A good step, and all that comes before the operation of the test.
+  static Group begin(const Rank& rank, const LlCase& c, Echo& step) {
+    Group group = make_group(rank, c);
+    good_step(rank, c, group.get());
+    if (GetParam().operation == XD_EP_LL_COMBINE) {
+      ok(finish(rank, group.get(), step.dispatch(group.get())));
+    }
+    return group;
+  }
+  // The operation of the test, of which the last call waits for all peers.
+  static Outcome call(const Rank& rank, Echo& step, xd_ep_group* group) {
+    const xd_ep_operation kind = GetParam().operation;
+    if (!GetParam().halves) return finish(rank, group, step.call(group, kind));
+    ok(finish(rank, group, step.call(group, kind, kSend)));
+    return finish(rank, group, step.call(group, kind, kReceive));
+  }
+  const LlCase c_ = echo_case(2);
+};
+
+TEST_P(LlWait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
+  std::latch timed_out(1);
+  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    Echo step(rank, c_, 1);
+    const Group group = begin(rank, c_, step);
+    if (rank.rank == 1) {
+      timed_out.wait();  // much too late
+      EXPECT_EQ(finish(rank, group.get(), step.call(group.get(), GetParam().operation)),
+                XD_ERROR_TIMEOUT);
+      return;
+    }
+    const auto start = Clock::now();
+    const Outcome outcome = call(rank, step, group.get());
+    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
+    EXPECT_GE(Clock::now() - start, milliseconds(kShortTimeoutMs - 50));
+    EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs) + kLimit);
+    const xd_error_info info = comm_error(rank.comm);
+    EXPECT_EQ(info.status, XD_ERROR_TIMEOUT);
+    EXPECT_EQ(info.phase, XD_PHASE_ENTRY);
+    EXPECT_EQ(info.rank, 0);
+    EXPECT_EQ(info.peer, 1);
+    EXPECT_EQ(info.operation, static_cast<int>(GetParam().operation));
+    EXPECT_EQ(info.expected_epoch, 2u);
+    EXPECT_LT(info.seen_epoch, info.expected_epoch);
+    EXPECT_TRUE(mentions(outcome.text, "rank 1")) << outcome.text;
+    expect_finished(rank, step, group.get(), XD_ERROR_TIMEOUT);
+    timed_out.count_down();
+  });
+}
+
+TEST_P(LlWait, IsReleasedByAnAbortHereAndOnPeers) {
+  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const LlCase c = echo_case(3);
+    Echo step(rank, c, 1);
+    const Group group = begin(rank, c, step);
+    // Rank 2 does not come; another thread of rank 0 gives up for all.
+    std::thread impatient;
+    const auto since = Clock::now();
+    if (rank.rank == 0) {
+      impatient = std::thread([&] {
+        std::this_thread::sleep_for(kMoment);
+        EXPECT_EQ(xd_comm_abort(rank.comm), XD_SUCCESS);
+      });
+    }
+    if (rank.rank == 2) {
+      std::this_thread::sleep_for(4 * kMoment);
+      EXPECT_EQ(step.call(group.get(), GetParam().operation), XD_ERROR_ABORTED);
+    } else {
+      EXPECT_EQ(call(rank, step, group.get()), XD_ERROR_ABORTED);
+    }
+    EXPECT_LT(Clock::now() - since, 4 * kMoment + kLimit);
+    if (impatient.joinable()) impatient.join();
+    EXPECT_EQ(comm_error(rank.comm).peer, 0);
+    expect_finished(rank, step, group.get(), XD_ERROR_ABORTED);
+  });
+}
+
+TEST_P(LlWait, ForAPeerThatHasLeftEndsAtOnce) {
+  std::latch left(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm& comm) {
+    Group group;
+    {
+      Echo step(rank, c_, 1);
+      group = begin(rank, c_, step);
+      if (rank.rank == 0) {
+        left.wait();
+        const auto since = Clock::now();
+        const Outcome outcome = call(rank, step, group.get());
+        EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+        EXPECT_LT(Clock::now() - since, kLimit);
+        EXPECT_TRUE(mentions(outcome.text, "rank 1") && mentions(outcome.text, "left"))
+            << outcome.text;
+        expect_finished(rank, step, group.get(), XD_ERROR_PEER_LOST);
+        return;
+      }
+    }
+    comm.reset();
+    left.count_down();
+    group.reset();  // a group may outlive its communicator
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Calls, LlWait,
+                         testing::Values(Waiting{"dispatch", XD_EP_LL_DISPATCH, false},
+                                         Waiting{"receive_of_dispatch", XD_EP_LL_DISPATCH, true},
+                                         Waiting{"combine", XD_EP_LL_COMBINE, false},
+                                         Waiting{"receive_of_combine", XD_EP_LL_COMBINE, true}),
+                         [](const testing::TestParamInfo<Waiting>& instance) {
+                           return std::string(instance.param.name);
+                         });
+
+// A peer that sends and does not receive keeps its places: the send that needs one of them again
+// waits for it, and no longer than the timeout.
+TEST(LlWaits, OfASendForAPlaceThatAPeerHasNotFreedEndInTime) {
+  const LlCase c = echo_case(2);
+  std::latch timed_out(1);
+  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c);
+    Echo a(rank, c, 0), b(rank, c, 1), d(rank, c, 2);
+    ok(finish(rank, group.get(), a.dispatch(group.get(), kSend)));
+    ok(finish(rank, group.get(), b.dispatch(group.get(), kSend)));
+    if (rank.rank == 1) return timed_out.wait();
+    ok(finish(rank, group.get(), a.dispatch(group.get(), kReceive)));
+    ok(finish(rank, group.get(), b.dispatch(group.get(), kReceive)));
+    const auto start = Clock::now();
+    const Outcome outcome = finish(rank, group.get(), d.dispatch(group.get(), kSend));
+    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
+    EXPECT_GE(Clock::now() - start, milliseconds(kShortTimeoutMs - 50));
+    EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs) + kLimit);
+    const xd_error_info info = comm_error(rank.comm);
+    EXPECT_EQ(info.phase, XD_PHASE_CREDIT) << info.text;
+    EXPECT_EQ(info.peer, 1);
+    timed_out.count_down();
+  });
+}
+
+// wait_timeout_ms is the group's, whatever the communicator's is.
+TEST(LlWaits, EndWithTheTimeoutOfTheirGroup) {
+  const LlCase c = echo_case(2);
+  std::latch timed_out(1);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c, {.wait_timeout_ms = kShortTimeoutMs});
+    good_step(rank, c, group.get());
+    if (rank.rank == 1) return timed_out.wait();
+    Echo step(rank, c, 1);
+    const auto start = Clock::now();
+    EXPECT_EQ(finish(rank, group.get(), step.dispatch(group.get())), XD_ERROR_TIMEOUT);
+    EXPECT_GE(Clock::now() - start, milliseconds(kShortTimeoutMs - 50));
+    EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs) + kLimit);
+    timed_out.count_down();
+  });
+}
+
+// ---- Groups that mask ---------------------------------------------------------------------------
+
+// A rank that stays away and comes back, and all that the others see of it.
+class LlStuck : public testing::TestWithParam<Waiting> {
+ protected:
+  static constexpr int kRanks = 3, kStuck = 1, kSteps = 1000;
+  static constexpr int kTimeoutMs = 500;
+  const LlCase c_ = echo_case(kRanks);
+
+  // The first operation without the rank, on the others.
+  static void expect_loss(const Rank& rank, const Outcome& outcome, Clock::duration took) {
+    EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+    EXPECT_EQ(outcome.met.rank, kStuck) << outcome.text;
+    EXPECT_EQ(outcome.met.masked[0], 1u << kStuck);
+    EXPECT_EQ(outcome.met.masked_by[0], 0u);
+    EXPECT_TRUE(mentions(outcome.text, "rank " + std::to_string(kStuck))) << outcome.text;
+    EXPECT_GE(took, milliseconds(kTimeoutMs - 50));
+    EXPECT_LT(took, milliseconds(kTimeoutMs) + kLimit);
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+  }
+  static void steps(const Rank& rank, const LlCase& c, xd_ep_group* group,
+                    const std::vector<bool>& lost, int first, int count) {
+    for (int number = first; number < first + count; ++number) {
+      Echo step(rank, c, number);
+      ok(finish(rank, group, step.dispatch(group)));
+      ASSERT_EQ(step.rows_by_source(), step.expected_rows(lost)) << "batch " << number;
+      ok(finish(rank, group, step.combine(group)));
+      ASSERT_EQ(step.wrong(lost), "");
+    }
+  }
+  // A masked rank that goes on by itself learns in bounded time that it is masked. What the others
+  // had sent before is still there.
+  static void come_to_know(const Rank& rank, const LlCase& c, xd_ep_group* group) {
+    constexpr int kMostSteps = 8;
+    for (int number = 2000; number < 2000 + kMostSteps; ++number) {
+      Echo step(rank, c, number);
+      for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+        const auto start = Clock::now();
+        const Outcome outcome = finish(rank, group, step.call(group, kind));
+        EXPECT_LT(Clock::now() - start, milliseconds(kTimeoutMs) + kLimit);
+        EXPECT_TRUE(outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST ||
+                    outcome == XD_ERROR_MISMATCH)
+            << outcome.text;
+      }
+    }
+    EXPECT_EQ(group_status(group).masked[0], 0b101u);
+  }
+};
+
+TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
+  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    std::vector<bool> none(kRanks), lost(kRanks);
+    steps(rank, c_, group.get(), none, 0, 3);
+    const xd_ep_operation kind = GetParam().operation;
+    const bool halves = GetParam().halves;
+    Echo met(rank, c_, 3);
+    if (kind == XD_EP_LL_COMBINE) ok(finish(rank, group.get(), met.dispatch(group.get())));
+    if (rank.rank == kStuck) {
+      ok(xd_comm_barrier(rank.comm));
+      come_to_know(rank, c_, group.get());
+      lost[0] = lost[2] = true;
+      steps(rank, c_, group.get(), lost, 3000, 5);
+    } else {
+      const auto start = Clock::now();
+      if (halves) ok(finish(rank, group.get(), met.call(group.get(), kind, kSend)));
+      const Outcome outcome = finish(
+          rank, group.get(), met.call(group.get(), kind, halves ? kReceive : XD_EP_PHASE_BOTH));
+      expect_loss(rank, outcome, Clock::now() - start);
+      lost[kStuck] = true;
+      if (kind == XD_EP_LL_DISPATCH) {
+        EXPECT_EQ(met.rows_by_source(), met.expected_rows(lost));
+        ok(finish(rank, group.get(), met.combine(group.get())));
+      }
+      EXPECT_EQ(met.wrong(lost), "");
+      steps(rank, c_, group.get(), lost, 4, kSteps);
+      ok(xd_comm_barrier(rank.comm));
+    }
+    for (int peer = 0; peer < kRanks; ++peer) {
+      if (peer != rank.rank) ok(xd_ep_ll_mask_set(group.get(), peer, 0, rank.stream()));
+    }
+    rank.memory->synchronize();
+    ok(xd_comm_barrier(rank.comm));
+    ok(finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream())));
+    steps(rank, c_, group.get(), none, 5000, 20);
+  });
+}
+
+// It has done its part of an operation, and stays away from the next: that one's results are whole.
+TEST_P(LlStuck, RankThatHasSentIsWaitedForNoMore) {
+  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const std::vector<bool> none(kRanks);
+    std::vector<bool> lost(kRanks);
+    lost[kStuck] = true;
+    const xd_ep_operation kind = GetParam().operation;
+    Echo met(rank, c_, 3);
+    if (kind == XD_EP_LL_COMBINE) ok(finish(rank, group.get(), met.dispatch(group.get())));
+    if (rank.rank == kStuck) {
+      ok(finish(rank, group.get(), met.call(group.get(), kind, kSend)));
+      ok(xd_comm_barrier(rank.comm));
+      return;
+    }
+    ok(finish(rank, group.get(), met.call(group.get(), kind)));
+    if (kind == XD_EP_LL_DISPATCH) {
+      EXPECT_EQ(met.rows_by_source(), met.expected_rows(none));
+      EXPECT_EQ(finish(rank, group.get(), met.combine(group.get())), XD_ERROR_PEER_LOST);
+      EXPECT_EQ(met.wrong(lost), "");
+    } else {
+      EXPECT_EQ(met.wrong(none), "");
+      Echo next(rank, c_, 4);
+      EXPECT_EQ(finish(rank, group.get(), next.dispatch(group.get())), XD_ERROR_PEER_LOST);
+      ok(finish(rank, group.get(), next.combine(group.get())));
+      EXPECT_EQ(next.wrong(lost), "");
+    }
+    steps(rank, c_, group.get(), lost, 5, 20);
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+// One group masks a rank; another group of the same communicator goes on with it.
+TEST(LlMasks, AreTheirGroupsOwn) {
+  constexpr int kTimeoutMs = 300;
+  const LlCase c = echo_case(2);
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const EchoGroup how{XD_EP_PEER_LOSS_MASK, kTimeoutMs};
+    const Group first = make_group(rank, c, how), second = make_group(rank, c);
+    if (rank.rank == 0) {
+      Echo step(rank, c, 0);
+      EXPECT_EQ(finish(rank, first.get(), step.dispatch(first.get())), XD_ERROR_PEER_LOST);
+    }
+    ok(xd_comm_barrier(rank.comm));
+    for (int i = 0; i < 3; ++i) good_step(rank, c, second.get());
+    EXPECT_EQ(group_status(second.get()).masked[0], 0u);
+  });
+}
+
+// All that a rank waits for in one call shares one deadline: two stuck ranks cost no more than one.
+TEST(LlMasks, OfSeveralRanksTakeOneTimeout) {
+  constexpr int kTimeoutMs = 1000, kRanks = 4;
+  const LlCase c = echo_case(kRanks);
+  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    good_step(rank, c, group.get());
+    if (rank.rank > 0) return ok(xd_comm_barrier(rank.comm));
+    Echo step(rank, c, 1);
+    const auto start = Clock::now();
+    const Outcome outcome = finish(rank, group.get(), step.dispatch(group.get()));
+    EXPECT_LT(Clock::now() - start, milliseconds(2 * kTimeoutMs));
+    EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+    EXPECT_EQ(outcome.met.rank, 1);
+    EXPECT_EQ(outcome.met.masked[0], 0b1110u);
+    ok(finish(rank, group.get(), step.combine(group.get())));
+    EXPECT_EQ(step.wrong({false, true, true, true}), "");
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Calls, LlStuck,
+                         testing::Values(Waiting{"dispatch", XD_EP_LL_DISPATCH, false},
+                                         Waiting{"receive_of_dispatch", XD_EP_LL_DISPATCH, true},
+                                         Waiting{"combine", XD_EP_LL_COMBINE, false},
+                                         Waiting{"receive_of_combine", XD_EP_LL_COMBINE, true}),
+                         [](const testing::TestParamInfo<Waiting>& instance) {
+                           return std::string(instance.param.name);
+                         });
+
+// The reset waits for all ranks that are not masked, and leaves out those that do not come.
+TEST(LlMasks, OfRanksThatMissTheResetAreMadeByIt) {
+  constexpr int kTimeoutMs = 500, kRanks = 3;
+  const LlCase c = echo_case(kRanks);
+  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    good_step(rank, c, group.get());
+    if (rank.rank == 2) return ok(xd_comm_barrier(rank.comm));
+    const Outcome outcome = finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream()));
+    EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+    EXPECT_EQ(outcome.met.rank, 2);
+    EXPECT_EQ(outcome.met.operation, XD_EP_LL_RESET);
+    for (int number = 1; number < 4; ++number) {
+      Echo step(rank, c, number);
+      ok(finish(rank, group.get(), step.dispatch(group.get())));
+      ok(finish(rank, group.get(), step.combine(group.get())));
+      EXPECT_EQ(step.wrong({false, false, true}), "");
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
