@@ -1,15 +1,13 @@
 #include "ep_run.h"
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
-#include <stdexcept>
 
 #include "ep/cpu/rows.h"
 #include "group_config.h"
 #include "routing.h"
-#include "start_line.h"
 #include "tensor.h"
+#include "timing.h"
 
 namespace bench {
 namespace {
@@ -36,8 +34,8 @@ class EpRun {
         rank_(rank),
         comm_(comm),
         traffic_(traffic_of(w, make_routing(w), rank)),
-        start_(comm, sizeof(std::int64_t)),
-        board_(comm, board_bytes(w)),
+        timing_(comm, rank, w.ranks, timing_size(w)),
+        sums_(comm, 2 * sizeof(std::uint64_t)),
         floor_(comm, floor_bytes(w)),
         topk_idx_(nullptr, {kDLInt, 32, 1}, {w.tokens, w.topk}),
         tokens_(staged ? nullptr : comm, payload_type(w.element), {w.tokens, w.hidden}),
@@ -62,7 +60,8 @@ class EpRun {
         staged ? 0
                : static_cast<std::size_t>(std::int64_t{2} * w.tokens +
                                           traffic_of(w, make_routing(w), rank).recv_capacity);
-    return board_bytes(w) + floor_bytes(w) + rows * w.row_bytes() + (std::size_t{1} << 20);
+    return Timing::heap_bytes(timing_size(w)) + floor_bytes(w) + rows * w.row_bytes() +
+           (std::size_t{1} << 20);
   }
 
   EpResults run() {
@@ -77,9 +76,13 @@ class EpRun {
     measure(4, [&] { combine_bwd(); });
     measure(kOperations, [&] { copy_floor(Store::cached); });
     measure(kOperations + 1, [&] { copy_floor(Store::streaming); });
+    EpResults results;
     ok(xd_comm_barrier(comm_));
-    EpResults results = rank_ == 0 ? collect() : EpResults{};
-    ok(xd_comm_barrier(comm_));  // rank 0 has read the boards
+    for (int rank = 0; rank_ == 0 && rank < w_.ranks; ++rank) {
+      results.recv_checksums.push_back(sums(rank)[0]);
+      results.out_checksums.push_back(sums(rank)[1]);
+    }
+    results.seconds = timing_.collect();
     return results;
   }
 
@@ -88,64 +91,13 @@ class EpRun {
     std::byte bytes[64];
   };
 
-  // A board holds the seconds of every step and iteration, then two checksums.
-  static std::size_t board_bytes(const Workload& w) {
-    return (kSteps.size() * static_cast<std::size_t>(w.iters) + 2) * 8;
-  }
+  static Timing::Size timing_size(const Workload& w) { return {kSteps.size(), w.iters, w.warmup}; }
   static std::size_t floor_bytes(const Workload& w) {
     return static_cast<std::size_t>(w.tokens) * static_cast<std::size_t>(w.ranks) * w.row_bytes();
   }
-  double* seconds(int rank, std::size_t step) const {
-    return static_cast<double*>(board_.of(rank)) + step * static_cast<std::size_t>(w_.iters);
-  }
-  std::uint64_t* sums(int rank) const {
-    return reinterpret_cast<std::uint64_t*>(seconds(rank, kSteps.size()));
-  }
+  std::uint64_t* sums(int rank) const { return static_cast<std::uint64_t*>(sums_.of(rank)); }
   std::uint64_t* sums() const { return sums(rank_); }
-
-  void measure(std::size_t step, const std::function<void()>& body) {
-    double* const seconds_of_step = seconds(rank_, step);
-    for (int i = -w_.warmup; i < w_.iters; ++i) {
-      const std::int64_t start = agree_on_start();
-      wait_for_start(start);
-      body();
-      if (i >= 0) seconds_of_step[i] = seconds_since(start);
-    }
-  }
-
-  std::int64_t agree_on_start() {
-    ok(xd_comm_barrier(comm_));
-    const std::atomic_ref<std::int64_t> named(*static_cast<std::int64_t*>(start_.of(0)));
-    if (rank_ == 0) named.store(choose_start(), std::memory_order_relaxed);
-    // The barrier has ended the last round, so a value that differs from the one at its start
-    // belongs to this round.
-    const std::int64_t give_up = nanoseconds_now() + 60'000'000'000;
-    std::int64_t start = named.load(std::memory_order_relaxed);
-    while (start == last_start_) {
-      if (nanoseconds_now() > give_up) throw std::runtime_error("rank 0 named no start in 60 s");
-      ::sched_yield();
-      start = named.load(std::memory_order_relaxed);
-    }
-    return last_start_ = start;
-  }
-
-  EpResults collect() const {
-    EpResults results;
-    for (std::size_t step = 0; step < kSteps.size(); ++step) {
-      for (int i = 0; i < w_.iters; ++i) {
-        double slowest = 0;
-        for (int rank = 0; rank < w_.ranks; ++rank) {
-          slowest = std::max(slowest, seconds(rank, step)[i]);
-        }
-        results.seconds[step].push_back(slowest);
-      }
-    }
-    for (int rank = 0; rank < w_.ranks; ++rank) {
-      results.recv_checksums.push_back(sums(rank)[0]);
-      results.out_checksums.push_back(sums(rank)[1]);
-    }
-    return results;
-  }
+  void measure(std::size_t step, const std::function<void()>& body) { timing_.measure(step, body); }
 
   // Fills in what all args structs have in common.
   template <class Args>
@@ -203,8 +155,8 @@ class EpRun {
   const int rank_;
   xd_comm* const comm_;
   const Traffic traffic_;
-  const SharedBlock start_, board_, floor_;  // first: see SharedBlock
-  std::int64_t last_start_ = 0;
+  Timing timing_;  // these three first: see SharedBlock
+  const SharedBlock sums_, floor_;
   Matrix topk_idx_, tokens_, out_, recv_;
   Group group_;
   std::vector<PlanUnit> plan_;

@@ -19,7 +19,7 @@ inline constexpr std::size_t kOperations = 5;
 
 struct EpResults {
   // [step][iteration]: seconds, the maximum over the ranks.
-  std::array<std::vector<double>, kSteps.size()> seconds;
+  std::vector<std::vector<double>> seconds;
   // Checksums of every rank's receive tensor and of its combined tokens.
   std::vector<std::uint64_t> recv_checksums, out_checksums;
 };

@@ -1,10 +1,12 @@
-// crossdock-bench: times the library's operations, beside MPI and a plain copy.
+// crossdock-bench: times the library's operations. ep: beside MPI and a plain copy. ll: those of
+// low latency, beside those of another layout.
 #include <algorithm>
 #include <cstdio>
 #include <map>
 #include <stdexcept>
 
 #include "ep_run.h"
+#include "ll.h"
 #include "peer.h"
 #include "report.h"
 #ifdef XD_CUDA
@@ -132,7 +134,7 @@ int run_on_cpu(const std::vector<std::string>& arguments) {
   return finish(std::move(report), options.driver, arguments, measured);
 }
 
-int run(const std::vector<std::string>& arguments) {
+int run_ep_command(const std::vector<std::string>& arguments) {
   const Options options = parse_options(arguments);
   if (options.driver.device == Device::cpu) return run_on_cpu(arguments);
 #ifdef XD_CUDA
@@ -142,22 +144,36 @@ int run(const std::vector<std::string>& arguments) {
 #endif
 }
 
+struct Command {
+  const char* name;
+  const char* (*help)();
+  int (*run)(const std::vector<std::string>& arguments);
+};
+constexpr Command kCommands[] = {{"ep", options_help, run_ep_command},
+                                 {"ll", ll_help, run_ll_command}};
+
+int run(const Command& command, const std::vector<std::string>& arguments) {
+  if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h")) {
+    std::fputs(command.help(), stdout);
+    return 0;
+  }
+  try {
+    return command.run(arguments);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "crossdock-bench %s: %s\n", command.name, error.what());
+    return dynamic_cast<const std::invalid_argument*>(&error) ? 2 : 1;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.empty() || words[0] != "ep") {
-    const bool help = !words.empty() && (words[0] == "--help" || words[0] == "-h");
-    std::fputs(options_help(), help ? stdout : stderr);
-    return help ? 0 : 2;
+  const std::string first = words.empty() ? "" : words[0];
+  for (const Command& command : kCommands) {
+    if (first == command.name) return run(command, {words.begin() + 1, words.end()});
   }
-  try {
-    return run({words.begin() + 1, words.end()});
-  } catch (const std::invalid_argument& error) {
-    std::fprintf(stderr, "crossdock-bench ep: %s\n", error.what());
-    return 2;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "crossdock-bench ep: %s\n", error.what());
-    return 1;
-  }
+  const bool help = first == "--help" || first == "-h";
+  for (const Command& command : kCommands) std::fputs(command.help(), help ? stdout : stderr);
+  return help ? 0 : 2;
 }

@@ -1,0 +1,222 @@
+#include "ll.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+
+#include "ll_run.h"
+#include "machine.h"
+#include "option.h"
+#include "report.h"
+#include "table.h"
+
+namespace bench {
+namespace {
+
+struct LlOptions {
+  std::vector<int> tokens{1, 8, 16, 32, 64, 128, 256, 512};
+  Workload workload;  // of one number of tokens
+  Device device = Device::cpu;
+  std::string json;
+};
+
+// The results of one number of tokens.
+struct LlCase {
+  Workload workload;
+  LlResults results;
+};
+
+LlOptions parse(std::vector<std::string> arguments, int ranks) {
+  LlOptions options;
+  Workload& w = options.workload;
+  w.hidden = 7168;
+  w.experts = 256;
+  w.ranks = ranks;
+  CLI::App app;
+  app.set_help_flag();
+  app.add_option("--tokens", options.tokens)
+      ->delimiter(',')
+      ->check(CLI::Range(1, XD_EP_LL_MAX_TOKENS));
+  number(app, "--hidden", w.hidden, 1, kMost);
+  number(app, "--topk", w.topk, 1, kMost);
+  number(app, "--experts", w.experts, 1, kMost);
+  number(app, "--iters", w.iters, 1, kMost);
+  number(app, "--warmup", w.warmup, 0, kMost);
+  number(app, "--seed", w.seed, std::uint64_t{0}, UINT64_MAX);
+  word(app, "--device", options.device, {Device::cpu, Device::cuda});
+  app.add_option("--routing", w.routing);
+  app.add_option("--json", options.json);
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
+  try {
+    app.parse(std::move(arguments));
+  } catch (const CLI::ParseError& error) {
+    throw std::invalid_argument(error.what());
+  }
+  if (w.iters == 0) w.iters = 200;
+  if (w.warmup < 0) w.warmup = 20;
+  check(w);
+  if (w.hidden % 128 != 0) {
+    throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
+                                ": expected a multiple of 128, the columns of one scale");
+  }
+  if (options.device == Device::cuda) {
+    throw std::invalid_argument("--device cuda: low latency is measured on the CPU only");
+  }
+  return options;
+}
+
+// The median of the way that takes three calls, for the low-latency step that does the same; 0 =
+// there is none.
+double landed_median(const LlCase& one, const LlStep& step) {
+  const std::string operation = step.operation;
+  const bool all = operation == "dispatch + combine";
+  for (const LlTimes& times : one.results.times) {
+    if (times.step.by == step.by) continue;
+    if (times.step.operation == (all ? "prepare + dispatch + combine" : operation)) {
+      return percentile(times.seconds, 0.5);
+    }
+  }
+  return 0;
+}
+
+std::vector<Json> rows_of(const LlCase& one) {
+  std::vector<Json> rows;
+  for (const LlTimes& times : one.results.times) {
+    const double p50 = percentile(times.seconds, 0.5);
+    Json row{{"tokens", one.workload.tokens},
+             {"operation", times.step.operation},
+             {"by", times.step.by},
+             {"rows", times.step.rows},
+             {"clock", times.step.clock}};
+    set_number(row, "p50_us", p50 * 1e6, 3);
+    set_number(row, "p99_us", percentile(times.seconds, 0.99) * 1e6, 3);
+    const bool ours = times.step.by == one.results.times.front().step.by;
+    if (ours) set_number(row, "landed_ratio", landed_median(one, times.step) / p50, 3);
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+std::string title(const LlOptions& options, bool threads) {
+  const Workload& w = options.workload;
+  std::ostringstream text;
+  text << "crossdock-bench ll: " << w.ranks << (threads ? " threads" : " processes")
+       << ", H=" << w.hidden << " K=" << w.topk << " E=" << w.experts << ", routing " << w.routing
+       << ", seed " << w.seed << ", " << w.iters << " iterations";
+  return text.str();
+}
+
+struct LlReport {
+  Machine machine;
+  LlOptions options;
+  bool threads;
+  std::vector<LlCase> cases;
+
+  std::vector<Json> rows() const {
+    std::vector<Json> all;
+    for (const LlCase& one : cases) {
+      for (Json& row : rows_of(one)) all.push_back(std::move(row));
+    }
+    return all;
+  }
+};
+
+void print(const LlReport& report) {
+  std::printf("%s\n", title(report.options, report.threads).c_str());
+  std::printf("machine  %s\n", report.machine.processor.c_str());
+  std::printf("build    %s\n", report.machine.build.c_str());
+  for (const std::string& doubt : report.machine.doubts)
+    std::printf("DOUBT    %s\n", doubt.c_str());
+  for (const LlCase& one : report.cases) {
+    const xd_ep_memory& memory = one.results.memory;
+    std::printf("\n%d tokens per rank; a group takes %.1f MB per rank\n", one.workload.tokens,
+                static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6);
+    print_table("  ",
+                {{"operation", "operation", -29},
+                 {"by", "by", -13},
+                 {"rows", "rows", -5},
+                 {"clock", "clock", -6},
+                 {"p50_us", "p50 us", 10, 1},
+                 {"p99_us", "p99 us", 10, 1},
+                 {"landed_ratio", "times faster", 13, 2}},
+                rows_of(one));
+  }
+  std::printf(
+      "\nTimes run from a common start to the end of the slowest rank. times faster: p50 of the\n"
+      "calls of the expert-major layout that do the same, tensors in symmetric memory, over this "
+      "one.\n");
+}
+
+void write_json(const LlReport& report) {
+  const Workload& w = report.options.workload;
+  Json json{{"title", title(report.options, report.threads)},
+            {"machine", report.machine.processor},
+            {"build", report.machine.build},
+            {"doubts", report.machine.doubts},
+            {"ranks", w.ranks},
+            {"threads", report.threads},
+            {"hidden", w.hidden},
+            {"topk", w.topk},
+            {"experts", w.experts},
+            {"routing", w.routing},
+            {"seed", w.seed},
+            {"iterations", w.iters},
+            {"rows", report.rows()}};
+  std::ofstream file(report.options.json);
+  file << json.dump(1) << "\n";
+  file.close();
+  if (!file) throw std::runtime_error("--json " + report.options.json + ": cannot be written");
+}
+
+// Prints all; returns the exit code.
+int finish(const LlReport& report) {
+  print(report);
+  if (!report.options.json.empty()) write_json(report);
+  const bool right =
+      std::ranges::all_of(report.cases, [](const LlCase& one) { return one.results.equal_bits; });
+  std::printf("%s\n", right ? "Checked: both layouts end with equal bits on every rank."
+                            : "WRONG: the layouts end with different bits.");
+  return right ? 0 : 1;
+}
+
+}  // namespace
+
+const char* ll_help() {
+  return R"(usage: crossdock-run -n N [--threads] crossdock-bench ll [options]
+
+Times low-latency dispatch and combine, whole and in halves, bf16 and quantised,
+every iteration with a common start; a time is the maximum over the ranks. Beside
+it: prepare, dispatch and combine of the expert-major layout, on the same tokens.
+
+  --tokens N,N,...  per rank (1,8,16,32,64,128,256,512)
+  --hidden N        elements of a row (7168)  --experts N   in all (256)
+  --topk N          experts of a token (8)    --routing R   as crossdock-bench ep (uniform)
+  --iters N         timed iterations (200)    --warmup N    before them (20)
+  --json FILE       write the tables' rows    --seed N      of routing and data (1)
+)";
+}
+
+int run_ll_command(const std::vector<std::string>& arguments) {
+  const Launch launch = read_launch();
+  LlReport report{.machine = describe_machine(launch.num_ranks),
+                  .options = parse(arguments, launch.num_ranks),
+                  .threads = launch.threads,
+                  .cases = {}};
+  for (const int tokens : report.options.tokens) {
+    LlCase one{.workload = report.options.workload, .results = {}};
+    one.workload.tokens = tokens;
+    LlResults on_rank_0;
+    const int failures = run_ranks(launch, [&](int rank) {
+      LlResults results = run_ll(launch, rank, one.workload);
+      if (rank == 0) on_rank_0 = std::move(results);
+    });
+    if (failures != 0) return 1;
+    one.results = std::move(on_rank_0);
+    report.cases.push_back(std::move(one));
+  }
+  return launch.first_rank == 0 ? finish(report) : 0;
+}
+
+}  // namespace bench

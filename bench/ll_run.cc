@@ -1,0 +1,329 @@
+#include "ll_run.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "group_config.h"
+#include "routing.h"
+#include "tensor.h"
+#include "timing.h"
+
+namespace bench {
+namespace {
+
+constexpr DLDataType kBf16{kDLBfloat, 16, 1}, kE4m3{10, 8, 1}, kF32{kDLFloat, 32, 1};
+constexpr const char* kLowLatency = "low latency";
+constexpr const char* kThreeCalls = "expert-major";
+
+enum Step : std::size_t {
+  kDispatch,
+  kDispatchFp8,
+  kCombine,
+  kBoth,
+  kSendDispatch,
+  kHalvesOfDispatch,
+  kSendCombine,
+  kHalvesOfCombine,
+  kPrepare,
+  kLandedDispatch,
+  kLandedCombine,
+  kLandedAll,
+};
+constexpr std::array<LlStep, kLandedAll + 1> kSteps{{
+    {"dispatch", kLowLatency, "bf16", "call"},
+    {"dispatch", kLowLatency, "fp8", "call"},
+    {"combine", kLowLatency, "bf16", "call"},
+    {"dispatch + combine", kLowLatency, "bf16", "call"},
+    {"dispatch, send half", kLowLatency, "bf16", "call"},
+    {"dispatch, both halves", kLowLatency, "bf16", "call"},
+    {"combine, send half", kLowLatency, "bf16", "call"},
+    {"combine, both halves", kLowLatency, "bf16", "call"},
+    {"prepare", kThreeCalls, "-", "call"},
+    {"dispatch", kThreeCalls, "bf16", "call"},
+    {"combine", kThreeCalls, "bf16", "call"},
+    {"prepare + dispatch + combine", kThreeCalls, "bf16", "call"},
+}};
+
+// A tensor [L,S,columns]. Only pages of rows that arrive are ever touched, so that it takes less
+// memory than its size.
+class SlotTensor {
+ public:
+  SlotTensor(DLDataType type, const std::array<std::int64_t, 3>& shape)
+      : bytes_(static_cast<std::size_t>(shape[0] * shape[1] * shape[2]) * type.bits / 8),
+        shape_(shape) {
+    data_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data_ == MAP_FAILED) throw std::runtime_error("no address space for slots");
+    tensor_ = {data_, {kDLCPU, 0}, 3, type, shape_.data(), nullptr, 0};
+  }
+  ~SlotTensor() { ::munmap(data_, bytes_); }
+  SlotTensor(const SlotTensor&) = delete;
+  SlotTensor& operator=(const SlotTensor&) = delete;
+  const DLTensor* dl() const { return &tensor_; }
+
+ private:
+  std::size_t bytes_;
+  std::array<std::int64_t, 3> shape_;
+  void* data_;
+  DLTensor tensor_{};
+};
+
+// Memory that begins at a multiple of 64 bytes.
+class PlanMemory {
+ public:
+  explicit PlanMemory(const xd_ep_config& config) {
+    std::size_t bytes = 0;
+    ok(xd_ep_plan_size(&config, &bytes));
+    units_.resize((bytes + sizeof(Unit) - 1) / sizeof(Unit));
+  }
+  template <class Args>
+  Args in(Args args) {
+    args.plan = units_.data();
+    args.plan_bytes = units_.size() * sizeof(Unit);
+    return args;
+  }
+
+ private:
+  struct alignas(64) Unit {
+    std::byte bytes[64];
+  };
+  std::vector<Unit> units_;
+};
+
+Group make_group(xd_comm* comm, const xd_ep_config& config) {
+  xd_ep_group* group = nullptr;
+  ok(xd_ep_group_create(comm, &config, &group));
+  return Group(group);
+}
+
+xd_ep_config slots_config(const Workload& w) {
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  config.num_ranks = w.ranks;
+  config.num_experts = w.experts;
+  config.max_topk = w.topk;
+  config.max_tokens_per_rank = std::max(w.tokens, 1);
+  config.hidden = w.hidden;
+  config.dtype = kBf16;
+  config.layout = XD_EP_EXPERT_SLOTS;
+  return config;
+}
+
+// The tensors of a rank that both ways take.
+struct Tokens {
+  Matrix topk_idx, tokens;
+  Tokens(const Workload& w, int rank, xd_comm* comm, const Traffic& traffic)
+      : topk_idx(nullptr, {kDLInt, 32, 1}, {w.tokens, w.topk}),
+        tokens(comm, kBf16, {w.tokens, w.hidden}) {
+    std::copy(traffic.choices.begin(), traffic.choices.end(),
+              static_cast<std::int32_t*>(topk_idx.data()));
+    fill_tokens(w, rank, tokens.data());
+  }
+};
+
+// The experts return their rows unchanged, here and below.
+class LowLatency {
+ public:
+  LowLatency(const Workload& w, xd_comm* comm, const Tokens& in)
+      : config_(slots_config(w)),
+        group_(make_group(comm, config_)),
+        plan_(config_),
+        slots_(std::int64_t{w.ranks} * config_.max_tokens_per_rank),
+        recv_(kBf16, {w.local_experts(), slots_, w.hidden}),
+        recv_fp8_(kE4m3, {w.local_experts(), slots_, w.hidden}),
+        scales_(kF32, {w.local_experts(), slots_, w.hidden / 128}),
+        counts_(nullptr, {kDLInt, 32, 1}, {w.local_experts(), 1}),
+        counts_tensor_(*counts_.dl()),
+        out_(nullptr, kBf16, {w.tokens, w.hidden}) {
+    counts_tensor_.ndim = 1;
+    dispatch_ = plan_.in(xd_ep_ll_dispatch_args XD_EP_LL_DISPATCH_ARGS_INIT);
+    dispatch_.tokens = in.tokens.dl();
+    dispatch_.topk_idx = in.topk_idx.dl();
+    dispatch_.recv_tokens = recv_.dl();
+    dispatch_.counts = &counts_tensor_;
+    combine_ = plan_.in(xd_ep_ll_combine_args XD_EP_LL_COMBINE_ARGS_INIT);
+    combine_.expert_out = recv_.dl();
+    combine_.out = out_.dl();
+  }
+
+  void dispatch(xd_ep_phase phase = XD_EP_PHASE_BOTH) {
+    dispatch_.phase = phase;
+    ok(xd_ep_ll_dispatch(group_.get(), &dispatch_, nullptr));
+  }
+  void dispatch_fp8() {
+    xd_ep_ll_dispatch_args args = dispatch_;
+    args.phase = XD_EP_PHASE_BOTH;
+    args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
+    args.recv_tokens = recv_fp8_.dl();
+    args.recv_scales = scales_.dl();
+    ok(xd_ep_ll_dispatch(group_.get(), &args, nullptr));
+  }
+  void combine(xd_ep_phase phase = XD_EP_PHASE_BOTH) {
+    combine_.phase = phase;
+    ok(xd_ep_ll_combine(group_.get(), &combine_, nullptr));
+  }
+  const Matrix& out() const { return out_; }
+
+ private:
+  const xd_ep_config config_;
+  const Group group_;
+  PlanMemory plan_;
+  const std::int64_t slots_;
+  const SlotTensor recv_, recv_fp8_, scales_;
+  const Matrix counts_;
+  DLTensor counts_tensor_;  // [L]
+  const Matrix out_;
+  xd_ep_ll_dispatch_args dispatch_ = XD_EP_LL_DISPATCH_ARGS_INIT;
+  xd_ep_ll_combine_args combine_ = XD_EP_LL_COMBINE_ARGS_INIT;
+};
+
+// The same through the layout that has one row per expert as well; tensors in symmetric memory.
+class Landed {
+ public:
+  Landed(const Workload& w, xd_comm* comm, const Tokens& in, const Traffic& traffic)
+      : config_(group_config(w, traffic, kBf16, false)),
+        group_(make_group(comm, config_)),
+        plan_(config_),
+        in_(in),
+        recv_(comm, kBf16, {traffic.recv_capacity, w.hidden}),
+        out_(comm, kBf16, {w.tokens, w.hidden}) {}
+
+  void prepare() {
+    auto args = plan_.in(xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
+    args.topk_idx = in_.topk_idx.dl();
+    ok(xd_ep_prepare(group_.get(), &args, nullptr));
+  }
+  void dispatch() {
+    auto args = plan_.in(xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
+    args.tokens = in_.tokens.dl();
+    args.recv_tokens = recv_.dl();
+    ok(xd_ep_dispatch(group_.get(), &args, nullptr));
+  }
+  void combine() {
+    auto args = plan_.in(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
+    args.expert_out = recv_.dl();
+    args.out = out_.dl();
+    ok(xd_ep_combine(group_.get(), &args, nullptr));
+  }
+  const Matrix& out() const { return out_; }
+
+ private:
+  const xd_ep_config config_;
+  const Group group_;
+  PlanMemory plan_;
+  const Tokens& in_;
+  const Matrix recv_, out_;
+};
+
+class LlRun {
+ public:
+  LlRun(const Workload& w, int rank, xd_comm* comm)
+      : w_(w),
+        rank_(rank),
+        comm_(comm),
+        traffic_(traffic_of(w, make_routing(w), rank)),
+        timing_(comm, rank, w.ranks, timing_size(w)),
+        equal_(comm, sizeof(std::uint64_t)),
+        in_(w, rank, comm, traffic_),
+        ll_(w, comm, in_),
+        landed_(w, comm, in_, traffic_) {}
+
+  static std::size_t heap_bytes(const Workload& w, int rank) {
+    const auto rows = static_cast<std::size_t>(std::int64_t{2} * w.tokens +
+                                               traffic_of(w, make_routing(w), rank).recv_capacity);
+    return Timing::heap_bytes(timing_size(w)) + rows * w.row_bytes() + (std::size_t{1} << 20);
+  }
+
+  LlResults run() {
+    time_whole();
+    time_halves();
+    time_landed();
+    LlResults results;
+    results.equal_bits = compare();
+    std::vector<std::vector<double>> seconds = timing_.collect();
+    for (std::size_t step = 0; step < seconds.size(); ++step) {
+      results.times.push_back({kSteps[step], std::move(seconds[step])});
+    }
+    const xd_ep_config config = slots_config(w_);
+    ok(xd_ep_group_memory(&config, &results.memory));
+    return results;
+  }
+
+ private:
+  static Timing::Size timing_size(const Workload& w) { return {kSteps.size(), w.iters, w.warmup}; }
+
+  void time_whole() {
+    timing_.measure(kDispatch, [&] { ll_.dispatch(); });
+    timing_.measure(kCombine, [&] { ll_.combine(); });
+    timing_.measure(kBoth, [&] {
+      ll_.dispatch();
+      ll_.combine();
+    });
+    timing_.measure(kDispatchFp8, [&] { ll_.dispatch_fp8(); });
+  }
+  void time_halves() {
+    timing_.measure(
+        kSendDispatch, [&] { ll_.dispatch(XD_EP_PHASE_SEND); },
+        [&] { ll_.dispatch(XD_EP_PHASE_RECEIVE); });
+    timing_.measure(kHalvesOfDispatch, [&] {
+      ll_.dispatch(XD_EP_PHASE_SEND);
+      ll_.dispatch(XD_EP_PHASE_RECEIVE);
+    });
+    timing_.measure(
+        kSendCombine, [&] { ll_.combine(XD_EP_PHASE_SEND); },
+        [&] { ll_.combine(XD_EP_PHASE_RECEIVE); });
+    timing_.measure(kHalvesOfCombine, [&] {
+      ll_.combine(XD_EP_PHASE_SEND);
+      ll_.combine(XD_EP_PHASE_RECEIVE);
+    });
+  }
+  void time_landed() {
+    timing_.measure(kPrepare, [&] { landed_.prepare(); });
+    timing_.measure(kLandedDispatch, [&] { landed_.dispatch(); });
+    timing_.measure(kLandedCombine, [&] { landed_.combine(); });
+    timing_.measure(kLandedAll, [&] {
+      landed_.prepare();
+      landed_.dispatch();
+      landed_.combine();
+    });
+  }
+
+  // True if on every rank both ways have the same result.
+  bool compare() {
+    const std::size_t bytes = static_cast<std::size_t>(w_.tokens) * w_.row_bytes();
+    *static_cast<std::uint64_t*>(equal_.of(rank_)) =
+        std::memcmp(ll_.out().data(), landed_.out().data(), bytes) == 0 ? 1 : 0;
+    ok(xd_comm_barrier(comm_));
+    bool all = true;
+    for (int rank = 0; rank < w_.ranks; ++rank) {
+      all = all && *static_cast<const std::uint64_t*>(equal_.of(rank)) == 1;
+    }
+    ok(xd_comm_barrier(comm_));
+    return all;
+  }
+
+  const Workload& w_;
+  const int rank_;
+  xd_comm* const comm_;
+  const Traffic traffic_;
+  Timing timing_;  // these two first: see SharedBlock
+  const SharedBlock equal_;
+  const Tokens in_;
+  LowLatency ll_;
+  Landed landed_;
+};
+
+}  // namespace
+
+LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
+  const std::string name = "bench-ll-" + std::to_string(workload.tokens);
+  const Comm comm = make_comm(
+      launch, rank, {.name = name.c_str(), .heap_bytes = LlRun::heap_bytes(workload, rank)});
+  return LlRun(workload, rank, comm.get()).run();
+}
+
+}  // namespace bench

@@ -1,0 +1,36 @@
+// One rank's part of the low-latency measurement through the library's C API.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ranks.h"
+#include "workload.h"
+
+namespace bench {
+
+// A measured step. `clock` says what is timed: "call", on the CPU, from the common start until the
+// call has returned.
+struct LlStep {
+  const char* operation;
+  const char* by;    // "low latency", or the layout that takes several calls
+  const char* rows;  // their type on the way
+  const char* clock;
+};
+
+struct LlTimes {
+  LlStep step;
+  std::vector<double> seconds;  // of every iteration, the maximum over the ranks
+};
+
+struct LlResults {
+  std::vector<LlTimes> times;
+  bool equal_bits = false;  // both ways end with the same bits on every rank
+  xd_ep_memory memory = XD_EP_MEMORY_INIT;
+};
+
+// Collective. The results are complete on rank 0 and empty on the others.
+LlResults run_ll(const Launch& launch, int rank, const Workload& workload);
+
+}  // namespace bench

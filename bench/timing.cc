@@ -1,0 +1,76 @@
+#include "timing.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+#include "start_line.h"
+
+namespace bench {
+namespace {
+
+std::size_t board_bytes(const Timing::Size& size) {
+  return size.steps * static_cast<std::size_t>(size.iters) * sizeof(double);
+}
+
+}  // namespace
+
+Timing::Timing(xd_comm* comm, int rank, int ranks, const Size& size)
+    : comm_(comm),
+      rank_(rank),
+      ranks_(ranks),
+      size_(size),
+      start_(comm, sizeof(std::int64_t)),
+      board_(comm, board_bytes(size)) {}
+
+std::size_t Timing::heap_bytes(const Size& size) { return board_bytes(size) + 4096; }
+
+double* Timing::seconds(int rank, std::size_t step) const {
+  return static_cast<double*>(board_.of(rank)) + step * static_cast<std::size_t>(size_.iters);
+}
+
+void Timing::measure(std::size_t step, const std::function<void()>& body,
+                     const std::function<void()>& rest) {
+  double* const seconds_of_step = seconds(rank_, step);
+  for (int i = -size_.warmup; i < size_.iters; ++i) {
+    const std::int64_t start = agree_on_start();
+    wait_for_start(start);
+    body();
+    if (i >= 0) seconds_of_step[i] = seconds_since(start);
+    rest();
+  }
+}
+
+std::int64_t Timing::agree_on_start() {
+  ok(xd_comm_barrier(comm_));
+  const std::atomic_ref<std::int64_t> named(*static_cast<std::int64_t*>(start_.of(0)));
+  if (rank_ == 0) named.store(choose_start(), std::memory_order_relaxed);
+  // The barrier has ended the last round, so a value that differs from the one at its start
+  // belongs to this round.
+  const std::int64_t give_up = nanoseconds_now() + 60'000'000'000;
+  std::int64_t start = named.load(std::memory_order_relaxed);
+  while (start == last_start_) {
+    if (nanoseconds_now() > give_up) throw std::runtime_error("rank 0 named no start in 60 s");
+    ::sched_yield();
+    start = named.load(std::memory_order_relaxed);
+  }
+  return last_start_ = start;
+}
+
+std::vector<std::vector<double>> Timing::collect() const {
+  ok(xd_comm_barrier(comm_));
+  std::vector<std::vector<double>> slowest(rank_ == 0 ? size_.steps : 0);
+  for (std::size_t step = 0; step < slowest.size(); ++step) {
+    slowest[step].resize(static_cast<std::size_t>(size_.iters));
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const double* const of_rank = seconds(rank, step);
+      for (std::size_t i = 0; i < slowest[step].size(); ++i) {
+        slowest[step][i] = std::max(slowest[step][i], of_rank[i]);
+      }
+    }
+  }
+  ok(xd_comm_barrier(comm_));  // rank 0 has read the boards
+  return slowest;
+}
+
+}  // namespace bench

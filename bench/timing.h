@@ -1,0 +1,44 @@
+// Times steps on all ranks, every iteration with a common start.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "tensor.h"
+
+namespace bench {
+
+class Timing {
+ public:
+  struct Size {
+    std::size_t steps;
+    int iters, warmup;
+  };
+
+  // Collective, before any other allocation in the communicator's heap: see SharedBlock.
+  Timing(xd_comm* comm, int rank, int ranks, const Size& size);
+  // The bytes that this takes of the heap.
+  static std::size_t heap_bytes(const Size& size);
+
+  // Collective. Times `body`, warmup + iters times; `rest` runs after each, and is not timed.
+  void measure(
+      std::size_t step, const std::function<void()>& body,
+      const std::function<void()>& rest = [] {});
+
+  // Collective. [step][iteration]: seconds, the maximum over the ranks; empty on ranks but 0.
+  std::vector<std::vector<double>> collect() const;
+
+ private:
+  std::int64_t agree_on_start();
+  double* seconds(int rank, std::size_t step) const;
+
+  xd_comm* const comm_;
+  const int rank_, ranks_;
+  const Size size_;
+  const SharedBlock start_, board_;
+  std::int64_t last_start_ = 0;
+};
+
+}  // namespace bench
