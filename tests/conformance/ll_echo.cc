@@ -33,11 +33,11 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
       choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
       owners_(c.owners()),
       topk_idx_(rank, kI64, {choices_.tokens, choices_.topk}),
-      tokens_(rank, kF32, {choices_.tokens, 4 * c.row_units}),
-      rows_(rank, kF32, {c.local_experts, c.num_slots(), 4 * c.row_units}),
+      tokens_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}),
+      rows_(rank, kF32, {c.local_experts, c.num_slots(), std::int64_t{4} * c.row_units}),
       counts_(rank, kI32, {c.local_experts}),
       ranges_(rank, kI64, {c.local_experts, c.num_ranks}),
-      out_(rank, kF32, {choices_.tokens, 4 * c.row_units}) {
+      out_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}) {
   std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(owners_);
   ok(xd_ep_plan_size(&config, &plan_bytes));

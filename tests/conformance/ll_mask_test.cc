@@ -181,7 +181,7 @@ TEST(LlReset, BringsRanksBackIntoStepWhateverTheyHadBegun) {
     kept.dispatch(masking.group());
     for (int round = 0; round < 3; ++round) {
       LlBatch a(rank, c, 1), b(rank, c, 2);
-      const auto turn = static_cast<std::uint64_t>(rank.rank + round);
+      const int turn = rank.rank + round;
       if (turn % 2 == 0) a.dispatch(masking.group(), XD_EP_PHASE_SEND);
       if (turn % 4 == 0) b.dispatch(masking.group(), XD_EP_PHASE_SEND);
       if (turn % 3 == 0) kept.combine(masking.group(), XD_EP_PHASE_SEND);

@@ -165,7 +165,8 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
                                           : value.twice;
         for (int column = 0; column < kHidden; ++column) {
           std::uint32_t got = 0;
-          const auto at = static_cast<std::size_t>(t * kHidden + column);
+          const std::size_t at =
+              static_cast<std::size_t>(t) * kHidden + static_cast<std::size_t>(column);
           std::memcpy(&got, bytes.data() + at * element, element);
           if (any_nan(rank, expected) && is_nan(got)) continue;
           ASSERT_EQ(got, expected)
