@@ -182,6 +182,8 @@ class Seat {
         return group_->dispatch_bwd(&dispatch_bwd_, stream_.get());
       case XD_EP_COMBINE_BWD:
         return group_->combine_bwd(&combine_bwd_, stream_.get());
+      default:  // of other layouts
+        FAIL() << "operation " << operation;
     }
   }
 
