@@ -70,6 +70,20 @@ typedef enum xd_bootstrap {
 /* The most ranks of a communicator. */
 #define XD_MAX_RANKS 1024
 
+/* What the end of a rank means to the others: that its process ends, that its connections break, or
+ * that it leaves by xd_comm_destroy. */
+typedef enum xd_comm_peer_loss {
+  /* A process that ends finishes the communicator: every call says PEER_LOST. A rank that leaves
+   * does so when a call needs it. */
+  XD_COMM_PEER_LOSS_FATAL = 0,
+  /* A rank that is lost is only remembered (see xd_comm_lost), so that the others can go on where
+   * they do not need it. Collective calls of the communicator and of its memory, and
+   * xd_ep_group_create, need all ranks: they return PEER_LOST naming it, at once, and finish
+   * nothing. An operation that needs all ranks cannot end without it: there PEER_LOST finishes the
+   * communicator of the rank that meets it. */
+  XD_COMM_PEER_LOSS_MASK = 1
+} xd_comm_peer_loss;
+
 typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;
@@ -97,11 +111,13 @@ typedef struct xd_comm_config {
    * all-gather on it, on a stream of the library. No other thread may use it meanwhile, and it is
    * not needed afterwards. */
   void* nccl_comm;
+  /* Equal on all ranks. */
+  xd_comm_peer_loss on_peer_loss;
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
-   NULL, NULL}
+   NULL, NULL, XD_COMM_PEER_LOSS_FATAL}
 /* clang-format on */
 
 /* What a timeout_ms of 0 means in this process, in milliseconds. */
@@ -120,10 +136,10 @@ XD_API int32_t xd_default_timeout_ms(void);
  * A communicator belongs to the process that made it: in a forked child it can be destroyed, and
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
- * num_ranks, at once on all ranks that have come; another protocol version or kind of device, a
- * rank taken twice, a peer that failed; but two ranks 0 by environment hold two meetings, and end
- * with TIMEOUT); PEER_LOST (a peer's process ended meanwhile, or the peer gave up); ABORTED (see
- * xd_set_interrupt);
+ * num_ranks, at once on all ranks that have come; another protocol version, kind of device or
+ * on_peer_loss, a rank taken twice, a peer that failed; but two ranks 0 by environment hold two
+ * meetings, and end with TIMEOUT); PEER_LOST (a peer's process ended meanwhile, or the peer gave
+ * up); ABORTED (see xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
  * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error: at once if this rank
@@ -219,6 +235,12 @@ typedef struct xd_error_info {
 /* The fatal error of this communicator, if it has one. Never blocks. Any thread. */
 XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 
+/* Tells which ranks take part in nothing any more: their processes have ended, their connections
+ * have broken, or they have left. `lost` has room for num_ranks words: lost[r] becomes 1 if rank r
+ * is one of them, else 0. A rank that is lost stays lost. Ranks learn of it each by itself, mostly
+ * within milliseconds. Never blocks. Any thread. Also works after fatal errors. */
+XD_API xd_status xd_comm_lost(xd_comm* comm, int32_t* lost);
+
 /* ---- Symmetric memory ------------------------------------------------------------------------ */
 /* Memory that every peer of the host has mapped already, so that operations move rows straight into
  * and out of tensors that lie in it ("zero-copy"): operations find such tensors by address. Other
@@ -267,7 +289,7 @@ XD_API xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t
  * after the call.
  * Errors: INVALID_ARGUMENT (no registration has that number) and MISMATCH (the ranks name different
  * ones); nothing has changed then. If a rank's device cannot be told, the communicator is finished.
- */
+ * After PEER_LOST the memory is in use until xd_comm_destroy, for some rank perhaps. */
 XD_API xd_status xd_mem_deregister(xd_comm* comm, int32_t registration);
 
 typedef struct xd_mem_info {

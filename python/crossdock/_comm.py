@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ __all__ = [
     "parse_device",
     "unique_id",
 ]
+
+PeerLoss = Literal["fatal", "mask"]
 
 _CPU, _CUDA = constants.DEVICE_TYPES["cpu"], constants.DEVICE_TYPES["cuda"]
 _MOST_BYTES = 1 << 62
@@ -92,13 +94,17 @@ class Comm:
             None = XD_TIMEOUT_MS, else 600.
         name: shown in logs; tells apart communicators that meet through the same environment at the
             same time. Equal on all ranks.
+        on_peer_loss: what the end of a rank's process means to the others. ``"fatal"``: it finishes
+            the communicator. ``"mask"``: the rank is only remembered, see `lost`; a collective call
+            raises PeerLost and finishes nothing, but an operation that needs all ranks cannot go
+            on, and does. Equal on all ranks.
 
     Raises:
         TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch; another
             argument of a wrong kind, of which nobody hears.
         InvalidArgument; Timeout naming the ranks that did not come; Mismatch (another num_ranks,
-        another kind of device, a rank taken twice, a peer that failed); PeerLost; Unsupported (no
-        such device here, ranks on different hosts); OutOfMemory; SystemFailure.
+        another kind of device or on_peer_loss, a rank taken twice, a peer that failed); PeerLost;
+        Unsupported (no such device here, ranks on different hosts); OutOfMemory; SystemFailure.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class Comm:
         heap_bytes: int = 0,
         timeout: float | None = None,
         name: str = "",
+        on_peer_loss: PeerLoss = "fatal",
     ) -> None:
         self._join(
             bootstrap="unique_id",
@@ -121,6 +128,7 @@ class Comm:
             heap_bytes=heap_bytes,
             timeout=timeout,
             name=name,
+            on_peer_loss=on_peer_loss,
         )
 
     @classmethod
@@ -131,6 +139,7 @@ class Comm:
         heap_bytes: int = 0,
         timeout: float | None = None,
         name: str = "",
+        on_peer_loss: PeerLoss = "fatal",
     ) -> Comm:
         """Joins through the environment variables of a launcher.
 
@@ -144,6 +153,7 @@ class Comm:
             heap_bytes=heap_bytes,
             timeout=timeout,
             name=name,
+            on_peer_loss=on_peer_loss,
         )
 
     @classmethod
@@ -157,6 +167,7 @@ class Comm:
         heap_bytes: int = 0,
         timeout: float | None = None,
         name: str = "",
+        on_peer_loss: PeerLoss = "fatal",
     ) -> Comm:
         """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
 
@@ -175,6 +186,7 @@ class Comm:
             heap_bytes=heap_bytes,
             timeout=timeout,
             name=name,
+            on_peer_loss=on_peer_loss,
         )
 
     @classmethod
@@ -186,6 +198,7 @@ class Comm:
         heap_bytes: int = 0,
         timeout: float | None = None,
         name: str = "",
+        on_peer_loss: PeerLoss = "fatal",
     ) -> Comm:
         """Joins through a communicator of NCCL's, which says rank and number of ranks.
 
@@ -204,6 +217,7 @@ class Comm:
             heap_bytes=heap_bytes,
             timeout=timeout,
             name=name,
+            on_peer_loss=on_peer_loss,
         )
 
     def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
@@ -274,6 +288,14 @@ class Comm:
         """The fatal error of this communicator as the exception that calls raise, or None."""
         found = self.core().error()
         return None if found is None else from_details(found)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that take part in nothing any more, ascending.
+
+        Their processes have ended, or they have left. Each rank learns of it by itself.
+        """
+        return self.core().lost()
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """An array in symmetric memory, its content undefined.
@@ -418,6 +440,7 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     for argument in ("rank", "num_ranks"):
         if argument in options:
             options[argument] = _number_of_32_bits(argument, options[argument])
+    options["on_peer_loss"] = _peer_loss(options.get("on_peer_loss", "fatal"))
     name = options.get("name", "")
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {name!r}")
@@ -428,6 +451,18 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
             _core.Comm(heap_bytes=_IMPOSSIBLE, **options)
         raise
     return _core.Comm(heap_bytes=wanted, **options)
+
+
+def _peer_loss(word: Any) -> int:
+    """The library's number for it.
+
+    Raises:
+        ValueError: there is no such word.
+    """
+    known = constants.COMM_PEER_LOSSES
+    if not isinstance(word, str) or word not in known:
+        raise ValueError(f"on_peer_loss: expected {' or '.join(map(repr, known))}, got {word!r}")
+    return known[word]
 
 
 def _number_of_32_bits(name: str, given: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from crossdock import _core
-from crossdock._comm import parse_device
+from crossdock._comm import PeerLoss, parse_device
 from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
 from crossdock._experts import ranks_of_experts
@@ -32,7 +32,6 @@ Overflow = Literal["error", "drop"]
 DuplicateIds = Literal["error", "collapse"]
 OnError = Literal["status", "fatal"]
 Staging = Literal["auto", "none"]
-PeerLoss = Literal["fatal", "mask"]
 
 # By the field of a config: its words, and the library's numbers for them.
 WORDS: dict[str, dict[str, int]] = {

@@ -45,6 +45,7 @@ class constants:
     STAGINGS: dict[str, int]
     PEER_LOSSES: dict[str, int]
     PHASES: dict[str, int]
+    COMM_PEER_LOSSES: dict[str, int]
     QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
 
 def default_timeout_ms() -> int: ...
@@ -105,6 +106,7 @@ class Comm:
         heap_bytes: int = 0,
         timeout_ms: int = 0,
         name: str = "",
+        on_peer_loss: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -128,6 +130,7 @@ class Comm:
     def error(self) -> dict[str, Any] | None:
         """The fatal error as crossdock.errors.from_details takes it, or None."""
 
+    def lost(self) -> tuple[int, ...]: ...
     def mem_alloc(self, bytes: int) -> int: ...
     def mem_free(self, ptr: int) -> None: ...
     def mem_grow(self, bytes: int) -> None: ...

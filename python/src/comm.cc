@@ -6,6 +6,7 @@
 #include <exception>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "arguments.h"
 
@@ -106,6 +107,7 @@ Comm::Comm(const Options& options) {
   config.heap_bytes = options.heap_bytes;
   config.timeout_ms = options.timeout_ms;
   config.name = options.name.c_str();
+  config.on_peer_loss = static_cast<xd_comm_peer_loss>(options.on_peer_loss);
 
   const xd_status status = without_gil([&] { return xd_comm_create(&config, &comm_); });
   if (all_gather.thrown) std::rethrow_exception(all_gather.thrown);
@@ -156,6 +158,16 @@ nb::object Comm::error() const {
   xd_error_info info XD_ERROR_INFO_INIT;
   call([&](xd_comm* comm) { return xd_comm_error(comm, &info); });
   return info.status == XD_SUCCESS ? nb::none() : nb::object(fatal_details(info));
+}
+
+nb::tuple Comm::lost() const {
+  std::vector<std::int32_t> is_lost(static_cast<std::size_t>(info_.num_ranks));
+  call([&](xd_comm* comm) { return xd_comm_lost(comm, is_lost.data()); });
+  nb::list ranks;
+  for (std::size_t r = 0; r < is_lost.size(); ++r) {
+    if (is_lost[r] != 0) ranks.append(r);
+  }
+  return nb::tuple(ranks);
 }
 
 std::uintptr_t Comm::allocate(std::size_t bytes) const {
@@ -239,19 +251,21 @@ void bind_comm(nb::module_& module) {
           "__init__",
           [](Comm* self, std::string bootstrap, int rank, int num_ranks, nb::object unique_id,
              nb::object all_gather, std::uintptr_t nccl_comm, int device_type, int device_id,
-             std::size_t heap_bytes, int timeout_ms, std::string name) {
+             std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss) {
             new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
                              std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
-                             timeout_ms, std::move(name)});
+                             timeout_ms, std::move(name), on_peer_loss});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
           nb::arg("nccl_comm") = 0, nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0,
-          nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "")
+          nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "",
+          nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL))
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)
       .def("error", &Comm::error)
+      .def("lost", &Comm::lost)
       .def_prop_ro("closed", &Comm::closed)
       .def_prop_ro("rank", [](const Comm& c) { return c.info().rank; })
       .def_prop_ro("num_ranks", [](const Comm& c) { return c.info().num_ranks; })

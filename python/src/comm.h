@@ -27,6 +27,7 @@ class Comm {
     std::size_t heap_bytes = 0;
     int timeout_ms = 0;
     std::string name;
+    int on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   };
 
   // Blocks until all ranks have come.
@@ -39,6 +40,7 @@ class Comm {
   void abort() const;
   void barrier() const;
   [[nodiscard]] nb::object error() const;  // dict, or None
+  [[nodiscard]] nb::tuple lost() const;    // ranks, ascending
   [[nodiscard]] bool closed() const { return comm_ == nullptr; }
   [[nodiscard]] const xd_comm_info& info() const { return info_; }
 

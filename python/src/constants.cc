@@ -74,6 +74,8 @@ void bind_words(nb::module_& constants) {
       words({{"fatal", XD_EP_PEER_LOSS_FATAL}, {"mask", XD_EP_PEER_LOSS_MASK}});
   constants.attr("PHASES") = words(
       {{"both", XD_EP_PHASE_BOTH}, {"send", XD_EP_PHASE_SEND}, {"receive", XD_EP_PHASE_RECEIVE}});
+  constants.attr("COMM_PEER_LOSSES") =
+      words({{"fatal", XD_COMM_PEER_LOSS_FATAL}, {"mask", XD_COMM_PEER_LOSS_MASK}});
   constants.attr("QUANTISE") = quantise_ways();
 }
 

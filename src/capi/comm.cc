@@ -110,6 +110,14 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
   });
 }
 
+xd_status xd_comm_lost(xd_comm* comm, int32_t* lost) {
+  XD_REQUIRE_GIVEN("xd_comm_lost", comm);
+  XD_REQUIRE_GIVEN("xd_comm_lost", lost);
+  return alone("xd_comm_lost", comm, [&](const xd::Comm& c) {
+    for (int r = 0; r < c.num_ranks(); ++r) lost[r] = c.errors().lost(r) ? 1 : 0;
+  });
+}
+
 xd_status xd_mem_alloc(xd_comm* comm, size_t bytes, void** ptr) {
   XD_REQUIRE_GIVEN("xd_mem_alloc", comm);
   XD_REQUIRE_GIVEN("xd_mem_alloc", ptr);

@@ -71,16 +71,26 @@ void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, in
 }
 
 void Collective::gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items) {
+  if (errors_ != nullptr) errors_->require_all_ranks();
   try {
     mesh_.all_gather(blob, fd, Deadline::after_ms(timeout_ms_), items);
   } catch (const Error& error) {
     if (errors_ != nullptr) errors_->throw_if_failed();  // the cause of this failure
+    if (is_masked_loss(error)) {
+      errors_->require_all_ranks();  // throws with the words that later calls have, too
+      throw;
+    }
     fail_round({error.status(), error.error_number()}, error.peer());
     throw;
   } catch (const std::bad_alloc&) {
     fail_round({XD_ERROR_OUT_OF_MEMORY, 0}, -1);
     throw;
   }
+}
+
+// The ranks are out of step for good then, but every later call fails before its first step.
+bool Collective::is_masked_loss(const Error& error) const {
+  return errors_ != nullptr && errors_->masks_losses() && error.status() == XD_ERROR_PEER_LOST;
 }
 
 // Some peers may have heard of this round and others not: the ranks are out of step for good.

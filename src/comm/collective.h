@@ -40,8 +40,8 @@ class Collective {
   };
 
   // A step that ends half-way leaves the ranks out of step for good, which is a fatal error for
-  // `errors`; nullptr while the communicator is being made. `mesh` and `errors` must outlive the
-  // object.
+  // `errors`, except by the loss of a rank that `errors` masks. `errors` is nullptr while the
+  // communicator is being made. `mesh` and `errors` must outlive the object.
   Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors)
       : mesh_(mesh), rank_(rank), num_ranks_(num_ranks), timeout_ms_(timeout_ms), errors_(errors) {}
 
@@ -82,6 +82,7 @@ class Collective {
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
   static UniqueFd take_descriptor(int rank, Mesh::Item& item);
   void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
+  bool is_masked_loss(const Error& error) const;
   void fail_round(const Caught& error, int peer);
   void bring_failure(CollectiveCall call) noexcept;
   void compare_demands(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes);

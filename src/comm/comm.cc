@@ -8,6 +8,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/options.h"
 #include "memory/host_segment.h"
 
 namespace xd {
@@ -22,21 +23,42 @@ std::chrono::nanoseconds spin_time(int ranks_on_host) {
   return std::chrono::microseconds(ranks_on_host <= available ? 50 : 2);
 }
 
-// The ranks compare their devices, so all come to the same verdict.
-std::vector<DeviceIntroduction> introduce(Collective& ranks, DLDevice device, int num_ranks) {
-  auto of_rank = ranks.agree_on(
-      Collective::kCreate, [&] { return kind_of(device).introduce(device.device_id, num_ranks); });
-  const auto kind = [](std::int32_t type) {
-    const DeviceKind* known = find_device_kind(type);
+xd_comm_peer_loss read_peer_loss(const xd_comm_config& config) {
+  const std::int32_t value = raw_enum(config.on_peer_loss);
+  XD_REQUIRE(value == XD_COMM_PEER_LOSS_FATAL || value == XD_COMM_PEER_LOSS_MASK,
+             "config.on_peer_loss = ", value, ", expected one of xd_comm_peer_loss");
+  return static_cast<xd_comm_peer_loss>(value);
+}
+
+// What ranks tell one another before they share memory.
+struct Introduction {
+  DeviceIntroduction device;
+  std::int32_t on_peer_loss;
+};
+
+// The ranks compare what each has said, so all come to the same verdict.
+std::vector<DeviceIntroduction> introduce(Collective& ranks, const Comm::Parts& parts) {
+  const auto of_rank = ranks.agree_on(Collective::kCreate, [&] {
+    return Introduction{kind_of(parts.device).introduce(parts.device.device_id, parts.num_ranks),
+                        parts.on_peer_loss};
+  });
+  const auto kind = [](const Introduction& rank) {
+    const DeviceKind* known = find_device_kind(rank.device.type);
     return known != nullptr ? known->device_in_words : "a device of an unknown kind";
   };
-  for (std::size_t r = 1; r < of_rank.size(); ++r) {
-    if (of_rank[r].type != of_rank[0].type) {
-      fail(XD_ERROR_MISMATCH, "config.device is ", kind(of_rank[0].type), " on rank 0 and ",
-           kind(of_rank[r].type), " on rank ", r, ", expected the same kind");
+  std::vector<DeviceIntroduction> devices;
+  for (std::size_t r = 0; r < of_rank.size(); ++r) {
+    if (of_rank[r].device.type != of_rank[0].device.type) {
+      fail(XD_ERROR_MISMATCH, "config.device is ", kind(of_rank[0]), " on rank 0 and ",
+           kind(of_rank[r]), " on rank ", r, ", expected the same kind");
     }
+    if (of_rank[r].on_peer_loss != of_rank[0].on_peer_loss) {
+      fail(XD_ERROR_MISMATCH, "config.on_peer_loss = ", of_rank[0].on_peer_loss, " on rank 0 and ",
+           of_rank[r].on_peer_loss, " on rank ", r, ", expected equal values");
+    }
+    devices.push_back(of_rank[r].device);
   }
-  return of_rank;
+  return devices;
 }
 
 Segments share_boards(Collective& ranks, int num_ranks) {
@@ -67,7 +89,7 @@ std::unique_ptr<DeviceSide> share_device_boards(Collective& ranks, const Comm::P
 std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
   Collective ranks(*parts.mesh, parts.rank, parts.num_ranks, parts.timeout_ms, nullptr);
   parts.memory = kind_of(parts.device).make_memory(parts.device.device_id);
-  parts.introductions = introduce(ranks, parts.device, parts.num_ranks);
+  parts.introductions = introduce(ranks, parts);
   parts.boards = share_boards(ranks, parts.num_ranks);
   parts.device_side = share_device_boards(ranks, parts);
   return std::make_shared<Comm>(std::move(parts));
@@ -78,12 +100,14 @@ std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
 std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   const DLDevice device = resolve_device(config.device);
   const int timeout_ms = resolve_timeout(config.timeout_ms);
+  const xd_comm_peer_loss on_peer_loss = read_peer_loss(config);
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
   Parts parts{
       .rank = bootstrap->rank(),
       .num_ranks = bootstrap->num_ranks(),
       .device = device,
       .timeout_ms = timeout_ms,
+      .on_peer_loss = on_peer_loss,
       .memory = nullptr,
       .introductions = {},
       .boards = {},
@@ -122,7 +146,7 @@ Comm::Comm(Parts&& parts)
       device_memory_(std::move(parts.memory)),
       introductions_(std::move(parts.introductions)),
       device_side_(std::move(parts.device_side)),
-      errors_(hosts_, *parts.mesh, std::move(parts.boards), device_side_.get()),
+      errors_(hosts_, *parts.mesh, std::move(parts.boards), device_side_.get(), parts.on_peer_loss),
       collective_(*parts.mesh, rank_, num_ranks_, timeout_ms_, &errors_),
       memory_(rank_, collective_, errors_, *device_memory_, device_side_.get()),
       events_(std::move(parts.events)),
@@ -149,9 +173,14 @@ int Comm::ranks_on_device() const {
       std::ranges::count(introductions_, introductions_[at(rank_)].id, &DeviceIntroduction::id));
 }
 
-void Comm::fail_left(int peer, const HostWait& site) {
+int Comm::missing(int peer, const HostWait& site) const {
+  if (site.needs_all_ranks && errors_.dead() >= 0) return errors_.dead();
+  return errors_.lost(peer) ? peer : -1;
+}
+
+void Comm::fail_lost(int peer, const HostWait& site) {
   FatalError error = error_at(site, XD_ERROR_PEER_LOST, peer);
-  error.left = 1;
+  error.left = errors_.left(peer) ? 1 : 0;
   errors_.raise_and_throw(error, Spread::here);
 }
 

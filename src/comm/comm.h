@@ -37,12 +37,14 @@ struct HostWait {
   std::uint64_t epoch;
   Deadline deadline;
   int timeout_ms = 0;  // the time that ends at the deadline; 0 = the communicator's
+  // Whether the death of any rank ends the wait, since the operation cannot end without that rank.
+  bool needs_all_ranks = false;
 };
 
 // How a wait for a peer has ended, where it has not thrown.
 enum class Waited {
   ready,
-  left,  // the peer comes no more
+  lost,  // the peer comes no more; or another rank, which the operation needs
   late,  // the deadline has passed
 };
 
@@ -57,6 +59,7 @@ class Comm final {
     int num_ranks;
     DLDevice device;
     int timeout_ms;
+    xd_comm_peer_loss on_peer_loss;
     std::unique_ptr<SegmentMaker> memory;           // shared memory of the device
     std::vector<DeviceIntroduction> introductions;  // by rank
     Segments boards;                                // in host memory
@@ -116,7 +119,7 @@ class Comm final {
   template <class Ready, class Seen>
   void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen) {
     const Waited ended = wait(peer, site, ready);
-    if (ended == Waited::left) fail_left(peer, site);
+    if (ended == Waited::lost) fail_lost(missing(peer, site), site);
     if (ended == Waited::late) fail_timeout(peer, site, seen());
   }
 
@@ -132,8 +135,8 @@ class Comm final {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
       if (ready()) return Waited::ready;
       if (errors_.ends_wait(site.group, site.epoch)) errors_.throw_if_failed();
-      // The goodbye came after the peer's last flag, so the flags are looked at once more.
-      if (errors_.left(peer) && !ready()) return Waited::left;
+      // A rank's end comes after its last flag, so the flags are looked at once more.
+      if (missing(peer, site) >= 0 && !ready()) return Waited::lost;
       if (site.deadline.passed()) return Waited::late;
       if (spin.passed()) {
         bell.sleep(rings, interruption.next(site.deadline));
@@ -146,7 +149,9 @@ class Comm final {
 
  private:
   FatalError error_at(const HostWait& site, xd_status status, int peer) const;
-  [[noreturn]] void fail_left(int peer, const HostWait& site);
+  // The rank that a wait for `peer` would wait in vain for, or -1.
+  int missing(int peer, const HostWait& site) const;
+  [[noreturn]] void fail_lost(int peer, const HostWait& site);
   [[noreturn]] void fail_timeout(int peer, const HostWait& site, std::uint64_t seen);
   static void relax();
 

@@ -8,24 +8,31 @@
 //
 //   DeviceBoard::first    any rank's kernel    0 = none; s + 1 = slot s is complete and the first
 //   HostWords::finished   own host             the communicator has a fatal error: kernels leave
-//   HostWords::left[p]    own host             rank p has said goodbye; some_left says: look there
+//   HostWords::some_lost  own host             look at the words below
+//   HostWords::lost       own host             a bit for each rank that takes part in nothing any
+//                                              more, unless its end is such a fatal error
+//   HostWords::left       own host             of these ranks, those that have said goodbye
+//   HostWords::dead       own host             r + 1: rank r is the first of the others; 0 = none
 //   HostWords::raised     own kernels          `error` is complete (release)
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "base/rank_bits.h"
 #include "comm/fatal.h"
 
 namespace xd {
 
 inline constexpr int kMaxDeviceRanks = 72;
+static_assert(kMaxDeviceRanks <= RankBits::kMostRanks);
 inline constexpr std::uint32_t kMaxHeapSegments = 4096;
 
 struct HostWords {
   std::uint32_t finished;
-  std::uint32_t some_left;
-  std::uint32_t left[kMaxDeviceRanks];
+  std::uint32_t some_lost;
+  RankBits lost, left;
+  std::uint32_t dead;
   std::uint32_t raised;
   FatalError error;
 };
@@ -34,7 +41,7 @@ struct DeviceBoard {
   std::uint32_t first;
   std::uint32_t claimed;    // own kernels: a kernel is writing this rank's slots
   std::uint32_t told_host;  // own kernels: a kernel has taken the error to HostWords
-  std::uint32_t some_left;  // own kernels: HostWords::some_left, as last seen
+  std::uint32_t some_lost;  // own kernels: HostWords::some_lost, as last seen
   std::uint64_t looked_ns;  // own kernels: when one of them last looked at HostWords
   FatalError slot[kMaxDeviceRanks];
 };

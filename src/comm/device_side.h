@@ -26,7 +26,9 @@ class DeviceSide {
 
   // ---- From the host to kernels ----
   virtual void set_finished() = 0;
-  virtual void set_left(int rank) = 0;
+  // The rank takes part in nothing any more; `left`: it has said goodbye. Called by one thread at a
+  // time.
+  virtual void set_lost(int rank, bool left) = 0;
   // Tells kernels where that segment of every rank lies from now on; null = that rank has none.
   virtual void set_heap(std::uint32_t segment,
                         std::span<const std::shared_ptr<Segment>> of_rank) = 0;

@@ -1,5 +1,6 @@
 // Kernels wait for peers through wait_until() alone, which ends with the timeout, with a fatal
-// error anywhere, or when the peer leaves. See comm/device_comm.h for the words used here.
+// error anywhere, or when a rank that the operation needs is lost. See comm/device_comm.h for the
+// words used here.
 #pragma once
 
 #include "comm/device_comm.h"
@@ -88,13 +89,28 @@ __device__ inline bool host_calls(const DeviceComm& comm, std::uint64_t now) {
   if (now < looked + kHostWordNs || ptx::cas_acquire_gpu(&own->looked_ns, looked, now) != looked) {
     return false;
   }
-  if (ptx::ld_acquire_sys(&comm.host->some_left) != 0) ptx::st_release_sys(&own->some_left, 1);
+  if (ptx::ld_acquire_sys(&comm.host->some_lost) != 0) ptx::st_release_sys(&own->some_lost, 1);
   return ptx::ld_acquire_sys(&comm.host->finished) != 0;
 }
 
-__device__ inline bool has_left(const DeviceComm& comm, int peer) {
-  return peer >= 0 && ptx::ld_acquire_sys(&comm.own_board->some_left) != 0 &&
-         ptx::ld_acquire_sys(&comm.host->left[peer]) != 0;
+// `ranks`: of HostWords.
+__device__ inline bool holds(const RankBits& ranks, int rank) {
+  return (ptx::ld_acquire_sys(&ranks.word[rank / 64]) >> (rank % 64) & 1) != 0;
+}
+
+// True if the peer takes part in nothing any more.
+__device__ inline bool is_lost(const DeviceComm& comm, int peer) {
+  return peer >= 0 && ptx::ld_acquire_sys(&comm.own_board->some_lost) != 0 &&
+         holds(comm.host->lost, peer);
+}
+
+// The rank that a wait for `peer` would wait in vain for, in an operation that needs all ranks: one
+// whose process has ended, or the peer, if it has left; else -1.
+__device__ inline int missing(const DeviceComm& comm, int peer) {
+  if (peer < 0 || ptx::ld_acquire_sys(&comm.own_board->some_lost) == 0) return -1;
+  const std::uint32_t dead = ptx::ld_acquire_sys(&comm.host->dead);
+  if (dead != 0) return static_cast<int>(dead) - 1;
+  return holds(comm.host->lost, peer) ? peer : -1;
 }
 
 // Returns true when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
@@ -119,10 +135,11 @@ __device__ bool wait_until(const DeviceComm& comm, const KernelWait& site, int p
       take_from_host(comm, site);
       break;
     }
-    // The goodbye came after the peer's last flag, so the flags are looked at once more.
-    if (has_left(comm, peer) && !ready()) {
-      FatalError error = error_at(comm, site, XD_ERROR_PEER_LOST, peer);
-      error.left = 1;
+    // A rank's end comes after its last flag, so the flags are looked at once more.
+    const int lost = missing(comm, peer);
+    if (lost >= 0 && !ready()) {
+      FatalError error = error_at(comm, site, XD_ERROR_PEER_LOST, lost);
+      error.left = holds(comm.host->left, lost) ? 1 : 0;
       raise(comm, error, Spread::here);
       break;
     }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/rank_list.h"
 
 namespace xd {
 namespace {
@@ -22,7 +23,7 @@ std::vector<RankBoard> boards_in(const std::vector<std::shared_ptr<Segment>>& se
 }  // namespace
 
 Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
-               DeviceSide* device_side)
+               DeviceSide* device_side, xd_comm_peer_loss on_peer_loss)
     : hosts_(hosts),
       rank_(hosts.self()),
       process_(::getpid()),
@@ -30,7 +31,8 @@ Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Seg
       segments_(std::move(boards)),
       boards_(boards_in(segments_)),
       device_side_(device_side),
-      left_(segments_.size()) {}
+      on_peer_loss_(on_peer_loss),
+      presence_(segments_.size()) {}
 
 bool Errors::in_fork() const { return process_ != ::getpid(); }
 
@@ -200,17 +202,47 @@ bool Errors::close() {
   return true;
 }
 
+void Errors::require_all_ranks() const {
+  if (!masks_losses()) return;
+  // Ranks may have left because of a death.
+  const Presence wanted = dead() >= 0 ? Presence::lost : Presence::left;
+  std::vector<int> gone;
+  for (int r = 0; r < static_cast<int>(presence_.size()); ++r) {
+    if (presence(r) == wanted) gone.push_back(r);
+  }
+  if (gone.empty()) return;
+  const char* what = wanted == Presence::left ? " left the communicator"
+                                              : " been lost: the process has ended or broken the "
+                                                "protocol";
+  throw Error(XD_ERROR_PEER_LOST,
+              error_text(rank_list(gone), gone.size() == 1 ? " has" : " have", what,
+                         "; all ranks are needed"),
+              gone.front());
+}
+
+void Errors::set_lost(std::span<const int> ranks, Presence presence) {
+  for (const int rank : ranks) presence_[at(rank)].store(presence, std::memory_order_release);
+  if (presence == Presence::lost && dead() < 0) dead_.store(ranks[0], std::memory_order_release);
+  bell(hosts_.self()).ring();
+}
+
 void Errors::on_lost(std::span<const int> ranks) {
+  if (masks_losses()) {
+    set_lost(ranks, Presence::lost);
+    if (device_side_ == nullptr) return;
+    for (const int rank : ranks) device_side_->set_lost(rank, false);
+    return;
+  }
   FatalError error{.status = XD_ERROR_PEER_LOST, .rank = rank_, .peer = ranks[0]};
   error.num_lost = static_cast<std::int32_t>(std::min(ranks.size(), error.lost.size()));
   std::ranges::copy_n(ranks.begin(), error.num_lost, error.lost.begin());
   raise(error, Spread::here);
+  set_lost(ranks, Presence::lost);  // a wait that sees it finds the error, too
 }
 
 void Errors::on_left(int rank) {
-  left_[at(rank)].store(true, std::memory_order_release);
-  bell(hosts_.self()).ring();
-  if (device_side_ != nullptr) device_side_->set_left(rank);
+  set_lost({&rank, 1}, Presence::left);
+  if (device_side_ != nullptr) device_side_->set_lost(rank, true);
 }
 
 void Errors::on_abort(int rank) {

@@ -33,7 +33,7 @@ class Errors final : public MeshEvents {
   // `device_side` is that of this rank's device, or nullptr on the CPU. All but the boards outlives
   // close().
   Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
-         DeviceSide* device_side);
+         DeviceSide* device_side, xd_comm_peer_loss on_peer_loss);
 
   // ---- Checks at the beginning of calls ----
 
@@ -89,7 +89,17 @@ class Errors final : public MeshEvents {
   // ---- Peers ----
 
   Doorbell& bell(NearRank rank) const { return boards_[at(rank)].bell(); }
-  bool left(int peer) const { return left_[at(peer)].load(std::memory_order_acquire); }
+  // True if the rank takes part in nothing any more: it has left, its process has ended, or its
+  // connection has broken. What it had signalled before is visible then.
+  bool lost(int peer) const { return presence(peer) != Presence::here; }
+  // True for those of the lost that have said goodbye.
+  bool left(int peer) const { return presence(peer) == Presence::left; }
+  // The first rank that was lost and has not left; -1 = none.
+  int dead() const { return dead_.load(std::memory_order_acquire); }
+  bool masks_losses() const { return on_peer_loss_ == XD_COMM_PEER_LOSS_MASK; }
+  // Throws PEER_LOST, which finishes nothing, if losses are masked and some rank is lost. This is
+  // for calls that need all ranks.
+  void require_all_ranks() const;
 
   // ---- Events of the watch thread ----
 
@@ -100,6 +110,9 @@ class Errors final : public MeshEvents {
   void on_tick() override;
 
  private:
+  enum class Presence : std::uint8_t { here, left, lost };
+  Presence presence(int peer) const { return presence_[at(peer)].load(std::memory_order_acquire); }
+  void set_lost(std::span<const int> ranks, Presence presence);
   void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
   void take_over(const FatalError& met_by_kernel) const;
@@ -120,7 +133,9 @@ class Errors final : public MeshEvents {
   const std::vector<std::shared_ptr<Segment>> segments_;
   const std::vector<RankBoard> boards_;  // of the near ranks, by rank
   DeviceSide* const device_side_;
-  std::vector<std::atomic<bool>> left_;
+  const xd_comm_peer_loss on_peer_loss_;
+  std::vector<std::atomic<Presence>> presence_;  // by rank
+  std::atomic<int> dead_{-1};
   std::atomic<bool> closed_{false};
 
   mutable std::mutex mutex_;

@@ -44,7 +44,8 @@ class HostTurn : public HostCells<Record> {
             .group = this->number(),
             .operation = operation_,
             .epoch = epoch_,
-            .deadline = this->comm().deadline()};
+            .deadline = this->comm().deadline(),
+            .needs_all_ranks = true};
   }
   // The last operation that a peer has entered, for error texts, out of those that the slots can
   // hold.

@@ -46,7 +46,7 @@ FROZEN_FIELD(xd_unique_id_config, address, 8);
 FROZEN_FIELD(xd_unique_id_config, port, 16);
 FROZEN_FIELD(xd_unique_id_config, timeout_ms, 20);
 
-FROZEN_SIZE(xd_comm_config, 88);
+FROZEN_SIZE(xd_comm_config, 96);
 FROZEN_FIELD(xd_comm_config, struct_size, 0);
 FROZEN_FIELD(xd_comm_config, bootstrap, 8);
 FROZEN_FIELD(xd_comm_config, rank, 12);
@@ -59,6 +59,7 @@ FROZEN_FIELD(xd_comm_config, heap_bytes, 56);
 FROZEN_FIELD(xd_comm_config, timeout_ms, 64);
 FROZEN_FIELD(xd_comm_config, name, 72);
 FROZEN_FIELD(xd_comm_config, nccl_comm, 80);
+FROZEN_FIELD(xd_comm_config, on_peer_loss, 88);
 
 FROZEN_SIZE(xd_comm_info, 32);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);
@@ -97,6 +98,10 @@ FROZEN_ENUM(xd_bootstrap);
 FROZEN_VALUE(XD_BOOTSTRAP_UNIQUE_ID, 0);
 FROZEN_VALUE(XD_BOOTSTRAP_ENVIRONMENT, 1);
 FROZEN_VALUE(XD_BOOTSTRAP_ALL_GATHER, 2);
+
+FROZEN_ENUM(xd_comm_peer_loss);
+FROZEN_VALUE(XD_COMM_PEER_LOSS_FATAL, 0);
+FROZEN_VALUE(XD_COMM_PEER_LOSS_MASK, 1);
 
 FROZEN_ENUM(xd_phase);
 FROZEN_VALUE(XD_PHASE_NONE, 0);

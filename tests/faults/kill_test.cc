@@ -39,11 +39,12 @@ Clock::time_point kill_victim(Processes& ranks) {
   return ranks.kill(kVictim);
 }
 
-void expect_lost(Processes& ranks, int survivor, Clock::time_point since) {
+// `peer`: that xd_comm_error names; -1 = nothing is finished.
+void expect_lost(Processes& ranks, int survivor, Clock::time_point since, int peer = kVictim) {
   SCOPED_TRACE("rank " + std::to_string(survivor));
   const Result result = ranks.wait_for_result(survivor);
   EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
-  EXPECT_EQ(result.peer, kVictim);
+  EXPECT_EQ(result.peer, peer);
   EXPECT_NE(result.text.find("rank " + std::to_string(kVictim)), std::string::npos) << result.text;
   EXPECT_LT(result.when - since, kLimit)
       << std::chrono::duration_cast<std::chrono::milliseconds>(result.when - since).count()
@@ -56,6 +57,7 @@ struct Place {
   const char* name;
   Program program;
   xd_ep_operation operation;
+  xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
 };
 
 void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
@@ -66,7 +68,12 @@ class KillIn : public testing::TestWithParam<Place> {
     RankProgram result;
     result.program = GetParam().program;
     result.operation = GetParam().operation;
+    result.on_peer_loss = GetParam().on_peer_loss;
     return result;
+  }
+  int peer() const {
+    const bool is_operation = GetParam().program == Program::operation;
+    return is_operation || GetParam().on_peer_loss == XD_COMM_PEER_LOSS_FATAL ? kVictim : -1;
   }
 };
 
@@ -77,8 +84,8 @@ TEST_P(KillIn, BeforeItsCallReleasesThoseWhoWait) {
   ranks.go(2);
   std::this_thread::sleep_for(kMoment);
   const auto since = kill_victim(ranks);
-  expect_lost(ranks, 0, since);
-  expect_lost(ranks, 2, since);
+  expect_lost(ranks, 0, since, peer());
+  expect_lost(ranks, 2, since, peer());
 }
 
 TEST_P(KillIn, WhileItWaitsItselfReleasesThoseWhoWaitAndThoseWhoComeLater) {
@@ -88,10 +95,10 @@ TEST_P(KillIn, WhileItWaitsItselfReleasesThoseWhoWaitAndThoseWhoComeLater) {
   ranks.go(kVictim);
   std::this_thread::sleep_for(kMoment);
   const auto since = kill_victim(ranks);
-  expect_lost(ranks, 0, since);
+  expect_lost(ranks, 0, since, peer());
   const auto later = Clock::now();
   ranks.go(2);
-  expect_lost(ranks, 2, later);
+  expect_lost(ranks, 2, later, peer());
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -107,17 +114,29 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"ll_combine", Program::ll_operation, XD_EP_LL_COMBINE}),
     [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
 
-// Any moment of a step: counts, rows and flags under way.
-class KillAfter : public testing::TestWithParam<std::tuple<Program, int>> {};
+// Where losses are masked a call that needs the victim says the same.
+INSTANTIATE_TEST_SUITE_P(
+    MaskedCalls, KillIn,
+    testing::Values(Place{"create_group", Program::create_group, XD_EP_PREPARE,
+                          XD_COMM_PEER_LOSS_MASK},
+                    Place{"grow", Program::grow, XD_EP_PREPARE, XD_COMM_PEER_LOSS_MASK},
+                    Place{"prepare", Program::operation, XD_EP_PREPARE, XD_COMM_PEER_LOSS_MASK},
+                    Place{"combine", Program::operation, XD_EP_COMBINE, XD_COMM_PEER_LOSS_MASK}),
+    [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
+
+// Any moment of a step, in microseconds: counts, rows and flags under way.
+class KillAfter : public testing::TestWithParam<std::tuple<Program, int, xd_comm_peer_loss>> {};
 
 TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
+  const auto [steps, microseconds, on_peer_loss] = GetParam();
   RankProgram program;
-  program.program = std::get<Program>(GetParam());
+  program.program = steps;
   program.tokens = 512;
+  program.on_peer_loss = on_peer_loss;
   Processes ranks(program, {{0}, {1}, {2}});
   for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
   for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
-  std::this_thread::sleep_for(std::chrono::microseconds(std::get<int>(GetParam())));
+  std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
   const auto since = kill_victim(ranks);
   expect_lost(ranks, 0, since);
   expect_lost(ranks, 2, since);
@@ -126,7 +145,12 @@ TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
 INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
                          testing::Combine(testing::Values(Program::steps, Program::ll_steps),
                                           testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100,
-                                                          50300)));
+                                                          50300),
+                                          testing::Values(XD_COMM_PEER_LOSS_FATAL)));
+INSTANTIATE_TEST_SUITE_P(MaskedMoments, KillAfter,
+                         testing::Combine(testing::Values(Program::steps),
+                                          testing::Values(0, 700, 3300, 7900, 31000),
+                                          testing::Values(XD_COMM_PEER_LOSS_MASK)));
 
 // Before the ranks have met no rank can know which one died, so the meeting ends with its timeout.
 class KillInCreate : public testing::TestWithParam<int> {};

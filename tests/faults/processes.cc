@@ -141,6 +141,16 @@ bool Processes::lives(int rank) {
 
 void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
 
+Losses Processes::wait_for_losses(int rank) {
+  const Line line = wait_for(rank, "lost");
+  std::istringstream fields(line.text);
+  int status = 0;
+  Losses losses{XD_SUCCESS, "", line.when};
+  fields >> status >> losses.ranks;
+  losses.finished_by = static_cast<xd_status>(status);
+  return losses;
+}
+
 Result Processes::wait_for_result(int rank) {
   const Line line = wait_for(rank, "result");
   std::istringstream fields(line.text);

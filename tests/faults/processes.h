@@ -26,6 +26,12 @@ struct Result {
   Clock::time_point when;  // at which it was read
 };
 
+struct Losses {
+  xd_status finished_by;  // of the communicator
+  std::string ranks;      // as in "1,2"
+  Clock::time_point when;
+};
+
 class Processes {
  public:
   // processes[i] = the ranks of process i. All ranks run `program`.
@@ -36,6 +42,7 @@ class Processes {
 
   // Each of these throws std::runtime_error if the rank does not report in time.
   void wait_until_ready(int rank);
+  Losses wait_for_losses(int rank);
   Result wait_for_result(int rank);
   std::string wait_for_after(int rank);
   void wait_for_progress(int rank);

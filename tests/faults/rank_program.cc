@@ -12,6 +12,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "conformance/batch.h"
 #include "conformance/fixed_step.h"
@@ -48,6 +50,7 @@ class RankRun {
     config.rank = rank_.rank;
     config.num_ranks = program_.num_ranks;
     config.timeout_ms = program_.timeout_ms;
+    config.on_peer_loss = program_.on_peer_loss;
     config.device = memory_->device();
     config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     if (program_.program == Program::create) wait_for_go();
@@ -63,6 +66,8 @@ class RankRun {
       case Program::create_group:
       case Program::grow:
         return after(run_collective());
+      case Program::outlive:
+        return after(run_outliving());
       case Program::ll_operation:
       case Program::ll_steps:
         return after(run_low_latency());
@@ -102,19 +107,67 @@ class RankRun {
     say(line.str());
   }
 
+  std::vector<int> lost_ranks() const {
+    std::vector<std::int32_t> is_lost(static_cast<std::size_t>(program_.num_ranks), -1);
+    ok(xd_comm_lost(comm_.get(), is_lost.data()));
+    std::vector<int> ranks;
+    for (int r = 0; r < program_.num_ranks; ++r) {
+      if (is_lost[static_cast<std::size_t>(r)] != 0) ranks.push_back(r);
+    }
+    return ranks;
+  }
+
+  xd_status create(Group& group) {
+    const xd_ep_config config = case_of(program_).config(rank_.rank);
+    xd_ep_group* made = nullptr;
+    const xd_status status = xd_ep_group_create(comm_.get(), &config, &made);
+    group.reset(made);
+    return status;
+  }
+
   xd_status run_collective() {
     wait_for_go();
-    xd_status status = XD_SUCCESS;
-    if (program_.program == Program::grow) {
-      status = xd_mem_grow(comm_.get(), program_.bytes);
-    } else {
-      const xd_ep_config config = case_of(program_).config(rank_.rank);
-      xd_ep_group* group = nullptr;
-      status = xd_ep_group_create(comm_.get(), &config, &group);
-      group_.reset(group);
-    }
+    const xd_status status = program_.program == Program::grow
+                                 ? xd_mem_grow(comm_.get(), program_.bytes)
+                                 : create(group_);
     report(status);
     return status;
+  }
+
+  // Tells which ranks are lost as soon as all are. Then makes calls that need them, twice each, as
+  // no failure of them may bring ranks out of step; then those that need none. When told to go on,
+  // an operation.
+  xd_status run_outliving() {
+    group_ = make_group(comm_.get(), case_of(program_).config(rank_.rank));
+    Batch batch(rank_, case_of(program_), 0, Place::ordinary);
+    batch.prepare(group_.get());
+    wait_for_go();
+    while (lost_ranks().size() < static_cast<std::size_t>(program_.losses)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    say_lost();
+    for (int i = 0; i < 2; ++i) {
+      report(xd_comm_barrier(comm_.get()));
+      report(xd_mem_grow(comm_.get(), 4096));
+      Group another;
+      report(create(another));
+    }
+    void* memory = nullptr;
+    ok(xd_mem_alloc(comm_.get(), 64, &memory));
+    ok(xd_mem_free(comm_.get(), memory));
+    say_lost();
+    wait_for_go();  // the end of a rank that has gone on would be another loss
+    const Outcome outcome = batch.call(group_.get(), program_.operation);
+    report(outcome.status, outcome.text, false);
+    return outcome.status;
+  }
+
+  void say_lost() {
+    std::ostringstream line;
+    line << "lost " << comm_error(comm_.get()).status << " ";
+    const char* comma = "";
+    for (const int rank : lost_ranks()) line << std::exchange(comma, ",") << rank;
+    say(line.str());
   }
 
   xd_status run_operations() {
@@ -203,15 +256,20 @@ class RankRun {
     throw std::runtime_error("the victim lives");
   }
 
-  // After a fatal error every call says so again, after another the communicator works. All can be
-  // freed, and the process is as good as
-  // new: a communicator can be made in it, of all ranks but the fatal argument's victim, if there
-  // is one, else of this rank alone.
+  // After a fatal error every call says so again, after a masked loss every collective one, after
+  // another the communicator works. All can be freed, and the process is as good as new: a
+  // communicator can be made in it, of all ranks but the fatal argument's victim, if there is one,
+  // else of this rank alone.
   void after(xd_status status) {
     if (comm_ && status == XD_ERROR_OUT_OF_MEMORY) {  // not fatal
       if (xd_comm_barrier(comm_.get()) != XD_SUCCESS) return say("after barrier fails");
     } else if (comm_ && status != XD_SUCCESS) {
-      if (comm_error(comm_.get()).status != status) return say("after xd_comm_error disagrees");
+      const bool masked =
+          program_.on_peer_loss == XD_COMM_PEER_LOSS_MASK &&
+          (program_.program == Program::create_group || program_.program == Program::grow);
+      if (comm_error(comm_.get()).status != (masked ? XD_SUCCESS : status)) {
+        return say("after xd_comm_error disagrees");
+      }
       if (xd_comm_barrier(comm_.get()) != status) return say("after barrier disagrees");
       if (xd_mem_grow(comm_.get(), 4096) != status) return say("after grow disagrees");
     }
@@ -271,7 +329,9 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
   program.registered = std::stoi(arguments.at(12)) != 0;
   program.bytes = std::stoull(arguments.at(13));
   program.wait_timeout_ms = std::stoi(arguments.at(14));
-  for (std::size_t i = 15; i < arguments.size(); ++i)
+  program.on_peer_loss = static_cast<xd_comm_peer_loss>(std::stoi(arguments.at(15)));
+  program.losses = std::stoi(arguments.at(16));
+  for (std::size_t i = 17; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -304,7 +364,9 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
                                      to_hex(program.death.id_of_rest),
                                      std::to_string(static_cast<int>(program.registered)),
                                      std::to_string(program.bytes),
-                                     std::to_string(program.wait_timeout_ms)};
+                                     std::to_string(program.wait_timeout_ms),
+                                     std::to_string(program.on_peer_loss),
+                                     std::to_string(program.losses)};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

@@ -2,6 +2,7 @@
 // settings, tells the rank when to go on through its standard input, and reads what it reports:
 //
 //   <rank> ready                          has set up, waits for a line
+//   <rank> lost <status> <ranks>          of the communicator, and the ranks that are lost, 1,2
 //   <rank> result <status> <peer> <phase> <written> <text>
 //                                         of a call that the test is about; <written> is 1 if it
 //                                         is one of Program::operation and wrote an output
@@ -25,6 +26,7 @@ enum class Program {
   operation,     // EP operations of one kind
   steps,         // whole training steps, until one fails
   replays,       // whole training steps, captured in a CUDA graph
+  outlive,       // notices that peers are lost; then calls that need them, and others
   ll_operation,  // one low-latency operation, after a good step
   ll_steps,      // low-latency steps, whole and in halves, until one fails
   ll_masked,     // low-latency steps of a group that goes on without lost ranks: see ll_program.h
@@ -60,7 +62,9 @@ struct RankProgram {
   int timeout_ms = 20000;       // of the communicator
   int wait_timeout_ms = 0;      // of a low-latency group
   std::size_t bytes = 1 << 20;  // size of the heap that is created, or of its growth
-  bool registered = false;      // tensors lie in virtual memory that the rank has registered
+  xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
+  int losses = 0;           // Program::outlive: ranks that will be lost
+  bool registered = false;  // tensors lie in virtual memory that the rank has registered
   xd_unique_id id{};
   RankDeath death;
 };

@@ -3,12 +3,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/comm.h"
@@ -19,12 +22,14 @@
 namespace xd::test {
 namespace {
 
-std::vector<std::shared_ptr<xd::Comm>> thread_comms(int num_ranks) {
+std::vector<std::shared_ptr<xd::Comm>> thread_comms(
+    int num_ranks, xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL) {
   std::vector<std::shared_ptr<xd::Comm>> comms(at(num_ranks));
   const xd_unique_id id = new_id();
   expect_no_errors(on_threads(num_ranks, [&](int rank) {
     xd_comm_config config = id_config(id, rank, num_ranks);
     config.timeout_ms = 20000;
+    config.on_peer_loss = on_peer_loss;
     comms[at(rank)] = xd::Comm::create(config);
   }));
   return comms;
@@ -44,11 +49,12 @@ class FakeDevice final : public DeviceSide {
   const DeviceComm& device_comm() const override { return device_comm_; }
   std::unique_ptr<SegmentMaker> lender(void*) const override { return nullptr; }
   void set_finished() override {}
-  void set_left(int) override {}
+  void set_lost(int rank, bool left) override { lost.emplace_back(rank, left); }
   void set_heap(std::uint32_t, std::span<const std::shared_ptr<Segment>>) override {
     if (refuses_) fail(XD_ERROR_SYSTEM, "the device refuses");
   }
   const FatalError* raised() const override { return raised_; }
+  std::vector<std::pair<int, bool>> lost;  // as it was told
   void raise(const FatalError& error) {
     error_ = error;
     raised_ = &error_;
@@ -66,13 +72,13 @@ class ErrorsOfRank1 {
  public:
   FakeDevice device{false};
 
-  ErrorsOfRank1() {
+  explicit ErrorsOfRank1(xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL) {
     member_.join(new_id(), 0, 1);
     const HostSegmentMaker host;
     for (int r = 0; r < 2; ++r) {
       segments_.push_back(host.create(RankBoardMap::make(2).end, "a board").segment);
     }
-    errors_ = std::make_unique<Errors>(hosts_, *member_.mesh, segments_, &device);
+    errors_ = std::make_unique<Errors>(hosts_, *member_.mesh, segments_, &device, on_peer_loss);
   }
   Errors& operator*() { return *errors_; }
   Errors* operator->() { return errors_.get(); }
@@ -106,6 +112,92 @@ FatalError met_by(int rank, xd_status status) {
           .operation = 1,
           .expected_epoch = 4,
           .met_by_all = 1};
+}
+
+// A rank whose end is masked is told to kernels and to those who ask, and finishes nothing.
+TEST(Communicator, RemembersLossesThatItMasks) {
+  ErrorsOfRank1 errors(XD_COMM_PEER_LOSS_MASK);
+  expect_no_errors({error_of([&] { errors->require_all_ranks(); })});
+  EXPECT_FALSE(errors->lost(0));
+  errors->on_lost(std::array{0});
+  EXPECT_TRUE(errors->lost(0));
+  EXPECT_FALSE(errors->left(0));
+  EXPECT_EQ(errors->dead(), 0);
+  EXPECT_EQ(errors.device.lost, (std::vector<std::pair<int, bool>>{{0, false}}));
+  EXPECT_EQ(errors->fatal_error(), nullptr);
+  expect_error(error_of([&] { errors->require_all_ranks(); }), XD_ERROR_PEER_LOST,
+               "rank 0 has been lost");
+}
+
+TEST(Communicator, IsFinishedByLossesThatItDoesNotMask) {
+  ErrorsOfRank1 errors;
+  errors->on_lost(std::array{0});
+  expect_fatal(*errors, XD_ERROR_PEER_LOST, 1, "rank 0 was lost");
+  EXPECT_TRUE(errors->lost(0));
+  EXPECT_TRUE(errors.device.lost.empty()) << "kernels know that the communicator is finished";
+}
+
+// In either case a rank that leaves is remembered, and finishes nothing by that.
+TEST(Communicator, RemembersRanksThatLeave) {
+  for (const auto on_peer_loss : {XD_COMM_PEER_LOSS_FATAL, XD_COMM_PEER_LOSS_MASK}) {
+    ErrorsOfRank1 errors(on_peer_loss);
+    errors->on_left(0);
+    EXPECT_TRUE(errors->lost(0));
+    EXPECT_TRUE(errors->left(0));
+    EXPECT_EQ(errors->dead(), -1);
+    EXPECT_EQ(errors.device.lost, (std::vector<std::pair<int, bool>>{{0, true}}));
+    EXPECT_EQ(errors->fatal_error(), nullptr);
+  }
+}
+
+TEST(Communicator, ThatMasksLossesGoesOnWhenACallNeedsARankThatHasLeft) {
+  const auto comms = thread_comms(3, XD_COMM_PEER_LOSS_MASK);
+  comms[2]->close();
+  const auto errors = on_threads(2, [&](int rank) { comms[at(rank)]->collective().barrier(); });
+  for (int rank = 0; rank < 2; ++rank) {
+    expect_error(errors[at(rank)], XD_ERROR_PEER_LOST, "rank 2 has left");
+    expect_error(error_of([&] { comms[at(rank)]->memory().grow(4096); }), XD_ERROR_PEER_LOST,
+                 "rank 2 has left");
+    EXPECT_TRUE(comms[at(rank)]->errors().lost(2));
+    EXPECT_EQ(comms[at(rank)]->errors().fatal_error(), nullptr);
+  }
+}
+
+// A wait for rank 1, which is there and does not come.
+std::optional<Error> wait_for_rank_1(xd::Comm& comm, bool needs_all_ranks, int timeout_ms) {
+  const HostWait site{.phase = XD_PHASE_ENTRY,
+                      .group = 0,
+                      .operation = 1,
+                      .epoch = 5,
+                      .deadline = Deadline::after_ms(timeout_ms),
+                      .needs_all_ranks = needs_all_ranks};
+  return error_of([&] {
+    comm.wait_for(
+        1, site, [] { return false; }, [] { return 4; });
+  });
+}
+
+TEST(Communicator, ThatMasksLossesEndsAWaitByADeathIfTheOperationNeedsAllRanks) {
+  const auto comms = thread_comms(3, XD_COMM_PEER_LOSS_MASK);
+  comms[0]->errors().on_lost(std::array{2});
+  expect_error(wait_for_rank_1(*comms[0], true, 20000), XD_ERROR_PEER_LOST, "rank 2 was lost");
+  expect_fatal(comms[0]->errors(), XD_ERROR_PEER_LOST, 0, "rank 2 was lost");
+  EXPECT_EQ(comms[1]->errors().fatal_error(), nullptr) << "it has needed nobody";
+  comms[2]->errors().on_lost(std::array{0});
+  expect_error(wait_for_rank_1(*comms[2], false, 50), XD_ERROR_TIMEOUT, "for rank 1");
+}
+
+TEST(Communicator, ItsRanksAllMaskLossesOrNone) {
+  const xd_unique_id id = new_id();
+  const auto errors = on_threads(2, [&](int rank) {
+    xd_comm_config config = id_config(id, rank, 2);
+    if (rank == 1) config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
+    xd::Comm::create(config);
+  });
+  for (const auto& error : errors) {
+    expect_error(error, XD_ERROR_MISMATCH,
+                 "config.on_peer_loss = 0 on rank 0 and 1 on rank 1, expected equal values");
+  }
 }
 
 // Every rank meets such an error by itself; the first to leave also writes it to the others'

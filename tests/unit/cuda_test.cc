@@ -272,9 +272,11 @@ TEST_F(CudaTest, AnErrorOfKernelsFinishesTheCommunicatorEverywhere) {
 TEST_F(CudaTest, KernelsAreToldOfAbortsAndGoodbyes) {
   auto comms = cuda_comms(3, 0);
   comms[2]->close();
-  std::uint32_t& left = comms[0]->device_comm().host->left[2];
-  EXPECT_TRUE(soon([&] { return std::atomic_ref(left).load() == 1; }));
-  EXPECT_EQ(comms[0]->device_comm().host->left[1], 0u);
+  HostWords& words = *comms[0]->device_comm().host;
+  EXPECT_TRUE(soon([&] { return std::atomic_ref(words.some_lost).load() == 1; }));
+  EXPECT_EQ(words.lost.word[0], 0b100u);
+  EXPECT_EQ(words.left.word[0], 0b100u);
+  EXPECT_EQ(words.dead, 0u);
   EXPECT_EQ(comms[0]->device_comm().host->finished, 0u) << "a goodbye is no error";
   comms[1]->errors().abort();
   EXPECT_EQ(comms[1]->device_comm().host->finished, 1u);

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock._comm import join
+from crossdock._comm import PeerLoss, join
 from crossdock._core import constants
 from crossdock.errors import Unsupported
 
@@ -144,6 +144,11 @@ class Comm:
         """Returns when all ranks have called it. It waits for no CUDA stream."""
         self.core.barrier()
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that take part in nothing any more, ascending; see ``crossdock.Comm.lost``."""
+        return self.core.lost()
+
     def abort(self) -> None:
         """Gives up: releases every wait of this rank and finishes the communicator everywhere."""
         self.core.abort()
@@ -197,6 +202,7 @@ def init(
     heap_bytes: int = 0,
     timeout: float | timedelta | None = None,
     name: str = "",
+    on_peer_loss: PeerLoss = "fatal",
 ) -> Comm:
     """Joins a communicator. Collective, blocking.
 
@@ -215,6 +221,7 @@ def init(
             environment's ``XD_TIMEOUT_MS``, else 10 minutes.
         name: shown in logs; needed where several communicators meet through the environment at the
             same time. Equal on all ranks.
+        on_peer_loss: as of ``crossdock.Comm``.
 
     Raises:
         TypeError, ValueError: a bad argument; of `heap_bytes` the others hear by Mismatch.
@@ -231,6 +238,7 @@ def init(
         "heap_bytes": heap_bytes,
         "timeout_ms": _milliseconds(timeout),
         "name": name,
+        "on_peer_loss": on_peer_loss,
     }
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if process_group is None and distributed:

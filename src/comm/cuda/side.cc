@@ -42,9 +42,12 @@ class CudaSide final : public DeviceSide {
   }
 
   void set_finished() override { store(words().finished); }
-  void set_left(int rank) override {
-    store(words().left[rank]);
-    store(words().some_left);
+  void set_lost(int rank, bool left) override {
+    // Release, one after the other: a kernel that has seen one of them also sees those before it.
+    if (left) add(words().left, rank);
+    add(words().lost, rank);
+    if (!left && words().dead == 0) store(words().dead, static_cast<std::uint32_t>(rank) + 1);
+    store(words().some_lost);
   }
 
   void set_heap(std::uint32_t segment, std::span<const std::shared_ptr<Segment>> of_rank) override {
@@ -67,8 +70,13 @@ class CudaSide final : public DeviceSide {
     return heap_entry(segment, 0, num_ranks) * sizeof(HeapRange);
   }
   HostWords& words() const { return *words_.as<HostWords>(); }
-  static void store(std::uint32_t& word) {
-    std::atomic_ref(word).store(1, std::memory_order_release);
+  static void store(std::uint32_t& word, std::uint32_t value = 1) {
+    std::atomic_ref(word).store(value, std::memory_order_release);
+  }
+  static void add(RankBits& ranks, int rank) {
+    std::atomic_ref word(ranks.word[rank / 64]);
+    const std::uint64_t others = word.load(std::memory_order_relaxed);  // this is the only writer
+    word.store(others | std::uint64_t{1} << (rank % 64), std::memory_order_release);
   }
 
   const int ordinal_;

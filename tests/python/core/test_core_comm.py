@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 import crossdock
 import support
-from crossdock import _core
+from crossdock import _core, launch
 from support import Rank
 
 
@@ -380,3 +381,30 @@ def test_default_timeout_is_the_environments(text: str | None, expected: int) ->
         [sys.executable, "-c", code], env=environment, text=True, check=True, stdout=subprocess.PIPE
     )
     assert int(done.stdout) == expected
+
+
+def outlive(me: Rank) -> None:
+    comm = me.comm(on_peer_loss="mask", timeout=30, heap_bytes=1 << 16)
+    assert comm.lost == ()
+    comm.barrier()
+    if me.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while 0 not in comm.lost:
+        time.sleep(0.001)
+    for call in (comm.barrier, lambda: comm.grow(1)):
+        with pytest.raises(crossdock.PeerLost, match="rank 0 has been lost") as lost:
+            call()
+        assert not lost.value.fatal
+    assert comm.error() is None
+    comm.empty(1)
+
+
+def test_a_rank_that_dies_is_remembered_where_losses_are_masked() -> None:
+    with pytest.raises(launch.RankFailed) as caught:
+        support.run_ranks(3, outlive, fresh=True)
+    assert [failure.rank for failure in caught.value.failures] == [0], caught.value
+
+
+def test_words_for_the_loss_of_a_peer_are_checked() -> None:
+    with pytest.raises(ValueError, match="on_peer_loss: expected 'fatal' or 'mask', got 'no'"):
+        alone(on_peer_loss="no")
