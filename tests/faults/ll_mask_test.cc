@@ -1,4 +1,5 @@
-// Processes of low-latency groups that mask: they are stopped and continued, and the others go on.
+// Processes of low-latency groups that mask: they are stopped and
+// continued, or die, and the others go on.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -22,6 +23,7 @@ RankProgram masked_program(int wait_timeout_ms) {
   program.program = Program::ll_masked;
   program.calls = kSteps;
   program.wait_timeout_ms = wait_timeout_ms;
+  program.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
   return program;
 }
 
@@ -55,6 +57,23 @@ TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
   for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
   for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.wait_for_after(rank), "clean");
+}
+
+// The communicator outlives it, and the death is known long before a timeout.
+TEST_P(LlMaskedProcess, ThatIsKilledIsLeftOutAtOnceByAll) {
+  RankProgram program = masked_program(20000);
+  program.death.victim = kVictim;
+  Processes ranks(program, {{0}, {1}, {2}});
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.wait_for_progress(kVictim);
+  std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
+  const auto since = ranks.kill(kVictim);
+  for (const int survivor : {0, 2}) {
+    ranks.wait_for_progress(survivor);
+    expect_loss(ranks, survivor, since, kSlack);
+    EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Moments, LlMaskedProcess, testing::Values(0, 700, 3100, 15000));
