@@ -125,8 +125,8 @@ typedef enum xd_ep_staging {
   XD_EP_STAGING_NONE = 1
 } xd_ep_staging;
 
-/* EXPERT_SLOTS: what it means that a rank is late by more than the timeout. It finishes the
- * communicator, or the group goes on without the rank: "Masks" in low_latency.h. */
+/* EXPERT_SLOTS: what the loss of a rank means for the group, whether it has died or is late. It
+ * finishes the communicator, or the group goes on without the rank: "Masks" in low_latency.h. */
 typedef enum xd_ep_peer_loss {
   XD_EP_PEER_LOSS_FATAL = 0,
   XD_EP_PEER_LOSS_MASK = 1

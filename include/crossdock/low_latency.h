@@ -43,8 +43,8 @@
  * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
  *
  * Lost ranks. In a group with on_peer_loss = XD_EP_PEER_LOSS_FATAL the loss of a rank finishes the
- * communicator, as everywhere. With XD_EP_PEER_LOSS_MASK the group goes on without a rank that is
- * late: see "Masks" below.
+ * communicator, as everywhere. With XD_EP_PEER_LOSS_MASK the group goes on without the rank: see
+ * "Masks" below.
  */
 #ifndef CROSSDOCK_LOW_LATENCY_H_
 #define CROSSDOCK_LOW_LATENCY_H_
@@ -147,13 +147,15 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
 /* ---- Masks ----------------------------------------------------------------------------------- */
 /* A rank that is masked is neither sent to nor waited for. In a group with on_peer_loss =
  * XD_EP_PEER_LOSS_MASK a rank masks another
+ *   - whose process has ended (the communicator must have been made to outlive that: see
+ *     xd_comm_config.on_peer_loss),
  *   - for which a wait has come to its timeout (config.wait_timeout_ms),
  *   - that says that it has masked this rank, so that none of the two waits for the other,
  *   - by xd_ep_ll_mask_set.
  * A rank's mask is its own and is not spread: what to do where masks differ is the serving
  * framework's policy, for which xd_ep_status tells both whom this rank has masked and which ranks
- * have masked it. All others wait for a stuck rank in the same operation, so each masks it by
- * itself. A rank whose process ends still finishes the communicator.
+ * have masked it. All survivors wait for a dead or stuck rank in the same operation, so each masks
+ * it by itself.
  *
  * The operation that meets a loss ends with XD_ERROR_PEER_LOST (CPU: returned; CUDA: in
  * xd_ep_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
