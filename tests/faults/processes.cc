@@ -171,15 +171,16 @@ std::string Processes::wait_for_after(int rank) { return wait_for(rank, "after")
 // The rest of the rank's next line, which must begin with `word`.
 Processes::Line Processes::wait_for(int rank, const std::string& word) {
   const std::string who = "rank " + std::to_string(rank);
-  Process& process = process_of(rank);
+  const Process& process = process_of(rank);
   const auto deadline = Clock::now() + kPatience;
   while (lines_[rank].empty()) {
-    pollfd wait{process.output.get(), POLLIN, 0};
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0 || ::poll(&wait, 1, static_cast<int>(left)) == 0) {
+    if (!process.output) {
+      throw std::runtime_error("a rank process has ended: '" + process.partial + "'");
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    if (left.count() <= 0 || !read_some(left)) {
       throw std::runtime_error(who + " did not say '" + word + "' in time");
     }
-    read_some(process);
   }
   Line line = lines_[rank].front();
   lines_[rank].pop_front();
@@ -190,10 +191,26 @@ Processes::Line Processes::wait_for(int rank, const std::string& word) {
   return line;
 }
 
-void Processes::read_some(Process& process) {
+// Reads what the first processes say that say something; false if none does in time. It listens to
+// all, whichever is awaited, so that the time of a line does not depend on which rank the test asks
+// for first.
+bool Processes::read_some(std::chrono::milliseconds patience) {
+  std::vector<pollfd> waits;
+  for (const Process& process : processes_) waits.push_back({process.output.get(), POLLIN, 0});
+  if (::poll(waits.data(), waits.size(), static_cast<int>(patience.count())) <= 0) return false;
+  for (std::size_t i = 0; i < waits.size(); ++i) {
+    if (waits[i].revents != 0) read_from(processes_[i]);
+  }
+  return true;
+}
+
+void Processes::read_from(Process& process) {
   std::array<char, 4096> bytes;
   const ssize_t count = ::read(process.output.get(), bytes.data(), bytes.size());
-  if (count <= 0) throw std::runtime_error("a rank process has ended: '" + process.partial + "'");
+  if (count <= 0) {
+    process.output.reset();  // poll() passes over it from now on
+    return;
+  }
   process.partial.append(bytes.data(), static_cast<std::size_t>(count));
   for (std::size_t end; (end = process.partial.find('\n')) != std::string::npos;) {
     const std::string line = process.partial.substr(0, end);

@@ -75,7 +75,8 @@ class Processes {
   void start(const RankProgram& program);
   Process& process_of(int rank);
   Line wait_for(int rank, const std::string& word);
-  void read_some(Process& process);
+  bool read_some(std::chrono::milliseconds patience);
+  void read_from(Process& process);
 
   std::vector<Process> processes_;
   std::map<int, std::deque<Line>> lines_;  // by rank, without the rank
