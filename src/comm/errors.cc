@@ -132,13 +132,21 @@ Cause Errors::explained(const FatalError& error) const {
 std::string Errors::text_of(const FatalError& error) const {
   const std::lock_guard lock(mutex_);
   if (error.rank == rank_ && cause_.text[0] != '\0') return cause_.text.data();
-  const auto named = operations_.find(error.group);
-  return describe(error, named != operations_.end() ? named->second : nullptr);
+  return describe(error, operations_with(error.operation));
 }
 
-void Errors::name_operations(int group, const Operations& operations) {
+// The table that has this operation, or nullptr. The caller holds mutex_.
+const Operations* Errors::operations_with(std::int32_t operation) const {
+  const auto found = std::ranges::find_if(
+      operations_, [&](const Operations* table) { return table->contains(operation); });
+  return found != operations_.end() ? *found : nullptr;
+}
+
+void Errors::name_operations(const Operations& operations) {
   const std::lock_guard lock(mutex_);
-  operations_[group] = &operations;
+  if (std::ranges::find(operations_, &operations) == operations_.end()) {
+    operations_.push_back(&operations);
+  }
 }
 
 void Errors::explain_by(int group, Explain explain) {

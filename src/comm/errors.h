@@ -78,8 +78,9 @@ class Errors final : public MeshEvents {
   // The error as one sentence.
   std::string text_of(const FatalError& error) const;
 
-  // Names the operations of a group in error texts. The table stays for good.
-  void name_operations(int group, const Operations& operations);
+  // Names operations in error texts. The table stays for good, since a peer may report an error of
+  // a group that is gone here: so it is kept once for all groups of its family.
+  void name_operations(const Operations& operations);
   // A function that is asked for the words of a group's error of kernels, when the host takes it
   // over. It may be called on any thread, under a lock, so it must not call the communicator. Empty
   // = there is none any more.
@@ -118,6 +119,7 @@ class Errors final : public MeshEvents {
   void take_over(const FatalError& met_by_kernel) const;
   void meet(const FatalError& error, const Cause& cause) const;
   Cause explained(const FatalError& error) const;
+  const Operations* operations_with(std::int32_t operation) const;
   void tell_peers(const FatalError& error);
   const FatalError* reported() const;
   bool is_peers_report(const FatalError& error) const {
@@ -145,8 +147,8 @@ class Errors final : public MeshEvents {
   mutable Cause cause_;  // the words of that error
   mutable std::atomic<bool> has_met_{false};
   bool told_peers_ = false;
-  std::map<int, const Operations*> operations_;  // by group
-  std::map<int, Explain> explanations_;          // by group
+  std::vector<const Operations*> operations_;  // one table for each family
+  std::map<int, Explain> explanations_;        // by group
 };
 
 // Stands between the watch thread, which starts before the ranks have boards, and Errors. The mesh

@@ -14,7 +14,8 @@ struct CollectiveCall {
   const char* name;
 };
 
-// A family's operations, numbered from `first`, as error texts name them.
+// A family's operations, numbered from `first`, as error texts name them. No two families of a
+// communicator have an operation of the same number, so the number alone tells which one is meant.
 struct Operations {
   const char* prefix;  // prefix of their functions, "xd_ep_"
   const char* type;    // type of their numbers, "an xd_ep_operation"

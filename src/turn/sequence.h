@@ -60,7 +60,7 @@ class Sequence {
  protected:
   explicit Sequence(std::shared_ptr<Comm> comm)
       : comm_(std::move(comm)), number_(comm_->group_number()) {
-    comm_->errors().name_operations(number_, Family::kOperations);
+    comm_->errors().name_operations(Family::kOperations);
   }
 
   // Takes this rank's turn with only this error, and returns it.

@@ -272,5 +272,31 @@ TEST(Resources, TwoHundredCommunicatorsAndGroupsLeaveNothing) {
   EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
 }
 
+void create_and_destroy_groups(const Rank& rank, int rounds) {
+  const Case c = plain_case(rank.num_ranks);
+  const LlCase ll = plain_ll_case(rank.num_ranks);
+  for (int round = 0; round < rounds; ++round) {
+    make_group(rank.comm, c.config(rank.rank));
+    make_group(rank, ll);
+  }
+  ok(xd_comm_barrier(rank.comm));
+}
+
+TEST(Resources, TwoHundredGroupsLeaveNothingInTheirCommunicator) {
+  std::optional<Usage> before, after;
+  on_every_rank([&](Rank& rank) {
+    for (std::optional<Usage>* const usage : {&before, &after}) {
+      create_and_destroy_groups(rank, usage == &before ? 5 : 100);
+      if (rank.rank == 0 || !rank.threads) usage->emplace();
+      ok(xd_comm_barrier(rank.comm));
+    }
+  });
+  EXPECT_EQ(after->descriptors, before->descriptors);
+  EXPECT_EQ(after->threads, before->threads);
+  EXPECT_EQ(after->shared, before->shared);
+  EXPECT_LE(after->bytes, before->bytes + 1024);
+  EXPECT_LE(after->device, before->device + (std::size_t{64} << 20));  // pools keep some
+}
+
 }  // namespace
 }  // namespace xd::test

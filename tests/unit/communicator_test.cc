@@ -243,6 +243,30 @@ TEST(Communicator, ShowsTheErrorOfItsKernelsAfterTheReportOfAPeer) {
   }
 }
 
+// A peer may be in a group that this rank has destroyed, or has not made yet.
+TEST(Communicator, NamesTheOperationOfAGroupThatItDoesNotHave) {
+  static constexpr const char* kSteps[] = {"walk", "run"};
+  static constexpr const char* kJumps[] = {"hop", "leap"};
+  static constexpr Operations kGo{"xd_go_", "an xd_go_operation", 1, kSteps};
+  static constexpr Operations kJump{"xd_jump_", "an xd_jump_operation", 3, kJumps};
+  const std::pair<int, const char*> named[] = {{1, "xd_go_walk"},
+                                               {2, "xd_go_run"},
+                                               {3, "xd_jump_hop"},
+                                               {4, "xd_jump_leap"},
+                                               {5, "operation 5"}};
+  for (const auto& [operation, name] : named) {
+    ErrorsOfRank1 errors;
+    for (int group = 0; group < 3; ++group) errors->name_operations(group == 1 ? kJump : kGo);
+    errors.report_of_rank_0({.status = XD_ERROR_TIMEOUT,
+                             .phase = XD_PHASE_ENTRY,
+                             .rank = 0,
+                             .peer = 1,
+                             .group = 9,
+                             .operation = operation});
+    expect_fatal(*errors, XD_ERROR_TIMEOUT, 0, std::string(" in ") + name + " of group 9, ");
+  }
+}
+
 // The peers have ended that operation, so this rank's part of it ends as well.
 TEST(Communicator, EndsAnOperationWhoseErrorAPeerHasReported) {
   auto comms = thread_comms(2);
