@@ -134,7 +134,7 @@ class Comm final {
     for (;;) {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
       if (ready()) return Waited::ready;
-      if (errors_.ends_wait(site.group, site.epoch)) errors_.throw_if_failed();
+      if (errors_.ends_wait(site.group, site.operation, site.epoch)) errors_.throw_if_failed();
       // A rank's end comes after its last flag, so the flags are looked at once more.
       if (missing(peer, site) >= 0 && !ready()) return Waited::lost;
       if (site.deadline.passed()) return Waited::late;

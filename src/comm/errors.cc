@@ -85,14 +85,16 @@ const FatalError* Errors::fatal_error() const {
   return reported();
 }
 
-bool Errors::ends_wait(int group, std::uint64_t epoch) const {
+bool Errors::ends_wait(int group, std::int32_t operation, std::uint64_t epoch) const {
   const FatalError* error = fatal_error();
   if (error == nullptr) return false;
   if (!is_peers_report(*error) || error->group != group || error->expected_epoch != epoch) {
     return true;
   }
   const std::lock_guard lock(mutex_);
-  return told_self_;  // something else has happened since, a lost peer for example
+  if (told_self_) return true;  // something else has happened since, a lost peer for example
+  const Operations* family = operations_with(operation);
+  return family != nullptr && !family->counts_together(error->operation, operation);
 }
 
 // The caller holds mutex_.

@@ -44,10 +44,11 @@ class Errors final : public MeshEvents {
   void check_open() const;
   void check_process() const;
   void throw_if_failed() const;
-  // True if a fatal error ends a wait in this operation of the group. A peer's report that it has
-  // met an error in this very operation does not: this rank's part of it ends as well, and meets
-  // this rank's own error.
-  bool ends_wait(int group, std::uint64_t epoch) const;
+  // True if a fatal error ends a wait in the turn that an operation takes in a group. A peer's
+  // report that it has met an error in this very turn does not: this rank's part of it ends as
+  // well, and meets this rank's own error. (The peer may have taken the turn with another
+  // operation, where one epoch counts both: their disagreement is that error.)
+  bool ends_wait(int group, std::int32_t operation, std::uint64_t epoch) const;
 
   // ---- Raising ----
 

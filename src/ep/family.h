@@ -36,7 +36,7 @@ struct Family {
   using Status = xd_ep_status;
 
   static constexpr Operations kOperations{"xd_ep_", "an xd_ep_operation", XD_EP_PREPARE,
-                                          kOperationNames};
+                                          kOperationNames, XD_EP_LL_DISPATCH};
 
   static constexpr bool same_operation(const Record& a, const Record& b) {
     return ep::same_operation(a, b);

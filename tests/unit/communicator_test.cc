@@ -267,25 +267,53 @@ TEST(Communicator, NamesTheOperationOfAGroupThatItDoesNotHave) {
   }
 }
 
+// What becomes of a wait of `comm` for rank 0 if it goes on after it has looked for errors.
+std::optional<Error> long_wait(xd::Comm& comm, int group, int operation, std::uint64_t epoch) {
+  int looks = 0;
+  const HostWait site{XD_PHASE_DONE, group, operation, epoch, Deadline::after_ms(20000)};
+  return error_of([&] {
+    comm.wait_for(
+        0, site, [&] { return ++looks > 2; }, [] { return std::uint64_t{0}; });
+  });
+}
+
 // The peers have ended that operation, so this rank's part of it ends as well.
 TEST(Communicator, EndsAnOperationWhoseErrorAPeerHasReported) {
   auto comms = thread_comms(2);
   comms[0]->errors().raise_cause(met_by(0, XD_ERROR_MISMATCH), cause("as rank 0 has it"));
   comms[0]->close();
   ASSERT_TRUE(eventually([&] { return comms[1]->errors().fatal_error() != nullptr; }));
-  const auto wait = [&](int group, std::uint64_t epoch) {
-    int looks = 0;
-    const HostWait site{XD_PHASE_DONE, group, 1, epoch, Deadline::after_ms(20000)};
-    return error_of([&] {
-      comms[1]->wait_for(
-          0, site, [&] { return ++looks > 2; }, [] { return std::uint64_t{0}; });
-    });
-  };
-  EXPECT_EQ(wait(7, 4), std::nullopt);
-  expect_error(wait(7, 5), XD_ERROR_MISMATCH, "raised by rank 0");
-  expect_error(wait(6, 4), XD_ERROR_MISMATCH, "raised by rank 0");
+  EXPECT_EQ(long_wait(*comms[1], 7, 1, 4), std::nullopt);
+  expect_error(long_wait(*comms[1], 7, 1, 5), XD_ERROR_MISMATCH, "raised by rank 0");
+  expect_error(long_wait(*comms[1], 6, 1, 4), XD_ERROR_MISMATCH, "raised by rank 0");
   comms[1]->errors().abort();
-  expect_error(wait(7, 4), XD_ERROR_MISMATCH, "raised by rank 0");
+  expect_error(long_wait(*comms[1], 7, 1, 4), XD_ERROR_MISMATCH, "raised by rank 0");
+}
+
+// Operations that are counted together are one turn where their numbers are equal, and ranks may
+// disagree which one it is. Operations of lanes have epochs of their own.
+TEST(Communicator, EndsAWaitInAnotherLaneThanThatOfTheReportedError) {
+  constexpr int kWalk = 1, kRun = 2, kHop = 3, kLeap = 4;
+  static constexpr const char* kNames[] = {"walk", "run", "hop", "leap"};
+  static constexpr Operations kGo{"xd_go_", "an xd_go_operation", kWalk, kNames, kHop};
+  for (const int reported : {kWalk, kRun, kHop, kLeap}) {
+    auto comms = thread_comms(2);
+    for (const auto& comm : comms) comm->errors().name_operations(kGo);
+    FatalError error = met_by(0, XD_ERROR_MISMATCH);
+    error.operation = reported;
+    comms[0]->errors().raise_cause(error, cause("as rank 0 has it"));
+    comms[0]->close();
+    ASSERT_TRUE(eventually([&] { return comms[1]->errors().fatal_error() != nullptr; }));
+    for (const int awaited : {kWalk, kRun, kHop, kLeap}) {
+      SCOPED_TRACE(kGo.name(reported) + std::string(" reported while in ") + kGo.name(awaited));
+      const auto ended = long_wait(*comms[1], 7, awaited, 4);
+      if (reported == awaited || (reported < kHop && awaited < kHop)) {
+        EXPECT_EQ(ended, std::nullopt);
+      } else {
+        expect_error(ended, XD_ERROR_MISMATCH, "raised by rank 0");
+      }
+    }
+  }
 }
 
 TEST(Communicator, OfAForkTakesNoLockThatItsParentMayHold) {
