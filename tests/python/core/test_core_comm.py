@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -386,7 +387,9 @@ def test_default_timeout_is_the_environments(text: str | None, expected: int) ->
 def outlive(me: Rank) -> None:
     comm = me.comm(on_peer_loss="mask", timeout=30, heap_bytes=1 << 16)
     assert comm.lost == ()
-    comm.barrier()
+    # Behind it all have their communicator. Rank 0 may die before a rank has heard of all others.
+    with contextlib.suppress(crossdock.PeerLost):
+        comm.barrier()
     if me.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     while 0 not in comm.lost:
