@@ -568,12 +568,20 @@ def _give_name(partial: Path | None, path: Path) -> None:
     """Renames, and puts that on the disk; on one rank."""
     if partial is None:
         return
-    if path.exists():  # looked at now, since ranks of another communicator may have saved to it
-        raise FileExistsError(
-            f"path: {path} has appeared while this checkpoint was written: do ranks of several "
-            "communicators save to it? See `replicas` of save_checkpoint"
-        )
-    partial.rename(path)
+    appeared = FileExistsError(
+        f"path: {path} has appeared while this checkpoint was written: do ranks of several "
+        "communicators save to it? See `replicas` of save_checkpoint"
+    )
+    # Ranks of another communicator may have saved to it, also between these two lines: rename()
+    # refuses a folder with files, and would replace an empty one.
+    if path.exists():
+        raise appeared
+    try:
+        partial.rename(path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise appeared from error
+        raise
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
+from crossdock.torch import checkpoint
 from crossdock.torch._agreement import from_rank_0, ranks_where
 from moe_lm.compare import read_log
 from runs import Outcome, run, small
@@ -441,6 +442,19 @@ def agree(me: Rank) -> tuple[list[int], bytes]:
 def test_ranks_agree(ranks: int) -> None:
     expected = [rank for rank in (0, 2) if rank < ranks], bytes(16)
     assert run_ranks(ranks, agree) == [expected] * ranks
+
+
+def test_a_folder_that_appears_in_the_last_moment_is_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "common.pt").write_text(folder.name)
+    monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
+    with pytest.raises(FileExistsError, match="has appeared while this checkpoint was written"):
+        checkpoint._give_name(mine, theirs)
+    assert (theirs / "common.pt").read_text() == "theirs"
 
 
 def save_on_a_mesh(me: Rank, path: pathlib.Path) -> None:
