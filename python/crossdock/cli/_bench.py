@@ -1,58 +1,40 @@
-"""``crossdock bench ep``: expert parallelism measured through Python."""
+"""``crossdock bench``: expert parallelism measured through Python."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
-import pathlib
-from typing import Any
+import dataclasses
 
 from crossdock._core import constants
-from crossdock.cli import _console, _gpus, _rank, _report
-from crossdock.cli._doctor import feature
-from crossdock.cli._launch import run_ranks
-from crossdock.cli._usage import OK, UsageError, number
-from crossdock.cli._workload import ITEM_BYTES, LAYOUTS, ROUTINGS, Workload
+from crossdock.cli import _bench_options, _ll_report, _rank, _report
+from crossdock.cli._ll_steps import SCALED_COLUMNS
+from crossdock.cli._usage import OK, UsageError, number, numbers
+from crossdock.cli._workload import LAYOUTS
 
-# The library's limits, each for itself; --topk also depends on --experts.
-_LIMITS = {
-    "ranks": constants.MAX_RANKS,
-    "experts": constants.MAX_EXPERTS,
-    "tokens": constants.MAX_TOKENS,
-    "hidden": 1 << 24,
-    "timeout": 2**31 // 1000,
-}
-_PLOT_FORMATS = (".png", ".svg", ".pdf")
-_DESCRIPTION = """Times prepare, dispatch, combine and their backward passes over ranks that it
+_EP = """Times prepare, dispatch, combine and their backward passes over ranks that it
 starts itself on this host, beside a copy of as many bytes in the same run. Before it measures, it
 checks every element of one round trip."""
+_LL = """Times low-latency dispatch and combine, whole and in halves, bf16 and quantised, over ranks
+that it starts itself on this host. Beside them, on the same tokens: prepare, dispatch and combine
+of the expert-major layout. Before it measures, it checks every element of a round trip of each."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``bench ep`` to the commands."""
+    """Adds ``bench`` and its benchmarks to the commands."""
     bench = commands.add_parser(
         "bench", help="measure on this machine", description="Measures on this machine."
     )
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    _add_ep(kinds)
+    _add_ll(kinds)
+
+
+def _add_ep(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = kinds.add_parser(
-        "ep", help="expert parallelism: dispatch and combine", description=_DESCRIPTION
+        "ep", help="expert parallelism: dispatch and combine", description=_EP
     )
-    _add_sizes(parser)
-    _add_measuring(parser)
-    _add_outputs(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say what is moved."""
-    sizes = parser.add_argument_group("what is moved")
-    sizes.add_argument(
-        "--ranks",
-        type=number(1),
-        metavar="W",
-        help="rank processes (default: 4, on GPUs one per GPU)",
-    )
+    defaults = _bench_options.Defaults(hidden=4096, experts=64, iters=50, warmup=5)
+    sizes = _bench_options.add_options(parser, defaults)
     sizes.add_argument(
         "--tokens",
         type=number(1),
@@ -61,216 +43,62 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help="tokens of each rank (default: %(default)s)",
     )
     sizes.add_argument(
-        "--hidden",
-        type=number(1),
-        default=4096,
-        metavar="H",
-        help="elements of a token's row (default: %(default)s)",
-    )
-    sizes.add_argument(
-        "--topk",
-        type=number(1),
-        default=8,
-        metavar="K",
-        help="experts that a token chooses (default: %(default)s)",
-    )
-    sizes.add_argument(
-        "--experts",
-        type=number(1),
-        default=64,
-        metavar="E",
-        help="experts of all ranks together (default: %(default)s)",
-    )
-    sizes.add_argument(
         "--layout",
         choices=LAYOUTS,
         default=LAYOUTS[0],
         help="of received rows (default: %(default)s)",
     )
+    parser.set_defaults(run=run_ep)
+
+
+def _add_ll(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "ll", help="low latency: dispatch and combine of few tokens", description=_LL
+    )
+    defaults = _bench_options.Defaults(hidden=7168, experts=256, iters=200, warmup=20)
+    sizes = _bench_options.add_options(parser, defaults)
     sizes.add_argument(
-        "--dtype",
-        choices=ITEM_BYTES,
-        help="of rows (default: bf16, without PyTorch and ml_dtypes fp32)",
+        "--tokens",
+        type=numbers(1),
+        default="1,8,16,32,64,128,256,512",
+        metavar="T,T,...",
+        help="tokens of each rank, one after another (default: %(default)s)",
     )
-    sizes.add_argument(
-        "--routing",
-        choices=ROUTINGS,
-        default=ROUTINGS[0],
-        help="how tokens choose experts (default: %(default)s)",
-    )
-    sizes.add_argument(
-        "--seed",
-        type=number(0),
-        default=1,
-        metavar="N",
-        help="of the routing (default: %(default)s)",
-    )
+    parser.set_defaults(run=run_ll)
 
 
-def _add_measuring(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how it is measured."""
-    how = parser.add_argument_group("how it is measured")
-    how.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="what the ranks compute on (default: cuda where it can be used)",
-    )
-    how.add_argument(
-        "--through",
-        choices=("numpy", "torch"),
-        help="whose arrays (default: torch where it is installed)",
-    )
-    how.add_argument(
-        "--iters",
-        type=number(1),
-        default=50,
-        metavar="N",
-        help="timed iterations of each operation (default: %(default)s)",
-    )
-    how.add_argument(
-        "--warmup",
-        type=number(0),
-        default=5,
-        metavar="N",
-        help="iterations before that (default: %(default)s)",
-    )
-    how.add_argument(
-        "--timeout",
-        type=number(1),
-        default=120,
-        metavar="SECONDS",
-        help="longest wait of a rank for another (default: %(default)s)",
-    )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say where results go."""
-    where = parser.add_argument_group("where results go, beside the table")
-    where.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all numbers")
-    where.add_argument(
-        "--plot",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="a figure: .png, .svg or .pdf (needs matplotlib)",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_ep(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes."""
-    workload = _workload(arguments)
-    _check_outputs(arguments)
-    report = _report.make_report(workload, _measure(workload))
+    workload = _bench_options.workload(arguments, arguments.tokens, arguments.layout, {})
+    _bench_options.check_outputs(arguments)
+    results = _bench_options.measure("crossdock bench ep", workload.ranks, _rank.bench, workload)
+    report = _report.make_report(workload, results)
     _report.show(report)
     if arguments.json:
-        _report.write_json(report, arguments.json)
+        _report.write_json(_report.as_json(report), arguments.json)
     if arguments.plot:
         _report.draw(report, arguments.plot)
     return OK
 
 
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _workload(arguments: argparse.Namespace) -> Workload:
-    """Options with their defaults filled in, or UsageError."""
-    device = arguments.device or _default_device(arguments.through)
-    available, reason = feature(device)
-    if not available:
-        raise UsageError(f"--device {device}: {reason}")
-    through = arguments.through or ("torch" if _has("torch") else "numpy")
-    if not _has(through):
-        raise UsageError(f"--through {through}: {through} is not installed")
-    if device == "cuda" and through == "numpy":
-        raise UsageError("--through numpy: NumPy has no arrays on GPUs; use --through torch")
-    has_bf16 = through == "torch" or _has("ml_dtypes")
-    dtype = arguments.dtype or ("bf16" if has_bf16 else "fp32")
-    if dtype == "bf16" and not has_bf16:
-        raise UsageError("--dtype bf16: NumPy has it with ml_dtypes only, which is not installed")
-    workload = Workload(
-        ranks=_ranks(arguments.ranks, device),
-        tokens=arguments.tokens,
-        hidden=arguments.hidden,
-        topk=arguments.topk,
-        experts=arguments.experts,
-        layout=arguments.layout,
-        dtype=dtype,
-        routing=arguments.routing,
-        seed=arguments.seed,
-        device=device,
-        through=through,
-        iters=arguments.iters,
-        warmup=arguments.warmup,
-        timeout=arguments.timeout,
+def run_ll(arguments: argparse.Namespace) -> int:
+    """Measures, prints, writes."""
+    limits = {"tokens": constants.LL_MAX_TOKENS, "ranks": constants.LL_MAX_RANKS}
+    workload = _bench_options.workload(arguments, max(arguments.tokens), "expert_major", limits)
+    if workload.hidden % SCALED_COLUMNS:
+        raise UsageError(
+            f"--hidden {workload.hidden}: expected a multiple of {SCALED_COLUMNS}, the columns of "
+            "one scale"
+        )
+    _bench_options.check_outputs(arguments)
+    cases = [dataclasses.replace(workload, tokens=tokens) for tokens in arguments.tokens]
+    results = _bench_options.measure(
+        "crossdock bench ll", workload.ranks, _rank.bench_low_latency, cases
     )
-    _check_sizes(workload)
-    return workload
-
-
-def _default_device(through: str | None) -> str:
-    usable = feature("cuda")[0] and _has("torch") and _gpus.usable_count(_gpus.find()[0])
-    return "cuda" if usable and through != "numpy" else "cpu"
-
-
-def _ranks(asked: int | None, device: str) -> int:
-    if device == "cpu":
-        return asked or 4
-    gpus, why_none = _gpus.find()
-    usable = _gpus.usable_count(gpus)
-    if not usable:
-        raise UsageError(f"--device cuda: {why_none or 'CUDA_VISIBLE_DEVICES shows no GPU'}")
-    if asked and asked > usable:
-        raise UsageError(f"--ranks {asked}: {usable} GPUs can be used here, each by one rank")
-    return asked or usable
-
-
-def _check_sizes(workload: Workload) -> None:
-    for name, most in _LIMITS.items():
-        if getattr(workload, name) > most:
-            raise UsageError(f"--{name} {getattr(workload, name)}: at most {most}")
-    if workload.experts % workload.ranks:
-        nearest = math.ceil(workload.experts / workload.ranks) * workload.ranks
-        raise UsageError(
-            f"--experts {workload.experts}: not a multiple of --ranks "
-            f"{workload.ranks}; {nearest} would be"
-        )
-    most, unit = constants.MAX_TOPK, constants.ROW_ALIGNMENT
-    if workload.topk > min(workload.experts, most):
-        raise UsageError(
-            f"--topk {workload.topk}: at most {most}, and no more than --experts {workload.experts}"
-        )
-    if workload.row_bytes % unit:
-        elements = unit // ITEM_BYTES[workload.dtype]
-        raise UsageError(
-            f"--hidden {workload.hidden}: rows are multiples of {unit} bytes, so of "
-            f"{elements} elements of {workload.dtype}"
-        )
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Before minutes of measuring, not after."""
-    for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if path and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: there is no folder {path.parent}")
-        if path and path.is_dir():
-            raise UsageError(f"{option} {path}: is a folder")
-    if arguments.plot and arguments.plot.suffix not in _PLOT_FORMATS:
-        raise UsageError(
-            f"--plot {arguments.plot}: expected a name that ends with {', '.join(_PLOT_FORMATS)}"
-        )
-    if arguments.plot and not _has("matplotlib"):
-        raise UsageError("--plot: matplotlib is not installed")
-
-
-def _measure(workload: Workload) -> list[dict[str, Any]]:
-    """Runs the ranks with a progress bar; what each of them returned."""
-    # Importing, sizing and checking come before the waits that the ranks bound themselves.
-    limit = 24 * 3600
-    with _console.progress("crossdock bench ep") as advance:
-        return run_ranks(
-            workload.ranks,
-            _rank.bench,
-            workload,
-            limit=limit,
-            hear=lambda rank, message: advance(*message),
-        )
+    report = _ll_report.make_report(cases, results)
+    _ll_report.show(report)
+    if arguments.json:
+        _report.write_json(_ll_report.as_json(report), arguments.json)
+    if arguments.plot:
+        _ll_report.draw(report, arguments.plot)
+    return OK

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from crossdock.cli._workload import Workload, choices, sum_of_copies
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 Tell = Callable[[float], None]
 _TELL_INTERVAL = 0.25  # seconds: drawing progress takes a core from a rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A call that is timed, and what has to follow each without being timed."""
+
+    call: Call
+    rest: Call | None = None
 
 
 class Engine(Protocol):
@@ -21,11 +30,11 @@ class Engine(Protocol):
     def check(self) -> None:
         """Sends tokens out and back; RuntimeError if any element differs from what must come."""
 
-    def operations(self) -> dict[str, Call]:
-        """The timed operations, by name; the copy that the others are compared with comes first."""
+    def operations(self) -> Mapping[Any, Timed]:
+        """What is timed, in this order, by name or by what else the report knows it by."""
 
-    def time(self, call: Call, tell: Tell) -> list[float]:
-        """Seconds of every timed iteration of `call` on this rank. Collective.
+    def time(self, timed: Timed, tell: Tell) -> list[float]:
+        """Seconds of every timed iteration on this rank. Collective.
 
         `tell` hears the share that is done.
         """
@@ -34,7 +43,7 @@ class Engine(Protocol):
         """Packages that had a part in it."""
 
 
-def wall_times(workload: Workload, barrier: Call, call: Call, tell: Tell) -> list[float]:
+def wall_times(workload: Workload, barrier: Call, timed: Timed, tell: Tell) -> list[float]:
     """Times calls that have finished when they return, each from a common start."""
     times = []
     told = time.monotonic()
@@ -44,8 +53,10 @@ def wall_times(workload: Workload, barrier: Call, call: Call, tell: Tell) -> lis
             tell(iteration / (workload.warmup + workload.iters))
         barrier()
         begin = time.perf_counter()
-        call()
+        timed.call()
         times.append(time.perf_counter() - begin)
+        if timed.rest:
+            timed.rest()
     return times[workload.warmup :]
 
 

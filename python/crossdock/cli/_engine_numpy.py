@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 import crossdock
 from crossdock.cli import _engine
-from crossdock.cli._engine import Call, Tell
+from crossdock.cli._engine import Call, Tell, Timed
 from crossdock.cli._workload import Workload, volume
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -22,7 +24,9 @@ class NumpyEngine:
         rank_rows = volume(workload)
         capacity = max(rank_rows.received)
         self._comm = comm = crossdock.Comm.from_environment(
-            heap_bytes=_heap_bytes(workload, capacity), timeout=workload.timeout
+            heap_bytes=_heap_bytes(workload, capacity),
+            timeout=workload.timeout,
+            name=workload.name,
         )
         rank = self._rank = comm.rank
         dtype = _DTYPES[workload.dtype]
@@ -38,6 +42,7 @@ class NumpyEngine:
                 recv_capacity=capacity,
             ),
         )
+        self._groups: list[crossdock.EpGroup | crossdock.LowLatencyGroup] = [self._group]
         self._wire_bytes = rank_rows.wire_rows[rank] * workload.row_bytes
         self._ids, self._weights = _engine.topk(workload, rank)
         self._tokens = comm.empty((workload.tokens, workload.hidden), dtype)
@@ -49,7 +54,8 @@ class NumpyEngine:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self._group.close()
+        for group in reversed(self._groups):
+            group.close()
         self._comm.close()
 
     def check(self) -> None:
@@ -58,15 +64,18 @@ class NumpyEngine:
         out = self._group.combine(plan, self._group.dispatch(plan, self._tokens).tokens)
         _engine.require_equal(self._workload, self._rank, out.astype(np.float32))
 
-    def operations(self) -> dict[str, Call]:
-        """Forward into arrays that are given, backward into new ones of symmetric memory."""
+    def operations(self) -> Mapping[Any, Timed]:
+        """By name; the copy that the others are compared with comes first.
+
+        Forward into arrays that are given, backward into new ones of symmetric memory.
+        """
         group, again = self._group, self._group.empty_plan()
         plan = group.prepare(self._ids)
         sent = group.dispatch(plan, self._tokens, self._weights)
         weights = sent.weights if self._workload.layout == "expert_major" else None
         out = group.combine(plan, sent.tokens, weights)
         source, target = np.zeros((2, self._wire_bytes), np.uint8)
-        return {
+        calls: dict[str, Call] = {
             "copy": lambda: np.copyto(target, source),
             "prepare": lambda: group.prepare(self._ids, out=again),
             "dispatch": lambda: group.dispatch(plan, self._tokens, self._weights, out=sent),
@@ -74,10 +83,11 @@ class NumpyEngine:
             "combine_bwd": lambda: group.combine_bwd(plan, out, weights=weights),
             "dispatch_bwd": lambda: group.dispatch_bwd(plan, sent.tokens),
         }
+        return {name: Timed(call) for name, call in calls.items()}
 
-    def time(self, call: Call, tell: Tell) -> list[float]:
+    def time(self, timed: Timed, tell: Tell) -> list[float]:
         """Every call has finished when it returns."""
-        return _engine.wall_times(self._workload, self._comm.barrier, call, tell)
+        return _engine.wall_times(self._workload, self._comm.barrier, timed, tell)
 
     def versions(self) -> dict[str, str]:
         """NumPy."""

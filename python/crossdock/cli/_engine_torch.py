@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 import crossdock.torch as xd
 from crossdock.cli import _engine
-from crossdock.cli._engine import Call, Tell
+from crossdock.cli._engine import Call, Tell, Timed
 from crossdock.cli._workload import Workload, volume
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TorchEngine:
@@ -20,7 +22,7 @@ class TorchEngine:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._comm = xd.init(timeout=workload.timeout)
+        self._comm = xd.init(timeout=workload.timeout, name=workload.name)
         rank = self._rank = self._comm.rank
         device = self._device = self._comm.device
         if device.type == "cuda":
@@ -31,15 +33,16 @@ class TorchEngine:
             max_topk=workload.topk,
             max_tokens_per_rank=workload.tokens,
             layout=workload.layout,
-            dtype=_DTYPES[workload.dtype],
+            dtype=DTYPES[workload.dtype],
             recv_capacity=max(volume(workload).received[rank], 1),
             comm=self._comm,
         )
+        self._groups: list[xd.EpGroup | xd.LowLatencyGroup] = [self._group]
         ids, weights = _engine.topk(workload, rank)
         self._ids = torch.from_numpy(ids).to(device)
         self._weights = torch.from_numpy(weights).to(device)
         values = torch.from_numpy(_engine.token_values(workload, rank))
-        self._tokens = values.to(device, _DTYPES[workload.dtype]).requires_grad_()
+        self._tokens = values.to(device, DTYPES[workload.dtype]).requires_grad_()
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -47,7 +50,8 @@ class TorchEngine:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self._group.close()
+        for group in reversed(self._groups):
+            group.close()
         self._comm.close()
 
     def check(self) -> None:
@@ -58,8 +62,12 @@ class TorchEngine:
         got = out.to("cpu", torch.float32).numpy()
         _engine.require_equal(self._workload, self._rank, got)
 
-    def operations(self) -> dict[str, Call]:
-        """The calls of a training step; backward passes are called as autograd calls them."""
+    def operations(self) -> Mapping[Any, Timed]:
+        """By name; the copy that the others are compared with comes first.
+
+        The calls of a training step; backward passes are called as autograd calls
+        them.
+        """
         plan = self._group.prepare(self._ids)
         sent = xd.dispatch(plan, self._tokens, self._weights)
         experts = sent.tokens.detach().requires_grad_()
@@ -71,7 +79,7 @@ class TorchEngine:
         grad_out = torch.ones_like(out)
         # In symmetric memory, where the experts' backward pass leaves it.
         grad_sent = self._comm.empty_symmetric(sent.tokens.shape, sent.tokens.dtype).fill_(1)
-        return {
+        calls: dict[str, Call] = {
             "copy": self._copy(),
             "prepare": lambda: self._group.prepare(self._ids),
             "dispatch": _without_grad(lambda: xd.dispatch(plan, self._tokens, self._weights)),
@@ -81,6 +89,7 @@ class TorchEngine:
                 sent.tokens, self._tokens, grad_sent, retain_graph=True
             ),
         }
+        return {name: Timed(call) for name, call in calls.items()}
 
     def _copy(self) -> Call:
         """As many bytes as this rank sends to others: within its memory, or to the next GPU."""
@@ -92,25 +101,30 @@ class TorchEngine:
         copy = torch.zeros(size, dtype=torch.uint8, device=target)
         return lambda: copy.copy_(source, non_blocking=True)
 
-    def time(self, call: Call, tell: Tell) -> list[float]:
+    def time(self, timed: Timed, tell: Tell) -> list[float]:
         """On a GPU by events between calls that follow one another without a gap.
 
         Every operation ends on all ranks at once, and so the next one starts.
         """
         if self._device.type != "cuda":
-            return _engine.wall_times(self._workload, self._comm.barrier, call, tell)
-        count = self._workload.warmup + self._workload.iters
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            return _engine.wall_times(self._workload, self._comm.barrier, timed, tell)
         torch.cuda.synchronize(self._device)
         self._comm.barrier()
-        events[0].record()
-        for event in events[1:]:
-            call()
-            event.record()
+        spans = []
+        begin = _now()
+        for _ in range(self._workload.warmup + self._workload.iters):
+            timed.call()
+            end = _now()
+            spans.append((begin, end))
+            begin = end
+            if timed.rest:
+                timed.rest()
+                begin = _now()
         torch.cuda.synchronize(self._device)
-        self._group.check()
+        for group in self._groups:
+            group.check()
         tell(1.0)
-        times = [begin.elapsed_time(end) / 1e3 for begin, end in zip(events, events[1:])]
+        times = [begin.elapsed_time(end) / 1e3 for begin, end in spans]
         return times[self._workload.warmup :]
 
     def versions(self) -> dict[str, str]:
@@ -119,6 +133,12 @@ class TorchEngine:
         if self._device.type == "cuda":
             found["GPU"] = torch.cuda.get_device_name(self._device)
         return found
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _without_grad(call: Call) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from crossdock import launch
@@ -21,6 +22,17 @@ def _engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
     return NumpyEngine(workload)
 
 
+def _low_latency_engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
+    """As `_engine`."""
+    if workload.through == "torch":
+        from crossdock.cli._ll_torch import TorchLowLatency
+
+        return TorchLowLatency(workload)
+    from crossdock.cli._ll_numpy import NumpyLowLatency
+
+    return NumpyLowLatency(workload)
+
+
 def trial(rank: int, workload: Workload) -> None:
     """One round trip with every element checked."""
     with _engine(workload) as engine:
@@ -34,14 +46,40 @@ def bench(rank: int, workload: Workload) -> dict[str, Any]:
     """
     launch.tell(("starting", 0.0))
     with _engine(workload) as engine:
-        launch.tell(("checking", 0.0))
-        engine.check()
-        operations = engine.operations()
-        times = {}
-        for number, (name, call) in enumerate(operations.items()):
+        return {"times": _times(engine, "", _whole), "versions": engine.versions()}
 
-            def share(done: float, name: str = name, number: int = number) -> None:
-                launch.tell((name, (number + done) / len(operations)))
 
-            times[name] = engine.time(call, share)
-        return {"times": times, "versions": engine.versions()}
+def bench_low_latency(rank: int, workloads: list[Workload]) -> dict[str, Any]:
+    """Does for each workload what `bench` does: {"times": of each, "versions": ...}."""
+    launch.tell(("starting", 0.0))
+    times = []
+    versions: dict[str, str] = {}
+    for number, workload in enumerate(workloads):
+
+        def share(done: float, number: int = number) -> float:
+            return (number + done) / len(workloads)
+
+        with _low_latency_engine(workload) as engine:
+            times.append(_times(engine, f"{workload.tokens} tokens, ", share))
+            versions = engine.versions()
+    return {"times": times, "versions": versions}
+
+
+def _times(engine: Engine, prefix: str, share_of_all: Callable[[float], float]) -> dict[Any, Any]:
+    """Seconds of every operation, by the name that the engine gives it."""
+    launch.tell((f"{prefix}checking", share_of_all(0.0)))
+    engine.check()
+    operations = engine.operations()
+    times = {}
+    for number, (name, timed) in enumerate(operations.items()):
+        what = f"{prefix}{name if isinstance(name, str) else name.operation}"
+
+        def tell(done: float, what: str = what, number: int = number) -> None:
+            launch.tell((what, share_of_all((number + done) / len(operations))))
+
+        times[name] = engine.time(timed, tell)
+    return times
+
+
+def _whole(done: float) -> float:
+    return done

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import crossdock
@@ -84,13 +86,18 @@ def make_report(workload: Workload, results: list[dict[str, Any]]) -> Report:
     )
 
 
+def show_head(title: str, versions: dict[str, str], doubts: list[str]) -> None:
+    """Prints all that is needed to judge a table."""
+    print(title)
+    print(f"machine  {_host.processor()}")
+    print("versions " + ", ".join(f"{name} {text}" for name, text in versions.items()))
+    for doubt in doubts:
+        print(f"DOUBT    {doubt}")
+
+
 def show(report: Report) -> None:
     """Prints the table."""
-    print(report.workload.title())
-    print(f"machine  {_host.processor()}")
-    print("versions " + ", ".join(f"{name} {text}" for name, text in report.versions.items()))
-    for doubt in report.doubts:
-        print(f"DOUBT    {doubt}")
+    show_head(report.workload.title(), report.versions, report.doubts)
     print(
         f"volume   a rank sends {report.wire_bytes * 1e-6:.2f} MB to others "
         f"(with its own: {report.rows_bytes * 1e-6:.2f} MB)\n"
@@ -110,8 +117,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def write_json(report: Report, path: pathlib.Path) -> None:
-    """Writes all of it as one JSON object; times in microseconds."""
+def as_json(report: Report) -> dict[str, Any]:
+    """All of it; times in microseconds."""
     rows = [
         {
             "operation": row.operation,
@@ -123,7 +130,7 @@ def write_json(report: Report, path: pathlib.Path) -> None:
         }
         for row in report.rows
     ]
-    content = {
+    return {
         "title": report.workload.title(),
         "machine": _host.processor(),
         "versions": report.versions,
@@ -133,37 +140,48 @@ def write_json(report: Report, path: pathlib.Path) -> None:
         "rows_bytes": report.rows_bytes,
         "rows": rows,
     }
+
+
+def write_json(content: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes one JSON object."""
     try:
         path.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise CommandError(f"--json {path}: {error.strerror}") from None
 
 
-def draw(report: Report, path: pathlib.Path) -> None:
-    """Draws p50 and p99 of every operation beside the floor. Needs matplotlib."""
+@contextlib.contextmanager
+def figure(path: pathlib.Path, title: str, height: float) -> Iterator[Any]:
+    """Axes to draw on, which are written to `path` afterwards. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in report.rows if row.operation != FLOOR]
-    floor = next(row for row in report.rows if row.operation == FLOOR)
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(rows) + 2))
-    names = [row.operation for row in rows]
-    axes.barh(names, [row.p50 * 1e6 for row in rows], color="tab:blue", label="p50")
-    axes.plot(
-        [row.p99 * 1e6 for row in rows], names, "|", color="black", markersize=14, label="p99"
-    )
-    axes.axvline(floor.p50 * 1e6, color="tab:orange", linestyle="--", label="copy, p50")
-    axes.invert_yaxis()
-    axes.set_xlabel("microseconds, slowest rank")
-    axes.set_title(report.workload.title().replace(", ", ",\n", 1), fontsize=9)
-    axes.legend(fontsize=8)
-    axes.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
+    whole, axes = plt.subplots(figsize=(8, height))
     try:
-        figure.savefig(path)
+        yield axes
+        axes.set_title(title.replace(", ", ",\n", 1), fontsize=9)
+        axes.legend(fontsize=8)
+        whole.tight_layout()
+        whole.savefig(path)
     except OSError as error:
         raise CommandError(f"--plot {path}: {error.strerror}") from None
     finally:
-        plt.close(figure)
+        plt.close(whole)
+
+
+def draw(report: Report, path: pathlib.Path) -> None:
+    """Draws p50 and p99 of every operation beside the floor."""
+    rows = [row for row in report.rows if row.operation != FLOOR]
+    floor = next(row for row in report.rows if row.operation == FLOOR)
+    names = [row.operation for row in rows]
+    with figure(path, report.workload.title(), 0.6 * len(rows) + 2) as axes:
+        axes.barh(names, [row.p50 * 1e6 for row in rows], color="tab:blue", label="p50")
+        axes.plot(
+            [row.p99 * 1e6 for row in rows], names, "|", color="black", markersize=14, label="p99"
+        )
+        axes.axvline(floor.p50 * 1e6, color="tab:orange", linestyle="--", label="copy, p50")
+        axes.invert_yaxis()
+        axes.set_xlabel("microseconds, slowest rank")
+        axes.grid(axis="x", alpha=0.3)

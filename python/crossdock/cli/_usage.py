@@ -33,3 +33,9 @@ def number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def numbers(least: int) -> Callable[[str], list[int]]:
+    """Parses whole numbers from `least` on, separated by commas."""
+    one = number(least)
+    return lambda text: [one(part) for part in text.split(",")]

@@ -10,7 +10,7 @@ from crossdock._config import Layout
 from crossdock._core import constants
 
 ROUTINGS = ("uniform", "zipf", "hot")
-LAYOUTS = tuple(constants.LAYOUTS)
+LAYOUTS = tuple(layout for layout in constants.LAYOUTS if layout != "expert_slots")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -41,13 +41,30 @@ class Workload:
     def row_bytes(self) -> int:
         return self.hidden * ITEM_BYTES[self.dtype]
 
+    @property
+    def name(self) -> str:
+        """Of the communicator; keeps those of several batches apart, one after another."""
+        return f"bench-{self.tokens}"
+
     def title(self) -> str:
         """All of it in one line."""
         return (
             f"crossdock bench ep: {self.ranks} ranks on {self.device} through {self.through}, "
-            f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts} {self.dtype}, "
-            f"{self.layout}, routing {self.routing}, seed {self.seed}, {self.iters} iterations"
+            f"T={self.tokens} {self.sizes()} {self.dtype}, {self.layout}, {self.course()}"
         )
+
+    def low_latency_title(self) -> str:
+        """All but the number of tokens in one line."""
+        return (
+            f"crossdock bench ll: {self.ranks} ranks on {self.device} through {self.through}, "
+            f"{self.sizes()} {self.dtype}, {self.course()}"
+        )
+
+    def sizes(self) -> str:
+        return f"H={self.hidden} K={self.topk} E={self.experts}"
+
+    def course(self) -> str:
+        return f"routing {self.routing}, seed {self.seed}, {self.iters} iterations"
 
 
 def choices(workload: Workload, rank: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Runs the command `crossdock` as its users do: as a process."""
+"""Runs the command `crossdock` as its users do: as a process. A small batch for its parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+from crossdock.cli._workload import Workload
 
 COMMAND = [sys.executable, "-m", "crossdock.cli"]
 SMALL = [
@@ -79,3 +81,24 @@ def wait_until(condition, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def workload(**changes: Any) -> Workload:
+    """A batch, as a benchmark's options describe it."""
+    fields = {
+        "ranks": 4,
+        "tokens": 9,
+        "hidden": 8,
+        "topk": 3,
+        "experts": 8,
+        "layout": "expert_major",
+        "dtype": "fp32",
+        "routing": "uniform",
+        "seed": 7,
+        "device": "cpu",
+        "through": "numpy",
+        "iters": 1,
+        "warmup": 0,
+        "timeout": 10,
+    }
+    return Workload(**fields | changes)

@@ -9,34 +9,14 @@ import signal
 import numpy as np
 import pytest
 
-from commands import SMALL, alive, children, run, start, wait_until
+from commands import SMALL, alive, children, run, start, wait_until, workload
 from crossdock.cli import _engine, _rank, _report
 from crossdock.cli._launch import run_ranks
 from crossdock.cli._usage import CommandError
-from crossdock.cli._workload import Workload, choices, sum_of_copies, volume
+from crossdock.cli._workload import choices, sum_of_copies, volume
 
 OPERATIONS = ["copy", "prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]
 ENDLESS = ["bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "100000000"]
-
-
-def workload(**changes) -> Workload:
-    fields = {
-        "ranks": 4,
-        "tokens": 9,
-        "hidden": 8,
-        "topk": 3,
-        "experts": 8,
-        "layout": "expert_major",
-        "dtype": "fp32",
-        "routing": "uniform",
-        "seed": 7,
-        "device": "cpu",
-        "through": "numpy",
-        "iters": 1,
-        "warmup": 0,
-        "timeout": 10,
-    }
-    return Workload(**fields | changes)
 
 
 @pytest.mark.parametrize(

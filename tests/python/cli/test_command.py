@@ -11,7 +11,7 @@ from crossdock.cli import main
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["doctor"], ["bench"], ["bench", "ep"], ["demo"]],
+    [[], ["doctor"], ["bench"], ["bench", "ep"], ["bench", "ll"], ["demo"]],
     ids=lambda command: " ".join(command) or "crossdock",
 )
 def test_help_explains_every_command(command):
@@ -39,6 +39,12 @@ MISTAKES = {
     "word for a number": (["bench", "ep", "--tokens", "many"], "'many'"),
     "negative number": (["bench", "ep", "--iters", "-3"], "a whole number from 1 on"),
     "unknown layout": (["bench", "ep", "--layout", "diagonal"], "diagonal"),
+    "a layout of low latency": (["bench", "ep", "--layout", "expert_slots"], "expert_slots"),
+    "a layout for low latency": (["bench", "ll", "--layout", "rank_major"], "--layout"),
+    "no number of tokens": (["bench", "ll", "--tokens", "1,,2"], "from 1 on, got ''"),
+    "no few tokens": (["bench", "ll", "--tokens", "8,1025"], "--tokens 1025: at most 1024"),
+    "no few ranks": (["bench", "ll", "--ranks", "73", "--device", "cpu"], "at most 72"),
+    "columns without a scale": (["bench", "ll", "--hidden", "192"], "a multiple of 128"),
     "uneven experts": (["bench", "ep", "--ranks", "3"], "66 would be"),
     "more choices than experts": (["bench", "ep", "--topk", "65"], "--experts 64"),
     "too many choices": (["bench", "ep", "--topk", "33"], "at most 32"),

@@ -1,0 +1,112 @@
+"""crossdock bench ll: what it measures beside what, and what its numbers mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from commands import run, workload
+from crossdock.cli import _engine, _ll_report, _ll_steps
+from crossdock.cli._engine import Timed
+from crossdock.cli._ll_steps import LOW_LATENCY, THREE_CALLS, Step
+
+SMALL = "--device cpu --ranks 2 --tokens 1,16 --hidden 128 --topk 2 --experts 4 --iters 3".split()
+
+
+def steps(rows: str) -> list[Step]:
+    """The steps of crossdock-bench ll, in its order."""
+    found = [
+        Step("dispatch", LOW_LATENCY, rows),
+        Step("dispatch", LOW_LATENCY, "fp8"),
+        Step("combine", LOW_LATENCY, rows),
+        Step("dispatch + combine", LOW_LATENCY, rows),
+        Step("dispatch, send half", LOW_LATENCY, rows),
+        Step("dispatch, both halves", LOW_LATENCY, rows),
+        Step("combine, send half", LOW_LATENCY, rows),
+        Step("combine, both halves", LOW_LATENCY, rows),
+        Step("prepare", THREE_CALLS, "-"),
+        Step("dispatch", THREE_CALLS, rows),
+        Step("combine", THREE_CALLS, rows),
+        Step("prepare + dispatch + combine", THREE_CALLS, rows),
+    ]
+    return found if rows == "bf16" else [step for step in found if step.rows != "fp8"]
+
+
+@pytest.mark.parametrize("through, rows", [("numpy", "fp32"), ("numpy", "bf16"), ("torch", "bf16")])
+def test_measures_every_step_for_every_number_of_tokens(tmp_path, through, rows):
+    pytest.importorskip(through if through == "torch" or rows == "fp32" else "ml_dtypes")
+    path = tmp_path / "ll.json"
+    options = ["--through", through, "--dtype", rows, "--json", str(path)]
+    ended = run("bench", "ll", *SMALL, *options)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(path.read_text())
+    expected = [(tokens, *step) for tokens in (1, 16) for step in steps(rows)]
+    fields = ("tokens", *Step._fields)
+    assert [tuple(row[field] for field in fields) for row in report["rows"]] == expected
+    for row in report["rows"]:
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["clock"] == "call"
+        assert f"\n{row['operation']} " in ended.stdout
+    assert report["workload"]["tokens"] == [1, 16]
+    for tokens in (1, 16):
+        assert f"\n{tokens} tokens per rank; a group takes " in ended.stdout
+
+
+def test_draws_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ll.png"
+    options = ["--through", "numpy", "--dtype", "fp32", "--plot", str(path)]
+    ended = run("bench", "ll", *SMALL, *options)
+    assert ended.returncode == 0, ended.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_is_compared_with_the_calls_that_do_the_same():
+    times = {step: [number + 1.0, number + 1.0, 100.0] for number, step in enumerate(steps("bf16"))}
+    case = _ll_report.Case(workload(), times)
+    ratios = {step: case.landed_ratio(step) for step in times}
+    assert {step: ratio for step, ratio in ratios.items() if ratio} == {
+        Step("dispatch", LOW_LATENCY, "bf16"): 10.0,
+        Step("dispatch", LOW_LATENCY, "fp8"): 10.0 / 2,
+        Step("combine", LOW_LATENCY, "bf16"): 11.0 / 3,
+        Step("dispatch + combine", LOW_LATENCY, "bf16"): 12.0 / 4,
+    }
+
+
+def test_what_follows_a_call_is_done_every_time_and_not_timed(monkeypatch):
+    done: list[str] = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(_engine.time, "perf_counter", lambda: float(next(clock)))
+
+    def rest() -> None:
+        done.append("rest")
+        next(clock)  # a second that must not be counted
+
+    batch = workload(iters=3, warmup=2)
+    timed = Timed(lambda: done.append("call"), rest)
+    times = _engine.wall_times(batch, lambda: done.append("start"), timed, lambda share: None)
+    assert done == ["start", "call", "rest"] * 5
+    assert times == [1.0] * 3
+
+
+def test_every_way_there_and_back_is_made_of_its_calls():
+    done: list[str] = []
+
+    def call(name: str):
+        return lambda: (done.append(name), name)[1]
+
+    names = [field.name for field in dataclasses.fields(_ll_steps.Calls)]
+    calls = _ll_steps.Calls(**{name: call(name) for name in names})
+    for way, made_of in (
+        (calls.whole(), ["dispatch", "combine"]),
+        (
+            calls.in_halves(),
+            ["dispatch_send", "dispatch_receive", "combine_send", "combine_receive"],
+        ),
+        (calls.three_calls(), ["prepare", "major_dispatch", "major_combine"]),
+    ):
+        done.clear()
+        assert way() == made_of[-1]
+        assert done == made_of
