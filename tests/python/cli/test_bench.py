@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import numpy as np
@@ -55,6 +56,17 @@ def test_measures_every_operation(tmp_path, through, layout, dtype):
     given = {name: report["workload"][name] for name in ("ranks", "tokens", "through", "layout")}
     assert given == {"ranks": 2, "tokens": 16, "through": through, "layout": layout}
     assert through in report["versions"]
+
+
+@pytest.mark.parametrize("option", ["--layout", "--routing", "--dtype"])
+def test_every_choice_that_help_lists_runs(option):
+    listed = re.search(rf"{option} {{([^}}]+)}}", run("bench", "ep", "--help").stdout)
+    assert listed, f"{option} has no choices"
+    for choice in listed[1].split(","):
+        given = {"--through": "numpy", "--dtype": "fp32"} | {option: choice}
+        words = [word for pair in given.items() for word in pair]
+        ended = run("bench", "ep", *SMALL, *words, "--iters", "1", "--warmup", "0")
+        assert ended.returncode == 0, (choice, ended.stderr)
 
 
 def test_draws_a_plot(tmp_path):
