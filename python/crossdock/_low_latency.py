@@ -12,9 +12,11 @@ from crossdock._comm import Comm
 from crossdock._config import EpConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
+from crossdock._halves import Half, OpenHalves
 from crossdock._membership import Membership, of_kind, optional
 from crossdock._plan import SlotPlan
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock.errors import InvalidArgument
 
 __all__ = ["LowLatencyGroup", "SentCombine", "SentDispatch", "Slots"]
 
@@ -48,16 +50,10 @@ class Slots:
 
 @dataclasses.dataclass
 class _Sent:
-    """The first half of an operation that has been called. Receive halves follow in its order."""
+    """The first half of an operation that has been called."""
 
     group: LowLatencyGroup
-    _received: bool = dataclasses.field(default=False, init=False)
-
-    def _begin(self) -> None:
-        """Nothing has happened before; afterwards the library has taken the half, come what may."""
-        if self._received:
-            raise ValueError("receive: expected one call, got a second one")
-        self._received = True
+    _half: Half = dataclasses.field(default_factory=Half, init=False, repr=False)
 
 
 @dataclasses.dataclass
@@ -79,11 +75,16 @@ class SentDispatch(_Sent):
         """The second half of dispatch, whose arguments these are.
 
         A bad one that is found in Python leaves this to be called again.
+
+        Raises:
+            ValueError: also where an older dispatch of the group waits for its second half.
         """
+        halves = self.group._dispatches
+        halves.require_oldest(self._half, "receive")
         if out is None:
             out = self.group.slots(self.columns, self.dtype, self.way, sources=sources)
         arguments = _outputs(out, expert_load, wait_ns)
-        self._begin()
+        halves.take(self._half)
         self.group._dispatch(_RECEIVE, (None, None, None), self.way, arguments)
         return out
 
@@ -102,12 +103,17 @@ class SentCombine(_Sent):
         """The second half of combine, whose arguments these are.
 
         A bad one that is found in Python leaves this to be called again.
+
+        Raises:
+            ValueError: also where an older combine of the group waits for its second half.
         """
+        halves = self.group._combines
+        halves.require_oldest(self._half, "receive")
         if out is None:
             out = aligned_empty((self.plan.num_tokens, self.columns), self.dtype)
         output = describe("out", out, SUMMABLE, write=True)
         wait = optional("wait_ns", wait_ns, ("int64",), write=True)
-        self._begin()
+        halves.take(self._half)
         self.group._core.ll_combine(_RECEIVE, *self.plan.place(), None, None, output, wait)
         return out
 
@@ -119,7 +125,8 @@ class LowLatencyGroup(Membership):
     call; K choices per token, H columns, L local experts with S = W * max_tokens_per_rank slots
     each, so that nothing can overflow. All ranks call the same operations of a kind in the same
     order. Each may be called in halves: `dispatch_send`, later `receive` of its result; other work,
-    and other operations, may lie between. ``config.in_flight`` operations of a kind may be between
+    and other operations, may lie between. Second halves of a kind come in the order of the first
+    ones: ValueError, and nothing has happened, for one out of order. ``config.in_flight`` operations of a kind may be between
     their halves; sending one more raises Busy, and nothing has happened.
 
     A mistake in one rank's arguments of an operation, or of its first half, raises there
@@ -144,6 +151,8 @@ class LowLatencyGroup(Membership):
         super().__init__(comm, config)
         self._num_slots = config.recv_bound(comm.num_ranks)
         self._local_experts = config.local_experts(comm.rank, comm.num_ranks)
+        self._dispatches = OpenHalves(config.in_flight)
+        self._combines = OpenHalves(config.in_flight)
 
     def slots(
         self,
@@ -245,6 +254,7 @@ class LowLatencyGroup(Membership):
             inputs = _inputs(tokens, topk_idx, topk_weights)
             sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way)
         self._dispatch(_SEND, inputs, way, (0, 0, None, None, None, None, None, None, None))
+        self._dispatches.add(sent._half)
         return sent
 
     def combine(
@@ -293,6 +303,7 @@ class LowLatencyGroup(Membership):
             place, rows, weights = _results(plan, expert_out, topk_weights)
             sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype)
         self._core.ll_combine(_SEND, *place, rows, weights, None)
+        self._combines.add(sent._half)
         return sent
 
     def mask(self) -> np.ndarray:
@@ -318,7 +329,18 @@ class LowLatencyGroup(Membership):
         Operations between their halves are forgotten; plans stay good. Needed when a rank has been
         unmasked on both sides.
         """
-        self._core.ll_reset()
+        try:
+            self._core.ll_reset()
+        except InvalidArgument:  # nothing has happened
+            raise
+        except BaseException:
+            self._forget_halves()
+            raise
+        self._forget_halves()
+
+    def _forget_halves(self) -> None:
+        self._dispatches.forget()
+        self._combines.forget()
 
     def _dispatch(
         self,

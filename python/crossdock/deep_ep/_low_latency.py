@@ -10,9 +10,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossdock._core import constants
+from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import WAYS, QuantiseWay
 from crossdock.torch import _calls
-from crossdock.torch._calls import current_stream
+from crossdock.torch._calls import current_stream, is_capturing
 
 from ._arguments import Checks
 from ._lane import Lane, LaneWork
@@ -94,23 +95,30 @@ class _Once:
     """A hook: the second half of an operation, to be called once, on the stream of the caller.
 
     Args:
+        halves: of the group's operations of this kind, of which this one has been sent.
         receive: enqueues the second half.
         results: what it writes.
     """
 
     def __init__(
-        self, group: SlotGroup, receive: Callable[[], None], results: list[torch.Tensor]
+        self,
+        group: SlotGroup,
+        halves: OpenHalves,
+        receive: Callable[[], None],
+        results: list[torch.Tensor],
     ) -> None:
         self._group = group
         self._receive = receive
         self._results = results
         self._stream = current_stream(group.device)
-        self._called = False
+        self._halves = halves
+        self._half = Half()
+        if not is_capturing(group.device):  # what is captured has not been sent
+            halves.add(self._half)
 
     def __call__(self) -> None:
-        if self._called:
-            raise ValueError("hook: expected one call, got a second one")
-        self._called = True
+        self._halves.require_oldest(self._half, "hook")
+        self._halves.take(self._half)
         if current_stream(self._group.device) != self._stream:
             for tensor in self._results:
                 tensor.record_stream(torch.cuda.current_stream(self._group.device))
@@ -173,7 +181,9 @@ def dispatch(
         )
 
     beside = [tensor for tensor in (load, wait) if tensor is not None]
-    return _operate(lane, group, make, run, [x, topk_idx, *beside], async_finish, return_recv_hook)
+    inputs = [x, topk_idx, *beside]
+    halves = group.dispatch_halves if return_recv_hook else None
+    return _operate(lane, group, make, run, inputs, async_finish, halves)
 
 
 def combine(
@@ -222,7 +232,8 @@ def combine(
         )
 
     inputs = [rows, topk_weights, routing.plan, *([] if wait is None else [wait])]
-    return _operate(lane, group, make, run, inputs, async_finish, return_recv_hook)
+    halves = group.combine_halves if return_recv_hook else None
+    return _operate(lane, group, make, run, inputs, async_finish, halves)
 
 
 def _operate(
@@ -232,7 +243,7 @@ def _operate(
     run: Callable[[int, Any], None],
     inputs: list[torch.Tensor],
     async_finish: bool,
-    return_recv_hook: bool,
+    halves: OpenHalves | None,
 ) -> tuple[Any, EventOverlap, Hook | None]:
     """Runs an operation in one of the three ways of waiting for it.
 
@@ -241,12 +252,14 @@ def _operate(
     Args:
         make: makes the results, and lists their tensors.
         run: runs a phase that writes them.
+        halves: of the group's operations of this kind, where a hook is wanted.
     """
     if not async_finish:
         result, tensors = make()
-        if return_recv_hook:
+        if halves is not None:
             run(_SEND, result)
-            return result, EventOverlap(), _Once(group, lambda: run(_RECEIVE, result), tensors)
+            hook = _Once(group, halves, lambda: run(_RECEIVE, result), tensors)
+            return result, EventOverlap(), hook
         run(_BOTH, result)
         group.check()
         return result, EventOverlap(), None

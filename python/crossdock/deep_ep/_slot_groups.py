@@ -12,6 +12,7 @@ import torch
 
 from crossdock import _core
 from crossdock._core import constants
+from crossdock._halves import OpenHalves
 from crossdock.errors import CrossdockError, PeerLost, from_status
 from crossdock.torch import _calls
 from crossdock.torch._calls import capture_id, current_stream, is_capturing, spec
@@ -53,6 +54,7 @@ class SlotGroup:
         local_experts, num_slots: L and S.
         plan_bytes: bytes of a plan.
         device: what tensors are on.
+        dispatch_halves, combine_halves: the operations that wait for their hooks.
     """
 
     def __init__(self, home: Home, shape: Shape, mask: bool) -> None:
@@ -64,6 +66,8 @@ class SlotGroup:
         self.core = _core.Group(comm, **sizes)
         self.num_slots = _core.recv_bound(num_ranks=comm.num_ranks, **sizes)
         self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **sizes)
+        self.dispatch_halves = OpenHalves(sizes.get("in_flight", 0))
+        self.combine_halves = OpenHalves(sizes.get("in_flight", 0))
         self._rank = comm.rank
         self._mask = mask
         self._last_stream: torch.cuda.Stream | None = None  # of the latest operation,
@@ -149,6 +153,8 @@ class SlotGroup:
     def reset(self) -> None:
         """Waits for the ranks that are not left out, and clears what is under way. Collective."""
         self.run(lambda core: core.ll_reset(current_stream(self.device)))
+        self.dispatch_halves.forget()
+        self.combine_halves.forget()
 
 
 # Groups that were let go of during the capture of a CUDA graph, when nothing may wait for the

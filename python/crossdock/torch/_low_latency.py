@@ -12,7 +12,9 @@ import torch
 from crossdock import _core
 from crossdock._config import DuplicateIds, OnError, PeerLoss
 from crossdock._core import constants
+from crossdock._halves import OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock.errors import InvalidArgument
 
 from ._calls import E8M0, current_stream, spec
 from ._comm import Comm, default_comm
@@ -103,6 +105,7 @@ class LowLatencyGroup(Membership):
         plan_bytes: bytes of a plan.
         num_local_experts: L, the experts of this rank.
         num_experts, max_topk, max_tokens_per_rank, hidden, dtype: as given.
+        dispatch_halves, combine_halves: the operations that are between their halves.
         order: stands for the operations so far, so that compilers keep them, in their order.
         core: the group of the extension.
     """
@@ -175,6 +178,8 @@ class LowLatencyGroup(Membership):
         self.plan_bytes: int = _core.plan_size(**sizes)
         self.num_local_experts: int = _core.local_experts(self.comm.rank, **sizes)
         self.order = torch.zeros(1, dtype=torch.float32, device=self.comm.device)
+        self.dispatch_halves = OpenHalves(in_flight)
+        self.combine_halves = OpenHalves(in_flight)
         self.handle: int = next(_handles)
         _groups[self.handle] = self
 
@@ -252,7 +257,18 @@ class LowLatencyGroup(Membership):
         Operations between their halves are forgotten; plans stay good. Needed when a rank has been
         unmasked on both sides.
         """
-        self.core.ll_reset(current_stream(self.comm.device))
+        try:
+            self.core.ll_reset(current_stream(self.comm.device))
+        except InvalidArgument:  # nothing has happened
+            raise
+        except BaseException:
+            self._forget_halves()
+            raise
+        self._forget_halves()
+
+    def _forget_halves(self) -> None:
+        self.dispatch_halves.forget()
+        self.combine_halves.forget()
 
     def __repr__(self) -> str:
         return (

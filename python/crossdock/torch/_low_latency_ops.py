@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossdock import _core
 from crossdock._core import constants
+from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls
 from ._custom_ops import LIBRARY, as_packed, as_rows
@@ -132,7 +135,8 @@ def _run(group: int, operation: int, call: Any, phase: int, *args: Any, **tensor
 class SentDispatch:
     """The rows that `ll_dispatch_send` has sent; `receive` takes those that have come.
 
-    Receive halves come in the order of their send halves. Between the halves nothing of the
+    Receive halves come in the order of their send halves, which `receive` checks except while a
+    CUDA graph is captured. Between the halves nothing of the
     operation runs on a GPU.
     """
 
@@ -144,7 +148,7 @@ class SentDispatch:
         self._topk = topk
         self._dtype = tokens.dtype
         self._way = way
-        self._received = False
+        self._half = Half()
 
     def receive(
         self,
@@ -159,11 +163,15 @@ class SentDispatch:
 
         A bad argument that is found in Python leaves it to be called again. Of one that the library
         finds the peers do not hear, and the operation has ended.
+
+        Raises:
+            ValueError: also where an older dispatch of the group waits for its second half.
         """
-        _once(self)
+        halves = self._group.dispatch_halves
+        halves.require_oldest(self._half, "receive")
         slots = self._slots(packed_scales, sources, out)
         _require_slots(self._group, None, slots, expert_load, wait_ns)
-        self._received = True
+        halves.take(self._half)
         return self._fill(slots, (None, None, None), _RECEIVE, expert_load, wait_ns)
 
     def _slots(self, packed_scales: bool, sources: bool, out: Slots | None) -> Slots:
@@ -183,7 +191,14 @@ class SentDispatch:
     ) -> Slots:
         tokens, scales, counts, plan, ranges, sources = slots
         outputs = (plan.data, tokens, scales, counts, ranges, sources, expert_load, wait_ns)
-        _call_dispatch(self._group, inputs, outputs, phase, self._way)
+        if torch.compiler.is_compiling():
+            _call_dispatch(self._group, inputs, outputs, phase, self._way)
+        else:
+            try:
+                _call_dispatch(self._group, inputs, outputs, phase, self._way)
+            except CrossdockError:
+                _read_batch(plan)  # bad ids and lost ranks leave one that is complete
+                raise
         plan.num_tokens, plan.topk = self._num_tokens, self._topk
         return slots
 
@@ -195,15 +210,15 @@ class SentCombine:
         self._plan = plan
         self._hidden = expert_out.shape[-1]
         self._dtype = expert_out.dtype
-        self._received = False
+        self._half = Half()
 
     def receive(self, *, wait_ns: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """The second half of `ll_combine`; mistakes are taken as by `SentDispatch.receive`."""
-        _once(self)
         plan, group = self._plan, self._plan.group
+        group.combine_halves.require_oldest(self._half, "receive")
         out = _sums(plan, self._hidden, self._dtype) if out is None else out
         group.require_tensors(None, out=out, wait_ns=wait_ns)
-        self._received = True
+        group.combine_halves.take(self._half)
         _call_combine(plan, None, None, out, wait_ns, _RECEIVE)
         return out
 
@@ -277,6 +292,7 @@ def ll_dispatch_send(
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
     sent = _new_dispatch(group, given, quantise)
     _call_dispatch(group, tuple(given.values()), (None,) * 8, _SEND, sent._way)
+    _add_half(group, group.dispatch_halves, sent._half)
     return sent
 
 
@@ -324,7 +340,9 @@ def ll_combine_send(
     """
     _require_results(plan, expert_out, topk_weights)
     _call_combine(plan, expert_out, topk_weights, None, None, _SEND)
-    return SentCombine(plan, expert_out)
+    sent = SentCombine(plan, expert_out)
+    _add_half(plan.group, plan.group.combine_halves, sent._half)
+    return sent
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
@@ -387,9 +405,24 @@ def _refuse_gradients(group: LowLatencyGroup, operation: int, given: dict[str, A
             group.refuse(operation, ValueError, f"{name}: {problem}")
 
 
-def _once(sent: SentDispatch | SentCombine) -> None:
-    if sent._received:
-        raise ValueError("receive: expected one call, got a second one")
+def _add_half(group: LowLatencyGroup, halves: OpenHalves, half: Half) -> None:
+    """What is captured has not been sent, and perhaps never will be."""
+    if torch.compiler.is_compiling() or not _calls.is_capturing(group.comm.device):
+        halves.add(half)
+
+
+def _read_batch(plan: SlotPlan) -> None:
+    """Makes the plan's sizes those that its bytes say, whatever batch they are of.
+
+    On a GPU no operation fails in its call once it has begun.
+    """
+    if plan.data.device.type != "cpu":
+        return
+    try:
+        info = _core.plan_info(plan.data.data_ptr(), plan.data.numel())
+    except InvalidArgument:  # they are no plan
+        return
+    plan.num_tokens, plan.topk = info["num_tokens"], info["topk"]
 
 
 def _sums(plan: SlotPlan, hidden: int, dtype: torch.dtype) -> Tensor:

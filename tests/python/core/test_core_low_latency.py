@@ -287,6 +287,47 @@ def test_second_halves_and_their_mistakes() -> None:
     run_ranks(2, second_halves)
 
 
+def out_of_order(me: Rank) -> None:
+    batches = [CASE.batch(SEED + i) for i in range(2)]
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+        sent = [group.dispatch_send(one.rows[me.rank], one.ids[me.rank]) for one in batches]
+        for _ in range(2):  # it may be called again
+            with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
+                sent[1].receive()
+        slots = [one.receive() for one in sent]
+        for batch, found in zip(batches, slots):
+            batch.check(me.rank, found)
+        sums = [group.combine_send(found.plan, results(found)) for found in slots]
+        with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
+            sums[1].receive()
+        for batch, one in zip(batches, sums):
+            equal(one.receive(), batch.sums(me.rank, weighted=False))
+        still_usable(group, me)
+
+
+def test_second_halves_out_of_order_are_refused_and_may_be_called_again() -> None:
+    print(f"seed {SEED}")
+    run_ranks(2, out_of_order)
+
+
+def dropped_by_reset(me: Rank) -> None:
+    batch = CASE.batch(SEED)
+    inputs = batch.rows[me.rank], batch.ids[me.rank]
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.config(on_peer_loss="mask")) as group:
+        before = group.dispatch_send(*inputs)
+        comm.barrier()
+        group.reset()
+        sent = group.dispatch_send(*inputs)
+        with pytest.raises(ValueError, match="receive: .* that reset has dropped"):
+            before.receive()
+        batch.check(me.rank, sent.receive())
+
+
+def test_a_second_half_that_reset_has_dropped_is_refused() -> None:
+    print(f"seed {SEED}")
+    run_ranks(2, dropped_by_reset)
+
+
 def bad_ids(me: Rank) -> None:
     batch = CASE.batch(SEED)
     ids = batch.ids[me.rank].copy()

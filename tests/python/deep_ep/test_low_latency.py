@@ -151,6 +151,8 @@ def run_hooks(me: Any) -> None:
     with cases.low_latency_buffer(me) as buffer:
         batch = cases.Batch(SEED, buffer)
         sent = [batch.dispatch(buffer, return_recv_hook=True) for _ in range(2)]
+        with pytest.raises(ValueError, match="hook: .* in the order .* while 1 older"):
+            sent[1][-1]()
         for x, count, handle, _, hook in sent:
             hook()
             batch.check_rows(x, count, handle)
@@ -158,7 +160,7 @@ def run_hooks(me: Any) -> None:
                 hook()
 
 
-def test_a_hook_is_called_once() -> None:
+def test_hooks_are_called_once_and_in_order() -> None:
     run_ranks(2, run_hooks)
 
 

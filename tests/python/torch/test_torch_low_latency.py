@@ -162,6 +162,36 @@ def test_halves_of_two_batches_interleave():
     run_ranks(2, _halves)
 
 
+def _out_of_order(me: Rank) -> None:
+    with xd.init() as comm, torch.no_grad():
+        group = make_group(dtype=torch.float32, on_peer_loss="mask")
+        batches = [Batch(SEED + i, me.num_ranks) for i in range(2)]
+        sent = [xd.ll_dispatch_send(group, *batch.local(me.rank)) for batch in batches]
+        for _ in range(2):  # it may be called again
+            with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
+                sent[1].receive()
+        slots = [one.receive() for one in sent]
+        for batch, found in zip(batches, slots):
+            batch.check(me.rank, found)
+        sums = [xd.ll_combine_send(found.plan, experts(found)) for found in slots]
+        with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
+            sums[1].receive()
+        for batch, one in zip(batches, sums):
+            batch.check_sums(me.rank, one.receive())
+        before = xd.ll_dispatch_send(group, *batches[0].local(me.rank))
+        settle(group)
+        comm.barrier()
+        group.reset()
+        with pytest.raises(ValueError, match="receive: .* that reset has dropped"):
+            before.receive()
+        _still_usable(group, me)
+
+
+def test_second_halves_out_of_order_are_refused():
+    print(f"seed {SEED}")
+    run_ranks(2, _out_of_order)
+
+
 def _fp8(me: Rank) -> None:
     import ml_dtypes
 
@@ -325,6 +355,34 @@ def test_peers_hear_of_mistakes_and_the_group_goes_on():
     run_ranks(2, _mistakes)
 
 
+def _bad_ids(me: Rank) -> None:
+    batch = Batch(SEED, me.num_ranks)
+    x, ids, weights = batch.local(me.rank)
+    bad = ids.clone()
+    if me.rank == 0:
+        bad[0] = EXPERTS + 5
+    seen = [one.copy() for one in batch.ids]
+    seen[0][0] = -1
+    batch.routing = SlotRouting(seen, EXPERTS, MOST)
+    with xd.init(), torch.no_grad():
+        group = make_group(dtype=torch.float32)
+        for halves in (False, True):
+            out = group.slots()
+            with reported(group, InvalidArgument, "with some is 0"):
+                if halves:
+                    xd.ll_dispatch_send(group, x, bad, weights).receive(out=out)
+                else:
+                    xd.ll_dispatch(group, x, bad, weights, out=out)
+            batch.check(me.rank, out)
+            batch.check_sums(me.rank, xd.ll_combine(out.plan, experts(out)))
+        settle(group)
+
+
+def test_results_beside_bad_ids_are_complete():
+    print(f"seed {SEED}")
+    run_ranks(2, _bad_ids)
+
+
 def _late(me: Rank) -> None:
     batch = Batch(SEED, me.num_ranks)
     with xd.init() as comm, torch.no_grad():
@@ -333,12 +391,18 @@ def _late(me: Rank) -> None:
         _still_usable(group, me)
         comm.barrier()
         if me.rank == 0:
+            lost = group.slots()
             with reported(group, PeerLost, "rank 1"):
-                xd.ll_dispatch(group, *local)
+                xd.ll_dispatch(group, *local, out=lost)
             assert group.mask().tolist() == [0, 1]
-            alone = xd.ll_dispatch(group, *local)
-            alone_routing = [np.where(batch.ids[0] < 4, batch.ids[0], -1), batch.ids[1][:0]]
-            assert alone.counts.tolist() == SlotRouting(alone_routing, EXPERTS, MOST).counts(0)
+            ids = [np.where(batch.ids[0] < 4, batch.ids[0], -1), batch.ids[1][:0]]
+            routing = SlotRouting(ids, EXPERTS, MOST)
+            sums = routing.sums(
+                0, [batch.x[0], batch.x[1][:0]], [batch.weights[0], batch.weights[1][:0]]
+            )
+            for slots in (lost, xd.ll_dispatch(group, *local)):
+                assert slots.counts.tolist() == routing.counts(0)
+                equal(array(xd.ll_combine(slots.plan, experts(slots))), sums)
             settle(group)
         comm.barrier()
         group.mask_set(1 - me.rank, False)
