@@ -23,11 +23,11 @@ from torch import Tensor
 
 from crossdock._core import constants
 from crossdock._quantise import WAYS, QuantiseWay
-from crossdock.errors import CrossdockError
+from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
-from ._group import EpGroup, group_of
+from ._group import EpGroup, group_of, keep_prepared
 
 __all__ = ["LIBRARY", "as_packed", "as_rows"]
 
@@ -176,17 +176,23 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tup
     # On a GPU an operation may fail after its call, and its offsets are read nevertheless.
     torch._foreach_zero_((info, offsets))
     parts = ep.plan_parts
-    _calls.prepare(
-        ep.core,
-        topk_idx.contiguous(),
-        plan,
-        info[parts.counts],
-        info[parts.padded_counts],
-        offsets,
-        info[parts.total],
-        info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
-        alignment=alignment,
-    )
+    if plan.is_cpu:
+        plan[:_ROW_ALIGNMENT].zero_()  # see keep_prepared(): memory may hold an older plan
+    try:
+        _calls.prepare(
+            ep.core,
+            topk_idx.contiguous(),
+            plan,
+            info[parts.counts],
+            info[parts.padded_counts],
+            offsets,
+            info[parts.total],
+            info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
+            alignment=alignment,
+        )
+    except InvalidArgument as error:
+        keep_prepared(error, plan, info, offsets)
+        raise
     return plan, info, offsets, order
 
 

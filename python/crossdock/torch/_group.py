@@ -16,13 +16,14 @@ from crossdock import _core
 from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
+from crossdock.errors import InvalidArgument
 
 from ._comm import Comm, default_comm
 from ._config import read_config
 from ._membership import Membership
 from ._pool import SymmetricPool, block_bytes
 
-__all__ = ["EpGroup", "Plan", "PlanParts", "RoutingLayout", "group_of", "pool_of"]
+__all__ = ["EpGroup", "Plan", "PlanParts", "RoutingLayout", "group_of", "keep_prepared", "pool_of"]
 
 _ALIGNED = 4  # int32 elements in 16 bytes, where every part begins
 
@@ -40,6 +41,26 @@ def group_of(handle: int) -> EpGroup:
     if group is None:
         raise RuntimeError(f"group: expected the handle of a living EpGroup, got {handle}")
     return group
+
+
+# Attribute of an exception of prepare: the plan's tensors, which are complete all the same.
+_PREPARED = "_prepared"
+
+
+def keep_prepared(error: InvalidArgument, *parts: torch.Tensor) -> None:
+    """Lets `EpGroup.prepare` have the tensors of a plan that is complete beside bad ids.
+
+    Args:
+        error: what the operation has raised, in its call.
+        parts: plan, info, offsets. The plan's bytes were no plan before.
+    """
+    if not parts[0].is_cpu:
+        return  # its call has failed before it began: bad ids are told later
+    try:
+        _core.plan_info(parts[0].data_ptr(), parts[0].numel())
+    except InvalidArgument:  # another mistake: nothing has been written
+        return
+    setattr(error, _PREPARED, parts)
 
 
 def pool_of(handle: int) -> SymmetricPool:
@@ -212,7 +233,7 @@ class EpGroup(Membership):
                 plan (``Plan.order``, ``MoEOutput.order``). Needed under ``torch.compile`` for
                 branches that do not depend on one another. Both belong to one backward pass.
             out: a plan of the same shape to overwrite. A backward pass that still needs what it
-                held raises RuntimeError.
+                held raises RuntimeError. Beside bad ids it is complete, and they count as -1.
 
         Returns:
             The plan: for any number of `dispatch` and `combine` of this group.
@@ -229,11 +250,23 @@ class EpGroup(Membership):
         elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
             problem = f"alignment: expected a power of two, or None; got {alignment!r}"
             self.refuse(constants.PREPARE, ValueError, problem)
+        if torch.compiler.is_compiling():
+            plan = self._prepared(topk_idx, order, alignment)
+            return plan if out is None else out.overwrite(plan)
+        try:
+            plan = self._prepared(topk_idx, order, alignment)
+        except InvalidArgument as error:
+            parts = error.__dict__.pop(_PREPARED, None)
+            if parts is not None and out is not None and out.has_shape_of(self, topk_idx):
+                out.overwrite(Plan(self, *parts, order, *topk_idx.shape))
+            raise
+        return plan if out is None else out.overwrite(plan)
+
+    def _prepared(self, topk_idx: torch.Tensor, order: torch.Tensor, alignment: int) -> Plan:
         data, info, offsets, order = torch.ops.crossdock.prepare.default(
             topk_idx, order, self.handle, alignment
         )
-        plan = Plan(self, data, info, offsets, order, topk_idx.shape[0], topk_idx.shape[1])
-        return plan if out is None else out.overwrite(plan)
+        return Plan(self, data, info, offsets, order, topk_idx.shape[0], topk_idx.shape[1])
 
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
         """Counts where this rank's tokens go, without a plan. Local: peers need not call it.
@@ -387,6 +420,10 @@ class Plan:
         order = self.order.detach()
         counts = self.info, self.offsets
         return Plan(self.group, self.data, *counts, order, self.num_tokens, self.topk)
+
+    def has_shape_of(self, group: EpGroup, topk_idx: torch.Tensor) -> bool:
+        """Whether a plan of these choices in the group may overwrite this one."""
+        return self.group is group and (self.num_tokens, self.topk) == tuple(topk_idx.shape)
 
     def overwrite(self, other: Plan) -> Plan:
         """Puts `other` into the memory of this plan.

@@ -40,6 +40,30 @@ def test_plan_overwritten_before_its_backward_is_caught():
     run_ranks(4, _overwritten)
 
 
+def _overwritten_beside_bad_ids(me: Rank) -> None:
+    batch, other = Batch(SEED, ragged(me)), Batch(SEED + 1, ragged(me))
+    with xd.init():
+        group = batch.group()
+        plan = group.prepare(batch.local(me.rank)[0])
+        topk_idx, x, weights, grad_out = other.local(me.rank)
+        with reported(group, InvalidArgument if me.rank == 0 else Mismatch, "alignment|rank 0"):
+            group.prepare(topk_idx, alignment=3 if me.rank == 0 else None, out=plan)
+        assert plan.counts.tolist() == batch.routing.counts(me.rank)  # nothing was prepared
+        topk_idx = torch.where(topk_idx == -1, other.num_experts, topk_idx)
+        with reported(group, InvalidArgument, "the plan is usable"):
+            group.prepare(topk_idx, out=plan)
+        assert plan.counts.tolist() == other.routing.counts(me.rank)
+        out = layer(plan, x, weights)
+        out.backward(grad_out)
+        assert_equal("out", out, other.expected(me.rank)[0])
+        assert_equal("gradient of x", x.grad, other.expected(me.rank)[1])
+
+
+def test_plan_overwritten_beside_bad_ids_is_complete():
+    print(f"seed {SEED}")
+    run_ranks(2, _overwritten_beside_bad_ids)
+
+
 def _local(me: Rank) -> None:
     batch = Batch(SEED + 40, ragged(me), alignment=4)
     with xd.init():
