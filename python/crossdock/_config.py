@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from crossdock._comm import PeerLoss, parse_device
 from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
 from crossdock._experts import ranks_of_experts
+from crossdock.errors import CrossdockError
 
 __all__ = [
     "WORDS",
@@ -24,6 +26,7 @@ __all__ = [
     "Overflow",
     "PeerLoss",
     "Staging",
+    "fail_group",
     "number_of",
 ]
 
@@ -54,6 +57,24 @@ def number_of(field: str, word: Any) -> int:
     if not isinstance(word, str) or word not in known:
         raise ValueError(f"{field}: expected {' or '.join(map(repr, known))}, got {word!r}")
     return known[word]
+
+
+def fail_group(core: _core.Comm, field: str = "hidden") -> None:
+    """Takes this rank's part in the making of a group whose config is bad: peers get Mismatch.
+
+    Args:
+        field: of the config: it is what the peers are told.
+    """
+    good: dict[str, Any] = {
+        "num_experts": core.num_ranks,
+        "max_topk": 1,
+        "max_tokens_per_rank": 1,
+        "hidden": 16,
+        "dtype": pack("float32"),
+    }
+    bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
+    with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+        _core.Group(core, **(good | {field: bad}))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock._arrays import aligned_empty, describe
-from crossdock._comm import Comm
-from crossdock._config import EpConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
 from crossdock._membership import Membership, of_kind, optional
@@ -56,17 +54,14 @@ class EpGroup(Membership):
         config: sizes.
 
     Raises:
+        TypeError, ValueError: on the rank where Python finds a bad config, another layout among
+            them; Mismatch on the others.
         InvalidArgument: on the rank with a bad config, and Mismatch on the others; Mismatch naming
             the field in which configs differ; OutOfMemory; Unsupported: `comm` is not on the CPU.
     """
 
-    def __init__(self, comm: Comm, config: EpConfig) -> None:
-        if config.layout == "expert_slots":
-            raise ValueError(
-                "config.layout: expected 'expert_major' or 'rank_major', got 'expert_slots', which "
-                "is for a LowLatencyGroup"
-            )
-        super().__init__(comm, config)
+    _LAYOUTS = ("expert_major", "rank_major")
+    _LAYOUT_HINT = ", which is for a LowLatencyGroup"
 
     def empty_plan(self) -> Plan:
         """A plan for prepare's ``out``, without routing."""

@@ -126,8 +126,8 @@ class LowLatencyGroup(Membership):
     each, so that nothing can overflow. All ranks call the same operations of a kind in the same
     order. Each may be called in halves: `dispatch_send`, later `receive` of its result; other work,
     and other operations, may lie between. Second halves of a kind come in the order of the first
-    ones: ValueError, and nothing has happened, for one out of order. ``config.in_flight`` operations of a kind may be between
-    their halves; sending one more raises Busy, and nothing has happened.
+    ones: one out of order raises ValueError. ``config.in_flight`` operations of a kind may be
+    between their halves; sending one more raises Busy. In both cases nothing has happened.
 
     A mistake in one rank's arguments of an operation, or of its first half, raises there
     (TypeError, ValueError, or InvalidArgument) and Mismatch where the others receive; no row moves,
@@ -140,14 +140,15 @@ class LowLatencyGroup(Membership):
             outputs complete but for that rank's share, and later ones leave it out.
 
     Raises:
-        ValueError: another layout.
+        TypeError, ValueError: on the rank where Python finds a bad config, another layout among
+            them; Mismatch on the others.
         InvalidArgument: on the rank with a bad config, and Mismatch on the others; Mismatch naming
             the field in which configs differ; OutOfMemory; Unsupported: `comm` is not on the CPU.
     """
 
+    _LAYOUTS = ("expert_slots",)
+
     def __init__(self, comm: Comm, config: EpConfig) -> None:
-        if config.layout != "expert_slots":
-            raise ValueError(f"config.layout: expected 'expert_slots', got {config.layout!r}")
         super().__init__(comm, config)
         self._num_slots = config.recv_bound(comm.num_ranks)
         self._local_experts = config.local_experts(comm.rank, comm.num_ranks)

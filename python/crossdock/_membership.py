@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from crossdock import _core
 from crossdock._arrays import Spec, describe
 from crossdock._comm import Comm
-from crossdock._config import EpConfig
+from crossdock._config import EpConfig, fail_group
 from crossdock.errors import CrossdockError, Unsupported
 
 __all__ = ["EpStatus", "Membership", "of_kind", "optional"]
@@ -41,7 +41,11 @@ class EpStatus:
 class Membership:
     """This rank's part of a group. A context manager."""
 
+    _LAYOUTS: tuple[str, ...]  # that its config may have,
+    _LAYOUT_HINT = ""  # and what the others are for
+
     def __init__(self, comm: Comm, config: EpConfig) -> None:
+        of_kind("comm", comm, Comm)
         if comm.device != "cpu":
             raise Unsupported(
                 f"{type(self).__name__}: NumPy arrays lie on the CPU, the communicator on "
@@ -50,9 +54,26 @@ class Membership:
                 rank=comm.rank,
             )
         self._comm = comm
+        self._core = self._make(config)
         self._config = config
-        self._core = _core.Group(comm.core(), **config.options())
         self._plan_size = config.plan_size(comm.num_ranks)
+
+    def _make(self, config: EpConfig) -> _core.Group:
+        """The group of the raw layer; of a mistake that is found in Python the peers hear."""
+        core = self._comm.core()
+        try:
+            of_kind("config", config, EpConfig)
+            if config.layout not in self._LAYOUTS:
+                expected = " or ".join(map(repr, self._LAYOUTS))
+                raise ValueError(
+                    f"config.layout: expected {expected}, got {config.layout!r}{self._LAYOUT_HINT}"
+                )
+            return _core.Group(core, **config.options())
+        except CrossdockError:  # the library has told them
+            raise
+        except Exception:
+            fail_group(core)
+            raise
 
     @property
     def comm(self) -> Comm:
@@ -110,7 +131,8 @@ _Kind = TypeVar("_Kind")
 def of_kind(name: str, value: Any, kind: type[_Kind]) -> _Kind:
     """The value of the argument `name`. Raises TypeError where it is none of the kind."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name}: expected {article} {kind.__name__}, got {type(value).__name__}")
     return value
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from crossdock import _core
-from crossdock._config import number_of
+from crossdock._config import fail_group, number_of
 from crossdock._experts import ranks_of_experts
-from crossdock.errors import InvalidArgument
 
 from ._calls import DTYPE_CODES, PAYLOADS
 
@@ -88,22 +84,8 @@ def read_config(core: _core.Comm, **given: Any) -> dict[str, Any]:
         try:
             number = readers[name](name, value)
         except (TypeError, ValueError):
-            _tell_peers(core, "recv_capacity" if name == _OWN else name)
+            fail_group(core, "recv_capacity" if name == _OWN else name)
             raise
         if name != _OWN:
             config[name] = number
     return config
-
-
-def _tell_peers(core: _core.Comm, field: str) -> None:
-    """Takes part in the making of a group whose `field` is bad: it is what the peers are told."""
-    good: dict[str, Any] = {
-        "num_experts": core.num_ranks,
-        "max_topk": 1,
-        "max_tokens_per_rank": 1,
-        "hidden": 16,
-        "dtype": DTYPE_CODES[torch.float32],
-    }
-    bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
-    with contextlib.suppress(InvalidArgument):
-        _core.Group(core, **(good | {field: bad}))

@@ -146,6 +146,37 @@ def test_an_argument_of_another_kind_is_a_type_error_and_peers_are_told_at_once(
     support.run_ranks(2, arguments_of_other_kinds)
 
 
+def configs_of_other_kinds(me: Rank) -> None:
+    slots = dataclasses.replace(CONFIG, layout="expert_slots")
+    of_text = dataclasses.replace(CONFIG, num_sms="a")
+    mistakes = [
+        (ValueError, "config.layout: expected", crossdock.EpGroup, slots, CONFIG),
+        (TypeError, "config: expected an EpConfig, got NoneType", crossdock.EpGroup, None, CONFIG),
+        (TypeError, "config: expected an EpConfig, got dict", crossdock.EpGroup, {}, CONFIG),
+        (TypeError, "num_sms: expected an integer", crossdock.EpGroup, of_text, CONFIG),
+        (ValueError, "config.layout: expected", crossdock.LowLatencyGroup, CONFIG, slots),
+        (TypeError, "config: expected", crossdock.LowLatencyGroup, None, slots),
+    ]
+    with me.comm() as comm:
+        for kind, text, group, bad, good in mistakes:
+            start = time.monotonic()
+            if me.rank == 1:
+                with pytest.raises(kind, match=text):
+                    group(comm, bad)
+            else:
+                error = raises(crossdock.Mismatch, lambda: group(comm, good))
+                assert "rank 1" in error.text and not error.fatal
+            assert time.monotonic() - start < 5, "the peer was told late"
+        with pytest.raises(TypeError, match="comm: expected a Comm, got NoneType"):
+            crossdock.EpGroup(None, CONFIG)
+        with crossdock.EpGroup(comm, CONFIG) as made:
+            still_usable(made, me.rank)
+
+
+def test_a_config_of_another_kind_is_refused_and_peers_are_told_at_once() -> None:
+    support.run_ranks(2, configs_of_other_kinds)
+
+
 def bad_ids(me: Rank) -> None:
     with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         plan = group.empty_plan()
