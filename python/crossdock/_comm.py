@@ -109,7 +109,7 @@ class Comm:
 
     def __init__(
         self,
-        unique_id: bytes,
+        unique_id: bytes | bytearray,
         *,
         rank: int,
         num_ranks: int,

@@ -98,7 +98,7 @@ class Comm:
         bootstrap: Literal["unique_id", "environment", "all_gather", "nccl"],
         rank: int = 0,
         num_ranks: int = 0,
-        unique_id: bytes | None = None,
+        unique_id: bytes | bytearray | None = None,
         all_gather: Callable[[bytes], Sequence[bytes]] | None = None,
         nccl_comm: int = 0,
         device_type: int = 1,

@@ -4,7 +4,10 @@
 
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <set>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -30,6 +33,26 @@ void close_all() {
   }
 }
 
+// What bytes or a bytearray hold, for as long as Python does not change them.
+std::optional<std::string_view> bytes_of(nb::handle value) {
+  PyObject* const object = value.ptr();
+  if (PyBytes_Check(object)) {
+    return std::string_view(PyBytes_AS_STRING(object), std::size_t(PyBytes_GET_SIZE(object)));
+  }
+  if (PyByteArray_Check(object)) {
+    return std::string_view(PyByteArray_AS_STRING(object),
+                            std::size_t(PyByteArray_GET_SIZE(object)));
+  }
+  return std::nullopt;
+}
+
+// TypeError like expected(), which does not show a value that strangers must not read.
+[[noreturn]] void expected_secret(const char* name, const char* what, nb::handle value) {
+  std::string got = nb::cast<std::string>(nb::type_name(value.type()));
+  if (const auto bytes = bytes_of(value)) got += " of length " + std::to_string(bytes->size());
+  throw nb::type_error((std::string(name) + ": expected " + what + ", got " + got).c_str());
+}
+
 // A Python callable (bytes -> sequence of bytes, one per rank) as an xd_all_gather_fn.
 struct AllGather {
   nb::object callable;
@@ -39,15 +62,15 @@ struct AllGather {
   void gather(const void* send, void* recv, std::size_t bytes) const {
     nb::list gathered(callable(nb::bytes(send, bytes)));
     if (gathered.size() != static_cast<std::size_t>(num_ranks)) {
-      expected("all_gather", "a result with one item per rank", gathered);
+      expected_secret("all_gather", "a result with one item per rank", gathered);
     }
     char* next = static_cast<char*>(recv);
     for (nb::handle item : gathered) {
-      nb::bytes piece;
-      if (!nb::try_cast(item, piece) || piece.size() != bytes) {
-        expected("all_gather", "items that are bytes, as long as what was sent", item);
+      const std::optional<std::string_view> piece = bytes_of(item);
+      if (!piece || piece->size() != bytes) {
+        expected_secret("all_gather", "items that are bytes, as long as what was sent", item);
       }
-      std::memcpy(next, piece.data(), bytes);
+      std::memcpy(next, piece->data(), bytes);
       next += bytes;
     }
   }
@@ -75,13 +98,13 @@ xd_bootstrap bootstrap_of(const std::string& name) {
           .c_str());
 }
 
-xd_unique_id unique_id_of(const nb::object& value) {
+xd_unique_id unique_id_of(nb::handle value) {
   xd_unique_id id;
-  nb::bytes given;
-  if (!nb::try_cast(value, given) || given.size() != sizeof(id.bytes)) {
-    expected("unique_id", "128 bytes from unique_id()", value);
+  const std::optional<std::string_view> given = bytes_of(value);
+  if (!given || given->size() != sizeof(id.bytes)) {
+    expected_secret("unique_id", "128 bytes from unique_id()", value);
   }
-  std::memcpy(id.bytes, given.data(), sizeof(id.bytes));
+  std::memcpy(id.bytes, given->data(), sizeof(id.bytes));
   return id;
 }
 

@@ -165,6 +165,23 @@ def test_another_job_secret_is_named_on_both_sides() -> None:
     assert "warning: " in client_log and "it knows another secret" in client_log
 
 
+def test_no_error_shows_the_secret_of_a_meeting() -> None:
+    given = crossdock.unique_id()
+    for wrong in (given[:-1], bytearray(given + b"1"), list(given), memoryview(given)):
+        with pytest.raises(TypeError, match="unique_id: expected 128 bytes from .*, got") as raised:
+            crossdock.Comm(wrong, rank=0, num_ranks=1)
+        text = str(raised.value)
+        assert type(wrong).__name__ in text and len(text) < 100, text
+    with crossdock.Comm(bytearray(given), rank=0, num_ranks=1):
+        pass
+
+    def wrong_gather(sent: bytes) -> list[bytes]:
+        return [sent, sent[:-1]]
+
+    with pytest.raises(TypeError, match="all_gather: expected items .*, got bytes of length"):
+        crossdock.Comm.from_all_gather(wrong_gather, rank=0, num_ranks=2)
+
+
 def test_unique_ids_are_bytes_and_differ() -> None:
     first, second = crossdock.unique_id(), crossdock.unique_id(timeout=5)
     assert type(first) is bytes and len(first) == 128 and first != second
