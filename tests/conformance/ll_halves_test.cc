@@ -87,20 +87,21 @@ TEST_P(LlHalves, AReceiveWithoutASendIsRefusedAndTakesNoTurn) {
 }
 
 // It would receive before the older one.
-TEST_P(LlHalves, AWholeCallWhileAnotherIsBetweenItsHalvesIsRefusedAndTakesNoTurn) {
+TEST_P(LlHalves, AWholeCallWhileOthersAreBetweenTheirHalvesIsRefusedAndTakesNoTurn) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank, c);
+    const auto most = static_cast<std::size_t>(c.in_flight_of_group());
     std::deque<LlBatch> batches;
-    make_ready(batches, rank, c, 2, group.get(), GetParam());
-    LlBatch &a = batches[0], &b = batches[1];
-    for (int round = 0; round < 2; ++round) {
-      run(a, group.get(), GetParam(), kSend);
+    make_ready(batches, rank, c, c.in_flight_of_group() + 1, group.get(), GetParam());
+    LlBatch& last = batches.back();
+    for (std::size_t older = 1; older <= most; ++older) {  // also where a send half is BUSY
+      for (std::size_t i = 0; i < older; ++i) run(batches[i], group.get(), GetParam(), kSend);
       for (int i = 0; i < rank.rank % 3; ++i) {
-        EXPECT_EQ(b.call(group.get(), GetParam()), XD_ERROR_INVALID_ARGUMENT);
-        EXPECT_EQ(b.written(GetParam()), "");
+        EXPECT_EQ(last.call(group.get(), GetParam()), XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_EQ(last.written(GetParam()), "");
       }
-      run(a, group.get(), GetParam(), kReceive);
-      run(b, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+      for (std::size_t i = 0; i < older; ++i) run(batches[i], group.get(), GetParam(), kReceive);
+      run(last, group.get(), GetParam(), XD_EP_PHASE_BOTH);
       for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
     }
   });

@@ -176,11 +176,12 @@ void LlGroup::require_turn(const Lane& lane, std::int32_t operation, const LlHal
     refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
                 "phase = XD_EP_PHASE_RECEIVE, expected a send half before it");
   }
+  if (halves.receive && lane.between_halves() > 0) {
+    refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
+                concat("phase = XD_EP_PHASE_BOTH, expected XD_EP_PHASE_SEND while ",
+                       lane.between_halves(), " operations are between their halves"));
+  }
   require_place(lane, operation);
-  if (!halves.receive || lane.between_halves() == 0) return;
-  refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
-              concat("phase = XD_EP_PHASE_BOTH, expected XD_EP_PHASE_SEND while ",
-                     lane.between_halves(), " operations are between their halves"));
 }
 
 void LlGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream) {
