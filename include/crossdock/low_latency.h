@@ -161,8 +161,9 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  * xd_ep_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
  * for that rank's share: a source whose header has not come counts 0 rows; where the header came
  * but rows did not, the missing rows are zero, and counted; combine sums over the other ranks
- * without any new weighting, and gives zero for a token that has no row left. Later operations do
- * without the rank, at full speed, and report nothing.
+ * without any new weighting, and gives zero for a token that has no row left. Operations whose send
+ * half comes later do without the rank, at full speed, and report nothing; those that were between
+ * their halves report the loss once each.
  *
  * A masked rank that still runs can come back (a restarted process needs a new communicator): each
  * side unmasks the other by xd_ep_ll_mask_set, then all ranks that are not masked call
@@ -175,13 +176,13 @@ XD_API xd_status xd_ep_ll_mask_set(xd_ep_group* group, int32_t rank, int32_t mas
                                    xd_stream stream);
 
 /* Tells whom this rank has masked. mask: out [W] int32, 1 = masked. Local; on CUDA in the order of
- * the stream, and may be captured. */
+ * the stream, and may be captured. In groups as of xd_ep_ll_mask_set. */
 XD_API xd_status xd_ep_ll_mask_get(xd_ep_group* group, const DLTensor* mask, xd_stream stream);
 
 /* Brings the ranks that are not masked back into step: waits until all have called it, forgets
  * operations that are between their halves, clears what has been sent and not been taken, and
  * counts on from the highest number. Collective over those ranks. Plans stay good. Needed after an
- * unmasking, and allowed at any time. */
+ * unmasking, and allowed at any time. In groups as of xd_ep_ll_mask_set. */
 XD_API xd_status xd_ep_ll_reset(xd_ep_group* group, xd_stream stream);
 
 #ifdef __cplusplus

@@ -126,7 +126,8 @@ class EpConfig:
         in_flight: expert_slots: operations of a kind that may be between their halves, 2 to 4;
             0 = 2.
         on_peer_loss: expert_slots: what the loss of a rank does: ``"fatal"``: it finishes the
-            communicator; ``"mask"``: the group goes on without the rank.
+            communicator; ``"mask"``: the group goes on without a rank that is late, and without one
+            whose process has ended if the communicator has ``on_peer_loss="mask"``, too.
         wait_timeout_ms: expert_slots: longest wait for a peer; 0 = the communicator's.
 
     Raises:

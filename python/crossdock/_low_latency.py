@@ -136,8 +136,10 @@ class LowLatencyGroup(Membership):
     Args:
         comm: kept alive by the group.
         config: sizes, with ``layout="expert_slots"``. With ``on_peer_loss="mask"`` the group goes
-            on when a rank is lost: the operation that meets the loss raises PeerLost with its
-            outputs complete but for that rank's share, and later ones leave it out.
+            on when a rank is late; and also when its process ends, if `comm` was made with
+            ``on_peer_loss="mask"``, too. An operation that has been sent and meets the loss raises
+            PeerLost, with what it was given as ``out`` complete but for that rank's share. Later
+            ones leave the rank out.
 
     Raises:
         TypeError, ValueError: on the rank where Python finds a bad config, another layout among
@@ -217,7 +219,7 @@ class LowLatencyGroup(Membership):
             expert_load: [L] int32 or int64, to which the counts are added.
             wait_ns: [W] int64, to which the nanoseconds are added until each source's rows began to
                 come.
-            out: arrays to receive into; None = new ones.
+            out: arrays to receive into; None = new ones, which are lost where the call raises.
 
         Raises:
             TypeError, ValueError: a bad argument that is found in Python, such as a dtype.
@@ -226,7 +228,8 @@ class LowLatencyGroup(Membership):
                 collapses those): ``out`` is then complete, and such ids count as -1.
             Mismatch: the ranks' arguments disagree, or another rank's are bad.
             Busy: too many operations are between their halves.
-            PeerLost: see `LowLatencyGroup`; not fatal with ``on_peer_loss="mask"``.
+            PeerLost: see `LowLatencyGroup`; not fatal with ``on_peer_loss="mask"``, where ``out``
+                lacks that rank's share.
             CrossdockError: a fatal one, after which the communicator is finished.
         """
         with self._joining(constants.LL_DISPATCH):
@@ -328,7 +331,7 @@ class LowLatencyGroup(Membership):
         """Brings the ranks that are not masked back into step. Collective over those.
 
         Operations between their halves are forgotten; plans stay good. Needed when a rank has been
-        unmasked on both sides.
+        unmasked on both sides. With ``on_peer_loss="mask"`` only.
         """
         try:
             self._core.ll_reset()

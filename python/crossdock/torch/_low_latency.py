@@ -138,8 +138,10 @@ class LowLatencyGroup(Membership):
             duplicate_ids, on_error, num_sms: as of `EpGroup`.
             in_flight: operations of a kind that may be between their halves, 2 to 4; 0 = 2.
             on_peer_loss: ``"fatal"``: the loss of a rank finishes the communicator; ``"mask"``: the
-                group goes on without the rank. The operation that meets the loss reports PeerLost,
-                and its results are complete but for that rank's share.
+                group goes on without a rank that is late, and without one whose process has ended
+                if `comm` was made with ``on_peer_loss="mask"``, too (``init(on_peer_loss=)``). An
+                operation that meets the loss reports PeerLost, and its results are complete but for
+                that rank's share: where it raises, those that it was given as ``out``.
             wait_timeout_ms: longest wait for a peer; 0 = the communicator's.
             expert_ranks: as of `EpGroup`.
             comm: None = the default communicator.
@@ -255,7 +257,7 @@ class LowLatencyGroup(Membership):
         """Brings the ranks that are not masked back into step. Collective over those.
 
         Operations between their halves are forgotten; plans stay good. Needed when a rank has been
-        unmasked on both sides.
+        unmasked on both sides. With ``on_peer_loss="mask"`` only.
         """
         try:
             self.core.ll_reset(current_stream(self.comm.device))

@@ -256,7 +256,7 @@ def ll_dispatch(
         wait_ns: ``[W]`` int64, to which is added how long each source was waited for, in
             nanoseconds.
         out: from `LowLatencyGroup.slots`: tensors to receive into, which lie anywhere on the
-            device; None = new ones.
+            device; None = new ones, which are lost where the call raises.
 
     Raises:
         TypeError, ValueError: a bad argument, such as one that requires a gradient while gradients

@@ -47,6 +47,7 @@ def test_python_blocks_are_quotations(page: pathlib.Path):
 def test_every_example_is_run_here():
     named = {
         "numpy_round_trip.py",
+        "numpy_lost_rank.py",
         "errors.py",
         "torch_round_trip.py",
         "torch_moe_layer.py",
@@ -59,6 +60,12 @@ def test_every_example_is_run_here():
 
 def test_numpy_round_trip():
     assert run(sys.executable, str(EXAMPLES / "numpy_round_trip.py")).count("as expected") == 2
+
+
+def test_numpy_lost_rank():
+    said = run(sys.executable, str(EXAMPLES / "numpy_lost_rank.py"))
+    assert said.count("goes on without rank 2") == 2
+    assert said.count("12 steps, mask [0, 0, 1]") == 2
 
 
 def test_errors_are_what_the_page_quotes():
