@@ -135,7 +135,9 @@ void MeetingSearch::refused(Door& door) {
 
 void MeetingSearch::leave(Door& door, Telling telling, const std::string& obstacle) {
   if (certainty_ == Certainty::sure && telling == Telling::refused_connection)
-    fail(XD_ERROR_SYSTEM, obstacle);
+    fail(XD_ERROR_SYSTEM, obstacle,
+         ": the process of its unique id has ended, or another communicator has used the id, which "
+         "is good for one");
   if (telling >= door.telling) {
     door.telling = telling;
     door.obstacle = obstacle;

@@ -75,7 +75,7 @@ class Reader {
 };
 
 PlanBytes read_plan(const void* plan, std::size_t bytes) {
-  XD_REQUIRE(plan != nullptr, "plan = NULL");
+  XD_REQUIRE(plan != nullptr, "plan = NULL, expected the bytes of a plan");
   return {plan, bytes};
 }
 

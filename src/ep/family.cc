@@ -1,5 +1,7 @@
 #include "ep/family.h"
 
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -12,6 +14,25 @@ namespace {
 template <class A, class B>
 std::string of(const char* what, const A& theirs, const B& mine) {
   return concat(what, " ", theirs, ", here ", mine);
+}
+
+// The optional tensors that one side alone has been given, of those in the records' flags.
+std::string of_optional(int theirs, int mine) {
+  const std::pair<int, const char*> named[] = {{kHasScales, "scales"},
+                                               {kHasWeights, "weights"},
+                                               {kHasIndices, "indices"},
+                                               {kHasRows, "rows"},
+                                               {kHasGradWeights, "gradients of weights"}};
+  std::string text;
+  for (const auto& [flag, name] : named) {
+    if (((theirs ^ mine) & flag) == 0) continue;
+    text += concat(text.empty() ? "" : "; ", (theirs & flag) != 0 ? "with " : "without ", name,
+                   (mine & flag) != 0 ? ", here with them" : ", here without");
+  }
+  // Of scales that both have, one has bytes and the other float32.
+  return text.empty() ? of("scales of", (theirs & kByteScales) != 0 ? "one byte" : "float32",
+                           (mine & kByteScales) != 0 ? "one byte" : "float32")
+                      : text;
 }
 
 std::string of_type(std::uint8_t theirs, std::uint8_t mine) {
@@ -29,7 +50,7 @@ std::string Family::difference(const LlRecord& mine, const LlRecord& theirs) {
     return of("quantise", quantise_name(static_cast<xd_ep_quantise>(theirs.quantise)),
               quantise_name(static_cast<xd_ep_quantise>(mine.quantise)));
   }
-  return "another set of optional tensors";
+  return of_optional(theirs.flags, mine.flags);
 }
 
 std::string Family::difference(const Record& mine, const Record& theirs) {
@@ -47,7 +68,7 @@ std::string Family::difference(const Record& mine, const Record& theirs) {
     }
     return of("scale row bytes", a.bytes, b.bytes);
   }
-  return "another set of optional tensors";
+  return of_optional(theirs.flags, mine.flags);
 }
 
 Setback overflow(const Overflow& o) {
@@ -61,15 +82,25 @@ Setback overflow(const Overflow& o) {
 }
 
 Setback lost_peers(const LostPeers& peers) {
-  std::vector<int> ranks;
-  for (int r = 0; r < RankBits::kMostRanks; ++r) {
-    if (peers.lost.has(r)) ranks.push_back(r);
+  std::vector<int> gone, masking, late;
+  int lowest = -1;
+  for (int r = RankBits::kMostRanks - 1; r >= 0; --r) {
+    if (!peers.lost.has(r)) continue;
+    lowest = r;
+    auto& why = peers.gone.has(r) ? gone : peers.masked_by.has(r) ? masking : late;
+    why.insert(why.begin(), r);
   }
+  std::string text;
+  const auto tell = [&](const std::vector<int>& ranks, const char* one, const char* several) {
+    if (ranks.empty()) return;
+    text += concat(text.empty() ? "" : ", ", rank_list(ranks), ranks.size() == 1 ? one : several);
+  };
+  tell(gone, " has ended or left", " have ended or left");
+  tell(masking, " has masked this rank", " have masked this rank");
+  tell(late, " is late", " are late");
   return {.status = XD_ERROR_PEER_LOST,
-          .text = concat(rank_list(ranks), ranks.size() == 1 ? " was" : " were",
-                         " lost (ended, late, or leaves out this rank) and left out; the outputs "
-                         "are without its share"),
-          .rank = ranks.empty() ? -1 : ranks[0],
+          .text = text + ": masked from now on; the outputs lack what comes from there",
+          .rank = lowest,
           .facts = {.masked = peers.masked, .masked_by = peers.masked_by}};
 }
 

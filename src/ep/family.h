@@ -72,9 +72,10 @@ struct Overflow {
 };
 Setback overflow(const Overflow& overflow);
 
-// `lost`: the ranks that an operation was to be carried out with, and was not.
+// `lost`: the ranks that an operation was to be carried out with, and was not. `gone`: those that
+// the communicator knows to have ended or left.
 struct LostPeers {
-  RankBits lost, masked, masked_by;
+  RankBits lost, masked, masked_by, gone{};
 };
 Setback lost_peers(const LostPeers& peers);
 

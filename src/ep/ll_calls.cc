@@ -91,7 +91,7 @@ xd_ep_quantise read_way(const xd_ep_ll_dispatch_args& args) {
 }
 
 PlanBytes read_plan(const void* plan, std::size_t bytes) {
-  XD_REQUIRE(plan != nullptr, "plan = NULL");
+  XD_REQUIRE(plan != nullptr, "plan = NULL, expected the bytes of a plan");
   return {plan, bytes};
 }
 

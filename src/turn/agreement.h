@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "base/error.h"
 
@@ -14,6 +15,7 @@ template <class T>
 struct EqualField {
   const char* name;
   std::int64_t T::*value;
+  const char* (*word)(std::int64_t) = nullptr;  // for texts; nullptr = the number
 };
 
 // Every rank compares all ranks with rank 0, so all come to the same verdict.
@@ -23,8 +25,12 @@ void require_equal(std::span<const EqualField<T>> fields, std::span<const T> of_
     for (const EqualField<T>& field : fields) {
       const std::int64_t first = of_rank[0].*field.value, other = of_rank[r].*field.value;
       if (first != other) {
-        fail(XD_ERROR_MISMATCH, "config.", field.name, " = ", first, " on rank 0 and ", other,
-             " on rank ", r, ", expected equal values");
+        const auto shown = [&](std::int64_t value) {
+          const char* const word = field.word != nullptr ? field.word(value) : nullptr;
+          return word != nullptr ? std::string(word) : std::to_string(value);
+        };
+        fail(XD_ERROR_MISMATCH, "config.", field.name, " = ", shown(first), " on rank 0 and ",
+             shown(other), " on rank ", r, ", expected equal values");
       }
     }
   }

@@ -36,7 +36,10 @@ TEST(RecordTest, WhatMustBeEqualIsToldInWordsAndNothingElseIsCompared) {
        [](Record& r) { r.call.status = XD_ERROR_OVERFLOW; }},
       {"type float16, here bfloat16",
        [](Record& r) { r.dtype = static_cast<std::uint8_t>(DType::f16); }},
-      {"another set of optional tensors", [](Record& r) { r.flags |= kHasIndices; }},
+      {"with indices, here without", [](Record& r) { r.flags |= kHasIndices; }},
+      {"without weights, here with them; with rows, here without",
+       [](Record& r) { r.flags ^= kHasWeights | kHasRows; }},
+      {"scales of one byte, here float32", [](Record& r) { r.flags ^= kByteScales; }},
       {"row bytes 80, here 64", [](Record& r) { r.row_bytes = 80; }},
       {"scale row bytes 32, here 16",
        [](Record& r) {

@@ -60,6 +60,7 @@ class LlGroup final : public Group {
   template <class Operation>
   Setback receive(Operation& op, Lane& lane, const LlArgs<typename Operation::Args>& args);
 
+  RankBits gone() const;
   void require_place(const Lane& lane, std::int32_t operation) const;
   void require_turn(const Lane& lane, std::int32_t operation, const LlHalves& halves) const;
   [[noreturn]] void refuse_call(const Lane& lane, std::int32_t operation, xd_status status,
@@ -134,11 +135,19 @@ Setback LlGroup::receive(Operation& op, Lane& lane, const LlArgs<typename Operat
     if (setback && setback.status == XD_ERROR_MISMATCH) return setback;
     const RankBits lost = lane.lost();
     if (lost.empty()) return setback;
-    return lost_peers({lost, masks_.masked(), masks_.masked_by()});
+    return lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
   } catch (...) {
     if (comm().errors().fatal_error() != nullptr) throw;
     return current_setback();
   }
+}
+
+RankBits LlGroup::gone() const {
+  RankBits ranks{};
+  for (int r = 0; r < config().ranks; ++r) {
+    if (comm().errors().lost(r)) ranks.add(r);
+  }
+  return ranks;
 }
 
 // Takes this rank's turn with a failure: its peers learn of it from the record, and there is no
@@ -218,7 +227,8 @@ void LlGroup::ll_reset(xd_stream) {
   dispatches_.restart(numbers[0]);
   combines_.restart(numbers[1]);
   if (lost.empty()) return;
-  calls_.settle(lost_peers({lost, masks_.masked(), masks_.masked_by()}), XD_EP_LL_RESET, resets_);
+  const LostPeers peers{lost, masks_.masked(), masks_.masked_by(), gone()};
+  calls_.settle(lost_peers(peers), XD_EP_LL_RESET, resets_);
 }
 
 }  // namespace

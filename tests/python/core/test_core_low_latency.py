@@ -410,6 +410,7 @@ def lost_and_left_out(group: LowLatencyGroup, case: Case, batch: Batch, rank: in
     with pytest.raises(PeerLost) as raised:
         group.dispatch(*inputs, out=out)
     assert (raised.value.peer, raised.value.fatal) == (2, False)
+    assert "rank 2 is late: masked from now on" in raised.value.text
     left.check(rank, out)
     assert group.mask().tolist() == [0, 0, 1]
     assert group.status().masked == (2,)
