@@ -12,7 +12,7 @@ from crossdock import _core
 from crossdock._arrays import Spec, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig, fail_group
-from crossdock.errors import CrossdockError, Unsupported
+from crossdock.errors import CrossdockError, Unsupported, in_words
 
 __all__ = ["EpStatus", "Membership", "of_kind", "optional"]
 
@@ -25,8 +25,7 @@ class EpStatus:
     """
 
     status: str  # name of the first error's status; "XD_SUCCESS" = none
-    operation: int  # the operation that met it: 0 prepare, 1 dispatch, 2 combine, 3 and 4 backward;
-    # 5 dispatch, 6 combine and 7 reset of a LowLatencyGroup
+    operation: str | None  # the operation that met it, as of CrossdockError; None = no error
     epoch: int  # its number in the group, from 1
     rank: int  # the lowest rank it is about; -1 = none
     bad_ids: int  # expert ids out of range or repeated in a row, over all ranks
@@ -87,7 +86,7 @@ class Membership:
 
     def status(self) -> EpStatus:
         """Reads and clears the group's non-fatal error state. Never blocks."""
-        return EpStatus(**self._core.status())
+        return EpStatus(**in_words(self._core.status()))
 
     def errors(self) -> int:
         """How many operations of this rank have ended with a non-fatal error; any thread."""

@@ -148,6 +148,13 @@ _CLASSES: dict[str, type[CrossdockError]] = {
 }
 
 
+def in_words(found: dict[str, Any]) -> dict[str, Any]:
+    """``status()`` of the extension's group, its operation as a word; None without an error."""
+    number = found["operation"]
+    word = constants.OPERATIONS[number] if number < len(constants.OPERATIONS) else None
+    return found | {"operation": None if found["status"] == "XD_SUCCESS" else word}
+
+
 def from_status(found: dict[str, Any], rank: int | None = None) -> CrossdockError:
     """The exception for what a group remembers: ``status()`` of the extension's group.
 

@@ -10,7 +10,7 @@ import torch
 
 from crossdock import _core
 from crossdock._core import constants
-from crossdock.errors import InvalidArgument, from_details, from_status
+from crossdock.errors import InvalidArgument, from_details, from_status, in_words
 
 from ._calls import current_stream, is_capturing
 from ._comm import Comm
@@ -39,10 +39,11 @@ class Membership:
         An error that a call has raised is not repeated: on the CPU that leaves bad_ids and
         dropped_rows.
 
-        ``status`` (name), ``operation``, ``epoch``, ``rank``, ``bad_ids``, ``needed_rows``,
-        ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in ``crossdock/ep.h``.
+        ``status`` (name), ``operation`` (word, or None), ``epoch``, ``rank``, ``bad_ids``,
+        ``needed_rows``, ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in
+        ``crossdock/ep.h``.
         """
-        return self.core.status()
+        return in_words(self.core.status())
 
     def errors(self) -> int:
         """How many operations of this rank have ended with a non-fatal error; any thread."""

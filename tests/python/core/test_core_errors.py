@@ -14,7 +14,7 @@ import pytest
 
 import crossdock
 import support
-from crossdock import _core, launch
+from crossdock import _core, errors, launch
 from support import Rank
 
 CONFIG = crossdock.EpConfig(
@@ -146,6 +146,12 @@ def test_an_argument_of_another_kind_is_a_type_error_and_peers_are_told_at_once(
     support.run_ranks(2, arguments_of_other_kinds)
 
 
+def test_a_status_names_its_operation() -> None:
+    found = {"status": "XD_ERROR_MISMATCH", "operation": 1}
+    assert errors.in_words(found)["operation"] == "dispatch"
+    assert errors.in_words(found | {"operation": 5})["operation"] == "ll_dispatch"
+
+
 def configs_of_other_kinds(me: Rank) -> None:
     slots = dataclasses.replace(CONFIG, layout="expert_slots")
     of_text = dataclasses.replace(CONFIG, num_sms="a")
@@ -189,7 +195,8 @@ def bad_ids(me: Rank) -> None:
         )
         info = plan.info()
         assert (info["bad_ids"], info["bad_id_rank"]) == (2, 1)
-        assert group.status().bad_ids == 2
+        status = group.status()
+        assert (status.status, status.operation, status.bad_ids) == ("XD_SUCCESS", None, 2)
         # Bad ids count as -1: the plan is complete.
         tokens = np.ones((2, 8), np.float32)
         out = group.combine(plan, group.dispatch(plan, tokens).tokens)
