@@ -28,6 +28,7 @@ __all__ = [
     "grow",
     "join",
     "milliseconds",
+    "number_of_32_bits",
     "parse_device",
     "unique_id",
 ]
@@ -439,7 +440,7 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     """
     for argument in ("rank", "num_ranks"):
         if argument in options:
-            options[argument] = _number_of_32_bits(argument, options[argument])
+            options[argument] = number_of_32_bits(argument, options[argument])
     options["on_peer_loss"] = _peer_loss(options.get("on_peer_loss", "fatal"))
     name = options.get("name", "")
     if not isinstance(name, str):
@@ -465,7 +466,7 @@ def _peer_loss(word: Any) -> int:
     return known[word]
 
 
-def _number_of_32_bits(name: str, given: Any) -> int:
+def number_of_32_bits(name: str, given: Any) -> int:
     """A whole number as the library takes it, which checks whether it is a fitting one.
 
     Raises:

@@ -58,7 +58,12 @@ def numpy_dtype(dtype: npt.DTypeLike) -> np.dtype:
     name = dtype_name(dtype)
     if name not in _OF_ML_DTYPES:
         return np.dtype(name)
-    import ml_dtypes
-
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"dtype {name}: NumPy has it with the package ml_dtypes, which is not installed",
+            name=error.name,
+        ) from None
     scalar: type = getattr(ml_dtypes, name)
     return np.dtype(scalar)

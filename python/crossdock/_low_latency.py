@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock._arrays import Spec, aligned_empty, describe
-from crossdock._comm import Comm
+from crossdock._comm import Comm, number_of_32_bits
 from crossdock._config import EpConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
@@ -323,9 +323,10 @@ class LowLatencyGroup(Membership):
         """Masks or unmasks a rank, in this rank's view, from the next operation on. Local.
 
         Raises:
+            TypeError, ValueError: `rank` is no whole number.
             InvalidArgument: the own rank, no rank, or a group without ``on_peer_loss="mask"``.
         """
-        self._core.ll_mask_set(rank, int(masked))
+        self._core.ll_mask_set(number_of_32_bits("rank", rank), int(bool(masked)))
 
     def reset(self) -> None:
         """Brings the ranks that are not masked back into step. Collective over those.

@@ -258,7 +258,9 @@ class EpGroup(Membership):
         except InvalidArgument as error:
             parts = error.__dict__.pop(_PREPARED, None)
             if parts is not None and out is not None and out.has_shape_of(self, topk_idx):
-                out.overwrite(Plan(self, *parts, order, *topk_idx.shape))
+                data, info, offsets = parts
+                num_tokens, topk = topk_idx.shape
+                out.overwrite(Plan(self, data, info, offsets, order, num_tokens, topk))
             raise
         return plan if out is None else out.overwrite(plan)
 

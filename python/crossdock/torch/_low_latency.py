@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from crossdock import _core
+from crossdock._comm import number_of_32_bits
 from crossdock._config import DuplicateIds, OnError, PeerLoss
 from crossdock._core import constants
 from crossdock._halves import OpenHalves
@@ -249,9 +250,11 @@ class LowLatencyGroup(Membership):
         """Masks or unmasks a rank, in this rank's view, from the next operation on. Local.
 
         Raises:
+            TypeError, ValueError: `rank` is no whole number.
             InvalidArgument: the own rank, no rank, or a group without ``on_peer_loss="mask"``.
         """
-        self.core.ll_mask_set(rank, int(masked), current_stream(self.comm.device))
+        number = number_of_32_bits("rank", rank)
+        self.core.ll_mask_set(number, int(bool(masked)), current_stream(self.comm.device))
 
     def reset(self) -> None:
         """Brings the ranks that are not masked back into step. Collective over those.

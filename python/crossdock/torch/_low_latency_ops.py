@@ -18,6 +18,7 @@ from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls
+from ._calls import INDICES, SUMMABLE
 from ._custom_ops import LIBRARY, as_packed, as_rows
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots, low_latency_group_of
 
@@ -352,10 +353,14 @@ def _new_dispatch(
     group: LowLatencyGroup, given: dict[str, Any], quantise: bool | str
 ) -> SentDispatch:
     """A dispatch to be sent, with inputs that the operator takes."""
+    if not isinstance(group, LowLatencyGroup):
+        raise TypeError(f"group: expected a LowLatencyGroup, got {type(group).__name__}")
     operation = constants.LL_DISPATCH
     group.require_tensors(operation, tokens=given["tokens"])
     group.require_tensors(operation, **{name: given[name] for name in ("topk_idx", "topk_weights")})
     _refuse_gradients(group, operation, given)
+    allowed = {"tokens": SUMMABLE, "topk_idx": INDICES, "topk_weights": (torch.float32,)}
+    _require_dtypes(group, operation, given, allowed)
     for name in ("tokens", "topk_idx"):
         if given[name].dim() != 2:
             problem = f"expected 2 dimensions, got shape {tuple(given[name].shape)}"
@@ -388,9 +393,27 @@ def _require_slots(
 
 
 def _require_results(plan: SlotPlan, expert_out: Tensor, topk_weights: Tensor | None) -> None:
+    if not isinstance(plan, SlotPlan):
+        raise TypeError(f"plan: expected a SlotPlan, got {type(plan).__name__}")
     given = {"expert_out": expert_out, "topk_weights": topk_weights}
     plan.group.require_tensors(constants.LL_COMBINE, **given)
     _refuse_gradients(plan.group, constants.LL_COMBINE, given)
+    allowed = {"expert_out": SUMMABLE, "topk_weights": (torch.float32,)}
+    _require_dtypes(plan.group, constants.LL_COMBINE, given, allowed)
+
+
+def _require_dtypes(
+    group: LowLatencyGroup,
+    operation: int,
+    given: dict[str, Any],
+    allowed: dict[str, tuple[torch.dtype, ...]],
+) -> None:
+    for name, dtypes in allowed.items():
+        tensor = given[name]
+        if tensor is not None and tensor.dtype not in dtypes:
+            known = ", ".join(str(dtype) for dtype in dtypes)
+            problem = f"expected a dtype of {known}; got {tensor.dtype}"
+            group.refuse(operation, TypeError, f"{name}: {problem}")
 
 
 def _refuse_gradients(group: LowLatencyGroup, operation: int, given: dict[str, Any]) -> None:

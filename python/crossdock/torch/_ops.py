@@ -72,7 +72,7 @@ def dispatch(
         CrossdockError: the others of ``crossdock.errors``. On CUDA, all but bad arguments are
             raised by `EpGroup.check` or by a later call.
     """
-    group = plan.group
+    group = _group_of(plan)
     given = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
     group.require_tensors(constants.DISPATCH, **given)
     way = _quantise_way(group, quantise)
@@ -115,7 +115,7 @@ def combine(
     Raises:
         As `dispatch`.
     """
-    group = plan.group
+    group = _group_of(plan)
     group.require_tensors(constants.COMBINE, expert_out=expert_out, weights=weights)
     out, order = torch.ops.crossdock.combine.default(
         plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens
@@ -138,6 +138,13 @@ def dequantise(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> tor
     factors = scales.to(torch.float32)[:, :, None]
     blocks = tokens.to(torch.float32).view(*scales.shape, -1) * factors
     return _StraightThrough.apply(blocks.view(tokens.shape).to(dtype), received.link)
+
+
+def _group_of(plan: Plan) -> EpGroup:
+    """The group of an operation. Without one no peer can be told of the mistake."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
+    return plan.group
 
 
 def _quantise_way(group: EpGroup, quantise: bool | str) -> QuantiseWay | None:

@@ -326,7 +326,11 @@ def _mistakes(me: Rank) -> None:
                 lambda: xd.ll_dispatch(group, x, ids, out=slots.tokens),
             ),
             (ValueError, "out.plan", lambda: xd.ll_dispatch(group, x, ids, out=other.slots())),
-            (TypeError, "dtype", lambda: xd.ll_dispatch(group, x.double(), ids)),
+            (
+                TypeError,
+                "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32; got",
+                lambda: xd.ll_dispatch(group, x.double(), ids),
+            ),
             (ValueError, "quantise", lambda: xd.ll_dispatch(group, x, ids, quantise="fp4")),
             (InvalidArgument, "tokens: is", lambda: xd.ll_dispatch(group, x, ids, quantise=True)),
             (ValueError, "no gradient", lambda: xd.ll_combine(slots.plan, rows.requires_grad_())),
@@ -336,6 +340,15 @@ def _mistakes(me: Rank) -> None:
                 lambda: xd.ll_combine(slots.plan, rows.detach(), weights[:, 1:]),
             ),
         ]
+        # Without a group there are no peers to tell.
+        with pytest.raises(TypeError, match="group: expected a LowLatencyGroup, got NoneType"):
+            xd.ll_dispatch(None, x, ids)
+        with pytest.raises(TypeError, match="plan: expected a SlotPlan, got Slots"):
+            xd.ll_combine(slots, rows)
+        with pytest.raises(TypeError, match="plan: expected a Plan, got SlotPlan"):
+            xd.combine(slots.plan, rows)
+        with pytest.raises(TypeError, match="rank: expected a whole number, got 'a'"):
+            group.mask_set("a")
         for number, (kind, text, call) in enumerate(wrong):
             bad = number % 2
             if me.rank == bad:
