@@ -21,7 +21,8 @@ if(CROSSDOCK_PYTHON STREQUAL "ON" OR CROSSDOCK_PYTHON STREQUAL "AUTO" AND NOT CR
   if(nanobind_ROOT)
     set(XD_PYTHON ON)
   else()
-    set(xd_python_missing "Python 3.10 or later with its headers (python3-dev), or its package nanobind,")
+    set(xd_python_missing
+      "Python 3.10 or later with its headers (python3-dev), or its package nanobind,")
     if(CROSSDOCK_PYTHON STREQUAL "ON")
       message(FATAL_ERROR "CROSSDOCK_PYTHON = ON: ${xd_python_missing} is missing")
     endif()
