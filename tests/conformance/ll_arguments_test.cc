@@ -244,11 +244,16 @@ TEST(LlBadArguments, APhaseThatIsNoneIsRefusedAndTakesNoTurn) {
     LlBatch batch(rank, c, 0);
     batch.dispatch(group.get());
     batch.reset_tensors(XD_EP_LL_DISPATCH);
-    for (const xd_ep_operation kind : kKinds) {
-      for (int phase : {-1, 3}) {
-        xd_ep_phase wrong{};
-        force(wrong, phase);
-        const Outcome outcome = batch.call(group.get(), kind, wrong);
+    for (int phase : {-1, 3}) {
+      // The struct holds the number: C++ code may not pass such a value on as an enum.
+      force(batch.dispatch_args.phase, phase);
+      force(batch.combine_args.phase, phase);
+      for (const xd_ep_operation kind : kKinds) {
+        const xd_status status =
+            kind == XD_EP_LL_DISPATCH
+                ? xd_ep_ll_dispatch(group.get(), &batch.dispatch_args, rank.stream())
+                : xd_ep_ll_combine(group.get(), &batch.combine_args, rank.stream());
+        const Outcome outcome = finish(rank, group.get(), status);
         EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
         EXPECT_TRUE(outcome.mentions("phase")) << outcome.text;
         EXPECT_EQ(batch.written(kind), "");
