@@ -37,7 +37,8 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
       rows_(rank, kF32, {c.local_experts, c.num_slots(), std::int64_t{4} * c.row_units}),
       counts_(rank, kI32, {c.local_experts}),
       ranges_(rank, kI64, {c.local_experts, c.num_ranks}),
-      out_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}) {
+      out_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}),
+      waits_(rank, kI64, {c.num_ranks}) {
   std::size_t plan_bytes = 0;
   const xd_ep_config config = c.config(owners_);
   ok(xd_ep_plan_size(&config, &plan_bytes));
@@ -58,6 +59,8 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
   dispatch_.counts = counts_.dl();
   dispatch_.source_ranges = ranges_.dl();
   combine_.out = out_.dl();
+  waits_.write(std::vector<std::int64_t>(static_cast<std::size_t>(c.num_ranks)));
+  combine_.wait_ns = waits_.dl();
 }
 
 // Small enough that a few copies of it add up exactly.
@@ -116,6 +119,12 @@ std::vector<std::int64_t> Echo::rows_by_source() const {
   const std::vector<std::int64_t> ranges = ranges_.read_as<std::int64_t>();
   for (std::size_t i = 0; i < ranges.size(); ++i) rows[i % rows.size()] += ranges[i] & 0xffffffff;
   return rows;
+}
+
+Echo::Range Echo::range(int expert, int source) const {
+  const std::int64_t at = std::int64_t{expert} * case_.num_ranks + source;
+  const std::int64_t range = ranges_.read_as<std::int64_t>()[static_cast<std::size_t>(at)];
+  return {range >> 32, range & 0xffffffff};
 }
 
 std::vector<std::int64_t> Echo::expected_rows(const std::vector<bool>& lost) const {

@@ -34,11 +34,22 @@ class Echo {
                  xd_ep_phase phase = XD_EP_PHASE_BOTH);
   int tokens() const { return choices_.tokens; }
 
+  // The slots [L,S,H] that dispatch writes and combine reads, and others in their place.
+  const DLTensor* rows() { return rows_.dl(); }
+  void use_rows(const DLTensor* rows) { dispatch_.recv_tokens = combine_.expert_out = rows; }
+
   // After combine: empty if every token came back as often as it was sent to ranks that are not
   // lost, else what is wrong. `unsure`: lost ranks may have had a part in it, or not.
   std::string wrong(const std::vector<bool>& lost, bool unsure = false) const;
+  // After combine: wait_ns, which began with zeros.
+  std::vector<std::int64_t> waits() const { return waits_.read_as<std::int64_t>(); }
   // After dispatch: the rows that it says to have come from each rank.
   std::vector<std::int64_t> rows_by_source() const;
+  // The slots of a local expert with rows of a rank.
+  struct Range {
+    std::int64_t first, rows;
+  };
+  Range range(int expert, int source) const;
   // The rows that must come from each rank.
   std::vector<std::int64_t> expected_rows(const std::vector<bool>& lost) const;
 
@@ -53,7 +64,7 @@ class Echo {
   Buffer plan_;
   Tensor topk_idx_;
   Strided tokens_, rows_;
-  Tensor counts_, ranges_, out_;
+  Tensor counts_, ranges_, out_, waits_;
   xd_ep_ll_dispatch_args dispatch_ = XD_EP_LL_DISPATCH_ARGS_INIT;
   xd_ep_ll_combine_args combine_ = XD_EP_LL_COMBINE_ARGS_INIT;
 };

@@ -6,6 +6,7 @@
 #include "ep/family.h"
 #include "ep/ll_placement.h"
 #include "ep/plan.h"
+#include "turn/unjudged_reads.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -146,6 +147,7 @@ std::int64_t LlDispatch::deliver(int source, std::byte* plan_items) {
     for (std::uint64_t i = 0; i < count; ++i) {
       const LlItem& item = context_.memory.item(cell, i, topk);
       auto& kept = *reinterpret_cast<LlItem*>(plan_items + i * ll_item_bytes(topk));
+      const turn::UnjudgedReads reads(config().masks_lost_peers);
       place_item(item, kept, row_of(source, item));
     }
     // A peer that leaves this rank out may have stored other rows there meanwhile.
