@@ -146,7 +146,8 @@ void print(const LlReport& report) {
   std::printf(
       "\nTimes run from a common start to the end of the slowest rank. times faster: p50 of the\n"
       "calls of the expert-major layout that do the same, tensors in symmetric memory, over this "
-      "one.\n");
+      "one.\nBetween dispatch and combine each rank reads and writes the rows that it has "
+      "received, as experts\ndo; that is not timed.\n");
 }
 
 void write_json(const LlReport& report) {

@@ -20,6 +20,8 @@ Timing::Timing(xd_comm* comm, int rank, int ranks, const Size& size)
       rank_(rank),
       ranks_(ranks),
       size_(size),
+      end_(size.iters),
+      warmup_(size.warmup),
       start_(comm, sizeof(std::int64_t)),
       board_(comm, board_bytes(size)) {}
 
@@ -29,15 +31,24 @@ double* Timing::seconds(int rank, std::size_t step) const {
   return static_cast<double*>(board_.of(rank)) + step * static_cast<std::size_t>(size_.iters);
 }
 
-void Timing::measure(std::size_t step, const std::function<void()>& body,
-                     const std::function<void()>& rest) {
+void Timing::take_round(int round, int rounds) {
+  begin_ = size_.iters * round / rounds;
+  end_ = size_.iters * (round + 1) / rounds;
+  warmup_ = (size_.warmup + rounds - 1) / rounds;
+}
+
+void Timing::measure(std::size_t step, const std::vector<Part>& parts) {
   double* const seconds_of_step = seconds(rank_, step);
-  for (int i = -size_.warmup; i < size_.iters; ++i) {
-    const std::int64_t start = agree_on_start();
-    wait_for_start(start);
-    body();
-    if (i >= 0) seconds_of_step[i] = seconds_since(start);
-    rest();
+  for (int i = begin_ - warmup_; i < end_; ++i) {
+    double sum = 0;
+    for (const Part& part : parts) {
+      const std::int64_t start = agree_on_start();
+      wait_for_start(start);
+      part.body();
+      sum += seconds_since(start);
+      part.rest();
+    }
+    if (i >= begin_) seconds_of_step[i] = sum;
   }
 }
 

@@ -22,10 +22,21 @@ class Timing {
   // The bytes that this takes of the heap.
   static std::size_t heap_bytes(const Size& size);
 
+  // Which of the iterations the calls of measure() do from here on: one of `rounds` equal shares,
+  // with as large a share of the warm-up. Steps that take rounds in turn meet the same machine.
+  void take_round(int round, int rounds);
+
   // Collective. Times `body`, warmup + iters times; `rest` runs after each, and is not timed.
   void measure(
       std::size_t step, const std::function<void()>& body,
-      const std::function<void()>& rest = [] {});
+      const std::function<void()>& rest = [] {}) {
+    measure(step, std::vector<Part>{{body, rest}});
+  }
+  // Likewise for a step of several parts, each with a common start: the time is their sum.
+  struct Part {
+    std::function<void()> body, rest;
+  };
+  void measure(std::size_t step, const std::vector<Part>& parts);
 
   // Collective. [step][iteration]: seconds, the maximum over the ranks; empty on ranks but 0.
   std::vector<std::vector<double>> collect() const;
@@ -37,6 +48,7 @@ class Timing {
   xd_comm* const comm_;
   const int rank_, ranks_;
   const Size size_;
+  int begin_ = 0, end_, warmup_;  // of the round
   const SharedBlock start_, board_;
   std::int64_t last_start_ = 0;
 };
