@@ -20,6 +20,11 @@ std::vector<RankBoard> boards_in(const std::vector<std::shared_ptr<Segment>>& se
   return boards;
 }
 
+// The number of the last operation.
+std::int64_t last_of(const Operations& operations) {
+  return operations.first + static_cast<std::int64_t>(operations.names.size()) - 1;
+}
+
 }  // namespace
 
 Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
@@ -146,9 +151,15 @@ const Operations* Errors::operations_with(std::int32_t operation) const {
 
 void Errors::name_operations(const Operations& operations) {
   const std::lock_guard lock(mutex_);
-  if (std::ranges::find(operations_, &operations) == operations_.end()) {
-    operations_.push_back(&operations);
+  for (const Operations* named : operations_) {
+    if (named == &operations) return;
+    if (operations.first <= last_of(*named) && named->first <= last_of(operations)) {
+      fail(XD_ERROR_INTERNAL, operations.prefix, ": operations have the numbers ", operations.first,
+           " to ", last_of(operations), ", expected none of ", named->first, " to ",
+           last_of(*named), ", which are those of ", named->prefix);
+    }
   }
+  operations_.push_back(&operations);
 }
 
 void Errors::explain_by(int group, Explain explain) {

@@ -79,8 +79,8 @@ class Errors final : public MeshEvents {
   // The error as one sentence.
   std::string text_of(const FatalError& error) const;
 
-  // Names operations in error texts. The table stays for good, since a peer may report an error of
-  // a group that is gone here: so it is kept once for all groups of its family.
+  // Names operations in error texts. The table stays, for all groups of its family, since a peer
+  // may report an error of one that is gone here. Throws INTERNAL where numbers are another's.
   void name_operations(const Operations& operations);
   // A function that is asked for the words of a group's error of kernels, when the host takes it
   // over. It may be called on any thread, under a lock, so it must not call the communicator. Empty

@@ -267,6 +267,31 @@ TEST(Communicator, NamesTheOperationOfAGroupThatItDoesNotHave) {
   }
 }
 
+TEST(Communicator, RefusesAFamilyWhoseOperationsHaveNumbersOfAnother) {
+  static constexpr const char* kNames[] = {"hop", "leap", "skip", "jump"};
+  constexpr std::span kAll(kNames);
+  static constexpr Operations kGo{"xd_go_", "an xd_go_operation", 2, kAll.first(2)};
+  static constexpr Operations kShared[] = {
+      {"xd_before_", "", 1, kAll.first(2)}, {"xd_within_", "", 3, kAll.first(1)},
+      {"xd_around_", "", 1, kAll},          {"xd_behind_", "", 3, kAll.first(2)},
+      {"xd_same_", "", 2, kAll.first(2)},
+  };
+  static constexpr Operations kApart[] = {{"xd_below_", "", 0, kAll.first(2)},
+                                          {"xd_above_", "", 4, kAll.first(2)}};
+  ErrorsOfRank1 errors;
+  errors->name_operations(kGo);
+  for (const Operations& shared : kShared) {
+    SCOPED_TRACE(shared.prefix);
+    expect_error(error_of([&] { errors->name_operations(shared); }), XD_ERROR_INTERNAL,
+                 "expected none of 2 to 3, which are those of xd_go_");
+  }
+  for (const Operations& apart : kApart) {  // also beside those that have been refused
+    SCOPED_TRACE(apart.prefix);
+    EXPECT_EQ(error_of([&] { errors->name_operations(apart); }), std::nullopt);
+    EXPECT_EQ(error_of([&] { errors->name_operations(apart); }), std::nullopt);
+  }
+}
+
 // What becomes of a wait of `comm` for rank 0 if it goes on after it has looked for errors.
 std::optional<Error> long_wait(xd::Comm& comm, int group, int operation, std::uint64_t epoch) {
   int looks = 0;
