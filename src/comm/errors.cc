@@ -139,7 +139,11 @@ Cause Errors::explained(const FatalError& error) const {
 std::string Errors::text_of(const FatalError& error) const {
   const std::lock_guard lock(mutex_);
   if (error.rank == rank_ && cause_.text[0] != '\0') return cause_.text.data();
-  return describe(error, operations_with(error.operation));
+  std::string text = describe(error, operations_with(error.operation));
+  if (error.status == XD_ERROR_PEER_LOST && error.left == 0 && !masks_losses()) {
+    text += ", which finishes a communicator with on_peer_loss = FATAL";
+  }
+  return text;
 }
 
 // The table that has this operation, or nullptr. The caller holds mutex_.
