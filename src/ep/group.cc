@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -39,8 +40,6 @@ constexpr std::array kEqualFields = {
           [](std::int64_t value) { return value != 0 ? "COLLAPSE" : "ERROR"; }},
     Field{"on_error", &Announcement::on_error,
           [](std::int64_t value) { return value != 0 ? "FATAL" : "STATUS"; }},
-    Field{"expert_ranks (hash; 0 = equally many on each rank, in order)",
-          &Announcement::expert_ranks},
     Field{"in_flight", &Announcement::in_flight},
     Field{"on_peer_loss", &Announcement::on_peer_loss,
           [](std::int64_t value) { return value != 0 ? "MASK" : "FATAL"; }},
@@ -78,6 +77,32 @@ Announcement announce(const Config& c) {
           .staging = c.staging,
           .zero_tail = c.zero_tail,
           .nonce = new_nonce()};
+}
+
+// Throws MISMATCH with the first expert that some rank places elsewhere than rank 0 does. Maps are
+// too long to be announced, and all ranks know from their hashes whether any differs: so all ranks
+// call this, or none does. They have the same number of experts.
+void compare_maps(Collective& collective, const ExpertMap& map) {
+  using Home = std::uint16_t;
+  constexpr int kExpertsAtOnce = 8192;
+  static_assert(kMaxRanks <= 1 << 16 && kExpertsAtOnce * sizeof(Home) < Mesh::kMaxBlob);
+  for (int begin = 0; begin < map.experts; begin += kExpertsAtOnce) {
+    const auto of_rank = collective.agree_on(kCreateGroup, [&] {
+      std::array<Home, kExpertsAtOnce> homes{};
+      for (int e = begin; e < std::min(begin + kExpertsAtOnce, map.experts); ++e) {
+        homes[at(e - begin)] = static_cast<Home>(map.rank_of(e));
+      }
+      return homes;
+    });
+    for (std::size_t i = 0; i < kExpertsAtOnce; ++i) {
+      for (std::size_t r = 1; r < of_rank.size(); ++r) {
+        const Home first = of_rank[0][i], other = of_rank[r][i];
+        if (first == other) continue;
+        fail(XD_ERROR_MISMATCH, "config.expert_ranks[", at(begin) + i, "] = ", first,
+             " on rank 0 and ", other, " on rank ", r, ", expected equal values");
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -166,6 +191,10 @@ void Group::agree_on_config(const xd_ep_config* config, KeepsOf keeps_of) {
     return announce(config_);
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);
+  const auto has_my_map = [&](const Announcement& a) {
+    return static_cast<std::uint64_t>(a.expert_ranks) == config_.expert_tables.hash();
+  };
+  if (!std::ranges::all_of(of_rank, has_my_map)) compare_maps(comm().collective(), config_.map());
   config_.local_experts = config_.map().local_experts(rank());
   nonce_ = of_rank[0].nonce;
   for (const Announcement& a : of_rank) config_.any_staging |= a.staging != 0;

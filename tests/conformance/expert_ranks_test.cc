@@ -111,6 +111,38 @@ TEST(ExpertRanks, WithABadEntryAreRefusedByIndexAndNameTheRankToPeers) {
   });
 }
 
+// Also where a list takes more than one message, and where it says what others leave unsaid.
+TEST(ExpertRanks, ThatDifferNameTheFirstExpertThatDoes) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const int each = 8000, experts = each * rank.num_ranks, last = rank.num_ranks - 1;
+    for (const int first : {0, experts - 2}) {
+      std::vector<std::int32_t> list;
+      for (int e = 0; e < experts; ++e) list.push_back(e / each);
+      if (rank.rank == last) {
+        for (const int e : {first, experts - 1}) {
+          std::int32_t& home = list[static_cast<std::size_t>(e)];
+          home = last - home;
+        }
+      }
+      xd_ep_config config = c.config(rank.rank);
+      config.num_experts = experts;
+      config.expert_ranks = rank.rank == last ? list.data() : nullptr;
+      xd_ep_group* group = nullptr;
+      EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group), XD_ERROR_MISMATCH);
+      EXPECT_EQ(group, nullptr);
+      const int home = first / each;
+      EXPECT_TRUE(said("config.expert_ranks[" + std::to_string(first) + "] = " +
+                       std::to_string(home) + " on rank 0 and " + std::to_string(last - home) +
+                       " on rank " + std::to_string(last) + ", expected equal values"))
+          << xd_last_error();
+    }
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Step(rank, c, group.get(), 0).run_all();
+  });
+}
+
 class ExpertRanksIn : public testing::TestWithParam<xd_ep_layout> {
  protected:
   ExpertRanksIn() : c(plain_case(world().num_ranks())) { c.layout = GetParam(); }
