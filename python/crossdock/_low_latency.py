@@ -81,9 +81,10 @@ class SentDispatch(_Sent):
         """
         halves = self.group._dispatches
         halves.require_oldest(self._half, "receive")
-        if out is None:
-            out = self.group.slots(self.columns, self.dtype, self.way, sources=sources)
-        arguments = _outputs(out, expert_load, wait_ns)
+        with self.group._naming("receive"):
+            if out is None:
+                out = self.group.slots(self.columns, self.dtype, self.way, sources=sources)
+            arguments = _outputs(out, expert_load, wait_ns)
         halves.take(self._half)
         self.group._dispatch(_RECEIVE, (None, None, None), self.way, arguments)
         return out
@@ -109,10 +110,11 @@ class SentCombine(_Sent):
         """
         halves = self.group._combines
         halves.require_oldest(self._half, "receive")
-        if out is None:
-            out = aligned_empty((self.plan.num_tokens, self.columns), self.dtype)
-        output = describe("out", out, SUMMABLE, write=True)
-        wait = optional("wait_ns", wait_ns, ("int64",), write=True)
+        with self.group._naming("receive"):
+            if out is None:
+                out = aligned_empty((self.plan.num_tokens, self.columns), self.dtype)
+            output = describe("out", out, SUMMABLE, write=True)
+            wait = optional("wait_ns", wait_ns, ("int64",), write=True)
         halves.take(self._half)
         self.group._core.ll_combine(_RECEIVE, *self.plan.place(), None, None, output, wait)
         return out

@@ -12,6 +12,7 @@ from crossdock import _core
 from crossdock._arrays import Spec, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig, fail_group
+from crossdock._core import constants
 from crossdock.errors import CrossdockError, Unsupported, in_words
 
 __all__ = ["EpStatus", "Membership", "of_kind", "optional"]
@@ -112,15 +113,27 @@ class Membership:
         self.close()
 
     @contextlib.contextmanager
+    def _naming(self, call: str) -> Iterator[None]:
+        """Puts the call and the rank into the text of a mistake that is found in Python."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if type(error) in (TypeError, ValueError):  # the library's texts have both
+                rank, num_ranks = self._comm.rank, self._comm.num_ranks
+                error.args = (f"{call}: {error} [rank {rank} of {num_ranks}]",)
+            raise
+
+    @contextlib.contextmanager
     def _joining(self, operation: int) -> Iterator[None]:
         """Tells the peers at once of a mistake that is found before the call can be made."""
         self._comm.core()
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
-                self._core.join_failed(operation, str(error))
-            raise
+        with self._naming(constants.OPERATIONS[operation]):
+            try:
+                yield
+            except Exception as error:
+                with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
+                    self._core.join_failed(operation, str(error))
+                raise
 
 
 _Member = TypeVar("_Member", bound=Membership)

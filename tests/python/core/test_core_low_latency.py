@@ -270,7 +270,8 @@ def second_halves(me: Rank) -> None:
         with pytest.raises(Busy):
             group.dispatch_send(rows, ids)
         # A mistake in Python leaves the half to be called again.
-        with pytest.raises(TypeError, match="wait_ns: expected a dtype of int64"):
+        text = rf"receive: wait_ns: expected a dtype of int64.* \[rank {me.rank} of 2\]$"
+        with pytest.raises(TypeError, match=text):
             sent[0].receive(wait_ns=np.zeros(2, np.int32))
         batch.check(me.rank, sent[0].receive())
         with pytest.raises(ValueError, match="receive: expected one call, got a second one"):
