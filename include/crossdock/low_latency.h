@@ -28,14 +28,16 @@
  * it was (on CUDA it is told by xd_ep_group_status, like every error that a kernel finds).
  * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
  * one call of another. Of the two kinds, no two ranks may each receive first what the other sends
- * only afterwards: both would wait.
+ * only afterwards: both would wait. A send half of combine that is given weights receives as well
+ * in this sense: it needs those of its peers, and waits for their send halves. Weights that are
+ * given to dispatch cost no such wait.
  *
  * A rank whose send half (or call) fails tells its peers, and their receive halves report
- * XD_ERROR_MISMATCH; there is then no receive half on this rank. A receive half whose own arguments
- * are bad ends the operation here; its peers are whole, and do not hear of it. A receive half
- * without a send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with
- * XD_EP_PHASE_BOTH while another operation of its kind is between its halves, which it would
- * overtake.
+ * XD_ERROR_MISMATCH; there is then no receive half on this rank. A call whose phase is none, or
+ * that has no args, counts as a whole one that fails. A receive half whose own arguments are bad
+ * ends the operation here; its peers are whole, and do not hear of it. A receive half without a
+ * send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with XD_EP_PHASE_BOTH
+ * while another operation of its kind is between its halves, which it would overtake.
  *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
  * and rounds once; then the ranks' sums are added in float32 by ascending rank, and rounded once.
@@ -169,9 +171,11 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  * side unmasks the other by xd_ep_ll_mask_set, then all ranks that are not masked call
  * xd_ep_ll_reset. What it sends before that is never read. */
 
-/* Masks (1) or unmasks (0) a rank, in this rank's view, from the next operation on. Local. In any
- * group with XD_EP_EXPERT_SLOTS and on_peer_loss = MASK; else INVALID_ARGUMENT, as is the own
- * rank. */
+/* This and the next two calls are for groups with on_peer_loss = XD_EP_PEER_LOSS_MASK; in others
+ * they are XD_ERROR_INVALID_ARGUMENT.
+ *
+ * Masks (1) or unmasks (0) a rank, in this rank's view, from the next operation on. Local. The own
+ * rank is INVALID_ARGUMENT. */
 XD_API xd_status xd_ep_ll_mask_set(xd_ep_group* group, int32_t rank, int32_t masked,
                                    xd_stream stream);
 

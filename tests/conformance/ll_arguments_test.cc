@@ -236,29 +236,34 @@ TEST(LlBadArguments, BesideTensorsAreRefused) {
   });
 }
 
-// No half is meant: nobody is told of it, as the library cannot know which.
-TEST(LlBadArguments, APhaseThatIsNoneIsRefusedAndTakesNoTurn) {
+// Which half is meant is not known, so it is the whole operation, of which the peers hear.
+TEST(LlBadArguments, APhaseThatIsNoneFailsAsAWholeCallAndNamesTheRankToPeers) {
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank, c);
     LlBatch batch(rank, c, 0);
-    batch.dispatch(group.get());
-    batch.reset_tensors(XD_EP_LL_DISPATCH);
-    for (int phase : {-1, 3}) {
-      // The struct holds the number: C++ code may not pass such a value on as an enum.
-      force(batch.dispatch_args.phase, phase);
-      force(batch.combine_args.phase, phase);
+    const int bad = rank.num_ranks - 1;
+    for (const int phase : {-1, 3}) {
       for (const xd_ep_operation kind : kKinds) {
-        const xd_status status =
-            kind == XD_EP_LL_DISPATCH
-                ? xd_ep_ll_dispatch(group.get(), &batch.dispatch_args, rank.stream())
-                : xd_ep_ll_combine(group.get(), &batch.combine_args, rank.stream());
-        const Outcome outcome = finish(rank, group.get(), status);
-        EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-        EXPECT_TRUE(outcome.mentions("phase")) << outcome.text;
+        make_plan(group.get(), batch);
+        batch.reset_tensors(kind);
+        xd_ep_ll_dispatch_args dispatch = batch.dispatch_args;
+        xd_ep_ll_combine_args combine = batch.combine_args;
+        if (rank.rank == bad) {  // in the struct: C++ code may not pass this on as an enum
+          force(dispatch.phase, phase);
+          force(combine.phase, phase);
+        }
+        const Outcome outcome = finish(
+            rank, group.get(),
+            kind == XD_EP_LL_DISPATCH ? xd_ep_ll_dispatch(group.get(), &dispatch, rank.stream())
+                                      : xd_ep_ll_combine(group.get(), &combine, rank.stream()));
+        EXPECT_EQ(outcome, rank.rank == bad ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
+        EXPECT_EQ(outcome.met.rank, bad) << outcome.text;
+        EXPECT_TRUE(rank.rank != bad || outcome.mentions("phase")) << outcome.text;
         EXPECT_EQ(batch.written(kind), "");
       }
     }
+    batch.reset_tensors(XD_EP_LL_DISPATCH);
     batch.dispatch(group.get());
     batch.combine(group.get());
   });
