@@ -5,7 +5,7 @@
 #include <crossdock/ep.h>
 
 #include "ep/config.h"
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 namespace xd::ep {
 

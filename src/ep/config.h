@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/dtype.h"
+#include "base/tensor.h"
 #include "ep/expert_map.h"
 #include "ep/quantise.h"
 #include "ep/receive_layout.h"
@@ -17,7 +17,7 @@ namespace xd::ep {
 inline constexpr int kMaxTopk = XD_EP_MAX_TOPK;
 inline constexpr int kMaxRanks = XD_MAX_RANKS;
 inline constexpr int kMaxExperts = XD_EP_MAX_EXPERTS;
-inline constexpr std::uint64_t kRowAlignment = XD_EP_ROW_ALIGNMENT;
+static_assert(kRowAlignment == XD_EP_ROW_ALIGNMENT);
 
 // The receive rows that a plan has out of a capacity: whole multiples of its alignment, which is a
 // power of two.

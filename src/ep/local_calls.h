@@ -5,7 +5,7 @@
 
 #include "ep/calls.h"
 #include "ep/expert_map.h"
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 namespace xd::ep {
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 namespace xd::ep {
 

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 namespace xd::ep {
 namespace {

@@ -11,7 +11,7 @@
 #include "ep/cuda/launch_shape.h"
 #include "ep/cuda/row_pieces.h"
 #include "ep/cuda/sm_ledger.h"
-#include "ep/tensor.h"
+#include "base/tensor.h"
 #include "ep/wire.h"
 
 namespace xd::ep::cuda {

@@ -7,7 +7,7 @@
 
 #include "ep/config.h"
 #include "ep/placement.h"
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 namespace xd::ep::cpu {
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "ep/cpu/float_modes.h"
+#include "base/float_modes.h"
 #include "ep/cpu/ll_group.h"
 #include "ep/cpu/local.h"
 #include "ep/cpu/operations.h"

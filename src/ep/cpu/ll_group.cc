@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "ep/cpu/float_modes.h"
+#include "base/float_modes.h"
 #include "ep/cpu/ll_combine.h"
 #include "ep/cpu/ll_dispatch.h"
 #include "turn/host_calls.h"

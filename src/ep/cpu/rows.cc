@@ -12,7 +12,7 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "ep/cpu/rows_codec-inl.h"
+#include "base/codec-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace xd::rows::HWY_NAMESPACE {

@@ -9,7 +9,7 @@
 //   - a NaN that comes out of arithmetic (any weight, two terms or more) is the quiet NaN without
 //     sign and payload: 0x7fc0, 0x7e00, 0x7fc00000. Processors differ in which operand's payload
 //     they would pass on.
-// All this holds in a thread that computes in the standard modes (ep/cpu/float_modes.h). Where it
+// All this holds in a thread that computes in the standard modes (base/float_modes.h). Where it
 // flushes denormal numbers to zero (FTZ, DAZ), conversions do not change, and float32 sums and
 // products of denormal numbers do; every result depends on the rounding mode.
 #pragma once

@@ -1,7 +1,7 @@
 // Copies between matrices of any strides and packed rows.
 #pragma once
 
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 namespace xd::ep::cpu {
 

@@ -7,7 +7,7 @@
 #include <cfenv>
 #endif
 
-namespace xd::ep::cpu {
+namespace xd {
 
 // From here to the end of the scope this thread rounds to nearest and computes with denormal
 // numbers, and no exception traps; then its caller finds its own modes and flags again. Frameworks
@@ -39,4 +39,4 @@ class StandardFloatModes {
 #endif
 };
 
-}  // namespace xd::ep::cpu
+}  // namespace xd

@@ -1,4 +1,4 @@
-#include "ep/tensor.h"
+#include "base/tensor.h"
 
 #include <algorithm>
 #include <numeric>
@@ -6,9 +6,8 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/config.h"
 
-namespace xd::ep {
+namespace xd {
 namespace {
 
 std::string names(std::span<const DType> types) {
@@ -107,7 +106,7 @@ Tensor read_tensor(const DLTensor* user, const TensorSpec& spec) {
   checked_mul(static_cast<std::uint64_t>(tensor.rows), tensor.row_bytes(), spec.name);
   read_strides(*user, tensor);
   require_strides(tensor, spec);
-  if (tensor.bytes() > 0) {
+  if (tensor.bytes() > 0 && !spec.shape_only) {
     XD_REQUIRE(tensor.data != nullptr, spec.name, ".data = NULL, expected ", tensor.bytes(),
                " bytes");
     tensor.data += user->byte_offset;
@@ -136,4 +135,4 @@ void require_together(const Tensor& a, const Tensor& b) {
              " is given and ", (a ? b : a).name, " is NULL");
 }
 
-}  // namespace xd::ep
+}  // namespace xd

@@ -10,7 +10,10 @@
 
 #include "base/dtype.h"
 
-namespace xd::ep {
+namespace xd {
+
+// Rows that are copied in bulk begin at multiples of so many bytes.
+inline constexpr std::uint64_t kRowAlignment = 16;
 
 struct Tensor {
   const char* name = "";
@@ -67,6 +70,7 @@ struct TensorSpec {
   Fit fit = Fit::elements;
   bool optional = false;
   bool pinned_host = false;  // may lie in pinned host memory instead
+  bool shape_only = false;   // the elements are not looked at: data may be NULL
 };
 
 // Checks device, number and size of dimensions, and type, for tensors of any number of dimensions.
@@ -84,4 +88,4 @@ void require_same_type(const Tensor& tensor, const Tensor& other);
 // Checks two optional tensors of which one makes no sense without the other.
 void require_together(const Tensor& a, const Tensor& b);
 
-}  // namespace xd::ep
+}  // namespace xd

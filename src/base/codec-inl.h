@@ -9,11 +9,11 @@
 // fp16 uses the processor's own conversions where a target has them.
 
 // Per-target include guard.
-#if defined(CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_
-#undef CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_
+#if defined(CROSSDOCK_BASE_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef CROSSDOCK_BASE_CODEC_INL_H_
+#undef CROSSDOCK_BASE_CODEC_INL_H_
 #else
-#define CROSSDOCK_EP_CPU_ROWS_CODEC_INL_H_
+#define CROSSDOCK_BASE_CODEC_INL_H_
 #endif
 
 #include <hwy/highway.h>
