@@ -1,4 +1,5 @@
-/* Crossdock: expert parallelism between ranks, in one include.
+/* Crossdock: expert parallelism, and products overlapped with transfers, between ranks, in one
+ * include.
  *
  *   status.h       status codes, error text           read first
  *   version.h      version and feature queries
@@ -6,6 +7,8 @@
  *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
+ *   gemm.h         products of matrices that are spread over the ranks: tensor and sequence
+ *                  parallelism
  *   tensor.h       helpers for callers: tensors in one line, names of element types
  *
  * Conventions that hold for all of them:
@@ -25,6 +28,7 @@
 
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
+#include <crossdock/gemm.h>
 #include <crossdock/low_latency.h>
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>

@@ -6,8 +6,8 @@
  *   xd_gemm_reduce_scatter  D [m,N] = this rank's rows of act(alpha * sum over ranks of
  *                           op(A [M,K]) * op(B) + beta * C + bias): a row-parallel linear layer
  *   xd_gemm_all_reduce      D [M,N] = the same sum, all rows on all ranks
- *   xd_gemm_bulk            a product of this rank alone, beside the all-gather or reduce-scatter of
- *                           another tensor
+ *   xd_gemm_bulk            a product of this rank alone, beside the all-gather or reduce-scatter
+ *                           of another tensor
  *
  * Sizes: m = tokens of this rank (0 <= m <= max_tokens; may differ per rank and call), M = sum of m
  * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's: a
@@ -16,10 +16,10 @@
  * types, transposes and the epilogue are equal on all ranks. Rows of gathered and scattered tensors
  * are in rank order.
  *
- * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin at
- * multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a tensor
- * has no elements. The pointer to the struct is const; each field says whether the elements are read
- * (in) or written (out). Outputs overlap no input, except that `c` may be `d`.
+ * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin
+ * at multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a
+ * tensor has no elements. The pointer to the struct is const; each field says whether the elements
+ * are read (in) or written (out). Outputs overlap no input, except that `c` may be `d`.
  *
  * Element types: a and b are both bf16, both fp16, both fp32, or each fp8 (e4m3fn or e5m2; not both
  * e5m2). d, c and pre_activation are bf16, fp16 or fp32, d also fp8 with d_scale. Products of fp32
@@ -33,13 +33,14 @@
  * Rounding is to nearest, ties to even.
  *
  * A context is one sequence of operations, as an xd_ep_group is: all ranks call the same operations
- * in the same order, also where m = 0 or a rank has nothing to do; on CUDA the caller orders streams
- * by events. Operations allocate nothing, never wait for the host, and can be captured in a CUDA
- * graph from the first call. Every operation of a rank first tells every peer what it is about to
- * do. If anything disagrees, or a peer's arguments are bad, all ranks get an error, and the context
- * stays usable. The content of outputs (d, pre_activation, gathered, bias_grad, amaxes) after an
- * error is undefined; on CUDA a product may already have been enqueued behind the transfer, and then
- * computes on whatever has come. Waits are bounded by the communicator's timeout.
+ * in the same order, also where m = 0 or a rank has nothing to do; on CUDA the caller orders
+ * streams by events. Operations allocate nothing, never wait for the host, and can be captured in a
+ * CUDA graph from the first call. Every operation of a rank first tells every peer what it is about
+ * to do. If anything disagrees, or a peer's arguments are bad, all ranks get an error, and the
+ * context stays usable. The content of outputs (d, pre_activation, gathered, bias_grad, amaxes)
+ * after an error is undefined; on CUDA a product may already have been enqueued behind the
+ * transfer, and then computes on whatever has come. Waits are bounded by the communicator's
+ * timeout.
  *
  * What cannot be done (here, for these sizes or types, by that algorithm) is XD_ERROR_UNSUPPORTED
  * with its reason, on every rank: nothing is computed in another way than was asked for, unless the
@@ -305,11 +306,11 @@ typedef struct xd_gemm_gather_args {
 #define XD_GEMM_GATHER_ARGS_INIT \
   { sizeof(xd_gemm_gather_args), NULL, NULL, NULL }
 
-/* Begins an all-gather that goes on beside whatever the caller enqueues next: on CUDA it starts when
- * the work in `stream` has come to it, and runs on a stream of the context's; on the CPU it sends,
- * and does not wait for what the peers send. `in` and `out` are the library's until xd_gemm_wait, or
- * an operation of the context, which joins it first. At most slots - 1 of them, or 1, are under way:
- * one more is BUSY, which takes no turn. */
+/* Begins an all-gather that goes on beside whatever the caller enqueues next: on CUDA it starts
+ * when the work in `stream` has come to it, and runs on a stream of the context's; on the CPU it
+ * sends, and does not wait for what the peers send. `in` and `out` are the library's until
+ * xd_gemm_wait, or an operation of the context, which joins it first. At most slots - 1 of them, or
+ * 1, are under way: one more is BUSY, which takes no turn. */
 XD_API xd_status xd_gemm_start_all_gather(xd_gemm_context* context, const xd_gemm_gather_args* args,
                                           xd_stream stream);
 

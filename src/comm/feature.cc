@@ -11,8 +11,6 @@ Feature feature(std::int32_t which) {
   switch (which) {
     case XD_FEATURE_NETWORK:
       return {false, "not built in: this version joins ranks of one host only"};
-    case XD_FEATURE_GEMM:
-      return {false, "not built in: this version has no communication overlapped with GEMM"};
     default:
       return {false, "unknown feature"};
   }

@@ -12,7 +12,7 @@ struct Feature {
   const char* reason;  // static: what is missing, or "available"
 };
 
-// `which`: an xd_feature.
+// `which`: an xd_feature that the communicator knows of; gemm answers for its own.
 Feature feature(std::int32_t which);
 
 }  // namespace xd

@@ -318,4 +318,113 @@ FROZEN_FIELD(xd_ep_ll_combine_args, topk_weights, 40);
 FROZEN_FIELD(xd_ep_ll_combine_args, out, 48);
 FROZEN_FIELD(xd_ep_ll_combine_args, wait_ns, 56);
 
+FROZEN_ENUM(xd_gemm_operation);
+FROZEN_VALUE(XD_GEMM_ALL_GATHER, 16);
+FROZEN_VALUE(XD_GEMM_REDUCE_SCATTER, 17);
+FROZEN_VALUE(XD_GEMM_ALL_REDUCE, 18);
+FROZEN_VALUE(XD_GEMM_BULK, 19);
+FROZEN_VALUE(XD_GEMM_START_ALL_GATHER, 20);
+
+FROZEN_ENUM(xd_gemm_algo);
+FROZEN_VALUE(XD_GEMM_ALGO_AUTO, 0);
+FROZEN_VALUE(XD_GEMM_ALGO_FUSED, 1);
+FROZEN_VALUE(XD_GEMM_ALGO_DIRECT, 2);
+FROZEN_VALUE(XD_GEMM_ALGO_SPLIT, 3);
+FROZEN_VALUE(XD_GEMM_ALGO_SPLIT_P2P, 4);
+FROZEN_VALUE(XD_GEMM_ALGO_SEQUENTIAL, 5);
+
+FROZEN_ENUM(xd_gemm_epilogue);
+FROZEN_VALUE(XD_GEMM_EPILOGUE_NONE, 0);
+FROZEN_VALUE(XD_GEMM_EPILOGUE_GELU, 1);
+FROZEN_VALUE(XD_GEMM_EPILOGUE_DGELU, 2);
+FROZEN_VALUE(XD_GEMM_EPILOGUE_RELU, 3);
+FROZEN_VALUE(XD_GEMM_EPILOGUE_DRELU, 4);
+
+FROZEN_SIZE(xd_gemm_config, 72);
+FROZEN_FIELD(xd_gemm_config, struct_size, 0);
+FROZEN_FIELD(xd_gemm_config, num_ranks, 8);
+FROZEN_FIELD(xd_gemm_config, operations, 12);
+FROZEN_FIELD(xd_gemm_config, max_tokens, 16);
+FROZEN_FIELD(xd_gemm_config, max_k, 24);
+FROZEN_FIELD(xd_gemm_config, max_n, 32);
+FROZEN_FIELD(xd_gemm_config, dtype, 40);
+FROZEN_FIELD(xd_gemm_config, algo, 44);
+FROZEN_FIELD(xd_gemm_config, num_comm_sms, 48);
+FROZEN_FIELD(xd_gemm_config, slots, 52);
+FROZEN_FIELD(xd_gemm_config, keep_gathered, 56);
+FROZEN_FIELD(xd_gemm_config, allow_fallback, 60);
+FROZEN_FIELD(xd_gemm_config, device_type, 64);
+
+FROZEN_SIZE(xd_gemm_memory, 24);
+FROZEN_FIELD(xd_gemm_memory, struct_size, 0);
+FROZEN_FIELD(xd_gemm_memory, symmetric_bytes, 8);
+FROZEN_FIELD(xd_gemm_memory, private_bytes, 16);
+
+FROZEN_SIZE(xd_gemm_status, 288);
+FROZEN_FIELD(xd_gemm_status, struct_size, 0);
+FROZEN_FIELD(xd_gemm_status, status, 8);
+FROZEN_FIELD(xd_gemm_status, operation, 12);
+FROZEN_FIELD(xd_gemm_status, epoch, 16);
+FROZEN_FIELD(xd_gemm_status, rank, 24);
+FROZEN_FIELD(xd_gemm_status, text, 28);
+
+FROZEN_SIZE(xd_gemm_args, 168);
+FROZEN_FIELD(xd_gemm_args, struct_size, 0);
+FROZEN_FIELD(xd_gemm_args, a, 8);
+FROZEN_FIELD(xd_gemm_args, b, 16);
+FROZEN_FIELD(xd_gemm_args, d, 24);
+FROZEN_FIELD(xd_gemm_args, c, 32);
+FROZEN_FIELD(xd_gemm_args, transpose_a, 40);
+FROZEN_FIELD(xd_gemm_args, transpose_b, 44);
+FROZEN_FIELD(xd_gemm_args, alpha, 48);
+FROZEN_FIELD(xd_gemm_args, beta, 52);
+FROZEN_FIELD(xd_gemm_args, bias, 56);
+FROZEN_FIELD(xd_gemm_args, epilogue, 64);
+FROZEN_FIELD(xd_gemm_args, pre_activation, 72);
+FROZEN_FIELD(xd_gemm_args, bias_grad, 80);
+FROZEN_FIELD(xd_gemm_args, reduce_bias_grad, 88);
+FROZEN_FIELD(xd_gemm_args, a_scale, 96);
+FROZEN_FIELD(xd_gemm_args, b_scale, 104);
+FROZEN_FIELD(xd_gemm_args, d_scale, 112);
+FROZEN_FIELD(xd_gemm_args, d_amax, 120);
+FROZEN_FIELD(xd_gemm_args, fast_accumulate, 128);
+FROZEN_FIELD(xd_gemm_args, allow_tf32, 132);
+FROZEN_FIELD(xd_gemm_args, gathered, 136);
+FROZEN_FIELD(xd_gemm_args, gathered_scale, 144);
+FROZEN_FIELD(xd_gemm_args, tokens_per_rank, 152);
+FROZEN_FIELD(xd_gemm_args, algo, 160);
+
+FROZEN_SIZE(xd_gemm_bulk_args, 208);
+FROZEN_FIELD(xd_gemm_bulk_args, struct_size, 0);
+FROZEN_FIELD(xd_gemm_bulk_args, product, 8);
+FROZEN_FIELD(xd_gemm_bulk_args, collective, 176);
+FROZEN_FIELD(xd_gemm_bulk_args, in, 184);
+FROZEN_FIELD(xd_gemm_bulk_args, out, 192);
+FROZEN_FIELD(xd_gemm_bulk_args, tokens_per_rank, 200);
+
+FROZEN_SIZE(xd_gemm_gather_args, 32);
+FROZEN_FIELD(xd_gemm_gather_args, struct_size, 0);
+FROZEN_FIELD(xd_gemm_gather_args, in, 8);
+FROZEN_FIELD(xd_gemm_gather_args, out, 16);
+FROZEN_FIELD(xd_gemm_gather_args, tokens_per_rank, 24);
+
+FROZEN_SIZE(xd_gemm_view, 48);
+FROZEN_FIELD(xd_gemm_view, struct_size, 0);
+FROZEN_FIELD(xd_gemm_view, data, 8);
+FROZEN_FIELD(xd_gemm_view, rows, 16);
+FROZEN_FIELD(xd_gemm_view, columns, 24);
+FROZEN_FIELD(xd_gemm_view, pitch_bytes, 32);
+FROZEN_FIELD(xd_gemm_view, dtype, 40);
+
+FROZEN_SIZE(xd_gemm_plan_info, 1072);
+FROZEN_FIELD(xd_gemm_plan_info, struct_size, 0);
+FROZEN_FIELD(xd_gemm_plan_info, algo, 8);
+FROZEN_FIELD(xd_gemm_plan_info, num_products, 12);
+FROZEN_FIELD(xd_gemm_plan_info, comm_sms, 16);
+FROZEN_FIELD(xd_gemm_plan_info, same_bits, 20);
+FROZEN_FIELD(xd_gemm_plan_info, estimate_us, 24);
+FROZEN_FIELD(xd_gemm_plan_info, gemm_us, 32);
+FROZEN_FIELD(xd_gemm_plan_info, transfer_us, 40);
+FROZEN_FIELD(xd_gemm_plan_info, text, 48);
+
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_H_ */

@@ -18,6 +18,14 @@ static const xd_ep_combine_bwd_args combine_bwd_args = XD_EP_COMBINE_BWD_ARGS_IN
 static const xd_ep_ll_dispatch_args ll_dispatch_args = XD_EP_LL_DISPATCH_ARGS_INIT;
 static const xd_ep_ll_combine_args ll_combine_args = XD_EP_LL_COMBINE_ARGS_INIT;
 static const xd_ep_plan_info plan_info = XD_EP_PLAN_INFO_INIT;
+static const xd_gemm_config gemm_config = XD_GEMM_CONFIG_INIT;
+static const xd_gemm_memory gemm_memory = XD_GEMM_MEMORY_INIT;
+static const xd_gemm_status gemm_status = XD_GEMM_STATUS_INIT;
+static const xd_gemm_args gemm_args = XD_GEMM_ARGS_INIT;
+static const xd_gemm_bulk_args gemm_bulk_args = XD_GEMM_BULK_ARGS_INIT;
+static const xd_gemm_gather_args gemm_gather_args = XD_GEMM_GATHER_ARGS_INIT;
+static const xd_gemm_view gemm_view = XD_GEMM_VIEW_INIT;
+static const xd_gemm_plan_info gemm_plan_info = XD_GEMM_PLAN_INFO_INIT;
 
 /* Number of initialisers whose struct_size is not the struct's. */
 int wrong_initialisers_in_c(void);
@@ -37,5 +45,13 @@ int wrong_initialisers_in_c(void) {
          (combine_bwd_args.struct_size != sizeof(xd_ep_combine_bwd_args)) +
          (ll_dispatch_args.struct_size != sizeof(xd_ep_ll_dispatch_args)) +
          (ll_combine_args.struct_size != sizeof(xd_ep_ll_combine_args)) +
-         (plan_info.struct_size != sizeof(xd_ep_plan_info));
+         (plan_info.struct_size != sizeof(xd_ep_plan_info)) +
+         (gemm_config.struct_size != sizeof(xd_gemm_config)) +
+         (gemm_memory.struct_size != sizeof(xd_gemm_memory)) +
+         (gemm_status.struct_size != sizeof(xd_gemm_status)) +
+         (gemm_args.struct_size != sizeof(xd_gemm_args)) +
+         (gemm_bulk_args.struct_size != sizeof(xd_gemm_bulk_args)) +
+         (gemm_gather_args.struct_size != sizeof(xd_gemm_gather_args)) +
+         (gemm_view.struct_size != sizeof(xd_gemm_view)) +
+         (gemm_plan_info.struct_size != sizeof(xd_gemm_plan_info));
 }

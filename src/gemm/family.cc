@@ -1,0 +1,66 @@
+#include "gemm/family.h"
+
+#include "base/dtype.h"
+#include "base/error.h"
+
+namespace xd::gemm {
+
+namespace {
+
+template <class A, class B>
+std::string of(const char* what, const A& theirs, const B& mine) {
+  return concat(what, " ", theirs, ", here ", mine);
+}
+
+std::string of_type(const char* what, std::uint8_t theirs, std::uint8_t mine) {
+  return of(what, dtype_name(static_cast<DType>(theirs)), dtype_name(static_cast<DType>(mine)));
+}
+
+const char* epilogue_name(std::uint8_t epilogue) {
+  constexpr const char* kNames[] = {"NONE", "GELU", "DGELU", "RELU", "DRELU"};
+  return epilogue < std::size(kNames) ? kNames[epilogue] : "?";
+}
+
+std::string of_flags(std::uint8_t theirs, std::uint8_t mine) {
+  const int differ = theirs ^ mine;
+  const auto flag = [&](int bit, const char* what) {
+    return of(what, (theirs & bit) != 0 ? 1 : 0, (mine & bit) != 0 ? 1 : 0);
+  };
+  if ((differ & kBulkReduces) != 0) return "another collective";
+  if ((differ & kTransposeA) != 0) return flag(kTransposeA, "transpose_a");
+  if ((differ & kTransposeB) != 0) return flag(kTransposeB, "transpose_b");
+  return flag(kReduceBiasGrad, "reduce_bias_grad");
+}
+
+}  // namespace
+
+const char* algo_name(xd_gemm_algo algo) {
+  constexpr const char* kNames[] = {"AUTO", "FUSED", "DIRECT", "SPLIT", "SPLIT_P2P", "SEQUENTIAL"};
+  const auto number = static_cast<unsigned>(algo);
+  return number < std::size(kNames) ? kNames[number] : "?";
+}
+
+std::string Family::difference(const Record& mine, const Record& theirs) {
+  const bool bulk =
+      mine.call.operation == XD_GEMM_BULK || mine.call.operation == XD_GEMM_START_ALL_GATHER;
+  if (theirs.flags != mine.flags) return of_flags(theirs.flags, mine.flags);
+  if (theirs.a_type != mine.a_type) {
+    return of_type(bulk ? "type of in" : "type of a", theirs.a_type, mine.a_type);
+  }
+  if (theirs.k != mine.k) return of(bulk ? "row bytes" : "K", theirs.k, mine.k);
+  if (theirs.n != mine.n) return of("N", theirs.n, mine.n);
+  if (theirs.b_type != mine.b_type) return of_type("type of b", theirs.b_type, mine.b_type);
+  if (theirs.d_type != mine.d_type) return of_type("type of d", theirs.d_type, mine.d_type);
+  if (theirs.epilogue != mine.epilogue) {
+    return of("epilogue", epilogue_name(theirs.epilogue), epilogue_name(mine.epilogue));
+  }
+  if (theirs.scaling != mine.scaling) return "scales of another shape";
+  if (theirs.fingerprint != mine.fingerprint) {
+    return mine.call.operation == XD_GEMM_ALL_REDUCE ? of("M", theirs.fingerprint, mine.fingerprint)
+                                                     : "other tokens per rank";
+  }
+  return of("algo", algo_name(static_cast<xd_gemm_algo>(theirs.algo)),
+            algo_name(static_cast<xd_gemm_algo>(mine.algo)));
+}
+
+}  // namespace xd::gemm
