@@ -4,8 +4,8 @@
 
 #include <crossdock/ep.h>
 
-#include "ep/config.h"
 #include "base/tensor.h"
+#include "ep/config.h"
 
 namespace xd::ep {
 

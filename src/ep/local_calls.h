@@ -3,9 +3,9 @@
 
 #include <crossdock/ep.h>
 
+#include "base/tensor.h"
 #include "ep/calls.h"
 #include "ep/expert_map.h"
-#include "base/tensor.h"
 
 namespace xd::ep {
 

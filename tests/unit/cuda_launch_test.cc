@@ -8,10 +8,10 @@
 #include <cstdint>
 
 #include "base/error.h"
+#include "base/tensor.h"
 #include "ep/cuda/launch_shape.h"
 #include "ep/cuda/row_pieces.h"
 #include "ep/cuda/sm_ledger.h"
-#include "base/tensor.h"
 #include "ep/wire.h"
 
 namespace xd::ep::cuda {

@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
+#include "base/tensor.h"
 #include "ep/config.h"
 #include "ep/placement.h"
-#include "base/tensor.h"
 
 namespace xd::ep::cpu {
 
