@@ -1,0 +1,203 @@
+#include "cuda/cublaslt.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace xd::cuda {
+namespace lt {
+namespace {
+
+void* open(const std::vector<const char*>& names) {
+  for (const char* name : names) {
+    if (void* const loaded = ::dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return loaded;
+  }
+  for (const char* name : names) {
+    if (void* const opened = ::dlopen(name, RTLD_NOW | RTLD_LOCAL)) return opened;
+  }
+  std::string tried;
+  for (const char* name : names) tried += concat(tried.empty() ? "" : " or ", name);
+  const char* reason = ::dlerror();
+  fail(XD_ERROR_UNSUPPORTED, "cuBLASLt is missing: no ", tried, " (",
+       reason != nullptr ? reason : "not found", ")");
+}
+
+void* symbol(void* library, const char* name) {
+  void* const found = ::dlsym(library, name);
+  if (found == nullptr) fail(XD_ERROR_UNSUPPORTED, "libcublasLt has no ", name);
+  return found;
+}
+
+}  // namespace
+
+Library find_library(const std::vector<const char*>& names) {
+  void* const opened = open(names);
+  Library table;
+#define XD_LT_FUNCTION(name, result, arguments) \
+  table.name = reinterpret_cast<result(*) arguments>(symbol(opened, "cublasLt" #name));
+  XD_LT_FUNCTIONS
+#undef XD_LT_FUNCTION
+  return table;
+}
+
+const Library& library() {
+  static const Library table = find_library(
+      CUDART_VERSION >= 13000 ? std::vector<const char*>{"libcublasLt.so.13", "libcublasLt.so.12"}
+                              : std::vector<const char*>{"libcublasLt.so.12", "libcublasLt.so.13"});
+  return table;
+}
+
+void Library::check(Status status, const char* call) const {
+  if (status == kSuccess) return;
+  fail(status == kNotSupported ? XD_ERROR_UNSUPPORTED : XD_ERROR_INTERNAL, "cublasLt", call, ": ",
+       GetStatusString(status));
+}
+
+}  // namespace lt
+
+// XD_LT_CHECK(Matmul(...)): the text of the error names the function.
+#define XD_LT_CHECK(call) lt::library().check(lt::library().call, #call)
+
+const char* why_no_products() noexcept {
+  static const std::string reason = [] {
+    try {
+      lt::library();
+      return std::string();
+    } catch (const Error& error) {
+      return std::string(error.what());
+    } catch (...) {
+      return std::string("cuBLASLt could not be loaded");
+    }
+  }();
+  return reason.c_str();
+}
+
+ProductLibrary::ProductLibrary() { XD_LT_CHECK(Create(&handle_)); }
+
+ProductLibrary::~ProductLibrary() {
+  if (handle_ != nullptr) lt::library().Destroy(handle_);
+}
+
+Product::Product(const ProductLibrary& library, const ProductShape& shape,
+                 std::size_t workspace_bytes)
+    : library_(&library), shape_(shape), workspace_bytes_(workspace_bytes) {
+  try {
+    describe();
+    suggest();
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+Product::Product(Product&& other) noexcept
+    : library_(other.library_),
+      shape_(other.shape_),
+      workspace_bytes_(other.workspace_bytes_),
+      operation_(std::exchange(other.operation_, nullptr)),
+      first_(std::exchange(other.first_, nullptr)),
+      second_(std::exchange(other.second_, nullptr)),
+      d_(std::exchange(other.d_, nullptr)),
+      candidates_(std::move(other.candidates_)),
+      chosen_(other.chosen_) {}
+
+Product::~Product() { release(); }
+
+void Product::release() noexcept {
+  if (operation_ != nullptr) lt::library().MatmulDescDestroy(operation_);
+  for (const lt::Layout layout : {first_, second_, d_}) {
+    if (layout != nullptr) lt::library().MatrixLayoutDestroy(layout);
+  }
+}
+
+void Product::set(int attribute, const void* value, std::size_t bytes) {
+  XD_LT_CHECK(MatmulDescSetAttribute(operation_, attribute, value, bytes));
+}
+
+// A row-major matrix [r,c] is a column-major one of c rows. op(B) is [k,n], so the first operand is
+// [n,k] in columns, which is B as it is stored unless B is transposed.
+void Product::describe() {
+  const ProductShape& s = shape_;
+  XD_LT_CHECK(MatmulDescCreate(&operation_, s.compute, CUDA_R_32F));
+  set(lt::kTransposeFirst, s.transpose_b ? lt::kTransposed : lt::kNotTransposed);
+  set(lt::kTransposeSecond, s.transpose_a ? lt::kTransposed : lt::kNotTransposed);
+  set(lt::kEpilogue, s.epilogue);
+  if ((s.epilogue & lt::kEpilogueBias) != 0) set(lt::kBiasType, static_cast<int>(s.bias_type));
+  if (s.b_scale_mode > 0) set(lt::kFirstScaleMode, s.b_scale_mode);
+  if (s.a_scale_mode > 0) set(lt::kSecondScaleMode, s.a_scale_mode);
+  if (s.fast_accumulate) set(lt::kFastAccumulate, std::int8_t{1});
+  if (s.multiprocessors > 0) set(lt::kSmCountTarget, s.multiprocessors);
+  const auto layout = [](lt::Layout* made, cudaDataType_t type, std::int64_t rows,
+                         std::int64_t columns, std::int64_t pitch) {
+    XD_LT_CHECK(MatrixLayoutCreate(made, static_cast<int>(type), static_cast<std::uint64_t>(rows),
+                                   static_cast<std::uint64_t>(columns), pitch));
+  };
+  layout(&first_, s.b_type, s.transpose_b ? s.k : s.n, s.transpose_b ? s.n : s.k, s.b_pitch);
+  layout(&second_, s.a_type, s.transpose_a ? s.m : s.k, s.transpose_a ? s.k : s.m, s.a_pitch);
+  layout(&d_, s.d_type, s.n, s.m, s.d_pitch);
+}
+
+void Product::suggest() {
+  constexpr int kMost = 16;
+  lt::Preference preference = nullptr;
+  XD_LT_CHECK(MatmulPreferenceCreate(&preference));
+  std::array<lt::Suggestion, kMost> found{};
+  int count = 0;
+  const auto ask = [&] {
+    XD_LT_CHECK(MatmulPreferenceSetAttribute(preference, lt::kMaxWorkspaceBytes, &workspace_bytes_,
+                                             sizeof(workspace_bytes_)));
+    // Tensors of callers begin at multiples of 16 bytes, and so do rows of ranks inside them.
+    constexpr std::uint32_t kAlignment = 16;
+    for (const int attribute : {lt::kMinAlignmentFirst, lt::kMinAlignmentSecond, lt::kMinAlignmentC,
+                                lt::kMinAlignmentD}) {
+      XD_LT_CHECK(
+          MatmulPreferenceSetAttribute(preference, attribute, &kAlignment, sizeof(kAlignment)));
+    }
+    XD_LT_CHECK(MatmulAlgoGetHeuristic(library_->handle(), operation_, first_, second_, d_, d_,
+                                       preference, kMost, found.data(), &count));
+  };
+  try {
+    ask();
+  } catch (...) {
+    lt::library().MatmulPreferenceDestroy(preference);
+    throw;
+  }
+  lt::library().MatmulPreferenceDestroy(preference);
+  for (int i = 0; i < count; ++i) {
+    const lt::Suggestion& s = found[static_cast<std::size_t>(i)];
+    if (s.state == lt::kSuccess) candidates_.push_back(s.algorithm);
+  }
+  if (candidates_.empty()) {
+    fail(XD_ERROR_UNSUPPORTED, "cuBLASLt has no algorithm for a product of [", shape_.m, ",",
+         shape_.k, "] and [", shape_.k, ",", shape_.n, "] within ", workspace_bytes_,
+         " bytes of working memory");
+  }
+  chosen_ = candidates_.front();
+}
+
+bool Product::choose(const lt::Algorithm& algorithm) {
+  lt::Suggestion checked{};
+  const lt::Status status = lt::library().MatmulAlgoCheck(library_->handle(), operation_, first_,
+                                                          second_, d_, d_, &algorithm, &checked);
+  if (status != lt::kSuccess || checked.workspace_bytes > workspace_bytes_) return false;
+  chosen_ = algorithm;
+  return true;
+}
+
+void Product::run(const ProductPointers& p, float alpha, float beta, void* workspace,
+                  cudaStream_t stream) {
+  if ((shape_.epilogue & lt::kEpilogueBias) != 0) set(lt::kBiasPointer, p.bias);
+  if (shape_.b_scale_mode >= 0) set(lt::kFirstScalePointer, p.b_scale);
+  if (shape_.a_scale_mode >= 0) set(lt::kSecondScalePointer, p.a_scale);
+  XD_LT_CHECK(Matmul(library_->handle(), operation_, &alpha, p.b, first_, p.a, second_, &beta,
+                     p.c != nullptr ? p.c : p.d, d_, p.d, d_, &chosen_, workspace, workspace_bytes_,
+                     stream));
+}
+
+#undef XD_LT_CHECK
+
+}  // namespace xd::cuda
