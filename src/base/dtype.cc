@@ -40,6 +40,8 @@ std::optional<DType> dtype_of(DLDataType type) {
   return std::nullopt;
 }
 
+DLDataType dl_dtype(DType type) { return {entry(type).code, entry(type).bits, 1}; }
+
 std::size_t dtype_bytes(DType type) { return entry(type).bits / 8u; }
 const char* dtype_name(DType type) {
   return static_cast<std::size_t>(type) < kEntries.size() ? entry(type).name : "unknown type";

@@ -19,6 +19,7 @@ inline constexpr std::uint8_t kDLPackFloat8E5m2 = 12;
 inline constexpr std::uint8_t kDLPackFloat8E8m0fnu = 14;
 
 std::optional<DType> dtype_of(DLDataType type);
+DLDataType dl_dtype(DType type);
 std::size_t dtype_bytes(DType type);
 const char* dtype_name(DType type);
 

@@ -34,12 +34,24 @@ class HostCalls {
   // Ends an operation with its setback, if it has one: counts it and throws it.
   void settle(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
 
+  // The same for an operation that another call has brought to its end: its setback is kept until
+  // the sequence's status is read.
+  void keep(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch) {
+    if (!setback) return;
+    count_error();
+    sequence_.remember(setback, operation, epoch);
+  }
+
   const volatile std::uint64_t* watch() const { return &errors_; }
 
  private:
   [[noreturn]] void fail_busy(std::int32_t operation) {
     sequence_.comm().errors().raise_and_throw(sequence_.own_fatal_error(XD_ERROR_BUSY, operation),
                                               Spread::everywhere);
+  }
+  void count_error() {
+    // Release, as in kernels, although no thread has to find anything here.
+    std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
   }
   void finish_comm(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
 
@@ -53,8 +65,7 @@ template <class Family>
 void HostCalls<Family>::settle(const Setback<Family>& setback, std::int32_t operation,
                                std::uint64_t epoch) {
   if (!setback) return;
-  // Release, as in kernels, although no thread has to find anything here.
-  std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
+  count_error();
   // A sequence that goes on without lost peers does so whatever its other errors are.
   if (fatal_errors_ && setback.status != XD_ERROR_PEER_LOST) finish_comm(setback, operation, epoch);
   sequence_.give_back(setback, operation, epoch);

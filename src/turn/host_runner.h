@@ -50,6 +50,22 @@ class HostRunner {
     run(operation, [&]() -> Nothing { throw std::move(error); });
   }
 
+  // An operation whose halves are two calls, with no other operation between them. start() enters
+  // and waits for nobody; it throws this rank's own setback, with `op` left empty. finish() must
+  // follow in either case: it goes through the rest of the turn and returns what became of it.
+  template <class Op, class Make>
+  void start(std::int32_t operation, std::optional<Op>& op, Make&& make);
+  template <HostOperation<Family> Op>
+  Setback<Family> finish(std::int32_t operation, std::optional<Op>& op);
+  // Throws the setback of the operation that has just ended, if it has one, or keeps it for the
+  // sequence's status.
+  void settle(const Setback<Family>& setback, std::int32_t operation) {
+    calls_.settle(setback, operation, turn_.epoch());
+  }
+  void keep(const Setback<Family>& setback, std::int32_t operation) {
+    calls_.keep(setback, operation, turn_.epoch());
+  }
+
   const volatile std::uint64_t* watch() const { return calls_.watch(); }
 
  private:
@@ -63,8 +79,10 @@ class HostRunner {
     Setback<Family> complete() { return {}; }
   };
 
+  template <HostOperation<Family> Op, class Make>
+  Setback<Family> enter(std::int32_t operation, std::optional<Op>& op, Make&& make);
   template <HostOperation<Family> Op>
-  Setback<Family> take_turn(std::optional<Op>& op, Setback<Family> setback);
+  Setback<Family> leave(std::optional<Op>& op, Setback<Family> setback);
   template <HostOperation<Family> Op>
   Setback<Family> move(Op& op);
   template <HostOperation<Family> Op>
@@ -79,23 +97,45 @@ template <class Family>
 template <class Make>
 void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
-  using Op = decltype(make());
-  std::optional<Op> op;
-  Setback<Family> setback;
-  try {
-    op.emplace(make());
-  } catch (...) {
-    setback = current_setback<Family>(sequence_.rank());
-    setback.met_by_all = true;  // the peers learn of it from this rank's record
-  }
-  turn_.begin(operation);
-  setback = take_turn(op, std::move(setback));
+  std::optional<decltype(make())> op;
+  Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
+  setback = leave(op, std::move(setback));
+  calls_.settle(setback, operation, turn_.epoch());
+}
+
+template <class Family>
+template <class Op, class Make>
+void HostRunner<Family>::start(std::int32_t operation, std::optional<Op>& op, Make&& make) {
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
+  op.reset();
+  const Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
   calls_.settle(setback, operation, turn_.epoch());
 }
 
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::take_turn(std::optional<Op>& op, Setback<Family> setback) {
+Setback<Family> HostRunner<Family>::finish(std::int32_t operation, std::optional<Op>& op) {
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
+  if (op) return leave(op, {});
+  turn_.await();  // start() has thrown this rank's setback already
+  turn_.leave();
+  turn_.end();
+  return {};
+}
+
+// Up to the point from which the operation waits for peers.
+template <class Family>
+template <HostOperation<Family> Op, class Make>
+Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<Op>& op,
+                                          Make&& make) {
+  Setback<Family> setback;
+  try {
+    op.emplace(std::forward<Make>(make)());
+  } catch (...) {
+    setback = current_setback<Family>(sequence_.rank());
+    setback.met_by_all = true;  // the peers learn of it from this rank's record
+  }
+  turn_.begin(operation);
   if (op) {
     op->stage_in();
     turn_.enter(op->record());
@@ -105,6 +145,12 @@ Setback<Family> HostRunner<Family>::take_turn(std::optional<Op>& op, Setback<Fam
     failed.call.status = static_cast<std::uint8_t>(setback.status);
     turn_.enter(failed);
   }
+  return setback;
+}
+
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::leave(std::optional<Op>& op, Setback<Family> setback) {
   turn_.await();
   if (!setback) setback = move(*op);
   turn_.leave();

@@ -1,0 +1,162 @@
+#include <algorithm>
+#include <cstring>
+
+#include "gemm/cpu/elements.h"
+#include "gemm/cpu/operations.h"
+
+namespace xd::gemm::cpu {
+
+AllGatherOp::AllGatherOp(const Tools& tools, const ProductCall& call, xd_gemm_algo algo)
+    : tools_(tools),
+      call_(call),
+      algo_(algo),
+      rows_(tools, call.a, tools.lockstep.map().rows),
+      finish_(tools.scratch) {}
+
+Record AllGatherOp::record() const {
+  Record record = record_of(call_, algo_);
+  record.rows_in = rows_.address();
+  record.scales_in = turn::RemoteAddress::shared(tools_.lockstep.map().scales);
+  return record;
+}
+
+bool AllGatherOp::gathers() const {
+  return call_.gathered || tools_.context.config().keep_gathered ||
+         algo_ == XD_GEMM_ALGO_SEQUENTIAL;
+}
+
+std::byte* AllGatherOp::destination() const {
+  return call_.gathered ? call_.gathered.data : tools_.scratch.gathered();
+}
+
+std::uint64_t AllGatherOp::scale_count(NearRank source) const {
+  if (call_.scaling == Scaling::tensor) return 1;
+  const std::uint64_t rows = at(call_.shares.rows(source));
+  return call_.scaling == Scaling::blocks ? rows * at(scale_blocks(call_.k)) : rows;
+}
+
+void AllGatherOp::stage_in() {
+  rows_.stage(tools_);
+  if (call_.a_scale) {
+    const NearMemory area =
+        tools_.lockstep.area_of(tools_.context.self(), tools_.lockstep.map().scales);
+    std::copy_n(call_.a_scale.as<const float>(), scale_count(tools_.context.self()),
+                area.array<float>());
+  }
+  tools_.multiplier.begin();
+  finish_.begin(call_,
+                {tools_.scratch.column_sums(0), at(call_.n) * at(tools_.context.config().ranks)});
+}
+
+void AllGatherOp::announce() {
+  if (algo_ == XD_GEMM_ALGO_SEQUENTIAL) return;
+  deferred_.run([&] { multiply(tools_.context.self(), false); });
+}
+
+const std::byte* AllGatherOp::rows_of(NearRank source) const {
+  if (source == tools_.context.self()) return call_.a.data;
+  const std::uint64_t bytes =
+      at(call_.shares.rows(source)) * at(call_.k) * dtype_bytes(call_.a.type);
+  return tools_.lockstep.tensor_of(source, tools_.lockstep.record_of(source).rows_in, bytes)
+      .address();
+}
+
+const float* AllGatherOp::scales_of(NearRank source) const {
+  if (!call_.a_scale) return nullptr;
+  if (source == tools_.context.self()) return call_.a_scale.as<const float>();
+  const std::uint64_t bytes = scale_count(source) * sizeof(float);
+  return tools_.lockstep.tensor_of(source, tools_.lockstep.record_of(source).scales_in, bytes)
+      .array<const float>();
+}
+
+void AllGatherOp::gather(NearRank source) const {
+  const std::uint64_t element = dtype_bytes(call_.a.type);
+  const std::uint64_t rows = at(call_.shares.rows(source)), start = at(call_.shares.start(source));
+  const std::uint64_t k = at(call_.k), all = at(call_.shares.all());
+  if (rows == 0) return;
+  const std::byte* const from = rows_of(source);
+  std::byte* const to = destination();
+  if (!call_.transpose_a) {
+    std::memcpy(to + start * k * element, from, rows * k * element);
+    return;
+  }
+  for (std::uint64_t i = 0; i < k; ++i) {
+    std::memcpy(to + (i * all + start) * element, from + i * rows * element, rows * element);
+  }
+}
+
+void AllGatherOp::gather_scales(NearRank source) const {
+  if (!call_.gathered_scale) return;
+  const std::int64_t start =
+      call_.scaling == Scaling::tensor ? int{source} : call_.shares.start(source);
+  const std::int64_t columns = call_.scaling == Scaling::blocks ? scale_blocks(call_.k) : 1;
+  std::copy_n(scales_of(source), scale_count(source),
+              call_.gathered_scale.as<float>() + start * columns);
+}
+
+void AllGatherOp::multiply(NearRank source, bool at_destination) {
+  const std::int64_t rows = call_.shares.rows(source), start = call_.shares.start(source);
+  if (rows == 0) return;
+  const std::int64_t before = at_destination ? start * (call_.transpose_a ? 1 : call_.k) : 0;
+  const std::byte* const data =
+      (at_destination ? destination() : rows_of(source)) + at(before) * dtype_bytes(call_.a.type);
+  const Operand a =
+      operand_a(call_, data, at_destination ? call_.shares.all() : rows, scales_of(source));
+  const Operand b = operand_b(call_);
+  float* const sums = tools_.scratch.column_sums(0) + at(source) * at(call_.n);
+  tools_.multiplier.product(a, 0, rows, b, call_.k, call_.n, [&](const Tile& tile) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      float* const x = tile.values + r * kTileColumns;
+      if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
+      finish_.row(x, start + tile.row + r, tile.column, tile.columns, sums);
+    }
+  });
+}
+
+void AllGatherOp::move_all() {
+  deferred_.rethrow();
+  const bool first_all = algo_ == XD_GEMM_ALGO_SEQUENTIAL;
+  if (gathers()) gather(tools_.context.self());
+  gather_scales(tools_.context.self());
+  for (const NearRank peer : tools_.lockstep.peers()) {
+    if (gathers()) gather(peer);
+    gather_scales(peer);
+    if (!first_all) multiply(peer, false);
+  }
+  if (first_all) {
+    for (const NearRank source : tools_.context.near()) multiply(source, true);
+  }
+  if (!call_.bias_grad) return;
+  float* const sums = tools_.scratch.column_sums(0);
+  for (int r = 1; r < tools_.context.config().ranks; ++r) {
+    add(sums, sums + at(r) * at(call_.n), at(call_.n));
+  }
+  std::copy_n(sums, at(call_.n), call_.bias_grad.as<float>());
+  if (call_.reduce_bias_grad) reduce_column_sums(tools_, call_);
+}
+
+// A rank that fails here has told its peers all that they wait for.
+void AllGatherOp::move() {
+  try {
+    move_all();
+  } catch (...) {
+    if (call_.reduce_bias_grad) tools_.lockstep.tell_all(tools_.lockstep.map().summed);
+    throw;
+  }
+}
+
+Setback AllGatherOp::complete() {
+  finish_.end();
+  return {};
+}
+
+Gathered AllGatherOp::gathered() const {
+  if (!gathers()) return {};
+  const std::int64_t all = call_.shares.all();
+  return {.data = destination(),
+          .rows = call_.transpose_a ? call_.k : all,
+          .columns = call_.transpose_a ? all : call_.k,
+          .type = call_.a.type};
+}
+
+}  // namespace xd::gemm::cpu

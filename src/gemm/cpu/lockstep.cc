@@ -1,0 +1,52 @@
+#include "gemm/cpu/lockstep.h"
+
+#include "base/error.h"
+
+namespace xd::gemm::cpu {
+namespace {
+
+Segments share(const Context& context, const Map& map) {
+  Segments segments = context.comm().share(kCreateContext, map.end);
+  for (const NearRank r : context.near()) require_size(segments[at(r)], map.end, r);
+  return segments;
+}
+
+}  // namespace
+
+ContextMemory::ContextMemory(const Context& context)
+    : map_(Map::make(context.config())), segments_(share(context, map_)), areas_(segments_) {}
+
+Lockstep::Lockstep(const Context& context)
+    : ContextMemory(context),
+      HostTurn(context.comm(), context.number(), map().turn, areas()),
+      comm_(context.comm()) {}
+
+void Lockstep::tell(NearRank peer, std::uint64_t area) const {
+  area_of(peer, area + at(comm_.rank()) * kWordBytes).signal(epoch());
+  comm_.ring(peer);
+}
+
+void Lockstep::tell_all(std::uint64_t area) const {
+  for (const NearRank peer : peers()) tell(peer, area);
+}
+
+void Lockstep::await_all(std::uint64_t area) const {
+  const HostWait site = this->site(XD_PHASE_ROWS);
+  for (const NearRank peer : peers()) {
+    const NearMemory word = area_of(comm_.hosts().self(), area + at(peer) * kWordBytes);
+    comm_.wait_for(
+        peer, site, [&] { return word.seen() == epoch(); }, [&] { return word.seen(); });
+  }
+}
+
+NearMemory Lockstep::tensor_of(NearRank rank, turn::RemoteAddress address,
+                               std::uint64_t bytes) const {
+  std::byte* const found =
+      turn::find_remote(address, bytes, sizeof(float), range_of(rank), [&](std::uint64_t segment) {
+        return comm_.heap().range(rank, static_cast<std::uint32_t>(segment));
+      });
+  if (found != nullptr) return NearMemory(found);
+  fail(XD_ERROR_MISMATCH, "rank ", int{rank}, " offers a tensor outside its shared memory");
+}
+
+}  // namespace xd::gemm::cpu

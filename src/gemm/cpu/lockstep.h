@@ -1,0 +1,58 @@
+// A context's turns on the host (turn/host_turn.h), and the words and places that its ranks
+// exchange inside an operation.
+#pragma once
+
+#include <cstdint>
+
+#include "comm/near_memory.h"
+#include "gemm/context.h"
+#include "gemm/cpu/memory.h"
+#include "turn/host_turn.h"
+
+namespace xd::gemm::cpu {
+
+// The memory that the near ranks share for a context.
+class ContextMemory {
+ public:
+  // Collective: allocates this rank's and maps the peers'.
+  explicit ContextMemory(const Context& context);
+
+  const Map& map() const { return map_; }
+  NearMemory area_of(NearRank rank, std::uint64_t offset) const {
+    return areas_.of(rank).from(offset);
+  }
+
+ protected:
+  const NearTable& areas() const { return areas_; }
+  HeapRange range_of(NearRank rank) const {
+    return {areas_.of(rank).address(), segments_[at(rank)]->bytes()};
+  }
+
+ private:
+  const Map map_;
+  const Segments segments_;  // by rank
+  const NearTable areas_;
+};
+
+class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
+ public:
+  // Collective.
+  explicit Lockstep(const Context& context);
+
+  using ContextMemory::area_of, ContextMemory::map;
+
+  // Tells one rank, or every peer, that this rank's word of an area (Map::ready, Map::summed) has
+  // come to this operation.
+  void tell(NearRank peer, std::uint64_t area) const;
+  void tell_all(std::uint64_t area) const;
+  // Returns when every peer has told this rank.
+  void await_all(std::uint64_t area) const;
+
+  // `bytes` bytes of a rank's tensor. Throws MISMATCH if its record names no memory of its own.
+  NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes) const;
+
+ private:
+  Comm& comm_;
+};
+
+}  // namespace xd::gemm::cpu

@@ -1,0 +1,90 @@
+// Products of one rank, tile by tile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "gemm/calls.h"
+#include "gemm/cpu/memory.h"
+
+namespace xd::gemm::cpu {
+
+// An operand as lines of K elements: rows of tokens of a, columns of b.
+struct Operand {
+  const std::byte* data = nullptr;
+  DType type = DType::f32;
+  // True: stored line by line, each of K elements. False: stored as K rows, with an element of each
+  // line in every row.
+  bool by_lines = true;
+  std::int64_t stride = 0;  // elements from one stored row to the next
+  const float* scales = nullptr;
+  Scaling scaling = Scaling::none;
+  std::int64_t scale_columns = 1;    // blocks: along K
+  std::int64_t lines_per_scale = 1;  // blocks: 1 for a, 128 for b
+
+  // The scale of K block `block` of a line.
+  float scale_of(std::int64_t line, std::int64_t block) const {
+    if (scaling == Scaling::tensor) return scales[0];
+    if (scaling == Scaling::rows) return scales[line];
+    return scales[line / lines_per_scale * scale_columns + block];
+  }
+};
+
+// The operands of a call. `a_rows`: rows of a that are stored at `a`, whose scales are `a_scales`.
+Operand operand_a(const ProductCall& call, const std::byte* a, std::int64_t stored_rows,
+                  const float* a_scales);
+Operand operand_b(const ProductCall& call);
+
+// A part of the product: row r of it lies at values + r * kTileColumns.
+struct Tile {
+  float* values;
+  std::int64_t row, rows;  // of a
+  std::int64_t column, columns;
+};
+
+class Multiplier {
+ public:
+  explicit Multiplier(const Scratch& scratch) : scratch_(scratch) {}
+
+  // Forgets what it has widened: operands may have changed.
+  void begin() { held_a_ = held_b_ = {}; }
+
+  // Calls use(tile) for the tiles of rows [first, first + rows) of a times b.
+  template <class Use>
+  void product(const Operand& a, std::int64_t first, std::int64_t rows, const Operand& b,
+               std::int64_t k, std::int64_t n, Use&& use) {
+    for (std::int64_t j = 0; j < n; j += kTileColumns) {
+      for (std::int64_t i = 0; i < rows; i += kTileRows) {
+        const Tile tile{.values = scratch_.tile(),
+                        .row = first + i,
+                        .rows = std::min(kTileRows, rows - i),
+                        .column = j,
+                        .columns = std::min(kTileColumns, n - j)};
+        compute(a, b, k, tile);
+        use(tile);
+      }
+    }
+  }
+
+ private:
+  // A piece of an operand in float32: the address and row length to multiply with.
+  struct Panel {
+    const float* data;
+    std::int64_t stride;
+  };
+  struct Piece {
+    const Operand* operand = nullptr;
+    const std::byte* data = nullptr;
+    std::int64_t line = 0, lines = 0, begin = 0, depth = 0;
+    bool operator==(const Piece&) const = default;
+  };
+
+  void compute(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile);
+  static Panel panel(const Piece& piece, float* buffer, Piece& held);
+
+  const Scratch& scratch_;
+  Piece held_a_{}, held_b_{};
+};
+
+}  // namespace xd::gemm::cpu

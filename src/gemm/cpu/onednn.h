@@ -1,0 +1,44 @@
+// oneDNN, whose sgemm computes the products. It is loaded when the first context is made, so that a
+// machine without it lacks products and nothing else.
+#pragma once
+
+#include <cstdint>
+
+#include "comm/feature.h"
+
+namespace xd::gemm::cpu {
+
+// Whether it is there. Loads it.
+Feature onednn_feature();
+
+// C [m,n] = op(A) * op(B) + beta * C, all row-major; a transposed operand is given by 'T'. Throws
+// OUT_OF_MEMORY where oneDNN has no room for its copies, and UNSUPPORTED where it is not there.
+struct Sgemm {
+  char transpose_a, transpose_b;
+  std::int64_t m, n, k;
+  const float* a;
+  std::int64_t lda;
+  const float* b;
+  std::int64_t ldb;
+  float beta;
+  float* c;
+  std::int64_t ldc;
+};
+void run(const Sgemm& product);
+
+// The cores that one of `ranks` ranks of this host has to itself; at least 1.
+int cores_per_rank(int ranks);
+
+// From here to the end of the scope products of this thread use so many threads.
+class Threads {
+ public:
+  explicit Threads(int count);
+  ~Threads();
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+ private:
+  int callers_;
+};
+
+}  // namespace xd::gemm::cpu

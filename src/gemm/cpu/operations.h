@@ -1,0 +1,164 @@
+// The operations of the CPU executor. Their steps are those of turn::HostOperation.
+//
+// A rank reads its peers' rows and terms where they lie: near ranks share their memory, so nothing
+// is sent. Work that needs no peer is done in announce(), between telling peers of the call and
+// waiting for them, so that a late peer costs no more than it must.
+#pragma once
+
+#include <exception>
+#include <utility>
+
+#include "gemm/calls.h"
+#include "gemm/context.h"
+#include "gemm/cpu/finish.h"
+#include "gemm/cpu/lockstep.h"
+#include "gemm/cpu/memory.h"
+#include "gemm/cpu/multiply.h"
+
+namespace xd::gemm::cpu {
+
+struct Tools {
+  const Context& context;
+  Lockstep& lockstep;
+  const Scratch& scratch;
+  Multiplier& multiplier;
+};
+
+// Where peers find a tensor of this rank's: in symmetric memory if it lies there, else in the area
+// at `staging`, to which stage() copies it.
+class Offer {
+ public:
+  Offer() = default;
+  Offer(const Tools& tools, const Tensor& tensor, std::uint64_t staging);
+  void stage(const Tools& tools) const;
+  turn::RemoteAddress address() const { return address_; }
+
+ private:
+  Tensor tensor_{};
+  turn::RemoteAddress address_{};
+  bool staged_ = false;
+};
+
+// Work that is done in announce(), which must not throw: what it throws is kept for move().
+class Deferred {
+ public:
+  template <class Work>
+  void run(Work&& work) noexcept {
+    try {
+      std::forward<Work>(work)();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+  void rethrow() {
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+ private:
+  std::exception_ptr error_{};
+};
+
+// The rows that an all_gather has gathered.
+struct Gathered {
+  const std::byte* data = nullptr;
+  std::int64_t rows = 0, columns = 0;
+  DType type = DType::f32;
+};
+
+class AllGatherOp {
+ public:
+  AllGatherOp(const Tools& tools, const ProductCall& call, xd_gemm_algo algo);
+
+  Record record() const;
+  void stage_in();
+  void announce();
+  Setback obstacle() const { return {}; }
+  void move();
+  Setback complete();
+
+  // After complete(), where rows were gathered.
+  Gathered gathered() const;
+
+ private:
+  bool gathers() const;
+  std::byte* destination() const;
+  // One rank's rows, where they lie, and their scales; this rank's or, in move(), any.
+  const std::byte* rows_of(NearRank source) const;
+  const float* scales_of(NearRank source) const;
+  std::uint64_t scale_count(NearRank source) const;
+  void gather(NearRank source) const;
+  void gather_scales(NearRank source) const;
+  // Computes the rows of D that a rank's rows give. `at_destination`: they have been gathered.
+  void multiply(NearRank source, bool at_destination);
+  void move_all();
+
+  Tools tools_;
+  ProductCall call_;
+  xd_gemm_algo algo_;
+  Offer rows_;
+  Finish finish_;
+  Deferred deferred_{};
+};
+
+// reduce_scatter and all_reduce.
+class ReduceOp {
+ public:
+  ReduceOp(const Tools& tools, const ProductCall& call, xd_gemm_algo algo);
+
+  Record record() const { return record_of(call_, algo_); }
+  void stage_in();
+  void announce();
+  Setback obstacle() const { return {}; }
+  void move();
+  Setback complete();
+
+ private:
+  struct Rows {
+    std::int64_t first, count;
+  };
+  bool all() const { return call_.operation == XD_GEMM_ALL_REDUCE; }
+  Rows rows_of(NearRank owner) const;
+  std::uint64_t row_bytes() const { return at(call_.n) * dtype_bytes(call_.wide_type()); }
+  // Where this rank's terms of an owner's rows go, and where those of a source for this rank lie.
+  std::byte* terms_for(NearRank owner) const;
+  const std::byte* terms_from(NearRank source) const;
+  void compute_terms(NearRank owner);
+  void compute_ready_terms();
+  void sum();
+
+  Tools tools_;
+  ProductCall call_;
+  xd_gemm_algo algo_;
+  Finish finish_;
+  Deferred deferred_{};
+};
+
+// bulk, and the gather that xd_gemm_start_all_gather begins.
+class TransferOp {
+ public:
+  TransferOp(const Tools& tools, const TransferCall& call);
+
+  Record record() const;
+  void stage_in();
+  void announce();
+  Setback obstacle() const { return {}; }
+  void move();
+  Setback complete();
+
+ private:
+  const std::byte* rows_of(NearRank source) const;
+  void gather() const;
+  void reduce() const;
+
+  Tools tools_;
+  TransferCall call_;
+  Offer rows_;
+  Finish finish_;
+  Deferred deferred_{};
+};
+
+// Column sums of D over all ranks, by ascending rank, from the sums of each rank's rows in
+// bias_grad.
+void reduce_column_sums(const Tools& tools, const ProductCall& call);
+
+}  // namespace xd::gemm::cpu

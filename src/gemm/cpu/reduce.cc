@@ -1,0 +1,139 @@
+#include <algorithm>
+
+#include "gemm/cpu/elements.h"
+#include "gemm/cpu/operations.h"
+
+namespace xd::gemm::cpu {
+
+void reduce_column_sums(const Tools& tools, const ProductCall& call) {
+  const std::uint64_t area = tools.lockstep.map().sums;
+  const auto sums_of = [&](NearRank rank) {
+    return tools.lockstep.area_of(rank, area).array<float>();
+  };
+  float* const out = call.bias_grad.as<float>();
+  std::copy_n(out, at(call.n), sums_of(tools.context.self()));
+  tools.lockstep.tell_all(tools.lockstep.map().summed);
+  tools.lockstep.await_all(tools.lockstep.map().summed);
+  bool first = true;
+  for (const NearRank rank : tools.context.near()) {
+    if (first) {
+      std::copy_n(sums_of(rank), at(call.n), out);
+    } else {
+      add(out, sums_of(rank), at(call.n));
+    }
+    first = false;
+  }
+}
+
+ReduceOp::ReduceOp(const Tools& tools, const ProductCall& call, xd_gemm_algo algo)
+    : tools_(tools), call_(call), algo_(algo), finish_(tools.scratch) {}
+
+void ReduceOp::stage_in() {
+  tools_.multiplier.begin();
+  finish_.begin(call_, {call_.bias_grad.as<float>(), at(call_.bias_grad ? call_.n : 0)});
+}
+
+ReduceOp::Rows ReduceOp::rows_of(NearRank owner) const {
+  if (all()) return {0, call_.a_rows};
+  return {call_.shares.start(owner), call_.shares.rows(owner)};
+}
+
+std::byte* ReduceOp::terms_for(NearRank owner) const {
+  const bool direct = algo_ == XD_GEMM_ALGO_DIRECT;
+  const NearRank self = tools_.context.self();
+  const NearMemory area =
+      tools_.lockstep.area_of(direct ? owner : self, tools_.lockstep.map().partials);
+  const std::int64_t row = direct ? rows_of(owner).count * self : rows_of(owner).first;
+  return area.address(at(row) * row_bytes());
+}
+
+const std::byte* ReduceOp::terms_from(NearRank source) const {
+  const bool direct = algo_ == XD_GEMM_ALGO_DIRECT;
+  const NearRank self = tools_.context.self();
+  const NearMemory area =
+      tools_.lockstep.area_of(direct ? self : source, tools_.lockstep.map().partials);
+  const std::int64_t row = direct ? rows_of(self).count * source : rows_of(self).first;
+  return area.address(at(row) * row_bytes());
+}
+
+void ReduceOp::compute_terms(NearRank owner) {
+  const Rows rows = rows_of(owner);
+  if (rows.count == 0) return;
+  const Operand a = operand_a(call_, call_.a.data, call_.a_rows,
+                              call_.a_scale ? call_.a_scale.as<const float>() : nullptr);
+  const Operand b = operand_b(call_);
+  std::byte* const terms = terms_for(owner);
+  const DType type = call_.wide_type();
+  tools_.multiplier.product(a, rows.first, rows.count, b, call_.k, call_.n, [&](const Tile& tile) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      float* const x = tile.values + r * kTileColumns;
+      if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
+      std::byte* const row = terms + at(tile.row - rows.first + r) * row_bytes();
+      narrow(type, row + at(tile.column) * dtype_bytes(type), x, at(tile.columns));
+    }
+  });
+}
+
+// The peers' rows come first, so that they wait the shortest; each is told as soon as its own are
+// there.
+void ReduceOp::compute_ready_terms() {
+  const std::uint64_t ready = tools_.lockstep.map().ready;
+  if (all()) {
+    compute_terms(tools_.context.self());
+    return tools_.lockstep.tell_all(ready);
+  }
+  for (const NearRank peer : tools_.lockstep.peers()) {
+    compute_terms(peer);
+    if (algo_ != XD_GEMM_ALGO_SEQUENTIAL) tools_.lockstep.tell(peer, ready);
+  }
+  compute_terms(tools_.context.self());
+  if (algo_ == XD_GEMM_ALGO_SEQUENTIAL) tools_.lockstep.tell_all(ready);
+}
+
+void ReduceOp::announce() {
+  // DIRECT writes into peers' memory, which it may do only once they have entered.
+  if (algo_ == XD_GEMM_ALGO_DIRECT) return;
+  deferred_.run([&] { compute_ready_terms(); });
+}
+
+void ReduceOp::sum() {
+  const std::int64_t rows = rows_of(tools_.context.self()).count;
+  const DType type = call_.wide_type();
+  float* const x = tools_.scratch.line();
+  float* const term = tools_.scratch.other_line();
+  for (std::int64_t column = 0; column < call_.n; column += kTileColumns) {
+    const std::int64_t columns = std::min(kTileColumns, call_.n - column);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const std::uint64_t place = at(row) * row_bytes() + at(column) * dtype_bytes(type);
+      bool first = true;
+      for (const NearRank source : tools_.context.near()) {
+        widen(type, first ? x : term, terms_from(source) + place, at(columns));
+        if (!first) add(x, term, at(columns));
+        first = false;
+      }
+      finish_.row(x, row, column, columns, call_.bias_grad.as<float>());
+    }
+  }
+}
+
+// A rank that fails here has told its peers all that they wait for.
+void ReduceOp::move() {
+  try {
+    deferred_.rethrow();
+    if (algo_ == XD_GEMM_ALGO_DIRECT) compute_ready_terms();
+    tools_.lockstep.await_all(tools_.lockstep.map().ready);
+    sum();
+    if (call_.reduce_bias_grad) reduce_column_sums(tools_, call_);
+  } catch (...) {
+    tools_.lockstep.tell_all(tools_.lockstep.map().ready);
+    if (call_.reduce_bias_grad) tools_.lockstep.tell_all(tools_.lockstep.map().summed);
+    throw;
+  }
+}
+
+Setback ReduceOp::complete() {
+  finish_.end();
+  return {};
+}
+
+}  // namespace xd::gemm::cpu
