@@ -104,9 +104,12 @@ void AllGatherOp::multiply(NearRank source, bool at_destination) {
       operand_a(call_, data, at_destination ? call_.shares.all() : rows, scales_of(source));
   const Operand b = operand_b(call_);
   float* const sums = tools_.scratch.column_sums(0) + at(source) * at(call_.n);
-  tools_.multiplier.product(a, 0, rows, b, call_.k, call_.n, [&](const Tile& tile) {
+  Results results;
+  if (is_plain(call_)) results = {call_.d.as<float>() + start * call_.n, call_.n};
+  tools_.multiplier.product(a, 0, rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
+    if (results.values != nullptr) return;
     for (std::int64_t r = 0; r < tile.rows; ++r) {
-      float* const x = tile.values + r * kTileColumns;
+      float* const x = tile.values + r * tile.stride;
       if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
       finish_.row(x, start + tile.row + r, tile.column, tile.columns, sums);
     }

@@ -14,6 +14,11 @@ std::byte* place(const Tensor& tensor, std::int64_t row, std::int64_t column) {
 
 }  // namespace
 
+bool is_plain(const ProductCall& call) {
+  return call.d.type == DType::f32 && call.alpha == 1.0f && !call.c && !call.bias &&
+         call.epilogue == XD_GEMM_EPILOGUE_NONE && !call.bias_grad && !call.d_amax;
+}
+
 void Finish::begin(const ProductCall& call, std::span<float> column_sums) {
   call_ = &call;
   largest_ = 0;

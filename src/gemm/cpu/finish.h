@@ -9,6 +9,9 @@
 
 namespace xd::gemm::cpu {
 
+// Whether the sum, times alpha, is D as it is.
+bool is_plain(const ProductCall& call);
+
 class Finish {
  public:
   explicit Finish(const Scratch& scratch) : scratch_(scratch) {}

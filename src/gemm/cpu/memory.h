@@ -18,7 +18,7 @@ namespace xd::gemm::cpu {
 // A product is computed tile by tile. An operand that is not float32, or has scales, is widened
 // into a panel first. Tiles begin anew with every rank's rows, so the bits of a row do not depend
 // on the algorithm.
-inline constexpr std::int64_t kTileRows = 256, kTileColumns = 512, kTileDepth = 1024;
+inline constexpr std::int64_t kTileRows = 256, kTileColumns = 1024, kTileDepth = 1024;
 static_assert(kTileDepth % kScaleBlock == 0);
 
 // Byte offsets inside the memory that a rank shares.

@@ -103,7 +103,7 @@ void Multiplier::compute(const Operand& a, const Operand& b, std::int64_t k, con
          .ldb = columns.stride,
          .beta = begin > 0 ? 1.0f : 0.0f,
          .c = tile.values,
-         .ldc = kTileColumns});
+         .ldc = tile.stride});
   }
 }
 

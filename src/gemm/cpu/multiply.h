@@ -36,9 +36,17 @@ Operand operand_a(const ProductCall& call, const std::byte* a, std::int64_t stor
                   const float* a_scales);
 Operand operand_b(const ProductCall& call);
 
-// A part of the product: row r of it lies at values + r * kTileColumns.
+// Where a product's float32 results go if nothing else is done with them: the address of its first
+// row. Without one, each tile goes into scratch memory.
+struct Results {
+  float* values = nullptr;
+  std::int64_t stride = kTileColumns;
+};
+
+// A part of the product: row r of it lies at values + r * stride.
 struct Tile {
   float* values;
+  std::int64_t stride;
   std::int64_t row, rows;  // of a
   std::int64_t column, columns;
 };
@@ -53,10 +61,12 @@ class Multiplier {
   // Calls use(tile) for the tiles of rows [first, first + rows) of a times b.
   template <class Use>
   void product(const Operand& a, std::int64_t first, std::int64_t rows, const Operand& b,
-               std::int64_t k, std::int64_t n, Use&& use) {
+               std::int64_t k, std::int64_t n, const Results& results, Use&& use) {
     for (std::int64_t j = 0; j < n; j += kTileColumns) {
       for (std::int64_t i = 0; i < rows; i += kTileRows) {
-        const Tile tile{.values = scratch_.tile(),
+        float* const stored = results.values;
+        const Tile tile{.values = stored ? stored + i * results.stride + j : scratch_.tile(),
+                        .stride = results.stride,
                         .row = first + i,
                         .rows = std::min(kTileRows, rows - i),
                         .column = j,

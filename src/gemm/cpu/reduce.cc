@@ -64,14 +64,20 @@ void ReduceOp::compute_terms(NearRank owner) {
   const Operand b = operand_b(call_);
   std::byte* const terms = terms_for(owner);
   const DType type = call_.wide_type();
-  tools_.multiplier.product(a, rows.first, rows.count, b, call_.k, call_.n, [&](const Tile& tile) {
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      float* const x = tile.values + r * kTileColumns;
-      if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
-      std::byte* const row = terms + at(tile.row - rows.first + r) * row_bytes();
-      narrow(type, row + at(tile.column) * dtype_bytes(type), x, at(tile.columns));
-    }
-  });
+  Results results;
+  if (type == DType::f32 && call_.alpha == 1.0f) {
+    results = {reinterpret_cast<float*>(terms), call_.n};
+  }
+  tools_.multiplier.product(
+      a, rows.first, rows.count, b, call_.k, call_.n, results, [&](const Tile& tile) {
+        if (results.values != nullptr) return;
+        for (std::int64_t r = 0; r < tile.rows; ++r) {
+          float* const x = tile.values + r * tile.stride;
+          if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
+          std::byte* const row = terms + at(tile.row - rows.first + r) * row_bytes();
+          narrow(type, row + at(tile.column) * dtype_bytes(type), x, at(tile.columns));
+        }
+      });
 }
 
 // The peers' rows come first, so that they wait the shortest; each is told as soon as its own are

@@ -50,13 +50,14 @@ void TransferOp::announce() {
     const Operand a = operand_a(product, product.a.data, product.a_rows,
                                 product.a_scale ? product.a_scale.as<const float>() : nullptr);
     const Operand b = operand_b(product);
-    tools_.multiplier.product(a, 0, product.a_rows, b, product.k, product.n, [&](const Tile& tile) {
-      for (std::int64_t r = 0; r < tile.rows; ++r) {
-        float* const x = tile.values + r * kTileColumns;
-        if (product.alpha != 1.0f) scale(x, product.alpha, at(tile.columns));
-        finish_.row(x, tile.row + r, tile.column, tile.columns, product.bias_grad.as<float>());
-      }
-    });
+    tools_.multiplier.product(
+        a, 0, product.a_rows, b, product.k, product.n, {}, [&](const Tile& tile) {
+          for (std::int64_t r = 0; r < tile.rows; ++r) {
+            float* const x = tile.values + r * tile.stride;
+            if (product.alpha != 1.0f) scale(x, product.alpha, at(tile.columns));
+            finish_.row(x, tile.row + r, tile.column, tile.columns, product.bias_grad.as<float>());
+          }
+        });
   });
 }
 
