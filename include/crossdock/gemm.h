@@ -229,7 +229,8 @@ typedef struct xd_gemm_args {
   xd_gemm_epilogue epilogue;
   /* Shape of d. GELU, RELU: out, optional, x before the activation. DGELU, DRELU: in. */
   const DLTensor* pre_activation;
-  /* Out [N] float32, optional: column sums over this rank's rows of D, before they are rounded. */
+  /* Out [N] float32, optional: column sums over this rank's rows of D, before they are multiplied
+   * by d_scale and rounded. */
   const DLTensor* bias_grad;
   /* 1 = bias_grad is summed over the ranks, by ascending rank. AG and RS: each rank's N columns are
    * summed with those of the same index. AR: UNSUPPORTED, as all ranks have all rows. */
@@ -252,7 +253,8 @@ typedef struct xd_gemm_args {
   /* all_gather only. Out [M,K], optional: a of all ranks; [K,M] with transpose_a. In symmetric
    * memory (xd_mem_alloc) rows are received there without a copy. */
   const DLTensor* gathered;
-  /* all_gather of fp8 only. Out, optional: scales of `gathered`, as a_scale with M rows. */
+  /* all_gather of fp8 only. Out, optional: scales of `gathered`, as a_scale with M rows; where
+   * a_scale is a single number: [W], those of the ranks. */
   const DLTensor* gathered_scale;
   /* In, W values in host memory, read during the call: m of every rank, equal on all ranks. NULL =
    * equal shares: all ranks have m = M / W tokens. all_reduce does not read it. */

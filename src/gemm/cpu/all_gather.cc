@@ -138,12 +138,12 @@ void AllGatherOp::move_all() {
   if (call_.reduce_bias_grad) reduce_column_sums(tools_, call_);
 }
 
-// A rank that fails here has told its peers all that they wait for.
+// A rank that fails here tells its peers, so that none waits for it or sums what is not there.
 void AllGatherOp::move() {
   try {
     move_all();
   } catch (...) {
-    if (call_.reduce_bias_grad) tools_.lockstep.tell_all(tools_.lockstep.map().summed);
+    if (call_.reduce_bias_grad) tools_.lockstep.tell_all_failed(tools_.lockstep.map().summed);
     throw;
   }
 }

@@ -21,8 +21,8 @@ Lockstep::Lockstep(const Context& context)
       HostTurn(context.comm(), context.number(), map().turn, areas()),
       comm_(context.comm()) {}
 
-void Lockstep::tell(NearRank peer, std::uint64_t area) const {
-  area_of(peer, area + at(comm_.rank()) * kWordBytes).signal(epoch());
+void Lockstep::post(NearRank peer, std::uint64_t area, std::uint64_t word) const {
+  area_of(peer, area + at(comm_.rank()) * kWordBytes).signal(word);
   comm_.ring(peer);
 }
 
@@ -30,12 +30,21 @@ void Lockstep::tell_all(std::uint64_t area) const {
   for (const NearRank peer : peers()) tell(peer, area);
 }
 
+void Lockstep::tell_all_failed(std::uint64_t area) const {
+  for (const NearRank peer : peers()) post(peer, area, epoch() | kFailed);
+}
+
 void Lockstep::await_all(std::uint64_t area) const {
   const HostWait site = this->site(XD_PHASE_ROWS);
   for (const NearRank peer : peers()) {
     const NearMemory word = area_of(comm_.hosts().self(), area + at(peer) * kWordBytes);
+    const auto seen = [&] { return word.seen() & ~kFailed; };
     comm_.wait_for(
-        peer, site, [&] { return word.seen() == epoch(); }, [&] { return word.seen(); });
+        peer, site, [&] { return seen() == epoch(); }, seen);
+    if ((word.seen() & kFailed) != 0) {
+      fail(XD_ERROR_MISMATCH, "rank ", int{peer},
+           " failed in the operation (its own error text says why)");
+    }
   }
 }
 

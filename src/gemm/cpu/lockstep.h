@@ -43,15 +43,21 @@ class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
 
   // Tells one rank, or every peer, that this rank's word of an area (Map::ready, Map::summed) has
   // come to this operation.
-  void tell(NearRank peer, std::uint64_t area) const;
+  void tell(NearRank peer, std::uint64_t area) const { post(peer, area, epoch()); }
   void tell_all(std::uint64_t area) const;
-  // Returns when every peer has told this rank.
+  // Likewise, where this rank has failed and what the word announces is not there.
+  void tell_all_failed(std::uint64_t area) const;
+  // Returns when every peer has told this rank. Throws MISMATCH if one has failed.
   void await_all(std::uint64_t area) const;
 
   // `bytes` bytes of a rank's tensor. Throws MISMATCH if its record names no memory of its own.
   NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes) const;
 
  private:
+  // A bit beside the epoch: the rank that told has failed.
+  static constexpr std::uint64_t kFailed = std::uint64_t{1} << 63;
+  void post(NearRank peer, std::uint64_t area, std::uint64_t word) const;
+
   Comm& comm_;
 };
 

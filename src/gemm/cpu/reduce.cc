@@ -122,7 +122,7 @@ void ReduceOp::sum() {
   }
 }
 
-// A rank that fails here has told its peers all that they wait for.
+// A rank that fails here tells its peers, so that none waits for it or sums what is not there.
 void ReduceOp::move() {
   try {
     deferred_.rethrow();
@@ -131,8 +131,8 @@ void ReduceOp::move() {
     sum();
     if (call_.reduce_bias_grad) reduce_column_sums(tools_, call_);
   } catch (...) {
-    tools_.lockstep.tell_all(tools_.lockstep.map().ready);
-    if (call_.reduce_bias_grad) tools_.lockstep.tell_all(tools_.lockstep.map().summed);
+    tools_.lockstep.tell_all_failed(tools_.lockstep.map().ready);
+    if (call_.reduce_bias_grad) tools_.lockstep.tell_all_failed(tools_.lockstep.map().summed);
     throw;
   }
 }
