@@ -123,15 +123,15 @@ class CpuContext final : public Context {
   }
 
   xd_gemm_view gathered() override {
-    XD_REQUIRE(kept_.data != nullptr,
+    XD_REQUIRE(kept_,
                "context: keeps no rows, expected config.keep_gathered = 1 and all_gather as the "
                "last operation");
     xd_gemm_view view XD_GEMM_VIEW_INIT;
-    view.data = kept_.data;
-    view.rows = kept_.rows;
-    view.columns = kept_.columns;
-    view.pitch_bytes = at(kept_.columns) * dtype_bytes(kept_.type);
-    view.dtype = dl_dtype(kept_.type);
+    view.data = kept_->data;
+    view.rows = kept_->rows;
+    view.columns = kept_->columns;
+    view.pitch_bytes = at(kept_->columns) * dtype_bytes(kept_->type);
+    view.dtype = dl_dtype(kept_->type);
     return view;
   }
 
@@ -154,7 +154,7 @@ class CpuContext final : public Context {
    public:
     enum class Join { gather, none };
     explicit Working(CpuContext& context, Join join = Join::gather) : threads_(context.threads_) {
-      context.kept_ = {};
+      context.kept_.reset();
       if (join == Join::gather && context.begun_) {
         context.runner_.keep(context.finish_gather(), XD_GEMM_START_ALL_GATHER);
       }
@@ -181,7 +181,7 @@ class CpuContext final : public Context {
   turn::HostRunner<Family> runner_{*this, lockstep_, false};
   bool begun_ = false;  // a gather: its turn has not ended
   std::optional<TransferOp> gather_;
-  Gathered kept_{};
+  std::optional<Gathered> kept_;  // what xd_gemm_gathered tells of
 };
 
 std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_config* config) {
