@@ -16,10 +16,10 @@ namespace {
 // Bytes that a core copies in a microsecond, in round numbers: the model compares ways to copy.
 constexpr double kCopiedBytes = 8000;
 
-// Calls oneDNN once for each way in which operands may lie, so that no operation waits for code to
-// be generated, and measures it.
+// Calls oneDNN once for each way in which operands may lie, large and small, so that no operation
+// waits for code to be generated, and measures it.
 Speed measure(const Scratch& scratch) {
-  constexpr std::int64_t kSize = 128;
+  constexpr std::int64_t kSmall = 2, kSize = 128;
   std::fill_n(scratch.a_panel(), kSize * kSize, 1.0f);
   std::fill_n(scratch.b_panel(), kSize * kSize, 1.0f);
   Sgemm product{.transpose_a = 'N',
@@ -34,12 +34,15 @@ Speed measure(const Scratch& scratch) {
                 .beta = 0.0f,
                 .c = scratch.tile(),
                 .ldc = kSize};
-  for (const float beta : {0.0f, 1.0f}) {
-    product.beta = beta;
-    for (const auto& [a, b] : {std::pair{'N', 'N'}, {'T', 'N'}, {'N', 'T'}}) {
-      product.transpose_a = a;
-      product.transpose_b = b;
-      run(product);
+  for (const std::int64_t size : {kSmall, kSize}) {
+    product.m = product.n = product.k = size;
+    for (const float beta : {0.0f, 1.0f}) {
+      product.beta = beta;
+      for (const auto& [a, b] : {std::pair{'N', 'N'}, {'T', 'N'}, {'N', 'T'}}) {
+        product.transpose_a = a;
+        product.transpose_b = b;
+        run(product);
+      }
     }
   }
   const auto begin = std::chrono::steady_clock::now();
