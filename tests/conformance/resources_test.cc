@@ -2,10 +2,7 @@
 // and all of them given back in the end.
 #include <gtest/gtest.h>
 
-#include <fstream>
-#include <map>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -18,24 +15,6 @@
 
 namespace xd::test {
 namespace {
-
-// Bytes of shared memory that this process has mapped, each segment once.
-std::size_t shared_bytes() {
-  std::ifstream maps("/proc/self/maps");
-  std::map<std::string, std::size_t> segments;  // by inode
-  for (std::string line; std::getline(maps, line);) {
-    if (line.find("/memfd:") == std::string::npos) continue;
-    std::istringstream fields(line);
-    std::string range, permissions, offset, device, inode;
-    fields >> range >> permissions >> offset >> device >> inode;
-    const std::size_t dash = range.find('-');
-    segments[inode] += std::stoull(range.substr(dash + 1), nullptr, 16) -
-                       std::stoull(range.substr(0, dash), nullptr, 16);
-  }
-  std::size_t bytes = 0;
-  for (const auto& [inode, size] : segments) bytes += size;
-  return bytes;
-}
 
 // The rows that dispatch carries.
 struct Carried {

@@ -1,10 +1,11 @@
-// What this process holds of the system: descriptors and threads.
+// What this process holds of the system: descriptors, threads and shared memory.
 #pragma once
 
 #include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <sstream>
 #include <string>
 
@@ -37,6 +38,24 @@ inline std::size_t live_threads() {
     count += is_alive(task.path()) ? 1 : 0;
   }
   return count;
+}
+
+// Bytes of shared memory that this process has mapped, each segment once.
+inline std::size_t shared_bytes() {
+  std::ifstream maps("/proc/self/maps");
+  std::map<std::string, std::size_t> segments;  // by inode
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:") == std::string::npos) continue;
+    std::istringstream fields(line);
+    std::string range, permissions, offset, device, inode;
+    fields >> range >> permissions >> offset >> device >> inode;
+    const std::size_t dash = range.find('-');
+    segments[inode] += std::stoull(range.substr(dash + 1), nullptr, 16) -
+                       std::stoull(range.substr(0, dash), nullptr, 16);
+  }
+  std::size_t bytes = 0;
+  for (const auto& [inode, size] : segments) bytes += size;
+  return bytes;
 }
 
 }  // namespace xd::test

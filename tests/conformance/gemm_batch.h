@@ -1,0 +1,107 @@
+// The arguments of one call of a product on one rank, and the check of what it gave.
+#pragma once
+
+#include <crossdock/gemm.h>
+
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conformance/gemm_case.h"
+#include "conformance/gemm_reference.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+
+struct DestroyGemmContext {
+  void operator()(xd_gemm_context* context) const { xd_gemm_context_destroy(context); }
+};
+using GemmContext = std::unique_ptr<xd_gemm_context, DestroyGemmContext>;
+
+GemmContext make_context(xd_comm* comm, const xd_gemm_config& config);
+
+// How an operation has ended.
+struct GemmOutcome {
+  xd_status status;
+  std::string text;      // the library's error text; empty after success
+  xd_gemm_status met{};  // the non-fatal error, told by the call or by the context
+
+  bool mentions(const std::string& part) const { return text.find(part) != std::string::npos; }
+};
+inline bool operator==(const GemmOutcome& outcome, xd_status status) {
+  return outcome.status == status;
+}
+void PrintTo(const GemmOutcome& outcome, std::ostream* out);  // for GoogleTest
+
+// Waits for the operation whose call has returned `called`. It reads the context's status, and so
+// clears it.
+GemmOutcome finish(const Rank& rank, xd_gemm_context* context, xd_status called);
+void ok(const GemmOutcome& outcome);
+
+inline constexpr xd_gemm_algo kGemmAlgos[] = {XD_GEMM_ALGO_AUTO,      XD_GEMM_ALGO_FUSED,
+                                              XD_GEMM_ALGO_DIRECT,    XD_GEMM_ALGO_SPLIT,
+                                              XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SEQUENTIAL};
+inline constexpr xd_gemm_operation kGemmProducts[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER,
+                                                      XD_GEMM_ALL_REDUCE};
+
+const char* name_of(xd_gemm_operation operation);
+xd_status call_product(xd_gemm_context* context, xd_gemm_operation operation,
+                       const xd_gemm_args& args, xd_stream stream);
+
+// The numbers that a tensor has must be these. `unit`: largest error of a curve's value of this
+// magnitude in float32.
+void expect_numbers(const std::string& name, const Tensor& tensor, const Matrix& expected,
+                    const GemmCase& c, bool curved);
+
+class GemmBatch {
+ public:
+  GemmBatch(const Rank& rank, const GemmCase& c, int step);
+  GemmBatch(const GemmBatch&) = delete;
+  GemmBatch& operator=(const GemmBatch&) = delete;
+
+  xd_gemm_args args = XD_GEMM_ARGS_INIT;
+
+  // One tensor argument.
+  struct Field {
+    const char* name;
+    const DLTensor** slot;
+    Tensor* tensor;
+    bool output;
+  };
+  std::vector<Field>& fields() { return fields_; }
+  Field& field(const std::string& name);
+
+  xd_status enqueue(xd_gemm_context* context) const;
+  GemmOutcome call(xd_gemm_context* context) const;
+  // Poisons all outputs, and writes c where it is d.
+  void reset();
+  // The call has succeeded: every element of every output is right, nothing beside them is
+  // written, and inputs are as they were.
+  void check(xd_gemm_context* context);
+  bool guards_intact() const;
+  std::vector<std::byte> output_bytes() const;
+  const GemmExpected& expected();
+  const GemmInputs& inputs() const { return inputs_[static_cast<std::size_t>(rank_.rank)]; }
+
+ private:
+  Tensor& add(const char* name, const DLTensor*& slot, DLDataType type,
+              std::vector<std::int64_t> shape, bool output);
+  void add_input(const char* name, const DLTensor*& slot, DLDataType type, const Matrix& matrix,
+                 int extents = 2);
+  void add_operands();
+  void add_rest(const GemmInputs& mine);
+  void check_d();
+  void check_kept(xd_gemm_context* context);
+
+  Rank rank_;
+  GemmCase c_;
+  std::vector<GemmInputs> inputs_;  // of all ranks
+  std::optional<GemmExpected> expected_;
+  std::vector<std::unique_ptr<Tensor>> tensors_;
+  std::vector<Field> fields_;
+  std::vector<std::vector<std::byte>> given_;  // bytes of inputs, by field
+};
+
+}  // namespace xd::test

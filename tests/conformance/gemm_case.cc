@@ -1,0 +1,302 @@
+#include "conformance/gemm_case.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+#include <string_view>
+
+#include "conformance/case.h"
+#include "conformance/pairwise.h"
+#include "support/random.h"
+
+namespace xd::test {
+namespace {
+
+constexpr xd_gemm_operation kOperations[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER,
+                                             XD_GEMM_ALL_REDUCE};
+// GELU and RELU with and without pre_activation.
+struct Activation {
+  xd_gemm_epilogue epilogue;
+  bool pre_activation;
+};
+constexpr Activation kActivations[] = {
+    {XD_GEMM_EPILOGUE_NONE, false}, {XD_GEMM_EPILOGUE_GELU, false}, {XD_GEMM_EPILOGUE_GELU, true},
+    {XD_GEMM_EPILOGUE_DGELU, true}, {XD_GEMM_EPILOGUE_RELU, false}, {XD_GEMM_EPILOGUE_RELU, true},
+    {XD_GEMM_EPILOGUE_DRELU, true},
+};
+constexpr float kAlphas[] = {1.0f, 0.5f, -0.25f};
+constexpr std::int64_t kUnits[] = {1, 3, 5, 9, 17};
+
+enum Dimension {
+  kOperation,
+  kOperands,
+  kResult,
+  kScaling,
+  kStored,
+  kAlpha,
+  kAddend,
+  kBias,
+  kActivation,
+  kBiasGrad,
+  kAmax,
+  kTokens,
+  kGathered,
+  kValues,
+  kSpots,
+  kN,
+  kK,
+  kDimensions
+};
+
+std::vector<int> dimension_sizes() {
+  std::vector<int> sizes(kDimensions);
+  sizes[kOperation] = std::size(kOperations);
+  sizes[kOperands] = 6;
+  sizes[kResult] = 5;
+  sizes[kScaling] = 4;
+  sizes[kStored] = 3;
+  sizes[kAlpha] = std::size(kAlphas);
+  sizes[kAddend] = 4;
+  sizes[kBias] = 3;
+  sizes[kActivation] = std::size(kActivations);
+  sizes[kBiasGrad] = 3;
+  sizes[kAmax] = 2;
+  sizes[kTokens] = 8;
+  sizes[kGathered] = 4;
+  sizes[kValues] = 2;
+  sizes[kSpots] = 3;
+  sizes[kN] = std::size(kUnits);
+  sizes[kK] = std::size(kUnits);
+  return sizes;
+}
+
+GemmCase make_case(int num_ranks, const std::vector<int>& row, std::uint64_t seed) {
+  const auto at = [&](Dimension d) { return static_cast<std::size_t>(row[d]); };
+  GemmCase c;
+  c.seed = seed;
+  c.num_ranks = num_ranks;
+  c.operation = kOperations[at(kOperation)];
+  c.operands = static_cast<Operands>(at(kOperands));
+  c.result = static_cast<Result>(at(kResult));
+  c.scaling = static_cast<Scaling>(at(kScaling));
+  c.stored = static_cast<Stored>(at(kStored));
+  c.alpha = kAlphas[at(kAlpha)];
+  c.addend = static_cast<Addend>(at(kAddend));
+  c.bias = static_cast<Bias>(at(kBias));
+  c.epilogue = kActivations[at(kActivation)].epilogue;
+  c.pre_activation = kActivations[at(kActivation)].pre_activation;
+  c.bias_grad = static_cast<BiasGrad>(at(kBiasGrad));
+  c.amax = at(kAmax) == 1;
+  c.tokens = static_cast<TokenCounts>(at(kTokens));
+  c.gathered = static_cast<Gathered>(at(kGathered));
+  c.values = static_cast<Values>(at(kValues));
+  c.spots = static_cast<Spots>(at(kSpots));
+  c.n_units = kUnits[at(kN)];
+  c.k_units = kUnits[at(kK)];
+  // c cannot be d where their types differ; sums over ranks of what all ranks have are refused.
+  if (c.scaled_output() && c.addend == Addend::in_place) c.addend = Addend::added;
+  if (c.operation == XD_GEMM_ALL_REDUCE && c.bias_grad == BiasGrad::reduced) {
+    c.bias_grad = BiasGrad::own;
+  }
+  // Whether these sums are taken before or after d_scale the header leaves open.
+  if (c.scaled_output()) c.bias_grad = BiasGrad::none;
+  if (c.curved()) c.alpha /= 64;  // most sums then lie where the curve is not straight
+  return c;
+}
+
+bool full() {
+  const char* value = std::getenv("XD_TEST_FULL");
+  return value && std::string_view(value) == "1";
+}
+
+DLDataType type_of(Operands operands, bool first) {
+  switch (operands) {
+    case Operands::bf16:
+      return kBf16;
+    case Operands::f16:
+      return kF16;
+    case Operands::f32:
+      return kF32;
+    case Operands::e4m3:
+      return kE4m3;
+    case Operands::e4m3_e5m2:
+      return first ? kE4m3 : kE5m2;
+    case Operands::e5m2_e4m3:
+      return first ? kE5m2 : kE4m3;
+  }
+  return kBf16;
+}
+
+}  // namespace
+
+DLDataType GemmCase::a_type() const { return type_of(operands, true); }
+DLDataType GemmCase::b_type() const { return type_of(operands, false); }
+
+DLDataType GemmCase::d_type() const {
+  switch (result) {
+    case Result::like_operands:
+      return fp8() ? kBf16 : a_type();
+    case Result::f32:
+      return kF32;
+    case Result::other_half:
+      return operands == Operands::bf16 ? kF16 : kBf16;
+    case Result::e4m3:
+      return kE4m3;
+    case Result::e5m2:
+      return kE5m2;
+  }
+  return kBf16;
+}
+
+DLDataType GemmCase::side_type() const { return scaled_output() ? kBf16 : d_type(); }
+
+float GemmCase::beta() const {
+  constexpr float kBetas[] = {1.0f, -2.0f, 0.5f};
+  if (addend == Addend::none || addend == Addend::unscaled) return 0;
+  return kBetas[mix(seed, 0xBE) % std::size(kBetas)];
+}
+
+bool GemmCase::curved() const {
+  return epilogue == XD_GEMM_EPILOGUE_GELU || epilogue == XD_GEMM_EPILOGUE_DGELU;
+}
+
+bool GemmCase::reads_pre_activation() const {
+  return epilogue == XD_GEMM_EPILOGUE_DGELU || epilogue == XD_GEMM_EPILOGUE_DRELU;
+}
+
+std::int64_t GemmCase::unit() const {
+  return fp8() || scaled_output()                                       ? 16
+         : operands == Operands::f32 && result == Result::like_operands ? 4
+                                                                        : 8;
+}
+
+std::int64_t GemmCase::token_unit() const {
+  if (!transpose_a()) return 1;
+  return 16 / static_cast<std::int64_t>(element_bytes(a_type()));
+}
+
+std::vector<std::int64_t> GemmCase::tokens_of(int step) const {
+  const auto ranks = static_cast<std::uint64_t>(num_ranks);
+  const auto bound = static_cast<std::uint64_t>(token_units);
+  std::vector<std::int64_t> units(ranks);
+  const auto chance = [&](std::uint64_t what) {
+    return mix(seed, 0x70, static_cast<std::uint64_t>(step), what);
+  };
+  for (std::uint64_t r = 0; r < ranks; ++r) {
+    std::uint64_t value = 0;
+    switch (tokens) {
+      case TokenCounts::equal:
+      case TokenCounts::announced:
+        value = 1 + chance(0) % bound;
+        break;
+      case TokenCounts::uneven:
+        value = 1 + chance(r) % bound;
+        break;
+      case TokenCounts::holes:
+        value = (r + chance(0)) % 2 == 0 ? 1 + chance(r) % bound : 0;
+        break;
+      case TokenCounts::few:
+        value = r % 2 == 1 || ranks == 1 ? 0 : chance(r) % 2;
+        break;
+      case TokenCounts::one:
+        value = chance(0) % ranks == r ? 1 : 0;
+        break;
+      case TokenCounts::none:
+        value = 0;
+        break;
+      case TokenCounts::most:
+        value = bound;
+        break;
+    }
+    units[r] = static_cast<std::int64_t>(value) * token_unit();
+  }
+  return units;
+}
+
+Place GemmCase::place(int tensor, int rank) const {
+  if (spots != Spots::mixed) {
+    return spots == Spots::symmetric ? Place::symmetric : Place::ordinary;
+  }
+  const std::uint64_t chance =
+      mix(seed, 0x91, static_cast<std::uint64_t>(tensor), static_cast<std::uint64_t>(rank));
+  return chance % 2 == 0 ? Place::ordinary : Place::symmetric;
+}
+
+xd_gemm_config GemmCase::config() const {
+  xd_gemm_config config = XD_GEMM_CONFIG_INIT;
+  config.num_ranks = num_ranks;
+  config.operations = XD_GEMM_BIT(operation);
+  config.max_tokens = max_tokens();
+  config.max_k = k();
+  config.max_n = n();
+  // all_gather transfers a, the others transfer sums.
+  config.dtype = gathers() ? a_type() : side_type();
+  config.keep_gathered = keeps_gathered() ? 1 : 0;
+  config.algo = algo;
+  return config;
+}
+
+std::string GemmCase::description() const {
+  constexpr const char* kOperandNames[] = {"bf16", "f16", "f32", "e4m3", "e4m3*e5m2", "e5m2*e4m3"};
+  constexpr const char* kResultNames[] = {"same", "f32", "other half", "e4m3", "e5m2"};
+  constexpr const char* kScalingNames[] = {"none", "tensor", "row", "block"};
+  constexpr const char* kStoredNames[] = {"NT", "NN", "TN"};
+  constexpr const char* kAddendNames[] = {"none", "added", "in place", "unscaled"};
+  constexpr const char* kBiasNames[] = {"none", "like d", "f32"};
+  constexpr const char* kBiasGradNames[] = {"none", "own", "reduced"};
+  constexpr const char* kEpilogueNames[] = {"none", "gelu", "dgelu", "relu", "drelu"};
+  constexpr const char* kGatheredNames[] = {"none", "given", "kept", "both"};
+  constexpr const char* kSpotNames[] = {"ordinary", "symmetric", "mixed"};
+  const auto name = [](const auto& names, auto value) { return names[static_cast<int>(value)]; };
+  std::ostringstream text;
+  text << "seed " << seed << ": W=" << num_ranks
+       << (gathers()                             ? " all_gather"
+           : operation == XD_GEMM_REDUCE_SCATTER ? " reduce_scatter"
+                                                 : " all_reduce")
+       << " N=" << n() << " K=" << k() << " " << name(kOperandNames, operands) << " to "
+       << name(kResultNames, result) << ", scales " << name(kScalingNames, scales()) << ", "
+       << name(kStoredNames, stored) << ", alpha " << alpha << ", c " << name(kAddendNames, addend)
+       << " beta " << beta() << ", bias " << name(kBiasNames, bias) << ", epilogue "
+       << name(kEpilogueNames, epilogue) << (pre_activation ? " with" : " without")
+       << " pre_activation, bias_grad " << name(kBiasGradNames, bias_grad) << (amax ? ", amax" : "")
+       << ", gathered " << name(kGatheredNames, gathers() ? gathered : Gathered::none) << ", "
+       << (values == Values::integers ? "integers" : "random") << ", memory "
+       << name(kSpotNames, spots);
+  for (int step = 0; step < kSteps; ++step) {
+    text << (step == 0 ? ", tokens" : ", then");
+    for (const std::int64_t count : tokens_of(step)) text << " " << count;
+  }
+  return text.str();
+}
+
+std::vector<GemmCase> all_gemm_cases(int num_ranks) {
+  const std::vector<int> sizes = dimension_sizes();
+  const std::uint64_t seed = test_seed();
+  std::vector<std::vector<int>> values = cover_pairs(sizes, seed);
+  const int samples = full() ? 1500 : 8;
+  Random random(mix(seed, 0x6E));
+  for (int i = 0; i < samples; ++i) {
+    std::vector<int>& row = values.emplace_back();
+    for (const int size : sizes) {
+      row.push_back(static_cast<int>(random.below(static_cast<std::uint64_t>(size))));
+    }
+  }
+  std::vector<GemmCase> cases;
+  for (const std::vector<int>& row : values) {
+    cases.push_back(make_case(num_ranks, row, mix(seed, 0x6E, cases.size())));
+  }
+  return cases;
+}
+
+GemmCase plain_gemm_case(int num_ranks, xd_gemm_operation operation) {
+  GemmCase c;
+  c.seed = test_seed();
+  c.num_ranks = num_ranks;
+  c.operation = operation;
+  c.n_units = 5;
+  c.k_units = 3;
+  c.tokens = TokenCounts::uneven;
+  return c;
+}
+
+}  // namespace xd::test

@@ -1,0 +1,315 @@
+// Errors of products that cost nothing but the call: disagreement between ranks, calls given up for
+// a reason of the caller's, and the context's memory of them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/gemm_batch.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void expect_works(const Rank& rank, const GemmCase& c, xd_gemm_context* context) {
+  for (int step = 0; step < 2; ++step) {
+    GemmBatch batch(rank, c, step);
+    ok(batch.call(context));
+    batch.check(context);
+  }
+}
+
+// Arguments of another case, good in themselves, that rank 0 comes with.
+struct Disagreement {
+  const char* name;
+  std::function<void(GemmCase&)> change;
+  // What the ranks' texts must have: rank 0's own, and the others'.
+  std::string here, there;
+};
+
+std::vector<Disagreement> disagreements(const GemmCase& c) {
+  const auto number = [](std::int64_t n) { return std::to_string(n); };
+  return {
+      {"K", [](GemmCase& o) { o.k_units = 2; }, number(16), number(c.k())},
+      {"N", [](GemmCase& o) { o.n_units = 2; }, number(16), number(c.n())},
+      {"type of a and b",
+       [](GemmCase& o) {
+         o.operands = Operands::f16;
+         o.result = Result::other_half;  // bf16, as before
+       },
+       "float16", "bfloat16"},
+      {"type of d", [](GemmCase& o) { o.result = Result::f32; }, "float32", "bfloat16"},
+      {"transpose_b", [](GemmCase& o) { o.stored = Stored::nn; }, "transpose", "transpose"},
+      {"epilogue", [](GemmCase& o) { o.epilogue = XD_GEMM_EPILOGUE_RELU; }, "epilogue", "epilogue"},
+  };
+}
+
+void expect_disagreement(const Rank& rank, const GemmOutcome& outcome) {
+  EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+  EXPECT_EQ(outcome.met.status, XD_ERROR_MISMATCH);
+  const int lowest = rank.rank == 0 ? 1 : 0;
+  EXPECT_EQ(outcome.met.rank, lowest) << outcome.met.text;
+  EXPECT_TRUE(outcome.mentions("rank " + std::to_string(lowest))) << outcome.text;
+}
+
+class Disagree : public testing::TestWithParam<xd_gemm_operation> {};
+
+TEST_P(Disagree, IsAMismatchOnEveryRankAtOnceThatNamesBothSides) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const GemmCase c = plain_gemm_case(world().num_ranks(), GetParam());
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, c.config());
+    for (const Disagreement& kind : disagreements(c)) {
+      SCOPED_TRACE(kind.name);
+      GemmCase own = c;
+      if (rank.rank == 0) kind.change(own);
+      GemmBatch batch(rank, own, 0);
+      const auto start = Clock::now();
+      const GemmOutcome outcome = batch.call(context.get());
+      EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
+      expect_disagreement(rank, outcome);
+      EXPECT_TRUE(outcome.mentions(kind.here) && outcome.mentions(kind.there)) << outcome.text;
+      EXPECT_TRUE(batch.guards_intact());
+    }
+    expect_works(rank, c, context.get());
+  });
+}
+
+TEST_P(Disagree, OnTheAlgorithmIsAMismatch) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const GemmCase c = plain_gemm_case(world().num_ranks(), GetParam());
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, c.config());
+    // The algorithms that can run here, in pairs.
+    GemmBatch batch(rank, c, 0);
+    std::vector<xd_gemm_algo> algos;
+    for (const xd_gemm_algo algo : kGemmAlgos) {
+      batch.args.algo = algo;
+      xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+      const bool runs =
+          xd_gemm_explain(context.get(), c.operation, &batch.args, &info) == XD_SUCCESS;
+      if (runs && info.algo == algo) algos.push_back(algo);
+    }
+    ASSERT_GE(algos.size(), GetParam() == XD_GEMM_ALL_REDUCE ? 1u : 2u) << "nothing overlaps";
+    for (std::size_t i = 1; i < algos.size(); ++i) {
+      batch.args.algo = rank.rank == 0 ? algos[0] : algos[i];
+      expect_disagreement(rank, batch.call(context.get()));
+    }
+    expect_works(rank, c, context.get());
+  });
+}
+
+TEST_P(Disagree, OnNumbersOfTokensIsAMismatchThatNamesThem) {
+  const int ranks = world().num_ranks();
+  if (ranks == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  GemmCase c = plain_gemm_case(ranks, GetParam());
+  c.tokens = TokenCounts::announced;
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, c.config());
+    // Equal shares of another size: each rank's own arguments fit together.
+    GemmCase own = c;
+    std::uint64_t other = c.seed;
+    while (own.tokens_of(0)[0] == c.tokens_of(0)[0]) own.seed = ++other;
+    if (rank.rank != 0) own.seed = c.seed;
+    GemmBatch batch(rank, own, 0);
+    const GemmOutcome outcome = batch.call(context.get());
+    expect_disagreement(rank, outcome);
+    EXPECT_TRUE(outcome.mentions("tokens") || outcome.mentions("M ")) << outcome.text;
+    EXPECT_TRUE(batch.guards_intact());
+    expect_works(rank, c, context.get());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, Disagree, testing::ValuesIn(kGemmProducts),
+                         [](const auto& instance) { return name_of(instance.param); });
+
+// A context of all operations.
+xd_gemm_config roomy(const GemmCase& c) {
+  xd_gemm_config config = c.config();
+  config.operations = 31;
+  config.slots = 2;
+  config.max_k = config.max_n = 256;
+  return config;
+}
+
+TEST(Disagreement, OfProductsOnTheOperationIsAMismatchOnEveryRank) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const GemmCase c = plain_gemm_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, roomy(c));
+    for (const xd_gemm_operation mine : kGemmProducts) {
+      for (const xd_gemm_operation theirs : kGemmProducts) {
+        if (mine == theirs) continue;
+        SCOPED_TRACE(std::string(name_of(mine)) + " against " + name_of(theirs));
+        GemmCase own = c;
+        own.operation = rank.rank == 0 ? mine : theirs;
+        GemmBatch batch(rank, own, 0);
+        const GemmOutcome outcome = batch.call(context.get());
+        expect_disagreement(rank, outcome);
+        EXPECT_TRUE(outcome.mentions(name_of(mine)) && outcome.mentions(name_of(theirs)))
+            << outcome.text;
+      }
+    }
+    expect_works(rank, c, context.get());
+  });
+}
+
+// ---- Calls that a rank gives up ------------------------------------------------------------------
+
+TEST(JoinFailed, TellsThePeersAtOnceAndCostsNothingElse) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      const GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      const GemmContext context = make_context(rank.comm, roomy(c));
+      const int guilty = rank.num_ranks - 1;
+      for (int round = 0; round < 3; ++round) {
+        GemmBatch batch(rank, c, 0);
+        const auto start = Clock::now();
+        const GemmOutcome outcome =
+            rank.rank == guilty ? finish(rank, context.get(),
+                                         xd_gemm_join_failed(context.get(), operation,
+                                                             "the caller's reason", rank.stream()))
+                                : batch.call(context.get());
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
+        EXPECT_EQ(outcome.met.rank, guilty);
+        EXPECT_EQ(outcome.met.operation, operation);
+        EXPECT_EQ(outcome.met.epoch, static_cast<std::uint64_t>(round + 1));
+        if (rank.rank == guilty) {
+          EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+          EXPECT_TRUE(outcome.mentions("the caller's reason")) << outcome.text;
+        } else {
+          EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+          EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
+        }
+      }
+      expect_works(rank, c, context.get());
+    });
+  }
+}
+
+TEST(JoinFailed, CutsLongTextsAndTakesNone) {
+  on_every_rank([](Rank& rank) {
+    const GemmCase c = plain_gemm_case(rank.num_ranks);
+    const GemmContext context = make_context(rank.comm, c.config());
+    const std::string text(1000, 'q');
+    xd_gemm_status status = XD_GEMM_STATUS_INIT;
+    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, text.c_str(), rank.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+    ok(xd_gemm_last_error(&status));
+    EXPECT_EQ(status.text, std::string(255, 'q'));
+    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, nullptr, rank.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+    ok(xd_gemm_last_error(&status));
+    EXPECT_STREQ(status.text, "");
+    expect_works(rank, c, context.get());
+  });
+}
+
+// ---- Status --------------------------------------------------------------------------------------
+
+TEST(ContextStatus, IsEmptyAtFirstAndDoesNotRepeatWhatACallHasReturned) {
+  on_every_rank([](Rank& rank) {
+    const GemmCase c = plain_gemm_case(rank.num_ranks);
+    const GemmContext context = make_context(rank.comm, c.config());
+    xd_gemm_status status = XD_GEMM_STATUS_INIT;
+    ok(xd_gemm_context_status(context.get(), &status));
+    EXPECT_EQ(status.status, XD_SUCCESS);
+    EXPECT_EQ(status.rank, -1);
+    EXPECT_STREQ(status.text, "");
+    expect_works(rank, c, context.get());  // epochs 1 and 2
+    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "first", rank.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+    ok(xd_gemm_last_error(&status));
+    EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(status.operation, XD_GEMM_ALL_GATHER);
+    EXPECT_EQ(status.epoch, 3u);
+    EXPECT_EQ(status.rank, rank.rank);
+    EXPECT_STREQ(status.text, "first");
+    rank.memory->synchronize();
+    ok(xd_gemm_context_status(context.get(), &status));
+    EXPECT_EQ(status.status, XD_SUCCESS);
+    GemmBatch batch(rank, c, 0);
+    ok(batch.call(context.get()));
+    ok(xd_gemm_last_error(&status));
+    EXPECT_EQ(status.status, XD_SUCCESS) << "the last operation met none";
+  });
+}
+
+TEST(ContextWatch, CountsEveryOperationThatEndsWithAnErrorOfItsOwn) {
+  on_every_rank([](Rank& rank) {
+    const GemmCase c = plain_gemm_case(rank.num_ranks);
+    const GemmContext context = make_context(rank.comm, c.config());
+    const volatile std::uint64_t* word = nullptr;
+    ok(xd_gemm_context_watch(context.get(), &word));
+    const auto count = [&] {
+      rank.memory->synchronize();
+      return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    };
+    expect_works(rank, c, context.get());
+    EXPECT_EQ(count(), 0u);
+    for (std::uint64_t n = 1; n < 4; ++n) {
+      GemmBatch batch(rank, c, 0);
+      if (rank.rank == 0) batch.args.b = nullptr;
+      static_cast<void>(batch.enqueue(context.get()));
+      EXPECT_EQ(count(), n);
+    }
+    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "mine", rank.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(count(), 4u);
+    expect_works(rank, c, context.get());
+    EXPECT_EQ(count(), 4u);
+  });
+}
+
+// Epochs and words of one context are nothing to another, nor to what follows a destroyed one.
+TEST(Contexts, OfOneCommunicatorInterleave) {
+  on_every_rank([](Rank& rank) {
+    const GemmCase gather = plain_gemm_case(rank.num_ranks);
+    const GemmCase reduce = plain_gemm_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER);
+    const GemmContext first = make_context(rank.comm, gather.config());
+    GemmContext second = make_context(rank.comm, reduce.config());
+    for (int step = 0; step < 6; ++step) {
+      GemmBatch a(rank, gather, step), b(rank, reduce, step);
+      for (int i = 0; i <= step % 3; ++i) ok(a.call(first.get()));
+      ok(b.call(second.get()));
+      a.check(first.get());
+      b.check(second.get());
+      if (step == 3) second = make_context(rank.comm, reduce.config());
+    }
+  });
+}
+
+// A result depends on nothing that an earlier call has left behind.
+TEST(Bits, OfEqualCallsAreEqual) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.values = Values::random;
+      c.epilogue = XD_GEMM_EPILOGUE_GELU;
+      c.bias = Bias::like_d;
+      c.bias_grad = BiasGrad::own;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      ok(batch.call(context.get()));
+      const std::vector<std::byte> first = batch.output_bytes();
+      for (int i = 0; i < 8; ++i) {
+        GemmBatch other(rank, c, 1 + i % 3);
+        ok(other.call(context.get()));
+        batch.reset();
+        ok(batch.call(context.get()));
+        EXPECT_EQ(batch.output_bytes(), first);
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace xd::test

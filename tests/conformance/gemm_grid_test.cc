@@ -1,0 +1,121 @@
+// Products over ranks in every combination of circumstances, by every algorithm, element for
+// element.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "conformance/case.h"
+#include "conformance/gemm_batch.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+
+// For GoogleTest's messages.
+void PrintTo(const GemmCase& c, std::ostream* out) { *out << c.description(); }
+
+namespace {
+
+// What a text says behind the name of the function.
+std::string reason_in(const std::string& text) {
+  const std::size_t colon = text.find(": ");
+  return colon == std::string::npos ? text : text.substr(colon + 2);
+}
+
+// True where the header leaves it to executors and algorithms whether they can.
+bool may_be_unsupported(const Rank& rank, const GemmCase& c, xd_gemm_algo algo) {
+  const bool always = algo == XD_GEMM_ALGO_AUTO || algo == XD_GEMM_ALGO_SEQUENTIAL;
+  if (rank.memory->device().device_type == kDLCPU) return !always;
+  return !always || c.fp8() || c.result != Result::like_operands || c.operands == Operands::f32;
+}
+
+class Grid : public testing::TestWithParam<GemmCase> {
+ protected:
+  // Runs one call by one algorithm, and returns the bytes of its outputs where all algorithms that
+  // say so must agree on them.
+  static std::vector<std::byte> run(const Rank& rank, xd_gemm_context* context, GemmBatch& batch,
+                                    xd_gemm_algo algo) {
+    const GemmCase& c = GetParam();
+    SCOPED_TRACE("algorithm " + std::to_string(algo));
+    batch.args.algo = algo;
+    xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+    const xd_status explained = xd_gemm_explain(context, c.operation, &batch.args, &info);
+    const std::string why_not = explained == XD_SUCCESS ? "" : xd_last_error();
+    batch.reset();
+    const GemmOutcome outcome = batch.call(context);
+    EXPECT_EQ(outcome, explained) << why_not;
+    if (explained != XD_SUCCESS) {
+      EXPECT_EQ(explained, XD_ERROR_UNSUPPORTED) << why_not;
+      EXPECT_TRUE(may_be_unsupported(rank, c, algo)) << why_not;
+      EXPECT_FALSE(reason_in(why_not).empty());
+      EXPECT_TRUE(outcome.mentions(reason_in(why_not))) << outcome.text << "\nexplain: " << why_not;
+      EXPECT_TRUE(batch.guards_intact());
+      return {};
+    }
+    EXPECT_NE(algo, XD_GEMM_ALGO_FUSED) << "it is reserved";
+    EXPECT_FALSE(algo == XD_GEMM_ALGO_DIRECT && c.gathers()) << "it is of sums";
+    EXPECT_NE(info.algo, XD_GEMM_ALGO_AUTO);
+    if (outcome != XD_SUCCESS) return {};
+    batch.check(context);
+    return info.same_bits != 0 ? batch.output_bytes() : std::vector<std::byte>();
+  }
+};
+
+TEST_P(Grid, EveryElementOfEveryOutputIsRight) {
+  const GemmCase& c = GetParam();
+  on_every_rank([&](Rank& rank) {
+    SCOPED_TRACE("rank " + std::to_string(rank.rank) + ", " + c.description());
+    const GemmContext context = make_context(rank.comm, c.config());
+    for (int step = 0; step < GemmCase::kSteps; ++step) {
+      SCOPED_TRACE("call " + std::to_string(step));
+      GemmBatch batch(rank, c, step);
+      std::vector<std::byte> bits;
+      for (const xd_gemm_algo algo : kGemmAlgos) {
+        const std::vector<std::byte> own = run(rank, context.get(), batch, algo);
+        if (own.empty()) continue;
+        if (bits.empty()) bits = own;
+        EXPECT_EQ(own, bits) << "algorithm " << algo << " says that it gives the same bits";
+      }
+    }
+  });
+}
+
+// Rows and panels larger than the pieces in which they are computed and sent. Two ranks show it.
+std::vector<GemmCase> large_cases() {
+  if (world().num_ranks() != 2) return {};
+  std::vector<GemmCase> cases;
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    GemmCase c = plain_gemm_case(2, operation);
+    c.n_units = 67;
+    c.k_units = 73;
+    c.token_units = 291;
+    c.tokens = TokenCounts::most;
+    c.bias = Bias::like_d;
+    c.epilogue = XD_GEMM_EPILOGUE_RELU;
+    c.pre_activation = true;
+    c.bias_grad = BiasGrad::own;
+    c.gathered = Gathered::both;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+std::vector<GemmCase> cases_of_this_launch() {
+  if (world().reports()) {
+    std::printf("XD_TEST_SEED=%llu\n", static_cast<unsigned long long>(test_seed()));
+  }
+  return all_gemm_cases(world().num_ranks());
+}
+
+std::string name_of_case(const testing::TestParamInfo<GemmCase>& instance) {
+  return std::to_string(instance.index);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Grid, testing::ValuesIn(cases_of_this_launch()), name_of_case);
+INSTANTIATE_TEST_SUITE_P(Large, Grid, testing::ValuesIn(large_cases()), name_of_case);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Grid);
+
+}  // namespace
+}  // namespace xd::test

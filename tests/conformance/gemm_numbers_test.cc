@@ -1,0 +1,140 @@
+// Numbers at the edges of their formats, and modes of arithmetic of the caller's.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "conformance/gemm_batch.h"
+#include "support/float_modes.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// One token of each rank is not a number: so are its row, the largest element and the column sums.
+TEST(NotANumber, GoesThroughProductsAndIsTheLargest) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.tokens = TokenCounts::most;
+      c.amax = true;
+      c.bias_grad = BiasGrad::own;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      Matrix a = batch.inputs().a;
+      // Each rank's second token in all_gather, the second of all where rows are summed.
+      if (operation == XD_GEMM_ALL_GATHER || rank.rank == rank.num_ranks - 1) {
+        a.at(1, 3) = kNan;
+      }
+      std::vector<std::uint16_t> codes;
+      for (const double value : a.values) {
+        codes.push_back(std::isnan(value) ? 0x7FC0
+                                          : static_cast<std::uint16_t>(round_to(value, kBf16)));
+      }
+      batch.field("a").tensor->write(codes);
+      ok(batch.call(context.get()));
+      const Tensor& d = *batch.field("d").tensor;
+      const Matrix got = decoded(d.read(), d.shape()[0], c.n(), kBf16);
+      const bool has_rows = operation != XD_GEMM_REDUCE_SCATTER || rank.rank == 0;
+      for (std::int64_t i = 0; i < got.rows; ++i) {
+        const bool lost =
+            operation == XD_GEMM_ALL_GATHER ? i % c.max_tokens() == 1 : has_rows && i == 1;
+        for (std::int64_t n = 0; n < c.n(); ++n) {
+          // Zero times NaN is NaN as well.
+          EXPECT_EQ(std::isnan(got.at(i, n)), lost) << "row " << i << ", column " << n;
+        }
+      }
+      const float amax = batch.field("d_amax").tensor->read_as<float>()[0];
+      EXPECT_EQ(std::isnan(amax), has_rows);
+      for (const float sum : batch.field("bias_grad").tensor->read_as<float>()) {
+        EXPECT_EQ(std::isnan(sum), has_rows);
+      }
+    });
+  }
+}
+
+TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
+  on_every_rank([](Rank& rank) {
+    for (const Result result : {Result::e4m3, Result::e5m2, Result::other_half}) {
+      GemmCase c = plain_gemm_case(rank.num_ranks);
+      c.result = result;
+      c.amax = true;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+      const xd_status can = xd_gemm_explain(context.get(), c.operation, &batch.args, &info);
+      if (can == XD_ERROR_UNSUPPORTED && rank.memory->device().device_type != kDLCPU) continue;
+      batch.args.alpha = 65536;  // every sum but 0 is beyond the largest number
+      if (c.scaled_output()) batch.field("d_scale").tensor->write(std::vector<float>{1});
+      ok(batch.call(context.get()));
+      const Tensor& d = *batch.field("d").tensor;
+      const Matrix got = decoded(d.read(), d.shape()[0], c.n(), c.d_type());
+      const double largest = result == Result::e4m3   ? 448
+                             : result == Result::e5m2 ? 57344
+                                                      : std::numeric_limits<double>::infinity();
+      for (std::size_t i = 0; i < got.values.size(); ++i) {
+        const double sum = batch.expected().d.values[i];
+        const double want = sum == 0 ? 0 : std::copysign(largest, sum);
+        EXPECT_EQ(got.values[i], want) << "element " << i;
+      }
+      // The largest element is told before it is rounded.
+      EXPECT_EQ(static_cast<double>(batch.field("d_amax").tensor->read_as<float>()[0]),
+                batch.expected().amax * 65536);
+    }
+  });
+}
+
+// Numbers below the smallest normal one of their type are no zeros.
+TEST(SmallNumbers, AreKept) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.operands = Operands::f16;
+      c.alpha = 0x1.0p-23f;  // sums are multiples of half the smallest number of fp16 and less
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      ok(batch.call(context.get()));
+      batch.check(context.get());
+    });
+  }
+}
+
+// The caller's thread keeps its modes, and they change no result.
+TEST(FloatModes, OfTheCallerAreNeitherUsedNorChanged) {
+  if (world().memory().stream() != nullptr) GTEST_SKIP() << "kernels have modes of their own";
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.values = Values::random;
+      c.bias = Bias::f32;
+      c.bias_grad = BiasGrad::own;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      ok(batch.call(context.get()));
+      const std::vector<std::byte> plain = batch.output_bytes();
+      for (const FloatMode mode : {FloatMode::flushing, FloatMode::upward}) {
+        batch.reset();
+        xd_status status = XD_SUCCESS;
+        bool untouched = false;
+        {
+          const InFloatMode inside(mode);
+          status = batch.enqueue(context.get());
+          untouched = inside.untouched();
+        }
+        ok(status);
+        EXPECT_TRUE(untouched);
+        EXPECT_EQ(batch.output_bytes(), plain);
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,127 @@
+// Resources that products take from the process: none per call, the announced amount per context,
+// and all of them given back in the end.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "conformance/counted_new.h"
+#include "conformance/gemm_batch.h"
+#include "support/gtest_main.h"
+#include "support/usage.h"
+
+namespace xd::test {
+namespace {
+
+// Everything that a call can have.
+GemmCase rich_case(xd_gemm_operation operation) {
+  GemmCase c = plain_gemm_case(world().num_ranks(), operation);
+  c.addend = Addend::in_place;
+  c.bias = Bias::f32;
+  c.epilogue = XD_GEMM_EPILOGUE_GELU;
+  c.pre_activation = true;
+  c.bias_grad = operation == XD_GEMM_ALL_REDUCE ? BiasGrad::own : BiasGrad::reduced;
+  c.amax = true;
+  c.gathered = Gathered::both;
+  c.alpha = 1.0f / 64;
+  return c;
+}
+
+TEST(GemmResources, CallsAllocateNothing) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      for (const Spots spots : {Spots::ordinary, Spots::symmetric}) {
+        GemmCase c = rich_case(operation);
+        c.spots = spots;
+        const GemmContext context = make_context(rank.comm, c.config());
+        for (int step = 0; step < 3; ++step) {
+          GemmBatch batch(rank, c, step);
+          for (const xd_gemm_algo algo : kGemmAlgos) {
+            batch.args.algo = algo;
+            xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+            if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS)
+              continue;
+            batch.reset();
+            const std::size_t before = allocations_of_this_thread();
+            const xd_status status = batch.enqueue(context.get());
+            EXPECT_EQ(allocations_of_this_thread(), before)
+                << name_of(operation) << " by algorithm " << algo << ", call " << step;
+            ok(finish(rank, context.get(), status));
+          }
+        }
+      }
+    });
+  }
+}
+
+// Peers' segments are mapped here as well: with equal configs, as many as there are ranks.
+TEST(GemmResources, AContextTakesWhatItSaid) {
+  if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
+  constexpr std::size_t kPage = 4096, kHandles = 8192;
+  for (const int operations : {0, 1, 2, 4, 31}) {
+    SCOPED_TRACE("operations " + std::to_string(operations));
+    xd_gemm_config config = rich_case(XD_GEMM_ALL_GATHER).config();
+    config.operations = operations;
+    config.max_tokens = 300;
+    config.slots = operations == 31 ? 2 : 1;
+    std::size_t shared_before = 0, private_before = 0;
+    on_every_rank([&](Rank& rank) {
+      const bool counts = rank.rank == 0 || !rank.threads;
+      ok(xd_comm_barrier(rank.comm));
+      if (counts) {
+        shared_before = shared_bytes();
+        private_before = live_bytes();
+      }
+      ok(xd_comm_barrier(rank.comm));
+      xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
+      ok(xd_gemm_context_memory(&config, &memory));
+      const GemmContext context = make_context(rank.comm, config);
+      ok(xd_comm_barrier(rank.comm));
+      if (counts) {
+        const auto ranks = static_cast<std::size_t>(rank.num_ranks);
+        const std::size_t local = rank.threads ? ranks : 1;
+        const std::size_t shared = shared_bytes() - shared_before;
+        EXPECT_GE(shared, ranks * memory.symmetric_bytes);
+        EXPECT_LE(shared, ranks * (memory.symmetric_bytes + kPage));
+        const std::size_t own = live_bytes() - private_before;
+        EXPECT_LE(own, local * (memory.private_bytes + kHandles + kPage));
+        EXPECT_GE(own + local * kPage, local * memory.private_bytes);
+      }
+      ok(xd_comm_barrier(rank.comm));
+    });
+  }
+}
+
+struct Usage {
+  std::size_t descriptors = open_descriptors();
+  std::size_t threads = live_threads();
+  std::size_t shared = shared_bytes();
+  std::size_t bytes = live_bytes();
+  std::size_t device = world().memory().device_bytes_used();
+};
+
+void create_and_destroy(int rounds) {
+  on_every_rank([&](Rank& rank) {
+    for (int round = 0; round < rounds; ++round) {
+      const GemmCase c = rich_case(kGemmProducts[round % 3]);
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, round % 5);
+      ok(batch.call(context.get()));
+    }
+  });
+}
+
+TEST(GemmResources, TwoHundredContextsLeaveNothing) {
+  create_and_destroy(6);
+  const Usage before;
+  create_and_destroy(200);
+  const Usage after;
+  EXPECT_EQ(after.descriptors, before.descriptors);
+  EXPECT_EQ(after.threads, before.threads);
+  EXPECT_EQ(after.shared, before.shared);
+  EXPECT_LE(after.bytes, before.bytes + 1024);
+  EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
+}
+
+}  // namespace
+}  // namespace xd::test
