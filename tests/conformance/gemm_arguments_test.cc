@@ -131,7 +131,7 @@ std::vector<GemmCase> full_cases() {
   c.operands = Operands::e4m3;
   c.scaling = Scaling::block;
   cases.push_back(c);
-  c.result = Result::e4m3;
+  c.result = Output::e4m3;
   c.bias_grad = BiasGrad::none;
   c.epilogue = XD_GEMM_EPILOGUE_DRELU;
   cases.push_back(c);
@@ -240,7 +240,7 @@ TEST(BadArguments, OfEveryProductAreRefusedWithWhatWasExpectedAndGot) {
        {"pre_activation", "NULL"},
        [](auto& b, auto&, auto&) { b.args.epilogue = XD_GEMM_EPILOGUE_DGELU; }},
       {"pre_activation of nothing",
-       {"pre_activation", "epilogue"},
+       {"pre_activation", "EPILOGUE_NONE"},
        [](auto& b, auto& t, auto& r) {
          b.args.pre_activation = spare(t, r, kBf16, {b.args.d->shape[0], b.args.d->shape[1]});
        }},

@@ -77,7 +77,7 @@ GemmCase make_case(int num_ranks, const std::vector<int>& row, std::uint64_t see
   c.num_ranks = num_ranks;
   c.operation = kOperations[at(kOperation)];
   c.operands = static_cast<Operands>(at(kOperands));
-  c.result = static_cast<Result>(at(kResult));
+  c.result = static_cast<Output>(at(kResult));
   c.scaling = static_cast<Scaling>(at(kScaling));
   c.stored = static_cast<Stored>(at(kStored));
   c.alpha = kAlphas[at(kAlpha)];
@@ -134,15 +134,15 @@ DLDataType GemmCase::b_type() const { return type_of(operands, false); }
 
 DLDataType GemmCase::d_type() const {
   switch (result) {
-    case Result::like_operands:
+    case Output::like_operands:
       return fp8() ? kBf16 : a_type();
-    case Result::f32:
+    case Output::f32:
       return kF32;
-    case Result::other_half:
+    case Output::other_half:
       return operands == Operands::bf16 ? kF16 : kBf16;
-    case Result::e4m3:
+    case Output::e4m3:
       return kE4m3;
-    case Result::e5m2:
+    case Output::e5m2:
       return kE5m2;
   }
   return kBf16;
@@ -166,7 +166,7 @@ bool GemmCase::reads_pre_activation() const {
 
 std::int64_t GemmCase::unit() const {
   return fp8() || scaled_output()                                       ? 16
-         : operands == Operands::f32 && result == Result::like_operands ? 4
+         : operands == Operands::f32 && result == Output::like_operands ? 4
                                                                         : 8;
 }
 

@@ -15,7 +15,7 @@ namespace xd::test {
 enum class Operands { bf16, f16, f32, e4m3, e4m3_e5m2, e5m2_e4m3 };
 
 // Element type of d. c and pre_activation have it as well, or bf16 where it has 8 bits.
-enum class Result {
+enum class Output {
   like_operands,  // bf16 where those have 8 bits
   f32,
   other_half,  // fp16 where the operands are bf16, else bf16
@@ -64,7 +64,7 @@ struct GemmCase {
   int num_ranks = 1;
   xd_gemm_operation operation = XD_GEMM_ALL_GATHER;
   Operands operands = Operands::bf16;
-  Result result = Result::like_operands;
+  Output result = Output::like_operands;
   Scaling scaling = Scaling::none;
   Stored stored = Stored::nt;
   float alpha = 1;
@@ -89,7 +89,7 @@ struct GemmCase {
   DLDataType d_type() const;
   DLDataType side_type() const;  // of c, pre_activation and sums that are transferred
   bool fp8() const { return operands >= Operands::e4m3; }
-  bool scaled_output() const { return result >= Result::e4m3; }
+  bool scaled_output() const { return result >= Output::e4m3; }
   Scaling scales() const { return fp8() ? scaling : Scaling::none; }
   bool transpose_a() const { return stored == Stored::tn; }
   bool transpose_b() const { return stored == Stored::nt; }

@@ -41,10 +41,10 @@ std::vector<Disagreement> disagreements(const GemmCase& c) {
       {"type of a and b",
        [](GemmCase& o) {
          o.operands = Operands::f16;
-         o.result = Result::other_half;  // bf16, as before
+         o.result = Output::other_half;  // bf16, as before
        },
        "float16", "bfloat16"},
-      {"type of d", [](GemmCase& o) { o.result = Result::f32; }, "float32", "bfloat16"},
+      {"type of d", [](GemmCase& o) { o.result = Output::f32; }, "float32", "bfloat16"},
       {"transpose_b", [](GemmCase& o) { o.stored = Stored::nn; }, "transpose", "transpose"},
       {"epilogue", [](GemmCase& o) { o.epilogue = XD_GEMM_EPILOGUE_RELU; }, "epilogue", "epilogue"},
   };

@@ -28,7 +28,7 @@ std::string reason_in(const std::string& text) {
 bool may_be_unsupported(const Rank& rank, const GemmCase& c, xd_gemm_algo algo) {
   const bool always = algo == XD_GEMM_ALGO_AUTO || algo == XD_GEMM_ALGO_SEQUENTIAL;
   if (rank.memory->device().device_type == kDLCPU) return !always;
-  return !always || c.fp8() || c.result != Result::like_operands || c.operands == Operands::f32;
+  return !always || c.fp8() || c.result != Output::like_operands || c.operands == Operands::f32;
 }
 
 class Grid : public testing::TestWithParam<GemmCase> {

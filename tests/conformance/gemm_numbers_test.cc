@@ -60,7 +60,7 @@ TEST(NotANumber, GoesThroughProductsAndIsTheLargest) {
 
 TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
   on_every_rank([](Rank& rank) {
-    for (const Result result : {Result::e4m3, Result::e5m2, Result::other_half}) {
+    for (const Output result : {Output::e4m3, Output::e5m2, Output::other_half}) {
       GemmCase c = plain_gemm_case(rank.num_ranks);
       c.result = result;
       c.amax = true;
@@ -74,8 +74,8 @@ TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
       ok(batch.call(context.get()));
       const Tensor& d = *batch.field("d").tensor;
       const Matrix got = decoded(d.read(), d.shape()[0], c.n(), c.d_type());
-      const double largest = result == Result::e4m3   ? 448
-                             : result == Result::e5m2 ? 57344
+      const double largest = result == Output::e4m3   ? 448
+                             : result == Output::e5m2 ? 57344
                                                       : std::numeric_limits<double>::infinity();
       for (std::size_t i = 0; i < got.values.size(); ++i) {
         const double sum = batch.expected().d.values[i];
@@ -96,7 +96,7 @@ TEST(SmallNumbers, AreKept) {
       SCOPED_TRACE(name_of(operation));
       GemmCase c = plain_gemm_case(rank.num_ranks, operation);
       c.operands = Operands::f16;
-      c.alpha = 0x1.0p-23f;  // sums are multiples of half the smallest number of fp16 and less
+      c.alpha = 0x1.0p-26f;  // sums are multiples of a quarter of the smallest number of fp16
       const GemmContext context = make_context(rank.comm, c.config());
       GemmBatch batch(rank, c, 0);
       ok(batch.call(context.get()));

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "faults/gemm_call.h"
 #include "faults/processes.h"
 
 namespace xd::test {
@@ -58,6 +59,7 @@ struct Place {
   Program program;
   xd_ep_operation operation;
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
+  xd_gemm_operation product = XD_GEMM_ALL_GATHER;
 };
 
 void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
@@ -69,6 +71,7 @@ class KillIn : public testing::TestWithParam<Place> {
     result.program = GetParam().program;
     result.operation = GetParam().operation;
     result.on_peer_loss = GetParam().on_peer_loss;
+    result.product = GetParam().product;
     return result;
   }
   int peer() const {
@@ -114,6 +117,20 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"ll_combine", Program::ll_operation, XD_EP_LL_COMBINE}),
     [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
 
+std::vector<Place> products() {
+  std::vector<Place> places{{"create_context", Program::create_context, XD_EP_PREPARE}};
+  for (const xd_gemm_operation product : kGemmOperations) {
+    places.push_back({name_of(product), Program::gemm_operation, XD_EP_PREPARE,
+                      XD_COMM_PEER_LOSS_FATAL, product});
+  }
+  return places;
+}
+
+INSTANTIATE_TEST_SUITE_P(Products, KillIn, testing::ValuesIn(products()),
+                         [](const testing::TestParamInfo<Place>& instance) {
+                           return instance.param.name;
+                         });
+
 // Where losses are masked a call that needs the victim says the same.
 INSTANTIATE_TEST_SUITE_P(
     MaskedCalls, KillIn,
@@ -146,6 +163,10 @@ INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
                          testing::Combine(testing::Values(Program::steps, Program::ll_steps),
                                           testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100,
                                                           50300),
+                                          testing::Values(XD_COMM_PEER_LOSS_FATAL)));
+INSTANTIATE_TEST_SUITE_P(GemmMoments, KillAfter,
+                         testing::Combine(testing::Values(Program::gemm_steps),
+                                          testing::Values(0, 900, 3100, 8100, 24500),
                                           testing::Values(XD_COMM_PEER_LOSS_FATAL)));
 INSTANTIATE_TEST_SUITE_P(MaskedMoments, KillAfter,
                          testing::Combine(testing::Values(Program::steps),

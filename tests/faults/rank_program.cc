@@ -19,6 +19,7 @@
 #include "conformance/fixed_step.h"
 #include "conformance/ll_echo.h"
 #include "faults/fatal_argument.h"
+#include "faults/gemm_call.h"
 #include "faults/ll_program.h"
 #include "support/handles.h"
 #include "support/memory.h"
@@ -71,6 +72,10 @@ class RankRun {
       case Program::ll_operation:
       case Program::ll_steps:
         return after(run_low_latency());
+      case Program::create_context:
+      case Program::gemm_operation:
+      case Program::gemm_steps:
+        return after(run_products());
       case Program::ll_masked:
         return say("after " + run_ll_masked(program_, rank_,
                                             {[this](const std::string& text) { say(text); },
@@ -219,6 +224,38 @@ class RankRun {
     return outcome.status;
   }
 
+  xd_status run_products() {
+    const bool steps = program_.program == Program::gemm_steps;
+    const std::int64_t token_units = steps ? program_.tokens : 4;
+    const xd_gemm_config config = gemm_fault_config(program_.num_ranks, token_units);
+    if (program_.program == Program::create_context) {
+      wait_for_go();
+      xd_gemm_context* made = nullptr;
+      const xd_status status = xd_gemm_context_create(comm_.get(), &config, &made);
+      context_.reset(made);
+      report(status);
+      return status;
+    }
+    context_ = make_context(comm_.get(), config);
+    std::vector<std::unique_ptr<GemmCall>> calls;
+    for (const xd_gemm_operation operation : kGemmOperations) {
+      if (!steps && operation != program_.product) continue;
+      calls.push_back(std::make_unique<GemmCall>(rank_, operation, token_units));
+      ok(calls.back()->call(context_.get()));
+    }
+    wait_for_go();
+    GemmOutcome outcome{};
+    for (std::size_t i = 0; outcome == XD_SUCCESS && (steps || i == 0); ++i) {
+      outcome = calls[i % calls.size()]->call(context_.get());
+    }
+    report(outcome.status, outcome.text, false);
+    if (outcome == XD_SUCCESS) return XD_SUCCESS;
+    const GemmOutcome later = calls[0]->call(context_.get());
+    if (later.status != outcome.status)
+      say("after a later call gave another status: " + later.text);
+    return outcome.status;
+  }
+
   // The first allocation lies where the memory's one chunk begins.
   void use_registered_memory() {
     registered_ = memory_->of_virtual_memory();
@@ -274,6 +311,7 @@ class RankRun {
       if (xd_mem_grow(comm_.get(), 4096) != status) return say("after grow disagrees");
     }
     group_.reset();
+    context_.reset();
     comm_.reset();
     xd_unique_id id = program_.death.id_of_rest;
     if (!someone_dies()) ok(xd_unique_id_create(nullptr, &id));
@@ -294,6 +332,7 @@ class RankRun {
   Rank rank_;
   Comm comm_;
   Group group_;
+  GemmContext context_;
 };
 
 std::string to_hex(const xd_unique_id& id) {
@@ -331,7 +370,8 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
   program.wait_timeout_ms = std::stoi(arguments.at(14));
   program.on_peer_loss = static_cast<xd_comm_peer_loss>(std::stoi(arguments.at(15)));
   program.losses = std::stoi(arguments.at(16));
-  for (std::size_t i = 17; i < arguments.size(); ++i)
+  program.product = static_cast<xd_gemm_operation>(std::stoi(arguments.at(17)));
+  for (std::size_t i = 18; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -366,7 +406,8 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
                                      std::to_string(program.bytes),
                                      std::to_string(program.wait_timeout_ms),
                                      std::to_string(program.on_peer_loss),
-                                     std::to_string(program.losses)};
+                                     std::to_string(program.losses),
+                                     std::to_string(program.product)};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

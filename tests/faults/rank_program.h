@@ -11,6 +11,7 @@
 #pragma once
 
 #include <crossdock/ep.h>
+#include <crossdock/gemm.h>
 
 #include <string>
 #include <vector>
@@ -20,16 +21,19 @@
 namespace xd::test {
 
 enum class Program {
-  create,        // xd_comm_create
-  create_group,  // xd_ep_group_create
-  grow,          // xd_mem_grow
-  operation,     // EP operations of one kind
-  steps,         // whole training steps, until one fails
-  replays,       // whole training steps, captured in a CUDA graph
-  outlive,       // notices that peers are lost; then calls that need them, and others
-  ll_operation,  // one low-latency operation, after a good step
-  ll_steps,      // low-latency steps, whole and in halves, until one fails
-  ll_masked,     // low-latency steps of a group that goes on without lost ranks: see ll_program.h
+  create,          // xd_comm_create
+  create_group,    // xd_ep_group_create
+  grow,            // xd_mem_grow
+  operation,       // EP operations of one kind
+  steps,           // whole training steps, until one fails
+  replays,         // whole training steps, captured in a CUDA graph
+  outlive,         // notices that peers are lost; then calls that need them, and others
+  ll_operation,    // one low-latency operation, after a good step
+  ll_steps,        // low-latency steps, whole and in halves, until one fails
+  create_context,  // xd_gemm_context_create
+  gemm_operation,  // one operation of products, after a good one
+  gemm_steps,      // operations of products, until one fails
+  ll_masked,       // low-latency steps of a group that goes on without lost ranks: see ll_program.h
 };
 
 // The part of an argument that is fatal to touch.
@@ -55,6 +59,7 @@ void set_executor(const std::string& name);
 struct RankProgram {
   Program program = Program::operation;
   xd_ep_operation operation = XD_EP_PREPARE;
+  xd_gemm_operation product = XD_GEMM_ALL_GATHER;
   int num_ranks = 1;
   std::vector<int> ranks;  // ranks that live in this process
   int calls = 1;           // calls of the operation, while they succeed

@@ -38,4 +38,5 @@ cmake -S "$work/project" -B "$work/project/build" -G Ninja -DCMAKE_PREFIX_PATH="
   -DCMAKE_C_COMPILER="$cc" -DCMAKE_C_FLAGS=-Werror >/dev/null
 cmake --build "$work/project/build" >/dev/null
 run_on_4_ranks "$work/project/build/round_trip"
+run_on_4_ranks "$work/project/build/tensor_parallel_mlp"
 echo "PASS: installed, moved, built twice, run on 4 ranks"
