@@ -2,11 +2,9 @@
 // a reason of the caller's, and the context's memory of them.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "conformance/gemm_batch.h"
@@ -266,49 +264,6 @@ TEST(ContextWatch, CountsEveryOperationThatEndsWithAnErrorOfItsOwn) {
     expect_works(rank, c, context.get());
     EXPECT_EQ(count(), 4u);
   });
-}
-
-// Epochs and words of one context are nothing to another, nor to what follows a destroyed one.
-TEST(Contexts, OfOneCommunicatorInterleave) {
-  on_every_rank([](Rank& rank) {
-    const GemmCase gather = plain_gemm_case(rank.num_ranks);
-    const GemmCase reduce = plain_gemm_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER);
-    const GemmContext first = make_context(rank.comm, gather.config());
-    GemmContext second = make_context(rank.comm, reduce.config());
-    for (int step = 0; step < 6; ++step) {
-      GemmBatch a(rank, gather, step), b(rank, reduce, step);
-      for (int i = 0; i <= step % 3; ++i) ok(a.call(first.get()));
-      ok(b.call(second.get()));
-      a.check(first.get());
-      b.check(second.get());
-      if (step == 3) second = make_context(rank.comm, reduce.config());
-    }
-  });
-}
-
-// A result depends on nothing that an earlier call has left behind.
-TEST(Bits, OfEqualCallsAreEqual) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      SCOPED_TRACE(name_of(operation));
-      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
-      c.values = Values::random;
-      c.epilogue = XD_GEMM_EPILOGUE_GELU;
-      c.bias = Bias::like_d;
-      c.bias_grad = BiasGrad::own;
-      const GemmContext context = make_context(rank.comm, c.config());
-      GemmBatch batch(rank, c, 0);
-      ok(batch.call(context.get()));
-      const std::vector<std::byte> first = batch.output_bytes();
-      for (int i = 0; i < 8; ++i) {
-        GemmBatch other(rank, c, 1 + i % 3);
-        ok(other.call(context.get()));
-        batch.reset();
-        ok(batch.call(context.get()));
-        EXPECT_EQ(batch.output_bytes(), first);
-      }
-    });
-  }
 }
 
 }  // namespace

@@ -1,0 +1,118 @@
+// Products one after the other and beside one another: what a call leaves behind is nothing to the
+// next, to another context, or to what follows a destroyed one.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/gemm_batch.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+// Epochs and words of one context are nothing to another, nor to what follows a destroyed one.
+TEST(Contexts, OfOneCommunicatorInterleave) {
+  on_every_rank([](Rank& rank) {
+    const GemmCase gather = plain_gemm_case(rank.num_ranks);
+    const GemmCase reduce = plain_gemm_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER);
+    const GemmContext first = make_context(rank.comm, gather.config());
+    GemmContext second = make_context(rank.comm, reduce.config());
+    for (int step = 0; step < 6; ++step) {
+      GemmBatch a(rank, gather, step), b(rank, reduce, step);
+      for (int i = 0; i <= step % 3; ++i) ok(a.call(first.get()));
+      ok(b.call(second.get()));
+      a.check(first.get());
+      b.check(second.get());
+      if (step == 3) second = make_context(rank.comm, reduce.config());
+    }
+  });
+}
+
+// A result depends on nothing that an earlier call has left behind.
+TEST(Bits, OfEqualCallsAreEqual) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.values = Values::random;
+      c.epilogue = XD_GEMM_EPILOGUE_GELU;
+      c.bias = Bias::like_d;
+      c.bias_grad = BiasGrad::own;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      ok(batch.call(context.get()));
+      const std::vector<std::byte> first = batch.output_bytes();
+      for (int i = 0; i < 8; ++i) {
+        GemmBatch other(rank, c, 1 + i % 3);
+        ok(other.call(context.get()));
+        batch.reset();
+        ok(batch.call(context.get()));
+        EXPECT_EQ(batch.output_bytes(), first);
+      }
+    });
+  }
+}
+
+TEST(Contexts, RunAtTheSameTimeOnTheirOwnThreads) {
+  on_every_rank([](Rank& rank) {
+    const xd_gemm_operation operations[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER};
+    std::vector<GemmContext> contexts;
+    for (const xd_gemm_operation operation : operations) {
+      contexts.push_back(
+          make_context(rank.comm, plain_gemm_case(rank.num_ranks, operation).config()));
+    }
+    std::vector<std::exception_ptr> failures(contexts.size());
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < contexts.size(); ++i) {
+      threads.emplace_back([&, i] {
+        try {
+          const std::unique_ptr<Memory> memory = rank.memory->another_stream();
+          const Rank there = rank.on(*memory);
+          const GemmCase c = plain_gemm_case(rank.num_ranks, operations[i]);
+          for (int step = 0; step < 6; ++step) {
+            GemmBatch batch(there, c, step);
+            ok(batch.call(contexts[i].get()));
+            batch.check(contexts[i].get());
+          }
+        } catch (...) {
+          failures[i] = std::current_exception();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& failure : failures) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  });
+}
+
+// Whatever a call needs is there when its context is: peers that are already waiting for a rank do
+// not keep it from its first call.
+TEST(FirstCall, OfEveryAlgorithmWaitsForARankThatIsLate) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      const GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      for (const xd_gemm_algo algo : kGemmAlgos) {
+        SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
+        const GemmContext context = make_context(rank.comm, c.config());
+        GemmBatch batch(rank, c, 0);
+        batch.args.algo = algo;
+        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+        if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
+        if (rank.rank == algo % rank.num_ranks) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
+        ok(batch.call(context.get()));
+        batch.check(context.get());
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace xd::test
