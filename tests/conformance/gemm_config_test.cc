@@ -42,7 +42,7 @@ const BadConfig kBadConfigs[] = {
     {"max_k", "0", [](xd_gemm_config& c) { c.max_k = 0; }},
     {"max_k", "-8", [](xd_gemm_config& c) { c.max_k = -8; }},
     {"max_n", "0", [](xd_gemm_config& c) { c.max_n = 0; }},
-    {"dtype", "float64",
+    {"dtype", "64 bits",
      [](xd_gemm_config& c) {
        c.dtype = {kDLFloat, 64, 1};
      }},

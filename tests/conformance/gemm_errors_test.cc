@@ -62,7 +62,9 @@ TEST_P(Disagree, IsAMismatchOnEveryRankAtOnceThatNamesBothSides) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   const GemmCase c = plain_gemm_case(world().num_ranks(), GetParam());
   on_every_rank([&](Rank& rank) {
-    const GemmContext context = make_context(rank.comm, c.config());
+    xd_gemm_config config = c.config();
+    config.dtype = kF32;
+    const GemmContext context = make_context(rank.comm, config);
     for (const Disagreement& kind : disagreements(c)) {
       SCOPED_TRACE(kind.name);
       GemmCase own = c;
