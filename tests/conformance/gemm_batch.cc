@@ -77,13 +77,13 @@ double norm_bound(DLDataType type) {
 }
 
 void expect_near_by_norm(const std::string& name, const Matrix& got, const Matrix& expected,
-                         double bound) {
+                         double bound, double least_norm) {
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < got.values.size(); ++i) {
     error += (got.values[i] - expected.values[i]) * (got.values[i] - expected.values[i]);
     norm += expected.values[i] * expected.values[i];
   }
-  EXPECT_LE(std::sqrt(error), bound * std::sqrt(norm) + 1e-30) << name;
+  EXPECT_LE(std::sqrt(error), bound * std::max(std::sqrt(norm), least_norm)) << name;
 }
 
 // One rounding to `type`, and the error of a curve in float32.
@@ -97,13 +97,13 @@ double allowed_error(DLDataType type, double value) {
 }  // namespace
 
 void expect_numbers(const std::string& name, const Tensor& tensor, const Matrix& expected,
-                    const GemmCase& c, bool curved) {
+                    const GemmCase& c, bool curved, double norm) {
   EXPECT_TRUE(tensor.buffer().guards_intact()) << name << ": bytes beside the tensor were written";
   const DLDataType type = tensor.type();
   const bool saturating = type.bits == 8;
   const Matrix got = decoded(tensor.read(), expected.rows, expected.columns, type);
   if (c.values == Values::random) {
-    return expect_near_by_norm(name, got, expected, norm_bound(type));
+    return expect_near_by_norm(name, got, expected, norm_bound(type), norm);
   }
   const Matrix exact =
       decoded(codes_of(expected, type, saturating), expected.rows, expected.columns, type);
@@ -249,7 +249,7 @@ void GemmBatch::check(xd_gemm_context* context) {
   check_d();
   const GemmExpected& want = expected();
   if (c_.pre_activation && !c_.reads_pre_activation()) {
-    expect_numbers("pre_activation", *field("pre_activation").tensor, want.x, c_, false);
+    expect_numbers("pre_activation", *field("pre_activation").tensor, want.x, c_, false, want.norm);
   }
   if (c_.gives_gathered()) {
     const Matrix rows = c_.transpose_a() ? transposed(want.gathered) : want.gathered;
@@ -272,7 +272,7 @@ void GemmBatch::check_d() {
   const GemmExpected& want = expected();
   Matrix scaled = want.d;
   for (double& value : scaled.values) value *= inputs().d_scale;
-  expect_numbers("d", *field("d").tensor, scaled, c_, c_.curved());
+  expect_numbers("d", *field("d").tensor, scaled, c_, c_.curved(), want.norm * inputs().d_scale);
   // Column sums of random numbers may be near zero; the sums of their magnitudes are the measure.
   const auto expect_sums = [&](const char* name, const Matrix& sums, double magnitude) {
     const Matrix got = decoded(field(name).tensor->read(), 1, sums.columns, kF32);

@@ -50,10 +50,10 @@ const char* name_of(xd_gemm_operation operation);
 xd_status call_product(xd_gemm_context* context, xd_gemm_operation operation,
                        const xd_gemm_args& args, xd_stream stream);
 
-// The numbers that a tensor has must be these. `unit`: largest error of a curve's value of this
-// magnitude in float32.
+// The numbers that a tensor has must be these. `curved`: they are values of a curve, which float32
+// has not exactly. `norm`: the least norm that errors of random data are measured by.
 void expect_numbers(const std::string& name, const Tensor& tensor, const Matrix& expected,
-                    const GemmCase& c, bool curved);
+                    const GemmCase& c, bool curved, double norm = 0);
 
 class GemmBatch {
  public:

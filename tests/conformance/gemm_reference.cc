@@ -117,13 +117,14 @@ Matrix gathered_product(const GemmCase& c, const std::vector<GemmInputs>& inputs
 
 // The sum over ranks of their rounded products: `count` rows from `first` on.
 Matrix summed_products(const GemmCase& c, const std::vector<GemmInputs>& inputs, std::int64_t first,
-                       std::int64_t count) {
+                       std::int64_t count, double& norm) {
   Matrix sums(count, c.n());
   for (const GemmInputs& in : inputs) {
     Matrix part(count, c.n());
     multiply_add(part, rows_of(scaled_a(c, in), first, count), scaled_b(c, in));
     for (std::size_t i = 0; i < sums.values.size(); ++i) {
       sums.values[i] += rounded(part.values[i] * c.alpha, c.side_type());
+      norm = std::hypot(norm, part.values[i] * c.alpha);
     }
   }
   return sums;
@@ -272,6 +273,7 @@ void finish_expected(const GemmCase& c, const GemmInputs& mine, GemmExpected& ex
       const double before = c.reads_pre_activation() ? mine.pre_activation.at(i, n) : 0;
       const double value = activated(c.epilogue, x.at(i, n), before);
       expected.d.at(i, n) = value;
+      expected.norm = std::hypot(expected.norm, value);
       expected.bias_grad.at(0, n) += value;
       expected.amax = std::max(expected.amax, std::fabs(value));
     }
@@ -289,7 +291,7 @@ GemmExpected expected_alone(const GemmCase& c, const std::vector<GemmInputs>& in
     const bool scatter = c.operation == XD_GEMM_REDUCE_SCATTER;
     expected.x = summed_products(
         c, inputs, scatter ? sum_before(mine.tokens, rank) : 0,
-        scatter ? mine.tokens[static_cast<std::size_t>(rank)] : sum_of(mine.tokens));
+        scatter ? mine.tokens[static_cast<std::size_t>(rank)] : sum_of(mine.tokens), expected.norm);
   }
   finish_expected(c, mine, expected);
   return expected;

@@ -67,6 +67,8 @@ struct GemmExpected {
   Matrix d;          // before d_scale and rounding
   Matrix bias_grad;  // [1, N]
   double amax = 0;
+  // Norm of all numbers that were rounded on their way to d: the measure of errors of random data.
+  double norm = 0;
   Matrix gathered;        // [M, K]
   Matrix gathered_scale;  // as a_scale with M rows; empty = none
 };
