@@ -194,7 +194,9 @@ void GemmBatch::add_rest(const GemmInputs& mine) {
   if (!c_.gives_gathered()) return;
   add("gathered", args.gathered, c_.a_type(),
       c_.transpose_a() ? std::vector{c_.k(), all} : std::vector{all, c_.k()}, true);
-  if (c_.scales() == Scaling::row) {
+  if (c_.scales() == Scaling::tensor) {
+    add("gathered_scale", args.gathered_scale, kF32, {c_.num_ranks}, true);
+  } else if (c_.scales() == Scaling::row) {
     add("gathered_scale", args.gathered_scale, kF32, {all}, true);
   } else if (c_.scales() == Scaling::block) {
     add("gathered_scale", args.gathered_scale, kF32, {all, mine.a_scale.columns}, true);

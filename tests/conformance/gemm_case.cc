@@ -98,8 +98,6 @@ GemmCase make_case(int num_ranks, const std::vector<int>& row, std::uint64_t see
   if (c.operation == XD_GEMM_ALL_REDUCE && c.bias_grad == BiasGrad::reduced) {
     c.bias_grad = BiasGrad::own;
   }
-  // Whether these sums are taken before or after d_scale the header leaves open.
-  if (c.scaled_output()) c.bias_grad = BiasGrad::none;
   if (c.curved()) c.alpha /= 64;  // most sums then lie where the curve is not straight
   return c;
 }

@@ -312,9 +312,7 @@ GemmExpected gemm_expected(const GemmCase& c, const std::vector<GemmInputs>& inp
     expected.gathered = Matrix(0, c.k());
     for (const GemmInputs& in : inputs) {
       append_rows(expected.gathered, in.a);
-      if (c.scales() == Scaling::row || c.scales() == Scaling::block) {
-        append_rows(expected.gathered_scale, in.a_scale);
-      }
+      if (c.scales() != Scaling::none) append_rows(expected.gathered_scale, in.a_scale);
     }
   }
   return expected;

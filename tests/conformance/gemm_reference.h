@@ -70,7 +70,7 @@ struct GemmExpected {
   // Norm of all numbers that were rounded on their way to d: the measure of errors of random data.
   double norm = 0;
   Matrix gathered;        // [M, K]
-  Matrix gathered_scale;  // as a_scale with M rows; empty = none
+  Matrix gathered_scale;  // as a_scale with M rows, or one per rank; empty = none
 };
 // `inputs` are those of all ranks.
 GemmExpected gemm_expected(const GemmCase& c, const std::vector<GemmInputs>& inputs, int rank);
