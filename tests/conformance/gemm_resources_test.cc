@@ -103,15 +103,19 @@ struct Usage {
 void create_and_destroy(int rounds) {
   on_every_rank([&](Rank& rank) {
     for (int round = 0; round < rounds; ++round) {
+      const Comm comm = rank.another_comm("round" + std::to_string(round), 65536);
+      Rank there = rank;
+      there.comm = comm.get();
       const GemmCase c = rich_case(kGemmProducts[round % 3]);
-      const GemmContext context = make_context(rank.comm, c.config());
-      GemmBatch batch(rank, c, round % 5);
+      const GemmContext context = make_context(comm.get(), c.config());
+      GemmBatch batch(there, c, round % 5);
       ok(batch.call(context.get()));
+      ok(xd_comm_barrier(comm.get()));
     }
   });
 }
 
-TEST(GemmResources, TwoHundredContextsLeaveNothing) {
+TEST(GemmResources, TwoHundredCommunicatorsAndContextsLeaveNothing) {
   create_and_destroy(6);
   const Usage before;
   create_and_destroy(200);
