@@ -1,5 +1,5 @@
-/* One layer of a transformer's MLP, spread over N ranks: forward, backward, and the gradients of its
- * weights, with every transfer beside a product.
+/* One layer of a transformer's MLP, spread over N ranks: forward, backward, and the gradients of
+ * its weights, with every transfer beside a product.
  *
  *   crossdock-run -n 4 ./tensor_parallel_mlp
  *
@@ -69,7 +69,7 @@ static void fill(matrix* m, int tensor, int64_t row, int64_t column) {
   }
 }
 
-/* ---- The layer on one rank -------------------------------------------------------------------- */
+/* ---- The layer on one rank ------------------------------------------------------------------ */
 
 enum { X, W1, B1, W2, B2, DZ };
 
@@ -187,7 +187,7 @@ static void backward(xd_gemm_context* context, layer* l) {
   check(xd_gemm_bulk(context, &bulk, NULL));
 }
 
-/* ---- The whole layer by plain loops ------------------------------------------------------------ */
+/* ---- The whole layer by plain loops ---------------------------------------------------------- */
 
 static double gelu(double x) {
   return x / 2 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));

@@ -322,7 +322,7 @@ TEST(StartedGather, IsBusyForASecondOneWhichTakesNoTurn) {
   });
 }
 
-// ---- Bad arguments -------------------------------------------------------------------------------
+// ---- Bad arguments -----------------------------------------------------------------------------
 
 struct Mistake {
   const char* name;

@@ -160,7 +160,7 @@ TEST(Disagreement, OfProductsOnTheOperationIsAMismatchOnEveryRank) {
   });
 }
 
-// ---- Calls that a rank gives up ------------------------------------------------------------------
+// ---- Calls that a rank gives up ----------------------------------------------------------------
 
 TEST(JoinFailed, TellsThePeersAtOnceAndCostsNothingElse) {
   for (const xd_gemm_operation operation : kGemmProducts) {
@@ -212,7 +212,7 @@ TEST(JoinFailed, CutsLongTextsAndTakesNone) {
   });
 }
 
-// ---- Status --------------------------------------------------------------------------------------
+// ---- Status ------------------------------------------------------------------------------------
 
 TEST(ContextStatus, IsEmptyAtFirstAndDoesNotRepeatWhatACallHasReturned) {
   on_every_rank([](Rank& rank) {

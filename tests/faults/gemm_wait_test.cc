@@ -232,7 +232,7 @@ TEST(GemmWaits, OfRanksThatCallContextsInDifferentOrderEndWithTheContextsNumber)
   });
 }
 
-// The calls of a rank that comes later than its peers, by less than the timeout, are as good as any.
+// Calls of a rank that comes later than its peers, by less than the timeout, are as good as any.
 TEST(GemmWaits, ForRanksThatAreLateEveryTimeEndWhenTheyCome) {
   on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const GemmContext context = make_context(rank.comm, gemm_fault_config(3));
