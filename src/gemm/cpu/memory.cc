@@ -24,7 +24,8 @@ Map Map::make(const Config& c) {
   map.ready = cursor.add<std::byte>(ranks * kWordBytes, kWordBytes);
   map.summed = cursor.add<std::byte>(ranks * kWordBytes, kWordBytes);
   map.sums = cursor.add<float>(at(c.max_n), 64);
-  map.scales = cursor.add<float>(c.gathers() ? tokens * at(scale_blocks(c.max_k)) : 0, 64);
+  map.scales =
+      cursor.add<float>(c.has(XD_GEMM_ALL_GATHER) ? tokens * at(scale_blocks(c.max_k)) : 0, 64);
   map.rows = cursor.add<std::byte>(tokens * gathered, 256);
   map.partials = cursor.add<std::byte>(ranks * tokens * summed, 256);
   map.end = cursor.add<std::byte>(0, 256);
@@ -32,16 +33,16 @@ Map Map::make(const Config& c) {
 }
 
 Scratch::Layout Scratch::Layout::make(const Config& c) {
-  const std::uint64_t all = c.has(XD_GEMM_ALL_GATHER) ? at(c.all_tokens()) : 0;
+  const bool gathers = c.has(XD_GEMM_ALL_GATHER);
+  const std::uint64_t rows = gathers ? at(c.all_tokens()) : 0;
   LayoutCursor cursor;
   Layout layout{};
   layout.a_panel = cursor.add<float>(kTileRows * kTileDepth, 64);
   layout.b_panel = cursor.add<float>(kTileColumns * kTileDepth, 64);
   layout.tile = cursor.add<float>(kTileRows * kTileColumns, 64);
   layout.line = cursor.add<float>(2 * kLineFloats, 64);
-  layout.gathered = cursor.add<std::byte>(all * at(c.max_k) * c.gathered_bytes(), 64);
-  layout.gathered_scales = cursor.add<float>(all * at(scale_blocks(c.max_k)), 64);
-  layout.column_sums = cursor.add<float>(at(c.ranks) * at(c.max_n), 64);
+  layout.gathered = cursor.add<std::byte>(rows * at(c.max_k) * c.gathered_bytes(), 64);
+  layout.column_sums = cursor.add<float>(gathers ? at(c.ranks) * at(c.max_n) : 0, 64);
   layout.starts = cursor.add<std::int64_t>(at(c.ranks) + 1, 64);
   layout.end = cursor.at;
   return layout;

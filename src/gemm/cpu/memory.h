@@ -60,10 +60,9 @@ class Scratch {
   // Numbers of one row of a tile, and of a second one.
   float* line() const { return at_offset<float>(layout_.line); }
   float* other_line() const { return line() + kLineFloats; }
-  // Rows of all ranks, and their scales.
+  // all_gather: rows of all ranks.
   std::byte* gathered() const { return at_offset<std::byte>(layout_.gathered); }
-  float* gathered_scales() const { return at_offset<float>(layout_.gathered_scales); }
-  // Column sums over the rows of each rank: max_n numbers for each.
+  // all_gather: column sums over the rows of each rank, max_n numbers for each.
   float* column_sums(int rank) const {
     return at_offset<float>(layout_.column_sums) + at(rank) * max_n_;
   }
@@ -75,7 +74,7 @@ class Scratch {
 
  private:
   struct Layout {
-    std::uint64_t a_panel, b_panel, tile, line, gathered, gathered_scales, column_sums, starts, end;
+    std::uint64_t a_panel, b_panel, tile, line, gathered, column_sums, starts, end;
     static Layout make(const Config& config);
   };
   template <class T>
