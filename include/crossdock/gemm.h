@@ -13,8 +13,12 @@
  * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's: a
  * caller with a layer of N_total columns over W ranks passes N = N_total / W to all_gather, and one
  * of K_total inputs K = K_total / W to reduce_scatter and all_reduce (xd_gemm_local_size). K, N,
- * types, transposes and the epilogue are equal on all ranks. Rows of gathered and scattered tensors
- * are in rank order.
+ * types, transposes and the epilogue are equal on all ranks, which is checked. Rows of gathered and
+ * scattered tensors are in rank order.
+ *
+ * all_reduce gives all ranks the same D. So beta, c, bias, pre_activation where it is read, and
+ * d_scale must be equal on all ranks there, also in whether they are given. This is not checked: if
+ * they differ, each row of D is made with those of some rank.
  *
  * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin
  * at multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a
@@ -22,8 +26,8 @@
  * are read (in) or written (out). Outputs overlap no input, except that `c` may be `d`.
  *
  * Element types: a and b are both bf16, both fp16, both fp32, or each fp8 (e4m3fn or e5m2; not both
- * e5m2). d, c and pre_activation are bf16, fp16 or fp32, d also fp8 with d_scale. Products of fp32
- * are computed in fp32 on the CPU, and on CUDA in TF32 only where `allow_tf32` says so.
+ * e5m2). d, c and pre_activation are bf16, fp16 or fp32, d also fp8 (e4m3fn or e5m2). Products of
+ * fp32 are computed in fp32 on the CPU, and on CUDA in TF32 only where `allow_tf32` says so.
  *
  * Sums. Each product is summed in float32, in an order of the executor's. reduce_scatter and
  * all_reduce round each rank's product (times alpha) to the type of d (bf16 where d is fp8), add
@@ -41,6 +45,10 @@
  * after an error is undefined; on CUDA a product may already have been enqueued behind the
  * transfer, and then computes on whatever has come. Waits are bounded by the communicator's
  * timeout.
+ *
+ * This version computes on communicators of the CPU, with oneDNN, which must be there when a
+ * context is made. On communicators of CUDA devices xd_gemm_context_create is XD_ERROR_UNSUPPORTED;
+ * what is said of CUDA below is the contract of a later version.
  *
  * What cannot be done (here, for these sizes or types, by that algorithm) is XD_ERROR_UNSUPPORTED
  * with its reason, on every rank: nothing is computed in another way than was asked for, unless the
@@ -241,7 +249,8 @@ typedef struct xd_gemm_args {
    * rank's a: all_gather gathers them with the rows. NULL = 1. */
   const DLTensor* a_scale;
   const DLTensor* b_scale;
-  /* In [1] float32, d in fp8 only: D is multiplied by it before it is rounded (with saturation). */
+  /* In [1] float32, optional, d in fp8 only: D is multiplied by it before it is rounded (with
+   * saturation, also without d_scale). NULL = 1. */
   const DLTensor* d_scale;
   /* Out [1] float32, optional: the largest |D| of this rank before d_scale and rounding; 0 without
    * rows; NaN if one is. */
@@ -250,8 +259,8 @@ typedef struct xd_gemm_args {
   int32_t fast_accumulate;
   /* fp32: 1 = CUDA may compute in TF32. */
   int32_t allow_tf32;
-  /* all_gather only. Out [M,K], optional: a of all ranks; [K,M] with transpose_a. In symmetric
-   * memory (xd_mem_alloc) rows are received there without a copy. */
+  /* all_gather only. Out, optional: a of all ranks, stored as a is. [M,K], the rows of rank 0
+   * first; with transpose_a [K,M], the columns of rank 0 first. */
   const DLTensor* gathered;
   /* all_gather of fp8 only. Out, optional: scales of `gathered`, as a_scale with M rows; where
    * a_scale is a single number: [W], those of the ranks. */
@@ -277,9 +286,10 @@ XD_API xd_status xd_gemm_all_reduce(xd_gemm_context* context, const xd_gemm_args
 
 typedef struct xd_gemm_bulk_args {
   size_t struct_size;
-  /* The product, of this rank alone: its shapes are those of all_gather with M = m (and may differ
-   * per rank). It may read what the context's last operation wrote, and not `out`. d = NULL: no
-   * product. */
+  /* The product, of this rank alone: its shapes are those of all_gather with M = m. They may differ
+   * per rank, and max_tokens, max_k and max_n do not bound them: a weight's gradient has neither
+   * tokens nor K as rows. It may read what the context's last operation wrote, and not `out`. d =
+   * NULL: no product. */
   xd_gemm_args product;
   /* XD_GEMM_ALL_GATHER or XD_GEMM_REDUCE_SCATTER. */
   xd_gemm_operation collective;
@@ -322,7 +332,8 @@ XD_API xd_status xd_gemm_wait(xd_gemm_context* context, xd_stream stream);
 
 typedef struct xd_gemm_view {
   size_t struct_size;
-  /* On this rank's device, valid until the context's next operation begins. */
+  /* On this rank's device, valid until the context's next operation begins. As args.gathered would
+   * be: [M,K], or [K,M] with transpose_a. */
   const void* data;
   int64_t rows;
   int64_t columns;

@@ -236,6 +236,30 @@ TEST(Bulk, MayReadWhatTheLastOperationGathered) {
   });
 }
 
+// The context's bounds are those of what is transferred.
+TEST(Bulk, HasProductsOfAnySize) {
+  on_every_rank([](Rank& rank) {
+    xd_gemm_config config = bulk_config();
+    config.operations = XD_GEMM_BIT(XD_GEMM_BULK);
+    config.max_k = config.max_n = 24;
+    const GemmContext context = make_context(rank.comm, config);
+    GemmCase c = plain_gemm_case(1);
+    c.token_units = 3 * kMaxTokens * rank.num_ranks;
+    c.tokens = TokenCounts::most;
+    c.n_units = 7;
+    c.k_units = 9;
+    c.bias = Bias::f32;
+    c.bias_grad = BiasGrad::own;
+    MovedTensors tensors(rank, Moved{}, 0);
+    GemmBatch product(alone(rank), c, 0);
+    xd_gemm_bulk_args args = bulk_args(Moved{}, tensors);
+    args.product = product.args;
+    ok(finish(rank, context.get(), xd_gemm_bulk(context.get(), &args, rank.stream())));
+    tensors.check();
+    product.check(context.get());
+  });
+}
+
 TEST(StartedGather, IsCompleteAfterWait) {
   on_every_rank([](Rank& rank) {
     for (const int slots : {1, 2}) {

@@ -89,6 +89,27 @@ TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
   });
 }
 
+// Without d_scale results of 8 bits are the sums themselves, rounded.
+TEST(EightBits, NeedNoScale) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      for (const Output result : {Output::e4m3, Output::e5m2}) {
+        SCOPED_TRACE(name_of(operation));
+        GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+        c.result = result;
+        const GemmContext context = make_context(rank.comm, c.config());
+        GemmBatch batch(rank, c, 0);
+        batch.args.d_scale = nullptr;
+        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+        const xd_status can = xd_gemm_explain(context.get(), c.operation, &batch.args, &info);
+        if (can == XD_ERROR_UNSUPPORTED && rank.memory->device().device_type != kDLCPU) continue;
+        ok(batch.call(context.get()));
+        expect_numbers("d", *batch.field("d").tensor, batch.expected().d, c, false);
+      }
+    });
+  }
+}
+
 // Numbers below the smallest normal one of their type are no zeros.
 TEST(SmallNumbers, AreKept) {
   for (const xd_gemm_operation operation : kGemmProducts) {
