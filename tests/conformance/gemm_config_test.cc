@@ -161,15 +161,29 @@ TEST(ContextMemory, GrowsWithWhatTheContextIsFor) {
     EXPECT_GT(memory.symmetric_bytes, 0u);
     return memory.symmetric_bytes + memory.private_bytes;
   };
-  const auto all = [](xd_gemm_config& c) { c.operations = 0; };
-  const std::size_t one = bytes([](xd_gemm_config&) {});
+  const std::size_t one = bytes([](xd_gemm_config&) {});  // all_gather
   EXPECT_EQ(bytes([](xd_gemm_config&) {}), one);
-  EXPECT_GE(bytes(all), one);
-  EXPECT_EQ(bytes(all), bytes([](xd_gemm_config& c) { c.operations = 7; }));
+  const std::size_t usual = bytes([](xd_gemm_config& c) { c.operations = 0; });
+  EXPECT_GT(usual, one);
+  EXPECT_EQ(usual, bytes([](xd_gemm_config& c) { c.operations = 7; }));
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    EXPECT_LT(bytes([&](xd_gemm_config& c) { c.operations = XD_GEMM_BIT(operation); }), usual)
+        << name_of(operation);
+  }
   EXPECT_GT(bytes([](xd_gemm_config& c) { c.max_tokens = 1 << 20; }), one);
+  EXPECT_GT(bytes([](xd_gemm_config& c) { c.dtype = kF32; }), one);
+  EXPECT_LT(bytes([](xd_gemm_config& c) { c.dtype = kE4m3; }), one);
   if (world().num_ranks() > 1) {
     EXPECT_GT(bytes([](xd_gemm_config& c) { c.max_k *= 1024; }), one);
   }
+}
+
+TEST(ContextMemory, OfADeviceWithoutProductsIsUnsupportedAndTheTextSaysWhichHaveThem) {
+  xd_gemm_config config = good_config();
+  config.device_type = kDLCUDA;
+  xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
+  EXPECT_EQ(xd_gemm_context_memory(&config, &memory), XD_ERROR_UNSUPPORTED);
+  EXPECT_TRUE(said("device = kDLCUDA, expected kDLCPU")) << xd_last_error();
 }
 
 TEST(LocalSize, DealsOutCeilShares) {

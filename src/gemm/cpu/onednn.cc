@@ -49,7 +49,7 @@ const Library& library() {
 
 constexpr const char* kMissing =
     "products on the CPU need oneDNN: neither libdnnl.so.3 nor libdnnl.so.2 can be loaded "
-    "(Debian and Ubuntu: package libdnnl2 or libdnnl3)";
+    "(Debian and Ubuntu: apt-get install libdnnl-dev; package libdnnl2 or libdnnl3 is enough)";
 
 }  // namespace
 
