@@ -267,11 +267,11 @@ std::string GemmCase::description() const {
   return text.str();
 }
 
-std::vector<GemmCase> all_gemm_cases(int num_ranks) {
+std::vector<GemmCase> all_gemm_cases(int num_ranks, bool threads) {
   const std::vector<int> sizes = dimension_sizes();
   const std::uint64_t seed = test_seed();
   std::vector<std::vector<int>> values = cover_pairs(sizes, seed);
-  const int samples = full() ? 1500 : 8;
+  const int samples = full() ? 400 : 8;
   Random random(mix(seed, 0x6E));
   for (int i = 0; i < samples; ++i) {
     std::vector<int>& row = values.emplace_back();
@@ -279,9 +279,10 @@ std::vector<GemmCase> all_gemm_cases(int num_ranks) {
       row.push_back(static_cast<int>(random.below(static_cast<std::uint64_t>(size))));
     }
   }
+  const std::size_t stride = num_ranks > 4 && !full() ? 3 : 1;
   std::vector<GemmCase> cases;
-  for (const std::vector<int>& row : values) {
-    cases.push_back(make_case(num_ranks, row, mix(seed, 0x6E, cases.size())));
+  for (std::size_t i = threads ? stride - 1 : 0; i < values.size(); i += stride) {
+    cases.push_back(make_case(num_ranks, values[i], mix(seed, 0x6E, i)));
   }
   return cases;
 }

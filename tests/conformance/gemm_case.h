@@ -121,9 +121,11 @@ struct GemmCase {
   std::string description() const;
 };
 
-// The cases of a launch with this number of ranks: all pairs of values, then random samples. The
-// seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
-std::vector<GemmCase> all_gemm_cases(int num_ranks);
+// Cases for this number of ranks: all pairs of values, then random samples. The seed is
+// XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more. So many ranks that most of them wait for a
+// core cost much and show little more than four: more than four have only every third case, and
+// those are others where ranks are `threads`, unless XD_TEST_FULL=1.
+std::vector<GemmCase> all_gemm_cases(int num_ranks, bool threads);
 
 // A case without anything special: bf16, N and K of some tiles, uneven tokens.
 GemmCase plain_gemm_case(int num_ranks, xd_gemm_operation operation = XD_GEMM_ALL_GATHER);

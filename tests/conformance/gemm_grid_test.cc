@@ -106,7 +106,7 @@ std::vector<GemmCase> cases_of_this_launch() {
   if (world().reports()) {
     std::printf("XD_TEST_SEED=%llu\n", static_cast<unsigned long long>(test_seed()));
   }
-  return all_gemm_cases(world().num_ranks());
+  return all_gemm_cases(world().num_ranks(), world().threads());
 }
 
 std::string name_of_case(const testing::TestParamInfo<GemmCase>& instance) {

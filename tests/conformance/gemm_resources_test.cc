@@ -2,6 +2,7 @@
 // and all of them given back in the end.
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -125,6 +126,26 @@ TEST(GemmResources, TwoHundredCommunicatorsAndContextsLeaveNothing) {
   EXPECT_EQ(after.shared, before.shared);
   EXPECT_LE(after.bytes, before.bytes + 1024);
   EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
+}
+
+// What a context leaves in its communicator would grow for as long as that lives.
+TEST(GemmResources, HundredsOfContextsLeaveNothingInTheirCommunicator) {
+  std::optional<Usage> before, after;
+  on_every_rank([&](Rank& rank) {
+    for (std::optional<Usage>* const usage : {&before, &after}) {
+      for (int round = 0; round < (usage == &before ? 6 : 300); ++round) {
+        make_context(rank.comm, rich_case(kGemmProducts[round % 3]).config());
+      }
+      ok(xd_comm_barrier(rank.comm));
+      if (rank.rank == 0 || !rank.threads) usage->emplace();
+      ok(xd_comm_barrier(rank.comm));
+    }
+  });
+  EXPECT_EQ(after->descriptors, before->descriptors);
+  EXPECT_EQ(after->threads, before->threads);
+  EXPECT_EQ(after->shared, before->shared);
+  EXPECT_LE(after->bytes, before->bytes + 1024);
+  EXPECT_LE(after->device, before->device + (std::size_t{64} << 20));  // pools keep some
 }
 
 }  // namespace
