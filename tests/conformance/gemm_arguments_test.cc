@@ -335,7 +335,7 @@ TEST(BadArguments, BeyondTheContextsBoundsAreRefusedWithTheBound) {
 
 TEST(BadArguments, AsNumbersOfTokensThatDoNotFitAreRefused) {
   static thread_local std::vector<std::int64_t> counts;
-  const auto with = [](std::function<void(std::vector<std::int64_t>&)> change) {
+  const auto with = [](const std::function<void(std::vector<std::int64_t>&)>& change) {
     return [change](GemmBatch& b, Spare&, const Rank&) {
       counts = b.inputs().tokens;
       change(counts);

@@ -10,7 +10,7 @@
 namespace xd::gemm::cpu {
 namespace {
 
-constexpr int kRanks = 4;
+constexpr std::uint64_t kRanks = 4, kTokens = 64;
 constexpr std::int64_t kColumns = 1024;  // areas begin at multiples of less
 
 int bits(std::initializer_list<xd_gemm_operation> operations) {
@@ -20,9 +20,9 @@ int bits(std::initializer_list<xd_gemm_operation> operations) {
 }
 
 Config config_of(int operations) {
-  return {.ranks = kRanks,
+  return {.ranks = int{kRanks},
           .operations = operations,
-          .max_tokens = 64,
+          .max_tokens = std::int64_t{kTokens},
           .max_k = kColumns,
           .max_n = kColumns};
 }
@@ -49,11 +49,11 @@ Bytes growth(Config config, std::uint64_t units, Change&& change) {
 Bytes per_token(int operations, DType type = DType::bf16) {
   Config config = config_of(operations);
   config.type = type;
-  return growth(config, 64, [](Config& c) { c.max_tokens += 64; });
+  return growth(config, kTokens, [](Config& c) { c.max_tokens += kTokens; });
 }
 
 TEST(GemmCpuMemory, GrowsWithTokensByWhatOperationsMoveAndKeep) {
-  constexpr std::uint64_t kRow = kColumns * 2, kScales = kColumns / kScaleBlock * 4;
+  constexpr std::uint64_t kRow = kColumns * 2, kScales = 4 * kColumns / kScaleBlock;
   constexpr auto kAg = XD_GEMM_ALL_GATHER;
   constexpr auto kRs = XD_GEMM_REDUCE_SCATTER;
   constexpr auto kAr = XD_GEMM_ALL_REDUCE;
@@ -80,12 +80,14 @@ TEST(GemmCpuMemory, GrowsWithColumnsOfTheOperationsThatMoveThem) {
   const Config gather = config_of(bits({XD_GEMM_ALL_GATHER}));
   const Config reduce = config_of(bits({XD_GEMM_REDUCE_SCATTER}));
   constexpr std::uint64_t kUnit = kColumns;
-  // 64 rows of two bytes and their scales; 64 rows of each rank.
-  EXPECT_EQ(growth(gather, kUnit, k), (Bytes{64 * 2 + 64 * 4 / kScaleBlock, kRanks * 64 * 2}));
+  constexpr std::uint64_t kBlock = kScaleBlock;
+  // Rows of two bytes an element, and their scales; rows of each rank.
+  EXPECT_EQ(growth(gather, kUnit, k),
+            (Bytes{kTokens * 2 + kTokens * 4 / kBlock, kRanks * kTokens * 2}));
   EXPECT_EQ(growth(reduce, kUnit, k), (Bytes{0, 0}));
   // Column sums of this rank; those of the rows of each rank; terms.
   EXPECT_EQ(growth(gather, kUnit, n), (Bytes{4, kRanks * 4}));
-  EXPECT_EQ(growth(reduce, kUnit, n), (Bytes{4 + kRanks * 64 * 2, 0}));
+  EXPECT_EQ(growth(reduce, kUnit, n), (Bytes{4 + kRanks * kTokens * 2, 0}));
 }
 
 }  // namespace
