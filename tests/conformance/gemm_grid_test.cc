@@ -82,22 +82,34 @@ TEST_P(Grid, EveryElementOfEveryOutputIsRight) {
   });
 }
 
-// Rows and panels larger than the pieces in which they are computed and sent. Two ranks show it.
+// More rows, columns and depth than are computed and sent in one piece. Two ranks show it.
 std::vector<GemmCase> large_cases() {
   if (world().num_ranks() != 2) return {};
+  struct Size {
+    std::int64_t n, k, tokens;
+    Operands operands;
+  };
+  constexpr Size kSizes[] = {{1096, 24, 291, Operands::bf16},   // panels of b from 1024 on
+                             {24, 2072, 291, Operands::f32},    // pieces of K from 1024 on
+                             {144, 1152, 17, Operands::e4m3}};  // with scales of blocks
   std::vector<GemmCase> cases;
   for (const xd_gemm_operation operation : kGemmProducts) {
-    GemmCase c = plain_gemm_case(2, operation);
-    c.n_units = 67;
-    c.k_units = 73;
-    c.token_units = 291;
-    c.tokens = TokenCounts::most;
-    c.bias = Bias::like_d;
-    c.epilogue = XD_GEMM_EPILOGUE_RELU;
-    c.pre_activation = true;
-    c.bias_grad = BiasGrad::own;
-    c.gathered = Gathered::both;
-    cases.push_back(c);
+    for (const Size& size : kSizes) {
+      GemmCase c = plain_gemm_case(2, operation);
+      c.operands = size.operands;
+      c.n_units = size.n / c.unit();
+      c.k_units = size.k / c.unit();
+      c.token_units = size.tokens;
+      c.tokens = TokenCounts::most;
+      c.scaling = Scaling::block;
+      c.addend = Addend::in_place;
+      c.bias = Bias::like_d;
+      c.epilogue = XD_GEMM_EPILOGUE_RELU;
+      c.pre_activation = true;
+      c.bias_grad = BiasGrad::own;
+      c.gathered = Gathered::both;
+      cases.push_back(c);
+    }
   }
   return cases;
 }
