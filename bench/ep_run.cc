@@ -14,19 +14,6 @@ namespace {
 
 using xd::rows::Store;
 
-DLDataType payload_type(Element element) {
-  switch (element) {
-    case Element::bf16:
-      return {kDLBfloat, 16, 1};
-    case Element::fp16:
-      return {kDLFloat, 16, 1};
-    case Element::fp32:
-      return {kDLFloat, 32, 1};
-    default:
-      return {};  // refused with the options
-  }
-}
-
 class EpRun {
  public:
   EpRun(const Workload& w, int rank, xd_comm* comm, bool staged)

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <sstream>
 #include <stdexcept>
 
@@ -48,12 +47,7 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   word(app, "--device", options.device, {Device::cpu, Device::cuda});
   app.add_option("--routing", w.routing);
   app.add_option("--json", options.json);
-  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
-  try {
-    app.parse(std::move(arguments));
-  } catch (const CLI::ParseError& error) {
-    throw std::invalid_argument(error.what());
-  }
+  parse_all(app, std::move(arguments));
   if (w.iters == 0) w.iters = 200;
   if (w.warmup < 0) w.warmup = 20;
   check(w);
@@ -124,11 +118,7 @@ struct LlReport {
 };
 
 void print(const LlReport& report) {
-  std::printf("%s\n", title(report.options, report.threads).c_str());
-  std::printf("machine  %s\n", report.machine.processor.c_str());
-  std::printf("build    %s\n", report.machine.build.c_str());
-  for (const std::string& doubt : report.machine.doubts)
-    std::printf("DOUBT    %s\n", doubt.c_str());
+  print_head(title(report.options, report.threads), report.machine);
   for (const LlCase& one : report.cases) {
     const xd_ep_memory& memory = one.results.memory;
     std::printf("\n%d tokens per rank; a group takes %.1f MB per rank\n", one.workload.tokens,
@@ -152,23 +142,17 @@ void print(const LlReport& report) {
 
 void write_json(const LlReport& report) {
   const Workload& w = report.options.workload;
-  Json json{{"title", title(report.options, report.threads)},
-            {"machine", report.machine.processor},
-            {"build", report.machine.build},
-            {"doubts", report.machine.doubts},
-            {"ranks", w.ranks},
-            {"threads", report.threads},
-            {"hidden", w.hidden},
-            {"topk", w.topk},
-            {"experts", w.experts},
-            {"routing", w.routing},
-            {"seed", w.seed},
-            {"iterations", w.iters},
-            {"rows", report.rows()}};
-  std::ofstream file(report.options.json);
-  file << json.dump(1) << "\n";
-  file.close();
-  if (!file) throw std::runtime_error("--json " + report.options.json + ": cannot be written");
+  Json json = head(title(report.options, report.threads), report.machine);
+  json.update({{"ranks", w.ranks},
+               {"threads", report.threads},
+               {"hidden", w.hidden},
+               {"topk", w.topk},
+               {"experts", w.experts},
+               {"routing", w.routing},
+               {"seed", w.seed},
+               {"iterations", w.iters},
+               {"rows", report.rows()}});
+  write_file(json, report.options.json);
 }
 
 // Prints all; returns the exit code.

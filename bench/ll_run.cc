@@ -347,15 +347,8 @@ class LlRun {
   // True if on every rank both ways have the same result.
   bool compare() {
     const std::size_t bytes = static_cast<std::size_t>(w_.tokens) * w_.row_bytes();
-    *static_cast<std::uint64_t*>(equal_.of(rank_)) =
-        std::memcmp(ll_.out().data(), landed_.out().data(), bytes) == 0 ? 1 : 0;
-    ok(xd_comm_barrier(comm_));
-    bool all = true;
-    for (int rank = 0; rank < w_.ranks; ++rank) {
-      all = all && *static_cast<const std::uint64_t*>(equal_.of(rank)) == 1;
-    }
-    ok(xd_comm_barrier(comm_));
-    return all;
+    const bool equal = std::memcmp(ll_.out().data(), landed_.out().data(), bytes) == 0;
+    return on_all_ranks(comm_, equal_, rank_, w_.ranks, equal);
   }
 
   const Workload& w_;

@@ -1,11 +1,13 @@
 // crossdock-bench: times the library's operations. ep: beside MPI and a plain copy. ll: those of
-// low latency, beside those of another layout.
+// low latency, beside those of another layout. gemm: products overlapped with transfers, beside the
+// same two steps one after the other.
 #include <algorithm>
 #include <cstdio>
 #include <map>
 #include <stdexcept>
 
 #include "ep_run.h"
+#include "gemm.h"
 #include "ll.h"
 #include "peer.h"
 #include "report.h"
@@ -150,7 +152,8 @@ struct Command {
   int (*run)(const std::vector<std::string>& arguments);
 };
 constexpr Command kCommands[] = {{"ep", options_help, run_ep_command},
-                                 {"ll", ll_help, run_ll_command}};
+                                 {"ll", ll_help, run_ll_command},
+                                 {"gemm", gemm_help, run_gemm_command}};
 
 int run(const Command& command, const std::vector<std::string>& arguments) {
   if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h")) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 #include <stdexcept>
 #include <string>
@@ -50,6 +51,16 @@ void word(CLI::App& app, const std::string& option, T& field, const std::vector<
     }
     throw std::invalid_argument(option + ": expected one of " + expected + ", got '" + text + "'");
   });
+}
+
+// Parses all options, or throws std::invalid_argument.
+inline void parse_all(CLI::App& app, std::vector<std::string> arguments) {
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
+  try {
+    app.parse(std::move(arguments));
+  } catch (const CLI::ParseError& error) {
+    throw std::invalid_argument(error.what());
+  }
 }
 
 }  // namespace bench

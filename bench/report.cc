@@ -81,13 +81,30 @@ double percentile(std::vector<double> values, double fraction) {
   return values[static_cast<std::size_t>(std::max(rank, 1.0)) - 1];
 }
 
+void print_head(const std::string& title, const Machine& machine) {
+  std::printf("%s\n", title.c_str());
+  std::printf("machine  %s\n", machine.processor.c_str());
+  std::printf("build    %s\n", machine.build.c_str());
+  for (const std::string& doubt : machine.doubts) std::printf("DOUBT    %s\n", doubt.c_str());
+}
+
+Json head(const std::string& title, const Machine& machine) {
+  return {{"title", title},
+          {"machine", machine.processor},
+          {"build", machine.build},
+          {"doubts", machine.doubts}};
+}
+
+void write_file(const Json& json, const std::string& path) {
+  std::ofstream file(path);
+  file << json.dump(1) << "\n";
+  file.close();
+  if (!file) throw std::runtime_error("--json " + path + ": cannot be written");
+}
+
 void print(const Report& report) {
   const double row_bytes = static_cast<double>(report.workload.row_bytes());
-  std::printf("%s\n", title(report).c_str());
-  std::printf("machine  %s\n", report.machine.processor.c_str());
-  std::printf("build    %s\n", report.machine.build.c_str());
-  for (const std::string& doubt : report.machine.doubts)
-    std::printf("DOUBT    %s\n", doubt.c_str());
+  print_head(title(report), report.machine);
   std::printf("volume   a rank sends %.0f rows, %.2f MB, to others (with its own: %.0f rows)\n\n",
               report.volume.sent_rows, report.volume.sent_rows * row_bytes * 1e-6,
               report.volume.all_rows);
@@ -113,21 +130,15 @@ void print(const Report& report) {
 
 void write_json(const Report& report, const std::string& path) {
   const Workload& w = report.workload;
-  Json json{{"title", title(report)},
-            {"machine", report.machine.processor},
-            {"build", report.machine.build},
-            {"doubts", report.machine.doubts},
-            {"threads", report.threads}};
+  Json json = head(title(report), report.machine);
+  json["threads"] = report.threads;
   json.update(json_of(w));
   json.update({{"sent_rows", report.volume.sent_rows},
                {"all_rows", report.volume.all_rows},
                {"row_bytes", w.row_bytes()},
                {"rows", rows_of(report)},
                {"notes", report.notes}});
-  std::ofstream file(path);
-  file << json.dump(1) << "\n";
-  file.close();
-  if (!file) throw std::runtime_error("--json " + path + ": cannot be written");
+  write_file(json, path);
 }
 
 }  // namespace bench

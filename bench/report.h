@@ -28,6 +28,13 @@ struct TableRow {
   double mpi_ratio = 0;    // MPI's p50 divided by this one; 0: none
 };
 
+// What a reader needs to judge a benchmark's tables, above them and in files of results.
+void print_head(const std::string& title, const Machine& machine);
+Json head(const std::string& title, const Machine& machine);
+
+// Throws std::runtime_error naming --json.
+void write_file(const Json& json, const std::string& path);
+
 // The workload's fields in files of results.
 Json json_of(const Workload& workload);
 

@@ -8,8 +8,23 @@
 #include <new>
 
 #include "ranks.h"
+#include "workload.h"
 
 namespace bench {
+
+// The type of rows without scales.
+inline DLDataType payload_type(Element element) {
+  switch (element) {
+    case Element::bf16:
+      return {kDLBfloat, 16, 1};
+    case Element::fp16:
+      return {kDLFloat, 16, 1};
+    case Element::fp32:
+      return {kDLFloat, 32, 1};
+    default:
+      return {};  // refused with the options
+  }
+}
 
 // A matrix in the symmetric memory of a communicator or, without one, in ordinary memory. It is
 // zeroed, so that no page is touched for the first time while an operation is timed.
@@ -74,5 +89,17 @@ class SharedBlock {
   xd_comm* comm_;
   xd_mem_handle handle_{};
 };
+
+// Collective. Whether `mine` is true on all ranks; `words` has 8 bytes.
+inline bool on_all_ranks(xd_comm* comm, const SharedBlock& words, int rank, int ranks, bool mine) {
+  *static_cast<std::uint64_t*>(words.of(rank)) = mine ? 1 : 0;
+  ok(xd_comm_barrier(comm));
+  bool all = true;
+  for (int other = 0; other < ranks; ++other) {
+    all = all && *static_cast<const std::uint64_t*>(words.of(other)) == 1;
+  }
+  ok(xd_comm_barrier(comm));  // all have read the words
+  return all;
+}
 
 }  // namespace bench

@@ -13,18 +13,6 @@
 namespace bench {
 namespace {
 
-// Bits of i / 128 - 1 in each type.
-std::uint32_t element_bits(Element element, int i) {
-  const float value = static_cast<float>(i) / 128.0f - 1.0f;
-  std::uint32_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if (element == Element::fp32) return bits;
-  if (element == Element::bf16) return bits >> 16;
-  // The value is 0 or a normal number of fp16: its exponent only needs another bias.
-  const std::uint32_t sign = bits >> 16 & 0x8000u;
-  return sign | (value == 0 ? 0 : ((bits & 0x7fffffffu) >> 13) - (112u << 10));
-}
-
 void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   number(app, "--tokens", w.tokens, 0, kMost);
   number(app, "--hidden", w.hidden, 1, kMost);
@@ -53,6 +41,16 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
 }
 
 }  // namespace
+
+std::uint32_t bits_of(Element element, float value) {
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (element == Element::fp32) return bits;
+  if (element == Element::bf16) return bits >> 16;
+  // The value is 0 or a normal number of fp16: its exponent only needs another bias.
+  const std::uint32_t sign = bits >> 16 & 0x8000u;
+  return sign | (value == 0 ? 0 : ((bits & 0x7fffffffu) >> 13) - (112u << 10));
+}
 
 void check(const Workload& w) {
   if (w.experts % w.ranks != 0) {
@@ -135,12 +133,7 @@ Options parse_options(std::vector<std::string> arguments) {
   CLI::App app;
   app.set_help_flag();  // its text is options_help()
   add_options(app, w, driver);
-  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
-  try {
-    app.parse(std::move(arguments));
-  } catch (const CLI::ParseError& error) {
-    throw std::invalid_argument(error.what());
-  }
+  parse_all(app, std::move(arguments));
   if (!driver.staged) driver.zero_copy = true;
   const bool cuda = driver.device == Device::cuda;
   if (w.iters == 0) w.iters = cuda ? 100 : 30;
@@ -161,7 +154,9 @@ Options parse_options(std::vector<std::string> arguments, int ranks) {
 
 void fill_tokens(const Workload& w, int rank, void* tokens) {
   std::array<std::uint32_t, 256> table{};
-  for (int i = 0; i < 256; ++i) table[static_cast<std::size_t>(i)] = element_bits(w.element, i);
+  for (int i = 0; i < 256; ++i) {
+    table[static_cast<std::size_t>(i)] = bits_of(w.element, static_cast<float>(i) / 128.0f - 1.0f);
+  }
   const std::size_t count = static_cast<std::size_t>(w.tokens) * static_cast<std::size_t>(w.hidden);
   Random random(w.seed * 1'000'003 + static_cast<std::uint64_t>(rank) + 1);
   auto* out = static_cast<unsigned char*>(tokens);

@@ -74,6 +74,9 @@ Options parse_options(std::vector<std::string> arguments);
 // Parses options that are complete, and checks them.
 Options parse_options(std::vector<std::string> arguments, int ranks);
 
+// The bits of a number that the type has exactly, and that is no subnormal one.
+std::uint32_t bits_of(Element element, float value);
+
 // Throws std::invalid_argument if sizes do not go together.
 void check(const Workload& workload);
 
