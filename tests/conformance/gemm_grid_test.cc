@@ -89,9 +89,10 @@ std::vector<GemmCase> large_cases() {
     std::int64_t n, k, tokens;
     Operands operands;
   };
-  constexpr Size kSizes[] = {{1096, 24, 291, Operands::bf16},   // panels of b from 1024 on
-                             {24, 2072, 291, Operands::f32},    // pieces of K from 1024 on
-                             {144, 1152, 17, Operands::e4m3}};  // with scales of blocks
+  constexpr Size kSizes[] = {
+      {1096, 8, 260, Operands::bf16},    // tiles from row 256 and column 1024 on
+      {24, 2072, 17, Operands::f32},     // pieces of K from 1024 on
+      {144, 1152, 17, Operands::e4m3}};  // with scales of blocks
   std::vector<GemmCase> cases;
   for (const xd_gemm_operation operation : kGemmProducts) {
     for (const Size& size : kSizes) {
