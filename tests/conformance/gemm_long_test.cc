@@ -33,10 +33,11 @@ void random_delay(Random& random) {
 
 // A whole number of magnitude <= 4 for an element of a (which = 0) or b (1).
 float element(int call, int which, int rank, std::int64_t row, std::int64_t column) {
-  return static_cast<float>(mix(static_cast<std::uint64_t>(call * 2 + which),
-                                static_cast<std::uint64_t>(rank), static_cast<std::uint64_t>(row),
-                                static_cast<std::uint64_t>(column)) %
-                            9) -
+  return static_cast<float>(
+             mix(static_cast<std::uint64_t>(call) * 2 + static_cast<std::uint64_t>(which),
+                 static_cast<std::uint64_t>(rank), static_cast<std::uint64_t>(row),
+                 static_cast<std::uint64_t>(column)) %
+             9) -
          4;
 }
 

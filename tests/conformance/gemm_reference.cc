@@ -30,7 +30,7 @@ class Numbers {
     for (double& value : matrix.values) {
       value = random_
                   ? rounded(2 * random.unit() - 1, type)
-                  : static_cast<double>(random.below(static_cast<std::uint64_t>(2 * bound + 1))) -
+                  : static_cast<double>(random.below(2 * static_cast<std::uint64_t>(bound) + 1)) -
                         bound;
     }
     return matrix;

@@ -15,7 +15,10 @@ int dnnl_sgemm(char transpose_a, char transpose_b, std::int64_t m, std::int64_t 
                float alpha, const float* a, std::int64_t lda, const float* b, std::int64_t ldb,
                float beta, float* c, std::int64_t ldc) {
   constexpr int kOutOfMemory = 1;  // dnnl_out_of_memory
-  if (products_left >= 0 && products_left-- == 0) return kOutOfMemory;
+  if (products_left >= 0) {
+    --products_left;
+    if (products_left < 0) return kOutOfMemory;
+  }
   for (std::int64_t i = 0; i < m; ++i) {
     for (std::int64_t j = 0; j < n; ++j) {
       float sum = 0;
