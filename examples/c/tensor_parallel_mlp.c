@@ -56,7 +56,7 @@ static const DLTensor* view(matrix* m) { return xd_tensor_view(&m->tensor); }
 
 /* Element (row, column) of a tensor of the whole layer: every rank knows every number. */
 static float number(int tensor, int64_t row, int64_t column) {
-  const int64_t mixed = (tensor * 7919 + row * 104729 + column * 1299709) % 1009;
+  const int64_t mixed = ((int64_t)tensor * 7919 + row * 104729 + column * 1299709) % 1009;
   return (float)(mixed - 504) / 1009.0f;
 }
 

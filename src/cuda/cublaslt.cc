@@ -37,10 +37,12 @@ void* symbol(void* library, const char* name) {
 Library find_library(const std::vector<const char*>& names) {
   void* const opened = open(names);
   Library table;
+// NOLINTBEGIN(bugprone-macro-parentheses): arguments that are types take none
 #define XD_LT_FUNCTION(name, result, arguments) \
   table.name = reinterpret_cast<result(*) arguments>(symbol(opened, "cublasLt" #name));
   XD_LT_FUNCTIONS
 #undef XD_LT_FUNCTION
+  // NOLINTEND(bugprone-macro-parentheses)
   return table;
 }
 

@@ -92,9 +92,11 @@ struct Suggestion {  // a cublasLtMatmulHeuristicResult_t
                   Layout, const Algorithm*, void* workspace, std::size_t, cudaStream_t))
 
 struct Library {
+// NOLINTBEGIN(bugprone-macro-parentheses): arguments that are types take none
 #define XD_LT_FUNCTION(name, result, arguments) result(*name) arguments = nullptr;
   XD_LT_FUNCTIONS
 #undef XD_LT_FUNCTION
+  // NOLINTEND(bugprone-macro-parentheses)
 
   // Throws INTERNAL with the call's name and cuBLASLt's reason; UNSUPPORTED where that is the
   // reason.

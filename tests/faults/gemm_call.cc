@@ -64,7 +64,7 @@ GemmOutcome GemmCall::call(xd_gemm_context* context) {
   xd_gemm_gather_args args = XD_GEMM_GATHER_ARGS_INIT;
   args.in = in_->dl();
   args.out = out_->dl();
-  const GemmOutcome begun =
+  GemmOutcome begun =
       finish(rank_, context, xd_gemm_start_all_gather(context, &args, rank_.stream()));
   if (begun.status != XD_SUCCESS) return begun;
   return finish(rank_, context, xd_gemm_wait(context, rank_.stream()));
