@@ -12,8 +12,15 @@ struct RankBits {
   friend constexpr RankBits operator|(const RankBits& a, const RankBits& b) {
     return {{a.word[0] | b.word[0], a.word[1] | b.word[1]}};
   }
-  constexpr bool has(int rank) const { return (word[rank / 64] >> (rank % 64) & 1) != 0; }
-  constexpr void add(int rank) { word[rank / 64] |= std::uint64_t{1} << (rank % 64); }
+  // Words are chosen, not indexed: kernels keep them in registers.
+  constexpr bool has(int rank) const {
+    return ((rank < 64 ? word[0] : word[1]) >> (rank % 64) & 1) != 0;
+  }
+  constexpr void add(int rank) {
+    const std::uint64_t bit = std::uint64_t{1} << (rank % 64);
+    word[0] |= rank < 64 ? bit : 0;
+    word[1] |= rank < 64 ? 0 : bit;
+  }
   constexpr void remove(int rank) { word[rank / 64] &= ~(std::uint64_t{1} << (rank % 64)); }
   constexpr bool empty() const { return (word[0] | word[1]) == 0; }
   constexpr int count() const { return bits_in(word[0]) + bits_in(word[1]); }

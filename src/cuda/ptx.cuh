@@ -2,6 +2,7 @@
 // weakens an order shows in a name.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace xd::ptx {
@@ -48,6 +49,21 @@ __device__ inline void st_release_sys(std::uint32_t* p, std::uint32_t v) {
 
 __device__ inline void st_relaxed_sys(std::uint64_t* p, std::uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// Two words, each whole by itself: nothing orders one of them behind the other.
+__device__ inline ulonglong2 ld_relaxed_sys_pair(const void* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(v.x), "=l"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ inline void st_relaxed_sys_pair(void* p, const ulonglong2& v) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y)
+               : "memory");
 }
 
 // All that the thread has loaded and stored so far comes before all that it stores from now on.
@@ -100,6 +116,43 @@ __device__ inline std::uint64_t or_acquire_gpu(std::uint64_t* p, std::uint64_t b
   return old;
 }
 
+__device__ inline std::uint64_t or_relaxed_gpu(std::uint64_t* p, std::uint64_t bits) {
+  std::uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.or.b64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(p), "l"(bits)
+               : "memory");
+  return old;
+}
+
+// ---- Blocks and launches -----------------------------------------------------------------------
+
+// A barrier of some warps of the block, `threads` in all; barrier 0 is __syncthreads().
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Stands in loops that wait for another warp of the block by its shared memory.
+__device__ inline void pause() { __nanosleep(32); }
+
+// Returns when the kernel before this one in the stream has ended and all that it has written is
+// visible here. Without programmatic dependent launch that holds from the start.
+__device__ inline void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the next kernel of the stream come onto multiprocessors that this one leaves, if that kernel
+// was launched as a dependent one. That kernel then waits by wait_for_kernel_before().
+__device__ inline void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// The block's dynamic shared memory.
+__device__ inline std::byte* dynamic_shared() {
+  extern __shared__ __align__(128) std::byte dynamic_shared_bytes[];
+  return dynamic_shared_bytes;
+}
+
 // Makes the compiler load `v`, even if nothing else uses it.
 __device__ inline void keep(std::uint32_t v) { asm volatile("" ::"r"(v)); }
 
@@ -119,6 +172,11 @@ __device__ inline uint4 ld_streaming(const void* p) {
 __device__ inline void st_streaming(void* p, const uint4& v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
                "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ inline void st_streaming_pair(void* p, const ulonglong2& v) {
+  asm volatile("st.global.L1::no_allocate.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y)
                : "memory");
 }
 

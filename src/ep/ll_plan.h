@@ -5,6 +5,7 @@
 //   LlPlanFacts
 //   count[L]     int32: rows per local expert
 //   tokens[W]    int32: T of every source rank; -1 = the rank was left out
+//   items_of[W]  int32: items of every source rank
 //   home[T]      RankBits: the ranks that hold rows of this rank's token t
 //   item[]       LlItem, K rows, K weights: each (source rank, token) with rows here, in any order
 //

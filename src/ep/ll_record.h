@@ -22,7 +22,8 @@ struct LlRecord {
   std::uint32_t tokens = 0;       // T of the sender
   std::uint32_t bad_ids = 0;      // dispatch: of the sender
   RankBits mask{};                // the ranks that the sender leaves out
-  std::uint64_t reserved = 0;     // a record has 56 bytes
+  // combine on CUDA: rows of partial sums that the sender sends to the record's receiver.
+  std::uint64_t partials = 0;
 };
 static_assert(turn::is_record<LlRecord>);
 

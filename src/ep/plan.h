@@ -51,7 +51,7 @@ struct PlanHeader {
   std::int32_t alignment;
   std::int32_t overflow;     // an xd_ep_overflow
   std::int32_t keeps_list;   // 1 = has a list
-  std::int32_t keeps_items;  // 1 = has room for items
+  std::int32_t keeps_items;  // has room for items: 1; in EXPERT_SLOTS, for items of that many choices
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
   std::int32_t local_experts;      // L of this rank
@@ -110,7 +110,8 @@ constexpr bool plausible(const PlanHeader& h) {
   return h.ranks >= 1 && h.ranks <= kMaxRanks && h.experts >= 1 && h.experts <= kMaxExperts &&
          h.local_experts >= 0 && h.local_experts <= h.experts && h.tokens >= 0 &&
          h.tokens <= XD_EP_MAX_TOKENS && h.topk >= 1 && h.topk <= kMaxTopk && h.alignment >= 1 &&
-         (h.alignment & (h.alignment - 1)) == 0 && h.list_rows >= 0 && h.list_rows <= INT32_MAX &&
+         (h.alignment & (h.alignment - 1)) == 0 && h.keeps_items >= 0 &&
+         h.keeps_items <= kMaxTopk && h.list_rows >= 0 && h.list_rows <= INT32_MAX &&
          h.capacity >= 0 && h.capacity <= INT32_MAX;
 }
 
@@ -130,13 +131,14 @@ constexpr PlanMap map_of(const PlanHeader& h) {
 
 // What plans of EXPERT_SLOTS have behind the header: ep/ll_plan.h describes the parts.
 struct LlPlanFacts {
-  std::int64_t weighted;  // 1 = items have the weights that dispatch was given
+  std::int64_t weighted;      // 1 = items have the weights that dispatch was given
+  std::int64_t remote_items;  // plans with room: items of other ranks' tokens
 };
 constexpr std::uint64_t ll_item_bytes(int topk) {
   return (8 + 8 * static_cast<std::uint64_t>(topk) + 15) / 16 * 16;
 }
 struct LlPlanMap {
-  std::uint64_t facts, count, tokens, home, items, end;
+  std::uint64_t facts, count, tokens, items_of, home, items, end;
 
   struct Sizes {
     int local_experts = 1, ranks = 1, tokens = 0, topk = 1;
@@ -149,6 +151,7 @@ struct LlPlanMap {
     map.facts = cursor.add<LlPlanFacts>(1);
     map.count = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.local_experts));
     map.tokens = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks));
+    map.items_of = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks));
     map.home = cursor.add<RankBits>(static_cast<std::uint64_t>(sizes.tokens), 16);
     map.items = cursor.add<std::byte>(
         static_cast<std::uint64_t>(sizes.items) * ll_item_bytes(sizes.topk), 16);
@@ -157,6 +160,15 @@ struct LlPlanMap {
   }
 };
 constexpr LlPlanMap ll_map_of(const PlanHeader& h) {
+  // Plans that keep items have room for all that their group may bring, so that every part has its
+  // place before the batch is known.
+  if (h.keeps_items != 0) {
+    return LlPlanMap::make({.local_experts = h.local_experts,
+                            .ranks = h.ranks,
+                            .tokens = static_cast<int>(h.capacity / h.ranks),
+                            .topk = h.keeps_items,
+                            .items = h.capacity});
+  }
   return LlPlanMap::make({.local_experts = h.local_experts,
                           .ranks = h.ranks,
                           .tokens = h.tokens,

@@ -46,6 +46,7 @@
 #include "comm/device_wait.cuh"
 #include "turn/device_group.h"
 #include "turn/remote_address.h"
+#include "turn/seal.cuh"
 
 namespace xd::turn {
 
@@ -77,14 +78,6 @@ struct DeviceTurnShared {
 // others: a reader that finds the epoch of this operation in it has all words of this record, in
 // any order in which they came.
 using RecordWords = std::uint64_t[kRecordWords + 1];
-
-// A polynomial hash with an odd multiplier: changing any one word changes the hash.
-__device__ inline std::uint64_t hash_of(const std::uint64_t* words) {
-  std::uint64_t hash = 0;
-#pragma unroll
-  for (int w = 0; w < kRecordWords; ++w) hash = (hash + words[w]) * 0x9E3779B97F4A7C15u;
-  return hash;
-}
 
 // `Derived` is the family's turn. It may hide any of the functions under "What a family adds".
 template <class Derived, class Family, class Params, class Shared>

@@ -13,6 +13,7 @@
 #include "cuda/stream.h"
 #include "ep/cuda/call_memory.h"
 #include "ep/cuda/kernel_params.h"
+#include "ep/cuda/ll_group.h"
 #include "ep/cuda/local.h"
 #include "ep/cuda/report.h"
 #include "ep/cuda/sm_ledger.h"
@@ -330,19 +331,13 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   launch(params, start.type, shape, stream);
 }
 
-void require_no_slots(bool asked) {
-  if (!asked) return;
-  fail(XD_ERROR_UNSUPPORTED,
-       "config.layout = XD_EP_EXPERT_SLOTS: this version has it on the CPU only");
-}
-
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
-  require_no_slots(asks_for_slots(config));
+  if (asks_for_slots(config)) return make_ll_group(std::move(comm), config);
   return std::make_unique<CudaGroup>(std::move(comm), config);
 }
 
 xd_ep_memory group_memory(const Config& config) {
-  require_no_slots(config.layout.is_slots());
+  if (config.layout.is_slots()) return ll_group_memory(config);
   xd_ep_memory memory = shared_memory_of(config, keeps_of);
   memory.symmetric_bytes = round_up(memory.symmetric_bytes, kGranularity);
   memory.private_bytes =

@@ -12,6 +12,13 @@ xd_layer(xd_ep_cuda
     ep/cuda/failed.cu
     ep/cuda/kernel_params.cc
     ep/cuda/launch_shape.cc
+    ep/cuda/ll_call_params.cc
+    ep/cuda/ll_combine.cu
+    ep/cuda/ll_control.cu
+    ep/cuda/ll_dispatch.cu
+    ep/cuda/ll_group.cc
+    ep/cuda/ll_report.cc
+    ep/cuda/ll_shape.cc
     ep/cuda/local.cu
     ep/cuda/prepare.cu
     ep/cuda/report.cc

@@ -42,6 +42,43 @@ void load_kernel(void (*kernel)(Params), std::size_t shared_bytes) {
       cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic));
 }
 
+// Starts a launch that may begin while the kernel before it in the stream still runs, and waits for
+// that one's end itself (ptx::wait_for_kernel_before). Its blocks wait for peers, so the device has
+// to hold all of them at once: load_dependent() checks it.
+template <class Params>
+void launch_dependent(void (*kernel)(Params), const Params& params, const LaunchShape& shape,
+                      cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  void* arguments[] = {const_cast<Params*>(&params)};
+  XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+}
+
+template <class Params>
+void load_dependent(void (*kernel)(Params), const LaunchShape& shape) {
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  static_assert(sizeof(Params) <= 4096);
+  XD_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(shape.shared_bytes)));
+  int device = 0, sms = 0, blocks = 0;
+  XD_CUDA_CHECK(cudaGetDevice(&device));
+  XD_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  XD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, shape.threads,
+                                                              shape.shared_bytes));
+  if (blocks * sms < shape.blocks) {
+    fail(XD_ERROR_UNSUPPORTED, "this device holds ", blocks * sms,
+         " thread blocks of a low-latency kernel at once, expected ", shape.blocks);
+  }
+}
+
 // Prefetches a kernel's parameters. A first read of them is slow and fetches one line; here all
 // warps fetch all lines at once. All threads call it.
 template <class Params>

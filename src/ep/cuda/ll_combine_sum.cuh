@@ -1,0 +1,316 @@
+// The receive half of a combine: the partial sums of this rank's tokens, added by ascending rank.
+//
+//   memory                    written by             read by
+//   partials[slot][t][order]  the ranks with rows    the movers of the token's block, each its 16
+//                             of the token           bytes, which leave ones behind
+//   out                       the same movers        the caller
+//
+// A mover takes no word before the verdict is there: where ranks disagree, words are counted and
+// forgotten, not added.
+#pragma once
+
+#include "ep/cuda/ll_combine_push.cuh"
+
+namespace xd::ep::cuda {
+
+inline constexpr int kLlSumBarrier = 1;
+
+template <class T>
+class LlSummer {
+ public:
+  static constexpr int kAtOnce = 4;  // partial sums of a token that are waited for together
+
+  __device__ LlSummer(const LlCombineParams& params, LlCombineTurn& turn, LlCombineShared& shared,
+                      const LlPlanParts& parts, LlPusher<T>& pusher)
+      : p_(params),
+        g_(params.group),
+        turn_(turn),
+        s_(shared),
+        parts_(parts),
+        pusher_(pusher),
+        vectors_(params.row_bytes / 16),
+        pieces_((vectors_ + kLlCombineMovers - 1) / kLlCombineMovers) {}
+
+  // Movers. `own`: this launch also pushes, so this rank's own part is not in memory; `sum` is that
+  // of the block's first token.
+  __device__ void sum_all(std::uint64_t epoch, bool own, uint4 sum);
+  // Movers of all blocks: delivers nothing.
+  __device__ void drain(std::uint64_t epoch) {
+    const bool disagree = s_.turn.disagree != 0;
+    if (disagree) tell_pushed(epoch);
+    if (blockIdx.x != 0) return;
+    if (disagree) {
+      drain_all(epoch);
+    } else {
+      drain_counted(epoch);
+    }
+  }
+
+ private:
+  struct Token {
+    int token, count, own;  // own: order of this rank's part; -1 = in memory like the others
+    RankBits absent;        // places without a sum that is waited for
+    std::uint32_t vector;
+  };
+  __device__ std::uint64_t place_of(int token, int order, std::uint64_t epoch) const {
+    return ll_partial_offset(g_, turn_.slot(epoch),
+                             static_cast<std::uint32_t>(token * g_.partials_per_token() + order));
+  }
+  __device__ Token look_at(int unit, bool own) const;
+  __device__ bool wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
+                             ulonglong2 (&words)[kAtOnce]);
+  __device__ unsigned places_from(const Token& t, int first) const;
+  __device__ unsigned lost_places(const Token& t, int first) const;
+  __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own);
+  __device__ int rank_of(const Token& t, int order) const;
+  __device__ void drain_counted(std::uint64_t epoch);
+  __device__ void drain_all(std::uint64_t epoch);
+  __device__ void tell_pushed(std::uint64_t epoch);
+  __device__ unsigned sweep(std::uint64_t epoch);
+  __device__ std::uint64_t* pushed_at(int owner, int source, std::uint64_t epoch) const {
+    return reinterpret_cast<std::uint64_t*>(s_.turn.area[owner].base + g_.map.pushed) +
+           turn_.slot(epoch) * g_.ranks() + source;
+  }
+
+  const LlCombineParams& p_;
+  const LlDevice& g_;
+  LlCombineTurn& turn_;
+  LlCombineShared& s_;
+  const LlPlanParts& parts_;
+  LlPusher<T>& pusher_;
+  const std::uint32_t vectors_, pieces_;
+};
+
+#define XD_LL_SUMMER(type) \
+  template <class T>       \
+  __device__ inline type LlSummer<T>
+
+XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
+  const int units = p_.out_rows * static_cast<int>(pieces_);
+  const auto step = static_cast<int>(gridDim.x);
+  int mine = static_cast<int>(blockIdx.x);
+  // The part that push_all() has left belongs to the first token's first piece.
+  bool has_sum = own && pieces_ == 1;
+#pragma unroll 1
+  for (; mine < units; mine += step) {
+    const Token t = look_at(mine, own);
+    if (own && !has_sum) {
+      pusher_.load_own(t.token, t.vector);
+      sum = pusher_.add_up(epoch);
+    }
+    has_sum = false;
+    add(t, epoch, sum);
+    if (s_.turn.verdict != static_cast<int>(LlVerdict::go)) return;
+  }
+}
+
+XD_LL_SUMMER(auto)::look_at(int unit, bool own) const -> Token {
+  const int token = pieces_ == 1 ? unit : unit / static_cast<int>(pieces_);
+  const int piece = unit - token * static_cast<int>(pieces_);
+  const RankBits home = parts_.home(token);
+  Token t{};
+  t.token = token;
+  t.vector = static_cast<std::uint32_t>(piece) * kLlCombineMovers + threadIdx.x;
+  t.own = -1;
+  if (g_.masks) {
+    // A place for each rank.
+    const RankBits masked = turn_.shared().masked;
+    t.count = g_.ranks();
+    t.absent = {~home.word[0] | masked.word[0], ~home.word[1] | masked.word[1]};
+    if (own && home.has(g_.rank())) t.own = g_.rank();
+  } else {
+    t.count = min(home.count(), g_.partials_per_token());
+    if (own && home.has(g_.rank())) t.own = home.count_below(g_.rank());
+  }
+  return t;
+}
+
+// The rank whose partial sum has that order.
+XD_LL_SUMMER(int)::rank_of(const Token& t, int order) const {
+  if (g_.masks) return order;
+  const RankBits home = parts_.home(t.token);
+#pragma unroll 1
+  for (int r = 0; r < g_.ranks(); ++r) {
+    if (home.has(r) && home.count_below(r) == order) return r;
+  }
+  return g_.rank();
+}
+
+// Polls this thread's words of up to four partial sums, those whose bit is set in `wanted`, and the
+// verdict. Sums that have been given up lose their bit. False: there is nothing to take.
+XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
+                               ulonglong2 (&words)[kAtOnce]) {
+  const std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
+  const volatile std::uint64_t* decided = &s_.decided;
+  const volatile int* verdict = &s_.turn.verdict;
+  unsigned missing = wanted;
+  turn::LongWait wait;
+  const bool there = turn::poll_until(
+      [&] {
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if ((missing >> j & 1) != 0) {
+            words[j] = ptx::ld_relaxed_sys_pair(at + j * g_.map.partial_stride);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if ((missing >> j & 1) != 0 && has_come(words[j])) missing &= ~(1u << j);
+        }
+        if (*decided < epoch) {
+          if (missing == 0) ptx::pause();
+          return false;
+        }
+        return missing == 0 || *verdict != static_cast<int>(LlVerdict::go);
+      },
+      [&] {
+        // The control warp watches over the records.
+        if (*decided < epoch) return *static_cast<volatile int*>(&s_.turn.failed) == 0;
+        const int late = first + __ffs(static_cast<int>(missing)) - 1;
+        if (turn_.goes_on(XD_PHASE_ROWS, epoch, rank_of(t, late), wait)) return true;
+        // The sum goes without that rank, and waits for the others.
+        wanted &= ~(1u << (late - first));
+        missing &= wanted;
+        wait.has_left = false;
+        return g_.masks && *static_cast<volatile int*>(&s_.turn.failed) == 0;
+      });
+  return there && *verdict == static_cast<int>(LlVerdict::go);
+}
+
+// The places from `first` on in which sums of the token lie, as bits; this rank's own is one of them.
+XD_LL_SUMMER(unsigned)::places_from(const Token& t, int first) const {
+  unsigned places = 0;
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) {
+    if (first + j < t.count && !(g_.masks && t.absent.has(first + j))) places |= 1u << j;
+  }
+  return places;
+}
+
+XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
+  const bool active = t.vector < vectors_;
+  float sum[T::kPerVector];
+#pragma unroll
+  for (int n = 0; n < T::kPerVector; ++n) sum[n] = -0.0f;
+  int added = 0;
+  uint4 only = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int first = 0; first < max(t.count, 1); first += kAtOnce) {
+    unsigned places = places_from(t, first);
+    const unsigned own_place =
+        t.own >= first && t.own < first + kAtOnce ? 1u << (t.own - first) : 0u;
+    unsigned wanted = active ? places & ~own_place : 0;
+    ulonglong2 words[kAtOnce];
+    const bool good = wait_words(epoch, t, first, wanted, words);
+    if (g_.masks) places &= ~lost_places(t, first);
+    if (!good || !active) continue;
+    std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if ((places >> j & 1) == 0) continue;
+      const bool mine = (own_place >> j & 1) != 0;
+      only = mine ? own : vector_of(words[j]);
+      ++added;
+      add_term<T>(sum, only, 1.0f);
+      if (!mine) put_back_pair(at + j * g_.map.partial_stride);
+    }
+  }
+  if (!active || *static_cast<volatile int*>(&s_.turn.failed) != 0) return;
+  if (*static_cast<volatile int*>(&s_.turn.verdict) != static_cast<int>(LlVerdict::go)) return;
+  if (added > 1) only = pack<T>(sum);
+  if (added == 1) only = quiet<T>(only);
+  ptx::st_streaming(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16,
+                    only);
+}
+
+// Of four places of a token, those of ranks that have been lost. All columns of a token go without
+// the same ranks, so all movers ask at the same time.
+XD_LL_SUMMER(unsigned)::lost_places(const Token& t, int first) const {
+  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+  const volatile unsigned long long* lost = s_.turn.lost;
+  const RankBits ranks{lost[0], lost[1]};
+  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+  unsigned places = 0;
+  for (int j = 0; j < kAtOnce; ++j) {
+    if (first + j < t.count && ranks.has(first + j)) places |= 1u << j;
+  }
+  return places;
+}
+
+// Where ranks agree about the batch, no two words have one place, and the records say how many
+// come. This rank may have no plan, so all places are looked at until they are there.
+XD_LL_SUMMER(void)::drain_counted(std::uint64_t epoch) {
+  std::uint64_t announced = 0;
+#pragma unroll 1
+  for (int r = 0; r < g_.ranks(); ++r) {
+    const LlRecord& record = s_.turn.record[r];
+    if (s_.turn.gone[r] == 0) announced += record.partials * (record.row_bytes / 8);
+  }
+  turn::LongWait wait;
+#pragma unroll 1
+  for (bool on = true; on;) {
+    const unsigned found = sweep(epoch);
+    if (found != 0) atomicAdd(&s_.drained, static_cast<unsigned long long>(found));
+    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+    on = *static_cast<volatile unsigned long long*>(&s_.drained) < announced;
+    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+    if (on && threadIdx.x == 0) turn_.goes_on_or_fails(XD_PHASE_ROWS, epoch, g_.rank(), wait);
+    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+    on &= *static_cast<volatile int*>(&s_.turn.failed) == 0;
+  }
+}
+
+// Frees all places of the operation; returns the number of words that this thread has found.
+XD_LL_SUMMER(unsigned)::sweep(std::uint64_t epoch) {
+  const std::uint64_t bytes =
+      static_cast<std::uint64_t>(g_.max_tokens) * g_.partials_per_token() * g_.map.partial_stride;
+  std::byte* at = g_.own_area + place_of(0, 0, epoch);
+  unsigned found = 0;
+#pragma unroll 1
+  for (std::uint64_t i = threadIdx.x * 8; i < bytes; i += kLlCombineMovers * 8) {
+    if (ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at + i)) == kFree) continue;
+    put_back_word(at + i);
+    ++found;
+  }
+  return found;
+}
+
+// Where ranks disagree, plans of different batches may name one place twice, so words cannot be
+// counted. Every rank knows that they disagree, and tells all others when it stores nothing more.
+XD_LL_SUMMER(void)::tell_pushed(std::uint64_t epoch) {
+  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+  if (threadIdx.x != 0) return;
+  std::uint32_t* blocks = &g_.control->pushed_blocks;
+  // Release: of all that this block has stored, behind its barrier.
+  ptx::fence_acq_rel_sys();
+  ptx::add_acq_rel_gpu(blocks, 1);
+  if (blockIdx.x != 0) return;
+  turn::LongWait wait;
+  turn::poll_until([&] { return ptx::ld_acquire_gpu(blocks) == gridDim.x; },
+                   [&] {
+                     turn_.goes_on_or_fails(XD_PHASE_ROWS, epoch, g_.rank(), wait);
+                     return *static_cast<volatile int*>(&s_.turn.failed) == 0;
+                   });
+  *blocks = 0;
+  ptx::fence_acq_rel_sys();
+  for (int r = 0; r < g_.ranks(); ++r) {
+    if (!turn_.leaves_out(r)) ptx::st_release_sys(pushed_at(r, g_.rank(), epoch), epoch);
+  }
+}
+
+// Movers of one block.
+XD_LL_SUMMER(void)::drain_all(std::uint64_t epoch) {
+#pragma unroll 1
+  for (int r = static_cast<int>(threadIdx.x); r < g_.ranks(); r += kLlCombineMovers) {
+    if (s_.turn.gone[r] != 0) continue;
+    turn::LongWait wait;
+    turn::poll_until([&] { return ptx::ld_acquire_sys(pushed_at(g_.rank(), r, epoch)) == epoch; },
+                     [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch, r, wait); });
+  }
+  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+  sweep(epoch);
+}
+
+#undef XD_LL_SUMMER
+
+}  // namespace xd::ep::cuda

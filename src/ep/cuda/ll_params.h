@@ -1,0 +1,172 @@
+// The parameters of the kernels of EXPERT_SLOTS: plain data, passed by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/rank_bits.h"
+#include "comm/device_comm.h"
+#include "ep/cuda/ll_map.h"
+#include "ep/ll_placement.h"
+#include "ep/ll_plan.h"
+#include "ep/ll_record.h"
+#include "ep/plan_check.h"
+#include "ep/quantise.h"
+#include "turn/device_group.h"
+#include "turn/device_lane.h"
+
+namespace xd::ep::cuda {
+
+// The mistakes that a kernel finds in its own call, beside those in a plan.
+enum class LlFault : std::int32_t {
+  none,
+  plan,          // LlFindings::fault
+  busy,          // as many operations are between their halves as may be: got
+  both_between,  // a call of both halves while operations are between theirs: got
+  no_send,       // a receive half without a send half
+  not_as_sent,   // a receive half whose tensors have other rows than the send half: got, expected
+  tokens,        // `out` has other rows than the plan: got, expected
+  not_clean,     // XD_LL_VERIFY: words of an operation that has been taken are not free
+  topk           // topk_weights has other columns than the plan: got, expected
+};
+
+struct LlFindings {
+  LlFault kind;
+  Fault fault;
+  std::int64_t got, expected;
+  std::int64_t bad_ids;
+};
+
+struct LlReport : turn::DeviceReport<LlRecord, LlFindings> {
+  std::uint64_t total_bad_ids;
+  RankBits masked, masked_by;  // as they are now
+};
+
+// Working state of a group, in memory of its device that no peer touches.
+struct LlControl : turn::DeviceControl {
+  std::uint32_t reporting;      // a thread writes the report
+  std::uint64_t reported[2];    // by lane: the last operation that has been reported
+  std::uint64_t bad_ids;        // total
+  std::uint32_t pushed_blocks;  // blocks that store nothing more of a combine that is drained
+  std::uint64_t failed_send[2][XD_EP_LL_MAX_IN_FLIGHT];  // by lane and slot: such an operation
+  std::uint64_t masked[2], masked_by[2];                 // RankBits
+  std::uint64_t greeting;                                // of the last reset
+  std::uint64_t highest[2];  // numbers of the operations, by lane, in a reset
+  std::uint32_t lost;        // 1 = a rank has been lost in this reset
+  // Which sources a dispatch goes without (ep/cuda/ll_sources.cuh).
+  std::uint64_t closing;                   // the operation
+  std::uint64_t decided[kMaxDeviceRanks];  // 2 * the operation; + 1 = without this source
+};
+
+// The data that stays the same over a group's life.
+struct LlDevice {
+  DeviceComm comm;  // with the group's timeout
+  int number;
+  bool fatal_errors, masks, collapse;
+  int experts, local_experts, max_tokens, max_topk, slots, most_blocks;
+  LlControl* control;
+  LlReport* report;
+  turn::LaneCount* counts[2];  // by lane, [most_blocks]
+  std::byte* own_area;
+  const HeapRange* areas;       // by rank, in device memory
+  const std::uint32_t* places;  // [E] rank << 16 | local expert, in device memory
+  const std::uint32_t* order;   // [W * max_tokens] source << 16 | token, as they are likely to come
+  LlWordsMap map;
+  LlIdWords ids;
+  PlanTerms terms;
+  // The parts of this group's plans, which have room for all that may come.
+  LlPlanMap plan;
+  std::uint64_t nonce;
+
+  constexpr int rank() const { return comm.rank; }
+  constexpr int ranks() const { return comm.num_ranks; }
+  constexpr std::int64_t slots_per_expert() const {
+    return std::int64_t{comm.num_ranks} * max_tokens;
+  }
+  constexpr int partials_per_token() const {
+    return max_topk < ranks() && !masks ? max_topk : ranks();
+  }
+};
+static_assert(sizeof(LlDevice) <= 768);
+
+// What a launch does.
+struct LlStep {
+  bool send, receive;
+  bool failed;  // `record` has only a status: nothing is sent, and what comes is drained
+  bool silent;  // drains a receive half whose arguments are bad; the host has told so
+  std::uint32_t launch;
+};
+
+// A tensor [L,S,columns]; strides in bytes.
+struct LlSlots {
+  std::byte* data;
+  std::int64_t expert_stride, slot_stride, col_stride;
+
+  constexpr std::byte* row(std::int64_t expert, std::int64_t slot) const {
+    return data + expert * expert_stride + slot * slot_stride;
+  }
+};
+
+// Offsets of the parts of a block's dynamic shared memory in dispatch.
+struct LlDispatchRoom {
+  std::uint32_t places;  // [E] LlDevice::places, or nothing where they do not fit
+  std::uint32_t counts;  // [W][L] uint16: rows from each source
+  std::uint32_t ids;     // [W][max_tokens * max_topk] uint16: local expert, or none
+  std::uint32_t hits;    // [rounds][warps]: candidates with rows here
+  std::uint32_t orders;  // [W * max_tokens] uint8
+  std::uint32_t units;   // [most_units]: this block's rows
+  std::uint32_t tails;   // [groups][2]: scales that are on their way
+  std::uint32_t end;
+  std::uint32_t ids_stride;   // uint16 per source
+  std::uint32_t tail_stride;  // bytes
+  std::uint32_t most_units;
+  bool has_places, has_ids;
+};
+
+struct LlDispatchParams {
+  LlDevice group;
+  LlStep step;
+  LlRecord record;
+  int senders;  // the first blocks only send; the others only receive
+  LlDispatchRoom room;
+  // Send half.
+  const std::byte* tokens;
+  const void* topk_idx;
+  bool wide_ids;  // int64
+  const float* topk_weights;
+  LlRowForm form;  // of the rows as they travel
+  // Receive half.
+  QuantiseFormat format;
+  std::uint8_t recv_type;        // DType of recv_tokens
+  std::uint32_t recv_row_bytes;  // of recv_tokens
+  std::byte* plan;
+  LlSlots recv_tokens, recv_scales;
+  std::uint32_t scale_element;  // bytes of an element of recv_scales: 1 or 4
+  std::int32_t* counts;
+  std::int64_t* source_ranges;
+  std::int32_t* source_tokens;
+  void* expert_load;
+  bool wide_load;
+  std::int64_t* wait_ns;
+};
+
+struct LlCombineParams {
+  LlDevice group;
+  LlStep step;
+  LlRecord record;  // of the send half; topk, tokens and fingerprint come from the plan
+  const std::byte* plan;
+  std::uint64_t plan_bytes;
+  // Send half.
+  LlSlots expert_out;
+  const float* topk_weights;  // [T,K]
+  int weight_rows, weight_cols;
+  // Receive half.
+  std::byte* out;
+  int out_rows;
+  std::uint32_t row_bytes;  // of expert_out, or of out
+  std::uint8_t type;        // likewise
+  std::int64_t* wait_ns;
+};
+
+}  // namespace xd::ep::cuda

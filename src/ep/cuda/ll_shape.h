@@ -1,0 +1,49 @@
+// The launches of EXPERT_SLOTS: numbers of thread blocks, their roles, and the layout of their
+// shared memory. Pure functions, tested without a device.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/math.h"
+#include "ep/cuda/launch_shape.h"
+#include "ep/cuda/ll_map.h"
+#include "ep/cuda/ll_params.h"
+
+namespace xd::ep::cuda {
+
+inline constexpr int kLlDispatchThreads = 1024, kLlMoverThreads = 896, kLlGroupThreads = 448;
+inline constexpr int kLlCombineBlockThreads = 928;
+
+// Larger tables of experts stay in global memory.
+inline constexpr int kLlMostSharedPlaces = 4096;
+
+// Blocks of a dispatch that only send. Few fill the links, and each takes a multiprocessor from the
+// receivers; neighbouring blocks share a part of the device, and so they have one role.
+constexpr int ll_senders(int blocks) {
+  if (blocks >= 128) return 24;
+  const int sixth = (blocks + 5) / 6;
+  const int even = (sixth + 1) / 2 * 2;
+  const int senders = even < 4 ? 4 : even;
+  return senders < blocks ? senders : blocks / 2;
+}
+
+// Blocks of launches that do one half: rows leave for as long as the links take, with few blocks.
+// Receivers have to wait for words, so more of them are faster.
+constexpr int ll_send_blocks(int blocks) {
+  return ll_senders(blocks) < blocks ? ll_senders(blocks) + 1 : blocks;
+}
+inline constexpr int kLlReceiveBlocks = 48;
+
+inline constexpr int kLlFewestBlocks = 2;
+
+// The shared memory of a dispatch with so many receiver blocks.
+LlDispatchRoom ll_dispatch_room(const LlSizes& sizes, int receivers, std::size_t shared_bytes);
+
+// LlDevice::places.
+std::vector<std::uint32_t> ll_places(const Config& config);
+
+// LlDevice::order: own tokens, then those of the other ranks as their senders send them.
+std::vector<std::uint32_t> ll_order(const LlSizes& sizes, int rank, int senders);
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,207 @@
+// The sources of an operation that is being received: one warp of each block waits for their
+// records.
+//
+// In groups that mask, all blocks of a dispatch must agree on the sources that it goes without,
+// since places follow from the counts of all. The launch's last block decides, and nobody else
+// gives up:
+//
+//   last block                                   other blocks
+//   its time is over: closing = operation        wait without an end of their own, and look at
+//   waits for a while                            `closing` now and then
+//   has a source's record and all of its ids     `closing` is this operation: wait for decided[] of
+//   come? decided[source] = yes or no            every source
+//
+// A block whose words have all come quickly looks at nothing: it began before `closing` was set, or
+// less than that while after, so the last block's look finds what this block has found. A block
+// that has waited for longer looks at `closing` when its words have come.
+#pragma once
+
+#include "ep/cuda/ll_dispatch_list.cuh"
+
+namespace xd::ep::cuda {
+
+// The while, as a part of the group's timeout.
+inline constexpr int kClosingPart = 16;
+
+template <bool kMany>
+class LlSources {
+ public:
+  __device__ LlSources(const LlDispatchParams& params, LlDispatchTurn& turn, LlListShared& list,
+                       std::uint64_t epoch)
+      : p_(params),
+        g_(params.group),
+        turn_(turn),
+        s_(turn.shared()),
+        list_(list),
+        epoch_(epoch),
+        began_(ptx::global_timer_ns()) {}
+
+  // All lanes of the warp. When it returns, every record has come or its source is gone, and so are
+  // the ids in groups that mask.
+  __device__ void wait(bool counts_bad_ids);
+
+ private:
+  __device__ std::uint64_t while_ns() const {
+    return static_cast<std::uint64_t>(g_.comm.timeout_ms) * 1000000 / kClosingPart;
+  }
+  __device__ void wait_record(int source);
+  __device__ bool look(int source, turn::LongWait& wait);
+  __device__ void add_bad_ids(int source);
+  __device__ void wait_ids();
+  __device__ void close();
+  __device__ void follow();
+  __device__ bool has_all(int source) const;
+  __device__ bool is_closing() const { return ptx::ld_relaxed_sys(&g_.control->closing) == epoch_; }
+
+  const LlDispatchParams& p_;
+  const LlDevice& g_;
+  LlDispatchTurn& turn_;
+  LlShared& s_;
+  LlListShared& list_;
+  const std::uint64_t epoch_, began_;
+  bool decided_ = false;
+};
+
+#define XD_LL_SOURCES(type) \
+  template <bool kMany>     \
+  __device__ inline type LlSources<kMany>
+
+XD_LL_SOURCES(void)::wait(bool counts_bad_ids) {
+  turn_.clear_sources();
+#pragma unroll 1
+  for (int r = lane_id(); r < g_.ranks(); r += 32) {
+    if (s_.gone[r] == 0) wait_record(r);
+  }
+  __syncwarp();
+  if (g_.masks) wait_ids();
+  if (!counts_bad_ids) return;
+#pragma unroll 1
+  for (int r = lane_id(); r < g_.ranks(); r += 32) {
+    if (s_.gone[r] == 0 && s_.record[r].call.status == XD_SUCCESS) add_bad_ids(r);
+  }
+  __syncwarp();
+}
+
+XD_LL_SOURCES(void)::wait_record(int source) {
+  turn::LongWait wait;
+  if (turn_.take_record(source, epoch_, [&] { return look(source, wait); })) {
+    if (static_cast<int>(blockIdx.x) == p_.senders) turn_.add_wait(source, began_);
+  }
+}
+
+// One look of a long wait for a record; false ends it.
+XD_LL_SOURCES(bool)::look(int source, turn::LongWait& wait) {
+  if (!g_.masks) return turn_.goes_on(XD_PHASE_ENTRY, epoch_, source, wait);
+  if (*static_cast<volatile int*>(&s_.failed) != 0) return false;
+  if (wait.deadline == 0) wait.deadline = began_ + kClosingPart * while_ns();
+  const turn::Waited waited =
+      turn::look_around(g_.comm, turn_.site(XD_PHASE_ENTRY, epoch_), source, wait);
+  if (waited == turn::Waited::failed) {
+    *static_cast<volatile int*>(&s_.failed) = 1;
+    return false;
+  }
+  // What comes after the time is over is looked at once more, by close() or follow().
+  return turn_.is_last_block() ? waited == turn::Waited::goes_on : !is_closing();
+}
+
+XD_LL_SOURCES(void)::add_bad_ids(int source) {
+  const std::uint64_t cell = turn_.slot(epoch_) * g_.ranks() + source;
+  const auto* at = reinterpret_cast<const std::uint64_t*>(g_.own_area + g_.map.bad_ids) + cell;
+  std::uint64_t word = 0;
+  turn::LongWait wait;
+  const bool here = turn::poll_until(
+      [&] {
+        word = ptx::ld_relaxed_sys(at);
+        return count_is_of(word, epoch_);
+      },
+      [&] { return turn_.goes_on(XD_PHASE_ENTRY, epoch_, source, wait); });
+  if (!here || count_of(word) == 0) return;
+  atomicAdd(&s_.bad_ids, count_of(word));
+  atomicMin(&s_.bad_id_rank, source);
+}
+
+// ---- Groups that mask --------------------------------------------------------------------------
+
+// Returns when no mover waits for ids, and all blocks agree on the sources.
+XD_LL_SOURCES(void)::wait_ids() {
+  const volatile int* pending = &list_.pending;
+  turn::LongWait wait;
+  bool in_time = true;
+#pragma unroll 1
+  for (int r = lane_id(); r < g_.ranks(); r += 32) {
+    in_time &= s_.gone[r] != 0 || s_.record[r].call.operation != 0;
+  }
+  in_time = __all_sync(kAllLanes, in_time) != 0;
+  while (in_time && *pending != 0) {
+    bool on = true;
+    if (lane_id() == 0) on = look(g_.rank(), wait);
+    in_time = __shfl_sync(kAllLanes, on, 0);
+  }
+  if (*static_cast<volatile int*>(&s_.failed) != 0) return;
+  if (in_time && turn_.is_last_block()) return;
+  const bool quick = ptx::global_timer_ns() - began_ < while_ns() / 2;
+  if (in_time && (__all_sync(kAllLanes, quick) != 0 || __all_sync(kAllLanes, !is_closing()) != 0)) {
+    return;
+  }
+  if (turn_.is_last_block()) {
+    close();
+  } else {
+    follow();
+  }
+  while (*pending != 0) ptx::pause();
+}
+
+// The last block decides.
+XD_LL_SOURCES(void)::close() {
+  if (lane_id() == 0) ptx::st_relaxed_sys(&g_.control->closing, epoch_);
+  const std::uint64_t end = ptx::global_timer_ns() + while_ns();
+  while (ptx::global_timer_ns() < end) ptx::pause();
+  __syncwarp();
+#pragma unroll 1
+  for (int r = 0; r < g_.ranks(); ++r) {
+    if (s_.gone[r] != 0) continue;
+    const bool here = has_all(r);
+    if (lane_id() == 0) {
+      if (!here) turn_.leave_out(r);
+      ptx::st_relaxed_sys(&g_.control->decided[r], 2 * epoch_ + (here ? 0 : 1));
+    }
+  }
+  __syncwarp();
+}
+
+// The other blocks learn of it.
+XD_LL_SOURCES(void)::follow() {
+#pragma unroll 1
+  for (int r = lane_id(); r < g_.ranks(); r += 32) {
+    if (turn_.leaves_out(r)) continue;
+    std::uint64_t said = 0;
+    do {
+      said = ptx::ld_relaxed_sys(&g_.control->decided[r]);
+    } while (said >> 1 != epoch_ && !device::failed(g_.comm));
+    if ((said & 1) != 0) {
+      turn_.leave_out(r);
+    } else if (s_.record[r].call.operation == 0) {
+      turn_.lane().read_record(r, epoch_, s_.record[r]);
+    }
+  }
+  __syncwarp();
+}
+
+// All lanes. Looks at the record and at all ids of a source.
+XD_LL_SOURCES(bool)::has_all(int source) const {
+  LlRecord record;
+  bool here = turn_.lane().read_record(source, epoch_, record);
+  if (here && lane_id() == 0) s_.record[source] = record;
+  const std::uint64_t words = static_cast<std::uint64_t>(g_.max_tokens) * g_.ids.words;
+  const std::uint64_t cell = turn_.slot(epoch_) * g_.ranks() + source;
+  const auto* ids = reinterpret_cast<const std::uint64_t*>(g_.own_area + g_.map.ids) + cell * words;
+#pragma unroll 1
+  for (std::uint64_t i = lane_id(); i < words; i += 32) {
+    here &= ptx::ld_relaxed_sys(ids + i) >> 48 == ll_tag(epoch_);
+  }
+  return __all_sync(kAllLanes, here) != 0;
+}
+
+#undef XD_LL_SOURCES
+
+}  // namespace xd::ep::cuda

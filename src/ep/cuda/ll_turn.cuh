@@ -1,0 +1,439 @@
+// One launch of an operation of EXPERT_SLOTS: what it does, whom it waits for, and what it reports.
+//
+// The numbers of its operations and the credits come first (begin). What a rank's send half is
+// comes in its record, beside its words, and receive halves judge: nothing waits for a record
+// before words leave. All blocks of a launch see the same counts and the same records, so all come
+// to the same verdict.
+#pragma once
+
+#include "ep/cuda/ll_params.h"
+#include "ep/cuda/warp.cuh"
+#include "turn/device_lane.cuh"
+
+namespace xd::ep::cuda {
+
+// What a launch does, as its block knows from its counts.
+struct LlCourse {
+  std::uint64_t send_epoch, take_epoch;
+  bool fatal;     // the communicator has failed: leave
+  bool sends;     // a send half: at least the record
+  bool rows;      // it also sends rows
+  bool receives;  // a receive half
+  bool drains;    // which delivers nothing
+  int status;     // of a setback of this rank's own call
+  LlFault fault;
+  std::int64_t got, expected;
+};
+
+enum class LlVerdict : int { go, drain, fatal };
+
+struct LlShared {
+  turn::LaneEpochs before;
+  LlCourse course;
+  RankBits masked;  // ranks that this launch leaves out from its beginning
+  HeapRange area[kMaxDeviceRanks];
+  // Of the operation that is being received:
+  LlRecord record[kMaxDeviceRanks];
+  int gone[kMaxDeviceRanks];  // 1 = the operation goes without this source
+  int verdict;                // LlVerdict
+  int disagree;               // 1 = records differ, or some rank's call has failed
+  int status, status_rank;    // of a setback
+  LlFindings findings;
+  std::uint32_t bad_ids;
+  int bad_id_rank;
+  // What waits have met in this block, besides.
+  int failed;
+  unsigned long long lost[2], accusers[2];  // RankBits
+};
+
+// ---- Waits -------------------------------------------------------------------------------------
+
+// Leaves a rank out from the next operation on.
+inline __device__ void ll_accuse(const LlDevice& g, LlShared& s, int peer) {
+  const auto bit = 1ull << (peer % 64);
+  atomicOr(&s.lost[peer / 64], bit);
+  ptx::or_relaxed_gpu(&g.control->masked[peer / 64], bit);
+}
+
+// One look of a long wait for words of `peer`; false ends it, after an error has been raised or the
+// peer has been accused. A single thread.
+inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
+                                               const device::WaitSite& site, int peer,
+                                               turn::LongWait& wait) {
+  // One wait for a lost peer has been long enough for the launch.
+  const volatile unsigned long long* lost = &s.lost[peer / 64];
+  if (g.masks && (*lost >> (peer % 64) & 1) != 0) return false;
+  const turn::Waited waited = turn::look_around(g.comm, site, peer, wait);
+  if (waited == turn::Waited::goes_on) return true;
+  if (waited == turn::Waited::too_long) {
+    if (g.masks) {
+      ll_accuse(g, s, peer);
+      return false;
+    }
+    turn::raise_loss(g.comm, site, peer, wait);
+  }
+  *static_cast<volatile int*>(&s.failed) = 1;
+  return false;
+}
+
+using LlLane = turn::DeviceLane<LlRecord, LlDevice>;
+
+template <class Params>
+class LlTurn {
+ public:
+  __device__ LlTurn(const Params& params, LlShared& shared, int kind)
+      : p_(params), g_(params.group), s_(shared), kind_(kind) {}
+
+  // All lanes of one warp, which loads nothing else meanwhile. What it finds is behind the block's
+  // next barrier.
+  __device__ void begin();
+  // One thread of every block, when all of the launch's operations are over in the block.
+  __device__ void end();
+  // The operations that a launch takes besides its own: those whose send halves have failed, and
+  // which come next. One thread of every block.
+  __device__ int taken_besides() const;
+  // Called by one thread where this launch's send half has failed and is not received yet.
+  __device__ void note_failed_send() const {
+    g_.control->failed_send[kind_][slot(s_.course.send_epoch)] = s_.course.send_epoch;
+  }
+
+  __device__ LlLane lane() const {
+    return LlLane(g_, g_.map.lane[kind_], g_.counts[kind_], s_.area);
+  }
+  __device__ const LlDevice& group() const { return g_; }
+  __device__ const LlCourse& course() const { return s_.course; }
+  __device__ LlShared& shared() const { return s_; }
+  __device__ bool is_last_block() const { return blockIdx.x == gridDim.x - 1; }
+  __device__ int rank() const { return g_.comm.rank; }
+  __device__ int ranks() const { return g_.comm.num_ranks; }
+  __device__ std::uint32_t slot(std::uint64_t epoch) const {
+    return turn::lane_slot(epoch, g_.slots);
+  }
+  __device__ device::WaitSite site(int phase, std::uint64_t epoch) const {
+    return {phase, g_.number, p_.record.call.operation, epoch};
+  }
+
+  // All lanes of a warp: this launch's record, for every rank. for_rank(r, record) may change it.
+  template <class ForRank>
+  __device__ void send_record(LlRecord record, ForRank for_rank) const {
+    record.mask = s_.masked;
+    if (s_.course.status != XD_SUCCESS) {
+      record.call.status = static_cast<std::uint8_t>(s_.course.status);
+    }
+    lane().send_record(record, s_.course.send_epoch, for_rank);
+  }
+  __device__ void give_credit() const { lane().give_credit(s_.before.taken); }
+
+  // Ranks that are left out now.
+  __device__ bool leaves_out(int r) const { return g_.masks && s_.masked.has(r); }
+
+  // See ll_goes_on().
+  __device__ bool goes_on(int phase, std::uint64_t epoch, int peer, turn::LongWait& wait) const {
+    return ll_goes_on(g_, s_, site(phase, epoch), peer, wait);
+  }
+  __device__ void accuse(int peer) const { ll_accuse(g_, s_, peer); }
+  // The same where nobody can be accused: the end of the wait is fatal.
+  __device__ void goes_on_or_fails(int phase, std::uint64_t epoch, int peer,
+                                   turn::LongWait& wait) const {
+    const device::WaitSite here = site(phase, epoch);
+    const turn::Waited waited = turn::look_around(g_.comm, here, peer, wait);
+    if (waited == turn::Waited::goes_on) return;
+    if (waited == turn::Waited::too_long) turn::raise_loss(g_.comm, here, peer, wait);
+    *static_cast<volatile int*>(&s_.failed) = 1;
+  }
+
+  // Called by one thread of a block when all of it is over: tells what the operation has met, once
+  // for all blocks.
+  __device__ void report(std::uint64_t epoch, const LlFindings& findings, int status, int rank);
+
+  // One warp: no record has come yet. Ranks that are left out are gone from the beginning.
+  __device__ void clear_sources() const {
+#pragma unroll 1
+    for (int r = lane_id(); r < ranks(); r += 32) {
+      s_.gone[r] = leaves_out(r) ? 1 : 0;
+      s_.record[r].call.operation = 0;
+    }
+    __syncwarp();
+  }
+  // Waits for the record of a source; true if it has come. One thread.
+  template <class GoesOn>
+  __device__ bool take_record(int source, std::uint64_t epoch, GoesOn goes_on) const;
+  // The operation goes without a source, and so do those behind it.
+  __device__ void leave_out(int source) const {
+    *static_cast<volatile int*>(&s_.gone[source]) = 1;
+    accuse(source);
+  }
+  // Adds the time for which a record has been waited for.
+  __device__ void add_wait(int source, std::uint64_t began) const {
+    if (p_.wait_ns == nullptr || p_.step.silent || source == rank()) return;
+    p_.wait_ns[source] += static_cast<std::int64_t>(ptx::global_timer_ns() - began);
+  }
+
+  // The verdict about an operation, from the records of all sources that it has. One thread.
+  __device__ void judge(bool drains);
+  // One thread of a block tells what the operation has met there, when it is over.
+  __device__ void tell(std::uint64_t epoch);
+  // The same about a call that takes no turn.
+  __device__ void tell_refusal();
+
+ private:
+  __device__ LlCourse course_of(const turn::LaneEpochs& before) const;
+  __device__ void wait_credits(const turn::LaneEpochs& before) const;
+  __device__ void write_report(std::uint64_t epoch, const LlFindings& findings, int status,
+                               int rank);
+
+  const Params& p_;
+  const LlDevice& g_;
+  LlShared& s_;
+  const int kind_;
+};
+
+#define XD_LL_MEMBER(type) \
+  template <class Params>  \
+  __device__ inline type LlTurn<Params>
+
+// ---- The start ---------------------------------------------------------------------------------
+
+XD_LL_MEMBER(void)::begin() {
+  const turn::LaneEpochs before = lane().epochs();
+  const bool failed = device::failed(g_.comm);
+  RankBits masked{};
+  if (g_.masks) {
+    masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
+              ptx::ld_relaxed_sys(&g_.control->masked[1])};
+  }
+  if (lane_id() == 0) {
+    s_.before = before;
+    s_.masked = masked;
+    s_.failed = 0;
+    s_.status = XD_SUCCESS;
+    s_.bad_ids = 0;
+    s_.lost[0] = s_.lost[1] = s_.accusers[0] = s_.accusers[1] = 0;
+    s_.course = course_of(before);
+    s_.course.fatal = failed;
+  }
+  __syncwarp();
+  if (failed) {
+    if (lane_id() == 0) device::tell_host(g_.comm);
+  } else if (s_.course.sends) {
+    wait_credits(before);
+  }
+  __syncwarp();
+  if (lane_id() == 0 && s_.failed != 0) s_.course.fatal = true;
+}
+
+XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
+  const LlStep& step = p_.step;
+  LlCourse c{};
+  c.send_epoch = before.sent + 1;
+  c.take_epoch = before.taken + 1;
+  const std::uint64_t open = before.sent - before.taken;
+  c.got = static_cast<std::int64_t>(open);
+  if (step.send && open >= static_cast<std::uint64_t>(g_.slots)) {
+    c.status = XD_ERROR_BUSY;
+    c.fault = LlFault::busy;
+    return c;
+  }
+  // A call that does both halves has its receive half next.
+  if (step.send && step.receive && !step.failed && open != 0) {
+    c.status = XD_ERROR_INVALID_ARGUMENT;
+    c.fault = LlFault::both_between;
+    return c;
+  }
+  if (!step.send && open == 0) {
+    c.status = step.silent ? XD_SUCCESS : XD_ERROR_INVALID_ARGUMENT;
+    c.fault = LlFault::no_send;
+    return c;
+  }
+  c.sends = step.send;
+  c.rows = step.send && !step.failed;
+  // A call that has failed is the whole operation. Its receive half comes when it is its turn.
+  c.receives = step.failed ? open == 0 : step.receive;
+  c.drains = step.failed || step.silent;
+  return c;
+}
+
+// All lanes. The credits are loaded once before the counts are looked at.
+XD_LL_MEMBER(void)::wait_credits(const turn::LaneEpochs& before) const {
+  const std::uint64_t epoch = before.sent + 1;
+  const auto slots = static_cast<std::uint64_t>(g_.slots);
+#pragma unroll 1
+  for (int r = lane_id(); r < ranks(); r += 32) {
+    if (r == rank() || leaves_out(r)) continue;
+    const auto has_taken = [&] { return lane().credit_of(r) + slots >= epoch; };
+    turn::LongWait wait;
+    const bool good = turn::poll_until(
+        has_taken, [&] { return goes_on(XD_PHASE_CREDIT, epoch - slots, r, wait); });
+    // A rank that has been accused gets no rows from now on: its place may not be free.
+    if (!good && !g_.masks) s_.failed = 1;
+  }
+  __syncwarp();
+  if (lane_id() == 0) {
+    s_.masked.word[0] |= s_.lost[0];
+    s_.masked.word[1] |= s_.lost[1];
+  }
+}
+
+// A rank that has masked this one sends its record all the same, perhaps that of a later operation.
+template <class Params>
+template <class GoesOn>
+__device__ inline bool LlTurn<Params>::take_record(int source, std::uint64_t epoch,
+                                                   GoesOn goes_on) const {
+  std::uint64_t number = 0;
+  LlRecord record;
+  bool accused = false;
+  const bool here = turn::poll_until(
+      [&] {
+        if (!lane().read_words(source, epoch, record, number)) return false;
+        accused = g_.masks && record.mask.has(rank());
+        return accused || number == epoch;
+      },
+      goes_on);
+  if (!here) return false;
+  if (accused) {
+    const auto bit = 1ull << (source % 64);
+    atomicOr(&s_.accusers[source / 64], bit);
+    ptx::or_relaxed_gpu(&g_.control->masked_by[source / 64], bit);
+    leave_out(source);
+    return false;
+  }
+  s_.record[source] = record;
+  return true;
+}
+
+// ---- The end -----------------------------------------------------------------------------------
+
+XD_LL_MEMBER(int)::taken_besides() const {
+  if (!s_.course.receives) return 0;
+  const std::uint64_t sent = s_.before.sent + (s_.course.sends ? 1 : 0);
+  int count = 0;
+#pragma unroll 1
+  for (std::uint64_t next = s_.course.take_epoch + 1; next <= sent; ++next, ++count) {
+    if (g_.control->failed_send[kind_][slot(next)] != next) break;
+  }
+  return count;
+}
+
+XD_LL_MEMBER(void)::end() {
+  const LlCourse& c = s_.course;
+  if (c.fatal || s_.failed != 0) return;
+  const turn::LaneEpochs now{
+      s_.before.sent + (c.sends ? 1 : 0),
+      s_.before.taken + (c.receives ? 1 + static_cast<std::uint64_t>(taken_besides()) : 0)};
+  if (now.sent != s_.before.sent || now.taken != s_.before.taken) {
+    lane().end(now, g_.most_blocks);
+  }
+}
+
+// Compares the records that have come with this rank's own, which is one of them.
+XD_LL_MEMBER(void)::judge(bool drains) {
+  const LlRecord& own = s_.record[rank()];
+  s_.status = XD_SUCCESS;
+  s_.status_rank = -1;
+#pragma unroll 1
+  for (int r = ranks() - 1; r >= 0; --r) {
+    if (s_.gone[r] != 0 || r == rank()) continue;
+    const LlRecord& theirs = s_.record[r];
+    if (theirs.call.status == XD_SUCCESS && theirs.call.operation == own.call.operation &&
+        same_operation(theirs, own)) {
+      continue;
+    }
+    s_.status = XD_ERROR_MISMATCH;
+    s_.status_rank = r;
+  }
+  const bool failed = own.call.status != XD_SUCCESS;
+  s_.disagree = failed || s_.status != XD_SUCCESS ? 1 : 0;
+  drains |= s_.disagree != 0;
+  // This rank's own mistake has been told, where it was found.
+  if (failed || p_.step.silent) s_.status = XD_SUCCESS;
+  s_.verdict = static_cast<int>(drains ? LlVerdict::drain : LlVerdict::go);
+}
+
+// Called by one thread of every block that has met something.
+XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int status, int rank) {
+  LlControl* control = g_.control;
+  // One block reports an operation. A setback of a call that takes no turn has no number.
+  while (atomicCAS(&control->reporting, 0u, 1u) != 0) {
+  }
+  __threadfence();
+  volatile std::uint64_t* reported = &control->reported[kind_];
+  if (epoch == 0 || *reported < epoch) {
+    if (epoch != 0) *reported = epoch;
+    write_report(epoch, findings, status, rank);
+  }
+  __threadfence();
+  atomicExch(&control->reporting, 0u);
+}
+
+XD_LL_MEMBER(void)::tell(std::uint64_t epoch) {
+  if (s_.failed != 0) return;
+  const unsigned long long low = s_.lost[0], high = s_.lost[1];
+  if (s_.status != XD_SUCCESS) {
+    report(epoch, s_.findings, s_.status, s_.status_rank);
+  } else if ((low | high) != 0) {
+    report(epoch, {}, XD_ERROR_PEER_LOST, low != 0 ? __ffsll(low) - 1 : 63 + __ffsll(high));
+  } else if (s_.bad_ids != 0 && s_.bad_id_rank >= 0) {
+    LlFindings findings{};
+    findings.bad_ids = s_.bad_ids;
+    report(epoch, findings, XD_ERROR_INVALID_ARGUMENT, s_.bad_id_rank);
+  }
+}
+
+XD_LL_MEMBER(void)::tell_refusal() {
+  const LlCourse& c = s_.course;
+  LlFindings findings{};
+  findings.kind = c.fault;
+  findings.got = c.got;
+  report(0, findings, c.status, rank());
+}
+
+XD_LL_MEMBER(void)::write_report(std::uint64_t epoch, const LlFindings& findings, int status,
+                                 int rank) {
+  LlReport* to = g_.report;
+  const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
+  if (written == ptx::ld_acquire_sys(&to->taken)) {
+    to->status = status;
+    to->operation = p_.record.call.operation;
+    to->epoch = epoch;
+    to->rank = rank;
+    to->findings = findings;
+    if (status == XD_ERROR_MISMATCH) {
+#pragma unroll 1
+      for (int r = 0; r < ranks(); ++r) {
+        to->record[r] = s_.record[r];
+        if (s_.gone[r] != 0) to->record[r].call.operation = 0;
+      }
+    }
+    ptx::st_release_sys(&to->written, written + 1);
+  }
+  if (g_.masks) {
+    to->masked = {g_.control->masked[0], g_.control->masked[1]};
+    to->masked_by = {g_.control->masked_by[0], g_.control->masked_by[1]};
+  }
+  ptx::st_release_sys(&to->errors, ++g_.control->errors);
+  if (!g_.fatal_errors || status == XD_ERROR_PEER_LOST) return;
+  FatalError error = device::error_at(g_.comm, site(XD_PHASE_NONE, epoch), status, rank);
+  error.met_by_all = 1;
+  to->fatal_launch = p_.step.launch;
+  device::raise(g_.comm, error, device::Spread::here);
+}
+
+#undef XD_LL_MEMBER
+
+// Steps that are no part of the code that moves rows, whose registers they would take. They make a
+// turn of their own: one whose address is taken would lie in memory.
+template <class Params>
+__device__ __noinline__ void ll_begin(const Params& params, LlShared& shared, int kind) {
+  LlTurn<Params>(params, shared, kind).begin();
+}
+template <class Params>
+__device__ __noinline__ void ll_tell(const Params& params, LlShared& shared, int kind,
+                                     std::uint64_t epoch) {
+  LlTurn<Params>(params, shared, kind).tell(epoch);
+}
+template <class Params>
+__device__ __noinline__ void ll_tell_refusal(const Params& params, LlShared& shared, int kind) {
+  LlTurn<Params>(params, shared, kind).tell_refusal();
+}
+
+}  // namespace xd::ep::cuda

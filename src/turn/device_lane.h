@@ -1,0 +1,43 @@
+// The plain data of a lane on the device: see turn/device_lane.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "base/layout.h"
+#include "base/rank_bits.h"
+#include "turn/entry.h"
+
+namespace xd::turn {
+
+// A lane's part of the memory that a rank shares, as byte offsets.
+//
+//   area of rank r    written by             means
+//   entry[slot][src]  src, once per op       the record of src's send half, sealed with its number
+//   credit[src]       src, now and then      src has taken this many operations, and needs what r
+//                                            has sent in them no more
+struct LaneMap {
+  std::uint64_t entry, credit;
+
+  template <class Record>
+  static constexpr LaneMap add(LayoutCursor& cursor, int ranks, int slots) {
+    const auto all = static_cast<std::uint64_t>(ranks);
+    LaneMap map{};
+    map.entry = cursor.add<Entry<Record>>(static_cast<std::uint64_t>(slots) * all, 64);
+    map.credit = cursor.add<std::uint64_t>(all, 64);
+    return map;
+  }
+};
+
+// How many operations of a lane this rank has sent and taken, as one thread block counts. Each
+// block has its own, on a line of its own, and every launch writes all of them: so whatever the
+// number of its blocks, each finds its count without asking another block.
+struct alignas(256) LaneCount {
+  std::uint64_t sent, taken;
+};
+
+// The numbers of a launch's operations.
+struct LaneEpochs {
+  std::uint64_t sent, taken;  // before this launch
+};
+
+}  // namespace xd::turn
