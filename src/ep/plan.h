@@ -49,9 +49,10 @@ struct PlanHeader {
   std::int32_t topk;
   std::int32_t layout;
   std::int32_t alignment;
-  std::int32_t overflow;     // an xd_ep_overflow
-  std::int32_t keeps_list;   // 1 = has a list
-  std::int32_t keeps_items;  // has room for items: 1; in EXPERT_SLOTS, for items of that many choices
+  std::int32_t overflow;    // an xd_ep_overflow
+  std::int32_t keeps_list;  // 1 = has a list
+  std::int32_t
+      keeps_items;  // has room for items: 1; in EXPERT_SLOTS, for items of that many choices
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
   std::int32_t local_experts;      // L of this rank

@@ -73,7 +73,7 @@ enum class Waited : int {
 // One look of a long wait. It raises nothing itself. It is no part of the polling code, whose
 // registers it would take.
 inline __device__ __noinline__ Waited look_around(const DeviceComm& comm,
-                                                  const device::WaitSite& site, int peer,
+                                                  const device::KernelWait& site, int peer,
                                                   LongWait& wait) {
   if (device::failed(comm)) {
     device::tell_host(comm);
@@ -95,8 +95,9 @@ inline __device__ __noinline__ Waited look_around(const DeviceComm& comm,
 }
 
 // Makes the end of a wait a fatal error.
-inline __device__ __noinline__ void raise_loss(const DeviceComm& comm, const device::WaitSite& site,
-                                               int peer, const LongWait& wait) {
+inline __device__ __noinline__ void raise_loss(const DeviceComm& comm,
+                                               const device::KernelWait& site, int peer,
+                                               const LongWait& wait) {
   FatalError error =
       device::error_at(comm, site, wait.has_left ? XD_ERROR_PEER_LOST : XD_ERROR_TIMEOUT, peer);
   error.left = wait.has_left ? 1 : 0;

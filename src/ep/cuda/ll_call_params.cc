@@ -70,10 +70,10 @@ void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlDispat
   p.wide_ids = call.topk_idx.type == DType::i64;
   p.topk_weights = given<const float>(call.topk_weights);
   p.format = quantise_format(call.quantise);
-  p.form = ll_row_form(
-      p.record.row_bytes,
-      static_cast<std::uint32_t>(p.format.scale_row_bytes(at(call.tokens.cols))),
-      static_cast<bool>(p.format), call.topk_weights ? static_cast<int>(p.record.topk) : 0);
+  p.form = ll_row_form(p.record.row_bytes,
+                       static_cast<std::uint32_t>(p.format.scale_row_bytes(at(call.tokens.cols))),
+                       static_cast<bool>(p.format),
+                       call.topk_weights ? static_cast<int>(p.record.topk) : 0);
 }
 
 void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,

@@ -36,7 +36,8 @@ struct LlPlanParts {
 
   __device__ explicit LlPlanParts(const LlCombineParams& params) : p(params) {}
   __device__ int remote_items() const {
-    return static_cast<int>(reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts)->remote_items);
+    return static_cast<int>(
+        reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts)->remote_items);
   }
   __device__ bool weighted() const {
     return reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts)->weighted != 0;
@@ -48,7 +49,8 @@ struct LlPlanParts {
     return reinterpret_cast<const RankBits*>(p.plan + p.group.plan.home)[token];
   }
   __device__ std::byte* item(const LlDevice& g, std::uint32_t i) const {
-    return const_cast<std::byte*>(p.plan) + p.group.plan.items + std::uint64_t{i} * ll_item_bytes(g.max_topk);
+    return const_cast<std::byte*>(p.plan) + p.group.plan.items +
+           std::uint64_t{i} * ll_item_bytes(g.max_topk);
   }
 };
 
@@ -65,8 +67,8 @@ __device__ inline std::uint64_t ll_weight_offset(const LlDevice& g, std::uint32_
   return g.map.weights + std::uint64_t{row} * g.max_topk * sizeof(std::uint64_t);
 }
 
-// The weight of this lane's choice: of this call, if it has weights, else `weight`. It is no part of
-// the code that sums, whose registers it would take.
+// The weight of this lane's choice: of this call, if it has weights, else `weight`. It is no part
+// of the code that sums, whose registers it would take.
 inline __device__ __noinline__ float ll_late_weight(const LlCombineParams& p, LlShared& shared,
                                                     std::uint64_t epoch, LlItem item) {
   const LlDevice& g = p.group;
@@ -81,7 +83,8 @@ inline __device__ __noinline__ float ll_late_weight(const LlCombineParams& p, Ll
         return count_is_of(word, epoch);
       },
       [&] {
-        // A rank whose call has no weights sends none. Its record says so, and nobody takes the sum.
+        // A rank whose call has no weights sends none. Its record says so, and nobody takes the
+        // sum.
         LlRecord record;
         if (turn.lane().read_record(item.source(), epoch, record) &&
             (record.call.status != XD_SUCCESS || (record.flags & kHasWeights) == 0)) {
@@ -230,7 +233,8 @@ XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
   const bool weighted = p_.topk_weights != nullptr || parts_.weighted();
   if (!weighted && (now_.here & (now_.here - 1)) == 0) return quiet<T>(now_.row[0]);
   float weight = now_.weight;
-  if ((now_.here >> lane_id() & 1) != 0) weight = ll_weight_of(p_, turn_.shared(), epoch, now_.item, weight);
+  if ((now_.here >> lane_id() & 1) != 0)
+    weight = ll_weight_of(p_, turn_.shared(), epoch, now_.item, weight);
   float sum[T::kPerVector];
 #pragma unroll
   for (int n = 0; n < T::kPerVector; ++n) sum[n] = -0.0f;

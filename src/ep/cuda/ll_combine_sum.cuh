@@ -177,7 +177,8 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
   return there && *verdict == static_cast<int>(LlVerdict::go);
 }
 
-// The places from `first` on in which sums of the token lie, as bits; this rank's own is one of them.
+// The places from `first` on in which sums of the token lie, as bits; this rank's own is one of
+// them.
 XD_LL_SUMMER(unsigned)::places_from(const Token& t, int first) const {
   unsigned places = 0;
 #pragma unroll

@@ -64,7 +64,7 @@ __device__ bool meet_peer(const ResetParams& p, int peer, const std::uint64_t (&
   ptx::st_relaxed_sys(&there->numbers[0], own[0]);
   ptx::st_relaxed_sys(&there->numbers[1], own[1]);
   ptx::st_release_sys(&there->greeting, greeting);
-  const device::WaitSite site{XD_PHASE_ENTRY, g.number, XD_EP_LL_RESET, greeting};
+  const device::KernelWait site{XD_PHASE_ENTRY, g.number, XD_EP_LL_RESET, greeting};
   std::uint64_t seen = 0;
   turn::LongWait wait;
   return turn::poll_until(

@@ -309,8 +309,7 @@ XD_LL_RECEIVER(void)::store_scales(const Target& to, std::uint64_t word) const {
 XD_LL_RECEIVER(std::byte*)::item_of(const LlUnit& unit, int list_at) const {
   const int at = unit.source() == g_.rank() ? (g_.ranks() - 1) * g_.max_tokens + unit.token()
                                             : list_at - own_units_;
-  return p_.plan + g_.plan.items +
-         static_cast<std::uint64_t>(at) * ll_item_bytes(g_.max_topk);
+  return p_.plan + g_.plan.items + static_cast<std::uint64_t>(at) * ll_item_bytes(g_.max_topk);
 }
 
 // The first warp of the group.

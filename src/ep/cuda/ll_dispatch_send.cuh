@@ -157,7 +157,8 @@ class LlSender {
     to.row.load(p_.tokens + at * p_.record.row_bytes, row_vectors(), piece, thread_);
     to.weights = 0;
     if (thread_ >= p_.form.scale_words && thread_ < p_.form.tail_words()) {
-      to.weights = ll_weight_word(p_.topk_weights + at * topk_, topk_, thread_ - p_.form.scale_words);
+      to.weights =
+          ll_weight_word(p_.topk_weights + at * topk_, topk_, thread_ - p_.form.scale_words);
     }
   }
   __device__ LlRanks<kMany> ranks_of(std::int64_t id) const {
@@ -168,7 +169,7 @@ class LlSender {
                        const Loaded& loaded);
   __device__ std::uint64_t tail_word(std::uint32_t word, std::uint64_t weights) const {
     return word < p_.form.scale_words ? reinterpret_cast<const std::uint64_t*>(tails_)[word]
-                                    : weights;
+                                      : weights;
   }
 
   const LlDispatchParams& p_;

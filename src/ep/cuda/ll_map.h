@@ -75,8 +75,8 @@ struct LlSizes {
   bool masks;
   std::uint64_t max_row_bytes;
 
-  // Where ranks may be masked, each has a place of its own: what a masked rank has stored lies there
-  // for good, and no other rank's sum is taken from it.
+  // Where ranks may be masked, each has a place of its own: what a masked rank has stored lies
+  // there for good, and no other rank's sum is taken from it.
   constexpr std::uint64_t partials_per_token() const {
     return static_cast<std::uint64_t>(max_topk < ranks && !masks ? max_topk : ranks);
   }
@@ -114,8 +114,7 @@ struct LlWordsMap {
     }
     map.bad_ids = cursor.add<std::uint64_t>(cells, 64);
     const LlIdWords ids = LlIdWords::make(s.experts, s.max_topk);
-    map.ids =
-        cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(ids.words), 64);
+    map.ids = cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(ids.words), 64);
     map.weights =
         cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(s.max_topk), 64);
     map.pushed = cursor.add<std::uint64_t>(cells, 64);

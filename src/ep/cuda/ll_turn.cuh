@@ -58,7 +58,7 @@ inline __device__ void ll_accuse(const LlDevice& g, LlShared& s, int peer) {
 // One look of a long wait for words of `peer`; false ends it, after an error has been raised or the
 // peer has been accused. A single thread.
 inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
-                                               const device::WaitSite& site, int peer,
+                                               const device::KernelWait& site, int peer,
                                                turn::LongWait& wait) {
   // One wait for a lost peer has been long enough for the launch.
   const volatile unsigned long long* lost = &s.lost[peer / 64];
@@ -109,7 +109,7 @@ class LlTurn {
   __device__ std::uint32_t slot(std::uint64_t epoch) const {
     return turn::lane_slot(epoch, g_.slots);
   }
-  __device__ device::WaitSite site(int phase, std::uint64_t epoch) const {
+  __device__ device::KernelWait site(int phase, std::uint64_t epoch) const {
     return {phase, g_.number, p_.record.call.operation, epoch};
   }
 
@@ -135,7 +135,7 @@ class LlTurn {
   // The same where nobody can be accused: the end of the wait is fatal.
   __device__ void goes_on_or_fails(int phase, std::uint64_t epoch, int peer,
                                    turn::LongWait& wait) const {
-    const device::WaitSite here = site(phase, epoch);
+    const device::KernelWait here = site(phase, epoch);
     const turn::Waited waited = turn::look_around(g_.comm, here, peer, wait);
     if (waited == turn::Waited::goes_on) return;
     if (waited == turn::Waited::too_long) turn::raise_loss(g_.comm, here, peer, wait);
