@@ -62,12 +62,14 @@ void launch_dependent(void (*kernel)(Params), const Params& params, const Launch
   XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
+// Loads such a kernel. `shape` is its largest launch; others may have up to `shared_bytes` of
+// dynamic shared memory.
 template <class Params>
-void load_dependent(void (*kernel)(Params), const LaunchShape& shape) {
+void load_dependent(void (*kernel)(Params), const LaunchShape& shape, std::size_t shared_bytes) {
   const auto* function = reinterpret_cast<const void*>(kernel);
   static_assert(sizeof(Params) <= 4096);
   XD_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(shape.shared_bytes)));
+                                     static_cast<int>(shared_bytes)));
   int device = 0, sms = 0, blocks = 0;
   XD_CUDA_CHECK(cudaGetDevice(&device));
   XD_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));

@@ -1,7 +1,7 @@
 // xd_ep_ll_combine: rows of the experts back to their tokens.
 //
-// All blocks push, then sum. In each, 28 warps move rows, and one controls: it begins the turn,
-// checks the plan, sends weights, waits for records and judges. The launch's last block also sends
+// All blocks push, then sum. In each, 28 warps move rows, and two control: one begins the turn, sends
+// weights, waits for records and judges; the other checks the plan at the start. The launch's last block also sends
 // this rank's record and credit. See docs/internals/low_latency.md.
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/ll_combine_push.cuh"
@@ -12,27 +12,32 @@ namespace xd::ep::cuda {
 namespace {
 
 // Numbers of named barriers, beside kLlSumBarrier.
-constexpr int kLlNextBarrier = 2;
+constexpr int kLlNextBarrier = 2, kLlControlBarrier = 3;
 
-// The control warp of a block.
+// The control warps of a block. The first one goes on where the other has looked.
 class CombineControl {
  public:
   __device__ CombineControl(const LlCombineParams& params, LlCombineTurn& turn,
                             LlCombineShared& shared, const LlPlanParts& parts)
       : p_(params), g_(params.group), turn_(turn), s_(shared), parts_(parts) {}
 
+  // What the other control warp looks at meanwhile: the peers' memory, and the plan.
+  __device__ void look() {
+    for (int r = lane_id(); r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
+    if (lane_id() == 0) s_.turn.findings = {};
+    __syncwarp();
+    if (!p_.step.failed && !p_.step.silent) check();
+    ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
+  }
   __device__ void begin() {
     turn_.begin();
-    for (int r = lane_id(); r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
     if (lane_id() == 0) {
       s_.decided = 0;
       s_.drained = 0;
-      s_.turn.findings = {};
       s_.turn.verdict = static_cast<int>(LlVerdict::drain);
     }
-    __syncwarp();
-    const LlCourse& c = s_.turn.course;
-    if (!c.fatal && c.status == XD_SUCCESS && !p_.step.failed && !p_.step.silent) check();
+    ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
+    if (lane_id() == 0) take_look();
   }
 
   // Behind the block's barrier.
@@ -40,7 +45,11 @@ class CombineControl {
 
  private:
   __device__ void check();
-  __device__ void refuse(LlFault kind, const Fault& fault, std::int64_t got, std::int64_t expected);
+  __device__ void refuse(LlFault kind, const Fault& fault, std::int64_t got,
+                         std::int64_t expected) {
+    s_.turn.findings = {kind, fault, got, expected, 0};
+  }
+  __device__ void take_look();
   __device__ void send_weights();
   __device__ void send_record();
   __device__ void wait(std::uint64_t epoch, bool drains);
@@ -53,7 +62,7 @@ class CombineControl {
   const LlPlanParts& parts_;
 };
 
-// All lanes: is this a plan of this group, and do the tensors fit it?
+// All lanes: is this a plan of this group, and do the tensors fit it? Mistakes are findings.
 __device__ inline void CombineControl::check() {
   const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
   constexpr std::uint64_t kHeader = sizeof(PlanHeader) / 8;
@@ -81,16 +90,17 @@ __device__ inline void CombineControl::check() {
   if (p_.weight_cols != h.topk) return refuse(LlFault::topk, {}, p_.weight_cols, h.topk);
 }
 
-// The call fails: nothing is sent but its record. A receive half takes its turn and delivers
-// nothing.
-__device__ inline void CombineControl::refuse(LlFault kind, const Fault& fault, std::int64_t got,
-                                              std::int64_t expected) {
+// A call with a mistake fails: nothing is sent but its record. A receive half takes its turn and
+// delivers nothing. One thread.
+__device__ inline void CombineControl::take_look() {
   LlCourse& c = s_.turn.course;
+  // A call that takes no turn tells why, and nothing else.
+  if (c.fatal || c.status != XD_SUCCESS) s_.turn.findings.kind = LlFault::none;
+  if (s_.turn.findings.kind == LlFault::none) return;
   c.status = XD_ERROR_INVALID_ARGUMENT;
   c.rows = false;
   c.drains = true;
   if (c.sends) c.receives = s_.turn.before.sent == s_.turn.before.taken;
-  s_.turn.findings = {kind, fault, got, expected, 0};
 }
 
 __device__ inline void CombineControl::run() {
@@ -105,7 +115,7 @@ __device__ inline void CombineControl::run() {
   wait(c.take_epoch, c.drains);
   const int besides = turn_.taken_besides();
   for (int i = 1; i <= besides; ++i) {
-    ptx::barrier_sync(kLlNextBarrier, kLlCombineThreads);
+    ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
     if (lane_id() == 0) {
       turn_.tell(c.take_epoch + static_cast<std::uint64_t>(i) - 1);
       s_.drained = 0;
@@ -187,6 +197,11 @@ __device__ __noinline__ void begin_control(const LlCombineParams& p, LlCombineSh
   const LlPlanParts parts(p);
   CombineControl(p, turn, shared, parts).begin();
 }
+__device__ __noinline__ void look_at_call(const LlCombineParams& p, LlCombineShared& shared) {
+  LlCombineTurn turn(p, shared.turn, kLlCombine);
+  const LlPlanParts parts(p);
+  CombineControl(p, turn, shared, parts).look();
+}
 __device__ __noinline__ void run_control(const LlCombineParams& p, LlCombineShared& shared) {
   LlCombineTurn turn(p, shared.turn, kLlCombine);
   const LlPlanParts parts(p);
@@ -225,6 +240,9 @@ class CombineBlock {
       begin_control(p_, s_);
       __syncthreads();
       if (is_on()) run_control(p_, s_);
+    } else if (warp_in_block() > kLlCombineMovers / 32) {
+      look_at_call(p_, s_);
+      __syncthreads();
     } else {
       move();
     }
@@ -270,7 +288,7 @@ __device__ inline void CombineBlock<T>::move() {
     if (*static_cast<volatile int*>(&s_.turn.failed) != 0) return;
     if (s_.turn.verdict == static_cast<int>(LlVerdict::drain)) summer.drain(epoch);
     // The control warp goes on to the next operation.
-    if (i < besides) ptx::barrier_sync(kLlNextBarrier, kLlCombineThreads);
+    if (i < besides) ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
   }
 }
 
@@ -297,9 +315,9 @@ void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_
   launch_dependent(kernel_for(static_cast<DType>(params.type)), params, shape, stream);
 }
 
-void load_ll_combine(const LlDevice&, const LaunchShape& shape) {
+void load_ll_combine(const LaunchShape& shape) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    load_dependent(kernel_for(type), shape);
+    load_dependent(kernel_for(type), shape, 0);
   }
 }
 

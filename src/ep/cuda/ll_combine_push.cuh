@@ -18,7 +18,9 @@
 
 namespace xd::ep::cuda {
 
-inline constexpr int kLlCombineMovers = 896, kLlCombineThreads = kLlCombineMovers + 32;
+inline constexpr int kLlCombineMovers = kLlMoverThreads, kLlCombineControls = 64;
+inline constexpr int kLlCombineThreads = kLlCombineMovers + kLlCombineControls;
+static_assert(kLlCombineThreads == kLlCombineBlockThreads);
 inline constexpr int kLlPartThreads = kLlCombineMovers / 4;
 
 using LlCombineTurn = LlTurn<LlCombineParams>;
@@ -126,8 +128,9 @@ class LlPusher {
         parts_(parts),
         vectors_(params.row_bytes / 16),
         row_parts_((vectors_ + kLlPartThreads - 1) / kLlPartThreads),
-        remote_(static_cast<std::uint32_t>(
-            min(max(parts.remote_items(), 0), (g_.ranks() - 1) * g_.max_tokens))) {}
+        remote_(pushes() ? static_cast<std::uint32_t>(
+                               min(max(parts.remote_items(), 0), (g_.ranks() - 1) * g_.max_tokens))
+                         : 0) {}
 
   // Before the block's first barrier: the first unit's rows are on their way.
   __device__ void load_first() {
@@ -147,6 +150,8 @@ class LlPusher {
   __device__ uint4 add_up(std::uint64_t epoch);
 
  private:
+  // A call that has failed may have no plan.
+  __device__ bool pushes() const { return p_.step.send && !p_.step.failed; }
   __device__ bool is_over() const { return unit_ >= (remote_ + own_units_) * row_parts_; }
   __device__ void load_next();
   __device__ void load(std::uint32_t item, std::uint32_t vector, bool there);

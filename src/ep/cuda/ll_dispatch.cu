@@ -254,10 +254,10 @@ void launch(const LlDispatchParams& params, const LaunchShape& shape, cudaStream
   launch_dependent(kernel_for(params.group, params.format), params, shape, stream);
 }
 
-void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape) {
+void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes) {
   for (const auto way :
        {XD_EP_QUANTISE_NONE, XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2}) {
-    load_dependent(kernel_for(group, quantise_format(way)), shape);
+    load_dependent(kernel_for(group, quantise_format(way)), shape, shared_bytes);
   }
 }
 

@@ -114,14 +114,14 @@ __device__ void LlTeller<kMostTopk>::send(std::uint64_t epoch, int token) const 
 // The count and its tag are one word, as the counts of prepare are.
 template <int kMostTopk>
 __device__ void LlTeller<kMostTopk>::tell_bad_ids(std::uint64_t epoch, int bad) const {
-  if (bad != 0) atomicAdd(&s_.bad_ids, static_cast<std::uint32_t>(bad));
+  if (bad != 0) atomicAdd(&s_.told_bad_ids, static_cast<std::uint32_t>(bad));
   ptx::barrier_sync(kLlTellBarrier, kLlTellers);
   const std::uint64_t slot = turn::lane_slot(epoch, g_.slots);
   const std::uint64_t cell = slot * g_.ranks() + g_.rank();
 #pragma unroll 1
   for (int d = thread_; d < g_.ranks(); d += kLlTellers) {
     auto* to = reinterpret_cast<std::uint64_t*>(s_.area[d].base + g_.map.bad_ids) + cell;
-    ptx::st_relaxed_sys(to, count_word(s_.bad_ids, epoch));
+    ptx::st_relaxed_sys(to, count_word(s_.told_bad_ids, epoch));
   }
 }
 

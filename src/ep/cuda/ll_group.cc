@@ -97,6 +97,8 @@ class CudaSlotsGroup final : public Group {
   void choose_shapes();
   void describe_group();
   void describe_tables();
+  void load_kernels() const;
+  std::size_t room() const { return limits_.shared_bytes - kStaticSharedBytes; }
 
   // The shape of a launch that does these halves.
   LaunchShape dispatch_shape(const LlStep& step, LlDispatchParams& params) const;
@@ -156,11 +158,7 @@ CudaSlotsGroup::CudaSlotsGroup(std::shared_ptr<Comm> owner, const xd_ep_config* 
     runner_.allocate();
     describe_group();
     describe_tables();
-    load_ll_control();
-    LlDispatchParams params{};
-    const LlStep both{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
-    load_ll_dispatch(device_, dispatch_shape(both, params));
-    load_ll_combine(device_, combine_shape(both));
+    load_kernels();
     return Collective::Contribution{};
   });
   share_ = SmShare(device_id(), blocks_, limits_.sms);
@@ -264,6 +262,20 @@ void CudaSlotsGroup::describe_tables() {
   stream.synchronize();
 }
 
+// Loads every kernel, and checks that each launch that there may be fits the device.
+void CudaSlotsGroup::load_kernels() const {
+  LlDispatchParams params{};
+  LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
+  load_ll_control();
+  load_ll_dispatch(device_, dispatch_shape(step, params), room());
+  load_ll_combine(combine_shape(step));
+  step.receive = false;
+  dispatch_shape(step, params);
+  step.send = false;
+  step.receive = true;
+  dispatch_shape(step, params);
+}
+
 // ---- Calls -------------------------------------------------------------------------------------
 
 LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams& params) const {
@@ -274,12 +286,11 @@ LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams&
                      : receives_only ? std::min(kLlReceiveBlocks, blocks_)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
-  const std::size_t room = limits_.shared_bytes - kStaticSharedBytes;
-  params.room = ll_dispatch_room(sizes_of(config()), blocks - params.senders, room);
-  if (params.room.end > room) {
+  params.room = ll_dispatch_room(sizes_of(config()), blocks - params.senders, room());
+  if (params.room.end > room()) {
     fail(XD_ERROR_UNSUPPORTED, "config: dispatch to ", blocks - params.senders,
          " thread blocks needs ", params.room.end,
-         " bytes of shared memory per block, this device has ", room,
+         " bytes of shared memory per block, this device has ", room(),
          ": more multiprocessors (config.num_sms) need less");
   }
   return {.blocks = blocks,

@@ -28,7 +28,7 @@ void launch_verify(const LlDevice& group, int lane, cudaStream_t stream);
 void load_ll_control();
 
 // Load the kernels of a group, and check that the device holds all blocks of such a launch at once.
-void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape);
-void load_ll_combine(const LlDevice& group, const LaunchShape& shape);
+void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
+void load_ll_combine(const LaunchShape& shape);
 
 }  // namespace xd::ep::cuda

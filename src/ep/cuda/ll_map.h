@@ -9,7 +9,7 @@
 //   pushed[slot][src]          src, in combine   the number of the operation; only where ranks
 //                                                disagree: src stores nothing more of it
 //   meet[src]                  src, in reset     LlMeeting, for each round
-//   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (ep/cuda/ll_words.cuh)
+//   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see ll_words.cuh)
 //   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
 //
 // slot = number of the operation mod in_flight. A slot is written again only under its reader's

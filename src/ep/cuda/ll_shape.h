@@ -13,7 +13,7 @@
 namespace xd::ep::cuda {
 
 inline constexpr int kLlDispatchThreads = 1024, kLlMoverThreads = 896, kLlGroupThreads = 448;
-inline constexpr int kLlCombineBlockThreads = 928;
+inline constexpr int kLlCombineBlockThreads = 960;
 
 // Larger tables of experts stay in global memory.
 inline constexpr int kLlMostSharedPlaces = 4096;

@@ -40,6 +40,7 @@ struct LlShared {
   int status, status_rank;    // of a setback
   LlFindings findings;
   std::uint32_t bad_ids;
+  std::uint32_t told_bad_ids;  // of this rank, as the tellers count them
   int bad_id_rank;
   // What waits have met in this block, besides.
   int failed;
@@ -207,7 +208,7 @@ XD_LL_MEMBER(void)::begin() {
     s_.masked = masked;
     s_.failed = 0;
     s_.status = XD_SUCCESS;
-    s_.bad_ids = 0;
+    s_.bad_ids = s_.told_bad_ids = 0;
     s_.lost[0] = s_.lost[1] = s_.accusers[0] = s_.accusers[1] = 0;
     s_.course = course_of(before);
     s_.course.fatal = failed;
