@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "base/error.h"
 #include "cuda/error.h"
 #include "cuda/ptx.cuh"
@@ -62,7 +64,15 @@ void launch_dependent(void (*kernel)(Params), const Params& params, const Launch
   XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
-// Loads such a kernel. `shape` is its largest launch; others may have up to `shared_bytes` of
+// Starts a small kernel whose blocks wait for nothing but peers.
+template <class... Params>
+void launch_plain(void (*kernel)(Params...), int blocks, int threads, cudaStream_t stream,
+                  std::type_identity_t<Params>... arguments) {
+  kernel<<<blocks, threads, 0, stream>>>(arguments...);
+  XD_CUDA_CHECK(cudaGetLastError());
+}
+
+// Loads a kernel of dependent launches. `shape` is its largest launch; others may have up to `shared_bytes` of
 // dynamic shared memory.
 template <class Params>
 void load_dependent(void (*kernel)(Params), const LaunchShape& shape, std::size_t shared_bytes) {

@@ -1,8 +1,8 @@
 // xd_ep_ll_combine: rows of the experts back to their tokens.
 //
-// All blocks push, then sum. In each, 28 warps move rows, and two control: one begins the turn, sends
-// weights, waits for records and judges; the other checks the plan at the start. The launch's last block also sends
-// this rank's record and credit. See docs/internals/low_latency.md.
+// All blocks push, then sum. In each, 28 warps move rows, and two control: one begins the turn,
+// sends weights, waits for records and judges; the other checks the plan at the start. The launch's
+// last block also sends this rank's record and credit. See docs/internals/low_latency.md.
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/ll_combine_push.cuh"
 #include "ep/cuda/ll_combine_sum.cuh"
@@ -285,8 +285,14 @@ __device__ inline void CombineBlock<T>::move() {
     const std::uint64_t epoch = c.take_epoch + static_cast<std::uint64_t>(i);
     const volatile std::uint64_t* decided = &s_.decided;
     while (*decided < epoch && *static_cast<volatile int*>(&s_.turn.failed) == 0) ptx::pause();
-    if (*static_cast<volatile int*>(&s_.turn.failed) != 0) return;
-    if (s_.turn.verdict == static_cast<int>(LlVerdict::drain)) summer.drain(epoch);
+    // One mover asks for all, since they meet at barriers in drain().
+    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+    if (threadIdx.x == 0) {
+      const bool failed = *static_cast<volatile int*>(&s_.turn.failed) != 0;
+      s_.drains = !failed && s_.turn.verdict == static_cast<int>(LlVerdict::drain) ? 1 : 0;
+    }
+    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+    if (s_.drains != 0) summer.drain(epoch);
     // The control warp goes on to the next operation.
     if (i < besides) ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
   }

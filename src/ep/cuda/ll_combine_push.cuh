@@ -29,6 +29,7 @@ struct LlCombineShared {
   LlShared turn;
   PlanHeader plan;
   std::uint64_t decided;  // the operation whose verdict is there
+  int drains;             // 1 = all movers drain the operation
   unsigned long long drained;
 };
 

@@ -11,6 +11,7 @@
 // number. A peer that has answered this greeting takes part in this reset; an old greeting or
 // answer proves nothing. The words are released and acquired at system scope, in both rounds.
 #include "cuda/error.h"
+#include "ep/cuda/launch.cuh"
 #include "ep/cuda/ll_kernels.h"
 #include "ep/cuda/ll_turn.cuh"
 #include "ep/cuda/ll_words.cuh"
@@ -206,27 +207,23 @@ __global__ void __launch_bounds__(kFillThreads)
 }  // namespace
 
 void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t stream) {
-  mask_set_kernel<<<1, 1, 0, stream>>>(group, rank, masked);
-  XD_CUDA_CHECK(cudaGetLastError());
+  launch_plain(mask_set_kernel, 1, 1, stream, group, rank, masked);
 }
 
 void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t stream) {
-  mask_get_kernel<<<1, kControlThreads, 0, stream>>>(group, mask);
-  XD_CUDA_CHECK(cudaGetLastError());
+  launch_plain(mask_get_kernel, 1, kControlThreads, stream, group, mask);
 }
 
 void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stream) {
   ResetParams params{group, launch, 0};
-  meet_kernel<<<1, kControlThreads, 0, stream>>>(params);
-  fill_kernel<<<kFillBlocks, kFillThreads, 0, stream>>>(group);
+  launch_plain(meet_kernel, 1, kControlThreads, stream, params);
+  launch_plain(fill_kernel, kFillBlocks, kFillThreads, stream, group);
   params.round = 1;
-  meet_kernel<<<1, kControlThreads, 0, stream>>>(params);
-  XD_CUDA_CHECK(cudaGetLastError());
+  launch_plain(meet_kernel, 1, kControlThreads, stream, params);
 }
 
 void launch_verify(const LlDevice& group, int lane, cudaStream_t stream) {
-  verify_kernel<<<kFillBlocks, kFillThreads, 0, stream>>>(group, lane);
-  XD_CUDA_CHECK(cudaGetLastError());
+  launch_plain(verify_kernel, kFillBlocks, kFillThreads, stream, group, lane);
 }
 
 void load_ll_control() {

@@ -132,12 +132,17 @@ XD_LL_SOURCES(void)::wait_ids() {
     in_time &= s_.gone[r] != 0 || s_.record[r].call.operation != 0;
   }
   in_time = __all_sync(kAllLanes, in_time) != 0;
-  while (in_time && *pending != 0) {
-    bool on = true;
-    if (lane_id() == 0) on = look(g_.rank(), wait);
+  // One lane looks for all, so that they stay together.
+  for (bool waits = in_time; waits;) {
+    bool on = true, left = true;
+    if (lane_id() == 0) {
+      left = *pending != 0;
+      if (left) on = look(g_.rank(), wait);
+    }
     in_time = __shfl_sync(kAllLanes, on, 0);
+    waits = in_time && __shfl_sync(kAllLanes, left, 0);
   }
-  if (*static_cast<volatile int*>(&s_.failed) != 0) return;
+  if (__any_sync(kAllLanes, *static_cast<volatile int*>(&s_.failed) != 0)) return;
   if (in_time && turn_.is_last_block()) return;
   const bool quick = ptx::global_timer_ns() - began_ < while_ns() / 2;
   if (in_time && (__all_sync(kAllLanes, quick) != 0 || __all_sync(kAllLanes, !is_closing()) != 0)) {
