@@ -72,8 +72,8 @@ void launch_plain(void (*kernel)(Params...), int blocks, int threads, cudaStream
   XD_CUDA_CHECK(cudaGetLastError());
 }
 
-// Loads a kernel of dependent launches. `shape` is its largest launch; others may have up to `shared_bytes` of
-// dynamic shared memory.
+// Loads a kernel of dependent launches. `shape` is its largest launch; others may have up to
+// `shared_bytes` of dynamic shared memory.
 template <class Params>
 void load_dependent(void (*kernel)(Params), const LaunchShape& shape, std::size_t shared_bytes) {
   const auto* function = reinterpret_cast<const void*>(kernel);
