@@ -42,6 +42,7 @@ struct DeviceBoard {
   std::uint32_t claimed;    // own kernels: a kernel is writing this rank's slots
   std::uint32_t told_host;  // own kernels: a kernel has taken the error to HostWords
   std::uint32_t some_lost;  // own kernels: HostWords::some_lost, as last seen
+  RankBits lost;            // own kernels: HostWords::lost, likewise
   std::uint64_t looked_ns;  // own kernels: when one of them last looked at HostWords
   FatalError slot[kMaxDeviceRanks];
 };

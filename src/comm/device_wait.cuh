@@ -89,19 +89,24 @@ __device__ inline bool host_calls(const DeviceComm& comm, std::uint64_t now) {
   if (now < looked + kHostWordNs || ptx::cas_acquire_gpu(&own->looked_ns, looked, now) != looked) {
     return false;
   }
-  if (ptx::ld_acquire_sys(&comm.host->some_lost) != 0) ptx::st_release_sys(&own->some_lost, 1);
+  if (ptx::ld_acquire_sys(&comm.host->some_lost) != 0) {
+    const RankBits& lost = comm.host->lost;
+    ptx::st_release_sys(&own->lost.word[0], ptx::ld_acquire_sys(&lost.word[0]));
+    ptx::st_release_sys(&own->lost.word[1], ptx::ld_acquire_sys(&lost.word[1]));
+    ptx::st_release_sys(&own->some_lost, 1);
+  }
   return ptx::ld_acquire_sys(&comm.host->finished) != 0;
 }
 
-// `ranks`: of HostWords.
+// `ranks`: of HostWords, or DeviceBoard::lost.
 __device__ inline bool holds(const RankBits& ranks, int rank) {
   return (ptx::ld_acquire_sys(&ranks.word[rank / 64]) >> (rank % 64) & 1) != 0;
 }
 
-// True if the peer takes part in nothing any more.
+// True if the peer takes part in nothing any more. Many threads may ask, so it does not look at the
+// host's memory.
 __device__ inline bool is_lost(const DeviceComm& comm, int peer) {
-  return peer >= 0 && ptx::ld_acquire_sys(&comm.own_board->some_lost) != 0 &&
-         holds(comm.host->lost, peer);
+  return peer >= 0 && holds(comm.own_board->lost, peer);
 }
 
 // The rank that a wait for `peer` would wait in vain for, in an operation that needs all ranks: one

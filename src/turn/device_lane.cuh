@@ -17,8 +17,7 @@
 //   the kernel after it:         (stream order) fence.acq_rel.sys, then credit = n at every peer
 //   a peer's send half n + slots:  ld.acquire.sys of the credit, barrier of the block, stores
 //
-// A kernel gives its credit before it waits for anything of its own operations but credits of lower
-// ones; so no wait goes in a circle.
+// A kernel gives its credit before it waits for anything, so no wait goes in a circle.
 //
 // Each thread block counts for itself (LaneCount), so nothing is atomic, and a launch needs no last
 // block. A launch must be the only one that runs of its sequence and its lane; its caller orders
@@ -60,14 +59,14 @@ __device__ bool poll_until(Ready ready, GoesOn goes_on) {
 // The state of one long wait, from its first look on.
 struct LongWait {
   std::uint64_t deadline = 0;
-  bool has_left = false;
+  bool peer_is_lost = false;
 };
 
 // Why a long wait ends.
 enum class Waited : int {
   goes_on,
   failed,   // the communicator has
-  too_long  // its time is over, or the peer has said goodbye
+  too_long  // its time is over, or the peer takes part in nothing any more
 };
 
 // One look of a long wait. It raises nothing itself. It is no part of the polling code, whose
@@ -88,9 +87,9 @@ inline __device__ __noinline__ Waited look_around(const DeviceComm& comm,
     device::tell_host(comm);
     return Waited::failed;
   }
-  // The goodbye came after the peer's last words, so the polls that follow this look find them.
-  if (wait.has_left) return Waited::too_long;
-  wait.has_left = device::has_left(comm, peer);
+  // A rank's end comes after its last words, so the polls that follow this look find them.
+  if (wait.peer_is_lost) return Waited::too_long;
+  wait.peer_is_lost = device::is_lost(comm, peer);
   return now >= wait.deadline ? Waited::too_long : Waited::goes_on;
 }
 
@@ -98,10 +97,11 @@ inline __device__ __noinline__ Waited look_around(const DeviceComm& comm,
 inline __device__ __noinline__ void raise_loss(const DeviceComm& comm,
                                                const device::KernelWait& site, int peer,
                                                const LongWait& wait) {
+  const bool lost = wait.peer_is_lost;
   FatalError error =
-      device::error_at(comm, site, wait.has_left ? XD_ERROR_PEER_LOST : XD_ERROR_TIMEOUT, peer);
-  error.left = wait.has_left ? 1 : 0;
-  device::raise(comm, error, wait.has_left ? device::Spread::here : device::Spread::everywhere);
+      device::error_at(comm, site, lost ? XD_ERROR_PEER_LOST : XD_ERROR_TIMEOUT, peer);
+  error.left = lost && device::holds(comm.host->left, peer) ? 1 : 0;
+  device::raise(comm, error, lost ? device::Spread::here : device::Spread::everywhere);
   device::tell_host(comm);
 }
 

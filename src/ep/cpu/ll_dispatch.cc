@@ -281,7 +281,8 @@ void LlDispatch::write_plan(std::int64_t items) const {
     header.bad_ids += record.bad_ids;
     header.bad_id_rank = r;
   }
-  const LlPlanFacts facts{.weighted = (sent_.flags & kHasWeights) != 0 ? 1 : 0};
+  const LlPlanFacts facts{.weighted = (sent_.flags & kHasWeights) != 0 ? 1 : 0,
+                          .remote_items = 0};  // of plans on CUDA
   std::memcpy(receive_.plan, &header, sizeof(header));
   std::memcpy(receive_.plan + map.facts, &facts, sizeof(facts));
   std::ranges::copy(context_.scratch.next,

@@ -171,7 +171,7 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
         // The sum goes without that rank, and waits for the others.
         wanted &= ~(1u << (late - first));
         missing &= wanted;
-        wait.has_left = false;
+        wait.peer_is_lost = false;
         return g_.masks && *static_cast<volatile int*>(&s_.turn.failed) == 0;
       });
   return there && *verdict == static_cast<int>(LlVerdict::go);

@@ -6,22 +6,26 @@
 // gives up:
 //
 //   last block                                   other blocks
-//   its time is over: closing = operation        wait without an end of their own, and look at
-//   waits for a while                            `closing` now and then
+//   its time is over, or a source is lost:       wait without an end of their own, and look at
+//   closing = operation                          `closing` now and then
+//   waits for a while
 //   has a source's record and all of its ids     `closing` is this operation: wait for decided[] of
 //   come? decided[source] = yes or no            every source
 //
-// A block whose words have all come quickly looks at nothing: it began before `closing` was set, or
-// less than that while after, so the last block's look finds what this block has found. A block
-// that has waited for longer looks at `closing` when its words have come.
+// A block has looked at `closing` when it began. If it was not set, and all words have come within
+// half of that while, the last block's look comes later by the other half, and finds what this
+// block has found; so the block looks at nothing more. A block that has begun later, or waited for
+// longer, looks at `closing` when its words have come.
 #pragma once
 
 #include "ep/cuda/ll_dispatch_list.cuh"
 
 namespace xd::ep::cuda {
 
-// The while, as a part of the group's timeout.
+// The while: a part of the group's timeout, but no longer than it takes any store to be seen by all
+// blocks, many times over.
 inline constexpr int kClosingPart = 16;
+inline constexpr std::uint64_t kMostClosingNs = 4000000;
 
 template <bool kMany>
 class LlSources {
@@ -34,15 +38,19 @@ class LlSources {
         s_(turn.shared()),
         list_(list),
         epoch_(epoch),
-        began_(ptx::global_timer_ns()) {}
+        began_(ptx::global_timer_ns()),
+        closing_(params.group.masks ? ptx::ld_relaxed_sys(&params.group.control->closing) : 0) {}
 
   // All lanes of the warp. When it returns, every record has come or its source is gone, and so are
   // the ids in groups that mask.
   __device__ void wait(bool counts_bad_ids);
 
  private:
+  __device__ std::uint64_t timeout_ns() const {
+    return static_cast<std::uint64_t>(g_.comm.timeout_ms) * 1000000;
+  }
   __device__ std::uint64_t while_ns() const {
-    return static_cast<std::uint64_t>(g_.comm.timeout_ms) * 1000000 / kClosingPart;
+    return min(timeout_ns() / kClosingPart, kMostClosingNs);
   }
   __device__ void wait_record(int source);
   __device__ bool look(int source, turn::LongWait& wait);
@@ -59,7 +67,7 @@ class LlSources {
   LlShared& s_;
   LlListShared& list_;
   const std::uint64_t epoch_, began_;
-  bool decided_ = false;
+  const std::uint64_t closing_;  // LlControl::closing when this block began
 };
 
 #define XD_LL_SOURCES(type) \
@@ -93,7 +101,7 @@ XD_LL_SOURCES(void)::wait_record(int source) {
 XD_LL_SOURCES(bool)::look(int source, turn::LongWait& wait) {
   if (!g_.masks) return turn_.goes_on(XD_PHASE_ENTRY, epoch_, source, wait);
   if (*static_cast<volatile int*>(&s_.failed) != 0) return false;
-  if (wait.deadline == 0) wait.deadline = began_ + kClosingPart * while_ns();
+  if (wait.deadline == 0) wait.deadline = began_ + timeout_ns();
   const turn::Waited waited =
       turn::look_around(g_.comm, turn_.site(XD_PHASE_ENTRY, epoch_), source, wait);
   if (waited == turn::Waited::failed) {
@@ -144,7 +152,7 @@ XD_LL_SOURCES(void)::wait_ids() {
   }
   if (__any_sync(kAllLanes, *static_cast<volatile int*>(&s_.failed) != 0)) return;
   if (in_time && turn_.is_last_block()) return;
-  const bool quick = ptx::global_timer_ns() - began_ < while_ns() / 2;
+  const bool quick = closing_ != epoch_ && ptx::global_timer_ns() - began_ < while_ns() / 2;
   if (in_time && (__all_sync(kAllLanes, quick) != 0 || __all_sync(kAllLanes, !is_closing()) != 0)) {
     return;
   }

@@ -79,6 +79,11 @@ inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
 
 using LlLane = turn::DeviceLane<LlRecord, LlDevice>;
 
+// `areas`: LlDevice::areas, or a copy of them.
+__device__ inline LlLane ll_lane_of(const LlDevice& g, int kind, const HeapRange* areas) {
+  return LlLane(g, g.map.lane[kind], g.counts[kind], areas);
+}
+
 template <class Params>
 class LlTurn {
  public:
@@ -98,9 +103,7 @@ class LlTurn {
     g_.control->failed_send[kind_][slot(s_.course.send_epoch)] = s_.course.send_epoch;
   }
 
-  __device__ LlLane lane() const {
-    return LlLane(g_, g_.map.lane[kind_], g_.counts[kind_], s_.area);
-  }
+  __device__ LlLane lane() const { return ll_lane_of(g_, kind_, s_.area); }
   __device__ const LlDevice& group() const { return g_; }
   __device__ const LlCourse& course() const { return s_.course; }
   __device__ LlShared& shared() const { return s_; }
@@ -123,6 +126,7 @@ class LlTurn {
     }
     lane().send_record(record, s_.course.send_epoch, for_rank);
   }
+  // All lanes of a warp of the last block, behind its barrier.
   __device__ void give_credit() const { lane().give_credit(s_.before.taken); }
 
   // Ranks that are left out now.
@@ -254,17 +258,25 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   return c;
 }
 
-// All lanes. The credits are loaded once before the counts are looked at.
+// All lanes. Mostly all credits are there, and the last block gives this rank's own behind the
+// barrier. Where they are not, it gives it at once, since the peers may wait for it likewise.
 XD_LL_MEMBER(void)::wait_credits(const turn::LaneEpochs& before) const {
   const std::uint64_t epoch = before.sent + 1;
   const auto slots = static_cast<std::uint64_t>(g_.slots);
+  const auto has_taken = [&](int r) {
+    return r == rank() || leaves_out(r) || lane().credit_of(r) + slots >= epoch;
+  };
+  bool all = true;
+#pragma unroll 1
+  for (int r = lane_id(); r < ranks(); r += 32) all &= has_taken(r);
+  if (__all_sync(kAllLanes, all) != 0) return;
+  if (is_last_block()) ll_lane_of(g_, kind_, g_.areas).give_credit(before.taken);
 #pragma unroll 1
   for (int r = lane_id(); r < ranks(); r += 32) {
-    if (r == rank() || leaves_out(r)) continue;
-    const auto has_taken = [&] { return lane().credit_of(r) + slots >= epoch; };
     turn::LongWait wait;
-    const bool good = turn::poll_until(
-        has_taken, [&] { return goes_on(XD_PHASE_CREDIT, epoch - slots, r, wait); });
+    const bool good =
+        turn::poll_until([&] { return has_taken(r); },
+                         [&] { return goes_on(XD_PHASE_CREDIT, epoch - slots, r, wait); });
     // A rank that has been accused gets no rows from now on: its place may not be free.
     if (!good && !g_.masks) s_.failed = 1;
   }
