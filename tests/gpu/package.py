@@ -41,6 +41,8 @@ def tests_of(build):
                 "-m",
                 *(word.removeprefix(f"{ROOT}/") for word in pytest),
             ]
+        if "ENVIRONMENT" in properties:
+            command = ["env", *properties["ENVIRONMENT"], *command]
         if any(re.search(r"\s", word) for word in command):
             sys.exit(f"{test['name']}: a word of its command has a blank")
         yield test["name"], int(properties["TIMEOUT"]), command

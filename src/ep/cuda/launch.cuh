@@ -46,10 +46,11 @@ void load_kernel(void (*kernel)(Params), std::size_t shared_bytes) {
 
 // Starts a launch that may begin while the kernel before it in the stream still runs, and waits for
 // that one's end itself (ptx::wait_for_kernel_before). Its blocks wait for peers, so the device has
-// to hold all of them at once: load_dependent() checks it.
+// to hold all of them at once: load_dependent() checks it. `dependent` = false: it begins as others
+// do.
 template <class Params>
 void launch_dependent(void (*kernel)(Params), const Params& params, const LaunchShape& shape,
-                      cudaStream_t stream) {
+                      bool dependent, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -59,7 +60,7 @@ void launch_dependent(void (*kernel)(Params), const Params& params, const Launch
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = dependent ? 1 : 0;
   void* arguments[] = {const_cast<Params*>(&params)};
   XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
@@ -78,6 +79,9 @@ template <class Params>
 void load_dependent(void (*kernel)(Params), const LaunchShape& shape, std::size_t shared_bytes) {
   const auto* function = reinterpret_cast<const void*>(kernel);
   static_assert(sizeof(Params) <= 4096);
+  cudaFuncAttributes attributes{};
+  XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
+  XD_CHECK(attributes.sharedSizeBytes <= kStaticSharedBytes);
   XD_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(shared_bytes)));
   int device = 0, sms = 0, blocks = 0;

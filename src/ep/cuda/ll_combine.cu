@@ -214,8 +214,10 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
   LlShared& turn = shared.turn;
   const LlCourse& c = turn.course;
   if (c.fatal) return;
+  const bool mistake = p.step.failed || p.step.silent;  // which the host has told
+  if (mistake && blockIdx.x == 0) launch.count_mistake();
   if (!c.sends && !c.receives) {
-    if (blockIdx.x == 0) launch.tell_refusal();
+    if (!mistake && blockIdx.x == 0) launch.tell_refusal();
     return;
   }
   if (turn.findings.kind != LlFault::none) {
@@ -302,7 +304,7 @@ template <class T>
 __global__ void __launch_bounds__(kLlCombineThreads, 1)
     ll_combine_kernel(const __grid_constant__ LlCombineParams p) {
   __shared__ LlCombineShared shared;
-  ptx::let_next_kernel_start();
+  if (p.group.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
   CombineBlock<T>(p, shared).run();
 }
@@ -318,7 +320,8 @@ CombineKernel kernel_for(DType type) {
 }  // namespace
 
 void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  launch_dependent(kernel_for(static_cast<DType>(params.type)), params, shape, stream);
+  launch_dependent(kernel_for(static_cast<DType>(params.type)), params, shape,
+                   params.group.dependent, stream);
 }
 
 void load_ll_combine(const LaunchShape& shape) {

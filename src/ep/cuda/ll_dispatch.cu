@@ -104,7 +104,10 @@ class DispatchBlock {
     start(sender);
     const LlCourse& course = s_.turn.course;
     if (!course.fatal && course.status != XD_SUCCESS) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) ll_tell_refusal(p_, s_.turn, kLlDispatch);
+      if (blockIdx.x == 0 && threadIdx.x == 0) {
+        has_mistake() ? ll_count_mistake(p_, s_.turn, kLlDispatch)
+                      : ll_tell_refusal(p_, s_.turn, kLlDispatch);
+      }
       return;
     }
     if (!course.fatal) {
@@ -116,10 +119,16 @@ class DispatchBlock {
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) turn_.end();
+    if (threadIdx.x != 0) return;
+    if (has_mistake() && blockIdx.x == 0 && !course.fatal) {
+      ll_count_mistake(p_, s_.turn, kLlDispatch);
+    }
+    turn_.end();
   }
 
  private:
+  // The host has found one, and has told it.
+  __device__ bool has_mistake() const { return p_.step.failed || p_.step.silent; }
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < p_.senders; }
   __device__ bool is_first_receiver() const { return static_cast<int>(blockIdx.x) == p_.senders; }
   __device__ static bool moves() { return threadIdx.x < kLlMovers; }
@@ -228,7 +237,7 @@ template <class Quantiser, bool kMany, int kMostTopk>
 __global__ void __launch_bounds__(kLlThreads, 1)
     ll_dispatch_kernel(const __grid_constant__ LlDispatchParams p) {
   __shared__ DispatchShared shared;
-  ptx::let_next_kernel_start();
+  if (p.group.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
   DispatchBlock<Quantiser, kMany, kMostTopk>(p, shared).run();
 }
@@ -251,7 +260,8 @@ DispatchKernel kernel_for(const LlDevice& group, const QuantiseFormat& format) {
 }  // namespace
 
 void launch(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  launch_dependent(kernel_for(params.group, params.format), params, shape, stream);
+  launch_dependent(kernel_for(params.group, params.format), params, shape, params.group.dependent,
+                   stream);
 }
 
 void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes) {

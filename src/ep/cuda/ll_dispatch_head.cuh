@@ -33,7 +33,7 @@ class LlHead {
 
   // All threads that move no rows.
   __device__ void write(std::uint64_t epoch);
-  // The same where nothing is delivered: no rows, and no plan.
+  // The same where nothing is delivered: there is no plan then.
   __device__ void write_nothing();
 
  private:
@@ -74,10 +74,6 @@ XD_LL_HEAD(void)::write(std::uint64_t epoch) {
 }
 
 XD_LL_HEAD(void)::write_nothing() {
-#pragma unroll 1
-  for (int e = thread_; e < g_.local_experts && p_.counts != nullptr; e += kLlTellers) {
-    p_.counts[e] = 0;
-  }
   if (thread_ == 0 && p_.plan != nullptr) reinterpret_cast<PlanHeader*>(p_.plan)->magic = 0;
 }
 

@@ -99,6 +99,12 @@ class CudaSlotsGroup final : public Group {
   void describe_tables();
   void load_kernels() const;
   std::size_t room() const { return limits_.shared_bytes - kStaticSharedBytes; }
+  // A dependent launch takes multiprocessors while it waits for the launch before it. Where others
+  // may need them so that that one ends, another rank on this device or this rank's other lane on
+  // another stream, launches begin one after the other.
+  bool may_depend() const {
+    return env().ll_dependent != 0 && limits_.ranks_on_device == 1 && 2 * blocks_ > limits_.sms;
+  }
 
   // The shape of a launch that does these halves.
   LaunchShape dispatch_shape(const LlStep& step, LlDispatchParams& params) const;
@@ -214,6 +220,7 @@ void CudaSlotsGroup::describe_group() {
   g.fatal_errors = c.fatal_errors;
   g.masks = c.masks_lost_peers;
   g.collapse = c.collapse;
+  g.dependent = may_depend();
   g.experts = c.experts;
   g.local_experts = c.local_experts;
   g.max_tokens = c.max_tokens;

@@ -64,6 +64,7 @@ struct LlDevice {
   DeviceComm comm;  // with the group's timeout
   int number;
   bool fatal_errors, masks, collapse;
+  bool dependent;  // launches begin while those before them still run
   int experts, local_experts, max_tokens, max_topk, slots, most_blocks;
   LlControl* control;
   LlReport* report;

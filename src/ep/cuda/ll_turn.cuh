@@ -180,12 +180,25 @@ class LlTurn {
   __device__ void tell(std::uint64_t epoch);
   // The same about a call that takes no turn.
   __device__ void tell_refusal();
+  // A mistake of this rank's call that its host has found and told is counted, too. One thread of
+  // the launch.
+  __device__ void count_mistake();
 
  private:
   __device__ LlCourse course_of(const turn::LaneEpochs& before) const;
   __device__ void wait_credits(const turn::LaneEpochs& before) const;
   __device__ void write_report(std::uint64_t epoch, const LlFindings& findings, int status,
                                int rank);
+  __device__ void count_error(std::uint64_t epoch, int status, int rank);
+  __device__ void lock_report() const {
+    while (atomicCAS(&g_.control->reporting, 0u, 1u) != 0) {
+    }
+    __threadfence();
+  }
+  __device__ void unlock_report() const {
+    __threadfence();
+    atomicExch(&g_.control->reporting, 0u);
+  }
 
   const Params& p_;
   const LlDevice& g_;
@@ -366,16 +379,14 @@ XD_LL_MEMBER(void)::judge(bool drains) {
 XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int status, int rank) {
   LlControl* control = g_.control;
   // One block reports an operation. A setback of a call that takes no turn has no number.
-  while (atomicCAS(&control->reporting, 0u, 1u) != 0) {
-  }
-  __threadfence();
+  lock_report();
   volatile std::uint64_t* reported = &control->reported[kind_];
   if (epoch == 0 || *reported < epoch) {
     if (epoch != 0) *reported = epoch;
     write_report(epoch, findings, status, rank);
+    count_error(epoch, status, rank);
   }
-  __threadfence();
-  atomicExch(&control->reporting, 0u);
+  unlock_report();
 }
 
 XD_LL_MEMBER(void)::tell(std::uint64_t epoch) {
@@ -423,8 +434,19 @@ XD_LL_MEMBER(void)::write_report(std::uint64_t epoch, const LlFindings& findings
     to->masked = {g_.control->masked[0], g_.control->masked[1]};
     to->masked_by = {g_.control->masked_by[0], g_.control->masked_by[1]};
   }
+}
+
+XD_LL_MEMBER(void)::count_mistake() {
+  lock_report();
+  count_error(s_.course.send_epoch, p_.step.failed ? p_.record.call.status : XD_SUCCESS, rank());
+  unlock_report();
+}
+
+// XD_SUCCESS: an error that finishes nothing.
+XD_LL_MEMBER(void)::count_error(std::uint64_t epoch, int status, int rank) {
+  LlReport* to = g_.report;
   ptx::st_release_sys(&to->errors, ++g_.control->errors);
-  if (!g_.fatal_errors || status == XD_ERROR_PEER_LOST) return;
+  if (!g_.fatal_errors || status == XD_SUCCESS || status == XD_ERROR_PEER_LOST) return;
   FatalError error = device::error_at(g_.comm, site(XD_PHASE_NONE, epoch), status, rank);
   error.met_by_all = 1;
   to->fatal_launch = p_.step.launch;
@@ -443,6 +465,10 @@ template <class Params>
 __device__ __noinline__ void ll_tell(const Params& params, LlShared& shared, int kind,
                                      std::uint64_t epoch) {
   LlTurn<Params>(params, shared, kind).tell(epoch);
+}
+template <class Params>
+__device__ __noinline__ void ll_count_mistake(const Params& params, LlShared& shared, int kind) {
+  LlTurn<Params>(params, shared, kind).count_mistake();
 }
 template <class Params>
 __device__ __noinline__ void ll_tell_refusal(const Params& params, LlShared& shared, int kind) {
