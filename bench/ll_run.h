@@ -11,7 +11,7 @@
 namespace bench {
 
 // A measured step. `clock` says what is timed: "call", on the CPU, from the common start until the
-// call has returned.
+// call has returned; on CUDA see gpu/ll_cuda.h.
 struct LlStep {
   const char* operation;
   const char* by;    // "low latency", or the layout that takes several calls

@@ -9,16 +9,17 @@
 #include "nccl.h"
 
 namespace bench::gpu {
-namespace {
 
-// Sets the environment up, before the first call of CUDA. A kernel that is loaded at its first
-// launch, or a stream that shares a hardware queue with another rank's, would wait for kernels that
-// wait for it. An all-to-all has no use for multicast objects, which NCCL would make by default.
+// A kernel that is loaded at its first launch, or a stream that shares a hardware queue with another
+// rank's, would wait for kernels that wait for it. An all-to-all has no use for multicast objects,
+// which NCCL would make by default.
 void set_up_environment() {
   ::setenv("NCCL_NVLS_ENABLE", "0", 1);
   ::setenv("CUDA_MODULE_LOADING", "EAGER", 0);
   ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 }
+
+namespace {
 
 Place place_ranks(const Options& options) {
   std::string why;

@@ -38,6 +38,11 @@ __global__ void gate_kernel(const __grid_constant__ Gate gate) {
   if (!all_here) *gate.failed = 1;
 }
 
+// ---- Stamps ------------------------------------------------------------------------------------
+
+__global__ void stamp_kernel(std::uint64_t* to) { *to = ptx::get_sreg_globaltimer(); }
+__global__ void __launch_bounds__(1024) nothing_kernel() {}
+
 // ---- Payload -----------------------------------------------------------------------------------
 
 __device__ std::uint32_t draw(std::uint64_t seed, int source, int token, std::int64_t column) {
@@ -226,6 +231,16 @@ constexpr int kRowBlocks = 1024;
 void launch_gate(const Gate& gate, cudaStream_t stream) {
   gate_kernel<<<1, 96, 0, stream>>>(gate);
   ok(cudaGetLastError(), "gate");
+}
+
+void launch_stamp(std::uint64_t* to, cudaStream_t stream) {
+  stamp_kernel<<<1, 1, 0, stream>>>(to);
+  ok(cudaGetLastError(), "stamp");
+}
+
+void launch_nothing(int blocks, int threads, cudaStream_t stream) {
+  nothing_kernel<<<blocks, threads, 0, stream>>>();
+  ok(cudaGetLastError(), "a kernel that does nothing");
 }
 
 void fill_rows(const Payload& payload, int source, void* rows, std::int64_t count,

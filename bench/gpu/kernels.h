@@ -27,6 +27,12 @@ struct Gate {
 // their speed nor their skew is measured; or after 20 s.
 void launch_gate(const Gate& gate, cudaStream_t stream);
 
+// ---- Stamps ------------------------------------------------------------------------------------
+// Writes the device's clock, in nanoseconds, when all before it on the stream has ended.
+void launch_stamp(std::uint64_t* to, cudaStream_t stream);
+// A kernel that does nothing, on every multiprocessor.
+void launch_nothing(int blocks, int threads, cudaStream_t stream);
+
 // ---- Payload -----------------------------------------------------------------------------------
 // An element is a whole number from -8 to 7 (a byte: from 0 to 255), drawn by seed, source rank,
 // token and column. Sums of 32 of them are exact in every type, so every check is for equal bits.

@@ -55,9 +55,19 @@ double Stopwatch::measure_once(const std::function<void()>& enqueue) {
 
 std::vector<double> Stopwatch::measure(Iterations iterations,
                                        const std::function<void(int)>& enqueue) {
+  const auto nothing = [] {};
+  return measure_between(iterations, nothing, enqueue, nothing);
+}
+
+std::vector<double> Stopwatch::measure_between(Iterations iterations,
+                                               const std::function<void()>& before,
+                                               const std::function<void(int)>& enqueue,
+                                               const std::function<void()>& after) {
   std::vector<double> seconds;
   for (int i = 0; i < iterations.all(); ++i) {
+    before();
     const double one = measure_once([&] { enqueue(i); });
+    after();
     if (i >= iterations.warmup) seconds.push_back(one);
   }
   return seconds;

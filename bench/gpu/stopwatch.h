@@ -29,6 +29,10 @@ class Stopwatch {
   // Seconds of each timed iteration on this rank, taken by events on the stream. `enqueue` gets the
   // iteration's number, from 0 in the warm-up.
   std::vector<double> measure(Iterations iterations, const std::function<void(int)>& enqueue);
+  // `before` and `after` enqueue what is not timed; the common start comes behind `before`.
+  std::vector<double> measure_between(Iterations iterations, const std::function<void()>& before,
+                                      const std::function<void(int)>& enqueue,
+                                      const std::function<void()>& after);
 
  private:
   double measure_once(const std::function<void()>& enqueue);

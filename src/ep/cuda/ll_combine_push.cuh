@@ -70,14 +70,21 @@ __device__ inline std::uint64_t ll_weight_offset(const LlDevice& g, std::uint32_
   return g.map.weights + std::uint64_t{row} * g.max_topk * sizeof(std::uint64_t);
 }
 
-// The weight of this lane's choice: of this call, if it has weights, else `weight`. It is no part
-// of the code that sums, whose registers it would take.
+// The place of this lane's weight of a token, if this call has weights.
+__device__ inline const std::uint64_t* ll_weight_at(const LlCombineParams& p, std::uint64_t epoch,
+                                                    const LlItem& item) {
+  const LlDevice& g = p.group;
+  const std::uint64_t offset =
+      ll_weight_offset(g, turn::lane_slot(epoch, g.slots), item.source(), item.token());
+  return reinterpret_cast<const std::uint64_t*>(g.own_area + offset) + lane_id();
+}
+
+// The weight of this lane's choice, for which it waits. It is no part of the code that sums, whose
+// registers it would take.
 inline __device__ __noinline__ float ll_late_weight(const LlCombineParams& p, LlShared& shared,
                                                     std::uint64_t epoch, LlItem item) {
-  const LlDevice& g = p.group;
   const LlCombineTurn turn(p, shared, kLlCombine);
-  const std::uint64_t offset = ll_weight_offset(g, turn.slot(epoch), item.source(), item.token());
-  const auto* at = reinterpret_cast<const std::uint64_t*>(g.own_area + offset) + lane_id();
+  const std::uint64_t* at = ll_weight_at(p, epoch, item);
   std::uint64_t word = 0;
   turn::LongWait wait;
   turn::poll_until(
@@ -96,14 +103,6 @@ inline __device__ __noinline__ float ll_late_weight(const LlCombineParams& p, Ll
         return turn.goes_on(XD_PHASE_ROWS, epoch, item.source(), wait);
       });
   return __uint_as_float(count_of(word));
-}
-__device__ inline float ll_weight_of(const LlCombineParams& p, LlShared& shared,
-                                     std::uint64_t epoch, const LlItem& item, float weight) {
-  if (p.topk_weights == nullptr || lane_id() >= p.weight_cols) return weight;
-  if (item.source() == p.group.rank()) {
-    return p.topk_weights[item.token() * p.weight_cols + lane_id()];
-  }
-  return ll_late_weight(p, shared, epoch, item);
 }
 
 // One row of partial sums, or a part of one, as the lanes of a warp hold it: lane k has choice k.
@@ -158,6 +157,7 @@ class LlPusher {
   __device__ void load(std::uint32_t item, std::uint32_t vector, bool there);
   __device__ void load_item(std::uint32_t index, std::uint32_t vector);
   __device__ void load_rows();
+  __device__ void take_weight(std::uint64_t epoch);
   __device__ const std::byte* row_at(int k) const {
     const long long offset = __shfl_sync(kAllLanes, static_cast<long long>(now_.offset), k);
     return p_.expert_out.data + offset + now_.vector * 16;
@@ -233,14 +233,39 @@ XD_LL_PUSHER(void)::load_rows() {
   }
 }
 
+// The weight of this lane's choice, of this call. All lanes. A wait that becomes long is a call, and
+// the rows are loaded again behind it: over a call they would have to lie in memory, and so a load
+// ahead would be waited for where it is made.
+XD_LL_PUSHER(void)::take_weight(std::uint64_t epoch) {
+  const bool mine = (now_.here >> lane_id() & 1) != 0 && lane_id() < p_.weight_cols;
+  if (now_.item.source() == g_.rank()) {
+    if (mine) now_.weight = p_.topk_weights[now_.item.token() * p_.weight_cols + lane_id()];
+    return;
+  }
+  const std::uint64_t* at = ll_weight_at(p_, epoch, now_.item);
+  std::uint64_t word = 0;
+  bool there = false;
+#pragma unroll 1
+  for (int i = 0; i < turn::kPollsBetweenLooks && !there; ++i) {
+    if (mine) word = ptx::ld_relaxed_sys(at);
+    there = __all_sync(kAllLanes, !mine || count_is_of(word, epoch)) != 0;
+  }
+  if (there) {
+    if (mine) now_.weight = __uint_as_float(count_of(word));
+    return;
+  }
+  if (mine) now_.weight = ll_late_weight(p_, turn_.shared(), epoch, now_.item);
+  __syncwarp();
+  load_rows();
+}
+
 // The sum of the unit's rows by ascending k, rounded once. All lanes.
 XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
   if (now_.here == 0) return make_uint4(0, 0, 0, 0);
   const bool weighted = p_.topk_weights != nullptr || parts_.weighted();
   if (!weighted && (now_.here & (now_.here - 1)) == 0) return quiet<T>(now_.row[0]);
-  float weight = now_.weight;
-  if ((now_.here >> lane_id() & 1) != 0)
-    weight = ll_weight_of(p_, turn_.shared(), epoch, now_.item, weight);
+  if (p_.topk_weights != nullptr) take_weight(epoch);
+  const float weight = now_.weight;
   float sum[T::kPerVector];
 #pragma unroll
   for (int n = 0; n < T::kPerVector; ++n) sum[n] = -0.0f;

@@ -166,11 +166,15 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
       [&] {
         // The control warp watches over the records.
         if (*decided < epoch) return *static_cast<volatile int*>(&s_.turn.failed) == 0;
+        // All words are read again behind the call, over which they would have to lie in memory.
         const int late = first + __ffs(static_cast<int>(missing)) - 1;
-        if (turn_.goes_on(XD_PHASE_ROWS, epoch, rank_of(t, late), wait)) return true;
+        if (turn_.goes_on(XD_PHASE_ROWS, epoch, rank_of(t, late), wait)) {
+          missing = wanted;
+          return true;
+        }
         // The sum goes without that rank, and waits for the others.
         wanted &= ~(1u << (late - first));
-        missing &= wanted;
+        missing = wanted;
         wait.peer_is_lost = false;
         return g_.masks && *static_cast<volatile int*>(&s_.turn.failed) == 0;
       });

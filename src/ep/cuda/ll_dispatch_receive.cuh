@@ -194,6 +194,7 @@ XD_LL_RECEIVER(bool)::take_words(const LlUnit& unit, const LlRowForm& form, std:
       },
       [&] {
         const bool on = here || turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait);
+        here = false;  // words are read again: over a call they would have to lie in memory
         return __all_sync(kAllLanes, on) != 0;
       });
 }
