@@ -194,9 +194,9 @@ XD_LL_PUSHER(void)::load_next() {
 XD_LL_PUSHER(void)::load(std::uint32_t item, std::uint32_t vector, bool there) {
   const auto own_first = static_cast<std::uint32_t>((g_.ranks() - 1) * g_.max_tokens);
   now_.here = 0;
-  if (!there) return;
-  load_item(item, vector);
-  if (item >= own_first && !parts_.home(static_cast<int>(item - own_first)).has(g_.rank())) {
+  if (there) load_item(item, vector);
+  if (there && item >= own_first &&
+      !parts_.home(static_cast<int>(item - own_first)).has(g_.rank())) {
     now_.here = 0;
   }
   load_rows();
@@ -223,10 +223,12 @@ XD_LL_PUSHER(void)::load_item(std::uint32_t index, std::uint32_t vector) {
   now_.here = __ballot_sync(kAllLanes, good);
 }
 
+// Every row gets a value, so that none has to be kept from the unit before.
 XD_LL_PUSHER(void)::load_rows() {
   unsigned left = now_.here;
 #pragma unroll
   for (int q = 0; q < LlSum<T>::kAhead; ++q, left &= left - 1) {
+    now_.row[q] = make_uint4(0, 0, 0, 0);
     if (left == 0) continue;
     const std::byte* at = row_at(__ffs(static_cast<int>(left)) - 1);
     if (now_.vector < vectors_) now_.row[q] = ptx::ld_streaming(at);

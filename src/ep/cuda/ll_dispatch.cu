@@ -86,49 +86,70 @@ __device__ __noinline__ void tell_operation(const LlDispatchParams& p, LlShared&
   ptx::st_relaxed_sys(&p.group.report->total_bad_ids, control->bad_ids);
 }
 
+// All lanes of a warp of the last block.
+__device__ __noinline__ void send_own_record(const LlDispatchParams& p, LlShared& turn) {
+  LlDispatchTurn(p, turn, kLlDispatch).send_record(p.record, [](int, LlRecord&) {});
+}
+
+// One thread of the block, when all of it is over.
+__device__ __noinline__ void finish_block(const LlDispatchParams& p, LlShared& turn) {
+  LlDispatchTurn launch(p, turn, kLlDispatch);
+  const LlCourse& course = turn.course;
+  if (course.fatal) return;
+  const bool mistake = p.step.failed || p.step.silent;  // which the host has told
+  if (mistake && blockIdx.x == 0) launch.count_mistake();
+  if (course.status == XD_SUCCESS) return launch.end();
+  if (!mistake && blockIdx.x == 0) launch.tell_refusal();
+}
+
+// A block's part of a dispatch. Its parts are locals of run(), each handed on by reference: parts
+// in one object that refer to one another would lie in memory.
 template <class Quantiser, bool kMany, int kMostTopk>
 class DispatchBlock {
  public:
+  using Sender = LlSender<Quantiser, kMany>;
+  using List = LlList<kMany>;
+  using Teller = LlTeller<kMostTopk>;
+
   __device__ DispatchBlock(const LlDispatchParams& params, DispatchShared& shared)
-      : p_(params),
-        s_(shared),
-        turn_(params, shared.turn, kLlDispatch),
-        parts_{params.room, ptx::dynamic_shared()},
-        places_(params.room.has_places ? parts_.at<std::uint32_t>(params.room.places)
-                                       : params.group.places),
-        list_(params, turn_, shared.list, parts_, places_),
-        teller_(params, shared.turn) {}
+      : p_(params), s_(shared) {}
 
   __device__ void run() {
-    LlSender<Quantiser, kMany> sender(p_, s_.turn, places_, parts_.tails());
-    start(sender);
-    const LlCourse& course = s_.turn.course;
-    if (!course.fatal && course.status != XD_SUCCESS) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) {
-        has_mistake() ? ll_count_mistake(p_, s_.turn, kLlDispatch)
-                      : ll_tell_refusal(p_, s_.turn, kLlDispatch);
-      }
-      return;
-    }
-    if (!course.fatal) {
-      if (sends()) {
-        if (course.rows && moves()) sender.send_all(course.send_epoch);
+    LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
+    const LlRoomParts parts{p_.room, ptx::dynamic_shared()};
+    const std::uint32_t* const places =
+        p_.room.has_places ? parts.at<std::uint32_t>(p_.room.places) : p_.group.places;
+    List list(p_, turn, s_.list, parts, places);
+    if (sends()) {
+      // Movers do not come past the call in begin(), over which their first rows would have to lie
+      // in memory.
+      if (moves()) {
+        Sender sender(p_, s_.turn, places, parts.tails());
+        if (p_.step.send && !p_.step.failed) sender.load_first();
+        __syncthreads();
+        if (takes_turn() && s_.turn.course.rows) sender.send_all(s_.turn.course.send_epoch);
       } else {
-        if (turn_.is_last_block()) announce();
-        if (course.receives) receive_all();
+        if (!begins()) copy_tables(parts, threadIdx.x - kLlMovers, kLlTellers - 32);
+        begin();
+      }
+    } else {
+      Teller teller(p_, s_.turn);
+      if (!moves() && turn.is_last_block()) teller.load_first();
+      if (moves()) list.load_first();
+      if (moves() && !begins()) copy_tables(parts, threadIdx.x, kLlMovers - 32);
+      list.clear();
+      if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
+      begin();
+      if (takes_turn()) {
+        if (turn.is_last_block()) announce(turn, teller);
+        if (s_.turn.course.receives) receive_all(turn, list, parts);
       }
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (has_mistake() && blockIdx.x == 0 && !course.fatal) {
-      ll_count_mistake(p_, s_.turn, kLlDispatch);
-    }
-    turn_.end();
+    if (threadIdx.x == 0) finish_block(p_, s_.turn);
   }
 
  private:
-  // The host has found one, and has told it.
-  __device__ bool has_mistake() const { return p_.step.failed || p_.step.silent; }
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < p_.senders; }
   __device__ bool is_first_receiver() const { return static_cast<int>(blockIdx.x) == p_.senders; }
   __device__ static bool moves() { return threadIdx.x < kLlMovers; }
@@ -137,98 +158,86 @@ class DispatchBlock {
   __device__ bool begins() const {
     return warp_in_block() == (sends() ? kLlThreads / 32 : kLlMovers / 32) - 1;
   }
+  // All first loads are under way before the block's first barrier, each warp its own.
+  __device__ void begin() const {
+    if (begins()) ll_begin(p_, s_.turn, kLlDispatch);
+    __syncthreads();
+  }
+  __device__ bool takes_turn() const {
+    return !s_.turn.course.fatal && s_.turn.course.status == XD_SUCCESS;
+  }
 
-  __device__ void start(LlSender<Quantiser, kMany>& sender);
-  __device__ void copy_tables(int thread, int threads) const;
-  __device__ void announce();
-  __device__ void receive_all();
-  __device__ void receive(std::uint64_t epoch, bool drains);
+  __device__ void copy_tables(const LlRoomParts& parts, int thread, int threads) const;
+  __device__ void announce(const LlDispatchTurn& turn, Teller& teller) const;
+  __device__ void receive_all(LlDispatchTurn& turn, List& list, const LlRoomParts& parts) const;
+  __device__ void receive(LlDispatchTurn& turn, List& list, const LlRoomParts& parts,
+                          std::uint64_t epoch, bool drains) const;
 
   const LlDispatchParams& p_;
   DispatchShared& s_;
-  LlDispatchTurn turn_;
-  const LlRoomParts parts_;
-  const std::uint32_t* const places_;
-  LlList<kMany> list_;
-  LlTeller<kMostTopk> teller_;
 };
 
 #define XD_LL_BLOCK(type)                               \
   template <class Quantiser, bool kMany, int kMostTopk> \
   __device__ inline type DispatchBlock<Quantiser, kMany, kMostTopk>
 
-// All first loads are under way before the block's first barrier, each warp its own.
-XD_LL_BLOCK(void)::start(LlSender<Quantiser, kMany>& sender) {
-  const bool rows = p_.step.send && !p_.step.failed;
-  if (sends()) {
-    if (moves() && rows) sender.load_first();
-    if (!moves() && !begins()) copy_tables(threadIdx.x - kLlMovers, kLlTellers - 32);
-  } else {
-    if (!moves() && turn_.is_last_block()) teller_.load_first();
-    if (moves()) list_.load_first();
-    if (moves() && !begins()) copy_tables(threadIdx.x, kLlMovers - 32);
-    list_.clear();
-    if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
-  }
-  if (begins()) ll_begin(p_, s_.turn, kLlDispatch);
-  __syncthreads();
-}
-
-XD_LL_BLOCK(void)::copy_tables(int thread, int threads) const {
+XD_LL_BLOCK(void)::copy_tables(const LlRoomParts& parts, int thread, int threads) const {
   for (int r = thread; r < p_.group.ranks(); r += threads) s_.turn.area[r] = p_.group.areas[r];
   if (!p_.room.has_places) return;
-  auto* to = parts_.at<std::uint32_t>(p_.room.places);
+  auto* to = parts.at<std::uint32_t>(p_.room.places);
   for (int e = thread; e < p_.group.experts; e += threads) to[e] = p_.group.places[e];
 }
 
 // The last block.
-XD_LL_BLOCK(void)::announce() {
+XD_LL_BLOCK(void)::announce(const LlDispatchTurn& turn, Teller& teller) const {
   const LlCourse& course = s_.turn.course;
   if (course.sends) {
-    if (begins()) turn_.send_record(p_.record, [](int, LlRecord&) {});
-    if (!moves()) teller_.tell(course.send_epoch);
-    if (threadIdx.x == 0 && !course.rows && !course.receives) turn_.note_failed_send();
+    if (begins()) send_own_record(p_, s_.turn);
+    if (!moves()) teller.tell(course.send_epoch);
+    if (threadIdx.x == 0 && !course.rows && !course.receives) turn.note_failed_send();
   }
-  if (control_warp() == 0) turn_.give_credit();
+  if (control_warp() == 0) turn.give_credit();
 }
 
-XD_LL_BLOCK(void)::receive_all() {
+XD_LL_BLOCK(void)::receive_all(LlDispatchTurn& turn, List& list, const LlRoomParts& parts) const {
   const LlCourse& course = s_.turn.course;
-  const int besides = turn_.taken_besides();
+  const int besides = turn.taken_besides();
 #pragma unroll 1
   for (int i = 0; i <= besides; ++i) {
     if (i > 0) {
-      list_.clear();
+      list.clear();
       __syncthreads();
     }
-    receive(course.take_epoch + static_cast<std::uint64_t>(i), i > 0 || course.drains);
+    receive(turn, list, parts, course.take_epoch + static_cast<std::uint64_t>(i),
+            i > 0 || course.drains);
   }
 }
 
 // All threads of a receiver block.
-XD_LL_BLOCK(void)::receive(std::uint64_t epoch, bool drains) {
-  LlShared& turn = s_.turn;
-  if (moves()) list_.collect(epoch);
+XD_LL_BLOCK(void)::receive(LlDispatchTurn& turn, List& list, const LlRoomParts& parts,
+                           std::uint64_t epoch, bool drains) const {
+  LlShared& s = s_.turn;
+  if (moves()) list.collect(epoch);
   if (warp_in_block() == kLlThreads / 32 - 1) watch_sources<kMany>(p_, s_, epoch, drains);
   __syncthreads();
-  if (turn.failed != 0) return;
+  if (s.failed != 0) return;
   if (p_.group.masks) {
     bool gone = false;
-    for (int r = 0; r < p_.group.ranks(); ++r) gone |= turn.gone[r] != 0;
-    if (gone && moves()) list_.drop_gone();
+    for (int r = 0; r < p_.group.ranks(); ++r) gone |= s.gone[r] != 0;
+    if (gone && moves()) list.drop_gone();
     if (gone) __syncthreads();
   }
-  if (moves()) list_.list();
+  if (moves()) list.list();
   __syncthreads();
-  const bool delivers = turn.verdict == static_cast<int>(LlVerdict::go);
+  const bool delivers = s.verdict == static_cast<int>(LlVerdict::go);
   if (moves()) {
-    LlReceiver<Quantiser, kMany> receiver(p_, turn_, list_, parts_, s_.receive);
-    receiver.take_all(epoch, !delivers, turn.course.rows, s_.list.own_units);
+    LlReceiver<Quantiser, kMany> receiver(p_, turn, list, parts, s_.receive);
+    receiver.take_all(epoch, !delivers, s.course.rows, s_.list.own_units);
   } else if (is_first_receiver()) {
     write_head<kMany>(p_, s_, epoch, delivers);
   }
   __syncthreads();
-  if (threadIdx.x == 0) tell_operation(p_, turn, epoch);
+  if (threadIdx.x == 0) tell_operation(p_, s, epoch);
 }
 
 #undef XD_LL_BLOCK

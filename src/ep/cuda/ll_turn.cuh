@@ -461,18 +461,5 @@ template <class Params>
 __device__ __noinline__ void ll_begin(const Params& params, LlShared& shared, int kind) {
   LlTurn<Params>(params, shared, kind).begin();
 }
-template <class Params>
-__device__ __noinline__ void ll_tell(const Params& params, LlShared& shared, int kind,
-                                     std::uint64_t epoch) {
-  LlTurn<Params>(params, shared, kind).tell(epoch);
-}
-template <class Params>
-__device__ __noinline__ void ll_count_mistake(const Params& params, LlShared& shared, int kind) {
-  LlTurn<Params>(params, shared, kind).count_mistake();
-}
-template <class Params>
-__device__ __noinline__ void ll_tell_refusal(const Params& params, LlShared& shared, int kind) {
-  LlTurn<Params>(params, shared, kind).tell_refusal();
-}
 
 }  // namespace xd::ep::cuda
