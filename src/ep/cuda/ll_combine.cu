@@ -173,8 +173,9 @@ __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
   // Ranks that have become known as lost are absent for the sums.
   s_.turn.masked.word[0] |= s_.turn.lost[0];
   s_.turn.masked.word[1] |= s_.turn.lost[1];
+  // Release: movers that drain read records, behind a fence of their own.
   __threadfence_block();
-  *static_cast<volatile std::uint64_t*>(&s_.decided) = epoch;
+  *static_cast<volatile std::uint64_t*>(&s_.decided) = said_by(epoch, s_.turn.verdict);
 }
 
 __device__ inline bool CombineControl::fits_what_was_sent() {
@@ -286,12 +287,13 @@ __device__ inline void CombineBlock<T>::move() {
   for (int i = 0; i <= besides; ++i) {
     const std::uint64_t epoch = c.take_epoch + static_cast<std::uint64_t>(i);
     const volatile std::uint64_t* decided = &s_.decided;
-    while (*decided < epoch && *static_cast<volatile int*>(&s_.turn.failed) == 0) ptx::pause();
+    while (*decided >> 2 < epoch && *static_cast<volatile int*>(&s_.turn.failed) == 0) ptx::pause();
+    __threadfence_block();
     // One mover asks for all, since they meet at barriers in drain().
     ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
     if (threadIdx.x == 0) {
       const bool failed = *static_cast<volatile int*>(&s_.turn.failed) != 0;
-      s_.drains = !failed && s_.turn.verdict == static_cast<int>(LlVerdict::drain) ? 1 : 0;
+      s_.drains = !failed && says(s_.decided, epoch, LlVerdict::drain) ? 1 : 0;
     }
     ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
     if (s_.drains != 0) summer.drain(epoch);

@@ -28,10 +28,19 @@ using LlCombineTurn = LlTurn<LlCombineParams>;
 struct LlCombineShared {
   LlShared turn;
   PlanHeader plan;
-  std::uint64_t decided;  // the operation whose verdict is there
+  std::uint64_t decided;  // said_by() of the operation whose verdict is there
   int drains;             // 1 = all movers drain the operation
   unsigned long long drained;
 };
+
+// An operation and its verdict in one word, so that a mover that reads it needs no order.
+__device__ inline std::uint64_t said_by(std::uint64_t epoch, int verdict) {
+  return epoch << 2 | static_cast<std::uint64_t>(verdict);
+}
+__device__ inline bool says(const volatile std::uint64_t& decided, std::uint64_t epoch,
+                            LlVerdict verdict) {
+  return decided == said_by(epoch, static_cast<int>(verdict));
+}
 
 // The plan of a call. Its parts have fixed places (LlDevice::plan).
 struct LlPlanParts {

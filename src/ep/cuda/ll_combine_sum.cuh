@@ -100,7 +100,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
     }
     has_sum = false;
     add(t, epoch, sum);
-    if (s_.turn.verdict != static_cast<int>(LlVerdict::go)) return;
+    if (!says(s_.decided, epoch, LlVerdict::go)) return;
   }
 }
 
@@ -142,7 +142,6 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
                                ulonglong2 (&words)[kAtOnce]) {
   const std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
   const volatile std::uint64_t* decided = &s_.decided;
-  const volatile int* verdict = &s_.turn.verdict;
   unsigned missing = wanted;
   turn::LongWait wait;
   const bool there = turn::poll_until(
@@ -157,15 +156,16 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
         for (int j = 0; j < kAtOnce; ++j) {
           if ((missing >> j & 1) != 0 && has_come(words[j])) missing &= ~(1u << j);
         }
-        if (*decided < epoch) {
+        const std::uint64_t said = *decided;
+        if (said >> 2 < epoch) {
           if (missing == 0) ptx::pause();
           return false;
         }
-        return missing == 0 || *verdict != static_cast<int>(LlVerdict::go);
+        return missing == 0 || !says(said, epoch, LlVerdict::go);
       },
       [&] {
         // The control warp watches over the records.
-        if (*decided < epoch) return *static_cast<volatile int*>(&s_.turn.failed) == 0;
+        if (*decided >> 2 < epoch) return *static_cast<volatile int*>(&s_.turn.failed) == 0;
         // All words are read again behind the call, over which they would have to lie in memory.
         const int late = first + __ffs(static_cast<int>(missing)) - 1;
         if (turn_.goes_on(XD_PHASE_ROWS, epoch, rank_of(t, late), wait)) {
@@ -178,7 +178,7 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
         wait.peer_is_lost = false;
         return g_.masks && *static_cast<volatile int*>(&s_.turn.failed) == 0;
       });
-  return there && *verdict == static_cast<int>(LlVerdict::go);
+  return there && says(s_.decided, epoch, LlVerdict::go);
 }
 
 // The places from `first` on in which sums of the token lie, as bits; this rank's own is one of
@@ -221,7 +221,7 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
     }
   }
   if (!active || *static_cast<volatile int*>(&s_.turn.failed) != 0) return;
-  if (*static_cast<volatile int*>(&s_.turn.verdict) != static_cast<int>(LlVerdict::go)) return;
+  if (!says(s_.decided, epoch, LlVerdict::go)) return;
   if (added > 1) only = pack<T>(sum);
   if (added == 1) only = quiet<T>(only);
   ptx::st_streaming(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16,

@@ -79,13 +79,14 @@ __device__ bool meet_peer(const ResetParams& p, int peer, const std::uint64_t (&
       [&] {
         const turn::Waited waited = turn::look_around(g.comm, site, peer, wait);
         if (waited != turn::Waited::too_long) return waited == turn::Waited::goes_on;
-        ptx::or_relaxed_gpu(&g.control->masked[peer / 64], std::uint64_t{1} << (peer % 64));
-        g.control->lost = 1;
+        const std::uint64_t bit = std::uint64_t{1} << (peer % 64);
+        ptx::or_relaxed_gpu(&g.control->masked[peer / 64], bit);
+        ptx::or_relaxed_gpu(&g.control->lost[peer / 64], bit);
         return false;
       });
 }
 
-__device__ void report_loss(const ResetParams& p) {
+__device__ void report_loss(const ResetParams& p, const RankBits& lost) {
   LlReport* to = p.group.report;
   show_masks(p.group);
   const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
@@ -93,7 +94,8 @@ __device__ void report_loss(const ResetParams& p) {
     to->status = XD_ERROR_PEER_LOST;
     to->operation = XD_EP_LL_RESET;
     to->epoch = p.group.control->greeting;
-    to->rank = -1;
+    to->rank = lost.word[0] != 0 ? __ffsll(static_cast<long long>(lost.word[0])) - 1
+                                 : 63 + __ffsll(static_cast<long long>(lost.word[1]));
     to->findings = {};
     ptx::st_release_sys(&to->written, written + 1);
   }
@@ -127,10 +129,12 @@ __global__ void __launch_bounds__(kControlThreads)
     }
     if (p.round == 0) {
       ++control->greeting;
-      control->lost = 0;
+      control->lost[0] = control->lost[1] = 0;
     }
   }
   __syncthreads();
+  // Each round has waits of its own: where a rank is missed in the first one, the others come to the
+  // second one just when the first one's time is over.
   const std::uint64_t own[2] = {highest[0], highest[1]};
   const std::uint64_t greeting = control->greeting;
   ptx::fence_acq_rel_sys();
@@ -147,7 +151,9 @@ __global__ void __launch_bounds__(kControlThreads)
     control->highest[0] = highest[0];
     control->highest[1] = highest[1];
     show_masks(g);
-    if (p.round == 1 && control->lost != 0) report_loss(p);
+    const RankBits lost{ptx::ld_relaxed_sys(&control->lost[0]),
+                        ptx::ld_relaxed_sys(&control->lost[1])};
+    if (p.round == 1 && !lost.empty()) report_loss(p, lost);
   }
   __syncthreads();
   if (p.round == 1) go_on(g);

@@ -137,10 +137,12 @@ class LlTurn {
     return ll_goes_on(g_, s_, site(phase, epoch), peer, wait);
   }
   __device__ void accuse(int peer) const { ll_accuse(g_, s_, peer); }
-  // The same where nobody can be accused: the end of the wait is fatal.
+  // The same where nobody can be accused: the end of the wait is fatal. It takes two timeouts, as
+  // what is waited for may itself wait for a peer.
   __device__ void goes_on_or_fails(int phase, std::uint64_t epoch, int peer,
                                    turn::LongWait& wait) const {
-    const device::KernelWait here = site(phase, epoch);
+    device::KernelWait here = site(phase, epoch);
+    here.timeouts = 2;
     const turn::Waited waited = turn::look_around(g_.comm, here, peer, wait);
     if (waited == turn::Waited::goes_on) return;
     if (waited == turn::Waited::too_long) turn::raise_loss(g_.comm, here, peer, wait);
