@@ -1,0 +1,221 @@
+// The memory of low-latency groups on CUDA devices, and the shapes of their launches: pure
+// functions of sizes, which need no device.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ep/cuda/ll_map.h"
+#include "ep/cuda/ll_shape.h"
+#include "ep/ll_record.h"
+
+namespace xd::ep::cuda {
+namespace {
+
+// A group as it is served with: 128 tokens, 4 ranks, H=7168 of bf16, K=8, E=256.
+LlSizes served() {
+  return {.ranks = 4,
+          .experts = 256,
+          .local_experts = 64,
+          .max_tokens = 128,
+          .max_topk = 8,
+          .slots = 2,
+          .masks = false,
+          .max_row_bytes = 7168 * 2};
+}
+
+std::vector<LlSizes> many_sizes() {
+  std::vector<LlSizes> all;
+  for (const int ranks : {1, 2, 3, 8, 72}) {
+    for (const int tokens : {1, 7, 128, 1024}) {
+      for (const int topk : {1, 8, 9, 32}) {
+        for (const int slots : {2, 3, 4}) {
+          for (const bool masks : {false, true}) {
+            LlSizes s = served();
+            s.ranks = ranks;
+            s.experts = 4 * ranks + 28;
+            s.local_experts = 5;
+            s.max_tokens = tokens;
+            s.max_topk = topk;
+            s.slots = slots;
+            s.masks = masks;
+            s.max_row_bytes = topk == 9 ? 48 : 7168 * 2;
+            all.push_back(s);
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+std::string text(const LlSizes& s) {
+  return std::to_string(s.ranks) + " ranks, " + std::to_string(s.max_tokens) + " tokens, K " +
+         std::to_string(s.max_topk) + ", " + std::to_string(s.slots) + " slots" +
+         (s.masks ? ", masks" : "");
+}
+
+struct Part {
+  const char* name;
+  std::uint64_t first, bytes, alignment;
+};
+
+// Each part with the bytes that its users take, by the description in ll_map.h.
+std::vector<Part> parts_of(const LlSizes& s) {
+  const LlWordsMap map = LlWordsMap::make<LlRecord>(s);
+  const auto ranks = static_cast<std::uint64_t>(s.ranks);
+  const auto tokens = static_cast<std::uint64_t>(s.max_tokens);
+  const std::uint64_t cells = static_cast<std::uint64_t>(s.slots) * ranks;
+  const auto ids = static_cast<std::uint64_t>(LlIdWords::make(s.experts, s.max_topk).words);
+  std::vector<Part> parts;
+  for (const turn::LaneMap& lane : map.lane) {
+    parts.push_back({"entry", lane.entry, cells * 64, 64});
+    parts.push_back({"credit", lane.credit, ranks * 8, 64});
+  }
+  parts.push_back({"bad_ids", map.bad_ids, cells * 8, 64});
+  parts.push_back({"ids", map.ids, cells * tokens * ids * 8, 16});
+  parts.push_back(
+      {"weights", map.weights, cells * tokens * static_cast<std::uint64_t>(s.max_topk) * 8, 8});
+  parts.push_back({"pushed", map.pushed, cells * 8, 8});
+  parts.push_back({"meet", map.meet, 2 * ranks * sizeof(LlMeeting), 16});
+  parts.push_back({"rows", map.rows, cells * tokens * map.row_stride, 256});
+  parts.push_back(
+      {"partials", map.partials,
+       static_cast<std::uint64_t>(s.slots) * tokens * s.partials_per_token() * map.partial_stride,
+       256});
+  return parts;
+}
+
+TEST(LlWordsMap, HasPartsThatDoNotOverlapInTheOrderThatAResetNeeds) {
+  for (const LlSizes& s : many_sizes()) {
+    SCOPED_TRACE(text(s));
+    std::uint64_t end = 0;
+    for (const Part& part : parts_of(s)) {
+      EXPECT_GE(part.first, end) << part.name;
+      EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
+      end = part.first + part.bytes;
+    }
+    const LlWordsMap map = LlWordsMap::make<LlRecord>(s);
+    EXPECT_LE(end, map.end);
+    EXPECT_LE(map.end, end + 256);
+    EXPECT_EQ(map.end % 16, 0u);  // a reset fills it by vectors of 16 bytes
+  }
+}
+
+TEST(LlWordsMap, HasRoomForEveryRowAndItsScalesAndWeights) {
+  for (const LlSizes& s : many_sizes()) {
+    SCOPED_TRACE(text(s));
+    const auto row = static_cast<std::uint32_t>(s.max_row_bytes);
+    const std::uint32_t scales = row / 2 / 128 * 4;
+    for (const bool quantised : {false, true}) {
+      const LlRowForm form = ll_row_form(row, quantised ? scales : 0, quantised, s.max_topk);
+      EXPECT_LE(form.payload() + form.tail_words() * 8, s.row_stride()) << quantised;
+    }
+    EXPECT_EQ(s.row_stride() % 16, 0u);
+  }
+}
+
+TEST(LlWordsMap, TakesNoMoreThanIsPromised) {
+  LlSizes s = served();
+  EXPECT_LE(LlWordsMap::make<LlRecord>(s).end, 40'000'000u);
+  const std::uint64_t two = LlWordsMap::make<LlRecord>(s).end;
+  for (const int slots : {3, 4}) {
+    s.slots = slots;
+    EXPECT_LE(LlWordsMap::make<LlRecord>(s).end, two / 2 * static_cast<std::uint64_t>(slots));
+  }
+}
+
+TEST(LlIdWords, GiveBackEveryIdAndLeaveTheTagAlone) {
+  for (const int experts : {1, 8, 255, 256, 257, 4095, 4096, 65535}) {
+    for (const int topk : {1, 2, 8, 9, 32}) {
+      const LlIdWords form = LlIdWords::make(experts, topk);
+      EXPECT_EQ(form.words % 2, 0);
+      EXPECT_GE(form.words * form.per_word, topk);
+      EXPECT_LE(form.per_word * form.bits, 64 - LlIdWords::kTagBits);
+      EXPECT_GE(form.none(), static_cast<std::uint32_t>(experts));  // no expert has that id
+      for (const int id : {0, experts / 2, experts - 1}) {
+        for (int place = 0; place < form.per_word; ++place) {
+          const std::uint64_t word = static_cast<std::uint64_t>(id) << (place * form.bits) |
+                                     static_cast<std::uint64_t>(ll_tag(7)) << 48;
+          EXPECT_EQ(form.id(word, place), static_cast<std::uint32_t>(id));
+          EXPECT_EQ(word >> 48, ll_tag(7));
+        }
+      }
+    }
+  }
+}
+
+TEST(LlTag, TellsApartOperationsThatFollowOneAnotherInASlot) {
+  for (const std::uint64_t epoch : {1u, 2u, 0x7FFEu, 0x7FFFu, 0x8000u, 0xFFFFu}) {
+    EXPECT_NE(ll_tag(epoch), 0u);
+    for (const int slots : {2, 3, 4}) EXPECT_NE(ll_tag(epoch), ll_tag(epoch + slots));
+  }
+}
+
+TEST(LlDispatchRoom, HasPartsThatDoNotOverlapAndFitsABlock) {
+  constexpr std::size_t kShared = 227 * 1024 - kStaticSharedBytes;
+  for (const LlSizes& s : many_sizes()) {
+    for (const int receivers : {1, 12, 48, 108}) {
+      SCOPED_TRACE(text(s) + ", receivers " + std::to_string(receivers));
+      const LlDispatchRoom room = ll_dispatch_room(s, receivers, kShared);
+      const auto candidates = static_cast<std::uint64_t>(s.ranks) * s.max_tokens;
+      std::vector<Part> parts{
+          {"places", room.places, room.has_places ? 4u * s.experts : 0u, 128},
+          {"counts", room.counts, 2u * s.ranks * s.local_experts, 128},
+          {"hits", room.hits, (candidates + 895) / 896 * 28 * 4, 128},
+          {"orders", room.orders, candidates, 128},
+          {"units", room.units, room.most_units * 4u, 128},
+          {"tails", room.tails, 4u * room.tail_stride, 128},
+          {"ids", room.ids,
+           room.has_ids ? static_cast<std::uint64_t>(s.ranks) * room.ids_stride * 2 : 0, 128}};
+      std::ranges::sort(parts, {}, &Part::first);
+      std::uint64_t end = 0;
+      for (const Part& part : parts) {
+        EXPECT_GE(part.first, end) << part.name;
+        EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
+        end = part.first + part.bytes;
+      }
+      EXPECT_LE(end, room.end);
+      EXPECT_GE(static_cast<std::uint64_t>(room.most_units) * receivers, candidates);
+      EXPECT_GE(room.ids_stride, static_cast<std::uint32_t>(s.max_tokens * s.max_topk));
+      const bool must_fit = room.has_ids || (receivers >= 48 && candidates <= 4096);
+      EXPECT_TRUE(!must_fit || room.end <= kShared) << room.end;
+    }
+  }
+}
+
+TEST(LlShape, LeavesBlocksForEitherRole) {
+  for (int blocks = kLlFewestBlocks; blocks <= 160; ++blocks) {
+    SCOPED_TRACE(blocks);
+    EXPECT_GE(ll_senders(blocks), 1);
+    EXPECT_LT(ll_senders(blocks), blocks);
+    EXPECT_LE(ll_send_blocks(blocks), blocks);
+    EXPECT_GT(ll_send_blocks(blocks), ll_senders(blocks));  // one tells the routing
+  }
+  EXPECT_EQ(ll_senders(132), 24);
+}
+
+TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {
+  LlSizes s = served();
+  for (const int tokens : {1, 47, 128}) {
+    s.max_tokens = tokens;
+    for (int rank = 0; rank < s.ranks; ++rank) {
+      const std::vector<std::uint32_t> order = ll_order(s, rank, 24);
+      const std::set<std::uint32_t> different(order.begin(), order.end());
+      EXPECT_EQ(order.size(), static_cast<std::size_t>(s.ranks * tokens));
+      EXPECT_EQ(different.size(), order.size());
+      for (std::size_t i = 0; i < order.size(); ++i) {
+        const auto source = static_cast<int>(order[i] >> 16);
+        EXPECT_LT(source, s.ranks);
+        EXPECT_LT(static_cast<int>(order[i] & 0xFFFF), tokens);
+        EXPECT_EQ(source == rank, i < static_cast<std::size_t>(tokens)) << i;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace xd::ep::cuda
