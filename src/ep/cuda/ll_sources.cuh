@@ -176,7 +176,8 @@ XD_LL_SOURCES(void)::close() {
     const bool here = has_all(r);
     if (lane_id() == 0) {
       if (!here) turn_.leave_out(r);
-      ptx::st_relaxed_sys(&g_.control->decided[r], 2 * epoch_ + (here ? 0 : 1));
+      // Release: blocks that follow read the record that this one has seen.
+      ptx::st_release_sys(&g_.control->decided[r], 2 * epoch_ + (here ? 0 : 1));
     }
   }
   __syncwarp();
@@ -189,7 +190,7 @@ XD_LL_SOURCES(void)::follow() {
     if (turn_.leaves_out(r)) continue;
     std::uint64_t said = 0;
     do {
-      said = ptx::ld_relaxed_sys(&g_.control->decided[r]);
+      said = ptx::ld_acquire_sys(&g_.control->decided[r]);
     } while (said >> 1 != epoch_ && !device::failed(g_.comm));
     if ((said & 1) != 0) {
       turn_.leave_out(r);
