@@ -10,9 +10,9 @@
 
 namespace bench::gpu {
 
-// A kernel that is loaded at its first launch, or a stream that shares a hardware queue with another
-// rank's, would wait for kernels that wait for it. An all-to-all has no use for multicast objects,
-// which NCCL would make by default.
+// A kernel that is loaded at its first launch, or a stream that shares a hardware queue with that of
+// another rank, would wait for kernels that wait for it. An all-to-all has no use for multicast
+// objects, which NCCL would make by default.
 void set_up_environment() {
   ::setenv("NCCL_NVLS_ENABLE", "0", 1);
   ::setenv("CUDA_MODULE_LOADING", "EAGER", 0);

@@ -244,9 +244,9 @@ XD_LL_PUSHER(void)::load_rows() {
   }
 }
 
-// The weight of this lane's choice, of this call. All lanes. A wait that becomes long is a call, and
-// the rows are loaded again behind it: over a call they would have to lie in memory, and so a load
-// ahead would be waited for where it is made.
+// The weight of this lane's choice, of this call. All lanes. A wait that becomes long is a call,
+// behind which the rows are loaded again: over a call they would have to lie in memory, and so a
+// load ahead would be waited for where it is made.
 XD_LL_PUSHER(void)::take_weight(std::uint64_t epoch) {
   const bool mine = (now_.here >> lane_id() & 1) != 0 && lane_id() < p_.weight_cols;
   if (now_.item.source() == g_.rank()) {

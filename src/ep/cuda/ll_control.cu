@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kControlThreads)
     }
   }
   __syncthreads();
-  // Each round has waits of its own: where a rank is missed in the first one, the others come to the
-  // second one just when the first one's time is over.
+  // Each round has waits of its own: where a rank is missed in the first one, the others come to
+  // the second one just when the first one's time is over.
   const std::uint64_t own[2] = {highest[0], highest[1]};
   const std::uint64_t greeting = control->greeting;
   ptx::fence_acq_rel_sys();
