@@ -10,7 +10,7 @@
 
 namespace bench::gpu {
 
-// A kernel that is loaded at its first launch, or a stream that shares a hardware queue with that of
+// A kernel that is loaded at its first launch, or a stream that shares a hardware queue with one of
 // another rank, would wait for kernels that wait for it. An all-to-all has no use for multicast
 // objects, which NCCL would make by default.
 void set_up_environment() {

@@ -192,13 +192,13 @@ __device__ inline bool CombineControl::fits_what_was_sent() {
   return false;
 }
 
-// They are no part of the code that moves rows: see ll_begin().
-__device__ __noinline__ void begin_control(const LlCombineParams& p, LlCombineShared& shared) {
+// They make turns of their own: see ll_begin().
+__device__ __forceinline__ void begin_control(const LlCombineParams& p, LlCombineShared& shared) {
   LlCombineTurn turn(p, shared.turn, kLlCombine);
   const LlPlanParts parts(p);
   CombineControl(p, turn, shared, parts).begin();
 }
-__device__ __noinline__ void look_at_call(const LlCombineParams& p, LlCombineShared& shared) {
+__device__ __forceinline__ void look_at_call(const LlCombineParams& p, LlCombineShared& shared) {
   LlCombineTurn turn(p, shared.turn, kLlCombine);
   const LlPlanParts parts(p);
   CombineControl(p, turn, shared, parts).look();

@@ -87,7 +87,7 @@ __device__ __noinline__ void tell_operation(const LlDispatchParams& p, LlShared&
 }
 
 // All lanes of a warp of the last block.
-__device__ __noinline__ void send_own_record(const LlDispatchParams& p, LlShared& turn) {
+__device__ __forceinline__ void send_own_record(const LlDispatchParams& p, LlShared& turn) {
   LlDispatchTurn(p, turn, kLlDispatch).send_record(p.record, [](int, LlRecord&) {});
 }
 
