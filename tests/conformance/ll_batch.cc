@@ -32,6 +32,16 @@ std::vector<std::byte> bytes_of(const std::vector<std::uint32_t>& codes, DLDataT
   return bytes;
 }
 
+// 8 bytes of ones arrive as another NaN on CUDA devices.
+void replace_ones(std::vector<std::byte>& row) {
+  for (std::size_t at = 0; at + 8 <= row.size(); at += 8) {
+    const auto word = std::span(row).subspan(at, 8);
+    if (std::ranges::all_of(word, [](std::byte b) { return b == std::byte{0xFF}; })) {
+      word[7] = std::byte{0x7F};
+    }
+  }
+}
+
 }  // namespace
 
 LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vector<bool>& absent)
@@ -198,6 +208,7 @@ const LlBatch::SentRow& LlBatch::sent_row(int source, int token) {
     for (const std::uint8_t code : block.elements) sent.bytes.push_back(std::byte{code});
     scales.push_back(block.scale);
   }
+  if (rank_.asynchronous()) replace_ones(sent.bytes);
   if (case_.sent != Sent::packed) {
     sent.scales = scales;
     return sent;

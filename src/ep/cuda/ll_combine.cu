@@ -168,8 +168,8 @@ __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
     if (!here && s_.turn.failed == 0) s_.turn.gone[r] = 1;
   }
   __syncwarp();
+  turn_.judge(lane_id() == 0 && (drains || !fits_what_was_sent()));
   if (lane_id() != 0) return;
-  turn_.judge(drains || !fits_what_was_sent());
   // Ranks that have become known as lost are absent for the sums.
   s_.turn.masked.word[0] |= s_.turn.lost[0];
   s_.turn.masked.word[1] |= s_.turn.lost[1];

@@ -2,8 +2,10 @@
 //
 // A reset is three kernels, one after another on the stream:
 //
-//   meet, round 0   every rank that is not masked has come: none of its earlier kernels runs, so
-//                   nothing more is written here. Each tells the numbers of its operations
+//   meet, round 0   gives the credits of all that has been taken, since a send half of a peer that
+//                   comes before its reset may wait for them. Then every rank that is not masked
+//                   has come: none of its earlier kernels runs, so nothing more is written here.
+//                   Each tells the numbers of its operations
 //   fill            all staging of this rank is free, and no tag or record is left
 //   meet, round 1   all have filled. Everybody goes on from the highest number
 //
@@ -139,6 +141,12 @@ __global__ void __launch_bounds__(kControlThreads)
   const std::uint64_t greeting = control->greeting;
   ptx::fence_acq_rel_sys();
   __syncthreads();
+  if (p.round == 0 && threadIdx.x < 32) {
+    for (int lane = 0; lane < 2; ++lane) {
+      ll_lane_of(g, lane, g.areas).give_credit(g.counts[lane][0].taken);
+    }
+  }
+  __syncwarp();
   for (int r = static_cast<int>(threadIdx.x); r < g.ranks(); r += kControlThreads) {
     const bool masked = (control->masked[r / 64] >> (r % 64) & 1) != 0;
     if (r == g.rank() || masked || !meet_peer(p, r, own, greeting)) continue;

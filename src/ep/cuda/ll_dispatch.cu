@@ -27,7 +27,6 @@ struct DispatchShared {
 // A receive half must have tensors for the rows that its send half has sent. One thread.
 __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& turn) {
   const LlRecord& own = turn.record[p.group.rank()];
-  turn.findings = {};
   if (turn.course.rows || p.step.failed || p.step.silent || turn.failed != 0) return true;
   if (own.call.status != XD_SUCCESS) return true;
   const auto quantise = static_cast<xd_ep_quantise>(own.quantise);
@@ -38,6 +37,7 @@ __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& t
       p.recv_type == static_cast<std::uint8_t>(type)) {
     return true;
   }
+  turn.findings = {};
   turn.findings.kind = LlFault::not_as_sent;
   turn.findings.got = p.recv_row_bytes;
   turn.findings.expected = bytes;
@@ -46,23 +46,24 @@ __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& t
 
 // The steps of a receiver block that move no rows: see ll_begin(). Warps of which each calls one.
 template <bool kMany>
-__device__ __noinline__ void watch_sources(const LlDispatchParams& p, DispatchShared& shared,
-                                           std::uint64_t epoch, bool drains) {
+__device__ __forceinline__ void watch_sources(const LlDispatchParams& p, DispatchShared& shared,
+                                              std::uint64_t epoch, bool drains) {
   LlShared& s = shared.turn;
   if (lane_id() == 0) {
     s.bad_ids = 0;
     s.bad_id_rank = p.group.ranks();
+    s.findings.kind = LlFault::none;
   }
   __syncwarp();
   LlDispatchTurn turn(p, s, kLlDispatch);
   const bool first = static_cast<int>(blockIdx.x) == p.senders;
   LlSources<kMany>(p, turn, shared.list, epoch).wait(first);
-  if (lane_id() == 0) turn.judge(drains || !fits_what_was_sent(p, s));
+  turn.judge(lane_id() == 0 && (drains || !fits_what_was_sent(p, s)));
 }
 
 template <bool kMany>
-__device__ __noinline__ void write_head(const LlDispatchParams& p, DispatchShared& shared,
-                                        std::uint64_t epoch, bool delivers) {
+__device__ __forceinline__ void write_head(const LlDispatchParams& p, DispatchShared& shared,
+                                           std::uint64_t epoch, bool delivers) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlRoomParts parts{p.room, ptx::dynamic_shared()};
   const LlList<kMany> list(p, turn, shared.list, parts, nullptr);
@@ -72,7 +73,16 @@ __device__ __noinline__ void write_head(const LlDispatchParams& p, DispatchShare
   if (own) head.write_nothing();
 }
 
-// One thread of a receiver block, behind its barrier.
+// The same before the block's first barrier, where the block is the first receiver.
+template <bool kMany>
+__device__ __forceinline__ void prepare_head(const LlDispatchParams& p, DispatchShared& shared) {
+  LlDispatchTurn turn(p, shared.turn, kLlDispatch);
+  const LlRoomParts parts{p.room, ptx::dynamic_shared()};
+  const LlList<kMany> list(p, turn, shared.list, parts, nullptr);
+  LlHead<kMany>(p, turn, list, shared.list, shared.head).prepare();
+}
+
+// One thread of a receiver block, behind its barrier, where there is something to tell.
 __device__ __noinline__ void tell_operation(const LlDispatchParams& p, LlShared& turn,
                                             std::uint64_t epoch) {
   if (turn.findings.kind != LlFault::none) {
@@ -91,15 +101,20 @@ __device__ __forceinline__ void send_own_record(const LlDispatchParams& p, LlSha
   LlDispatchTurn(p, turn, kLlDispatch).send_record(p.record, [](int, LlRecord&) {});
 }
 
-// One thread of the block, when all of it is over.
-__device__ __noinline__ void finish_block(const LlDispatchParams& p, LlShared& turn) {
+// One thread of the block, where a call has a mistake or is refused.
+__device__ __noinline__ void tell_mistake(const LlDispatchParams& p, LlShared& turn) {
   LlDispatchTurn launch(p, turn, kLlDispatch);
-  const LlCourse& course = turn.course;
-  if (course.fatal) return;
   const bool mistake = p.step.failed || p.step.silent;  // which the host has told
-  if (mistake && blockIdx.x == 0) launch.count_mistake();
-  if (course.status == XD_SUCCESS) return launch.end();
-  if (!mistake && blockIdx.x == 0) launch.tell_refusal();
+  if (mistake) return launch.count_mistake();
+  launch.tell_refusal();
+}
+
+// One thread of the block, when all of it is over.
+__device__ __forceinline__ void finish_block(const LlDispatchParams& p, LlShared& turn) {
+  const bool good = turn.course.status == XD_SUCCESS;
+  if (turn.course.fatal) return;
+  if ((p.step.failed || p.step.silent || !good) && blockIdx.x == 0) tell_mistake(p, turn);
+  if (good) LlDispatchTurn(p, turn, kLlDispatch).end();
 }
 
 // A block's part of a dispatch. Its parts are locals of run(), each handed on by reference: parts
@@ -129,17 +144,28 @@ class DispatchBlock {
         __syncthreads();
         if (takes_turn() && s_.turn.course.rows) sender.send_all(s_.turn.course.send_epoch);
       } else {
-        if (!begins()) copy_tables(parts, threadIdx.x - kLlMovers, kLlTellers - 32);
-        begin();
+        if (begins()) {
+          ll_begin(p_, s_.turn, kLlDispatch);
+        } else {
+          copy_tables(parts, threadIdx.x - kLlMovers, kLlTellers - 32);
+        }
+        __syncthreads();
       }
     } else {
       Teller teller(p_, s_.turn);
-      if (!moves() && turn.is_last_block()) teller.load_first();
-      if (moves()) list.load_first();
-      if (moves() && !begins()) copy_tables(parts, threadIdx.x, kLlMovers - 32);
+      if (begins()) {
+        ll_begin(p_, s_.turn, kLlDispatch);
+        list.load_first();
+      } else if (moves()) {
+        list.load_first();
+        copy_tables(parts, threadIdx.x, kLlMovers - 32);
+      } else {
+        if (turn.is_last_block()) teller.prepare_first();
+        if (is_first_receiver()) prepare_head<kMany>(p_, s_);
+      }
       list.clear();
       if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
-      begin();
+      __syncthreads();
       if (takes_turn()) {
         if (turn.is_last_block()) announce(turn, teller);
         if (s_.turn.course.receives) receive_all(turn, list, parts);
@@ -157,11 +183,6 @@ class DispatchBlock {
   // The warp that begins the turn loads nothing else.
   __device__ bool begins() const {
     return warp_in_block() == (sends() ? kLlThreads / 32 : kLlMovers / 32) - 1;
-  }
-  // All first loads are under way before the block's first barrier, each warp its own.
-  __device__ void begin() const {
-    if (begins()) ll_begin(p_, s_.turn, kLlDispatch);
-    __syncthreads();
   }
   __device__ bool takes_turn() const {
     return !s_.turn.course.fatal && s_.turn.course.status == XD_SUCCESS;
@@ -237,7 +258,9 @@ XD_LL_BLOCK(void)::receive(LlDispatchTurn& turn, List& list, const LlRoomParts& 
     write_head<kMany>(p_, s_, epoch, delivers);
   }
   __syncthreads();
-  if (threadIdx.x == 0) tell_operation(p_, s, epoch);
+  if (threadIdx.x == 0 && (turn.has_met() || s.findings.kind != LlFault::none)) {
+    tell_operation(p_, s, epoch);
+  }
 }
 
 #undef XD_LL_BLOCK

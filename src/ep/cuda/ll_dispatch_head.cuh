@@ -31,7 +31,9 @@ class LlHead {
         h_(shared),
         thread_(thread_in_block() - kLlMovers) {}
 
-  // All threads that move no rows.
+  // All threads that move no rows: what is known before the operation is.
+  __device__ void prepare();
+  // The same threads, when all rows are listed.
   __device__ void write(std::uint64_t epoch);
   // The same where nothing is delivered: there is no plan then.
   __device__ void write_nothing();
@@ -41,7 +43,7 @@ class LlHead {
   __device__ void write_load(int expert, int rows) const;
   __device__ void write_zones();
   __device__ std::int32_t zone_number(int i) const;
-  __device__ PlanHeader header(std::uint64_t epoch) const;
+  __device__ void complete_header(std::uint64_t epoch);
   __device__ void write_header();
   __device__ void meet() const { ptx::barrier_sync(kLlTellBarrier, kLlTellers); }
 
@@ -59,17 +61,35 @@ class LlHead {
   template <bool kMany>  \
   __device__ inline type LlHead<kMany>
 
+XD_LL_HEAD(void)::prepare() {
+  if (thread_ != 0) return;
+  PlanHeader& h = h_.header;
+  h = {};
+  h.magic = PlanHeader::kMagic;
+  h.version = PlanHeader::kVersion;
+  h.rank = g_.rank();
+  h.ranks = g_.ranks();
+  h.experts = g_.experts;
+  h.layout = XD_EP_EXPERT_SLOTS;
+  h.alignment = 1;
+  h.keeps_items = g_.max_topk;
+  h.local_experts = g_.local_experts;
+  h.overflow_rank = -1;
+  h.capacities = g_.terms.capacities;
+  h.expert_ranks = g_.terms.expert_ranks;
+  h.capacity = g_.slots_per_expert();
+  h.bytes = g_.plan.end;
+  h_.sum = 0;
+  h_.rows = 0;
+}
+
 XD_LL_HEAD(void)::write(std::uint64_t epoch) {
-  if (thread_ == 0) {
-    h_.sum = 0;
-    h_.rows = 0;
-  }
-  meet();
   write_counts();
   write_zones();
   meet();
-  if (thread_ == 0) h_.header = header(epoch);
-  meet();
+  if (thread_ >= 32) return;
+  if (thread_ == 0) complete_header(epoch);
+  __syncwarp();
   write_header();
 }
 
@@ -148,37 +168,21 @@ XD_LL_HEAD(void)::write_zones() {
   if (lane_id() == 0) atomicAdd(&h_.sum, static_cast<unsigned long long>(sum));
 }
 
-XD_LL_HEAD(PlanHeader)::header(std::uint64_t epoch) const {
+XD_LL_HEAD(void)::complete_header(std::uint64_t epoch) {
   const LlRecord& own = s_.record[g_.rank()];
-  PlanHeader h{};
-  h.magic = PlanHeader::kMagic;
-  h.version = PlanHeader::kVersion;
-  h.rank = g_.rank();
-  h.ranks = g_.ranks();
-  h.experts = g_.experts;
+  PlanHeader& h = h_.header;
   h.tokens = static_cast<std::int32_t>(own.tokens);
   h.topk = static_cast<std::int32_t>(own.topk);
-  h.layout = XD_EP_EXPERT_SLOTS;
-  h.alignment = 1;
-  h.keeps_items = g_.max_topk;
-  h.local_experts = g_.local_experts;
   h.bad_id_rank = s_.bad_ids != 0 ? s_.bad_id_rank : -1;
-  h.overflow_rank = -1;
   h.list_rows = of_list_.total_units;
   h.recv_rows = h.total_rows = h_.rows;
   h.bad_ids = s_.bad_ids;
-  h.capacities = g_.terms.capacities;
-  h.expert_ranks = g_.terms.expert_ranks;
-  h.capacity = g_.slots_per_expert();
   h.fingerprint = ll_fingerprint(g_.nonce, epoch);
   h.epoch = epoch;
-  h.bytes = g_.plan.end;
-  return h;
 }
 
 // The first warp.
 XD_LL_HEAD(void)::write_header() {
-  if (thread_ >= 32) return;
   constexpr std::uint32_t kWords = sizeof(PlanHeader) / 8;
   constexpr std::uint32_t kChecksum = offsetof(PlanHeader, checksum) / 8;
   const auto lane = static_cast<std::uint32_t>(lane_id());

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "ep/cuda/ll_dispatch_tell.cuh"
+#include "ep/cuda/ll_kernels.h"
 
 namespace xd::ep::cuda {
 
@@ -115,6 +116,7 @@ class LlList {
     return g_.own_area + g_.map.ids + row * g_.ids.words * 8;
   }
   __device__ bool take_ids(std::uint64_t epoch, const LlUnit& unit, std::uint8_t& order);
+  __device__ bool take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<kMany>& home);
   __device__ bool take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRanks<kMany>& home);
   __device__ bool wait_pair(std::uint64_t epoch, int source, const std::byte* at,
                             ulonglong2& pair) const;
@@ -169,6 +171,10 @@ XD_LL_LIST(bool)::take_ids(std::uint64_t epoch, const LlUnit& unit, std::uint8_t
   for (int pair = 0; pair < g_.ids.words; pair += 2) {
     ulonglong2 words;
     if (!wait_pair(epoch, unit.source(), at + pair * 8, words)) return false;
+    if (!kMany && g_.ids.words == 2) {
+      here = take_few(unit, words, home);
+      break;
+    }
 #pragma unroll 1
     for (int j = 0; j < g_.ids.per_word && k < g_.max_topk; ++j, ++k) {
       here |= take_choice(unit, k, g_.ids.id(words.x, j), home);
@@ -188,6 +194,41 @@ XD_LL_LIST(bool)::take_ids(std::uint64_t epoch, const LlUnit& unit, std::uint8_t
       bits.word[1] = home.word[2];
     }
     *to = bits;
+  }
+  return here;
+}
+
+// The same for few choices, all in two words: their places are read at once, since every rank waits
+// for this step.
+XD_LL_LIST(bool)::take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<kMany>& home) {
+  std::uint32_t place[kLlFewTopk];
+#pragma unroll
+  for (int k = 0; k < kLlFewTopk; ++k) {
+    place[k] = ~0u;
+    if (k >= g_.max_topk) continue;
+    const bool second = k >= g_.ids.per_word;
+    const int at = second ? k - g_.ids.per_word : k;
+    const std::uint32_t id = g_.ids.id(second ? words.y : words.x, at);
+    if (id != g_.ids.none()) place[k] = places_[id];
+  }
+  bool here = false;
+  std::uint16_t* ids =
+      parts_.ids() + unit.source() * p_.room.ids_stride + unit.token() * g_.max_topk;
+#pragma unroll
+  for (int k = 0; k < kLlFewTopk; ++k) {
+    const bool named = place[k] != ~0u;
+    const int rank = static_cast<int>(place[k] >> 16);
+    const std::uint32_t expert = place[k] & 0xFFFFu;
+    const bool mine = named && rank == g_.rank();
+    if (named) home.add(rank);
+    if (mine) {
+      const int cell = unit.source() * g_.local_experts + static_cast<int>(expert);
+      atomicAdd(parts_.counts() + cell / 2, 1u << (cell % 2 * 16));
+    }
+    here |= mine;
+    if (p_.room.has_ids && k < g_.max_topk) {
+      ids[k] = static_cast<std::uint16_t>(mine ? expert : kNoExpert);
+    }
   }
   return here;
 }

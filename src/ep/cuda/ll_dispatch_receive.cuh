@@ -60,9 +60,9 @@ class LlReceiver {
 
   __device__ static LlRowForm form_of(const LlRecord& record) {
     const QuantiseFormat format = quantise_format(static_cast<xd_ep_quantise>(record.quantise));
-    return ll_row_form(record.row_bytes,
-                       static_cast<std::uint32_t>(format.scale_row_bytes(record.row_bytes / 2)),
-                       static_cast<bool>(format),
+    const std::uint32_t scales =
+        format ? record.row_bytes / 2 / format.block * format.scale_bytes : 0;
+    return ll_row_form(record.row_bytes, scales, static_cast<bool>(format),
                        (record.flags & kHasWeights) != 0 ? static_cast<int>(record.topk) : 0);
   }
   __device__ int parity() const { return row_ & 1; }
@@ -73,9 +73,12 @@ class LlReceiver {
   __device__ void drain(const LlUnit& unit);
   __device__ void find_places(const LlUnit& unit);
   __device__ Target target() const;
+  __device__ void load_words(const LlUnit& unit, const LlRowForm& form, std::uint32_t piece,
+                             Held& held) const;
   __device__ bool take_words(const LlUnit& unit, const LlRowForm& form, std::uint32_t piece,
                              Held& held);
   __device__ void put_back(std::byte* row, const LlRowForm& form, std::uint32_t piece) const;
+  __device__ void load_own(const LlUnit& unit, std::uint32_t piece, Held& held) const;
   __device__ void take_remote(const LlUnit& unit, const Target& to, Held& held);
   __device__ void take_own(const LlUnit& unit, const Target& to, Held& held);
   __device__ void store(const Target& to, std::uint32_t vector, const ulonglong2& words) const;
@@ -108,7 +111,8 @@ XD_LL_RECEIVER(void)::take_all(std::uint64_t epoch, bool drains, bool own, int o
   epoch_ = epoch;
   own_units_ = own_units;
   const LlRecord& record = turn_.shared().record[g_.rank()];
-  form_ = form_of(record);
+  // Rows of a launch that does both halves have the form that it sends.
+  form_ = own ? p_.form : form_of(record);
   topk_ = static_cast<int>(record.topk);
   const int units = list_.units();
 #pragma unroll 1
@@ -128,11 +132,17 @@ XD_LL_RECEIVER(void)::take_all(std::uint64_t epoch, bool drains, bool own, int o
 }
 
 XD_LL_RECEIVER(void)::take(const LlUnit& unit, int list_at, bool own) {
+  // Words are on their way while their places are found; mostly they have come.
+  Held held{};
+  if (own) {
+    load_own(unit, 0, held);
+  } else {
+    load_words(unit, form_, 0, held);
+  }
   find_places(unit);
   ptx::barrier_sync(kLlGroupBarrier + group_, kLlGroupThreads);
   if (g_.masks) zero_lost(row_ - 1);
   const Target to = target();
-  Held held{};
   if (own) {
     take_own(unit, to, held);
   } else {
@@ -166,35 +176,39 @@ XD_LL_RECEIVER(auto)::target() const -> Target {
 
 // ---- Words -------------------------------------------------------------------------------------
 
-// Polls this thread's words of a piece; with piece 0 also its word of the tail. False: they have
-// been given up. A warp stays together.
-XD_LL_RECEIVER(bool)::take_words(const LlUnit& unit, const LlRowForm& form, std::uint32_t piece,
-                                 Held& held) {
+// Loads this thread's words of a piece; with piece 0 also its word of the tail.
+XD_LL_RECEIVER(void)::load_words(const LlUnit& unit, const LlRowForm& form, std::uint32_t piece,
+                                 Held& held) const {
   const std::byte* row = staged(unit);
   const std::uint32_t first = LlVectors<false>::first(piece, thread_);
   const std::uint32_t second = LlVectors<false>::second(piece, thread_);
-  const bool has_first = first < form.vectors, has_second = second < form.vectors;
-  const bool has_tail = piece == 0 && thread_ < form.tail_words();
   held.a = held.b = make_ulonglong2(0, 0);
-  if (piece == 0) held.tail = 0;
-  bool here = false;
+  if (first < form.vectors) held.a = ptx::ld_relaxed_sys_pair(row + first * 16);
+  if (second < form.vectors) held.b = ptx::ld_relaxed_sys_pair(row + second * 16);
+  if (piece != 0) return;
+  held.tail = 0;
+  if (thread_ < form.tail_words()) {
+    held.tail =
+        ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(row + form.payload()) + thread_);
+  }
+}
+
+// Polls the words until they have come, beginning with those that have been loaded. False: they
+// have been given up. A warp stays together.
+XD_LL_RECEIVER(bool)::take_words(const LlUnit& unit, const LlRowForm& form, std::uint32_t piece,
+                                 Held& held) {
+  bool loaded = true;
   turn::LongWait wait;
   return turn::poll_until(
       [&] {
-        if (!here) {
-          if (has_first) held.a = ptx::ld_relaxed_sys_pair(row + first * 16);
-          if (has_second) held.b = ptx::ld_relaxed_sys_pair(row + second * 16);
-          if (has_tail) {
-            held.tail = ptx::ld_relaxed_sys(
-                reinterpret_cast<const std::uint64_t*>(row + form.payload()) + thread_);
-          }
-          here = has_come(held.a) && has_come(held.b) && held.tail != kFree;
-        }
+        if (!loaded) load_words(unit, form, piece, held);
+        const bool here = has_come(held.a) && has_come(held.b) && held.tail != kFree;
+        loaded = here;
         return __all_sync(kAllLanes, here) != 0;
       },
       [&] {
-        const bool on = here || turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait);
-        here = false;  // words are read again: over a call they would have to lie in memory
+        const bool on = loaded || turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait);
+        loaded = false;  // words are read again: over a call they would have to lie in memory
         return __all_sync(kAllLanes, on) != 0;
       });
 }
@@ -212,6 +226,7 @@ XD_LL_RECEIVER(void)::put_back(std::byte* row, const LlRowForm& form, std::uint3
 XD_LL_RECEIVER(void)::take_remote(const LlUnit& unit, const Target& to, Held& held) {
 #pragma unroll 1
   for (std::uint32_t piece = 0; piece * kLlPiece < form_.vectors; ++piece) {
+    if (piece > 0) load_words(unit, form_, piece, held);
     if (!take_words(unit, form_, piece, held)) {
       *static_cast<volatile int*>(&r_.lost[group_][parity()]) = row_;
       held.tail = 0;
@@ -231,6 +246,7 @@ XD_LL_RECEIVER(void)::drain(const LlUnit& unit) {
   Held held{};
 #pragma unroll 1
   for (std::uint32_t piece = 0; piece * kLlPiece < form.vectors; ++piece) {
+    load_words(unit, form, piece, held);
     if (!take_words(unit, form, piece, held)) return;
     put_back(staged(unit), form, piece);
   }
@@ -238,14 +254,21 @@ XD_LL_RECEIVER(void)::drain(const LlUnit& unit) {
 
 // ---- Own rows ----------------------------------------------------------------------------------
 
-XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, const Target& to, Held& held) {
+XD_LL_RECEIVER(void)::load_own(const LlUnit& unit, std::uint32_t piece, Held& held) const {
   const auto token = static_cast<std::uint64_t>(unit.token());
+  LlVectors<kQuantises> row;
+  row.load(p_.tokens + token * p_.record.row_bytes, p_.record.row_bytes / 16, piece, thread_);
+  held.a = words_of(row.a);
+  held.b = words_of(row.b);
+}
+
+XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, const Target& to, Held& held) {
   const std::uint32_t vectors = p_.record.row_bytes / 16;
   std::byte* tail = parts_.tails() + (group_ * 2 + parity()) * p_.room.tail_stride;
 #pragma unroll 1
   for (std::uint32_t piece = 0; piece * kLlPiece < vectors; ++piece) {
-    LlVectors<kQuantises> row;
-    row.load(p_.tokens + token * p_.record.row_bytes, vectors, piece, thread_);
+    if (piece > 0) load_own(unit, piece, held);
+    const LlVectors<kQuantises> row{vector_of(held.a), vector_of(held.b)};
     if constexpr (kQuantises) {
       const LlQuantised q = quantise_columns<Quantiser>(row.a, row.b, p_.format);
       const std::uint32_t at = piece * kLlGroupThreads + thread_;
@@ -263,7 +286,8 @@ XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, const Target& to, Held& held)
   if (thread_ < form_.scale_words) {
     held.tail = reinterpret_cast<const std::uint64_t*>(tail)[thread_];
   } else if (thread_ < form_.tail_words()) {
-    held.tail = ll_weight_word(p_.topk_weights + token * topk_, topk_, thread_ - form_.scale_words);
+    held.tail =
+        ll_weight_word(p_.topk_weights + unit.token() * topk_, topk_, thread_ - form_.scale_words);
   }
 }
 

@@ -26,19 +26,26 @@ class LlTeller {
   __device__ LlTeller(const LlDispatchParams& params, LlShared& shared)
       : p_(params), g_(params.group), s_(shared), thread_(threadIdx.x - kLlMovers) {}
 
-  // Before the block's first barrier: the first token's ids are on their way.
-  __device__ void load_first() { load(thread_); }
+  // Before the block's first barrier, since all ranks wait for these words: the first token's words
+  // but for their tags.
+  __device__ void prepare_first() {
+    load(thread_);
+    bad_ = drop_bad_ids();
+    first_ = pack(0);
+  }
 
   // Behind it. All tellers call it.
   __device__ void tell(std::uint64_t epoch) {
-    int bad = 0;
 #pragma unroll 1
     for (int t = thread_; t < g_.max_tokens; t += kLlTellers) {
-      if (t != thread_) load(t);
-      bad += drop_bad_ids();
+      if (t != thread_) {
+        load(t);
+        bad_ += drop_bad_ids();
+        first_ = pack(0);
+      }
       send(epoch, t);
     }
-    tell_bad_ids(epoch, bad);
+    tell_bad_ids(epoch);
   }
 
  private:
@@ -68,15 +75,36 @@ class LlTeller {
     }
     return bad;
   }
+  __device__ ulonglong2 pack(int pair) const;
   __device__ void send(std::uint64_t epoch, int token) const;
-  __device__ void tell_bad_ids(std::uint64_t epoch, int bad) const;
+  __device__ void tell_bad_ids(std::uint64_t epoch) const;
 
   const LlDispatchParams& p_;
   const LlDevice& g_;
   LlShared& s_;
   const int thread_;
   int id_[kMostTopk];  // -2 = bad
+  int bad_ = 0;        // bad ids of this thread's tokens
+  ulonglong2 first_;   // the first pair of the token's words
 };
+
+// Two of a token's words without their tags, by loops over registers alone.
+template <int kMostTopk>
+__device__ ulonglong2 LlTeller<kMostTopk>::pack(int pair) const {
+  const LlIdWords& form = g_.ids;
+  ulonglong2 words = make_ulonglong2(0, 0);
+#pragma unroll
+  for (int k = 0; k < kMostTopk; ++k) {
+    const int place = k - pair * form.per_word;
+    const bool second = place >= form.per_word;
+    const int at = second ? place - form.per_word : place;
+    if (place < 0 || at >= form.per_word) continue;
+    const std::uint64_t id = id_[k] < 0 ? form.none() : static_cast<std::uint32_t>(id_[k]);
+    words.x |= second ? 0 : id << (at * form.bits);
+    words.y |= second ? id << (at * form.bits) : 0;
+  }
+  return words;
+}
 
 template <int kMostTopk>
 __device__ void LlTeller<kMostTopk>::send(std::uint64_t epoch, int token) const {
@@ -88,33 +116,22 @@ __device__ void LlTeller<kMostTopk>::send(std::uint64_t epoch, int token) const 
   const std::uint64_t offset = g_.map.ids + row * form.words * 8;
 #pragma unroll 1
   for (int pair = 0; pair < form.words; pair += 2) {
-    std::uint64_t word[2] = {tag, tag};
-    // Each word's ids, by loops over registers alone.
-#pragma unroll
-    for (int k = 0; k < kMostTopk; ++k) {
-      const int place = k - pair * form.per_word;
-      const bool second = place >= form.per_word;
-      const int at = second ? place - form.per_word : place;
-      if (place < 0 || at >= form.per_word) continue;
-      const std::uint64_t id = id_[k] < 0 ? form.none() : static_cast<std::uint32_t>(id_[k]);
-      word[0] |= second ? 0 : id << (at * form.bits);
-      word[1] |= second ? id << (at * form.bits) : 0;
-    }
+    const ulonglong2 words = pair == 0 ? first_ : pack(pair);
 #pragma unroll 1
     for (int n = 1; n <= g_.ranks(); ++n) {
       int d = g_.rank() + n;
       if (d >= g_.ranks()) d -= g_.ranks();
       if (g_.masks && s_.masked.has(d)) continue;
       ptx::st_relaxed_sys_pair(s_.area[d].base + offset + pair * 8,
-                               make_ulonglong2(word[0], word[1]));
+                               make_ulonglong2(words.x | tag, words.y | tag));
     }
   }
 }
 
 // The count and its tag are one word, as the counts of prepare are.
 template <int kMostTopk>
-__device__ void LlTeller<kMostTopk>::tell_bad_ids(std::uint64_t epoch, int bad) const {
-  if (bad != 0) atomicAdd(&s_.told_bad_ids, static_cast<std::uint32_t>(bad));
+__device__ void LlTeller<kMostTopk>::tell_bad_ids(std::uint64_t epoch) const {
+  if (bad_ != 0) atomicAdd(&s_.told_bad_ids, static_cast<std::uint32_t>(bad_));
   ptx::barrier_sync(kLlTellBarrier, kLlTellers);
   const std::uint64_t slot = turn::lane_slot(epoch, g_.slots);
   const std::uint64_t cell = slot * g_.ranks() + g_.rank();

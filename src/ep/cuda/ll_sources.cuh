@@ -38,7 +38,7 @@ class LlSources {
         s_(turn.shared()),
         list_(list),
         epoch_(epoch),
-        began_(ptx::global_timer_ns()),
+        began_(params.group.masks || params.wait_ns != nullptr ? ptx::global_timer_ns() : 0),
         closing_(params.group.masks ? ptx::ld_relaxed_sys(&params.group.control->closing) : 0) {}
 
   // All lanes of the warp. When it returns, every record has come or its source is gone, and so are
@@ -66,7 +66,8 @@ class LlSources {
   LlDispatchTurn& turn_;
   LlShared& s_;
   LlListShared& list_;
-  const std::uint64_t epoch_, began_;
+  const std::uint64_t epoch_;
+  const std::uint64_t began_;    // where the time is asked for
   const std::uint64_t closing_;  // LlControl::closing when this block began
 };
 

@@ -129,6 +129,9 @@ class LlTurn {
   // All lanes of a warp of the last block, behind its barrier.
   __device__ void give_credit() const { lane().give_credit(s_.before.taken); }
 
+  // All lanes, where some credit was not there at the first look: see begin().
+  __device__ void wait_credits(const turn::LaneEpochs& before) const;
+
   // Ranks that are left out now.
   __device__ bool leaves_out(int r) const { return g_.masks && s_.masked.has(r); }
 
@@ -176,8 +179,13 @@ class LlTurn {
     p_.wait_ns[source] += static_cast<std::int64_t>(ptx::global_timer_ns() - began);
   }
 
-  // The verdict about an operation, from the records of all sources that it has. One thread.
+  // The verdict about an operation, from the records of all sources that it has. All lanes of a
+  // warp; the first one's `drains` counts.
   __device__ void judge(bool drains);
+  // True if the block has met something in an operation that tell() would tell.
+  __device__ bool has_met() const {
+    return s_.status != XD_SUCCESS || (s_.lost[0] | s_.lost[1]) != 0 || s_.bad_ids != 0;
+  }
   // One thread of a block tells what the operation has met there, when it is over.
   __device__ void tell(std::uint64_t epoch);
   // The same about a call that takes no turn.
@@ -188,7 +196,6 @@ class LlTurn {
 
  private:
   __device__ LlCourse course_of(const turn::LaneEpochs& before) const;
-  __device__ void wait_credits(const turn::LaneEpochs& before) const;
   __device__ void write_report(std::uint64_t epoch, const LlFindings& findings, int status,
                                int rank);
   __device__ void count_error(std::uint64_t epoch, int status, int rank);
@@ -208,6 +215,35 @@ class LlTurn {
   const int kind_;
 };
 
+// It is no part of begin(), whose registers it would take. A turn whose address is taken lies in
+// memory, so it makes one of its own.
+template <class Params>
+__device__ __noinline__ void ll_wait_credits(const Params& params, LlShared& shared, int kind,
+                                             std::uint64_t sent, std::uint64_t taken) {
+  LlTurn<Params>(params, shared, kind).wait_credits({sent, taken});
+}
+
+// Which rank's record differs from this rank's own. One thread.
+inline __device__ __noinline__ void ll_compare_records(LlShared& s, int rank, int ranks,
+                                                       bool silent) {
+  const LlRecord& own = s.record[rank];
+#pragma unroll 1
+  for (int r = ranks - 1; r >= 0; --r) {
+    if (s.gone[r] != 0 || r == rank) continue;
+    const LlRecord& theirs = s.record[r];
+    if (theirs.call.status == XD_SUCCESS && theirs.call.operation == own.call.operation &&
+        same_operation(theirs, own)) {
+      continue;
+    }
+    s.status = XD_ERROR_MISMATCH;
+    s.status_rank = r;
+  }
+  const bool failed = own.call.status != XD_SUCCESS;
+  s.disagree = failed || s.status != XD_SUCCESS ? 1 : 0;
+  // This rank's own mistake has been told, where it was found.
+  if (failed || silent) s.status = XD_SUCCESS;
+}
+
 #define XD_LL_MEMBER(type) \
   template <class Params>  \
   __device__ inline type LlTurn<Params>
@@ -215,6 +251,8 @@ class LlTurn {
 // ---- The start ---------------------------------------------------------------------------------
 
 XD_LL_MEMBER(void)::begin() {
+  // All loads are on their way before one of them is waited for. The credits come last, since
+  // nothing passes an acquire.
   const turn::LaneEpochs before = lane().epochs();
   const bool failed = device::failed(g_.comm);
   RankBits masked{};
@@ -222,6 +260,8 @@ XD_LL_MEMBER(void)::begin() {
     masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
               ptx::ld_relaxed_sys(&g_.control->masked[1])};
   }
+  const bool has_credit = p_.step.send && lane_id() < ranks() && lane_id() != rank();
+  const std::uint64_t credit = has_credit ? lane().credit_of(lane_id()) : 0;
   if (lane_id() == 0) {
     s_.before = before;
     s_.masked = masked;
@@ -236,7 +276,11 @@ XD_LL_MEMBER(void)::begin() {
   if (failed) {
     if (lane_id() == 0) device::tell_host(g_.comm);
   } else if (s_.course.sends) {
-    wait_credits(before);
+    const bool enough = !has_credit || leaves_out(lane_id()) ||
+                        credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
+    if (ranks() > 32 || __all_sync(kAllLanes, enough) == 0) {
+      ll_wait_credits(p_, s_, kind_, before.sent, before.taken);
+    }
   }
   __syncwarp();
   if (lane_id() == 0 && s_.failed != 0) s_.course.fatal = true;
@@ -273,8 +317,8 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   return c;
 }
 
-// All lanes. Mostly all credits are there, and the last block gives this rank's own behind the
-// barrier. Where they are not, it gives it at once, since the peers may wait for it likewise.
+// All lanes, where some credit was not there at the first look. The last block gives this rank's own
+// behind the block's barrier; but here at once, since the peers may wait for it likewise.
 XD_LL_MEMBER(void)::wait_credits(const turn::LaneEpochs& before) const {
   const std::uint64_t epoch = before.sent + 1;
   const auto slots = static_cast<std::uint64_t>(g_.slots);
@@ -353,27 +397,23 @@ XD_LL_MEMBER(void)::end() {
   }
 }
 
-// Compares the records that have come with this rank's own, which is one of them.
+// Mostly the records are equal in all that must be, and each lane looks at one rank's.
 XD_LL_MEMBER(void)::judge(bool drains) {
-  const LlRecord& own = s_.record[rank()];
+  static_assert(offsetof(LlRecord, tokens) == 3 * sizeof(std::uint64_t));
+  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.record[rank()]);
+  bool same = s_.record[rank()].call.status == XD_SUCCESS && !p_.step.silent;
+#pragma unroll 1
+  for (int r = lane_id(); r < ranks(); r += 32) {
+    const auto* theirs = reinterpret_cast<const std::uint64_t*>(&s_.record[r]);
+    same &= s_.gone[r] != 0 || (theirs[0] == own[0] && theirs[1] == own[1] && theirs[2] == own[2]);
+  }
+  same = __all_sync(kAllLanes, same) != 0;
+  if (lane_id() != 0) return;
   s_.status = XD_SUCCESS;
   s_.status_rank = -1;
-#pragma unroll 1
-  for (int r = ranks() - 1; r >= 0; --r) {
-    if (s_.gone[r] != 0 || r == rank()) continue;
-    const LlRecord& theirs = s_.record[r];
-    if (theirs.call.status == XD_SUCCESS && theirs.call.operation == own.call.operation &&
-        same_operation(theirs, own)) {
-      continue;
-    }
-    s_.status = XD_ERROR_MISMATCH;
-    s_.status_rank = r;
-  }
-  const bool failed = own.call.status != XD_SUCCESS;
-  s_.disagree = failed || s_.status != XD_SUCCESS ? 1 : 0;
+  s_.disagree = 0;
+  if (!same) ll_compare_records(s_, rank(), ranks(), p_.step.silent);
   drains |= s_.disagree != 0;
-  // This rank's own mistake has been told, where it was found.
-  if (failed || p_.step.silent) s_.status = XD_SUCCESS;
   s_.verdict = static_cast<int>(drains ? LlVerdict::drain : LlVerdict::go);
 }
 
