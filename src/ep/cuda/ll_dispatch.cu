@@ -153,6 +153,8 @@ class DispatchBlock {
       }
     } else {
       Teller teller(p_, s_.turn);
+      list.clear();
+      if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
       if (begins()) {
         ll_begin(p_, s_.turn, kLlDispatch);
         list.load_first();
@@ -163,8 +165,6 @@ class DispatchBlock {
         if (turn.is_last_block()) teller.prepare_first();
         if (is_first_receiver()) prepare_head<kMany>(p_, s_);
       }
-      list.clear();
-      if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
       __syncthreads();
       if (takes_turn()) {
         if (turn.is_last_block()) announce(turn, teller);
@@ -203,7 +203,10 @@ class DispatchBlock {
   __device__ inline type DispatchBlock<Quantiser, kMany, kMostTopk>
 
 XD_LL_BLOCK(void)::copy_tables(const LlRoomParts& parts, int thread, int threads) const {
-  for (int r = thread; r < p_.group.ranks(); r += threads) s_.turn.area[r] = p_.group.areas[r];
+  // The last threads begin with the areas, the first with the experts, so no load waits for another.
+  for (int r = threads - 1 - thread; r < p_.group.ranks(); r += threads) {
+    s_.turn.area[r] = p_.group.areas[r];
+  }
   if (!p_.room.has_places) return;
   auto* to = parts.at<std::uint32_t>(p_.room.places);
   for (int e = thread; e < p_.group.experts; e += threads) to[e] = p_.group.places[e];
