@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "ep/cuda/ll_shape.h"
 #include "ep/plan_check.h"
 
 namespace xd::ep::cuda {
@@ -111,6 +112,9 @@ void add_send(const LlCombineSend& call, std::size_t plan_bytes, xd::cuda::Known
   // The plan's own numbers are filled in by the kernel.
   p.record = record_of(call, 0, 0);
   p.expert_out = slots_of(call.expert_out);
+  p.slots = LlDivisor::of(call.expert_out.slots);
+  const auto vectors = static_cast<std::int64_t>(call.expert_out.row_bytes() / 16);
+  p.row_parts = LlDivisor::of((vectors + kLlPartVectors - 1) / kLlPartVectors);
   p.topk_weights = given<const float>(call.topk_weights);
   p.weight_rows = static_cast<int>(call.topk_weights.rows);
   p.weight_cols = static_cast<int>(call.topk_weights.cols);

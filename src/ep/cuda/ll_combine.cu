@@ -1,8 +1,13 @@
 // xd_ep_ll_combine: rows of the experts back to their tokens.
 //
 // All blocks push, then sum. In each, 28 warps move rows, and two control: one begins the turn,
-// sends weights, waits for records and judges; the other checks the plan at the start. The launch's
-// last block also sends this rank's record and credit. See docs/internals/low_latency.md.
+// waits for records and judges; the other checks the plan at the start and sends weights. In the
+// launch's last block the first also sends this rank's record, and the other its credit. See
+// docs/internals/low_latency.md.
+//
+// With few tokens the time of an operation is that of its longest chain of loads and instructions.
+// So all that is loaded once is loaded before the block's first barrier, each by a warp that has
+// nothing else to do, and what needs many instructions is done only where something is unusual.
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/ll_combine_push.cuh"
 #include "ep/cuda/ll_combine_sum.cuh"
@@ -14,43 +19,28 @@ namespace {
 // Numbers of named barriers, beside kLlSumBarrier.
 constexpr int kLlNextBarrier = 2, kLlControlBarrier = 3;
 
-// The control warps of a block. The first one goes on where the other has looked.
+// The control warp that takes the block's turn.
 class CombineControl {
  public:
   __device__ CombineControl(const LlCombineParams& params, LlCombineTurn& turn,
-                            LlCombineShared& shared, const LlPlanParts& parts)
-      : p_(params), g_(params.group), turn_(turn), s_(shared), parts_(parts) {}
+                            LlCombineShared& shared)
+      : p_(params), g_(params.group), turn_(turn), s_(shared) {}
 
-  // What the other control warp looks at meanwhile: the peers' memory, and the plan.
-  __device__ void look() {
-    for (int r = lane_id(); r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
-    if (lane_id() == 0) s_.turn.findings = {};
-    __syncwarp();
-    if (!p_.step.failed && !p_.step.silent) check();
-    ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
-  }
   __device__ void begin() {
-    turn_.begin();
     if (lane_id() == 0) {
       s_.decided = 0;
       s_.drained = 0;
       s_.turn.verdict = static_cast<int>(LlVerdict::drain);
     }
+    turn_.begin();
     ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
     if (lane_id() == 0) take_look();
   }
-
   // Behind the block's barrier.
   __device__ void run();
 
  private:
-  __device__ void check();
-  __device__ void refuse(LlFault kind, const Fault& fault, std::int64_t got,
-                         std::int64_t expected) {
-    s_.turn.findings = {kind, fault, got, expected, 0};
-  }
   __device__ void take_look();
-  __device__ void send_weights();
   __device__ void send_record();
   __device__ void wait(std::uint64_t epoch, bool drains);
   __device__ bool fits_what_was_sent();
@@ -59,44 +49,206 @@ class CombineControl {
   const LlDevice& g_;
   LlCombineTurn& turn_;
   LlCombineShared& s_;
+};
+
+// The control warp that looks at the call's plan and weights. What it finds is behind the block's
+// first barrier, and its mistakes also behind that of the control warps.
+class CombineCheck {
+ public:
+  __device__ CombineCheck(const LlCombineParams& params, LlCombineTurn& turn,
+                          LlCombineShared& shared, const LlPlanParts& parts)
+      : p_(params), g_(params.group), turn_(turn), s_(shared), parts_(parts) {}
+
+  __device__ void look();
+  // Behind the block's barrier.
+  __device__ void run();
+
+ private:
+  static constexpr int kWords = 4;  // of the plan's head, that a lane loads at once
+
+  // A call that has failed, or whose arguments are bad, may have no plan.
+  __device__ bool has_plan() const { return !p_.step.failed && !p_.step.silent; }
+  __device__ void load_words(std::uint64_t first, std::uint64_t (&words)[kWords]) const;
+  __device__ std::uint64_t hash(std::uint64_t first, const std::uint64_t (&words)[kWords]) const;
+  __device__ void look_at_plan();
+  __device__ void check(std::uint64_t sum);
+  __device__ bool is_as_usual(std::uint64_t sum) const;
+  __device__ void refuse(LlFault kind, const Fault& fault, std::int64_t got,
+                         std::int64_t expected) {
+    s_.turn.findings = {kind, fault, got, expected, 0};
+  }
+  __device__ void send_weights();
+
+  const LlCombineParams& p_;
+  const LlDevice& g_;
+  LlCombineTurn& turn_;
+  LlCombineShared& s_;
   const LlPlanParts& parts_;
 };
 
+// What is wrong with a plan, if it has a fault.
+__device__ __noinline__ Fault fault_of(const LlCombineParams& p, const PlanHeader& h,
+                                       std::uint64_t sum) {
+  Fault fault = header_fault(h, p.plan_bytes);
+  // A head of another length belongs to another group's plan.
+  if (!fault && extent_of(h).checked == p.group.plan.home) fault = checksum_fault(h, sum);
+  if (!fault) fault = binding_fault(h, p.group.terms);
+  return fault;
+}
+
+// ---- The plan ----------------------------------------------------------------------------------
+
+__device__ inline void CombineCheck::look() {
+  const auto token = static_cast<int>(blockIdx.x);
+  HeapRange area{};
+  if (lane_id() < g_.ranks()) area = g_.areas[lane_id()];
+  if (lane_id() == 0) s_.turn.findings = {};
+  if (has_plan()) {
+    look_at_plan();
+  }
+  if (lane_id() < g_.ranks()) s_.turn.area[lane_id()] = area;
+  for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
+  __syncwarp();
+  ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
+}
+
 // All lanes: is this a plan of this group, and do the tensors fit it? Mistakes are findings.
-__device__ inline void CombineControl::check() {
-  const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
-  constexpr std::uint64_t kHeader = sizeof(PlanHeader) / 8;
-  constexpr std::uint64_t kChecksum = offsetof(PlanHeader, checksum) / 8;
-  std::uint64_t sum = 0;
-  for (std::uint64_t i = lane_id(); i < g_.plan.home / 8; i += 32) {
-    const std::uint64_t word = words[i];
-    if (i < kHeader) reinterpret_cast<std::uint64_t*>(&s_.plan)[i] = word;
-    if (i != kChecksum) sum += hash_entry(i, word);
+__device__ inline void CombineCheck::look_at_plan() {
+  const auto token = static_cast<int>(blockIdx.x);
+  std::uint64_t words[kWords];
+  load_words(0, words);
+  int items = 0;
+  if (lane_id() < g_.ranks()) items = parts_.items_of(lane_id());
+  RankBits home{};
+  LlChoice own{};
+  if (token < g_.max_tokens) {
+    home = parts_.home(token);
+    own = parts_.own_choice(token);
+  }
+  if (lane_id() * 8 < sizeof(PlanHeader)) {
+    reinterpret_cast<std::uint64_t*>(&s_.plan)[lane_id()] = words[0];
+  }
+  std::uint64_t sum = hash(0, words);
+#pragma unroll 1
+  for (std::uint64_t first = 32 * kWords; first < g_.plan.home / 8; first += 32 * kWords) {
+    load_words(first, words);
+    sum += hash(first, words);
   }
   sum = warp_sum(sum);
+  s_.first_own[lane_id()] = own;
+  if (lane_id() < g_.ranks()) s_.items_of[lane_id()] = items;
+  for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.items_of[r] = parts_.items_of(r);
   __syncwarp();
   if (lane_id() != 0) return;
+  s_.first_home = home;
+  check(sum);
+}
+
+__device__ inline void CombineCheck::load_words(std::uint64_t first,
+                                                std::uint64_t (&words)[kWords]) const {
+  const auto* at = reinterpret_cast<const std::uint64_t*>(p_.plan) + first + lane_id();
+  const std::uint64_t end = g_.plan.home / 8 - first;
+#pragma unroll
+  for (int j = 0; j < kWords; ++j) {
+    words[j] = static_cast<std::uint64_t>(lane_id() + j * 32) < end ? at[j * 32] : 0;
+  }
+}
+
+__device__ inline std::uint64_t CombineCheck::hash(std::uint64_t first,
+                                                   const std::uint64_t (&words)[kWords]) const {
+  constexpr std::uint64_t kChecksum = offsetof(PlanHeader, checksum) / 8;
+  std::uint64_t sum = 0;
+#pragma unroll
+  for (int j = 0; j < kWords; ++j) {
+    const std::uint64_t i = first + static_cast<std::uint64_t>(lane_id() + j * 32);
+    if (i < g_.plan.home / 8 && i != kChecksum) sum += hash_entry(i, words[j]);
+  }
+  return sum;
+}
+
+// One thread.
+__device__ inline void CombineCheck::check(std::uint64_t sum) {
   const PlanHeader& h = s_.plan;
-  Fault fault = header_fault(h, p_.plan_bytes);
-  // A head of another length belongs to another group's plan.
-  if (!fault && extent_of(h).checked == g_.plan.home) fault = checksum_fault(h, sum);
-  if (!fault) fault = binding_fault(h, g_.terms);
-  if (fault) return refuse(LlFault::plan, fault, 0, 0);
+  if (!is_as_usual(sum)) {
+    const Fault fault = fault_of(p_, h, sum);
+    if (fault) return refuse(LlFault::plan, fault, 0, 0);
+  }
   if (p_.step.receive && p_.out_rows != h.tokens) {
     return refuse(LlFault::tokens, {}, p_.out_rows, h.tokens);
   }
-  if (p_.topk_weights == nullptr) return;
+  if (!has_weights(p_)) return;
   if (p_.weight_rows != h.tokens) return refuse(LlFault::tokens, {}, p_.weight_rows, h.tokens);
   if (p_.weight_cols != h.topk) return refuse(LlFault::topk, {}, p_.weight_cols, h.topk);
 }
 
+// True only for plans that have no fault_of(). It asks for more than that, in fewer instructions:
+// what the size of a plan follows from is the group's, so its size is the group's, too.
+__device__ inline bool CombineCheck::is_as_usual(std::uint64_t sum) const {
+  const PlanHeader& h = s_.plan;
+  const PlanTerms& t = g_.terms;
+  bool same = h.magic == PlanHeader::kMagic;
+  same &= h.version == PlanHeader::kVersion;
+  same &= h.rank == t.rank;
+  same &= h.ranks == t.ranks;
+  same &= h.experts == t.experts;
+  same &= h.local_experts == t.local_experts;
+  same &= h.layout == t.layout;
+  same &= h.alignment == 1;
+  same &= h.overflow == t.overflow;
+  same &= h.keeps_list == t.keeps_list;
+  same &= h.keeps_items == t.keeps_items;
+  same &= h.capacities == t.capacities;
+  same &= h.expert_ranks == t.expert_ranks;
+  same &= h.capacity == t.capacity;
+  same &= h.bytes == g_.plan.end;
+  same &= p_.plan_bytes >= g_.plan.end;
+  same &= h.checksum == sum;
+  same &= static_cast<std::uint32_t>(h.tokens) <= static_cast<std::uint32_t>(t.max_tokens);
+  same &= static_cast<std::uint32_t>(h.topk - 1) < static_cast<std::uint32_t>(t.max_topk);
+  same &= static_cast<std::uint64_t>(h.list_rows) <= INT32_MAX;
+  return same;
+}
+
+__device__ inline void CombineCheck::run() {
+  const LlCourse& c = s_.turn.course;
+  if (c.rows && has_weights(p_)) send_weights();
+  if (turn_.is_last_block()) turn_.give_credit();
+}
+
+// Each token's weights go to all other ranks with rows of it.
+__device__ inline void CombineCheck::send_weights() {
+  const std::uint64_t epoch = s_.turn.course.send_epoch;
+  RankBits home = s_.first_home;
+  float weight = s_.first_own[lane_id()].weight;
+#pragma unroll 1
+  for (int t = static_cast<int>(blockIdx.x); t < s_.plan.tokens;) {
+    const std::uint64_t offset = ll_weight_offset(g_, turn_.slot(epoch), g_.rank(), t);
+    const std::uint64_t word = count_word(__float_as_uint(weight), epoch);
+    for (int r = 0; r < g_.ranks(); ++r) {
+      if (!home.has(r) || r == g_.rank() || turn_.leaves_out(r)) continue;
+      if (lane_id() >= p_.weight_cols) continue;
+      auto* to = reinterpret_cast<std::uint64_t*>(s_.turn.area[r].base + offset) + lane_id();
+      ptx::st_relaxed_sys(to, word);
+    }
+    t += static_cast<int>(gridDim.x);
+    if (t >= s_.plan.tokens) return;
+    home = parts_.home(t);
+    weight = parts_.own_choice(t).weight;
+  }
+}
+
+// ---- The turn ----------------------------------------------------------------------------------
+
 // A call with a mistake fails: nothing is sent but its record. A receive half takes its turn and
 // delivers nothing. One thread.
 __device__ inline void CombineControl::take_look() {
+  if (s_.turn.findings.kind == LlFault::none) return;
   LlCourse& c = s_.turn.course;
   // A call that takes no turn tells why, and nothing else.
-  if (c.fatal || c.status != XD_SUCCESS) s_.turn.findings.kind = LlFault::none;
-  if (s_.turn.findings.kind == LlFault::none) return;
+  if (c.fatal || c.status != XD_SUCCESS) {
+    s_.turn.findings.kind = LlFault::none;
+    return;
+  }
   c.status = XD_ERROR_INVALID_ARGUMENT;
   c.rows = false;
   c.drains = true;
@@ -105,15 +257,14 @@ __device__ inline void CombineControl::take_look() {
 
 __device__ inline void CombineControl::run() {
   const LlCourse& c = s_.turn.course;
-  if (c.rows && p_.topk_weights != nullptr) send_weights();
-  if (turn_.is_last_block()) {
-    if (c.sends) send_record();
-    turn_.give_credit();
-    if (lane_id() == 0 && c.sends && !c.rows && !c.receives) turn_.note_failed_send();
+  if (turn_.is_last_block() && c.sends) {
+    send_record();
+    if (lane_id() == 0 && !c.rows && !c.receives) turn_.note_failed_send();
   }
   if (!c.receives) return;
   wait(c.take_epoch, c.drains);
   const int besides = turn_.taken_besides();
+#pragma unroll 1
   for (int i = 1; i <= besides; ++i) {
     ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
     if (lane_id() == 0) {
@@ -122,23 +273,6 @@ __device__ inline void CombineControl::run() {
     }
     __syncwarp();
     wait(c.take_epoch + static_cast<std::uint64_t>(i), true);
-  }
-}
-
-// Each token's weights go to all other ranks with rows of it.
-__device__ inline void CombineControl::send_weights() {
-  const std::uint64_t epoch = s_.turn.course.send_epoch;
-  for (int t = static_cast<int>(blockIdx.x); t < s_.plan.tokens; t += static_cast<int>(gridDim.x)) {
-    const RankBits home = parts_.home(t);
-    const std::uint64_t offset = ll_weight_offset(g_, turn_.slot(epoch), g_.rank(), t);
-    float weight = 0;
-    if (lane_id() < p_.weight_cols) weight = p_.topk_weights[t * p_.weight_cols + lane_id()];
-    for (int r = 0; r < g_.ranks(); ++r) {
-      if (!home.has(r) || r == g_.rank() || turn_.leaves_out(r)) continue;
-      if (lane_id() >= p_.weight_cols) continue;
-      auto* to = reinterpret_cast<std::uint64_t*>(s_.turn.area[r].base + offset) + lane_id();
-      ptx::st_relaxed_sys(to, count_word(__float_as_uint(weight), epoch));
-    }
   }
 }
 
@@ -152,19 +286,20 @@ __device__ inline void CombineControl::send_record() {
   }
   turn_.send_record(record, [&](int r, LlRecord& told) {
     const bool crosses = c.rows && !turn_.leaves_out(r) && (r != g_.rank() || !c.receives);
-    told.partials = crosses ? static_cast<std::uint64_t>(parts_.items_of(r)) : 0;
+    told.partials = crosses ? static_cast<std::uint64_t>(s_.items_of[r]) : 0;
   });
 }
 
 __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
-  const std::uint64_t began = ptx::global_timer_ns();
+  const bool times = p_.wait_ns != nullptr && blockIdx.x == 0;
+  const std::uint64_t began = times ? ptx::global_timer_ns() : 0;
   turn_.clear_sources();
   for (int r = lane_id(); r < g_.ranks(); r += 32) {
     if (s_.turn.gone[r] != 0) continue;
     turn::LongWait wait;
     const bool here =
         turn_.take_record(r, epoch, [&] { return turn_.goes_on(XD_PHASE_ENTRY, epoch, r, wait); });
-    if (here && blockIdx.x == 0) turn_.add_wait(r, began);
+    if (here && times) turn_.add_wait(r, began);
     if (!here && s_.turn.failed == 0) s_.turn.gone[r] = 1;
   }
   __syncwarp();
@@ -192,23 +327,6 @@ __device__ inline bool CombineControl::fits_what_was_sent() {
   return false;
 }
 
-// They make turns of their own: see ll_begin().
-__device__ __forceinline__ void begin_control(const LlCombineParams& p, LlCombineShared& shared) {
-  LlCombineTurn turn(p, shared.turn, kLlCombine);
-  const LlPlanParts parts(p);
-  CombineControl(p, turn, shared, parts).begin();
-}
-__device__ __forceinline__ void look_at_call(const LlCombineParams& p, LlCombineShared& shared) {
-  LlCombineTurn turn(p, shared.turn, kLlCombine);
-  const LlPlanParts parts(p);
-  CombineControl(p, turn, shared, parts).look();
-}
-__device__ __noinline__ void run_control(const LlCombineParams& p, LlCombineShared& shared) {
-  LlCombineTurn turn(p, shared.turn, kLlCombine);
-  const LlPlanParts parts(p);
-  CombineControl(p, turn, shared, parts).run();
-}
-
 // One thread of the block.
 __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineShared& shared) {
   LlCombineTurn launch(p, shared.turn, kLlCombine);
@@ -230,6 +348,14 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
   launch.end();
 }
 
+// True if finish_block() would only count the operation. One thread.
+__device__ inline bool is_quiet(const LlCombineParams& p, const LlShared& turn) {
+  const LlCourse& c = turn.course;
+  bool quiet = !c.fatal && !p.step.failed && !p.step.silent && (c.sends || c.receives);
+  quiet &= turn.findings.kind == LlFault::none && turn.status == XD_SUCCESS && turn.failed == 0;
+  return quiet && (turn.lost[0] | turn.lost[1]) == 0;
+}
+
 // ---- The kernel --------------------------------------------------------------------------------
 
 template <class T>
@@ -239,28 +365,37 @@ class CombineBlock {
       : p_(params), s_(shared), turn_(params, shared.turn, kLlCombine), parts_(params) {}
 
   __device__ void run() {
-    if (controls()) {
-      begin_control(p_, s_);
+    const int warp = warp_in_block();
+    if (warp == kLlCombineMovers / 32) {
+      CombineControl control(p_, turn_, s_);
+      control.begin();
       __syncthreads();
-      if (is_on()) run_control(p_, s_);
-    } else if (warp_in_block() > kLlCombineMovers / 32) {
-      look_at_call(p_, s_);
+      if (is_on()) control.run();
+    } else if (warp > kLlCombineMovers / 32) {
+      CombineCheck check(p_, turn_, s_, parts_);
+      check.look();
       __syncthreads();
+      if (is_on()) check.run();
     } else {
       move();
     }
     __syncthreads();
-    if (threadIdx.x == 0) finish_block(p_, s_);
+    if (threadIdx.x != 0) return;
+    if (is_quiet(p_, s_.turn)) {
+      turn_.end();
+    } else {
+      finish_block(p_, s_);
+    }
   }
 
  private:
-  __device__ static bool controls() { return warp_in_block() == kLlCombineMovers / 32; }
   // True if the launch takes a turn.
   __device__ bool is_on() const {
     const LlCourse& c = s_.turn.course;
     return !c.fatal && (c.sends || c.receives);
   }
   __device__ void move();
+  __device__ void drain(LlSummer<T>& summer, std::uint64_t epoch);
 
   const LlCombineParams& p_;
   LlCombineShared& s_;
@@ -270,7 +405,7 @@ class CombineBlock {
 
 template <class T>
 __device__ inline void CombineBlock<T>::move() {
-  LlPusher<T> pusher(p_, turn_, parts_);
+  LlPusher<T> pusher(p_, turn_, s_, parts_);
   const bool may_push = p_.step.send && !p_.step.failed;
   if (may_push) pusher.load_first();
   __syncthreads();
@@ -286,26 +421,31 @@ __device__ inline void CombineBlock<T>::move() {
 #pragma unroll 1
   for (int i = 0; i <= besides; ++i) {
     const std::uint64_t epoch = c.take_epoch + static_cast<std::uint64_t>(i);
+    // The control warp comes to a verdict about each of them, also where waits have failed. It
+    // stands until all movers have passed, so they all go the same way.
     const volatile std::uint64_t* decided = &s_.decided;
-    while (*decided >> 2 < epoch && *static_cast<volatile int*>(&s_.turn.failed) == 0) ptx::pause();
-    __threadfence_block();
-    // One mover asks for all, since they meet at barriers in drain().
-    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-    if (threadIdx.x == 0) {
-      const bool failed = *static_cast<volatile int*>(&s_.turn.failed) != 0;
-      s_.drains = !failed && says(s_.decided, epoch, LlVerdict::drain) ? 1 : 0;
-    }
-    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-    if (s_.drains != 0) summer.drain(epoch);
+    while (*decided >> 2 < epoch) ptx::pause();
+    if (!says(s_.decided, epoch, LlVerdict::go)) drain(summer, epoch);
     // The control warp goes on to the next operation.
     if (i < besides) ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
   }
 }
 
 template <class T>
+__device__ inline void CombineBlock<T>::drain(LlSummer<T>& summer, std::uint64_t epoch) {
+  __threadfence_block();
+  // One mover asks for all, since they meet at barriers in drain().
+  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+  if (threadIdx.x == 0) s_.drains = *static_cast<volatile int*>(&s_.turn.failed) == 0 ? 1 : 0;
+  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
+  if (s_.drains != 0) summer.drain(epoch);
+}
+
+template <class T>
 __global__ void __launch_bounds__(kLlCombineThreads, 1)
     ll_combine_kernel(const __grid_constant__ LlCombineParams p) {
   __shared__ LlCombineShared shared;
+  fetch_params(p);
   if (p.group.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
   CombineBlock<T>(p, shared).run();

@@ -21,17 +21,34 @@ namespace xd::ep::cuda {
 inline constexpr int kLlCombineMovers = kLlMoverThreads, kLlCombineControls = 64;
 inline constexpr int kLlCombineThreads = kLlCombineMovers + kLlCombineControls;
 static_assert(kLlCombineThreads == kLlCombineBlockThreads);
-inline constexpr int kLlPartThreads = kLlCombineMovers / 4;
+inline constexpr int kLlPartThreads = kLlPartVectors;
 
 using LlCombineTurn = LlTurn<LlCombineParams>;
 
+// One item of a plan as the lanes of a warp have it: lane k has choice k.
+struct LlChoice {
+  LlItem item;
+  int row;  // of expert_out; -1 = none
+  float weight;
+};
+
 struct LlCombineShared {
   LlShared turn;
-  PlanHeader plan;
+  // Of the plan, by the warp that checks it:
+  alignas(16) PlanHeader plan;
+  RankBits first_home;     // home() of the block's first token
+  LlChoice first_own[32];  // lane k's part of that token's own item, with this call's weights
+  int items_of[kMaxDeviceRanks];
+
   std::uint64_t decided;  // said_by() of the operation whose verdict is there
   int drains;             // 1 = all movers drain the operation
   unsigned long long drained;
 };
+
+// True if the call has weights. Those of no tokens have no address.
+__device__ inline bool has_weights(const LlCombineParams& p) {
+  return (p.record.flags & kHasWeights) != 0;
+}
 
 // An operation and its verdict in one word, so that a mover that reads it needs no order.
 __device__ inline std::uint64_t said_by(std::uint64_t epoch, int verdict) {
@@ -47,22 +64,46 @@ struct LlPlanParts {
   const LlCombineParams& p;
 
   __device__ explicit LlPlanParts(const LlCombineParams& params) : p(params) {}
-  __device__ int remote_items() const {
-    return static_cast<int>(
-        reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts)->remote_items);
-  }
-  __device__ bool weighted() const {
-    return reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts)->weighted != 0;
+  __device__ LlPlanFacts facts() const {
+    return *reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts);
   }
   __device__ int items_of(int source) const {
     return reinterpret_cast<const std::int32_t*>(p.plan + p.group.plan.items_of)[source];
   }
   __device__ RankBits home(int token) const {
-    return reinterpret_cast<const RankBits*>(p.plan + p.group.plan.home)[token];
+    const auto words = reinterpret_cast<const ulonglong2*>(p.plan + p.group.plan.home)[token];
+    return {words.x, words.y};
+  }
+  // The part of home() that has a rank's bit.
+  __device__ std::uint32_t home_word(int token, int rank) const {
+    return reinterpret_cast<const std::uint32_t*>(p.plan +
+                                                  p.group.plan.home)[token * 4 + rank / 32];
   }
   __device__ std::byte* item(const LlDevice& g, std::uint32_t i) const {
     return const_cast<std::byte*>(p.plan) + p.group.plan.items +
            std::uint64_t{i} * ll_item_bytes(g.max_topk);
+  }
+  // Items of own tokens lie behind those of all that may come from other ranks.
+  __device__ std::uint32_t own_first() const {
+    return static_cast<std::uint32_t>((p.group.ranks() - 1) * p.group.max_tokens);
+  }
+  __device__ LlChoice choice_at(std::uint32_t index) const {
+    std::byte* at = item(p.group, index);
+    LlChoice choice{*reinterpret_cast<const LlItem*>(at), -1, 0.0f};
+    if (lane_id() < p.group.max_topk) {
+      choice.row = ll_rows_of(at)[lane_id()];
+      choice.weight = ll_weights_of(at, p.group.max_topk)[lane_id()];
+    }
+    return choice;
+  }
+  // The weights of own tokens are those of the call, if it has some.
+  __device__ LlChoice own_choice(int token) const {
+    LlChoice choice = choice_at(own_first() + static_cast<std::uint32_t>(token));
+    choice.item.source_token = LlItem::name(p.group.rank(), token);
+    if (has_weights(p) && token < p.weight_rows && lane_id() < p.weight_cols) {
+      choice.weight = p.topk_weights[token * p.weight_cols + lane_id()];
+    }
+    return choice;
   }
 };
 
@@ -130,41 +171,41 @@ struct LlSum {
 template <class T>
 class LlPusher {
  public:
-  __device__ LlPusher(const LlCombineParams& params, LlCombineTurn& turn, const LlPlanParts& parts)
+  __device__ LlPusher(const LlCombineParams& params, LlCombineTurn& turn,
+                      const LlCombineShared& shared, const LlPlanParts& parts)
       : p_(params),
         g_(params.group),
         turn_(turn),
+        shared_(shared),
         parts_(parts),
         vectors_(params.row_bytes / 16),
-        row_parts_((vectors_ + kLlPartThreads - 1) / kLlPartThreads),
-        remote_(pushes() ? static_cast<std::uint32_t>(
-                               min(max(parts.remote_items(), 0), (g_.ranks() - 1) * g_.max_tokens))
-                         : 0) {}
+        has_first_(params.step.receive && static_cast<int>(blockIdx.x) < params.out_rows) {}
 
   // Before the block's first barrier: the first unit's rows are on their way.
-  __device__ void load_first() {
-    // Units of this rank's own tokens cross only where a later launch takes them.
-    own_units_ = p_.step.receive ? 0 : g_.max_tokens;
-    unit_ = warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
-    load_next();
-  }
+  __device__ void load_first();
   // Behind it. Afterwards `sum` is this rank's own part of the block's first token, if a launch
   // does both halves.
   __device__ void push_all(std::uint64_t epoch, uint4& sum);
 
   // This rank's own part of a token: its rows are on their way.
   __device__ void load_own(int token, std::uint32_t vector) {
-    load((g_.ranks() - 1) * g_.max_tokens + token, vector, true);
+    const std::uint32_t home = parts_.home_word(token, g_.rank());
+    take(parts_.own_choice(token), vector, (home >> (g_.rank() % 32) & 1) != 0);
   }
   __device__ uint4 add_up(std::uint64_t epoch);
 
  private:
-  // A call that has failed may have no plan.
-  __device__ bool pushes() const { return p_.step.send && !p_.step.failed; }
-  __device__ bool is_over() const { return unit_ >= (remote_ + own_units_) * row_parts_; }
-  __device__ void load_next();
-  __device__ void load(std::uint32_t item, std::uint32_t vector, bool there);
-  __device__ void load_item(std::uint32_t index, std::uint32_t vector);
+  __device__ bool is_over() const { return unit_ >= units_; }
+  __device__ std::uint32_t vector_of_part(std::uint32_t part) const {
+    return part * kLlPartThreads + threadIdx.x % kLlPartThreads;
+  }
+  // The words of a unit's item, one a lane, if a lane is enough for each; of some item, where there
+  // is no such unit.
+  __device__ std::uint32_t load_words(std::uint32_t unit) const;
+  __device__ bool has_few_words() const { return 2 + 2 * g_.max_topk <= 32; }
+  __device__ LlChoice choice_in(std::uint32_t words) const;
+  __device__ void load_unit(std::uint32_t words);
+  __device__ void take(const LlChoice& choice, std::uint32_t vector, bool there);
   __device__ void load_rows();
   __device__ void take_weight(std::uint64_t epoch);
   __device__ const std::byte* row_at(int k) const {
@@ -175,61 +216,95 @@ class LlPusher {
   const LlCombineParams& p_;
   const LlDevice& g_;
   LlCombineTurn& turn_;
+  const LlCombineShared& shared_;
   const LlPlanParts& parts_;
-  const std::uint32_t vectors_, row_parts_, remote_;
-  std::uint32_t own_units_ = 0, unit_ = 0;
+  const std::uint32_t vectors_;
+  const bool has_first_;  // this rank takes the block's first token
+  // Units of other ranks' tokens come first; those of own tokens cross only where a later launch
+  // takes them.
+  std::uint32_t unit_ = 0, remote_units_ = 0, units_ = 0;
+  bool weighted_ = false;  // the plan's items have weights
   LlSum<T> now_{};
+  std::uint32_t next_ = 0;  // load_words() of the unit behind this one
 };
 
 #define XD_LL_PUSHER(type) \
   template <class T>       \
   __device__ inline type LlPusher<T>
 
-XD_LL_PUSHER(void)::load_next() {
-  const std::uint32_t own_first = (g_.ranks() - 1) * g_.max_tokens;
-  std::uint32_t item = own_first + blockIdx.x, vector = threadIdx.x;
-  bool there = p_.step.receive && static_cast<int>(blockIdx.x) < p_.out_rows;
-  if (!is_over()) {
-    item = unit_ / row_parts_;
-    const std::uint32_t part = unit_ - item * row_parts_;
-    vector = part * kLlPartThreads + threadIdx.x % kLlPartThreads;
-    there = true;
-    if (item >= remote_) item += own_first - remote_;
-  }
-  load(item, vector, there);
+// A plan's items have places for all that may come, so they are loaded before it is known how many
+// there are: one load's time for all.
+XD_LL_PUSHER(void)::load_first() {
+  unit_ = warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
+  const LlPlanFacts facts = parts_.facts();
+  const std::uint32_t first = load_words(unit_);
+  next_ = load_words(unit_ + 4 * gridDim.x);
+  const auto most = static_cast<long long>(parts_.own_first());
+  const auto remote =
+      static_cast<std::uint32_t>(min(max(static_cast<long long>(facts.remote_items), 0ll), most));
+  weighted_ = facts.weighted != 0;
+  remote_units_ = remote * p_.row_parts.by;
+  units_ = remote_units_ + (p_.step.receive ? 0 : g_.max_tokens * p_.row_parts.by);
+  if (!is_over()) load_unit(first);
 }
 
-// An own token's item is there if this rank has rows of it.
-XD_LL_PUSHER(void)::load(std::uint32_t item, std::uint32_t vector, bool there) {
-  const auto own_first = static_cast<std::uint32_t>((g_.ranks() - 1) * g_.max_tokens);
-  now_.here = 0;
-  if (there) load_item(item, vector);
-  if (there && item >= own_first &&
-      !parts_.home(static_cast<int>(item - own_first)).has(g_.rank())) {
-    now_.here = 0;
+XD_LL_PUSHER(std::uint32_t)::load_words(std::uint32_t unit) const {
+  if (!has_few_words() || lane_id() >= 2 + 2 * g_.max_topk) return 0;
+  const std::uint32_t item = min(p_.row_parts.divides(unit), parts_.own_first());
+  return reinterpret_cast<const std::uint32_t*>(parts_.item(g_, item))[lane_id()];
+}
+
+XD_LL_PUSHER(LlChoice)::choice_in(std::uint32_t words) const {
+  const int k = lane_id(), room = g_.max_topk;
+  LlChoice choice{};
+  choice.item.source_token = __shfl_sync(kAllLanes, words, 0);
+  choice.item.place = __shfl_sync(kAllLanes, words, 1);
+  choice.row = static_cast<int>(__shfl_sync(kAllLanes, words, 2 + k));
+  choice.weight = __uint_as_float(__shfl_sync(kAllLanes, words, 2 + room + k));
+  if (k >= room) choice.row = -1;
+  return choice;
+}
+
+// The rows of this unit, whose load_words() these are. Where all units are over, this rank's own
+// part of the block's first token follows: behind the block's first barrier.
+XD_LL_PUSHER(void)::load_unit(std::uint32_t words) {
+  std::uint32_t vector = threadIdx.x;
+  bool there = true;
+  LlChoice choice;
+  if (is_over()) {
+    const LlCombineShared& s = shared_;
+    choice = s.first_own[lane_id()];
+    there = has_first_ && s.first_home.has(g_.rank());
+  } else {
+    const std::uint32_t unit_item = p_.row_parts.divides(unit_);
+    vector = vector_of_part(unit_ - unit_item * p_.row_parts.by);
+    if (unit_ >= remote_units_) {
+      const auto token = static_cast<int>(unit_item - p_.row_parts.divides(remote_units_));
+      choice = parts_.own_choice(token);
+      there = (parts_.home_word(token, g_.rank()) >> (g_.rank() % 32) & 1) != 0;
+    } else {
+      choice = has_few_words() ? choice_in(words) : parts_.choice_at(unit_item);
+    }
   }
-  load_rows();
+  take(choice, vector, there);
 }
 
 // A plan's items are not under its checksum, so they are held within the bounds of all memory.
-XD_LL_PUSHER(void)::load_item(std::uint32_t index, std::uint32_t vector) {
-  std::byte* item = parts_.item(g_, index);
-  now_.item = *reinterpret_cast<const LlItem*>(item);
+XD_LL_PUSHER(void)::take(const LlChoice& choice, std::uint32_t vector, bool there) {
+  now_.item = choice.item;
+  now_.weight = choice.weight;
   now_.vector = vector;
-  const bool named = lane_id() < g_.max_topk;
-  const int row = named ? ll_rows_of(item)[lane_id()] : -1;
-  now_.weight = named ? ll_weights_of(item, g_.max_topk)[lane_id()] : 0.0f;
-  const auto slots = static_cast<std::uint32_t>(g_.slots_per_expert());
-  const std::uint32_t expert = static_cast<std::uint32_t>(row) / slots;
+  const auto row = static_cast<std::uint32_t>(choice.row);
+  const std::uint32_t expert = p_.slots.divides(row & 0x7FFFFFFFu);
   const bool good =
-      row >= 0 && expert < static_cast<std::uint32_t>(g_.local_experts) &&
-      now_.item.source() < g_.ranks() && now_.item.token() < g_.max_tokens &&
-      now_.item.place < static_cast<std::uint32_t>(g_.max_tokens * g_.partials_per_token());
-  now_.offset =
-      good ? expert * p_.expert_out.expert_stride +
-                 (static_cast<std::uint32_t>(row) - expert * slots) * p_.expert_out.slot_stride
-           : 0;
+      there && choice.row >= 0 && expert < static_cast<std::uint32_t>(g_.local_experts) &&
+      choice.item.source() < g_.ranks() && choice.item.token() < g_.max_tokens &&
+      choice.item.place < static_cast<std::uint32_t>(g_.max_tokens * g_.partials_per_token());
+  now_.offset = good ? expert * p_.expert_out.expert_stride +
+                           (row - expert * p_.slots.by) * p_.expert_out.slot_stride
+                     : 0;
   now_.here = __ballot_sync(kAllLanes, good);
+  load_rows();
 }
 
 // Every row gets a value, so that none has to be kept from the unit before.
@@ -244,15 +319,11 @@ XD_LL_PUSHER(void)::load_rows() {
   }
 }
 
-// The weight of this lane's choice, of this call. All lanes. A wait that becomes long is a call,
+// The weight of this lane's choice of another rank's token, of this call. All lanes. A wait that becomes long is a call,
 // behind which the rows are loaded again: over a call they would have to lie in memory, and so a
 // load ahead would be waited for where it is made.
 XD_LL_PUSHER(void)::take_weight(std::uint64_t epoch) {
   const bool mine = (now_.here >> lane_id() & 1) != 0 && lane_id() < p_.weight_cols;
-  if (now_.item.source() == g_.rank()) {
-    if (mine) now_.weight = p_.topk_weights[now_.item.token() * p_.weight_cols + lane_id()];
-    return;
-  }
   const std::uint64_t* at = ll_weight_at(p_, epoch, now_.item);
   std::uint64_t word = 0;
   bool there = false;
@@ -273,9 +344,9 @@ XD_LL_PUSHER(void)::take_weight(std::uint64_t epoch) {
 // The sum of the unit's rows by ascending k, rounded once. All lanes.
 XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
   if (now_.here == 0) return make_uint4(0, 0, 0, 0);
-  const bool weighted = p_.topk_weights != nullptr || parts_.weighted();
-  if (!weighted && (now_.here & (now_.here - 1)) == 0) return quiet<T>(now_.row[0]);
-  if (p_.topk_weights != nullptr) take_weight(epoch);
+  const bool given = has_weights(p_);
+  if (!given && !weighted_ && (now_.here & (now_.here - 1)) == 0) return quiet<T>(now_.row[0]);
+  if (given && now_.item.source() != g_.rank()) take_weight(epoch);
   const float weight = now_.weight;
   float sum[T::kPerVector];
 #pragma unroll
@@ -307,6 +378,8 @@ XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
 
 XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
   const std::uint32_t step = 4 * gridDim.x;
+  // A unit's rows are there since load_first(); this rank's own part has not been known before.
+  if (is_over()) load_unit(0);
 #pragma unroll 1
   for (;;) {
     sum = add_up(epoch);
@@ -315,7 +388,8 @@ XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
     const std::uint32_t vector = now_.vector;
     const bool sends = now_.here != 0 && vector < vectors_ && !turn_.leaves_out(item.source());
     unit_ += step;
-    load_next();
+    load_unit(next_);
+    next_ = load_words(unit_ + step);
     if (!sends) continue;
     std::byte* to = turn_.shared().area[item.source()].base +
                     ll_partial_offset(g_, turn_.slot(epoch), item.place);

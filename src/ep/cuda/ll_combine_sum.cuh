@@ -15,6 +15,13 @@ namespace xd::ep::cuda {
 
 inline constexpr int kLlSumBarrier = 1;
 
+// The number of ranks in a set that are lower than `rank`.
+__device__ inline int order_of(const RankBits& ranks, int rank) {
+  const std::uint64_t below = (std::uint64_t{1} << (rank % 64)) - 1;
+  return rank < 64 ? __popcll(ranks.word[0] & below)
+                   : __popcll(ranks.word[0]) + __popcll(ranks.word[1] & below);
+}
+
 template <class T>
 class LlSummer {
  public:
@@ -56,7 +63,7 @@ class LlSummer {
     return ll_partial_offset(g_, turn_.slot(epoch),
                              static_cast<std::uint32_t>(token * g_.partials_per_token() + order));
   }
-  __device__ Token look_at(int unit, bool own) const;
+  __device__ Token look_at(int unit, bool own, bool first) const;
   __device__ bool wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
                              ulonglong2 (&words)[kAtOnce]);
   __device__ unsigned places_from(const Token& t, int first) const;
@@ -93,7 +100,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
   bool has_sum = own && pieces_ == 1;
 #pragma unroll 1
   for (; mine < units; mine += step) {
-    const Token t = look_at(mine, own);
+    const Token t = look_at(mine, own, mine == static_cast<int>(blockIdx.x));
     if (own && !has_sum) {
       pusher_.load_own(t.token, t.vector);
       sum = pusher_.add_up(epoch);
@@ -104,10 +111,10 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
   }
 }
 
-XD_LL_SUMMER(auto)::look_at(int unit, bool own) const -> Token {
+XD_LL_SUMMER(auto)::look_at(int unit, bool own, bool first) const -> Token {
   const int token = pieces_ == 1 ? unit : unit / static_cast<int>(pieces_);
   const int piece = unit - token * static_cast<int>(pieces_);
-  const RankBits home = parts_.home(token);
+  const RankBits home = first && pieces_ == 1 ? s_.first_home : parts_.home(token);
   Token t{};
   t.token = token;
   t.vector = static_cast<std::uint32_t>(piece) * kLlCombineMovers + threadIdx.x;
@@ -119,8 +126,8 @@ XD_LL_SUMMER(auto)::look_at(int unit, bool own) const -> Token {
     t.absent = {~home.word[0] | masked.word[0], ~home.word[1] | masked.word[1]};
     if (own && home.has(g_.rank())) t.own = g_.rank();
   } else {
-    t.count = min(home.count(), g_.partials_per_token());
-    if (own && home.has(g_.rank())) t.own = home.count_below(g_.rank());
+    t.count = min(__popcll(home.word[0]) + __popcll(home.word[1]), g_.partials_per_token());
+    if (own && home.has(g_.rank())) t.own = order_of(home, g_.rank());
   }
   return t;
 }
@@ -131,7 +138,7 @@ XD_LL_SUMMER(int)::rank_of(const Token& t, int order) const {
   const RankBits home = parts_.home(t.token);
 #pragma unroll 1
   for (int r = 0; r < g_.ranks(); ++r) {
-    if (home.has(r) && home.count_below(r) == order) return r;
+    if (home.has(r) && order_of(home, r) == order) return r;
   }
   return g_.rank();
 }
@@ -164,8 +171,8 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
         return missing == 0 || !says(said, epoch, LlVerdict::go);
       },
       [&] {
-        // The control warp watches over the records.
-        if (*decided >> 2 < epoch) return *static_cast<volatile int*>(&s_.turn.failed) == 0;
+        // The control warp watches over the records, and always comes to a verdict.
+        if (*decided >> 2 < epoch) return true;
         // All words are read again behind the call, over which they would have to lie in memory.
         const int late = first + __ffs(static_cast<int>(missing)) - 1;
         if (turn_.goes_on(XD_PHASE_ROWS, epoch, rank_of(t, late), wait)) {
@@ -199,6 +206,7 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
   for (int n = 0; n < T::kPerVector; ++n) sum[n] = -0.0f;
   int added = 0;
   uint4 only = make_uint4(0, 0, 0, 0);
+  bool all_good = true;
 #pragma unroll 1
   for (int first = 0; first < max(t.count, 1); first += kAtOnce) {
     unsigned places = places_from(t, first);
@@ -208,6 +216,7 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
     ulonglong2 words[kAtOnce];
     const bool good = wait_words(epoch, t, first, wanted, words);
     if (g_.masks) places &= ~lost_places(t, first);
+    all_good &= good;
     if (!good || !active) continue;
     std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
 #pragma unroll
@@ -220,8 +229,7 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
       if (!mine) put_back_pair(at + j * g_.map.partial_stride);
     }
   }
-  if (!active || *static_cast<volatile int*>(&s_.turn.failed) != 0) return;
-  if (!says(s_.decided, epoch, LlVerdict::go)) return;
+  if (!active || !all_good) return;
   if (added > 1) only = pack<T>(sum);
   if (added == 1) only = quiet<T>(only);
   ptx::st_streaming(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16,

@@ -152,14 +152,34 @@ struct LlDispatchParams {
   std::int64_t* wait_ns;
 };
 
+// A divisor that the host knows. A kernel's own division would take longer than a load of its
+// registers' worth of words.
+struct LlDivisor {
+  std::uint32_t by = 1, inverse = ~0u;
+
+  static constexpr LlDivisor of(std::int64_t by) {
+    const auto divisor = static_cast<std::uint32_t>(by > 1 ? by : 1);
+    return {divisor, ~0u / divisor};
+  }
+  // n / by, for n below 2^31: the product with the inverse is at most 1 too small.
+  constexpr std::uint32_t divides(std::uint32_t n) const {
+    const auto least = static_cast<std::uint32_t>(std::uint64_t{n} * inverse >> 32);
+    return least + (n - least * by >= by ? 1 : 0);
+  }
+};
+
 struct LlCombineParams {
   LlDevice group;
   LlStep step;
-  LlRecord record;  // of the send half; topk, tokens and fingerprint come from the plan
+  // Of the send half; topk, tokens and fingerprint come from the plan. Its flags say whether the
+  // call has weights: those of no tokens have no address.
+  LlRecord record;
   const std::byte* plan;
   std::uint64_t plan_bytes;
   // Send half.
   LlSlots expert_out;
+  LlDivisor slots;            // S
+  LlDivisor row_parts;        // of a row of partial sums, each of kLlPartVectors vectors
   const float* topk_weights;  // [T,K]
   int weight_rows, weight_cols;
   // Receive half.

@@ -14,6 +14,8 @@ namespace xd::ep::cuda {
 
 inline constexpr int kLlDispatchThreads = 1024, kLlMoverThreads = 896, kLlGroupThreads = 448;
 inline constexpr int kLlCombineBlockThreads = 960;
+// Vectors of 16 bytes of a row of partial sums that a quarter of a block's movers sends at a time.
+inline constexpr int kLlPartVectors = kLlMoverThreads / 4;
 
 // Larger tables of experts stay in global memory.
 inline constexpr int kLlMostSharedPlaces = 4096;
