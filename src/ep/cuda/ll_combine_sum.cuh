@@ -22,6 +22,15 @@ __device__ inline int order_of(const RankBits& ranks, int rank) {
                    : __popcll(ranks.word[0]) + __popcll(ranks.word[1] & below);
 }
 
+// sum += vector.
+template <class T>
+__device__ void add_vector(float* sum, const uint4& vector) {
+  float x[T::kPerVector];
+  T::unpack(vector, x);
+#pragma unroll
+  for (int n = 0; n < T::kPerVector; ++n) sum[n] = __fadd_rn(sum[n], x[n]);
+}
+
 template <class T>
 class LlSummer {
  public:
@@ -68,6 +77,7 @@ class LlSummer {
                              ulonglong2 (&words)[kAtOnce]);
   __device__ unsigned places_from(const Token& t, int first) const;
   __device__ unsigned lost_places(const Token& t, int first) const;
+  __device__ bool add_few(const Token& t, std::uint64_t epoch, const uint4& own);
   __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own);
   __device__ int rank_of(const Token& t, int order) const;
   __device__ void drain_counted(std::uint64_t epoch);
@@ -106,7 +116,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
       sum = pusher_.add_up(epoch);
     }
     has_sum = false;
-    add(t, epoch, sum);
+    if (g_.masks || t.count > kAtOnce || !add_few(t, epoch, sum)) add(t, epoch, sum);
     if (!says(s_.decided, epoch, LlVerdict::go)) return;
   }
 }
@@ -199,6 +209,57 @@ XD_LL_SUMMER(unsigned)::places_from(const Token& t, int first) const {
   return places;
 }
 
+// A token with up to four sums, in groups that do not mask: nearly all tokens are such. False: they
+// have not come for long, and none has been taken. Here is no call, over which the words would have
+// to lie in memory.
+XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& own) {
+  const bool active = t.vector < vectors_;
+  std::byte* at = g_.own_area + place_of(t.token, 0, epoch) + t.vector * 16;
+  std::byte* to = p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16;
+  const unsigned places = (1u << t.count) - 1, own_place = t.own >= 0 ? 1u << t.own : 0;
+  unsigned missing = active ? places & ~own_place : 0;
+  const volatile std::uint64_t* decided = &s_.decided;
+  ulonglong2 words[kAtOnce];
+  std::uint64_t said = 0;
+#pragma unroll 1
+  for (int i = 0; i < turn::kPollsBetweenLooks; ++i) {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if ((missing >> j & 1) != 0) {
+        words[j] = ptx::ld_relaxed_sys_pair(at + j * g_.map.partial_stride);
+      }
+    }
+    said = *decided;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if ((missing >> j & 1) != 0 && has_come(words[j])) missing &= ~(1u << j);
+    }
+    if (said >> 2 >= epoch && missing == 0) break;
+    if (missing == 0) ptx::pause();
+  }
+  if (said >> 2 < epoch) return false;
+  if (said != said_by(epoch, static_cast<int>(LlVerdict::go)) || !active) return true;
+  if (missing != 0) return false;
+  uint4 only = t.own == 0 ? own : vector_of(words[0]);
+  if (t.count == 0) only = make_uint4(0, 0, 0, 0);
+  if (t.count == 1) only = quiet<T>(only);
+  if (t.count > 1) {
+    float sum[T::kPerVector];
+    T::unpack(only, sum);
+#pragma unroll
+    for (int j = 1; j < kAtOnce; ++j) {
+      if (j < t.count) add_vector<T>(sum, j == t.own ? own : vector_of(words[j]));
+    }
+    only = pack<T>(sum);
+  }
+  ptx::st_streaming(to, only);
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) {
+    if (j < t.count && j != t.own) put_back_pair(at + j * g_.map.partial_stride);
+  }
+  return true;
+}
+
 XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
   const bool active = t.vector < vectors_;
   float sum[T::kPerVector];
@@ -225,7 +286,7 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
       const bool mine = (own_place >> j & 1) != 0;
       only = mine ? own : vector_of(words[j]);
       ++added;
-      add_term<T>(sum, only, 1.0f);
+      add_vector<T>(sum, only);
       if (!mine) put_back_pair(at + j * g_.map.partial_stride);
     }
   }
