@@ -99,7 +99,6 @@ __device__ __noinline__ Fault fault_of(const LlCombineParams& p, const PlanHeade
 // ---- The plan ----------------------------------------------------------------------------------
 
 __device__ inline void CombineCheck::look() {
-  const auto token = static_cast<int>(blockIdx.x);
   HeapRange area{};
   if (lane_id() < g_.ranks()) area = g_.areas[lane_id()];
   if (lane_id() == 0) s_.turn.findings = {};
