@@ -39,3 +39,21 @@ def test_example(program: str, said: str):
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(said) == ranks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [[], ["--graph"]], ids=" ".join)
+def test_decode_moe(arguments: list[str]):
+    ranks = torch.cuda.device_count()
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *(str(EXAMPLES.parent / "torch/decode_moe.py"), *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("steps agree with one process") == ranks

@@ -52,6 +52,7 @@ import test_hlo as hlo  # noqa: E402
 import test_jax_fp8 as fp8  # noqa: E402
 import test_jax_gradients as gradients  # noqa: E402
 import test_jax_life as life  # noqa: E402
+import test_jax_low_latency as low_latency  # noqa: E402
 import test_jax_ops as ops  # noqa: E402
 import test_jax_order as order  # noqa: E402
 import test_moe as moe  # noqa: E402
@@ -73,6 +74,21 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["uniform", "skewed"])
 def test_round_trip(where, layout, kind):
     run(where, ops.round_trip, layout, kind, "bfloat16", 13, 1, "int32")
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_low_latency_round_trip(where, dtype):
+    run(where, low_latency.round_trip, dtype)
+
+
+@everywhere
+def test_low_latency_halves(where):
+    run(where, low_latency.halves)
+
+
+def test_low_latency_fp8():
+    run("devices", low_latency.fp8)
 
 
 @everywhere

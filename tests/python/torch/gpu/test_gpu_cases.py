@@ -25,6 +25,7 @@ import test_torch_compile as compiled  # noqa: E402
 import test_torch_errors as errors  # noqa: E402
 import test_torch_fp8 as fp8  # noqa: E402
 import test_torch_gradients as gradients  # noqa: E402
+import test_torch_low_latency as low_latency  # noqa: E402
 import test_torch_opcheck as opcheck  # noqa: E402
 import test_torch_ops as ops  # noqa: E402
 import test_torch_plans as plans  # noqa: E402
@@ -44,6 +45,7 @@ MODULES = {
     "pool": pool,
     "errors": errors,
     "opcheck": opcheck,
+    "low_latency": low_latency,
     "moe_grouped": moe_grouped,
     "moe_layer": moe_layer,
     "tools": tools,
