@@ -57,6 +57,7 @@ class Runtime:
         self.device = device
         self.checks = Checks(rank, num_ranks, device)
         self._heap_bytes = heap_bytes
+        self._shrink = shrink
         leave_unused()
         cpu = torch.device("cpu")
         shared = 2 * EqualNumber.BYTES
@@ -82,6 +83,7 @@ class Runtime:
             device_type=constants.DEVICE_TYPES[device.type],
             device_id=device.index or 0,
             heap_bytes=heap_bytes,
+            on_peer_loss=constants.COMM_PEER_LOSSES["mask" if self._shrink else "fatal"],
             name=f"deep_ep {device.type}",
         )
 

@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
 // ---- The check ---------------------------------------------------------------------------------
 
 // The slot of the last operation that has been taken is free until this rank gives its credit,
-// which its next launch does.
+// which the lane's next launch does: so it is looked at once, in front of that one.
 __global__ void __launch_bounds__(kFillThreads)
     verify_kernel(const __grid_constant__ LlDevice g, int lane) {
   const std::uint64_t taken = g.counts[lane][0].taken;
-  if (taken == 0) return;
+  if (taken == g.control->verified[lane]) return;
   const std::uint64_t slot = turn::lane_slot(taken, g.slots);
   const std::uint64_t rows = static_cast<std::uint64_t>(g.max_tokens) *
                              (lane == kLlDispatch ? g.ranks() : g.partials_per_token());
@@ -218,6 +218,10 @@ __global__ void __launch_bounds__(kFillThreads)
   atomicExch(&g.control->reporting, 0u);
 }
 
+__global__ void verified_kernel(const __grid_constant__ LlDevice g, int lane) {
+  g.control->verified[lane] = g.counts[lane][0].taken;
+}
+
 }  // namespace
 
 void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t stream) {
@@ -238,13 +242,15 @@ void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stre
 
 void launch_verify(const LlDevice& group, int lane, cudaStream_t stream) {
   launch_plain(verify_kernel, kFillBlocks, kFillThreads, stream, group, lane);
+  launch_plain(verified_kernel, 1, 1, stream, group, lane);
 }
 
 void load_ll_control() {
   for (const void* kernel :
        {reinterpret_cast<const void*>(mask_set_kernel),
         reinterpret_cast<const void*>(mask_get_kernel), reinterpret_cast<const void*>(meet_kernel),
-        reinterpret_cast<const void*>(fill_kernel), reinterpret_cast<const void*>(verify_kernel)}) {
+        reinterpret_cast<const void*>(fill_kernel), reinterpret_cast<const void*>(verify_kernel),
+        reinterpret_cast<const void*>(verified_kernel)}) {
     cudaFuncAttributes attributes{};
     XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
   }

@@ -52,8 +52,9 @@ struct LlControl : turn::DeviceControl {
   std::uint64_t failed_send[2][XD_EP_LL_MAX_IN_FLIGHT];  // by lane and slot: such an operation
   std::uint64_t masked[2], masked_by[2];                 // RankBits
   std::uint64_t greeting;                                // of the last reset
-  std::uint64_t highest[2];  // numbers of the operations, by lane, in a reset
-  std::uint64_t lost[2];     // RankBits: ranks that have been lost in this reset
+  std::uint64_t highest[2];   // numbers of the operations, by lane, in a reset
+  std::uint64_t lost[2];      // RankBits: ranks that have been lost in this reset
+  std::uint64_t verified[2];  // by lane: the last operation whose staging has been looked at
   // Which sources a dispatch goes without (ep/cuda/ll_sources.cuh).
   std::uint64_t closing;                   // the operation
   std::uint64_t decided[kMaxDeviceRanks];  // 2 * the operation; + 1 = without this source

@@ -293,15 +293,15 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   c.take_epoch = before.taken + 1;
   const std::uint64_t open = before.sent - before.taken;
   c.got = static_cast<std::int64_t>(open);
-  if (step.send && open >= static_cast<std::uint64_t>(g_.slots)) {
-    c.status = XD_ERROR_BUSY;
-    c.fault = LlFault::busy;
-    return c;
-  }
   // A call that does both halves has its receive half next.
   if (step.send && step.receive && !step.failed && open != 0) {
     c.status = XD_ERROR_INVALID_ARGUMENT;
     c.fault = LlFault::both_between;
+    return c;
+  }
+  if (step.send && open >= static_cast<std::uint64_t>(g_.slots)) {
+    c.status = XD_ERROR_BUSY;
+    c.fault = LlFault::busy;
     return c;
   }
   if (!step.send && open == 0) {

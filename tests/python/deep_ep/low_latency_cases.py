@@ -39,6 +39,7 @@ class Batch:
         self.x = self.put(self.rows[self.rank].astype(np.float32)).bfloat16()
         self.topk_idx = self.put(self.ids[self.rank])
         self.topk_weights = self.put(self.weights[self.rank])
+        self.factors = self.put(factors(LOCAL))
 
     def put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -87,7 +88,7 @@ class Batch:
 
     def experts_of(self, x: torch.Tensor) -> torch.Tensor:
         """[L,S,H] what the experts make of what was received."""
-        return x * torch.from_numpy(factors(LOCAL)).to(x.device, x.dtype)
+        return x * self.factors.to(x.dtype)
 
     def combine(self, buffer: Buffer, x: torch.Tensor, handle: Any, **options: Any) -> Any:
         weights = self.topk_weights

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import low_latency_cases as cases
+from crossdock import launch
 from crossdock.deep_ep import Buffer
 from crossdock.errors import Mismatch
 from support import run_ranks
@@ -69,6 +72,33 @@ def run_all_lost(me: Any) -> None:
 
 def test_a_rank_that_does_not_come_is_left_out() -> None:
     run_ranks(3, run_all_lost, fresh=True)
+
+
+def run_died(me: Any) -> None:
+    """The last rank's process ends: the others go on without it, and hear of it only if they ask."""
+    last = me.num_ranks - 1
+    with cases.low_latency_buffer(me, enable_shrink=True) as buffer:
+        batch = cases.Batch(SEED, buffer)
+        x, _, handle, _, _ = batch.dispatch(buffer)
+        batch.combine(buffer, batch.experts_of(x), handle)
+        if me.rank == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        status = torch.zeros(me.num_ranks, dtype=torch.int32)
+        for _ in range(3):
+            x, count, handle, _, hook = batch.dispatch(buffer, return_recv_hook=True)
+            hook()
+            batch.combine(buffer, batch.experts_of(x), handle)
+        mine = [np.where(ids // cases.LOCAL == last, -1, ids) for ids in batch.ids[:last]]
+        left = cases.SlotRouting([*mine, batch.ids[last][:0]], batch.experts, cases.MOST)
+        assert count.tolist() == left.counts(me.rank)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.nonzero().flatten().tolist() == [last]
+
+
+def test_a_rank_whose_process_ends_is_left_out() -> None:
+    with pytest.raises(launch.RankFailed) as caught:
+        run_ranks(3, run_died, fresh=True)
+    assert [failure.rank for failure in caught.value.failures] == [2], caught.value
 
 
 def run_mistakes(me: Any) -> None:
