@@ -86,6 +86,12 @@ class CombineCheck {
   const LlPlanParts& parts_;
 };
 
+// What an operation has met, which is mostly nothing. One thread of the block.
+__device__ __noinline__ void tell(const LlCombineParams& p, LlCombineShared& shared,
+                                  std::uint64_t epoch) {
+  LlCombineTurn(p, shared.turn, kLlCombine).tell(epoch);
+}
+
 // What is wrong with a plan, if it has a fault.
 __device__ __noinline__ Fault fault_of(const LlCombineParams& p, const PlanHeader& h,
                                        std::uint64_t sum) {
@@ -102,10 +108,9 @@ __device__ inline void CombineCheck::look() {
   HeapRange area{};
   if (lane_id() < g_.ranks()) area = g_.areas[lane_id()];
   if (lane_id() == 0) s_.turn.findings = {};
-  if (has_plan()) {
-    look_at_plan();
-  }
+  if (has_plan()) look_at_plan();
   if (lane_id() < g_.ranks()) s_.turn.area[lane_id()] = area;
+#pragma unroll 1
   for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
   __syncwarp();
   ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
@@ -113,17 +118,14 @@ __device__ inline void CombineCheck::look() {
 
 // All lanes: is this a plan of this group, and do the tensors fit it? Mistakes are findings.
 __device__ inline void CombineCheck::look_at_plan() {
-  const auto token = static_cast<int>(blockIdx.x);
+  // All loads come first, and without branches: the compiler would wait for some between others.
+  const int token = min(static_cast<int>(blockIdx.x), g_.max_tokens - 1);
   std::uint64_t words[kWords];
   load_words(0, words);
   int items = 0;
   if (lane_id() < g_.ranks()) items = parts_.items_of(lane_id());
-  RankBits home{};
-  LlChoice own{};
-  if (token < g_.max_tokens) {
-    home = parts_.home(token);
-    own = parts_.own_choice(token);
-  }
+  const RankBits home = parts_.home(token);
+  const LlChoice own = parts_.own_choice(token);
   if (lane_id() * 8 < sizeof(PlanHeader)) {
     reinterpret_cast<std::uint64_t*>(&s_.plan)[lane_id()] = words[0];
   }
@@ -136,6 +138,7 @@ __device__ inline void CombineCheck::look_at_plan() {
   sum = warp_sum(sum);
   s_.first_own[lane_id()] = own;
   if (lane_id() < g_.ranks()) s_.items_of[lane_id()] = items;
+#pragma unroll 1
   for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.items_of[r] = parts_.items_of(r);
   __syncwarp();
   if (lane_id() != 0) return;
@@ -160,7 +163,8 @@ __device__ inline std::uint64_t CombineCheck::hash(std::uint64_t first,
 #pragma unroll
   for (int j = 0; j < kWords; ++j) {
     const std::uint64_t i = first + static_cast<std::uint64_t>(lane_id() + j * 32);
-    if (i < g_.plan.home / 8 && i != kChecksum) sum += hash_entry(i, words[j]);
+    const std::uint64_t part = hash_entry(i, words[j]);
+    sum += i < g_.plan.home / 8 && i != kChecksum ? part : 0;
   }
   return sum;
 }
@@ -223,6 +227,7 @@ __device__ inline void CombineCheck::send_weights() {
   for (int t = static_cast<int>(blockIdx.x); t < s_.plan.tokens;) {
     const std::uint64_t offset = ll_weight_offset(g_, turn_.slot(epoch), g_.rank(), t);
     const std::uint64_t word = count_word(__float_as_uint(weight), epoch);
+#pragma unroll 1
     for (int r = 0; r < g_.ranks(); ++r) {
       if (!home.has(r) || r == g_.rank() || turn_.leaves_out(r)) continue;
       if (lane_id() >= p_.weight_cols) continue;
@@ -261,17 +266,17 @@ __device__ inline void CombineControl::run() {
     if (lane_id() == 0 && !c.rows && !c.receives) turn_.note_failed_send();
   }
   if (!c.receives) return;
-  wait(c.take_epoch, c.drains);
-  const int besides = turn_.taken_besides();
+    // Operations whose send halves have failed come behind it.
 #pragma unroll 1
-  for (int i = 1; i <= besides; ++i) {
+  for (std::uint64_t i = 0;; ++i) {
+    wait(c.take_epoch + i, c.drains || i != 0);
+    if (i == static_cast<std::uint64_t>(turn_.taken_besides())) return;
     ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
     if (lane_id() == 0) {
-      turn_.tell(c.take_epoch + static_cast<std::uint64_t>(i) - 1);
+      tell(p_, s_, c.take_epoch + i);
       s_.drained = 0;
     }
     __syncwarp();
-    wait(c.take_epoch + static_cast<std::uint64_t>(i), true);
   }
 }
 
@@ -342,8 +347,9 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
     turn.status = XD_ERROR_INVALID_ARGUMENT;
     turn.status_rank = launch.rank();
   }
-  launch.tell(c.receives ? c.take_epoch + static_cast<std::uint64_t>(launch.taken_besides())
-                         : c.send_epoch);
+  tell(p, shared,
+       c.receives ? c.take_epoch + static_cast<std::uint64_t>(launch.taken_besides())
+                  : c.send_epoch);
   launch.end();
 }
 

@@ -204,7 +204,7 @@ class LlPusher {
   __device__ std::uint32_t load_words(std::uint32_t unit) const;
   __device__ bool has_few_words() const { return 2 + 2 * g_.max_topk <= 32; }
   __device__ LlChoice choice_in(std::uint32_t words) const;
-  __device__ void load_unit(std::uint32_t words);
+  __device__ void load_unit(const LlChoice& next);
   __device__ void take(const LlChoice& choice, std::uint32_t vector, bool there);
   __device__ void load_rows();
   __device__ void take_weight(std::uint64_t epoch);
@@ -239,19 +239,21 @@ XD_LL_PUSHER(void)::load_first() {
   const LlPlanFacts facts = parts_.facts();
   const std::uint32_t first = load_words(unit_);
   next_ = load_words(unit_ + 4 * gridDim.x);
+  // Before all that follows from the number: the compiler would load the item behind it otherwise.
+  const LlChoice choice = choice_in(first);
   const auto most = static_cast<long long>(parts_.own_first());
-  const auto remote =
-      static_cast<std::uint32_t>(min(max(static_cast<long long>(facts.remote_items), 0ll), most));
+  const auto items = static_cast<long long>(facts.remote_items);
+  const auto remote = static_cast<std::uint32_t>(min(max(items, 0ll), most));
   weighted_ = facts.weighted != 0;
   remote_units_ = remote * p_.row_parts.by;
   units_ = remote_units_ + (p_.step.receive ? 0 : g_.max_tokens * p_.row_parts.by);
-  if (!is_over()) load_unit(first);
+  if (!is_over()) load_unit(choice);
 }
 
 XD_LL_PUSHER(std::uint32_t)::load_words(std::uint32_t unit) const {
-  if (!has_few_words() || lane_id() >= 2 + 2 * g_.max_topk) return 0;
   const std::uint32_t item = min(p_.row_parts.divides(unit), parts_.own_first());
-  return reinterpret_cast<const std::uint32_t*>(parts_.item(g_, item))[lane_id()];
+  const int word = min(lane_id(), 1 + 2 * g_.max_topk);
+  return reinterpret_cast<const std::uint32_t*>(parts_.item(g_, item))[word];
 }
 
 XD_LL_PUSHER(LlChoice)::choice_in(std::uint32_t words) const {
@@ -265,9 +267,9 @@ XD_LL_PUSHER(LlChoice)::choice_in(std::uint32_t words) const {
   return choice;
 }
 
-// The rows of this unit, whose load_words() these are. Where all units are over, this rank's own
+// The rows of this unit, whose item's words are `next` where they are few. Where all units are over, this rank's own
 // part of the block's first token follows: behind the block's first barrier.
-XD_LL_PUSHER(void)::load_unit(std::uint32_t words) {
+XD_LL_PUSHER(void)::load_unit(const LlChoice& next) {
   std::uint32_t vector = threadIdx.x;
   bool there = true;
   LlChoice choice;
@@ -283,7 +285,7 @@ XD_LL_PUSHER(void)::load_unit(std::uint32_t words) {
       choice = parts_.own_choice(token);
       there = (parts_.home_word(token, g_.rank()) >> (g_.rank() % 32) & 1) != 0;
     } else {
-      choice = has_few_words() ? choice_in(words) : parts_.choice_at(unit_item);
+      choice = has_few_words() ? next : parts_.choice_at(unit_item);
     }
   }
   take(choice, vector, there);
@@ -379,7 +381,7 @@ XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
 XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
   const std::uint32_t step = 4 * gridDim.x;
   // A unit's rows are there since load_first(); this rank's own part has not been known before.
-  if (is_over()) load_unit(0);
+  if (is_over()) load_unit({});
 #pragma unroll 1
   for (;;) {
     sum = add_up(epoch);
@@ -388,7 +390,7 @@ XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
     const std::uint32_t vector = now_.vector;
     const bool sends = now_.here != 0 && vector < vectors_ && !turn_.leaves_out(item.source());
     unit_ += step;
-    load_unit(next_);
+    load_unit(choice_in(next_));
     next_ = load_words(unit_ + step);
     if (!sends) continue;
     std::byte* to = turn_.shared().area[item.source()].base +
