@@ -153,6 +153,8 @@ class DispatchBlock {
       }
     } else {
       Teller teller(p_, s_.turn);
+      const bool tells = turn.is_last_block();
+      if (tells) teller.load_first();
       list.clear();
       if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
       if (begins()) {
@@ -162,12 +164,12 @@ class DispatchBlock {
         list.load_first();
         copy_tables(parts, threadIdx.x, kLlMovers - 32);
       } else {
-        if (turn.is_last_block()) teller.prepare_first();
         if (is_first_receiver()) prepare_head<kMany>(p_, s_);
       }
+      if (tells) teller.prepare_first();
       __syncthreads();
       if (takes_turn()) {
-        if (turn.is_last_block()) announce(turn, teller);
+        if (tells) announce(turn, teller);
         if (s_.turn.course.receives) receive_all(turn, list, parts);
       }
     }
@@ -216,8 +218,8 @@ XD_LL_BLOCK(void)::copy_tables(const LlRoomParts& parts, int thread, int threads
 XD_LL_BLOCK(void)::announce(const LlDispatchTurn& turn, Teller& teller) const {
   const LlCourse& course = s_.turn.course;
   if (course.sends) {
-    if (begins()) send_own_record(p_, s_.turn);
-    if (!moves()) teller.tell(course.send_epoch);
+    if (control_warp() == 1) send_own_record(p_, s_.turn);
+    teller.tell(course.send_epoch);
     if (threadIdx.x == 0 && !course.rows && !course.receives) turn.note_failed_send();
   }
   if (control_warp() == 0) turn.give_credit();
