@@ -267,8 +267,8 @@ XD_LL_PUSHER(LlChoice)::choice_in(std::uint32_t words) const {
   return choice;
 }
 
-// The rows of this unit, whose item's words are `next` where they are few. Where all units are over, this rank's own
-// part of the block's first token follows: behind the block's first barrier.
+// The rows of this unit, whose item's words are `next` where they are few. Where all units are
+// over, this rank's own part of the block's first token follows: behind the block's first barrier.
 XD_LL_PUSHER(void)::load_unit(const LlChoice& next) {
   std::uint32_t vector = threadIdx.x;
   bool there = true;
@@ -321,9 +321,9 @@ XD_LL_PUSHER(void)::load_rows() {
   }
 }
 
-// The weight of this lane's choice of another rank's token, of this call. All lanes. A wait that becomes long is a call,
-// behind which the rows are loaded again: over a call they would have to lie in memory, and so a
-// load ahead would be waited for where it is made.
+// The weight of this lane's choice of another rank's token, of this call. All lanes. A wait that
+// becomes long is a call, behind which the rows are loaded again: over a call they would have to
+// lie in memory, and so a load ahead would be waited for where it is made.
 XD_LL_PUSHER(void)::take_weight(std::uint64_t epoch) {
   const bool mine = (now_.here >> lane_id() & 1) != 0 && lane_id() < p_.weight_cols;
   const std::uint64_t* at = ll_weight_at(p_, epoch, now_.item);

@@ -205,7 +205,7 @@ class DispatchBlock {
   __device__ inline type DispatchBlock<Quantiser, kMany, kMostTopk>
 
 XD_LL_BLOCK(void)::copy_tables(const LlRoomParts& parts, int thread, int threads) const {
-  // The last threads begin with the areas, the first with the experts, so no load waits for another.
+  // The last threads begin with the areas, the first with the experts: no load waits for another.
   for (int r = threads - 1 - thread; r < p_.group.ranks(); r += threads) {
     s_.turn.area[r] = p_.group.areas[r];
   }

@@ -131,8 +131,8 @@ __device__ void LlTeller<kMostTopk>::send(std::uint64_t epoch, int token) const 
   }
 }
 
-// The warps add up their bad ids, and count themselves above them; the last one tells. The count and
-// its tag are one word, as the counts of prepare are.
+// The warps add up their bad ids, and count themselves above them; the last one tells. The count
+// and its tag are one word, as the counts of prepare are.
 template <int kMostTopk>
 __device__ void LlTeller<kMostTopk>::tell_bad_ids(std::uint64_t epoch) const {
   constexpr int kShift = 26;

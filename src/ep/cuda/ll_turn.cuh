@@ -317,8 +317,8 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   return c;
 }
 
-// All lanes, where some credit was not there at the first look. The last block gives this rank's own
-// behind the block's barrier; but here at once, since the peers may wait for it likewise.
+// All lanes, where some credit was not there at the first look. The last block gives this rank's
+// own behind the block's barrier; but here at once, since the peers may wait for it likewise.
 XD_LL_MEMBER(void)::wait_credits(const turn::LaneEpochs& before) const {
   const std::uint64_t epoch = before.sent + 1;
   const auto slots = static_cast<std::uint64_t>(g_.slots);

@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_come_is_left_out() -> None:
 
 
 def run_died(me: Any) -> None:
-    """The last rank's process ends: the others go on without it, and hear of it only if they ask."""
+    """The last rank's process ends: the others go on, and hear of it only if they ask."""
     last = me.num_ranks - 1
     with cases.low_latency_buffer(me, enable_shrink=True) as buffer:
         batch = cases.Batch(SEED, buffer)
