@@ -92,9 +92,10 @@ class LlMeasurement {
   // Seconds between two looks at the device's clock.
   std::vector<double> stamped(const std::function<void(int)>& enqueue) {
     at_.watch.measure(at_.iterations(), [&](int i) {
-      launch_stamp(stamps_.data() + 2 * i, at_.stream);
+      std::uint64_t* const around = stamps_.data() + std::ptrdiff_t{2} * i;
+      launch_stamp(around, at_.stream);
       enqueue(i);
-      launch_stamp(stamps_.data() + 2 * i + 1, at_.stream);
+      launch_stamp(around + 1, at_.stream);
     });
     std::vector<std::uint64_t> ns(static_cast<std::size_t>(stamps_.size()));
     ok(cudaMemcpyAsync(ns.data(), stamps_.data(), ns.size() * sizeof(ns[0]), cudaMemcpyDeviceToHost,

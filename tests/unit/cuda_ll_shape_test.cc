@@ -24,7 +24,7 @@ LlSizes served() {
           .max_topk = 8,
           .slots = 2,
           .masks = false,
-          .max_row_bytes = 7168 * 2};
+          .max_row_bytes = std::uint64_t{7168} * 2};
 }
 
 std::vector<LlSizes> many_sizes() {
@@ -156,7 +156,7 @@ TEST(LlTag, TellsApartOperationsThatFollowOneAnotherInASlot) {
 }
 
 TEST(LlDispatchRoom, HasPartsThatDoNotOverlapAndFitsABlock) {
-  constexpr std::size_t kShared = 227 * 1024 - kStaticSharedBytes;
+  constexpr std::size_t kShared = std::size_t{227} * 1024 - kStaticSharedBytes;
   for (const LlSizes& s : many_sizes()) {
     for (const int receivers : {1, 12, 48, 108}) {
       SCOPED_TRACE(text(s) + ", receivers " + std::to_string(receivers));
@@ -164,11 +164,11 @@ TEST(LlDispatchRoom, HasPartsThatDoNotOverlapAndFitsABlock) {
       const auto candidates = static_cast<std::uint64_t>(s.ranks) * s.max_tokens;
       std::vector<Part> parts{
           {"places", room.places, room.has_places ? 4u * s.experts : 0u, 128},
-          {"counts", room.counts, 2u * s.ranks * s.local_experts, 128},
+          {"counts", room.counts, std::uint64_t{2} * s.ranks * s.local_experts, 128},
           {"hits", room.hits, (candidates + 895) / 896 * 28 * 4, 128},
           {"orders", room.orders, candidates, 128},
-          {"units", room.units, room.most_units * 4u, 128},
-          {"tails", room.tails, 4u * room.tail_stride, 128},
+          {"units", room.units, room.most_units * std::uint64_t{4}, 128},
+          {"tails", room.tails, std::uint64_t{4} * room.tail_stride, 128},
           {"ids", room.ids,
            room.has_ids ? static_cast<std::uint64_t>(s.ranks) * room.ids_stride * 2 : 0, 128}};
       std::ranges::sort(parts, {}, &Part::first);

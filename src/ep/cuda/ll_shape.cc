@@ -34,7 +34,7 @@ LlDispatchRoom ll_dispatch_room(const LlSizes& s, int receivers, std::size_t sha
   // Scales of a quantised row: a float32 for 128 columns of bf16.
   room.tail_stride =
       static_cast<std::uint32_t>(round_up(s.max_row_bytes / 2 / 128 * sizeof(float), 8));
-  room.tails = cursor.place(4 * room.tail_stride);
+  room.tails = cursor.place(std::uint64_t{4} * room.tail_stride);
   // Vectors of eight ids are read at once.
   room.ids_stride = static_cast<std::uint32_t>(round_up(tokens * at(s.max_topk), 8));
   const std::uint64_t ids = ranks * room.ids_stride * sizeof(std::uint16_t);
