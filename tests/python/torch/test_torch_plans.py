@@ -48,7 +48,8 @@ def _overwritten_beside_bad_ids(me: Rank) -> None:
         topk_idx, x, weights, grad_out = other.local(me.rank)
         with reported(group, InvalidArgument if me.rank == 0 else Mismatch, "alignment|rank 0"):
             group.prepare(topk_idx, alignment=3 if me.rank == 0 else None, out=plan)
-        assert plan.counts.tolist() == batch.routing.counts(me.rank)  # nothing was prepared
+        if group.comm.device.type == "cpu":  # where the call itself fails: nothing was prepared
+            assert plan.counts.tolist() == batch.routing.counts(me.rank)
         topk_idx = torch.where(topk_idx == -1, other.num_experts, topk_idx)
         with reported(group, InvalidArgument, "the plan is usable"):
             group.prepare(topk_idx, out=plan)
