@@ -459,6 +459,37 @@ TEST(StartedGather, WithABadArgumentIsRefusedHereAndAMismatchThere) {
   });
 }
 
+// The operation that joins it goes on; what became of the gather is kept.
+TEST(StartedGather, ThatFailedAndWasJoinedIsToldByTheContextsStatus) {
+  on_every_rank([](Rank& rank) {
+    const int guilty = rank.num_ranks - 1;
+    const GemmContext context = make_context(rank.comm, bulk_config());
+    MovedTensors tensors(rank, Moved{}, 0);
+    xd_gemm_gather_args args = gather_args(tensors);
+    if (rank.rank == guilty) args.out = nullptr;
+    EXPECT_EQ(xd_gemm_start_all_gather(context.get(), &args, rank.stream()),
+              rank.rank == guilty ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS);
+    GemmBatch batch(rank, plain_gemm_case(rank.num_ranks), 0);
+    ok(batch.enqueue(context.get()));
+    rank.memory->synchronize();
+    batch.check(context.get());
+    xd_gemm_status status = XD_GEMM_STATUS_INIT;
+    ok(xd_gemm_context_status(context.get(), &status));
+    if (rank.rank == guilty) {
+      EXPECT_EQ(status.status, XD_SUCCESS) << "its call has told it";
+    } else {
+      EXPECT_EQ(status.status, XD_ERROR_MISMATCH);
+      EXPECT_EQ(status.operation, XD_GEMM_START_ALL_GATHER);
+      EXPECT_EQ(status.epoch, 1u);
+      EXPECT_EQ(status.rank, guilty);
+      EXPECT_NE(std::string(status.text).find("rank " + std::to_string(guilty)), std::string::npos)
+          << status.text;
+    }
+    ok(xd_gemm_context_status(context.get(), &status));
+    EXPECT_EQ(status.status, XD_SUCCESS) << "it was told once";
+  });
+}
+
 TEST(KeptGathered, IsThereAfterAnAllGatherAloneAndInContextsThatKeep) {
   on_every_rank([](Rank& rank) {
     GemmCase c = plain_gemm_case(rank.num_ranks);
