@@ -334,9 +334,9 @@ TEST(BadArguments, BeyondTheContextsBoundsAreRefusedWithTheBound) {
 }
 
 TEST(BadArguments, AsNumbersOfTokensThatDoNotFitAreRefused) {
-  static thread_local std::vector<std::int64_t> counts;
   const auto with = [](const std::function<void(std::vector<std::int64_t>&)>& change) {
     return [change](GemmBatch& b, Spare&, const Rank&) {
+      static thread_local std::vector<std::int64_t> counts;  // read when the call is made
       counts = b.inputs().tokens;
       change(counts);
       b.args.tokens_per_rank = counts.data();
