@@ -31,6 +31,9 @@ void Lockstep::tell_all(std::uint64_t area) const {
 }
 
 void Lockstep::tell_all_failed(std::uint64_t area) const {
+  // Peers of a finished communicator learn of its error by themselves: that is theirs, too, and not
+  // that this rank has failed.
+  if (comm_.errors().fatal_error() != nullptr) return;
   for (const NearRank peer : peers()) post(peer, area, epoch() | kFailed);
 }
 
