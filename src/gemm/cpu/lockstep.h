@@ -45,8 +45,8 @@ class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
   // come to this operation.
   void tell(NearRank peer, std::uint64_t area) const { post(peer, area, epoch()); }
   void tell_all(std::uint64_t area) const;
-  // Likewise, where this rank has failed and what the word announces is not there; nothing where the
-  // communicator is finished.
+  // Likewise, where this rank has failed and what the word announces is not there; nothing where
+  // the communicator is finished.
   void tell_all_failed(std::uint64_t area) const;
   // Returns when every peer has told this rank. Throws MISMATCH if one has failed.
   void await_all(std::uint64_t area) const;
