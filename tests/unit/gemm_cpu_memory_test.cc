@@ -59,17 +59,19 @@ TEST(GemmCpuMemory, GrowsWithTokensByWhatOperationsMoveAndKeep) {
   constexpr auto kAr = XD_GEMM_ALL_REDUCE;
   constexpr auto kBulk = XD_GEMM_BULK;
   constexpr auto kStart = XD_GEMM_START_ALL_GATHER;
-  EXPECT_EQ(per_token(bits({kAg})), (Bytes{kRow + kScales, kRanks * kRow}));
+  EXPECT_EQ(per_token(bits({kAg})), (Bytes{kRow + kScales, kRanks * (kRow + kScales)}));
   EXPECT_EQ(per_token(bits({kRs})), (Bytes{kRanks * kRow, 0}));
   EXPECT_EQ(per_token(bits({kAr})), (Bytes{kRanks * kRow, 0}));
   EXPECT_EQ(per_token(bits({kRs, kAr})), (Bytes{kRanks * kRow, 0}));
   EXPECT_EQ(per_token(bits({kStart})), (Bytes{kRow, 0}));
   EXPECT_EQ(per_token(bits({kBulk})), (Bytes{kRow + kRanks * kRow, 0}));
   EXPECT_EQ(per_token(bits({kAg, kRs, kAr, kBulk, kStart})),
-            (Bytes{kRow + kScales + kRanks * kRow, kRanks * kRow}));
+            (Bytes{kRow + kScales + kRanks * kRow, kRanks * (kRow + kScales)}));
   // Elements count as they are moved; terms of sums of 8 bits are bfloat16.
-  EXPECT_EQ(per_token(bits({kAg}), DType::f32), (Bytes{2 * kRow + kScales, 2 * kRanks * kRow}));
-  EXPECT_EQ(per_token(bits({kAg}), DType::e4m3), (Bytes{kRow / 2 + kScales, kRanks * kRow / 2}));
+  EXPECT_EQ(per_token(bits({kAg}), DType::f32),
+            (Bytes{2 * kRow + kScales, kRanks * (2 * kRow + kScales)}));
+  EXPECT_EQ(per_token(bits({kAg}), DType::e4m3),
+            (Bytes{kRow / 2 + kScales, kRanks * (kRow / 2 + kScales)}));
   EXPECT_EQ(per_token(bits({kRs}), DType::f32), (Bytes{2 * kRanks * kRow, 0}));
   EXPECT_EQ(per_token(bits({kRs}), DType::e4m3), (Bytes{kRanks * kRow, 0}));
 }
@@ -81,9 +83,9 @@ TEST(GemmCpuMemory, GrowsWithColumnsOfTheOperationsThatMoveThem) {
   const Config reduce = config_of(bits({XD_GEMM_REDUCE_SCATTER}));
   constexpr std::uint64_t kUnit = kColumns;
   constexpr std::uint64_t kBlock = kScaleBlock;
-  // Rows of two bytes an element, and their scales; rows of each rank.
-  EXPECT_EQ(growth(gather, kUnit, k),
-            (Bytes{kTokens * 2 + kTokens * 4 / kBlock, kRanks * kTokens * 2}));
+  // Rows of two bytes an element, and their scales; likewise of each rank.
+  constexpr std::uint64_t kOfARank = kTokens * 2 + kTokens * 4 / kBlock;
+  EXPECT_EQ(growth(gather, kUnit, k), (Bytes{kOfARank, kRanks * kOfARank}));
   EXPECT_EQ(growth(reduce, kUnit, k), (Bytes{0, 0}));
   // Column sums of this rank; those of the rows of each rank; terms.
   EXPECT_EQ(growth(gather, kUnit, n), (Bytes{4, kRanks * 4}));

@@ -18,25 +18,36 @@ constexpr xd_gemm_operation kOperations[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_
                                              XD_GEMM_ALL_REDUCE};
 constexpr xd_gemm_algo kAlgos[] = {XD_GEMM_ALGO_FUSED, XD_GEMM_ALGO_DIRECT, XD_GEMM_ALGO_SPLIT,
                                    XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SEQUENTIAL};
-constexpr Speed kSpeed{.flops = 1000, .copied_bytes = 100};
+constexpr double kFlops = 1000;
 
-// Four ranks of a few tokens each; numbers that are easy to work out by hand.
+// The first row of each of four ranks, and the number of all.
+using Starts = std::array<std::int64_t, 5>;
+constexpr Starts kFew{0, 10, 10, 40, 100};
+constexpr Starts kWholeTiles{0, 256, 256, 1024, 1100};
+
+// Numbers that are easy to work out by hand.
 struct Problem {
   Config config{.ranks = 4};
-  std::array<std::int64_t, 5> starts{0, 10, 10, 40, 100};
+  Starts starts;
   ProductCall call{};
 
-  explicit Problem(xd_gemm_operation operation, xd_gemm_algo algo = XD_GEMM_ALGO_AUTO) {
+  explicit Problem(xd_gemm_operation operation, xd_gemm_algo algo = XD_GEMM_ALGO_AUTO,
+                   const Starts& starts_of_ranks = kFew)
+      : starts(starts_of_ranks) {
     call.operation = operation;
     call.algo = algo;
     call.k = 64;
     call.n = 32;
     call.shares = Shares(starts);
-    call.a_rows = operation == XD_GEMM_ALL_GATHER ? 60 : 100;
+    call.a_rows = operation == XD_GEMM_ALL_GATHER ? call.shares.rows(3) : starts.back();
     call.a.type = DType::bf16;
     call.d.type = DType::f32;
   }
-  xd_gemm_plan_info explained(int rank = 3) const { return explain(config, call, kSpeed, rank); }
+  Problem(const Problem&) = delete;  // `call` refers to `starts`
+  Problem& operator=(const Problem&) = delete;
+
+  xd_gemm_algo chosen() const { return choose(config, call); }
+  xd_gemm_plan_info explained() const { return explain(config, call, kFlops); }
 };
 
 std::vector<xd_gemm_algo> those_of(xd_gemm_operation operation) {
@@ -56,14 +67,45 @@ TEST(GemmCpuPlan, HasTheseAlgorithms) {
   EXPECT_EQ(those_of(XD_GEMM_ALL_REDUCE), Algos{XD_GEMM_ALGO_SEQUENTIAL});
 }
 
-TEST(GemmCpuPlan, AutoTakesProductsPerRankWhereThereAreSuch) {
-  const auto chosen = [](xd_gemm_operation operation) {
-    const Problem p(operation);
-    return choose(p.config, p.call);
+// Few rows are not worth a product for each rank: what a product costs beside its rows counts then.
+TEST(GemmCpuPlan, AutoTakesProductsPerRankWhereTheyAreNoMoreTilesThanOne) {
+  constexpr auto kAuto = XD_GEMM_ALGO_AUTO;
+  for (const xd_gemm_operation operation : {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER}) {
+    EXPECT_EQ(Problem(operation, kAuto, kFew).chosen(), XD_GEMM_ALGO_SEQUENTIAL);
+    EXPECT_EQ(Problem(operation, kAuto, kWholeTiles).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
+    EXPECT_EQ(Problem(operation, kAuto, {0, 0, 10, 10, 10}).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
+    EXPECT_EQ(Problem(operation, kAuto, {0, 0, 0, 0, 0}).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
+  }
+  EXPECT_EQ(Problem(XD_GEMM_ALL_REDUCE, kAuto, kWholeTiles).chosen(), XD_GEMM_ALGO_SEQUENTIAL);
+}
+
+TEST(GemmCpuPlan, AutoIsNeverSlowerThanAnyOther) {
+  for (const xd_gemm_operation operation : kOperations) {
+    for (const Starts& starts : {kFew, kWholeTiles, Starts{0, 1, 2, 3, 4},
+                                 Starts{0, 250, 500, 750, 1000}, Starts{0, 0, 0, 0, 8000}}) {
+      const double best = Problem(operation, XD_GEMM_ALGO_AUTO, starts).explained().estimate_us;
+      for (const xd_gemm_algo algo : those_of(operation)) {
+        EXPECT_LE(best, Problem(operation, algo, starts).explained().estimate_us)
+            << algo_name(algo) << " in operation " << operation << ", " << starts[1] << " rows";
+      }
+    }
+  }
+}
+
+// One product of all rows has other tiles than products of each rank's, but where these are whole.
+TEST(GemmCpuPlan, SaysWhichAlgorithmsGiveTheSameBits) {
+  const auto same = [](xd_gemm_operation operation, xd_gemm_algo algo, const Starts& starts) {
+    return Problem(operation, algo, starts).explained().same_bits;
   };
-  EXPECT_EQ(chosen(XD_GEMM_ALL_GATHER), XD_GEMM_ALGO_SPLIT_P2P);
-  EXPECT_EQ(chosen(XD_GEMM_REDUCE_SCATTER), XD_GEMM_ALGO_SPLIT_P2P);
-  EXPECT_EQ(chosen(XD_GEMM_ALL_REDUCE), XD_GEMM_ALGO_SEQUENTIAL);
+  for (const xd_gemm_operation operation : {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER}) {
+    EXPECT_EQ(same(operation, XD_GEMM_ALGO_SPLIT_P2P, kFew), 1);
+    EXPECT_EQ(same(operation, XD_GEMM_ALGO_SPLIT, kFew), 1);
+    EXPECT_EQ(same(operation, XD_GEMM_ALGO_SEQUENTIAL, kFew), 0);
+    EXPECT_EQ(same(operation, XD_GEMM_ALGO_SEQUENTIAL, kWholeTiles), 1);
+    EXPECT_EQ(same(operation, XD_GEMM_ALGO_SEQUENTIAL, {0, 0, 77, 77, 77}), 1);
+    EXPECT_EQ(same(operation, XD_GEMM_ALGO_SEQUENTIAL, {0, 256, 500, 756, 1012}), 0);
+  }
+  EXPECT_EQ(same(XD_GEMM_ALL_REDUCE, XD_GEMM_ALGO_SEQUENTIAL, kFew), 1);
 }
 
 TEST(GemmCpuPlan, TakesACallAtItsWordOrRefusesItWithTheReason) {
@@ -73,7 +115,7 @@ TEST(GemmCpuPlan, TakesACallAtItsWordOrRefusesItWithTheReason) {
       SCOPED_TRACE(std::string(algo_name(algo)) + " in operation " + std::to_string(operation));
       const char* const why = obstacle(operation, algo);
       if (why == nullptr) {
-        EXPECT_EQ(choose(p.config, p.call), algo);
+        EXPECT_EQ(p.chosen(), algo);
         continue;
       }
       try {
@@ -84,32 +126,31 @@ TEST(GemmCpuPlan, TakesACallAtItsWordOrRefusesItWithTheReason) {
         EXPECT_EQ(error.text(), "algo = XD_GEMM_ALGO_" + std::string(algo_name(algo)) + ": " + why);
       }
       p.config.allow_fallback = true;
-      EXPECT_EQ(choose(p.config, p.call), choose(p.config, Problem(operation).call));
+      EXPECT_EQ(p.chosen(), Problem(operation).chosen());
     }
   }
 }
 
 TEST(GemmCpuPlan, CountsProductsAndCopies) {
-  // 2 * 100 * 64 * 32 operations; rank 3 has 60 of the 100 rows.
-  constexpr double kProduct = 409.6;
-  constexpr double kOwnRows = 60 * 64 * 2, kAllRows = 100 * 64 * 2;
-  constexpr double kOwnTerms = 60 * 32 * 4, kAllTerms = 100 * 32 * 4;
-  const auto expect = [](const xd_gemm_plan_info& info, double copied, int products) {
-    EXPECT_DOUBLE_EQ(info.gemm_us, kProduct);
-    EXPECT_DOUBLE_EQ(info.transfer_us, copied / kSpeed.copied_bytes);
+  // Three of the ranks have rows, one of them 60 of the 100.
+  constexpr double kFlopOfARow = 2 * 64 * 32, kFlopOfAByte = 12, kRowsOfATile = 32;
+  constexpr double kMostRows = 60 * 64 * 2, kAllRows = 100 * 64 * 2;
+  constexpr double kMostTerms = 60 * 32 * 4, kAllTerms = 100 * 32 * 4;
+  const auto expect = [](const xd_gemm_plan_info& info, int tiles, double copied, int products) {
+    EXPECT_DOUBLE_EQ(info.gemm_us, (100 + kRowsOfATile * tiles) * kFlopOfARow / kFlops);
+    EXPECT_DOUBLE_EQ(info.transfer_us, copied * kFlopOfAByte / kFlops);
     EXPECT_DOUBLE_EQ(info.estimate_us, info.gemm_us + info.transfer_us);
     EXPECT_EQ(info.num_products, products);
     EXPECT_EQ(info.comm_sms, 0);
-    EXPECT_EQ(info.same_bits, 1);
   };
+  constexpr auto kSplit = XD_GEMM_ALGO_SPLIT, kAtOnce = XD_GEMM_ALGO_SEQUENTIAL;
   // Own rows are staged; SEQUENTIAL copies those of all ranks as well.
-  expect(Problem(XD_GEMM_ALL_GATHER).explained(), kOwnRows, 4);
-  expect(Problem(XD_GEMM_ALL_GATHER, XD_GEMM_ALGO_SEQUENTIAL).explained(), kOwnRows + kAllRows, 4);
+  expect(Problem(XD_GEMM_ALL_GATHER, kSplit).explained(), 3, kMostRows, 4);
+  expect(Problem(XD_GEMM_ALL_GATHER, kAtOnce).explained(), 1, kMostRows + kAllRows, 1);
   // Terms of all rows are written, and those of the own rows of all ranks read.
-  expect(Problem(XD_GEMM_REDUCE_SCATTER).explained(), kAllTerms + 4 * kOwnTerms, 4);
-  expect(Problem(XD_GEMM_ALL_REDUCE).explained(), kAllTerms + 4 * kAllTerms, 1);
-  // A rank without tokens still computes the product.
-  expect(Problem(XD_GEMM_ALL_GATHER).explained(1), 0, 4);
+  expect(Problem(XD_GEMM_REDUCE_SCATTER, kSplit).explained(), 3, kAllTerms + 4 * kMostTerms, 4);
+  expect(Problem(XD_GEMM_REDUCE_SCATTER, kAtOnce).explained(), 1, kAllTerms + 4 * kMostTerms, 1);
+  expect(Problem(XD_GEMM_ALL_REDUCE).explained(), 1, kAllTerms + 4 * kAllTerms, 1);
 }
 
 TEST(GemmCpuPlan, HasALineForEachAlgorithm) {

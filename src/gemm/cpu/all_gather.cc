@@ -50,7 +50,7 @@ void AllGatherOp::stage_in() {
 
 void AllGatherOp::announce() {
   if (algo_ == XD_GEMM_ALGO_SEQUENTIAL) return;
-  deferred_.run([&] { multiply(tools_.context.self(), false); });
+  deferred_.run([&] { multiply(tools_.context.self()); });
 }
 
 const std::byte* AllGatherOp::rows_of(NearRank source) const {
@@ -86,32 +86,56 @@ void AllGatherOp::gather(NearRank source) const {
 }
 
 void AllGatherOp::gather_scales(NearRank source) const {
-  if (!call_.gathered_scale) return;
-  const std::int64_t start =
-      call_.scaling == Scaling::tensor ? int{source} : call_.shares.start(source);
+  if (!call_.a_scale) return;
+  const float* const scales = scales_of(source);
+  const std::uint64_t count = scale_count(source);
+  const std::int64_t start = call_.shares.start(source);
   const std::int64_t columns = call_.scaling == Scaling::blocks ? scale_blocks(call_.k) : 1;
-  std::copy_n(scales_of(source), scale_count(source),
-              call_.gathered_scale.as<float>() + start * columns);
+  const bool single = call_.scaling == Scaling::tensor;
+  if (call_.gathered_scale) {
+    std::copy_n(scales, count,
+                call_.gathered_scale.as<float>() + (single ? int{source} : start * columns));
+  }
+  if (algo_ != XD_GEMM_ALGO_SEQUENTIAL) return;
+  float* const of_rows = tools_.scratch.gathered_scales() + start * columns;
+  if (single) {
+    std::fill_n(of_rows, call_.shares.rows(source), scales[0]);
+  } else {
+    std::copy_n(scales, count, of_rows);
+  }
 }
 
-void AllGatherOp::multiply(NearRank source, bool at_destination) {
-  const std::int64_t rows = call_.shares.rows(source), start = call_.shares.start(source);
+void AllGatherOp::multiply(NearRank source) {
+  const std::int64_t rows = call_.shares.rows(source);
   if (rows == 0) return;
-  const std::int64_t before = at_destination ? start * (call_.transpose_a ? 1 : call_.k) : 0;
-  const std::byte* const data =
-      (at_destination ? destination() : rows_of(source)) + at(before) * dtype_bytes(call_.a.type);
-  const Operand a =
-      operand_a(call_, data, at_destination ? call_.shares.all() : rows, scales_of(source));
+  multiply(operand_a(call_, rows_of(source), rows, scales_of(source)), call_.shares.start(source),
+           rows);
+}
+
+void AllGatherOp::multiply_gathered() {
+  const std::int64_t rows = call_.shares.all();
+  Operand a = operand_a(call_, destination(), rows,
+                        call_.a_scale ? tools_.scratch.gathered_scales() : nullptr);
+  // Every rank has a number of its own, which is that of its rows.
+  if (a.scaling == Scaling::tensor) a.scaling = Scaling::rows;
+  multiply(a, 0, rows);
+}
+
+// Rows [first, first + rows) of D are those of `a`.
+void AllGatherOp::multiply(const Operand& a, std::int64_t first, std::int64_t rows) {
   const Operand b = operand_b(call_);
-  float* const sums = tools_.scratch.column_sums(0) + at(source) * at(call_.n);
   Results results;
-  if (is_plain(call_)) results = {call_.d.as<float>() + start * call_.n, call_.n};
+  if (is_plain(call_)) results = {call_.d.as<float>() + first * call_.n, call_.n};
   tools_.multiplier.product(a, 0, rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
     if (results.values != nullptr) return;
+    int source = 0;
     for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const std::int64_t row = first + tile.row + r;
+      while (row >= call_.shares.start(source + 1)) ++source;
       float* const x = tile.values + r * tile.stride;
       if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
-      finish_.row(x, start + tile.row + r, tile.column, tile.columns, sums);
+      finish_.row(x, row, tile.column, tile.columns,
+                  tools_.scratch.column_sums(0) + at(source) * at(call_.n));
     }
   });
 }
@@ -124,11 +148,9 @@ void AllGatherOp::move_all() {
   for (const NearRank peer : tools_.lockstep.peers()) {
     if (gathers()) gather(peer);
     gather_scales(peer);
-    if (!first_all) multiply(peer, false);
+    if (!first_all) multiply(peer);
   }
-  if (first_all) {
-    for (const NearRank source : tools_.context.near()) multiply(source, true);
-  }
+  if (first_all) multiply_gathered();
   if (!call_.bias_grad) return;
   float* const sums = tools_.scratch.column_sums(0);
   for (int r = 1; r < tools_.context.config().ranks; ++r) {

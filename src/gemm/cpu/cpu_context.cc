@@ -13,12 +13,10 @@
 namespace xd::gemm::cpu {
 namespace {
 
-// Bytes that a core copies in a microsecond, in round numbers: the model compares ways to copy.
-constexpr double kCopiedBytes = 8000;
-
 // Calls oneDNN once for each way in which operands may lie, large and small, so that no operation
-// waits for code to be generated, and measures it.
-Speed measure(const Scratch& scratch) {
+// waits for code to be generated. Returns the floating-point operations that it does in a
+// microsecond.
+double measure(const Scratch& scratch) {
   constexpr std::int64_t kSmall = 2, kSize = 128;
   std::fill_n(scratch.a_panel(), kSize * kSize, 1.0f);
   std::fill_n(scratch.b_panel(), kSize * kSize, 1.0f);
@@ -48,8 +46,7 @@ Speed measure(const Scratch& scratch) {
   const auto begin = std::chrono::steady_clock::now();
   run(product);
   const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-  return {.flops = 2.0 * kSize * kSize * kSize / std::max(1.0, took.count()),
-          .copied_bytes = kCopiedBytes};
+  return 2.0 * kSize * kSize * kSize / std::max(1.0, took.count());
 }
 
 class CpuContext final : public Context {
@@ -64,7 +61,7 @@ class CpuContext final : public Context {
       multiplier_.emplace(*scratch_);
       const StandardFloatModes modes;
       const Threads threads(threads_);
-      speed_ = measure(*scratch_);
+      flops_ = measure(*scratch_);
       return Collective::Contribution{};
     });
   }
@@ -147,7 +144,7 @@ class CpuContext final : public Context {
   }
 
   xd_gemm_plan_info plan_of(const ProductCall& call) const override {
-    return cpu::explain(config(), call, speed_, rank());
+    return cpu::explain(config(), call, flops_);
   }
 
  private:
@@ -180,7 +177,7 @@ class CpuContext final : public Context {
   Lockstep lockstep_;
   std::optional<Scratch> scratch_;
   std::optional<Multiplier> multiplier_;
-  Speed speed_{};
+  double flops_ = 0;
   turn::HostRunner<Family> runner_{*this, lockstep_, false};
   bool begun_ = false;  // a gather: its turn has not ended
   std::optional<TransferOp> gather_;

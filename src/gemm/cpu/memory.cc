@@ -42,6 +42,7 @@ Scratch::Layout Scratch::Layout::make(const Config& c) {
   layout.tile = cursor.add<float>(kTileRows * kTileColumns, 64);
   layout.line = cursor.add<float>(2 * kLineFloats, 64);
   layout.gathered = cursor.add<std::byte>(rows * at(c.max_k) * c.gathered_bytes(), 64);
+  layout.gathered_scales = cursor.add<float>(rows * at(scale_blocks(c.max_k)), 64);
   layout.column_sums = cursor.add<float>(gathers ? at(c.ranks) * at(c.max_n) : 0, 64);
   layout.starts = cursor.add<std::int64_t>(at(c.ranks) + 1, 64);
   layout.end = cursor.at;

@@ -16,8 +16,8 @@
 namespace xd::gemm::cpu {
 
 // A product is computed tile by tile. An operand that is not float32, or has scales, is widened
-// into a panel first. Tiles begin anew with every rank's rows, so the bits of a row do not depend
-// on the algorithm.
+// into a panel first. Tiles begin anew with every rank's rows, but in SEQUENTIAL; so the bits of a
+// row do not depend on which of the other algorithms computes it.
 inline constexpr std::int64_t kTileRows = 256, kTileColumns = 1024, kTileDepth = 1024;
 static_assert(kTileDepth % kScaleBlock == 0);
 
@@ -62,6 +62,8 @@ class Scratch {
   float* other_line() const { return line() + kLineFloats; }
   // all_gather: rows of all ranks.
   std::byte* gathered() const { return at_offset<std::byte>(layout_.gathered); }
+  // all_gather: scales of those rows, one per row or per 128 elements of it.
+  float* gathered_scales() const { return at_offset<float>(layout_.gathered_scales); }
   // all_gather: column sums over the rows of each rank, max_n numbers for each.
   float* column_sums(int rank) const {
     return at_offset<float>(layout_.column_sums) + at(rank) * max_n_;
@@ -74,7 +76,7 @@ class Scratch {
 
  private:
   struct Layout {
-    std::uint64_t a_panel, b_panel, tile, line, gathered, column_sums, starts, end;
+    std::uint64_t a_panel, b_panel, tile, line, gathered, gathered_scales, column_sums, starts, end;
     static Layout make(const Config& config);
   };
   template <class T>

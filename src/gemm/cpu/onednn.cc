@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "base/error.h"
 
@@ -57,8 +58,20 @@ Feature onednn_feature() {
   return library().sgemm != nullptr ? Feature{true, "available"} : Feature{false, kMissing};
 }
 
+int threads_for(const Sgemm& p, int available) {
+  // Enough that waking a thread, which takes some microseconds, costs less than it saves.
+  constexpr double kFlopOfAThread = 5e5;
+  const double flop =
+      2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
+  return std::max(1, static_cast<int>(std::min<double>(available, flop / kFlopOfAThread)));
+}
+
 void run(const Sgemm& p) {
   if (library().sgemm == nullptr) fail(XD_ERROR_UNSUPPORTED, kMissing);
+  const int available = library().max_threads != nullptr ? library().max_threads() : 1;
+  const int enough = threads_for(p, available);
+  std::optional<Threads> fewer;
+  if (enough < available) fewer.emplace(enough);
   const int status = library().sgemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, 1.0f, p.a, p.lda,
                                      p.b, p.ldb, p.beta, p.c, p.ldc);
   if (status == 1) fail(XD_ERROR_OUT_OF_MEMORY, "oneDNN has no memory for a product");

@@ -26,6 +26,9 @@ struct Sgemm {
 };
 void run(const Sgemm& product);
 
+// Of so many threads that are there, those that it is worth to wake for a product.
+int threads_for(const Sgemm& product, int available);
+
 // The cores that one of `ranks` ranks of this host has to itself; at least 1.
 int cores_per_rank(int ranks);
 

@@ -88,8 +88,10 @@ class AllGatherOp {
   std::uint64_t scale_count(NearRank source) const;
   void gather(NearRank source) const;
   void gather_scales(NearRank source) const;
-  // Computes the rows of D that a rank's rows give. `at_destination`: they have been gathered.
-  void multiply(NearRank source, bool at_destination);
+  // Computes the rows of D that a rank's rows give, or those of all ranks after they were gathered.
+  void multiply(NearRank source);
+  void multiply_gathered();
+  void multiply(const Operand& a, std::int64_t first, std::int64_t rows);
   void move_all();
 
   Tools tools_;
@@ -122,7 +124,8 @@ class ReduceOp {
   // Where this rank's terms of an owner's rows go, and where those of a source for this rank lie.
   std::byte* terms_for(NearRank owner) const;
   const std::byte* terms_from(NearRank source) const;
-  void compute_terms(NearRank owner);
+  // This rank's terms of some rows.
+  void compute_terms(Rows rows, std::byte* terms);
   void compute_ready_terms();
   void sum();
 

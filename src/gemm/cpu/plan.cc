@@ -3,39 +3,87 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <limits>
 
 #include "base/error.h"
+#include "gemm/cpu/memory.h"
 
 namespace xd::gemm::cpu {
 namespace {
 
-// The fastest of an operation's algorithms comes first. None is expected to be slower than
-// SEQUENTIAL: the others copy less, or let peers begin earlier.
+// Among equals the first one is taken.
 constexpr std::array kAlgos = {XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_DIRECT,
                                XD_GEMM_ALGO_SEQUENTIAL, XD_GEMM_ALGO_FUSED};
 
-xd_gemm_algo fastest(xd_gemm_operation operation) {
-  return *std::ranges::find_if(
-      kAlgos, [&](xd_gemm_algo algo) { return obstacle(operation, algo) == nullptr; });
+// A tile takes so long as if it had so many rows more: oneDNN rearranges b for each.
+constexpr double kRowsOfATile = 32;
+// A byte takes as long to copy as so many floating-point operations of a product.
+constexpr double kFlopOfACopiedByte = 12;
+
+bool in_one_piece(const ProductCall& call, xd_gemm_algo algo) {
+  return algo == XD_GEMM_ALGO_SEQUENTIAL || call.operation == XD_GEMM_ALL_REDUCE;
 }
 
-struct Estimate {
-  double gemm_us, transfer_us;
+std::int64_t rows_of(const ProductCall& call) {
+  return call.operation == XD_GEMM_ALL_GATHER ? call.shares.all() : call.a_rows;
+}
+
+std::int64_t tiles_of(std::int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+// Tiles of all rows, one below the other.
+std::int64_t tiles(const Config& config, const ProductCall& call, xd_gemm_algo algo) {
+  if (in_one_piece(call, algo)) return tiles_of(rows_of(call));
+  std::int64_t count = 0;
+  for (int r = 0; r < config.ranks; ++r) count += tiles_of(call.shares.rows(r));
+  return count;
+}
+
+// Floating-point operations that take as long.
+struct Cost {
+  double gemm, transfer;
+  double all() const { return gemm + transfer; }
 };
 
-Estimate estimate(const Config& config, const ProductCall& call, xd_gemm_algo algo,
-                  const Speed& speed, int rank) {
-  const bool gathers = call.operation == XD_GEMM_ALL_GATHER;
-  const bool all = call.operation == XD_GEMM_ALL_REDUCE;
-  const double rows = static_cast<double>(gathers ? call.shares.all() : call.a_rows);
-  const double own = static_cast<double>(all ? call.a_rows : call.shares.rows(rank));
+// The transfer is that of a rank with most rows.
+Cost cost(const Config& config, const ProductCall& call, xd_gemm_algo algo) {
+  const auto rows = static_cast<double>(rows_of(call));
   const double k = static_cast<double>(call.k), n = static_cast<double>(call.n);
-  const auto ranks = static_cast<double>(config.ranks);
+  std::int64_t most = call.a_rows;
+  if (call.operation != XD_GEMM_ALL_REDUCE) {
+    most = 0;
+    for (int r = 0; r < config.ranks; ++r) most = std::max(most, call.shares.rows(r));
+  }
+  const auto own = static_cast<double>(most);
   const double copied =
-      gathers ? (algo == XD_GEMM_ALGO_SEQUENTIAL ? own + rows : own) * k *
-                    static_cast<double>(dtype_bytes(call.a.type))
-              : (rows + ranks * own) * n * static_cast<double>(dtype_bytes(call.wide_type()));
-  return {2 * rows * k * n / speed.flops, copied / speed.copied_bytes};
+      call.operation == XD_GEMM_ALL_GATHER
+          ? (algo == XD_GEMM_ALGO_SEQUENTIAL ? own + rows : own) * k *
+                static_cast<double>(dtype_bytes(call.a.type))
+          : (rows + config.ranks * own) * n * static_cast<double>(dtype_bytes(call.wide_type()));
+  const auto extra = kRowsOfATile * static_cast<double>(tiles(config, call, algo));
+  return {2 * (rows + extra) * k * n, copied * kFlopOfACopiedByte};
+}
+
+xd_gemm_algo fastest(const Config& config, const ProductCall& call) {
+  xd_gemm_algo best = XD_GEMM_ALGO_SEQUENTIAL;
+  double least = std::numeric_limits<double>::infinity();
+  for (const xd_gemm_algo algo : kAlgos) {
+    if (obstacle(call.operation, algo) != nullptr) continue;
+    const double all = cost(config, call, algo).all();
+    if (all < least) {
+      least = all;
+      best = algo;
+    }
+  }
+  return best;
+}
+
+// Whether the tiles of one product of all rows are those of the ranks' products.
+bool tiles_are_the_ranks(const Config& config, const ProductCall& call) {
+  for (int r = 1; r < config.ranks; ++r) {
+    const std::int64_t start = call.shares.start(r);
+    if (start % kTileRows != 0 && start != call.shares.all()) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -61,33 +109,32 @@ const char* obstacle(xd_gemm_operation operation, xd_gemm_algo algo) {
 }
 
 xd_gemm_algo choose(const Config& config, const ProductCall& call) {
-  if (call.algo == XD_GEMM_ALGO_AUTO) return fastest(call.operation);
+  if (call.algo == XD_GEMM_ALGO_AUTO) return fastest(config, call);
   const char* const why = obstacle(call.operation, call.algo);
   if (why == nullptr) return call.algo;
-  if (config.allow_fallback) return fastest(call.operation);
+  if (config.allow_fallback) return fastest(config, call);
   fail(XD_ERROR_UNSUPPORTED, "algo = XD_GEMM_ALGO_", algo_name(call.algo), ": ", why);
 }
 
-xd_gemm_plan_info explain(const Config& config, const ProductCall& call, const Speed& speed,
-                          int rank) {
+xd_gemm_plan_info explain(const Config& config, const ProductCall& call, double flops) {
   xd_gemm_plan_info info XD_GEMM_PLAN_INFO_INIT;
   info.algo = choose(config, call);
-  const bool one = call.operation == XD_GEMM_ALL_REDUCE;
+  const bool one = in_one_piece(call, info.algo);
   info.num_products = one ? 1 : config.ranks;
-  info.same_bits = 1;
-  const Estimate chosen = estimate(config, call, info.algo, speed, rank);
-  info.gemm_us = chosen.gemm_us;
-  info.transfer_us = chosen.transfer_us;
-  info.estimate_us = chosen.gemm_us + chosen.transfer_us;
+  info.same_bits =
+      !one || call.operation == XD_GEMM_ALL_REDUCE || tiles_are_the_ranks(config, call);
+  const Cost chosen = cost(config, call, info.algo);
+  info.gemm_us = chosen.gemm / flops;
+  info.transfer_us = chosen.transfer / flops;
+  info.estimate_us = chosen.all() / flops;
   std::size_t length = 0;
   for (const xd_gemm_algo algo : kAlgos) {
     const char* const why = obstacle(call.operation, algo);
-    const Estimate e = estimate(config, call, algo, speed, rank);
     const std::size_t room = sizeof(info.text) - length;
     const int wrote =
         why != nullptr ? std::snprintf(info.text + length, room, "%s: %s\n", algo_name(algo), why)
                        : std::snprintf(info.text + length, room, "%s: %.1f us\n", algo_name(algo),
-                                       e.gemm_us + e.transfer_us);
+                                       cost(config, call, algo).all() / flops);
     length = std::min(sizeof(info.text) - 1, length + at(std::max(0, wrote)));
   }
   return info;

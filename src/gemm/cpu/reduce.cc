@@ -56,13 +56,11 @@ const std::byte* ReduceOp::terms_from(NearRank source) const {
   return area.address(at(row) * row_bytes());
 }
 
-void ReduceOp::compute_terms(NearRank owner) {
-  const Rows rows = rows_of(owner);
+void ReduceOp::compute_terms(Rows rows, std::byte* terms) {
   if (rows.count == 0) return;
   const Operand a = operand_a(call_, call_.a.data, call_.a_rows,
                               call_.a_scale ? call_.a_scale.as<const float>() : nullptr);
   const Operand b = operand_b(call_);
-  std::byte* const terms = terms_for(owner);
   const DType type = call_.wide_type();
   Results results;
   if (type == DType::f32 && call_.alpha == 1.0f) {
@@ -80,20 +78,21 @@ void ReduceOp::compute_terms(NearRank owner) {
       });
 }
 
-// The peers' rows come first, so that they wait the shortest; each is told as soon as its own are
-// there.
+// SEQUENTIAL computes all rows at once. Otherwise the peers' rows come first, so that they wait the
+// shortest; each is told as soon as its own are there.
 void ReduceOp::compute_ready_terms() {
   const std::uint64_t ready = tools_.lockstep.map().ready;
-  if (all()) {
-    compute_terms(tools_.context.self());
+  if (algo_ == XD_GEMM_ALGO_SEQUENTIAL) {
+    const NearMemory own =
+        tools_.lockstep.area_of(tools_.context.self(), tools_.lockstep.map().partials);
+    compute_terms({0, call_.a_rows}, own.address());
     return tools_.lockstep.tell_all(ready);
   }
   for (const NearRank peer : tools_.lockstep.peers()) {
-    compute_terms(peer);
-    if (algo_ != XD_GEMM_ALGO_SEQUENTIAL) tools_.lockstep.tell(peer, ready);
+    compute_terms(rows_of(peer), terms_for(peer));
+    tools_.lockstep.tell(peer, ready);
   }
-  compute_terms(tools_.context.self());
-  if (algo_ == XD_GEMM_ALGO_SEQUENTIAL) tools_.lockstep.tell_all(ready);
+  compute_terms(rows_of(tools_.context.self()), terms_for(tools_.context.self()));
 }
 
 void ReduceOp::announce() {
