@@ -104,12 +104,12 @@ QUICK := build/asan/quick-passed
 sanitize-quick:  ## units, and the C API over 2 ranks as threads, under ASan + UBSan
 	@tools/setup.sh check
 	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address,unit-tests conformance \
-	  conformance-ll crossdock-run)
+	  conformance-gemm conformance-ll crossdock-run)
 	@if [ -e $(QUICK) ] && [ -z "$$(find build/asan -type f -perm -u+x -newer $(QUICK))" ]; then \
 	  echo "sanitize-quick: no program has changed since it passed"; exit; fi; \
 	rm -f $(QUICK); export UBSAN_OPTIONS=print_stacktrace=1; \
 	$(CTEST) --test-dir build/asan -L unit && \
-	$(CTEST) --test-dir build/asan -R '^conformance(-ll)?\.threads\.2$$' && touch $(QUICK)
+	$(CTEST) --test-dir build/asan -R '^conformance(-gemm|-ll)?\.threads\.2$$' && touch $(QUICK)
 
 clean:  ## remove what was built; installed packages stay
 	@rm -rf build .venv demo
