@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "conformance/batch.h"
+#include "conformance/damaged_tensor.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 
@@ -52,63 +53,17 @@ void expect_group_works(const Rank& rank, const Case& c, xd_ep_group* group) {
   Step(rank, c, group, 1).run_all();
 }
 
-// A copy of a tensor argument that lives as long as the call, to be damaged.
-struct DamagedTensor {
-  explicit DamagedTensor(const DLTensor& original) : tensor(original) {
-    for (int i = 0; i < tensor.ndim; ++i) shape[i] = original.shape[i];
-    tensor.shape = shape;
-  }
-  std::int64_t* last() { return &shape[tensor.ndim - 1]; }
-
-  std::int64_t shape[8] = {};
-  std::int64_t strides[8] = {};
-  DLTensor tensor;
-};
-
-struct Damage {
-  const char* name;
-  std::function<void(DamagedTensor&)> apply;
-};
-
-const Damage kDamages[] = {
-    {"WrongType",
-     [](DamagedTensor& d) {
-       d.tensor.dtype = {kDLFloat, 64, 1};
-     }},
-    {"Vectors", [](DamagedTensor& d) { d.tensor.dtype.lanes = 2; }},
-    {"Float8WithoutVariant",
-     [](DamagedTensor& d) {
-       d.tensor.dtype = {8, 8, 1};
-     }},
-    {"TooManyExtents",
-     [](DamagedTensor& d) {
-       d.shape[d.tensor.ndim] = 1;
-       ++d.tensor.ndim;
-     }},
-    {"NoExtents", [](DamagedTensor& d) { d.tensor.ndim = 0; }},
-    {"NegativeExtent", [](DamagedTensor& d) { *d.last() = -1; }},
-    {"NoShape", [](DamagedTensor& d) { d.tensor.shape = nullptr; }},
-    {"Misaligned",
-     [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 2; }},
-    {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 2; }},
-    {"NoData", [](DamagedTensor& d) { d.tensor.data = nullptr; }},
-    {"OtherDevice",
-     [](DamagedTensor& d) {
-       d.tensor.device = {kDLVulkan, 0};
-     }},
-    {"DeviceOfTheOtherExecutor",
-     [](DamagedTensor& d) {
-       const bool cpu = d.tensor.device.device_type == kDLCPU;
-       d.tensor.device = {cpu ? kDLCUDA : kDLCPU, 0};
-     }},
-    {"NotContiguous",
-     [](DamagedTensor& d) {
-       for (int i = 0; i < d.tensor.ndim; ++i) d.strides[i] = 2;
-       d.tensor.strides = d.strides;
-       // A stride means nothing along an extent of 1.
-       if (*d.last() == 1) d.tensor.ndim = 0;
-     }},
-};
+const std::vector<Damage>& all_damages() {
+  static const std::vector<Damage> all = damages({
+      {"Float8WithoutVariant",
+       [](DamagedTensor& d) {
+         d.tensor.dtype = DLDataType{8, 8, 1};
+       }},
+      {"TooManyExtents", add_extent},
+      {"NotContiguous", spread_out},
+  });
+  return all;
+}
 
 class BadTensor : public testing::TestWithParam<xd_ep_layout> {};
 
@@ -123,10 +78,10 @@ TEST_P(BadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
     std::size_t turn = 0;
     for (Batch::Field& field : batch.fields()) {
       ++turn;
-      for (const Damage& damage : kDamages) {
+      for (std::size_t number = 0; number < all_damages().size(); ++number) {
         // Every field with every damage on two ranks; on others each field with one of them.
-        const auto number = static_cast<std::size_t>(&damage - kDamages);
-        if (rank.num_ranks != 2 && number != turn % std::size(kDamages)) continue;
+        if (rank.num_ranks != 2 && number != turn % all_damages().size()) continue;
+        const Damage& damage = all_damages()[number];
         const bool any_strides = std::string(field.name) == "scales";
         if (any_strides && std::string(damage.name) == "NotContiguous") continue;
         SCOPED_TRACE(std::string(damage.name) + " " + field.name + " of operation " +

@@ -5,10 +5,10 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <string>
 #include <vector>
 
+#include "conformance/damaged_tensor.h"
 #include "conformance/gemm_batch.h"
 #include "support/gtest_main.h"
 
@@ -50,67 +50,23 @@ GemmOutcome call_at_once(const GemmBatch& batch, xd_gemm_context* context) {
   return outcome;
 }
 
-// A copy of a tensor argument that lives as long as the call, to be damaged.
-struct DamagedTensor {
-  explicit DamagedTensor(const DLTensor& original) : tensor(original) {
-    for (int i = 0; i < tensor.ndim; ++i) shape[i] = original.shape[i];
-    tensor.shape = shape;
-  }
-  DamagedTensor(const DamagedTensor&) = delete;
-
-  std::int64_t shape[8] = {};
-  std::int64_t strides[8] = {};
-  DLTensor tensor;
-};
-
-struct Damage {
-  const char* name;
-  std::function<void(DamagedTensor&)> apply;
-  bool of_sizes = false;  // one of the tensors that must fit may be named instead
-};
-
-const Damage kDamages[] = {
-    {"WrongType",
-     [](DamagedTensor& d) {
-       d.tensor.dtype = {kDLFloat, 64, 1};
-     }},
-    {"Integers",
-     [](DamagedTensor& d) {
-       d.tensor.dtype = {kDLInt, 32, 1};
-     }},
-    {"Vectors", [](DamagedTensor& d) { d.tensor.dtype.lanes = 2; }},
-    {"TooManyExtents",
-     [](DamagedTensor& d) {
-       d.shape[d.tensor.ndim] = 1;
-       d.tensor.ndim = 3;
-       d.shape[1] = d.shape[2] = 1;
-     }},
-    {"NoExtents", [](DamagedTensor& d) { d.tensor.ndim = 0; }},
-    {"NegativeExtent", [](DamagedTensor& d) { d.shape[d.tensor.ndim - 1] = -1; }},
-    {"TooLong", [](DamagedTensor& d) { d.shape[0] += 16; }, true},
-    {"TooWide", [](DamagedTensor& d) { d.shape[d.tensor.ndim - 1] += 16; }, true},
-    {"NoShape", [](DamagedTensor& d) { d.tensor.shape = nullptr; }},
-    {"Misaligned",
-     [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 2; }},
-    {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 2; }},
-    {"NoData", [](DamagedTensor& d) { d.tensor.data = nullptr; }},
-    {"OtherDevice",
-     [](DamagedTensor& d) {
-       d.tensor.device = {kDLVulkan, 0};
-     }},
-    {"DeviceOfTheOtherExecutor",
-     [](DamagedTensor& d) {
-       const bool cpu = d.tensor.device.device_type == kDLCPU;
-       d.tensor.device = {cpu ? kDLCUDA : kDLCPU, 0};
-     }},
-    {"NotContiguous",
-     [](DamagedTensor& d) {
-       for (int i = 0; i < d.tensor.ndim; ++i) d.strides[i] = 2;
-       d.tensor.strides = d.strides;
-       // A stride means nothing along an extent of 1.
-       if (d.shape[d.tensor.ndim - 1] == 1) d.tensor.ndim = 0;
-     }},
-};
+const std::vector<Damage>& all_damages() {
+  static const std::vector<Damage> all = damages({
+      {"Integers",
+       [](DamagedTensor& d) {
+         d.tensor.dtype = DLDataType{kDLInt, 32, 1};
+       }},
+      {"TooManyExtents",
+       [](DamagedTensor& d) {
+         d.tensor.ndim = 3;
+         d.shape[1] = d.shape[2] = 1;
+       }},
+      {"TooLong", [](DamagedTensor& d) { d.shape[0] += 16; }, true},
+      {"TooWide", [](DamagedTensor& d) { *d.last() += 16; }, true},
+      {"NotContiguous", spread_out},
+  });
+  return all;
+}
 
 // Cases that together have every tensor.
 std::vector<GemmCase> full_cases() {
@@ -144,10 +100,10 @@ void damage_every_field(const Rank& rank, const GemmCase& c) {
   std::size_t turn = 0;
   for (GemmBatch::Field& field : batch.fields()) {
     ++turn;
-    for (std::size_t number = 0; number < std::size(kDamages); ++number) {
+    for (std::size_t number = 0; number < all_damages().size(); ++number) {
       // Every field with every damage on two ranks; on others each field with two of them.
       if (rank.num_ranks != 2 && number % 7 != turn % 7) continue;
-      const Damage& damage = kDamages[number];
+      const Damage& damage = all_damages()[number];
       SCOPED_TRACE(std::string(damage.name) + " " + field.name);
       const DLTensor* const original = *field.slot;
       DamagedTensor damaged(*original);

@@ -4,12 +4,11 @@
 
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "conformance/counted_new.h"
+#include "conformance/expect_usage.h"
 #include "conformance/gemm_batch.h"
 #include "support/gtest_main.h"
-#include "support/usage.h"
 
 namespace xd::test {
 namespace {
@@ -55,51 +54,28 @@ TEST(GemmResources, CallsAllocateNothing) {
   }
 }
 
-// Peers' segments are mapped here as well: with equal configs, as many as there are ranks.
 TEST(GemmResources, AContextTakesWhatItSaid) {
   if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
-  constexpr std::size_t kPage = 4096, kHandles = 8192;
   for (const int operations : {0, 1, 2, 4, 31}) {
     SCOPED_TRACE("operations " + std::to_string(operations));
     xd_gemm_config config = rich_case(XD_GEMM_ALL_GATHER).config();
     config.operations = operations;
     config.max_tokens = 300;
     config.slots = operations == 31 ? 2 : 1;
-    std::size_t shared_before = 0, private_before = 0;
     on_every_rank([&](Rank& rank) {
-      const bool counts = rank.rank == 0 || !rank.threads;
+      HostMemoryTaken taken(rank);
       ok(xd_comm_barrier(rank.comm));
-      if (counts) {
-        shared_before = shared_bytes();
-        private_before = live_bytes();
-      }
+      taken.begin();
       ok(xd_comm_barrier(rank.comm));
       xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
       ok(xd_gemm_context_memory(&config, &memory));
       const GemmContext context = make_context(rank.comm, config);
       ok(xd_comm_barrier(rank.comm));
-      if (counts) {
-        const auto ranks = static_cast<std::size_t>(rank.num_ranks);
-        const std::size_t local = rank.threads ? ranks : 1;
-        const std::size_t shared = shared_bytes() - shared_before;
-        EXPECT_GE(shared, ranks * memory.symmetric_bytes);
-        EXPECT_LE(shared, ranks * (memory.symmetric_bytes + kPage));
-        const std::size_t own = live_bytes() - private_before;
-        EXPECT_LE(own, local * (memory.private_bytes + kHandles + kPage));
-        EXPECT_GE(own + local * kPage, local * memory.private_bytes);
-      }
+      taken.expect(memory.symmetric_bytes, memory.private_bytes);
       ok(xd_comm_barrier(rank.comm));
     });
   }
 }
-
-struct Usage {
-  std::size_t descriptors = open_descriptors();
-  std::size_t threads = live_threads();
-  std::size_t shared = shared_bytes();
-  std::size_t bytes = live_bytes();
-  std::size_t device = world().memory().device_bytes_used();
-};
 
 void create_and_destroy(int rounds) {
   on_every_rank([&](Rank& rank) {
@@ -121,11 +97,7 @@ TEST(GemmResources, TwoHundredCommunicatorsAndContextsLeaveNothing) {
   const Usage before;
   create_and_destroy(200);
   const Usage after;
-  EXPECT_EQ(after.descriptors, before.descriptors);
-  EXPECT_EQ(after.threads, before.threads);
-  EXPECT_EQ(after.shared, before.shared);
-  EXPECT_LE(after.bytes, before.bytes + 1024);
-  EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
+  expect_nothing_left(before, after);
 }
 
 // What a context leaves in its communicator would grow for as long as that lives.
@@ -141,11 +113,7 @@ TEST(GemmResources, HundredsOfContextsLeaveNothingInTheirCommunicator) {
       ok(xd_comm_barrier(rank.comm));
     }
   });
-  EXPECT_EQ(after->descriptors, before->descriptors);
-  EXPECT_EQ(after->threads, before->threads);
-  EXPECT_EQ(after->shared, before->shared);
-  EXPECT_LE(after->bytes, before->bytes + 1024);
-  EXPECT_LE(after->device, before->device + (std::size_t{64} << 20));  // pools keep some
+  expect_nothing_left(*before, *after);
 }
 
 }  // namespace

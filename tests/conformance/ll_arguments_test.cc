@@ -4,10 +4,10 @@
 
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <string>
 #include <vector>
 
+#include "conformance/damaged_tensor.h"
 #include "conformance/ll_batch.h"
 #include "support/gtest_main.h"
 
@@ -40,58 +40,14 @@ void make_plan(xd_ep_group* group, LlBatch& batch) {
   batch.reset_tensors(XD_EP_LL_DISPATCH);
 }
 
-// A copy of a tensor argument that lives as long as the call, to be damaged.
-struct DamagedTensor {
-  explicit DamagedTensor(const DLTensor& original) : tensor(original) {
-    for (int i = 0; i < tensor.ndim; ++i) shape[i] = original.shape[i];
-    tensor.shape = shape;
-  }
-
-  std::int64_t shape[8] = {};
-  std::int64_t strides[8] = {};
-  DLTensor tensor;
-};
-
-struct Damage {
-  const char* name;
-  std::function<void(DamagedTensor&)> apply;
-};
-
-const Damage kDamages[] = {
-    {"WrongType",
-     [](DamagedTensor& d) {
-       d.tensor.dtype = {kDLFloat, 64, 1};
-     }},
-    {"Vectors", [](DamagedTensor& d) { d.tensor.dtype.lanes = 2; }},
-    {"TooManyExtents",
-     [](DamagedTensor& d) {
-       d.shape[d.tensor.ndim] = 1;
-       ++d.tensor.ndim;
-     }},
-    {"NoExtents", [](DamagedTensor& d) { d.tensor.ndim = 0; }},
-    {"NegativeExtent", [](DamagedTensor& d) { d.shape[d.tensor.ndim - 1] = -1; }},
-    {"TooLong", [](DamagedTensor& d) { d.shape[0] += 100; }},
-    {"NoShape", [](DamagedTensor& d) { d.tensor.shape = nullptr; }},
-    {"Misaligned",
-     [](DamagedTensor& d) { d.tensor.data = static_cast<std::byte*>(d.tensor.data) + 2; }},
-    {"MisalignedByOffset", [](DamagedTensor& d) { d.tensor.byte_offset += 2; }},
-    {"NoData", [](DamagedTensor& d) { d.tensor.data = nullptr; }},
-    {"OtherDevice",
-     [](DamagedTensor& d) {
-       d.tensor.device = {kDLVulkan, 0};
-     }},
-    {"DeviceOfTheOtherExecutor",
-     [](DamagedTensor& d) {
-       const bool cpu = d.tensor.device.device_type == kDLCPU;
-       d.tensor.device = {cpu ? kDLCUDA : kDLCPU, 0};
-     }},
-    {"EqualStrides",
-     [](DamagedTensor& d) {
-       for (int i = 0; i < d.tensor.ndim; ++i) d.strides[i] = 2;
-       d.tensor.strides = d.strides;
-       if (d.shape[d.tensor.ndim - 1] == 1) d.tensor.ndim = 0;  // strides would mean nothing
-     }},
-};
+const std::vector<Damage>& all_damages() {
+  static const std::vector<Damage> all = damages({
+      {"TooManyExtents", add_extent},
+      {"TooLong", [](DamagedTensor& d) { d.shape[0] += 100; }},
+      {"EqualStrides", spread_out},
+  });
+  return all;
+}
 
 // Runs `body` with every tensor argument of a batch, with a plan where that is needed.
 void for_each_field(
@@ -124,10 +80,10 @@ TEST(LlBadTensor, IsRefusedByNameAndNamesTheRankToPeers) {
   for_each_field(full_case(),
                  [&](const Rank& rank, xd_ep_group* group, LlBatch& batch, LlBatch::Field& field) {
                    const auto at = static_cast<std::size_t>(&field - batch.fields().data());
-                   for (std::size_t number = 0; number < std::size(kDamages); ++number) {
+                   for (std::size_t number = 0; number < all_damages().size(); ++number) {
                      // On two ranks every field has every damage, on others one of them.
-                     if (rank.num_ranks != 2 && number != at % std::size(kDamages)) continue;
-                     const Damage& damage = kDamages[number];
+                     if (rank.num_ranks != 2 && number != at % all_damages().size()) continue;
+                     const Damage& damage = all_damages()[number];
                      SCOPED_TRACE(damage.name);
                      const DLTensor* const original = *field.slot;
                      DamagedTensor damaged(*original);

@@ -8,10 +8,10 @@
 
 #include "conformance/batch.h"
 #include "conformance/counted_new.h"
+#include "conformance/expect_usage.h"
 #include "conformance/ll_batch.h"
 #include "conformance/quantised.h"
 #include "support/gtest_main.h"
-#include "support/usage.h"
 
 namespace xd::test {
 namespace {
@@ -156,33 +156,18 @@ TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
   });
 }
 
-// Peers' segments are mapped here as well: with equal configs, as many as there are ranks.
 void expect_what_was_said(const xd_ep_config& config) {
-  constexpr std::size_t kPage = 4096;
-  constexpr std::size_t kHandles = 8192;
-  std::size_t shared_before = 0, private_before = 0;
   on_every_rank([&](Rank& rank) {
+    HostMemoryTaken taken(rank);
     ok(xd_comm_barrier(rank.comm));
-    if (rank.rank == 0 || !rank.threads) {
-      shared_before = shared_bytes();
-      private_before = live_bytes();
-    }
+    taken.begin();
     ok(xd_comm_barrier(rank.comm));
     xd_ep_memory memory = XD_EP_MEMORY_INIT;
     ok(xd_ep_group_memory(&config, &memory));
     EXPECT_GT(memory.symmetric_bytes, memory.staging_bytes);
     const Group group = make_group(rank.comm, config);
     ok(xd_comm_barrier(rank.comm));
-    if (rank.rank == 0 || !rank.threads) {
-      const auto ranks = static_cast<std::size_t>(rank.num_ranks);
-      const std::size_t local = rank.threads ? ranks : 1;
-      const std::size_t shared = shared_bytes() - shared_before;
-      EXPECT_GE(shared, ranks * memory.symmetric_bytes);
-      EXPECT_LE(shared, ranks * (memory.symmetric_bytes + kPage));
-      const std::size_t own = live_bytes() - private_before;
-      EXPECT_LE(own, local * (memory.private_bytes + kHandles + kPage));
-      EXPECT_GE(own + local * kPage, local * memory.private_bytes);
-    }
+    taken.expect(memory.symmetric_bytes, memory.private_bytes);
     ok(xd_comm_barrier(rank.comm));
   });
 }
@@ -212,14 +197,6 @@ TEST(Resources, GroupsWithoutStagingSaveWhatWasSaid) {
   EXPECT_EQ(unstaged.staging_bytes, 0u);
 }
 
-struct Usage {
-  std::size_t descriptors = open_descriptors();
-  std::size_t threads = live_threads();
-  std::size_t shared = shared_bytes();
-  std::size_t bytes = live_bytes();
-  std::size_t device = world().memory().device_bytes_used();
-};
-
 void create_and_destroy(int rounds) {
   const Case c = plain_case(world().num_ranks());
   const LlCase ll = plain_ll_case(world().num_ranks());
@@ -244,11 +221,7 @@ TEST(Resources, TwoHundredCommunicatorsAndGroupsLeaveNothing) {
   const Usage before;
   create_and_destroy(200);
   const Usage after;
-  EXPECT_EQ(after.descriptors, before.descriptors);
-  EXPECT_EQ(after.threads, before.threads);
-  EXPECT_EQ(after.shared, before.shared);
-  EXPECT_LE(after.bytes, before.bytes + 1024);
-  EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
+  expect_nothing_left(before, after);
 }
 
 void create_and_destroy_groups(const Rank& rank, int rounds) {
@@ -270,11 +243,7 @@ TEST(Resources, TwoHundredGroupsLeaveNothingInTheirCommunicator) {
       ok(xd_comm_barrier(rank.comm));
     }
   });
-  EXPECT_EQ(after->descriptors, before->descriptors);
-  EXPECT_EQ(after->threads, before->threads);
-  EXPECT_EQ(after->shared, before->shared);
-  EXPECT_LE(after->bytes, before->bytes + 1024);
-  EXPECT_LE(after->device, before->device + (std::size_t{64} << 20));  // pools keep some
+  expect_nothing_left(*before, *after);
 }
 
 }  // namespace

@@ -15,18 +15,15 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-#include <chrono>
 #include <ostream>
 #include <string>
 #include <thread>
 
 #include "faults/processes.h"
+#include "faults/waiting.h"
 
 namespace xd::test {
 namespace {
-
-constexpr auto kLimit = std::chrono::seconds(1);
-constexpr auto kMoment = std::chrono::milliseconds(30);  // enough to enter a call and fall asleep
 
 constexpr int kVictim = 1;
 constexpr int kSurvivors[] = {0, 2};

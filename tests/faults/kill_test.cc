@@ -10,11 +10,11 @@
 
 #include "faults/gemm_call.h"
 #include "faults/processes.h"
+#include "faults/waiting.h"
 
 namespace xd::test {
 namespace {
 
-constexpr auto kLimit = std::chrono::seconds(1);
 // A process that dies is noticed when its sockets close. The system takes down its devices first,
 // which takes longer the more it had.
 std::chrono::milliseconds limit_for(int devices) {
@@ -26,8 +26,6 @@ std::chrono::milliseconds limit_for(int devices) {
 std::chrono::milliseconds with_set_up(int milliseconds) {
   return std::chrono::milliseconds(executor() == "cpu" ? milliseconds : milliseconds + 8000);
 }
-
-constexpr auto kMoment = std::chrono::milliseconds(30);  // enough to enter a call
 
 constexpr int kVictim = 1;
 
