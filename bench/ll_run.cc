@@ -18,7 +18,8 @@ namespace {
 
 constexpr DLDataType kBf16{kDLBfloat, 16, 1}, kE4m3{10, 8, 1}, kF32{kDLFloat, 32, 1};
 constexpr const char* kLowLatency = "low latency";
-constexpr const char* kThreeCalls = "expert-major";
+constexpr const char* kZeroCopy = "expert-major, zero-copy";
+constexpr const char* kStaged = "expert-major, staged";
 
 enum Step : std::size_t {
   kDispatch,
@@ -33,8 +34,11 @@ enum Step : std::size_t {
   kLandedDispatch,
   kLandedCombine,
   kLandedAll,
+  kStagedDispatch,
+  kStagedCombine,
+  kStagedAll,
 };
-constexpr std::array<LlStep, kLandedAll + 1> kSteps{{
+constexpr std::array<LlStep, kStagedAll + 1> kSteps{{
     {"dispatch", kLowLatency, "bf16", "call"},
     {"dispatch", kLowLatency, "fp8", "call"},
     {"combine", kLowLatency, "bf16", "call"},
@@ -43,10 +47,13 @@ constexpr std::array<LlStep, kLandedAll + 1> kSteps{{
     {"dispatch, both halves", kLowLatency, "bf16", "call"},
     {"combine, send half", kLowLatency, "bf16", "call"},
     {"combine, both halves", kLowLatency, "bf16", "call"},
-    {"prepare", kThreeCalls, "-", "call"},
-    {"dispatch", kThreeCalls, "bf16", "call"},
-    {"combine", kThreeCalls, "bf16", "call"},
-    {"prepare + dispatch + combine", kThreeCalls, "bf16", "call"},
+    {"prepare", kZeroCopy, "-", "call"},
+    {"dispatch", kZeroCopy, "bf16", "call"},
+    {"combine", kZeroCopy, "bf16", "call"},
+    {"prepare + dispatch + combine", kZeroCopy, "bf16", "call"},
+    {"dispatch", kStaged, "bf16", "call"},
+    {"combine", kStaged, "bf16", "call"},
+    {"prepare + dispatch + combine", kStaged, "bf16", "call"},
 }};
 
 // A tensor [L,S,columns]. Only pages of rows that arrive are ever touched, so that it takes less
@@ -130,7 +137,7 @@ xd_ep_config slots_config(const Workload& w) {
   return config;
 }
 
-// The tensors of a rank that both ways take.
+// The tensors of a rank that all ways take.
 struct Tokens {
   Matrix topk_idx, tokens;
   Tokens(const Workload& w, int rank, xd_comm* comm, const Traffic& traffic)
@@ -209,17 +216,18 @@ class LowLatency {
   xd_ep_ll_combine_args combine_ = XD_EP_LL_COMBINE_ARGS_INIT;
 };
 
-// The same through the layout that has one row per expert as well; tensors in symmetric memory.
+// The same through the layout that has one row per expert as well; what it receives lies in
+// symmetric memory or, where `staged`, in ordinary memory.
 class Landed {
  public:
-  Landed(const Workload& w, xd_comm* comm, const Tokens& in, const Traffic& traffic)
-      : config_(group_config(w, traffic, kBf16, false)),
+  Landed(const Workload& w, xd_comm* comm, const Tokens& in, const Traffic& traffic, bool staged)
+      : config_(group_config(w, traffic, kBf16, staged)),
         group_(make_group(comm, config_)),
         plan_(config_),
         in_(in),
         recv_bytes_(static_cast<std::size_t>(traffic.recv_rows) * w.row_bytes()),
-        recv_(comm, kBf16, {traffic.recv_capacity, w.hidden}),
-        out_(comm, kBf16, {w.tokens, w.hidden}) {}
+        recv_(staged ? nullptr : comm, kBf16, {traffic.recv_capacity, w.hidden}),
+        out_(staged ? nullptr : comm, kBf16, {w.tokens, w.hidden}) {}
 
   void prepare() {
     auto args = plan_.in(xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
@@ -261,7 +269,8 @@ class LlRun {
         equal_(comm, sizeof(std::uint64_t)),
         in_(w, rank, comm, traffic_),
         ll_(w, comm, in_),
-        landed_(w, comm, in_, traffic_) {}
+        landed_(w, comm, in_, traffic_, false),
+        staged_(w, comm, in_, traffic_, true) {}
 
   static std::size_t heap_bytes(const Workload& w, int rank) {
     const auto rows = static_cast<std::size_t>(std::int64_t{2} * w.tokens +
@@ -273,7 +282,9 @@ class LlRun {
     for (int round = 0; round < kRounds; ++round) {
       timing_.take_round(round, kRounds);
       time_whole();
-      time_landed();
+      timing_.measure(kPrepare, [&] { landed_.prepare(); });
+      time_landed(landed_, {kLandedDispatch, kLandedCombine, kLandedAll});
+      time_landed(staged_, {kStagedDispatch, kStagedCombine, kStagedAll});
       time_halves();
     }
     LlResults results;
@@ -330,24 +341,28 @@ class LlRun {
         },
         [&] { ll_.experts(); });
   }
-  void time_landed() {
-    timing_.measure(kPrepare, [&] { landed_.prepare(); });
+  struct LandedSteps {
+    Step dispatch, combine, all;
+  };
+  void time_landed(Landed& landed, const LandedSteps& steps) {
+    landed.prepare();
     timing_.measure(
-        kLandedDispatch, [&] { landed_.dispatch(); }, [&] { landed_.experts(); });
+        steps.dispatch, [&] { landed.dispatch(); }, [&] { landed.experts(); });
     timing_.measure(
-        kLandedCombine, [&] { landed_.combine(); }, [&] { landed_.experts(); });
-    timing_.measure(kLandedAll, {{[&] {
-                                    landed_.prepare();
-                                    landed_.dispatch();
-                                  },
-                                  [&] { landed_.experts(); }},
-                                 {[&] { landed_.combine(); }, [] {}}});
+        steps.combine, [&] { landed.combine(); }, [&] { landed.experts(); });
+    timing_.measure(steps.all, {{[&] {
+                                   landed.prepare();
+                                   landed.dispatch();
+                                 },
+                                 [&] { landed.experts(); }},
+                                {[&] { landed.combine(); }, [] {}}});
   }
 
-  // True if on every rank both ways have the same result.
+  // True if on every rank all ways have the same result.
   bool compare() {
     const std::size_t bytes = static_cast<std::size_t>(w_.tokens) * w_.row_bytes();
-    const bool equal = std::memcmp(ll_.out().data(), landed_.out().data(), bytes) == 0;
+    const bool equal = std::memcmp(ll_.out().data(), landed_.out().data(), bytes) == 0 &&
+                       std::memcmp(ll_.out().data(), staged_.out().data(), bytes) == 0;
     return on_all_ranks(comm_, equal_, rank_, w_.ranks, equal);
   }
 
@@ -359,7 +374,7 @@ class LlRun {
   const SharedBlock equal_;
   const Tokens in_;
   LowLatency ll_;
-  Landed landed_;
+  Landed landed_, staged_;
 };
 
 }  // namespace

@@ -26,7 +26,7 @@ struct LlTimes {
 
 struct LlResults {
   std::vector<LlTimes> times;
-  bool equal_bits = false;  // both ways end with the same bits on every rank
+  bool equal_bits = false;  // all ways end with the same bits on every rank
   xd_ep_memory memory = XD_EP_MEMORY_INIT;
 };
 

@@ -69,24 +69,26 @@ void stream_zero(void* dst, std::size_t bytes) {
 
 // ---- sum --------------------------------------------------------------------------------------
 
-template <class Codec, class D>
+// Whether terms have weights is known to the compiler, so that the loop over rows does not ask.
+template <class Codec, bool kWeighted, class D>
 HWY_INLINE void load_term(D d, const Terms& terms, int row, std::size_t at, Floats<D>& even,
                           Floats<D>& odd) {
   Codec::unpack(d, hn::LoadU(d, static_cast<const std::uint32_t*>(terms.rows[row]) + at), even,
                 odd);
-  if (terms.weights == nullptr) return;
-  const auto weight = hn::Set(FloatTag<D>(), terms.weights[row]);
-  even = hn::Mul(even, weight);
-  if constexpr (Codec::kPerWord == 2) odd = hn::Mul(odd, weight);
+  if constexpr (kWeighted) {
+    const auto weight = hn::Set(FloatTag<D>(), terms.weights[row]);
+    even = hn::Mul(even, weight);
+    if constexpr (Codec::kPerWord == 2) odd = hn::Mul(odd, weight);
+  }
 }
 
-template <class Codec, class D>
+template <class Codec, bool kWeighted, class D>
 HWY_INLINE void sum_partial(D d, const Terms& terms, int begin, int end, std::size_t at,
                             Floats<D>& even, Floats<D>& odd) {
-  load_term<Codec>(d, terms, begin, at, even, odd);
+  load_term<Codec, kWeighted>(d, terms, begin, at, even, odd);
   for (int row = begin + 1; row < end; ++row) {
     auto next_even = even, next_odd = odd;
-    load_term<Codec>(d, terms, row, at, next_even, next_odd);
+    load_term<Codec, kWeighted>(d, terms, row, at, next_even, next_odd);
     even = hn::Add(even, next_even);
     if constexpr (Codec::kPerWord == 2) odd = hn::Add(odd, next_odd);
   }
@@ -98,38 +100,47 @@ HWY_INLINE Floats<D> with_canonical_nan(D d, Floats<D> v) {
 }
 
 // Computes words [at, at + lanes) of the sum.
-template <class Codec, class D>
+template <class Codec, bool kWeighted, class D>
 HWY_INLINE Words<D> sum_piece(D d, const Terms& terms, std::size_t at) {
   auto even = hn::Zero(FloatTag<D>()), odd = even;
-  sum_partial<Codec>(d, terms, 0, terms.partial_ends[0], at, even, odd);
+  sum_partial<Codec, kWeighted>(d, terms, 0, terms.partial_ends[0], at, even, odd);
   if (terms.num_partials > 1) {
     even = Codec::round(d, even);
     if constexpr (Codec::kPerWord == 2) odd = Codec::round(d, odd);
   }
   for (int p = 1; p < terms.num_partials; ++p) {
     auto next_even = even, next_odd = odd;
-    sum_partial<Codec>(d, terms, terms.partial_ends[p - 1], terms.partial_ends[p], at, next_even,
-                       next_odd);
+    sum_partial<Codec, kWeighted>(d, terms, terms.partial_ends[p - 1], terms.partial_ends[p], at,
+                                  next_even, next_odd);
     even = hn::Add(even, Codec::round(d, next_even));
     if constexpr (Codec::kPerWord == 2) odd = hn::Add(odd, Codec::round(d, next_odd));
   }
-  if (terms.weights != nullptr || terms.partial_ends[terms.num_partials - 1] > 1) {
+  if (kWeighted || terms.partial_ends[terms.num_partials - 1] > 1) {
     even = with_canonical_nan(d, even);
     if constexpr (Codec::kPerWord == 2) odd = with_canonical_nan(d, odd);
   }
   return Codec::pack(d, even, odd);
 }
 
-template <class Codec>
-void sum_as(void* out, const Terms& terms, std::size_t n, Store store) {
+template <class Codec, bool kWeighted>
+HWY_INLINE void sum_pieces(void* out, const Terms& terms, std::size_t n, Store store) {
   auto* const to = static_cast<std::uint32_t*>(out);
   const auto put_piece = [&](auto d, std::size_t i) HWY_ATTR {
     for (const void* next : terms.next_rows) {
       hwy::Prefetch(static_cast<const std::uint32_t*>(next) + i);
     }
-    put(d, sum_piece<Codec>(d, terms, i), to + i, store);
+    put(d, sum_piece<Codec, kWeighted>(d, terms, i), to + i, store);
   };
   for_each_piece(to, n / Codec::kPerWord, store, put_piece);
+}
+
+template <class Codec>
+void sum_as(void* out, const Terms& terms, std::size_t n, Store store) {
+  if (terms.weights != nullptr) {
+    sum_pieces<Codec, true>(out, terms, n, store);
+  } else {
+    sum_pieces<Codec, false>(out, terms, n, store);
+  }
 }
 
 void sum_bf16(void* out, const Terms& t, std::size_t n, Store s) { sum_as<Bf16>(out, t, n, s); }
