@@ -1,0 +1,165 @@
+// Ranks that are masked, by hand or by a wait, while operations are between their halves: what has
+// come from such a rank counts, and nobody waits for the rest.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "conformance/ll_echo.h"
+#include "faults/thread_ranks.h"
+
+namespace xd::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+constexpr int kRanks = 3, kMasked = 1, kTimeoutMs = 30000;
+constexpr milliseconds kAtOnce(10000);  // well below the timeout, whatever else the machine does
+
+std::vector<bool> nobody() { return std::vector<bool>(kRanks); }
+std::vector<bool> the_masked() { return {false, true, false}; }
+
+void step(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& lost,
+          int number) {
+  Echo batch(rank, c, number);
+  ok(finish(rank, group, batch.dispatch(group)));
+  ASSERT_EQ(batch.rows_by_source(), batch.expected_rows(lost)) << "batch " << number;
+  ok(finish(rank, group, batch.combine(group)));
+  ASSERT_EQ(batch.wrong(lost), "");
+}
+
+void mask(const Rank& rank, xd_ep_group* group, bool masked) {
+  ok(xd_ep_ll_mask_set(group, kMasked, masked ? 1 : 0, rank.stream()));
+}
+
+void expect_loss(const Outcome& outcome) {
+  EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+  EXPECT_EQ(outcome.met.rank, kMasked) << outcome.text;
+  EXPECT_EQ(outcome.met.masked[0], 1u << kMasked);
+}
+
+class LlBetween : public testing::TestWithParam<xd_ep_operation> {
+ protected:
+  // All that comes before the operation of the test.
+  static void begin(const Rank& rank, xd_ep_group* group, Echo& batch) {
+    if (GetParam() == XD_EP_LL_COMBINE) ok(finish(rank, group, batch.dispatch(group)));
+  }
+  static void send(const Rank& rank, xd_ep_group* group, Echo& batch) {
+    ok(finish(rank, group, batch.call(group, GetParam(), kSend)));
+  }
+  static Outcome receive(const Rank& rank, xd_ep_group* group, Echo& batch) {
+    const auto start = Clock::now();
+    const Outcome outcome = finish(rank, group, batch.call(group, GetParam(), kReceive));
+    EXPECT_LT(Clock::now() - start, kAtOnce);
+    return outcome;
+  }
+  // What comes behind the operation, and the sums of the batch.
+  static void end(const Rank& rank, xd_ep_group* group, Echo& batch,
+                  const std::vector<bool>& lost) {
+    if (GetParam() == XD_EP_LL_DISPATCH) {
+      EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(lost));
+      ok(finish(rank, group, batch.combine(group)));
+    }
+  }
+  const LlCase c_ = echo_case(kRanks);
+};
+
+TEST_P(LlBetween, ARankThatIsMaskedByHandIsWaitedForNoMore) {
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, 0});
+    step(rank, c_, group.get(), nobody(), 0);
+    Echo batch(rank, c_, 1);
+    begin(rank, group.get(), batch);
+    if (rank.rank != kMasked) {
+      send(rank, group.get(), batch);
+      mask(rank, group.get(), true);
+      expect_loss(receive(rank, group.get(), batch));
+      end(rank, group.get(), batch, the_masked());
+      EXPECT_EQ(batch.wrong(the_masked()), "");
+      for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+TEST_P(LlBetween, TheShareOfAMaskedRankCountsIfItHasCome) {
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, 0});
+    Echo batch(rank, c_, 1);
+    begin(rank, group.get(), batch);
+    send(rank, group.get(), batch);
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank != kMasked) {
+      mask(rank, group.get(), true);
+      ok(receive(rank, group.get(), batch));
+      // The rank has no part in the combine of its rows.
+      const bool combined = GetParam() == XD_EP_LL_COMBINE;
+      if (!combined) {
+        EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(nobody()));
+        ok(finish(rank, group.get(), batch.combine(group.get())));
+      }
+      EXPECT_EQ(batch.wrong(combined ? nobody() : the_masked()), "");
+      for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+// Both have been sent to the rank, so both need it. Those that are sent later do not.
+TEST_P(LlBetween, EachOperationThatWasSentToALostRankTellsItsLoss) {
+  constexpr int kShortTimeoutMs = 500;
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kShortTimeoutMs});
+    Echo a(rank, c_, 1), b(rank, c_, 2);
+    begin(rank, group.get(), a);
+    begin(rank, group.get(), b);
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank != kMasked) {
+      send(rank, group.get(), a);
+      send(rank, group.get(), b);
+      expect_loss(receive(rank, group.get(), a));
+      const auto start = Clock::now();
+      expect_loss(receive(rank, group.get(), b));
+      EXPECT_LT(Clock::now() - start, milliseconds(kShortTimeoutMs));
+      for (Echo* batch : {&a, &b}) {
+        end(rank, group.get(), *batch, the_masked());
+        EXPECT_EQ(batch->wrong(the_masked()), "");
+      }
+      for (int later = 3; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+// The operation has begun without the rank, and ends without it.
+TEST_P(LlBetween, ARankThatIsUnmaskedThereHasNoPartInTheOperation) {
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, 0});
+    Echo batch(rank, c_, 1);
+    if (rank.rank != kMasked) {
+      mask(rank, group.get(), true);
+      begin(rank, group.get(), batch);
+      send(rank, group.get(), batch);
+      mask(rank, group.get(), false);
+      ok(receive(rank, group.get(), batch));
+      mask(rank, group.get(), true);
+      end(rank, group.get(), batch, the_masked());
+      EXPECT_EQ(batch.wrong(the_masked()), "");
+      mask(rank, group.get(), false);
+    }
+    ok(xd_comm_barrier(rank.comm));
+    ok(finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream())));
+    for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), nobody(), later);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Calls, LlBetween, testing::Values(XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE),
+                         [](const testing::TestParamInfo<xd_ep_operation>& instance) {
+                           return instance.param == XD_EP_LL_DISPATCH ? "dispatch" : "combine";
+                         });
+
+}  // namespace
+}  // namespace xd::test
