@@ -73,6 +73,7 @@ TEST_P(LlBetween, ARankThatIsMaskedByHandIsWaitedForNoMore) {
     step(rank, c_, group.get(), nobody(), 0);
     Echo batch(rank, c_, 1);
     begin(rank, group.get(), batch);
+    ok(xd_comm_barrier(rank.comm));
     if (rank.rank != kMasked) {
       send(rank, group.get(), batch);
       mask(rank, group.get(), true);
