@@ -121,10 +121,12 @@ class Steps {
     // oneDNN's products are of float32: those of other types are the library's, beside a gather of
     // nothing.
     const std::vector<std::int64_t> none(shares_.size(), 0);
+    xd_gemm_args product = XD_GEMM_ARGS_INIT;
+    product.a = a.dl();
+    product.b = t_.b.dl();
+    product.d = d.dl();
     xd_gemm_bulk_args args = XD_GEMM_BULK_ARGS_INIT;
-    args.product.a = a.dl();
-    args.product.b = t_.b.dl();
-    args.product.d = d.dl();
+    args.product = &product;
     args.in = args.out = t_.nothing.dl();
     args.tokens_per_rank = none.data();
     ok(xd_gemm_bulk(context_, &args, nullptr));

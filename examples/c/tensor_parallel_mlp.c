@@ -157,12 +157,14 @@ static void backward(xd_gemm_context* context, layer* l) {
   check(xd_gemm_all_gather(context, &down, NULL));
 
   /* dw2 = dz^T * y, beside the gather of x, which the forward pass did not keep. */
+  xd_gemm_args gradient = XD_GEMM_ARGS_INIT;
+  gradient.a = view(&l->all_dz);
+  gradient.transpose_a = 1;
+  gradient.b = view(&l->y);
+  gradient.transpose_b = 0;
+  gradient.d = view(&l->dw2);
   xd_gemm_bulk_args bulk = XD_GEMM_BULK_ARGS_INIT;
-  bulk.product.a = view(&l->all_dz);
-  bulk.product.transpose_a = 1;
-  bulk.product.b = view(&l->y);
-  bulk.product.transpose_b = 0;
-  bulk.product.d = view(&l->dw2);
+  bulk.product = &gradient;
   bulk.collective = XD_GEMM_ALL_GATHER;
   bulk.in = view(&l->x);
   bulk.out = view(&l->all_x);
@@ -179,9 +181,9 @@ static void backward(xd_gemm_context* context, layer* l) {
   check(xd_gemm_reduce_scatter(context, &up, NULL));
 
   /* dw1 = dy^T * x, beside the gather of dx, which the layer below will want. */
-  bulk.product.a = view(&l->dy);
-  bulk.product.b = view(&l->all_x);
-  bulk.product.d = view(&l->dw1);
+  gradient.a = view(&l->dy);
+  gradient.b = view(&l->all_x);
+  gradient.d = view(&l->dw1);
   bulk.in = view(&l->dx);
   bulk.out = view(&l->all_dx);
   check(xd_gemm_bulk(context, &bulk, NULL));

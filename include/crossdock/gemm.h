@@ -23,7 +23,8 @@
  * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin
  * at multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a
  * tensor has no elements. The pointer to the struct is const; each field says whether the elements
- * are read (in) or written (out). Outputs overlap no input, except that `c` may be `d`.
+ * are read (in) or written (out). Outputs overlap nothing, except that `c` may be `d`; this is
+ * checked.
  *
  * Element types: a and b are both bf16, both fp16, both fp32, or each fp8 (e4m3fn or e5m2; not both
  * e5m2). d, c and pre_activation are bf16, fp16 or fp32, d also fp8 (e4m3fn or e5m2). Products of
@@ -224,7 +225,8 @@ typedef struct xd_gemm_args {
   const DLTensor* b;
   /* Out [M,N], RS [m,N]. */
   const DLTensor* d;
-  /* In, optional, shape and type of d (bf16 where d is fp8): added beta times. It may be d. */
+  /* In, optional, shape and type of d (bf16 where d is fp8): added beta times. It may be d. Not
+   * read where beta = 0. */
   const DLTensor* c;
   /* How a and b are stored: rows of D are tokens always. Not both of transpose_a = 1 and
    * transpose_b = 1. fp8 on CUDA: 0 and 1. */
@@ -245,8 +247,9 @@ typedef struct xd_gemm_args {
   int32_t reduce_bias_grad;
   /* In, fp8 only, float32: what an element is multiplied by. [1], or one per row (a: [rows of
    * tokens], b: [N]), or one per 128 columns of K (a: [rows of tokens, ceil(K/128)], b:
-   * [ceil(N/128), ceil(K/128)]). Both in the same one of these three ways. Scales are those of this
-   * rank's a: all_gather gathers them with the rows. NULL = 1. */
+   * [ceil(N/128), ceil(K/128)]). Both in the same one of these three ways; without b_scale, not
+   * one per row. Scales are those of this rank's a: all_gather gathers them with the rows.
+   * NULL = 1. */
   const DLTensor* a_scale;
   const DLTensor* b_scale;
   /* In [1] float32, optional, d in fp8 only: D is multiplied by it before it is rounded (with
@@ -286,11 +289,11 @@ XD_API xd_status xd_gemm_all_reduce(xd_gemm_context* context, const xd_gemm_args
 
 typedef struct xd_gemm_bulk_args {
   size_t struct_size;
-  /* The product, of this rank alone: its shapes are those of all_gather with M = m. They may differ
-   * per rank, and max_tokens, max_k and max_n do not bound them: a weight's gradient has neither
-   * tokens nor K as rows. It may read what the context's last operation wrote, and not `out`. d =
-   * NULL: no product. */
-  xd_gemm_args product;
+  /* The product, of this rank alone; NULL = none. Its shapes are those of all_gather with M = m.
+   * They may differ per rank, and max_tokens, max_k and max_n do not bound them: a weight's
+   * gradient has neither tokens nor K as rows. It may read what the context's last operation wrote,
+   * and not `out`. */
+  const xd_gemm_args* product;
   /* XD_GEMM_ALL_GATHER or XD_GEMM_REDUCE_SCATTER. */
   xd_gemm_operation collective;
   /* all_gather: in [m,H] -> out [M,H], elements of any type. reduce_scatter: in [M,H] -> out [m,H],
@@ -302,7 +305,7 @@ typedef struct xd_gemm_bulk_args {
   const int64_t* tokens_per_rank;
 } xd_gemm_bulk_args;
 #define XD_GEMM_BULK_ARGS_INIT \
-  { sizeof(xd_gemm_bulk_args), XD_GEMM_ARGS_INIT, XD_GEMM_ALL_GATHER, NULL, NULL, NULL }
+  { sizeof(xd_gemm_bulk_args), NULL, XD_GEMM_ALL_GATHER, NULL, NULL, NULL }
 
 /* Computes a product while another tensor is gathered or reduced. */
 XD_API xd_status xd_gemm_bulk(xd_gemm_context* context, const xd_gemm_bulk_args* args,

@@ -135,4 +135,16 @@ void require_together(const Tensor& a, const Tensor& b) {
              " is given and ", (a ? b : a).name, " is NULL");
 }
 
+void require_apart(const Tensor& written, const Tensor& other) {
+  const auto begin = [](const Tensor::Extent& e) {
+    return reinterpret_cast<std::uintptr_t>(e.first);
+  };
+  const Tensor::Extent a = written.extent(), b = other.extent();
+  if (a.bytes == 0 || b.bytes == 0) return;
+  XD_REQUIRE(begin(a) + a.bytes <= begin(b) || begin(b) + b.bytes <= begin(a), written.name,
+             ": lies at ", static_cast<const void*>(a.first), ", ", a.bytes,
+             " bytes that it shares with ", other.name, " at ", static_cast<const void*>(b.first),
+             ", expected memory of its own");
+}
+
 }  // namespace xd

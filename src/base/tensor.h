@@ -87,5 +87,7 @@ void require_cols(const Tensor& tensor, std::int64_t cols, const char* what, con
 void require_same_type(const Tensor& tensor, const Tensor& other);
 // Checks two optional tensors of which one makes no sense without the other.
 void require_together(const Tensor& a, const Tensor& b);
+// Checks that a tensor that is written shares no memory with another one.
+void require_apart(const Tensor& written, const Tensor& other);
 
 }  // namespace xd

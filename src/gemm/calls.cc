@@ -189,13 +189,13 @@ void read_epilogue(const xd_gemm_args& a, const Reader& reader, ProductCall& cal
              dtype_name(call.d.type), ", expected NULL: it is for fp8");
 }
 
+// b has rows enough to tell one number from one per row. Rows of a may be a single one, on some
+// ranks only: so they have numbers of their own where those of b have.
 Scaling scaling_of(const xd_gemm_args& a, const ProductCall& call) {
-  // b has rows enough to tell one number from one per row; a may have a single one.
-  const Tensor& tells = call.b_scale ? call.b_scale : call.a_scale;
-  if (!tells) return Scaling::none;
+  if (!call.a_scale && !call.b_scale) return Scaling::none;
   const DLTensor& user = call.b_scale ? *a.b_scale : *a.a_scale;
   if (user.ndim == 2) return Scaling::blocks;
-  return tells.rows == 1 ? Scaling::tensor : Scaling::rows;
+  return call.b_scale && call.b_scale.rows != 1 ? Scaling::rows : Scaling::tensor;
 }
 
 // Checks scales of `rows` rows of tokens of a.
@@ -214,7 +214,12 @@ void read_scales(const xd_gemm_args& a, const Reader& reader, ProductCall& call)
   XD_REQUIRE(is_fp8(call.a.type), call.a_scale ? "a_scale" : "b_scale", ": given with a of ",
              dtype_name(call.a.type), ", expected NULL: scales are for fp8");
   if (call.scaling == Scaling::tensor) {
-    if (call.a_scale) require_shape(call.a_scale, 1, "a single number, as b_scale", 1, "");
+    if (call.a_scale) {
+      require_shape(call.a_scale, 1,
+                    call.b_scale ? "a single number, as b_scale"
+                                 : "a single number: one per row goes with one per row of b_scale",
+                    1, "");
+    }
     return;
   }
   require_row_scales(call.a_scale, call, call.a_rows);
@@ -279,6 +284,37 @@ void read_sizes(const xd_gemm_args& a, const CallContext& context, ProductCall& 
   }
 }
 
+// The tensors of a call, by what happens to them.
+class Uses {
+ public:
+  void reads(const Tensor& tensor) { inputs_.at(input_count_++) = &tensor; }
+  void writes(const Tensor& tensor) { outputs_.at(output_count_++) = &tensor; }
+  void uses(const ProductCall& call) {
+    for (const Tensor* t :
+         {&call.a, &call.b, &call.bias, &call.a_scale, &call.b_scale, &call.d_scale}) {
+      reads(*t);
+    }
+    for (const Tensor* t :
+         {&call.d, &call.bias_grad, &call.d_amax, &call.gathered, &call.gathered_scale}) {
+      writes(*t);
+    }
+    if (call.c.data != call.d.data) reads(call.c);
+    call.has_activation_input() ? reads(call.pre_activation) : writes(call.pre_activation);
+  }
+
+  // Outputs share no memory with anything else, but that c may be d.
+  void require_apart() const {
+    for (std::size_t i = 0; i < output_count_; ++i) {
+      for (std::size_t j = 0; j < i; ++j) xd::require_apart(*outputs_[i], *outputs_[j]);
+      for (std::size_t j = 0; j < input_count_; ++j) xd::require_apart(*outputs_[i], *inputs_[j]);
+    }
+  }
+
+ private:
+  std::array<const Tensor*, 10> inputs_{}, outputs_{};
+  std::size_t input_count_ = 0, output_count_ = 0;
+};
+
 ProductCall read_args(xd_gemm_operation operation, const xd_gemm_args& a,
                       const CallContext& context) {
   const Reader reader(context);
@@ -289,6 +325,12 @@ ProductCall read_args(xd_gemm_operation operation, const xd_gemm_args& a,
   read_epilogue(a, reader, call);
   read_scales(a, reader, call);
   read_gathered(a, reader, context.config->ranks, call);
+  if (!context.shape_only) {
+    Uses uses;
+    uses.uses(call);
+    uses.require_apart();
+  }
+  if (call.beta == 0) call.c = {};  // as in BLAS: it may be uninitialised memory
   if (call.reduce_bias_grad && operation == XD_GEMM_ALL_REDUCE) {
     fail(XD_ERROR_UNSUPPORTED,
          "reduce_bias_grad = 1, expected 0 in all_reduce: all ranks have all rows");
@@ -345,8 +387,15 @@ TransferCall read_bulk(const xd_gemm_bulk_args* args, const CallContext& context
              ", expected XD_GEMM_ALL_GATHER or XD_GEMM_REDUCE_SCATTER");
   TransferCall call{.operation = XD_GEMM_BULK, .reduces = collective == XD_GEMM_REDUCE_SCATTER};
   read_transfer(a.in, a.out, a.tokens_per_rank, context, call);
-  const auto product = read_struct("args.product", &a.product, xd_gemm_args XD_GEMM_ARGS_INIT);
-  if (product.d != nullptr) call.product = read_args(XD_GEMM_BULK, product, context);
+  if (a.product != nullptr) {
+    const auto product = read_struct("product", a.product, xd_gemm_args XD_GEMM_ARGS_INIT);
+    call.product = read_args(XD_GEMM_BULK, product, context);
+  }
+  Uses uses;
+  uses.reads(call.in);
+  uses.writes(call.out);
+  if (call.product) uses.uses(*call.product);
+  uses.require_apart();
   return call;
 }
 
@@ -355,6 +404,7 @@ TransferCall read_gather(const xd_gemm_gather_args* args, const CallContext& con
   const auto a = read_struct("args", args, xd_gemm_gather_args XD_GEMM_GATHER_ARGS_INIT);
   TransferCall call{.operation = XD_GEMM_START_ALL_GATHER};
   read_transfer(a.in, a.out, a.tokens_per_rank, context, call);
+  require_apart(call.out, call.in);
   return call;
 }
 

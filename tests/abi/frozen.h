@@ -394,13 +394,13 @@ FROZEN_FIELD(xd_gemm_args, gathered_scale, 144);
 FROZEN_FIELD(xd_gemm_args, tokens_per_rank, 152);
 FROZEN_FIELD(xd_gemm_args, algo, 160);
 
-FROZEN_SIZE(xd_gemm_bulk_args, 208);
+FROZEN_SIZE(xd_gemm_bulk_args, 48);
 FROZEN_FIELD(xd_gemm_bulk_args, struct_size, 0);
 FROZEN_FIELD(xd_gemm_bulk_args, product, 8);
-FROZEN_FIELD(xd_gemm_bulk_args, collective, 176);
-FROZEN_FIELD(xd_gemm_bulk_args, in, 184);
-FROZEN_FIELD(xd_gemm_bulk_args, out, 192);
-FROZEN_FIELD(xd_gemm_bulk_args, tokens_per_rank, 200);
+FROZEN_FIELD(xd_gemm_bulk_args, collective, 16);
+FROZEN_FIELD(xd_gemm_bulk_args, in, 24);
+FROZEN_FIELD(xd_gemm_bulk_args, out, 32);
+FROZEN_FIELD(xd_gemm_bulk_args, tokens_per_rank, 40);
 
 FROZEN_SIZE(xd_gemm_gather_args, 32);
 FROZEN_FIELD(xd_gemm_gather_args, struct_size, 0);

@@ -130,6 +130,41 @@ TEST(BadTensor, OfAProductIsRefusedByNameAndNamesTheRankToPeers) {
   }
 }
 
+// Puts each output into the memory of every other tensor; it may be large enough to meet more.
+void share_every_memory(const Rank& rank, const GemmCase& c) {
+  const GemmContext context = make_context(rank.comm, c.config());
+  GemmBatch batch(rank, c, 0);
+  for (const GemmBatch::Field& output : batch.fields()) {
+    if (!output.output) continue;
+    for (const GemmBatch::Field& other : batch.fields()) {
+      if (&other == &output) continue;
+      SCOPED_TRACE(std::string(output.name) + " in the memory of " + other.name);
+      const DLTensor* const original = *output.slot;
+      DLTensor moved = *original;
+      moved.data = static_cast<std::byte*>((*other.slot)->data) + (*other.slot)->byte_offset;
+      moved.byte_offset = 0;
+      // c may be d, and nothing else that shares memory with it.
+      if (std::string(other.name) == "c") moved.byte_offset = 16;
+      if (is_guilty(rank)) *output.slot = &moved;
+      expect_refused(rank, call_at_once(batch, context.get()), {},
+                     {output.name, "shares with", "memory of its own"});
+      *output.slot = original;
+    }
+  }
+  batch.reset();
+  ok(batch.call(context.get()));
+  batch.check(context.get());
+}
+
+TEST(BadTensor, ThatIsWrittenAndSharesMemoryIsRefusedByName) {
+  for (const GemmCase& c : full_cases()) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(c.description());
+      share_every_memory(rank, c);
+    });
+  }
+}
+
 template <class Enum>
 void force(Enum& field, int value) {
   std::memcpy(&field, &value, sizeof(value));
@@ -340,6 +375,9 @@ TEST(BadArguments, OfEightBitsAreRefused) {
        [&c](auto& b, auto& t, auto& r) {
          b.args.a_scale = spare(t, r, kF32, {c.max_tokens() - 1});
        }},
+      {"a_scale of rows alone",
+       {"a_scale: has " + std::to_string(c.max_tokens()) + " rows", "b_scale"},
+       [](auto& b, auto&, auto&) { b.args.b_scale = nullptr; }},
       {"b_scale is bf16",
        {"b_scale: is bfloat16", "float32"},
        [](auto& b, auto& t, auto& r) {

@@ -191,7 +191,7 @@ TEST(Bulk, MovesATensorWhileItComputesAProductOfThisRankAlone) {
         // Ranks need not all have a product.
         const bool with_product = (number + rank.rank) % 3 != 0;
         xd_gemm_bulk_args args = bulk_args(moved, tensors);
-        if (with_product) args.product = product.args;
+        if (with_product) args.product = &product.args;
         ok(finish(rank, context.get(), xd_gemm_bulk(context.get(), &args, rank.stream())));
         tensors.check();
         if (with_product) product.check(context.get());
@@ -222,11 +222,13 @@ TEST(Bulk, MayReadWhatTheLastOperationGathered) {
       }
       first.out_tensor().write(codes_of(numbers, kBf16));
       Tensor d(rank, kF32, {columns, columns});
+      xd_gemm_args product = XD_GEMM_ARGS_INIT;
+      product.a = product.b = first.out();
+      product.transpose_a = 1;
+      product.transpose_b = 0;
+      product.d = d.dl();
       args = bulk_args(summed, second);
-      args.product.a = args.product.b = first.out();
-      args.product.transpose_a = 1;
-      args.product.transpose_b = 0;
-      args.product.d = d.dl();
+      args.product = &product;
       ok(finish(rank, context.get(), xd_gemm_bulk(context.get(), &args, rank.stream())));
       second.check();
       Matrix expected(columns, columns);
@@ -253,7 +255,7 @@ TEST(Bulk, HasProductsOfAnySize) {
     MovedTensors tensors(rank, Moved{}, 0);
     GemmBatch product(alone(rank), c, 0);
     xd_gemm_bulk_args args = bulk_args(Moved{}, tensors);
-    args.product = product.args;
+    args.product = &product.args;
     ok(finish(rank, context.get(), xd_gemm_bulk(context.get(), &args, rank.stream())));
     tensors.check();
     product.check(context.get());
@@ -354,15 +356,32 @@ struct Mistake {
   std::function<void(xd_gemm_bulk_args&)> make;
 };
 
-// Tensors that fit nothing, for the time of a call.
+// Tensors that fit nothing, and a product, for the time of a call.
 struct Misfits {
   explicit Misfits(const Rank& rank)
       : narrow(rank, kBf16, {kMaxTokens, 8}),
         odd(rank, kBf16, {kMaxTokens, 12}),
         integers(rank, kI32, {kMaxTokens * rank.num_ranks, 24}),
         other(rank, kF32, {kMaxTokens * rank.num_ranks, 24}),
-        flat(rank, kBf16, {kMaxTokens}) {}
-  Tensor narrow, odd, integers, other, flat;
+        flat(rank, kBf16, {kMaxTokens}),
+        square(rank, kF32, {24, 24}) {
+    // A good one: d = a^T * b.
+    product.a = product.b = other.dl();
+    product.d = square.dl();
+    product.transpose_a = 1;
+    product.transpose_b = 0;
+  }
+  // A tensor in the memory of another one.
+  const DLTensor* at_place_of(const DLTensor* place, const DLTensor* tensor) {
+    moved = *tensor;
+    moved.data = place->data;
+    moved.byte_offset = place->byte_offset;
+    return &moved;
+  }
+
+  Tensor narrow, odd, integers, other, flat, square;
+  xd_gemm_args product = XD_GEMM_ARGS_INIT;
+  DLTensor moved{};
 };
 
 void expect_mistakes(const Moved& moved,
@@ -371,8 +390,10 @@ void expect_mistakes(const Moved& moved,
     const int guilty = rank.num_ranks - 1;
     const GemmContext context = make_context(rank.comm, bulk_config());
     Misfits misfits(rank);
+    const xd_gemm_args good = misfits.product;
     for (const Mistake& mistake : mistakes_with(misfits)) {
       SCOPED_TRACE(mistake.name);
+      misfits.product = good;
       MovedTensors tensors(rank, moved, 0);
       xd_gemm_bulk_args args = bulk_args(moved, tensors);
       if (rank.rank == guilty) mistake.make(args);
@@ -400,7 +421,12 @@ TEST(BulkBadArguments, AreRefusedWithWhatWasExpectedAndGot) {
   const auto common = [](Misfits& m) {
     return std::vector<Mistake>{
         {"size", {"struct_size"}, [](auto& a) { a.struct_size = 0; }},
-        {"product's size", {"struct_size"}, [](auto& a) { a.product.struct_size = 3; }},
+        {"product's size",
+         {"product.struct_size"},
+         [&](auto& a) {
+           m.product.struct_size = 3;
+           a.product = &m.product;
+         }},
         {"collective", {"collective"}, [](auto& a) { a.collective = XD_GEMM_ALL_REDUCE; }},
         {"no in", {"in", "NULL"}, [](auto& a) { a.in = nullptr; }},
         {"no out", {"out", "NULL"}, [](auto& a) { a.out = nullptr; }},
@@ -410,13 +436,39 @@ TEST(BulkBadArguments, AreRefusedWithWhatWasExpectedAndGot) {
         {"other type of out",
          {"out: ", "float32", "bfloat16"},
          [&](auto& a) { a.out = m.other.dl(); }},
-        {"product without a", {"a", "NULL"}, [&](auto& a) { a.product.d = m.narrow.dl(); }},
+        {"product without a",
+         {"a = NULL"},
+         [&](auto& a) {
+           m.product.a = nullptr;
+           a.product = &m.product;
+         }},
+        {"product without d",
+         {"d = NULL"},
+         [&](auto& a) {
+           m.product.d = nullptr;
+           a.product = &m.product;
+         }},
         {"product's epilogue",
          {"epilogue"},
          [&](auto& a) {
            const int wrong = 77;
-           std::memcpy(&a.product.epilogue, &wrong, sizeof(wrong));
-           a.product.a = a.product.b = a.product.d = m.narrow.dl();
+           std::memcpy(&m.product.epilogue, &wrong, sizeof(wrong));
+           a.product = &m.product;
+         }},
+        {"out lies in in",
+         {"out: ", "shares with in", "memory of its own"},
+         [&](auto& a) { a.out = m.at_place_of(a.in, a.out); }},
+        {"product writes in",
+         {"d: ", "shares with"},
+         [&](auto& a) {
+           m.product.d = m.at_place_of(a.in, m.square.dl());
+           a.product = &m.product;
+         }},
+        {"product reads out",
+         {"out: ", "shares with b"},
+         [&](auto& a) {
+           m.product.b = m.at_place_of(a.out, m.other.dl());
+           a.product = &m.product;
          }},
     };
   };
@@ -433,10 +485,16 @@ TEST(StartedGather, WithABadArgumentIsRefusedHereAndAMismatchThere) {
   on_every_rank([](Rank& rank) {
     const int guilty = rank.num_ranks - 1;
     const GemmContext context = make_context(rank.comm, bulk_config());
-    for (const char* which : {"in", "out"}) {
-      MovedTensors tensors(rank, Moved{}, 0);
+    Misfits misfits(rank);
+    for (const char* which : {"in = NULL", "out = NULL", "out: "}) {
+      Moved moved;
+      moved.tokens = TokenCounts::most;
+      MovedTensors tensors(rank, moved, 0);
       xd_gemm_gather_args args = gather_args(tensors);
-      if (rank.rank == guilty) (which[0] == 'i' ? args.in : args.out) = nullptr;
+      if (rank.rank == guilty) {
+        const DLTensor* const shared = misfits.at_place_of(args.in, args.out);
+        (which[0] == 'i' ? args.in : args.out) = which[3] == ':' ? shared : nullptr;
+      }
       GemmOutcome outcome = finish(rank, context.get(),
                                    xd_gemm_start_all_gather(context.get(), &args, rank.stream()));
       // A rank that only sends learns of its peers' mistakes when it waits.

@@ -58,6 +58,26 @@ TEST(NotANumber, GoesThroughProductsAndIsTheLargest) {
   }
 }
 
+// As in BLAS: c may be memory that nobody has written yet.
+TEST(NotANumber, InCIsNotReadWhereBetaIsZero) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.addend = Addend::unscaled;
+      const GemmContext context = make_context(rank.comm, c.config());
+      for (const char* const place : {"c", "d"}) {
+        GemmBatch batch(rank, c, 0);
+        Tensor& given = *batch.field(place).tensor;
+        given.write(std::vector<std::uint16_t>(given.buffer().bytes() / 2, 0x7FC0));
+        batch.args.c = given.dl();
+        ok(batch.call(context.get()));
+        expect_numbers("d", *batch.field("d").tensor, batch.expected().d, c, false);
+      }
+    });
+  }
+}
+
 TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
   on_every_rank([](Rank& rank) {
     for (const Output result : {Output::e4m3, Output::e5m2, Output::other_half}) {

@@ -54,9 +54,10 @@ GemmOutcome GemmCall::call(xd_gemm_context* context) {
   product_->reset();
   if (operation_ <= XD_GEMM_ALL_REDUCE) return product_->call(context);
   if (operation_ == XD_GEMM_BULK) {
+    xd_gemm_args product = product_->args;
+    product.tokens_per_rank = nullptr;
     xd_gemm_bulk_args args = XD_GEMM_BULK_ARGS_INIT;
-    args.product = product_->args;
-    args.product.tokens_per_rank = nullptr;
+    args.product = &product;
     args.in = in_->dl();
     args.out = out_->dl();
     return finish(rank_, context, xd_gemm_bulk(context, &args, rank_.stream()));
