@@ -465,9 +465,9 @@ TEST(BulkBadArguments, AreRefusedWithWhatWasExpectedAndGot) {
            a.product = &m.product;
          }},
         {"product reads out",
-         {"out: ", "shares with b"},
+         {"out: ", "shares with a"},
          [&](auto& a) {
-           m.product.b = m.at_place_of(a.out, m.other.dl());
+           m.product.a = m.product.b = a.out;
            a.product = &m.product;
          }},
     };
