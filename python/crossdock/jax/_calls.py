@@ -31,6 +31,9 @@ __all__ = [
     "dispatch_bwd",
     "ll_combine",
     "ll_dispatch",
+    "ll_mask_get",
+    "ll_mask_set",
+    "ll_reset",
     "prepare",
     "uniform",
     "varying",
@@ -213,6 +216,23 @@ def ll_combine(
     return out.reshape(*shape, columns), order
 
 
+def ll_mask_get(group: EpGroup, order: Array) -> tuple[Array, Array]:
+    """-> mask, order."""
+    outputs: _Results = {"mask": ((group.place.num_ranks,), np.int32)}
+    mask, order = _call("ll_mask_get", group, {}, outputs, order)
+    return mask, order
+
+
+def ll_mask_set(group: EpGroup, rank: int, masked: bool, order: Array) -> tuple[Array]:
+    """-> order. The rank itself does nothing."""
+    return _call("ll_mask_set", group, {}, {}, order, mask=(rank, masked))
+
+
+def ll_reset(group: EpGroup, order: Array) -> tuple[Array]:
+    """-> order."""
+    return _call("ll_reset", group, {}, {}, order)
+
+
 _SEND = constants.PHASES["send"]
 
 
@@ -248,6 +268,7 @@ def _call(
     alignment: int = 0,
     way: QuantiseWay | None = None,
     phase: int = 0,
+    mask: tuple[int, bool] = (-1, False),
 ) -> tuple[Any, ...]:
     """Runs one operation.
 
@@ -257,6 +278,7 @@ def _call(
         alignment: of the plan that prepare makes.
         way: in which rows are quantised.
         phase: of an operation for few tokens, one of ``constants.PHASES``.
+        mask: a rank, and whether it is to be masked.
 
     Returns:
         The results, and the order. The order is only passed through: it is one buffer before and
@@ -281,6 +303,8 @@ def _call(
         results=" ".join([*outputs, "order"]),
         alignment=np.int64(alignment),
         phase=np.int64(phase),
+        rank=np.int64(mask[0]),
+        masked=np.int64(mask[1]),
     )
     by_name = dict(zip(outputs, found))
     return (*(by_name.get(name) for name in names or outputs), order)

@@ -17,6 +17,7 @@ from crossdock.errors import from_details, from_status
 
 from ._config import EpConfig
 from ._group import EpGroup, Place, forget_programs, remember_programs
+from ._masks import mask, mask_set, require_masks, reset
 from ._platform import device_pool, meeting_point, register
 
 __all__ = ["EpMesh", "current_mesh", "init"]
@@ -96,6 +97,46 @@ class EpMesh:
         """
         core = self._group(config)[1]
         return self._by_device(core.errors)
+
+    def mask(self, config: EpConfig) -> dict[jax.Device, np.ndarray]:
+        """Which ranks the ranks of this process have masked: neither sent to nor waited for.
+
+        For groups with ``on_peer_loss="mask"``, as are the next two. Call these when what was
+        called before has ended: see ``jax.block_until_ready``.
+
+        Returns:
+            By this process's devices: ``[W]`` int32, 1 = masked.
+
+        Raises:
+            ValueError: a group that does not mask.
+        """
+        require_masks(config)
+        return mask(self.group(config))
+
+    def mask_set(self, config: EpConfig, rank: int, masked: bool = True) -> None:
+        """Masks or unmasks a rank from the next operation on, as the ranks of this process see it.
+
+        Local; the rank itself does nothing.
+
+        Raises:
+            ValueError: no rank, or a group that does not mask.
+        """
+        require_masks(config)
+        mask_set(self.group(config), rank, bool(masked))
+
+    def reset(self, config: EpConfig) -> None:
+        """Brings the ranks that are not masked back into step. Collective over those.
+
+        Forgets what is between halves; plans stay good. Needed after a rank has been unmasked on
+        both sides.
+
+        Raises:
+            ValueError: a group that does not mask.
+            jax.errors.JaxRuntimeError: on the CPU: a rank did not come, and is masked now. On a GPU
+                see `check`.
+        """
+        require_masks(config)
+        reset(self.group(config))
 
     def _by_device(self, read: Callable[[int], _Value | None]) -> dict[jax.Device, _Value]:
         """The facts about this process's ranks, by their index."""

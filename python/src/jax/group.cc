@@ -46,6 +46,7 @@ std::optional<Problem> Group::create() {
     return problem;
   }
   for (std::size_t i = 0; i < ranks.size(); ++i) {
+    members[i].rank = ranks[i].rank;
     members[i].device = ranks[i].device;
     if (ranks[i].device.device_type == kDLCPU) members[i].worker = std::make_unique<Worker>();
   }

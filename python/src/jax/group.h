@@ -24,6 +24,7 @@ class Group {
  public:
   struct Member {
     xd_ep_group* group = nullptr;
+    int rank = 0;
     DLDevice device{};
     std::unique_ptr<Worker> worker;  // runs the operations; none on CUDA, which has streams
   };

@@ -34,9 +34,7 @@ struct Call {
   std::shared_ptr<Group> group;
   std::vector<std::string> arguments;  // names of the buffers, in XLA's order
   std::vector<std::string> results;
-  std::int32_t alignment = 0;  // alignment of the plan that prepare makes
-  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
-  xd_ep_phase phase = XD_EP_PHASE_BOTH;
+  Numbers numbers;
 };
 template <Platform platform>
 ffi::TypeId Call<platform>::id = {};
@@ -100,14 +98,16 @@ std::shared_ptr<Group> group_for(std::int64_t number, std::string_view config) {
 template <Platform platform>
 ffi::ErrorOr<std::unique_ptr<Call<platform>>> instantiate(
     std::int64_t group, std::string_view config, std::int64_t quantise, std::string_view arguments,
-    std::string_view results, std::int64_t alignment, std::int64_t phase) {
+    std::string_view results, std::int64_t alignment, std::int64_t phase, std::int64_t rank,
+    std::int64_t masked) {
   try {
     auto call = std::make_unique<Call<platform>>();
     call->arguments = words(arguments);
     call->results = words(results);
-    call->alignment = static_cast<std::int32_t>(alignment);
-    call->quantise = static_cast<xd_ep_quantise>(quantise);
-    call->phase = static_cast<xd_ep_phase>(phase);
+    call->numbers = {.alignment = static_cast<std::int32_t>(alignment),
+                     .quantise = static_cast<xd_ep_quantise>(quantise),
+                     .phase = static_cast<xd_ep_phase>(phase),
+                     .mask = {static_cast<std::int32_t>(rank), masked != 0}};
     call->group = group_for(group, config);
     return call;
   } catch (const Problem& problem) {
@@ -149,23 +149,22 @@ Group::Member& member_of(const Call<platform>& call, int ordinal) {
 }
 
 // Runs the operation, or, with a problem that the peers cannot see, fails it on all ranks. A second
-// half has no peers that wait for it.
-std::optional<Problem> run_or_fail(xd_ep_operation operation, xd_ep_group* group,
+// half, or a call that takes no turn, has no peers that wait for it.
+std::optional<Problem> run_or_fail(Operation operation, xd_ep_group* group,
                                    const Operands& operands, const std::optional<Problem>& problem,
                                    xd_stream stream) {
-  if (problem && operands.phase() == XD_EP_PHASE_RECEIVE) return problem;
-  const xd_status status = problem
-                               ? xd_ep_join_failed(group, operation, problem->text.c_str(), stream)
-                               : run(operation, group, operands, stream);
-  return problem_of(status);
+  if (!problem) return problem_of(run(operation, group, operands, stream));
+  const std::optional<xd_ep_operation> turn = turn_of(operation);
+  if (!turn || operands.numbers().phase == XD_EP_PHASE_RECEIVE) return problem;
+  return problem_of(xd_ep_join_failed(group, *turn, problem->text.c_str(), stream));
 }
 
-template <xd_ep_operation operation>
+template <Operation operation>
 ffi::Error on_cuda(xd_stream stream, int ordinal, Call<Platform::cuda>* call,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    Operands operands(member.device, call->alignment, call->quantise, call->phase);
+    Operands operands(member.device, member.rank, call->numbers);
     const auto bad = add_all(operands, call->arguments, call->results, args, rets);
     const auto problem = run_or_fail(operation, member.group, operands, bad, stream);
     return problem ? error_of(*problem) : ffi::Error::Success();
@@ -184,13 +183,12 @@ ffi::Future failed(ffi::Error error) {
 }
 
 // The rank's own thread waits for peers, since XLA has too few threads for it.
-template <xd_ep_operation operation>
+template <Operation operation>
 ffi::Future on_cpu(int ordinal, Call<Platform::cpu>* call, ffi::RemainingArgs args,
                    ffi::RemainingRets rets) {
   try {
     Group::Member& member = member_of(*call, ordinal);
-    auto operands =
-        std::make_shared<Operands>(member.device, call->alignment, call->quantise, call->phase);
+    auto operands = std::make_shared<Operands>(member.device, member.rank, call->numbers);
     auto bad = add_all(*operands, call->arguments, call->results, args, rets);
     ffi::Promise promise;
     ffi::Future future(promise);
@@ -224,7 +222,9 @@ auto bind_instantiate() {
       .Attr<std::string_view>("arguments")
       .Attr<std::string_view>("results")
       .Attr<std::int64_t>("alignment")
-      .Attr<std::int64_t>("phase");
+      .Attr<std::int64_t>("phase")
+      .Attr<std::int64_t>("rank")
+      .Attr<std::int64_t>("masked");
 }
 
 template <Platform platform>
@@ -233,7 +233,7 @@ XLA_FFI_Error* instantiate_entry(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-template <xd_ep_operation operation>
+template <Operation operation>
 XLA_FFI_Error* cpu_entry(XLA_FFI_CallFrame* frame) {
   static auto* const handler = ffi::Ffi::BindExecute()
                                    .Ctx<ffi::DeviceOrdinal>()
@@ -245,7 +245,7 @@ XLA_FFI_Error* cpu_entry(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-template <xd_ep_operation operation>
+template <Operation operation>
 XLA_FFI_Error* cuda_entry(XLA_FFI_CallFrame* frame) {
   static auto* const handler = ffi::Ffi::BindExecute()
                                    .Ctx<ffi::PlatformStream<xd_stream>>()
@@ -262,7 +262,7 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-template <Platform platform, xd_ep_operation operation>
+template <Platform platform, Operation operation>
 nb::dict target() {
   nb::dict stages;
   stages["instantiate"] = capsule(&instantiate_entry<platform>);
@@ -277,13 +277,16 @@ nb::dict target() {
 template <Platform platform>
 nb::dict registration() {
   nb::dict targets;
-  targets["crossdock_ep_prepare"] = target<platform, XD_EP_PREPARE>();
-  targets["crossdock_ep_dispatch"] = target<platform, XD_EP_DISPATCH>();
-  targets["crossdock_ep_combine"] = target<platform, XD_EP_COMBINE>();
-  targets["crossdock_ep_dispatch_bwd"] = target<platform, XD_EP_DISPATCH_BWD>();
-  targets["crossdock_ep_combine_bwd"] = target<platform, XD_EP_COMBINE_BWD>();
-  targets["crossdock_ep_ll_dispatch"] = target<platform, XD_EP_LL_DISPATCH>();
-  targets["crossdock_ep_ll_combine"] = target<platform, XD_EP_LL_COMBINE>();
+  targets["crossdock_ep_prepare"] = target<platform, Operation::prepare>();
+  targets["crossdock_ep_dispatch"] = target<platform, Operation::dispatch>();
+  targets["crossdock_ep_combine"] = target<platform, Operation::combine>();
+  targets["crossdock_ep_dispatch_bwd"] = target<platform, Operation::dispatch_bwd>();
+  targets["crossdock_ep_combine_bwd"] = target<platform, Operation::combine_bwd>();
+  targets["crossdock_ep_ll_dispatch"] = target<platform, Operation::ll_dispatch>();
+  targets["crossdock_ep_ll_combine"] = target<platform, Operation::ll_combine>();
+  targets["crossdock_ep_ll_mask_get"] = target<platform, Operation::ll_mask_get>();
+  targets["crossdock_ep_ll_mask_set"] = target<platform, Operation::ll_mask_set>();
+  targets["crossdock_ep_ll_reset"] = target<platform, Operation::ll_reset>();
   nb::dict type;
   type["type_id"] = nb::capsule(&Call<platform>::id);
   type["type_info"] = nb::capsule(&Call<platform>::info);

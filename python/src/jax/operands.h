@@ -1,4 +1,4 @@
-// The arguments of one call by their names in crossdock/ep.h and low_latency.h: buffers, and three
+// The arguments of one call by their names in crossdock/ep.h and low_latency.h: buffers, and
 // numbers.
 #pragma once
 
@@ -17,14 +17,27 @@
 
 namespace xdjax {
 
+// A rank that is masked, or not any more.
+struct Mask {
+  std::int32_t rank = -1;
+  bool masked = false;
+};
+
+// What a call is given beside buffers. Each number is for some operations.
+struct Numbers {
+  std::int32_t alignment = 0;                     // of the plan that prepare makes
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises
+  xd_ep_phase phase = XD_EP_PHASE_BOTH;           // the half of an operation of low_latency.h
+  Mask mask;
+};
+
 // It owns shapes and no memory: XLA's description of the buffers ends with the handler, while the
 // buffers live until the operation has been reported as finished.
 class Operands {
  public:
-  // `alignment` is that of the plan that prepare makes, and `quantise` the way in which dispatch
-  // quantises; `phase` is the half of an operation of low_latency.h.
-  Operands(DLDevice device, std::int32_t alignment, xd_ep_quantise quantise, xd_ep_phase phase)
-      : device_(device), alignment_(alignment), quantise_(quantise), phase_(phase) {}
+  // Of the call of a rank, on its device.
+  Operands(DLDevice device, int rank, const Numbers& numbers)
+      : device_(device), rank_(rank), numbers_(numbers) {}
 
   // Returns a problem for a type or a number of dimensions that the library does not have.
   std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
@@ -32,11 +45,10 @@ class Operands {
   // The buffer of that name, or NULL.
   [[nodiscard]] const DLTensor* find(std::string_view name) const;
 
-  [[nodiscard]] std::int32_t alignment() const { return alignment_; }
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] const Numbers& numbers() const { return numbers_; }
   [[nodiscard]] void* data(std::string_view name) const;
   [[nodiscard]] std::size_t bytes(std::string_view name) const;
-  [[nodiscard]] xd_ep_quantise quantise() const { return quantise_; }
-  [[nodiscard]] xd_ep_phase phase() const { return phase_; }
 
  private:
   static constexpr std::size_t max_dims = 4;
@@ -47,9 +59,8 @@ class Operands {
   };
 
   DLDevice device_;
-  std::int32_t alignment_;
-  xd_ep_quantise quantise_;
-  xd_ep_phase phase_;
+  int rank_;
+  Numbers numbers_;
   std::vector<std::unique_ptr<Item>> items_;  // tensors point into their items
 };
 

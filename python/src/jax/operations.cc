@@ -8,7 +8,7 @@ xd_status prepare(xd_ep_group* group, const Operands& operands, xd_stream stream
   args.topk_idx = operands.find("topk_idx");
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
-  args.alignment = operands.alignment();
+  args.alignment = operands.numbers().alignment;
   args.counts = operands.find("counts");
   args.padded_counts = operands.find("padded_counts");
   args.offsets = operands.find("offsets");
@@ -28,7 +28,7 @@ xd_status dispatch(xd_ep_group* group, const Operands& operands, xd_stream strea
   args.recv_scales = operands.find("recv_scales");
   args.recv_weights = operands.find("recv_weights");
   args.recv_topk_idx = operands.find("recv_topk_idx");
-  args.quantise = operands.quantise();
+  args.quantise = operands.numbers().quantise;
   return xd_ep_dispatch(group, &args, stream);
 }
 
@@ -67,11 +67,11 @@ xd_status combine_bwd(xd_ep_group* group, const Operands& operands, xd_stream st
 
 xd_status ll_dispatch(xd_ep_group* group, const Operands& operands, xd_stream stream) {
   xd_ep_ll_dispatch_args args XD_EP_LL_DISPATCH_ARGS_INIT;
-  args.phase = operands.phase();
+  args.phase = operands.numbers().phase;
   args.tokens = operands.find("tokens");
   args.topk_idx = operands.find("topk_idx");
   args.topk_weights = operands.find("topk_weights");
-  args.quantise = operands.quantise();
+  args.quantise = operands.numbers().quantise;
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
   args.recv_tokens = operands.find("recv_tokens");
@@ -82,7 +82,7 @@ xd_status ll_dispatch(xd_ep_group* group, const Operands& operands, xd_stream st
 
 xd_status ll_combine(xd_ep_group* group, const Operands& operands, xd_stream stream) {
   xd_ep_ll_combine_args args XD_EP_LL_COMBINE_ARGS_INIT;
-  args.phase = operands.phase();
+  args.phase = operands.numbers().phase;
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
   args.expert_out = operands.find("expert_out");
@@ -91,27 +91,65 @@ xd_status ll_combine(xd_ep_group* group, const Operands& operands, xd_stream str
   return xd_ep_ll_combine(group, &args, stream);
 }
 
+xd_status ll_mask_get(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+  return xd_ep_ll_mask_get(group, operands.find("mask"), stream);
+}
+
+// The program is that of all ranks: the rank that is masked has nothing to do.
+xd_status ll_mask_set(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+  const Mask& mask = operands.numbers().mask;
+  if (mask.rank == operands.rank()) return XD_SUCCESS;
+  return xd_ep_ll_mask_set(group, mask.rank, mask.masked ? 1 : 0, stream);
+}
+
 }  // namespace
 
-xd_status run(xd_ep_operation operation, xd_ep_group* group, const Operands& operands,
-              xd_stream stream) {
+std::optional<xd_ep_operation> turn_of(Operation operation) {
   switch (operation) {
-    case XD_EP_PREPARE:
-      return prepare(group, operands, stream);
-    case XD_EP_DISPATCH:
-      return dispatch(group, operands, stream);
-    case XD_EP_COMBINE:
-      return combine(group, operands, stream);
-    case XD_EP_DISPATCH_BWD:
-      return dispatch_bwd(group, operands, stream);
-    case XD_EP_COMBINE_BWD:
-      return combine_bwd(group, operands, stream);
-    case XD_EP_LL_DISPATCH:
-      return ll_dispatch(group, operands, stream);
-    case XD_EP_LL_COMBINE:
-      return ll_combine(group, operands, stream);
-    case XD_EP_LL_RESET:
+    case Operation::prepare:
+      return XD_EP_PREPARE;
+    case Operation::dispatch:
+      return XD_EP_DISPATCH;
+    case Operation::combine:
+      return XD_EP_COMBINE;
+    case Operation::dispatch_bwd:
+      return XD_EP_DISPATCH_BWD;
+    case Operation::combine_bwd:
+      return XD_EP_COMBINE_BWD;
+    case Operation::ll_dispatch:
+      return XD_EP_LL_DISPATCH;
+    case Operation::ll_combine:
+      return XD_EP_LL_COMBINE;
+    case Operation::ll_mask_get:
+    case Operation::ll_mask_set:
+    case Operation::ll_reset:
       break;
+  }
+  return std::nullopt;
+}
+
+xd_status run(Operation operation, xd_ep_group* group, const Operands& operands, xd_stream stream) {
+  switch (operation) {
+    case Operation::prepare:
+      return prepare(group, operands, stream);
+    case Operation::dispatch:
+      return dispatch(group, operands, stream);
+    case Operation::combine:
+      return combine(group, operands, stream);
+    case Operation::dispatch_bwd:
+      return dispatch_bwd(group, operands, stream);
+    case Operation::combine_bwd:
+      return combine_bwd(group, operands, stream);
+    case Operation::ll_dispatch:
+      return ll_dispatch(group, operands, stream);
+    case Operation::ll_combine:
+      return ll_combine(group, operands, stream);
+    case Operation::ll_mask_get:
+      return ll_mask_get(group, operands, stream);
+    case Operation::ll_mask_set:
+      return ll_mask_set(group, operands, stream);
+    case Operation::ll_reset:
+      return xd_ep_ll_reset(group, stream);
   }
   return XD_ERROR_INTERNAL;
 }

@@ -30,7 +30,7 @@ std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, c
 Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms,
              const std::string& name) {
   for (const Seat& seat : seats) {
-    ranks_.push_back({seat.ordinal, {device_type, seat.device}, nullptr});
+    ranks_.push_back({seat.ordinal, seat.rank, {device_type, seat.device}, nullptr});
   }
   const std::optional<Problem> problem = for_each_rank(seats.size(), [&](std::size_t i) {
     return join(seats[i], ranks_[i].device, timeout_ms, name.c_str(), &ranks_[i].comm);

@@ -29,6 +29,7 @@ class Ranks {
  public:
   struct Rank {
     int ordinal = 0;
+    int rank = 0;
     DLDevice device{};
     xd_comm* comm = nullptr;
   };

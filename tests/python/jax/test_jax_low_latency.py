@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import crossdock.jax as xd
 from jax_support import RANKS, World, equal, everywhere, routing, run, whole
@@ -201,3 +203,71 @@ def bad_ids(world: World) -> None:
 
 def test_bad_ids_fail_the_program_and_the_group_goes_on() -> None:
     run("devices", bad_ids)
+
+
+def split(world: World, where: str) -> None:
+    """All leave the last rank out, which learns of it; then all are in step again."""
+    config = config_of(dtype=np.float32, on_peer_loss="mask")
+    last = RANKS - 1
+    rank_of = dict(zip(world.mesh.devices, range(RANKS)))
+    nobody, the_last = np.zeros(RANKS, np.int32), np.int32([0] * last + [1])
+    batch = Batch(world, 69)
+    call = world.on_ranks(lambda *arrays: xd.ll_dispatch(config, *arrays).counts)
+
+    def check(ids_for: Callable[[int], list[np.ndarray]]) -> None:
+        def counts(rank: int) -> np.ndarray:
+            return np.int32(SlotRouting(ids_for(rank), EXPERTS, TOKENS).counts(rank))
+
+        equal(world.parts(call(*batch.arrays)), counts)
+
+    def of_own_part(rank: int) -> list[np.ndarray]:
+        none = np.full_like(batch.ids[0], -1)
+        return [ids if (r == last) == (rank == last) else none for r, ids in enumerate(batch.ids)]
+
+    check(lambda rank: batch.ids)
+    meet(where)
+    world.ep.mask_set(config, last)
+    meet(where)
+    for device, mask in world.ep.mask(config).items():
+        np.testing.assert_array_equal(mask, nobody if rank_of[device] == last else the_last)
+    if last in (rank_of[device] for device in world.ep.devices):  # it finds itself left out, now
+        # JAX makes some failures of programs that have run before a ValueError.
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="XD_ERROR_PEER_LOST"):
+            jax.block_until_ready(call(*batch.arrays))
+    else:
+        jax.block_until_ready(call(*batch.arrays))
+    check(of_own_part)
+    meet(where)
+    for rank in range(RANKS):
+        world.ep.mask_set(config, rank, False)
+    meet(where)
+    world.ep.reset(config)
+    check(lambda rank: batch.ids)
+    for mask in world.ep.mask(config).values():
+        np.testing.assert_array_equal(mask, nobody)
+
+
+def meet(where: str) -> None:
+    """Waits until all processes are here."""
+    if where == "processes":
+        multihost_utils.sync_global_devices("meet")
+
+
+@everywhere
+def test_a_rank_that_is_masked_is_left_out_and_comes_back(where: str) -> None:
+    run(where, split, where)
+
+
+def masks_refused(world: World) -> None:
+    config = config_of(on_peer_loss="mask")
+    for wrong in (-1, RANKS):
+        with pytest.raises(ValueError, match=f"rank: expected 0 to {RANKS - 1}, got {wrong}"):
+            world.ep.mask_set(config, wrong)
+    calls = (world.ep.mask, world.ep.reset, lambda config: world.ep.mask_set(config, 0))
+    for call in calls:
+        with pytest.raises(ValueError, match="config.on_peer_loss: expected 'mask'"):
+            call(config_of())
+
+
+def test_masks_are_for_groups_that_mask() -> None:
+    run("devices", masks_refused)
