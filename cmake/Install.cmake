@@ -1,5 +1,5 @@
-# cmake --install: library, headers, crossdock-run, CMake package, pkg-config file. Everything in
-# the installed tree finds the rest relative to itself, so that it may be moved.
+# cmake --install: library, headers, programs, CMake package, pkg-config file. Everything in the
+# installed tree finds the rest relative to itself, so that it may be moved.
 
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/crossdock)
@@ -9,6 +9,11 @@ install(DIRECTORY include/crossdock DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN *.h)
 if(TARGET crossdock-run)
   install(TARGETS crossdock-run)
+endif()
+if(TARGET crossdock-bench)
+  file(RELATIVE_PATH xd_bin_to_lib ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})
+  set_target_properties(crossdock-bench PROPERTIES INSTALL_RPATH "$ORIGIN/${xd_bin_to_lib}")
+  install(TARGETS crossdock-bench)
 endif()
 
 install(EXPORT crossdockTargets NAMESPACE crossdock:: DESTINATION ${package_dir})

@@ -39,4 +39,10 @@ cmake -S "$work/project" -B "$work/project/build" -G Ninja -DCMAKE_PREFIX_PATH="
 cmake --build "$work/project/build" >/dev/null
 run_on_4_ranks "$work/project/build/round_trip"
 run_on_4_ranks "$work/project/build/tensor_parallel_mlp"
+
+# The benchmark finds the library where both have been moved to.
+if [[ -x $prefix/bin/crossdock-bench ]]; then
+  "$prefix/bin/crossdock-run" -n 2 --timeout 60 -- "$prefix/bin/crossdock-bench" gemm \
+    --shapes all_gather:24x40 --tokens 5 --iters 2 --warmup 1 >/dev/null
+fi
 echo "PASS: installed, moved, built twice, run on 4 ranks"

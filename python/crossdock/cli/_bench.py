@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from crossdock._core import constants
-from crossdock.cli import _bench_options, _ll_report, _rank, _report
+from crossdock.cli import _bench_gemm, _bench_options, _ll_report, _rank, _report
 from crossdock.cli._ll_steps import SCALED_COLUMNS
 from crossdock.cli._usage import OK, UsageError, number, numbers
 from crossdock.cli._workload import LAYOUTS
@@ -27,6 +27,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_ep(kinds)
     _add_ll(kinds)
+    _bench_gemm.add_command(kinds)
 
 
 def _add_ep(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: Defaults) -> argparse
     sizes = parser.add_argument_group("what is moved")
     _add_sizes(sizes, defaults)
     _add_measuring(parser, defaults)
-    _add_outputs(parser)
+    add_outputs(parser)
     return sizes
 
 
@@ -133,7 +133,7 @@ def _add_measuring(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     )
 
 
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
+def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say where results go."""
     where = parser.add_argument_group("where results go, beside the table")
     where.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all numbers")

@@ -153,16 +153,24 @@ def write_json(content: dict[str, Any], path: pathlib.Path) -> None:
 @contextlib.contextmanager
 def figure(path: pathlib.Path, title: str, height: float) -> Iterator[Any]:
     """Axes to draw on, which are written to `path` afterwards. Needs matplotlib."""
+    with panels(path, 1, height) as (axes,):
+        yield axes
+        axes.set_title(title.replace(", ", ",\n", 1), fontsize=9)
+        axes.legend(fontsize=8)
+
+
+@contextlib.contextmanager
+def panels(path: pathlib.Path, count: int, height: float) -> Iterator[list[Any]]:
+    """Axes beside one another, which are written to `path` afterwards. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    whole, axes = plt.subplots(figsize=(8, height))
+    width = 8 if count == 1 else 6 * count
+    whole, axes = plt.subplots(1, count, figsize=(width, height), squeeze=False)
     try:
-        yield axes
-        axes.set_title(title.replace(", ", ",\n", 1), fontsize=9)
-        axes.legend(fontsize=8)
+        yield list(axes[0])
         whole.tight_layout()
         whole.savefig(path)
     except OSError as error:

@@ -11,7 +11,7 @@ from crossdock.cli import main
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["doctor"], ["bench"], ["bench", "ep"], ["bench", "ll"], ["demo"]],
+    [[], ["doctor"], ["bench"], ["bench", "ep"], ["bench", "ll"], ["bench", "gemm"], ["demo"]],
     ids=lambda command: " ".join(command) or "crossdock",
 )
 def test_help_explains_every_command(command):

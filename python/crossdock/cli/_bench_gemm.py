@@ -1,0 +1,154 @@
+"""``crossdock bench gemm``: products, measured through the C API.
+
+The Python packages have no products yet, so this starts the ranks of a program of the C++ build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from crossdock.cli import _bench_options, _gpus, _report
+from crossdock.cli._usage import OK, USAGE, CommandError, UsageError, number, numbers
+
+_DESCRIPTION = """Times products of matrices that are spread over ranks, by every algorithm that
+hides their transfer, beside the product and the transfer alone. The ranks are those of the program
+crossdock-bench, which cmake --install puts into PREFIX/bin beside crossdock-run: pip installs
+neither. Its results are checked before they are timed."""
+_PROGRAMS = ("crossdock-run", "crossdock-bench")
+# Where they lie in what was installed, and in a build folder.
+_FOLDERS = ("", "bin", "bench", "tools/run")
+_PASSED_ON = ("device", "shapes", "tokens", "dtype", "iters", "warmup", "seed")
+_LONGEST = 24 * 3600  # seconds; waits for a rank end much earlier
+
+
+def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``gemm`` to the benchmarks."""
+    parser = kinds.add_parser(
+        "gemm", help="products overlapped with their transfer", description=_DESCRIPTION
+    )
+    parser.add_argument(
+        "--ranks",
+        type=number(1),
+        metavar="W",
+        help="rank processes (default: one per core, at most 4; on GPUs one per GPU)",
+    )
+    parser.add_argument(
+        "--programs",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="an installed tree or a build folder that has both (default: they are in PATH)",
+    )
+    passed = parser.add_argument_group("what is measured (defaults: crossdock-bench gemm --help)")
+    passed.add_argument("--device", choices=("cpu", "cuda"), help="what the ranks compute on")
+    passed.add_argument(
+        "--shapes",
+        metavar="S,S,...",
+        help="70b or 8b, a model's layers; or all_gather:NxK, reduce_scatter:NxK and "
+        "all_reduce:NxK with sizes of a rank",
+    )
+    passed.add_argument(
+        "--tokens", type=numbers(1), metavar="M,M,...", help="of all ranks, one after another"
+    )
+    passed.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of all matrices")
+    passed.add_argument("--iters", type=number(1), metavar="N", help="timed iterations")
+    passed.add_argument("--warmup", type=number(0), metavar="N", help="iterations before that")
+    passed.add_argument("--seed", type=number(0), metavar="N", help="of the data")
+    _bench_options.add_outputs(parser)
+    parser.set_defaults(run=run)
+
+
+def find_programs(folder: pathlib.Path | None) -> list[str]:
+    """The launcher and the benchmark, or UsageError."""
+    found = []
+    for name in _PROGRAMS:
+        if folder:
+            places = [str(folder / below) for below in _FOLDERS]
+            program = shutil.which(name, path=os.pathsep.join(places))
+        else:
+            program = shutil.which(name)
+        if not program:
+            where = f"--programs {folder}: there is no {name}" if folder else f"no {name} in PATH"
+            raise UsageError(
+                f"{where}; build Crossdock's C++ programs with cmake, and name their folder by "
+                "--programs FOLDER (pip installs none)"
+            )
+        found.append(program)
+    return found
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    if arguments.ranks:
+        return int(arguments.ranks)
+    if arguments.device == "cuda":
+        return _gpus.usable_count(_gpus.find()[0]) or 1
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+def _command(arguments: argparse.Namespace, json_file: pathlib.Path) -> list[str]:
+    launcher, program = find_programs(arguments.programs)
+    launch = ["-n", str(_ranks(arguments)), "--no-prefix", "--timeout", str(_LONGEST), "--"]
+    options = []
+    for name in _PASSED_ON:
+        value = getattr(arguments, name)
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            options += [f"--{name}", text]
+    return [launcher, *launch, program, "gemm", *options, "--json", str(json_file)]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and writes; the program prints."""
+    _bench_options.check_outputs(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "gemm.json"
+        command = _command(arguments, path)
+        sys.stdout.flush()
+        code = subprocess.run(command, check=False).returncode
+        if code == USAGE:  # the program has said why
+            return USAGE
+        if code != 0:
+            raise CommandError(f"crossdock-bench gemm has failed with exit code {code}")
+        report = json.loads(path.read_text())
+    if arguments.json:
+        _report.write_json(report, arguments.json)
+    if arguments.plot:
+        draw(report, arguments.plot)
+    return OK
+
+
+def draw(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws p50 against the number of tokens, a panel for each shape."""
+    shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
+    with _report.panels(path, len(shapes), 5) as panels:
+        for axes, shape in zip(panels, shapes):
+            _draw_shape(axes, [row for row in report["rows"] if row["shape"] == shape])
+            axes.set_title(f"{shape}\n{report['title']}", fontsize=7)
+
+
+def _draw_shape(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for way in dict.fromkeys(row["way"] for row in rows):
+        own = [row for row in rows if row["way"] == way]
+        axes.plot(
+            [row["tokens"] for row in own],
+            [row["p50_us"] for row in own],
+            "o-" if "algo" in own[0] else "s--",
+            markersize=4,
+            label=way,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    tokens = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(tokens, labels=[str(count) for count in tokens])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of all ranks")
+    axes.set_ylabel("microseconds, p50 of the slowest rank")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
