@@ -12,6 +12,7 @@
 #include "ep/group.h"
 #include "ep/ll_map.h"
 #include "ep/ll_plan.h"
+#include "turn/shared_memory.h"
 
 namespace xd::ep::cpu {
 
@@ -19,13 +20,10 @@ class LlMemory {
  public:
   // Collective: allocates this rank's and maps the peers'.
   explicit LlMemory(const Group& group)
-      : config_(group.config()),
-        map_(LlMap::make(config_)),
-        segments_(group.share_memory()),
-        areas_(segments_) {}
+      : config_(group.config()), map_(LlMap::make(config_)), shared_(group.share_memory()) {}
 
   const LlMap& map() const { return map_; }
-  const NearTable& areas() const { return areas_; }
+  const NearTable& areas() const { return shared_.areas(); }
 
   // What `source` writes into the owner's memory in the operation `epoch`.
   struct Cell {
@@ -51,7 +49,7 @@ class LlMemory {
     return array<float>(cell.owner, map_.weights) + index(cell) * room + at(token) * at(topk);
   }
   NearMemory landed(const Cell& cell) const {
-    return areas_.of(cell.owner).from(map_.landed + index(cell) * sizeof(turn::DoneFlag));
+    return shared_.area_of(cell.owner, map_.landed + index(cell) * sizeof(turn::DoneFlag));
   }
   // A partial sum of the owner's token; place < partial_places().
   std::byte* partial(NearRank owner, std::uint64_t epoch, std::int64_t token, int place) const {
@@ -71,13 +69,12 @@ class LlMemory {
   }
   template <class T>
   T* array(NearRank owner, std::uint64_t offset) const {
-    return areas_.of(owner).from(offset).array<T>();
+    return shared_.area_of(owner, offset).array<T>();
   }
 
   const Config& config_;
   const LlMap map_;
-  const Segments segments_;
-  const NearTable areas_;
+  const turn::SharedMemory shared_;
 };
 
 // Working memory of a group; all of it is allocated when the group is made.

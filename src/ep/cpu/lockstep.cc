@@ -5,7 +5,7 @@
 
 namespace xd::ep::cpu {
 
-GroupMemory::GroupMemory(const Group& group) : segments_(group.share_memory()), areas_(segments_) {
+GroupMemory::GroupMemory(const Group& group) : shared_(group.share_memory()) {
   for (int r = 0; r < group.config().ranks; ++r) {
     maps_.push_back(GroupMap::make(group.config_of(r)));
   }
@@ -13,7 +13,7 @@ GroupMemory::GroupMemory(const Group& group) : segments_(group.share_memory()), 
 
 Lockstep::Lockstep(const Group& group)
     : GroupMemory(group),
-      HostTurn(group.comm(), group.number(), map_of(group.self()).turn, areas()),
+      HostTurn(group.comm(), group.number(), map_of(group.self()).turn, shared().areas()),
       comm_(group.comm()),
       count_layout_{group.config().experts, group.config().ranks} {}
 
@@ -43,16 +43,6 @@ void Lockstep::await_counts(std::span<std::uint32_t> table) {
     };
     comm_.wait_for(peer, site, take, [&] { return last_entered(peer); });
   }
-}
-
-NearMemory Lockstep::tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes,
-                               std::uint64_t alignment) const {
-  std::byte* const found =
-      turn::find_remote(address, bytes, alignment, range_of(rank), [&](std::uint64_t segment) {
-        return comm_.heap().range(rank, static_cast<std::uint32_t>(segment));
-      });
-  if (found != nullptr) return NearMemory(found);
-  fail(XD_ERROR_MISMATCH, "rank ", int{rank}, " offers a tensor outside its shared memory");
 }
 
 std::atomic<std::uint64_t>* Lockstep::counts(NearRank owner, int source) const {

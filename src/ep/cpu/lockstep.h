@@ -12,6 +12,7 @@
 #include "ep/group.h"
 #include "ep/wire.h"
 #include "turn/host_turn.h"
+#include "turn/shared_memory.h"
 
 namespace xd::ep::cpu {
 
@@ -24,19 +25,15 @@ class GroupMemory {
   // An array in a rank's group memory: `offset` comes from map_of(rank).
   const GroupMap& map_of(NearRank rank) const { return maps_[at(rank)]; }
   NearMemory area_of(NearRank rank, std::uint64_t offset) const {
-    return areas_.of(rank).from(offset);
+    return shared_.area_of(rank, offset);
   }
 
  protected:
-  const NearTable& areas() const { return areas_; }
-  HeapRange range_of(NearRank rank) const {
-    return {areas_.of(rank).address(), segments_[at(rank)]->bytes()};
-  }
+  const turn::SharedMemory& shared() const { return shared_; }
 
  private:
   std::vector<GroupMap> maps_;  // by rank
-  const Segments segments_;     // by rank
-  const NearTable areas_;
+  const turn::SharedMemory shared_;
 };
 
 class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
@@ -50,10 +47,11 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
   void send_counts(std::span<const std::uint32_t> counts);
   void await_counts(std::span<std::uint32_t> table);
 
-  // `bytes` bytes of a rank's tensor. Throws MISMATCH if its record names no memory of its own, or
-  // a place at which its elements cannot start.
+  // As turn::SharedMemory has it.
   NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes,
-                       std::uint64_t alignment) const;
+                       std::uint64_t alignment) const {
+    return shared().tensor_of(comm_, rank, address, bytes, alignment);
+  }
 
  private:
   std::atomic<std::uint64_t>* counts(NearRank owner, int source) const;

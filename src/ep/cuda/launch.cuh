@@ -12,6 +12,20 @@
 
 namespace xd::ep::cuda {
 
+template <class Params>
+void launch_with(const cudaLaunchAttribute* attributes, int count, void (*kernel)(Params),
+                 const Params& params, const LaunchShape& shape, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = const_cast<cudaLaunchAttribute*>(attributes);
+  config.numAttrs = static_cast<unsigned>(count);
+  void* arguments[] = {const_cast<Params*>(&params)};
+  XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+}
+
 // Starts a cooperative launch: all blocks are resident or none is, so that they may wait for one
 // another.
 template <class Params>
@@ -20,15 +34,7 @@ void launch_cooperative(void (*kernel)(Params), const Params& params, const Laun
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  void* arguments[] = {const_cast<Params*>(&params)};
-  XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+  launch_with(&attribute, 1, kernel, params, shape, stream);
 }
 
 // Loads a kernel and lets it have all of a block's shared memory, less what it has statically.
@@ -54,15 +60,7 @@ void launch_dependent(void (*kernel)(Params), const Params& params, const Launch
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  void* arguments[] = {const_cast<Params*>(&params)};
-  XD_CUDA_CHECK(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+  launch_with(&attribute, dependent ? 1 : 0, kernel, params, shape, stream);
 }
 
 // Starts a small kernel whose blocks wait for nothing but peers.

@@ -124,6 +124,8 @@ class CudaSlotsGroup final : public Group {
     runner_.run(operation, stream, [&] { bad = start(); });
     if (bad) give_back(bad, operation, 0);
   }
+  template <class Read, class Params>
+  Setback add_receive_half(const Read& read, Params& params);
   Setback start_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream);
   Setback start_combine(const xd_ep_ll_combine_args* args, xd_stream stream);
   void launch_failed_turn(const turn::Call& call, std::uint32_t number, xd_stream stream) const;
@@ -314,25 +316,30 @@ LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step) const {
           .shared_bytes = 0};
 }
 
+// A mistake in a receive half by itself comes back: its kernel starts all the same, and drains what
+// the peers have sent.
+template <class Read, class Params>
+Setback CudaSlotsGroup::add_receive_half(const Read& read, Params& params) {
+  try {
+    const auto call = read_ll_receive(read.args, call_context());
+    if (read.halves.send) require_fits(call, params.record);
+    add_receive(call, plan_bytes_, known_memory_, params);
+  } catch (...) {
+    if (read.halves.send) throw;
+    params.step.silent = true;
+    return turn::current_setback<Family>(rank());
+  }
+  return {};
+}
+
 Setback CudaSlotsGroup::start_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream) {
   const auto read = read_ll_args(args);
   LlDispatchParams params{};
   params.group = device_;
   params.step = step_of(read.halves);
   params.record.call.operation = XD_EP_LL_DISPATCH;
-  Setback bad;
   if (read.halves.send) add_send(read_ll_send(read.args, call_context()), known_memory_, params);
-  if (read.halves.receive) {
-    try {
-      const LlDispatchReceive call = read_ll_receive(read.args, call_context());
-      if (read.halves.send) require_fits(call, params.record);
-      add_receive(call, plan_bytes_, known_memory_, params);
-    } catch (...) {
-      if (read.halves.send) throw;
-      bad = turn::current_setback<Family>(rank());
-      params.step.silent = true;
-    }
-  }
+  const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
   const LaunchShape shape = dispatch_shape(params.step, params);
   enqueue(params, shape, kLlDispatch, stream);
   return bad;
@@ -344,21 +351,10 @@ Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, xd_stre
   params.group = device_;
   params.step = step_of(read.halves);
   params.record.call.operation = XD_EP_LL_COMBINE;
-  Setback bad;
   if (read.halves.send) {
     add_send(read_ll_send(read.args, call_context()), plan_bytes_, known_memory_, params);
   }
-  if (read.halves.receive) {
-    try {
-      const LlCombineReceive call = read_ll_receive(read.args, call_context());
-      if (read.halves.send) require_fits(call, params.record);
-      add_receive(call, plan_bytes_, known_memory_, params);
-    } catch (...) {
-      if (read.halves.send) throw;
-      bad = turn::current_setback<Family>(rank());
-      params.step.silent = true;
-    }
-  }
+  const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
   enqueue(params, combine_shape(params.step), kLlCombine, stream);
   return bad;
 }

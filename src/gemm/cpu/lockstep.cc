@@ -14,11 +14,11 @@ Segments share(const Context& context, const Map& map) {
 }  // namespace
 
 ContextMemory::ContextMemory(const Context& context)
-    : map_(Map::make(context.config())), segments_(share(context, map_)), areas_(segments_) {}
+    : map_(Map::make(context.config())), shared_(share(context, map_)) {}
 
 Lockstep::Lockstep(const Context& context)
     : ContextMemory(context),
-      HostTurn(context.comm(), context.number(), map().turn, areas()),
+      HostTurn(context.comm(), context.number(), map().turn, shared().areas()),
       comm_(context.comm()) {}
 
 void Lockstep::post(NearRank peer, std::uint64_t area, std::uint64_t word) const {
@@ -49,16 +49,6 @@ void Lockstep::await_all(std::uint64_t area) const {
            " failed in the operation (its own error text says why)");
     }
   }
-}
-
-NearMemory Lockstep::tensor_of(NearRank rank, turn::RemoteAddress address,
-                               std::uint64_t bytes) const {
-  std::byte* const found =
-      turn::find_remote(address, bytes, sizeof(float), range_of(rank), [&](std::uint64_t segment) {
-        return comm_.heap().range(rank, static_cast<std::uint32_t>(segment));
-      });
-  if (found != nullptr) return NearMemory(found);
-  fail(XD_ERROR_MISMATCH, "rank ", int{rank}, " offers a tensor outside its shared memory");
 }
 
 }  // namespace xd::gemm::cpu

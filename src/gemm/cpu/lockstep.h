@@ -8,6 +8,7 @@
 #include "gemm/context.h"
 #include "gemm/cpu/memory.h"
 #include "turn/host_turn.h"
+#include "turn/shared_memory.h"
 
 namespace xd::gemm::cpu {
 
@@ -19,19 +20,15 @@ class ContextMemory {
 
   const Map& map() const { return map_; }
   NearMemory area_of(NearRank rank, std::uint64_t offset) const {
-    return areas_.of(rank).from(offset);
+    return shared_.area_of(rank, offset);
   }
 
  protected:
-  const NearTable& areas() const { return areas_; }
-  HeapRange range_of(NearRank rank) const {
-    return {areas_.of(rank).address(), segments_[at(rank)]->bytes()};
-  }
+  const turn::SharedMemory& shared() const { return shared_; }
 
  private:
   const Map map_;
-  const Segments segments_;  // by rank
-  const NearTable areas_;
+  const turn::SharedMemory shared_;
 };
 
 class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
@@ -51,8 +48,10 @@ class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
   // Returns when every peer has told this rank. Throws MISMATCH if one has failed.
   void await_all(std::uint64_t area) const;
 
-  // `bytes` bytes of a rank's tensor. Throws MISMATCH if its record names no memory of its own.
-  NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes) const;
+  // As turn::SharedMemory has it.
+  NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes) const {
+    return shared().tensor_of(comm_, rank, address, bytes, sizeof(float));
+  }
 
  private:
   // A bit beside the epoch: the rank that told has failed.
