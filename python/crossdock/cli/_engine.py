@@ -18,10 +18,33 @@ _TELL_INTERVAL = 0.25  # seconds: drawing progress takes a core from a rank
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A call that is timed, and what has to follow each without being timed."""
+    """A call that is timed, and what has to follow each without being timed.
+
+    Where there is a `then`, the time is that of both, each from a start of its own.
+    """
 
     call: Call
     rest: Call | None = None
+    then: Timed | None = None
+
+    def parts(self) -> list[Timed]:
+        """All whose times are added."""
+        return [self, *(self.then.parts() if self.then else ())]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """How often a round calls what is timed."""
+
+    warmup: int  # without being timed, before the others
+    iters: int
+
+
+def shares(workload: Workload, rounds: int) -> list[Share]:
+    """A workload's iterations, divided over the rounds; the warm-up likewise."""
+    ends = [workload.iters * number // rounds for number in range(rounds + 1)]
+    warmup = -(-workload.warmup // rounds)
+    return [Share(warmup, end - begin) for begin, end in zip(ends, ends[1:]) if end > begin]
 
 
 class Engine(Protocol):
@@ -33,8 +56,8 @@ class Engine(Protocol):
     def operations(self) -> Mapping[Any, Timed]:
         """What is timed, in this order, by name or by what else the report knows it by."""
 
-    def time(self, timed: Timed, tell: Tell) -> list[float]:
-        """Seconds of every timed iteration on this rank. Collective.
+    def time(self, timed: Timed, share: Share, tell: Tell) -> list[float]:
+        """Seconds of every timed iteration of a round on this rank. Collective.
 
         `tell` hears the share that is done.
         """
@@ -43,21 +66,24 @@ class Engine(Protocol):
         """Packages that had a part in it."""
 
 
-def wall_times(workload: Workload, barrier: Call, timed: Timed, tell: Tell) -> list[float]:
+def wall_times(share: Share, barrier: Call, timed: Timed, tell: Tell) -> list[float]:
     """Times calls that have finished when they return, each from a common start."""
     times = []
     told = time.monotonic()
-    for iteration in range(workload.warmup + workload.iters):
+    for iteration in range(share.warmup + share.iters):
         if time.monotonic() - told >= _TELL_INTERVAL:
             told = time.monotonic()
-            tell(iteration / (workload.warmup + workload.iters))
-        barrier()
-        begin = time.perf_counter()
-        timed.call()
-        times.append(time.perf_counter() - begin)
-        if timed.rest:
-            timed.rest()
-    return times[workload.warmup :]
+            tell(iteration / (share.warmup + share.iters))
+        spent = 0.0
+        for part in timed.parts():
+            barrier()
+            begin = time.perf_counter()
+            part.call()
+            spent += time.perf_counter() - begin
+            if part.rest:
+                part.rest()
+        times.append(spent)
+    return times[share.warmup :]
 
 
 def token_values(workload: Workload, rank: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 import crossdock
 from crossdock.cli import _engine
-from crossdock.cli._engine import Call, Tell, Timed
+from crossdock.cli._engine import Call, Share, Tell, Timed
 from crossdock.cli._workload import Workload, volume
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -85,9 +85,9 @@ class NumpyEngine:
         }
         return {name: Timed(call) for name, call in calls.items()}
 
-    def time(self, timed: Timed, tell: Tell) -> list[float]:
+    def time(self, timed: Timed, share: Share, tell: Tell) -> list[float]:
         """Every call has finished when it returns."""
-        return _engine.wall_times(self._workload, self._comm.barrier, timed, tell)
+        return _engine.wall_times(share, self._comm.barrier, timed, tell)
 
     def versions(self) -> dict[str, str]:
         """NumPy."""

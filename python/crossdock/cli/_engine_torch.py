@@ -11,7 +11,7 @@ import torch
 
 import crossdock.torch as xd
 from crossdock.cli import _engine
-from crossdock.cli._engine import Call, Tell, Timed
+from crossdock.cli._engine import Call, Share, Tell, Timed
 from crossdock.cli._workload import Workload, volume
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -101,31 +101,33 @@ class TorchEngine:
         copy = torch.zeros(size, dtype=torch.uint8, device=target)
         return lambda: copy.copy_(source, non_blocking=True)
 
-    def time(self, timed: Timed, tell: Tell) -> list[float]:
+    def time(self, timed: Timed, share: Share, tell: Tell) -> list[float]:
         """On a GPU by events between calls that follow one another without a gap.
 
         Every operation ends on all ranks at once, and so the next one starts.
         """
         if self._device.type != "cuda":
-            return _engine.wall_times(self._workload, self._comm.barrier, timed, tell)
+            return _engine.wall_times(share, self._comm.barrier, timed, tell)
         torch.cuda.synchronize(self._device)
         self._comm.barrier()
-        spans = []
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         begin = _now()
-        for _ in range(self._workload.warmup + self._workload.iters):
-            timed.call()
-            end = _now()
-            spans.append((begin, end))
-            begin = end
-            if timed.rest:
-                timed.rest()
-                begin = _now()
+        for _ in range(share.warmup + share.iters):
+            spans.append([])
+            for part in timed.parts():
+                part.call()
+                end = _now()
+                spans[-1].append((begin, end))
+                begin = end
+                if part.rest:
+                    part.rest()
+                    begin = _now()
         torch.cuda.synchronize(self._device)
         for group in self._groups:
             group.check()
         tell(1.0)
-        times = [begin.elapsed_time(end) / 1e3 for begin, end in spans]
-        return times[self._workload.warmup :]
+        times = [sum(begin.elapsed_time(end) for begin, end in parts) / 1e3 for parts in spans]
+        return times[share.warmup :]
 
     def versions(self) -> dict[str, str]:
         """PyTorch and what it was built with; the GPU."""

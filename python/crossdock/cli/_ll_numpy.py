@@ -47,6 +47,8 @@ class NumpyLowLatency(NumpyEngine):
             dispatch=lambda: few.dispatch(tokens, ids, out=slots),
             dispatch_quantised=lambda: few.dispatch(tokens, ids, quantise=quantise, out=fp8),
             combine=lambda: few.combine(slots.plan, slots.tokens, out=out),
+            experts=lambda: _touch_slots(slots),
+            experts_quantised=lambda: _touch_slots(fp8),
             dispatch_send=lambda: sent.append(few.dispatch_send(tokens, ids)),
             dispatch_receive=lambda: sent.popleft().receive(out=slots),
             combine_send=lambda: sent.append(few.combine_send(slots.plan, slots.tokens)),
@@ -54,4 +56,16 @@ class NumpyLowLatency(NumpyEngine):
             prepare=lambda: group.prepare(ids, out=plan),
             major_dispatch=lambda: group.dispatch(plan, tokens, out=rows),
             major_combine=lambda: group.combine(plan, rows.tokens, out=sums),
+            major_experts=lambda: _touch(rows.tokens[: plan.total[0]]),
         )
+
+
+def _touch_slots(slots: Any) -> None:
+    for expert, count in enumerate(slots.counts):
+        _touch(slots.tokens[expert, :count])
+
+
+def _touch(rows: np.ndarray) -> None:
+    """Reads and writes every byte."""
+    words = rows.view(np.uint8)
+    np.bitwise_or(words, 0, out=words)

@@ -1,4 +1,7 @@
-"""The timed steps of ``crossdock bench ll``, which are those of ``crossdock-bench ll``."""
+"""The timed steps of ``crossdock bench ll``.
+
+They are those of ``crossdock-bench ll``, but for its expert-major steps on ordinary memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from crossdock.cli._engine import Call, Timed
 from crossdock.cli._workload import Workload
 
 LOW_LATENCY = "low latency"
-THREE_CALLS = "expert-major"
+THREE_CALLS = "expert-major, zero-copy"
+ROUNDS = 5  # in which all steps take turns
 QUANTISE = "fp8_block128"
 SCALED_COLUMNS = WAYS[QUANTISE].block
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -27,14 +31,17 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calls:
-    """One rank's calls on a batch, into memory that stays the same. Experts change no row.
+    """One rank's calls on a batch, into memory that stays the same.
 
-    The combines, and the receive half of combine, return the sums.
+    The combines, and the receive half of combine, return the sums. Experts read and write all rows
+    that have been received, and change none: so they lie in this rank's caches, in no other's.
     """
 
     dispatch: Call
     dispatch_quantised: Call  # receives rows of QUANTISE
     combine: Call
+    experts: Call
+    experts_quantised: Call
     dispatch_send: Call
     dispatch_receive: Call
     combine_send: Call
@@ -43,6 +50,7 @@ class Calls:
     prepare: Call
     major_dispatch: Call
     major_combine: Call
+    major_experts: Call
 
     def whole(self) -> Call:
         """A round trip."""
@@ -74,27 +82,36 @@ def config(workload: Workload) -> EpConfig:
 def steps(workload: Workload, calls: Calls) -> dict[Step, Timed]:
     """The steps of a workload. Quantised rows are those of bf16 tokens."""
     rows = workload.dtype
+    experts = calls.experts
+    both = Timed(calls.dispatch, experts, Timed(calls.combine))
+    major = Timed(
+        _all(calls.prepare, calls.major_dispatch), calls.major_experts, Timed(calls.major_combine)
+    )
     found = {
-        Step("dispatch", LOW_LATENCY, rows): Timed(calls.dispatch),
-        Step("dispatch", LOW_LATENCY, "fp8"): Timed(calls.dispatch_quantised),
-        Step("combine", LOW_LATENCY, rows): Timed(calls.combine),
-        Step("dispatch + combine", LOW_LATENCY, rows): Timed(calls.whole()),
-        **_halves("dispatch", rows, calls.dispatch_send, calls.dispatch_receive),
-        **_halves("combine", rows, calls.combine_send, calls.combine_receive),
+        Step("dispatch", LOW_LATENCY, rows): Timed(calls.dispatch, experts),
+        Step("dispatch", LOW_LATENCY, "fp8"): Timed(
+            calls.dispatch_quantised, calls.experts_quantised
+        ),
+        Step("combine", LOW_LATENCY, rows): Timed(calls.combine, experts),
+        Step("dispatch + combine", LOW_LATENCY, rows): both,
+        **_halves("dispatch", rows, calls.dispatch_send, calls.dispatch_receive, experts),
+        **_halves("combine", rows, calls.combine_send, calls.combine_receive, experts),
         Step("prepare", THREE_CALLS, "-"): Timed(calls.prepare),
-        Step("dispatch", THREE_CALLS, rows): Timed(calls.major_dispatch),
-        Step("combine", THREE_CALLS, rows): Timed(calls.major_combine),
-        Step("prepare + dispatch + combine", THREE_CALLS, rows): Timed(calls.three_calls()),
+        Step("dispatch", THREE_CALLS, rows): Timed(calls.major_dispatch, calls.major_experts),
+        Step("combine", THREE_CALLS, rows): Timed(calls.major_combine, calls.major_experts),
+        Step("prepare + dispatch + combine", THREE_CALLS, rows): major,
     }
     if workload.dtype != "bf16":
         del found[Step("dispatch", LOW_LATENCY, "fp8")]
     return found
 
 
-def _halves(operation: str, rows: str, send: Call, receive: Call) -> dict[Step, Timed]:
+def _halves(
+    operation: str, rows: str, send: Call, receive: Call, experts: Call
+) -> dict[Step, Timed]:
     return {
-        Step(f"{operation}, send half", LOW_LATENCY, rows): Timed(send, receive),
-        Step(f"{operation}, both halves", LOW_LATENCY, rows): Timed(_all(send, receive)),
+        Step(f"{operation}, send half", LOW_LATENCY, rows): Timed(send, _all(receive, experts)),
+        Step(f"{operation}, both halves", LOW_LATENCY, rows): Timed(_all(send, receive), experts),
     }
 
 

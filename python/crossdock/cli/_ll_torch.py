@@ -55,6 +55,8 @@ class TorchLowLatency(TorchEngine):
             dispatch=lambda: xd.ll_dispatch(few, tokens, ids, out=slots),
             dispatch_quantised=lambda: xd.ll_dispatch(few, tokens, ids, quantise=quantise, out=fp8),
             combine=lambda: xd.ll_combine(slots.plan, slots.tokens, out=out),
+            experts=lambda: _touch_slots(slots),
+            experts_quantised=lambda: _touch_slots(fp8),
             dispatch_send=lambda: sent.append(xd.ll_dispatch_send(few, tokens, ids)),
             dispatch_receive=lambda: sent.popleft().receive(out=slots),
             combine_send=lambda: sent.append(xd.ll_combine_send(slots.plan, slots.tokens)),
@@ -62,4 +64,18 @@ class TorchLowLatency(TorchEngine):
             prepare=lambda: plans.append(group.prepare(ids)),
             major_dispatch=lambda: rows.append(xd.dispatch(plans[0], tokens)),
             major_combine=lambda: xd.combine(plans[0], rows[0].tokens),
+            major_experts=lambda: _touch(rows[0].tokens),
         )
+
+
+def _touch_slots(slots: Any) -> None:
+    if slots.tokens.is_cuda:  # whose kernels would wait for the host to know the counts
+        return
+    for expert, count in enumerate(slots.counts.tolist()):
+        _touch(slots.tokens[expert, :count])
+
+
+def _touch(rows: torch.Tensor) -> None:
+    """Reads and writes every byte."""
+    if not rows.is_cuda:
+        rows.view(torch.uint8).bitwise_or_(0)

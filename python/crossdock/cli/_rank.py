@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from crossdock import launch
-from crossdock.cli._engine import Engine
+from crossdock.cli import _engine
+from crossdock.cli._engine import Engine, Share
+from crossdock.cli._ll_steps import ROUNDS
 from crossdock.cli._workload import Workload
 
 
-def _engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
+def _engine_for(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
     """Joins the other ranks through the environment's meeting point."""
     if workload.through == "torch":
         from crossdock.cli._engine_torch import TorchEngine
@@ -23,7 +25,7 @@ def _engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
 
 
 def _low_latency_engine(workload: Workload) -> contextlib.AbstractContextManager[Engine]:
-    """As `_engine`."""
+    """As `_engine_for`."""
     if workload.through == "torch":
         from crossdock.cli._ll_torch import TorchLowLatency
 
@@ -35,7 +37,7 @@ def _low_latency_engine(workload: Workload) -> contextlib.AbstractContextManager
 
 def trial(rank: int, workload: Workload) -> None:
     """One round trip with every element checked."""
-    with _engine(workload) as engine:
+    with _engine_for(workload) as engine:
         engine.check()
 
 
@@ -45,8 +47,9 @@ def bench(rank: int, workload: Workload) -> dict[str, Any]:
     Tells (what is being done, and its share that is done).
     """
     launch.tell(("starting", 0.0))
-    with _engine(workload) as engine:
-        return {"times": _times(engine, "", _whole), "versions": engine.versions()}
+    with _engine_for(workload) as engine:
+        once = _engine.shares(workload, 1)
+        return {"times": _times(engine, once, "", _whole), "versions": engine.versions()}
 
 
 def bench_low_latency(rank: int, workloads: list[Workload]) -> dict[str, Any]:
@@ -59,25 +62,32 @@ def bench_low_latency(rank: int, workloads: list[Workload]) -> dict[str, Any]:
         def share(done: float, number: int = number) -> float:
             return (number + done) / len(workloads)
 
+        rounds = _engine.shares(workload, ROUNDS)
         with _low_latency_engine(workload) as engine:
-            times.append(_times(engine, f"{workload.tokens} tokens, ", share))
+            times.append(_times(engine, rounds, f"{workload.tokens} tokens, ", share))
             versions = engine.versions()
     return {"times": times, "versions": versions}
 
 
-def _times(engine: Engine, prefix: str, share_of_all: Callable[[float], float]) -> dict[Any, Any]:
-    """Seconds of every operation, by the name that the engine gives it."""
+def _times(
+    engine: Engine, rounds: list[Share], prefix: str, share_of_all: Callable[[float], float]
+) -> dict[Any, list[float]]:
+    """Seconds of every operation, by the name that the engine gives it.
+
+    A round does a share of every operation's iterations, so that all meet the same machine.
+    """
     launch.tell((f"{prefix}checking", share_of_all(0.0)))
     engine.check()
     operations = engine.operations()
-    times = {}
-    for number, (name, timed) in enumerate(operations.items()):
+    times: dict[Any, list[float]] = {name: [] for name in operations}
+    turns = [(share, name) for share in rounds for name in operations]
+    for number, (share, name) in enumerate(turns):
         what = f"{prefix}{name if isinstance(name, str) else name.operation}"
 
         def tell(done: float, what: str = what, number: int = number) -> None:
-            launch.tell((what, share_of_all((number + done) / len(operations))))
+            launch.tell((what, share_of_all((number + done) / len(turns))))
 
-        times[name] = engine.time(timed, tell)
+        times[name] += engine.time(operations[name], share, tell)
     return times
 
 

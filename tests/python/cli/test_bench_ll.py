@@ -8,8 +8,8 @@ import json
 import pytest
 
 from commands import run, workload
-from crossdock.cli import _engine, _ll_report, _ll_steps
-from crossdock.cli._engine import Timed
+from crossdock.cli import _engine, _ll_report, _ll_steps, _rank
+from crossdock.cli._engine import Share, Timed
 from crossdock.cli._ll_steps import LOW_LATENCY, THREE_CALLS, Step
 
 SMALL = "--device cpu --ranks 2 --tokens 1,16 --hidden 128 --topk 2 --experts 4 --iters 3".split()
@@ -66,7 +66,7 @@ def test_draws_a_plot(tmp_path):
 def test_a_step_is_compared_with_the_calls_that_do_the_same():
     times = {step: [number + 1.0, number + 1.0, 100.0] for number, step in enumerate(steps("bf16"))}
     case = _ll_report.Case(workload(), times)
-    ratios = {step: case.landed_ratio(step) for step in times}
+    ratios = {step: case.zero_copy_ratio(step) for step in times}
     assert {step: ratio for step, ratio in ratios.items() if ratio} == {
         Step("dispatch", LOW_LATENCY, "bf16"): 10.0,
         Step("dispatch", LOW_LATENCY, "fp8"): 10.0 / 2,
@@ -84,11 +84,47 @@ def test_what_follows_a_call_is_done_every_time_and_not_timed(monkeypatch):
         done.append("rest")
         next(clock)  # a second that must not be counted
 
-    batch = workload(iters=3, warmup=2)
     timed = Timed(lambda: done.append("call"), rest)
-    times = _engine.wall_times(batch, lambda: done.append("start"), timed, lambda share: None)
+    share = Share(warmup=2, iters=3)
+    times = _engine.wall_times(share, lambda: done.append("start"), timed, lambda share: None)
     assert done == ["start", "call", "rest"] * 5
     assert times == [1.0] * 3
+    done.clear()
+    both = Timed(lambda: done.append("first"), rest, timed)
+    times = _engine.wall_times(share, lambda: done.append("start"), both, lambda share: None)
+    assert done == ["start", "first", "rest", "start", "call", "rest"] * 5
+    assert times == [2.0] * 3
+
+
+@pytest.mark.parametrize("iters, warmup", [(200, 20), (3, 2), (1, 0), (7, 11)])
+def test_rounds_share_all_iterations(iters, warmup):
+    shares = _engine.shares(workload(iters=iters, warmup=warmup), 5)
+    assert sum(share.iters for share in shares) == iters
+    assert sum(share.warmup for share in shares) >= min(warmup, len(shares))
+    counts = [share.iters for share in shares]
+    assert max(counts) - min(counts) <= 1
+    assert min(counts) >= 1
+
+
+def test_steps_take_turns_in_rounds():
+    called: list[str] = []
+
+    class Fake:
+        def check(self):
+            called.append("check")
+
+        def operations(self):
+            return {name: Timed(lambda name=name: called.append(name)) for name in "ab"}
+
+        def time(self, timed, share, tell):
+            for _ in range(share.iters):
+                timed.call()
+            return [float(len(called))] * share.iters
+
+    rounds = _engine.shares(workload(iters=4, warmup=0), 2)
+    times = _rank._times(Fake(), rounds, "", lambda done: done)
+    assert called == ["check", "a", "a", "b", "b", "a", "a", "b", "b"]
+    assert times == {"a": [3.0, 3.0, 7.0, 7.0], "b": [5.0, 5.0, 9.0, 9.0]}
 
 
 def test_every_way_there_and_back_is_made_of_its_calls():
