@@ -285,4 +285,11 @@ __device__ inline std::uint16_t pack_e4m3(float low, float high) {
   return v;
 }
 
+// Rounds two float32 to float8 e5m2, to nearest, ties to even, limited to +-57344.
+__device__ inline std::uint16_t pack_e5m2(float low, float high) {
+  std::uint16_t v;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+  return v;
+}
+
 }  // namespace xd::ptx

@@ -41,7 +41,12 @@ class Estimate {
   double spread() const {
     return reduces_all() ? peers_ * share_bytes_ / m_.push_bytes_us + m_.meet_us : 0;
   }
-  bool fits_words(double bytes) const { return bytes <= static_cast<double>(room_.word_bytes); }
+  bool fits_words(double bytes) const {
+    return room_.word_bytes > 0 && bytes <= static_cast<double>(room_.word_bytes);
+  }
+  bool fits_chunks() const {
+    return room_.chunk_bytes > 0 && share_bytes_ <= static_cast<double>(room_.chunk_bytes);
+  }
 
   Option gather(bool doubling) const;
   Option chunks(bool as_split) const;
@@ -94,7 +99,11 @@ Option Estimate::sequential_gather() const {
 // Products of the peers' rows, each copied while the next is computed; the own rows last.
 Option Estimate::chunks(bool as_split) const {
   Option o{.algo = as_split ? XD_GEMM_ALGO_SPLIT : XD_GEMM_ALGO_SPLIT_P2P, .products = p_.ranks};
-  if (share_bytes_ > static_cast<double>(room_.chunk_bytes)) {
+  if (!p_.rows_of_tokens) {
+    o.obstacle = Obstacle::transposed;
+    return o;
+  }
+  if (!fits_chunks()) {
     o.obstacle = Obstacle::no_room;
     return o;
   }
@@ -131,7 +140,8 @@ Option Estimate::direct() const {
     return o;
   }
   o.obstacle = direct_obstacle(o.pitch);
-  if (o.obstacle == Obstacle::none && reduces_all() && !fits_words(share_bytes_)) {
+  if (o.obstacle == Obstacle::none && reduces_all() &&
+      !(room_.two_steps && fits_words(share_bytes_))) {
     o.obstacle = Obstacle::no_room;
   }
   if (o.obstacle != Obstacle::none) return o;
@@ -153,7 +163,7 @@ Option Estimate::direct() const {
 
 Option Estimate::copied_sum() const {
   Option o{.algo = XD_GEMM_ALGO_SEQUENTIAL, .products = 1, .gemm_us = whole_};
-  if (share_bytes_ > static_cast<double>(room_.chunk_bytes)) {
+  if (!fits_chunks()) {
     o.obstacle = Obstacle::no_room;
     return o;
   }
@@ -172,7 +182,8 @@ Option Estimate::worded_sum() const {
   if (reduces_all()) {
     const double one = m_.one_shot_us + peers_ * all_bytes_ / m_.one_shot_bytes_us;
     const double two = m_.two_shot_us + 2 * peers_ * share_bytes_ / m_.two_shot_bytes_us;
-    const bool one_shot = one < two && fits_words(all_bytes_);
+    const bool one_shot = (one < two || !room_.two_steps) && fits_words(all_bytes_);
+    if (!one_shot && !room_.two_steps) o.obstacle = Obstacle::no_room;
     o.mover = one_shot ? Mover::one_shot : Mover::words;
     o.transfer_us = one_shot ? one : two;
   } else {
@@ -305,6 +316,8 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
       return concat("needs rows of a rank that fill whole units of ", room.slot_unit, " bytes, ",
                     problem.most_tokens, " rows of ", problem.n * problem.partial_bytes,
                     " bytes do not");
+    case Obstacle::transposed:
+      return "needs a with rows of tokens (transpose_a = 0)";
     case Obstacle::no_room:
       return concat("needs room for ", share,
                     " bytes of partial sums from a rank, this context has ",

@@ -66,9 +66,10 @@ struct Problem {
   std::int64_t most_tokens = 0;  // of the rank that has most
   bool equal_shares = true;      // all ranks have the same number
   std::int64_t n = 0, k = 0;
-  int input_bytes = 2;    // of an element of a and b
-  int partial_bytes = 2;  // of an element of a product that is summed over ranks
-  double speed = 1;       // of the product's arithmetic, 1 = bf16
+  int input_bytes = 2;         // of an element of a and b
+  int partial_bytes = 2;       // of an element of a product that is summed over ranks
+  double speed = 1;            // of the product's arithmetic, 1 = bf16
+  bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
 };
 
 // What a context has memory for.
@@ -77,6 +78,7 @@ struct Room {
   std::uint64_t slot_unit = 0;    // slots begin at multiples of it, 0 = there are none
   std::uint64_t word_bytes = 0;   // words from one source
   std::uint64_t chunk_bytes = 0;  // partial sums from one source; 0 = there is no such memory
+  bool two_steps = true;          // all_reduce: sums may travel as they are stored
 };
 
 // Why an algorithm cannot run.
@@ -88,6 +90,7 @@ enum class Obstacle : std::uint8_t {
   no_slots,        // the context has none
   slot_too_small,  // a rank's rows do not fit into a slot
   no_pitch,        // no pitch makes a rank's rows fill a slot
+  transposed,      // parts of a are not rows
   no_room,         // neither words nor rows of partial sums have a place
 };
 

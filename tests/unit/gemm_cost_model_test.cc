@@ -239,6 +239,11 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   EXPECT_EQ(obstacle(sum, room, kSeq), Obstacle::no_room);
   EXPECT_EQ(options_of({}, sum, room).best(), nullptr);
 
+  Problem transposed = sum;
+  transposed.rows_of_tokens = false;
+  EXPECT_EQ(obstacle(transposed, ample(), kRing), Obstacle::transposed);
+  EXPECT_EQ(obstacle(transposed, ample(), kDirect), Obstacle::none);
+
   const std::string text = text_of(options_of({}, uneven, ample()), uneven, ample());
   EXPECT_NE(text.find("DIRECT: needs the same number of tokens on all ranks"), std::string::npos)
       << text;
@@ -259,6 +264,21 @@ TEST(GemmCostModel, PitchesFillWholeUnits) {
     EXPECT_EQ(pitch * 2 % 16, 0);
     EXPECT_EQ(static_cast<std::uint64_t>(rows * pitch * 2) % (2 * kMiB), 0) << rows << " rows";
   }
+}
+
+// Sums that may not travel as they are stored: all ranks get all products, where these fit.
+TEST(GemmCostModel, AllReducesInOneStepWhereItMust) {
+  Room room = ample();
+  room.two_steps = false;
+  room.chunk_bytes = 0;
+  const auto sequential = [&](std::int64_t tokens) {
+    return *options_of({}, problem_of(kAr, 4, tokens, 8192, 7168), room).find(kSeq);
+  };
+  EXPECT_EQ(sequential(512).mover, Mover::one_shot);  // two steps would be faster
+  EXPECT_EQ(sequential(512).obstacle, Obstacle::none);
+  EXPECT_EQ(sequential(4096).obstacle, Obstacle::no_room);  // 64 MiB
+  EXPECT_EQ(options_of({}, problem_of(kAr, 4, 512, 8192, 7168), room).find(kDirect)->obstacle,
+            Obstacle::no_room);
 }
 
 TEST(GemmCostModel, OneRankHasNoTransfer) {

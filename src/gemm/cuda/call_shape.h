@@ -1,0 +1,36 @@
+// From a checked call to what describes it to the cost model, to cuBLASLt and to kernels. Pure.
+#pragma once
+
+#include "cuda/cublaslt.h"
+#include "gemm/calls.h"
+#include "gemm/cost_model.h"
+#include "gemm/cuda/params.h"
+
+namespace xd::gemm::cuda {
+
+// Throws UNSUPPORTED, with what to do instead, for calls that this executor does not carry out by
+// any algorithm.
+void require_supported(const ProductCall& call);
+
+Problem problem_of(const ProductCall& call, const Config& config);
+// The room for a call: of what the context has, the part that the call can use.
+Room room_of(const ProductCall& call, const ContextMap& map);
+
+// True if cuBLASLt stores D as it shall be. Otherwise it stores float32, and finish_kernel D.
+bool is_plain(const ProductCall& call);
+// The product of `rows` rows of tokens. `d_type`: as it is stored, in packed rows. `finished`: by
+// cuBLASLt, which also adds C.
+xd::cuda::ProductShape product_shape(const ProductCall& call, std::int64_t rows, DType d_type,
+                                     bool finished);
+// The rows of a from `row` on; `a`: where row 0 is.
+const std::byte* rows_of_a(const ProductCall& call, const std::byte* a, std::int64_t row);
+xd::cuda::ProductPointers product_pointers(const ProductCall& call, const std::byte* a, void* d);
+
+// `alpha`: as far as the product has not applied it.
+Epilogue epilogue_of(const ProductCall& call, float alpha);
+// The same without stores, for sums of columns.
+Epilogue without_stores(const Epilogue& epilogue);
+
+cudaDataType_t lt_type(DType type);
+
+}  // namespace xd::gemm::cuda

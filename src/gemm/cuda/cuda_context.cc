@@ -1,0 +1,301 @@
+#include "gemm/cuda/cuda_context.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/math.h"
+#include "cuda/known_memory.h"
+#include "cuda/stream.h"
+#include "gemm/cuda/call_shape.h"
+#include "gemm/cuda/executor.h"
+#include "gemm/cuda/kernels.h"
+
+namespace xd::gemm::cuda {
+namespace {
+
+constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
+// A rank's way of moving rows is part of what ranks compare: above the flags of the family.
+constexpr int kMoverShift = 5;
+
+Setback setback_of(const Report& report, const Context& context) {
+  const std::span<const Record> records(report.record, at(context.config().ranks));
+  if (Setback found = turn::disagreement<Family>(records, context.rank())) return found;
+  return {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = report.rank};
+}
+
+using Claim = xd::cuda::KnownMemory::Claim;
+Claim claim(const Tensor& tensor) {
+  const Tensor::Extent extent = tensor.extent();
+  return {tensor.name, extent.first, extent.bytes};
+}
+
+void require_memory(const ProductCall& c, int device) {
+  xd::cuda::KnownMemory::of(device).require({claim(c.a), claim(c.b), claim(c.d), claim(c.c),
+                                             claim(c.bias), claim(c.pre_activation),
+                                             claim(c.bias_grad), claim(c.a_scale), claim(c.b_scale),
+                                             claim(c.d_scale), claim(c.d_amax), claim(c.gathered)});
+}
+
+}  // namespace
+
+std::uint64_t scratch_bytes(const Config& config) {
+  const auto elements =
+      checked_mul(static_cast<std::uint64_t>(config.all_tokens()),
+                  static_cast<std::uint64_t>(config.max_n), "tokens of all ranks * max_n");
+  // all_gather: float32 products that cuBLASLt does not finish; else products to be summed.
+  return checked_mul(elements, config.has(XD_GEMM_ALL_GATHER) ? 4 : config.summed_bytes(),
+                     "bytes of all products");
+}
+
+CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user)
+    : Context(owner, user),
+      starts_(at(config().ranks) + 1),
+      runner_(
+          *this, false, [this](const Report& report) { return setback_of(report, *this); },
+          [this](const turn::Call& call, std::uint32_t launch, xd_stream stream) {
+            Record record;
+            record.call = call;
+            launch_failed(turn_params(record, launch), stream);
+          }) {
+  memory_->comm = std::move(owner);
+  memory_->segments =
+      comm().share(kCreateContext, static_cast<std::size_t>(ContextMap::make(config()).end));
+  comm().collective().agree(kCreateContext, [this] {
+    allocate();
+    return Collective::Contribution{};
+  });
+  runner_.begin();
+}
+
+// Everything that operations need, of this rank alone.
+void CudaContext::allocate() {
+  const int device = comm().device().device_id;
+  const xd::cuda::DeviceGuard guard(device);
+  if (const char* reason = xd::cuda::why_no_products(); *reason != '\0') {
+    fail(XD_ERROR_UNSUPPORTED, reason);
+  }
+  if (config().ranks > kMaxDeviceRanks) {
+    fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks, expected at most ",
+         kMaxDeviceRanks, " on CUDA devices");
+  }
+  if (config().num_comm_sms > 0) {
+    fail(XD_ERROR_UNSUPPORTED, "config.num_comm_sms = ", config().num_comm_sms,
+         ", expected 0: this version moves rows by copy engines, or before or after the product");
+  }
+  runner_.allocate();
+  memory_->scratch =
+      xd::cuda::DeviceBuffer(device, scratch_bytes(config()), "products before they are summed");
+  memory_->products = std::make_unique<Products>(device);
+  memory_->side = std::make_unique<SideStream>(device);
+  memory_->side->reserve(at(config().ranks) + 4);
+  load_kernels();
+  empty_words();
+  describe();
+  warm_up();
+}
+
+// No word has arrived yet. Peers push words only after this step.
+void CudaContext::empty_words() const {
+  const ContextMap map = ContextMap::make(config());
+  if (map.words == 0) return;
+  const xd::cuda::Stream stream(comm().device().device_id);
+  std::byte* const own = memory_->segments[at(rank())]->base();
+  XD_CUDA_CHECK(cudaMemsetAsync(own + map.words, 0xFF, map.end - map.words, stream.get()));
+  stream.synchronize();
+}
+
+void CudaContext::describe() {
+  shop_.map = ContextMap::make(config());
+  std::vector<HeapRange> areas;
+  for (const auto& segment : memory_->segments) {
+    areas.push_back({segment->base(), segment->bytes()});
+    shop_.areas.push_back(segment->base());
+  }
+  memory_->tables = xd::cuda::DeviceBuffer(comm().device().device_id, std::span(areas).size_bytes(),
+                                           "a context's tables");
+  memory_->tables.write(0, areas.data(), std::span(areas).size_bytes());
+  shop_.group = {.comm = comm().device_comm(),
+                 .number = number(),
+                 .fatal_errors = false,
+                 .control = runner_.control(),
+                 .report = runner_.report(),
+                 .areas = memory_->tables.as<const HeapRange>(),
+                 .map = shop_.map};
+  shop_.scratch = memory_->scratch.data();
+  shop_.products = memory_->products.get();
+  shop_.side = memory_->side.get();
+  // Ranks that share a device run at once, and so do their blocks.
+  shop_.multiprocessors = std::max(1, comm().multiprocessors() / comm().ranks_on_device());
+  shop_.keeps_gathered = config().keep_gathered;
+}
+
+// Products of the bounds' sizes, of every class of rows: see Products. Their operands mean nothing.
+void CudaContext::warm_up() {
+  const int device = comm().device().device_id;
+  const DType type = config().type;
+  const bool fp8 = dtype_bytes(type) == 1;
+  const DType stored = fp8 ? DType::bf16 : type;
+  const std::int64_t step = 16 / static_cast<std::int64_t>(dtype_bytes(type));
+  const auto whole = [&](std::int64_t columns) {
+    return std::max<std::int64_t>(columns / step, 1) * step;
+  };
+  if (config().max_n < step) return;
+  const std::int64_t n = whole(config().max_n);
+  const std::int64_t k = config().max_k > 0 ? whole(config().max_k) : n;
+  const std::uint64_t element = dtype_bytes(type);
+  const std::int64_t rows = config().all_tokens();
+  const xd::cuda::DeviceBuffer a(device, static_cast<std::uint64_t>(rows * k) * element,
+                                 "operands of first products");
+  const xd::cuda::DeviceBuffer b(device, static_cast<std::uint64_t>(n * k) * element,
+                                 "operands of first products");
+  for (const bool transpose_b : {true, false}) {
+    if (fp8 && !transpose_b) continue;
+    xd::cuda::ProductShape shape{.n = n,
+                                 .k = k,
+                                 .a_type = lt_type(type),
+                                 .b_type = lt_type(type),
+                                 .d_type = lt_type(stored),
+                                 .bias_type = lt_type(stored),
+                                 .transpose_b = transpose_b,
+                                 .b_pitch = transpose_b ? k : n,
+                                 .d_pitch = n};
+    memory_->products->warm_up(shape, rows, a.data(), b.data(), memory_->scratch.data());
+  }
+}
+
+CudaContext::~CudaContext() {
+  if (!runner_.end()) keep_for_good();
+}
+
+// Everything that a kernel of this context may touch is never freed.
+void CudaContext::keep_for_good() noexcept {
+  static std::atomic<Memory*> all{nullptr};  // found from here, so that it is not lost
+  log_warning("a context was destroyed while an operation of it runs [rank ", rank(), " of ",
+              config().ranks, "]: its memory is kept until the process ends");
+  Memory* const kept = memory_.release();
+  kept->of_turns = runner_.take_memory();
+  kept->next = all.load();
+  while (!all.compare_exchange_weak(kept->next, kept)) {
+  }
+}
+
+// ---- Calls -------------------------------------------------------------------------------------
+
+void CudaContext::product(xd_gemm_operation operation, const xd_gemm_args* args, xd_stream stream) {
+  kept_ = XD_GEMM_VIEW_INIT;
+  runner_.run(operation, stream, [&] {
+    const ProductCall call = read_product(operation, args, call_context(starts_));
+    start(call, stream);
+    if (operation == XD_GEMM_ALL_GATHER && config().keep_gathered) keep(call, args->a->dtype);
+  });
+}
+
+void CudaContext::keep(const ProductCall& call, DLDataType type) {
+  kept_.data = shop_.areas[at(rank())] + shop_.map.gathered;
+  kept_.rows = call.shares.all();
+  kept_.columns = call.k;
+  kept_.pitch_bytes = call.a.row_bytes();
+  kept_.dtype = type;
+}
+
+void CudaContext::bulk(const xd_gemm_bulk_args*, xd_stream stream) {
+  kept_ = XD_GEMM_VIEW_INIT;
+  take_failed_turn(
+      XD_GEMM_BULK,
+      Error(XD_ERROR_UNSUPPORTED, error_text("xd_gemm_bulk: this version has it on the CPU only")),
+      stream);
+}
+
+void CudaContext::start_all_gather(const xd_gemm_gather_args*, xd_stream stream) {
+  take_failed_turn(
+      XD_GEMM_START_ALL_GATHER,
+      Error(XD_ERROR_UNSUPPORTED,
+            error_text("xd_gemm_start_all_gather: this version has it on the CPU only")),
+      stream);
+}
+
+xd_gemm_view CudaContext::gathered() {
+  comm().errors().check_usable();
+  XD_REQUIRE(kept_.data != nullptr,
+             "context: keeps no gathered rows, expected keep_gathered = 1 and an all_gather as its "
+             "last operation");
+  return kept_;
+}
+
+// The way of a call. Throws UNSUPPORTED where the algorithm that was asked for cannot run.
+Option CudaContext::choose(const ProductCall& call) const {
+  require_supported(call);
+  const Problem problem = problem_of(call, config());
+  const Room room = room_of(call, shop_.map);
+  const Options options = options_of(machine_, problem, room);
+  const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);
+  const bool runs = asked != nullptr && asked->obstacle == Obstacle::none;
+  if (runs) return *asked;
+  const Option* best = options.best();
+  if (best != nullptr && config().allow_fallback) return *best;
+  if (asked == nullptr) {
+    fail(XD_ERROR_UNSUPPORTED, "no algorithm can run:\n", text_of(options, problem, room));
+  }
+  fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo), ": ",
+       text_of(asked->obstacle, problem, room));
+}
+
+void CudaContext::start(const ProductCall& call, xd_stream stream) {
+  require_memory(call, comm().device().device_id);
+  const Option option = choose(call);
+  Record record = record_of(call, option.algo);
+  record.flags =
+      static_cast<std::uint8_t>(record.flags | static_cast<unsigned>(option.mover) << kMoverShift);
+  const TurnParams turn = turn_params(record, runner_.next_launch());
+  const Operation work(shop_, call, option, turn, stream);
+  work.describe_products();  // what cuBLASLt cannot do is found before anything is launched
+  work.enqueue();
+}
+
+xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
+  const Option option = choose(call);
+  const Problem problem = problem_of(call, config());
+  const Room room = room_of(call, shop_.map);
+  xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+  info.algo = option.algo;
+  info.num_products = option.products;
+  info.estimate_us = option.us;
+  info.gemm_us = option.gemm_us;
+  info.transfer_us = option.transfer_us;
+  const std::string text = text_of(options_of(machine_, problem, room), problem, room);
+  std::strncpy(info.text, text.c_str(), sizeof(info.text) - 1);
+  return info;
+}
+
+// ---- The executor ------------------------------------------------------------------------------
+
+namespace {
+
+std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_config* config) {
+  return std::make_unique<CudaContext>(std::move(comm), config);
+}
+
+xd_gemm_memory context_memory(const Config& config) {
+  xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
+  memory.symmetric_bytes = round_up(ContextMap::make(config).end, kGranularity);
+  memory.private_bytes = scratch_bytes(config) + Products::kWorkspaceBytes + sizeof(Control) +
+                         sizeof(Report) + at(config.ranks) * sizeof(HeapRange);
+  return memory;
+}
+
+}  // namespace
+
+const Executor kExecutor{.device_type = kDLCUDA,
+                         .make_context = make_context,
+                         .context_memory = context_memory,
+                         .availability = [] {
+                           const char* reason = xd::cuda::why_no_products();
+                           return Feature{*reason == '\0', *reason == '\0' ? "available" : reason};
+                         }};
+
+}  // namespace xd::gemm::cuda

@@ -1,0 +1,75 @@
+// A context on CUDA devices: its memory, its choices, and the turns of its calls.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "cuda/memory.h"
+#include "gemm/context.h"
+#include "gemm/cuda/operations.h"
+#include "turn/device_runner.h"
+
+namespace xd::gemm::cuda {
+
+class CudaContext final : public Context {
+ public:
+  CudaContext(std::shared_ptr<Comm> comm, const xd_gemm_config* config);
+  ~CudaContext() override;
+
+  void product(xd_gemm_operation operation, const xd_gemm_args* args, xd_stream stream) override;
+  void bulk(const xd_gemm_bulk_args* args, xd_stream stream) override;
+  void start_all_gather(const xd_gemm_gather_args* args, xd_stream stream) override;
+  void wait(xd_stream) override { comm().errors().check_usable(); }  // nothing is ever begun
+  xd_gemm_view gathered() override;
+
+  xd_gemm_status take_status() override {
+    runner_.collect();
+    return Context::take_status();
+  }
+  const volatile std::uint64_t* watch() const override { return runner_.watch(); }
+
+ protected:
+  void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {
+    runner_.run(operation, stream, [&] { throw std::move(error); });
+  }
+  xd_gemm_plan_info plan_of(const ProductCall& call) const override;
+
+ private:
+  using Runner = turn::DeviceRunner<Family, Control, Report>;
+
+  // All that kernels may touch, and what they are launched with.
+  struct Memory {
+    std::shared_ptr<Comm> comm;
+    Segments segments;
+    xd::cuda::DeviceBuffer tables, scratch;
+    std::unique_ptr<Products> products;
+    std::unique_ptr<SideStream> side;
+    Runner::Memory of_turns;
+    Memory* next = nullptr;
+  };
+
+  void keep_for_good() noexcept;
+  void allocate();
+  void empty_words() const;
+  void describe();
+  void warm_up();
+
+  void start(const ProductCall& call, xd_stream stream);
+  void keep(const ProductCall& call, DLDataType type);
+  Option choose(const ProductCall& call) const;
+  TurnParams turn_params(const Record& record, std::uint32_t launch) const {
+    return {.group = shop_.group, .launch = launch, .record = record};
+  }
+
+  const Machine machine_{};
+  std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
+  Workshop shop_;
+  std::vector<std::int64_t> starts_;
+  xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;  // data = nullptr: nothing
+  Runner runner_;
+};
+
+// Memory of the device that peers do not see.
+std::uint64_t scratch_bytes(const Config& config);
+
+}  // namespace xd::gemm::cuda

@@ -1,0 +1,24 @@
+if(NOT XD_CUDA)
+  return()
+endif()
+list(APPEND xd_executors cuda)
+
+xd_layer(xd_gemm_cuda
+  SOURCES
+    gemm/cuda/call_shape.cc
+    gemm/cuda/cuda_context.cc
+    gemm/cuda/finish.cu
+    gemm/cuda/opening.cu
+    gemm/cuda/operations.cc
+    gemm/cuda/products.cc
+    gemm/cuda/push.cu
+    gemm/cuda/schedule.cc
+    gemm/cuda/sum.cu
+    gemm/cuda/words.cu
+  DEPENDS
+    xd_gemm
+    xd_cuda
+)
+# Sums have one defined order and rounding: a product and the sum after it are not fused.
+target_compile_options(xd_gemm_cuda PRIVATE
+  $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off> $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false>)

@@ -1,0 +1,34 @@
+// The kernels of the CUDA executor as the host starts them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "gemm/cuda/params.h"
+
+namespace xd::gemm::cuda {
+
+// Nothing waits on the host. `type`: of the products.
+
+// The first launch of an operation of several: peers may touch this rank's memory once they know
+// of it, and when it has ended this rank may touch theirs.
+void launch_open(const TurnParams& params, cudaStream_t stream);
+// The last launch of an operation whose rows need no sum. The work before it in the stream is all
+// that this rank does in peers' memory.
+void launch_close(const TurnParams& params, cudaStream_t stream);
+// The turn of a call that failed on the host.
+void launch_failed(const TurnParams& params, cudaStream_t stream);
+// When it has ended, the rows of these sources have landed.
+void launch_landed(const LandedParams& params, cudaStream_t stream);
+// The last launch of an operation whose partial sums lie in the slots when all peers have left.
+void launch_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream);
+// Whole operations.
+void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream);
+void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);
+// Work of this rank alone.
+void launch_finish(const FinishParams& params, int multiprocessors, cudaStream_t stream);
+void launch_column_sums(const ColumnSumParams& params, DType type, cudaStream_t stream);
+
+// Loads every kernel on the current device.
+void load_kernels();
+
+}  // namespace xd::gemm::cuda

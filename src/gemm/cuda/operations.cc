@@ -1,0 +1,260 @@
+#include "gemm/cuda/operations.h"
+
+#include <algorithm>
+
+#include "cuda/error.h"
+#include "gemm/cuda/call_shape.h"
+#include "gemm/cuda/kernels.h"
+
+namespace xd::gemm::cuda {
+namespace {
+
+std::uint64_t bytes_of(std::int64_t rows, std::uint64_t row_bytes) {
+  return static_cast<std::uint64_t>(rows) * row_bytes;
+}
+
+}  // namespace
+
+void Operation::enqueue() const {
+  clear_amax();
+  w_.side->begin();
+  call_.operation == XD_GEMM_ALL_GATHER ? all_gather() : reduce();
+}
+
+void Operation::describe_products() const {
+  const bool gathers = call_.operation == XD_GEMM_ALL_GATHER;
+  const auto describe = [&](std::int64_t rows) {
+    w_.products->describe(gathers ? gathered_shape(rows) : partial_shape(rows));
+  };
+  if (in_one_product()) return describe(gathers ? call_.shares.all() : call_.a_rows);
+  if (!gathers) {
+    for (int r = 0; r < ranks(); ++r) describe(call_.shares.rows(r));
+    return;
+  }
+  describe(call_.a_rows);
+  const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
+  for (int i = 0; i < schedule.steps; ++i) {
+    const auto [begin, end] = rows_of(schedule.step[at(i)]);
+    describe(end - begin);
+  }
+}
+
+xd::cuda::ProductShape Operation::gathered_shape(std::int64_t rows) const {
+  const bool plain = is_plain(call_);
+  return product_shape(call_, rows, plain ? call_.d.type : DType::f32, plain);
+}
+
+xd::cuda::ProductShape Operation::partial_shape(std::int64_t rows) const {
+  return product_shape(call_, rows, call_.wide_type(), false);
+}
+
+void Operation::clear_amax() const {
+  if (call_.d_amax) XD_CUDA_CHECK(cudaMemsetAsync(call_.d_amax.data, 0, sizeof(float), s_));
+}
+
+void Operation::copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const {
+  if (bytes == 0) return;
+  XD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+// ---- all_gather --------------------------------------------------------------------------------
+
+void Operation::all_gather() const {
+  option_.mover == Mover::push ? gather_by_push() : gather_by_copies();
+  return_gathered();
+  finish_gather();
+}
+
+void Operation::gather_by_push() const {
+  const std::uint64_t row = row_bytes_of_a();
+  launch_push({.turn = turn_,
+               .rows = call_.a.data,
+               .bytes = bytes_of(call_.a_rows, row),
+               .offset = bytes_of(call_.shares.start(rank()), row)},
+              w_.multiprocessors, s_);
+  gathered_product(0, call_.shares.all(), area(rank()) + w_.map.gathered);
+}
+
+// The own product is enqueued behind the opening and needs nothing of it, so the two run side by
+// side. Flags are waited for behind the opening, which says which epoch they will have.
+void Operation::gather_by_copies() const {
+  w_.side->order(s_, c());
+  launch_open(turn_, c());
+  const cudaEvent_t opened = w_.side->record(c());
+  send_rows();
+  launch_close(turn_, c());
+  const cudaEvent_t closed = w_.side->record(c());
+  if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) {
+    gathered_product(call_.shares.start(rank()), call_.a_rows, call_.a.data);
+  }
+  keep_own_rows();
+  SideStream::wait(opened, s_);
+  take_steps();
+  SideStream::wait(closed, s_);
+}
+
+// Each flag follows its rows in the same stream: see opening.cu.
+void Operation::send_rows() const {
+  const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
+  const std::uint64_t row = row_bytes_of_a();
+  const std::uint64_t offset = w_.map.gathered + bytes_of(call_.shares.start(rank()), row);
+  for (int i = 0; i < schedule.sends; ++i) {
+    std::byte* const to = area(schedule.to[at(i)]);
+    copy(to + offset, call_.a.data, bytes_of(call_.a_rows, row), c());
+    copy(to + w_.map.landed_of(rank()), &w_.group.control->opened, sizeof(std::uint64_t), c());
+  }
+}
+
+// The own rows lie among the gathered ones where somebody reads them there.
+void Operation::keep_own_rows() const {
+  if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL && !call_.gathered && !w_.keeps_gathered) return;
+  const std::uint64_t row = row_bytes_of_a();
+  copy(area(rank()) + w_.map.gathered + bytes_of(call_.shares.start(rank()), row), call_.a.data,
+       bytes_of(call_.a_rows, row), s_);
+}
+
+void Operation::take_steps() const {
+  const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
+  const std::byte* const gathered = area(rank()) + w_.map.gathered;
+  for (int i = 0; i < schedule.steps; ++i) {
+    const auto [first, count] = schedule.step[at(i)];
+    launch_landed({.group = w_.group, .operation = call_.operation, .first = first, .count = count},
+                  s_);
+    if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) continue;
+    const std::int64_t start = call_.shares.start(first);
+    const std::int64_t rows =
+        call_.shares.start(first + count - 1) + call_.shares.rows(first + count - 1) - start;
+    gathered_product(start, rows, rows_of_a(call_, gathered, start));
+  }
+  if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) gathered_product(0, call_.shares.all(), gathered);
+}
+
+// The product of rows of the gathered tensor from `first` on, which begin at `a`.
+void Operation::gathered_product(std::int64_t first, std::int64_t rows, const std::byte* a) const {
+  const bool plain = is_plain(call_);
+  const DType stored = plain ? call_.d.type : DType::f32;
+  const std::uint64_t offset =
+      bytes_of(first, static_cast<std::uint64_t>(call_.n) * dtype_bytes(stored));
+  auto pointers = product_pointers(call_, a, (plain ? call_.d.data : w_.scratch) + offset);
+  const bool adds = plain && call_.c;
+  if (adds) pointers.c = call_.c.data + offset;
+  w_.products->run(gathered_shape(rows), pointers, call_.alpha, adds ? call_.beta : 0.0f, s_);
+}
+
+void Operation::return_gathered() const {
+  if (!call_.gathered) return;
+  copy(call_.gathered.data, area(rank()) + w_.map.gathered, call_.gathered.bytes(), s_);
+}
+
+void Operation::finish_gather() const {
+  if (is_plain(call_)) return;
+  const Epilogue epilogue = epilogue_of(call_, 1.0f);
+  const auto* product = reinterpret_cast<const float*>(w_.scratch);
+  if (call_.bias_grad) {
+    launch_column_sums({.partials = w_.scratch,
+                        .stride = 0,
+                        .sources = 1,
+                        .rows = call_.shares.all(),
+                        .columns = call_.n,
+                        .pitch = call_.n,
+                        .epilogue = without_stores(epilogue),
+                        .sums = call_.bias_grad.as<float>()},
+                       DType::f32, s_);
+  }
+  launch_finish(
+      {.product = product, .rows = call_.shares.all(), .columns = call_.n, .epilogue = epilogue},
+      w_.multiprocessors, s_);
+}
+
+// ---- reduce_scatter and all_reduce -------------------------------------------------------------
+
+void Operation::reduce() const {
+  option_.mover == Mover::copies ? reduce_by_copies() : reduce_by_words();
+}
+
+void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
+  w_.products->run(partial_shape(rows),
+                   product_pointers(call_, rows_of_a(call_, call_.a.data, first), to), call_.alpha,
+                   0.0f, s_);
+}
+
+void Operation::reduce_by_words() const {
+  partial_product(0, call_.a_rows, w_.scratch);
+  WordsParams params{.turn = turn_,
+                     .product = w_.scratch,
+                     .starts = {},
+                     .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
+                     .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
+                     .one_step = option_.mover == Mover::one_shot,
+                     .epilogue = epilogue_of(call_, 1.0f)};
+  const std::int64_t vectors = call_.a_rows * params.row_vectors;
+  const std::int64_t part = (vectors + ranks() - 1) / ranks();
+  for (int r = 0; r <= ranks(); ++r) {
+    params.starts[r] = params.gathers ? std::min(r * part, vectors)
+                       : r == ranks() ? vectors
+                                      : call_.shares.start(r) * params.row_vectors;
+  }
+  launch_words(params, call_.wide_type(), w_.multiprocessors, s_);
+}
+
+void Operation::reduce_by_copies() const {
+  const std::uint64_t row = partial_row_bytes();
+  w_.side->order(s_, c());
+  launch_open(turn_, c());
+  const bool whole = option_.algo == XD_GEMM_ALGO_SEQUENTIAL;
+  if (whole) {
+    partial_product(0, call_.a_rows, w_.scratch);
+    w_.side->order(s_, c());
+  }
+  for (int d = 1; d < ranks(); ++d) {
+    const int peer = (rank() + d) % ranks();
+    const std::int64_t start = call_.shares.start(peer);
+    if (!whole) {
+      partial_product(start, call_.shares.rows(peer), w_.scratch + bytes_of(start, row));
+      w_.side->order(s_, c());
+    }
+    send_partials(peer);
+  }
+  const std::int64_t start = call_.shares.start(rank());
+  std::byte* const own = area(rank()) + w_.map.slot_of(rank());
+  if (whole) {
+    copy(own, w_.scratch + bytes_of(start, row), bytes_of(call_.shares.rows(rank()), row), s_);
+  } else {
+    partial_product(start, call_.shares.rows(rank()), own);
+  }
+  w_.side->order(c(), s_);
+  sum_slots();
+}
+
+// Behind the opening, which has seen the peer's record: its sums of earlier operations have ended.
+void Operation::send_partials(int peer) const {
+  const std::uint64_t row = partial_row_bytes();
+  copy(area(peer) + w_.map.slot_of(rank()), w_.scratch + bytes_of(call_.shares.start(peer), row),
+       bytes_of(call_.shares.rows(peer), row), c());
+}
+
+void Operation::sum_slots() const {
+  const Epilogue epilogue = epilogue_of(call_, 1.0f);
+  const std::byte* const slots = area(rank()) + w_.map.slots;
+  launch_sum({.turn = turn_,
+              .partials = slots,
+              .stride = w_.map.slot_bytes,
+              .rows = call_.shares.rows(rank()),
+              .columns = call_.n,
+              .pitch = call_.n,
+              .epilogue = epilogue},
+             call_.wide_type(), w_.multiprocessors, s_);
+  if (!call_.bias_grad) return;
+  // The slots stay as they are until this rank's record of the next operation.
+  launch_column_sums({.partials = slots,
+                      .stride = w_.map.slot_bytes,
+                      .sources = ranks(),
+                      .rows = call_.shares.rows(rank()),
+                      .columns = call_.n,
+                      .pitch = call_.n,
+                      .epilogue = without_stores(epilogue),
+                      .sums = call_.bias_grad.as<float>()},
+                     call_.wide_type(), s_);
+}
+
+}  // namespace xd::gemm::cuda

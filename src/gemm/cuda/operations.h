@@ -1,0 +1,101 @@
+// The operations of a context as launches. Nothing here waits on the host, and everything can be
+// captured.
+//
+//   s = the caller's stream, c = the context's own stream; │ = ordered by stream, ► by event
+//
+//   all_gather by copies                        reduce_scatter by copies
+//   c                      s                    c                      s
+//   open ◄──────────────── (caller's work)      open ◄──────────────── (caller's work)
+//   │   └────────────┐     product, own rows    copy to r+1 ◄───────── product, rows of r+1
+//   copy, flag to p1 │     │                    copy to r+2 ◄───────── product, rows of r+2
+//   copy, flag to p2 └───► landed: sources      │                      product, own rows, into slot
+//   │                      product, their rows  └────────────────────► sum: waits, sums, ends
+//   close ───────────────► landed, product ..
+//
+// In all_gather by a kernel (push), and where sums travel as words, the operation is one launch on
+// s, in front of the product or behind it.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "gemm/calls.h"
+#include "gemm/cost_model.h"
+#include "gemm/cuda/params.h"
+#include "gemm/cuda/products.h"
+#include "gemm/cuda/schedule.h"
+#include "gemm/cuda/side_stream.h"
+
+namespace xd::gemm::cuda {
+
+// What operations use, made with the context.
+struct Workshop {
+  Group group{};
+  ContextMap map{};
+  std::vector<std::byte*> areas;  // what each rank shares, by rank
+  std::byte* scratch = nullptr;   // products before they are summed or finished
+  Products* products = nullptr;
+  SideStream* side = nullptr;
+  int multiprocessors = 0;
+  bool keeps_gathered = false;  // all gathered rows stay, the own ones included
+};
+
+class Operation {
+ public:
+  Operation(const Workshop& workshop, const ProductCall& call, const Option& option,
+            const TurnParams& turn, cudaStream_t stream)
+      : w_(workshop), call_(call), option_(option), turn_(turn), s_(stream) {}
+
+  // Describes all products to cuBLASLt. Throws UNSUPPORTED if it has none for one of them.
+  void describe_products() const;
+  void enqueue() const;
+
+ private:
+  bool in_one_product() const {
+    return option_.algo == XD_GEMM_ALGO_SEQUENTIAL || option_.algo == XD_GEMM_ALGO_DIRECT;
+  }
+  // The rows of ranks that follow one another, [first, second).
+  std::pair<std::int64_t, std::int64_t> rows_of(Sources sources) const {
+    const int last = sources.first + sources.count - 1;
+    return {call_.shares.start(sources.first), call_.shares.start(last) + call_.shares.rows(last)};
+  }
+  xd::cuda::ProductShape gathered_shape(std::int64_t rows) const;
+  xd::cuda::ProductShape partial_shape(std::int64_t rows) const;
+
+  void all_gather() const;
+  void gather_by_push() const;
+  void gather_by_copies() const;
+  void send_rows() const;
+  void take_steps() const;
+  void keep_own_rows() const;
+  void return_gathered() const;
+  void finish_gather() const;
+  void gathered_product(std::int64_t first, std::int64_t rows, const std::byte* a) const;
+
+  void reduce() const;
+  void reduce_by_words() const;
+  void reduce_by_copies() const;
+  void send_partials(int peer) const;
+  void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
+  void sum_slots() const;
+
+  void clear_amax() const;
+  void copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const;
+
+  int rank() const { return w_.group.rank(); }
+  int ranks() const { return w_.group.ranks(); }
+  cudaStream_t c() const { return w_.side->get(); }
+  std::byte* area(int r) const { return w_.areas[at(r)]; }
+  std::uint64_t row_bytes_of_a() const { return call_.a.row_bytes(); }
+  std::uint64_t partial_row_bytes() const {
+    return static_cast<std::uint64_t>(call_.n) * dtype_bytes(call_.wide_type());
+  }
+
+  const Workshop& w_;
+  const ProductCall& call_;
+  const Option& option_;
+  const TurnParams& turn_;
+  const cudaStream_t s_;
+};
+
+}  // namespace xd::gemm::cuda

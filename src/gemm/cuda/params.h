@@ -1,0 +1,153 @@
+// The parameters of a context's kernels: plain data, passed by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/layout.h"
+#include "gemm/config.h"
+#include "gemm/family.h"
+#include "turn/device_group.h"
+
+namespace xd::gemm::cuda {
+
+// Working state of a context: see turn::DeviceControl. An operation here may be several launches on
+// two streams, which share a launch number; the first opens the turn, and the last closes it.
+struct Control : turn::DeviceControl {
+  // Of the operation that was opened last. Copies take it to peers as a flag, and launches on
+  // another stream than the one that closes the turn read it, since `epoch` may have moved on.
+  std::uint64_t opened;
+  std::uint32_t agreed;  // 1 = all ranks agree about that operation, so flags will come
+  std::uint32_t unused;
+};
+
+struct Findings {};
+using Report = turn::DeviceReport<Record, Findings>;
+
+// What a rank shares with its peers: byte offsets, equal on all ranks.
+struct ContextMap {
+  turn::TurnMap turn;
+  std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
+  std::uint64_t gathered;  // rows of all ranks, in rank order
+  std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
+  std::uint64_t words;     // [2 parities][2 steps][W] partial sums and sums that arrive as words
+  std::uint64_t slot_bytes, word_bytes;  // of one source
+  std::uint64_t end;
+
+  // Words are for small tensors: for longer ones other ways are faster.
+  static constexpr std::uint64_t kMostWordBytes = std::uint64_t{8} << 20;
+  static constexpr std::uint64_t kFlagStride = 64;
+
+  static ContextMap make(const Config& config) {
+    const auto ranks = static_cast<std::uint64_t>(config.ranks);
+    const auto tokens = static_cast<std::uint64_t>(config.max_tokens);
+    LayoutCursor cursor;
+    ContextMap map{};
+    map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
+    map.landed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
+    if (config.gathers()) {
+      const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
+      map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
+    }
+    if (config.sums()) {
+      const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
+      map.slot_bytes = (tokens * row + kRowStart - 1) / kRowStart * kRowStart;
+      map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
+      map.word_bytes = map.slot_bytes < kMostWordBytes ? map.slot_bytes : kMostWordBytes;
+      map.words = cursor.add<std::byte>(4 * ranks * map.word_bytes, kRowStart);
+    }
+    map.end = cursor.at;
+    return map;
+  }
+
+  // The words that `source` has pushed in a step (0 or 1) of an operation.
+  constexpr std::uint64_t words_of(std::uint64_t epoch, int step, int source, int ranks) const {
+    const std::uint64_t area = epoch % 2 * 2 + static_cast<std::uint64_t>(step);
+    return words + (area * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source)) *
+                       word_bytes;
+  }
+  constexpr std::uint64_t slot_of(int source) const {
+    return slots + static_cast<std::uint64_t>(source) * slot_bytes;
+  }
+  constexpr std::uint64_t landed_of(int source) const {
+    return landed + static_cast<std::uint64_t>(source) * kFlagStride;
+  }
+
+ private:
+  static constexpr std::uint64_t kRowStart = 1024;
+};
+
+using Group = turn::DeviceGroup<Control, Report, ContextMap>;
+using TurnParams = turn::DeviceTurnParams<Group, Record>;
+
+// What becomes of a float32 sum before it is stored.
+struct Epilogue {
+  float alpha;  // of the product, where the product has not applied it
+  float beta;
+  const std::byte* c;     // nullptr = none
+  const std::byte* bias;  // nullptr = none
+  xd_gemm_epilogue activation;
+  std::byte* pre_activation;  // nullptr = none; read by DGELU and DRELU, written by the others
+  std::byte* d;
+  const float* d_scale;  // nullptr = 1
+  float* d_amax;         // nullptr = not wanted; 0 before the launch
+  DType c_type, bias_type, pre_type, d_type;
+};
+
+// Sums the partial products of all ranks for the rows of this one.
+struct SumParams {
+  TurnParams turn;
+  // The partial sums of source s begin at partials + s * stride; rows are `pitch` elements apart.
+  const std::byte* partials;
+  std::uint64_t stride;
+  std::int64_t rows, columns, pitch;
+  Epilogue epilogue;
+};
+
+// Pushes partial sums as words, sums, and in all_reduce pushes the sums.
+struct WordsParams {
+  TurnParams turn;
+  const std::byte* product;  // [M,N] of this rank, packed
+  // The part of each rank in vectors of 16 bytes of the product: the first one, and behind the last
+  // rank's their number. In reduce_scatter a rank's rows, in all_reduce equal parts.
+  std::int64_t starts[kMaxDeviceRanks + 1];
+  std::int64_t row_vectors;  // of a row
+  bool gathers;              // all_reduce: sums go to everybody
+  bool one_step;             // all_reduce: the products go to everybody
+  Epilogue epilogue;
+};
+
+// Pushes this rank's rows into the gathered rows of all ranks.
+struct PushParams {
+  TurnParams turn;
+  const std::byte* rows;
+  std::uint64_t bytes;   // of this rank's rows, a multiple of 16
+  std::uint64_t offset;  // of them in the gathered rows
+};
+
+// Waits until the rows of sources have landed.
+struct LandedParams {
+  Group group;
+  std::int32_t operation;
+  int first, count;  // sources first, first + 1, .. modulo the number of ranks
+};
+
+// Applies an epilogue to a float32 product of this rank alone.
+struct FinishParams {
+  const float* product;
+  std::int64_t rows, columns;
+  Epilogue epilogue;
+};
+
+// Column sums of what the epilogue makes, before it is rounded.
+struct ColumnSumParams {
+  const std::byte* partials;
+  std::uint64_t stride;
+  int sources;
+  std::int64_t rows, columns, pitch;
+  Epilogue epilogue;  // stores nothing
+  float* sums;        // [columns]
+};
+
+}  // namespace xd::gemm::cuda
