@@ -64,6 +64,30 @@ void Library::check(Status status, const char* call) const {
 // XD_LT_CHECK(Matmul(...)): the text of the error names the function.
 #define XD_LT_CHECK(call) lt::library().check(lt::library().call, #call)
 
+namespace {
+
+// The pointers of a description are read when a product runs, and then they are others; but
+// cuBLASLt may look at their alignment before.
+alignas(256) constexpr std::byte kSomewhere[256]{};
+
+// Throws what check() throws, with the product that was not to be had.
+void check(lt::Status status, const char* call, const ProductShape& shape) {
+  if (status == lt::kSuccess) return;
+  fail(status == lt::kNotSupported ? XD_ERROR_UNSUPPORTED : XD_ERROR_INTERNAL, "cublasLt", call,
+       ": ", lt::library().GetStatusString(status), " for ", text_of(shape));
+}
+
+}  // namespace
+
+std::string text_of(const ProductShape& s) {
+  return concat("a product of [", s.m, ",", s.k, "]", s.transpose_a ? " (transposed)" : "",
+                " and [", s.k, ",", s.n, "]", s.transpose_b ? " (transposed)" : "",
+                ", types of cudaDataType ", static_cast<int>(s.a_type), ", ",
+                static_cast<int>(s.b_type), " to ", static_cast<int>(s.d_type), ", rows ",
+                s.a_pitch, ", ", s.b_pitch, ", ", s.d_pitch, " apart, epilogue ", s.epilogue,
+                ", scale modes ", s.a_scale_mode, ", ", s.b_scale_mode);
+}
+
 const char* why_no_products() noexcept {
   static const std::string reason = [] {
     try {
@@ -128,9 +152,15 @@ void Product::describe() {
   set(lt::kTransposeFirst, s.transpose_b ? lt::kTransposed : lt::kNotTransposed);
   set(lt::kTransposeSecond, s.transpose_a ? lt::kTransposed : lt::kNotTransposed);
   set(lt::kEpilogue, s.epilogue);
-  if ((s.epilogue & lt::kEpilogueBias) != 0) set(lt::kBiasType, static_cast<int>(s.bias_type));
+  const void* const somewhere = kSomewhere;
+  if ((s.epilogue & lt::kEpilogueBias) != 0) {
+    set(lt::kBiasType, static_cast<int>(s.bias_type));
+    set(lt::kBiasPointer, somewhere);
+  }
   if (s.b_scale_mode > 0) set(lt::kFirstScaleMode, s.b_scale_mode);
+  if (s.b_scale_mode >= 0) set(lt::kFirstScalePointer, somewhere);
   if (s.a_scale_mode > 0) set(lt::kSecondScaleMode, s.a_scale_mode);
+  if (s.a_scale_mode >= 0) set(lt::kSecondScalePointer, somewhere);
   if (s.fast_accumulate) set(lt::kFastAccumulate, std::int8_t{1});
   if (s.multiprocessors > 0) set(lt::kSmCountTarget, s.multiprocessors);
   const auto layout = [](lt::Layout* made, cudaDataType_t type, std::int64_t rows,
@@ -152,6 +182,9 @@ void Product::suggest() {
   const auto ask = [&] {
     XD_LT_CHECK(MatmulPreferenceSetAttribute(preference, lt::kMaxWorkspaceBytes, &workspace_bytes_,
                                              sizeof(workspace_bytes_)));
+    XD_LT_CHECK(MatmulPreferenceSetAttribute(preference, lt::kReductionSchemes,
+                                             &lt::kReduceInComputeType,
+                                             sizeof(lt::kReduceInComputeType)));
     // Tensors of callers begin at multiples of 16 bytes, and so do rows of ranks inside them.
     constexpr std::uint32_t kAlignment = 16;
     for (const int attribute : {lt::kMinAlignmentFirst, lt::kMinAlignmentSecond, lt::kMinAlignmentC,
@@ -159,8 +192,12 @@ void Product::suggest() {
       XD_LT_CHECK(
           MatmulPreferenceSetAttribute(preference, attribute, &kAlignment, sizeof(kAlignment)));
     }
-    XD_LT_CHECK(MatmulAlgoGetHeuristic(library_->handle(), operation_, first_, second_, d_, d_,
-                                       preference, kMost, found.data(), &count));
+    const lt::Status status =
+        lt::library().MatmulAlgoGetHeuristic(library_->handle(), operation_, first_, second_, d_,
+                                             d_, preference, kMost, found.data(), &count);
+    // A combination that it does not know at all may be an invalid value to it.
+    check(status == lt::kInvalidValue ? lt::kNotSupported : status, "MatmulAlgoGetHeuristic",
+          shape_);
   };
   try {
     ask();
@@ -174,9 +211,8 @@ void Product::suggest() {
     if (s.state == lt::kSuccess) candidates_.push_back(s.algorithm);
   }
   if (candidates_.empty()) {
-    fail(XD_ERROR_UNSUPPORTED, "cuBLASLt has no algorithm for a product of [", shape_.m, ",",
-         shape_.k, "] and [", shape_.k, ",", shape_.n, "] within ", workspace_bytes_,
-         " bytes of working memory");
+    fail(XD_ERROR_UNSUPPORTED, "cuBLASLt has no algorithm within ", workspace_bytes_,
+         " bytes of working memory for ", text_of(shape_));
   }
   chosen_ = candidates_.front();
 }
@@ -195,9 +231,10 @@ void Product::run(const ProductPointers& p, float alpha, float beta, void* works
   if ((shape_.epilogue & lt::kEpilogueBias) != 0) set(lt::kBiasPointer, p.bias);
   if (shape_.b_scale_mode >= 0) set(lt::kFirstScalePointer, p.b_scale);
   if (shape_.a_scale_mode >= 0) set(lt::kSecondScalePointer, p.a_scale);
-  XD_LT_CHECK(Matmul(library_->handle(), operation_, &alpha, p.b, first_, p.a, second_, &beta,
-                     p.c != nullptr ? p.c : p.d, d_, p.d, d_, &chosen_, workspace, workspace_bytes_,
-                     stream));
+  check(lt::library().Matmul(library_->handle(), operation_, &alpha, p.b, first_, p.a, second_,
+                             &beta, p.c != nullptr ? p.c : p.d, d_, p.d, d_, &chosen_, workspace,
+                             workspace_bytes_, stream),
+        "Matmul", shape_);
 }
 
 #undef XD_LT_CHECK

@@ -8,8 +8,10 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,7 +25,7 @@ using Layout = void*;      // a cublasLtMatrixLayout_t
 using Preference = void*;  // a cublasLtMatmulPreference_t
 using Status = int;        // a cublasStatus_t
 
-inline constexpr Status kSuccess = 0, kNotSupported = 15;
+inline constexpr Status kSuccess = 0, kInvalidValue = 7, kNotSupported = 15;
 inline constexpr int kNotTransposed = 0, kTransposed = 1;  // cublasOperation_t
 inline constexpr int kCompute32F = 68, kComputeTf32 = 77;  // cublasComputeType_t
 enum OperationAttribute : int {                            // cublasLtMatmulDescAttributes_t
@@ -41,11 +43,15 @@ enum OperationAttribute : int {                            // cublasLtMatmulDesc
 };
 enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
   kMaxWorkspaceBytes = 1,
+  kReductionSchemes = 3,
   kMinAlignmentFirst = 5,
   kMinAlignmentSecond = 6,
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
 };
+// cublasLtReductionScheme_t, as a mask: parts of a sum along K are added as float32 in working memory,
+// never as rounded elements of D.
+inline constexpr std::uint32_t kReduceInComputeType = 2;
 // cublasLtEpilogue_t
 inline constexpr int kEpilogueNone = 1, kEpilogueRelu = 2, kEpilogueBias = 4, kEpilogueGelu = 32;
 // cublasLtMatmulMatrixScale_t
@@ -54,6 +60,8 @@ inline constexpr int kScaleScalar = 0, kScaleOuterVector = 3, kScaleVector128 = 
 
 struct Algorithm {  // a cublasLtMatmulAlgo_t: plain words, the same on equal devices
   std::uint64_t data[8];
+
+  auto operator<=>(const Algorithm&) const = default;
 };
 
 struct Suggestion {  // a cublasLtMatmulHeuristicResult_t
@@ -132,6 +140,8 @@ struct ProductShape {
   bool operator==(const ProductShape&) const = default;
   auto operator<=>(const ProductShape&) const = default;
 };
+// For errors: sizes, storage and types.
+std::string text_of(const ProductShape& shape);
 
 struct ProductPointers {
   const void* a = nullptr;

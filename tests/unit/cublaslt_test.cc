@@ -38,6 +38,9 @@ static_assert(kEpilogueNone == CUBLASLT_EPILOGUE_DEFAULT &&
               kEpilogueGelu == CUBLASLT_EPILOGUE_GELU &&
               (kEpilogueRelu | kEpilogueBias) == CUBLASLT_EPILOGUE_RELU_BIAS &&
               (kEpilogueGelu | kEpilogueBias) == CUBLASLT_EPILOGUE_GELU_BIAS);
+static_assert(kReductionSchemes == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK &&
+              kReduceInComputeType == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+static_assert(kInvalidValue == CUBLAS_STATUS_INVALID_VALUE);
 static_assert(kScaleScalar == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F &&
               kScaleOuterVector == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F &&
               kScaleVector128 == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F &&

@@ -13,6 +13,11 @@ namespace lt = xd::cuda::lt;
 
 bool is_fp8(DType type) { return dtype_bytes(type) == 1; }
 
+// cuBLASLt reads vectors of elements at once.
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
+}
+
 void require_scaling(const ProductCall& call) {
   if (call.scaling == Scaling::none) return;
   if (call.operation == XD_GEMM_ALL_GATHER) {
@@ -53,23 +58,6 @@ void require_supported(const ProductCall& call) {
          " and transpose_b = ", int{call.transpose_b},
          ", expected 0 and 1 for fp8 on CUDA devices: give the transposed tensor");
   }
-  if (call.transpose_a && call.operation == XD_GEMM_ALL_GATHER) {
-    fail(XD_ERROR_UNSUPPORTED,
-         "transpose_a = 1, expected 0: this version gathers rows of tokens only on CUDA devices");
-  }
-  if (call.reduce_bias_grad) {
-    fail(
-        XD_ERROR_UNSUPPORTED,
-        "reduce_bias_grad = 1, expected 0: this version sums bias_grad over ranks on the CPU only");
-  }
-  if (call.bias_grad && call.operation == XD_GEMM_ALL_REDUCE) {
-    fail(XD_ERROR_UNSUPPORTED,
-         "bias_grad: given, expected NULL: this version has it in all_reduce on the CPU only");
-  }
-  if (call.bias_grad && call.c && call.c.data == call.d.data) {
-    fail(XD_ERROR_UNSUPPORTED,
-         "bias_grad: given with c = d, expected another c on CUDA devices, as it is read again");
-  }
   require_scaling(call);
 }
 
@@ -102,16 +90,12 @@ Room room_of(const ProductCall& call, const ContextMap& map) {
             .slot_unit = 0,
             .word_bytes = map.word_bytes,
             .chunk_bytes = map.slot_bytes};
-  if (call.operation != XD_GEMM_ALL_REDUCE) {
-    // Words are gone when they have been read, and these sums need them twice.
-    if (call.bias_grad) room.word_bytes = 0;
-    return room;
-  }
+  if (call.operation != XD_GEMM_ALL_REDUCE) return room;
   // All ranks finish all rows only where all get all products. Otherwise sums travel as they are
   // stored.
   room.chunk_bytes = 0;
   const bool needs_sums = call.pre_activation && !call.has_activation_input();
-  const bool in_one_step = needs_sums || call.d_amax || is_fp8(call.d.type);
+  const bool in_one_step = needs_sums || call.d_amax || call.bias_grad || is_fp8(call.d.type);
   room.two_steps = !in_one_step;
   return room;
 }
@@ -121,11 +105,11 @@ bool is_plain(const ProductCall& call) {
       call.epilogue == XD_GEMM_EPILOGUE_GELU || call.epilogue == XD_GEMM_EPILOGUE_RELU;
   return !call.pre_activation && !call.d_amax && !call.bias_grad && !is_fp8(call.d.type) &&
          !call.has_activation_input() && !(activated && call.d.type == DType::f32) &&
-         (!call.bias || call.bias.type == call.d.type);
+         (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias)));
 }
 
-ProductShape product_shape(const ProductCall& call, std::int64_t rows, DType d_type,
-                           bool finished) {
+ProductShape product_shape(const ProductCall& call, std::int64_t rows, std::int64_t all_rows,
+                           DType d_type, bool finished) {
   ProductShape shape{.m = rows,
                      .n = call.n,
                      .k = call.k,
@@ -135,7 +119,7 @@ ProductShape product_shape(const ProductCall& call, std::int64_t rows, DType d_t
                      .bias_type = lt_type(d_type),
                      .transpose_a = call.transpose_a,
                      .transpose_b = call.transpose_b,
-                     .a_pitch = call.transpose_a ? call.a_rows : call.k,
+                     .a_pitch = call.transpose_a ? all_rows : call.k,
                      .b_pitch = call.transpose_b ? call.k : call.n,
                      .d_pitch = call.n,
                      .fast_accumulate = call.fast_accumulate && is_fp8(call.a.type)};
@@ -154,9 +138,9 @@ ProductShape product_shape(const ProductCall& call, std::int64_t rows, DType d_t
   return shape;
 }
 
-const std::byte* rows_of_a(const ProductCall& call, const std::byte* a, std::int64_t row) {
-  const std::int64_t elements = call.transpose_a ? row : row * call.k;
-  return a + static_cast<std::uint64_t>(elements) * dtype_bytes(call.a.type);
+std::uint64_t offset_of_tokens(const ProductCall& call, std::int64_t first) {
+  const std::int64_t elements = call.transpose_a ? first : first * call.k;
+  return static_cast<std::uint64_t>(elements) * dtype_bytes(call.a.type);
 }
 
 ProductPointers product_pointers(const ProductCall& call, const std::byte* a, void* d) {
@@ -171,26 +155,51 @@ ProductPointers product_pointers(const ProductCall& call, const std::byte* a, vo
 Epilogue epilogue_of(const ProductCall& call, float alpha) {
   return {.alpha = alpha,
           .beta = call.beta,
-          .c = call.c.data,
+          .c = call.beta != 0 ? call.c.data : nullptr,
           .bias = call.bias.data,
           .activation = call.epilogue,
           .pre_activation = call.pre_activation.data,
           .d = call.d.data,
           .d_scale = call.d_scale.as<const float>(),
           .d_amax = call.d_amax.as<float>(),
+          .exact = nullptr,
           .c_type = call.c.type,
           .bias_type = call.bias.type,
           .pre_type = call.pre_activation.type,
           .d_type = call.d.type};
 }
 
-Epilogue without_stores(const Epilogue& epilogue) {
-  Epilogue silent = epilogue;
-  silent.d_amax = nullptr;
-  const bool reads = epilogue.activation == XD_GEMM_EPILOGUE_DGELU ||
-                     epilogue.activation == XD_GEMM_EPILOGUE_DRELU;
-  if (!reads) silent.pre_activation = nullptr;
-  return silent;
+std::vector<ProductShape> usual_shapes(const Config& config) {
+  const auto bytes = static_cast<std::int64_t>(dtype_bytes(config.type));
+  const std::int64_t step = 16 / bytes;
+  const auto whole = [&](std::int64_t columns) {
+    return std::max<std::int64_t>(columns / step, 1) * step;
+  };
+  const bool fp8 = bytes == 1;
+  ProductShape shape{.n = whole(config.max_n),
+                     .k = config.max_k > 0 ? whole(config.max_k) : whole(config.max_n),
+                     .a_type = lt_type(config.type),
+                     .b_type = lt_type(config.type)};
+  const DType stored = fp8 ? DType::bf16 : config.type;
+  std::vector<ProductShape> shapes;
+  const auto add = [&](DType d_type, int epilogue) {
+    shape.d_type = shape.bias_type = lt_type(d_type);
+    shape.epilogue = epilogue;
+    shapes.push_back(shape);
+  };
+  for (const auto [a, b] : {std::pair{false, true}, {false, false}, {true, false}}) {
+    if (fp8 && (a || !b)) continue;
+    shape.transpose_a = a;
+    shape.transpose_b = b;
+    add(stored, lt::kEpilogueNone);
+    if (!config.has(XD_GEMM_ALL_GATHER)) continue;
+    if (stored != DType::f32) add(DType::f32, lt::kEpilogueNone);
+    for (const int activation : {0, lt::kEpilogueGelu, lt::kEpilogueRelu}) {
+      add(stored, lt::kEpilogueBias | activation);
+      if (activation != 0 && stored != DType::f32) add(stored, activation);
+    }
+  }
+  return shapes;
 }
 
 }  // namespace xd::gemm::cuda

@@ -1,6 +1,8 @@
 // From a checked call to what describes it to the cost model, to cuBLASLt and to kernels. Pure.
 #pragma once
 
+#include <vector>
+
 #include "cuda/cublaslt.h"
 #include "gemm/calls.h"
 #include "gemm/cost_model.h"
@@ -18,19 +20,20 @@ Room room_of(const ProductCall& call, const ContextMap& map);
 
 // True if cuBLASLt stores D as it shall be. Otherwise it stores float32, and finish_kernel D.
 bool is_plain(const ProductCall& call);
-// The product of `rows` rows of tokens. `d_type`: as it is stored, in packed rows. `finished`: by
-// cuBLASLt, which also adds C.
-xd::cuda::ProductShape product_shape(const ProductCall& call, std::int64_t rows, DType d_type,
-                                     bool finished);
-// The rows of a from `row` on; `a`: where row 0 is.
-const std::byte* rows_of_a(const ProductCall& call, const std::byte* a, std::int64_t row);
+// The product of `rows` rows of tokens, of the `all_rows` of the tensor that they are in. `d_type`:
+// as it is stored, in packed rows. `finished`: by cuBLASLt, which also adds C.
+xd::cuda::ProductShape product_shape(const ProductCall& call, std::int64_t rows,
+                                     std::int64_t all_rows, DType d_type, bool finished);
+// Where the tokens from `first` on begin in a, or in a of all ranks.
+std::uint64_t offset_of_tokens(const ProductCall& call, std::int64_t first);
 xd::cuda::ProductPointers product_pointers(const ProductCall& call, const std::byte* a, void* d);
 
 // `alpha`: as far as the product has not applied it.
 Epilogue epilogue_of(const ProductCall& call, float alpha);
-// The same without stores, for sums of columns.
-Epilogue without_stores(const Epilogue& epilogue);
 
 cudaDataType_t lt_type(DType type);
+
+// The products of most calls of a context, with the bounds' columns; their numbers of rows are any.
+std::vector<xd::cuda::ProductShape> usual_shapes(const Config& config);
 
 }  // namespace xd::gemm::cuda

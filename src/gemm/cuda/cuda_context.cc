@@ -47,10 +47,25 @@ std::uint64_t scratch_bytes(const Config& config) {
   const auto elements =
       checked_mul(static_cast<std::uint64_t>(config.all_tokens()),
                   static_cast<std::uint64_t>(config.max_n), "tokens of all ranks * max_n");
-  // all_gather: float32 products that cuBLASLt does not finish; else products to be summed.
-  return checked_mul(elements, config.has(XD_GEMM_ALL_GATHER) ? 4 : config.summed_bytes(),
-                     "bytes of all products");
+  // all_gather: float32 products that cuBLASLt does not finish; else products to be summed, and
+  // then exact results of this rank's rows.
+  const bool narrow = !config.has(XD_GEMM_ALL_GATHER) && config.ranks > 1;
+  return checked_mul(elements, narrow ? config.summed_bytes() : 4, "bytes of all products");
 }
+
+namespace {
+
+// Exact results beside the products: words are for small ones, with elements of 2 bytes at least.
+std::uint64_t exact_bytes(const Config& config) {
+  if (!config.sums()) return 0;
+  return std::min(scratch_bytes(config) * 2, 2 * ContextMap::kMostWordBytes);
+}
+
+std::uint64_t column_bytes(const Config& config) {
+  return round_up(at(config.max_n) * sizeof(float), 16);
+}
+
+}  // namespace
 
 CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user)
     : Context(owner, user),
@@ -90,6 +105,8 @@ void CudaContext::allocate() {
   runner_.allocate();
   memory_->scratch =
       xd::cuda::DeviceBuffer(device, scratch_bytes(config()), "products before they are summed");
+  memory_->exact = xd::cuda::DeviceBuffer(device, exact_bytes(config()) + column_bytes(config()),
+                                          "results before they are rounded");
   memory_->products = std::make_unique<Products>(device);
   memory_->side = std::make_unique<SideStream>(device);
   memory_->side->reserve(at(config().ranks) + 4);
@@ -102,10 +119,10 @@ void CudaContext::allocate() {
 // No word has arrived yet. Peers push words only after this step.
 void CudaContext::empty_words() const {
   const ContextMap map = ContextMap::make(config());
-  if (map.words == 0) return;
+  const std::uint64_t begin = map.words != 0 ? map.words : map.columns;
   const xd::cuda::Stream stream(comm().device().device_id);
   std::byte* const own = memory_->segments[at(rank())]->base();
-  XD_CUDA_CHECK(cudaMemsetAsync(own + map.words, 0xFF, map.end - map.words, stream.get()));
+  XD_CUDA_CHECK(cudaMemsetAsync(own + begin, 0xFF, map.end - begin, stream.get()));
   stream.synchronize();
 }
 
@@ -127,6 +144,8 @@ void CudaContext::describe() {
                  .areas = memory_->tables.as<const HeapRange>(),
                  .map = shop_.map};
   shop_.scratch = memory_->scratch.data();
+  shop_.columns = memory_->exact.as<float>();
+  shop_.exact = memory_->exact.data() + column_bytes(config());
   shop_.products = memory_->products.get();
   shop_.side = memory_->side.get();
   // Ranks that share a device run at once, and so do their blocks.
@@ -134,37 +153,12 @@ void CudaContext::describe() {
   shop_.keeps_gathered = config().keep_gathered;
 }
 
-// Products of the bounds' sizes, of every class of rows: see Products. Their operands mean nothing.
+// The products that operations of these bounds are made of: all orders of elements, finished by
+// cuBLASLt or to be finished.
 void CudaContext::warm_up() {
-  const int device = comm().device().device_id;
-  const DType type = config().type;
-  const bool fp8 = dtype_bytes(type) == 1;
-  const DType stored = fp8 ? DType::bf16 : type;
-  const std::int64_t step = 16 / static_cast<std::int64_t>(dtype_bytes(type));
-  const auto whole = [&](std::int64_t columns) {
-    return std::max<std::int64_t>(columns / step, 1) * step;
-  };
-  if (config().max_n < step) return;
-  const std::int64_t n = whole(config().max_n);
-  const std::int64_t k = config().max_k > 0 ? whole(config().max_k) : n;
-  const std::uint64_t element = dtype_bytes(type);
   const std::int64_t rows = config().all_tokens();
-  const xd::cuda::DeviceBuffer a(device, static_cast<std::uint64_t>(rows * k) * element,
-                                 "operands of first products");
-  const xd::cuda::DeviceBuffer b(device, static_cast<std::uint64_t>(n * k) * element,
-                                 "operands of first products");
-  for (const bool transpose_b : {true, false}) {
-    if (fp8 && !transpose_b) continue;
-    xd::cuda::ProductShape shape{.n = n,
-                                 .k = k,
-                                 .a_type = lt_type(type),
-                                 .b_type = lt_type(type),
-                                 .d_type = lt_type(stored),
-                                 .bias_type = lt_type(stored),
-                                 .transpose_b = transpose_b,
-                                 .b_pitch = transpose_b ? k : n,
-                                 .d_pitch = n};
-    memory_->products->warm_up(shape, rows, a.data(), b.data(), memory_->scratch.data());
+  for (const xd::cuda::ProductShape& shape : usual_shapes(config())) {
+    memory_->products->warm_up(shape, rows);
   }
 }
 
@@ -197,9 +191,10 @@ void CudaContext::product(xd_gemm_operation operation, const xd_gemm_args* args,
 
 void CudaContext::keep(const ProductCall& call, DLDataType type) {
   kept_.data = shop_.areas[at(rank())] + shop_.map.gathered;
-  kept_.rows = call.shares.all();
-  kept_.columns = call.k;
-  kept_.pitch_bytes = call.a.row_bytes();
+  const std::int64_t all = call.shares.all();
+  kept_.rows = call.transpose_a ? call.k : all;
+  kept_.columns = call.transpose_a ? all : call.k;
+  kept_.pitch_bytes = at(kept_.columns) * dtype_bytes(call.a.type);
   kept_.dtype = type;
 }
 
@@ -233,11 +228,16 @@ Option CudaContext::choose(const ProductCall& call) const {
   const Problem problem = problem_of(call, config());
   const Room room = room_of(call, shop_.map);
   const Options options = options_of(machine_, problem, room);
+  const auto taken = [&](Option option) {
+    // The kernel pushes rows of tokens.
+    if (call.transpose_a && option.mover == Mover::push) option.mover = Mover::copies;
+    return option;
+  };
   const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);
   const bool runs = asked != nullptr && asked->obstacle == Obstacle::none;
-  if (runs) return *asked;
+  if (runs) return taken(*asked);
   const Option* best = options.best();
-  if (best != nullptr && config().allow_fallback) return *best;
+  if (best != nullptr && config().allow_fallback) return taken(*best);
   if (asked == nullptr) {
     fail(XD_ERROR_UNSUPPORTED, "no algorithm can run:\n", text_of(options, problem, room));
   }
@@ -259,6 +259,9 @@ void CudaContext::start(const ProductCall& call, xd_stream stream) {
 
 xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   const Option option = choose(call);
+  const xd::cuda::DeviceGuard guard(comm().device().device_id);
+  const TurnParams nothing{};
+  Operation(shop_, call, option, nothing, nullptr).describe_products();
   const Problem problem = problem_of(call, config());
   const Room room = room_of(call, shop_.map);
   xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
@@ -283,8 +286,9 @@ std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_
 xd_gemm_memory context_memory(const Config& config) {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
   memory.symmetric_bytes = round_up(ContextMap::make(config).end, kGranularity);
-  memory.private_bytes = scratch_bytes(config) + Products::kWorkspaceBytes + sizeof(Control) +
-                         sizeof(Report) + at(config.ranks) * sizeof(HeapRange);
+  memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
+                         Products::kWorkspaceBytes + sizeof(Control) + sizeof(Report) +
+                         at(config.ranks) * sizeof(HeapRange);
   return memory;
 }
 

@@ -41,7 +41,7 @@ class CudaContext final : public Context {
   struct Memory {
     std::shared_ptr<Comm> comm;
     Segments segments;
-    xd::cuda::DeviceBuffer tables, scratch;
+    xd::cuda::DeviceBuffer tables, scratch, exact;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
     Runner::Memory of_turns;

@@ -75,6 +75,22 @@ __device__ inline void load(const std::byte* from, DType type, std::int64_t at,
   }
 }
 
+// The same from a tensor whose elements alone are aligned.
+template <int kCount>
+__device__ inline void load_any(const std::byte* from, DType type, std::int64_t at,
+                                float (&to)[kCount]) {
+  if (reinterpret_cast<std::uintptr_t>(from) % 8 == 0) return load(from, type, at, to);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (type == DType::f32) {
+      to[i] = reinterpret_cast<const float*>(from)[at + i];
+    } else {
+      const std::uint32_t v = reinterpret_cast<const std::uint16_t*>(from)[at + i];
+      to[i] = type == DType::bf16 ? bf16_low(v) : f16_pair(v).x;
+    }
+  }
+}
+
 // Rounds kCount elements to `type`, to nearest, ties to even, fp8 with saturation, and stores them
 // from element `at` on, a multiple of kCount.
 template <int kCount>

@@ -34,7 +34,7 @@ __device__ inline void activate(const Epilogue& e, std::int64_t at, std::int64_t
     for (int i = 0; i < kCount; ++i) x[i] += e.beta * other[i];
   }
   if (e.bias != nullptr) {
-    load(e.bias, e.bias_type, column, other);
+    load_any(e.bias, e.bias_type, column, other);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] += other[i];
   }
@@ -88,6 +88,7 @@ __device__ inline void finish(const Epilogue& e, std::int64_t at, std::int64_t c
                               float (&x)[kCount], std::uint32_t& largest) {
   activate(e, at, column, x);
   if (e.d_amax != nullptr) note_largest(x, largest);
+  if (e.exact != nullptr) store(reinterpret_cast<std::byte*>(e.exact), DType::f32, at, x);
   if (e.d_scale != nullptr) {
     const float scale = *e.d_scale;
 #pragma unroll

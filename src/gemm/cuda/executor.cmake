@@ -6,8 +6,10 @@ list(APPEND xd_executors cuda)
 xd_layer(xd_gemm_cuda
   SOURCES
     gemm/cuda/call_shape.cc
+    gemm/cuda/columns.cu
     gemm/cuda/cuda_context.cc
     gemm/cuda/finish.cu
+    gemm/cuda/kernel_loader.cc
     gemm/cuda/opening.cu
     gemm/cuda/operations.cc
     gemm/cuda/products.cc

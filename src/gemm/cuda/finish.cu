@@ -1,5 +1,5 @@
-// Epilogues of products that no other rank takes part in, and column sums. These kernels wait for
-// nobody.
+// Epilogues of products that no other rank takes part in, and sums of columns. These kernels wait
+// for nobody.
 #include "gemm/cuda/epilogue.cuh"
 #include "gemm/cuda/kernels.h"
 #include "gemm/cuda/launch.cuh"
@@ -28,10 +28,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 // The rows of a column are always added in the same order: each thread adds every kRows-th one, and
 // then one thread adds what these have.
-template <DType kType>
 __global__ void __launch_bounds__(kVectors* kRows)
     column_sum_kernel(const __grid_constant__ ColumnSumParams p) {
-  constexpr int kElements = kWidth<kType>;
+  constexpr int kElements = kWidth<DType::f32>;
   __shared__ float part[kRows][kVectors * kElements];
   const int x = static_cast<int>(threadIdx.x) % kVectors;
   const int y = static_cast<int>(threadIdx.x) / kVectors;
@@ -39,17 +38,10 @@ __global__ void __launch_bounds__(kVectors* kRows)
   float total[kElements] = {};
   if (column < p.columns) {
     for (std::int64_t row = y; row < p.rows; row += kRows) {
-      float sum[kElements] = {}, one[kElements];
-      for (int s = 0; s < p.sources; ++s) {
-        const auto at = static_cast<std::uint64_t>(row * p.pitch + column) * (16 / kElements);
-        widen<kType>(ptx::ld_streaming(p.partials + static_cast<std::uint64_t>(s) * p.stride + at),
-                     one);
+      float one[kElements];
+      load(reinterpret_cast<const std::byte*>(p.values), DType::f32, row * p.columns + column, one);
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) sum[e] += one[e];
-      }
-      activate(p.epilogue, row * p.columns + column, column, sum);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) total[e] += sum[e];
+      for (int e = 0; e < kElements; ++e) total[e] += one[e];
     }
   }
 #pragma unroll
@@ -63,37 +55,21 @@ __global__ void __launch_bounds__(kVectors* kRows)
   p.sums[first + mine] = sum;
 }
 
-template <class Do>
-void with_column_sum(DType type, Do&& act) {
-  switch (type) {
-    case DType::f32:
-      return act(column_sum_kernel<DType::f32>, kWidth<DType::f32>);
-    case DType::f16:
-      return act(column_sum_kernel<DType::f16>, kWidth<DType::f16>);
-    default:
-      return act(column_sum_kernel<DType::bf16>, kWidth<DType::bf16>);
-  }
-}
-
 }  // namespace
 
 void launch_finish(const FinishParams& params, int multiprocessors, cudaStream_t stream) {
   launch_plain(finish_kernel, params, multiprocessors * kBlocksPerSm, kThreads, stream);
 }
 
-void launch_column_sums(const ColumnSumParams& params, DType type, cudaStream_t stream) {
-  with_column_sum(type, [&](auto* kernel, int width) {
-    const std::int64_t block = kVectors * width;
-    launch_plain(kernel, params, static_cast<int>((params.columns + block - 1) / block),
-                 kVectors * kRows, stream);
-  });
+void launch_column_sums(const ColumnSumParams& params, cudaStream_t stream) {
+  constexpr std::int64_t kBlock = kVectors * kWidth<DType::f32>;
+  launch_plain(column_sum_kernel, params, static_cast<int>((params.columns + kBlock - 1) / kBlock),
+               kVectors * kRows, stream);
 }
 
 void load_finish() {
   load_kernel(finish_kernel);
-  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
-    with_column_sum(type, [](auto* kernel, int) { load_kernel(kernel); });
-  }
+  load_kernel(column_sum_kernel);
 }
 
 }  // namespace xd::gemm::cuda

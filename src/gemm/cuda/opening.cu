@@ -24,6 +24,7 @@ void load_sum();
 void load_words();
 void load_push();
 void load_finish();
+void load_columns();
 
 namespace {
 
@@ -36,11 +37,7 @@ __global__ void __launch_bounds__(kThreads, 1) open_kernel(const __grid_constant
     turn.enter();
     turn.await();
   }
-  if (threadIdx.x != 0) return;
-  // Kernels and copies that read these come behind this kernel, by stream or by event.
-  Control& control = *p.group.control;
-  control.agreed = turn.verdict() == Verdict::go ? 1 : 0;
-  if (turn.verdict() != Verdict::fatal) control.opened = turn.epoch();
+  if (threadIdx.x == 0) turn.tell_opened();
 }
 
 // The peers' records have come already.
@@ -110,6 +107,7 @@ void load_kernels() {
   load_words();
   load_push();
   load_finish();
+  load_columns();
 }
 
 }  // namespace xd::gemm::cuda

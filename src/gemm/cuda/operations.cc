@@ -23,15 +23,16 @@ void Operation::enqueue() const {
 
 void Operation::describe_products() const {
   const bool gathers = call_.operation == XD_GEMM_ALL_GATHER;
+  const std::int64_t all = gathers ? call_.shares.all() : call_.a_rows;
   const auto describe = [&](std::int64_t rows) {
-    w_.products->describe(gathers ? gathered_shape(rows) : partial_shape(rows));
+    w_.products->describe(gathers ? gathered_shape(rows, all) : partial_shape(rows));
   };
-  if (in_one_product()) return describe(gathers ? call_.shares.all() : call_.a_rows);
+  if (in_one_product()) return describe(all);
   if (!gathers) {
     for (int r = 0; r < ranks(); ++r) describe(call_.shares.rows(r));
     return;
   }
-  describe(call_.a_rows);
+  w_.products->describe(gathered_shape(call_.a_rows, call_.a_rows));
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
   for (int i = 0; i < schedule.steps; ++i) {
     const auto [begin, end] = rows_of(schedule.step[at(i)]);
@@ -39,13 +40,13 @@ void Operation::describe_products() const {
   }
 }
 
-xd::cuda::ProductShape Operation::gathered_shape(std::int64_t rows) const {
+xd::cuda::ProductShape Operation::gathered_shape(std::int64_t rows, std::int64_t all_rows) const {
   const bool plain = is_plain(call_);
-  return product_shape(call_, rows, plain ? call_.d.type : DType::f32, plain);
+  return product_shape(call_, rows, all_rows, plain ? call_.d.type : DType::f32, plain);
 }
 
 xd::cuda::ProductShape Operation::partial_shape(std::int64_t rows) const {
-  return product_shape(call_, rows, call_.wide_type(), false);
+  return product_shape(call_, rows, call_.a_rows, call_.wide_type(), false);
 }
 
 void Operation::clear_amax() const {
@@ -72,7 +73,7 @@ void Operation::gather_by_push() const {
                .bytes = bytes_of(call_.a_rows, row),
                .offset = bytes_of(call_.shares.start(rank()), row)},
               w_.multiprocessors, s_);
-  gathered_product(0, call_.shares.all(), area(rank()) + w_.map.gathered);
+  gathered_product(0, call_.shares.all(), call_.shares.all(), area(rank()) + w_.map.gathered);
 }
 
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
@@ -85,7 +86,7 @@ void Operation::gather_by_copies() const {
   launch_close(turn_, c());
   const cudaEvent_t closed = w_.side->record(c());
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) {
-    gathered_product(call_.shares.start(rank()), call_.a_rows, call_.a.data);
+    gathered_product(call_.shares.start(rank()), call_.a_rows, call_.a_rows, call_.a.data);
   }
   keep_own_rows();
   SideStream::wait(opened, s_);
@@ -96,26 +97,35 @@ void Operation::gather_by_copies() const {
 // Each flag follows its rows in the same stream: see opening.cu.
 void Operation::send_rows() const {
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
-  const std::uint64_t row = row_bytes_of_a();
-  const std::uint64_t offset = w_.map.gathered + bytes_of(call_.shares.start(rank()), row);
   for (int i = 0; i < schedule.sends; ++i) {
     std::byte* const to = area(schedule.to[at(i)]);
-    copy(to + offset, call_.a.data, bytes_of(call_.a_rows, row), c());
+    copy_own_rows(to + w_.map.gathered, c());
     copy(to + w_.map.landed_of(rank()), &w_.group.control->opened, sizeof(std::uint64_t), c());
   }
+}
+
+// Into the rows of all ranks. Where a is transposed, tokens are columns there.
+void Operation::copy_own_rows(std::byte* gathered, cudaStream_t stream) const {
+  std::byte* const to = gathered + offset_of_tokens(call_, call_.shares.start(rank()));
+  if (!call_.transpose_a) return copy(to, call_.a.data, call_.a.bytes(), stream);
+  const std::uint64_t own = call_.a.row_bytes();
+  if (own == 0) return;
+  const std::uint64_t all = bytes_of(call_.shares.all(), dtype_bytes(call_.a.type));
+  XD_CUDA_CHECK(cudaMemcpy2DAsync(to, all, call_.a.data, own, own,
+                                  static_cast<std::size_t>(call_.k), cudaMemcpyDeviceToDevice,
+                                  stream));
 }
 
 // The own rows lie among the gathered ones where somebody reads them there.
 void Operation::keep_own_rows() const {
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL && !call_.gathered && !w_.keeps_gathered) return;
-  const std::uint64_t row = row_bytes_of_a();
-  copy(area(rank()) + w_.map.gathered + bytes_of(call_.shares.start(rank()), row), call_.a.data,
-       bytes_of(call_.a_rows, row), s_);
+  copy_own_rows(area(rank()) + w_.map.gathered, s_);
 }
 
 void Operation::take_steps() const {
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
   const std::byte* const gathered = area(rank()) + w_.map.gathered;
+  const std::int64_t all = call_.shares.all();
   for (int i = 0; i < schedule.steps; ++i) {
     const auto [first, count] = schedule.step[at(i)];
     launch_landed({.group = w_.group, .operation = call_.operation, .first = first, .count = count},
@@ -124,13 +134,14 @@ void Operation::take_steps() const {
     const std::int64_t start = call_.shares.start(first);
     const std::int64_t rows =
         call_.shares.start(first + count - 1) + call_.shares.rows(first + count - 1) - start;
-    gathered_product(start, rows, rows_of_a(call_, gathered, start));
+    gathered_product(start, rows, all, gathered + offset_of_tokens(call_, start));
   }
-  if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) gathered_product(0, call_.shares.all(), gathered);
+  if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) gathered_product(0, all, all, gathered);
 }
 
-// The product of rows of the gathered tensor from `first` on, which begin at `a`.
-void Operation::gathered_product(std::int64_t first, std::int64_t rows, const std::byte* a) const {
+// The product of the tokens from `first` on, which begin at `a`, in a tensor of `all_rows` tokens.
+void Operation::gathered_product(std::int64_t first, std::int64_t rows, std::int64_t all_rows,
+                                 const std::byte* a) const {
   const bool plain = is_plain(call_);
   const DType stored = plain ? call_.d.type : DType::f32;
   const std::uint64_t offset =
@@ -138,7 +149,8 @@ void Operation::gathered_product(std::int64_t first, std::int64_t rows, const st
   auto pointers = product_pointers(call_, a, (plain ? call_.d.data : w_.scratch) + offset);
   const bool adds = plain && call_.c;
   if (adds) pointers.c = call_.c.data + offset;
-  w_.products->run(gathered_shape(rows), pointers, call_.alpha, adds ? call_.beta : 0.0f, s_);
+  w_.products->run(gathered_shape(rows, all_rows), pointers, call_.alpha, adds ? call_.beta : 0.0f,
+                   s_);
 }
 
 void Operation::return_gathered() const {
@@ -148,22 +160,31 @@ void Operation::return_gathered() const {
 
 void Operation::finish_gather() const {
   if (is_plain(call_)) return;
-  const Epilogue epilogue = epilogue_of(call_, 1.0f);
-  const auto* product = reinterpret_cast<const float*>(w_.scratch);
-  if (call_.bias_grad) {
-    launch_column_sums({.partials = w_.scratch,
-                        .stride = 0,
-                        .sources = 1,
-                        .rows = call_.shares.all(),
-                        .columns = call_.n,
-                        .pitch = call_.n,
-                        .epilogue = without_stores(epilogue),
-                        .sums = call_.bias_grad.as<float>()},
-                       DType::f32, s_);
-  }
+  Epilogue epilogue = epilogue_of(call_, 1.0f);
+  auto* const product = reinterpret_cast<float*>(w_.scratch);
+  // Each thread stores over what it has read.
+  if (call_.bias_grad) epilogue.exact = product;
   launch_finish(
       {.product = product, .rows = call_.shares.all(), .columns = call_.n, .epilogue = epilogue},
       w_.multiprocessors, s_);
+  sum_columns(product, call_.shares.all());
+}
+
+void Operation::sum_columns(const float* exact, std::int64_t rows) const {
+  if (!call_.bias_grad) return;
+  auto* const sums = call_.bias_grad.as<float>();
+  launch_column_sums({.values = exact,
+                      .rows = rows,
+                      .columns = call_.n,
+                      .sums = call_.reduce_bias_grad ? w_.columns : sums},
+                     s_);
+  if (!call_.reduce_bias_grad) return;
+  launch_column_meeting({.group = w_.group,
+                         .operation = call_.operation,
+                         .own = w_.columns,
+                         .columns = call_.n,
+                         .sums = sums},
+                        w_.multiprocessors, s_);
 }
 
 // ---- reduce_scatter and all_reduce -------------------------------------------------------------
@@ -174,8 +195,8 @@ void Operation::reduce() const {
 
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
   w_.products->run(partial_shape(rows),
-                   product_pointers(call_, rows_of_a(call_, call_.a.data, first), to), call_.alpha,
-                   0.0f, s_);
+                   product_pointers(call_, call_.a.data + offset_of_tokens(call_, first), to),
+                   call_.alpha, 0.0f, s_);
 }
 
 void Operation::reduce_by_words() const {
@@ -194,7 +215,10 @@ void Operation::reduce_by_words() const {
                        : r == ranks() ? vectors
                                       : call_.shares.start(r) * params.row_vectors;
   }
+  auto* const exact = reinterpret_cast<float*>(w_.exact);
+  if (call_.bias_grad) params.epilogue.exact = exact;
   launch_words(params, call_.wide_type(), w_.multiprocessors, s_);
+  sum_columns(exact, call_.d.rows);
 }
 
 void Operation::reduce_by_copies() const {
@@ -233,28 +257,20 @@ void Operation::send_partials(int peer) const {
        bytes_of(call_.shares.rows(peer), row), c());
 }
 
+// Everything has been copied, so scratch is free.
 void Operation::sum_slots() const {
-  const Epilogue epilogue = epilogue_of(call_, 1.0f);
-  const std::byte* const slots = area(rank()) + w_.map.slots;
+  Epilogue epilogue = epilogue_of(call_, 1.0f);
+  auto* const exact = reinterpret_cast<float*>(w_.scratch);
+  if (call_.bias_grad) epilogue.exact = exact;
   launch_sum({.turn = turn_,
-              .partials = slots,
+              .partials = area(rank()) + w_.map.slots,
               .stride = w_.map.slot_bytes,
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
               .pitch = call_.n,
               .epilogue = epilogue},
              call_.wide_type(), w_.multiprocessors, s_);
-  if (!call_.bias_grad) return;
-  // The slots stay as they are until this rank's record of the next operation.
-  launch_column_sums({.partials = slots,
-                      .stride = w_.map.slot_bytes,
-                      .sources = ranks(),
-                      .rows = call_.shares.rows(rank()),
-                      .columns = call_.n,
-                      .pitch = call_.n,
-                      .epilogue = without_stores(epilogue),
-                      .sums = call_.bias_grad.as<float>()},
-                     call_.wide_type(), s_);
+  sum_columns(exact, call_.shares.rows(rank()));
 }
 
 }  // namespace xd::gemm::cuda

@@ -34,6 +34,8 @@ struct Workshop {
   ContextMap map{};
   std::vector<std::byte*> areas;  // what each rank shares, by rank
   std::byte* scratch = nullptr;   // products before they are summed or finished
+  std::byte* exact = nullptr;     // exact results, where the products are still needed
+  float* columns = nullptr;       // column sums of this rank
   Products* products = nullptr;
   SideStream* side = nullptr;
   int multiprocessors = 0;
@@ -59,7 +61,8 @@ class Operation {
     const int last = sources.first + sources.count - 1;
     return {call_.shares.start(sources.first), call_.shares.start(last) + call_.shares.rows(last)};
   }
-  xd::cuda::ProductShape gathered_shape(std::int64_t rows) const;
+  // Of `rows` rows among `all_rows`: this rank's, or those of all ranks.
+  xd::cuda::ProductShape gathered_shape(std::int64_t rows, std::int64_t all_rows) const;
   xd::cuda::ProductShape partial_shape(std::int64_t rows) const;
 
   void all_gather() const;
@@ -70,7 +73,9 @@ class Operation {
   void keep_own_rows() const;
   void return_gathered() const;
   void finish_gather() const;
-  void gathered_product(std::int64_t first, std::int64_t rows, const std::byte* a) const;
+  void gathered_product(std::int64_t first, std::int64_t rows, std::int64_t all_rows,
+                        const std::byte* a) const;
+  void copy_own_rows(std::byte* gathered, cudaStream_t stream) const;
 
   void reduce() const;
   void reduce_by_words() const;
@@ -79,6 +84,8 @@ class Operation {
   void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
   void sum_slots() const;
 
+  // Column sums of exact results, if they are wanted: behind the launch that has stored these.
+  void sum_columns(const float* exact, std::int64_t rows) const;
   void clear_amax() const;
   void copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const;
 

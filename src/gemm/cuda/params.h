@@ -32,7 +32,8 @@ struct ContextMap {
   std::uint64_t gathered;  // rows of all ranks, in rank order
   std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
   std::uint64_t words;     // [2 parities][2 steps][W] partial sums and sums that arrive as words
-  std::uint64_t slot_bytes, word_bytes;  // of one source
+  std::uint64_t columns;   // [2 parities][W] column sums that arrive as words
+  std::uint64_t slot_bytes, word_bytes, column_bytes;  // of one source
   std::uint64_t end;
 
   // Words are for small tensors: for longer ones other ways are faster.
@@ -54,9 +55,14 @@ struct ContextMap {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
       map.slot_bytes = (tokens * row + kRowStart - 1) / kRowStart * kRowStart;
       map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
-      map.word_bytes = map.slot_bytes < kMostWordBytes ? map.slot_bytes : kMostWordBytes;
+      // In one step of all_reduce a rank sends all its rows to everybody.
+      const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
+      map.word_bytes = most < kMostWordBytes ? most : kMostWordBytes;
       map.words = cursor.add<std::byte>(4 * ranks * map.word_bytes, kRowStart);
     }
+    const auto columns = static_cast<std::uint64_t>(config.max_n) * sizeof(float);
+    map.column_bytes = (columns + kRowStart - 1) / kRowStart * kRowStart;
+    map.columns = cursor.add<std::byte>(2 * ranks * map.column_bytes, kRowStart);
     map.end = cursor.at;
     return map;
   }
@@ -66,6 +72,11 @@ struct ContextMap {
     const std::uint64_t area = epoch % 2 * 2 + static_cast<std::uint64_t>(step);
     return words + (area * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source)) *
                        word_bytes;
+  }
+  constexpr std::uint64_t columns_of(std::uint64_t epoch, int source, int ranks) const {
+    return columns +
+           (epoch % 2 * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source)) *
+               column_bytes;
   }
   constexpr std::uint64_t slot_of(int source) const {
     return slots + static_cast<std::uint64_t>(source) * slot_bytes;
@@ -92,6 +103,7 @@ struct Epilogue {
   std::byte* d;
   const float* d_scale;  // nullptr = 1
   float* d_amax;         // nullptr = not wanted; 0 before the launch
+  float* exact;          // nullptr = not wanted; d before d_scale and rounding
   DType c_type, bias_type, pre_type, d_type;
 };
 
@@ -140,14 +152,20 @@ struct FinishParams {
   Epilogue epilogue;
 };
 
-// Column sums of what the epilogue makes, before it is rounded.
+// Column sums of an epilogue's exact results.
 struct ColumnSumParams {
-  const std::byte* partials;
-  std::uint64_t stride;
-  int sources;
-  std::int64_t rows, columns, pitch;
-  Epilogue epilogue;  // stores nothing
-  float* sums;        // [columns]
+  const float* values;  // [rows, columns]
+  std::int64_t rows, columns;
+  float* sums;  // [columns]
+};
+
+// Adds column sums of all ranks.
+struct ColumnMeetingParams {
+  Group group;
+  std::int32_t operation;
+  const float* own;      // [columns], at a multiple of 16 bytes
+  std::int64_t columns;  // a multiple of 4
+  float* sums;           // [columns]
 };
 
 }  // namespace xd::gemm::cuda

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cuda/stream.h"
+#include "base/error.h"
 
 namespace xd::gemm::cuda {
 namespace {
@@ -10,6 +10,7 @@ namespace {
 using xd::cuda::Product;
 using xd::cuda::ProductPointers;
 using xd::cuda::ProductShape;
+using xd::cuda::lt::Algorithm;
 
 // Pitches of a class' shape are those of packed rows, so that padded ones belong to it as well.
 ProductShape class_of(ProductShape shape) {
@@ -32,37 +33,45 @@ std::int64_t row_class(std::int64_t rows) {
 }
 
 Products::Products(int device)
-    : device_(device), workspace_(device, kWorkspaceBytes, "working memory of products") {}
+    : workspace_(device, kWorkspaceBytes, "working memory of products"), loader_(device) {}
 
-void Products::warm_up(ProductShape shape, std::int64_t most_rows, std::byte* a, std::byte* b,
-                       std::byte* d) {
-  const xd::cuda::Stream stream(device_);
-  for (std::int64_t rows = 16; rows < 2 * most_rows; rows = row_class(rows + 1)) {
-    shape.m = std::min(rows, most_rows);
-    shape.a_pitch = shape.transpose_a ? shape.m : shape.k;
-    for (const float beta : {0.0f, 1.0f}) {
-      run(shape, {.a = a, .b = b, .d = d}, 1.0f, beta, stream.get());
+void Products::warm_up(ProductShape shape, std::int64_t most_rows) {
+  const std::lock_guard lock(mutex_);
+  try {
+    for (std::int64_t rows = 16; rows < 2 * most_rows; rows = row_class(rows + 1)) {
+      shape.m = std::min(rows, most_rows);
+      find(class_of(shape));
     }
+  } catch (const Error& error) {
+    if (error.status() != XD_ERROR_UNSUPPORTED) throw;
   }
-  stream.synchronize();
+  loader_.synchronize();
 }
 
 void Products::run(const ProductShape& shape, const ProductPointers& pointers, float alpha,
                    float beta, cudaStream_t stream) {
   if (shape.m == 0 || shape.n == 0) return;
+  const std::lock_guard lock(mutex_);
   find(shape).run(pointers, alpha, beta, workspace_.data(), stream);
 }
 
 Product& Products::find(const ProductShape& shape) {
   if (const auto found = products_.find(shape); found != products_.end()) return found->second;
   Product made(library_, shape, kWorkspaceBytes);
-  const ProductShape its_class = class_of(shape);
-  if (const auto chosen = of_class_.find(its_class); chosen != of_class_.end()) {
-    made.choose(chosen->second);  // else it keeps the first that cuBLASLt suggests
-  } else {
-    of_class_.emplace(its_class, made.chosen());
-  }
+  choose(made);
+  loader_.load(library_, shape, made.chosen());
   return products_.emplace(shape, std::move(made)).first->second;
+}
+
+// The algorithm of the class; else the best that has been launched; else the best.
+void Products::choose(Product& product) {
+  const ProductShape its_class = class_of(product.shape());
+  const auto chosen = of_class_.find(its_class);
+  if (chosen != of_class_.end() && product.choose(chosen->second)) return;
+  for (const Algorithm& candidate : product.candidates()) {
+    if (loader_.has(product.shape(), candidate) && product.choose(candidate)) break;
+  }
+  of_class_.emplace(its_class, product.chosen());
 }
 
 }  // namespace xd::gemm::cuda

@@ -1,17 +1,18 @@
 // The products that a context has described so far, by shape, and the algorithm for each.
 //
-// A kernel that is launched for the first time behind one that waits for a peer may hold the host
-// up until that wait ends, and with it the peer, if it is a thread of the same process. So all is
-// launched once when the context is made: for every class of numbers of rows, with the bounds'
-// columns. A later shape of a class takes the algorithm of the class where it can.
+// Numbers of rows change from call to call, so algorithms are kept by class of rows: a shape takes
+// the algorithm of its class where it can. Whatever a product launches has been launched before
+// (KernelLoader), and warm_up() sees to that beforehand for all classes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <mutex>
 
 #include "cuda/cublaslt.h"
 #include "cuda/memory.h"
+#include "gemm/cuda/kernel_loader.h"
 
 namespace xd::gemm::cuda {
 
@@ -25,14 +26,14 @@ class Products {
   // Called with the device current.
   explicit Products(int device);
 
-  // Launches products of every class up to `most_rows`, with and without C, and returns when they
-  // have ended. `shape` has columns, types and the order of elements; `operands` is memory for
-  // inputs and output, whose content is overwritten.
-  void warm_up(xd::cuda::ProductShape shape, std::int64_t most_rows, std::byte* a, std::byte* b,
-               std::byte* d);
+  // Chooses algorithms for every class up to `most_rows`, loads their kernels, and returns when
+  // that has ended. `shape` has columns, types and the order of elements. Nothing where cuBLASLt
+  // has no such product.
+  void warm_up(xd::cuda::ProductShape shape, std::int64_t most_rows);
 
   // Throws UNSUPPORTED if cuBLASLt has no such product.
   void describe(const xd::cuda::ProductShape& shape) {
+    const std::lock_guard lock(mutex_);
     if (shape.m > 0 && shape.n > 0) find(shape);
   }
   // Enqueues a product; none where it has no elements.
@@ -41,10 +42,12 @@ class Products {
 
  private:
   xd::cuda::Product& find(const xd::cuda::ProductShape& shape);
+  void choose(xd::cuda::Product& product);
 
-  const int device_;
+  std::mutex mutex_;  // explain() may be called beside an operation
   xd::cuda::ProductLibrary library_;
   xd::cuda::DeviceBuffer workspace_;
+  KernelLoader loader_;
   std::map<xd::cuda::ProductShape, xd::cuda::Product> products_;
   // The algorithm of a class: its shape has the class' number of rows.
   std::map<xd::cuda::ProductShape, xd::cuda::lt::Algorithm> of_class_;

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(const __grid_constant
     turn.enter();
     turn.await();
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) turn.tell_opened();
   if (turn.verdict() == Verdict::go) push_rows(p, turn);
   turn.leave();
   turn.settle();

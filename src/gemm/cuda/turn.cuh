@@ -11,6 +11,7 @@
 //   landed[s]               a copy behind those rows          it is the epoch that was opened
 //   slots[s]                copies of s                       done flag of s
 //   words[parity][step][s]  words_kernel of s                 each word, when it is not all ones
+//   columns[parity][s]      column_meeting_kernel of s        likewise
 #pragma once
 
 #include "gemm/cuda/params.h"
@@ -26,12 +27,48 @@ struct TurnShared : turn::DeviceTurnShared<Record> {};
 // another NaN on its way.
 inline constexpr std::uint64_t kNoWord = ~std::uint64_t{0};
 
+// Waits for the 16 bytes at `at`, which `source` pushes; single threads. Takes them away, so that the
+// place is empty when it comes round, two operations later. Nothing orders a word before or behind
+// another: each is its own flag. False after a fatal error.
+__device__ inline bool take_words(const DeviceComm& comm, const device::KernelWait& site,
+                                  std::byte* at, int source, uint4& to) {
+  ulonglong2 v;
+  const bool here = device::wait_until(
+      comm, site, source,
+      [&] {
+        v = ptx::ld_relaxed_sys_pair(at);
+        return v.x != kNoWord && v.y != kNoWord;
+      },
+      [] { return std::uint64_t{0}; });
+  if (!here) return false;
+  ptx::st_relaxed_sys_pair(at, make_ulonglong2(kNoWord, kNoWord));
+  to = make_uint4(static_cast<std::uint32_t>(v.x), static_cast<std::uint32_t>(v.x >> 32),
+                  static_cast<std::uint32_t>(v.y), static_cast<std::uint32_t>(v.y >> 32));
+  return true;
+}
+
+__device__ inline void push_words(std::byte* at, const uint4& from) {
+  const auto word = [](std::uint32_t low, std::uint32_t high) {
+    const std::uint64_t v = low | static_cast<std::uint64_t>(high) << 32;
+    return v == kNoWord ? kNoWord >> 1 : v;
+  };
+  ptx::st_relaxed_sys_pair(at, make_ulonglong2(word(from.x, from.y), word(from.z, from.w)));
+}
+
 class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
  public:
   using DeviceTurn::DeviceTurn;
 
   __device__ bool await() {
     return DeviceTurn::await([](int, const Record&) { return true; });
+  }
+
+  // One thread of the launch, behind await(). Kernels and copies that read these come behind this
+  // kernel, by stream or by event.
+  __device__ void tell_opened() const {
+    Control& control = *p_.group.control;
+    control.agreed = verdict() == Verdict::go ? 1 : 0;
+    if (verdict() != Verdict::fatal) control.opened = epoch();
   }
 
   // All threads of a block. Returns when all peers have left. False after a fatal error.
@@ -56,30 +93,8 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   __device__ std::byte* words_at(int owner, int step, int source) const {
     return area(owner).base + p_.group.map.words_of(epoch(), step, source, ranks());
   }
-  // Waits for the 16 bytes at `at`, which `source` pushes; single threads. Takes them away, so that
-  // the place is empty when it comes round, two operations later. Nothing orders a word before or
-  // behind another: each is its own flag. False after a fatal error.
   __device__ bool take_words(std::byte* at, int source, uint4& to) const {
-    ulonglong2 v;
-    const bool here = device::wait_until(
-        p_.group.comm, site(XD_PHASE_ROWS), source,
-        [&] {
-          v = ptx::ld_relaxed_sys_pair(at);
-          return v.x != kNoWord && v.y != kNoWord;
-        },
-        [] { return std::uint64_t{0}; });
-    if (!here) return false;
-    ptx::st_relaxed_sys_pair(at, make_ulonglong2(kNoWord, kNoWord));
-    to = make_uint4(static_cast<std::uint32_t>(v.x), static_cast<std::uint32_t>(v.x >> 32),
-                    static_cast<std::uint32_t>(v.y), static_cast<std::uint32_t>(v.y >> 32));
-    return true;
-  }
-  __device__ static void push_words(std::byte* at, const uint4& from) {
-    const auto word = [](std::uint32_t low, std::uint32_t high) {
-      const std::uint64_t v = low | static_cast<std::uint64_t>(high) << 32;
-      return v == kNoWord ? kNoWord >> 1 : v;
-    };
-    ptx::st_relaxed_sys_pair(at, make_ulonglong2(word(from.x, from.y), word(from.z, from.w)));
+    return cuda::take_words(p_.group.comm, site(XD_PHASE_ROWS), at, source, to);
   }
 
   // This thread's part of work that all threads of the launch share.

@@ -62,7 +62,7 @@ __device__ void Words<kType>::push() const {
     const int peer = (turn_.rank() + d) % turn_.ranks();
     std::byte* const to = turn_.words_at(peer, kPushed, turn_.rank());
     for (std::int64_t i = Turn::first(); i < count(peer); i += Turn::stride()) {
-      Turn::push_words(to + i * 16, own(start(peer) + i));
+      push_words(to + i * 16, own(start(peer) + i));
     }
   }
 }
@@ -109,7 +109,7 @@ __device__ void Words<kType>::push_sum(std::int64_t i) const {
   const uint4 v = *reinterpret_cast<const uint4*>(p_.epilogue.d + vector * 16);
   for (int d = 1; d < turn_.ranks(); ++d) {
     const int peer = (turn_.rank() + d) % turn_.ranks();
-    Turn::push_words(turn_.words_at(peer, kSummed, turn_.rank()) + i * 16, v);
+    push_words(turn_.words_at(peer, kSummed, turn_.rank()) + i * 16, v);
   }
 }
 
@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1) words_kernel(const __grid_constan
     words.push();
     turn.await();
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) turn.tell_opened();
   if (turn.verdict() == Verdict::go) {
     bool failed = !words.sum();
     if (!failed && p.gathers && !p.one_step) failed = !words.take_sums();

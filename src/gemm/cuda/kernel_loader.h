@@ -1,0 +1,40 @@
+// Loads the kernels of cuBLASLt before an operation launches them.
+//
+// A kernel is loaded when it is first launched on a device. A launch that has to load one may wait
+// for kernels that run, and one that waits for a peer ends only when that peer has come: if the
+// peer is a thread of the same process, it may itself wait for the lock under which kernels are
+// launched. So no operation launches a kernel for the first time. Each algorithm is launched once
+// per process and device with small operands that mean nothing: when a context is made, for all
+// that the context expects, and else before the operation that needs it enqueues anything.
+#pragma once
+
+#include "cuda/cublaslt.h"
+#include "cuda/memory.h"
+#include "cuda/stream.h"
+
+namespace xd::gemm::cuda {
+
+class KernelLoader {
+ public:
+  // Called with the device current, as the other functions.
+  explicit KernelLoader(int device);
+
+  // True if products like `shape`, of any size, have been launched by this algorithm.
+  bool has(const xd::cuda::ProductShape& shape, const xd::cuda::lt::Algorithm& algorithm) const;
+  // Launches it, with and without C, where it has not been. An algorithm that small products cannot
+  // take is left as it is.
+  void load(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
+            const xd::cuda::lt::Algorithm& algorithm);
+  // Waits until all that has been launched has ended.
+  void synchronize() const { stream_.synchronize(); }
+
+ private:
+  void launch(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
+              const xd::cuda::lt::Algorithm& algorithm);
+
+  const int device_;
+  xd::cuda::Stream stream_;
+  xd::cuda::DeviceBuffer operands_, workspace_;
+};
+
+}  // namespace xd::gemm::cuda
