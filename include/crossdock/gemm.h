@@ -47,9 +47,8 @@
  * transfer, and then computes on whatever has come. Waits are bounded by the communicator's
  * timeout.
  *
- * This version computes on communicators of the CPU, with oneDNN, which must be there when a
- * context is made. On communicators of CUDA devices xd_gemm_context_create is XD_ERROR_UNSUPPORTED;
- * what is said of CUDA below is the contract of a later version.
+ * Contexts need oneDNN on the CPU, and cuBLASLt on CUDA devices, which must be there when a context
+ * is made.
  *
  * What cannot be done (here, for these sizes or types, by that algorithm) is XD_ERROR_UNSUPPORTED
  * with its reason, on every rank: nothing is computed in another way than was asked for, unless the

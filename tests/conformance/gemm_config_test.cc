@@ -178,14 +178,6 @@ TEST(ContextMemory, GrowsWithWhatTheContextIsFor) {
   }
 }
 
-TEST(ContextMemory, OfADeviceWithoutProductsIsUnsupportedAndTheTextSaysWhichHaveThem) {
-  xd_gemm_config config = good_config();
-  config.device_type = kDLCUDA;
-  xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
-  EXPECT_EQ(xd_gemm_context_memory(&config, &memory), XD_ERROR_UNSUPPORTED);
-  EXPECT_TRUE(said("device = kDLCUDA, expected kDLCPU")) << xd_last_error();
-}
-
 TEST(LocalSize, DealsOutCeilShares) {
   struct Row {
     std::int64_t global;
