@@ -152,14 +152,17 @@ ProductPointers product_pointers(const ProductCall& call, const std::byte* a, vo
           .b_scale = call.b_scale.as<const float>()};
 }
 
-Epilogue epilogue_of(const ProductCall& call, float alpha) {
-  return {.alpha = alpha,
+Epilogue epilogue_from(const ProductCall& call, std::int64_t first) {
+  const auto from = [&](const Tensor& tensor) {
+    return tensor ? tensor.data + static_cast<std::uint64_t>(first) * tensor.row_bytes() : nullptr;
+  };
+  return {.alpha = 1,
           .beta = call.beta,
-          .c = call.beta != 0 ? call.c.data : nullptr,
+          .c = call.beta != 0 ? from(call.c) : nullptr,
           .bias = call.bias.data,
           .activation = call.epilogue,
-          .pre_activation = call.pre_activation.data,
-          .d = call.d.data,
+          .pre_activation = from(call.pre_activation),
+          .d = from(call.d),
           .d_scale = call.d_scale.as<const float>(),
           .d_amax = call.d_amax.as<float>(),
           .exact = nullptr,
@@ -187,7 +190,7 @@ std::vector<ProductShape> usual_shapes(const Config& config) {
     shape.epilogue = epilogue;
     shapes.push_back(shape);
   };
-  for (const auto [a, b] : {std::pair{false, true}, {false, false}, {true, false}}) {
+  for (const auto &[a, b] : {std::pair{false, true}, {false, false}, {true, false}}) {
     if (fp8 && (a || !b)) continue;
     shape.transpose_a = a;
     shape.transpose_b = b;

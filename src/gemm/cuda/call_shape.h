@@ -28,8 +28,8 @@ xd::cuda::ProductShape product_shape(const ProductCall& call, std::int64_t rows,
 std::uint64_t offset_of_tokens(const ProductCall& call, std::int64_t first);
 xd::cuda::ProductPointers product_pointers(const ProductCall& call, const std::byte* a, void* d);
 
-// `alpha`: as far as the product has not applied it.
-Epilogue epilogue_of(const ProductCall& call, float alpha);
+// Of the rows of d from `first` on. The product has applied alpha.
+Epilogue epilogue_from(const ProductCall& call, std::int64_t first);
 
 cudaDataType_t lt_type(DType type);
 

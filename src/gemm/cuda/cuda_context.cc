@@ -14,6 +14,7 @@
 #include "gemm/cuda/call_shape.h"
 #include "gemm/cuda/executor.h"
 #include "gemm/cuda/kernels.h"
+#include "gemm/cuda/transfer.h"
 
 namespace xd::gemm::cuda {
 namespace {
@@ -21,6 +22,7 @@ namespace {
 constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
 // A rank's way of moving rows is part of what ranks compare: above the flags of the family.
 constexpr int kMoverShift = 5;
+constexpr std::uint64_t kBulkBytes = std::uint64_t{16} << 20;
 
 Setback setback_of(const Report& report, const Context& context) {
   const std::span<const Record> records(report.record, at(context.config().ranks));
@@ -41,6 +43,11 @@ void require_memory(const ProductCall& c, int device) {
                                              claim(c.d_scale), claim(c.d_amax), claim(c.gathered)});
 }
 
+void require_memory(const TransferCall& c, int device) {
+  xd::cuda::KnownMemory::of(device).require({claim(c.in), claim(c.out)});
+  if (c.product) require_memory(*c.product, device);
+}
+
 }  // namespace
 
 std::uint64_t scratch_bytes(const Config& config) {
@@ -50,7 +57,10 @@ std::uint64_t scratch_bytes(const Config& config) {
   // all_gather: float32 products that cuBLASLt does not finish; else products to be summed, and
   // then exact results of this rank's rows.
   const bool narrow = !config.has(XD_GEMM_ALL_GATHER) && config.ranks > 1;
-  return checked_mul(elements, narrow ? config.summed_bytes() : 4, "bytes of all products");
+  const std::uint64_t bytes =
+      checked_mul(elements, narrow ? config.summed_bytes() : 4, "bytes of all products");
+  // Products of bulk have any size, and are finished in pieces.
+  return config.has(XD_GEMM_BULK) ? std::max(bytes, kBulkBytes) : bytes;
 }
 
 namespace {
@@ -73,6 +83,7 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
       runner_(
           *this, false, [this](const Report& report) { return setback_of(report, *this); },
           [this](const turn::Call& call, std::uint32_t launch, xd_stream stream) {
+            join(stream);
             Record record;
             record.call = call;
             launch_failed(turn_params(record, launch), stream);
@@ -144,6 +155,7 @@ void CudaContext::describe() {
                  .areas = memory_->tables.as<const HeapRange>(),
                  .map = shop_.map};
   shop_.scratch = memory_->scratch.data();
+  shop_.scratch_bytes = memory_->scratch.bytes();
   shop_.columns = memory_->exact.as<float>();
   shop_.exact = memory_->exact.data() + column_bytes(config());
   shop_.products = memory_->products.get();
@@ -183,6 +195,7 @@ void CudaContext::keep_for_good() noexcept {
 void CudaContext::product(xd_gemm_operation operation, const xd_gemm_args* args, xd_stream stream) {
   kept_ = XD_GEMM_VIEW_INIT;
   runner_.run(operation, stream, [&] {
+    join(stream);
     const ProductCall call = read_product(operation, args, call_context(starts_));
     start(call, stream);
     if (operation == XD_GEMM_ALL_GATHER && config().keep_gathered) keep(call, args->a->dtype);
@@ -198,20 +211,50 @@ void CudaContext::keep(const ProductCall& call, DLDataType type) {
   kept_.dtype = type;
 }
 
-void CudaContext::bulk(const xd_gemm_bulk_args*, xd_stream stream) {
+void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
   kept_ = XD_GEMM_VIEW_INIT;
-  take_failed_turn(
-      XD_GEMM_BULK,
-      Error(XD_ERROR_UNSUPPORTED, error_text("xd_gemm_bulk: this version has it on the CPU only")),
-      stream);
+  runner_.run(XD_GEMM_BULK, stream, [&] {
+    join(stream);
+    const TransferCall call = read_bulk(args, call_context(starts_));
+    require_memory(call, comm().device().device_id);
+    if (call.product) require_supported(*call.product);
+    const TurnParams turn = turn_params(record_of(call), runner_.next_launch());
+    const Transfer work(shop_, call, turn, stream);
+    work.describe_product();
+    work.enqueue();
+  });
 }
 
-void CudaContext::start_all_gather(const xd_gemm_gather_args*, xd_stream stream) {
-  take_failed_turn(
-      XD_GEMM_START_ALL_GATHER,
-      Error(XD_ERROR_UNSUPPORTED,
-            error_text("xd_gemm_start_all_gather: this version has it on the CPU only")),
-      stream);
+void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream stream) {
+  if (begun_) {
+    give_back({.status = XD_ERROR_BUSY,
+               .text = concat("config.slots = ", config().slots,
+                              ": a gather is under way, expected xd_gemm_wait before the next one; "
+                              "peers do not hear of this call"),
+               .rank = rank()},
+              XD_GEMM_START_ALL_GATHER, 0);
+  }
+  kept_ = XD_GEMM_VIEW_INIT;
+  runner_.run(XD_GEMM_START_ALL_GATHER, stream, [&] {
+    const TransferCall call = read_gather(args, call_context(starts_));
+    require_memory(call, comm().device().device_id);
+    const TurnParams turn = turn_params(record_of(call), runner_.next_launch());
+    Transfer(shop_, call, turn, stream).begin();
+    begun_ = true;
+  });
+}
+
+void CudaContext::wait(xd_stream stream) {
+  comm().errors().check_usable();
+  const xd::cuda::DeviceGuard guard(comm().device().device_id);
+  join(stream);
+}
+
+// The stream waits for the gather that has been begun.
+void CudaContext::join(xd_stream stream) {
+  if (!begun_) return;
+  memory_->side->order(memory_->side->get(), stream);
+  begun_ = false;
 }
 
 xd_gemm_view CudaContext::gathered() {
@@ -287,8 +330,8 @@ xd_gemm_memory context_memory(const Config& config) {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
   memory.symmetric_bytes = round_up(ContextMap::make(config).end, kGranularity);
   memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
-                         Products::kWorkspaceBytes + sizeof(Control) + sizeof(Report) +
-                         at(config.ranks) * sizeof(HeapRange);
+                         Products::kWorkspaceBytes + KernelLoader::kBytes + sizeof(Control) +
+                         sizeof(Report) + at(config.ranks) * sizeof(HeapRange);
   return memory;
 }
 

@@ -19,7 +19,7 @@ class CudaContext final : public Context {
   void product(xd_gemm_operation operation, const xd_gemm_args* args, xd_stream stream) override;
   void bulk(const xd_gemm_bulk_args* args, xd_stream stream) override;
   void start_all_gather(const xd_gemm_gather_args* args, xd_stream stream) override;
-  void wait(xd_stream) override { comm().errors().check_usable(); }  // nothing is ever begun
+  void wait(xd_stream stream) override;
   xd_gemm_view gathered() override;
 
   xd_gemm_status take_status() override {
@@ -54,6 +54,8 @@ class CudaContext final : public Context {
   void describe();
   void warm_up();
 
+  void join(xd_stream stream);
+
   void start(const ProductCall& call, xd_stream stream);
   void keep(const ProductCall& call, DLDataType type);
   Option choose(const ProductCall& call) const;
@@ -65,6 +67,7 @@ class CudaContext final : public Context {
   std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
   Workshop shop_;
   std::vector<std::int64_t> starts_;
+  bool begun_ = false;                     // a gather that nothing has waited for
   xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;  // data = nullptr: nothing
   Runner runner_;
 };

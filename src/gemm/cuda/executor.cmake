@@ -16,6 +16,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/push.cu
     gemm/cuda/schedule.cc
     gemm/cuda/sum.cu
+    gemm/cuda/transfer.cc
     gemm/cuda/words.cu
   DEPENDS
     xd_gemm

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kVectors* kRows)
   if (mine >= kVectors * kElements || first + mine >= p.columns) return;
   float sum = 0;
   for (int r = 0; r < kRows; ++r) sum += part[r][mine];
-  p.sums[first + mine] = sum;
+  p.sums[first + mine] = p.adds ? p.sums[first + mine] + sum : sum;
 }
 
 }  // namespace

@@ -16,8 +16,7 @@ using xd::cuda::ProductShape;
 using xd::cuda::lt::Algorithm;
 
 constexpr std::int64_t kSize = 512;
-constexpr std::size_t kOperandBytes = kSize * kSize * sizeof(float);
-constexpr std::size_t kWorkspaceBytes = std::size_t{8} << 20;
+static_assert(kSize * kSize * sizeof(float) == KernelLoader::kOperandBytes);
 
 // What has been launched in this process: device, a shape without sizes, algorithm.
 struct Launched {

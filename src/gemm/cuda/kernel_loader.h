@@ -16,6 +16,10 @@ namespace xd::gemm::cuda {
 
 class KernelLoader {
  public:
+  static constexpr std::size_t kOperandBytes = std::size_t{1} << 20;
+  static constexpr std::size_t kWorkspaceBytes = std::size_t{8} << 20;
+  static constexpr std::size_t kBytes = kOperandBytes + kWorkspaceBytes;  // of the device
+
   // Called with the device current, as the other functions.
   explicit KernelLoader(int device);
 

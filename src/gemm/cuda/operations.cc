@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "cuda/error.h"
 #include "gemm/cuda/call_shape.h"
 #include "gemm/cuda/kernels.h"
@@ -63,7 +64,8 @@ void Operation::copy(void* to, const void* from, std::uint64_t bytes, cudaStream
 void Operation::all_gather() const {
   option_.mover == Mover::push ? gather_by_push() : gather_by_copies();
   return_gathered();
-  finish_gather();
+  if (is_plain(call_)) return;
+  finish_products(reinterpret_cast<float*>(w_.scratch), 0, call_.shares.all());
 }
 
 void Operation::gather_by_push() const {
@@ -158,25 +160,23 @@ void Operation::return_gathered() const {
   copy(call_.gathered.data, area(rank()) + w_.map.gathered, call_.gathered.bytes(), s_);
 }
 
-void Operation::finish_gather() const {
-  if (is_plain(call_)) return;
-  Epilogue epilogue = epilogue_of(call_, 1.0f);
-  auto* const product = reinterpret_cast<float*>(w_.scratch);
+void Operation::finish_products(float* product, std::int64_t first, std::int64_t rows) const {
+  Epilogue epilogue = epilogue_from(call_, first);
   // Each thread stores over what it has read.
   if (call_.bias_grad) epilogue.exact = product;
-  launch_finish(
-      {.product = product, .rows = call_.shares.all(), .columns = call_.n, .epilogue = epilogue},
-      w_.multiprocessors, s_);
-  sum_columns(product, call_.shares.all());
+  launch_finish({.product = product, .rows = rows, .columns = call_.n, .epilogue = epilogue},
+                w_.multiprocessors, s_);
+  sum_columns(product, rows, first > 0);
 }
 
-void Operation::sum_columns(const float* exact, std::int64_t rows) const {
+void Operation::sum_columns(const float* exact, std::int64_t rows, bool adds) const {
   if (!call_.bias_grad) return;
   auto* const sums = call_.bias_grad.as<float>();
   launch_column_sums({.values = exact,
                       .rows = rows,
                       .columns = call_.n,
-                      .sums = call_.reduce_bias_grad ? w_.columns : sums},
+                      .sums = call_.reduce_bias_grad ? w_.columns : sums,
+                      .adds = adds},
                      s_);
   if (!call_.reduce_bias_grad) return;
   launch_column_meeting({.group = w_.group,
@@ -185,6 +185,46 @@ void Operation::sum_columns(const float* exact, std::int64_t rows) const {
                          .columns = call_.n,
                          .sums = sums},
                         w_.multiprocessors, s_);
+}
+
+// ---- A product alone ---------------------------------------------------------------------------
+
+// A multiple of the rows that columns of a transposed operand begin at.
+std::int64_t Operation::rows_in_scratch() const {
+  const std::uint64_t row = static_cast<std::uint64_t>(call_.n) * sizeof(float);
+  return static_cast<std::int64_t>(w_.scratch_bytes / row) / 16 * 16;
+}
+
+void Operation::describe_alone() const {
+  const std::int64_t rows = call_.a_rows;
+  const auto describe = [&](std::int64_t some) {
+    w_.products->describe(gathered_shape(some, rows));
+  };
+  if (is_plain(call_)) return describe(rows);
+  const std::int64_t piece = rows_in_scratch();
+  if (piece == 0) {
+    fail(XD_ERROR_UNSUPPORTED, "product: has N = ", call_.n, ", expected at most ",
+         w_.scratch_bytes / sizeof(float) / 16);
+  }
+  if (rows > piece) describe(piece);
+  describe(rows % piece);
+}
+
+void Operation::enqueue_alone() const {
+  clear_amax();
+  const std::int64_t rows = call_.a_rows;
+  if (is_plain(call_)) return gathered_product(0, rows, rows, call_.a.data);
+  const std::int64_t piece = rows_in_scratch();
+  std::int64_t first = 0;
+  do {
+    const std::int64_t count = std::min(piece, rows - first);
+    w_.products->run(
+        gathered_shape(count, rows),
+        product_pointers(call_, call_.a.data + offset_of_tokens(call_, first), w_.scratch),
+        call_.alpha, 0.0f, s_);
+    finish_products(reinterpret_cast<float*>(w_.scratch), first, count);
+    first += count;
+  } while (first < rows);
 }
 
 // ---- reduce_scatter and all_reduce -------------------------------------------------------------
@@ -207,7 +247,7 @@ void Operation::reduce_by_words() const {
                      .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
                      .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
                      .one_step = option_.mover == Mover::one_shot,
-                     .epilogue = epilogue_of(call_, 1.0f)};
+                     .epilogue = epilogue_from(call_, 0)};
   const std::int64_t vectors = call_.a_rows * params.row_vectors;
   const std::int64_t part = (vectors + ranks() - 1) / ranks();
   for (int r = 0; r <= ranks(); ++r) {
@@ -259,7 +299,7 @@ void Operation::send_partials(int peer) const {
 
 // Everything has been copied, so scratch is free.
 void Operation::sum_slots() const {
-  Epilogue epilogue = epilogue_of(call_, 1.0f);
+  Epilogue epilogue = epilogue_from(call_, 0);
   auto* const exact = reinterpret_cast<float*>(w_.scratch);
   if (call_.bias_grad) epilogue.exact = exact;
   launch_sum({.turn = turn_,

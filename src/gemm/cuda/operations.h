@@ -34,8 +34,9 @@ struct Workshop {
   ContextMap map{};
   std::vector<std::byte*> areas;  // what each rank shares, by rank
   std::byte* scratch = nullptr;   // products before they are summed or finished
-  std::byte* exact = nullptr;     // exact results, where the products are still needed
-  float* columns = nullptr;       // column sums of this rank
+  std::uint64_t scratch_bytes = 0;
+  std::byte* exact = nullptr;  // exact results, where the products are still needed
+  float* columns = nullptr;    // column sums of this rank
   Products* products = nullptr;
   SideStream* side = nullptr;
   int multiprocessors = 0;
@@ -51,6 +52,9 @@ class Operation {
   // Describes all products to cuBLASLt. Throws UNSUPPORTED if it has none for one of them.
   void describe_products() const;
   void enqueue() const;
+  // The same of a product that is no part of an operation over ranks: its rows are those of a.
+  void describe_alone() const;
+  void enqueue_alone() const;
 
  private:
   bool in_one_product() const {
@@ -72,7 +76,10 @@ class Operation {
   void take_steps() const;
   void keep_own_rows() const;
   void return_gathered() const;
-  void finish_gather() const;
+  // Of float32 products of `rows` tokens from `first` on.
+  void finish_products(float* product, std::int64_t first, std::int64_t rows) const;
+  // So many rows of a product of float32 have room in scratch.
+  std::int64_t rows_in_scratch() const;
   void gathered_product(std::int64_t first, std::int64_t rows, std::int64_t all_rows,
                         const std::byte* a) const;
   void copy_own_rows(std::byte* gathered, cudaStream_t stream) const;
@@ -85,7 +92,7 @@ class Operation {
   void sum_slots() const;
 
   // Column sums of exact results, if they are wanted: behind the launch that has stored these.
-  void sum_columns(const float* exact, std::int64_t rows) const;
+  void sum_columns(const float* exact, std::int64_t rows, bool adds = false) const;
   void clear_amax() const;
   void copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const;
 

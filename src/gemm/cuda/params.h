@@ -157,6 +157,7 @@ struct ColumnSumParams {
   const float* values;  // [rows, columns]
   std::int64_t rows, columns;
   float* sums;  // [columns]
+  bool adds;    // to what is in `sums`
 };
 
 // Adds column sums of all ranks.

@@ -1,0 +1,86 @@
+#include "gemm/cuda/transfer.h"
+
+#include "cuda/error.h"
+#include "gemm/cuda/kernels.h"
+
+namespace xd::gemm::cuda {
+
+void Transfer::describe_product() const {
+  if (call_.product) Operation(w_, *call_.product, {}, turn_, s_).describe_alone();
+}
+
+void Transfer::product() const {
+  if (call_.product) Operation(w_, *call_.product, {}, turn_, s_).enqueue_alone();
+}
+
+void Transfer::copy_rows(std::byte* to, const std::byte* from, std::int64_t rows) const {
+  const std::uint64_t bytes = static_cast<std::uint64_t>(rows) * row_bytes();
+  if (bytes == 0) return;
+  XD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, c()));
+}
+
+void Transfer::enqueue() const {
+  w_.side->begin();
+  w_.side->order(s_, c());
+  launch_open(turn_, c());
+  if (call_.reduces) return sum();
+  gather();
+  product();
+  w_.side->order(c(), s_);
+}
+
+void Transfer::begin() const {
+  w_.side->begin();
+  w_.side->order(s_, c());
+  launch_open(turn_, c());
+  gather();
+}
+
+void Transfer::gather() const {
+  const Shares& shares = call_.shares;
+  const std::uint64_t first = static_cast<std::uint64_t>(shares.start(rank())) * row_bytes();
+  for (int d = 1; d < ranks(); ++d) {
+    std::byte* const peer = w_.areas[at((rank() + d) % ranks())];
+    copy_rows(peer + w_.map.gathered + first, call_.in.data, shares.rows(rank()));
+    XD_CUDA_CHECK(cudaMemcpyAsync(peer + w_.map.landed_of(rank()), &w_.group.control->opened,
+                                  sizeof(std::uint64_t), cudaMemcpyDeviceToDevice, c()));
+  }
+  copy_rows(call_.out.data + first, call_.in.data, shares.rows(rank()));
+  launch_landed(
+      {.group = w_.group, .operation = call_.operation, .first = rank() + 1, .count = ranks() - 1},
+      c());
+  // The rows of the ranks before this one, and behind it.
+  const std::byte* const gathered = w_.areas[at(rank())] + w_.map.gathered;
+  const std::int64_t next = shares.start(rank()) + shares.rows(rank());
+  const std::uint64_t behind = static_cast<std::uint64_t>(next) * row_bytes();
+  copy_rows(call_.out.data, gathered, shares.start(rank()));
+  copy_rows(call_.out.data + behind, gathered + behind, shares.all() - next);
+  launch_close(turn_, c());
+}
+
+void Transfer::sum() const {
+  const Shares& shares = call_.shares;
+  for (int d = 1; d <= ranks(); ++d) {
+    const int peer = (rank() + d) % ranks();
+    copy_rows(w_.areas[at(peer)] + w_.map.slot_of(rank()),
+              call_.in.data + static_cast<std::uint64_t>(shares.start(peer)) * row_bytes(),
+              shares.rows(peer));
+  }
+  product();
+  w_.side->order(c(), s_);
+  Epilogue epilogue{};
+  epilogue.alpha = 1;
+  epilogue.activation = XD_GEMM_EPILOGUE_NONE;
+  epilogue.d = call_.out.data;
+  epilogue.d_type = call_.out.type;
+  launch_sum({.turn = turn_,
+              .partials = w_.areas[at(rank())] + w_.map.slots,
+              .stride = w_.map.slot_bytes,
+              .rows = shares.rows(rank()),
+              .columns = call_.in.cols,
+              .pitch = call_.in.cols,
+              .epilogue = epilogue},
+             call_.in.type, w_.multiprocessors, s_);
+}
+
+}  // namespace xd::gemm::cuda
