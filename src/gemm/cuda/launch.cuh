@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "cuda/error.h"
 
 namespace xd::gemm::cuda {
@@ -16,6 +18,13 @@ void launch_cooperative(void (*kernel)(Params), const Params& params, int blocks
   XD_CUDA_CHECK(cudaLaunchCooperativeKernel(
       reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
       dim3(static_cast<unsigned>(threads)), arguments, 0, stream));
+}
+
+// The blocks of a launch whose threads share `work` pieces: one at least, and `most` at most. Small
+// launches leave room on the device, so that those of several contexts are there at once.
+inline int blocks_for(std::int64_t work, int threads, int most) {
+  const std::int64_t blocks = (work + threads - 1) / threads;
+  return static_cast<int>(blocks < 1 ? 1 : blocks < most ? blocks : most);
 }
 
 template <class Params>

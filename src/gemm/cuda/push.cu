@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(const __grid_constant
 }  // namespace
 
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream) {
-  launch_cooperative(push_kernel, params, multiprocessors, kThreads, stream);
+  const auto vectors = static_cast<std::int64_t>(params.bytes / 16);
+  launch_cooperative(push_kernel, params, blocks_for(vectors, kThreads, multiprocessors), kThreads,
+                     stream);
 }
 
 void load_push() { load_kernel(push_kernel); }

@@ -105,7 +105,11 @@ void with_kernel(DType type, int ranks, Do&& act) {
 
 void launch_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream) {
   with_kernel(type, params.turn.group.ranks(), [&](auto* kernel) {
-    launch_cooperative(kernel, params, multiprocessors * kBlocksPerSm, kThreads, stream);
+    const std::int64_t vectors =
+        params.rows * params.columns * static_cast<std::int64_t>(dtype_bytes(type)) / 16;
+    launch_cooperative(kernel, params,
+                       blocks_for(vectors, kThreads, multiprocessors * kBlocksPerSm), kThreads,
+                       stream);
   });
 }
 

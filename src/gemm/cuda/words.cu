@@ -162,8 +162,16 @@ void with_kernel(DType type, Do&& act) {
 }  // namespace
 
 void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream) {
+  // The longest part that a thread goes through, of any rank: all of them in one step.
+  const int ranks = params.turn.group.ranks();
+  std::int64_t most = params.one_step ? params.starts[ranks] : 0;
+  for (int r = 0; r < ranks; ++r) {
+    const std::int64_t part = params.starts[r + 1] - params.starts[r];
+    most = part > most ? part : most;
+  }
   with_kernel(type, [&](auto* kernel) {
-    launch_cooperative(kernel, params, multiprocessors, kThreads, stream);
+    launch_cooperative(kernel, params, blocks_for(most, kThreads, multiprocessors), kThreads,
+                       stream);
   });
 }
 
