@@ -97,6 +97,43 @@ Mapping::~Mapping() {
 
 std::byte* Mapping::base() const { return as_pointer(base_); }
 
+StitchedMapping::StitchedMapping(int device, const std::vector<const std::byte*>& parts,
+                                 std::size_t bytes)
+    : device_(device), part_bytes_(bytes), bytes_(bytes * parts.size()) {
+  XD_CUDA_CHECK(driver().cuMemAddressReserve(&base_, bytes_, 0, 0, 0));
+  try {
+    map(parts);
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+void StitchedMapping::map(const std::vector<const std::byte*>& parts) {
+  for (const std::byte* part : parts) {
+    const Allocation allocation = Allocation::at(address_of(part));
+    if (!allocation) fail(XD_ERROR_INTERNAL, "the driver knows no allocation of shared memory");
+    XD_CUDA_CHECK(driver().cuMemMap(base_ + mapped_, part_bytes_, 0, allocation.get(), 0));
+    mapped_ += part_bytes_;
+  }
+  const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_},
+                               .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  XD_CUDA_CHECK(driver().cuMemSetAccess(base_, bytes_, &access, 1));
+}
+
+void StitchedMapping::release() noexcept {
+  for (std::size_t at = 0; at < mapped_; at += part_bytes_) {
+    driver().cuMemUnmap(base_ + at, part_bytes_);
+  }
+  driver().cuMemAddressFree(base_, bytes_);
+}
+
+StitchedMapping::~StitchedMapping() {
+  try_on_device(device_, [this] { release(); });
+}
+
+std::byte* StitchedMapping::base() const { return as_pointer(base_); }
+
 void allow_access(void* base, std::size_t bytes, int device) {
   const CUmemLocation where{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
   // The driver refuses a grant that another thread has made between our question and our grant.

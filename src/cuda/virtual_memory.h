@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <utility>
+#include <vector>
 
 #include "base/fd.h"
 
@@ -55,6 +56,28 @@ class Mapping {
   int device_;  // a device with a context
   CUdeviceptr base_ = 0;
   std::size_t bytes_;
+};
+
+// Maps allocations that are mapped elsewhere in this process once more, one behind the other, and
+// gives the device access to them.
+class StitchedMapping {
+ public:
+  // `parts`: where their first bytes are mapped; `bytes`: of each.
+  StitchedMapping(int device, const std::vector<const std::byte*>& parts, std::size_t bytes);
+  ~StitchedMapping();
+  StitchedMapping(const StitchedMapping&) = delete;
+  StitchedMapping& operator=(const StitchedMapping&) = delete;
+
+  std::byte* base() const;
+
+ private:
+  void map(const std::vector<const std::byte*>& parts);
+  void release() noexcept;
+
+  const int device_;
+  const std::size_t part_bytes_, bytes_;
+  CUdeviceptr base_ = 0;
+  std::size_t mapped_ = 0;
 };
 
 // Lets `device` read and write the memory that is mapped there, if it could not. Other devices keep

@@ -112,6 +112,19 @@ std::vector<GemmCase> large_cases() {
       cases.push_back(c);
     }
   }
+  // Rows of a rank that fill whole units of a device's virtual memory, for products that store into
+  // it: 2 MiB, as only GPUs are fast enough to test.
+  if (world().memory().stream() != nullptr) {
+    GemmCase c = plain_gemm_case(2, XD_GEMM_REDUCE_SCATTER);
+    c.n_units = 512;
+    c.k_units = 8;
+    c.token_units = 256;
+    c.tokens = TokenCounts::most;
+    c.bias = Bias::f32;
+    c.addend = Addend::added;
+    c.bias_grad = BiasGrad::reduced;
+    cases.push_back(c);
+  }
   return cases;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "gemm/cuda/stitched_slots.h"
 
 namespace xd::gemm::cuda {
 namespace {
@@ -85,12 +86,13 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   return p;
 }
 
-Room room_of(const ProductCall& call, const ContextMap& map) {
-  Room room{.slot_bytes = map.slot_bytes,
-            .slot_unit = 0,
+Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes) {
+  Room room{.slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
+            .slot_unit = stitched_bytes != 0 ? StitchedSlots::kUnit : 0,
             .word_bytes = map.word_bytes,
             .chunk_bytes = map.slot_bytes};
   if (call.operation != XD_GEMM_ALL_REDUCE) return room;
+  room.slot_unit = 0;
   // All ranks finish all rows only where all get all products. Otherwise sums travel as they are
   // stored.
   room.chunk_bytes = 0;

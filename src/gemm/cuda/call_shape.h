@@ -16,7 +16,8 @@ void require_supported(const ProductCall& call);
 
 Problem problem_of(const ProductCall& call, const Config& config);
 // The room for a call: of what the context has, the part that the call can use.
-Room room_of(const ProductCall& call, const ContextMap& map);
+// `stitched_bytes`: of a slot that a product can store into, 0 = there are none.
+Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes);
 
 // True if cuBLASLt stores D as it shall be. Otherwise it stores float32, and finish_kernel D.
 bool is_plain(const ProductCall& call);

@@ -65,6 +65,10 @@ std::uint64_t scratch_bytes(const Config& config) {
 
 namespace {
 
+ContextMap map_of(const Config& config) {
+  return ContextMap::make(config, StitchedSlots::slot_bytes(config) != 0);
+}
+
 // Exact results beside the products: words are for small ones, with elements of 2 bytes at least.
 std::uint64_t exact_bytes(const Config& config) {
   if (!config.sums()) return 0;
@@ -89,8 +93,11 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
             launch_failed(turn_params(record, launch), stream);
           }) {
   memory_->comm = std::move(owner);
-  memory_->segments =
-      comm().share(kCreateContext, static_cast<std::size_t>(ContextMap::make(config()).end));
+  memory_->segments = comm().share(kCreateContext, static_cast<std::size_t>(map_of(config()).end));
+  if (StitchedSlots::slot_bytes(config()) != 0) {
+    const xd::cuda::DeviceGuard guard(comm().device().device_id);
+    memory_->slots = std::make_unique<StitchedSlots>(comm(), config());
+  }
   comm().collective().agree(kCreateContext, [this] {
     allocate();
     return Collective::Contribution{};
@@ -129,7 +136,7 @@ void CudaContext::allocate() {
 
 // No word has arrived yet. Peers push words only after this step.
 void CudaContext::empty_words() const {
-  const ContextMap map = ContextMap::make(config());
+  const ContextMap map = map_of(config());
   const std::uint64_t begin = map.words != 0 ? map.words : map.columns;
   const xd::cuda::Stream stream(comm().device().device_id);
   std::byte* const own = memory_->segments[at(rank())]->base();
@@ -138,7 +145,7 @@ void CudaContext::empty_words() const {
 }
 
 void CudaContext::describe() {
-  shop_.map = ContextMap::make(config());
+  shop_.map = map_of(config());
   std::vector<HeapRange> areas;
   for (const auto& segment : memory_->segments) {
     areas.push_back({segment->base(), segment->bytes()});
@@ -154,6 +161,7 @@ void CudaContext::describe() {
                  .report = runner_.report(),
                  .areas = memory_->tables.as<const HeapRange>(),
                  .map = shop_.map};
+  describe_slots();
   shop_.scratch = memory_->scratch.data();
   shop_.scratch_bytes = memory_->scratch.bytes();
   shop_.columns = memory_->exact.as<float>();
@@ -163,6 +171,19 @@ void CudaContext::describe() {
   // Ranks that share a device run at once, and so do their blocks.
   shop_.multiprocessors = std::max(1, comm().multiprocessors() / comm().ranks_on_device());
   shop_.keeps_gathered = config().keep_gathered;
+}
+
+void CudaContext::describe_slots() {
+  if (memory_->slots) {
+    shop_.slot_bytes = StitchedSlots::slot_bytes(config());
+    for (int r = 0; r < config().ranks; ++r) shop_.slot_at.push_back(memory_->slots->at_owner(r));
+    shop_.own_slots = memory_->slots->own();
+    shop_.stitched = memory_->slots->view();
+    return;
+  }
+  shop_.slot_bytes = shop_.map.slot_bytes;
+  for (std::byte* area : shop_.areas) shop_.slot_at.push_back(area + shop_.map.slot_of(rank()));
+  shop_.own_slots = shop_.areas[at(rank())] + shop_.map.slots;
 }
 
 // The products that operations of these bounds are made of: all orders of elements, finished by
@@ -269,7 +290,7 @@ xd_gemm_view CudaContext::gathered() {
 Option CudaContext::choose(const ProductCall& call) const {
   require_supported(call);
   const Problem problem = problem_of(call, config());
-  const Room room = room_of(call, shop_.map);
+  const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
   const auto taken = [&](Option option) {
     // The kernel pushes rows of tokens.
@@ -306,7 +327,7 @@ xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   const TurnParams nothing{};
   Operation(shop_, call, option, nothing, nullptr).describe_products();
   const Problem problem = problem_of(call, config());
-  const Room room = room_of(call, shop_.map);
+  const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
   info.algo = option.algo;
   info.num_products = option.products;
@@ -328,7 +349,8 @@ std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_
 
 xd_gemm_memory context_memory(const Config& config) {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
-  memory.symmetric_bytes = round_up(ContextMap::make(config).end, kGranularity);
+  memory.symmetric_bytes = round_up(map_of(config).end, kGranularity) +
+                           at(config.ranks) * StitchedSlots::slot_bytes(config);
   memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
                          Products::kWorkspaceBytes + KernelLoader::kBytes + sizeof(Control) +
                          sizeof(Report) + at(config.ranks) * sizeof(HeapRange);

@@ -7,6 +7,7 @@
 #include "cuda/memory.h"
 #include "gemm/context.h"
 #include "gemm/cuda/operations.h"
+#include "gemm/cuda/stitched_slots.h"
 #include "turn/device_runner.h"
 
 namespace xd::gemm::cuda {
@@ -41,6 +42,7 @@ class CudaContext final : public Context {
   struct Memory {
     std::shared_ptr<Comm> comm;
     Segments segments;
+    std::unique_ptr<StitchedSlots> slots;
     xd::cuda::DeviceBuffer tables, scratch, exact;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
@@ -52,6 +54,7 @@ class CudaContext final : public Context {
   void allocate();
   void empty_words() const;
   void describe();
+  void describe_slots();
   void warm_up();
 
   void join(xd_stream stream);

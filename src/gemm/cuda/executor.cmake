@@ -15,6 +15,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/products.cc
     gemm/cuda/push.cu
     gemm/cuda/schedule.cc
+    gemm/cuda/stitched_slots.cc
     gemm/cuda/sum.cu
     gemm/cuda/transfer.cc
     gemm/cuda/words.cu

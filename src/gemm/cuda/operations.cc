@@ -28,6 +28,11 @@ void Operation::describe_products() const {
   const auto describe = [&](std::int64_t rows) {
     w_.products->describe(gathers ? gathered_shape(rows, all) : partial_shape(rows));
   };
+  if (option_.mover == Mover::product) {
+    xd::cuda::ProductShape shape = partial_shape(all);
+    shape.d_pitch = option_.pitch;
+    return w_.products->describe(shape);
+  }
   if (in_one_product()) return describe(all);
   if (!gathers) {
     for (int r = 0; r < ranks(); ++r) describe(call_.shares.rows(r));
@@ -230,7 +235,19 @@ void Operation::enqueue_alone() const {
 // ---- reduce_scatter and all_reduce -------------------------------------------------------------
 
 void Operation::reduce() const {
+  if (option_.mover == Mover::product) return reduce_by_stores();
   option_.mover == Mover::copies ? reduce_by_copies() : reduce_by_words();
+}
+
+// The owners' slots are free when the opening has seen their records. The product's stores have
+// ended when the sums' kernel begins, which raises the done flags behind them.
+void Operation::reduce_by_stores() const {
+  launch_open(turn_, s_);
+  xd::cuda::ProductShape shape = partial_shape(call_.a_rows);
+  shape.d_pitch = option_.pitch;
+  w_.products->run(shape, product_pointers(call_, call_.a.data, w_.stitched), call_.alpha, 0.0f,
+                   s_);
+  sum_slots(option_.pitch);
 }
 
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
@@ -280,34 +297,34 @@ void Operation::reduce_by_copies() const {
     send_partials(peer);
   }
   const std::int64_t start = call_.shares.start(rank());
-  std::byte* const own = area(rank()) + w_.map.slot_of(rank());
+  std::byte* const own = w_.own_slots + static_cast<std::uint64_t>(rank()) * w_.slot_bytes;
   if (whole) {
     copy(own, w_.scratch + bytes_of(start, row), bytes_of(call_.shares.rows(rank()), row), s_);
   } else {
     partial_product(start, call_.shares.rows(rank()), own);
   }
   w_.side->order(c(), s_);
-  sum_slots();
+  sum_slots(call_.n);
 }
 
 // Behind the opening, which has seen the peer's record: its sums of earlier operations have ended.
 void Operation::send_partials(int peer) const {
   const std::uint64_t row = partial_row_bytes();
-  copy(area(peer) + w_.map.slot_of(rank()), w_.scratch + bytes_of(call_.shares.start(peer), row),
+  copy(w_.slot_at[at(peer)], w_.scratch + bytes_of(call_.shares.start(peer), row),
        bytes_of(call_.shares.rows(peer), row), c());
 }
 
 // Everything has been copied, so scratch is free.
-void Operation::sum_slots() const {
+void Operation::sum_slots(std::int64_t pitch) const {
   Epilogue epilogue = epilogue_from(call_, 0);
   auto* const exact = reinterpret_cast<float*>(w_.scratch);
   if (call_.bias_grad) epilogue.exact = exact;
   launch_sum({.turn = turn_,
-              .partials = area(rank()) + w_.map.slots,
-              .stride = w_.map.slot_bytes,
+              .partials = w_.own_slots,
+              .stride = w_.slot_bytes,
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
-              .pitch = call_.n,
+              .pitch = pitch,
               .epilogue = epilogue},
              call_.wide_type(), w_.multiprocessors, s_);
   sum_columns(exact, call_.shares.rows(rank()));

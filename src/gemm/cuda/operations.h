@@ -12,6 +12,8 @@
 //   │                      product, their rows  └────────────────────► sum: waits, sums, ends
 //   close ───────────────► landed, product ..
 //
+//   reduce_scatter by the product's stores, on s: open, product into the owners' slots, sum.
+//
 // In all_gather by a kernel (push), and where sums travel as words, the operation is one launch on
 // s, in front of the product or behind it.
 #pragma once
@@ -37,6 +39,12 @@ struct Workshop {
   std::uint64_t scratch_bytes = 0;
   std::byte* exact = nullptr;  // exact results, where the products are still needed
   float* columns = nullptr;    // column sums of this rank
+  // Partial sums: this rank's slot at each owner, and the first of the slots that this rank owns.
+  // Where a product can store into the owners' slots, they are one matrix to it, else nullptr.
+  std::vector<std::byte*> slot_at;
+  std::byte* own_slots = nullptr;
+  std::byte* stitched = nullptr;
+  std::uint64_t slot_bytes = 0;
   Products* products = nullptr;
   SideStream* side = nullptr;
   int multiprocessors = 0;
@@ -87,9 +95,10 @@ class Operation {
   void reduce() const;
   void reduce_by_words() const;
   void reduce_by_copies() const;
+  void reduce_by_stores() const;
   void send_partials(int peer) const;
   void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
-  void sum_slots() const;
+  void sum_slots(std::int64_t pitch) const;
 
   // Column sums of exact results, if they are wanted: behind the launch that has stored these.
   void sum_columns(const float* exact, std::int64_t rows, bool adds = false) const;

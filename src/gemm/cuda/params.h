@@ -40,7 +40,8 @@ struct ContextMap {
   static constexpr std::uint64_t kMostWordBytes = std::uint64_t{8} << 20;
   static constexpr std::uint64_t kFlagStride = 64;
 
-  static ContextMap make(const Config& config) {
+  // `separate_slots`: they are memory of their own (stitched_slots.h).
+  static ContextMap make(const Config& config, bool separate_slots) {
     const auto ranks = static_cast<std::uint64_t>(config.ranks);
     const auto tokens = static_cast<std::uint64_t>(config.max_tokens);
     LayoutCursor cursor;
@@ -54,7 +55,7 @@ struct ContextMap {
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
       map.slot_bytes = (tokens * row + kRowStart - 1) / kRowStart * kRowStart;
-      map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
+      if (!separate_slots) map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
       // In one step of all_reduce a rank sends all its rows to everybody.
       const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
       map.word_bytes = most < kMostWordBytes ? most : kMostWordBytes;

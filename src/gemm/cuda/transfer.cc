@@ -62,7 +62,7 @@ void Transfer::sum() const {
   const Shares& shares = call_.shares;
   for (int d = 1; d <= ranks(); ++d) {
     const int peer = (rank() + d) % ranks();
-    copy_rows(w_.areas[at(peer)] + w_.map.slot_of(rank()),
+    copy_rows(w_.slot_at[at(peer)],
               call_.in.data + static_cast<std::uint64_t>(shares.start(peer)) * row_bytes(),
               shares.rows(peer));
   }
@@ -74,8 +74,8 @@ void Transfer::sum() const {
   epilogue.d = call_.out.data;
   epilogue.d_type = call_.out.type;
   launch_sum({.turn = turn_,
-              .partials = w_.areas[at(rank())] + w_.map.slots,
-              .stride = w_.map.slot_bytes,
+              .partials = w_.own_slots,
+              .stride = w_.slot_bytes,
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,
               .pitch = call_.in.cols,

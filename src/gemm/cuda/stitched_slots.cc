@@ -1,0 +1,34 @@
+#include "gemm/cuda/stitched_slots.h"
+
+#include "base/math.h"
+#include "gemm/family.h"
+
+namespace xd::gemm::cuda {
+
+std::uint64_t StitchedSlots::slot_bytes(const Config& config) {
+  if (!config.has(XD_GEMM_REDUCE_SCATTER) || config.ranks == 1) return 0;
+  const std::uint64_t bytes = static_cast<std::uint64_t>(config.max_tokens) *
+                              static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
+  return bytes < kUnit ? 0 : round_up(bytes, kUnit);
+}
+
+StitchedSlots::StitchedSlots(Comm& comm, const Config& config) {
+  const std::uint64_t bytes = slot_bytes(config);
+  std::vector<const std::byte*> view, own;
+  for (int source = 0; source < config.ranks; ++source) {
+    of_source_.push_back(comm.share(kCreateContext, static_cast<std::size_t>(bytes)));
+    own.push_back(of_source_.back()[at(comm.rank())]->base());
+  }
+  for (const auto& slot : of_source_[at(comm.rank())]) {
+    at_owner_.push_back(slot->base());
+    view.push_back(slot->base());
+  }
+  comm.collective().agree(kCreateContext, [&] {
+    const int device = comm.device().device_id;
+    view_ = std::make_unique<xd::cuda::StitchedMapping>(device, view, bytes);
+    own_ = std::make_unique<xd::cuda::StitchedMapping>(device, own, bytes);
+    return Collective::Contribution{};
+  });
+}
+
+}  // namespace xd::gemm::cuda

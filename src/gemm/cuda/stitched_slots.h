@@ -1,0 +1,43 @@
+// Slots of partial sums that a product can store into: one allocation for each owner and source, so
+// that the slots of one source at all owners can be mapped one after another. To that source they
+// are one matrix, whose rows it stores straight into their owners' memory.
+//
+//   allocation [owner o][source s]      mapped as
+//   everywhere                          by itself: copies of s store into it
+//   at s                                view: [0][s] [1][s] [2][s] ..   the source's product
+//   at o                                own:  [o][0] [o][1] [o][2] ..   the owner's sum
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "comm/comm.h"
+#include "cuda/virtual_memory.h"
+#include "gemm/config.h"
+
+namespace xd::gemm::cuda {
+
+class StitchedSlots {
+ public:
+  // Slots begin at multiples of this many bytes.
+  static constexpr std::uint64_t kUnit = std::uint64_t{2} << 20;
+  // Bytes of a slot; 0 where the context's sums are so small that they take other ways.
+  static std::uint64_t slot_bytes(const Config& config);
+
+  // Collective, with the device current.
+  StitchedSlots(Comm& comm, const Config& config);
+
+  std::byte* view() const { return view_->base(); }
+  std::byte* own() const { return own_->base(); }
+  // The slot of this rank at an owner.
+  std::byte* at_owner(int owner) const { return at_owner_[static_cast<std::size_t>(owner)]; }
+
+ private:
+  std::vector<Segments> of_source_;
+  std::vector<std::byte*> at_owner_;
+  std::unique_ptr<xd::cuda::StitchedMapping> view_, own_;
+};
+
+}  // namespace xd::gemm::cuda
