@@ -319,6 +319,9 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
     case Obstacle::transposed:
       return "needs a with rows of tokens (transpose_a = 0)";
     case Obstacle::no_room:
+      if (room.chunk_bytes == 0 && at(share) <= room.word_bytes) {
+        return "partial sums of this call travel as words";
+      }
       return concat("needs room for ", share,
                     " bytes of partial sums from a rank, this context has ",
                     std::max(room.chunk_bytes, room.word_bytes));

@@ -124,6 +124,16 @@ std::vector<GemmCase> large_cases() {
     c.addend = Addend::added;
     c.bias_grad = BiasGrad::reduced;
     cases.push_back(c);
+    // More than all_reduce sends as words.
+    GemmCase all = plain_gemm_case(2, XD_GEMM_ALL_REDUCE);
+    all.n_units = 515;
+    all.k_units = 3;
+    all.token_units = 600;
+    all.tokens = TokenCounts::uneven;
+    all.bias = Bias::f32;
+    all.addend = Addend::in_place;
+    all.epilogue = XD_GEMM_EPILOGUE_RELU;
+    cases.push_back(all);
   }
   return cases;
 }

@@ -95,14 +95,14 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
   room.slot_unit = 0;
   // All ranks finish all rows only where all get all products. Otherwise sums travel as they are
   // stored.
-  room.chunk_bytes = 0;
-  const bool needs_sums = call.pre_activation && !call.has_activation_input();
-  const bool in_one_step = needs_sums || call.d_amax || call.bias_grad || is_fp8(call.d.type);
-  room.two_steps = !in_one_step;
+  const bool writes_pre = call.pre_activation && !call.has_activation_input();
+  const bool all_finish_all = writes_pre || call.d_amax || call.bias_grad;
+  if (all_finish_all || !map.copies_all) room.chunk_bytes = 0;
+  room.two_steps = !all_finish_all && !is_fp8(call.d.type);
   return room;
 }
 
-// cuBLASLt's GELU is not taken: how exact it is, is not written down.
+// cuBLASLt's GELU is not taken: it has errors of 5e-6, and D is to be rounded from float32's.
 bool is_plain(const ProductCall& call) {
   const bool activated = call.epilogue == XD_GEMM_EPILOGUE_RELU;
   return !call.pre_activation && !call.d_amax && !call.bias_grad && !is_fp8(call.d.type) &&

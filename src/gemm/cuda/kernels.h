@@ -17,10 +17,12 @@ void launch_open(const TurnParams& params, cudaStream_t stream);
 void launch_close(const TurnParams& params, cudaStream_t stream);
 // The turn of a call that failed on the host.
 void launch_failed(const TurnParams& params, cudaStream_t stream);
-// When it has ended, the rows of these sources have landed.
+// When it has ended, what these sources have copied has landed.
 void launch_landed(const LandedParams& params, cudaStream_t stream);
 // The last launch of an operation whose partial sums lie in the slots when all peers have left.
 void launch_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream);
+// The same sums, of partial sums that have landed: a launch that waits for nobody.
+void launch_part_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream);
 // Whole operations.
 void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream);
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);

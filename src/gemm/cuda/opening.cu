@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(32, 1) landed_kernel(const __grid_constant__ L
   for (int i = static_cast<int>(threadIdx.x); i < p.count; i += 32) {
     const int source = (p.first + i) % ranks;
     if (source == p.group.rank()) continue;
-    const auto* flag = reinterpret_cast<const std::uint64_t*>(own + p.group.map.landed_of(source));
+    const auto* flag =
+        reinterpret_cast<const std::uint64_t*>(own + ContextMap::flag_of(p.flags, source));
     const bool here = device::wait_until(
         p.group.comm, {XD_PHASE_ROWS, p.group.number, p.operation, expected}, source,
         [=] { return ptx::ld_acquire_sys(flag) == expected; },

@@ -35,7 +35,7 @@ void Operation::describe_products() const {
   }
   if (in_one_product()) return describe(all);
   if (!gathers) {
-    for (int r = 0; r < ranks(); ++r) describe(call_.shares.rows(r));
+    for (int r = 0; r < ranks(); ++r) describe(owned_rows(r));
     return;
   }
   w_.products->describe(gathered_shape(call_.a_rows, call_.a_rows));
@@ -107,8 +107,23 @@ void Operation::send_rows() const {
   for (int i = 0; i < schedule.sends; ++i) {
     std::byte* const to = area(schedule.to[at(i)]);
     copy_own_rows(to + w_.map.gathered, c());
-    copy(to + w_.map.landed_of(rank()), &w_.group.control->opened, sizeof(std::uint64_t), c());
+    send_flag(w_.map.landed, schedule.to[at(i)]);
   }
+}
+
+// Behind what has been copied to the peer.
+void Operation::send_flag(std::uint64_t flags, int peer) const {
+  copy(area(peer) + ContextMap::flag_of(flags, rank()), &w_.group.control->opened,
+       sizeof(std::uint64_t), c());
+}
+
+void Operation::wait_landed(std::uint64_t flags, Sources sources, cudaStream_t stream) const {
+  launch_landed({.group = w_.group,
+                 .operation = call_.operation,
+                 .flags = flags,
+                 .first = sources.first,
+                 .count = sources.count},
+                stream);
 }
 
 // Into the rows of all ranks. Where a is transposed, tokens are columns there.
@@ -135,8 +150,7 @@ void Operation::take_steps() const {
   const std::int64_t all = call_.shares.all();
   for (int i = 0; i < schedule.steps; ++i) {
     const auto [first, count] = schedule.step[at(i)];
-    launch_landed({.group = w_.group, .operation = call_.operation, .first = first, .count = count},
-                  s_);
+    wait_landed(w_.map.landed, {first, count}, s_);
     if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) continue;
     const std::int64_t start = call_.shares.start(first);
     const std::int64_t rows =
@@ -280,6 +294,7 @@ void Operation::reduce_by_words() const {
 
 void Operation::reduce_by_copies() const {
   const std::uint64_t row = partial_row_bytes();
+  const bool all = call_.operation == XD_GEMM_ALL_REDUCE;
   w_.side->order(s_, c());
   launch_open(turn_, c());
   const bool whole = option_.algo == XD_GEMM_ALGO_SEQUENTIAL;
@@ -289,20 +304,22 @@ void Operation::reduce_by_copies() const {
   }
   for (int d = 1; d < ranks(); ++d) {
     const int peer = (rank() + d) % ranks();
-    const std::int64_t start = call_.shares.start(peer);
+    const std::int64_t start = owned_from(peer);
     if (!whole) {
-      partial_product(start, call_.shares.rows(peer), w_.scratch + bytes_of(start, row));
+      partial_product(start, owned_rows(peer), w_.scratch + bytes_of(start, row));
       w_.side->order(s_, c());
     }
     send_partials(peer);
+    if (all) send_flag(w_.map.summed, peer);
   }
-  const std::int64_t start = call_.shares.start(rank());
+  const std::int64_t start = owned_from(rank());
   std::byte* const own = w_.own_slots + static_cast<std::uint64_t>(rank()) * w_.slot_bytes;
   if (whole) {
-    copy(own, w_.scratch + bytes_of(start, row), bytes_of(call_.shares.rows(rank()), row), s_);
+    copy(own, w_.scratch + bytes_of(start, row), bytes_of(owned_rows(rank()), row), s_);
   } else {
-    partial_product(start, call_.shares.rows(rank()), own);
+    partial_product(start, owned_rows(rank()), own);
   }
+  if (all) return gather_sums();
   w_.side->order(c(), s_);
   sum_slots(call_.n);
 }
@@ -310,8 +327,52 @@ void Operation::reduce_by_copies() const {
 // Behind the opening, which has seen the peer's record: its sums of earlier operations have ended.
 void Operation::send_partials(int peer) const {
   const std::uint64_t row = partial_row_bytes();
-  copy(w_.slot_at[at(peer)], w_.scratch + bytes_of(call_.shares.start(peer), row),
-       bytes_of(call_.shares.rows(peer), row), c());
+  copy(w_.slot_at[at(peer)], w_.scratch + bytes_of(owned_from(peer), row),
+       bytes_of(owned_rows(peer), row), c());
+}
+
+// all_reduce: the own rows are summed on the stream of the copies when all partial sums of them are
+// there, and go to all peers. What they send is copied into D when all of it has come.
+void Operation::gather_sums() const {
+  const Sources peers{rank() + 1, ranks() - 1};
+  w_.side->order(s_, c());
+  wait_landed(w_.map.summed, peers, c());
+  const std::int64_t start = owned_from(rank());
+  launch_part_sum({.turn = turn_,
+                   .partials = w_.own_slots,
+                   .stride = w_.slot_bytes,
+                   .rows = owned_rows(rank()),
+                   .columns = call_.n,
+                   .pitch = call_.n,
+                   .epilogue = epilogue_from(call_, start)},
+                  call_.wide_type(), w_.multiprocessors, c());
+  const std::uint64_t row = call_.d.row_bytes();
+  for (int d = 1; d < ranks(); ++d) {
+    const int peer = (rank() + d) % ranks();
+    copy(area(peer) + w_.map.sums + bytes_of(start, row), call_.d.data + bytes_of(start, row),
+         bytes_of(owned_rows(rank()), row), c());
+    send_flag(w_.map.landed, peer);
+  }
+  wait_landed(w_.map.landed, peers, c());
+  const std::byte* const sums = area(rank()) + w_.map.sums;
+  const std::int64_t next = start + owned_rows(rank());
+  copy(call_.d.data, sums, bytes_of(start, row), c());
+  copy(call_.d.data + bytes_of(next, row), sums + bytes_of(next, row),
+       bytes_of(call_.a_rows - next, row), c());
+  launch_close(turn_, c());
+  w_.side->order(c(), s_);
+}
+
+// Of all_reduce, ranks own equal parts of the rows.
+std::int64_t Operation::owned_from(int owner) const {
+  if (call_.operation != XD_GEMM_ALL_REDUCE) return call_.shares.start(owner);
+  const std::int64_t part = (call_.a_rows + ranks() - 1) / ranks();
+  return std::min(owner * part, call_.a_rows);
+}
+
+std::int64_t Operation::owned_rows(int owner) const {
+  if (call_.operation != XD_GEMM_ALL_REDUCE) return call_.shares.rows(owner);
+  return owned_from(owner + 1) - owned_from(owner);
 }
 
 // Everything has been copied, so scratch is free.

@@ -12,6 +12,9 @@
 //   │                      product, their rows  └────────────────────► sum: waits, sums, ends
 //   close ───────────────► landed, product ..
 //
+//   all_reduce by copies: partial sums as above, with flags, then on c: landed, sums of the own rows,
+//   copies of these with flags, landed, copies into D, close.
+//
 //   reduce_scatter by the product's stores, on s: open, product into the owners' slots, sum.
 //
 // In all_gather by a kernel (push), and where sums travel as words, the operation is one launch on
@@ -81,6 +84,8 @@ class Operation {
   void gather_by_push() const;
   void gather_by_copies() const;
   void send_rows() const;
+  void send_flag(std::uint64_t flags, int peer) const;
+  void wait_landed(std::uint64_t flags, Sources sources, cudaStream_t stream) const;
   void take_steps() const;
   void keep_own_rows() const;
   void return_gathered() const;
@@ -97,6 +102,10 @@ class Operation {
   void reduce_by_copies() const;
   void reduce_by_stores() const;
   void send_partials(int peer) const;
+  void gather_sums() const;
+  // The rows of a sum that a rank owns.
+  std::int64_t owned_from(int owner) const;
+  std::int64_t owned_rows(int owner) const;
   void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
   void sum_slots(std::int64_t pitch) const;
 

@@ -29,12 +29,15 @@ using Report = turn::DeviceReport<Record, Findings>;
 struct ContextMap {
   turn::TurnMap turn;
   std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
+  std::uint64_t summed;  // [W] likewise: the epoch whose partial sums of a source have landed
   std::uint64_t gathered;  // rows of all ranks, in rank order
+  std::uint64_t sums;      // all_reduce: finished rows of all ranks
   std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
   std::uint64_t words;     // [2 parities][2 steps][W] partial sums and sums that arrive as words
   std::uint64_t columns;   // [2 parities][W] column sums that arrive as words
   std::uint64_t slot_bytes, word_bytes, column_bytes;  // of one source
   std::uint64_t end;
+  bool copies_all;  // all_reduce by copies has a place
 
   // Words are for small tensors: for longer ones other ways are faster.
   static constexpr std::uint64_t kMostWordBytes = std::uint64_t{8} << 20;
@@ -48,6 +51,7 @@ struct ContextMap {
     ContextMap map{};
     map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
     map.landed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
+    map.summed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
     if (config.gathers()) {
       const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
       map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
@@ -60,6 +64,9 @@ struct ContextMap {
       const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
       map.word_bytes = most < kMostWordBytes ? most : kMostWordBytes;
       map.words = cursor.add<std::byte>(4 * ranks * map.word_bytes, kRowStart);
+      // Where words have room for all there is, copies are not needed.
+      map.copies_all = config.has(XD_GEMM_ALL_REDUCE) && most > kMostWordBytes;
+      if (map.copies_all) map.sums = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
     }
     const auto columns = static_cast<std::uint64_t>(config.max_n) * sizeof(float);
     map.column_bytes = (columns + kRowStart - 1) / kRowStart * kRowStart;
@@ -82,8 +89,9 @@ struct ContextMap {
   constexpr std::uint64_t slot_of(int source) const {
     return slots + static_cast<std::uint64_t>(source) * slot_bytes;
   }
-  constexpr std::uint64_t landed_of(int source) const {
-    return landed + static_cast<std::uint64_t>(source) * kFlagStride;
+  // Of the flags that begin at an offset.
+  static constexpr std::uint64_t flag_of(std::uint64_t flags, int source) {
+    return flags + static_cast<std::uint64_t>(source) * kFlagStride;
   }
 
  private:
@@ -139,11 +147,12 @@ struct PushParams {
   std::uint64_t offset;  // of them in the gathered rows
 };
 
-// Waits until the rows of sources have landed.
+// Waits until what sources have copied has landed.
 struct LandedParams {
   Group group;
   std::int32_t operation;
-  int first, count;  // sources first, first + 1, .. modulo the number of ranks
+  std::uint64_t flags;  // ContextMap::landed or summed
+  int first, count;     // sources first, first + 1, .. modulo the number of ranks
 };
 
 // Applies an epilogue to a float32 product of this rank alone.

@@ -75,17 +75,28 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   turn.settle();
 }
 
+template <DType kType, int kRanks>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    part_sum_kernel(const __grid_constant__ SumParams p) {
+  if (p.turn.group.control->agreed != 0) sum_rows<kType, kRanks>(p);
+}
+
+template <DType kType, int kRanks, class Do>
+void with_both(Do&& act) {
+  act(sum_kernel<kType, kRanks>, part_sum_kernel<kType, kRanks>);
+}
+
 template <DType kType, class Do>
 void with_ranks(int ranks, Do&& act) {
   switch (ranks) {
     case 2:
-      return act(sum_kernel<kType, 2>);
+      return with_both<kType, 2>(act);
     case 4:
-      return act(sum_kernel<kType, 4>);
+      return with_both<kType, 4>(act);
     case 8:
-      return act(sum_kernel<kType, 8>);
+      return with_both<kType, 8>(act);
     default:
-      return act(sum_kernel<kType, kAnyRanks>);
+      return with_both<kType, kAnyRanks>(act);
   }
 }
 
@@ -103,20 +114,36 @@ void with_kernel(DType type, int ranks, Do&& act) {
 
 }  // namespace
 
+namespace {
+
+int blocks_of(const SumParams& params, DType type, int multiprocessors) {
+  const std::int64_t vectors =
+      params.rows * params.columns * static_cast<std::int64_t>(dtype_bytes(type)) / 16;
+  return blocks_for(vectors, kThreads, multiprocessors * kBlocksPerSm);
+}
+
+}  // namespace
+
 void launch_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream) {
-  with_kernel(type, params.turn.group.ranks(), [&](auto* kernel) {
-    const std::int64_t vectors =
-        params.rows * params.columns * static_cast<std::int64_t>(dtype_bytes(type)) / 16;
-    launch_cooperative(kernel, params,
-                       blocks_for(vectors, kThreads, multiprocessors * kBlocksPerSm), kThreads,
-                       stream);
+  with_kernel(type, params.turn.group.ranks(), [&](auto* kernel, auto*) {
+    launch_cooperative(kernel, params, blocks_of(params, type, multiprocessors), kThreads, stream);
+  });
+}
+
+void launch_part_sum(const SumParams& params, DType type, int multiprocessors,
+                     cudaStream_t stream) {
+  with_kernel(type, params.turn.group.ranks(), [&](auto*, auto* kernel) {
+    launch_plain(kernel, params, blocks_of(params, type, multiprocessors), kThreads, stream);
   });
 }
 
 void load_sum() {
   for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
     for (const int ranks : {2, 4, 8, 1}) {
-      with_kernel(type, ranks, [](auto* kernel) { load_kernel(kernel); });
+      with_kernel(type, ranks, [](auto* whole, auto* part) {
+        load_kernel(whole);
+        load_kernel(part);
+      });
     }
   }
 }

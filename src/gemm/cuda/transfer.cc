@@ -42,13 +42,17 @@ void Transfer::gather() const {
   for (int d = 1; d < ranks(); ++d) {
     std::byte* const peer = w_.areas[at((rank() + d) % ranks())];
     copy_rows(peer + w_.map.gathered + first, call_.in.data, shares.rows(rank()));
-    XD_CUDA_CHECK(cudaMemcpyAsync(peer + w_.map.landed_of(rank()), &w_.group.control->opened,
-                                  sizeof(std::uint64_t), cudaMemcpyDeviceToDevice, c()));
+    XD_CUDA_CHECK(cudaMemcpyAsync(peer + ContextMap::flag_of(w_.map.landed, rank()),
+                                  &w_.group.control->opened, sizeof(std::uint64_t),
+                                  cudaMemcpyDeviceToDevice, c()));
   }
   copy_rows(call_.out.data + first, call_.in.data, shares.rows(rank()));
-  launch_landed(
-      {.group = w_.group, .operation = call_.operation, .first = rank() + 1, .count = ranks() - 1},
-      c());
+  launch_landed({.group = w_.group,
+                 .operation = call_.operation,
+                 .flags = w_.map.landed,
+                 .first = rank() + 1,
+                 .count = ranks() - 1},
+                c());
   // The rows of the ranks before this one, and behind it.
   const std::byte* const gathered = w_.areas[at(rank())] + w_.map.gathered;
   const std::int64_t next = shares.start(rank()) + shares.rows(rank());
