@@ -70,6 +70,7 @@ struct Problem {
   int partial_bytes = 2;       // of an element of a product that is summed over ranks
   double speed = 1;            // of the product's arithmetic, 1 = bf16
   bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
+  bool scales_by_part = true;  // a part of a's rows finds its scales at an aligned address
 };
 
 // What a context has memory for.
@@ -91,6 +92,7 @@ enum class Obstacle : std::uint8_t {
   slot_too_small,  // a rank's rows do not fit into a slot
   no_pitch,        // no pitch makes a rank's rows fill a slot
   transposed,      // parts of a are not rows
+  scales,          // parts of a have no scales of their own
   no_room,         // neither words nor rows of partial sums have a place
 };
 

@@ -21,10 +21,6 @@ bool is_aligned(const Tensor& tensor) {
 
 void require_scaling(const ProductCall& call) {
   if (call.scaling == Scaling::none) return;
-  if (call.operation == XD_GEMM_ALL_GATHER) {
-    fail(XD_ERROR_UNSUPPORTED,
-         "a_scale or b_scale: this version has scales in all_gather on the CPU only");
-  }
   if (call.scaling == Scaling::blocks) {
     fail(XD_ERROR_UNSUPPORTED,
          "a_scale or b_scale: has one scale per 128 columns of K, expected "
@@ -78,6 +74,12 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   p.input_bytes = static_cast<int>(dtype_bytes(call.a.type));
   p.partial_bytes = static_cast<int>(dtype_bytes(call.wide_type()));
   p.rows_of_tokens = !call.transpose_a;
+  if (call.scaling == Scaling::rows) {
+    const bool all = call.operation == XD_GEMM_ALL_REDUCE;
+    for (int r = 0; r < p.ranks; ++r) {
+      p.scales_by_part &= (all ? r * p.most_tokens : call.shares.start(r)) % 4 == 0;
+    }
+  }
   // By data sheet: not measured.
   p.speed = is_fp8(call.a.type)         ? 1.7
             : call.a.type != DType::f32 ? 1
@@ -145,12 +147,14 @@ std::uint64_t offset_of_tokens(const ProductCall& call, std::int64_t first) {
   return static_cast<std::uint64_t>(elements) * dtype_bytes(call.a.type);
 }
 
-ProductPointers product_pointers(const ProductCall& call, const std::byte* a, void* d) {
-  return {.a = a,
+ProductPointers product_pointers(const ProductCall& call, std::int64_t first, void* d) {
+  const auto* scale = call.a_scale.as<const float>();
+  if (scale != nullptr && call.scaling == Scaling::rows) scale += first;
+  return {.a = call.a.data + offset_of_tokens(call, first),
           .b = call.b.data,
           .d = d,
           .bias = call.bias.data,
-          .a_scale = call.a_scale.as<const float>(),
+          .a_scale = scale,
           .b_scale = call.b_scale.as<const float>()};
 }
 

@@ -293,8 +293,9 @@ Option CudaContext::choose(const ProductCall& call) const {
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
   const auto taken = [&](Option option) {
-    // The kernel pushes rows of tokens.
-    if (call.transpose_a && option.mover == Mover::push) option.mover = Mover::copies;
+    // The kernel pushes rows of tokens alone.
+    if ((call.transpose_a || call.a_scale) && option.mover == Mover::push)
+      option.mover = Mover::copies;
     return option;
   };
   const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);

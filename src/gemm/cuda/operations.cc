@@ -33,17 +33,33 @@ void Operation::describe_products() const {
     shape.d_pitch = option_.pitch;
     return w_.products->describe(shape);
   }
-  if (in_one_product()) return describe(all);
   if (!gathers) {
+    if (in_one_product()) return describe(all);
     for (int r = 0; r < ranks(); ++r) describe(owned_rows(r));
     return;
   }
+  const auto describe_sources = [&](Sources sources) {
+    for_each_product(sources, [&](int, std::int64_t, std::int64_t rows) { describe(rows); });
+  };
+  if (in_one_product()) return describe_sources({0, ranks()});
   w_.products->describe(gathered_shape(call_.a_rows, call_.a_rows));
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
   for (int i = 0; i < schedule.steps; ++i) {
-    const auto [begin, end] = rows_of(schedule.step[at(i)]);
-    describe(end - begin);
+    describe_sources(schedule.step[at(i)]);
   }
+}
+
+// Where each rank's rows have a scale of their own, so they have a product.
+template <class Do>
+void Operation::for_each_product(Sources sources, Do&& act) const {
+  if (call_.a_scale && call_.scaling == Scaling::tensor) {
+    for (int r = sources.first; r < sources.first + sources.count; ++r) {
+      act(r, call_.shares.start(r), call_.shares.rows(r));
+    }
+    return;
+  }
+  const auto [begin, end] = rows_of(sources);
+  act(sources.first, begin, end - begin);
 }
 
 xd::cuda::ProductShape Operation::gathered_shape(std::int64_t rows, std::int64_t all_rows) const {
@@ -80,7 +96,7 @@ void Operation::gather_by_push() const {
                .bytes = bytes_of(call_.a_rows, row),
                .offset = bytes_of(call_.shares.start(rank()), row)},
               w_.multiprocessors, s_);
-  gathered_product(0, call_.shares.all(), call_.shares.all(), area(rank()) + w_.map.gathered);
+  gathered_products({0, ranks()});
 }
 
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
@@ -93,7 +109,7 @@ void Operation::gather_by_copies() const {
   launch_close(turn_, c());
   const cudaEvent_t closed = w_.side->record(c());
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) {
-    gathered_product(call_.shares.start(rank()), call_.a_rows, call_.a_rows, call_.a.data);
+    own_product();
   }
   keep_own_rows();
   SideStream::wait(opened, s_);
@@ -107,6 +123,7 @@ void Operation::send_rows() const {
   for (int i = 0; i < schedule.sends; ++i) {
     std::byte* const to = area(schedule.to[at(i)]);
     copy_own_rows(to + w_.map.gathered, c());
+    copy_own_scales(to, c());
     send_flag(w_.map.landed, schedule.to[at(i)]);
   }
 }
@@ -140,43 +157,70 @@ void Operation::copy_own_rows(std::byte* gathered, cudaStream_t stream) const {
 
 // The own rows lie among the gathered ones where somebody reads them there.
 void Operation::keep_own_rows() const {
-  if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL && !call_.gathered && !w_.keeps_gathered) return;
+  const bool needed = option_.algo == XD_GEMM_ALGO_SEQUENTIAL || call_.gathered ||
+                      call_.gathered_scale || w_.keeps_gathered;
+  if (!needed) return;
   copy_own_rows(area(rank()) + w_.map.gathered, s_);
+  copy_own_scales(area(rank()), s_);
+}
+
+void Operation::copy_own_scales(std::byte* owner, cudaStream_t stream) const {
+  if (!call_.a_scale) return;
+  copy(owner + w_.map.scales + scale_offset(rank()), call_.a_scale.data, call_.a_scale.bytes(),
+       stream);
+}
+
+std::uint64_t Operation::scale_offset(int source) const {
+  const std::int64_t first = call_.scaling == Scaling::tensor ? source : call_.shares.start(source);
+  return static_cast<std::uint64_t>(first) * sizeof(float);
 }
 
 void Operation::take_steps() const {
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
-  const std::byte* const gathered = area(rank()) + w_.map.gathered;
-  const std::int64_t all = call_.shares.all();
+  const bool whole = option_.algo == XD_GEMM_ALGO_SEQUENTIAL;
   for (int i = 0; i < schedule.steps; ++i) {
-    const auto [first, count] = schedule.step[at(i)];
-    wait_landed(w_.map.landed, {first, count}, s_);
-    if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) continue;
-    const std::int64_t start = call_.shares.start(first);
-    const std::int64_t rows =
-        call_.shares.start(first + count - 1) + call_.shares.rows(first + count - 1) - start;
-    gathered_product(start, rows, all, gathered + offset_of_tokens(call_, start));
+    wait_landed(w_.map.landed, schedule.step[at(i)], s_);
+    if (!whole) gathered_products(schedule.step[at(i)]);
   }
-  if (option_.algo == XD_GEMM_ALGO_SEQUENTIAL) gathered_product(0, all, all, gathered);
+  if (whole) gathered_products({0, ranks()});
 }
 
-// The product of the tokens from `first` on, which begin at `a`, in a tensor of `all_rows` tokens.
-void Operation::gathered_product(std::int64_t first, std::int64_t rows, std::int64_t all_rows,
-                                 const std::byte* a) const {
+void Operation::own_product() const {
+  multiply(gathered_shape(call_.a_rows, call_.a_rows), product_pointers(call_, 0, nullptr),
+           call_.operation == XD_GEMM_ALL_GATHER ? call_.shares.start(rank()) : 0);
+}
+
+void Operation::gathered_products(Sources sources) const {
+  const std::byte* const own = area(rank());
+  for_each_product(sources, [&](int source, std::int64_t first, std::int64_t rows) {
+    auto pointers = product_pointers(call_, 0, nullptr);
+    pointers.a = own + w_.map.gathered + offset_of_tokens(call_, first);
+    if (call_.a_scale) {
+      pointers.a_scale = reinterpret_cast<const float*>(own + w_.map.scales + scale_offset(source));
+    }
+    multiply(gathered_shape(rows, call_.shares.all()), pointers, first);
+  });
+}
+
+// Stores into the rows of D from `first` on, or into those of the product that is to be finished.
+void Operation::multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
+                         std::int64_t first) const {
   const bool plain = is_plain(call_);
-  const DType stored = plain ? call_.d.type : DType::f32;
-  const std::uint64_t offset =
-      bytes_of(first, static_cast<std::uint64_t>(call_.n) * dtype_bytes(stored));
-  auto pointers = product_pointers(call_, a, (plain ? call_.d.data : w_.scratch) + offset);
+  const std::uint64_t row =
+      static_cast<std::uint64_t>(call_.n) * dtype_bytes(plain ? call_.d.type : DType::f32);
+  pointers.d = (plain ? call_.d.data : w_.scratch) + bytes_of(first, row);
   const bool adds = plain && call_.c;
-  if (adds) pointers.c = call_.c.data + offset;
-  w_.products->run(gathered_shape(rows, all_rows), pointers, call_.alpha, adds ? call_.beta : 0.0f,
-                   s_);
+  if (adds) pointers.c = call_.c.data + bytes_of(first, row);
+  w_.products->run(shape, pointers, call_.alpha, adds ? call_.beta : 0.0f, s_);
 }
 
 void Operation::return_gathered() const {
-  if (!call_.gathered) return;
-  copy(call_.gathered.data, area(rank()) + w_.map.gathered, call_.gathered.bytes(), s_);
+  if (call_.gathered) {
+    copy(call_.gathered.data, area(rank()) + w_.map.gathered, call_.gathered.bytes(), s_);
+  }
+  if (call_.gathered_scale) {
+    copy(call_.gathered_scale.data, area(rank()) + w_.map.scales, call_.gathered_scale.bytes(), s_);
+  }
 }
 
 void Operation::finish_products(float* product, std::int64_t first, std::int64_t rows) const {
@@ -232,15 +276,13 @@ void Operation::describe_alone() const {
 void Operation::enqueue_alone() const {
   clear_amax();
   const std::int64_t rows = call_.a_rows;
-  if (is_plain(call_)) return gathered_product(0, rows, rows, call_.a.data);
+  if (is_plain(call_)) return own_product();
   const std::int64_t piece = rows_in_scratch();
   std::int64_t first = 0;
   do {
     const std::int64_t count = std::min(piece, rows - first);
-    w_.products->run(
-        gathered_shape(count, rows),
-        product_pointers(call_, call_.a.data + offset_of_tokens(call_, first), w_.scratch),
-        call_.alpha, 0.0f, s_);
+    w_.products->run(gathered_shape(count, rows), product_pointers(call_, first, w_.scratch),
+                     call_.alpha, 0.0f, s_);
     finish_products(reinterpret_cast<float*>(w_.scratch), first, count);
     first += count;
   } while (first < rows);
@@ -259,15 +301,12 @@ void Operation::reduce_by_stores() const {
   launch_open(turn_, s_);
   xd::cuda::ProductShape shape = partial_shape(call_.a_rows);
   shape.d_pitch = option_.pitch;
-  w_.products->run(shape, product_pointers(call_, call_.a.data, w_.stitched), call_.alpha, 0.0f,
-                   s_);
+  w_.products->run(shape, product_pointers(call_, 0, w_.stitched), call_.alpha, 0.0f, s_);
   sum_slots(option_.pitch);
 }
 
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
-  w_.products->run(partial_shape(rows),
-                   product_pointers(call_, call_.a.data + offset_of_tokens(call_, first), to),
-                   call_.alpha, 0.0f, s_);
+  w_.products->run(partial_shape(rows), product_pointers(call_, first, to), call_.alpha, 0.0f, s_);
 }
 
 void Operation::reduce_by_words() const {

@@ -93,9 +93,17 @@ class Operation {
   void finish_products(float* product, std::int64_t first, std::int64_t rows) const;
   // So many rows of a product of float32 have room in scratch.
   std::int64_t rows_in_scratch() const;
-  void gathered_product(std::int64_t first, std::int64_t rows, std::int64_t all_rows,
-                        const std::byte* a) const;
+  // Calls act(first source, first token, tokens) for each product of the sources' gathered rows.
+  template <class Do>
+  void for_each_product(Sources sources, Do&& act) const;
+  void own_product() const;
+  void gathered_products(Sources sources) const;
+  void multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
+                std::int64_t first) const;
   void copy_own_rows(std::byte* gathered, cudaStream_t stream) const;
+  void copy_own_scales(std::byte* owner, cudaStream_t stream) const;
+  // Where a source's scales begin among those of all.
+  std::uint64_t scale_offset(int source) const;
 
   void reduce() const;
   void reduce_by_words() const;

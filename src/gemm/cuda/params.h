@@ -31,6 +31,7 @@ struct ContextMap {
   std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
   std::uint64_t summed;  // [W] likewise: the epoch whose partial sums of a source have landed
   std::uint64_t gathered;  // rows of all ranks, in rank order
+  std::uint64_t scales;    // of the gathered rows: one per row, or the first W of them one per rank
   std::uint64_t sums;      // all_reduce: finished rows of all ranks
   std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
   std::uint64_t words;     // [2 parities][2 steps][W] partial sums and sums that arrive as words
@@ -55,6 +56,7 @@ struct ContextMap {
     if (config.gathers()) {
       const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
       map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
+      map.scales = cursor.add<std::byte>(ranks * tokens * sizeof(float), kRowStart);
     }
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
