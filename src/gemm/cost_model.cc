@@ -128,10 +128,11 @@ Obstacle Estimate::direct_obstacle(std::int64_t& pitch) const {
   if (room_.slot_unit == 0) return Obstacle::no_slots;
   if (!p_.equal_shares) return Obstacle::uneven_shares;
   if (share_bytes_ > static_cast<double>(room_.slot_bytes)) return Obstacle::slot_too_small;
-  // A wider pitch wastes what the sum reads, so only small products take one, those of all_reduce.
+  // Rows that lie apart fill more of a slot than their elements do.
   const std::uint64_t most =
-      reduces_all() ? room_.slot_bytes
-                    : static_cast<std::uint64_t>(p_.most_tokens * p_.n * p_.partial_bytes);
+      reduces_all() || room_.wide_rows
+          ? room_.slot_bytes
+          : static_cast<std::uint64_t>(p_.most_tokens * p_.n * p_.partial_bytes);
   pitch = slot_pitch(p_.most_tokens, p_.n, p_.partial_bytes, room_.slot_unit, most);
   return pitch == 0 ? Obstacle::no_pitch : Obstacle::none;
 }

@@ -77,6 +77,7 @@ struct Problem {
 struct Room {
   std::uint64_t slot_bytes = 0;   // stitched: of the slot of one source at one owner
   std::uint64_t slot_unit = 0;    // slots begin at multiples of it, 0 = there are none
+  bool wide_rows = false;         // stitched rows of reduce_scatter may lie apart, too
   std::uint64_t word_bytes = 0;   // words from one source
   std::uint64_t chunk_bytes = 0;  // partial sums from one source; 0 = there is no such memory
   bool two_steps = true;          // all_reduce: sums may travel as they are stored

@@ -124,6 +124,9 @@ std::vector<GemmCase> large_cases() {
     c.addend = Addend::added;
     c.bias_grad = BiasGrad::reduced;
     cases.push_back(c);
+    c.tokens = TokenCounts::announced;
+    c.seed = 17838;  // 64 and 16 tokens
+    cases.push_back(c);
     // More than all_reduce sends as words.
     GemmCase all = plain_gemm_case(2, XD_GEMM_ALL_REDUCE);
     all.n_units = 515;

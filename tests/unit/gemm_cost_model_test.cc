@@ -243,6 +243,13 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   transposed.rows_of_tokens = false;
   EXPECT_EQ(obstacle(transposed, ample(), kRing), Obstacle::transposed);
   EXPECT_EQ(obstacle(transposed, ample(), kDirect), Obstacle::none);
+  for (const auto operation : {kAg, kRs}) {
+    Problem scaled = problem_of(operation, 4, 1024, 8192, 2048);
+    scaled.scales_by_part = false;
+    EXPECT_EQ(obstacle(scaled, ample(), kRing), Obstacle::scales);
+    EXPECT_EQ(obstacle(scaled, ample(), XD_GEMM_ALGO_SPLIT), Obstacle::scales);
+    EXPECT_EQ(obstacle(scaled, ample(), kSeq), Obstacle::none);
+  }
 
   const std::string text = text_of(options_of({}, uneven, ample()), uneven, ample());
   EXPECT_NE(text.find("DIRECT: needs the same number of tokens on all ranks"), std::string::npos)
@@ -250,6 +257,22 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   EXPECT_NE(text.find("FUSED: reserved"), std::string::npos) << text;
   EXPECT_EQ(std::ranges::count(text, '\n'), 5) << text;
   EXPECT_LT(text.size(), sizeof(xd_gemm_plan_info::text)) << text;
+}
+
+// Where the unit is a slot, rows of any rank fill it from end to end, or there is no such product.
+TEST(GemmCostModel, RowsOfStitchedSumsMayFillAWholeSlot) {
+  Room room = ample();
+  room.slot_bytes = room.slot_unit = 32 * kMiB;
+  room.wide_rows = true;
+  for (const std::int64_t tokens : {4, 64, 1024, 4096}) {
+    const Problem sum = problem_of(kRs, 4, tokens, 8192, 2048);
+    const Options options = options_of({}, sum, room);
+    const Option& direct = *options.find(kDirect);
+    ASSERT_EQ(direct.obstacle, Obstacle::none) << tokens;
+    EXPECT_EQ(static_cast<std::uint64_t>(direct.pitch * 2 * tokens / 4), room.slot_unit);
+  }
+  const Problem odd = problem_of(kRs, 4, 4 * 96, 8192, 2048);
+  EXPECT_EQ(options_of({}, odd, room).find(kDirect)->obstacle, Obstacle::no_pitch);
 }
 
 TEST(GemmCostModel, PitchesFillWholeUnits) {

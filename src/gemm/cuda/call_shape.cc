@@ -90,7 +90,8 @@ Problem problem_of(const ProductCall& call, const Config& config) {
 
 Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes) {
   Room room{.slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
-            .slot_unit = stitched_bytes != 0 ? StitchedSlots::kUnit : 0,
+            .slot_unit = stitched_bytes,  // a rank's rows fill a slot, with a pitch that does that
+            .wide_rows = true,
             .word_bytes = map.word_bytes,
             .chunk_bytes = map.slot_bytes};
   if (call.operation != XD_GEMM_ALL_REDUCE) return room;

@@ -1,6 +1,7 @@
 // Slots of partial sums that a product can store into: one allocation for each owner and source, so
 // that the slots of one source at all owners can be mapped one after another. To that source they
-// are one matrix, whose rows it stores straight into their owners' memory.
+// are one matrix, whose rows it stores straight into their owners' memory. Each rank's rows fill a
+// slot from end to end, however few they are: rows of the matrix then lie further apart.
 //
 //   allocation [owner o][source s]      mapped as
 //   everywhere                          by itself: copies of s store into it
