@@ -78,7 +78,7 @@ double norm_bound(DLDataType type, bool narrow_sums) {
 }
 
 // Tensor cores add products of 8 bits with fewer bits than float32 has.
-bool has_narrow_sums(const GemmCase& c, const Tensor& tensor) {
+bool has_narrow_sums(const GemmCase& c, Tensor& tensor) {
   return c.fp8() && tensor.dl()->device.device_type != kDLCPU;
 }
 
@@ -110,7 +110,7 @@ double allowed_error(DLDataType type, double value) {
 
 }  // namespace
 
-void expect_numbers(const std::string& name, const Tensor& tensor, const Matrix& expected,
+void expect_numbers(const std::string& name, Tensor& tensor, const Matrix& expected,
                     const GemmCase& c, bool curved, double norm) {
   EXPECT_TRUE(tensor.buffer().guards_intact()) << name << ": bytes beside the tensor were written";
   const DLDataType type = tensor.type();

@@ -52,7 +52,7 @@ xd_status call_product(xd_gemm_context* context, xd_gemm_operation operation,
 
 // The numbers that a tensor has must be these. `curved`: they are values of a curve, which float32
 // has not exactly. `norm`: the least norm that errors of random data are measured by.
-void expect_numbers(const std::string& name, const Tensor& tensor, const Matrix& expected,
+void expect_numbers(const std::string& name, Tensor& tensor, const Matrix& expected,
                     const GemmCase& c, bool curved, double norm = 0);
 
 class GemmBatch {
