@@ -49,8 +49,8 @@ enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
 };
-// cublasLtReductionScheme_t, as a mask: parts of a sum along K are added as float32 in working memory,
-// never as rounded elements of D.
+// cublasLtReductionScheme_t, as a mask: parts of a sum along K are added as float32 in working
+// memory, never as rounded elements of D.
 inline constexpr std::uint32_t kReduceInComputeType = 2;
 // cublasLtEpilogue_t
 inline constexpr int kEpilogueNone = 1, kEpilogueRelu = 2, kEpilogueBias = 4, kEpilogueGelu = 32;

@@ -1,4 +1,5 @@
-// Products over ranks in CUDA graphs: captured from the first call on, replayed between eager calls.
+// Products over ranks in CUDA graphs: captured from the first call on, replayed between eager
+// calls.
 #include <gtest/gtest.h>
 
 #include <memory>

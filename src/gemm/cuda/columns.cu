@@ -1,9 +1,10 @@
 // Column sums of all ranks, added: a small all-reduce by words behind an operation.
 //
 // It comes behind the launch that has opened or done the operation, in the same stream, so it finds
-// in Control whether all ranks have agreed; only then does it move anything, and then it does on all
-// ranks. Its words have a place of their own, by the operation's parity: a peer has taken those of
-// two operations ago before it entered the operation in between, and this rank has seen it enter.
+// in Control whether all ranks have agreed; only then does it move anything, and then it does on
+// all ranks. Its words have a place of their own, by the operation's parity: a peer has taken those
+// of two operations ago before it entered the operation in between, and this rank has seen it
+// enter.
 //
 // Each thread pushes a vector before it waits for the same one of the peers, so it does not matter
 // which blocks run at once.

@@ -12,8 +12,8 @@
 //   │                      product, their rows  └────────────────────► sum: waits, sums, ends
 //   close ───────────────► landed, product ..
 //
-//   all_reduce by copies: partial sums as above, with flags, then on c: landed, sums of the own rows,
-//   copies of these with flags, landed, copies into D, close.
+//   all_reduce by copies: partial sums as above, with flags, then on c: landed, sums of the own
+//   rows, copies of these with flags, landed, copies into D, close.
 //
 //   reduce_scatter by the product's stores, on s: open, product into the owners' slots, sum.
 //

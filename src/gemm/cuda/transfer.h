@@ -1,11 +1,11 @@
 // Gathers and sums of a tensor beside a product of this rank alone, and gathers beside whatever
 // comes next. Copy engines move the rows on the context's own stream:
 //
-//   gather   c                       s                 sum   c                       s
-//            open ◄───────────────── (caller's work)         open ◄───────────────── (caller's work)
-//            copy, flag to each peer product                 copy to each peer       product
-//            landed: all sources     ..                      │                       ..
-//            copy into `out`                                 └─────────────────────► sum, ends
+//   gather   c                       s                 sum   c                      s
+//            open ◄───────────────── (caller's work)         open ◄──────────────── (caller's work)
+//            copy, flag to each peer product                 copy to each peer      product
+//            landed: all sources     ..                      │                      ..
+//            copy into `out`                                 └────────────────────► sum, ends
 //            close ────────────────► (joined)
 #pragma once
 

@@ -27,9 +27,9 @@ struct TurnShared : turn::DeviceTurnShared<Record> {};
 // another NaN on its way.
 inline constexpr std::uint64_t kNoWord = ~std::uint64_t{0};
 
-// Waits for the 16 bytes at `at`, which `source` pushes; single threads. Takes them away, so that the
-// place is empty when it comes round, two operations later. Nothing orders a word before or behind
-// another: each is its own flag. False after a fatal error.
+// Waits for the 16 bytes at `at`, which `source` pushes; single threads. Takes them away, so that
+// the place is empty when it comes round, two operations later. Nothing orders a word before or
+// behind another: each is its own flag. False after a fatal error.
 __device__ inline bool take_words(const DeviceComm& comm, const device::KernelWait& site,
                                   std::byte* at, int source, uint4& to) {
   ulonglong2 v;
