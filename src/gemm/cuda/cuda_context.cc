@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/math.h"
+#include "comm/feature.h"
 #include "cuda/known_memory.h"
 #include "cuda/stream.h"
 #include "gemm/cuda/call_shape.h"
@@ -364,6 +365,8 @@ const Executor kExecutor{.device_type = kDLCUDA,
                          .make_context = make_context,
                          .context_memory = context_memory,
                          .availability = [] {
+                           const Feature device = xd::feature(XD_FEATURE_CUDA);
+                           if (!device.available) return device;
                            const char* reason = xd::cuda::why_no_products();
                            return Feature{*reason == '\0', *reason == '\0' ? "available" : reason};
                          }};
