@@ -1,6 +1,5 @@
 #include "gemm_run.h"
 
-#include <array>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -17,22 +16,7 @@ namespace {
 
 namespace cpu = xd::gemm::cpu;
 
-constexpr std::array<std::pair<xd_gemm_algo, const char*>, 6> kAlgos{{
-    {XD_GEMM_ALGO_AUTO, "AUTO"},
-    {XD_GEMM_ALGO_FUSED, "FUSED"},
-    {XD_GEMM_ALGO_DIRECT, "DIRECT"},
-    {XD_GEMM_ALGO_SPLIT, "SPLIT"},
-    {XD_GEMM_ALGO_SPLIT_P2P, "SPLIT_P2P"},
-    {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
-}};
-constexpr std::size_t kMostWays = 3 + kAlgos.size();
-
-const char* name_of(xd_gemm_algo algo) {
-  for (const auto& [known, name] : kAlgos) {
-    if (known == algo) return name;
-  }
-  return "?";
-}
+constexpr std::size_t kMostWays = 3 + kGemmAlgos.size();
 
 struct DestroyContext {
   void operator()(xd_gemm_context* context) const { xd_gemm_context_destroy(context); }
@@ -174,7 +158,7 @@ class GemmRun {
         steps_(p, tensors_, context_.get()),
         shares_(p.tokens_per_rank()) {
     add_steps();
-    for (const auto& [algo, name] : kAlgos) add_algo(algo, name);
+    for (const auto& [algo, name] : kGemmAlgos) add_algo(algo, name);
   }
 
   static std::size_t heap_bytes(const GemmProblem& p, int rank) {
@@ -227,7 +211,7 @@ class GemmRun {
                       .algo = name_of(plan.algo),
                       .products = plan.num_products,
                       .estimate_us = plan.estimate_us},
-                     [this, args] { call(args); },
+                     [this, args] { call_gemm(p_, context_.get(), args, nullptr); },
                      true});
   }
 
@@ -239,17 +223,6 @@ class GemmRun {
     args.tokens_per_rank = shares_.data();
     args.algo = algo;
     return args;
-  }
-
-  void call(const xd_gemm_args& args) const {
-    switch (p_.shape.operation) {
-      case XD_GEMM_ALL_GATHER:
-        return ok(xd_gemm_all_gather(context_.get(), &args, nullptr));
-      case XD_GEMM_REDUCE_SCATTER:
-        return ok(xd_gemm_reduce_scatter(context_.get(), &args, nullptr));
-      default:
-        return ok(xd_gemm_all_reduce(context_.get(), &args, nullptr));
-    }
   }
 
   // Collective. True if on this rank every way has exact sums, and the bits of the first.
@@ -287,6 +260,25 @@ class GemmRun {
 };
 
 }  // namespace
+
+const char* name_of(xd_gemm_algo algo) {
+  for (const auto& [known, name] : kGemmAlgos) {
+    if (known == algo) return name;
+  }
+  return "?";
+}
+
+void call_gemm(const GemmProblem& problem, xd_gemm_context* context, const xd_gemm_args& args,
+               xd_stream stream) {
+  switch (problem.shape.operation) {
+    case XD_GEMM_ALL_GATHER:
+      return ok(xd_gemm_all_gather(context, &args, stream));
+    case XD_GEMM_REDUCE_SCATTER:
+      return ok(xd_gemm_reduce_scatter(context, &args, stream));
+    default:
+      return ok(xd_gemm_all_reduce(context, &args, stream));
+  }
+}
 
 GemmResults run_gemm(const Launch& launch, int rank, const GemmProblem& problem) {
   const std::string name = "bench-gemm-" + problem.shape.name + std::to_string(problem.tokens);

@@ -67,6 +67,12 @@ Memory::~Memory() {
   }
 }
 
+OpenMemory::OpenMemory(std::size_t bytes) {
+  ok(cudaMalloc(&data_, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
+}
+
+OpenMemory::~OpenMemory() { cudaFree(data_); }
+
 SharedMemory::SharedMemory(xd_comm* comm, const Stream& stream, std::size_t bytes)
     : comm_(comm), memory_(comm, stream, bytes) {
   bench::ok(xd_mem_export(comm_, memory_.data(), &handle_));

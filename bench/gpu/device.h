@@ -50,6 +50,20 @@ class Memory {
   void* data_ = nullptr;
 };
 
+// Memory of the current device that may be opened to other devices, as NCCL does: it reads a peer's
+// memory in place where both ranks are in one process, and memory of a stream's pool is closed.
+class OpenMemory {
+ public:
+  explicit OpenMemory(std::size_t bytes);
+  ~OpenMemory();
+  OpenMemory(const OpenMemory&) = delete;
+  OpenMemory& operator=(const OpenMemory&) = delete;
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
 // An array in ordinary device memory with a copy of `values`.
 template <class T>
 class DeviceArray {

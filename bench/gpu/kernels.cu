@@ -233,6 +233,11 @@ void launch_gate(const Gate& gate, cudaStream_t stream) {
   ok(cudaGetLastError(), "gate");
 }
 
+void load_gate() {
+  cudaFuncAttributes attributes{};
+  ok(cudaFuncGetAttributes(&attributes, gate_kernel), "loading the gate");
+}
+
 void launch_stamp(std::uint64_t* to, cudaStream_t stream) {
   stamp_kernel<<<1, 1, 0, stream>>>(to);
   ok(cudaGetLastError(), "stamp");

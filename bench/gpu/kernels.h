@@ -26,6 +26,9 @@ struct Gate {
 // Ends when the hosts of all ranks have enqueued the operations of this round, so that neither
 // their speed nor their skew is measured; or after 20 s.
 void launch_gate(const Gate& gate, cudaStream_t stream);
+// Loads it on the current device, where kernels are loaded by their first launch: that one might
+// wait for another rank's gate.
+void load_gate();
 
 // ---- Stamps ------------------------------------------------------------------------------------
 // Writes the device's clock, in nanoseconds, when all before it on the stream has ended.

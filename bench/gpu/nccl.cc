@@ -14,8 +14,9 @@ namespace {
 struct UniqueId {
   char internal[128];
 };
-using Communicator = struct ncclComm*;
-constexpr int kInt8 = 0;
+using Communicator = ncclComm*;
+constexpr int kInt8 = 0;  // an ncclDataType_t
+constexpr int kSum = 0;   // an ncclRedOp_t
 
 struct Library {
   NcclState state;
@@ -27,6 +28,11 @@ struct Library {
   int (*group_end)() = nullptr;
   int (*send)(const void*, std::size_t, int, int, Communicator, cudaStream_t) = nullptr;
   int (*recv)(void*, std::size_t, int, int, Communicator, cudaStream_t) = nullptr;
+  int (*all_gather)(const void*, void*, std::size_t, int, Communicator, cudaStream_t) = nullptr;
+  int (*reduce_scatter)(const void*, void*, std::size_t, int, int, Communicator,
+                        cudaStream_t) = nullptr;
+  int (*all_reduce)(const void*, void*, std::size_t, int, int, Communicator,
+                    cudaStream_t) = nullptr;
   const char* (*error_string)(int) = nullptr;
 
   void check(int result, const char* what) const {
@@ -57,6 +63,9 @@ Library load_library() {
   load(handle, "ncclGroupEnd", library.group_end, missing);
   load(handle, "ncclSend", library.send, missing);
   load(handle, "ncclRecv", library.recv, missing);
+  load(handle, "ncclAllGather", library.all_gather, missing);
+  load(handle, "ncclReduceScatter", library.reduce_scatter, missing);
+  load(handle, "ncclAllReduce", library.all_reduce, missing);
   load(handle, "ncclGetErrorString", library.error_string, missing);
   if (!missing.empty()) {
     library.state.unavailable = "libnccl.so.2 lacks " + missing;
@@ -80,48 +89,69 @@ struct World {
   int ranks = 0;
   Communicator of[kMaxRanks] = {};
 };
-Communicator communicator(const RankContext& at) {
+Communicator communicator(int rank, int ranks, const Board& board) {
   static World worlds[kMaxRanks + 1];
-  Communicator& mine = worlds[at.ranks()].of[at.rank];
+  Communicator& mine = worlds[ranks].of[rank];
   if (mine != nullptr) return mine;  // then every rank has one: making them is collective
   UniqueId id{};
-  if (at.rank == 0) nccl().check(nccl().get_unique_id(&id), "ncclGetUniqueId");
-  at.board.broadcast(std::as_writable_bytes(std::span(id.internal)));
-  nccl().check(nccl().comm_init_rank(&mine, at.ranks(), id, at.rank), "ncclCommInitRank");
+  if (rank == 0) nccl().check(nccl().get_unique_id(&id), "ncclGetUniqueId");
+  board.broadcast(std::as_writable_bytes(std::span(id.internal)));
+  nccl().check(nccl().comm_init_rank(&mine, ranks, id, rank), "ncclCommInitRank");
   return mine;
 }
 
-// The buffer comes from cudaMalloc: NCCL reads a peer's buffer in place where both are in one
-// process, and memory of an asynchronous pool is closed to other devices.
-struct Buffer {
-  explicit Buffer(std::size_t bytes) {
-    ok(cudaMalloc(&data, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
+// ncclDataType_t
+int type_of(Element element) {
+  switch (element) {
+    case Element::fp32:
+      return 7;
+    case Element::fp16:
+      return 6;
+    default:
+      return 9;
   }
-  ~Buffer() { cudaFree(data); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  void* data = nullptr;
-};
+}
 
 }  // namespace
 
 const NcclState& nccl_state() { return nccl().state; }
 
+NcclCollectives::NcclCollectives(int rank, int ranks, const Board& board, const Stream& stream)
+    : comm_(communicator(rank, ranks, board)), stream_(stream) {}
+
+void NcclCollectives::all_gather(const void* in, void* out, std::size_t count,
+                                 Element element) const {
+  nccl().check(nccl().all_gather(in, out, count, type_of(element), comm_, stream_),
+               "ncclAllGather");
+}
+
+void NcclCollectives::reduce_scatter(const void* in, void* out, std::size_t count,
+                                     Element element) const {
+  nccl().check(nccl().reduce_scatter(in, out, count, type_of(element), kSum, comm_, stream_),
+               "ncclReduceScatter");
+}
+
+void NcclCollectives::all_reduce(const void* in, void* out, std::size_t count,
+                                 Element element) const {
+  nccl().check(nccl().all_reduce(in, out, count, type_of(element), kSum, comm_, stream_),
+               "ncclAllReduce");
+}
+
 std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_peer) {
-  const Communicator comm = communicator(at);
+  const Communicator comm = communicator(at.rank, at.ranks(), at.board);
   const std::size_t peers = static_cast<std::size_t>(at.ranks()) - 1;
-  const Buffer sent(bytes_per_peer * peers), received(bytes_per_peer * peers);
+  const OpenMemory sent(bytes_per_peer * peers), received(bytes_per_peer * peers);
   const auto all_to_all = [&] {
     nccl().check(nccl().group_start(), "ncclGroupStart");
     for (std::size_t i = 0; i < peers; ++i) {
       const int step = static_cast<int>(i) + 1;
       const int to = (at.rank + step) % at.ranks();
       const int from = (at.rank + at.ranks() - step) % at.ranks();
-      nccl().check(nccl().send(static_cast<std::byte*>(sent.data) + i * bytes_per_peer,
-                               bytes_per_peer, kInt8, to, comm, at.stream),
-                   "ncclSend");
-      nccl().check(nccl().recv(static_cast<std::byte*>(received.data) + i * bytes_per_peer,
-                               bytes_per_peer, kInt8, from, comm, at.stream),
+      nccl().check(
+          nccl().send(sent.data() + i * bytes_per_peer, bytes_per_peer, kInt8, to, comm, at.stream),
+          "ncclSend");
+      nccl().check(nccl().recv(received.data() + i * bytes_per_peer, bytes_per_peer, kInt8, from,
+                               comm, at.stream),
                    "ncclRecv");
     }
     nccl().check(nccl().group_end(), "ncclGroupEnd");

@@ -1,4 +1,4 @@
-// The baseline: NCCL's all-to-all, from a library found at run time.
+// The baselines: NCCL's all-to-all and its collectives, from a library found at run time.
 #pragma once
 
 #include <string>
@@ -14,6 +14,25 @@ struct NcclState {
   std::string version;
 };
 const NcclState& nccl_state();
+
+struct ncclComm;  // NCCL's
+
+// Collectives of whole tensors, on the communicator that measure_nccl() makes. Needs a device per
+// rank, and memory of OpenMemory. `count` is that of ncclAllGather, ncclReduceScatter and
+// ncclAllReduce: elements of one rank, or for the last of all.
+class NcclCollectives {
+ public:
+  // Collective.
+  NcclCollectives(int rank, int ranks, const Board& board, const Stream& stream);
+
+  void all_gather(const void* in, void* out, std::size_t count, Element element) const;
+  void reduce_scatter(const void* in, void* out, std::size_t count, Element element) const;
+  void all_reduce(const void* in, void* out, std::size_t count, Element element) const;
+
+ private:
+  ncclComm* const comm_;
+  const Stream& stream_;
+};
 
 // Seconds in which every rank sends `bytes_per_peer` to each other one by ncclSend and ncclRecv in
 // one group: the maximum over the ranks, on rank 0. The communicator is made at the first call and

@@ -29,8 +29,9 @@ class Board {
   Board(const SharedMemory& memory, xd_comm* comm, int rank, int ranks, const Stream& stream)
       : memory_(memory), comm_(comm), rank_(rank), ranks_(ranks), stream_(stream) {}
 
-  static std::size_t bytes(const Workload& w) {
-    return std::max<std::size_t>(static_cast<std::size_t>(w.iters) * sizeof(double), 4096);
+  static std::size_t bytes(const Workload& w) { return bytes(w.iters); }
+  static std::size_t bytes(int iterations) {
+    return std::max<std::size_t>(static_cast<std::size_t>(iterations) * sizeof(double), 4096);
   }
 
   // The maximum over the ranks of every element, on rank 0; empty on the others.

@@ -271,7 +271,7 @@ TEST(GemmCostModel, RowsOfStitchedSumsMayFillAWholeSlot) {
     ASSERT_EQ(direct.obstacle, Obstacle::none) << tokens;
     EXPECT_EQ(static_cast<std::uint64_t>(direct.pitch * 2 * tokens / 4), room.slot_unit);
   }
-  const Problem odd = problem_of(kRs, 4, 4 * 96, 8192, 2048);
+  const Problem odd = problem_of(kRs, 4, std::int64_t{4} * 96, 8192, 2048);
   EXPECT_EQ(options_of({}, odd, room).find(kDirect)->obstacle, Obstacle::no_pitch);
 }
 
