@@ -63,6 +63,15 @@ bool takes_work(cudaStream_t stream) {
   return !is_capture_error(error);
 }
 
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) {
+    return status != cudaStreamCaptureStatusNone;
+  }
+  cudaGetLastError();
+  return false;
+}
+
 int multiprocessors_of(cudaStream_t stream, int all) {
   const Driver& functions = driver();
   if (is_default_stream(stream) || functions.cuStreamGetGreenCtx == nullptr ||

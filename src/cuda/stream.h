@@ -45,8 +45,11 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// The device's context must be current for both functions. Both may be asked about a stream that is
+// The device's context must be current for these functions. They may be asked about a stream that is
 // captured.
+
+// True while a stream is captured.
+bool is_captured(cudaStream_t stream);
 
 // False for a stream whose capture has been invalidated, and for the legacy default stream while a
 // blocking stream is captured: nothing can be enqueued there.

@@ -39,7 +39,9 @@ std::vector<Disagreement> disagreements(const GemmCase& c) {
       {"type of a and b",
        [](GemmCase& o) {
          o.operands = Operands::f16;
-         o.result = Output::other_half;  // bf16, as before
+         // bf16, as before, where the executor has such sums.
+         const bool cpu = world().memory().device().device_type == kDLCPU;
+         if (cpu || o.operation == XD_GEMM_ALL_GATHER) o.result = Output::other_half;
        },
        "float16", "bfloat16"},
       {"type of d", [](GemmCase& o) { o.result = Output::f32; }, "float32", "bfloat16"},
@@ -257,7 +259,7 @@ TEST(ContextWatch, CountsEveryOperationThatEndsWithAnErrorOfItsOwn) {
     for (std::uint64_t n = 1; n < 4; ++n) {
       GemmBatch batch(rank, c, 0);
       if (rank.rank == 0) batch.args.b = nullptr;
-      static_cast<void>(batch.enqueue(context.get()));
+      static_cast<void>(batch.call(context.get()));
       EXPECT_EQ(count(), n);
     }
     EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "mine", rank.stream()),

@@ -32,6 +32,12 @@ void require_scaling(const ProductCall& call) {
   }
 }
 
+// cuBLASLt multiplies 16-bit numbers into numbers of the same type or into float32, float32 into
+// float32, and fp8 into any.
+bool multiplies_into(DType operands, DType d) {
+  return is_fp8(operands) || d == operands || d == DType::f32;
+}
+
 }  // namespace
 
 cudaDataType_t lt_type(DType type) {
@@ -56,6 +62,10 @@ void require_supported(const ProductCall& call) {
          ", expected 0 and 1 for fp8 on CUDA devices: give the transposed tensor");
   }
   require_scaling(call);
+  if (call.operation != XD_GEMM_ALL_GATHER && !multiplies_into(call.a.type, call.wide_type())) {
+    fail(XD_ERROR_UNSUPPORTED, "d: is ", dtype_name(call.d.type), " and a is ",
+         dtype_name(call.a.type), ", expected the same type or float32 on CUDA devices");
+  }
 }
 
 Problem problem_of(const ProductCall& call, const Config& config) {
@@ -108,9 +118,9 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
 // cuBLASLt's GELU is not taken: it has errors of 5e-6, and D is to be rounded from float32's.
 bool is_plain(const ProductCall& call) {
   const bool activated = call.epilogue == XD_GEMM_EPILOGUE_RELU;
-  return !call.pre_activation && !call.d_amax && !call.bias_grad && !is_fp8(call.d.type) &&
-         !call.has_activation_input() && call.epilogue != XD_GEMM_EPILOGUE_GELU &&
-         !(activated && call.d.type == DType::f32) &&
+  return multiplies_into(call.a.type, call.d.type) && !call.pre_activation && !call.d_amax &&
+         !call.bias_grad && !is_fp8(call.d.type) && !call.has_activation_input() &&
+         call.epilogue != XD_GEMM_EPILOGUE_GELU && !(activated && call.d.type == DType::f32) &&
          (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias)));
 }
 

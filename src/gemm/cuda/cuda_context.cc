@@ -243,7 +243,9 @@ void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
     const TurnParams turn = turn_params(record_of(call), runner_.next_launch());
     const Transfer work(shop_, call, turn, stream);
     work.describe_product();
+    begin(turn, stream);
     work.enqueue();
+    end(stream);
   });
 }
 
@@ -261,7 +263,9 @@ void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream st
     const TransferCall call = read_gather(args, call_context(starts_));
     require_memory(call, comm().device().device_id);
     const TurnParams turn = turn_params(record_of(call), runner_.next_launch());
+    begin(turn, stream);
     Transfer(shop_, call, turn, stream).begin();
+    end(stream);
     begun_ = true;
   });
 }
@@ -277,6 +281,26 @@ void CudaContext::join(xd_stream stream) {
   if (!begun_) return;
   memory_->side->order(memory_->side->get(), stream);
   begun_ = false;
+}
+
+// Before an operation enqueues anything. One of another stream than the last one's must find that
+// one ended: its rows and working memory are used again. Behind the look it also waits for what the
+// last one may have enqueued since. Graphs are looked at by their own openings, which do not stand
+// behind those of other operations in the context's stream.
+void CudaContext::begin(const TurnParams& turn, xd_stream stream) {
+  if (xd::cuda::is_captured(stream)) {
+    last_.reset();
+    return;
+  }
+  if (last_ != stream) {
+    launch_expect_idle(turn, stream);
+    memory_->side->follow_end(stream);
+  }
+  last_ = stream;
+}
+
+void CudaContext::end(xd_stream stream) {
+  if (last_) memory_->side->mark_end(stream);
 }
 
 xd_gemm_view CudaContext::gathered() {
@@ -320,7 +344,9 @@ void CudaContext::start(const ProductCall& call, xd_stream stream) {
   const TurnParams turn = turn_params(record, runner_.next_launch());
   const Operation work(shop_, call, option, turn, stream);
   work.describe_products();  // what cuBLASLt cannot do is found before anything is launched
+  begin(turn, stream);
   work.enqueue();
+  end(stream);
 }
 
 xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {

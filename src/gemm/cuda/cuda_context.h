@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "cuda/memory.h"
@@ -58,6 +59,8 @@ class CudaContext final : public Context {
   void warm_up();
 
   void join(xd_stream stream);
+  void begin(const TurnParams& turn, xd_stream stream);
+  void end(xd_stream stream);
 
   void start(const ProductCall& call, xd_stream stream);
   void keep(const ProductCall& call, DLDataType type);
@@ -71,6 +74,7 @@ class CudaContext final : public Context {
   Workshop shop_;
   std::vector<std::int64_t> starts_;
   bool begun_ = false;                     // a gather that nothing has waited for
+  std::optional<cudaStream_t> last_;       // stream of the last operation, if it was not captured
   xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;  // data = nullptr: nothing
   Runner runner_;
 };

@@ -15,6 +15,8 @@ void launch_open(const TurnParams& params, cudaStream_t stream);
 // The last launch of an operation whose rows need no sum. The work before it in the stream is all
 // that this rank does in peers' memory.
 void launch_close(const TurnParams& params, cudaStream_t stream);
+// Finishes the communicator with BUSY if an operation of the context runs.
+void launch_expect_idle(const TurnParams& params, cudaStream_t stream);
 // The turn of a call that failed on the host.
 void launch_failed(const TurnParams& params, cudaStream_t stream);
 // When it has ended, what these sources have copied has landed.

@@ -49,6 +49,18 @@ __global__ void __launch_bounds__(kThreads, 1) close_kernel(const __grid_constan
   turn.settle();
 }
 
+// One thread, on the stream of an operation: the operation before was enqueued on another one. If
+// the caller has ordered the two streams, that one has ended.
+__global__ void __launch_bounds__(1, 1) expect_idle_kernel(const __grid_constant__ TurnParams p) {
+  const Control& control = *p.group.control;
+  if (static_cast<std::uint32_t>(ptx::ld_relaxed_sys(&control.owner)) == 0) return;
+  const std::uint64_t epoch = ptx::ld_relaxed_sys(&control.epoch) + 1;
+  const device::KernelWait here{XD_PHASE_NONE, p.group.number, p.record.call.operation, epoch};
+  const DeviceComm& comm = p.group.comm;
+  device::raise(comm, device::error_at(comm, here, XD_ERROR_BUSY, comm.rank),
+                device::Spread::everywhere);
+}
+
 __global__ void __launch_bounds__(kThreads, 1) failed_kernel(const __grid_constant__ TurnParams p) {
   __shared__ TurnShared shared;
   Turn turn(p, shared);
@@ -91,6 +103,10 @@ void launch_close(const TurnParams& params, cudaStream_t stream) {
   launch_plain(close_kernel, params, 1, kThreads, stream);
 }
 
+void launch_expect_idle(const TurnParams& params, cudaStream_t stream) {
+  launch_plain(expect_idle_kernel, params, 1, 1, stream);
+}
+
 void launch_failed(const TurnParams& params, cudaStream_t stream) {
   launch_plain(failed_kernel, params, 1, kThreads, stream);
 }
@@ -102,6 +118,7 @@ void launch_landed(const LandedParams& params, cudaStream_t stream) {
 void load_kernels() {
   load_kernel(open_kernel);
   load_kernel(close_kernel);
+  load_kernel(expect_idle_kernel);
   load_kernel(failed_kernel);
   load_kernel(landed_kernel);
   load_sum();

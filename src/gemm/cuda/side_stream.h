@@ -21,10 +21,12 @@ class SideStream {
     int least = 0, greatest = 0;
     XD_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     XD_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+    XD_CUDA_CHECK(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming));
   }
   ~SideStream() {
     xd::cuda::try_on_device(device_, [this] {
       for (const cudaEvent_t event : events_) cudaEventDestroy(event);
+      cudaEventDestroy(ended_);
       cudaStreamDestroy(stream_);
     });
   }
@@ -45,6 +47,14 @@ class SideStream {
   static void wait(cudaEvent_t event, cudaStream_t stream) {
     XD_CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
   }
+  // The end of an operation on its caller's stream, and work that comes behind it in another one.
+  void mark_end(cudaStream_t stream) {
+    XD_CUDA_CHECK(cudaEventRecord(ended_, stream));
+    marked_ = true;
+  }
+  void follow_end(cudaStream_t stream) const {
+    if (marked_) wait(ended_, stream);
+  }
   // Makes the events of an operation beforehand.
   void reserve(std::size_t events) {
     while (events_.size() < events) make();
@@ -64,6 +74,8 @@ class SideStream {
 
   const int device_;
   cudaStream_t stream_ = nullptr;
+  cudaEvent_t ended_ = nullptr;
+  bool marked_ = false;
   std::vector<cudaEvent_t> events_;
   std::size_t used_ = 0;
 };
