@@ -136,6 +136,8 @@ struct ProductShape {
   int a_scale_mode = -1, b_scale_mode = -1;  // -1 = not scaled
   bool fast_accumulate = false;
   int multiprocessors = 0;  // 0 = all
+  // D lies in other devices' memory. cuBLASLt does not know, but other algorithms are fastest.
+  bool far = false;
 
   bool operator==(const ProductShape&) const = default;
   auto operator<=>(const ProductShape&) const = default;

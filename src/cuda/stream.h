@@ -45,8 +45,8 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// The device's context must be current for these functions. They may be asked about a stream that is
-// captured.
+// The device's context must be current for these functions. They may be asked about a stream that
+// is captured.
 
 // True while a stream is captured.
 bool is_captured(cudaStream_t stream);

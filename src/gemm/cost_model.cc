@@ -247,9 +247,22 @@ const char* name_of(Mover mover) {
   return "";
 }
 
+double ProductTimes::us(std::int64_t rows) const {
+  const auto* const end = of.data() + count;
+  const auto* const next =
+      std::find_if(of.data(), end, [&](const Time& time) { return time.rows >= rows; });
+  if (next == of.data()) return next->us;
+  const Time& before = *(next - 1);
+  if (next == end) return before.us * static_cast<double>(rows) / static_cast<double>(before.rows);
+  const double part =
+      static_cast<double>(rows - before.rows) / static_cast<double>(next->rows - before.rows);
+  return before.us + part * (next->us - before.us);
+}
+
 double product_us(const Machine& machine, std::int64_t m, std::int64_t n, std::int64_t k,
                   const Problem& problem) {
   if (m == 0 || n == 0) return 0;
+  if (problem.times.count > 0) return problem.times.us(m);
   const double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) *
                        (static_cast<double>(k) + machine.extra_k);
   const double bytes = bytes_of(m, k, problem.input_bytes) + bytes_of(n, k, problem.input_bytes) +

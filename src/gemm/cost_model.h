@@ -58,6 +58,19 @@ enum class Mover : std::uint8_t {
 };
 const char* name_of(Mover mover);
 
+// Measured times of products with the same columns, by ascending rows.
+struct ProductTimes {
+  struct Time {
+    std::int64_t rows;
+    double us;
+  };
+  std::array<Time, 24> of{};
+  int count = 0;
+
+  // Between them in proportion, and above them, too. There must be one.
+  double us(std::int64_t rows) const;
+};
+
 // A call, as far as all ranks know it.
 struct Problem {
   xd_gemm_operation operation = XD_GEMM_ALL_GATHER;
@@ -71,6 +84,7 @@ struct Problem {
   double speed = 1;            // of the product's arithmetic, 1 = bf16
   bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
   bool scales_by_part = true;  // a part of a's rows finds its scales at an aligned address
+  ProductTimes times{};        // of its product; where there are none they are estimated
 };
 
 // What a context has memory for.

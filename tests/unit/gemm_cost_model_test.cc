@@ -184,6 +184,35 @@ TEST(GemmCostModel, NeverChoosesWhatItExpectsToBeSlowerThanSequential) {
   }
 }
 
+ProductTimes times_of(std::initializer_list<ProductTimes::Time> all) {
+  ProductTimes times;
+  for (const auto& time : all) times.of[static_cast<std::size_t>(times.count++)] = time;
+  return times;
+}
+
+TEST(GemmCostModel, TakesMeasuredTimesOfProductsAndWhatLiesBetweenThem) {
+  Problem problem = problem_of(kAg, 2, 512, 14336, 8192);
+  problem.times = times_of({{256, 97}, {512, 169}, {1024, 335}});
+  const auto us = [&](std::int64_t rows) {
+    return product_us({}, rows, problem.n, problem.k, problem);
+  };
+  EXPECT_DOUBLE_EQ(us(1), 97);
+  EXPECT_DOUBLE_EQ(us(256), 97);
+  EXPECT_DOUBLE_EQ(us(384), 133);
+  EXPECT_DOUBLE_EQ(us(512), 169);
+  EXPECT_DOUBLE_EQ(us(2048), 670);
+  EXPECT_DOUBLE_EQ(us(0), 0);
+}
+
+// Two products of half the rows that take longer than one of all rows are not worth what they hide.
+TEST(GemmCostModel, DoesNotSplitProductsWhosePartsWereMeasuredToBeSlow) {
+  Problem problem = problem_of(kAg, 2, 512, 14336, 8192);
+  problem.times = times_of({{256, 97}, {512, 169}});
+  EXPECT_EQ(options_of({}, problem, ample()).best()->algo, kSeq);
+  problem.times = times_of({{256, 85}, {512, 169}});
+  EXPECT_NE(options_of({}, problem, ample()).best()->algo, kSeq);
+}
+
 // More tokens take no less time by any algorithm. (An algorithm may become possible or impossible.)
 TEST(GemmCostModel, GrowsWithTokens) {
   for (const auto operation : {kAg, kRs, kAr}) {

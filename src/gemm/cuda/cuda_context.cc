@@ -1,11 +1,13 @@
 #include "gemm/cuda/cuda_context.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <span>
 #include <utility>
 
+#include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/math.h"
@@ -16,6 +18,7 @@
 #include "gemm/cuda/executor.h"
 #include "gemm/cuda/kernels.h"
 #include "gemm/cuda/transfer.h"
+#include "gemm/cuda/tuning.h"
 
 namespace xd::gemm::cuda {
 namespace {
@@ -47,6 +50,21 @@ void require_memory(const ProductCall& c, int device) {
 void require_memory(const TransferCall& c, int device) {
   xd::cuda::KnownMemory::of(device).require({claim(c.in), claim(c.out)});
   if (c.product) require_memory(*c.product, device);
+}
+
+// What ranks tell one another in one step is bounded.
+constexpr std::size_t kTunedAtOnce = 16;
+using TunedPiece = std::array<TunedProduct, kTunedAtOnce>;
+
+std::ptrdiff_t count_of(const std::vector<TunedProduct>& all, std::size_t first) {
+  return static_cast<std::ptrdiff_t>(std::min(kTunedAtOnce, all.size() - first));
+}
+
+TunedPiece piece_of(const std::vector<TunedProduct>& all, std::size_t first) {
+  TunedPiece piece{};
+  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first);
+  std::copy_n(begin, count_of(all, first), piece.begin());
+  return piece;
 }
 
 }  // namespace
@@ -103,6 +121,7 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
     allocate();
     return Collective::Contribution{};
   });
+  tune();
   runner_.begin();
 }
 
@@ -132,7 +151,39 @@ void CudaContext::allocate() {
   load_kernels();
   empty_words();
   describe();
-  warm_up();
+}
+
+// All ranks measure at once, and take what rank 0 has found. No rank goes on before all have ended
+// their products, some of which store into the slots of their peers.
+void CudaContext::tune() {
+  const int device = comm().device().device_id;
+  std::vector<TunedProduct> found;
+  const auto counts = comm().collective().agree_on(kCreateContext, [&] {
+    const xd::cuda::DeviceGuard guard(device);
+    if (env().gemm_tune != 0) {
+      found = Tuner(device, config(),
+                    {.scratch = shop_.scratch,
+                     .scratch_bytes = shop_.scratch_bytes,
+                     .workspace = memory_->products->workspace(),
+                     .stitched = shop_.stitched,
+                     .slot_bytes = shop_.slot_bytes})
+                  .measure();
+    }
+    return found.size();
+  });
+  found.resize(counts.front());
+  for (std::size_t first = 0; first < found.size(); first += kTunedAtOnce) {
+    const auto pieces =
+        comm().collective().agree_on(kCreateContext, [&] { return piece_of(found, first); });
+    std::copy_n(pieces.front().begin(), count_of(found, first),
+                found.begin() + static_cast<std::ptrdiff_t>(first));
+  }
+  comm().collective().agree(kCreateContext, [&] {
+    const xd::cuda::DeviceGuard guard(device);
+    memory_->products->take(std::move(found));
+    warm_up();
+    return Collective::Contribution{};
+  });
 }
 
 // No word has arrived yet. Peers push words only after this step.
@@ -250,6 +301,7 @@ void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
 }
 
 void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream stream) {
+  comm().errors().check_usable();
   if (begun_) {
     give_back({.status = XD_ERROR_BUSY,
                .text = concat("config.slots = ", config().slots,
@@ -311,10 +363,17 @@ xd_gemm_view CudaContext::gathered() {
   return kept_;
 }
 
+Problem CudaContext::problem(const ProductCall& call) const {
+  Problem problem = problem_of(call, config());
+  problem.times = memory_->products->times_of(
+      product_shape(call, call.a_rows, call.a_rows, call.wide_type(), false));
+  return problem;
+}
+
 // The way of a call. Throws UNSUPPORTED where the algorithm that was asked for cannot run.
 Option CudaContext::choose(const ProductCall& call) const {
   require_supported(call);
-  const Problem problem = problem_of(call, config());
+  const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
   const auto taken = [&](Option option) {
@@ -354,7 +413,7 @@ xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
   const TurnParams nothing{};
   Operation(shop_, call, option, nothing, nullptr).describe_products();
-  const Problem problem = problem_of(call, config());
+  const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
   info.algo = option.algo;

@@ -56,6 +56,7 @@ class CudaContext final : public Context {
   void empty_words() const;
   void describe();
   void describe_slots();
+  void tune();
   void warm_up();
 
   void join(xd_stream stream);
@@ -64,6 +65,7 @@ class CudaContext final : public Context {
 
   void start(const ProductCall& call, xd_stream stream);
   void keep(const ProductCall& call, DLDataType type);
+  Problem problem(const ProductCall& call) const;
   Option choose(const ProductCall& call) const;
   TurnParams turn_params(const Record& record, std::uint32_t launch) const {
     return {.group = shop_.group, .launch = launch, .record = record};

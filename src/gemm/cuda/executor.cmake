@@ -18,6 +18,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/stitched_slots.cc
     gemm/cuda/sum.cu
     gemm/cuda/transfer.cc
+    gemm/cuda/tuning.cc
     gemm/cuda/words.cu
   DEPENDS
     xd_gemm

@@ -31,6 +31,7 @@ Launched& launched() {
 ProductShape resized(ProductShape shape, std::int64_t size) {
   shape.m = shape.n = shape.k = size;
   shape.a_pitch = shape.b_pitch = shape.d_pitch = size;
+  shape.far = false;
   return shape;
 }
 
@@ -54,8 +55,12 @@ void KernelLoader::load(const ProductLibrary& library, const ProductShape& shape
                         const Algorithm& algorithm) {
   if (has(shape, algorithm)) return;
   launch(library, resized(shape, kSize), algorithm);
+  note(device_, shape, algorithm);
+}
+
+void KernelLoader::note(int device, const ProductShape& shape, const Algorithm& algorithm) {
   const std::lock_guard lock(launched().mutex);  // not held while a launch may wait
-  launched().all.insert({device_, resized(shape, 0), algorithm});
+  launched().all.insert({device, resized(shape, 0), algorithm});
 }
 
 // Inputs and output are the same zeros, and stay so.

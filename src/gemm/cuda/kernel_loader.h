@@ -25,6 +25,9 @@ class KernelLoader {
 
   // True if products like `shape`, of any size, have been launched by this algorithm.
   bool has(const xd::cuda::ProductShape& shape, const xd::cuda::lt::Algorithm& algorithm) const;
+  // Says that it has been launched.
+  static void note(int device, const xd::cuda::ProductShape& shape,
+                   const xd::cuda::lt::Algorithm& algorithm);
   // Launches it, with and without C, where it has not been. An algorithm that small products cannot
   // take is left as it is.
   void load(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,

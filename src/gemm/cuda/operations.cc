@@ -29,9 +29,7 @@ void Operation::describe_products() const {
     w_.products->describe(gathers ? gathered_shape(rows, all) : partial_shape(rows));
   };
   if (option_.mover == Mover::product) {
-    xd::cuda::ProductShape shape = partial_shape(all);
-    shape.d_pitch = option_.pitch;
-    return w_.products->describe(shape);
+    return w_.products->describe(stitched_shape());
   }
   if (!gathers) {
     if (in_one_product()) return describe(all);
@@ -71,6 +69,13 @@ xd::cuda::ProductShape Operation::partial_shape(std::int64_t rows) const {
   return product_shape(call_, rows, call_.a_rows, call_.wide_type(), false);
 }
 
+xd::cuda::ProductShape Operation::stitched_shape() const {
+  xd::cuda::ProductShape shape = partial_shape(call_.a_rows);
+  shape.d_pitch = option_.pitch;
+  shape.far = true;
+  return shape;
+}
+
 void Operation::clear_amax() const {
   if (call_.d_amax) XD_CUDA_CHECK(cudaMemsetAsync(call_.d_amax.data, 0, sizeof(float), s_));
 }
@@ -100,17 +105,16 @@ void Operation::gather_by_push() const {
 }
 
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
-// side. Flags are waited for behind the opening, which says which epoch they will have.
+// side; what comes behind the opening is enqueued while they run. Flags are waited for behind the
+// opening, which says which epoch they will have.
 void Operation::gather_by_copies() const {
   w_.side->order(s_, c());
   launch_open(turn_, c());
   const cudaEvent_t opened = w_.side->record(c());
+  if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) own_product();
   send_rows();
   launch_close(turn_, c());
   const cudaEvent_t closed = w_.side->record(c());
-  if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) {
-    own_product();
-  }
   keep_own_rows();
   SideStream::wait(opened, s_);
   take_steps();
@@ -299,9 +303,8 @@ void Operation::reduce() const {
 // ended when the sums' kernel begins, which raises the done flags behind them.
 void Operation::reduce_by_stores() const {
   launch_open(turn_, s_);
-  xd::cuda::ProductShape shape = partial_shape(call_.a_rows);
-  shape.d_pitch = option_.pitch;
-  w_.products->run(shape, product_pointers(call_, 0, w_.stitched), call_.alpha, 0.0f, s_);
+  w_.products->run(stitched_shape(), product_pointers(call_, 0, w_.stitched), call_.alpha, 0.0f,
+                   s_);
   sum_slots(option_.pitch);
 }
 

@@ -79,6 +79,7 @@ class Operation {
   // Of `rows` rows among `all_rows`: this rank's, or those of all ranks.
   xd::cuda::ProductShape gathered_shape(std::int64_t rows, std::int64_t all_rows) const;
   xd::cuda::ProductShape partial_shape(std::int64_t rows) const;
+  xd::cuda::ProductShape stitched_shape() const;  // of all rows, into the owners' slots
 
   void all_gather() const;
   void gather_by_push() const;

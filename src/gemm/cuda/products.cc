@@ -1,6 +1,7 @@
 #include "gemm/cuda/products.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 
@@ -12,7 +13,17 @@ using xd::cuda::ProductPointers;
 using xd::cuda::ProductShape;
 using xd::cuda::lt::Algorithm;
 
-// Pitches of a class' shape are those of packed rows, so that padded ones belong to it as well.
+// Whether what was measured of `tuned` says something about `other`, of any number of rows: the
+// same operands and columns, and a sum that is at most twice as long, or half as long.
+bool is_like(const ProductShape& tuned, const ProductShape& other) {
+  return tuned.n == other.n && tuned.k <= 2 * other.k && other.k <= 2 * tuned.k &&
+         tuned.a_type == other.a_type && tuned.b_type == other.b_type &&
+         tuned.transpose_a == other.transpose_a && tuned.transpose_b == other.transpose_b &&
+         tuned.far == other.far && tuned.compute == other.compute;
+}
+
+}  // namespace
+
 ProductShape class_of(ProductShape shape) {
   shape.m = row_class(shape.m);
   shape.a_pitch = shape.transpose_a ? shape.m : shape.k;
@@ -20,8 +31,6 @@ ProductShape class_of(ProductShape shape) {
   shape.d_pitch = shape.n;
   return shape;
 }
-
-}  // namespace
 
 std::int64_t row_class(std::int64_t rows) {
   std::int64_t size = 16;
@@ -37,6 +46,7 @@ Products::Products(int device)
 
 void Products::warm_up(ProductShape shape, std::int64_t most_rows) {
   const std::lock_guard lock(mutex_);
+  warming_ = true;
   try {
     for (std::int64_t rows = 16; rows < 2 * most_rows; rows = row_class(rows + 1)) {
       shape.m = std::min(rows, most_rows);
@@ -46,6 +56,25 @@ void Products::warm_up(ProductShape shape, std::int64_t most_rows) {
     if (error.status() != XD_ERROR_UNSUPPORTED) throw;
   }
   loader_.synchronize();
+  warming_ = false;
+}
+
+void Products::take(std::vector<TunedProduct> tuned) {
+  const std::lock_guard lock(mutex_);
+  tuned_ = std::move(tuned);
+}
+
+// A sum of another length takes a time in proportion, beside what every product takes.
+ProductTimes Products::times_of(const ProductShape& shape) const {
+  const double fixed = Machine{}.product_us;
+  ProductTimes times;
+  for (const TunedProduct& tuned : tuned_) {
+    if (!is_like(tuned.shape, shape) || times.count == static_cast<int>(times.of.size())) continue;
+    const double scale = static_cast<double>(shape.k) / static_cast<double>(tuned.shape.k);
+    times.of[static_cast<std::size_t>(times.count++)] = {
+        tuned.shape.m, fixed + std::max(tuned.us - fixed, 0.0) * scale};
+  }
+  return times;
 }
 
 void Products::run(const ProductShape& shape, const ProductPointers& pointers, float alpha,
@@ -63,15 +92,26 @@ Product& Products::find(const ProductShape& shape) {
   return products_.emplace(shape, std::move(made)).first->second;
 }
 
-// The algorithm of the class; else the best that has been launched; else the best.
+// The algorithm of the class; else what was measured; else, where no kernel shall be loaded, the
+// best that has been launched; else the best.
 void Products::choose(Product& product) {
   const ProductShape its_class = class_of(product.shape());
   const auto chosen = of_class_.find(its_class);
   if (chosen != of_class_.end() && product.choose(chosen->second)) return;
-  for (const Algorithm& candidate : product.candidates()) {
-    if (loader_.has(product.shape(), candidate) && product.choose(candidate)) break;
+  if (!choose_tuned(product) && !warming_) {
+    for (const Algorithm& candidate : product.candidates()) {
+      if (loader_.has(product.shape(), candidate) && product.choose(candidate)) break;
+    }
   }
   of_class_.emplace(its_class, product.chosen());
+}
+
+bool Products::choose_tuned(Product& product) const {
+  const std::int64_t rows = row_class(product.shape().m);
+  const auto found = std::ranges::find_if(tuned_, [&](const TunedProduct& tuned) {
+    return tuned.shape.m == rows && is_like(tuned.shape, product.shape());
+  });
+  return found != tuned_.end() && product.choose(found->algorithm);
 }
 
 }  // namespace xd::gemm::cuda

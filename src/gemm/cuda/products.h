@@ -9,15 +9,21 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "cuda/cublaslt.h"
 #include "cuda/memory.h"
+#include "gemm/cost_model.h"
 #include "gemm/cuda/kernel_loader.h"
+#include "gemm/cuda/tuning.h"
 
 namespace xd::gemm::cuda {
 
 // Rows of products of one class: up to the next 2^k or 3 * 2^k.
 std::int64_t row_class(std::int64_t rows);
+// The shape of all products of a class. Pitches are those of packed rows, so that padded ones
+// belong to it as well.
+xd::cuda::ProductShape class_of(xd::cuda::ProductShape shape);
 
 class Products {
  public:
@@ -25,6 +31,12 @@ class Products {
 
   // Called with the device current.
   explicit Products(int device);
+
+  // Takes algorithms that have been measured, before warm_up().
+  void take(std::vector<TunedProduct> tuned);
+  // The times of products like `shape` by their rows, as far as these have been measured.
+  ProductTimes times_of(const xd::cuda::ProductShape& shape) const;
+  std::byte* workspace() const { return workspace_.data(); }
 
   // Chooses algorithms for every class up to `most_rows`, loads their kernels, and returns when
   // that has ended. `shape` has columns, types and the order of elements. Nothing where cuBLASLt
@@ -43,12 +55,15 @@ class Products {
  private:
   xd::cuda::Product& find(const xd::cuda::ProductShape& shape);
   void choose(xd::cuda::Product& product);
+  bool choose_tuned(xd::cuda::Product& product) const;
 
   std::mutex mutex_;  // explain() may be called beside an operation
   xd::cuda::ProductLibrary library_;
   xd::cuda::DeviceBuffer workspace_;
   KernelLoader loader_;
   std::map<xd::cuda::ProductShape, xd::cuda::Product> products_;
+  bool warming_ = false;  // kernels may be loaded now
+  std::vector<TunedProduct> tuned_;
   // The algorithm of a class: its shape has the class' number of rows.
   std::map<xd::cuda::ProductShape, xd::cuda::lt::Algorithm> of_class_;
 };
