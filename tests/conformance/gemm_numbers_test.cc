@@ -109,6 +109,28 @@ TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
   });
 }
 
+// Where b has a scale per row and a has none, those of a are 1.
+TEST(EightBits, MayHaveScalesPerRowOfBAlone) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.operands = Operands::e4m3;
+      c.scaling = Scaling::row;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      const auto rows = static_cast<std::size_t>(batch.args.a_scale->shape[0]);
+      batch.field("a_scale").tensor->write(std::vector<float>(rows, 1.0f));
+      ok(batch.call(context.get()));
+      const std::vector<std::byte> scaled = batch.output_bytes();
+      batch.args.a_scale = nullptr;
+      batch.reset();
+      ok(batch.call(context.get()));
+      EXPECT_EQ(batch.output_bytes(), scaled);
+    });
+  }
+}
+
 // Without d_scale results of 8 bits are the sums themselves, rounded.
 TEST(EightBits, NeedNoScale) {
   for (const xd_gemm_operation operation : kGemmProducts) {

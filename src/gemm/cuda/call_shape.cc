@@ -20,15 +20,10 @@ bool is_aligned(const Tensor& tensor) {
 }
 
 void require_scaling(const ProductCall& call) {
-  if (call.scaling == Scaling::none) return;
   if (call.scaling == Scaling::blocks) {
     fail(XD_ERROR_UNSUPPORTED,
          "a_scale or b_scale: has one scale per 128 columns of K, expected "
          "one per tensor or per row on CUDA devices");
-  }
-  if (call.scaling == Scaling::rows && !(call.a_scale && call.b_scale)) {
-    fail(XD_ERROR_UNSUPPORTED, call.a_scale ? "b_scale" : "a_scale",
-         " = NULL, expected scales per row of both operands on CUDA devices");
   }
 }
 
@@ -84,7 +79,7 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   p.input_bytes = static_cast<int>(dtype_bytes(call.a.type));
   p.partial_bytes = static_cast<int>(dtype_bytes(call.wide_type()));
   p.rows_of_tokens = !call.transpose_a;
-  if (call.scaling == Scaling::rows) {
+  if (call.scaling == Scaling::rows && call.a_scale) {
     const bool all = call.operation == XD_GEMM_ALL_REDUCE;
     for (int r = 0; r < p.ranks; ++r) {
       p.scales_by_part &= (all ? r * p.most_tokens : call.shares.start(r)) % 4 == 0;
@@ -140,10 +135,12 @@ ProductShape product_shape(const ProductCall& call, std::int64_t rows, std::int6
                      .d_pitch = call.n,
                      .fast_accumulate = call.fast_accumulate && is_fp8(call.a.type)};
   if (call.a.type == DType::f32 && call.allow_tf32) shape.compute = lt::kComputeTf32;
-  if (call.scaling != Scaling::none) {
-    const int mode = call.scaling == Scaling::rows ? lt::kScaleOuterVector : lt::kScaleScalar;
-    if (call.a_scale) shape.a_scale_mode = mode;
-    if (call.b_scale) shape.b_scale_mode = mode;
+  // cuBLASLt has scales per row for both operands or for none: product_pointers() adds those of 1.
+  if (call.scaling == Scaling::rows) {
+    shape.a_scale_mode = shape.b_scale_mode = lt::kScaleOuterVector;
+  } else if (call.scaling == Scaling::tensor) {
+    if (call.a_scale) shape.a_scale_mode = lt::kScaleScalar;
+    if (call.b_scale) shape.b_scale_mode = lt::kScaleScalar;
   }
   if (!finished) return shape;
   int epilogue = 0;
@@ -158,15 +155,20 @@ std::uint64_t offset_of_tokens(const ProductCall& call, std::int64_t first) {
   return static_cast<std::uint64_t>(elements) * dtype_bytes(call.a.type);
 }
 
-ProductPointers product_pointers(const ProductCall& call, std::int64_t first, void* d) {
-  const auto* scale = call.a_scale.as<const float>();
-  if (scale != nullptr && call.scaling == Scaling::rows) scale += first;
+ProductPointers product_pointers(const ProductCall& call, std::int64_t first, void* d,
+                                 const float* ones) {
+  const auto* a_scale = call.a_scale.as<const float>();
+  const auto* b_scale = call.b_scale.as<const float>();
+  if (call.scaling == Scaling::rows) {
+    a_scale = call.a_scale ? a_scale + first : ones;
+    if (!call.b_scale) b_scale = ones;
+  }
   return {.a = call.a.data + offset_of_tokens(call, first),
           .b = call.b.data,
           .d = d,
           .bias = call.bias.data,
-          .a_scale = scale,
-          .b_scale = call.b_scale.as<const float>()};
+          .a_scale = a_scale,
+          .b_scale = b_scale};
 }
 
 Epilogue epilogue_from(const ProductCall& call, std::int64_t first) {

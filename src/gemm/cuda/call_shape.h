@@ -27,8 +27,9 @@ xd::cuda::ProductShape product_shape(const ProductCall& call, std::int64_t rows,
                                      std::int64_t all_rows, DType d_type, bool finished);
 // Where the tokens from `first` on begin in a, or in a of all ranks.
 std::uint64_t offset_of_tokens(const ProductCall& call, std::int64_t first);
-// Of a's tokens from `first` on.
-xd::cuda::ProductPointers product_pointers(const ProductCall& call, std::int64_t first, void* d);
+// Of a's tokens from `first` on. `ones`: as many as a and b have rows.
+xd::cuda::ProductPointers product_pointers(const ProductCall& call, std::int64_t first, void* d,
+                                           const float* ones);
 
 // Of the rows of d from `first` on. The product has applied alpha.
 Epilogue epilogue_from(const ProductCall& call, std::int64_t first);

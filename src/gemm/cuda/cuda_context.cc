@@ -98,6 +98,11 @@ std::uint64_t column_bytes(const Config& config) {
   return round_up(at(config.max_n) * sizeof(float), 16);
 }
 
+// Scales of operands that have none.
+std::int64_t ones_count(const Config& config) {
+  return std::max({config.all_tokens(), config.max_n, config.max_k});
+}
+
 }  // namespace
 
 CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user)
@@ -145,6 +150,7 @@ void CudaContext::allocate() {
       xd::cuda::DeviceBuffer(device, scratch_bytes(config()), "products before they are summed");
   memory_->exact = xd::cuda::DeviceBuffer(device, exact_bytes(config()) + column_bytes(config()),
                                           "results before they are rounded");
+  fill_ones(device);
   memory_->products = std::make_unique<Products>(device);
   memory_->side = std::make_unique<SideStream>(device);
   memory_->side->reserve(at(config().ranks) + 4);
@@ -186,6 +192,12 @@ void CudaContext::tune() {
   });
 }
 
+void CudaContext::fill_ones(int device) {
+  const std::vector<float> ones(at(ones_count(config())), 1.0f);
+  memory_->ones = xd::cuda::DeviceBuffer(device, ones.size() * sizeof(float), "scales of 1");
+  memory_->ones.write(0, ones.data(), memory_->ones.bytes());
+}
+
 // No word has arrived yet. Peers push words only after this step.
 void CudaContext::empty_words() const {
   const ContextMap map = map_of(config());
@@ -218,6 +230,8 @@ void CudaContext::describe() {
   shop_.scratch_bytes = memory_->scratch.bytes();
   shop_.columns = memory_->exact.as<float>();
   shop_.exact = memory_->exact.data() + column_bytes(config());
+  shop_.ones = memory_->ones.as<const float>();
+  shop_.ones_count = ones_count(config());
   shop_.products = memory_->products.get();
   shop_.side = memory_->side.get();
   // Ranks that share a device run at once, and so do their blocks.
@@ -439,8 +453,9 @@ xd_gemm_memory context_memory(const Config& config) {
   memory.symmetric_bytes = round_up(map_of(config).end, kGranularity) +
                            at(config.ranks) * StitchedSlots::slot_bytes(config);
   memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
-                         Products::kWorkspaceBytes + KernelLoader::kBytes + sizeof(Control) +
-                         sizeof(Report) + at(config.ranks) * sizeof(HeapRange);
+                         at(ones_count(config)) * sizeof(float) + Products::kWorkspaceBytes +
+                         KernelLoader::kBytes + sizeof(Control) + sizeof(Report) +
+                         at(config.ranks) * sizeof(HeapRange);
   return memory;
 }
 

@@ -44,7 +44,7 @@ class CudaContext final : public Context {
     std::shared_ptr<Comm> comm;
     Segments segments;
     std::unique_ptr<StitchedSlots> slots;
-    xd::cuda::DeviceBuffer tables, scratch, exact;
+    xd::cuda::DeviceBuffer tables, scratch, exact, ones;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
     Runner::Memory of_turns;
@@ -53,6 +53,7 @@ class CudaContext final : public Context {
 
   void keep_for_good() noexcept;
   void allocate();
+  void fill_ones(int device);
   void empty_words() const;
   void describe();
   void describe_slots();

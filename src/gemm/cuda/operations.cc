@@ -190,19 +190,19 @@ void Operation::take_steps() const {
 }
 
 void Operation::own_product() const {
-  multiply(gathered_shape(call_.a_rows, call_.a_rows), product_pointers(call_, 0, nullptr),
+  multiply(gathered_shape(call_.a_rows, call_.a_rows), pointers(0, nullptr),
            call_.operation == XD_GEMM_ALL_GATHER ? call_.shares.start(rank()) : 0);
 }
 
 void Operation::gathered_products(Sources sources) const {
   const std::byte* const own = area(rank());
   for_each_product(sources, [&](int source, std::int64_t first, std::int64_t rows) {
-    auto pointers = product_pointers(call_, 0, nullptr);
-    pointers.a = own + w_.map.gathered + offset_of_tokens(call_, first);
+    xd::cuda::ProductPointers from = pointers(0, nullptr);
+    from.a = own + w_.map.gathered + offset_of_tokens(call_, first);
     if (call_.a_scale) {
-      pointers.a_scale = reinterpret_cast<const float*>(own + w_.map.scales + scale_offset(source));
+      from.a_scale = reinterpret_cast<const float*>(own + w_.map.scales + scale_offset(source));
     }
-    multiply(gathered_shape(rows, call_.shares.all()), pointers, first);
+    multiply(gathered_shape(rows, call_.shares.all()), from, first);
   });
 }
 
@@ -264,6 +264,12 @@ std::int64_t Operation::rows_in_scratch() const {
 
 void Operation::describe_alone() const {
   const std::int64_t rows = call_.a_rows;
+  const bool one_sided = call_.scaling == Scaling::rows && !(call_.a_scale && call_.b_scale);
+  if (one_sided && std::max(rows, call_.n) > w_.ones_count) {
+    fail(XD_ERROR_UNSUPPORTED, "product: has ", rows, " rows and N = ", call_.n,
+         ", expected at most ", w_.ones_count,
+         " of both where one operand alone has scales per row");
+  }
   const auto describe = [&](std::int64_t some) {
     w_.products->describe(gathered_shape(some, rows));
   };
@@ -285,8 +291,8 @@ void Operation::enqueue_alone() const {
   std::int64_t first = 0;
   do {
     const std::int64_t count = std::min(piece, rows - first);
-    w_.products->run(gathered_shape(count, rows), product_pointers(call_, first, w_.scratch),
-                     call_.alpha, 0.0f, s_);
+    w_.products->run(gathered_shape(count, rows), pointers(first, w_.scratch), call_.alpha, 0.0f,
+                     s_);
     finish_products(reinterpret_cast<float*>(w_.scratch), first, count);
     first += count;
   } while (first < rows);
@@ -303,13 +309,16 @@ void Operation::reduce() const {
 // ended when the sums' kernel begins, which raises the done flags behind them.
 void Operation::reduce_by_stores() const {
   launch_open(turn_, s_);
-  w_.products->run(stitched_shape(), product_pointers(call_, 0, w_.stitched), call_.alpha, 0.0f,
-                   s_);
+  w_.products->run(stitched_shape(), pointers(0, w_.stitched), call_.alpha, 0.0f, s_);
   sum_slots(option_.pitch);
 }
 
+xd::cuda::ProductPointers Operation::pointers(std::int64_t first, void* d) const {
+  return product_pointers(call_, first, d, w_.ones);
+}
+
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
-  w_.products->run(partial_shape(rows), product_pointers(call_, first, to), call_.alpha, 0.0f, s_);
+  w_.products->run(partial_shape(rows), pointers(first, to), call_.alpha, 0.0f, s_);
 }
 
 void Operation::reduce_by_words() const {

@@ -42,6 +42,8 @@ struct Workshop {
   std::uint64_t scratch_bytes = 0;
   std::byte* exact = nullptr;  // exact results, where the products are still needed
   float* columns = nullptr;    // column sums of this rank
+  const float* ones = nullptr;
+  std::int64_t ones_count = 0;
   // Partial sums: this rank's slot at each owner, and the first of the slots that this rank owns.
   // Where a product can store into the owners' slots, they are one matrix to it, else nullptr.
   std::vector<std::byte*> slot_at;
@@ -115,6 +117,7 @@ class Operation {
   // The rows of a sum that a rank owns.
   std::int64_t owned_from(int owner) const;
   std::int64_t owned_rows(int owner) const;
+  xd::cuda::ProductPointers pointers(std::int64_t first, void* d) const;
   void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
   void sum_slots(std::int64_t pitch) const;
 
