@@ -123,7 +123,8 @@ typedef struct xd_gemm_config {
   int32_t operations;
   /* Largest m of a rank, 1 to 2^26; all_reduce: M <= W * max_tokens. */
   int64_t max_tokens;
-  /* Largest row that is gathered, in elements (K of all_gather; columns of what bulk gathers). */
+  /* Largest row that is gathered, in elements (K of all_gather; columns of what bulk gathers). On
+   * CUDA products with this K are measured, also where sums alone are computed. */
   int64_t max_k;
   /* Largest row that is summed over ranks, in elements (N of reduce_scatter and all_reduce; columns
    * of what bulk reduces), and largest N of all_gather. */
