@@ -88,18 +88,18 @@ class Steps {
     const Matrix& d = p_.gathers() ? t_.d : t_.whole;
     if (p_.element == Element::fp32) {
       const cpu::Threads threads(cpu::cores_per_rank(p_.ranks));
-      cpu::run({.transpose_a = 'N',
-                .transpose_b = 'T',
-                .m = p_.tokens,
-                .n = p_.shape.n,
-                .k = p_.shape.k,
-                .a = static_cast<const float*>(a.data()),
-                .lda = p_.shape.k,
-                .b = static_cast<const float*>(t_.b.data()),
-                .ldb = p_.shape.k,
-                .beta = 0,
-                .c = static_cast<float*>(d.data()),
-                .ldc = p_.shape.n});
+      cpu::run(cpu::Sgemm{.transpose_a = 'N',
+                          .transpose_b = 'T',
+                          .m = p_.tokens,
+                          .n = p_.shape.n,
+                          .k = p_.shape.k,
+                          .a = static_cast<const float*>(a.data()),
+                          .lda = p_.shape.k,
+                          .b = static_cast<const float*>(t_.b.data()),
+                          .ldb = p_.shape.k,
+                          .beta = 0,
+                          .c = static_cast<float*>(d.data()),
+                          .ldc = p_.shape.n});
       return;
     }
     // oneDNN's products are of float32: those of other types are the library's, beside a gather of

@@ -28,7 +28,8 @@
  *
  * Element types: a and b are both bf16, both fp16, both fp32, or each fp8 (e4m3fn or e5m2; not both
  * e5m2). d, c and pre_activation are bf16, fp16 or fp32, d also fp8 (e4m3fn or e5m2). Products of
- * fp32 are computed in fp32 on the CPU, and on CUDA in TF32 only where `allow_tf32` says so.
+ * fp32 are computed in fp32 on the CPU, and on CUDA in TF32 only where `allow_tf32` says so. CPUs
+ * with instructions for bf16 take numbers and products of bf16 below 2^-126 for zero.
  *
  * Sums. Each product is summed in float32, in an order of the executor's. reduce_scatter and
  * all_reduce round each rank's product (times alpha) to the type of d (bf16 where d is fp8), add

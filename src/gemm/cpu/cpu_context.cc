@@ -16,29 +16,32 @@ namespace {
 // Calls oneDNN once for each way in which operands may lie, large and small, so that no operation
 // waits for code to be generated. Returns the floating-point operations that it does in a
 // microsecond.
-double measure(const Scratch& scratch) {
+template <class Element>
+double measure(const Scratch& scratch, Element one) {
   constexpr std::int64_t kSmall = 2, kSize = 128;
-  std::fill_n(scratch.a_panel(), kSize * kSize, 1.0f);
-  std::fill_n(scratch.b_panel(), kSize * kSize, 1.0f);
-  Sgemm product{.transpose_a = 'N',
-                .transpose_b = 'T',
-                .m = kSize,
-                .n = kSize,
-                .k = kSize,
-                .a = scratch.a_panel(),
-                .lda = kSize,
-                .b = scratch.b_panel(),
-                .ldb = kSize,
-                .beta = 0.0f,
-                .c = scratch.tile(),
-                .ldc = kSize};
+  auto* const a = reinterpret_cast<Element*>(scratch.a_panel());
+  auto* const b = reinterpret_cast<Element*>(scratch.b_panel());
+  std::fill_n(a, kSize * kSize, one);
+  std::fill_n(b, kSize * kSize, one);
+  Gemm<Element> product{.transpose_a = 'N',
+                        .transpose_b = 'T',
+                        .m = kSize,
+                        .n = kSize,
+                        .k = kSize,
+                        .a = a,
+                        .lda = kSize,
+                        .b = b,
+                        .ldb = kSize,
+                        .beta = 0.0f,
+                        .c = scratch.tile(),
+                        .ldc = kSize};
   for (const std::int64_t size : {kSmall, kSize}) {
     product.m = product.n = product.k = size;
     for (const float beta : {0.0f, 1.0f}) {
       product.beta = beta;
-      for (const auto& [a, b] : {std::pair{'N', 'N'}, {'T', 'N'}, {'N', 'T'}}) {
-        product.transpose_a = a;
-        product.transpose_b = b;
+      for (const auto& [transpose_a, transpose_b] : {std::pair{'N', 'N'}, {'T', 'N'}, {'N', 'T'}}) {
+        product.transpose_a = transpose_a;
+        product.transpose_b = transpose_b;
         run(product);
       }
     }
@@ -61,7 +64,8 @@ class CpuContext final : public Context {
       multiplier_.emplace(*scratch_);
       const StandardFloatModes modes;
       const Threads threads(threads_);
-      flops_ = measure(*scratch_);
+      flops_ = bf16_flops_ = measure(*scratch_, 1.0f);
+      if (multiplies_bf16()) bf16_flops_ = measure(*scratch_, Bf16::one);
       return Collective::Contribution{};
     });
   }
@@ -144,7 +148,7 @@ class CpuContext final : public Context {
   }
 
   xd_gemm_plan_info plan_of(const ProductCall& call) const override {
-    return cpu::explain(config(), call, flops_);
+    return cpu::explain(config(), call, call.a.type == DType::bf16 ? bf16_flops_ : flops_);
   }
 
  private:
@@ -177,7 +181,7 @@ class CpuContext final : public Context {
   Lockstep lockstep_;
   std::optional<Scratch> scratch_;
   std::optional<Multiplier> multiplier_;
-  double flops_ = 0;
+  double flops_ = 0, bf16_flops_ = 0;
   turn::HostRunner<Family> runner_{*this, lockstep_, false};
   bool begun_ = false;  // a gather: its turn has not ended
   std::optional<TransferOp> gather_;

@@ -85,25 +85,47 @@ Multiplier::Panel Multiplier::panel(const Piece& piece, float* buffer, Piece& he
   return {buffer, stride};
 }
 
+void Multiplier::compute_bf16(const Operand& a, const Operand& b, std::int64_t k,
+                              const Tile& tile) {
+  const auto elements = [](const Operand& from, std::int64_t line) {
+    return reinterpret_cast<const Bf16*>(from.by_lines ? address(from, line, 0)
+                                                       : address(from, 0, line));
+  };
+  run(Bgemm{.transpose_a = a.by_lines ? 'N' : 'T',
+            .transpose_b = b.by_lines ? 'T' : 'N',
+            .m = tile.rows,
+            .n = tile.columns,
+            .k = k,
+            .a = elements(a, tile.row),
+            .lda = a.stride,
+            .b = elements(b, tile.column),
+            .ldb = b.stride,
+            .beta = 0.0f,
+            .c = tile.values,
+            .ldc = tile.stride});
+}
+
 void Multiplier::compute(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile) {
+  // Operands of bfloat16 have no scales: they are multiplied where they lie.
+  if (a.type == DType::bf16 && multiplies_bf16()) return compute_bf16(a, b, k, tile);
   for (std::int64_t begin = 0; begin < k; begin += kTileDepth) {
     const std::int64_t depth = std::min(kTileDepth, k - begin);
     const Piece piece_a{&a, a.data, tile.row, tile.rows, begin, depth};
     const Piece piece_b{&b, b.data, tile.column, tile.columns, begin, depth};
     const Panel rows = panel(piece_a, scratch_.a_panel(), held_a_);
     const Panel columns = panel(piece_b, scratch_.b_panel(), held_b_);
-    run({.transpose_a = a.by_lines ? 'N' : 'T',
-         .transpose_b = b.by_lines ? 'T' : 'N',
-         .m = tile.rows,
-         .n = tile.columns,
-         .k = depth,
-         .a = rows.data,
-         .lda = rows.stride,
-         .b = columns.data,
-         .ldb = columns.stride,
-         .beta = begin > 0 ? 1.0f : 0.0f,
-         .c = tile.values,
-         .ldc = tile.stride});
+    run(Sgemm{.transpose_a = a.by_lines ? 'N' : 'T',
+              .transpose_b = b.by_lines ? 'T' : 'N',
+              .m = tile.rows,
+              .n = tile.columns,
+              .k = depth,
+              .a = rows.data,
+              .lda = rows.stride,
+              .b = columns.data,
+              .ldb = columns.stride,
+              .beta = begin > 0 ? 1.0f : 0.0f,
+              .c = tile.values,
+              .ldc = tile.stride});
   }
 }
 

@@ -91,6 +91,7 @@ class Multiplier {
   };
 
   void compute(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile);
+  static void compute_bf16(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile);
   static Panel panel(const Piece& piece, float* buffer, Piece& held);
 
   const Scratch& scratch_;

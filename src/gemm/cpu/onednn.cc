@@ -4,6 +4,8 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <optional>
 
 #include "base/error.h"
@@ -13,12 +15,16 @@ namespace {
 
 // dnnl_sgemm of dnnl.h, which versions 2 and 3 have alike: dnnl_dim_t is int64_t, and dnnl_status_t
 // an enum of int with dnnl_success = 0 and dnnl_out_of_memory = 1.
-using SgemmFunction = int (*)(char, char, std::int64_t, std::int64_t, std::int64_t, float,
-                              const float*, std::int64_t, const float*, std::int64_t, float, float*,
-                              std::int64_t);
+template <class Element>
+using GemmFunction = int (*)(char, char, std::int64_t, std::int64_t, std::int64_t, float,
+                             const Element*, std::int64_t, const Element*, std::int64_t, float,
+                             float*, std::int64_t);
 
 struct Library {
-  SgemmFunction sgemm = nullptr;
+  GemmFunction<float> sgemm = nullptr;
+  // Not in dnnl.h, but exported by both versions; nullptr also where the processor has no
+  // instructions for it, or where it does not do what is expected of it.
+  GemmFunction<Bf16> bgemm = nullptr;
   // Of the OpenMP runtime on which it stands; absent where it was built without.
   void (*set_threads)(int) = nullptr;
   int (*max_threads)() = nullptr;
@@ -27,6 +33,27 @@ struct Library {
 template <class Function>
 void find(void* handle, const char* name, Function& function) {
   function = reinterpret_cast<Function>(::dlsym(handle, name));
+}
+
+bool processor_multiplies_bf16() {
+#ifdef __x86_64__
+  return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+  return false;
+#endif
+}
+
+// Tries it on [1 2; 3 4] times the transpose of [1 2; 3 4; 5 6], in rows that are longer.
+bool is_right(GemmFunction<Bf16> bgemm) {
+  const auto of = [](float value) {
+    return static_cast<Bf16>(std::bit_cast<std::uint32_t>(value) >> 16);
+  };
+  const std::array a{of(1), of(2), of(9), of(3), of(4), of(9)};
+  const std::array b{of(1), of(2), of(3), of(4), of(5), of(6)};
+  std::array c{-1.0f, -1.0f, -1.0f, -1.0f, -1.0f, -1.0f};
+  constexpr std::array kExpected{5.0f, 11.0f, 17.0f, 11.0f, 25.0f, 39.0f};
+  return bgemm('N', 'T', 2, 3, 2, 1.0f, a.data(), 3, b.data(), 2, 0.0f, c.data(), 3) == 0 &&
+         c == kExpected;
 }
 
 Library load() {
@@ -38,7 +65,10 @@ Library load() {
     // dlsym looks at what the library depends on, too.
     find(handle, "omp_set_num_threads", library.set_threads);
     find(handle, "omp_get_max_threads", library.max_threads);
-    if (library.sgemm != nullptr) return library;
+    if (library.sgemm == nullptr) continue;
+    if (processor_multiplies_bf16()) find(handle, "dnnl_gemm_bf16bf16f32", library.bgemm);
+    if (library.bgemm != nullptr && !is_right(library.bgemm)) library.bgemm = nullptr;
+    return library;
   }
   return {};
 }
@@ -52,31 +82,39 @@ constexpr const char* kMissing =
     "products on the CPU need oneDNN: neither libdnnl.so.3 nor libdnnl.so.2 can be loaded "
     "(Debian and Ubuntu: apt-get install libdnnl-dev; package libdnnl2 or libdnnl3 is enough)";
 
+template <class Element>
+void run_by(GemmFunction<Element> gemm, const Gemm<Element>& p) {
+  if (gemm == nullptr) fail(XD_ERROR_UNSUPPORTED, kMissing);
+  const double flop =
+      2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
+  const int available = library().max_threads != nullptr ? library().max_threads() : 1;
+  // Products of bfloat16 take about an eighth of the time.
+  const int enough = threads_for(sizeof(Element) == 2 ? flop / 8 : flop, available);
+  std::optional<Threads> fewer;
+  if (enough < available) fewer.emplace(enough);
+  const int status = gemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, 1.0f, p.a, p.lda, p.b, p.ldb,
+                          p.beta, p.c, p.ldc);
+  if (status == 1) fail(XD_ERROR_OUT_OF_MEMORY, "oneDNN has no memory for a product");
+  XD_CHECK(status == 0);
+}
+
 }  // namespace
 
 Feature onednn_feature() {
   return library().sgemm != nullptr ? Feature{true, "available"} : Feature{false, kMissing};
 }
 
-int threads_for(const Sgemm& p, int available) {
+bool multiplies_bf16() { return library().bgemm != nullptr; }
+
+int threads_for(double flop, int available) {
   // Enough that waking a thread, which takes some microseconds, costs less than it saves.
   constexpr double kFlopOfAThread = 5e5;
-  const double flop =
-      2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
   return std::max(1, static_cast<int>(std::min<double>(available, flop / kFlopOfAThread)));
 }
 
-void run(const Sgemm& p) {
-  if (library().sgemm == nullptr) fail(XD_ERROR_UNSUPPORTED, kMissing);
-  const int available = library().max_threads != nullptr ? library().max_threads() : 1;
-  const int enough = threads_for(p, available);
-  std::optional<Threads> fewer;
-  if (enough < available) fewer.emplace(enough);
-  const int status = library().sgemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, 1.0f, p.a, p.lda,
-                                     p.b, p.ldb, p.beta, p.c, p.ldc);
-  if (status == 1) fail(XD_ERROR_OUT_OF_MEMORY, "oneDNN has no memory for a product");
-  XD_CHECK(status == 0);
-}
+void run(const Sgemm& product) { run_by(library().sgemm, product); }
+
+void run(const Bgemm& product) { run_by(library().bgemm, product); }
 
 int cores_per_rank(int ranks) {
   cpu_set_t cores;

@@ -1,4 +1,4 @@
-// oneDNN, whose sgemm computes the products. It is loaded when the first context is made, so that a
+// oneDNN, which computes the products. It is loaded when the first context is made, so that a
 // machine without it lacks products and nothing else.
 #pragma once
 
@@ -13,21 +13,31 @@ Feature onednn_feature();
 
 // C [m,n] = op(A) * op(B) + beta * C, all row-major; a transposed operand is given by 'T'. Throws
 // OUT_OF_MEMORY where oneDNN has no room for its copies, and UNSUPPORTED where it is not there.
-struct Sgemm {
+template <class Element>
+struct Gemm {
   char transpose_a, transpose_b;
   std::int64_t m, n, k;
-  const float* a;
+  const Element* a;
   std::int64_t lda;
-  const float* b;
+  const Element* b;
   std::int64_t ldb;
   float beta;
   float* c;
   std::int64_t ldc;
 };
+using Sgemm = Gemm<float>;
 void run(const Sgemm& product);
 
-// Of so many threads that are there, those that it is worth to wake for a product.
-int threads_for(const Sgemm& product, int available);
+// Likewise of bfloat16, by the processor's instructions for it: several times as fast as of
+// float32. Only where multiplies_bf16().
+enum class Bf16 : std::uint16_t { one = 0x3f80 };
+using Bgemm = Gemm<Bf16>;
+bool multiplies_bf16();
+void run(const Bgemm& product);
+
+// Of so many threads that are there, those that it is worth to wake for a product of so many
+// floating-point operations in float32.
+int threads_for(double flop, int available);
 
 // The cores that one of `ranks` ranks of this host has to itself; at least 1.
 int cores_per_rank(int ranks);
