@@ -245,6 +245,13 @@ XLA_FFI_Error* cpu_entry(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+// Masks are set, and ranks brought back into step, once: there is nothing to replay.
+std::initializer_list<ffi::Traits> traits_on_cuda(Operation operation) {
+  static constexpr std::initializer_list<ffi::Traits> replayed{ffi::Traits::kCmdBufferCompatible};
+  static constexpr std::initializer_list<ffi::Traits> once{};
+  return turn_of(operation) ? replayed : once;
+}
+
 template <Operation operation>
 XLA_FFI_Error* cuda_entry(XLA_FFI_CallFrame* frame) {
   static auto* const handler = ffi::Ffi::BindExecute()
@@ -253,7 +260,7 @@ XLA_FFI_Error* cuda_entry(XLA_FFI_CallFrame* frame) {
                                    .Ctx<ffi::State<Call<Platform::cuda>>>()
                                    .RemainingArgs()
                                    .RemainingRets()
-                                   .To(&on_cuda<operation>, {ffi::Traits::kCmdBufferCompatible})
+                                   .To(&on_cuda<operation>, traits_on_cuda(operation))
                                    .release();
   return handler->Call(frame);
 }
