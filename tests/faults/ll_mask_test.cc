@@ -15,8 +15,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// On two GPUs the survivors have one each. Were the victim another rank, all that they do afterwards
-// would take turns on one GPU.
+// On two GPUs the survivors have one each. Were the victim another rank, they would take turns on
+// one GPU for all that they do afterwards.
 constexpr int kVictim = 2;
 constexpr std::array kSurvivors{0, 1};
 constexpr auto kSlack = milliseconds(1000);  // of a machine that does other things as well
