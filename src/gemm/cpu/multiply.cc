@@ -105,11 +105,16 @@ void Multiplier::compute_bf16(const Operand& a, const Operand& b, std::int64_t k
             .ldc = tile.stride});
 }
 
+// Those of float32 and bfloat16 have no scales.
+bool Multiplier::in_place(const Operand& operand) {
+  return operand.type == DType::f32 || (operand.type == DType::bf16 && multiplies_bf16());
+}
+
 void Multiplier::compute(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile) {
-  // Operands of bfloat16 have no scales: they are multiplied where they lie.
   if (a.type == DType::bf16 && multiplies_bf16()) return compute_bf16(a, b, k, tile);
-  for (std::int64_t begin = 0; begin < k; begin += kTileDepth) {
-    const std::int64_t depth = std::min(kTileDepth, k - begin);
+  const std::int64_t most = in_place(a) ? k : kTileDepth;
+  for (std::int64_t begin = 0; begin < k; begin += most) {
+    const std::int64_t depth = std::min(most, k - begin);
     const Piece piece_a{&a, a.data, tile.row, tile.rows, begin, depth};
     const Piece piece_b{&b, b.data, tile.column, tile.columns, begin, depth};
     const Panel rows = panel(piece_a, scratch_.a_panel(), held_a_);

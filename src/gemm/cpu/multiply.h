@@ -62,15 +62,19 @@ class Multiplier {
   template <class Use>
   void product(const Operand& a, std::int64_t first, std::int64_t rows, const Operand& b,
                std::int64_t k, std::int64_t n, const Results& results, Use&& use) {
-    for (std::int64_t j = 0; j < n; j += kTileColumns) {
-      for (std::int64_t i = 0; i < rows; i += kTileRows) {
+    // What is neither widened nor finished is computed at once.
+    const bool whole = results.values != nullptr && in_place(a);
+    const std::int64_t most_rows = whole ? rows : kTileRows;
+    const std::int64_t most_columns = whole ? n : kTileColumns;
+    for (std::int64_t j = 0; j < n; j += most_columns) {
+      for (std::int64_t i = 0; i < rows; i += most_rows) {
         float* const stored = results.values;
         const Tile tile{.values = stored ? stored + i * results.stride + j : scratch_.tile(),
                         .stride = results.stride,
                         .row = first + i,
-                        .rows = std::min(kTileRows, rows - i),
+                        .rows = std::min(most_rows, rows - i),
                         .column = j,
-                        .columns = std::min(kTileColumns, n - j)};
+                        .columns = std::min(most_columns, n - j)};
         compute(a, b, k, tile);
         use(tile);
       }
@@ -90,6 +94,8 @@ class Multiplier {
     bool operator==(const Piece&) const = default;
   };
 
+  // Whether operands like this one are multiplied where they lie.
+  static bool in_place(const Operand& operand);
   void compute(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile);
   static void compute_bf16(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile);
   static Panel panel(const Piece& piece, float* buffer, Piece& held);

@@ -77,13 +77,12 @@ xd_gemm_algo fastest(const Config& config, const ProductCall& call) {
   return best;
 }
 
-// Whether the tiles of one product of all rows are those of the ranks' products.
-bool tiles_are_the_ranks(const Config& config, const ProductCall& call) {
-  for (int r = 1; r < config.ranks; ++r) {
-    const std::int64_t start = call.shares.start(r);
-    if (start % kTileRows != 0 && start != call.shares.all()) return false;
+// Whether one product of all rows is that of some rank's rows.
+bool rows_are_one_ranks(const Config& config, const ProductCall& call) {
+  for (int r = 0; r < config.ranks; ++r) {
+    if (call.shares.rows(r) == call.shares.all()) return true;
   }
-  return true;
+  return false;
 }
 
 }  // namespace
@@ -121,8 +120,7 @@ xd_gemm_plan_info explain(const Config& config, const ProductCall& call, double 
   info.algo = choose(config, call);
   const bool one = in_one_piece(call, info.algo);
   info.num_products = one ? 1 : config.ranks;
-  info.same_bits =
-      !one || call.operation == XD_GEMM_ALL_REDUCE || tiles_are_the_ranks(config, call);
+  info.same_bits = !one || call.operation == XD_GEMM_ALL_REDUCE || rows_are_one_ranks(config, call);
   const Cost chosen = cost(config, call, info.algo);
   info.gemm_us = chosen.gemm / flops;
   info.transfer_us = chosen.transfer / flops;
