@@ -3,7 +3,7 @@
 
 Links between pages, with their anchors; the table of environment variables against env.def;
 statuses against status.h; make targets against the Makefile; excerpts of code (blocks whose info
-string is "<language> from=<file>") against the file they come from.
+string is "<language> from=<file>") against the file they come from; and no marks of a merge.
 """
 
 import pathlib
@@ -18,6 +18,7 @@ VARIABLE = re.compile(
 ROW = re.compile(r"^\| `(XD_\w+)` \| (.*?) \| (.*) \|$", re.MULTILINE)
 STATUS = re.compile(r"^\s+(XD_(?:SUCCESS|ERROR_\w+)) = \d+", re.MULTILINE)
 TARGET = re.compile(r"`make (\w+)`")
+MERGE = re.compile(r"^(?:<{7}|={7}|>{7})(?: .*)?$", re.MULTILINE)
 
 
 def anchors(page):
@@ -64,12 +65,18 @@ def wrong_tables(root):
             yield f"the table of statuses lacks {status}"
 
 
+def marks_of_a_merge(page):
+    for mark in MERGE.findall(page.read_text()):
+        yield f"a merge has left the line {mark}"
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parents[2]
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     found = [(root / "docs/errors.md", what) for what in wrong_tables(root)]
     for page in pages:
         found += [(page, what) for what in broken_links(page)]
+        found += [(page, what) for what in marks_of_a_merge(page)]
         found += [(page, what) for what in altered_excerpts(root, page)]
         found += [(page, what) for what in unknown_targets(root, page)]
     for page, what in found:

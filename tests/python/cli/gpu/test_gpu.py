@@ -51,3 +51,16 @@ def test_bench_measures_on_all_gpus(tmp_path: pathlib.Path, layout: str):
     for row in report["rows"]:
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert f"\n{row['operation']} " in text
+
+
+def test_bench_measures_low_latency_on_all_gpus(tmp_path: pathlib.Path):
+    path = tmp_path / "ll.json"
+    options = ("--tokens", "1,64", "--iters", "10", "--json", str(path))
+    text = run("bench", "ll", "--device", "cuda", *options)
+    report = json.loads(path.read_text())
+    assert "GPU" in report["versions"]
+    assert len(report["rows"]) == 2 * 12
+    for row in report["rows"]:
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["clock"] == "events"
+        assert f"\n{row['operation']} " in text
