@@ -54,7 +54,7 @@ class HostReset {
       wait.deadline = masks_.deadline();
       exchange(wait, highest);
       for (const NearRank peer : comm_.hosts().peers()) {
-        if (!masks_.masked().has(peer)) masks_.take_back(peer);
+        masks_.take_back(peer);
       }
     }
     for (const NearRank peer : comm_.hosts().peers()) {

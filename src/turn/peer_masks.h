@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <utility>
 
 #include "base/deadline.h"
@@ -54,15 +55,20 @@ class PeerMasks {
     return standing_at(peer) == Standing::in_step;
   }
 
-  // One thread at a time.
+  // Any thread, also while another one waits for the peer, which ends that wait.
   void mask(NearRank peer) {
+    const std::lock_guard lock(changing_);
     if (!masked().has(peer)) set(peer, Standing::masked);
   }
   void unmask(NearRank peer) {
+    const std::lock_guard lock(changing_);
     if (masked().has(peer)) set(peer, Standing::out_of_step);
   }
-  // Called in a reset in which the peer takes part.
-  void take_back(NearRank peer) { set(peer, Standing::in_step); }
+  // Called in a reset in which the peer takes part, unless it is masked.
+  void take_back(NearRank peer) {
+    const std::lock_guard lock(changing_);
+    if (!masked().has(peer)) set(peer, Standing::in_step);
+  }
 
   // The deadline of all waits of an operation, or of one half.
   Deadline deadline() const {
@@ -93,7 +99,7 @@ class PeerMasks {
       return true;
     }
     if (masked().has(peer)) return ready();
-    comm_.wait(peer, site, [&] { return ready() || in_vain(); });
+    comm_.wait(peer, site, [&] { return ready() || in_vain() || masked().has(peer); });
     // What the peer has done before it masked this rank is seen after that.
     if (ready()) return true;
     mask(peer);
@@ -111,12 +117,14 @@ class PeerMasks {
     for (std::size_t i = 0; i < masked_.size(); ++i) masked_[i].store(ranks.word[i]);
     word(peer, comm_.rank()).signal(static_cast<std::uint64_t>(standing));
     comm_.ring(peer);
+    comm_.ring(comm_.hosts().self());  // for a thread of this rank that waits for the peer
   }
 
   Comm& comm_;
   const Rules rules_;
   const NearTable areas_;
   const std::uint64_t words_;
+  std::mutex changing_;
   std::array<std::atomic<std::uint64_t>, 2> masked_{};
 };
 

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "conformance/ll_echo.h"
@@ -103,6 +104,32 @@ TEST_P(LlBetween, TheShareOfAMaskedRankCountsIfItHasCome) {
         ok(finish(rank, group.get(), batch.combine(group.get())));
       }
       EXPECT_EQ(batch.wrong(combined ? nobody() : the_masked()), "");
+      for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+// As a scheduler does that knows of the rank's end before its peers' waits do.
+TEST_P(LlBetween, ARankThatAnotherThreadMasksIsWaitedForNoMore) {
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, 0});
+    Echo batch(rank, c_, 1);
+    begin(rank, group.get(), batch);
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank != kMasked) {
+      send(rank, group.get(), batch);
+      xd_status masked = XD_ERROR_INTERNAL;
+      std::thread scheduler([&] {
+        std::this_thread::sleep_for(milliseconds(50));  // mostly the wait has begun
+        masked = xd_ep_ll_mask_set(group.get(), kMasked, 1, rank.stream());
+      });
+      const Outcome outcome = receive(rank, group.get(), batch);
+      scheduler.join();
+      EXPECT_EQ(masked, XD_SUCCESS);
+      expect_loss(outcome);
+      end(rank, group.get(), batch, the_masked());
+      EXPECT_EQ(batch.wrong(the_masked()), "");
       for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
     }
     ok(xd_comm_barrier(rank.comm));

@@ -196,7 +196,7 @@ void LlGroup::require_turn(const Lane& lane, std::int32_t operation, const LlHal
 void LlGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream) {
   require_masks();
   require_maskable(peer, masked, rank(), config());
-  const Claim claim(calls_, XD_EP_LL_RESET);
+  comm().errors().check_usable();
   const NearRank near_peer = near()[at(peer)];
   if (masked != 0) {
     masks_.mask(near_peer);
