@@ -67,15 +67,17 @@ TEST(GemmCpuPlan, HasTheseAlgorithms) {
   EXPECT_EQ(those_of(XD_GEMM_ALL_REDUCE), Algos{XD_GEMM_ALGO_SEQUENTIAL});
 }
 
-// Few rows are not worth a product for each rank: what a product costs beside its rows counts then.
-TEST(GemmCpuPlan, AutoTakesProductsPerRankWhereTheyAreNoMoreTilesThanOne) {
+// A product costs more than its rows, so one for each rank is taken where it spares enough copies.
+TEST(GemmCpuPlan, AutoTakesProductsPerRankWhereTheySpareMoreThanTheyCost) {
   constexpr auto kAuto = XD_GEMM_ALGO_AUTO;
   for (const xd_gemm_operation operation : {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER}) {
     EXPECT_EQ(Problem(operation, kAuto, kFew).chosen(), XD_GEMM_ALGO_SEQUENTIAL);
-    EXPECT_EQ(Problem(operation, kAuto, kWholeTiles).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
     EXPECT_EQ(Problem(operation, kAuto, {0, 0, 10, 10, 10}).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
     EXPECT_EQ(Problem(operation, kAuto, {0, 0, 0, 0, 0}).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
   }
+  EXPECT_EQ(Problem(XD_GEMM_ALL_GATHER, kAuto, kWholeTiles).chosen(), XD_GEMM_ALGO_SPLIT_P2P);
+  // Sums are copied equally often by all algorithms.
+  EXPECT_EQ(Problem(XD_GEMM_REDUCE_SCATTER, kAuto, kWholeTiles).chosen(), XD_GEMM_ALGO_SEQUENTIAL);
   EXPECT_EQ(Problem(XD_GEMM_ALL_REDUCE, kAuto, kWholeTiles).chosen(), XD_GEMM_ALGO_SEQUENTIAL);
 }
 
@@ -133,7 +135,8 @@ TEST(GemmCpuPlan, TakesACallAtItsWordOrRefusesItWithTheReason) {
 
 TEST(GemmCpuPlan, CountsProductsAndCopies) {
   // Three of the ranks have rows, one of them 60 of the 100.
-  constexpr double kFlopOfARow = 2 * 64 * 32, kFlopOfAByte = 12, kRowsOfATile = 32;
+  constexpr double kFlopOfARow = 2 * 64 * 32, kFlopOfAByte = 12;
+  constexpr double kRowsOfATile = 32 + 8;  // and of its product, as each has one tile
   constexpr double kMostRows = 60 * 64 * 2, kAllRows = 100 * 64 * 2;
   constexpr double kMostTerms = 60 * 32 * 4, kAllTerms = 100 * 32 * 4;
   const auto expect = [](const xd_gemm_plan_info& info, int tiles, double copied, int products) {

@@ -17,6 +17,8 @@ constexpr std::array kAlgos = {XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SPLIT, XD_GE
 
 // A tile takes so long as if it had so many rows more: oneDNN rearranges b for each.
 constexpr double kRowsOfATile = 32;
+// And a product as if it had so many more.
+constexpr double kRowsOfAProduct = 8;
 // A byte takes as long to copy as so many floating-point operations of a product.
 constexpr double kFlopOfACopiedByte = 12;
 
@@ -30,12 +32,19 @@ std::int64_t rows_of(const ProductCall& call) {
 
 std::int64_t tiles_of(std::int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
-// Tiles of all rows, one below the other.
-std::int64_t tiles(const Config& config, const ProductCall& call, xd_gemm_algo algo) {
-  if (in_one_piece(call, algo)) return tiles_of(rows_of(call));
-  std::int64_t count = 0;
-  for (int r = 0; r < config.ranks; ++r) count += tiles_of(call.shares.rows(r));
-  return count;
+// The rows that a product of so many takes as long as.
+double rows_of_product(std::int64_t rows) {
+  if (rows == 0) return 0;
+  return static_cast<double>(rows) + kRowsOfATile * static_cast<double>(tiles_of(rows)) +
+         kRowsOfAProduct;
+}
+
+// Likewise of all products of an algorithm.
+double rows_of_products(const Config& config, const ProductCall& call, xd_gemm_algo algo) {
+  if (in_one_piece(call, algo)) return rows_of_product(rows_of(call));
+  double sum = 0;
+  for (int r = 0; r < config.ranks; ++r) sum += rows_of_product(call.shares.rows(r));
+  return sum;
 }
 
 // Floating-point operations that take as long.
@@ -59,8 +68,7 @@ Cost cost(const Config& config, const ProductCall& call, xd_gemm_algo algo) {
           ? (algo == XD_GEMM_ALGO_SEQUENTIAL ? own + rows : own) * k *
                 static_cast<double>(dtype_bytes(call.a.type))
           : (rows + config.ranks * own) * n * static_cast<double>(dtype_bytes(call.wide_type()));
-  const auto extra = kRowsOfATile * static_cast<double>(tiles(config, call, algo));
-  return {2 * (rows + extra) * k * n, copied * kFlopOfACopiedByte};
+  return {2 * rows_of_products(config, call, algo) * k * n, copied * kFlopOfACopiedByte};
 }
 
 xd_gemm_algo fastest(const Config& config, const ProductCall& call) {
