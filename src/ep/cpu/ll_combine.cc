@@ -114,7 +114,7 @@ bool LlCombine::takes_part(int source) {
 // Where the partial sum of an item goes; null where none goes. May wait for the item's source.
 std::byte* LlCombine::target_of(const LlItem& item) {
   if (item.source() >= config().ranks || item.token() >= config().max_tokens) return nullptr;
-  if (static_cast<int>(item.place) >= partial_places(config())) return nullptr;
+  if (item.place >= static_cast<std::uint32_t>(partial_places(config()))) return nullptr;
   if (item.source() != source_) {
     source_ = item.source();
     wanted_ = source_ == context_.self() ? own_staged_

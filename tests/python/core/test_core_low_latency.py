@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 
@@ -260,6 +261,29 @@ def mistakes(me: Rank) -> None:
 
 def test_peers_hear_of_mistakes_and_the_group_goes_on() -> None:
     run_ranks(2, mistakes)
+
+
+def damaged(me: Rank) -> None:
+    """Rank 0 combines by a plan one of whose words is another one."""
+    batch = CASE.batch(SEED + 4)
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+        slots = group.dispatch(batch.rows[me.rank], batch.ids[me.rank], batch.weights[me.rank])
+        given = results(slots)
+        good = slots.plan.data.copy()
+        words = slots.plan.data.view(np.int32)
+        # Plans of all ranks are equally large.
+        for place in range(len(words)):
+            for value in (-1, -(2**31), 2**31 - 1, 1 << 16):
+                if me.rank == 0:
+                    words[place] = value
+                with contextlib.suppress(InvalidArgument, Mismatch):
+                    assert group.combine(slots.plan, given).shape == batch.rows[me.rank].shape
+                slots.plan.data[...] = good
+        equal(group.combine(slots.plan, given), batch.sums(me.rank))
+
+
+def test_a_damaged_plan_harms_nobody() -> None:
+    run_ranks(2, damaged)
 
 
 def second_halves(me: Rank) -> None:
