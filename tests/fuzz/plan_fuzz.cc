@@ -4,10 +4,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
 #include "conformance/batch.h"
+#include "conformance/ll_batch.h"
 #include "fuzz/seeds.h"
 #include "support/tensor.h"
 
@@ -32,25 +34,82 @@ Comm comm_of_one() {
   return make_comm(config);
 }
 
+bool is_one_of(xd_status status, std::initializer_list<xd_status> good) {
+  return std::ranges::find(good, status) != good.end();
+}
+
 // A group with valid arguments for every operation, and the good plan.
-struct Victim {
-  Victim(const Rank& rank, xd_ep_layout layout, Place place)
-      : c(case_of(layout)),
-        group(make_group(rank.comm, c.config(0))),
-        batch(std::make_unique<Batch>(rank, c, 0, place)) {
-    batch->prepare(group.get());
-    good = batch->plan().read();
+class Victim {
+ public:
+  virtual ~Victim() = default;
+  // Calls every operation with other bytes as the plan, then one with the good plan again.
+  virtual void use(const Buffer& plan) = 0;
+  const std::vector<std::byte>& good() const { return good_; }
+
+ protected:
+  std::vector<std::byte> good_;
+};
+
+class RowsVictim final : public Victim {
+ public:
+  RowsVictim(const Rank& rank, xd_ep_layout layout, Place place)
+      : case_(case_of(layout)),
+        group_(make_group(rank.comm, case_.config(0))),
+        batch_(rank, case_, 0, place) {
+    batch_.prepare(group_.get());
+    good_ = batch_.plan().read();
   }
+  void use(const Buffer& plan) override {
+    batch_.use_plan(plan.data(), plan.bytes());
+    for (const xd_ep_operation operation : kUsers) {
+      const xd_status status = batch_.call(group_.get(), operation).status;
+      if (!is_one_of(status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT, XD_ERROR_OVERFLOW})) {
+        crash("operation");
+      }
+    }
+    if (!batch_.guards_intact()) crash("write outside a tensor");
+    batch_.use_plan(batch_.plan().data(), batch_.plan().bytes());
+    if (batch_.call(group_.get(), XD_EP_DISPATCH) != XD_SUCCESS) crash("good plan");
+  }
+
+ private:
   static Case case_of(xd_ep_layout layout) {
     Case c = plain_case(1);
     c.layout = layout;
     return c;
   }
 
-  Case c;
-  Group group;
-  std::unique_ptr<Batch> batch;
-  std::vector<std::byte> good;
+  const Case case_;
+  const Group group_;
+  Batch batch_;
+};
+
+// EXPERT_SLOTS. In halves, the sums of this rank's own tokens go where the plan's items say.
+class SlotsVictim final : public Victim {
+ public:
+  explicit SlotsVictim(const Rank& rank)
+      : case_(plain_ll_case(1)), group_(make_group(rank, case_)), batch_(rank, case_, 0) {
+    ok(batch_.call(group_.get(), XD_EP_LL_DISPATCH));
+    good_ = batch_.plan().read();
+  }
+  void use(const Buffer& plan) override {
+    batch_.use_plan(plan);
+    combine(XD_EP_PHASE_BOTH);
+    if (combine(XD_EP_PHASE_SEND)) combine(XD_EP_PHASE_RECEIVE);
+    batch_.use_plan(batch_.plan());
+    if (!combine(XD_EP_PHASE_BOTH)) crash("good plan");
+  }
+
+ private:
+  bool combine(xd_ep_phase phase) {
+    const xd_status status = batch_.call(group_.get(), XD_EP_LL_COMBINE, phase).status;
+    if (!is_one_of(status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT})) crash("combine");
+    return status == XD_SUCCESS;
+  }
+
+  const LlCase case_;
+  const Group group_;
+  LlBatch batch_;
 };
 
 class OneRank {
@@ -59,16 +118,17 @@ class OneRank {
     rank_ = {0, 1, true, comm_.get(), memory_.get(), ""};
     for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
       for (const Place place : {Place::ordinary, Place::symmetric}) {
-        victims_.push_back(std::make_unique<Victim>(rank_, layout, place));
+        victims_.push_back(std::make_unique<RowsVictim>(rank_, layout, place));
       }
     }
+    victims_.push_back(std::make_unique<SlotsVictim>(rank_));
   }
 
   // The bytes as a plan; then as the end of a good one, where no checksum stands before them.
   void try_bytes(const std::vector<std::byte>& bytes) {
     for (const std::unique_ptr<Victim>& victim : victims_) {
       use(*victim, bytes);
-      std::vector<std::byte> damaged = victim->good;
+      std::vector<std::byte> damaged = victim->good();
       const std::size_t tail = std::min(bytes.size(), damaged.size());
       std::copy_n(bytes.begin(), tail, damaged.end() - static_cast<std::ptrdiff_t>(tail));
       use(*victim, damaged);
@@ -77,7 +137,7 @@ class OneRank {
 
   std::vector<std::vector<std::byte>> good_plans() const {
     std::vector<std::vector<std::byte>> plans;
-    for (const std::unique_ptr<Victim>& victim : victims_) plans.push_back(victim->good);
+    for (const std::unique_ptr<Victim>& victim : victims_) plans.push_back(victim->good());
     return plans;
   }
 
@@ -86,19 +146,10 @@ class OneRank {
     Buffer plan(rank_, bytes.size(), Place::ordinary);
     plan.write(bytes);
     xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
-    xd_status status = xd_ep_plan_get_info(plan.data(), plan.bytes(), &info);
-    if (status != XD_SUCCESS && status != XD_ERROR_INVALID_ARGUMENT) crash("plan_get_info");
-    victim.batch->use_plan(plan.data(), plan.bytes());
-    for (const xd_ep_operation operation : kUsers) {
-      status = victim.batch->call(victim.group.get(), operation).status;
-      if (status != XD_SUCCESS && status != XD_ERROR_INVALID_ARGUMENT &&
-          status != XD_ERROR_OVERFLOW) {
-        crash("operation");
-      }
-    }
-    if (!victim.batch->guards_intact() || !plan.guards_intact()) crash("write outside a tensor");
-    victim.batch->use_plan(victim.batch->plan().data(), victim.batch->plan().bytes());
-    if (victim.batch->call(victim.group.get(), XD_EP_DISPATCH) != XD_SUCCESS) crash("good plan");
+    const xd_status status = xd_ep_plan_get_info(plan.data(), plan.bytes(), &info);
+    if (!is_one_of(status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT})) crash("plan_get_info");
+    victim.use(plan);
+    if (!plan.guards_intact()) crash("write beside the plan");
   }
 
   Comm comm_;
