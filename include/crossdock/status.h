@@ -31,11 +31,13 @@ typedef enum xd_status {
   XD_ERROR_OVERFLOW = 3,
   /* A bounded wait ran out (fatal, except while a communicator is being created). */
   XD_ERROR_TIMEOUT = 4,
-  /* A peer's process ended, or the peer has left (fatal). */
+  /* A peer's process ended, or the peer has left (fatal, except in groups that mask ranks: see
+   * low_latency.h). */
   XD_ERROR_PEER_LOST = 5,
   /* Some rank called xd_comm_abort, or was interrupted (fatal). */
   XD_ERROR_ABORTED = 6,
-  /* Two threads, or on CUDA two streams, used one group at once (fatal). */
+  /* Two threads, or on CUDA two streams, used one group at once (fatal); or a low-latency group
+   * has as many operations between their halves as it may (not fatal). */
   XD_ERROR_BUSY = 7,
   /* Memory is exhausted; the text has the sizes (fatal if it kept the library from watching the
    * peers). */
