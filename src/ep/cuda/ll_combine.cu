@@ -216,6 +216,7 @@ __device__ inline void CombineCheck::run() {
   const LlCourse& c = s_.turn.course;
   if (c.rows && has_weights(p_)) send_weights();
   if (turn_.is_last_block()) turn_.give_credit();
+  if (lane_id() == 0) turn_.end();
 }
 
 // Each token's weights go to all other ranks with rows of it.
@@ -308,13 +309,14 @@ __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
   }
   __syncwarp();
   turn_.judge(lane_id() == 0 && (drains || !fits_what_was_sent()));
-  if (lane_id() != 0) return;
-  // Ranks that have become known as lost are absent for the sums.
-  s_.turn.masked.word[0] |= s_.turn.lost[0];
-  s_.turn.masked.word[1] |= s_.turn.lost[1];
-  // Release: movers that drain read records, behind a fence of their own.
-  __threadfence_block();
-  *static_cast<volatile std::uint64_t*>(&s_.decided) = said_by(epoch, s_.turn.verdict);
+  if (lane_id() == 0) {
+    // Ranks that have become known as lost are absent for the sums.
+    s_.turn.masked.word[0] |= s_.turn.lost[0];
+    s_.turn.masked.word[1] |= s_.turn.lost[1];
+    *static_cast<volatile std::uint64_t*>(&s_.decided) = said_by(epoch, s_.turn.verdict);
+  }
+  __syncwarp();
+  ptx::barrier_sync(kLlVerdictBarrier, kLlCombineMovers + 32);
 }
 
 __device__ inline bool CombineControl::fits_what_was_sent() {
@@ -350,10 +352,9 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
   tell(p, shared,
        c.receives ? c.take_epoch + static_cast<std::uint64_t>(launch.taken_besides())
                   : c.send_epoch);
-  launch.end();
 }
 
-// True if finish_block() would only count the operation. One thread.
+// True if finish_block() has nothing to do. One thread.
 __device__ inline bool is_quiet(const LlCombineParams& p, const LlShared& turn) {
   const LlCourse& c = turn.course;
   bool quiet = !c.fatal && !p.step.failed && !p.step.silent && (c.sends || c.receives);
@@ -385,12 +386,7 @@ class CombineBlock {
       move();
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (is_quiet(p_, s_.turn)) {
-      turn_.end();
-    } else {
-      finish_block(p_, s_);
-    }
+    if (threadIdx.x == 0 && !is_quiet(p_, s_.turn)) finish_block(p_, s_);
   }
 
  private:
@@ -420,16 +416,17 @@ __device__ inline void CombineBlock<T>::move() {
   if (c.rows) pusher.push_all(c.send_epoch, sum);
   if (!c.receives) return;
   LlSummer<T> summer(p_, turn_, s_, parts_, pusher);
-  if (!c.drains) summer.sum_all(c.take_epoch, c.rows, sum);
+  if (c.drains) {
+    summer.await_verdict();
+  } else {
+    summer.sum_all(c.take_epoch, c.rows, sum);
+  }
   // Operations whose send halves have failed come behind it.
   const int besides = turn_.taken_besides();
 #pragma unroll 1
   for (int i = 0; i <= besides; ++i) {
     const std::uint64_t epoch = c.take_epoch + static_cast<std::uint64_t>(i);
-    // The control warp comes to a verdict about each of them, also where waits have failed. It
-    // stands until all movers have passed, so they all go the same way.
-    const volatile std::uint64_t* decided = &s_.decided;
-    while (*decided >> 2 < epoch) ptx::pause();
+    if (i > 0) summer.await_verdict();
     if (!says(s_.decided, epoch, LlVerdict::go)) drain(summer, epoch);
     // The control warp goes on to the next operation.
     if (i < besides) ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
@@ -438,7 +435,6 @@ __device__ inline void CombineBlock<T>::move() {
 
 template <class T>
 __device__ inline void CombineBlock<T>::drain(LlSummer<T>& summer, std::uint64_t epoch) {
-  __threadfence_block();
   // One mover asks for all, since they meet at barriers in drain().
   ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
   if (threadIdx.x == 0) s_.drains = *static_cast<volatile int*>(&s_.turn.failed) == 0 ? 1 : 0;

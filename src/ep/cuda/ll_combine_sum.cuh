@@ -13,7 +13,7 @@
 
 namespace xd::ep::cuda {
 
-inline constexpr int kLlSumBarrier = 1;
+inline constexpr int kLlSumBarrier = 1, kLlVerdictBarrier = 4;
 
 // The number of ranks in a set that are lower than `rank`.
 __device__ inline int order_of(const RankBits& ranks, int rank) {
@@ -50,6 +50,12 @@ class LlSummer {
   // Movers. `own`: this launch also pushes, so this rank's own part is not in memory; `sum` is that
   // of the block's first token.
   __device__ void sum_all(std::uint64_t epoch, bool own, uint4 sum);
+  // All movers of a block, once for each operation that is received: the control warp's verdict is
+  // there. It comes to one about each of them, also where waits have failed. Warps that wait here
+  // take no instructions from those that work, as they would where they polled.
+  __device__ void await_verdict() const {
+    ptx::barrier_sync(kLlVerdictBarrier, kLlCombineMovers + 32);
+  }
   // Movers of all blocks: delivers nothing.
   __device__ void drain(std::uint64_t epoch) {
     const bool disagree = s_.turn.disagree != 0;
@@ -77,7 +83,9 @@ class LlSummer {
                              ulonglong2 (&words)[kAtOnce]);
   __device__ unsigned places_from(const Token& t, int first) const;
   __device__ unsigned lost_places(const Token& t, int first) const;
-  __device__ bool add_few(const Token& t, std::uint64_t epoch, const uint4& own);
+  __device__ bool add_few(const Token& t, std::uint64_t epoch, const uint4& own, bool first);
+  __device__ uint4 sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
+                          const uint4& own) const;
   __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own);
   __device__ int rank_of(const Token& t, int order) const;
   __device__ void drain_counted(std::uint64_t epoch);
@@ -108,6 +116,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
   int mine = static_cast<int>(blockIdx.x);
   // The part that push_all() has left belongs to the first token's first piece.
   bool has_sum = own && pieces_ == 1;
+  if (mine >= units) await_verdict();
 #pragma unroll 1
   for (; mine < units; mine += step) {
     const Token t = look_at(mine, own, mine == static_cast<int>(blockIdx.x));
@@ -116,7 +125,10 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
       sum = pusher_.add_up(epoch);
     }
     has_sum = false;
-    if (g_.masks || t.count > kAtOnce || !add_few(t, epoch, sum)) add(t, epoch, sum);
+    const bool first = mine == static_cast<int>(blockIdx.x);
+    const bool few = !g_.masks && t.count <= kAtOnce;
+    if (!few && first) await_verdict();
+    if (!few || !add_few(t, epoch, sum, first)) add(t, epoch, sum);
     if (!says(s_.decided, epoch, LlVerdict::go)) return;
   }
 }
@@ -153,15 +165,16 @@ XD_LL_SUMMER(int)::rank_of(const Token& t, int order) const {
   return g_.rank();
 }
 
-// Polls this thread's words of up to four partial sums, those whose bit is set in `wanted`, and the
-// verdict. Sums that have been given up lose their bit. False: there is nothing to take.
+// Polls this thread's words of up to four partial sums, those whose bit is set in `wanted`, if the
+// verdict is to deliver. Sums that have been given up lose their bit. False: there is nothing to
+// take.
 XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
                                ulonglong2 (&words)[kAtOnce]) {
   const std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
-  const volatile std::uint64_t* decided = &s_.decided;
+  if (!says(s_.decided, epoch, LlVerdict::go)) return false;
   unsigned missing = wanted;
   turn::LongWait wait;
-  const bool there = turn::poll_until(
+  return turn::poll_until(
       [&] {
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
@@ -173,16 +186,9 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
         for (int j = 0; j < kAtOnce; ++j) {
           if ((missing >> j & 1) != 0 && has_come(words[j])) missing &= ~(1u << j);
         }
-        const std::uint64_t said = *decided;
-        if (said >> 2 < epoch) {
-          if (missing == 0) ptx::pause();
-          return false;
-        }
-        return missing == 0 || !says(said, epoch, LlVerdict::go);
+        return missing == 0;
       },
       [&] {
-        // The control warp watches over the records, and always comes to a verdict.
-        if (*decided >> 2 < epoch) return true;
         // All words are read again behind the call, over which they would have to lie in memory.
         const int late = first + __ffs(static_cast<int>(missing)) - 1;
         if (turn_.goes_on(XD_PHASE_ROWS, epoch, rank_of(t, late), wait)) {
@@ -195,7 +201,6 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
         wait.peer_is_lost = false;
         return g_.masks && *static_cast<volatile int*>(&s_.turn.failed) == 0;
       });
-  return there && says(s_.decided, epoch, LlVerdict::go);
 }
 
 // The places from `first` on in which sums of the token lie, as bits; this rank's own is one of
@@ -209,18 +214,17 @@ XD_LL_SUMMER(unsigned)::places_from(const Token& t, int first) const {
   return places;
 }
 
-// A token with up to four sums, in groups that do not mask: nearly all tokens are such. False: they
-// have not come for long, and none has been taken. Here is no call, over which the words would have
-// to lie in memory.
-XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& own) {
+// A token with up to four sums, in groups that do not mask: nearly all tokens are such. With the
+// block's first token the verdict comes, while its words do. False: they have not come for long,
+// and none has been taken. Here is no call, over which the words would have to lie in memory.
+XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& own, bool first) {
   const bool active = t.vector < vectors_;
   std::byte* at = g_.own_area + place_of(t.token, 0, epoch) + t.vector * 16;
   std::byte* to = p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16;
   const unsigned places = (1u << t.count) - 1, own_place = t.own >= 0 ? 1u << t.own : 0;
   unsigned missing = active ? places & ~own_place : 0;
-  const volatile std::uint64_t* decided = &s_.decided;
+  bool come = false;
   ulonglong2 words[kAtOnce];
-  std::uint64_t said = 0;
 #pragma unroll 1
   for (int i = 0; i < turn::kPollsBetweenLooks; ++i) {
 #pragma unroll
@@ -229,35 +233,40 @@ XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& ow
         words[j] = ptx::ld_relaxed_sys_pair(at + j * g_.map.partial_stride);
       }
     }
-    said = *decided;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if ((missing >> j & 1) != 0 && has_come(words[j])) missing &= ~(1u << j);
     }
-    if (said >> 2 >= epoch && missing == 0) break;
-    if (missing == 0) ptx::pause();
+    // A warp stays together.
+    come = __all_sync(kAllLanes, missing == 0) != 0;
+    if (come) break;
   }
-  if (said >> 2 < epoch) return false;
-  if (said != said_by(epoch, static_cast<int>(LlVerdict::go)) || !active) return true;
-  if (missing != 0) return false;
-  uint4 only = t.own == 0 ? own : vector_of(words[0]);
-  if (t.count == 0) only = make_uint4(0, 0, 0, 0);
-  if (t.count == 1) only = quiet<T>(only);
-  if (t.count > 1) {
-    float sum[T::kPerVector];
-    T::unpack(only, sum);
-#pragma unroll
-    for (int j = 1; j < kAtOnce; ++j) {
-      if (j < t.count) add_vector<T>(sum, j == t.own ? own : vector_of(words[j]));
-    }
-    only = pack<T>(sum);
-  }
-  ptx::st_streaming(to, only);
+  if (first) await_verdict();
+  // Where nothing is delivered, nothing is taken.
+  if (!says(s_.decided, epoch, LlVerdict::go)) return true;
+  if (!come) return false;
+  if (!active) return true;
+  ptx::st_streaming(to, sum_of(t, words, own));
 #pragma unroll
   for (int j = 0; j < kAtOnce; ++j) {
     if (j < t.count && j != t.own) put_back_pair(at + j * g_.map.partial_stride);
   }
   return true;
+}
+
+// The sum of a token's partial sums, of which one may be this rank's own.
+XD_LL_SUMMER(uint4)::sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
+                            const uint4& own) const {
+  const uint4 first = t.own == 0 ? own : vector_of(words[0]);
+  if (t.count == 0) return make_uint4(0, 0, 0, 0);
+  if (t.count == 1) return quiet<T>(first);
+  float sum[T::kPerVector];
+  T::unpack(first, sum);
+#pragma unroll
+  for (int j = 1; j < kAtOnce; ++j) {
+    if (j < t.count) add_vector<T>(sum, j == t.own ? own : vector_of(words[j]));
+  }
+  return pack<T>(sum);
 }
 
 XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {

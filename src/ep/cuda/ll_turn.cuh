@@ -93,10 +93,11 @@ class LlTurn {
   // All lanes of one warp, which loads nothing else meanwhile. What it finds is behind the block's
   // next barrier.
   __device__ void begin();
-  // One thread of every block, when all of the launch's operations are over in the block.
+  // One thread of every block, behind its first barrier: counts the launch's operations. The lane's
+  // next launch begins when all of this one has ended, and does nothing if it has failed.
   __device__ void end();
   // The operations that a launch takes besides its own: those whose send halves have failed, and
-  // which come next. One thread of every block.
+  // which come next. Any thread of every block.
   __device__ int taken_besides() const;
   // Called by one thread where this launch's send half has failed and is not received yet.
   __device__ void note_failed_send() const {
@@ -255,6 +256,12 @@ XD_LL_MEMBER(void)::begin() {
   // nothing passes an acquire.
   const turn::LaneEpochs before = lane().epochs();
   const bool failed = device::failed(g_.comm);
+  if (lane_id() == 0) {
+    s_.failed = 0;
+    s_.status = XD_SUCCESS;
+    s_.bad_ids = s_.told_bad_ids = 0;
+    s_.lost[0] = s_.lost[1] = s_.accusers[0] = s_.accusers[1] = 0;
+  }
   RankBits masked{};
   if (g_.masks) {
     masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
@@ -265,10 +272,6 @@ XD_LL_MEMBER(void)::begin() {
   if (lane_id() == 0) {
     s_.before = before;
     s_.masked = masked;
-    s_.failed = 0;
-    s_.status = XD_SUCCESS;
-    s_.bad_ids = s_.told_bad_ids = 0;
-    s_.lost[0] = s_.lost[1] = s_.accusers[0] = s_.accusers[1] = 0;
     s_.course = course_of(before);
     s_.course.fatal = failed;
   }
