@@ -35,8 +35,10 @@ namespace xd::turn {
 
 // The slot of an operation, of 2, 3 or 4. A division by a number that is not known would be slow.
 __device__ inline std::uint32_t lane_slot(std::uint64_t epoch, int slots) {
-  return slots == 3 ? static_cast<std::uint32_t>(epoch % 3)
-                    : static_cast<std::uint32_t>(epoch) & static_cast<std::uint32_t>(slots - 1);
+  const auto low = static_cast<std::uint32_t>(epoch),
+             high = static_cast<std::uint32_t>(epoch >> 32);
+  // 2^32 mod 3 = 1.
+  return slots == 3 ? (low % 3 + high % 3) % 3 : low & static_cast<std::uint32_t>(slots - 1);
 }
 
 // The polls of a wait between two looks at the clock and at errors: some 100 microseconds.
@@ -151,6 +153,19 @@ class DeviceLane {
   // Also gives the number of the record that is there, if one is.
   __device__ bool read_words(int source, std::uint64_t epoch, Record& record,
                              std::uint64_t& number) const;
+
+  // A word of that record, or of its seal. It is the record of the operation if the sum of its
+  // words, each times its seal_factor(), is the operation's number.
+  __device__ const std::uint64_t* word_of(int source, std::uint64_t epoch, int word) const {
+    return reinterpret_cast<const std::uint64_t*>(entry_at(g_.own_area, source, epoch)) + word;
+  }
+
+  // Stores such a word of this rank's record at rank `to`. The seal is the operation's number plus
+  // the hash of the other words.
+  __device__ void send_word(int to, std::uint64_t epoch, int word, std::uint64_t value) const {
+    std::byte* const at = entry_at(areas_[to].base, g_.comm.rank, epoch);
+    ptx::st_relaxed_sys(reinterpret_cast<std::uint64_t*>(at) + word, value);
+  }
 
   __device__ std::uint32_t slot(std::uint64_t epoch) const { return lane_slot(epoch, g_.slots); }
 

@@ -155,34 +155,60 @@ TEST(LlTag, TellsApartOperationsThatFollowOneAnotherInASlot) {
   }
 }
 
+TEST(LlIdWords, LieInPlacesThatDoNotDependOnTheGroupWhereThereAreFew) {
+  for (const int experts : {1, 8, 256, 4095}) {
+    for (const int topk : {1, 2, 8}) EXPECT_TRUE(LlIdWords::make(experts, topk).few());
+    for (const int topk : {9, 32}) EXPECT_FALSE(LlIdWords::make(experts, topk).few());
+  }
+  EXPECT_FALSE(LlIdWords::make(4096, 8).few());
+}
+
 TEST(LlDispatchRoom, HasPartsThatDoNotOverlapAndFitsABlock) {
   constexpr std::size_t kShared = std::size_t{227} * 1024 - kStaticSharedBytes;
+  constexpr std::uint64_t kMovers = kLlDispatchMovers;
   for (const LlSizes& s : many_sizes()) {
-    for (const int receivers : {1, 12, 48, 108}) {
-      SCOPED_TRACE(text(s) + ", receivers " + std::to_string(receivers));
-      const LlDispatchRoom room = ll_dispatch_room(s, receivers, kShared);
-      const auto candidates = static_cast<std::uint64_t>(s.ranks) * s.max_tokens;
-      std::vector<Part> parts{
-          {"places", room.places, room.has_places ? 4u * s.experts : 0u, 128},
-          {"counts", room.counts, std::uint64_t{2} * s.ranks * s.local_experts, 128},
-          {"hits", room.hits, (candidates + 895) / 896 * 28 * 4, 128},
-          {"orders", room.orders, candidates, 128},
-          {"units", room.units, room.most_units * std::uint64_t{4}, 128},
-          {"tails", room.tails, std::uint64_t{4} * room.tail_stride, 128},
-          {"ids", room.ids,
-           room.has_ids ? static_cast<std::uint64_t>(s.ranks) * room.ids_stride * 2 : 0, 128}};
-      std::ranges::sort(parts, {}, &Part::first);
-      std::uint64_t end = 0;
-      for (const Part& part : parts) {
-        EXPECT_GE(part.first, end) << part.name;
-        EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
-        end = part.first + part.bytes;
-      }
-      EXPECT_LE(end, room.end);
-      EXPECT_GE(static_cast<std::uint64_t>(room.most_units) * receivers, candidates);
-      EXPECT_GE(room.ids_stride, static_cast<std::uint32_t>(s.max_tokens * s.max_topk));
-      const bool must_fit = room.has_ids || (receivers >= 48 && candidates <= 4096);
-      EXPECT_TRUE(!must_fit || room.end <= kShared) << room.end;
+    SCOPED_TRACE(text(s));
+    const LlDispatchRoom room = ll_dispatch_room(s, kShared);
+    const auto candidates = static_cast<std::uint64_t>(s.ranks) * s.max_tokens;
+    std::vector<Part> parts{
+        {"places", room.places, room.has_places ? 4u * s.experts : 0u, 128},
+        {"counts", room.counts, std::uint64_t{2} * s.ranks * s.local_experts, 128},
+        {"hits", room.hits, (candidates + kMovers - 1) / kMovers * (kMovers / 32) * 4, 128},
+        {"orders", room.orders, candidates, 128},
+        {"names", room.names, room.has_names ? candidates * 4 : 0, 128},
+        {"tails", room.tails, std::uint64_t{4} * room.tail_stride, 128},
+        {"ids", room.ids,
+         room.has_ids ? static_cast<std::uint64_t>(s.ranks) * room.ids_stride * 2 : 0, 128}};
+    std::erase_if(parts, [](const Part& part) { return part.bytes == 0; });
+    std::ranges::sort(parts, {}, &Part::first);
+    std::uint64_t end = 0;
+    for (const Part& part : parts) {
+      EXPECT_GE(part.first, end) << part.name;
+      EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
+      end = part.first + part.bytes;
+    }
+    EXPECT_LE(end, room.end);
+    EXPECT_GE(room.ids_topk, static_cast<std::uint32_t>(std::max(s.max_topk, 8)));
+    EXPECT_GE(room.ids_stride, static_cast<std::uint32_t>(s.max_tokens) * room.ids_topk);
+    const bool must_fit = room.has_ids || candidates <= 4096;
+    EXPECT_TRUE(!must_fit || room.end <= kShared) << room.end;
+  }
+}
+
+// All numbers next to a multiple are where a quotient that is one too small or too large shows.
+TEST(LlDivisor, DividesAsTheLanguageDoes) {
+  constexpr std::uint32_t kMost = 0x7FFFFFFF;
+  for (const std::uint32_t by :
+       {1u, 2u, 3u, 4u, 5u, 7u, 19u, 107u, 108u, 896u, 1023u, 9216u, 65536u, 4718592u, kMost}) {
+    const LlDivisor divisor = LlDivisor::of(by);
+    std::vector<std::uint32_t> numbers = {0, 1, 2, kMost - 1, kMost};
+    for (std::uint32_t n = by; n < kMost - by && numbers.size() < 200000; n += by) {
+      numbers.insert(numbers.end(), {n - 1, n, n + 1});
+    }
+    const std::uint32_t last = kMost / by * by;
+    numbers.insert(numbers.end(), {last - 1, last});
+    for (const std::uint32_t n : numbers) {
+      ASSERT_EQ(divisor.divides(n), n / by) << "n " << n << ", by " << by;
     }
   }
 }

@@ -97,6 +97,7 @@ void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,
   p.scale_element = call.recv_scales
                         ? static_cast<std::uint32_t>(dtype_bytes(call.recv_scales.type))
                         : sizeof(float);
+  p.scale_columns = static_cast<std::uint32_t>(call.recv_scales ? call.recv_scales.cols : 0);
   p.counts = given<std::int32_t>(call.counts);
   p.source_ranges = given<std::int64_t>(call.source_ranges);
   p.source_tokens = given<std::int32_t>(call.source_tokens);

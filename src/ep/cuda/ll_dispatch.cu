@@ -4,10 +4,12 @@
 // routing. See docs/internals/low_latency.md for the whole course and its proof.
 //
 //   blocks [0, senders)         LlSender
-//   blocks [senders, all)       LlList, LlSources, LlReceiver; the first of them also LlHead
+//   blocks [senders, all)       LlList, LlReceiver; one warp LlSources; the first of them LlHead
 //   the last block              LlTeller, this rank's record and credit
 //
 // A launch does the send half, the receive half or both; the other roles have nothing to do then.
+#include <type_traits>
+
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/ll_dispatch_head.cuh"
 #include "ep/cuda/ll_dispatch_receive.cuh"
@@ -56,9 +58,18 @@ __device__ __forceinline__ void watch_sources(const LlDispatchParams& p, Dispatc
   }
   __syncwarp();
   LlDispatchTurn turn(p, s, kLlDispatch);
-  const bool first = static_cast<int>(blockIdx.x) == p.senders;
-  LlSources<kMany>(p, turn, shared.list, epoch).wait(first);
+  LlSources<kMany>(p, turn, shared.list, epoch).wait();
   turn.judge(lane_id() == 0 && (drains || !fits_what_was_sent(p, s)));
+  // Rows of a launch that does both halves have the form that it sends.
+  if (lane_id() == 0 && !s.course.rows) {
+    shared.receive.taken = LlTaken::of(s.record[p.group.rank()]);
+  }
+}
+template <bool kMany>
+__device__ __forceinline__ void count_bad_ids(const LlDispatchParams& p, DispatchShared& shared,
+                                              std::uint64_t epoch) {
+  LlDispatchTurn turn(p, shared.turn, kLlDispatch);
+  LlSources<kMany>(p, turn, shared.list, epoch).count_bad_ids();
 }
 
 template <bool kMany>
@@ -66,11 +77,11 @@ __device__ __forceinline__ void write_head(const LlDispatchParams& p, DispatchSh
                                            std::uint64_t epoch, bool delivers) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlRoomParts parts{p.room, ptx::dynamic_shared()};
-  const LlList<kMany> list(p, turn, shared.list, parts, nullptr);
+  const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany> head(p, turn, list, shared.list, shared.head);
   if (delivers) return head.write(epoch);
   const bool own = !p.step.failed && !p.step.silent && epoch == shared.turn.course.take_epoch;
-  if (own) head.write_nothing();
+  if (own && threadIdx.x == 0) head.write_nothing();
 }
 
 // The same before the block's first barrier, where the block is the first receiver.
@@ -78,7 +89,7 @@ template <bool kMany>
 __device__ __forceinline__ void prepare_head(const LlDispatchParams& p, DispatchShared& shared) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlRoomParts parts{p.room, ptx::dynamic_shared()};
-  const LlList<kMany> list(p, turn, shared.list, parts, nullptr);
+  const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany>(p, turn, list, shared.list, shared.head).prepare();
 }
 
@@ -96,9 +107,64 @@ __device__ __noinline__ void tell_operation(const LlDispatchParams& p, LlShared&
   ptx::st_relaxed_sys(&p.group.report->total_bad_ids, control->bad_ids);
 }
 
-// All lanes of a warp of the last block.
-__device__ __forceinline__ void send_own_record(const LlDispatchParams& p, LlShared& turn) {
-  LlDispatchTurn(p, turn, kLlDispatch).send_record(p.record, [](int, LlRecord&) {});
+// Sends this rank's record to all: a warp of the last block. Eight lanes have a word each, and so
+// four ranks are told at once.
+class LlRecordSender {
+ public:
+  __device__ LlRecordSender(const LlDispatchParams& params, LlShared& shared)
+      : p_(params), s_(shared) {}
+
+  // Before the block's first barrier: the words of a group that masks no rank.
+  __device__ void prepare() {
+    constexpr std::uint32_t kSealed = LlLane::kWords - 1;
+    const std::uint32_t at = word_at();
+    word_ = 0;
+#pragma unroll
+    for (std::uint32_t w = 0; w < kSealed; ++w) {
+      if (at == w) word_ = reinterpret_cast<const std::uint64_t*>(&p_.record)[w];
+    }
+    std::uint64_t hash = word_ * turn::seal_factor(static_cast<int>(at));
+#pragma unroll
+    for (int step = LlLane::kWords / 2; step > 0; step /= 2) {
+      hash += __shfl_xor_sync(kAllLanes, hash, step);
+    }
+    if (at == kSealed) word_ = 0 - hash;
+  }
+  // Behind it.
+  __device__ void send(std::uint64_t epoch) const {
+    LlDispatchTurn turn(p_, s_, kLlDispatch);
+    if (p_.group.masks) return turn.send_record(p_.record, [](int, LlRecord&) {});
+    const std::uint64_t word = word_ + (word_at() == LlLane::kWords - 1 ? epoch : 0);
+#pragma unroll 1
+    for (int r = lane_id() / LlLane::kWords; r < p_.group.ranks(); r += 32 / LlLane::kWords) {
+      turn.lane().send_word(r, epoch, word_at(), word);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ static std::uint32_t word_at() {
+    return static_cast<std::uint32_t>(lane_id()) % LlLane::kWords;
+  }
+
+  const LlDispatchParams& p_;
+  LlShared& s_;
+  std::uint64_t word_ = 0;
+};
+
+__device__ __forceinline__ void give_credit(const LlDispatchParams& p, LlShared& turn) {
+  LlDispatchTurn(p, turn, kLlDispatch).give_credit();
+}
+
+__device__ __forceinline__ void end_turn(const LlDispatchParams& p, LlShared& turn) {
+  LlDispatchTurn(p, turn, kLlDispatch).end();
+}
+
+// One thread of a receiver block, behind its barrier.
+__device__ __forceinline__ void tell_if_met(const LlDispatchParams& p, LlShared& turn,
+                                            std::uint64_t epoch) {
+  const bool met = LlDispatchTurn(p, turn, kLlDispatch).has_met();
+  if (met || turn.findings.kind != LlFault::none) tell_operation(p, turn, epoch);
 }
 
 // One thread of the block, where a call has a mistake or is refused.
@@ -109,69 +175,90 @@ __device__ __noinline__ void tell_mistake(const LlDispatchParams& p, LlShared& t
   launch.tell_refusal();
 }
 
-// One thread of the block, when all of it is over.
+// One thread of the block, when all of it is over, where it has something to tell.
 __device__ __forceinline__ void finish_block(const LlDispatchParams& p, LlShared& turn) {
   const bool good = turn.course.status == XD_SUCCESS;
   if (turn.course.fatal) return;
   if ((p.step.failed || p.step.silent || !good) && blockIdx.x == 0) tell_mistake(p, turn);
-  if (good) LlDispatchTurn(p, turn, kLlDispatch).end();
 }
 
-// A block's part of a dispatch. Its parts are locals of run(), each handed on by reference: parts
-// in one object that refer to one another would lie in memory.
-template <class Quantiser, bool kMany, int kMostTopk>
+// The verdict about an operation. All threads of a receiver block, once for each; `good`: no wait
+// of this thread has failed.
+__device__ __forceinline__ LlVerdict await_verdict(const LlShared& turn, bool good) {
+  if (__syncthreads_or(good ? 0 : 1) != 0) return LlVerdict::fatal;
+  return static_cast<LlVerdict>(turn.verdict);
+}
+
+// All threads of a receiver block: takes the operations behind this launch's own whose send halves
+// have failed. Nothing is delivered.
+template <class Quantiser, bool kMany>
+__device__ __noinline__ void ll_receive_besides(const LlDispatchParams& p, DispatchShared& shared) {
+  LlDispatchTurn turn(p, shared.turn, kLlDispatch);
+  LlList<kMany> list(p, turn, shared.list, {p.room, ptx::dynamic_shared()});
+  const int besides = turn.taken_besides();
+  const int warp = warp_in_block();
+#pragma unroll 1
+  for (int i = 1; i <= besides; ++i) {
+    const std::uint64_t epoch = shared.turn.course.take_epoch + static_cast<std::uint64_t>(i);
+    __syncthreads();
+    if (threadIdx.x < kLlMovers) list.clear();
+    __syncthreads();
+    bool good = true;
+    if (threadIdx.x < kLlMovers) {
+      good = ll_collect_any<kMany>(p, shared.turn, shared.list, epoch);
+    } else if (warp == kLlWatch) {
+      watch_sources<kMany>(p, shared, epoch, true);
+      good = shared.turn.failed == 0;
+    }
+    const LlVerdict verdict = await_verdict(shared.turn, good);
+    if (verdict == LlVerdict::fatal) return;
+    if (p.group.masks && threadIdx.x < kLlMovers) list.drop_gone();
+    if (warp < kLlHelper) ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
+    const auto take = [&]<bool kMoves>() {
+      LlReceiver<Quantiser, kMany, kMoves, true>(p, turn, list, shared.list, shared.receive, epoch)
+          .drain_all();
+    };
+    if (threadIdx.x < kLlMovers) {
+      take.template operator()<true>();
+    } else if (warp < kLlHelper) {
+      take.template operator()<false>();
+    } else if (warp == kLlWatch && list.heads()) {
+      count_bad_ids<kMany>(p, shared, epoch);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) tell_if_met(p, shared.turn, epoch);
+  }
+}
+
+// A block's part of a dispatch. Each of its warps has one role from the beginning to the end; roles
+// share no code but what all must do, since what one role keeps would take registers of the others.
+// Parts are locals, each handed on by reference: parts in one object that refer to one another
+// would lie in memory.
+template <class Quantiser, bool kMany>
 class DispatchBlock {
  public:
   using Sender = LlSender<Quantiser, kMany>;
   using List = LlList<kMany>;
-  using Teller = LlTeller<kMostTopk>;
+  using Teller = std::conditional_t<kMany, LlManyTeller, LlFewTeller>;
 
   __device__ DispatchBlock(const LlDispatchParams& params, DispatchShared& shared)
-      : p_(params), s_(shared) {}
+      : p_(params), s_(shared), parts_{params.room, ptx::dynamic_shared()} {}
 
-  __device__ void run() {
-    LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
-    const LlRoomParts parts{p_.room, ptx::dynamic_shared()};
-    const std::uint32_t* const places =
-        p_.room.has_places ? parts.at<std::uint32_t>(p_.room.places) : p_.group.places;
-    List list(p_, turn, s_.list, parts, places);
+  __device__ void run() const {
     if (sends()) {
-      // Movers do not come past the call in begin(), over which their first rows would have to lie
-      // in memory.
       if (moves()) {
-        Sender sender(p_, s_.turn, places, parts.tails());
-        if (p_.step.send && !p_.step.failed) sender.load_first();
-        __syncthreads();
-        if (takes_turn() && s_.turn.course.rows) sender.send_all(s_.turn.course.send_epoch);
+        send();
       } else {
-        if (begins()) {
-          ll_begin(p_, s_.turn, kLlDispatch);
-        } else {
-          copy_tables(parts, threadIdx.x - kLlMovers, kLlTellers - 32);
-        }
-        __syncthreads();
+        control_sender();
       }
+    } else if (moves()) {
+      move();
+    } else if (warp_in_block() == kLlWatch) {
+      watch();
+    } else if (warp_in_block() == kLlHelper) {
+      help();
     } else {
-      Teller teller(p_, s_.turn);
-      const bool tells = turn.is_last_block();
-      if (tells) teller.load_first();
-      list.clear();
-      if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
-      if (begins()) {
-        ll_begin(p_, s_.turn, kLlDispatch);
-        list.load_first();
-      } else if (moves()) {
-        list.load_first();
-        copy_tables(parts, threadIdx.x, kLlMovers - 32);
-      } else {
-        if (is_first_receiver()) prepare_head<kMany>(p_, s_);
-      }
-      if (tells) teller.prepare_first();
-      __syncthreads();
-      if (takes_turn()) {
-        if (tells) announce(turn, teller);
-        if (s_.turn.course.receives) receive_all(turn, list, parts);
-      }
+      take_tails();
     }
     __syncthreads();
     if (threadIdx.x == 0) finish_block(p_, s_.turn);
@@ -180,118 +267,202 @@ class DispatchBlock {
  private:
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < p_.senders; }
   __device__ bool is_first_receiver() const { return static_cast<int>(blockIdx.x) == p_.senders; }
+  __device__ bool tells() const { return blockIdx.x == gridDim.x - 1; }
   __device__ static bool moves() { return threadIdx.x < kLlMovers; }
-  __device__ static int control_warp() { return warp_in_block() - kLlMovers / 32; }
-  // The warp that begins the turn loads nothing else.
-  __device__ bool begins() const {
-    return warp_in_block() == (sends() ? kLlThreads / 32 : kLlMovers / 32) - 1;
-  }
+  // Behind the first barrier.
   __device__ bool takes_turn() const {
     return !s_.turn.course.fatal && s_.turn.course.status == XD_SUCCESS;
   }
+  // True if places of rows are looked for in front of the verdict: where rows have the form that
+  // this launch sends, and no source is left out.
+  __device__ bool is_early(bool drains) const {
+    return s_.turn.course.rows && !p_.group.masks && !drains;
+  }
+  __device__ LlVerdict await(bool good) const { return await_verdict(s_.turn, good); }
+  template <class Receive>
+  __device__ void receive_all(Receive receive) const;
+  template <bool kMoves>
+  __device__ void take_rows(std::uint64_t epoch, bool drains) const;
 
-  __device__ void copy_tables(const LlRoomParts& parts, int thread, int threads) const;
-  __device__ void announce(const LlDispatchTurn& turn, Teller& teller) const;
-  __device__ void receive_all(LlDispatchTurn& turn, List& list, const LlRoomParts& parts) const;
-  __device__ void receive(LlDispatchTurn& turn, List& list, const LlRoomParts& parts,
-                          std::uint64_t epoch, bool drains) const;
+  __device__ void send() const;
+  __device__ void control_sender() const;
+  __device__ void move() const;
+  __device__ void take_tails() const;
+  __device__ void help() const;
+  __device__ void watch() const;
+  __device__ void copy_tables(int thread, int threads) const;
 
   const LlDispatchParams& p_;
   DispatchShared& s_;
+  const LlRoomParts parts_;
 };
 
-#define XD_LL_BLOCK(type)                               \
-  template <class Quantiser, bool kMany, int kMostTopk> \
-  __device__ inline type DispatchBlock<Quantiser, kMany, kMostTopk>
+#define XD_LL_BLOCK(type)                \
+  template <class Quantiser, bool kMany> \
+  __device__ inline type DispatchBlock<Quantiser, kMany>
 
-XD_LL_BLOCK(void)::copy_tables(const LlRoomParts& parts, int thread, int threads) const {
-  // The last threads begin with the areas, the first with the experts: no load waits for another.
-  for (int r = threads - 1 - thread; r < p_.group.ranks(); r += threads) {
+// Copies tables to shared memory; receiver blocks also have the candidates' names. All first loads
+// are on their way before one of them is waited for.
+XD_LL_BLOCK(void)::copy_tables(int thread, int threads) const {
+  const int names = !sends() && p_.room.has_names ? p_.group.ranks() * p_.group.max_tokens : 0;
+  const int places = p_.room.has_places ? p_.group.experts : 0;
+  const int last = threads - 1 - thread;
+  std::uint32_t name = 0, place = 0;
+  HeapRange area{};
+  if (thread < names) name = p_.group.order[thread];
+  if (thread < places) place = p_.group.places[thread];
+  if (last < p_.group.ranks()) area = p_.group.areas[last];
+  if (thread < names) parts_.names()[thread] = name;
+  if (thread < places) parts_.places()[thread] = place;
+  if (last < p_.group.ranks()) s_.turn.area[last] = area;
+#pragma unroll 1
+  for (int i = thread + threads; i < names; i += threads) parts_.names()[i] = p_.group.order[i];
+#pragma unroll 1
+  for (int i = thread + threads; i < places; i += threads) parts_.places()[i] = p_.group.places[i];
+#pragma unroll 1
+  for (int r = last + threads; r < p_.group.ranks(); r += threads) {
     s_.turn.area[r] = p_.group.areas[r];
   }
-  if (!p_.room.has_places) return;
-  auto* to = parts.at<std::uint32_t>(p_.room.places);
-  for (int e = thread; e < p_.group.experts; e += threads) to[e] = p_.group.places[e];
 }
 
-// The last block.
-XD_LL_BLOCK(void)::announce(const LlDispatchTurn& turn, Teller& teller) const {
-  const LlCourse& course = s_.turn.course;
-  if (course.sends) {
-    if (control_warp() == 1) send_own_record(p_, s_.turn);
-    teller.tell(course.send_epoch);
-    if (threadIdx.x == 0 && !course.rows && !course.receives) turn.note_failed_send();
+// ---- Sender blocks -----------------------------------------------------------------------------
+
+XD_LL_BLOCK(void)::send() const {
+  const std::uint32_t* const places = p_.room.has_places ? parts_.places() : p_.group.places;
+  Sender sender(p_, s_.turn, places, parts_.tails());
+  if (p_.step.send && !p_.step.failed) sender.load_first();
+  __syncthreads();
+  if (takes_turn() && s_.turn.course.rows) sender.send_all(s_.turn.course.send_epoch);
+}
+
+XD_LL_BLOCK(void)::control_sender() const {
+  if (warp_in_block() == kLlWatch) {
+    ll_begin(p_, s_.turn, kLlDispatch);
+  } else {
+    copy_tables(threadIdx.x - kLlMovers, kLlThreads - kLlMovers - 32);
   }
-  if (control_warp() == 0) turn.give_credit();
+  __syncthreads();
+  if (threadIdx.x == kLlMovers && takes_turn()) end_turn(p_, s_.turn);
 }
 
-XD_LL_BLOCK(void)::receive_all(LlDispatchTurn& turn, List& list, const LlRoomParts& parts) const {
+// ---- Receiver blocks ---------------------------------------------------------------------------
+
+// All threads of a receiver block: the operation of this launch, and mostly no other.
+template <class Quantiser, bool kMany>
+template <class Receive>
+__device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive receive) const {
   const LlCourse& course = s_.turn.course;
-  const int besides = turn.taken_besides();
-#pragma unroll 1
-  for (int i = 0; i <= besides; ++i) {
-    if (i > 0) {
-      list.clear();
-      __syncthreads();
+  if (!course.receives) return;
+  receive(course.take_epoch, course.drains);
+  __syncthreads();
+  if (threadIdx.x == 0) tell_if_met(p_, s_.turn, course.take_epoch);
+  if (LlDispatchTurn(p_, s_.turn, kLlDispatch).taken_besides() != 0) {
+    ll_receive_besides<Quantiser, kMany>(p_, s_);
+  }
+}
+
+XD_LL_BLOCK(void)::move() const {
+  LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
+  Teller teller(p_, s_.turn);
+  if (tells()) teller.load_first();
+  copy_tables(threadIdx.x, kLlMovers);
+  List(p_, turn, s_.list, parts_).clear();
+  if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
+  if (tells()) teller.prepare_first();
+  __syncthreads();
+  if (!takes_turn()) return;
+  if (tells() && s_.turn.course.sends) {
+    teller.tell(s_.turn.course.send_epoch);
+    if (threadIdx.x == 0 && !s_.turn.course.rows && !s_.turn.course.receives) {
+      turn.note_failed_send();
     }
-    receive(turn, list, parts, course.take_epoch + static_cast<std::uint64_t>(i),
-            i > 0 || course.drains);
+  }
+  receive_all([&](std::uint64_t epoch, bool drains) { take_rows<true>(epoch, drains); });
+}
+
+XD_LL_BLOCK(void)::take_tails() const {
+  __syncthreads();
+  if (!takes_turn()) return;
+  if (tells() && warp_in_block() == kLlHelper - 1) give_credit(p_, s_.turn);
+  receive_all([&](std::uint64_t epoch, bool drains) { take_rows<false>(epoch, drains); });
+}
+
+// Movers and tail warps.
+template <class Quantiser, bool kMany>
+template <bool kMoves>
+__device__ inline void DispatchBlock<Quantiser, kMany>::take_rows(std::uint64_t epoch,
+                                                                  bool drains) const {
+  LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
+  List list(p_, turn, s_.list, parts_);
+  bool good = true;
+  if constexpr (kMoves) good = list.collect(epoch);
+  const bool early = is_early(drains);
+  LlVerdict verdict = LlVerdict::go;
+  if (!early) {
+    verdict = await(good);
+    if (verdict == LlVerdict::fatal) return;
+    if (kMoves && p_.group.masks) list.drop_gone();
+  }
+  ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
+  LlReceiver<Quantiser, kMany, kMoves, false> receiver(p_, turn, list, s_.list, s_.receive, epoch);
+  verdict = receiver.take_all(!early, verdict, [this, good] { return await(good); });
+  if (kMoves && list.heads() && verdict != LlVerdict::fatal) {
+    write_head<kMany>(p_, s_, epoch, verdict == LlVerdict::go);
   }
 }
 
-// All threads of a receiver block.
-XD_LL_BLOCK(void)::receive(LlDispatchTurn& turn, List& list, const LlRoomParts& parts,
-                           std::uint64_t epoch, bool drains) const {
-  LlShared& s = s_.turn;
-  if (moves()) list.collect(epoch);
-  if (warp_in_block() == kLlThreads / 32 - 1) watch_sources<kMany>(p_, s_, epoch, drains);
-  __syncthreads();
-  if (s.failed != 0) return;
-  if (p_.group.masks) {
-    bool gone = false;
-    for (int r = 0; r < p_.group.ranks(); ++r) gone |= s.gone[r] != 0;
-    if (gone && moves()) list.drop_gone();
-    if (gone) __syncthreads();
+XD_LL_BLOCK(void)::help() const {
+  if (lane_id() == 0) {
+    s_.receive.taken = {p_.form, static_cast<int>(p_.record.topk)};
+    if (is_first_receiver()) prepare_head<kMany>(p_, s_);
   }
-  if (moves()) list.list();
+  LlRecordSender record(p_, s_.turn);
+  if (tells()) record.prepare();
   __syncthreads();
-  const bool delivers = s.verdict == static_cast<int>(LlVerdict::go);
-  if (moves()) {
-    LlReceiver<Quantiser, kMany> receiver(p_, turn, list, parts, s_.receive);
-    receiver.take_all(epoch, !delivers, s.course.rows, s_.list.own_units);
-  } else if (is_first_receiver()) {
-    write_head<kMany>(p_, s_, epoch, delivers);
-  }
+  if (!takes_turn()) return;
+  if (tells() && s_.turn.course.sends) record.send(s_.turn.course.send_epoch);
+  if (lane_id() == 0) end_turn(p_, s_.turn);
+  receive_all([&](std::uint64_t, bool) { await(true); });
+}
+
+XD_LL_BLOCK(void)::watch() const {
+  ll_begin(p_, s_.turn, kLlDispatch);
   __syncthreads();
-  if (threadIdx.x == 0 && (turn.has_met() || s.findings.kind != LlFault::none)) {
-    tell_operation(p_, s, epoch);
-  }
+  if (!takes_turn()) return;
+  receive_all([&](std::uint64_t epoch, bool drains) {
+    watch_sources<kMany>(p_, s_, epoch, drains);
+    const LlVerdict verdict = await(s_.turn.failed == 0);
+    if (verdict == LlVerdict::fatal || !is_first_receiver()) return;
+    count_bad_ids<kMany>(p_, s_, epoch);
+    if (verdict == LlVerdict::go) LlHead<kMany>::meet();
+  });
 }
 
 #undef XD_LL_BLOCK
 
-template <class Quantiser, bool kMany, int kMostTopk>
+template <class Quantiser, bool kMany>
 __global__ void __launch_bounds__(kLlThreads, 1)
     ll_dispatch_kernel(const __grid_constant__ LlDispatchParams p) {
   __shared__ DispatchShared shared;
+  fetch_params(p);
   if (p.group.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
-  DispatchBlock<Quantiser, kMany, kMostTopk>(p, shared).run();
+  DispatchBlock<Quantiser, kMany>(p, shared).run();
 }
 
 using DispatchKernel = void (*)(LlDispatchParams);
 
-template <bool kMany, int kMostTopk>
+template <bool kMany>
 DispatchKernel kernel_for(const QuantiseFormat& format) {
-  return !format         ? ll_dispatch_kernel<NotQuantised, kMany, kMostTopk>
-         : format.powers ? ll_dispatch_kernel<ByPowers, kMany, kMostTopk>
-                         : ll_dispatch_kernel<ByQuotients, kMany, kMostTopk>;
+  return !format         ? ll_dispatch_kernel<NotQuantised, kMany>
+         : format.powers ? ll_dispatch_kernel<ByPowers, kMany>
+                         : ll_dispatch_kernel<ByQuotients, kMany>;
 }
 
 // The kernels for few ranks and choices have both in registers.
 DispatchKernel kernel_for(const LlDevice& group, const QuantiseFormat& format) {
-  return ll_is_small(group.ranks(), group.max_topk) ? kernel_for<false, kLlFewTopk>(format)
-                                                    : kernel_for<true, kMaxTopk>(format);
+  return ll_is_small(group.ranks(), group.max_topk) ? kernel_for<false>(format)
+                                                    : kernel_for<true>(format);
 }
 
 }  // namespace

@@ -1,15 +1,18 @@
-// What the first receiver block writes beside rows, in the warps that move none: counts and ranges
+// What movers of the first receiver block write, behind the rows that they take: counts and ranges
 // of the experts, and the head of the plan.
 //
 //   memory                         written by    read by
-//   counts, source_ranges,         these warps   the caller
+//   counts, source_ranges,         movers        the caller
 //   expert_load
-//   the plan in front of home[]    these warps   combine
+//   the plan in front of home[]    movers        combine
 #pragma once
 
 #include "ep/cuda/ll_dispatch_list.cuh"
 
 namespace xd::ep::cuda {
+
+// Movers of the block, and the warp that watches for records.
+inline constexpr int kLlHeadThreads = kLlMovers + 32;
 
 struct LlHeadShared {
   unsigned long long sum;  // of the plan's checksum
@@ -28,24 +31,23 @@ class LlHead {
         s_(turn.shared()),
         list_(list),
         of_list_(of_list),
-        h_(shared),
-        thread_(thread_in_block() - kLlMovers) {}
+        h_(shared) {}
 
-  // All threads that move no rows: what is known before the operation is.
+  // One thread, before the operation: what is known then.
   __device__ void prepare();
-  // The same threads, when all rows are listed.
+  // Movers, when all rows are listed and the verdict is there.
   __device__ void write(std::uint64_t epoch);
-  // The same where nothing is delivered: there is no plan then.
+  // The warp that watches meets them when bad ids have been counted.
+  __device__ static void meet() { ptx::barrier_sync(kLlHeadBarrier, kLlHeadThreads); }
+  // One thread where nothing is delivered: there is no plan then.
   __device__ void write_nothing();
 
  private:
-  __device__ void write_counts();
-  __device__ void write_load(int expert, int rows) const;
-  __device__ void write_zones();
+  __device__ std::uint64_t zone_word(int i) const;
   __device__ std::int32_t zone_number(int i) const;
+  __device__ int write_counts(int expert) const;
   __device__ void complete_header(std::uint64_t epoch);
   __device__ void write_header();
-  __device__ void meet() const { ptx::barrier_sync(kLlTellBarrier, kLlTellers); }
 
   const LlDispatchParams& p_;
   const LlDevice& g_;
@@ -54,7 +56,6 @@ class LlHead {
   const LlList<kMany>& list_;
   const LlListShared& of_list_;
   LlHeadShared& h_;
-  const int thread_;
 };
 
 #define XD_LL_HEAD(type) \
@@ -62,7 +63,6 @@ class LlHead {
   __device__ inline type LlHead<kMany>
 
 XD_LL_HEAD(void)::prepare() {
-  if (thread_ != 0) return;
   PlanHeader& h = h_.header;
   h = {};
   h.magic = PlanHeader::kMagic;
@@ -83,89 +83,79 @@ XD_LL_HEAD(void)::prepare() {
   h_.rows = 0;
 }
 
+// Each word of the plan between its header and home[] belongs to one thread, with the part that it
+// has in the checksum. What follows from the counts of an expert is written by the same thread.
 XD_LL_HEAD(void)::write(std::uint64_t epoch) {
-  write_counts();
-  write_zones();
+  auto* words = reinterpret_cast<std::uint64_t*>(p_.plan);
+  const auto first = static_cast<int>(g_.plan.facts / 8), end = static_cast<int>(g_.plan.home / 8);
+  std::uint64_t sum = 0;
+  bool has_some = false;
+#pragma unroll 1
+  for (int i = first + thread_in_block(); i < end; i += kLlMovers) {
+    const std::uint64_t word = zone_word(i);
+    words[i] = word;
+    sum += hash_entry(i, word);
+    has_some = true;
+  }
+  // Mostly a few warps have all of the words.
+  if (__any_sync(kAllLanes, has_some) != 0) {
+    sum = warp_sum(sum);
+    if (lane_id() == 0) atomicAdd(&h_.sum, static_cast<unsigned long long>(sum));
+  }
   meet();
-  if (thread_ >= 32) return;
-  if (thread_ == 0) complete_header(epoch);
+  if (warp_in_block() != 0) return;
+  if (lane_id() == 0) complete_header(epoch);
   __syncwarp();
   write_header();
 }
 
 XD_LL_HEAD(void)::write_nothing() {
-  if (thread_ == 0 && p_.plan != nullptr) reinterpret_cast<PlanHeader*>(p_.plan)->magic = 0;
+  if (p_.plan != nullptr) reinterpret_cast<PlanHeader*>(p_.plan)->magic = 0;
 }
 
-XD_LL_HEAD(void)::write_counts() {
-  int all = 0;
-#pragma unroll 1
-  for (int e = thread_; e < g_.local_experts; e += kLlTellers) {
-    int rows = 0;
-#pragma unroll 1
-    for (int s = 0; s < g_.ranks(); ++s) {
-      const int count = s_.gone[s] == 0 ? list_.count(s, e) : 0;
-      if (p_.source_ranges != nullptr) {
-        p_.source_ranges[e * g_.ranks() + s] = source_range(rows, count);
-      }
-      rows += count;
-    }
-    p_.counts[e] = rows;
-    write_load(e, rows);
-    all += rows;
+XD_LL_HEAD(std::uint64_t)::zone_word(int i) const {
+  const int counts = static_cast<int>(g_.plan.count / 8);
+  if (i >= counts) {
+    const auto low = static_cast<std::uint32_t>(zone_number(2 * (i - counts)));
+    const auto high = static_cast<std::uint32_t>(zone_number(2 * (i - counts) + 1));
+    return static_cast<std::uint64_t>(high) << 32 | low;
   }
-  if (all != 0) atomicAdd(&h_.rows, all);
-}
-
-XD_LL_HEAD(void)::write_load(int expert, int rows) const {
-  if (p_.expert_load == nullptr) return;
-  if (p_.wide_load) {
-    static_cast<std::int64_t*>(p_.expert_load)[expert] += rows;
-  } else {
-    static_cast<std::int32_t*>(p_.expert_load)[expert] += rows;
+  if (i * 8 != static_cast<int>(g_.plan.facts)) {
+    return static_cast<std::uint64_t>(of_list_.total_units - of_list_.own_units);
   }
+  return (s_.record[g_.rank()].flags & kHasWeights) != 0 ? 1 : 0;
 }
 
 // The int32 numbers behind the plan's facts: count[], tokens[], items_of[], zeros.
 XD_LL_HEAD(std::int32_t)::zone_number(int i) const {
-  const int local = g_.local_experts, ranks = g_.ranks();
-  if (i < local) {
-    int rows = 0;
-#pragma unroll 1
-    for (int s = 0; s < ranks; ++s) rows += s_.gone[s] == 0 ? list_.count(s, i) : 0;
-    return rows;
-  }
-  if (i < local + ranks) {
-    const int r = i - local;
-    return s_.gone[r] != 0 ? -1 : static_cast<std::int32_t>(s_.record[r].tokens);
-  }
-  const int r = i - local - ranks;
-  return r < ranks && s_.gone[r] == 0 ? list_.items_of(r) : 0;
+  if (i < g_.local_experts) return write_counts(i);
+  i -= g_.local_experts;
+  if (i < g_.ranks()) return s_.gone[i] != 0 ? -1 : static_cast<std::int32_t>(s_.record[i].tokens);
+  i -= g_.ranks();
+  return i < g_.ranks() && s_.gone[i] == 0 ? list_.items_of(i) : 0;
 }
 
-// Each word's part of the checksum is its writer's.
-XD_LL_HEAD(void)::write_zones() {
-  const LlPlanMap& map = g_.plan;
-  auto* words = reinterpret_cast<std::uint64_t*>(p_.plan);
-  std::uint64_t sum = 0;
+XD_LL_HEAD(int)::write_counts(int expert) const {
+  int rows = 0;
 #pragma unroll 1
-  for (std::uint64_t i = map.facts / 8 + thread_; i < map.home / 8; i += kLlTellers) {
-    std::uint64_t word = 0;
-    if (i * 8 < map.count) {
-      const bool remote = i * 8 != map.facts;
-      word = remote ? static_cast<std::uint64_t>(of_list_.total_units - of_list_.own_units)
-             : (s_.record[g_.rank()].flags & kHasWeights) != 0 ? 1
-                                                               : 0;
-    } else {
-      const auto first = static_cast<int>((i * 8 - map.count) / 4);
-      word = static_cast<std::uint64_t>(static_cast<std::uint32_t>(zone_number(first + 1))) << 32 |
-             static_cast<std::uint32_t>(zone_number(first));
+  for (int s = 0; s < g_.ranks(); ++s) {
+    const int count = g_.masks && s_.gone[s] != 0 ? 0 : list_.count(s, expert);
+    if (p_.source_ranges != nullptr) {
+      p_.source_ranges[expert * g_.ranks() + s] = source_range(rows, count);
     }
-    words[i] = word;
-    sum += hash_entry(i, word);
+    rows += count;
   }
-  sum = warp_sum(sum);
-  if (lane_id() == 0) atomicAdd(&h_.sum, static_cast<unsigned long long>(sum));
+  p_.counts[expert] = rows;
+  if (rows == 0) return 0;
+  // Nobody else writes there, but an atomic addition waits for no load.
+  if (p_.expert_load != nullptr && p_.wide_load) {
+    atomicAdd(static_cast<unsigned long long*>(p_.expert_load) + expert,
+              static_cast<unsigned long long>(rows));
+  } else if (p_.expert_load != nullptr) {
+    atomicAdd(static_cast<int*>(p_.expert_load) + expert, rows);
+  }
+  atomicAdd(&h_.rows, rows);
+  return rows;
 }
 
 XD_LL_HEAD(void)::complete_header(std::uint64_t epoch) {

@@ -1,13 +1,13 @@
-// The list of a receiver block's rows: every block reads the expert ids of all sources, counts the
-// rows of its experts, and finds which rows come, in the order in which they are likely to.
+// The list of the rows that come: every receiver block reads the expert ids of all sources, counts
+// the rows of its experts, and marks which candidates, all tokens of all sources in the order in
+// which they are likely to come, have rows here. Each warp then finds the units of its block.
 //
 //   shared memory        written by                     read by, behind the list's barrier
 //   counts[s][e]         movers, by atomics             all: first slots of a source in an expert
 //   ids[s][t][k]         the mover that has token t     movers: where a token's row lies
-//   hits[round][warp]    a lane of each warp            movers: positions in the list
-//   orders[candidate]    the mover that has it          the same mover
-//   units[]              movers                         movers, behind the second barrier
-//   LlShared::record     one warp                       all
+//   hits[round][warp]    a lane of each warp            all: positions in the list
+//   orders[candidate]    the mover that has it          all: a unit's order
+//   own_units, ..        a lane of each warp            all
 //
 // A row's slot in expert e is the number of rows of e from lower sources, and from lower tokens of
 // its own source. So no place crosses: all ranks count the same ids.
@@ -47,11 +47,12 @@ struct LlRoomParts {
   const LlDispatchRoom& room;
   std::byte* base;
 
+  __device__ std::uint32_t* places() const { return at<std::uint32_t>(room.places); }
   __device__ std::uint32_t* counts() const { return at<std::uint32_t>(room.counts); }
   __device__ std::uint16_t* ids() const { return at<std::uint16_t>(room.ids); }
   __device__ std::uint32_t* hits() const { return at<std::uint32_t>(room.hits); }
   __device__ std::uint8_t* orders() const { return at<std::uint8_t>(room.orders); }
-  __device__ LlUnit* units() const { return at<LlUnit>(room.units); }
+  __device__ std::uint32_t* names() const { return at<std::uint32_t>(room.names); }
   __device__ std::byte* tails() const { return base + room.tails; }
   template <class T>
   __device__ T* at(std::uint32_t offset) const {
@@ -59,68 +60,154 @@ struct LlRoomParts {
   }
 };
 
+// Where a source stands whose words do not come: ids travel beside the record, so it stands in
+// front of its rows only if the record is there.
+inline __device__ __noinline__ int ll_late_phase(const LlDispatchParams& p, LlShared& shared,
+                                                 int source, std::uint64_t epoch) {
+  LlRecord record;
+  const bool here =
+      LlDispatchTurn(p, shared, kLlDispatch).lane().read_record(source, epoch, record);
+  return here ? XD_PHASE_ROWS : XD_PHASE_ENTRY;
+}
+
+// Where a warp's search for its block's units has come to.
+struct LlListCursor {
+  int rounds_done = 0, before = 0;  // `before`: units of those rounds
+};
+
+// Where a row goes; expert -1 = nowhere.
+struct LlPlace {
+  int expert, slot;
+};
+
+// Waits for a pair of words of ids, without an end of its own where ranks are masked: there the
+// warp that has the sources decides for all. False: they have been given up.
+inline __device__ __noinline__ bool ll_wait_ids(const LlDispatchParams& p, LlShared& shared,
+                                                std::uint64_t epoch, int source,
+                                                const std::byte* at) {
+  LlDispatchTurn turn(p, shared, kLlDispatch);
+  const std::uint64_t tag = ll_tag(epoch);
+  turn::LongWait wait;
+  return turn::poll_until(
+      [&] {
+        const ulonglong2 pair = ptx::ld_relaxed_sys_pair(at);
+        return pair.x >> 48 == tag && pair.y >> 48 == tag;
+      },
+      [&] {
+        if (p.group.masks) {
+          return *static_cast<volatile int*>(&shared.gone[source]) == 0 &&
+                 *static_cast<volatile int*>(&shared.failed) == 0;
+        }
+        return turn.goes_on(ll_late_phase(p, shared, source, epoch), epoch, source, wait);
+      });
+}
+
+// collect_any() in kernels where it is rare: it would take registers of all other steps.
+template <bool kMany>
+__device__ __noinline__ bool ll_collect_any(const LlDispatchParams& p, LlShared& turn,
+                                            LlListShared& list, std::uint64_t epoch);
+
 template <bool kMany>
 class LlList {
  public:
   __device__ LlList(const LlDispatchParams& params, LlDispatchTurn& turn, LlListShared& list,
-                    const LlRoomParts& parts, const std::uint32_t* places)
-      : p_(params), g_(params.group), turn_(turn), s_(list), parts_(parts), places_(places) {}
+                    const LlRoomParts& parts)
+      : p_(params), g_(params.group), turn_(turn), s_(list), parts_(parts) {}
 
-  // Receiver blocks, in front of a barrier of the block. All threads.
+  // Movers of receiver blocks, in front of a barrier of the block.
   __device__ void clear() {
     const int words = (g_.ranks() * g_.local_experts + 1) / 2;
 #pragma unroll 1
-    for (int i = thread_in_block(); i < words; i += kLlThreads) parts_.counts()[i] = 0;
-#pragma unroll 1
-    for (int r = thread_in_block(); r < g_.ranks(); r += kLlThreads) s_.items_of[r] = 0;
-    if (thread_in_block() == 0) {
-      s_.own_units = 0;
-      s_.pending = kLlMovers / 32;
-    }
+    for (int i = thread_in_block(); i < words; i += kLlMovers) parts_.counts()[i] = 0;
+    if (thread_in_block() < g_.ranks()) s_.items_of[thread_in_block()] = 0;
+    if (thread_in_block() != 0) return;
+    s_.own_units = s_.total_units = 0;
+    s_.pending = kLlMovers / 32;
   }
-  __device__ void load_first() {
-    if (thread_in_block() < candidates()) first_.word = g_.order[thread_in_block()];
-  }
-  // Movers. Behind the list's barrier the ids and hits of all tokens are there.
-  __device__ void collect(std::uint64_t epoch);
-  // Movers, between the list's two barriers.
-  __device__ void list();
-  // Movers, in front of list(), where the operation goes without some source: forgets its rows.
+  // Movers. Behind the list's barrier the ids and hits of all tokens are there. False: a wait has
+  // failed.
+  __device__ bool collect(std::uint64_t epoch);
+  __device__ bool collect_any(std::uint64_t epoch);
+  // Movers, in front of that barrier, where the operation goes without some source: forgets its
+  // rows.
   __device__ void drop_gone();
 
-  __device__ int receivers() const { return static_cast<int>(gridDim.x) - p_.senders; }
-  __device__ int receiver() const { return static_cast<int>(blockIdx.x) - p_.senders; }
-  // The rows of this block.
-  __device__ int units() const {
-    return (s_.total_units - receiver() + receivers() - 1) / receivers();
+  // The first receiver block writes the plan's head. It takes no rows where there are many others.
+  __device__ bool heads() const { return static_cast<int>(blockIdx.x) == p_.senders; }
+  __device__ int takers() const { return receivers() - first_taker(); }
+  __device__ int taker() const {
+    const int at = static_cast<int>(blockIdx.x) - p_.senders - first_taker();
+    return at >= 0 ? at : kNoTaker;
   }
+  // Behind the barrier: the unit at a place of the list, which is behind all places that the cursor
+  // has been at. False: the list is shorter. All lanes of a warp.
+  __device__ bool find(int at, LlListCursor& cursor, LlUnit& unit) const;
 
   __device__ int count(int source, int expert) const {
-    const int at = source * g_.local_experts + expert;
+    const std::uint32_t at = source * g_.local_experts + expert;
     return static_cast<int>(parts_.counts()[at / 2] >> (at % 2 * 16) & 0xFFFFu);
   }
   // The items of a source: its tokens with rows here. One thread.
   __device__ int items_of(int source) const { return s_.items_of[source]; }
-  // The slot of a unit's row in an expert. All lanes of a warp.
-  __device__ int slot_in(std::uint64_t epoch, const LlUnit& unit, int k, int expert) const;
-  // The local expert of a unit's choice, or kNoExpert.
-  __device__ std::uint32_t expert_of(std::uint64_t epoch, const LlUnit& unit, int k) const;
+  // The place of a unit's choice. All lanes of a warp.
+  __device__ LlPlace place_in(std::uint64_t epoch, const LlUnit& unit, int k) const;
+  // Where the ids are in shared memory: no step of it makes a call.
+  __device__ LlPlace place_in_shared(const LlUnit& unit, int k) const;
 
  private:
+  static constexpr int kManyReceivers = 16, kNoTaker = 1 << 30;
+
+  __device__ int receivers() const { return static_cast<int>(gridDim.x) - p_.senders; }
+  __device__ int first_taker() const { return receivers() >= kManyReceivers ? 1 : 0; }
   __device__ int candidates() const { return g_.ranks() * g_.max_tokens; }
   __device__ int rounds() const { return (candidates() + kLlMovers - 1) / kLlMovers; }
-  __device__ const std::byte* words_of_token(std::uint64_t epoch, const LlUnit& unit) const {
-    const std::uint64_t row = (turn_.slot(epoch) * g_.ranks() + unit.source()) *
-                                  static_cast<std::uint64_t>(g_.max_tokens) +
-                              unit.token();
-    return g_.own_area + g_.map.ids + row * g_.ids.words * 8;
+  __device__ std::uint32_t name(int candidate) const {
+    return p_.room.has_names ? parts_.names()[candidate] : g_.order[candidate];
   }
-  __device__ bool take_ids(std::uint64_t epoch, const LlUnit& unit, std::uint8_t& order);
+  __device__ std::uint32_t place_of(std::uint32_t id) const {
+    return p_.room.has_places ? parts_.places()[id] : g_.places[id];
+  }
+  __device__ std::uint16_t* ids_of(const LlUnit& unit) const {
+    return parts_.ids() + unit.source() * p_.room.ids_stride + unit.token() * p_.room.ids_topk;
+  }
+  __device__ const std::byte* words_of_token(std::uint64_t epoch, const LlUnit& unit) const {
+    const std::uint32_t row =
+        (turn_.slot(epoch) * g_.ranks() + unit.source()) * g_.max_tokens + unit.token();
+    return g_.own_area + g_.map.ids + std::uint64_t{row} * (g_.ids.words * 8);
+  }
+  __device__ bool collect_few(std::uint64_t epoch);
+  __device__ void mark(int round, const LlUnit& unit, bool here);
+  // One wait that has failed is enough, unless ranks are masked.
+  __device__ bool waits(bool good) const { return good || g_.masks; }
+  // In groups that mask, a wait that has ended is no failure: the sources have been decided.
+  __device__ bool leave(bool good) {
+    if (g_.masks && lane_id() == 0) atomicSub(&s_.pending, 1);
+    return good || g_.masks;
+  }
+  __device__ bool take_ids(std::uint64_t epoch, const LlUnit& unit, LlRanks<kMany>& home,
+                           bool& here);
   __device__ bool take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<kMany>& home);
   __device__ bool take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRanks<kMany>& home);
-  __device__ bool wait_pair(std::uint64_t epoch, int source, const std::byte* at,
-                            ulonglong2& pair) const;
-  __device__ std::uint32_t id_of(std::uint64_t epoch, const LlUnit& unit, int k) const;
+  __device__ void count_row(const LlUnit& unit, std::uint32_t expert) const {
+    const std::uint32_t at = unit.source() * g_.local_experts + expert;
+    atomicAdd(parts_.counts() + at / 2, at % 2 != 0 ? 0x10000u : 1u);
+  }
+  __device__ void note_home(std::uint64_t epoch, const LlUnit& unit,
+                            const LlRanks<kMany>& home) const;
+  // Waits for a pair of words of ids. False: they have been given up.
+  __device__ bool take_pair(std::uint64_t epoch, int source, const std::byte* at,
+                            ulonglong2& words) const {
+    const std::uint64_t tag = ll_tag(epoch);
+    const auto come = [&] {
+      words = ptx::ld_relaxed_sys_pair(at);
+      return words.x >> 48 == tag && words.y >> 48 == tag;
+    };
+    if (turn::poll_until(come, [] { return false; })) return true;
+    return ll_wait_ids(p_, turn_.shared(), epoch, source, at) && come();
+  }
+  __device__ int lower_sources(const LlUnit& unit, int expert) const;
+  __device__ LlPlace place_in_words(std::uint64_t epoch, const LlUnit& unit, int k) const;
+  __device__ int earlier_few(const LlUnit& unit, int expert) const;
   __device__ int earlier_in_shared(const LlUnit& unit, int expert) const;
   __device__ int earlier_in_words(std::uint64_t epoch, const LlUnit& unit, std::uint32_t id) const;
 
@@ -129,8 +216,6 @@ class LlList {
   LlDispatchTurn& turn_;
   LlListShared& s_;
   const LlRoomParts parts_;
-  const std::uint32_t* places_;
-  LlUnit first_{};
 };
 
 #define XD_LL_LIST(type) \
@@ -139,41 +224,104 @@ class LlList {
 
 // ---- Ids ---------------------------------------------------------------------------------------
 
-XD_LL_LIST(void)::collect(std::uint64_t epoch) {
-  int own = 0;
+XD_LL_LIST(bool)::collect(std::uint64_t epoch) {
+  if constexpr (kMany) {
+    return collect_any(epoch);
+  } else {
+    if (g_.ids.few() && p_.room.has_ids && p_.room.has_places) return collect_few(epoch);
+    return ll_collect_any<kMany>(p_, turn_.shared(), s_, epoch);
+  }
+}
+
+// Up to eight ids in two words: all ranks wait for this step.
+XD_LL_LIST(bool)::collect_few(std::uint64_t epoch) {
+  bool good = true;
 #pragma unroll 1
   for (int k = 0; k < rounds(); ++k) {
     const int q = k * kLlMovers + thread_in_block();
     bool here = false;
-    LlUnit unit = first_;
+    LlUnit unit{0};
     if (q < candidates()) {
-      if (k > 0) unit.word = g_.order[q];
-      if (!turn_.leaves_out(unit.source())) here = take_ids(epoch, unit, parts_.orders()[q]);
+      unit.word = name(q);
+      ulonglong2 words{};
+      if (waits(good) && !turn_.leaves_out(unit.source()) &&
+          take_pair(epoch, unit.source(), words_of_token(epoch, unit), words)) {
+        LlRanks<kMany> home{};
+        here = take_few(unit, words, home);
+        if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
+        if (heads()) note_home(epoch, unit, home);
+      } else {
+        good = false;
+      }
     }
-    if (here && receiver() == 0) atomicAdd(&s_.items_of[unit.source()], 1);
-    const unsigned found = __ballot_sync(kAllLanes, here);
-    own += __popc(__ballot_sync(kAllLanes, here && unit.source() == g_.rank()));
-    if (lane_id() == 0) parts_.hits()[k * (kLlMovers / 32) + warp_in_block()] = found;
+    mark(k, unit, here);
   }
-  if (lane_id() != 0) return;
-  if (own != 0) atomicAdd(&s_.own_units, own);
-  if (g_.masks) atomicSub(&s_.pending, 1);
+  return leave(good);
 }
 
-// Takes one token's ids; true if some of its experts are this rank's. `order`: how many lower ranks
-// have some.
-XD_LL_LIST(bool)::take_ids(std::uint64_t epoch, const LlUnit& unit, std::uint8_t& order) {
+XD_LL_LIST(bool)::collect_any(std::uint64_t epoch) {
+  bool good = true;
+#pragma unroll 1
+  for (int k = 0; k < rounds(); ++k) {
+    const int q = k * kLlMovers + thread_in_block();
+    bool here = false;
+    LlUnit unit{0};
+    if (q < candidates()) {
+      unit.word = name(q);
+      LlRanks<kMany> home{};
+      if (waits(good) && !turn_.leaves_out(unit.source())) {
+        good &= take_ids(epoch, unit, home, here);
+      }
+      parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
+      if (heads()) note_home(epoch, unit, home);
+    }
+    mark(k, unit, here);
+  }
+  return leave(good);
+}
+
+template <bool kMany>
+__device__ __noinline__ bool ll_collect_any(const LlDispatchParams& p, LlShared& turn,
+                                            LlListShared& list, std::uint64_t epoch) {
+  LlDispatchTurn launch(p, turn, kLlDispatch);
+  return LlList<kMany>(p, launch, list, {p.room, ptx::dynamic_shared()}).collect_any(epoch);
+}
+
+// All lanes: which of a warp's candidates have rows here.
+XD_LL_LIST(void)::mark(int round, const LlUnit& unit, bool here) {
+  const unsigned found = __ballot_sync(kAllLanes, here);
+  const unsigned own = __ballot_sync(kAllLanes, here && unit.source() == g_.rank());
+  if (here && heads()) atomicAdd(&s_.items_of[unit.source()], 1);
+  if (lane_id() != 0) return;
+  parts_.hits()[round * (kLlMovers / 32) + warp_in_block()] = found;
+  if (found != 0) atomicAdd(&s_.total_units, __popc(found));
+  if (own != 0) atomicAdd(&s_.own_units, __popc(own));
+}
+
+// Writes the ranks of an own token to the plan. One receiver block.
+XD_LL_LIST(void)::note_home(std::uint64_t epoch, const LlUnit& unit,
+                            const LlRanks<kMany>& home) const {
+  if (unit.source() != g_.rank() || p_.plan == nullptr || p_.step.silent) return;
+  RankBits bits{};
+  bits.word[0] = home.word[0];
+  if constexpr (kMany) {
+    bits.word[0] |= static_cast<std::uint64_t>(home.word[1]) << 32;
+    bits.word[1] = home.word[2];
+  }
+  reinterpret_cast<RankBits*>(p_.plan + g_.plan.home)[unit.token()] = bits;
+}
+
+// Takes one token's ids. `here`: some of its experts are this rank's.
+XD_LL_LIST(bool)::take_ids(std::uint64_t epoch, const LlUnit& unit, LlRanks<kMany>& home,
+                           bool& here) {
   const std::byte* at = words_of_token(epoch, unit);
-  bool here = false;
-  LlRanks<kMany> home{};
   int k = 0;
 #pragma unroll 1
   for (int pair = 0; pair < g_.ids.words; pair += 2) {
-    ulonglong2 words;
-    if (!wait_pair(epoch, unit.source(), at + pair * 8, words)) return false;
-    if (!kMany && g_.ids.words == 2) {
-      here = take_few(unit, words, home);
-      break;
+    ulonglong2 words{};
+    if (!take_pair(epoch, unit.source(), at + pair * 8, words)) {
+      here = false;
+      return false;
     }
 #pragma unroll 1
     for (int j = 0; j < g_.ids.per_word && k < g_.max_topk; ++j, ++k) {
@@ -184,117 +332,94 @@ XD_LL_LIST(bool)::take_ids(std::uint64_t epoch, const LlUnit& unit, std::uint8_t
       here |= take_choice(unit, k, g_.ids.id(words.y, j), home);
     }
   }
-  order = static_cast<std::uint8_t>(home.count_below(g_.rank()));
-  if (unit.source() == g_.rank() && receiver() == 0 && p_.plan != nullptr && !p_.step.silent) {
-    auto* to = reinterpret_cast<RankBits*>(p_.plan + g_.plan.home) + unit.token();
-    RankBits bits{};
-    bits.word[0] = home.word[0];
-    if constexpr (kMany) {
-      bits.word[0] |= static_cast<std::uint64_t>(home.word[1]) << 32;
-      bits.word[1] = home.word[2];
-    }
-    *to = bits;
+  if (!p_.room.has_ids) return true;
+#pragma unroll 1
+  for (; k < static_cast<int>(p_.room.ids_topk); ++k) {
+    ids_of(unit)[k] = static_cast<std::uint16_t>(kNoExpert);
   }
-  return here;
+  return true;
 }
 
-// The same for few choices, all in two words: their places are read at once, since every rank waits
-// for this step.
+// All places of a token's choices are read at once.
 XD_LL_LIST(bool)::take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<kMany>& home) {
+  constexpr std::uint32_t kNone = (1u << LlIdWords::kFewBits) - 1;
+  constexpr std::uint64_t kAllNone = (std::uint64_t{1} << 4 * LlIdWords::kFewBits) - 1;
+  auto* const taken = reinterpret_cast<uint4*>(ids_of(unit));
+  if (((words.x & words.y) & kAllNone) == kAllNone) {
+    *taken = make_uint4(~0u, ~0u, ~0u, ~0u);
+    return false;
+  }
+  const std::uint32_t* places = parts_.places();
   std::uint32_t place[kLlFewTopk];
 #pragma unroll
   for (int k = 0; k < kLlFewTopk; ++k) {
-    place[k] = ~0u;
-    if (k >= g_.max_topk) continue;
-    const bool second = k >= g_.ids.per_word;
-    const int at = second ? k - g_.ids.per_word : k;
-    const std::uint32_t id = g_.ids.id(second ? words.y : words.x, at);
-    if (id != g_.ids.none()) place[k] = places_[id];
+    const std::uint64_t word = k < LlIdWords::kFewPerWord ? words.x : words.y;
+    const std::uint32_t id =
+        static_cast<std::uint32_t>(word >> (k % LlIdWords::kFewPerWord * LlIdWords::kFewBits)) &
+        kNone;
+    place[k] = id != kNone ? places[id] : ~0u;
   }
+  std::uint32_t ids[kLlFewTopk];
   bool here = false;
-  std::uint16_t* ids =
-      parts_.ids() + unit.source() * p_.room.ids_stride + unit.token() * g_.max_topk;
 #pragma unroll
   for (int k = 0; k < kLlFewTopk; ++k) {
-    const bool named = place[k] != ~0u;
-    const int rank = static_cast<int>(place[k] >> 16);
-    const std::uint32_t expert = place[k] & 0xFFFFu;
-    const bool mine = named && rank == g_.rank();
-    if (named) home.add(rank);
-    if (mine) {
-      const int cell = unit.source() * g_.local_experts + static_cast<int>(expert);
-      atomicAdd(parts_.counts() + cell / 2, 1u << (cell % 2 * 16));
-    }
+    const bool mine = place[k] >> 16 == static_cast<std::uint32_t>(g_.rank());
+    if (place[k] != ~0u) home.add(static_cast<int>(place[k] >> 16));
+    if (mine) count_row(unit, place[k] & 0xFFFFu);
     here |= mine;
-    if (p_.room.has_ids && k < g_.max_topk) {
-      ids[k] = static_cast<std::uint16_t>(mine ? expert : kNoExpert);
-    }
+    ids[k] = mine ? place[k] & 0xFFFFu : kNoExpert;
   }
+  *taken = make_uint4(ids[0] | ids[1] << 16, ids[2] | ids[3] << 16, ids[4] | ids[5] << 16,
+                      ids[6] | ids[7] << 16);
   return here;
 }
 
 XD_LL_LIST(bool)::take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRanks<kMany>& home) {
   std::uint32_t expert = kNoExpert;
-  bool here = false;
   if (id != g_.ids.none()) {
-    const std::uint32_t place = places_[id];
+    const std::uint32_t place = place_of(id);
     const int rank = static_cast<int>(place >> 16);
     home.add(rank);
-    here = rank == g_.rank();
-    if (here) {
+    if (rank == g_.rank()) {
       expert = place & 0xFFFFu;
-      const int at = unit.source() * g_.local_experts + static_cast<int>(expert);
-      atomicAdd(parts_.counts() + at / 2, 1u << (at % 2 * 16));
+      count_row(unit, expert);
     }
   }
-  if (p_.room.has_ids) {
-    parts_.ids()[unit.source() * p_.room.ids_stride + unit.token() * g_.max_topk + k] =
-        static_cast<std::uint16_t>(expert);
-  }
-  return here;
-}
-
-XD_LL_LIST(bool)::wait_pair(std::uint64_t epoch, int source, const std::byte* at,
-                            ulonglong2& pair) const {
-  const std::uint64_t tag = ll_tag(epoch);
-  const volatile int* gone = &turn_.shared().gone[source];
-  turn::LongWait wait;
-  return turn::poll_until(
-      [&] {
-        pair = ptx::ld_relaxed_sys_pair(at);
-        return pair.x >> 48 == tag && pair.y >> 48 == tag;
-      },
-      [&] {
-        // Where ranks are masked, the warp that has the sources decides for all.
-        if (g_.masks) return *gone == 0 && *static_cast<volatile int*>(&turn_.shared().failed) == 0;
-        return turn_.goes_on(XD_PHASE_ROWS, epoch, source, wait);
-      });
+  if (p_.room.has_ids) ids_of(unit)[k] = static_cast<std::uint16_t>(expert);
+  return expert != kNoExpert;
 }
 
 // ---- The list ----------------------------------------------------------------------------------
 
-XD_LL_LIST(void)::list() {
-  int before = 0;
+XD_LL_LIST(bool)::find(int at, LlListCursor& cursor, LlUnit& unit) const {
+  constexpr int kWarps = kLlMovers / 32;
 #pragma unroll 1
-  for (int k = 0; k < rounds(); ++k) {
-    const std::uint32_t* hits = parts_.hits() + k * (kLlMovers / 32);
-    const int rows = lane_id() < kLlMovers / 32 ? __popc(hits[lane_id()]) : 0;
-    const int lower = __reduce_add_sync(kAllLanes, lane_id() < warp_in_block() ? rows : 0);
-    const std::uint32_t mine = hits[warp_in_block()];
-    if ((mine >> lane_id() & 1) != 0) {
-      const int at = before + lower + __popc(mine & lower_lanes());
-      const int of_block = at / receivers();
-      if (at - of_block * receivers() == receiver()) {
-        LlUnit unit = first_;
-        const int q = k * kLlMovers + thread_in_block();
-        if (k > 0) unit.word = g_.order[q];
-        unit.word |= static_cast<std::uint32_t>(parts_.orders()[q]) << 24;
-        parts_.units()[of_block] = unit;
-      }
+  for (; cursor.rounds_done < rounds(); ++cursor.rounds_done) {
+    const unsigned hits =
+        lane_id() < kWarps ? parts_.hits()[cursor.rounds_done * kWarps + lane_id()] : 0;
+    // The units of this lane's warp of candidates and of those below it.
+    int upto = __popc(hits);
+#pragma unroll
+    for (int step = 1; step < kWarps; step *= 2) {
+      const int lower = __shfl_up_sync(kAllLanes, upto, step);
+      if (lane_id() >= step) upto += lower;
     }
-    before += __reduce_add_sync(kAllLanes, rows);
+    const int wanted = at - cursor.before;
+    const unsigned beyond = __ballot_sync(kAllLanes, upto > wanted);
+    if (beyond == 0) {
+      cursor.before += __shfl_sync(kAllLanes, upto, kWarps - 1);
+      continue;
+    }
+    const int warp = __ffs(static_cast<int>(beyond)) - 1;
+    const unsigned those = __shfl_sync(kAllLanes, hits, warp);
+    const int of_warp = wanted - (__shfl_sync(kAllLanes, upto, warp) - __popc(those));
+    const bool it = (those >> lane_id() & 1) != 0 && __popc(those & lower_lanes()) == of_warp;
+    const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, it))) - 1;
+    const int q = (cursor.rounds_done * kWarps + warp) * 32 + lane;
+    unit.word = name(q) | static_cast<std::uint32_t>(parts_.orders()[q]) << 24;
+    return true;
   }
-  if (thread_in_block() == 0) s_.total_units = before;
+  return false;
 }
 
 XD_LL_LIST(void)::drop_gone() {
@@ -303,52 +428,67 @@ XD_LL_LIST(void)::drop_gone() {
     const int q = k * kLlMovers + thread_in_block();
     std::uint32_t& hits = parts_.hits()[k * (kLlMovers / 32) + warp_in_block()];
     LlUnit unit{0};
-    if (q < candidates()) unit.word = g_.order[q];
+    if (q < candidates()) unit.word = name(q);
     const bool kept = (hits >> lane_id() & 1) != 0 && turn_.shared().gone[unit.source()] == 0;
     const unsigned found = __ballot_sync(kAllLanes, kept);
-    if (lane_id() == 0) hits = found;
+    if (lane_id() == 0) {
+      atomicSub(&s_.total_units, __popc(hits & ~found));
+      hits = found;
+    }
     __syncwarp();
   }
 }
 
 // ---- Places ------------------------------------------------------------------------------------
 
-// The id of a unit's choice, whose words have come.
-XD_LL_LIST(std::uint32_t)::id_of(std::uint64_t epoch, const LlUnit& unit, int k) const {
-  const auto* words = reinterpret_cast<const std::uint64_t*>(words_of_token(epoch, unit));
-  const int word = k / g_.ids.per_word;
-  return g_.ids.id(ptx::ld_relaxed_sys(words + word), k - word * g_.ids.per_word);
+XD_LL_LIST(LlPlace)::place_in(std::uint64_t epoch, const LlUnit& unit, int k) const {
+  return p_.room.has_ids ? place_in_shared(unit, k) : place_in_words(epoch, unit, k);
 }
 
-XD_LL_LIST(std::uint32_t)::expert_of(std::uint64_t epoch, const LlUnit& unit, int k) const {
-  if (p_.room.has_ids) {
-    return parts_.ids()[unit.source() * p_.room.ids_stride + unit.token() * g_.max_topk + k];
-  }
-  const std::uint32_t id = id_of(epoch, unit, k);
-  if (id == g_.ids.none()) return kNoExpert;
-  const std::uint32_t place = places_[id];
-  return place >> 16 == static_cast<std::uint32_t>(g_.rank()) ? place & 0xFFFFu : kNoExpert;
+XD_LL_LIST(LlPlace)::place_in_shared(const LlUnit& unit, int k) const {
+  const std::uint32_t expert = ids_of(unit)[k];
+  if (expert == kNoExpert) return {-1, 0};
+  const int at = static_cast<int>(expert);
+  const int earlier = kMany ? earlier_in_shared(unit, at) : earlier_few(unit, at);
+  return {at, __reduce_add_sync(kAllLanes, lower_sources(unit, at) + earlier)};
 }
 
-XD_LL_LIST(int)::slot_in(std::uint64_t epoch, const LlUnit& unit, int k, int expert) const {
+// This lane's share of the rows that an expert has of lower sources.
+XD_LL_LIST(int)::lower_sources(const LlUnit& unit, int expert) const {
   int rows = 0;
-  if (p_.room.has_ids) {
-    rows = earlier_in_shared(unit, expert);
-  } else {
-    rows = earlier_in_words(epoch, unit, id_of(epoch, unit, k));
-  }
 #pragma unroll 1
   for (int s = lane_id(); s < unit.source(); s += 32) {
-    if (turn_.shared().gone[s] == 0) rows += count(s, expert);
+    if (!g_.masks || turn_.shared().gone[s] == 0) rows += count(s, expert);
   }
-  return __reduce_add_sync(kAllLanes, rows);
+  return rows;
 }
 
-// This lane's share of the rows that an expert has of lower tokens of the unit's source.
+// This lane's share of the rows that an expert has of lower tokens of the unit's source. A token
+// has at most one of them.
+XD_LL_LIST(int)::earlier_few(const LlUnit& unit, int expert) const {
+  const auto* tokens =
+      reinterpret_cast<const uint4*>(parts_.ids() + unit.source() * p_.room.ids_stride);
+  const std::uint32_t wanted = static_cast<std::uint32_t>(expert) * 0x10001u;
+  int rows = 0;
+#pragma unroll 1
+  for (int t = lane_id(); t < unit.token(); t += 32) {
+    const uint4 v = tokens[t];
+    // A half of x that is zero has its top bit set in (x - 1) & ~x; none is set where no half is.
+    const auto has = [wanted](std::uint32_t two) {
+      const std::uint32_t x = two ^ wanted;
+      return (x - 0x10001u) & ~x;
+    };
+    const std::uint32_t found = (has(v.x) | has(v.y) | has(v.z) | has(v.w)) & 0x80008000u;
+    rows += found != 0 ? 1 : 0;
+  }
+  return rows;
+}
+
+// The same where a token has more choices.
 XD_LL_LIST(int)::earlier_in_shared(const LlUnit& unit, int expert) const {
   const std::uint16_t* ids = parts_.ids() + unit.source() * p_.room.ids_stride;
   const std::uint32_t wanted = static_cast<std::uint32_t>(expert) * 0x10001u;
-  const int end = unit.token() * g_.max_topk;
+  const int end = unit.token() * static_cast<int>(p_.room.ids_topk);
   int bits = 0;
 #pragma unroll 1
   for (int j = lane_id() * 8; j < end; j += 256) {
@@ -364,7 +504,20 @@ XD_LL_LIST(int)::earlier_in_shared(const LlUnit& unit, int expert) const {
   return bits / 16;
 }
 
-// The same from the ids as they came, where they are too many for shared memory.
+// The place from the ids as they came, where they are too many for shared memory.
+XD_LL_LIST(LlPlace)::place_in_words(std::uint64_t epoch, const LlUnit& unit, int k) const {
+  const auto* words = reinterpret_cast<const std::uint64_t*>(words_of_token(epoch, unit));
+  const int word = k / g_.ids.per_word;
+  const std::uint32_t id = g_.ids.id(ptx::ld_relaxed_sys(words + word), k - word * g_.ids.per_word);
+  if (id == g_.ids.none()) return {-1, 0};
+  const std::uint32_t place = place_of(id);
+  if (place >> 16 != static_cast<std::uint32_t>(g_.rank())) return {-1, 0};
+  const auto expert = static_cast<int>(place & 0xFFFFu);
+  const int rows = lower_sources(unit, expert) + earlier_in_words(epoch, unit, id);
+  return {expert, __reduce_add_sync(kAllLanes, rows)};
+}
+
+// The lane's share of earlier rows there.
 XD_LL_LIST(int)::earlier_in_words(std::uint64_t epoch, const LlUnit& unit, std::uint32_t id) const {
   int rows = 0;
 #pragma unroll 1

@@ -2,7 +2,7 @@
 //
 //   memory                      written by                 read by
 //   tokens, topk_idx, weights   the caller, before         sender blocks
-//   rows[slot][rank][t] there   a group of 448 threads     the owner's receiver blocks
+//   rows[slot][rank][t] there   a group of 224 threads     the owner's receiver blocks
 //
 // A token's row goes once to every rank that has an expert of it. The next row is loaded before
 // this one is stored, since loads behind stores wait for the links. Sender blocks store nothing
@@ -17,14 +17,18 @@
 
 namespace xd::ep::cuda {
 
-// A block of dispatch: groups of warps that move rows, and warps for all else.
-inline constexpr int kLlGroups = 2, kLlGroupWarps = kLlGroupThreads / 32;
-inline constexpr int kLlMovers = kLlMoverThreads, kLlThreads = kLlDispatchThreads;
-static_assert(kLlMovers == kLlGroups * kLlGroupThreads);
-// Vectors of a row that a group moves at once: two for each thread.
-inline constexpr std::uint32_t kLlPiece = 2 * kLlGroupThreads;
+inline constexpr int kLlGroupWarps = kLlGroupThreads / 32;
+inline constexpr int kLlMovers = kLlDispatchMovers, kLlThreads = kLlDispatchThreads;
+// In receiver blocks a group also has a tail warp; behind those are a warp that helps, and one that
+// begins the launch's turn and watches for records.
+inline constexpr int kLlGroupMembers = kLlGroupThreads + 32;
+inline constexpr int kLlHelper = kLlThreads / 32 - 2, kLlWatch = kLlThreads / 32 - 1;
+static_assert(kLlGroups * kLlGroupMembers == kLlHelper * 32);
+// Vectors of a row that a thread, and a group, moves at once.
+inline constexpr int kLlVectors = 4;
+inline constexpr std::uint32_t kLlPiece = kLlVectors * kLlGroupThreads;
 // Numbers of named barriers.
-enum LlBarrier { kLlGroupBarrier = 1, kLlListBarrier = 3, kLlTellBarrier = 4 };
+enum LlBarrier { kLlGroupBarrier = 1, kLlListBarrier = 3, kLlHeadBarrier = 4 };
 
 // The ranks of a token's experts: one word for up to 32 ranks, else three.
 template <bool kMany>
@@ -43,6 +47,10 @@ struct LlRanks {
     return ranks;
   }
   __device__ void add(int rank) {
+    if constexpr (!kMany) {
+      word[0] |= 1u << rank;
+      return;
+    }
 #pragma unroll
     for (int w = 0; w < kWords; ++w) word[w] |= rank / 32 == w ? 1u << (rank % 32) : 0u;
   }
@@ -53,13 +61,8 @@ struct LlRanks {
     for (int w = 0; w < kWords; ++w) found |= rank / 32 == w && (word[w] >> (rank % 32) & 1) != 0;
     return found;
   }
-  __device__ bool any() const {
-    std::uint32_t all = 0;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) all |= word[w];
-    return all != 0;
-  }
   __device__ int count_below(int rank) const {
+    if constexpr (!kMany) return __popc(word[0] & ((1u << rank) - 1));
     int count = 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -86,24 +89,27 @@ __device__ inline std::uint64_t ll_row_offset(const LlDevice& g, std::uint32_t s
          static_cast<std::uint64_t>(row) * static_cast<std::uint32_t>(g.map.row_stride);
 }
 
-// 16 bytes of a row and their neighbours, as one thread loads them: two vectors that follow one
-// another where they are quantised together, else two of a group's vectors apart.
+// The vectors of 16 bytes of a piece of a row that one thread loads: a group's vectors apart, in
+// pairs that follow one another where these are quantised together.
 template <bool kTogether>
 struct LlVectors {
-  uint4 a, b;
+  uint4 v[kLlVectors];
 
-  __device__ static std::uint32_t first(std::uint32_t piece, std::uint32_t thread) {
-    return piece * kLlPiece + (kTogether ? 2 * thread : thread);
+  __device__ static std::uint32_t at(std::uint32_t piece, std::uint32_t thread, int i) {
+    const std::uint32_t lane_of_pair = (i / 2) * kLlGroupThreads + thread;
+    return piece * kLlPiece + (kTogether ? 2 * lane_of_pair + i % 2 : i * kLlGroupThreads + thread);
   }
-  __device__ static std::uint32_t second(std::uint32_t piece, std::uint32_t thread) {
-    return piece * kLlPiece + (kTogether ? 2 * thread + 1 : kLlGroupThreads + thread);
+  // Of the vector that the i-th pair becomes.
+  __device__ static std::uint32_t at_quantised(std::uint32_t piece, std::uint32_t thread, int i) {
+    return piece * (kLlPiece / 2) + i * kLlGroupThreads + thread;
   }
   __device__ void load(const std::byte* row, std::uint32_t vectors, std::uint32_t piece,
                        std::uint32_t thread) {
-    const std::uint32_t at = first(piece, thread), next = second(piece, thread);
-    a = b = make_uint4(0, 0, 0, 0);
-    if (at < vectors) a = ptx::ld_streaming(row + at * 16);
-    if (next < vectors) b = ptx::ld_streaming(row + next * 16);
+#pragma unroll
+    for (int i = 0; i < kLlVectors; ++i) {
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (at(piece, thread, i) < vectors) v[i] = ptx::ld_streaming(row + at(piece, thread, i) * 16);
+    }
   }
 };
 
@@ -144,7 +150,7 @@ class LlSender {
   struct Loaded {
     LlVectors<kQuantises> row;
     std::int64_t id;        // of lane k
-    std::uint64_t weights;  // of the thread that sends them
+    std::uint64_t weights;  // this thread's word of the row's tail, if it has some
   };
 
   __device__ int tokens() const { return static_cast<int>(p_.record.tokens); }
@@ -157,19 +163,21 @@ class LlSender {
     to.row.load(p_.tokens + at * p_.record.row_bytes, row_vectors(), piece, thread_);
     to.weights = 0;
     if (thread_ >= p_.form.scale_words && thread_ < p_.form.tail_words()) {
-      to.weights =
-          ll_weight_word(p_.topk_weights + at * topk_, topk_, thread_ - p_.form.scale_words);
+      to.weights = weight_word(token, thread_);
     }
   }
   __device__ LlRanks<kMany> ranks_of(std::int64_t id) const {
     const bool good = id >= 0 && id < g_.experts;
     return LlRanks<kMany>::of_lanes(good ? static_cast<int>(places_[id] >> 16) : -1);
   }
-  __device__ void send(const LlRanks<kMany>& to, std::uint64_t offset, std::uint32_t piece,
-                       const Loaded& loaded);
-  __device__ std::uint64_t tail_word(std::uint32_t word, std::uint64_t weights) const {
-    return word < p_.form.scale_words ? reinterpret_cast<const std::uint64_t*>(tails_)[word]
-                                      : weights;
+  __device__ void send(const LlRanks<kMany>& to, std::uint64_t offset, int token,
+                       std::uint32_t piece, const Loaded& loaded);
+  __device__ std::uint64_t weight_word(int token, std::uint32_t word) const {
+    return ll_weight_word(p_.topk_weights + static_cast<std::int64_t>(token) * topk_, topk_,
+                          word - p_.form.scale_words);
+  }
+  __device__ std::uint64_t scale_word(std::uint32_t word) const {
+    return reinterpret_cast<const std::uint64_t*>(tails_)[word];
   }
 
   const LlDispatchParams& p_;
@@ -199,7 +207,7 @@ __device__ void LlSender<Quantiser, kMany>::send_all(std::uint64_t epoch) {
     if (then < tokens()) load(then, last ? 0 : piece + 1, next_);
     if (piece == 0) ranks = ranks_of(now.id);
     tails_ = parity == 0 ? tails[0] : tails[1];
-    send(ranks, ll_row_offset(g_, slot, g_.rank(), t), piece, now);
+    send(ranks, ll_row_offset(g_, slot, g_.rank(), t), t, piece, now);
     if (last) parity ^= 1;
     piece = last ? 0 : piece + 1;
     t = then;
@@ -208,24 +216,32 @@ __device__ void LlSender<Quantiser, kMany>::send_all(std::uint64_t epoch) {
 
 template <class Quantiser, bool kMany>
 __device__ void LlSender<Quantiser, kMany>::send(const LlRanks<kMany>& to, std::uint64_t offset,
-                                                 std::uint32_t piece, const Loaded& loaded) {
-  uint4 first = loaded.row.a;
-  std::uint32_t at = LlVectors<false>::first(piece, thread_), vectors = p_.form.vectors;
+                                                 int token, std::uint32_t piece,
+                                                 const Loaded& loaded) {
+  constexpr int kSent = kQuantises ? kLlVectors / 2 : kLlVectors;
   const bool last = piece + 1 == pieces();
-  if constexpr (kQuantises) {
-    const LlQuantised q = quantise_columns<Quantiser>(loaded.row.a, loaded.row.b, p_.format);
-    first = q.elements;
-    at = piece * kLlGroupThreads + thread_;
-    if (thread_ % kLanesPerScale == 0 && at < vectors) {
-      put_scale(tails_, at / kLanesPerScale, q.scale, p_.format);
+  ulonglong2 words[kSent];
+  std::uint32_t at[kSent];
+#pragma unroll
+  for (int i = 0; i < kSent; ++i) {
+    if constexpr (kQuantises) {
+      const LlQuantised q =
+          quantise_columns<Quantiser>(loaded.row.v[2 * i], loaded.row.v[2 * i + 1], p_.format);
+      words[i] = words_of(q.elements);
+      at[i] = LlVectors<true>::at_quantised(piece, thread_, i);
+      if (thread_ % kLanesPerScale == 0 && at[i] < p_.form.vectors) {
+        put_scale(tails_, at[i] / kLanesPerScale, q.scale, p_.format);
+      }
+    } else {
+      words[i] = words_of(loaded.row.v[i]);
+      at[i] = LlVectors<false>::at(piece, thread_, i);
     }
-    // The scales of a row are complete; tails of two rows take turns.
-    if (last) ptx::barrier_sync(kLlGroupBarrier + group_, kLlGroupThreads);
   }
+  // The scales of a row are complete; tails of two rows take turns.
+  if (kQuantises && last) ptx::barrier_sync(kLlGroupBarrier + group_, kLlGroupThreads);
   const bool has_tail = last && thread_ < p_.form.tail_words();
-  const std::uint64_t tail = has_tail ? tail_word(thread_, loaded.weights) : 0;
-  const ulonglong2 words = words_of(first), more = words_of(loaded.row.b);
-  const std::uint32_t second = LlVectors<false>::second(piece, thread_);
+  std::uint64_t tail = loaded.weights;
+  if (kQuantises && has_tail && thread_ < p_.form.scale_words) tail = scale_word(thread_);
   // Own rows cross only where a later launch takes them.
   const int count = s_.course.receives ? g_.ranks() - 1 : g_.ranks();
 #pragma unroll 1
@@ -234,9 +250,19 @@ __device__ void LlSender<Quantiser, kMany>::send(const LlRanks<kMany>& to, std::
     if (d >= g_.ranks()) d -= g_.ranks();
     if (!to.has(d) || (g_.masks && s_.masked.has(d))) continue;
     std::byte* row = s_.area[d].base + offset;
-    if (at < vectors) send_pair(row + at * 16, words);
-    if (!kQuantises && second < vectors) send_pair(row + second * 16, more);
-    if (has_tail) send_word(row + p_.form.payload() + thread_ * 8, tail);
+#pragma unroll
+    for (int i = 0; i < kSent; ++i) {
+      if (at[i] < p_.form.vectors) send_pair(row + at[i] * 16, words[i]);
+    }
+    if (!has_tail) continue;
+    std::byte* const to_tail = row + p_.form.payload();
+    send_word(to_tail + thread_ * 8, tail);
+#pragma unroll 1
+    for (std::uint32_t w = thread_ + kLlGroupThreads; w < p_.form.tail_words();
+         w += kLlGroupThreads) {
+      const bool scales = kQuantises && w < p_.form.scale_words;
+      send_word(to_tail + w * 8, scales ? scale_word(w) : weight_word(token, w));
+    }
   }
 }
 

@@ -184,11 +184,11 @@ void CudaSlotsGroup::check_limits() const {
          c.local_experts, " of them on ", c.ranks,
          " ranks, expected at most 65536 / num_ranks on CUDA devices");
   }
-  // One thread of 448 moves a word of a row's scales and weights.
+  // Rows have room for so many scales and weights.
   const LlRowForm form =
       ll_row_form(static_cast<std::uint32_t>(c.max_row_bytes),
                   static_cast<std::uint32_t>(c.max_row_bytes / 2 / 128 * 4), true, c.max_topk);
-  if (form.tail_words() > kLlGroupThreads) {
+  if (form.tail_words() > kLlMostTailWords) {
     fail(XD_ERROR_UNSUPPORTED, "config.hidden: rows have ", c.max_row_bytes,
          " bytes, expected at most 220000 in EXPERT_SLOTS on CUDA devices");
   }
@@ -295,12 +295,10 @@ LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams&
                      : receives_only ? std::min(kLlReceiveBlocks, blocks_)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
-  params.room = ll_dispatch_room(sizes_of(config()), blocks - params.senders, room());
+  params.room = ll_dispatch_room(sizes_of(config()), room());
   if (params.room.end > room()) {
-    fail(XD_ERROR_UNSUPPORTED, "config: dispatch to ", blocks - params.senders,
-         " thread blocks needs ", params.room.end,
-         " bytes of shared memory per block, this device has ", room(),
-         ": more multiprocessors (config.num_sms) need less");
+    fail(XD_ERROR_UNSUPPORTED, "config: dispatch needs ", params.room.end,
+         " bytes of shared memory per block, this device has ", room());
   }
   return {.blocks = blocks,
           .first_blocks = params.senders,

@@ -8,12 +8,6 @@
 
 namespace xd::ep::cuda {
 
-// Groups up to these bounds have kernels of their own.
-inline constexpr int kLlFewRanks = 32, kLlFewTopk = 8;
-constexpr bool ll_is_small(int ranks, int topk) {
-  return ranks <= kLlFewRanks && topk <= kLlFewTopk;
-}
-
 // Each starts a launch on `stream` that may be a dependent one; nothing waits.
 void launch(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
 void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream);

@@ -30,6 +30,8 @@ inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // lanes
 // id of all ones is none.
 struct LlIdWords {
   static constexpr int kTagBits = 16;
+  // Up to eight ids below 4095 lie in places that do not depend on the group.
+  static constexpr int kFewBits = 12, kFewPerWord = 4;
 
   std::int32_t bits;      // of an id
   std::int32_t per_word;  // ids
@@ -38,10 +40,12 @@ struct LlIdWords {
   static constexpr LlIdWords make(int experts, int topk) {
     LlIdWords w{};
     while (experts >> w.bits != 0) ++w.bits;
+    if (topk <= 2 * kFewPerWord && w.bits < kFewBits) w.bits = kFewBits;
     w.per_word = (64 - kTagBits) / w.bits;
     w.words = ((topk + w.per_word - 1) / w.per_word + 1) / 2 * 2;
     return w;
   }
+  constexpr bool few() const { return bits == kFewBits && per_word == kFewPerWord && words == 2; }
   constexpr std::uint32_t none() const { return (1u << bits) - 1; }
   constexpr std::uint32_t id(std::uint64_t word, int place) const {
     return static_cast<std::uint32_t>(word >> (place * bits)) & none();

@@ -114,16 +114,16 @@ struct LlSlots {
 struct LlDispatchRoom {
   std::uint32_t places;  // [E] LlDevice::places, or nothing where they do not fit
   std::uint32_t counts;  // [W][L] uint16: rows from each source
-  std::uint32_t ids;     // [W][max_tokens * max_topk] uint16: local expert, or none
+  std::uint32_t ids;     // [W][max_tokens * ids_topk] uint16: local expert, or none
   std::uint32_t hits;    // [rounds][warps]: candidates with rows here
   std::uint32_t orders;  // [W * max_tokens] uint8
-  std::uint32_t units;   // [most_units]: this block's rows
+  std::uint32_t names;   // [W * max_tokens] LlDevice::order, or nothing where they do not fit
   std::uint32_t tails;   // [groups][2]: scales that are on their way
   std::uint32_t end;
+  std::uint32_t ids_topk;     // uint16 per token: max_topk, or more
   std::uint32_t ids_stride;   // uint16 per source
   std::uint32_t tail_stride;  // bytes
-  std::uint32_t most_units;
-  bool has_places, has_ids;
+  bool has_places, has_ids, has_names;
 };
 
 struct LlDispatchParams {
@@ -145,6 +145,7 @@ struct LlDispatchParams {
   std::byte* plan;
   LlSlots recv_tokens, recv_scales;
   std::uint32_t scale_element;  // bytes of an element of recv_scales: 1 or 4
+  std::uint32_t scale_columns;  // of recv_scales
   std::int32_t* counts;
   std::int64_t* source_ranges;
   std::int32_t* source_tokens;

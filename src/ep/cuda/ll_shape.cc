@@ -18,7 +18,7 @@ struct RoomCursor {
 
 }  // namespace
 
-LlDispatchRoom ll_dispatch_room(const LlSizes& s, int receivers, std::size_t shared_bytes) {
+LlDispatchRoom ll_dispatch_room(const LlSizes& s, std::size_t shared_bytes) {
   const auto ranks = at(s.ranks), tokens = at(s.max_tokens);
   const std::uint64_t candidates = ranks * tokens;
   LlDispatchRoom room{};
@@ -26,20 +26,22 @@ LlDispatchRoom ll_dispatch_room(const LlSizes& s, int receivers, std::size_t sha
   room.has_places = s.experts <= kLlMostSharedPlaces;
   room.places = cursor.place(room.has_places ? at(s.experts) * sizeof(std::uint32_t) : 0);
   room.counts = cursor.place((ranks * at(s.local_experts) + 1) / 2 * sizeof(std::uint32_t));
-  room.hits = cursor.place((candidates + kLlMoverThreads - 1) / kLlMoverThreads *
-                           (kLlMoverThreads / 32) * sizeof(std::uint32_t));
+  room.hits = cursor.place((candidates + kLlDispatchMovers - 1) / kLlDispatchMovers *
+                           (kLlDispatchMovers / 32) * sizeof(std::uint32_t));
   room.orders = cursor.place(candidates);
-  room.most_units = static_cast<std::uint32_t>((candidates + at(receivers) - 1) / at(receivers));
-  room.units = cursor.place(room.most_units * sizeof(std::uint32_t));
   // Scales of a quantised row: a float32 for 128 columns of bf16.
   room.tail_stride =
       static_cast<std::uint32_t>(round_up(s.max_row_bytes / 2 / 128 * sizeof(float), 8));
   room.tails = cursor.place(std::uint64_t{4} * room.tail_stride);
-  // Vectors of eight ids are read at once.
-  room.ids_stride = static_cast<std::uint32_t>(round_up(tokens * at(s.max_topk), 8));
+  // Vectors of eight ids are read at once: where a token has no more, each has one of its own.
+  room.ids_topk = static_cast<std::uint32_t>(std::max(s.max_topk, kLlFewTopk));
+  room.ids_stride = static_cast<std::uint32_t>(round_up(tokens * room.ids_topk, 8));
   const std::uint64_t ids = ranks * room.ids_stride * sizeof(std::uint16_t);
   room.has_ids = cursor.at + ids <= shared_bytes;
   room.ids = cursor.place(room.has_ids ? ids : 0);
+  const std::uint64_t names = candidates * sizeof(std::uint32_t);
+  room.has_names = cursor.at + names <= shared_bytes;
+  room.names = cursor.place(room.has_names ? names : 0);
   room.end = cursor.at;
   return room;
 }

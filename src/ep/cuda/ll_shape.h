@@ -12,10 +12,25 @@
 
 namespace xd::ep::cuda {
 
-inline constexpr int kLlDispatchThreads = 1024, kLlMoverThreads = 896, kLlGroupThreads = 448;
+// A block of dispatch: two groups of warps that move rows, each with a tail warp, and two warps for
+// all else. More and thinner threads would all execute what each warp does once for a row.
+inline constexpr int kLlGroups = 2, kLlGroupThreads = 224;
+inline constexpr int kLlDispatchMovers = kLlGroups * kLlGroupThreads;
+inline constexpr int kLlDispatchThreads = kLlDispatchMovers + 4 * 32;
+
+// Words of scales and weights of a row.
+inline constexpr std::uint32_t kLlMostTailWords = 448;
+
+inline constexpr int kLlMoverThreads = 896;  // of combine
 inline constexpr int kLlCombineBlockThreads = 960;
 // Vectors of 16 bytes of a row of partial sums that a quarter of a block's movers sends at a time.
 inline constexpr int kLlPartVectors = kLlMoverThreads / 4;
+
+// Groups up to these bounds have kernels of their own.
+inline constexpr int kLlFewRanks = 32, kLlFewTopk = 8;
+constexpr bool ll_is_small(int ranks, int topk) {
+  return ranks <= kLlFewRanks && topk <= kLlFewTopk;
+}
 
 // Larger tables of experts stay in global memory.
 inline constexpr int kLlMostSharedPlaces = 4096;
@@ -39,8 +54,8 @@ inline constexpr int kLlReceiveBlocks = 48;
 
 inline constexpr int kLlFewestBlocks = 2;
 
-// The shared memory of a dispatch with so many receiver blocks.
-LlDispatchRoom ll_dispatch_room(const LlSizes& sizes, int receivers, std::size_t shared_bytes);
+// The shared memory of a block of dispatch.
+LlDispatchRoom ll_dispatch_room(const LlSizes& sizes, std::size_t shared_bytes);
 
 // LlDevice::places.
 std::vector<std::uint32_t> ll_places(const Config& config);

@@ -43,7 +43,9 @@ class LlSources {
 
   // All lanes of the warp. When it returns, every record has come or its source is gone, and so are
   // the ids in groups that mask.
-  __device__ void wait(bool counts_bad_ids);
+  __device__ void wait();
+  // Behind it: the bad ids of all sources. The first receiver block.
+  __device__ void count_bad_ids();
 
  private:
   __device__ std::uint64_t timeout_ns() const {
@@ -52,6 +54,7 @@ class LlSources {
   __device__ std::uint64_t while_ns() const {
     return min(timeout_ns() / kClosingPart, kMostClosingNs);
   }
+  __device__ bool take_together();
   __device__ void wait_record(int source);
   __device__ bool look(int source, turn::LongWait& wait);
   __device__ void add_bad_ids(int source);
@@ -75,15 +78,51 @@ class LlSources {
   template <bool kMany>     \
   __device__ inline type LlSources<kMany>
 
-XD_LL_SOURCES(void)::wait(bool counts_bad_ids) {
+XD_LL_SOURCES(void)::wait() {
   turn_.clear_sources();
+  // The time for which each source is waited for is asked for one by one.
+  if (g_.masks || p_.wait_ns != nullptr || !take_together()) {
 #pragma unroll 1
-  for (int r = lane_id(); r < g_.ranks(); r += 32) {
-    if (s_.gone[r] == 0) wait_record(r);
+    for (int r = lane_id(); r < g_.ranks(); r += 32) {
+      if (s_.gone[r] == 0) wait_record(r);
+    }
   }
   __syncwarp();
   if (g_.masks) wait_ids();
-  if (!counts_bad_ids) return;
+}
+
+// Looks for a while at the records of all sources, four at a time. False: some have not come; the
+// others are taken again.
+XD_LL_SOURCES(bool)::take_together() {
+  constexpr int kSources = 32 / LlLane::kWords;
+  const int word_at = lane_id() % LlLane::kWords;
+  const std::uint64_t factor = turn::seal_factor(word_at);
+#pragma unroll 1
+  for (int first = 0; first < g_.ranks(); first += kSources) {
+    const int source = first + lane_id() / LlLane::kWords;
+    const bool is_one = source < g_.ranks();
+    const std::uint64_t* at = turn_.lane().word_of(is_one ? source : 0, epoch_, word_at);
+    std::uint64_t word = 0;
+    bool come = false;
+#pragma unroll 1
+    for (int i = 0; i < turn::kPollsBetweenLooks && !come; ++i) {
+      word = ptx::ld_relaxed_sys(at);
+      std::uint64_t number = word * factor;
+#pragma unroll
+      for (int step = LlLane::kWords / 2; step > 0; step /= 2) {
+        number += __shfl_xor_sync(kAllLanes, number, step);
+      }
+      come = __all_sync(kAllLanes, number == epoch_) != 0;
+    }
+    if (!come) return false;
+    if (is_one && word_at < turn::kRecordWords) {
+      reinterpret_cast<std::uint64_t*>(&s_.record[source])[word_at] = word;
+    }
+  }
+  return true;
+}
+
+XD_LL_SOURCES(void)::count_bad_ids() {
 #pragma unroll 1
   for (int r = lane_id(); r < g_.ranks(); r += 32) {
     if (s_.gone[r] == 0 && s_.record[r].call.status == XD_SUCCESS) add_bad_ids(r);
