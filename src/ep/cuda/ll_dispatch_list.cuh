@@ -298,10 +298,12 @@ XD_LL_LIST(void)::mark(int round, const LlUnit& unit, bool here) {
   if (own != 0) atomicAdd(&s_.own_units, __popc(own));
 }
 
-// Writes the ranks of an own token to the plan. One receiver block.
+// Writes the ranks of an own token to the plan. One receiver block. Operations behind this launch's
+// own deliver nothing, and the plan is that of its own.
 XD_LL_LIST(void)::note_home(std::uint64_t epoch, const LlUnit& unit,
                             const LlRanks<kMany>& home) const {
   if (unit.source() != g_.rank() || p_.plan == nullptr || p_.step.silent) return;
+  if (epoch != turn_.course().take_epoch) return;
   RankBits bits{};
   bits.word[0] = home.word[0];
   if constexpr (kMany) {
