@@ -15,6 +15,19 @@ if ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
 fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sort | uniq -c
 
+# cuBLASLt, which products load at run time: where the loader finds it, or in Python's wheels.
+if ! ldconfig -p 2>/dev/null | grep -q 'libcublasLt\.so\.1[23]'; then
+  folder=$(python3 - 2>/dev/null <<'END'
+import glob, importlib.util, os
+for place in importlib.util.find_spec("nvidia").submodule_search_locations:
+    for found in sorted(glob.glob(os.path.join(place, "*", "lib", "libcublasLt.so.1[23]"))):
+        print(os.path.dirname(found))
+END
+  )
+  folder=${folder%%$'\n'*}
+  export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}${folder:+${LD_LIBRARY_PATH:+:}$folder}
+fi
+
 # Leaves out GoogleTest's lines about tests that passed.
 what_went_wrong() {
   awk '/\[ RUN      \]/ { running = $0; next }
