@@ -74,7 +74,7 @@ Option Estimate::gather(bool doubling) const {
     return o;
   }
   const double each = copy(gather_bytes_) + m_.flag_us;
-  const auto arrival = [&](int peers) { return m_.first_copy_us + peers * each; };
+  const auto arrival = [&](int peers) { return m_.open_us + m_.first_copy_us + peers * each; };
   const double own = product(p_.most_tokens);
   o.gemm_us = own;
   double now = own;
@@ -92,7 +92,7 @@ Option Estimate::gather(bool doubling) const {
 
 Option Estimate::sequential_gather() const {
   Option o{.algo = XD_GEMM_ALGO_SEQUENTIAL, .products = 1, .gemm_us = whole_};
-  const double copies = m_.first_copy_us + peers_ * (copy(gather_bytes_) + m_.flag_us);
+  const double copies = m_.open_us + m_.first_copy_us + peers_ * (copy(gather_bytes_) + m_.flag_us);
   const double pushed = m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us;
   o.mover = pushed < copies ? Mover::push : Mover::copies;
   o.transfer_us = std::min(copies, pushed);
@@ -158,6 +158,12 @@ Option Estimate::direct() const {
     o.us = whole_ + o.transfer_us;
     return o;
   }
+  if (p_.far_times.count > 0) {
+    o.gemm_us = p_.far_times.us(p_.tokens);
+    o.transfer_us = link;
+    o.us = o.gemm_us + m_.meet_us + sum(share_bytes_);
+    return o;
+  }
   const double loss =
       m_.stitched_loss *
       std::max(m_.stitched_columns / static_cast<double>(std::max<std::int64_t>(p_.n, 1)), 0.25);
@@ -173,7 +179,9 @@ Option Estimate::copied_sum() const {
     return o;
   }
   o.transfer_us = m_.first_copy_us + peers_ * copy(share_bytes_);
-  o.us = whole_ + o.transfer_us + m_.meet_us + sum(share_bytes_) + spread();
+  // The own rows are copied as well, into a slot of this device.
+  const double own = 2 * share_bytes_ / m_.memory_bytes_us;
+  o.us = whole_ + o.transfer_us + own + m_.join_us + m_.meet_us + sum(share_bytes_) + spread();
   return o;
 }
 

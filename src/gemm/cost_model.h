@@ -22,22 +22,23 @@ struct Machine {
   double memory_us = 2;            // of every product that is bound by memory
   double link_bytes_us = 393e3;    // a copy engine's, to one peer
   double copy_us = 4;              // of every copy
+  double open_us = 8;              // until copies may begin, if nothing hides it
   double first_copy_us = 4;        // of the first copy on a stream, in addition
   double flag_us = 1.5;            // of the copy of a flag behind rows
   double wait_us = 1.5;            // of a kernel that finds its flags raised
   double boundary_us = 1;          // between two products
   double wait_boundary_us = 3.5;   // between two products with a wait between
   double join_us = 2;              // two streams become one
-  double meet_us = 5.3;            // all ranks tell one another that they are done
+  double meet_us = 9;              // all ranks tell one another that they are done
   double sum_us = 3;               // of a sum, beside its traffic
   double sum_bytes_us = 3.9e6;
-  double push_us = 10.5;  // rows pushed by a kernel, and waited for
+  double push_us = 16;  // rows pushed by a kernel, and waited for
   double push_bytes_us = 330e3;
-  double words_us = 8;  // partial sums pushed as words, and summed
+  double words_us = 14;  // partial sums pushed as words, and summed
   double words_bytes_us = 340e3;
-  double one_shot_us = 5.5;  // all_reduce by words in one step
+  double one_shot_us = 11.5;  // all_reduce by words in one step
   double one_shot_bytes_us = 302e3;
-  double two_shot_us = 7.5;  // all_reduce by words in two steps
+  double two_shot_us = 13;  // all_reduce by words in two steps
   double two_shot_bytes_us = 345e3;
   double stitched_gather_us = 7;  // all_reduce of a product in the owners' memory, by words
   double stitched_gather_bytes_us = 370e3;
@@ -85,6 +86,7 @@ struct Problem {
   bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
   bool scales_by_part = true;  // a part of a's rows finds its scales at an aligned address
   ProductTimes times{};        // of its product; where there are none they are estimated
+  ProductTimes far_times{};    // likewise of one that stores its rows into their owners' memory
 };
 
 // What a context has memory for.

@@ -156,7 +156,9 @@ TEST(GemmCostModel, ChoosesWhatWasFastestWhereItWasMeasured) {
 TEST(GemmCostModel, EstimatesAreNearWhatWasMeasured) {
   for (const Row& row : all_rows()) {
     const Problem problem = problem_of(row.operation, row.ranks, row.tokens, row.n, row.k);
-    const double best = options_of({}, problem, ample()).best()->us / 1000;
+    // What was measured there had no turns, which take some microseconds.
+    constexpr double kTurnUs = 4;
+    const double best = (options_of({}, problem, ample()).best()->us - kTurnUs) / 1000;
     // 0.21: of 43 us, by a way that was not measured there.
     EXPECT_LT(std::abs(best / row.best - 1), 0.21)
         << best << " for " << row.best << ": " << describe(row);
@@ -211,6 +213,55 @@ TEST(GemmCostModel, DoesNotSplitProductsWhosePartsWereMeasuredToBeSlow) {
   EXPECT_EQ(options_of({}, problem, ample()).best()->algo, kSeq);
   problem.times = times_of({{256, 85}, {512, 169}});
   EXPECT_NE(options_of({}, problem, ample()).best()->algo, kSeq);
+}
+
+// Products that store into their owners' memory are measured as they do.
+TEST(GemmCostModel, TakesMeasuredTimesOfProductsThatStoreFarAway) {
+  Problem problem = problem_of(kRs, 4, 1024, 8192, 2048);
+  const auto direct = [&] { return options_of({}, problem, ample()).find(kDirect)->us; };
+  problem.times = times_of({{1024, 50}});
+  problem.far_times = times_of({{1024, 60}});
+  const double near = direct();
+  problem.far_times = times_of({{1024, 100}});
+  EXPECT_DOUBLE_EQ(direct() - near, 40);
+  problem.times = times_of({{1024, 500}});
+  EXPECT_DOUBLE_EQ(direct() - near, 40);
+}
+
+// What crossdock-bench gemm measured on two H200, microseconds as graphs, with the products' times
+// that contexts measured there.
+struct MeasuredCall {
+  xd_gemm_operation operation;
+  std::int64_t n, k, tokens;
+  ProductTimes times;
+  std::vector<std::pair<xd_gemm_algo, double>> us;
+};
+
+std::vector<MeasuredCall> measured_calls() {
+  return {
+      {kAg, 5120, 8192, 512, times_of({{256, 38}, {512, 59}}), {{kSeq, 88}, {kRing, 77.6}}},
+      {kAg, 5120, 8192, 2048, times_of({{1024, 106}, {2048, 207}}), {{kSeq, 279}, {kRing, 223}}},
+      {kAg, 14336, 8192, 512, times_of({{256, 82}, {512, 161}}), {{kSeq, 223}, {kRing, 183}}},
+      {kAg, 14336, 8192, 2048, times_of({{1024, 287}, {2048, 644}}), {{kSeq, 775}, {kRing, 665}}},
+      {kRs, 8192, 4096, 2048, times_of({{1024, 88}, {2048, 171}}), {{kSeq, 261}, {kRing, 209}}},
+      {kRs, 8192, 14336, 2048, times_of({{1024, 311}, {2048, 628}}), {{kSeq, 750}, {kRing, 697}}},
+  };
+}
+
+TEST(GemmCostModel, ChoosesNearlyTheBestOfWhatBothExecutorAndProductsWereMeasuredToTake) {
+  for (const MeasuredCall& call : measured_calls()) {
+    Problem problem = problem_of(call.operation, 2, call.tokens, call.n, call.k);
+    problem.times = call.times;
+    const xd_gemm_algo chosen = options_of({}, problem, ample()).best()->algo;
+    double best = call.us.front().second, got = 0;
+    for (const auto& [algo, us] : call.us) {
+      best = std::min(best, us);
+      if (algo == chosen || (algo == kRing && chosen == kPairs)) got = us;
+    }
+    EXPECT_GT(got, 0) << "chose " << chosen << ", which was not measured";
+    EXPECT_LE(got, 1.03 * best) << "chose " << chosen << ": operation " << call.operation << ", M "
+                                << call.tokens << ", N " << call.n << ", K " << call.k;
+  }
 }
 
 // More tokens take no less time by any algorithm. (An algorithm may become possible or impossible.)

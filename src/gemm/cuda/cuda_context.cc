@@ -379,8 +379,11 @@ xd_gemm_view CudaContext::gathered() {
 
 Problem CudaContext::problem(const ProductCall& call) const {
   Problem problem = problem_of(call, config());
-  problem.times = memory_->products->times_of(
-      product_shape(call, call.a_rows, call.a_rows, call.wide_type(), false));
+  xd::cuda::ProductShape shape =
+      product_shape(call, call.a_rows, call.a_rows, call.wide_type(), false);
+  problem.times = memory_->products->times_of(shape);
+  shape.far = true;
+  problem.far_times = memory_->products->times_of(shape);
   return problem;
 }
 
