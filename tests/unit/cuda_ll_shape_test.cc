@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <set>
 #include <string>
 #include <vector>
@@ -241,6 +242,65 @@ TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {
       }
     }
   }
+}
+
+PlanTerms some_terms() {
+  PlanTerms t{};
+  t.rank = 1, t.ranks = 4, t.experts = 256, t.layout = 2, t.keeps_list = 1, t.keeps_items = 8;
+  t.overflow = 1, t.local_experts = 64, t.capacity = 512;
+  t.capacities = 0x0123456789ABCDEF, t.expert_ranks = 0xFEDCBA9876543210;
+  return t;
+}
+
+PlanHeader plan_head(const PlanTerms& t, std::uint64_t bytes) {
+  PlanHeader h{};
+  h.magic = PlanHeader::kMagic, h.version = PlanHeader::kVersion, h.alignment = 1;
+  h.rank = t.rank, h.ranks = t.ranks, h.experts = t.experts, h.local_experts = t.local_experts;
+  h.layout = t.layout, h.overflow = t.overflow, h.keeps_list = t.keeps_list;
+  h.keeps_items = t.keeps_items, h.capacities = t.capacities, h.capacity = t.capacity;
+  h.expert_ranks = t.expert_ranks, h.bytes = bytes;
+  return h;
+}
+
+bool has_words_of(const PlanHeader& h, const LlPlanHead& head) {
+  std::uint64_t words[LlPlanHead::kWords];
+  std::memcpy(words, &h, sizeof(words));
+  bool same = true;
+  for (std::uint32_t w = 0; w < LlPlanHead::kWords; ++w) {
+    same &= ((words[w] ^ head.word[w]) & LlPlanHead::mask(w)) == 0;
+  }
+  return same;
+}
+
+// What a plan may differ in from batch to batch does not count; all else does.
+TEST(LlPlanHead, HasTheWordsThatAllPlansOfAGroupShare) {
+  const PlanTerms terms = some_terms();
+  const LlPlanHead head = LlPlanHead::of(terms, 4096);
+  PlanHeader batch = plan_head(terms, 4096);
+  batch.tokens = 7, batch.topk = 3, batch.bad_id_rank = 2, batch.overflow_rank = -1;
+  batch.list_rows = batch.recv_rows = batch.total_rows = 9, batch.bad_ids = 4;
+  batch.fingerprint = 11, batch.epoch = 12, batch.checksum = 13;
+  EXPECT_TRUE(has_words_of(batch, head));
+  const auto differs = [&](auto PlanHeader::*field) {
+    PlanHeader other = batch;
+    other.*field += 1;
+    return !has_words_of(other, head);
+  };
+  EXPECT_TRUE(differs(&PlanHeader::magic));
+  EXPECT_TRUE(differs(&PlanHeader::version));
+  EXPECT_TRUE(differs(&PlanHeader::rank));
+  EXPECT_TRUE(differs(&PlanHeader::ranks));
+  EXPECT_TRUE(differs(&PlanHeader::experts));
+  EXPECT_TRUE(differs(&PlanHeader::layout));
+  EXPECT_TRUE(differs(&PlanHeader::alignment));
+  EXPECT_TRUE(differs(&PlanHeader::overflow));
+  EXPECT_TRUE(differs(&PlanHeader::keeps_list));
+  EXPECT_TRUE(differs(&PlanHeader::keeps_items));
+  EXPECT_TRUE(differs(&PlanHeader::local_experts));
+  EXPECT_TRUE(differs(&PlanHeader::capacities));
+  EXPECT_TRUE(differs(&PlanHeader::expert_ranks));
+  EXPECT_TRUE(differs(&PlanHeader::capacity));
+  EXPECT_TRUE(differs(&PlanHeader::bytes));
 }
 
 }  // namespace

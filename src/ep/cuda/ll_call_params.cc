@@ -1,6 +1,7 @@
 #include "ep/cuda/ll_call_params.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -59,6 +60,50 @@ void add_plan(const PlanBytes& plan, std::size_t plan_bytes, xd::cuda::KnownMemo
   known.require({{"plan", plan.data, plan_bytes}});
   params.plan = static_cast<const std::byte*>(plan.data);
   params.plan_bytes = plan.bytes;
+  params.head = LlPlanHead::of(params.group.terms, params.group.plan.end);
+}
+
+LlCombineRoute route_of(const LlCombineParams& p) {
+  const LlDevice& g = p.group;
+  const std::uint64_t item_bytes = ll_item_bytes(g.max_topk);
+  const std::uint32_t vectors = p.row_bytes / 16;
+  LlCombineRoute r{};
+  r.weighs = (p.record.flags & kHasWeights) != 0;
+  r.dependent = g.dependent;
+  r.item_bytes = static_cast<std::uint32_t>(item_bytes);
+  r.most_items = static_cast<std::uint32_t>((g.ranks() - 1) * g.max_tokens);
+  r.facts = p.plan + g.plan.facts;
+  r.items = p.plan + g.plan.items;
+  r.own_items = r.items + r.most_items * item_bytes;
+  r.home = p.plan + g.plan.home;
+  r.row_parts = LlDivisor::of((std::int64_t{vectors} + kLlPartVectors - 1) / kLlPartVectors);
+  r.topk = static_cast<std::uint32_t>(g.max_topk);
+  r.max_tokens = g.max_tokens;
+  r.rank = g.rank();
+  r.ranks = g.ranks();
+  r.vectors = vectors;
+  r.rows = p.expert_out.data;
+  r.local_experts = static_cast<std::uint32_t>(g.local_experts);
+  r.places = static_cast<std::uint32_t>(g.max_tokens * g.partials_per_token());
+  r.partials_per_token = g.partials_per_token();
+  r.partial_stride = static_cast<std::uint32_t>(g.map.partial_stride);
+  r.own_area = g.own_area;
+  return r;
+}
+
+// A launch with all that ll_combine_quick.cuh asks for. Strides that fit 32 bits are set.
+bool is_quick(LlCombineParams& p, const SlotTensor& rows) {
+  const LlDevice& g = p.group;
+  const auto fits = [](std::int64_t stride, std::int64_t count) {
+    return stride % 16 == 0 && std::abs(stride / 16 * count) <= INT32_MAX / 2;
+  };
+  const std::int64_t experts = p.expert_out.expert_stride, slots = p.expert_out.slot_stride;
+  if (!p.step.send || !p.step.receive || g.masks || g.ranks() > kLlFewRanks) return false;
+  if (2 + 2 * g.max_topk > 32 || p.route.vectors > kLlMoverThreads) return false;
+  if (!fits(experts, rows.experts) || !fits(slots, rows.slots)) return false;
+  p.route.expert_stride = static_cast<std::int32_t>(experts / 16);
+  p.route.slot_stride = static_cast<std::int32_t>(slots / 16);
+  return true;
 }
 
 }  // namespace
@@ -114,13 +159,13 @@ void add_send(const LlCombineSend& call, std::size_t plan_bytes, xd::cuda::Known
   p.record = record_of(call, 0, 0);
   p.expert_out = slots_of(call.expert_out);
   p.slots = LlDivisor::of(call.expert_out.slots);
-  const auto vectors = static_cast<std::int64_t>(call.expert_out.row_bytes() / 16);
-  p.row_parts = LlDivisor::of((vectors + kLlPartVectors - 1) / kLlPartVectors);
   p.topk_weights = given<const float>(call.topk_weights);
   p.weight_rows = static_cast<int>(call.topk_weights.rows);
   p.weight_cols = static_cast<int>(call.topk_weights.cols);
   p.row_bytes = static_cast<std::uint32_t>(call.expert_out.row_bytes());
   p.type = static_cast<std::uint8_t>(call.expert_out.type);
+  p.route = route_of(p);
+  p.route.quick = is_quick(p, call.expert_out);
 }
 
 void add_receive(const LlCombineReceive& call, std::size_t plan_bytes, xd::cuda::KnownMemory& known,

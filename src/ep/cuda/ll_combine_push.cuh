@@ -40,23 +40,16 @@ struct LlCombineShared {
   LlChoice first_own[32];  // lane k's part of that token's own item, with this call's weights
   int items_of[kMaxDeviceRanks];
 
-  std::uint64_t decided;  // said_by() of the operation whose verdict is there
-  int drains;             // 1 = all movers drain the operation
+  std::uint64_t slot_offset;  // of the partial sums of the operation that is sent, in all areas
+  bool usual;                 // a launch of ll_combine_quick.cuh sends rows and receives
+  unsigned unusual;           // 1 = a thread of the block tells what the operation has met
+  int drains;                 // 1 = all movers drain the operation
   unsigned long long drained;
 };
 
 // True if the call has weights. Those of no tokens have no address.
 __device__ inline bool has_weights(const LlCombineParams& p) {
   return (p.record.flags & kHasWeights) != 0;
-}
-
-// An operation and its verdict in one word, so that a mover that reads it needs no order.
-__device__ inline std::uint64_t said_by(std::uint64_t epoch, int verdict) {
-  return epoch << 2 | static_cast<std::uint64_t>(verdict);
-}
-__device__ inline bool says(const volatile std::uint64_t& decided, std::uint64_t epoch,
-                            LlVerdict verdict) {
-  return decided == said_by(epoch, static_cast<int>(verdict));
 }
 
 // The plan of a call. Its parts have fixed places (LlDevice::plan).
@@ -181,8 +174,13 @@ class LlPusher {
         vectors_(params.row_bytes / 16),
         has_first_(params.step.receive && static_cast<int>(blockIdx.x) < params.out_rows) {}
 
-  // Before the block's first barrier: the first unit's rows are on their way.
-  __device__ void load_first();
+  // A warp's first unit.
+  __device__ static std::uint32_t first_unit() {
+    return warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
+  }
+  // Before the block's first barrier: the rows of a unit, from which on all are sent, are on their
+  // way.
+  __device__ void load_first(std::uint32_t unit);
   // Behind it. Afterwards `sum` is this rank's own part of the block's first token, if a launch
   // does both halves.
   __device__ void push_all(std::uint64_t epoch, uint4& sum);
@@ -193,6 +191,8 @@ class LlPusher {
     take(parts_.own_choice(token), vector, (home >> (g_.rank() % 32) & 1) != 0);
   }
   __device__ uint4 add_up(std::uint64_t epoch);
+  // Stands in front of load_own() where nothing has been pushed.
+  __device__ void look_at_facts() { weighted_ = parts_.facts().weighted != 0; }
 
  private:
   __device__ bool is_over() const { return unit_ >= units_; }
@@ -234,8 +234,8 @@ class LlPusher {
 
 // A plan's items have places for all that may come, so they are loaded before it is known how many
 // there are: one load's time for all.
-XD_LL_PUSHER(void)::load_first() {
-  unit_ = warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
+XD_LL_PUSHER(void)::load_first(std::uint32_t unit) {
+  unit_ = unit;
   const LlPlanFacts facts = parts_.facts();
   const std::uint32_t first = load_words(unit_);
   next_ = load_words(unit_ + 4 * gridDim.x);
@@ -245,13 +245,13 @@ XD_LL_PUSHER(void)::load_first() {
   const auto items = static_cast<long long>(facts.remote_items);
   const auto remote = static_cast<std::uint32_t>(min(max(items, 0ll), most));
   weighted_ = facts.weighted != 0;
-  remote_units_ = remote * p_.row_parts.by;
-  units_ = remote_units_ + (p_.step.receive ? 0 : g_.max_tokens * p_.row_parts.by);
+  remote_units_ = remote * p_.route.row_parts.by;
+  units_ = remote_units_ + (p_.step.receive ? 0 : g_.max_tokens * p_.route.row_parts.by);
   if (!is_over()) load_unit(choice);
 }
 
 XD_LL_PUSHER(std::uint32_t)::load_words(std::uint32_t unit) const {
-  const std::uint32_t item = min(p_.row_parts.divides(unit), parts_.own_first());
+  const std::uint32_t item = min(p_.route.row_parts.divides(unit), parts_.own_first());
   const int word = min(lane_id(), 1 + 2 * g_.max_topk);
   return reinterpret_cast<const std::uint32_t*>(parts_.item(g_, item))[word];
 }
@@ -278,10 +278,10 @@ XD_LL_PUSHER(void)::load_unit(const LlChoice& next) {
     choice = s.first_own[lane_id()];
     there = has_first_ && s.first_home.has(g_.rank());
   } else {
-    const std::uint32_t unit_item = p_.row_parts.divides(unit_);
-    vector = vector_of_part(unit_ - unit_item * p_.row_parts.by);
+    const std::uint32_t unit_item = p_.route.row_parts.divides(unit_);
+    vector = vector_of_part(unit_ - unit_item * p_.route.row_parts.by);
     if (unit_ >= remote_units_) {
-      const auto token = static_cast<int>(unit_item - p_.row_parts.divides(remote_units_));
+      const auto token = static_cast<int>(unit_item - p_.route.row_parts.divides(remote_units_));
       choice = parts_.own_choice(token);
       there = (parts_.home_word(token, g_.rank()) >> (g_.rank() % 32) & 1) != 0;
     } else {

@@ -13,7 +13,7 @@
 
 namespace xd::ep::cuda {
 
-inline constexpr int kLlSumBarrier = 1, kLlVerdictBarrier = 4;
+inline constexpr int kLlSumBarrier = 1;
 
 // The number of ranks in a set that are lower than `rank`.
 __device__ inline int order_of(const RankBits& ranks, int rank) {
@@ -31,13 +31,24 @@ __device__ void add_vector(float* sum, const uint4& vector) {
   for (int n = 0; n < T::kPerVector; ++n) sum[n] = __fadd_rn(sum[n], x[n]);
 }
 
+// All threads of a block, once for each operation that is received: true if it is delivered. The
+// control warp knows; `go` of all others is true.
+__device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0 : 1) == 0; }
+
+// All but a block's first token, or also that one where it has to be waited for. It is no part of
+// sum_all(), whose registers it would take.
+template <class T>
+__device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
+                                         std::uint64_t epoch, int unit, bool own, bool has_sum,
+                                         uint4 sum);
+
 template <class T>
 class LlSummer {
  public:
   static constexpr int kAtOnce = 4;  // partial sums of a token that are waited for together
 
   __device__ LlSummer(const LlCombineParams& params, LlCombineTurn& turn, LlCombineShared& shared,
-                      const LlPlanParts& parts, LlPusher<T>& pusher)
+                      const LlPlanParts& parts, LlPusher<T>& pusher, bool go)
       : p_(params),
         g_(params.group),
         turn_(turn),
@@ -45,17 +56,20 @@ class LlSummer {
         parts_(parts),
         pusher_(pusher),
         vectors_(params.row_bytes / 16),
-        pieces_((vectors_ + kLlCombineMovers - 1) / kLlCombineMovers) {}
+        pieces_((vectors_ + kLlCombineMovers - 1) / kLlCombineMovers),
+        go_(go) {}
 
   // Movers. `own`: this launch also pushes, so this rank's own part is not in memory; `sum` is that
   // of the block's first token.
-  __device__ void sum_all(std::uint64_t epoch, bool own, uint4 sum);
-  // All movers of a block, once for each operation that is received: the control warp's verdict is
-  // there. It comes to one about each of them, also where waits have failed. Warps that wait here
-  // take no instructions from those that work, as they would where they polled.
-  __device__ void await_verdict() const {
-    ptx::barrier_sync(kLlVerdictBarrier, kLlCombineMovers + 32);
-  }
+  __device__ void sum_all(std::uint64_t epoch, bool own, const uint4& sum);
+  // The units from one on, behind the verdict; `has_sum`: `sum` is this rank's part of the first.
+  __device__ void sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum);
+  // All movers of a block, once for each operation that is received: the control warp's verdict,
+  // true if it is to deliver. It comes to one about each of them, also where waits have failed.
+  // Warps that wait here take no instructions from those that work, as they would where they
+  // polled.
+  __device__ bool await_verdict() { return go_ = ll_meet_verdict(true); }
+  __device__ bool delivers() const { return go_; }
   // Movers of all blocks: delivers nothing.
   __device__ void drain(std::uint64_t epoch) {
     const bool disagree = s_.turn.disagree != 0;
@@ -69,6 +83,8 @@ class LlSummer {
   }
 
  private:
+  // Tokens times pieces of their rows.
+  __device__ int units() const { return p_.out_rows * static_cast<int>(pieces_); }
   struct Token {
     int token, count, own;  // own: order of this rank's part; -1 = in memory like the others
     RankBits absent;        // places without a sum that is waited for
@@ -104,33 +120,56 @@ class LlSummer {
   const LlPlanParts& parts_;
   LlPusher<T>& pusher_;
   const std::uint32_t vectors_, pieces_;
+  bool go_;  // the verdict that this warp has met last
 };
 
 #define XD_LL_SUMMER(type) \
   template <class T>       \
   __device__ inline type LlSummer<T>
 
-XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, uint4 sum) {
-  const int units = p_.out_rows * static_cast<int>(pieces_);
-  const auto step = static_cast<int>(gridDim.x);
-  int mine = static_cast<int>(blockIdx.x);
+XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
+  const auto mine = static_cast<int>(blockIdx.x);
+  if (mine >= units()) {
+    await_verdict();
+    return;
+  }
+  const Token t = look_at(mine, own, true);
+  bool done = false;
   // The part that push_all() has left belongs to the first token's first piece.
-  bool has_sum = own && pieces_ == 1;
-  if (mine >= units) await_verdict();
+  if (!g_.masks && t.count <= kAtOnce && (!own || pieces_ == 1)) {
+    done = add_few(t, epoch, sum, true);
+  } else {
+    await_verdict();
+  }
+  const int next = done ? mine + static_cast<int>(gridDim.x) : mine;
+  if (next >= units() || !go_) return;
+  ll_sum_rest<T>(p_, s_, epoch, next, own, !done && own && pieces_ == 1, sum);
+}
+
+XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum) {
 #pragma unroll 1
-  for (; mine < units; mine += step) {
-    const Token t = look_at(mine, own, mine == static_cast<int>(blockIdx.x));
+  for (; unit < units(); unit += static_cast<int>(gridDim.x)) {
+    const Token t = look_at(unit, own, false);
     if (own && !has_sum) {
       pusher_.load_own(t.token, t.vector);
       sum = pusher_.add_up(epoch);
     }
     has_sum = false;
-    const bool first = mine == static_cast<int>(blockIdx.x);
     const bool few = !g_.masks && t.count <= kAtOnce;
-    if (!few && first) await_verdict();
-    if (!few || !add_few(t, epoch, sum, first)) add(t, epoch, sum);
-    if (!says(s_.decided, epoch, LlVerdict::go)) return;
+    if (!few || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
+    if (!go_) return;
   }
+}
+
+template <class T>
+__device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
+                                         std::uint64_t epoch, int unit, bool own, bool has_sum,
+                                         uint4 sum) {
+  LlCombineTurn turn(p, s.turn, kLlCombine);
+  const LlPlanParts parts(p);
+  LlPusher<T> pusher(p, turn, s, parts);
+  pusher.look_at_facts();
+  LlSummer<T>(p, turn, s, parts, pusher, true).sum_from(epoch, unit, own, has_sum, sum);
 }
 
 XD_LL_SUMMER(auto)::look_at(int unit, bool own, bool first) const -> Token {
@@ -171,7 +210,7 @@ XD_LL_SUMMER(int)::rank_of(const Token& t, int order) const {
 XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
                                ulonglong2 (&words)[kAtOnce]) {
   const std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
-  if (!says(s_.decided, epoch, LlVerdict::go)) return false;
+  if (!go_) return false;
   unsigned missing = wanted;
   turn::LongWait wait;
   return turn::poll_until(
@@ -243,7 +282,7 @@ XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& ow
   }
   if (first) await_verdict();
   // Where nothing is delivered, nothing is taken.
-  if (!says(s_.decided, epoch, LlVerdict::go)) return true;
+  if (!go_) return true;
   if (!come) return false;
   if (!active) return true;
   ptx::st_streaming(to, sum_of(t, words, own));

@@ -170,25 +170,93 @@ struct LlDivisor {
   }
 };
 
+// What the movers of a combine need first. A first read of each line of a kernel's parameters is
+// slow, so all of this lies together, in front. Strides in vectors of 16 bytes.
+struct LlCombineRoute {
+  bool quick;   // the usual launch: see ll_combine_quick.cuh
+  bool weighs;  // the call has weights
+  bool dependent;
+  std::uint32_t item_bytes;
+  const std::byte* facts;  // parts of the plan
+  const std::byte* items;
+  const std::byte* own_items;  // of own tokens
+  const std::byte* home;
+  LlDivisor row_parts;       // of a row of partial sums, each of kLlPartVectors vectors
+  std::uint32_t most_items;  // of other ranks' tokens
+  std::uint32_t topk;        // choices that an item has room for
+  int max_tokens, rank, ranks;
+  std::uint32_t vectors;  // of a row
+  const std::byte* rows;  // expert_out
+  std::int32_t expert_stride, slot_stride;
+  std::uint32_t local_experts;
+  std::uint32_t places;  // of a rank's partial sums, of one operation
+  int partials_per_token;
+  std::uint32_t partial_stride;  // bytes
+  std::byte* own_area;
+};
+
+// The words of a plan's head (PlanHeader) that are the same in all plans of a group.
+struct LlPlanHead {
+  static constexpr std::uint32_t kWords = sizeof(PlanHeader) / 8;
+  std::uint64_t word[kWords];
+
+  static constexpr LlPlanHead of(const PlanTerms& t, std::uint64_t bytes) {
+    const auto pair = [](std::int32_t low, std::int32_t high) {
+      return std::uint64_t{static_cast<std::uint32_t>(low)} |
+             std::uint64_t{static_cast<std::uint32_t>(high)} << 32;
+    };
+    LlPlanHead head{};
+    head.word[offsetof(PlanHeader, magic) / 8] = PlanHeader::kMagic;
+    head.word[offsetof(PlanHeader, version) / 8] = pair(PlanHeader::kVersion, t.rank);
+    head.word[offsetof(PlanHeader, ranks) / 8] = pair(t.ranks, t.experts);
+    head.word[offsetof(PlanHeader, layout) / 8] = pair(t.layout, 1);
+    head.word[offsetof(PlanHeader, overflow) / 8] = pair(t.overflow, t.keeps_list);
+    head.word[offsetof(PlanHeader, keeps_items) / 8] = pair(t.keeps_items, 0);
+    head.word[offsetof(PlanHeader, overflow_rank) / 8] = pair(0, t.local_experts);
+    head.word[offsetof(PlanHeader, capacities) / 8] = t.capacities;
+    head.word[offsetof(PlanHeader, expert_ranks) / 8] = t.expert_ranks;
+    head.word[offsetof(PlanHeader, capacity) / 8] = static_cast<std::uint64_t>(t.capacity);
+    head.word[offsetof(PlanHeader, bytes) / 8] = bytes;
+    return head;
+  }
+  // The bits of a word that count.
+  static constexpr std::uint64_t mask(std::uint32_t word) {
+    constexpr auto bit = [](std::size_t offset) { return 1u << (offset / 8); };
+    constexpr std::uint32_t kWhole =
+        bit(offsetof(PlanHeader, magic)) | bit(offsetof(PlanHeader, version)) |
+        bit(offsetof(PlanHeader, ranks)) | bit(offsetof(PlanHeader, layout)) |
+        bit(offsetof(PlanHeader, overflow)) | bit(offsetof(PlanHeader, capacities)) |
+        bit(offsetof(PlanHeader, expert_ranks)) | bit(offsetof(PlanHeader, capacity)) |
+        bit(offsetof(PlanHeader, bytes));
+    if ((kWhole >> word & 1) != 0) return ~std::uint64_t{0};
+    if (word == offsetof(PlanHeader, keeps_items) / 8) return 0xFFFFFFFFu;
+    return word == offsetof(PlanHeader, overflow_rank) / 8 ? ~std::uint64_t{0xFFFFFFFFu} : 0;
+  }
+};
+static_assert(offsetof(PlanHeader, rank) % 8 == 4 && offsetof(PlanHeader, experts) % 8 == 4 &&
+              offsetof(PlanHeader, topk) % 8 == 4 && offsetof(PlanHeader, alignment) % 8 == 4 &&
+              offsetof(PlanHeader, keeps_list) % 8 == 4 &&
+              offsetof(PlanHeader, keeps_items) % 8 == 0 &&
+              offsetof(PlanHeader, local_experts) % 8 == 4);
+
 struct LlCombineParams {
-  LlDevice group;
+  LlCombineRoute route;
+  LlDivisor slots;  // S
+  int out_rows;
+  std::uint32_t row_bytes;  // of expert_out, or of out
+  std::byte* out;
+  const float* topk_weights;  // [T,K]
+  int weight_rows, weight_cols;
   LlStep step;
+  std::uint8_t type;  // of expert_out, or of out
+  LlDevice group;
   // Of the send half; topk, tokens and fingerprint come from the plan. Its flags say whether the
   // call has weights: those of no tokens have no address.
   LlRecord record;
+  LlPlanHead head;  // of this group's plans
   const std::byte* plan;
   std::uint64_t plan_bytes;
-  // Send half.
   LlSlots expert_out;
-  LlDivisor slots;            // S
-  LlDivisor row_parts;        // of a row of partial sums, each of kLlPartVectors vectors
-  const float* topk_weights;  // [T,K]
-  int weight_rows, weight_cols;
-  // Receive half.
-  std::byte* out;
-  int out_rows;
-  std::uint32_t row_bytes;  // of expert_out, or of out
-  std::uint8_t type;        // likewise
   std::int64_t* wait_ns;
 };
 
