@@ -47,29 +47,35 @@ struct LlRanks {
     return ranks;
   }
   __device__ void add(int rank) {
-    if constexpr (!kMany) {
-      word[0] |= 1u << rank;
-      return;
-    }
+    if constexpr (kMany) {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) word[w] |= rank / 32 == w ? 1u << (rank % 32) : 0u;
+      for (int w = 0; w < kWords; ++w) word[w] |= rank / 32 == w ? 1u << (rank % 32) : 0u;
+    } else {
+      word[0] |= 1u << rank;
+    }
   }
   __device__ bool has(int rank) const {
-    if constexpr (!kMany) return (word[0] >> rank & 1) != 0;
-    bool found = false;
+    if constexpr (kMany) {
+      bool found = false;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) found |= rank / 32 == w && (word[w] >> (rank % 32) & 1) != 0;
-    return found;
+      for (int w = 0; w < kWords; ++w) found |= rank / 32 == w && (word[w] >> (rank % 32) & 1) != 0;
+      return found;
+    } else {
+      return (word[0] >> rank & 1) != 0;
+    }
   }
   __device__ int count_below(int rank) const {
-    if constexpr (!kMany) return __popc(word[0] & ((1u << rank) - 1));
-    int count = 0;
+    if constexpr (kMany) {
+      int count = 0;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const int bits = rank - w * 32;
-      count += __popc(bits <= 0 ? 0u : bits >= 32 ? word[w] : word[w] & ((1u << bits) - 1));
+      for (int w = 0; w < kWords; ++w) {
+        const int bits = rank - w * 32;
+        count += __popc(bits <= 0 ? 0u : bits >= 32 ? word[w] : word[w] & ((1u << bits) - 1));
+      }
+      return count;
+    } else {
+      return __popc(word[0] & ((1u << rank) - 1));
     }
-    return count;
   }
 };
 
