@@ -19,7 +19,7 @@
 namespace xd::ep::cuda {
 namespace {
 
-// A named barrier, beside kLlSumBarrier and kLlControlBarrier.
+// A named barrier, beside kLlSumBarrier.
 constexpr int kLlNextBarrier = 2;
 
 // The control warp that takes the block's turn.
@@ -29,28 +29,32 @@ class CombineControl {
                             LlCombineShared& shared)
       : p_(params), g_(params.group), turn_(turn), s_(shared) {}
 
-  __device__ void begin() {
+  // False: not as LlQuickMover wants it.
+  __device__ bool begin() {
     if (lane_id() == 0) {
       s_.drained = 0;
+      s_.unusual = 0;
       s_.turn.verdict = static_cast<int>(LlVerdict::drain);
     }
-    if (!p_.route.quick || !begin_quickly()) turn_.begin();
+    const bool quick = p_.route.quick && begin_quickly();
+    if (!quick) turn_.begin();
     if (lane_id() == 0) {
       s_.slot_offset = ll_partial_offset(g_, turn_.slot(s_.turn.course.send_epoch), 0);
     }
     if (p_.route.quick) factor_ = turn::seal_factor(word_at());
-    ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
-    if (lane_id() == 0) take_look();
     __syncwarp();
+    return quick;
   }
-  // Behind the block's barrier.
-  __device__ void run();
+  // Behind the block's first barrier, where something is unusual: what it means for the launch. All
+  // others wait for it.
+  __device__ void take_look();
+  // Behind that. `usual`: a launch of LlQuickMover sends rows and receives.
+  __device__ void run(bool usual);
 
  private:
   __device__ bool begin_quickly();
   __device__ static int word_at() { return lane_id() % LlLane::kWords; }
   __device__ void take_mistake();
-  __device__ void take_look();
   __device__ void send_record();
   __device__ bool all_agree(std::uint64_t epoch) const;
   __device__ void wait(std::uint64_t epoch, bool drains);
@@ -61,6 +65,7 @@ class CombineControl {
   LlCombineTurn& turn_;
   LlCombineShared& s_;
   std::uint64_t factor_ = 0;  // seal_factor() of this lane's word of a record
+  bool usual_ = false;
 };
 
 // What an operation has met, which is mostly nothing. One thread of the block.
@@ -114,17 +119,15 @@ __device__ inline void CombineControl::take_mistake() {
   if (c.sends) c.receives = s_.turn.before.sent == s_.turn.before.taken;
 }
 
-// One thread.
 __device__ inline void CombineControl::take_look() {
-  take_mistake();
-  const LlCourse& c = s_.turn.course;
-  s_.usual = p_.route.quick && !c.fatal && c.rows && c.receives;
-  s_.unusual = s_.usual ? 0 : 1;
+  if (lane_id() == 0) take_mistake();
+  __syncwarp();
 }
 
-__device__ inline void CombineControl::run() {
+__device__ inline void CombineControl::run(bool usual) {
+  usual_ = usual;
   const LlCourse& c = s_.turn.course;
-  if (turn_.is_last_block() && c.sends && !s_.usual) {
+  if (turn_.is_last_block() && c.sends && !usual_) {
     send_record();
     if (lane_id() == 0 && !c.rows && !c.receives) turn_.note_failed_send();
   }
@@ -188,7 +191,7 @@ __device__ inline bool CombineControl::all_agree(std::uint64_t epoch) const {
 }
 
 __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
-  if (s_.usual && p_.wait_ns == nullptr && all_agree(epoch)) {
+  if (usual_ && p_.wait_ns == nullptr && all_agree(epoch)) {
     ll_meet_verdict(true);
     return;
   }
@@ -327,30 +330,41 @@ class CombineBlock {
 
   __device__ void run() {
     const int warp = warp_in_block();
+    bool usual = false;
     if (warp == kLlCombineMovers / 32) {
       CombineControl control(p_, turn_, s_);
-      control.begin();
-      __syncthreads();
-      if (is_on()) control.run();
+      const bool good = control.begin() || !kQuick;
+      const bool met = ll_meet_first(good);
+      if (!met) {
+        control.take_look();
+        __syncthreads();
+      }
+      if (is_on()) control.run(kQuick && met);
     } else if (warp > kLlCombineMovers / 32) {
       LlCombineCheck check(p_, turn_, s_, parts_);
-      check.look();
-      __syncthreads();
-      if (is_on()) check.run();
+      const bool met = meet(check.look());
+      if (is_on()) check.run(kQuick && met);
     } else {
-      move();
+      usual = move();
     }
     __syncthreads();
-    if (threadIdx.x == 0 && s_.unusual != 0) finish_block(p_, s_);
+    if (threadIdx.x == 0 && (!usual || s_.unusual != 0)) finish_block(p_, s_);
   }
 
  private:
+  // The start of all warps but that which begins the turn. True if nothing is unusual.
+  __device__ bool meet(bool good) const {
+    const bool met = ll_meet_first(good);
+    if (!met) __syncthreads();
+    return met;
+  }
   // True if the launch takes a turn.
   __device__ bool is_on() const {
     const LlCourse& c = s_.turn.course;
     return !c.fatal && (c.sends || c.receives);
   }
-  __device__ void move();
+  // True if it was usual.
+  __device__ bool move();
 
   const LlCombineParams& p_;
   LlCombineShared& s_;
@@ -359,23 +373,25 @@ class CombineBlock {
 };
 
 template <class T, bool kQuick>
-__device__ inline void CombineBlock<T, kQuick>::move() {
+__device__ inline bool CombineBlock<T, kQuick>::move() {
   if constexpr (kQuick) {
     LlQuickMover<T> mover(p_, s_);
     mover.load_first();
-    __syncthreads();
+    const bool usual = meet(true);
     LlRest rest{LlPusher<T>::first_unit(), static_cast<int>(blockIdx.x), false, false, true};
-    if (s_.usual) {
+    if (usual) {
       rest = mover.move();
     } else {
       rest.is_over = !is_on();
     }
     if (!rest.is_over) go_on<T>(p_, s_, rest);
+    return usual;
   } else {
     LlPusher<T> pusher(p_, turn_, s_, parts_);
     if (p_.step.send && !p_.step.failed) pusher.load_first(LlPusher<T>::first_unit());
-    __syncthreads();
+    meet(true);
     if (is_on()) move_all(pusher, p_, turn_, s_, parts_);
+    return false;
   }
 }
 

@@ -11,8 +11,9 @@
 
 namespace xd::ep::cuda {
 
-// A named barrier of the two control warps.
-inline constexpr int kLlControlBarrier = 3;
+// The block's first barrier, for all its threads: true if no warp passes false. What control warps
+// have found comes with the barrier itself, and so nothing usual has to be read behind it.
+__device__ inline bool ll_meet_first(bool good) { return __syncthreads_or(good ? 0 : 1) == 0; }
 
 // A word of the record of a usual launch; the seal lacks the operation's number. All lanes: eight
 // have a rank's words.
@@ -47,16 +48,17 @@ inline __device__ __noinline__ Fault ll_plan_fault(const LlCombineParams& p, con
 }
 
 // The control warp that looks at the call's plan and weights. What it finds is behind the block's
-// first barrier, and its mistakes also behind that of the control warps.
+// first barrier.
 class LlCombineCheck {
  public:
   __device__ LlCombineCheck(const LlCombineParams& params, LlCombineTurn& turn,
                             LlCombineShared& shared, const LlPlanParts& parts)
       : p_(params), g_(params.group), turn_(turn), s_(shared), parts_(parts) {}
 
-  __device__ void look();
-  // Behind the block's barrier.
-  __device__ void run();
+  // False: the call has a mistake.
+  __device__ bool look();
+  // Behind the block's barrier. `usual`: a launch of LlQuickMover sends rows and receives.
+  __device__ void run(bool usual);
 
  private:
   static constexpr int kWords = 4;  // of the plan's head, that a lane loads at once
@@ -85,7 +87,7 @@ class LlCombineCheck {
   std::uint64_t factor_ = 0, word_ = 0;  // of this lane's word of the first ranks' records
 };
 
-__device__ inline void LlCombineCheck::look() {
+__device__ inline bool LlCombineCheck::look() {
   HeapRange area{};
   if (lane_id() < g_.ranks()) area = g_.areas[lane_id()];
   if (lane_id() == 0) s_.turn.findings = {};
@@ -98,7 +100,7 @@ __device__ inline void LlCombineCheck::look() {
     factor_ = turn::seal_factor(lane_id() % LlLane::kWords);
     word_ = sealed_word(lane_id() / LlLane::kWords);
   }
-  ptx::barrier_sync(kLlControlBarrier, kLlCombineControls);
+  return s_.turn.findings.kind == LlFault::none;
 }
 
 // All lanes: is this a plan of this group, and do the tensors fit it? Mistakes are findings.
@@ -227,9 +229,9 @@ __device__ inline void LlCombineCheck::send_record() const {
   }
 }
 
-__device__ inline void LlCombineCheck::run() {
+__device__ inline void LlCombineCheck::run(bool usual) {
   const LlCourse& c = s_.turn.course;
-  if (turn_.is_last_block() && s_.usual) send_record();
+  if (turn_.is_last_block() && usual) send_record();
   if (c.rows && has_weights(p_)) send_weights();
   if (turn_.is_last_block()) turn_.give_credit();
   if (lane_id() == 0) turn_.end();

@@ -41,7 +41,6 @@ struct LlCombineShared {
   int items_of[kMaxDeviceRanks];
 
   std::uint64_t slot_offset;  // of the partial sums of the operation that is sent, in all areas
-  bool usual;                 // a launch of ll_combine_quick.cuh sends rows and receives
   unsigned unusual;           // 1 = a thread of the block tells what the operation has met
   int drains;                 // 1 = all movers drain the operation
   unsigned long long drained;
