@@ -41,10 +41,10 @@ Claim claim(const Tensor& tensor) {
 }
 
 void require_memory(const ProductCall& c, int device) {
-  xd::cuda::KnownMemory::of(device).require({claim(c.a), claim(c.b), claim(c.d), claim(c.c),
-                                             claim(c.bias), claim(c.pre_activation),
-                                             claim(c.bias_grad), claim(c.a_scale), claim(c.b_scale),
-                                             claim(c.d_scale), claim(c.d_amax), claim(c.gathered)});
+  xd::cuda::KnownMemory::of(device).require(
+      {claim(c.a), claim(c.b), claim(c.d), claim(c.c), claim(c.bias), claim(c.pre_activation),
+       claim(c.bias_grad), claim(c.a_scale), claim(c.b_scale), claim(c.d_scale), claim(c.d_amax),
+       claim(c.gathered), claim(c.gathered_scale)});
 }
 
 void require_memory(const TransferCall& c, int device) {

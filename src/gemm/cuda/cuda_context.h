@@ -32,6 +32,7 @@ class CudaContext final : public Context {
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {
+    kept_ = XD_GEMM_VIEW_INIT;  // peers may store rows of theirs over those that are kept
     runner_.run(operation, stream, [&] { throw std::move(error); });
   }
   xd_gemm_plan_info plan_of(const ProductCall& call) const override;

@@ -279,8 +279,8 @@ void Operation::describe_alone() const {
     fail(XD_ERROR_UNSUPPORTED, "product: has N = ", call_.n, ", expected at most ",
          w_.scratch_bytes / sizeof(float) / 16);
   }
-  if (rows > piece) describe(piece);
-  describe(rows % piece);
+  describe(std::min(rows, piece));
+  if (rows > piece) describe(rows % piece);
 }
 
 void Operation::enqueue_alone() const {
