@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/ll_echo.h"
+#include "faults/ll_step.h"
 #include "faults/thread_ranks.h"
 
 namespace xd::test {
@@ -22,15 +23,6 @@ constexpr milliseconds kAtOnce(10000);  // well below the timeout, whatever else
 
 std::vector<bool> nobody() { return std::vector<bool>(kRanks); }
 std::vector<bool> the_masked() { return {false, true, false}; }
-
-void step(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& lost,
-          int number) {
-  Echo batch(rank, c, number);
-  ok(finish(rank, group, batch.dispatch(group)));
-  ASSERT_EQ(batch.rows_by_source(), batch.expected_rows(lost)) << "batch " << number;
-  ok(finish(rank, group, batch.combine(group)));
-  ASSERT_EQ(batch.wrong(lost), "");
-}
 
 void mask(const Rank& rank, xd_ep_group* group, bool masked) {
   ok(xd_ep_ll_mask_set(group, kMasked, masked ? 1 : 0, rank.stream()));
@@ -71,7 +63,7 @@ class LlBetween : public testing::TestWithParam<xd_ep_operation> {
 TEST_P(LlBetween, ARankThatIsMaskedByHandIsWaitedForNoMore) {
   on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, 0});
-    step(rank, c_, group.get(), nobody(), 0);
+    good_step(rank, c_, group.get(), nobody(), 0);
     Echo batch(rank, c_, 1);
     begin(rank, group.get(), batch);
     ok(xd_comm_barrier(rank.comm));
@@ -81,7 +73,7 @@ TEST_P(LlBetween, ARankThatIsMaskedByHandIsWaitedForNoMore) {
       expect_loss(receive(rank, group.get(), batch));
       end(rank, group.get(), batch, the_masked());
       EXPECT_EQ(batch.wrong(the_masked()), "");
-      for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+      for (int later = 2; later < 8; ++later) good_step(rank, c_, group.get(), the_masked(), later);
     }
     ok(xd_comm_barrier(rank.comm));
   });
@@ -104,7 +96,7 @@ TEST_P(LlBetween, TheShareOfAMaskedRankCountsIfItHasCome) {
         ok(finish(rank, group.get(), batch.combine(group.get())));
       }
       EXPECT_EQ(batch.wrong(combined ? nobody() : the_masked()), "");
-      for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+      for (int later = 2; later < 8; ++later) good_step(rank, c_, group.get(), the_masked(), later);
     }
     ok(xd_comm_barrier(rank.comm));
   });
@@ -130,7 +122,7 @@ TEST_P(LlBetween, ARankThatAnotherThreadMasksIsWaitedForNoMore) {
       expect_loss(outcome);
       end(rank, group.get(), batch, the_masked());
       EXPECT_EQ(batch.wrong(the_masked()), "");
-      for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+      for (int later = 2; later < 8; ++later) good_step(rank, c_, group.get(), the_masked(), later);
     }
     ok(xd_comm_barrier(rank.comm));
   });
@@ -156,7 +148,7 @@ TEST_P(LlBetween, EachOperationThatWasSentToALostRankTellsItsLoss) {
         end(rank, group.get(), *batch, the_masked());
         EXPECT_EQ(batch->wrong(the_masked()), "");
       }
-      for (int later = 3; later < 8; ++later) step(rank, c_, group.get(), the_masked(), later);
+      for (int later = 3; later < 8; ++later) good_step(rank, c_, group.get(), the_masked(), later);
     }
     ok(xd_comm_barrier(rank.comm));
   });
@@ -180,7 +172,7 @@ TEST_P(LlBetween, ARankThatIsUnmaskedThereHasNoPartInTheOperation) {
     }
     ok(xd_comm_barrier(rank.comm));
     ok(finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream())));
-    for (int later = 2; later < 8; ++later) step(rank, c_, group.get(), nobody(), later);
+    for (int later = 2; later < 8; ++later) good_step(rank, c_, group.get(), nobody(), later);
   });
 }
 

@@ -11,6 +11,7 @@
 
 #include "conformance/ll_echo.h"
 #include "faults/gate.h"
+#include "faults/ll_step.h"
 #include "faults/thread_ranks.h"
 
 namespace xd::test {
@@ -23,15 +24,6 @@ constexpr int kRanks = 3, kHeld = 1, kTimeoutMs = 500, kLongTimeoutMs = 30000;
 constexpr milliseconds kLimit(10000);
 
 std::vector<bool> nobody() { return std::vector<bool>(kRanks); }
-
-void step(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& lost,
-          int number) {
-  Echo batch(rank, c, number);
-  ok(finish(rank, group, batch.dispatch(group)));
-  ASSERT_EQ(batch.rows_by_source(), batch.expected_rows(lost)) << "batch " << number;
-  ok(finish(rank, group, batch.combine(group)));
-  ASSERT_EQ(batch.wrong(lost), "");
-}
 
 // A batch of which the rank that is held gets rows from every rank.
 int batch_for_all(const LlCase& c) {
@@ -53,7 +45,7 @@ void come_back(const Rank& rank, const LlCase& c, xd_ep_group* group) {
   }
   ok(xd_comm_barrier(rank.comm));
   ok(finish(rank, group, xd_ep_ll_reset(group, rank.stream())));
-  for (int number = 5000; number < 5010; ++number) step(rank, c, group, nobody(), number);
+  for (int number = 5000; number < 5010; ++number) good_step(rank, c, group, nobody(), number);
 }
 
 // Slots [L,S,H] of a batch behind a gate.
@@ -97,7 +89,7 @@ TEST(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
   std::latch gone_on(kRanks - 1);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    step(rank, c, group.get(), nobody(), 0);
+    good_step(rank, c, group.get(), nobody(), 0);
     Echo met(rank, c, number);
     ok(finish(rank, group.get(), met.dispatch(group.get())));
     std::vector<bool> lost = nobody();
@@ -117,7 +109,7 @@ TEST(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
       EXPECT_EQ(outcome.met.masked[0], 1u << kHeld);
       EXPECT_GT(met.waits()[kHeld], 0) << "its header had not come";
       EXPECT_EQ(met.wrong(lost), "");
-      for (int later = 2000; later < 2020; ++later) step(rank, c, group.get(), lost, later);
+      for (int later = 2000; later < 2020; ++later) good_step(rank, c, group.get(), lost, later);
       gone_on.arrive_and_wait();
       rows.gate().open();
     }
@@ -164,7 +156,7 @@ TEST(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
   std::latch gone_on(kRanks - 1);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    step(rank, c, group.get(), nobody(), 0);
+    good_step(rank, c, group.get(), nobody(), 0);
     Echo met(rank, c, number);
     std::vector<bool> lost = nobody();
     if (rank.rank == kHeld) {
@@ -192,7 +184,7 @@ TEST(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
       lost[kHeld] = true;
       EXPECT_EQ(finish(rank, group.get(), met.combine(group.get())), XD_ERROR_PEER_LOST);
       EXPECT_EQ(met.wrong(lost), "");
-      for (int later = 2000; later < 2020; ++later) step(rank, c, group.get(), lost, later);
+      for (int later = 2000; later < 2020; ++later) good_step(rank, c, group.get(), lost, later);
       gone_on.arrive_and_wait();
       rows.gate().open();
     }
