@@ -9,7 +9,9 @@
 //   memory of rank r        written by                       trusted when
 //   gathered rows           copies or push_kernel of source  `landed` of it; done flag of it
 //   landed[s]               a copy behind those rows          it is the epoch that was opened
-//   slots[s]                copies of s                       done flag of s
+//   slots[s]                copies or products of s           done flag of s; all_reduce: `summed`
+//   summed[s]               a copy behind those sums          it is the epoch that was opened
+//   sums                    copies of all, all_reduce         `landed` of each
 //   words[parity][step][s]  words_kernel of s                 each word, when it is not all ones
 //   columns[parity][s]      column_meeting_kernel of s        likewise
 #pragma once
