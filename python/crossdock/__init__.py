@@ -1,4 +1,4 @@
-"""Crossdock: expert parallelism between ranks, on NumPy arrays.
+"""Crossdock: expert parallelism and products overlapped with transfers, on NumPy arrays.
 
 A communicator joins ranks (threads, or processes of one host), a group moves tokens to the ranks
 that hold their experts and brings the results back:
@@ -12,6 +12,7 @@ that hold their experts and brings the results back:
             expert_out = apply_experts(received.tokens, plan.offsets)
             out = group.combine(plan, expert_out, received.weights)  # [T, H]
 
+`GemmContext` multiplies matrices that are spread over the ranks, as in tensor parallelism.
 ``crossdock.torch`` is the same for PyTorch, with autograd, on CPUs and GPUs. Every call that can
 wait for a peer releases the GIL, is bounded by the communicator's timeout, and raises a class of
 ``crossdock.errors``.
@@ -22,6 +23,8 @@ from __future__ import annotations
 from crossdock import _core
 from crossdock._comm import Comm, MemoryInfo, RoutingLayout, unique_id
 from crossdock._config import EpConfig, GroupMemory
+from crossdock._gemm import GemmArgs, GemmContext, GemmPlan, GemmStatus, gemm_local_size
+from crossdock._gemm_config import GemmConfig, GemmMemory
 from crossdock._group import Dispatched, EpGroup, ExpertGrads
 from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
 from crossdock._membership import EpStatus
@@ -69,6 +72,12 @@ __all__ = [
     "EpGroup",
     "EpStatus",
     "ExpertGrads",
+    "GemmArgs",
+    "GemmConfig",
+    "GemmContext",
+    "GemmMemory",
+    "GemmPlan",
+    "GemmStatus",
     "GroupMemory",
     "Internal",
     "InvalidArgument",
@@ -89,5 +98,6 @@ __all__ = [
     "__version__",
     "feature_available",
     "feature_reason",
+    "gemm_local_size",
     "unique_id",
 ]

@@ -47,6 +47,10 @@ class constants:
     PHASES: dict[str, int]
     COMM_PEER_LOSSES: dict[str, int]
     QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
+    GEMM_OPERATIONS: dict[str, int]
+    GEMM_BITS: dict[str, int]  # of the operations, in a context's `operations`
+    GEMM_ALGOS: dict[str, int]
+    GEMM_EPILOGUES: dict[str, int]
 
 def default_timeout_ms() -> int: ...
 def unique_id(address: str | None = None, port: int = 0, timeout_ms: int = 0) -> bytes: ...
@@ -56,6 +60,8 @@ def recv_bound(**config: Any) -> int: ...
 def local_experts(rank: int, **config: Any) -> int: ...
 def plan_size(**config: Any) -> int: ...
 def group_memory(**config: Any) -> dict[str, int]: ...
+def gemm_memory(**config: Any) -> dict[str, int]: ...
+def gemm_local_size(total: int, rank: int, num_ranks: int) -> int: ...
 def plan_info(plan_ptr: int, plan_bytes: int) -> dict[str, int]: ...
 def as_dlpack(
     ptr: int,
@@ -285,3 +291,64 @@ class Group:
     def ll_mask_set(self, rank: int, masked: int, stream: int = 0) -> None: ...
     def ll_mask_get(self, mask: _Spec, stream: int = 0) -> None: ...
     def ll_reset(self, stream: int = 0) -> None: ...
+
+class GemmContext:
+    """xd_gemm_context, with the fields of xd_gemm_config as keywords. Keeps `comm` alive.
+
+    Products take the fields of xd_gemm_args as keywords, and `stream`; tokens_per_rank is a
+    sequence.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        /,
+        *,
+        max_tokens: int,
+        max_k: int = 0,
+        max_n: int = 0,
+        dtype: int = ...,
+        operations: int = 0,
+        algo: int = 0,
+        num_comm_sms: int = 0,
+        slots: int = 0,
+        keep_gathered: int = 0,
+        allow_fallback: int = 0,
+    ) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def comm(self) -> Comm: ...
+    def close(self) -> None: ...
+    def status(self) -> dict[str, Any]:
+        """xd_gemm_status by its fields; reads and clears."""
+
+    def errors(self) -> int:
+        """The word of xd_gemm_context_watch: the number of operations that ended with an error."""
+
+    def gathered(self) -> dict[str, int]:
+        """xd_gemm_view: ptr, rows, columns, pitch_bytes, dtype."""
+
+    def all_gather(self, **args: Any) -> None: ...
+    def reduce_scatter(self, **args: Any) -> None: ...
+    def all_reduce(self, **args: Any) -> None: ...
+    def bulk(
+        self,
+        collective: int,
+        input: _Spec,
+        out: _Spec,
+        tokens_per_rank: Sequence[int] | None = None,
+        product: dict[str, Any] | None = None,
+        stream: int = 0,
+    ) -> None: ...
+    def start_all_gather(
+        self,
+        input: _Spec,
+        out: _Spec,
+        tokens_per_rank: Sequence[int] | None = None,
+        stream: int = 0,
+    ) -> None: ...
+    def wait(self, stream: int = 0) -> None: ...
+    def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
+    def explain(self, operation: int, **args: Any) -> dict[str, Any]:
+        """xd_gemm_plan_info by its fields."""

@@ -10,6 +10,7 @@ from crossdock._core import constants
 __all__ = [
     "DLPACK",
     "INDICES",
+    "OPERANDS",
     "PAYLOADS",
     "SCALES",
     "SUMMABLE",
@@ -25,7 +26,8 @@ DLPACK = constants.DTYPES
 INDICES = ("int32", "int64")
 WEIGHTS = ("float32",)
 SUMMABLE = ("float32", "float16", "bfloat16")
-PAYLOADS = (*SUMMABLE, "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+OPERANDS = (*SUMMABLE, "float8_e4m3fn", "float8_e5m2")
+PAYLOADS = (*OPERANDS, "int8", "uint8")
 SCALES = ("float32", "float8_e8m0fnu", "uint8")
 
 _OF_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")

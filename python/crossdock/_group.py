@@ -8,7 +8,6 @@ import operator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from crossdock._arrays import aligned_empty, describe
 from crossdock._core import constants
@@ -16,7 +15,6 @@ from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, nump
 from crossdock._membership import Membership, of_kind, optional
 from crossdock._plan import Plan
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock.errors import OutOfMemory
 
 __all__ = ["Dispatched", "EpGroup", "ExpertGrads"]
 
@@ -304,12 +302,6 @@ class EpGroup(Membership):
             out = aligned_empty(plan.recv_rows, np.int64)
         self._core.row_experts(*place, describe("out", out, INDICES, write=True))
         return out
-
-    def _empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-        try:
-            return self._comm.empty(shape, dtype)
-        except OutOfMemory:
-            return aligned_empty(shape, dtype)
 
     def _new_dispatched(
         self,

@@ -1,4 +1,4 @@
-"""What groups of NumPy arrays have in common: their life, their errors, their arguments."""
+"""What groups and contexts of NumPy arrays have in common: their life, errors and arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from crossdock import _core
-from crossdock._arrays import Spec, describe
+from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig, fail_group
-from crossdock._core import constants
-from crossdock.errors import CrossdockError, Unsupported, in_words
+from crossdock.errors import (
+    CrossdockError,
+    OutOfMemory,
+    Unsupported,
+    in_words,
+    operation_word,
+)
 
-__all__ = ["EpStatus", "Membership", "of_kind", "optional"]
+__all__ = ["EpStatus", "Member", "Membership", "of_kind", "optional"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +46,12 @@ class EpStatus:
     text: str
 
 
-class Membership:
-    """This rank's part of a group. A context manager."""
+class Member:
+    """This rank's part of a group or of a context. A context manager."""
 
-    _LAYOUTS: tuple[str, ...]  # that its config may have,
-    _LAYOUT_HINT = ""  # and what the others are for
+    _core: Any  # the one of the raw layer
 
-    def __init__(self, comm: Comm, config: EpConfig) -> None:
+    def __init__(self, comm: Comm) -> None:
         of_kind("comm", comm, Comm)
         if comm.device != "cpu":
             raise Unsupported(
@@ -54,6 +61,74 @@ class Membership:
                 rank=comm.rank,
             )
         self._comm = comm
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator."""
+        return self._comm
+
+    def errors(self) -> int:
+        """How many operations of this rank have ended with a non-fatal error; any thread."""
+        return self._core.errors()
+
+    def close(self) -> None:
+        """Frees its memory. Local; before or after the communicator's close().
+
+        Raises:
+            InvalidArgument: an operation is running in another thread.
+        """
+        self._core.close()
+
+    def __enter__(self: _AnyMember) -> _AnyMember:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """A new output: in symmetric memory while it lasts, else in ordinary memory."""
+        try:
+            return self._comm.empty(shape, dtype)
+        except OutOfMemory:
+            return aligned_empty(shape, dtype)
+
+    @contextlib.contextmanager
+    def _naming(self, call: str) -> Iterator[None]:
+        """Puts the call and the rank into the text of a mistake that is found in Python."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if type(error) in (TypeError, ValueError):  # the library's texts have both
+                rank, num_ranks = self._comm.rank, self._comm.num_ranks
+                error.args = (f"{call}: {error} [rank {rank} of {num_ranks}]",)
+            raise
+
+    @contextlib.contextmanager
+    def _joining(self, operation: int) -> Iterator[None]:
+        """Tells the peers at once of a mistake that is found before the call can be made."""
+        self._comm.core()
+        with self._naming(str(operation_word(operation))):
+            try:
+                yield
+            except Exception as error:
+                with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
+                    self._core.join_failed(operation, str(error))
+                raise
+
+
+class Membership(Member):
+    """This rank's part of a group."""
+
+    _LAYOUTS: tuple[str, ...]  # that its config may have,
+    _LAYOUT_HINT = ""  # and what the others are for
+
+    def __init__(self, comm: Comm, config: EpConfig) -> None:
+        super().__init__(comm)
         self._core = self._make(config)
         self._config = config
         self._plan_size = config.plan_size(comm.num_ranks)
@@ -76,11 +151,6 @@ class Membership:
             raise
 
     @property
-    def comm(self) -> Comm:
-        """The communicator."""
-        return self._comm
-
-    @property
     def config(self) -> EpConfig:
         """The sizes the group was made with."""
         return self._config
@@ -89,54 +159,8 @@ class Membership:
         """Reads and clears the group's non-fatal error state. Never blocks."""
         return EpStatus(**in_words(self._core.status()))
 
-    def errors(self) -> int:
-        """How many operations of this rank have ended with a non-fatal error; any thread."""
-        return self._core.errors()
 
-    def close(self) -> None:
-        """Frees the group's memory. Local; before or after the communicator's close().
-
-        Raises:
-            InvalidArgument: an operation is running in another thread.
-        """
-        self._core.close()
-
-    def __enter__(self: _Member) -> _Member:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @contextlib.contextmanager
-    def _naming(self, call: str) -> Iterator[None]:
-        """Puts the call and the rank into the text of a mistake that is found in Python."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            if type(error) in (TypeError, ValueError):  # the library's texts have both
-                rank, num_ranks = self._comm.rank, self._comm.num_ranks
-                error.args = (f"{call}: {error} [rank {rank} of {num_ranks}]",)
-            raise
-
-    @contextlib.contextmanager
-    def _joining(self, operation: int) -> Iterator[None]:
-        """Tells the peers at once of a mistake that is found before the call can be made."""
-        self._comm.core()
-        with self._naming(constants.OPERATIONS[operation]):
-            try:
-                yield
-            except Exception as error:
-                with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
-                    self._core.join_failed(operation, str(error))
-                raise
-
-
-_Member = TypeVar("_Member", bound=Membership)
+_AnyMember = TypeVar("_AnyMember", bound=Member)
 _Kind = TypeVar("_Kind")
 
 

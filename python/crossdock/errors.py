@@ -36,9 +36,11 @@ class CrossdockError(RuntimeError):
         peer: rank that the error is about (lost, waited for, or that aborted), or None.
         phase: where a wait stood when a fatal error ended it: ``"host"``, ``"entry"``,
             ``"counts"``, ``"rows"``, ``"done"``, ``"credit"``, or None.
-        group: number of the group on its communicator, in order of creation, or None.
+        group: number of the group or context on its communicator, in order of creation, or None.
         operation: ``"prepare"``, ``"dispatch"``, ``"combine"``, ``"dispatch_bwd"``,
-            ``"combine_bwd"``, ``"ll_dispatch"``, ``"ll_combine"``, ``"ll_reset"``, or None.
+            ``"combine_bwd"``, ``"ll_dispatch"``, ``"ll_combine"``, ``"ll_reset"``,
+            ``"gemm_all_gather"``, ``"gemm_reduce_scatter"``, ``"gemm_all_reduce"``,
+            ``"gemm_bulk"``, ``"gemm_start_all_gather"``, or None.
         expected_epoch: of a timeout, the epoch waited for, else None.
         seen_epoch: of a timeout, the last epoch seen of that peer, else None.
         needed_rows: of an overflow that a call has raised, the rows that `peer` would have
@@ -147,19 +149,29 @@ _CLASSES: dict[str, type[CrossdockError]] = {
     "XD_ERROR_INTERNAL": Internal,
 }
 
+# By number; the numbers of the families of operations differ.
+_OPERATIONS: dict[int, str] = {
+    **dict(enumerate(constants.OPERATIONS)),
+    **{number: f"gemm_{word}" for word, number in constants.GEMM_OPERATIONS.items()},
+}
+
+
+def operation_word(number: int) -> str | None:
+    """The word for an operation, as of CrossdockError; None for a number that is none."""
+    return _OPERATIONS.get(number)
+
 
 def in_words(found: dict[str, Any]) -> dict[str, Any]:
-    """``status()`` of the extension's group, its operation as a word; None without an error."""
-    number = found["operation"]
-    word = constants.OPERATIONS[number] if number < len(constants.OPERATIONS) else None
+    """``status()`` of the extension, its operation as a word; None without an error."""
+    word = operation_word(found["operation"])
     return found | {"operation": None if found["status"] == "XD_SUCCESS" else word}
 
 
 def from_status(found: dict[str, Any], rank: int | None = None) -> CrossdockError:
-    """The exception for what a group remembers: ``status()`` of the extension's group.
+    """The exception for what a group or a context remembers: ``status()`` of the extension's.
 
     Args:
-        found: the fields of ``xd_ep_status``; an error is in it.
+        found: the fields of ``xd_ep_status`` or ``xd_gemm_status``; an error is in it.
         rank: whose group it is.
     """
     details = {name: found[name] for name in ("status", "text", "operation")}
@@ -176,6 +188,6 @@ def from_details(details: dict[str, Any]) -> CrossdockError:
     """
     known = dict(details)
     operation = known.pop("operation", None)
-    if operation is not None and operation < len(constants.OPERATIONS):
-        known["operation"] = constants.OPERATIONS[operation]
+    if operation is not None:
+        known["operation"] = operation_word(operation)
     return _CLASSES.get(known["status"], CrossdockError)(known.pop("text"), **known)

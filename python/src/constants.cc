@@ -79,6 +79,31 @@ void bind_words(nb::module_& constants) {
   constants.attr("QUANTISE") = quantise_ways();
 }
 
+void bind_gemm_words(nb::module_& constants) {
+  constants.attr("GEMM_OPERATIONS") = words({{"all_gather", XD_GEMM_ALL_GATHER},
+                                             {"reduce_scatter", XD_GEMM_REDUCE_SCATTER},
+                                             {"all_reduce", XD_GEMM_ALL_REDUCE},
+                                             {"bulk", XD_GEMM_BULK},
+                                             {"start_all_gather", XD_GEMM_START_ALL_GATHER}});
+  constants.attr("GEMM_BITS") =
+      words({{"all_gather", XD_GEMM_BIT(XD_GEMM_ALL_GATHER)},
+             {"reduce_scatter", XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER)},
+             {"all_reduce", XD_GEMM_BIT(XD_GEMM_ALL_REDUCE)},
+             {"bulk", XD_GEMM_BIT(XD_GEMM_BULK)},
+             {"start_all_gather", XD_GEMM_BIT(XD_GEMM_START_ALL_GATHER)}});
+  constants.attr("GEMM_ALGOS") = words({{"auto", XD_GEMM_ALGO_AUTO},
+                                        {"fused", XD_GEMM_ALGO_FUSED},
+                                        {"direct", XD_GEMM_ALGO_DIRECT},
+                                        {"split", XD_GEMM_ALGO_SPLIT},
+                                        {"split_p2p", XD_GEMM_ALGO_SPLIT_P2P},
+                                        {"sequential", XD_GEMM_ALGO_SEQUENTIAL}});
+  constants.attr("GEMM_EPILOGUES") = words({{"none", XD_GEMM_EPILOGUE_NONE},
+                                            {"gelu", XD_GEMM_EPILOGUE_GELU},
+                                            {"dgelu", XD_GEMM_EPILOGUE_DGELU},
+                                            {"relu", XD_GEMM_EPILOGUE_RELU},
+                                            {"drelu", XD_GEMM_EPILOGUE_DRELU}});
+}
+
 }  // namespace
 
 void bind_constants(nb::module_& module) {
@@ -103,6 +128,7 @@ void bind_constants(nb::module_& module) {
   for (const char* name : kOperations) operations.append(name);
   constants.attr("OPERATIONS") = nb::tuple(operations);
   bind_words(constants);
+  bind_gemm_words(constants);
   module.def("default_timeout_ms", &xd_default_timeout_ms);
 }
 

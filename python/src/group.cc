@@ -9,31 +9,10 @@
 
 namespace xdpy {
 
-Group::Group(nb::object comm, const nb::kwargs& options)
-    : comm_object_(std::move(comm)), comm_(nb::cast<Comm&>(comm_object_)) {
+Group::Group(nb::object comm, const nb::kwargs& options) : Member(std::move(comm), "group") {
   const GroupConfig given = group_config(options);
   const xd_ep_config config = given.get();
-  comm_.call([&](xd_comm* handle) { return xd_ep_group_create(handle, &config, &group_); });
-}
-
-Group::~Group() {
-  if (group_ == nullptr) return;
-  // Freeing CUDA memory may wait for kernels, and kernels may wait for ranks in other threads.
-  without_gil([&] { return xd_ep_group_destroy(group_); });
-}
-
-void Group::close() {
-  if (calls_ != 0) {
-    raise_invalid("Group.close: an operation of this group is running in another thread",
-                  comm_.info().rank);
-  }
-  xd_ep_group* const group = std::exchange(group_, nullptr);
-  check(without_gil([&] { return xd_ep_group_destroy(group); }), comm_.failure());
-}
-
-xd_ep_group* Group::usable() const {
-  if (group_ == nullptr) raise_invalid("this group has been closed", comm_.info().rank);
-  return group_;
+  comm_.call([&](xd_comm* handle) { return xd_ep_group_create(handle, &config, &handle_); });
 }
 
 void Group::fail(xd_ep_operation operation, xd_status status) const {

@@ -19,6 +19,7 @@
 #include "comm.h"
 #include "constants.h"
 #include "errors.h"
+#include "gemm.h"
 #include "group.h"
 #include "segments.h"
 
@@ -142,6 +143,7 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);
   bind_comm(module);
   bind_group(module);
+  bind_gemm(module);
   bind_constants(module);
   module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
   module.def("recv_bound", &recv_bound);

@@ -1,6 +1,6 @@
 """``crossdock bench gemm``: products, measured through the C API.
 
-The Python packages have no products yet, so this starts the ranks of a program of the C++ build.
+The ranks are those of a program of the C++ build, which this starts.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import crossdock
-from crossdock import _config
+from crossdock import _config, _gemm_config
 from crossdock._core import constants
 
 # The place in the sources: a build has links to them.
@@ -27,6 +27,9 @@ WORDS = {
     *constants.QUANTISE,
     *constants.DEVICE_TYPES,
     *constants.OPERATIONS,
+    *constants.GEMM_OPERATIONS,
+    *constants.GEMM_ALGOS,
+    *constants.GEMM_EPILOGUES,
 }
 # Limits and blocks; others, such as 16, are numbers of many things.
 LIMITS = {
@@ -89,6 +92,10 @@ def test_words_of_types_are_those_of_the_headers() -> None:
         (_config.OnError, constants.ON_ERROR),
         (_config.Staging, constants.STAGINGS),
         (_config.PeerLoss, constants.PEER_LOSSES),
+        (_gemm_config.GemmOperation, constants.GEMM_OPERATIONS),
+        (_gemm_config.GemmOperation, constants.GEMM_BITS),
+        (_gemm_config.Algo, constants.GEMM_ALGOS),
+        (_gemm_config.Epilogue, constants.GEMM_EPILOGUES),
     ):
         assert typing.get_args(literal) == tuple(words)
 

@@ -48,6 +48,7 @@ def test_every_example_is_run_here():
     named = {
         "numpy_round_trip.py",
         "numpy_lost_rank.py",
+        "numpy_products.py",
         "errors.py",
         "torch_round_trip.py",
         "torch_moe_layer.py",
@@ -60,6 +61,10 @@ def test_every_example_is_run_here():
 
 def test_numpy_round_trip():
     assert run(sys.executable, str(EXAMPLES / "numpy_round_trip.py")).count("as expected") == 2
+
+
+def test_numpy_products():
+    assert run(sys.executable, str(EXAMPLES / "numpy_products.py")).count("as expected") == 2
 
 
 def test_numpy_lost_rank():

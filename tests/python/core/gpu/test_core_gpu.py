@@ -27,6 +27,8 @@ def test_communicator_on_a_gpu_refuses_numpy_arrays() -> None:
             crossdock.EpGroup(
                 comm, crossdock.EpConfig(num_experts=1, max_topk=1, max_tokens_per_rank=4, hidden=8)
             )
+        with pytest.raises(crossdock.Unsupported, match="NumPy arrays lie on the CPU"):
+            crossdock.GemmContext(comm, crossdock.GemmConfig(max_tokens=1, max_k=8, max_n=8))
 
 
 def test_memory_of_the_caller_is_registered_and_taken_out() -> None:
