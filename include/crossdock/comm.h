@@ -97,7 +97,7 @@ typedef struct xd_comm_config {
   xd_all_gather_fn all_gather;
   void* all_gather_context;
   /* The device this rank computes on: {kDLCPU, 0} (any device_id means the same), {kDLCUDA, n}, or
-   * {kDLCUDA, -1} for LOCAL_RANK. */
+   * {kDLCUDA, -1} for that of `nccl_comm` (NCCL) or of LOCAL_RANK (all others). */
   DLDevice device;
   /* Size of this rank's symmetric memory, rounded up to (huge) pages. It may differ per rank;
    * 0 = none yet. */

@@ -206,6 +206,7 @@ class Comm:
         Args:
             nccl_comm: its ncclComm_t, as a number. It stays the caller's, is used during this call
                 only, and must not be used by others meanwhile. After Timeout, abort it.
+            device: as of Comm, but ``"cuda"`` stands for the device of nccl_comm.
 
         Other arguments and errors as of Comm; Unsupported: no CUDA or no NCCL in this process.
         """

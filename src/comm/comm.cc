@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/options.h"
+#include "bootstrap/nccl.h"
 #include "memory/host_segment.h"
 
 namespace xd {
@@ -95,10 +96,20 @@ std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
   return std::make_shared<Comm>(std::move(parts));
 }
 
+// The device that the config asks for: where it names none, that of its NCCL communicator.
+DLDevice asked_device(const xd_comm_config& config) {
+  DLDevice device = config.device;
+  if (config.bootstrap == XD_BOOTSTRAP_NCCL && config.nccl_comm != nullptr &&
+      device.device_id == -1) {
+    device.device_id = read_seat(find_nccl(), config).device;
+  }
+  return resolve_device(device);
+}
+
 }  // namespace
 
 std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
-  const DLDevice device = resolve_device(config.device);
+  const DLDevice device = asked_device(config);
   const int timeout_ms = resolve_timeout(config.timeout_ms);
   const xd_comm_peer_loss on_peer_loss = read_peer_loss(config);
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);

@@ -90,6 +90,16 @@ TEST_F(CudaNccl, RanksMeetThroughItTwiceAndItStaysTheCallers) {
   }));
 }
 
+TEST_F(CudaNccl, ItsDeviceIsTheRanksWhereNoneIsNamed) {
+  expect_no_errors(on_ranks([&](int rank, NcclComm nccl) {
+    xd_comm_config unnamed = config(rank, nccl);
+    unnamed.device = {kDLCUDA, -1};
+    const auto comm = Comm::create(unnamed);
+    EXPECT_EQ(comm->device().device_id, rank);
+    comm->collective().barrier();
+  }));
+}
+
 TEST_F(CudaNccl, RanksOnTheCpuMayMeetThroughItToo) {
   expect_no_errors(on_ranks([&](int rank, NcclComm nccl) {
     xd_comm_config on_cpu = config(rank, nccl);
