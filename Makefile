@@ -50,7 +50,7 @@ bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 # nothing compiled but the Python extension. A build of its own: its programs may move.
 GPU := build/gpu
 GPU_PACKAGE ?= build/gpu-package
-GPU_OPTIONS := -DCROSSDOCK_CUDA=ON -DCROSSDOCK_BUILD_EXAMPLES=OFF \
+GPU_OPTIONS := -DCROSSDOCK_CUDA=ON \
   -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON '-DCMAKE_BUILD_RPATH=$$ORIGIN/../lib;$$ORIGIN/../../lib'
 
 gpu-test: $(if $(BUILD),,gpu-package)  ## build for CUDA, run what needs a GPU; BUILD=a package

@@ -4,7 +4,7 @@
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/crossdock)
 
-install(TARGETS crossdock EXPORT crossdockTargets)
+install(TARGETS crossdock crossdock_transformer_engine EXPORT crossdockTargets)
 install(DIRECTORY include/crossdock DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN *.h)
 if(TARGET crossdock-run)

@@ -3,10 +3,10 @@
 
 docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
 include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
-arrow stands for an include. Public headers stand on DLPack and two C headers; the Python extension,
-examples and the tests of the C API stand on the public headers alone, but for base/ in tests of
-faults, which hold descriptors and processes. The Python packages stand one on another as
-PYTHON_LEVELS lists them.
+arrow stands for an include. Public headers stand on DLPack and two C headers, those of compat/ also
+on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
+alone, but for base/ in tests of faults, which hold descriptors and processes. The Python packages
+stand one on another as PYTHON_LEVELS lists them.
 """
 
 import pathlib
@@ -15,7 +15,15 @@ import sys
 
 DRAWING = "docs/internals/architecture.md"
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
-API_ONLY = ["python", "tests/conformance", "tests/faults", "tests/support", "examples"]
+COMPAT_ALSO = r"[a-z]+|transformer_engine/\w+\.h"  # headers of C++, and forwarders to one another
+API_ONLY = [
+    "python",
+    "tests/compat",
+    "tests/conformance",
+    "tests/faults",
+    "tests/support",
+    "examples",
+]
 PYTHON_LEVELS = [{"crossdock"}, {"jax", "torch"}, {"deep_ep"}, {"cli"}]  # and folders of crossdock
 PYTHON_LEVEL_OF = {name: level for level, names in enumerate(PYTHON_LEVELS) for name in names}
 
@@ -82,7 +90,8 @@ def source_problems(root):
 def problems(root):
     yield from source_problems(root)
     for file, _, name in includes(root, "include"):
-        if name not in PUBLIC_SYSTEM and not name.startswith("crossdock/"):
+        compat = "compat" in file.parts and re.fullmatch(COMPAT_ALSO, name)
+        if name not in PUBLIC_SYSTEM and not name.startswith("crossdock/") and not compat:
             yield file, name, "public headers include DLPack, stddef, stdint and one another only"
     for folder in API_ONLY:
         for file, bracket, name in includes(root, folder):
