@@ -50,6 +50,7 @@ class Comm:
         replicas: the process group of the ranks that hold the same experts, where `data_parallel`
             has been told of them; else None.
         pool: where tensors in symmetric memory come from.
+        contexts: of products, by their bounds, which layers share; see ``crossdock.torch.tp``.
         core: the communicator of the extension.
     """
 
@@ -68,6 +69,7 @@ class Comm:
         self.rank: int = core.rank
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
+        self.contexts: dict[Any, Any] = {}
         self._growths = 0
         self._groups_provided = 0
         self._missing_bytes = 0
@@ -164,6 +166,7 @@ class Comm:
             _default = None
         if self.device.type == "cuda" and not self.core.closed:
             torch.cuda.synchronize(self.device)
+        self.contexts.clear()
         self.pool.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Comm:

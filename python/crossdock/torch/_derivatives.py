@@ -14,7 +14,7 @@ import torch
 from ._custom_ops import LIBRARY
 from ._group import group_of
 
-__all__: list[str] = []
+__all__ = ["differentiated"]
 
 _DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,12 +34,12 @@ class _Last(torch.autograd.Function):
     def backward(ctx, *grads):
         # once_differentiable misses inputs that the forward pass saved, and that require grad.
         raise RuntimeError(
-            f"{ctx.operator}: expected first derivatives only, got a second derivative of "
-            "crossdock.torch's dispatch or combine (create_graph=True)"
+            f"{ctx.operator}: expected first derivatives only, got a second derivative of one of "
+            "crossdock.torch's operations (create_graph=True)"
         )
 
 
-def _differentiated(operator: Any, *args: Any) -> Any:
+def differentiated(operator: Any, *args: Any) -> Any:
     """Runs an operator of the backward pass."""
     return _Last.apply(operator, *args) if torch.is_grad_enabled() else operator(*args)
 
@@ -85,7 +85,7 @@ class _Dispatch(torch.autograd.Function):
         grad_x = grad_topk_weights = None
         if x_needs or weights_need:
             grad_rows = grad_link if ctx.quantise else grad_tokens
-            grad_x, grad_topk_weights, order = _differentiated(
+            grad_x, grad_topk_weights, order = differentiated(
                 _OPS.dispatch_bwd.default,
                 plan,
                 grad_rows if x_needs else None,
@@ -127,7 +127,7 @@ class _Combine(torch.autograd.Function):
         _, out_needs, weights_need, *_ = ctx.needs_input_grad
         if not (out_needs or weights_need):
             return None, None, None, grad_order.clone(), None, None
-        grad_expert_out, grad_weights, order = _differentiated(
+        grad_expert_out, grad_weights, order = differentiated(
             _OPS.combine_bwd.default,
             plan,
             grad_out,

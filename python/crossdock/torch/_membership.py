@@ -1,4 +1,4 @@
-"""What groups on torch tensors have in common: their life, their errors, what peers hear."""
+"""What groups and contexts on torch tensors have in common: life, errors, what peers hear."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from crossdock import _core
-from crossdock._core import constants
-from crossdock.errors import InvalidArgument, from_details, from_status, in_words
+from crossdock.errors import (
+    InvalidArgument,
+    from_details,
+    from_status,
+    in_words,
+    operation_word,
+)
 
 from ._calls import current_stream, is_capturing
 from ._comm import Comm
 
 __all__ = ["Membership"]
 
-# Groups whose last reference went while a CUDA graph was captured, when nothing may wait for the
-# device: they are freed with the process.
-_left_by_captures: list[_core.Group] = []
+# Groups and contexts whose last reference went while a CUDA graph was captured, when nothing may
+# wait for the device: they are freed with the process.
+_left_by_captures: list[Any] = []
 
 
 class Membership:
-    """This rank's part of a group.
+    """This rank's part of a group, or of a context.
 
     Attributes:
         comm: its Comm.
-        core: the group of the extension.
+        core: the group or context of the extension.
     """
 
     comm: Comm
-    core: _core.Group
+    core: Any
 
     def status(self) -> dict[str, Any]:
         """Reads and clears the group's non-fatal error state; never blocks.
@@ -41,7 +45,7 @@ class Membership:
 
         ``status`` (name), ``operation`` (word, or None), ``epoch``, ``rank``, ``bad_ids``,
         ``needed_rows``, ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in
-        ``crossdock/ep.h``.
+        ``crossdock/ep.h``. Of a TpContext those of ``xd_gemm_status`` in ``crossdock/gemm.h``.
         """
         return in_words(self.core.status())
 
@@ -68,7 +72,7 @@ class Membership:
             raise from_status(found, self.comm.rank)
 
     def close(self) -> None:
-        """Frees the group's memory; on a GPU after waiting for the device's work. Local.
+        """Frees its memory; on a GPU after waiting for the device's work. Local.
 
         Does nothing the second time.
         """
@@ -84,8 +88,8 @@ class Membership:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a group belongs to its process and cannot be pickled: save model.state_dict(), or "
-            "use crossdock.torch.save_checkpoint, rather than the model itself"
+            "a group or context belongs to its process and cannot be pickled: save "
+            "model.state_dict(), or use crossdock.torch.save_checkpoint, rather than the model"
         )
 
     def __del__(self) -> None:
@@ -127,7 +131,7 @@ class Membership:
         place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
         if operation is None:
             raise kind(f"{problem} {place}")
-        text = f"{constants.OPERATIONS[operation]}: {problem} {place}"
+        text = f"{operation_word(operation)}: {problem} {place}"
         if not is_capturing(device):
             try:
                 self.core.join_failed(operation, text, current_stream(device))

@@ -55,6 +55,7 @@ def test_every_example_is_run_here():
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
+        "torch_tensor_parallel.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
@@ -104,6 +105,7 @@ def test_decode_moe():
     [
         ("torch_round_trip.py", [], "sums as expected"),
         ("torch_moe_layer.py", [], "at last"),
+        ("torch_tensor_parallel.py", [], "gradient as expected"),
         ("torch_compile.py", ["aot_eager"], "gradients agree"),
     ],
     ids=lambda value: str(value),

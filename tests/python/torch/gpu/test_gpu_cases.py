@@ -31,8 +31,12 @@ import test_torch_ops as ops  # noqa: E402
 import test_torch_plans as plans  # noqa: E402
 import test_torch_pool as pool  # noqa: E402
 import test_torch_tools as tools  # noqa: E402
+import test_tp_compile as tp_compile  # noqa: E402
+import test_tp_errors as tp_errors  # noqa: E402
+import test_tp_ops as tp_ops  # noqa: E402
 from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
 from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
+from test_tp_compile import alone  # noqa: E402, F401  (a fixture)
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +53,9 @@ MODULES = {
     "moe_grouped": moe_grouped,
     "moe_layer": moe_layer,
     "tools": tools,
+    "tp_ops": tp_ops,
+    "tp_errors": tp_errors,
+    "tp_compile": tp_compile,
     "compile": compiled,
 }
 

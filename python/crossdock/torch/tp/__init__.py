@@ -1,0 +1,36 @@
+"""Tensor parallelism for PyTorch: products of spread matrices, overlapped with their transfer.
+
+    import crossdock.torch as xd
+    from crossdock.torch import tp
+
+    xd.init()
+    context = tp.TpContext(max_tokens=4096, max_k=8192, max_n=8192)
+    inner = tp.all_gather_matmul(x, w_in.t(), context, activation="gelu")  # tokens of all ranks
+    out = tp.matmul_reduce_scatter(inner, w_out.t(), context)              # this rank's tokens
+
+Operations are collective, in one order on all ranks, and use the current CUDA stream.
+"""
+
+from ._context import TpContext
+from ._functions import (
+    all_gather_matmul,
+    all_gather_scaled_matmul,
+    bulk_all_gather,
+    bulk_reduce_scatter,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+)
+
+__all__ = [
+    "TpContext",
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "bulk_all_gather",
+    "bulk_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
+]

@@ -1,0 +1,297 @@
+"""Derivatives of the products, whose transfers run beside products as well.
+
+Whether an operation runs in the backward pass must be the same on all ranks. It follows from the
+inputs that require grad, never from the gradients that happen to arrive. There are no second
+derivatives: asking for them raises an error.
+
+With y = gathered(x) @ b, of each rank's own b:
+  the gradient of x is grad @ b.T, summed and scattered; that of b is gathered(x).T @ grad.
+With y = scattered(sum over ranks of x @ b):
+  the gradient of x is gathered(grad) @ b.T, that of b is x.T @ gathered(grad).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossdock._core import constants
+
+from .._custom_ops import LIBRARY
+from .._derivatives import differentiated
+from ._context import context_of
+from ._operators import is_transposed
+
+__all__: list[str] = []
+
+_OPS = torch.ops.crossdock
+_EPILOGUES = {number: word for word, number in constants.GEMM_EPILOGUES.items()}
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _Saved:
+    """What the backward pass of a product needs beside tensors."""
+
+    def __init__(
+        self,
+        needs: tuple[bool, ...],
+        order: Tensor,
+        main_grad: Tensor | None,
+        context: int,
+        tokens: Sequence[int] | None,
+    ) -> None:
+        self.a_needs, self.b_needs, self.bias_needs = needs
+        # Not among the saved tensors: operations change it, and its value is nothing.
+        self.order = order
+        self.main_grad = main_grad
+        self.handle = context
+        self.context = context_of(context)  # lives until the backward pass
+        self.tokens = tokens
+
+    def bulk(
+        self,
+        array: Tensor,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        *,
+        reduces: bool,
+        accumulate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """A transfer beside a product."""
+        return differentiated(
+            _OPS.tp_bulk.default,
+            array,
+            a,
+            b,
+            accumulate,
+            self.order,
+            self.handle,
+            self.tokens,
+            reduces,
+        )
+
+    def product(self, operator: Any, a: Tensor, b: Tensor, keep_gathered: bool = False) -> Any:
+        """One of the three products."""
+        tokens = None if operator is _OPS.tp_matmul_all_reduce.default else self.tokens
+        return differentiated(
+            operator, a, b, None, None, self.order, self.handle, tokens, 0, 0, keep_gathered, False
+        )
+
+    def weight_operands(self, a: Tensor, grad: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors of the gradient of b, or of b transposed where b is stored so."""
+        return (grad.t(), a) if is_transposed(b) else (a.t(), grad)
+
+    def weight_grad(self, product: Tensor, b: Tensor) -> Tensor | None:
+        """The gradient of b from that product; None where it has been added to main_grad."""
+        if self.main_grad is not None:
+            return None
+        return product.t() if is_transposed(b) else product
+
+    def local_weight_grad(self, a: Tensor, grad: Tensor, b: Tensor) -> Tensor | None:
+        """The gradient of b where nothing is left to transfer."""
+        left, right = self.weight_operands(a, grad, b)
+        main = self.main_grad
+        if main is None:
+            return self.weight_grad(torch.mm(left, right), b)
+        if main.dtype == left.dtype:
+            main.addmm_(left, right)
+        elif left.is_cuda and _MM_WIDENS:
+            main.add_(torch.mm(left, right, out_dtype=main.dtype))
+        else:
+            main.add_(torch.mm(left.to(main.dtype), right.to(main.dtype)))
+        return None
+
+
+# torch.mm(out_dtype=), which sums 16-bit operands into float32, on CUDA.
+_MM_WIDENS = any(overload == "dtype" for overload in torch.ops.aten.mm.overloads())
+
+
+def _before_activation(grad: Tensor, x: Tensor, epilogue: int) -> Tensor:
+    """The gradient of what the activation was applied to."""
+    word = _EPILOGUES[epilogue]
+    if word == "relu":
+        return torch.ops.aten.threshold_backward(grad, x, 0)
+    if word == "gelu":
+        return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return grad
+
+
+def _bias_grad(grad: Tensor, bias: Tensor | None, needs: bool) -> Tensor | None:
+    if bias is None or not needs:
+        return None
+    return grad.sum(0, dtype=torch.float32).to(bias.dtype)
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    """The gathered rows are kept from the forward pass, or gathered once more."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train):
+        with _below_autograd():
+            d, gathered, x = _OPS.tp_all_gather_matmul.default(
+                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
+            )
+        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+        ctx.epilogue, ctx.keep = epilogue, keep
+        rows = gathered if keep else a
+        ctx.save_for_backward(rows if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
+        ctx.mark_non_differentiable(gathered, x)
+        return d, gathered, x
+
+    @staticmethod
+    def backward(ctx, grad, grad_gathered, grad_x):
+        rows, b, bias, x = ctx.saved_tensors
+        saved = ctx.saved
+        grad = _before_activation(grad, x, ctx.epilogue)
+        grad_a = grad_b = None
+        if not saved.b_needs:
+            if saved.a_needs:
+                operator = _OPS.tp_matmul_reduce_scatter.default
+                grad_a = saved.product(operator, grad, b.t())[0]
+        else:
+            summand = None
+            if ctx.keep:
+                gathered = rows
+                if saved.a_needs:
+                    summand = torch.mm(grad, b.t())
+            elif saved.a_needs:
+                gathered, summand = saved.bulk(rows, grad, b.t(), reduces=False)
+            else:
+                gathered, _ = saved.bulk(rows, reduces=False)
+            if summand is None:
+                grad_b = saved.local_weight_grad(gathered, grad, b)
+            else:
+                factors = saved.weight_operands(gathered, grad, b)
+                grad_a, product = saved.bulk(
+                    summand, *factors, reduces=True, accumulate=saved.main_grad
+                )
+                grad_b = saved.weight_grad(product, b)
+        grads = grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
+        return (*grads, *(None,) * 8)
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    """The gradient is gathered once, beside its first product. The bias is equal on all ranks."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train):
+        with _below_autograd():
+            outputs = _OPS.tp_matmul_reduce_scatter.default(
+                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
+            )
+        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+        ctx.epilogue = epilogue
+        _, gathered, x = outputs
+        ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
+        ctx.mark_non_differentiable(gathered, x)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad, grad_gathered, grad_x):
+        a, b, bias, x = ctx.saved_tensors
+        saved = ctx.saved
+        grad = _before_activation(grad, x, ctx.epilogue)
+        grad_a = grad_b = None
+        if saved.a_needs:
+            keep = saved.b_needs or saved.bias_needs
+            operator = _OPS.tp_all_gather_matmul.default
+            grad_a, gathered, _ = saved.product(operator, grad, b.t(), keep)
+        else:
+            gathered, _ = saved.bulk(grad, reduces=False)
+        if saved.b_needs:
+            grad_b = saved.local_weight_grad(a, gathered, b)
+        grads = grad_a, grad_b, _bias_grad(gathered, bias, saved.bias_needs)
+        return (*grads, *(None,) * 8)
+
+
+class _MatmulAllReduce(torch.autograd.Function):
+    """The gradient is equal on all ranks: nothing is transferred."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train):
+        with _below_autograd():
+            outputs = _OPS.tp_matmul_all_reduce.default(
+                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
+            )
+        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+        ctx.epilogue = epilogue
+        _, gathered, x = outputs
+        ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
+        ctx.mark_non_differentiable(gathered, x)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad, grad_gathered, grad_x):
+        a, b, bias, x = ctx.saved_tensors
+        saved = ctx.saved
+        grad = _before_activation(grad, x, ctx.epilogue)
+        grad_a = torch.mm(grad, b.t()) if saved.a_needs else None
+        grad_b = saved.local_weight_grad(a, grad, b) if saved.b_needs else None
+        grads = grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
+        return (*grads, *(None,) * 8)
+
+
+class _ReplicatedMatmul(torch.autograd.Function):
+    """a is equal on all ranks, whose products are of different columns: its gradient is a sum."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, main_grad, order, context):
+        with _below_autograd():
+            d = _OPS.tp_replicated_matmul.default(a, b, bias, main_grad, order, context)
+        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, None)
+        ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias)
+        return d
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, bias = ctx.saved_tensors
+        saved = ctx.saved
+        grad_a = None
+        if saved.a_needs:
+            grad_a = saved.product(_OPS.tp_matmul_all_reduce.default, grad, b.t())[0]
+        grad_b = saved.local_weight_grad(a, grad, b) if saved.b_needs else None
+        grads = grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
+        return (*grads, None, None, None)
+
+
+def _register(name: str, function: type[torch.autograd.Function]) -> None:
+    operator = getattr(_OPS, name).default
+
+    def differentiable(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, Tensor) and arg.requires_grad for arg in args
+        ):
+            return function.apply(*args)
+        with _below_autograd():
+            return operator(*args)
+
+    LIBRARY.impl(name, torch._disable_dynamo(differentiable), "Autograd")
+
+
+def _refuse_gradients(name: str) -> None:
+    """Lets an operator without a derivative say so."""
+    operator = getattr(_OPS, name).default
+
+    def plain(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, Tensor) and arg.requires_grad for arg in args
+        ):
+            raise RuntimeError(
+                f"{name}: expected tensors that require no gradient, as the operation has none; "
+                "use torch.no_grad()"
+            )
+        with _below_autograd():
+            return operator(*args)
+
+    LIBRARY.impl(name, torch._disable_dynamo(plain), "Autograd")
+
+
+_register("tp_all_gather_matmul", _AllGatherMatmul)
+_register("tp_matmul_reduce_scatter", _MatmulReduceScatter)
+_register("tp_matmul_all_reduce", _MatmulAllReduce)
+_register("tp_replicated_matmul", _ReplicatedMatmul)
+_refuse_gradients("tp_scaled_matmul")
+_refuse_gradients("tp_bulk")

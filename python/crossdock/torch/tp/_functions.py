@@ -1,0 +1,524 @@
+"""Products for users: tensors of any number of dimensions, activations, tokens per rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F
+
+from crossdock._core import constants
+from crossdock._gemm_config import Algo
+
+from . import _derivatives  # noqa: F401  (registers them)
+from ._context import TpContext
+from ._operators import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER, rows_of_d
+
+__all__ = [
+    "Activation",
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "bulk_all_gather",
+    "bulk_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
+]
+
+Activation = Literal["gelu", "relu"]
+
+_OPS = torch.ops.crossdock
+_PRODUCTS = {
+    ALL_GATHER: _OPS.tp_all_gather_matmul.default,
+    REDUCE_SCATTER: _OPS.tp_matmul_reduce_scatter.default,
+    ALL_REDUCE: _OPS.tp_matmul_all_reduce.default,
+}
+
+
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    gather_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
+    return_gathered: bool = False,
+    save_gathered: bool = True,
+    main_grad: torch.Tensor | None = None,
+    algo: Algo = "auto",
+) -> Any:
+    """``act(all-gather(a) @ b + bias)``: a column-parallel product. Collective, differentiable.
+
+    In the backward pass the gradient of a is a product whose rows are summed over the ranks and
+    scattered while the gradient of b is computed.
+
+    Args:
+        a: ``[..., K]``, this rank's tokens: bfloat16, float16 or float32, of two or more
+            dimensions.
+        b: ``[K, N]``, dtype of a. The view ``weight.t()`` of a weight ``[N, K]`` is read in place.
+        context: on whose ranks; K and N within its bounds.
+        bias: ``[N]``, dtype of the result or float32.
+        activation: ``"gelu"`` (its tanh form) or ``"relu"``.
+        gather_dim: along which ranks follow one another; any but the last. For another than 0 rows
+            are copied once before the operation and once behind it.
+        tokens_per_rank: size of that dimension on each rank, equal on all ranks; None = the same
+            size everywhere.
+        return_gathered: also return the gathered a, without a gradient.
+        save_gathered: keep the gathered a for the gradient of b; else it is gathered once more,
+            beside a product of the backward pass.
+        main_grad: the gradient of b is added to this, and b gets none: laid out as b is stored, of
+            b's dtype or float32.
+        algo: how transfer and product are interleaved; "auto" = the context's choice.
+
+    Returns:
+        ``[..., N]``, larger along gather_dim; with return_gathered a pair.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the peers get Mismatch.
+        InvalidArgument: one that the library finds, such as a shape.
+        Mismatch: the ranks' arguments disagree, or another rank's are bad.
+        Unsupported: the algorithm, or these types or sizes on this device, with the reason.
+        CrossdockError: the others of ``crossdock.errors``. On CUDA what other ranks have done wrong
+            is raised by `TpContext.check` or by a later call.
+    """
+    _require(context, ALL_GATHER, a, b, bias)
+    if context.num_ranks == 1 and main_grad is None:
+        out = _activated(F.linear(a, b.t(), bias), activation)
+        return (out, a.detach().clone()) if return_gathered else out
+    a, b, bias = _autocast(a, b, bias)
+    fold = _Fold(context, ALL_GATHER, "gather_dim", a, gather_dim, tokens_per_rank)
+    keep = save_gathered and torch.is_grad_enabled() and b.requires_grad
+    d, gathered, _ = _product(
+        context, ALL_GATHER, fold, b, bias, main_grad, activation, algo, keep or return_gathered
+    )
+    return (fold.back(d), fold.back(gathered)) if return_gathered else fold.back(d)
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    scatter_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
+    main_grad: torch.Tensor | None = None,
+    algo: Algo = "auto",
+) -> torch.Tensor:
+    """This rank's part of ``act(sum over ranks of a @ b + bias)``: a row-parallel product.
+
+    Collective, differentiable. In the backward pass the gradient is gathered once, beside the
+    product that is the gradient of a.
+
+    Args:
+        a: ``[..., K]``, the tokens of all ranks, of which this rank has some of the columns.
+        b: ``[K, N]``; see `all_gather_matmul`.
+        context: on whose ranks; N within its bounds.
+        bias: ``[N]``, equal on all ranks, each of which gets the gradient of all tokens.
+        activation, main_grad, algo: as of `all_gather_matmul`.
+        scatter_dim: along which ranks follow one another; any but the last.
+        tokens_per_rank: size of that dimension of each rank's result; None = equal shares.
+
+    Returns:
+        ``[..., N]``, smaller along scatter_dim.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    _require(context, REDUCE_SCATTER, a, b, bias)
+    if context.num_ranks == 1 and main_grad is None:
+        return _activated(F.linear(a, b.t(), bias), activation)
+    a, b, bias = _autocast(a, b, bias)
+    fold = _Fold(context, REDUCE_SCATTER, "scatter_dim", a, scatter_dim, tokens_per_rank)
+    d, _, _ = _product(context, REDUCE_SCATTER, fold, b, bias, main_grad, activation, algo, False)
+    return fold.back(d)
+
+
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    main_grad: torch.Tensor | None = None,
+    algo: Algo = "auto",
+) -> torch.Tensor:
+    """``act(sum over ranks of a @ b + bias)``, equal on all ranks. Collective, differentiable.
+
+    Args:
+        a: ``[..., K]``, all tokens, of which this rank has some of the columns.
+        b: ``[K, N]``; see `all_gather_matmul`.
+        context: on whose ranks; N within its bounds.
+        bias: ``[N]``, equal on all ranks.
+        activation, main_grad, algo: as of `all_gather_matmul`.
+
+    Returns:
+        ``[..., N]``. Its gradient must be equal on all ranks, as it is where they go on alike.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    _require(context, ALL_REDUCE, a, b, bias)
+    if context.num_ranks == 1 and main_grad is None:
+        return _activated(F.linear(a, b.t(), bias), activation)
+    a, b, bias = _autocast(a, b, bias)
+    fold = _Fold(context, ALL_REDUCE, "dim", a, 0, None)
+    d, _, _ = _product(context, ALL_REDUCE, fold, b, bias, main_grad, activation, algo, False)
+    return fold.back(d)
+
+
+def all_gather_scaled_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    gather_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
+    return_gathered: bool = False,
+    algo: Algo = "auto",
+) -> Any:
+    """`all_gather_matmul` of fp8 with scales, without derivatives.
+
+    Args:
+        a: ``[..., K]`` float8_e4m3fn or float8_e5m2; not both of a and b in e5m2.
+        b: ``[K, N]``; on CUDA the transposed view of a weight ``[N, K]``.
+        scale_a, scale_b: float32, as of ``torch._scaled_mm``: a single number each, or one per row
+            of a ``[..., 1]`` and per column of b ``[1, N]``, or one per 128 columns
+            ``[..., K / 128]`` and per 128 times 128 of b ``[K / 128, N / 128]``. Those of a are
+            this rank's, and are gathered with its rows.
+        bias: ``[N]``, of the result's dtype (bfloat16 where that is fp8) or float32.
+        scale_result: a single float32 by which results in fp8 are multiplied.
+        out_dtype: bfloat16, float16, float32, or fp8.
+        use_fast_accum: sums may stay in the tensor cores' narrower accumulators.
+        context, gather_dim, tokens_per_rank, return_gathered, algo: as of `all_gather_matmul`.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    fold = _scaled_fold(context, ALL_GATHER, "gather_dim", a, b, gather_dim, tokens_per_rank)
+    options = (scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, algo)
+    d, gathered = _scaled(fold, b, *options, return_gathered)
+    return (fold.back(d), fold.back(gathered)) if return_gathered else fold.back(d)
+
+
+def scaled_matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    scatter_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
+    algo: Algo = "auto",
+) -> torch.Tensor:
+    """`matmul_reduce_scatter` of fp8 with scales, without derivatives.
+
+    The arguments are those of `all_gather_scaled_matmul` and `matmul_reduce_scatter`.
+    """
+    fold = _scaled_fold(context, REDUCE_SCATTER, "scatter_dim", a, b, scatter_dim, tokens_per_rank)
+    options = (scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, algo)
+    return fold.back(_scaled(fold, b, *options, False)[0])
+
+
+def scaled_matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    algo: Algo = "auto",
+) -> torch.Tensor:
+    """`matmul_all_reduce` of fp8 with scales, without derivatives.
+
+    The arguments are those of `all_gather_scaled_matmul` and `matmul_all_reduce`.
+    """
+    fold = _scaled_fold(context, ALL_REDUCE, "dim", a, b, 0, None)
+    options = (scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, algo)
+    return fold.back(_scaled(fold, b, *options, False)[0])
+
+
+def bulk_all_gather(
+    array: torch.Tensor,
+    context: TpContext,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    accumulate: torch.Tensor | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gathers an array while this rank computes ``a @ b``. Collective, without derivatives.
+
+    Args:
+        array: ``[m, H]`` of any dtype that the library moves.
+        context: made for "bulk" and "all_gather".
+        a, b: a product of this rank alone, of any sizes; None = none.
+        accumulate: a tensor to which the product is added.
+        tokens_per_rank: m of each rank; None = equal shares.
+
+    Returns:
+        ``[M, H]``, and the product: None where there is none, or where it has been added.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    return _bulk(array, context, a, b, accumulate, tokens_per_rank, reduces=False)
+
+
+def bulk_reduce_scatter(
+    array: torch.Tensor,
+    context: TpContext,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    accumulate: torch.Tensor | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sums an array over the ranks, and scatters it, while this rank computes ``a @ b``.
+
+    Collective, without derivatives. Sums are in float32, by ascending rank, rounded once.
+
+    Args:
+        array: ``[M, H]`` bfloat16, float16 or float32.
+        context: made for "bulk" and "reduce_scatter".
+        a, b, accumulate, tokens_per_rank: as of `bulk_all_gather`.
+
+    Returns:
+        ``[m, H]``, and the product, as of `bulk_all_gather`.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    return _bulk(array, context, a, b, accumulate, tokens_per_rank, reduces=True)
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+class _Fold:
+    """Tokens of any number of dimensions as rows, the ranks' dimension outermost."""
+
+    def __init__(
+        self,
+        context: TpContext,
+        operation: int,
+        argument: str,
+        a: torch.Tensor,
+        dim: int,
+        tokens_per_rank: Sequence[int] | None,
+    ) -> None:
+        """`argument`: the name of `dim`."""
+        most = a.dim() - 2
+        if most < 0:
+            problem = f"a: expected 2 or more dimensions, got shape {tuple(a.shape)}"
+            context.refuse(operation, ValueError, problem)
+        if not isinstance(dim, int) or not -a.dim() <= dim <= most or dim == -1:
+            problem = f"expected a dimension of a before its last, 0 to {most}, got {dim!r}"
+            context.refuse(operation, ValueError, f"{argument}: {problem}")
+        self.context, self.operation = context, operation
+        self.dim = dim % a.dim()
+        moved = a if self.dim == 0 else a.movedim(self.dim, 0)
+        self.between = moved.shape[1:-1]
+        self.rows = moved.reshape(-1, a.shape[-1])
+        tokens = _read_tokens(context, operation, tokens_per_rank)
+        self.size = rows_of_d(context, operation, moved.shape[0], tokens)
+        self.tokens = None
+        if tokens is not None:
+            self.tokens = [count * math.prod(self.between) for count in tokens]
+
+    def back(self, d: torch.Tensor) -> torch.Tensor:
+        """A result, its rows as the dimensions that they come from."""
+        if len(self.between) == 0:
+            return d
+        out = d.view(self.size, *self.between, d.shape[1])
+        return out if self.dim == 0 else out.movedim(0, self.dim)
+
+
+def _read_tokens(
+    context: TpContext, operation: int, given: Sequence[int] | None
+) -> list[int] | None:
+    if given is None:
+        return None
+    if isinstance(given, (int, str, torch.Tensor)):
+        problem = f"tokens_per_rank: expected a sequence of whole numbers, got {given!r}"
+        context.refuse(operation, TypeError, problem)
+    if len(given) != context.num_ranks:
+        problem = f"expected the tokens of {context.num_ranks} ranks, got {len(given)}"
+        context.refuse(operation, ValueError, f"tokens_per_rank: {problem}")
+    return list(given)
+
+
+def _require(context: Any, operation: int, a: Any, b: Any, bias: Any = None) -> None:
+    if not isinstance(context, TpContext):
+        raise TypeError(f"context: expected a TpContext, got {type(context).__name__}")
+    context.require_tensors(operation, a=a)
+    context.require_tensors(operation, b=b, bias=bias)
+    if b.dim() != 2:
+        problem = f"b: expected 2 dimensions, got shape {tuple(b.shape)}"
+        context.refuse(operation, ValueError, problem)
+
+
+def _word(context: TpContext, operation: int, name: str, given: Any, known: dict[str, int]) -> int:
+    if not isinstance(given, str) or given not in known:
+        problem = f"expected one of {', '.join(map(repr, known))}, got {given!r}"
+        context.refuse(operation, ValueError, f"{name}: {problem}")
+    return known[given]
+
+
+_ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in ("gelu", "relu")}
+
+
+def _product(
+    context: TpContext,
+    operation: int,
+    fold: _Fold,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+    activation: Activation | None,
+    algo: Algo,
+    keep_gathered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    epilogue = 0
+    if activation is not None:
+        epilogue = _word(context, operation, "activation", activation, _ACTIVATIONS)
+    number = _word(context, operation, "algo", algo, constants.GEMM_ALGOS)
+    tensors = (fold.rows, b, bias)
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _PRODUCTS[operation](
+        *tensors,
+        main_grad,
+        context.order,
+        context.handle,
+        fold.tokens,
+        epilogue,
+        number,
+        keep_gathered,
+        train,
+    )
+
+
+def _activated(x: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    if activation is None:
+        return x
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "gelu":
+        return F.gelu(x, approximate="tanh")
+    raise ValueError(f"activation: expected one of 'gelu', 'relu', got {activation!r}")
+
+
+def _autocast(*tensors: torch.Tensor | None) -> Any:
+    """The tensors in autocast's dtype, where that is on, as ``F.linear`` takes them."""
+    first = tensors[0]
+    kind = first.device.type if first is not None else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def _scaled_fold(
+    context: TpContext,
+    operation: int,
+    argument: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dim: int,
+    tokens_per_rank: Sequence[int] | None,
+) -> _Fold:
+    _require(context, operation, a, b)
+    return _Fold(context, operation, argument, a, dim, tokens_per_rank)
+
+
+def _scaled(
+    fold: _Fold,
+    b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale_result: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    algo: Algo,
+    keep_gathered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    context, operation = fold.context, fold.operation
+    beside = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias, "scale_result": scale_result}
+    context.require_tensors(operation, a=fold.rows, **beside)
+    return _OPS.tp_scaled_matmul.default(
+        fold.rows,
+        b,
+        _scale_of_a(fold, scale_a),
+        _scale_of_b(scale_b),
+        bias,
+        None if scale_result is None else scale_result.reshape(1),
+        context.order,
+        context.handle,
+        fold.tokens,
+        operation,
+        0,
+        _word(context, operation, "algo", algo, constants.GEMM_ALGOS),
+        keep_gathered,
+        out_dtype,
+        use_fast_accum,
+    )
+
+
+def _scale_of_a(fold: _Fold, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """[1], [rows], or [rows, blocks of columns]."""
+    if scale is None or scale.dim() < 2:
+        return None if scale is None else scale.reshape(-1)
+    moved = scale if fold.dim == 0 else scale.movedim(fold.dim, 0)
+    return moved.reshape(-1) if scale.shape[-1] == 1 else moved.reshape(-1, scale.shape[-1])
+
+
+def _scale_of_b(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """[1], [N], or [blocks of N, blocks of K]."""
+    if scale is None or scale.dim() < 2 or scale.shape[0] == 1:
+        return None if scale is None else scale.reshape(-1)
+    return scale.t()
+
+
+def _bulk(
+    array: torch.Tensor,
+    context: TpContext,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    accumulate: torch.Tensor | None,
+    tokens_per_rank: Sequence[int] | None,
+    reduces: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not isinstance(context, TpContext):
+        raise TypeError(f"context: expected a TpContext, got {type(context).__name__}")
+    context.require_tensors(BULK, array=array, a=a, b=b, accumulate=accumulate)
+    if (a is None) != (b is None) or (a is None and accumulate is not None):
+        problem = "a and b: expected both or none, and accumulate with both alone"
+        context.refuse(BULK, ValueError, problem)
+    tokens = _read_tokens(context, BULK, tokens_per_rank)
+    out, product = _OPS.tp_bulk.default(
+        array, a, b, accumulate, context.order, context.handle, tokens, reduces
+    )
+    return out, None if a is None or accumulate is not None else product
