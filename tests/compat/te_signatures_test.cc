@@ -1,5 +1,6 @@
 // The declarations of TransformerEngine's functions and types, as its headers have them, against
 // those of the compat headers. Nothing here runs: it compiles or it does not.
+#include <transformer_engine/comm_gemm.h>
 #include <transformer_engine/comm_window.h>
 #include <transformer_engine/ep.h>
 #include <transformer_engine/transformer_engine.h>
@@ -63,6 +64,21 @@ constexpr NVTEEpGroupConfig kGroupInit = NVTE_EP_GROUP_CONFIG_INIT;
 constexpr NVTEEpLayerConfig kLayerInit = NVTE_EP_LAYER_CONFIG_INIT;
 static_assert(kGroupInit.struct_size == 48 && kGroupInit.drop_on_overflow == 0);
 static_assert(kLayerInit.struct_size == 24 && kLayerInit.top_k == 0);
+
+// ---- transformer_engine/comm_gemm.h ----
+using Product = void(NVTECommGemmCtx*, std::int64_t m, std::int64_t n, std::int64_t k, Tensor a,
+                     Tensor b, Tensor d, Tensor bias, Tensor pre_act_out, bool transa, bool transb,
+                     bool grad, bool accumulate, int comm_sm_count, Stream, NVTECommGemmAlgoType);
+static_assert(is<Product>(&nvte_all_gather_gemm));
+static_assert(is<Product>(&nvte_gemm_reduce_scatter));
+static_assert(is<Product>(&nvte_gemm_all_reduce));
+static_assert(is<NVTECommGemmCtx*(ncclComm_t, int, int)>(&nvte_comm_gemm_ctx_create));
+static_assert(is<void(NVTECommGemmCtx*)>(&nvte_comm_gemm_ctx_destroy));
+static_assert(is<std::int64_t(NVTECommGemmCtx*, std::int64_t)>(&nvte_comm_gemm_numroc));
+static_assert(std::is_same_v<ncclComm_t, struct ncclComm*>);
+static_assert(kNVTECommGemmAlgoDefault == 0 && kNVTECommGemmAlgoSplitP2P == 1 &&
+              kNVTECommGemmAlgoSplitMulticast == 2 && kNVTECommGemmAlgoAtomicP2P == 3 &&
+              kNVTECommGemmAlgoAtomicMulticast == 4);
 
 // ---- transformer_engine/comm_window.h ----
 static_assert(std::is_same_v<decltype(NVTECommWindow::window), struct ncclWindow_vidmem*>);

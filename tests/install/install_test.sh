@@ -52,6 +52,7 @@ run_on_4_ranks "$work/c/build/round_trip"
 run_on_4_ranks "$work/c/build/tensor_parallel_mlp"
 build_project transformer_engine
 run_on_4_ranks "$work/transformer_engine/build/expert_parallel"
+run_on_4_ranks "$work/transformer_engine/build/tensor_parallel"
 
 # The benchmark finds the library where both have been moved to.
 if [[ -x $prefix/bin/crossdock-bench ]]; then
