@@ -1,9 +1,10 @@
 """Parameters of which each rank holds its share, in the form that torch's own tools understand.
 
-Where a communicator stands on torch.distributed, a layer's experts are ``DTensor``s, sharded by
-their first dimension over a mesh of the communicator's ranks. Checkpoints, norms, optimisers and
-FSDP then see what they are: tools that know DTensors do the right thing, and those that do not
-refuse them. Plain tensors of equal names and shapes would be taken for copies of one another.
+Where a communicator stands on torch.distributed, a layer's experts, and weights that are spread,
+are ``DTensor``s, sharded by a dimension over a mesh of the communicator's ranks. Checkpoints,
+norms, optimisers and FSDP then see what they are: tools that know DTensors do the right thing, and
+those that do not refuse them. Plain tensors of equal names and shapes would be taken for copies of
+one another.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if is_share(tensor) else tensor
 
 
-def as_share(local: torch.Tensor, comm: Comm) -> torch.Tensor:
-    """This rank's slices as part of the tensor of all ranks; as they are without a mesh."""
+def as_share(local: torch.Tensor, comm: Comm, dim: int = 0) -> torch.Tensor:
+    """This rank's slices along `dim` as part of all ranks' tensor; as they are without a mesh."""
     mesh = comm.mesh
     if mesh is None:
         return local
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
 
 
 def like(local: torch.Tensor, other: DTensor) -> DTensor:
@@ -85,20 +86,21 @@ def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
     )
 
 
-def convert_loaded(value: Any, parameter: torch.Tensor, first: int) -> Any:
+def convert_loaded(value: Any, parameter: torch.Tensor, first: int, dim: int = 0) -> Any:
     """A value from a state dict in the form that the parameter has.
 
     Args:
         value: a DTensor like the parameter; or a plain tensor: this rank's slices, or all ranks'.
         parameter: of a layer.
         first: number of this rank's first slice.
+        dim: along which it is sliced.
     """
     if not is_share(parameter) or not isinstance(value, torch.Tensor) or is_share(value):
         return value
     share: Any = parameter
     here = share.to_local().shape
     if share.device_mesh.ndim == 1 and value.shape == share.shape != here:
-        value = value[first : first + here[0]]
+        value = value.narrow(dim, first, here[dim])
     if value.shape != here:
         return value  # torch names the parameter whose shape does not fit
     return like(value.to(share.device), share)

@@ -56,6 +56,7 @@ def test_every_example_is_run_here():
         "torch_graph.py",
         "torch_mesh.py",
         "torch_tensor_parallel.py",
+        "torch_tensor_parallel_layers.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
@@ -106,6 +107,7 @@ def test_decode_moe():
         ("torch_round_trip.py", [], "sums as expected"),
         ("torch_moe_layer.py", [], "at last"),
         ("torch_tensor_parallel.py", [], "gradient as expected"),
+        ("torch_tensor_parallel_layers.py", [], "agree with plain layers"),
         ("torch_compile.py", ["aot_eager"], "gradients agree"),
     ],
     ids=lambda value: str(value),

@@ -22,15 +22,28 @@ from ._functions import (
     scaled_matmul_all_reduce,
     scaled_matmul_reduce_scatter,
 )
+from ._linear import column_parallel_linear, row_parallel_linear
+from ._modules import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SequenceParallelMLP,
+    TensorParallelAttentionProjections,
+)
 
 __all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "SequenceParallelMLP",
+    "TensorParallelAttentionProjections",
     "TpContext",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "bulk_all_gather",
     "bulk_reduce_scatter",
+    "column_parallel_linear",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "row_parallel_linear",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]

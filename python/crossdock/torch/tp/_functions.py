@@ -18,12 +18,15 @@ from ._operators import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER, rows_of_d
 
 __all__ = [
     "Activation",
+    "activated",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "bulk_all_gather",
     "bulk_reduce_scatter",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "replicated_matmul",
+    "require",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]
@@ -86,9 +89,9 @@ def all_gather_matmul(
         CrossdockError: the others of ``crossdock.errors``. On CUDA what other ranks have done wrong
             is raised by `TpContext.check` or by a later call.
     """
-    _require(context, ALL_GATHER, a, b, bias)
+    require(context, ALL_GATHER, a, b, bias)
     if context.num_ranks == 1 and main_grad is None:
-        out = _activated(F.linear(a, b.t(), bias), activation)
+        out = activated(F.linear(a, b.t(), bias), activation)
         return (out, a.detach().clone()) if return_gathered else out
     a, b, bias = _autocast(a, b, bias)
     fold = _Fold(context, ALL_GATHER, "gather_dim", a, gather_dim, tokens_per_rank)
@@ -131,9 +134,9 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
-    _require(context, REDUCE_SCATTER, a, b, bias)
+    require(context, REDUCE_SCATTER, a, b, bias)
     if context.num_ranks == 1 and main_grad is None:
-        return _activated(F.linear(a, b.t(), bias), activation)
+        return activated(F.linear(a, b.t(), bias), activation)
     a, b, bias = _autocast(a, b, bias)
     fold = _Fold(context, REDUCE_SCATTER, "scatter_dim", a, scatter_dim, tokens_per_rank)
     d, _, _ = _product(context, REDUCE_SCATTER, fold, b, bias, main_grad, activation, algo, False)
@@ -165,13 +168,36 @@ def matmul_all_reduce(
     Raises:
         As `all_gather_matmul`.
     """
-    _require(context, ALL_REDUCE, a, b, bias)
+    require(context, ALL_REDUCE, a, b, bias)
     if context.num_ranks == 1 and main_grad is None:
-        return _activated(F.linear(a, b.t(), bias), activation)
+        return activated(F.linear(a, b.t(), bias), activation)
     a, b, bias = _autocast(a, b, bias)
     fold = _Fold(context, ALL_REDUCE, "dim", a, 0, None)
     d, _, _ = _product(context, ALL_REDUCE, fold, b, bias, main_grad, activation, algo, False)
     return fold.back(d)
+
+
+def replicated_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    bias: torch.Tensor | None = None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a @ b + bias`` of all tokens, which all ranks have: a column-parallel product.
+
+    Nothing is transferred. In the backward pass the gradient of a is summed over the ranks.
+    """
+    require(context, ALL_REDUCE, a, b, bias)
+    if context.num_ranks == 1 and main_grad is None:
+        return F.linear(a, b.t(), bias)
+    a, b, bias = _autocast(a, b, bias)
+    fold = _Fold(context, ALL_REDUCE, "dim", a, 0, None)
+    return fold.back(
+        _OPS.tp_replicated_matmul.default(
+            fold.rows, b, bias, main_grad, context.order, context.handle
+        )
+    )
 
 
 def all_gather_scaled_matmul(
@@ -370,13 +396,21 @@ def _read_tokens(
     return list(given)
 
 
-def _require(context: Any, operation: int, a: Any, b: Any, bias: Any = None) -> None:
+def require(
+    context: Any,
+    operation: int,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    names: tuple[str, str] = ("a", "b"),
+) -> None:
+    """Refuses what is no context, no tensor of its device, or no matrix."""
     if not isinstance(context, TpContext):
         raise TypeError(f"context: expected a TpContext, got {type(context).__name__}")
-    context.require_tensors(operation, a=a)
-    context.require_tensors(operation, b=b, bias=bias)
+    context.require_tensors(operation, **{names[0]: a})
+    context.require_tensors(operation, **{names[1]: b, "bias": bias})
     if b.dim() != 2:
-        problem = f"b: expected 2 dimensions, got shape {tuple(b.shape)}"
+        problem = f"{names[1]}: expected 2 dimensions, got shape {tuple(b.shape)}"
         context.refuse(operation, ValueError, problem)
 
 
@@ -420,7 +454,8 @@ def _product(
     )
 
 
-def _activated(x: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+def activated(x: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    """Torch's activation of that name."""
     if activation is None:
         return x
     if activation == "relu":
@@ -449,7 +484,7 @@ def _scaled_fold(
     dim: int,
     tokens_per_rank: Sequence[int] | None,
 ) -> _Fold:
-    _require(context, operation, a, b)
+    require(context, operation, a, b)
     return _Fold(context, operation, argument, a, dim, tokens_per_rank)
 
 

@@ -33,6 +33,7 @@ import test_torch_pool as pool  # noqa: E402
 import test_torch_tools as tools  # noqa: E402
 import test_tp_compile as tp_compile  # noqa: E402
 import test_tp_errors as tp_errors  # noqa: E402
+import test_tp_layers as tp_layers  # noqa: E402
 import test_tp_ops as tp_ops  # noqa: E402
 from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
 from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
@@ -55,6 +56,7 @@ MODULES = {
     "tools": tools,
     "tp_ops": tp_ops,
     "tp_errors": tp_errors,
+    "tp_layers": tp_layers,
     "tp_compile": tp_compile,
     "compile": compiled,
 }
