@@ -1,0 +1,118 @@
+// TransformerEngine's functions with a communicator of NCCL's, on GPUs.
+#include <crossdock/compat/te_comm_gemm.h>
+#include <crossdock/compat/te_ep.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "compat/te_ep_batch.h"
+#include "support/gtest_main.h"
+#include "support/open_nccl.h"
+
+namespace xd::test {
+namespace {
+
+struct UniqueId {
+  char internal[128];
+};
+
+template <class Function>
+Function look_up(void* library, const char* name) {
+  void* const found = ::dlsym(library, name);
+  if (found == nullptr) throw std::runtime_error(std::string("NCCL has no ") + name);
+  return reinterpret_cast<Function>(found);
+}
+
+// NCCL's communicator of the ranks of a launch, which are processes. Rank 0's id goes through a
+// file that only this user can read.
+class NcclRanks {
+ public:
+  NcclRanks(void* library, const Rank& rank) : library_(library) {
+    const char* const port = std::getenv("MASTER_PORT");
+    const std::filesystem::path folder =
+        std::filesystem::temp_directory_path() /
+        ("xd-te-nccl-" + std::to_string(::getuid()) + "-" + (port != nullptr ? port : ""));
+    UniqueId id{};
+    if (rank.rank == 0) {
+      std::filesystem::create_directory(folder);
+      std::filesystem::permissions(folder, std::filesystem::perms::owner_all);
+      require(look_up<int (*)(UniqueId*)>(library, "ncclGetUniqueId")(&id));
+      std::ofstream(folder / "id", std::ios::binary).write(id.internal, sizeof(id.internal));
+    }
+    ok(xd_comm_barrier(rank.comm));
+    std::ifstream(folder / "id", std::ios::binary).read(id.internal, sizeof(id.internal));
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank == 0) std::filesystem::remove_all(folder);
+    require(look_up<int (*)(ncclComm_t*, int, UniqueId, int)>(library, "ncclCommInitRank")(
+        &comm, rank.num_ranks, id, rank.rank));
+  }
+  ~NcclRanks() { look_up<int (*)(ncclComm_t)>(library_, "ncclCommDestroy")(comm); }
+  NcclRanks(const NcclRanks&) = delete;
+  NcclRanks& operator=(const NcclRanks&) = delete;
+
+  ncclComm_t comm = nullptr;
+
+ private:
+  static void require(int result) {
+    if (result != 0) throw std::runtime_error("NCCL result " + std::to_string(result));
+  }
+
+  void* const library_;
+};
+
+class TeNccl : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (world().memory().device().device_type == kDLCPU) GTEST_SKIP() << "NCCL needs GPUs";
+    library_ = open_nccl();
+    if (library_ == nullptr) GTEST_SKIP() << "libnccl.so.2 was not found (XD_NCCL_LIB may name it)";
+  }
+
+  void* library_ = nullptr;
+};
+
+TEST_F(TeNccl, ExpertsAreReachedThroughItsCommunicator) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const NcclRanks nccl(library_, rank);
+    TeBatch direct(rank, c), batch(rank, c);
+    {
+      const Group group = make_group(rank.comm, c.config(rank.rank));
+      direct.run_all_directly(group.get());
+    }
+    const NVTEEpGroupConfig config = te_config(c.config(rank.rank));
+    for (int time = 0; time < 2; ++time) {
+      nvte_ep_initialize(nccl.comm, &config);
+      EXPECT_NE(crossdock::te::ep_comm(), rank.comm);
+      batch.use_group();
+      batch.run_all();
+      batch.expect_equal(direct);
+      nvte_ep_shutdown();
+    }
+  });
+}
+
+TEST_F(TeNccl, ProductsAreComputedThroughItsCommunicator) {
+  on_every_rank([&](Rank& rank) {
+    const NcclRanks nccl(library_, rank);
+    NVTECommGemmCtx* const ctx = nvte_comm_gemm_ctx_create(nccl.comm, rank.num_ranks, rank.rank);
+    const std::int64_t m = 8, n = 16, k = std::int64_t{8} * rank.num_ranks;
+    Tensor a(rank, kF32, {m, 8}), b(rank, kF32, {n, 8}), d(rank, kF32, {n, m});
+    a.write(std::vector<float>(64, 1.0f));
+    b.write(std::vector<float>(128, static_cast<float>(rank.rank + 1)));
+    nvte_gemm_all_reduce(ctx, m, n, k, te_tensor(a.dl()).data(), te_tensor(b.dl()).data(),
+                         te_tensor(d.dl()).data(), nullptr, nullptr, true, false, false, false, 0,
+                         rank.stream(), kNVTECommGemmAlgoDefault);
+    rank.memory->synchronize();
+    const auto sum = static_cast<float>(4 * rank.num_ranks * (rank.num_ranks + 1));
+    EXPECT_EQ(d.read_as<float>(), std::vector<float>(128, sum));
+    nvte_comm_gemm_ctx_destroy(ctx);
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
