@@ -1,4 +1,4 @@
-"""XLA's custom calls of expert parallelism, and the groups that they find.
+"""XLA's custom calls, and the groups and contexts that they find.
 
 Built where jaxlib is found. Blocking calls release the GIL. Failures raise the classes of
 ``crossdock.errors``. What `close` drops lives on in executables that use it.
@@ -69,4 +69,22 @@ class Group:
     def errors(self, index: int) -> int | None:
         """How many operations of that rank have ended with a non-fatal error."""
 
+    def close(self) -> None: ...
+
+class Context:
+    """One config's contexts of products on all ranks of this process; as `Group` otherwise."""
+
+    def __init__(self, ranks: Ranks, text: str, /, **config: Any) -> None:
+        """Local.
+
+        Args:
+            text: the config as executables name it.
+            config: fields of ``xd_gemm_config``, dtype as DLPack's code << 8 | bits.
+        """
+
+    @property
+    def number(self) -> int: ...
+    def create(self) -> None: ...
+    def status(self, index: int) -> dict[str, Any] | None: ...
+    def errors(self, index: int) -> int | None: ...
     def close(self) -> None: ...

@@ -29,13 +29,7 @@ void GemmContext::fail(xd_gemm_operation operation, xd_status status) const {
 nb::dict GemmContext::status() const {
   xd_gemm_status status XD_GEMM_STATUS_INIT;
   check(xd_gemm_context_status(usable(), &status), comm_.failure());
-  nb::dict found;
-  found["status"] = xd_status_name(status.status);
-  found["operation"] = static_cast<int>(status.operation);
-  found["epoch"] = status.epoch;
-  found["rank"] = status.rank;
-  found["text"] = status.text;
-  return found;
+  return fields_of(status);
 }
 
 std::uint64_t GemmContext::errors() const {

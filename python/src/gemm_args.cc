@@ -148,4 +148,14 @@ xd_gemm_config gemm_config(const nb::kwargs& options) {
   return config;
 }
 
+nb::dict fields_of(const xd_gemm_status& status) {
+  nb::dict found;
+  found["status"] = xd_status_name(status.status);
+  found["operation"] = static_cast<int>(status.operation);
+  found["epoch"] = status.epoch;
+  found["rank"] = status.rank;
+  found["text"] = status.text;
+  return found;
+}
+
 }  // namespace xdpy

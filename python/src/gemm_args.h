@@ -50,4 +50,7 @@ class GemmArgs {
 // The bounds of a context; dtype as data_type() takes it. TypeError for a name that does not exist.
 xd_gemm_config gemm_config(const nb::kwargs& options);
 
+// A dict with the names of xd_gemm_status; the status is its name.
+nb::dict fields_of(const xd_gemm_status& status);
+
 }  // namespace xdpy

@@ -1,4 +1,4 @@
-"""A description of a group, for plans and traced functions. It does not keep the group alive."""
+"""Descriptions of meshes and groups, for traced functions. They do not keep a group alive."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ class Place:
     """How arrays lie on a mesh.
 
     Attributes:
+        init: the name of the function that made it.
         mesh: of `init`.
-        ep_axes: the axes whose devices exchange tokens.
-        batch_axes: the axes that the first dimension of global arrays is split over.
+        axes: the axes whose devices are the ranks of a set.
+        data_axes: the axes of independent sets that global arrays are split over.
         num_ranks: W.
     """
 
+    init: str
     mesh: Mesh
-    ep_axes: tuple[str, ...]
-    batch_axes: tuple[str, ...]
+    axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
     num_ranks: int
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that the first dimension of tokens is split over."""
+        return self.data_axes + self.axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,20 +64,20 @@ class EpGroup:
         return f"EpGroup({self.number}: {self.config}, {self.place.num_ranks} ranks)"
 
 
-# By number of a group that is open, its operations on global arrays, compiled.
-_programs: dict[int, dict[Any, Callable[..., Any]]] = {}
+# By group, or context, that is open, its operations on global arrays, compiled.
+_programs: dict[Any, dict[Any, Callable[..., Any]]] = {}
 
 
-def remember_programs(number: int) -> None:
+def remember_programs(group: Any) -> None:
     """Remembers, until `forget_programs`, compiled operations of a group."""
-    _programs[number] = {}
+    _programs[group] = {}
 
 
-def programs_of(number: int) -> dict[Any, Callable[..., Any]]:
+def programs_of(group: Any) -> dict[Any, Callable[..., Any]]:
     """Compiled operations of a group, to look up and to add to; of a closed one nothing stays."""
-    return _programs.get(number, {})
+    return _programs.get(group, {})
 
 
-def forget_programs(number: int) -> None:
+def forget_programs(group: Any) -> None:
     """Drops them, and with them what they keep of the group."""
-    del _programs[number]
+    del _programs[group]

@@ -46,7 +46,7 @@ def reset(group: EpGroup) -> None:
 
 def _on_devices(group: EpGroup, function: Callable[..., Any], *static: Any) -> tuple[Any, ...]:
     """Results of ``function(group, *static, order)`` of every device, when it has ended there."""
-    programs, key = programs_of(group.number), (function, static)
+    programs, key = programs_of(group), (function, static)
     if key not in programs:
         mesh = group.place.mesh
 

@@ -13,7 +13,18 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from ._calls import uniform, varying
 from ._group import EpGroup, Place, programs_of
 
-__all__ = ["check_layout", "inside", "local_shape", "on_each_rank", "on_ranks", "refuse_elsewhere"]
+__all__ = [
+    "check_layout",
+    "check_split",
+    "check_varies",
+    "checks_varying",
+    "inside",
+    "local_shape",
+    "on_each_rank",
+    "on_ranks",
+    "parts_along",
+    "refuse_elsewhere",
+]
 
 
 def inside(place: Place) -> bool:
@@ -29,13 +40,13 @@ def inside(place: Place) -> bool:
     wanted = {axis for axis in place.mesh.axis_names if place.mesh.shape[axis] > 1}
     if not wanted <= manual:
         raise ValueError(
-            f"shard_map: expected one over all axes of the mesh of crossdock.jax.init, "
+            f"shard_map: expected one over all axes of the mesh of {place.init}, "
             f"{place.mesh.axis_names}; got one over {tuple(sorted(manual))}"
         )
     for axis in wanted:
         if mesh.shape[axis] != place.mesh.shape[axis]:
             raise ValueError(
-                f"shard_map: expected the mesh of crossdock.jax.init, {dict(place.mesh.shape)}; "
+                f"shard_map: expected the mesh of {place.init}, {dict(place.mesh.shape)}; "
                 f"got {dict(mesh.shape)}"
             )
     return True
@@ -57,22 +68,25 @@ def local_shape(place: Place, argument: str, shape: tuple[int, ...]) -> tuple[in
 def check_layout(place: Place, argument: str, array: Any) -> None:
     """Refuses arrays that are known to be split otherwise than the operations take them.
 
-    Inside shard_map: not over all axes of experts. Outside: otherwise than along the batch axes.
+    Inside shard_map: not over all axes of ranks. Outside: otherwise than along the batch axes.
 
     Raises:
         ValueError: see `refuse_elsewhere`.
     """
     if inside(place):
-        axes = varying(array)
-        checked = jax.sharding.get_abstract_mesh().manual_axes and _checks_vma()
-        missing = [axis for axis in place.ep_axes if axis not in axes]
-        if checked and missing and place.num_ranks > 1:
-            raise ValueError(
-                f"{argument}: expected parts that differ along {place.ep_axes}, got an array that "
-                f"is replicated along {tuple(missing)}: name them in in_specs"
-            )
+        check_varies(place, argument, array)
         return
     refuse_elsewhere(place, argument, array, PartitionSpec(place.batch_axes))
+
+
+def check_varies(place: Place, argument: str, array: Any) -> None:
+    """Refuses, inside shard_map, an array that is known to be the same on all ranks."""
+    missing = [axis for axis in place.axes if axis not in varying(array)]
+    if missing and place.num_ranks > 1 and checks_varying():
+        raise ValueError(
+            f"{argument}: expected parts that differ along {place.axes}, got an array that "
+            f"is replicated along {tuple(missing)}: name them in in_specs"
+        )
 
 
 def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpec) -> None:
@@ -116,10 +130,10 @@ def _behind_derivatives(array: Any) -> Any:
     return array
 
 
-def _checks_vma() -> bool:
+def checks_varying() -> bool:
     """Whether this shard_map knows over which axes arrays vary."""
-    probe = jax.lax.axis_index(tuple(jax.sharding.get_abstract_mesh().manual_axes))
-    return bool(varying(probe))
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return bool(axes) and bool(varying(jax.lax.axis_index(axes)))
 
 
 def on_ranks(function: Callable[..., Any], group: EpGroup, *static: Any) -> Callable[..., Any]:
@@ -132,7 +146,7 @@ def on_ranks(function: Callable[..., Any], group: EpGroup, *static: Any) -> Call
     if inside(group.place):
         return lambda *arrays: local(*uniform(*arrays))
     key = (function, static)
-    programs = programs_of(group.number)
+    programs = programs_of(group)
     if key not in programs:
         spec = PartitionSpec(group.place.batch_axes)
         mapped = jax.shard_map(
@@ -162,19 +176,35 @@ def on_each_rank(
     given = [array for array, _ in arrays.values()]
     if inside(place):
         return run(*given)
+    in_specs = check_split(place, arrays)
+    return jax.shard_map(run, mesh=place.mesh, in_specs=in_specs, out_specs=out_specs)(*given)
+
+
+def check_split(
+    place: Place, arrays: Mapping[str, tuple[jax.Array, PartitionSpec]]
+) -> tuple[PartitionSpec, ...]:
+    """How global arrays lie on the mesh, each of which is given with that.
+
+    Raises:
+        ValueError: as `on_each_rank`.
+    """
     for argument, (array, spec) in arrays.items():
         _check_lengths(place, argument, array, spec)
         refuse_elsewhere(place, argument, array, spec)
-    in_specs = tuple(spec for _, spec in arrays.values())
-    return jax.shard_map(run, mesh=place.mesh, in_specs=in_specs, out_specs=out_specs)(*given)
+    return tuple(spec for _, spec in arrays.values())
 
 
 def _check_lengths(place: Place, argument: str, array: jax.Array, spec: PartitionSpec) -> None:
     for dimension, axes in enumerate(spec):
-        axes = (axes,) if isinstance(axes, str) else axes
-        parts = math.prod(place.mesh.shape[axis] for axis in axes)
+        parts = parts_along(place, axes)
         if array.ndim <= dimension or array.shape[dimension] % parts:
             raise ValueError(
                 f"{argument}: expected dimension {dimension} to be a multiple of {parts}, the "
                 f"ranks along {axes}, got shape {array.shape}"
             )
+
+
+def parts_along(place: Place, axes: str | tuple[str, ...] | None) -> int:
+    """Into how many parts a dimension is split that lies along these axes of the mesh."""
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(place.mesh.shape[axis] for axis in axes)

@@ -81,7 +81,7 @@ def moe_layer(
     place = (current_mesh() if mesh is None else mesh).group(config).place
     if config.rank_major:
         raise ValueError(f"config: expected layout 'expert_major', got {config.layout!r}")
-    experts, batch = PartitionSpec(place.ep_axes), PartitionSpec(place.batch_axes)
+    experts, batch = PartitionSpec(place.axes), PartitionSpec(place.batch_axes)
     arrays = {
         "params.router": (params.router, PartitionSpec()),
         "params.experts_in": (params.experts_in, experts),

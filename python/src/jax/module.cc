@@ -1,4 +1,4 @@
-// crossdock._jax: XLA's custom calls of expert parallelism, and the groups that they find.
+// crossdock._jax: XLA's custom calls, and the groups and contexts that they find.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -10,9 +10,12 @@
 #include <vector>
 
 #include "../arguments.h"
-#include "group.h"
+#include "../gemm_args.h"
+#include "experts.h"
 #include "handlers.h"
+#include "products.h"
 #include "ranks.h"
+#include "sequence.h"
 
 namespace nb = nanobind;
 
@@ -72,47 +75,97 @@ struct RanksHandle {
   }
 };
 
-// Python's share of a group.
-struct GroupHandle {
-  std::shared_ptr<Group> group;
+// Python's share of a group, or of a context.
+template <class Family>
+struct Handle {
+  std::shared_ptr<Sequence<Family>> sequence;
   std::int64_t number = 0;
-  ~GroupHandle() { drop(group); }
+  ~Handle() { drop(sequence); }
 
-  [[nodiscard]] std::shared_ptr<Group> open() const {
-    if (!group) raise(invalid("this group has been closed"));
-    return group;
+  [[nodiscard]] std::shared_ptr<Sequence<Family>> open() const {
+    if (!sequence) raise(invalid(std::string("this ") + Family::word + " has been closed"));
+    return sequence;
   }
 };
 
-void create_group(const GroupHandle& self) {
-  std::shared_ptr<Group> group = self.open();
+template <class Family>
+void create(const Handle<Family>& self) {
+  std::shared_ptr<Sequence<Family>> sequence = self.open();
   std::optional<Problem> problem;
   {
     const nb::gil_scoped_release released;
-    problem = group->create();
-    group.reset();  // the last reference, if close() came
+    problem = sequence->create();
+    sequence.reset();  // the last reference, if close() came
   }
   if (problem) raise(*problem);
 }
 
-// The status of the rank with that index; None before the group has been made.
-nb::object group_status(const GroupHandle& self, std::size_t index) {
-  const std::shared_ptr<Group> group = self.open();
-  const Group::Member* member = group->member(index);
-  if (member == nullptr) return nb::none();
+nb::dict read_status(xd_ep_group* group) {
   xd_ep_status status XD_EP_STATUS_INIT;
-  if (const auto problem = problem_of(xd_ep_group_status(member->group, &status))) raise(*problem);
+  if (const auto problem = problem_of(xd_ep_group_status(group, &status))) raise(*problem);
   return xdpy::fields_of(status);
 }
 
-// The number of errors of the rank with that index; None before the group has been made.
-nb::object group_errors(const GroupHandle& self, std::size_t index) {
-  const std::shared_ptr<Group> group = self.open();
-  const Group::Member* member = group->member(index);
+nb::dict read_status(xd_gemm_context* context) {
+  xd_gemm_status status XD_GEMM_STATUS_INIT;
+  if (const auto problem = problem_of(xd_gemm_context_status(context, &status))) raise(*problem);
+  return xdpy::fields_of(status);
+}
+
+xd_status watch(xd_ep_group* group, const volatile std::uint64_t** word) {
+  return xd_ep_group_watch(group, word);
+}
+
+xd_status watch(xd_gemm_context* context, const volatile std::uint64_t** word) {
+  return xd_gemm_context_watch(context, word);
+}
+
+// The status of the rank with that index; None before create().
+template <class Family>
+nb::object status(const Handle<Family>& self, std::size_t index) {
+  const auto sequence = self.open();
+  const auto* member = sequence->member(index);
+  if (member == nullptr) return nb::none();
+  return read_status(member->handle);
+}
+
+// The number of errors of the rank with that index; None before create().
+template <class Family>
+nb::object errors(const Handle<Family>& self, std::size_t index) {
+  const auto sequence = self.open();
+  const auto* member = sequence->member(index);
   if (member == nullptr) return nb::none();
   const volatile std::uint64_t* word = nullptr;
-  if (const auto problem = problem_of(xd_ep_group_watch(member->group, &word))) raise(*problem);
+  if (const auto problem = problem_of(watch(member->handle, &word))) raise(*problem);
   return nb::int_(__atomic_load_n(word, __ATOMIC_ACQUIRE));
+}
+
+xdpy::GroupConfig config_of(const nb::kwargs& options, Experts /*family*/) {
+  return xdpy::group_config(options);
+}
+
+xd_gemm_config config_of(const nb::kwargs& options, Products /*family*/) {
+  return xdpy::gemm_config(options);
+}
+
+template <class Family>
+void bind(nb::module_& module, const char* name) {
+  using namespace nb::literals;
+  using Self = Handle<Family>;
+  nb::class_<Self>(module, name)
+      .def("__init__",
+           [](Self* self, const RanksHandle& ranks, const std::string& text,
+              const nb::kwargs& options) {
+             auto made = std::make_shared<Sequence<Family>>(ranks.open(),
+                                                            config_of(options, Family()), text);
+             const std::int64_t number = Registry<Family>::get().enter(made);
+             new (self) Self{std::move(made), number};
+           })
+      .def_ro("number", &Self::number)
+      .def("create", &create<Family>)
+      .def("status", &status<Family>, "index"_a)
+      .def("errors", &errors<Family>, "index"_a)
+      .def("close", [](Self& self) { drop(self.sequence); });
 }
 
 // (status, text) of the first rank of this process whose communicator is finished, or None.
@@ -166,17 +219,6 @@ NB_MODULE(_jax, module) {
       .def("error", &fatal_error)
       .def("register_memory", &register_memory, "pointers"_a, "bytes"_a)
       .def("abort", &give_up);
-  nb::class_<GroupHandle>(module, "Group")
-      .def("__init__",
-           [](GroupHandle* self, const RanksHandle& ranks, const std::string& text,
-              const nb::kwargs& config) {
-             auto group = std::make_shared<Group>(ranks.open(), xdpy::group_config(config), text);
-             const std::int64_t number = enter_group(group);
-             new (self) GroupHandle{std::move(group), number};
-           })
-      .def_ro("number", &GroupHandle::number)
-      .def("create", &create_group)
-      .def("status", &group_status, "index"_a)
-      .def("errors", &group_errors, "index"_a)
-      .def("close", [](GroupHandle& self) { drop(self.group); });
+  bind<Experts>(module, "Group");
+  bind<Products>(module, "Context");
 }

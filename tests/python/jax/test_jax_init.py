@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import crossdock.jax as xd
 from crossdock import _core, _jax, errors
-from crossdock.jax import _mesh, _platform
+from crossdock.jax import _joined, _platform
 from jax_support import RANKS, World, distributed, run
 from support import Rank, run_ranks
 
@@ -47,7 +47,7 @@ def test_devices_are_counted_on_their_own_platform(monkeypatch, devices, ordinal
     monkeypatch.setattr(jax, "local_device_count", lambda *_: 5 - devices)
     client = types.SimpleNamespace(local_device_count=lambda: devices)
     cpu = types.SimpleNamespace(platform="cpu", id=2, client=client)
-    assert _mesh._numbers(cpu) == (ordinal, 0)
+    assert _joined._numbers(cpu) == (ordinal, 0)
 
 
 # ---- Meetings -----------------------------------------------------------------------------------

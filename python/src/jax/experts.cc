@@ -1,14 +1,18 @@
-#include "operations.h"
+#include "experts.h"
 
 namespace xdjax {
 namespace {
 
-xd_status prepare(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+using Operation = Experts::Operation;
+using Numbers = Experts::Numbers;
+
+xd_status prepare(const Numbers& numbers, xd_ep_group* group, const Operands& operands,
+                  xd_stream stream) {
   xd_ep_prepare_args args XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = operands.find("topk_idx");
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
-  args.alignment = operands.numbers().alignment;
+  args.alignment = numbers.alignment;
   args.counts = operands.find("counts");
   args.padded_counts = operands.find("padded_counts");
   args.offsets = operands.find("offsets");
@@ -17,7 +21,8 @@ xd_status prepare(xd_ep_group* group, const Operands& operands, xd_stream stream
   return xd_ep_prepare(group, &args, stream);
 }
 
-xd_status dispatch(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+xd_status dispatch(const Numbers& numbers, xd_ep_group* group, const Operands& operands,
+                   xd_stream stream) {
   xd_ep_dispatch_args args XD_EP_DISPATCH_ARGS_INIT;
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
@@ -28,7 +33,7 @@ xd_status dispatch(xd_ep_group* group, const Operands& operands, xd_stream strea
   args.recv_scales = operands.find("recv_scales");
   args.recv_weights = operands.find("recv_weights");
   args.recv_topk_idx = operands.find("recv_topk_idx");
-  args.quantise = operands.numbers().quantise;
+  args.quantise = numbers.quantise;
   return xd_ep_dispatch(group, &args, stream);
 }
 
@@ -65,13 +70,14 @@ xd_status combine_bwd(xd_ep_group* group, const Operands& operands, xd_stream st
   return xd_ep_combine_bwd(group, &args, stream);
 }
 
-xd_status ll_dispatch(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+xd_status ll_dispatch(const Numbers& numbers, xd_ep_group* group, const Operands& operands,
+                      xd_stream stream) {
   xd_ep_ll_dispatch_args args XD_EP_LL_DISPATCH_ARGS_INIT;
-  args.phase = operands.numbers().phase;
+  args.phase = numbers.phase;
   args.tokens = operands.find("tokens");
   args.topk_idx = operands.find("topk_idx");
   args.topk_weights = operands.find("topk_weights");
-  args.quantise = operands.numbers().quantise;
+  args.quantise = numbers.quantise;
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
   args.recv_tokens = operands.find("recv_tokens");
@@ -80,9 +86,10 @@ xd_status ll_dispatch(xd_ep_group* group, const Operands& operands, xd_stream st
   return xd_ep_ll_dispatch(group, &args, stream);
 }
 
-xd_status ll_combine(xd_ep_group* group, const Operands& operands, xd_stream stream) {
+xd_status ll_combine(const Numbers& numbers, xd_ep_group* group, const Operands& operands,
+                     xd_stream stream) {
   xd_ep_ll_combine_args args XD_EP_LL_COMBINE_ARGS_INIT;
-  args.phase = operands.numbers().phase;
+  args.phase = numbers.phase;
   args.plan = operands.data("plan");
   args.plan_bytes = operands.bytes("plan");
   args.expert_out = operands.find("expert_out");
@@ -96,14 +103,15 @@ xd_status ll_mask_get(xd_ep_group* group, const Operands& operands, xd_stream st
 }
 
 // The program is that of all ranks: the rank that is masked has nothing to do.
-xd_status ll_mask_set(xd_ep_group* group, const Operands& operands, xd_stream stream) {
-  const Mask& mask = operands.numbers().mask;
+xd_status ll_mask_set(const Numbers& numbers, xd_ep_group* group, const Operands& operands,
+                      xd_stream stream) {
+  const Experts::Mask& mask = numbers.mask;
   if (mask.rank == operands.rank()) return XD_SUCCESS;
   return xd_ep_ll_mask_set(group, mask.rank, mask.masked ? 1 : 0, stream);
 }
 
-}  // namespace
-
+// The operation of the library whose turn a call takes on all ranks; none for calls that peers do
+// not hear of.
 std::optional<xd_ep_operation> turn_of(Operation operation) {
   switch (operation) {
     case Operation::prepare:
@@ -128,12 +136,29 @@ std::optional<xd_ep_operation> turn_of(Operation operation) {
   return std::nullopt;
 }
 
-xd_status run(Operation operation, xd_ep_group* group, const Operands& operands, xd_stream stream) {
+}  // namespace
+
+xd_status Experts::create(xd_comm* comm, const Config& config, Handle** group) {
+  const xd_ep_config fields = config.get();
+  return xd_ep_group_create(comm, &fields, group);
+}
+
+bool Experts::replayable(Operation operation) { return turn_of(operation).has_value(); }
+
+std::optional<xd_status> Experts::fail(Operation operation, const Numbers& numbers, Handle* group,
+                                       const char* text, xd_stream stream) {
+  const std::optional<xd_ep_operation> turn = turn_of(operation);
+  if (!turn || numbers.phase == XD_EP_PHASE_RECEIVE) return std::nullopt;
+  return xd_ep_join_failed(group, *turn, text, stream);
+}
+
+xd_status Experts::run(Operation operation, const Numbers& numbers, Handle* group,
+                       const Operands& operands, xd_stream stream) {
   switch (operation) {
     case Operation::prepare:
-      return prepare(group, operands, stream);
+      return prepare(numbers, group, operands, stream);
     case Operation::dispatch:
-      return dispatch(group, operands, stream);
+      return dispatch(numbers, group, operands, stream);
     case Operation::combine:
       return combine(group, operands, stream);
     case Operation::dispatch_bwd:
@@ -141,13 +166,13 @@ xd_status run(Operation operation, xd_ep_group* group, const Operands& operands,
     case Operation::combine_bwd:
       return combine_bwd(group, operands, stream);
     case Operation::ll_dispatch:
-      return ll_dispatch(group, operands, stream);
+      return ll_dispatch(numbers, group, operands, stream);
     case Operation::ll_combine:
-      return ll_combine(group, operands, stream);
+      return ll_combine(numbers, group, operands, stream);
     case Operation::ll_mask_get:
       return ll_mask_get(group, operands, stream);
     case Operation::ll_mask_set:
-      return ll_mask_set(group, operands, stream);
+      return ll_mask_set(numbers, group, operands, stream);
     case Operation::ll_reset:
       return xd_ep_ll_reset(group, stream);
   }
