@@ -148,7 +148,7 @@ def test_order_of_two_independent_branches_is_in_the_program():
 def chain_of_calls(text: str) -> list[str]:
     """Operations in the order that their operands force; fails if it leaves a choice."""
     operands = dependencies(text)
-    call = r'^ *(?:ROOT )?(%[\w.-]+) = .*custom_call_target="crossdock_ep_(\w+)"'
+    call = r'^ *(?:ROOT )?(%[\w.-]+) = .*custom_call_target="crossdock_(?:ep|gemm)_(\w+)"'
     calls = dict(re.findall(call, text, re.MULTILINE))
 
     def before(name: str, seen: set[str]) -> set[str]:

@@ -80,6 +80,12 @@ def test_operations_of_the_documentation():
     assert "gradients as expected" in run(str(EXAMPLES / "operations.py"))
 
 
+def test_tensor_parallelism_of_the_documentation():
+    said = run(str(EXAMPLES / "tensor_parallel.py"))
+    first, last = re.findall(r"loss (\S+) at first, (\S+) at last; agrees with plain JAX", said)[0]
+    assert float(last) < 0.8 * float(first)
+
+
 def test_decode() -> None:
     assert "three steps as expected" in run(str(EXAMPLES / "decode.py"))
 

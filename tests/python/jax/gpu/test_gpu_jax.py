@@ -57,6 +57,8 @@ import test_jax_ops as ops  # noqa: E402
 import test_jax_order as order  # noqa: E402
 import test_moe as moe  # noqa: E402
 import test_sharding as sharding  # noqa: E402
+import test_tp as tp  # noqa: E402
+import test_tp_programs as tp_programs  # noqa: E402
 import test_train as train  # noqa: E402
 from crossdock import _jax, errors  # noqa: E402
 from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # noqa: E402
@@ -220,6 +222,57 @@ def test_layer_and_all_gradients_are_those_of_one_device():
 
 def test_layers_side_by_side_are_chained():
     run("devices", elsewhere, moe.test_layers_side_by_side_are_chained, True)
+
+
+@everywhere
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+def test_products_and_all_gradients_are_those_of_one_process(where, spelling):
+    run(where, tp.layers, spelling, 1)
+
+
+@everywhere
+def test_products_in_a_scan_with_remat(where):
+    run(where, tp.blocks, "order")
+
+
+@everywhere
+def test_products_and_experts_are_one_chain(where):
+    run(where, tp_programs.experts_too)
+
+
+@pytest.mark.parametrize("layer", tp.LAYERS[::2], ids=lambda layer: layer.operation)
+def test_no_collective_beside_products(layer):
+    run(
+        "devices",
+        elsewhere,
+        tp_programs.test_no_collective_but_ours_forward_and_backward,
+        layer,
+        "automatic",
+    )
+
+
+def products_again(world: World) -> None:
+    """A program that runs often calls the handlers seldom, and its values stay right."""
+    world.ep.close()
+    before, runs = _jax.calls(), 30
+    with tp.joined() as mesh:
+        layer = tp.LAYERS[0]
+        step, args = tp.trained(mesh, layer, "shard_map")
+        wanted, wanted_grads = layer.expected()
+        for _ in range(runs):
+            out, grads = step(*args)
+            tp.same("out", out, wanted)
+            for name, grad in grads.items():
+                tp.same(name, grad, wanted_grads[name])
+        made, run = _jax.calls() - before, 2 * runs * len(mesh.devices)
+        print(f"{made} calls of handlers for {run} operations")
+        assert made < run / 2
+        mesh.check()
+
+
+@everywhere
+def test_command_buffers_replay_products(where):
+    run(where, products_again)
 
 
 def layouts() -> None:

@@ -1,0 +1,23 @@
+"""Tensor and sequence parallelism for JAX: products whose transfers hide behind them.
+
+tp = crossdock.jax.tp.init(mesh, "tp")           # joins the mesh's ranks
+
+h, _ = all_gather_matmul(x, w_in, activation="gelu")     # tokens split -> features split
+y, _ = matmul_reduce_scatter(h, w_out)                   # features split -> tokens split
+"""
+
+from crossdock import GemmConfig
+
+from ._mesh import TpContext, TpMesh, init
+from ._products import Product, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+__all__ = [
+    "GemmConfig",
+    "Product",
+    "TpContext",
+    "TpMesh",
+    "all_gather_matmul",
+    "init",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

@@ -1,0 +1,219 @@
+"""The custom calls on one rank's matrices: shapes, names and order; no derivatives.
+
+Every function runs inside ``shard_map`` and takes one rank's parts, and the order, which it returns
+last. Arrays vary over the same axes of the mesh when they come here, but for a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from crossdock._core import constants
+from crossdock._gemm_config import Algo
+
+from .._calls import uniform
+from ._mesh import TpContext
+
+__all__ = [
+    "Activation",
+    "Way",
+    "all_gather",
+    "all_reduce",
+    "bulk_gather",
+    "bulk_reduce",
+    "invariant",
+    "reduce_scatter",
+]
+
+Activation = Literal["gelu", "relu"]
+Array: TypeAlias = jax.Array
+
+
+class Way(NamedTuple):
+    """How an operation is made, all that is no array. Hashable.
+
+    Attributes:
+        context: on which it runs.
+        transpose_b: whether b is stored as ``[N, K]``.
+        activation: what is applied to the sum.
+        allow_tf32: whether GPUs may compute products of float32 in TF32, here and backward.
+        algo: how transfer and product are interleaved; backward as the context says.
+        save_gathered: whether gathered rows are kept for the backward pass.
+    """
+
+    context: TpContext
+    transpose_b: bool
+    activation: Activation | None
+    allow_tf32: bool
+    algo: Algo
+    save_gathered: bool
+
+    @property
+    def backward(self) -> Way:
+        """The way of the product of a gradient and b, which gives that of a."""
+        return self._replace(transpose_b=not self.transpose_b, activation=None, algo="auto")
+
+    def columns(self, b: Array) -> int:
+        """N, the columns of a product with b."""
+        return b.shape[0 if self.transpose_b else 1]
+
+
+class _Result(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any
+    everywhere: bool = False  # whether it is the same on all ranks
+
+
+def all_gather(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array, gathered: bool, activation: bool
+) -> tuple[Any, ...]:
+    """-> d ``[M, N]``, gathered a ``[M, K]`` or None, d before its activation or None, order.
+
+    Args:
+        gathered, activation: whether these are wanted.
+    """
+    _check_bounds(way, tokens=a.shape[0], k=a.shape[1], n=way.columns(b))
+    rows = a.shape[0] * way.context.place.num_ranks
+    outputs = {"d": _Result((rows, way.columns(b)), a.dtype)}
+    if activation:
+        outputs["pre_activation"] = outputs["d"]
+    if gathered:
+        outputs["gathered"] = _Result((rows, a.shape[1]), a.dtype, everywhere=True)
+    names = ("d", "gathered", "pre_activation")
+    return _call("all_gather", way, {"a": a, "b": b, "bias": bias}, outputs, order, names)
+
+
+def reduce_scatter(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array, activation: bool
+) -> tuple[Any, ...]:
+    """-> d ``[m, N]``, d before its activation or None, order."""
+    rows = a.shape[0] // way.context.place.num_ranks
+    _check_bounds(way, tokens=rows, n=way.columns(b))
+    outputs = {"d": _Result((rows, way.columns(b)), a.dtype)}
+    if activation:
+        outputs["pre_activation"] = outputs["d"]
+    names = ("d", "pre_activation")
+    return _call("reduce_scatter", way, {"a": a, "b": b, "bias": bias}, outputs, order, names)
+
+
+def all_reduce(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array, activation: bool
+) -> tuple[Any, ...]:
+    """-> d ``[M, N]``, d before its activation or None, order."""
+    tokens = -(-a.shape[0] // way.context.place.num_ranks)
+    _check_bounds(way, tokens=tokens, n=way.columns(b))
+    outputs = {"d": _Result((a.shape[0], way.columns(b)), a.dtype, everywhere=True)}
+    if activation:
+        outputs["pre_activation"] = outputs["d"]
+    names = ("d", "pre_activation")
+    return _call("all_reduce", way, {"a": a, "b": b, "bias": bias}, outputs, order, names)
+
+
+def bulk_gather(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tuple[Any, ...]:
+    """A backward product while rows ``[m, H]`` are gathered: -> d, ``[M, H]``, order."""
+    _check_bounds(way, tokens=rows.shape[0], k=rows.shape[1])
+    total = rows.shape[0] * way.context.place.num_ranks
+    outputs = {
+        "d": _Result((a.shape[0], way.columns(b)), a.dtype),
+        "out": _Result((total, rows.shape[1]), rows.dtype, everywhere=True),
+    }
+    return _call("bulk", way, {"a": a, "b": b, "in": rows}, outputs, order, collective="all_gather")
+
+
+def bulk_reduce(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tuple[Any, ...]:
+    """The product of a, transposed, and b while rows are summed: -> d, ``[m, H]``, order."""
+    _check_bounds(way, tokens=rows.shape[0] // way.context.place.num_ranks, n=rows.shape[1])
+    own = rows.shape[0] // way.context.place.num_ranks
+    outputs = {
+        "d": _Result((a.shape[1], b.shape[1]), a.dtype),
+        "out": _Result((own, rows.shape[1]), rows.dtype),
+    }
+    way = way._replace(transpose_b=False)
+    return _call(
+        "bulk",
+        way,
+        {"a": a, "b": b, "in": rows},
+        outputs,
+        order,
+        transpose_a=True,
+        collective="reduce_scatter",
+    )
+
+
+def _check_bounds(way: Way, tokens: int, k: int = 0, n: int = 0) -> None:
+    """Refuses what is larger than the context is made for."""
+    config = way.context.config
+    for name, needed in (("max_tokens", tokens), ("max_k", k), ("max_n", n)):
+        if getattr(config, name) < needed:
+            raise ValueError(
+                f"config.{name}: expected at least {needed} for this operation or its gradient, "
+                f"got {getattr(config, name)}"
+            )
+
+
+def _call(
+    operation: str,
+    way: Way,
+    inputs: Mapping[str, Array | None],
+    outputs: Mapping[str, _Result],
+    order: Array,
+    names: tuple[str, ...] = (),
+    transpose_a: bool = False,
+    collective: str = "all_gather",
+) -> tuple[Any, ...]:
+    """Runs one operation.
+
+    Args:
+        inputs, outputs: by their names in ``crossdock/gemm.h``; inputs may be None.
+        names: of the results, those that are not in `outputs` as None; () = all outputs.
+        transpose_a: whether a is stored as ``[K, m]``.
+        collective: of bulk.
+
+    Returns:
+        The results, and the order. The order is only passed through: it is one buffer before and
+        after, which nothing writes.
+    """
+    given = {name: array for name, array in inputs.items() if array is not None}
+    arrays = uniform(*given.values(), order)
+    kind = jax.typeof(arrays[-1]).manual_axis_type
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def declared(result: _Result) -> jax.ShapeDtypeStruct:
+        known = invariant(kind, way.context.place.axes) if result.everywhere else kind
+        return jax.ShapeDtypeStruct(
+            result.shape, result.dtype, manual_axis_type=known, sharding=sharding
+        )
+
+    results = [declared(result) for result in outputs.values()]
+    results.append(declared(_Result(order.shape, order.dtype)))
+    call = jax.ffi.ffi_call(
+        f"crossdock_gemm_{operation}",
+        results,
+        input_output_aliases={len(given): len(outputs)},
+        vmap_method=None,
+    )
+    *found, order = call(
+        *arrays,
+        context=np.int64(way.context.number),
+        config=way.context.text,
+        arguments=" ".join([*given, "order"]),
+        results=" ".join([*outputs, "order"]),
+        transpose_a=np.int64(transpose_a),
+        transpose_b=np.int64(way.transpose_b),
+        allow_tf32=np.int64(way.allow_tf32),
+        epilogue=np.int64(constants.GEMM_EPILOGUES[way.activation or "none"]),
+        algo=np.int64(constants.GEMM_ALGOS[way.algo]),
+        collective=np.int64(constants.GEMM_OPERATIONS[collective]),
+    )
+    by_name = dict(zip(outputs, found))
+    return (*(by_name.get(name) for name in names or outputs), order)
+
+
+def invariant(kind: Any, axes: tuple[str, ...]) -> Any:
+    """The kind of an array that does not vary over these axes, and else varies as `kind` says."""
+    return None if kind is None else kind.update(varying=kind.varying - frozenset(axes))

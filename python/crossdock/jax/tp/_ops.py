@@ -1,0 +1,179 @@
+"""The three products with their derivatives, on one rank's matrices ``[rows, columns]``.
+
+Each takes an order and returns it, forward and backward, as the operations of expert parallelism
+do: backward operations take the gradient of the order that their operation gave and give that of
+the order it took, so that they form the same chain in the other direction. They also take the order
+itself, so that no backward operation runs before its own operation has, whatever the data say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from .._calls import varying
+from .._where import checks_varying
+from . import _calls
+from ._calls import Array, Way
+
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+_ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+# ---- Column-parallel -----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def all_gather_matmul(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array
+) -> tuple[Array, Array]:
+    """``[M, N]`` of ``a [m, K]`` gathered over the ranks, and the order."""
+    d, _, _, order = _calls.all_gather(way, a, b, bias, order, gathered=False, activation=False)
+    return d, order
+
+
+def _all_gather_fwd(way, a, b, bias, order):
+    active = way.activation is not None
+    d, gathered, before, order = _calls.all_gather(
+        way, a, b, bias, order, gathered=way.save_gathered, activation=active
+    )
+    rows = gathered if way.save_gathered else a
+    return (d, order), (rows, b, bias, before, _named(order))
+
+
+def _all_gather_bwd(way, saved, grads):
+    rows, b, bias, before, order = saved
+    grad = _before_activation(way, grads[0], before)
+    order = grads[1] + order
+    grad_bias = None if bias is None else _column_sums(grad, bias)
+    if way.save_gathered:
+        grad_a, _, order = _calls.reduce_scatter(way.backward, grad, b, None, order, False)
+        return grad_a, _of_weights(way, rows, grad), grad_bias, order
+    # The rows come again beside the product that needs none of them, and what that product gives
+    # is summed over the ranks beside the one that needs them.
+    parts, gathered, order = _calls.bulk_gather(way.backward, grad, b, rows, order)
+    left, right = (grad, gathered) if way.transpose_b else (gathered, grad)
+    grad_b, grad_a, order = _calls.bulk_reduce(way.backward, left, right, parts, order)
+    return grad_a, grad_b, grad_bias, order
+
+
+all_gather_matmul.defvjp(_all_gather_fwd, _all_gather_bwd)
+
+
+# ---- Row-parallel --------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul_reduce_scatter(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array
+) -> tuple[Array, Array]:
+    """This rank's rows ``[m, N]`` of the sum over ranks of products, and the order."""
+    d, _, order = _calls.reduce_scatter(way, a, b, bias, order, activation=False)
+    return d, order
+
+
+def _reduce_scatter_fwd(way, a, b, bias, order):
+    active = way.activation is not None
+    d, before, order = _calls.reduce_scatter(way, a, b, bias, order, activation=active)
+    return (d, order), (a, b, bias, before, _named(order))
+
+
+def _reduce_scatter_bwd(way, saved, grads):
+    a, b, bias, before, order = saved
+    own = _before_activation(way, grads[0], before)
+    order = grads[1] + order
+    grad_a, grad, _, order = _calls.all_gather(
+        way.backward, own, b, None, order, gathered=True, activation=False
+    )
+    grad_bias = None
+    if bias is not None:
+        # A bias that is the same on all ranks has one gradient, which all can tell from the rows
+        # that they have gathered. Otherwise each rank's own is asked for.
+        axes = way.context.place.axes
+        shared = checks_varying() and not varying(bias) & frozenset(axes)
+        grad_bias = _column_sums(grad if shared else own, bias)
+    return grad_a, _of_weights(way, a, grad), grad_bias, order
+
+
+matmul_reduce_scatter.defvjp(_reduce_scatter_fwd, _reduce_scatter_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul_all_reduce(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array
+) -> tuple[Array, Array]:
+    """The sum ``[M, N]`` over ranks of products, and the order."""
+    d, _, order = _calls.all_reduce(way, a, b, bias, order, activation=False)
+    return d, order
+
+
+def _all_reduce_fwd(way, a, b, bias, order):
+    if not checks_varying() and way.context.place.num_ranks > 1:
+        raise ValueError(
+            "matmul_all_reduce: expected shard_map(check_vma=True) where it is differentiated, got "
+            "check_vma=False, with which JAX does not tell whether gradients of an array that all "
+            "ranks have are whole or parts"
+        )
+    active = way.activation is not None
+    d, before, order = _calls.all_reduce(way, a, b, bias, order, activation=active)
+    return (d, order), (a, b, bias, before, _named(order))
+
+
+def _all_reduce_bwd(way, saved, grads):
+    a, b, bias, before, order = saved
+    grad = _before_activation(way, grads[0], before)
+    # Every rank has the whole gradient: nothing is left to transfer.
+    grad_a = _product(way, grad, b, (1,), (0 if way.transpose_b else 1,), a.dtype)
+    grad_bias = None if bias is None else _column_sums(grad, bias)
+    return grad_a, _of_weights(way, a, grad), grad_bias, grads[1] + order
+
+
+matmul_all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)
+
+
+# ---- Of one rank ---------------------------------------------------------------------------------
+
+
+def _named(order: Array) -> Array:
+    """An order that is kept for a backward pass, by the name that EP's orders have, too."""
+    return checkpoint_name(order, "crossdock_order")
+
+
+def _before_activation(way: Way, grad: Array, before: Array | None) -> Array:
+    """The gradient of what the activation was applied to."""
+    if before is None:
+        return grad
+    _, backward = jax.vjp(_ACTIVATIONS[way.activation], before.astype(jnp.float32))
+    return backward(grad.astype(jnp.float32))[0].astype(grad.dtype)
+
+
+def _column_sums(grad: Array, bias: Array) -> Array:
+    return grad.sum(0, dtype=jnp.float32).astype(bias.dtype)
+
+
+def _of_weights(way: Way, rows: Array, grad: Array) -> Array:
+    """The gradient of b, as it is stored."""
+    left, right = (grad, rows) if way.transpose_b else (rows, grad)
+    return _product(way, left, right, (0,), (0,), rows.dtype)
+
+
+def _product(
+    way: Way, left: Array, right: Array, of_left: tuple[int], of_right: tuple[int], dtype: Any
+) -> Array:
+    """A product of this rank's, summed over these dimensions in float32."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        ((of_left, of_right), ((), ())),
+        precision=None if way.allow_tf32 else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    ).astype(dtype)

@@ -1,0 +1,163 @@
+"""The three products for users."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from crossdock import GemmConfig
+from crossdock._gemm_config import Algo
+
+from . import _run
+from ._calls import Activation
+from ._mesh import TpMesh
+
+__all__ = ["Product", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+
+class Product(NamedTuple):
+    """What an operation returns.
+
+    Attributes:
+        out: the product.
+        order: stands for the operations so far, for the `after` of an operation beside this one.
+    """
+
+    out: jax.Array
+    order: jax.Array
+
+
+def all_gather_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    transpose_b: bool = False,
+    gather_dim: int = 0,
+    save_gathered: bool = True,
+    allow_tf32: bool = False,
+    algo: Algo = "auto",
+    config: GemmConfig | None = None,
+    after: Any = None,
+    mesh: TpMesh | None = None,
+) -> Product:
+    """``act(all-gather(a) @ b + bias)``, as in a column-parallel layer. Collective, differentiable.
+
+    Inside ``shard_map`` over the mesh of `init`, arrays are one rank's, of shapes as below. Outside
+    they are global, and lie on the mesh: `a` split over the ranks along `gather_dim`, `b` and
+    `bias` along N, the result along N. Its first dimension is split over `data_axes`, too.
+
+    Args:
+        a: ``[..., K]`` bfloat16, float16 or float32, this rank's tokens.
+        b: ``[K, N]`` of the same dtype, this rank's columns of the layer; with `transpose_b` stored
+            as ``[N, K]``.
+        bias: ``[N]`` of that dtype or float32.
+        activation: act: "gelu" (tanh form), "relu", or None.
+        transpose_b: see `b`.
+        gather_dim: the dimension of `a` along which the ranks' tokens follow one another in the
+            result. Where dimensions of more than one element come before it, the result is
+            transposed once.
+        save_gathered: whether the gathered `a` is kept for the backward pass, W times what this
+            rank has; otherwise it is gathered again there, beside a product.
+        allow_tf32: whether GPUs may compute products of float32 in TF32.
+        algo: how transfer and product are interleaved; "auto" = as `config` says. The gradient is
+            always made as that says.
+        config: bounds of the context; None = those of this operation and its gradient. Operations
+            with equal ones share their context.
+        after: a `Product`, an order, or a plan of expert parallelism, whose operations so far come
+            before this one, and whose backward operations come after, although no data says so.
+            Needed where two layers of one program do not depend on one another: without it ranks
+            may run them in different orders.
+        mesh: from `init`; None = the last one.
+
+    Returns:
+        out ``[..., N]`` with the tokens of all ranks, and the order.
+
+    Raises:
+        TypeError, ValueError: a bad argument, while tracing.
+        jax.errors.JaxRuntimeError: when it runs, on all ranks. On the CPU: FAILED_PRECONDITION
+            where ranks disagree, UNIMPLEMENTED for what cannot be done, with the reason. On GPUs
+            `TpMesh.check` raises these.
+    """
+    options = _run.Options(transpose_b, activation, allow_tf32, algo, save_gathered)
+    return Product(
+        *_run.product(_run.ALL_GATHER, a, b, bias, gather_dim, options, config, after, mesh)
+    )
+
+
+def matmul_reduce_scatter(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    transpose_b: bool = False,
+    scatter_dim: int = 0,
+    allow_tf32: bool = False,
+    algo: Algo = "auto",
+    config: GemmConfig | None = None,
+    after: Any = None,
+    mesh: TpMesh | None = None,
+) -> Product:
+    """``act(sum over ranks of a @ b, + bias)``, this rank's tokens, as in a row-parallel layer.
+
+    Collective, differentiable. Sums are in float32 by ascending rank.
+
+    Outside ``shard_map`` arrays are global, and lie on the mesh: `a` and `b` split over the ranks
+    along K, the bias whole, the result along `scatter_dim`. Its first dimension is split over
+    `data_axes`, too.
+
+    Args:
+        a: ``[..., K]``, all tokens, this rank's part of the inner dimension.
+        b: ``[K, N]``, with `transpose_b` stored as ``[N, K]``.
+        bias: ``[N]``, added once.
+        scatter_dim: the dimension of `a` that is dealt out to the ranks, a multiple of W. Where
+            dimensions of more than one element come before it, `a` is transposed once.
+        activation, transpose_b, allow_tf32, algo, config, after, mesh: as `all_gather_matmul`.
+
+    Returns:
+        out ``[..., N]`` with this rank's tokens, and the order.
+
+    Raises:
+        TypeError, ValueError, jax.errors.JaxRuntimeError: as `all_gather_matmul`.
+    """
+    options = _run.Options(transpose_b, activation, allow_tf32, algo)
+    return Product(
+        *_run.product(_run.REDUCE_SCATTER, a, b, bias, scatter_dim, options, config, after, mesh)
+    )
+
+
+def matmul_all_reduce(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    transpose_b: bool = False,
+    allow_tf32: bool = False,
+    algo: Algo = "auto",
+    config: GemmConfig | None = None,
+    after: Any = None,
+    mesh: TpMesh | None = None,
+) -> Product:
+    """``act(sum over ranks of a @ b, + bias)``, all tokens on all ranks.
+
+    Collective, differentiable: the backward pass needs no transfer. Arrays are those of
+    `matmul_reduce_scatter`, but for the result, which all ranks have; the bias, too.
+
+    Args:
+        a: ``[..., K]``, all tokens, this rank's part of the inner dimension.
+        b: ``[K, N]``, with `transpose_b` stored as ``[N, K]``.
+        bias: ``[N]``, equal on all ranks.
+        activation, transpose_b, allow_tf32, algo, config, after, mesh: as `all_gather_matmul`.
+
+    Returns:
+        out ``[..., N]``, and the order.
+
+    Raises:
+        TypeError, ValueError, jax.errors.JaxRuntimeError: as `all_gather_matmul`.
+    """
+    options = _run.Options(transpose_b, activation, allow_tf32, algo)
+    return Product(*_run.product(_run.ALL_REDUCE, a, b, bias, 0, options, config, after, mesh))

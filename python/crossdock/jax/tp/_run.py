@@ -1,0 +1,367 @@
+"""Brings a product of the user's arrays to the ranks: checks, sizes, layouts on the mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from crossdock import GemmConfig
+from crossdock._core import constants
+from crossdock._dtypes import SUMMABLE
+from crossdock._gemm_config import Algo, GemmOperation, gemm_word
+
+from .._calls import uniform, varying
+from .._group import Place, programs_of
+from .._where import check_split, check_varies, inside, parts_along
+from . import _ops
+from ._calls import Activation, Array, Way
+from ._mesh import TpMesh, current_mesh
+
+__all__ = ["ALL_GATHER", "ALL_REDUCE", "REDUCE_SCATTER", "Options", "product"]
+
+_ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in get_args(Activation)}
+
+
+class Options(NamedTuple):
+    """What a call says beside arrays, as the user gave it; see `Way`."""
+
+    transpose_b: bool
+    activation: Activation | None
+    allow_tf32: bool
+    algo: Algo
+    save_gathered: bool = True
+
+
+class Kind(NamedTuple):
+    """What differs between the three products.
+
+    Attributes:
+        name: of the user's function.
+        on_rank: runs it: of a way, a dimension, a, b, the order, and a bias that may be left out.
+        splits_columns: whether b is split over ranks along N; otherwise along K.
+        tokens_in, tokens_out: whether tokens of a, and of the result, are split over ranks.
+        dim: the name of the argument that says along which dimension.
+    """
+
+    name: str
+    on_rank: Callable[..., tuple[Array, Array]]
+    splits_columns: bool
+    tokens_in: bool
+    tokens_out: bool
+    dim: str
+
+
+class _Sizes(NamedTuple):
+    """Of one rank's product: m tokens of the rank, K and N."""
+
+    tokens: int
+    k: int
+    n: int
+
+
+def product(
+    kind: Kind,
+    a: Any,
+    b: Any,
+    bias: Any,
+    dim: int,
+    options: Options,
+    config: GemmConfig | None,
+    after: Any,
+    mesh: TpMesh | None,
+) -> tuple[Array, Array]:
+    """-> out, order, inside or outside shard_map."""
+    mesh = current_mesh() if mesh is None else mesh
+    place = mesh.place
+    arrays = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+    if bias is not None:
+        arrays["bias"] = jnp.asarray(bias)
+    _check_kinds(**arrays)
+    ndim = arrays["a"].ndim
+    dim = _dimension(kind, dim, arrays["a"].shape)
+    specs = {
+        "a": _tokens(place, ndim, dim if kind.tokens_in else None, not kind.splits_columns),
+        "b": _weights(place, columns=kind.splits_columns != bool(options.transpose_b)),
+        "bias": PartitionSpec(place.axes) if kind.splits_columns else PartitionSpec(),
+        "after": PartitionSpec(place.batch_axes),
+    }
+    order = _first_order(place) if after is None else _order_of(place, after)
+    given = {name: (array, specs[name]) for name, array in (arrays | {"after": order}).items()}
+    if inside(place):
+        _check_varying(kind, place, arrays)
+    else:
+        check_split(place, given if after is not None else _without_order(given))
+    sizes = _sizes(kind, place, dim, options, {name: given[name] for name in arrays})
+    way = _way(kind, mesh, sizes, arrays["a"].dtype, options, config)
+    run: Callable[..., tuple[Array, Array]]
+    if inside(place):
+        run = functools.partial(kind.on_rank, way, dim)
+    else:
+        out = _tokens(place, ndim, dim if kind.tokens_out else None, kind.splits_columns)
+        in_specs = tuple(given[name][1] for name in ("a", "b", "after", "bias") if name in given)
+        run = _program(kind, way, dim, in_specs, (out, specs["after"]))
+    return run(*(given[name][0] for name in ("a", "b", "after", "bias") if name in given))
+
+
+def _program(
+    kind: Kind, way: Way, dim: int, in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """The product as a function of global arrays, which is compiled once."""
+    programs, key = programs_of(way.context), (kind, way, dim, in_specs)
+    if key not in programs:
+        mapped = jax.shard_map(
+            functools.partial(kind.on_rank, way, dim),
+            mesh=way.context.place.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+        )
+        programs[key] = jax.jit(mapped, inline=True)
+    return programs[key]
+
+
+# ---- On one rank ---------------------------------------------------------------------------------
+
+
+def _all_gather(
+    way: Way, dim: int, a: Array, b: Array, order: Array, bias: Array | None = None
+) -> tuple[Array, Array]:
+    *leading, columns = a.shape
+    ranks = way.context.place.num_ranks
+    rows, b, order = uniform(a.reshape(-1, columns), b, order)
+    bias = None if bias is None else uniform(bias, order)[0]
+    out, order = _ops.all_gather_matmul(way, rows, b, bias, order)
+    out = jnp.moveaxis(out.reshape(ranks, *leading, out.shape[-1]), 0, dim)
+    leading[dim] *= ranks
+    return out.reshape(*leading, out.shape[-1]), order
+
+
+def _reduce_scatter(
+    way: Way, dim: int, a: Array, b: Array, order: Array, bias: Array | None = None
+) -> tuple[Array, Array]:
+    *leading, columns = a.shape
+    ranks = way.context.place.num_ranks
+    leading[dim] //= ranks
+    rows = a.reshape(*leading[:dim], ranks, *leading[dim:], columns)
+    rows, b, order = uniform(jnp.moveaxis(rows, dim, 0).reshape(-1, columns), b, order)
+    bias = _of_sums(way.context.place, bias, order)
+    out, order = _ops.matmul_reduce_scatter(way, rows, b, bias, order)
+    return out.reshape(*leading, out.shape[-1]), order
+
+
+def _all_reduce(
+    way: Way, dim: int, a: Array, b: Array, order: Array, bias: Array | None = None
+) -> tuple[Array, Array]:
+    *leading, columns = a.shape
+    rows, b, order = uniform(a.reshape(-1, columns), b, order)
+    bias = _of_sums(way.context.place, bias, order)
+    out, order = _ops.matmul_all_reduce(way, rows, b, bias, order)
+    return out.reshape(*leading, out.shape[-1]), order
+
+
+def _of_sums(place: Place, bias: Array | None, order: Array) -> Array | None:
+    """The bias as varying like `order`, but not over ranks if all have the same one."""
+    if bias is None:
+        return None
+    ranks, found = frozenset(place.axes), varying(bias)
+    axes = varying(order) - found
+    missing = tuple(axes if found & ranks else axes - ranks)
+    return jax.lax.pcast(bias, missing, to="varying") if missing else bias
+
+
+ALL_GATHER = Kind("all_gather_matmul", _all_gather, True, True, False, "gather_dim")
+REDUCE_SCATTER = Kind("matmul_reduce_scatter", _reduce_scatter, False, False, True, "scatter_dim")
+ALL_REDUCE = Kind("matmul_all_reduce", _all_reduce, False, False, False, "")
+
+
+# ---- Layouts -------------------------------------------------------------------------------------
+
+
+def _tokens(place: Place, ndim: int, dim: int | None, features: bool) -> PartitionSpec:
+    """How tokens lie on the mesh.
+
+    Args:
+        ndim: number of dimensions.
+        dim: the one that is split over ranks; None = tokens are not.
+        features: whether their last dimension is.
+    """
+    axes: list[tuple[str, ...]] = [()] * ndim
+    axes[0] = place.data_axes
+    if dim is not None:
+        axes[dim] += place.axes
+    if features:
+        axes[-1] = place.axes
+    return PartitionSpec(*(names or None for names in axes))
+
+
+def _weights(place: Place, columns: bool) -> PartitionSpec:
+    """How b lies on the mesh: split along its second dimension, or along its first one."""
+    return PartitionSpec(None, place.axes) if columns else PartitionSpec(place.axes, None)
+
+
+def _first_order(place: Place) -> Array:
+    """The order that nothing comes before: one element for each rank."""
+    order = jnp.zeros(_order_shape(place), np.float32)
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if jax.sharding.AxisType.Explicit in kinds and not inside(place):
+        order = jax.sharding.reshard(order, PartitionSpec(place.batch_axes))
+    return order
+
+
+def _order_shape(place: Place) -> tuple[int]:
+    if inside(place):
+        return (1,)
+    return (math.prod(place.mesh.shape[axis] for axis in place.batch_axes),)
+
+
+def _order_of(place: Place, after: Any) -> Array:
+    """The argument `after`, if it has an order or is one."""
+    order = jnp.asarray(getattr(after, "order", after))
+    if order.dtype != np.float32 or order.shape != _order_shape(place):
+        raise ValueError(
+            "after: expected what an operation returned, or its order, which is float32 of shape "
+            f"{_order_shape(place)} here; got {order.dtype} of shape {order.shape}"
+        )
+    return order
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+def _check_kinds(a: Array, b: Array, bias: Array | None = None) -> None:
+    """Dtypes and numbers of dimensions."""
+    if a.dtype.name not in SUMMABLE:
+        raise TypeError(f"a: expected bfloat16, float16 or float32, got {a.dtype}")
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: expected the dtype of a, {a.dtype}, got {b.dtype}")
+    if a.ndim < 2:
+        raise ValueError(f"a: expected [..., K] with tokens before K, got shape {a.shape}")
+    if b.ndim != 2:
+        raise ValueError(f"b: expected 2 dimensions, got shape {b.shape}")
+    if bias is not None:
+        if bias.dtype not in (a.dtype, np.float32):
+            raise TypeError(f"bias: expected {a.dtype} or float32, got {bias.dtype}")
+        if bias.ndim != 1:
+            raise ValueError(f"bias: expected [N], got shape {bias.shape}")
+
+
+def _dimension(kind: Kind, given: Any, shape: tuple[int, ...]) -> int:
+    """The dimension of tokens, from 0."""
+    dim = operator.index(given)
+    if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
+        raise ValueError(
+            f"{kind.dim}: expected a dimension of a before its last one, 0 to {len(shape) - 2}, "
+            f"got {dim} for shape {shape}"
+        )
+    return dim % len(shape)
+
+
+def _check_varying(kind: Kind, place: Place, arrays: dict[str, Array]) -> None:
+    """Refuses parts that all ranks have alike, or not alike, where it has to be otherwise."""
+    for name in ("a", "b"):
+        check_varies(place, name, arrays[name])
+    bias = arrays.get("bias")
+    if bias is None:
+        return
+    if kind.splits_columns:
+        check_varies(place, "bias", bias)
+    elif not kind.tokens_out and varying(bias) & frozenset(place.axes):
+        raise ValueError(
+            "bias: expected the same one on all ranks, got parts that differ along "
+            f"{tuple(varying(bias) & frozenset(place.axes))}"
+        )
+
+
+def _sizes(
+    kind: Kind,
+    place: Place,
+    dim: int,
+    options: Options,
+    arrays: dict[str, tuple[Array, PartitionSpec]],
+) -> _Sizes:
+    """The sizes of one rank's product, if those of its matrices fit one another."""
+    shapes = {name: _local(place, *given) for name, given in arrays.items()}
+    a, b, ranks = shapes["a"], shapes["b"], place.num_ranks
+    k, n = reversed(b) if options.transpose_b else b
+    if a[-1] != k:
+        stored = "[N, K]" if options.transpose_b else "[K, N]"
+        raise ValueError(
+            f"b: expected {stored} with K = {a[-1]} as of a, {a} on a rank; got {b} on a rank"
+        )
+    if shapes.get("bias", (n,)) != (n,):
+        raise ValueError(f"bias: expected [N] with N = {n} as of b, got {shapes['bias']} on a rank")
+    itemsize = arrays["a"][0].dtype.itemsize
+    for name, columns in (("K", k), ("N", n)):
+        if columns < 1 or columns * itemsize % 16:
+            raise ValueError(
+                f"b: expected rows and columns of a positive multiple of 16 bytes on a rank, got "
+                f"{name} = {columns} of {itemsize} bytes"
+            )
+    if kind.tokens_out and a[dim] % ranks:
+        raise ValueError(
+            f"a: expected a multiple of the {ranks} ranks along {kind.dim} = {dim}, got shape {a} "
+            "on a rank"
+        )
+    tokens = math.prod(a[:-1])
+    return _Sizes(tokens if kind.tokens_in else -(-tokens // ranks), k, n)
+
+
+def _local(place: Place, array: Array, spec: PartitionSpec) -> tuple[int, ...]:
+    """The shape of one rank's part."""
+    if inside(place):
+        return array.shape
+    parts = [parts_along(place, axes) for axes in spec] + [1] * (array.ndim - len(spec))
+    return tuple(length // count for length, count in zip(array.shape, parts))
+
+
+def _way(
+    kind: Kind,
+    mesh: TpMesh,
+    sizes: _Sizes,
+    dtype: Any,
+    options: Options,
+    config: GemmConfig | None,
+) -> Way:
+    if options.activation is not None:
+        gemm_word("activation", options.activation, _ACTIVATIONS)
+    gemm_word("algo", options.algo, constants.GEMM_ALGOS)
+    return Way(
+        mesh.context(_bounds(kind, sizes, dtype, options) if config is None else config),
+        bool(options.transpose_b),
+        options.activation,
+        bool(options.allow_tf32),
+        options.algo,
+        bool(options.save_gathered),
+    )
+
+
+def _bounds(kind: Kind, sizes: _Sizes, dtype: Any, options: Options) -> GemmConfig:
+    """The bounds of an operation and of its gradient.
+
+    The two layers of a pair, one column-parallel and one row-parallel, have the same ones.
+    """
+    operations: tuple[GemmOperation, ...] = ("all_gather", "reduce_scatter")
+    if kind is ALL_REDUCE:
+        operations = ("all_reduce",)
+    elif not options.save_gathered:
+        operations += ("bulk",)
+    outer = sizes.n if kind is REDUCE_SCATTER else sizes.k  # of tokens between the ranks
+    return GemmConfig(
+        max_tokens=max(sizes.tokens, 1),
+        max_k=outer,
+        max_n=sizes.n if kind is ALL_REDUCE else max(sizes.k, sizes.n),
+        dtype=dtype,
+        operations=operations,
+    )
+
+
+def _without_order(given: dict[str, Any]) -> dict[str, Any]:
+    """All but an order of ours, which is a constant that XLA puts where it is wanted."""
+    return {name: item for name, item in given.items() if name != "after"}

@@ -1,0 +1,299 @@
+"""Products in programs: no collective but ours, one order, mistakes, and what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import crossdock.jax as xd
+from crossdock import GemmConfig, errors
+from crossdock.jax import tp
+from jax_support import RANKS, World, everywhere, run
+from test_hlo import COLLECTIVES, chain_of_calls
+from test_jax_life import workers
+from test_tp import AGAIN, LAYERS, K, Layer, N, check, joined, place, same, trained
+
+CHAINS = {
+    "all_gather_matmul": ["all_gather", "reduce_scatter"],
+    "matmul_reduce_scatter": ["reduce_scatter", "all_gather"],
+    "matmul_all_reduce": ["all_reduce"],
+}
+
+
+# ---- What XLA makes of them ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.operation)
+def test_no_collective_but_ours_forward_and_backward(layer, spelling):
+    with joined() as mesh:
+        step, args = trained(mesh, layer, spelling)
+        text = step.lower(*args).compile().as_text()
+    assert COLLECTIVES.findall(text) == []
+    chain = ["all_gather", "bulk", "bulk"] if layer.options == AGAIN else CHAINS[layer.operation]
+    assert chain_of_calls(text) == chain
+
+
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+@pytest.mark.parametrize("operation", CHAINS)
+def test_beside_an_axis_of_data_weights_alone_are_summed_by_xla(operation, spelling):
+    layer = Layer(operation, (4, RANKS), 1, bias="float32")
+    with joined(data=2) as mesh:
+        step, args = trained(mesh, layer, spelling)
+        tokens = jax.jit(lambda *args: (step(*args)[0], step(*args)[1]["a"]))
+        assert COLLECTIVES.findall(tokens.lower(*args).compile().as_text()) == []
+        text = step.lower(*args).compile().as_text()
+    assert {kind.removesuffix("-start") for kind in COLLECTIVES.findall(text)} == {"all-reduce"}
+    # Devices 0 and 1 are one set of ranks, and hold the same data.
+    groups = re.findall(r"replica_groups=(\S+?),? ", text)
+    assert groups and set(groups) <= {"{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)"}, groups
+
+
+def test_order_of_branches_is_in_the_program():
+    """A gate and a projection of the same rows, which do not need each other."""
+    layer = Layer("all_gather_matmul")
+    with joined() as mesh:
+
+        def gated(a: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+            left = tp.all_gather_matmul(a, gate)
+            return left.out * tp.all_gather_matmul(a, up, after=left).out
+
+        specs, out = layer.specs()
+        arrays, grad = layer.arrays()
+        args = [place(mesh.mesh, arrays[name], specs[name]) for name in ("a", "b", "b")]
+        step = jax.jit(lambda grad, *args: jax.vjp(gated, *args)[1](grad))
+        compiled = step.lower(place(mesh.mesh, grad, out), *args).compile()
+        assert chain_of_calls(compiled.as_text()) == [
+            "all_gather",
+            "all_gather",
+            "reduce_scatter",
+            "reduce_scatter",
+        ]
+        a, b = (arrays[name].astype(np.float64) for name in ("a", "b"))
+        wanted = 2 * (grad * (a @ b)) @ b.T
+        found = compiled(place(mesh.mesh, grad, out), *args)
+        same("gradient of a", found[0], wanted.astype(np.float32))
+
+
+def experts_too(world: World) -> None:
+    """Operations of both kinds on one mesh, in one chain."""
+    config = xd.EpConfig(num_experts=8, hidden=K, max_topk=1, max_tokens_per_rank=4, dtype="f4")
+    mesh = tp.init(world.mesh, "ep")
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, 8, (4 * RANKS, 1)).astype(np.int32)
+    x, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((4 * RANKS, K), (K, N)))
+
+    def both(ids: jax.Array, x: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        plan = xd.ep_prepare(config, ids)
+        product = tp.all_gather_matmul(x, b, after=plan)
+        plan = xd.ep_prepare(config, ids, after=product.order)
+        received = xd.ep_dispatch(plan, x)
+        return product.out, xd.ep_combine(received.plan, received.tokens)[0]
+
+    try:
+        specs = P("ep"), P("ep"), P(None, "ep")
+        mapped = jax.shard_map(
+            both, mesh=world.mesh, in_specs=specs, out_specs=(P(None, "ep"), P("ep"))
+        )
+        args = [place(world.mesh, array, spec) for array, spec in zip((ids, x, b), specs)]
+        compiled = jax.jit(mapped).lower(*args).compile()
+        chain = ["prepare", "all_gather", "prepare", "dispatch", "combine"]
+        assert chain_of_calls(compiled.as_text()) == chain
+        out, again = compiled(*args)
+        same("product", out, x @ b)
+        same("round trip", again, x)
+    finally:
+        mesh.close()
+
+
+@everywhere
+def test_products_and_experts_are_one_chain(where):
+    run(where, experts_too)
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+
+def changed(layer: Layer, **changes: Any) -> Any:
+    """The layer with other arrays or arguments, on whole arrays."""
+    given: dict[str, Any] = layer.arrays()[0] | changes
+    return getattr(tp, layer.operation)(**given)
+
+
+GATHER, SCATTER, REDUCE = (Layer(operation) for operation in CHAINS)
+ONES = np.ones
+
+
+@pytest.mark.parametrize(
+    "layer, changes, error, text",
+    [
+        (GATHER, {"a": ONES((16, K), np.int32)}, TypeError, "a: expected bfloat16, float16 or fl"),
+        (GATHER, {"a": ONES(K, "f4")}, ValueError, r"a: expected \[..., K\] with tokens .*\(32,\)"),
+        (GATHER, {"b": ONES((K, N), "f2")}, TypeError, "b: .* of a, float32, got float16"),
+        (GATHER, {"b": ONES((K, N, 1), "f4")}, ValueError, "b: expected 2 dimensions, got shape"),
+        (GATHER, {"b": ONES((N, 2 * K), "f4")}, ValueError, r"b: .*\[K, N\] with K = 32 as of a"),
+        (
+            GATHER,
+            {"transpose_b": True},
+            ValueError,
+            rf"b: expected \[N, K\] with K = 32 as of a, \(4, 32\) on a rank; got .*{N}",
+        ),
+        (GATHER, {"b": ONES((K, 8), "f4")}, ValueError, "multiple of 16 bytes .* N = 2 of 4 bytes"),
+        (GATHER, {"a": ONES((18, K), "f4")}, ValueError, "a: .* dimension 0 .* multiple of 4, the"),
+        (GATHER, {"bias": ONES(N, "f2")}, TypeError, "bias: expected float32 or float32, got"),
+        (GATHER, {"bias": ONES((N, 1), "f4")}, ValueError, r"bias: expected \[N\], got shape"),
+        (GATHER, {"bias": ONES(4, "f4")}, ValueError, r"bias: .* N = 16 as of b, got \(1,\) on a"),
+        (
+            GATHER,
+            {"gather_dim": 1},
+            ValueError,
+            "gather_dim: .* before its last one, 0 to 0, got 1",
+        ),
+        (SCATTER, {"scatter_dim": -3}, ValueError, "scatter_dim: .* got -3 for shape"),
+        (
+            SCATTER,
+            {"a": ONES((18, K), "f4")},
+            ValueError,
+            "multiple of the 4 ranks along scatter_d",
+        ),
+        (GATHER, {"activation": "dgelu"}, ValueError, "activation: expected one of .*'relu', got"),
+        (REDUCE, {"algo": "ring"}, ValueError, "algo: expected one of .*'sequential', got 'ring'"),
+        (GATHER, {"config": 3}, TypeError, "config: expected a GemmConfig, got int"),
+        (
+            GATHER,
+            {"config": GemmConfig(max_tokens=2, max_k=K, max_n=K, dtype="float32")},
+            ValueError,
+            "config.max_tokens: expected at least 4 for this operation or its gradient, got 2",
+        ),
+        (GATHER, {"after": ONES(3, "f4")}, ValueError, r"after: .* shape \(4,\) here; got float32"),
+    ],
+)
+def test_arguments_that_do_not_fit(layer, changes, error, text):
+    with joined(), pytest.raises(error, match=text):
+        changed(layer, **changes)
+
+
+def test_bounds_of_the_gradient_are_checked_where_it_is_asked_for():
+    layer = Layer("all_gather_matmul")
+    with joined() as mesh:
+        config = GemmConfig(max_tokens=4, max_k=K, max_n=N // RANKS, dtype="float32")
+        bounded = dataclasses.replace(layer, options=(("config", config),))
+        step, args = trained(mesh, bounded, "shard_map")
+        with pytest.raises(ValueError, match="config.max_n: expected at least 32 .*gradient, got"):
+            step(*args)
+
+
+def test_layouts_that_are_others_are_refused():
+    with joined() as mesh:
+        a, b = LAYERS[2].arrays()[0]["a"], LAYERS[2].arrays()[0]["b"]
+        wrong = place(mesh.mesh, b, P("tp"))
+        text = r"b: expected P.*\(None, .*\), dimensions split .* got P.*\('tp'"
+        with pytest.raises(ValueError, match=text):
+            tp.all_gather_matmul(a, wrong)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.jit(lambda a, b: tp.all_gather_matmul(a, b).out)(
+                place(mesh.mesh, a, P("tp")), wrong
+            )
+
+
+def mapped(mesh: tp.TpMesh, function: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    )
+
+
+def test_parts_that_have_to_differ_and_parts_that_must_not():
+    arrays, _ = LAYERS[5].arrays()
+    with joined() as mesh:
+        gather = mapped(mesh, lambda a, b: tp.all_gather_matmul(a, b).out, P(), P(None, "tp"))
+        with pytest.raises(ValueError, match=r"a: expected parts that differ .*\('tp',\): name th"):
+            gather(arrays["a"], arrays["b"])
+        specs = P(None, "tp"), P("tp"), P("tp")
+        reduce = mapped(mesh, lambda a, b, c: tp.matmul_all_reduce(a, b, bias=c).out, specs, P())
+        with pytest.raises(ValueError, match=r"bias: expected the same one on all .*\('tp',\)"):
+            reduce(arrays["a"], arrays["b"], np.tile(arrays["bias"], RANKS))
+
+
+def test_gradient_of_all_reduce_needs_a_map_that_knows_what_varies():
+    arrays, _ = LAYERS[5].arrays()
+    with joined() as mesh:
+        specs = P(None, "tp"), P("tp")
+        reduce = mapped(
+            mesh, lambda a, b: tp.matmul_all_reduce(a, b).out, specs, P(), check_vma=False
+        )
+        same("out", reduce(arrays["a"], arrays["b"]), arrays["a"] @ arrays["b"])
+        with pytest.raises(ValueError, match=r"expected shard_map\(check_vma=True\) where it is"):
+            jax.grad(lambda a: reduce(a, arrays["b"]).sum())(arrays["a"])
+
+
+def test_operations_need_init():
+    with pytest.raises(RuntimeError, match="crossdock.jax.tp.init.* has not been called"):
+        tp.matmul_all_reduce(ONES((4, 8), "f4"), ONES((8, 8), "f4"))
+    with pytest.raises(ValueError, match=r"tp_axis: expected axes of \('x',\), got 'tp'"):
+        tp.init(jax.make_mesh((RANKS,), ("x",)), "tp")
+
+
+def refused(world: World) -> None:
+    """What a context cannot do fails on every rank with the reason, and the next call works."""
+    world.ep.close()
+    with joined() as mesh:
+        config = GemmConfig(
+            max_tokens=4, max_k=K, max_n=N, dtype="float32", operations=["all_gather"]
+        )
+        layer = Layer("all_gather_matmul", options=(("config", config),))
+        step, args = trained(mesh, layer, "shard_map")
+        for failed in (1, 2):
+            with pytest.raises(
+                (jax.errors.JaxRuntimeError, ValueError),
+                match="XD_ERROR_UNSUPPORTED: .*reduce_scatter",
+            ):
+                jax.block_until_ready(step(*args))
+            forward = jax.jit(layer.run)
+            names, specs = zip(*layer.specs()[0].items())
+            arrays = [
+                place(mesh.mesh, layer.arrays()[0][name], layer.specs()[0][name]) for name in names
+            ]
+            same("out", forward(**dict(zip(names, arrays))), layer.expected()[0])
+            assert mesh.errors(config) == {device: failed for device in mesh.devices}
+
+
+@everywhere
+def test_what_a_context_cannot_do(where):
+    run(where, refused)
+
+
+def differing(world: World) -> None:
+    """One process's config differs: none has the context, all say why."""
+    world.ep.close()
+    with joined() as mesh:
+        with pytest.raises(errors.Mismatch, match="max_k"):
+            mesh.create(GemmConfig(max_tokens=4, max_k=64 if jax.process_index() else 32, max_n=32))
+        check(mesh, LAYERS[2], "shard_map")
+
+
+def test_configs_that_differ_between_processes():
+    run("processes", differing)
+
+
+# ---- What is left behind -------------------------------------------------------------------------
+
+
+def test_layers_of_a_pair_share_a_context_which_ends_with_the_mesh():
+    gc.collect()
+    before = workers()
+    with joined() as mesh:
+        arrays, _ = GATHER.arrays()
+        hidden, order = tp.all_gather_matmul(arrays["a"], arrays["b"])
+        back = tp.matmul_reduce_scatter(hidden, arrays["b"], transpose_b=True, after=order)
+        same("out", back.out, arrays["a"] @ arrays["b"] @ arrays["b"].T)
+        assert workers() == before + RANKS
+        assert repr(mesh) == f"TpMesh({{'tp': {RANKS}}}, {RANKS} ranks along tp)"
+    gc.collect()
+    assert workers() == before
