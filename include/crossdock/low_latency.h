@@ -178,9 +178,9 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  * thread. CPU: also while an operation runs in another thread, which then waits no more for a rank
  * that is masked. CUDA: in the order of the stream, that of the operations. The own rank is
  * INVALID_ARGUMENT. An operation that is between its halves waits no more for a rank that is
- * masked meanwhile: CPU: its share counts if it has come, and otherwise the operation ends with
- * XD_ERROR_PEER_LOST; CUDA: its share is left out, and no error told. An operation that was sent
- * without a rank ends without it, also if that is unmasked meanwhile. */
+ * masked meanwhile: its share counts if it has come, and otherwise the operation ends with
+ * XD_ERROR_PEER_LOST. An operation that was sent without a rank ends without it, also if that is
+ * unmasked meanwhile. */
 XD_API xd_status xd_ep_ll_mask_set(xd_ep_group* group, int32_t rank, int32_t masked,
                                    xd_stream stream);
 

@@ -12,6 +12,10 @@ struct RankBits {
   friend constexpr RankBits operator|(const RankBits& a, const RankBits& b) {
     return {{a.word[0] | b.word[0], a.word[1] | b.word[1]}};
   }
+  friend constexpr RankBits operator&(const RankBits& a, const RankBits& b) {
+    return {{a.word[0] & b.word[0], a.word[1] & b.word[1]}};
+  }
+  friend constexpr RankBits operator~(const RankBits& a) { return {{~a.word[0], ~a.word[1]}}; }
   // Words are chosen, not indexed: kernels keep them in registers.
   constexpr bool has(int rank) const {
     return ((rank < 64 ? word[0] : word[1]) >> (rank % 64) & 1) != 0;

@@ -33,6 +33,7 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
       choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
       owners_(c.owners()),
       topk_idx_(rank, kI64, {choices_.tokens, choices_.topk}),
+      weights_(rank, kF32, {choices_.tokens, choices_.topk}),
       tokens_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}),
       rows_(rank, kF32, {c.local_experts, c.num_slots(), std::int64_t{4} * c.row_units}),
       counts_(rank, kI32, {c.local_experts}),
@@ -44,6 +45,7 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
   ok(xd_ep_plan_size(&config, &plan_bytes));
   plan_ = Buffer(rank, plan_bytes, Place::ordinary);
   topk_idx_.write(choices_.ids);
+  weights_.write(std::vector<float>(choices_.ids.size(), 1.0f));
   for (int t = 0; t < choices_.tokens; ++t) {
     for (std::int64_t column = 0; column < tokens_.extent(1); ++column) {
       tokens_.set(t, column, std::bit_cast<std::uint32_t>(value(t, column)));

@@ -33,6 +33,9 @@ class Echo {
   xd_status call(xd_ep_group* group, xd_ep_operation operation,
                  xd_ep_phase phase = XD_EP_PHASE_BOTH);
   int tokens() const { return choices_.tokens; }
+  // Gives weights to combine, all of them 1. All ranks call it.
+  void weigh_in_combine() { combine_.topk_weights = weights_.dl(); }
+  Buffer& plan() { return plan_; }
 
   // The slots [L,S,H] that dispatch writes and combine reads, and others in their place.
   const DLTensor* rows() { return rows_.dl(); }
@@ -62,7 +65,7 @@ class Echo {
   const Choices choices_;
   const std::vector<std::int32_t> owners_;
   Buffer plan_;
-  Tensor topk_idx_;
+  Tensor topk_idx_, weights_;
   Strided tokens_, rows_;
   Tensor counts_, ranges_, out_, waits_;
   xd_ep_ll_dispatch_args dispatch_ = XD_EP_LL_DISPATCH_ARGS_INIT;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstddef>
 #include <string>
 #include <thread>
 #include <vector>
@@ -173,6 +174,56 @@ TEST_P(LlBetween, ARankThatIsUnmaskedThereHasNoPartInTheOperation) {
     ok(xd_comm_barrier(rank.comm));
     ok(finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream())));
     for (int later = 2; later < 8; ++later) good_step(rank, c_, group.get(), nobody(), later);
+  });
+}
+
+// The send half of a combine that is given weights waits for those of its peers, but for no masked
+// one's.
+TEST(LlBetweenCalls, WeightsOfAMaskedRankAreNotWaitedFor) {
+  const LlCase c = echo_case(kRanks);
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, 0});
+    Echo batch(rank, c, 1), halves(rank, c, 2);
+    for (Echo* each : {&batch, &halves}) {
+      ok(finish(rank, group.get(), each->dispatch(group.get())));
+      each->weigh_in_combine();
+    }
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank != kMasked) {
+      mask(rank, group.get(), true);
+      const auto start = Clock::now();
+      ok(finish(rank, group.get(), batch.combine(group.get())));
+      ok(finish(rank, group.get(), halves.combine(group.get(), kSend)));
+      ok(finish(rank, group.get(), halves.combine(group.get(), kReceive)));
+      EXPECT_LT(Clock::now() - start, kAtOnce);
+      for (const Echo* each : {&batch, &halves}) EXPECT_EQ(each->wrong(the_masked()), "");
+      for (int later = 3; later < 8; ++later) good_step(rank, c, group.get(), the_masked(), later);
+    }
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+// The mistake belongs to an operation with a higher number.
+TEST(LlBetweenCalls, ALossIsToldBehindTheMistakeOfALaterSend) {
+  const LlCase c = echo_case(kRanks);
+  on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, 0});
+    Echo a(rank, c, 1), b(rank, c, 2);
+    for (Echo* each : {&a, &b}) ok(finish(rank, group.get(), each->dispatch(group.get())));
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank != kMasked) {
+      ok(finish(rank, group.get(), a.combine(group.get(), kSend)));
+      std::vector<std::byte> damaged = b.plan().read();
+      damaged[24] ^= std::byte{0x40};
+      b.plan().write(damaged);
+      EXPECT_EQ(finish(rank, group.get(), b.combine(group.get(), kSend)),
+                XD_ERROR_INVALID_ARGUMENT);
+      mask(rank, group.get(), true);
+      expect_loss(finish(rank, group.get(), a.combine(group.get(), kReceive)));
+      EXPECT_EQ(a.wrong(the_masked()), "");
+      for (int later = 3; later < 8; ++later) good_step(rank, c, group.get(), the_masked(), later);
+    }
+    ok(xd_comm_barrier(rank.comm));
   });
 }
 

@@ -74,6 +74,14 @@ __device__ __noinline__ void tell(const LlCombineParams& p, LlCombineShared& sha
   LlCombineTurn(p, shared.turn, kLlCombine).tell(epoch);
 }
 
+// The next operation follows. One thread of the block.
+__device__ __noinline__ void end_operation(const LlCombineParams& p, LlCombineShared& shared,
+                                           std::uint64_t epoch) {
+  tell(p, shared, epoch);
+  if (p.group.masks) ll_take_company(p.group, shared.turn, kLlCombine, epoch + 1);
+  shared.drained = 0;
+}
+
 // ---- The turn ----------------------------------------------------------------------------------
 
 // What LlTurn::begin() does, where nothing is unusual. False: it has to be called. All lanes.
@@ -138,10 +146,7 @@ __device__ inline void CombineControl::run(bool usual) {
     wait(c.take_epoch + i, c.drains || i != 0);
     if (i == static_cast<std::uint64_t>(turn_.taken_besides())) return;
     ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
-    if (lane_id() == 0) {
-      tell(p_, s_, c.take_epoch + i);
-      s_.drained = 0;
-    }
+    if (lane_id() == 0) end_operation(p_, s_, c.take_epoch + i);
     __syncwarp();
   }
 }
@@ -210,8 +215,7 @@ __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
   turn_.judge(lane_id() == 0 && (drains || !fits_what_was_sent()));
   if (lane_id() == 0) {
     // Ranks that have become known as lost are absent for the sums.
-    s_.turn.masked.word[0] |= s_.turn.lost[0];
-    s_.turn.masked.word[1] |= s_.turn.lost[1];
+    s_.turn.company = s_.turn.company & ~RankBits{s_.turn.lost[0], s_.turn.lost[1]};
   }
   __syncwarp();
   const bool go = s_.turn.verdict == static_cast<int>(LlVerdict::go);
@@ -248,6 +252,8 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
   if (turn.findings.kind != LlFault::none) {
     turn.status = XD_ERROR_INVALID_ARGUMENT;
     turn.status_rank = launch.rank();
+  } else if (!c.receives) {
+    return;  // what a send half has met its receive half tells
   }
   tell(p, shared,
        c.receives ? c.take_epoch + static_cast<std::uint64_t>(launch.taken_besides())

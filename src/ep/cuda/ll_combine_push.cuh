@@ -347,7 +347,8 @@ XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
   if (now_.here == 0) return make_uint4(0, 0, 0, 0);
   const bool given = has_weights(p_);
   if (!given && !weighted_ && (now_.here & (now_.here - 1)) == 0) return quiet<T>(now_.row[0]);
-  if (given && now_.item.source() != g_.rank()) take_weight(epoch);
+  const int source = now_.item.source();
+  if (given && source != g_.rank() && !turn_.leaves_out(source)) take_weight(epoch);
   const float weight = now_.weight;
   float sum[T::kPerVector];
 #pragma unroll

@@ -182,9 +182,8 @@ XD_LL_SUMMER(auto)::look_at(int unit, bool own, bool first) const -> Token {
   t.own = -1;
   if (g_.masks) {
     // A place for each rank.
-    const RankBits masked = turn_.shared().masked;
     t.count = g_.ranks();
-    t.absent = {~home.word[0] | masked.word[0], ~home.word[1] | masked.word[1]};
+    t.absent = ~(home & turn_.shared().company);
     if (own && home.has(g_.rank())) t.own = g_.rank();
   } else {
     t.count = min(__popcll(home.word[0]) + __popcll(home.word[1]), g_.partials_per_token());

@@ -198,14 +198,17 @@ __global__ void __launch_bounds__(kFillThreads)
       g.own_area + (lane == kLlDispatch ? g.map.rows : g.map.partials) + slot * bytes;
   const std::uint64_t step = std::uint64_t{gridDim.x} * kFillThreads * 8;
   const std::uint64_t stride = lane == kLlDispatch ? g.map.row_stride : g.map.partial_stride;
+  const RankBits sent_to = g.control->company[lane][slot].sent_to;
   bool clean = true;
   for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8; i < bytes;
        i += step) {
     if (*reinterpret_cast<const std::uint64_t*>(at + i) == kFree) continue;
-    // What a masked rank has stored lies there for good, in places of its own.
+    // What a masked rank has stored, or one that the operation was not sent to, lies there for good,
+    // in places of its own.
     const auto row = static_cast<int>(i / stride);
     const int writer = lane == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
-    clean &= g.masks && (g.control->masked[writer / 64] >> (writer % 64) & 1) != 0;
+    clean &= g.masks &&
+             ((g.control->masked[writer / 64] >> (writer % 64) & 1) != 0 || !sent_to.has(writer));
   }
   if (clean || atomicCAS(&g.control->reporting, 0u, 1u) != 0) return;
   LlReport* to = g.report;

@@ -201,6 +201,9 @@ __device__ __noinline__ void ll_receive_besides(const LlDispatchParams& p, Dispa
   for (int i = 1; i <= besides; ++i) {
     const std::uint64_t epoch = shared.turn.course.take_epoch + static_cast<std::uint64_t>(i);
     __syncthreads();
+    if (p.group.masks && threadIdx.x == kLlMovers) {
+      ll_take_company(p.group, shared.turn, kLlDispatch, epoch);
+    }
     if (threadIdx.x < kLlMovers) list.clear();
     __syncthreads();
     bool good = true;

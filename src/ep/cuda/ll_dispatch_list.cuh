@@ -244,7 +244,7 @@ XD_LL_LIST(bool)::collect_few(std::uint64_t epoch) {
     if (q < candidates()) {
       unit.word = name(q);
       ulonglong2 words{};
-      if (waits(good) && !turn_.leaves_out(unit.source()) &&
+      if (waits(good) && turn_.is_source(unit.source()) &&
           take_pair(epoch, unit.source(), words_of_token(epoch, unit), words)) {
         LlRanks<kMany> home{};
         here = take_few(unit, words, home);
@@ -269,7 +269,7 @@ XD_LL_LIST(bool)::collect_any(std::uint64_t epoch) {
     if (q < candidates()) {
       unit.word = name(q);
       LlRanks<kMany> home{};
-      if (waits(good) && !turn_.leaves_out(unit.source())) {
+      if (waits(good) && turn_.is_source(unit.source())) {
         good &= take_ids(epoch, unit, home, here);
       }
       parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));

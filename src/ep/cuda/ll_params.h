@@ -43,13 +43,21 @@ struct LlReport : turn::DeviceReport<LlRecord, LlFindings> {
   RankBits masked, masked_by;  // as they are now
 };
 
+// Whom an operation has been sent to, in groups that mask. Its receive half waits for no other rank.
+struct alignas(16) LlCompany {
+  RankBits at_start;  // ranks that were not masked when the send half began, and this rank
+  RankBits sent_to;   // those of them that had a free place for it: the others have been lost
+};
+
 // Working state of a group, in memory of its device that no peer touches.
 struct LlControl : turn::DeviceControl {
-  std::uint32_t reporting;      // a thread writes the report
-  std::uint64_t reported[2];    // by lane: the last operation that has been reported
+  std::uint32_t reporting;  // a thread writes the report
+  // By lane and slot: the last operation that has been reported.
+  std::uint64_t reported[2][XD_EP_LL_MAX_IN_FLIGHT];
   std::uint64_t bad_ids;        // total
   std::uint32_t pushed_blocks;  // blocks that store nothing more of a combine that is drained
   std::uint64_t failed_send[2][XD_EP_LL_MAX_IN_FLIGHT];  // by lane and slot: such an operation
+  LlCompany company[2][XD_EP_LL_MAX_IN_FLIGHT];          // by lane and slot
   std::uint64_t masked[2], masked_by[2];                 // RankBits
   std::uint64_t greeting;                                // of the last reset
   std::uint64_t highest[2];   // numbers of the operations, by lane, in a reset

@@ -16,6 +16,9 @@
 // half of that while, the last block's look comes later by the other half, and finds what this
 // block has found; so the block looks at nothing more. A block that has begun later, or waited for
 // longer, looks at `closing` when its words have come.
+//
+// A rank that has been masked since the operation was sent is not waited for: the last block looks
+// at its words first of all, and publishes decided[source]; the other blocks wait for that.
 #pragma once
 
 #include "ep/cuda/ll_dispatch_list.cuh"
@@ -59,8 +62,10 @@ class LlSources {
   __device__ bool look(int source, turn::LongWait& wait);
   __device__ void add_bad_ids(int source);
   __device__ void wait_ids();
+  __device__ void decide_hurried();
   __device__ void close();
-  __device__ void follow();
+  __device__ void decide(int source);
+  __device__ void follow(const RankBits& sources);
   __device__ bool has_all(int source) const;
   __device__ bool is_closing() const { return ptx::ld_relaxed_sys(&g_.control->closing) == epoch_; }
 
@@ -80,6 +85,7 @@ class LlSources {
 
 XD_LL_SOURCES(void)::wait() {
   turn_.clear_sources();
+  if (g_.masks && !s_.hurried.empty()) decide_hurried();
   // The time for which each source is waited for is asked for one by one.
   if (g_.masks || p_.wait_ns != nullptr || !take_together()) {
 #pragma unroll 1
@@ -199,9 +205,19 @@ XD_LL_SOURCES(void)::wait_ids() {
   if (turn_.is_last_block()) {
     close();
   } else {
-    follow();
+    follow(s_.company);
   }
   while (*pending != 0) ptx::pause();
+}
+
+// All lanes. What a masked rank sends from now on may come or not, so one look decides.
+XD_LL_SOURCES(void)::decide_hurried() {
+  if (!turn_.is_last_block()) return follow(s_.hurried);
+#pragma unroll 1
+  for (int r = 0; r < g_.ranks(); ++r) {
+    if (s_.hurried.has(r)) decide(r);
+  }
+  __syncwarp();
 }
 
 // The last block decides.
@@ -212,22 +228,25 @@ XD_LL_SOURCES(void)::close() {
   __syncwarp();
 #pragma unroll 1
   for (int r = 0; r < g_.ranks(); ++r) {
-    if (s_.gone[r] != 0) continue;
-    const bool here = has_all(r);
-    if (lane_id() == 0) {
-      if (!here) turn_.leave_out(r);
-      // Release: blocks that follow read the record that this one has seen.
-      ptx::st_release_sys(&g_.control->decided[r], 2 * epoch_ + (here ? 0 : 1));
-    }
+    if (s_.gone[r] == 0) decide(r);
   }
   __syncwarp();
 }
 
+// All lanes: about one source.
+XD_LL_SOURCES(void)::decide(int source) {
+  const bool here = has_all(source);
+  if (lane_id() != 0) return;
+  if (!here) turn_.leave_out(source);
+  // Release: blocks that follow read the record that this one has seen.
+  ptx::st_release_sys(&g_.control->decided[source], 2 * epoch_ + (here ? 0 : 1));
+}
+
 // The other blocks learn of it.
-XD_LL_SOURCES(void)::follow() {
+XD_LL_SOURCES(void)::follow(const RankBits& sources) {
 #pragma unroll 1
   for (int r = lane_id(); r < g_.ranks(); r += 32) {
-    if (turn_.leaves_out(r)) continue;
+    if (!sources.has(r)) continue;
     std::uint64_t said = 0;
     do {
       said = ptx::ld_acquire_sys(&g_.control->decided[r]);

@@ -33,6 +33,8 @@ struct LlShared {
   RankBits masked;  // ranks that this launch leaves out from its beginning
   HeapRange area[kMaxDeviceRanks];
   // Of the operation that is being received:
+  RankBits company;  // the ranks that it was sent to (groups that mask)
+  RankBits hurried;  // those of them that are masked now: what has come counts, the rest is lost
   LlRecord record[kMaxDeviceRanks];
   int gone[kMaxDeviceRanks];  // 1 = the operation goes without this source
   int verdict;                // LlVerdict
@@ -64,6 +66,10 @@ inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
   // One wait for a lost peer has been long enough for the launch.
   const volatile unsigned long long* lost = &s.lost[peer / 64];
   if (g.masks && (*lost >> (peer % 64) & 1) != 0) return false;
+  if (g.masks && s.hurried.has(peer)) {
+    ll_accuse(g, s, peer);
+    return false;
+  }
   const turn::Waited waited = turn::look_around(g.comm, site, peer, wait);
   if (waited == turn::Waited::goes_on) return true;
   if (waited == turn::Waited::too_long) {
@@ -82,6 +88,34 @@ using LlLane = turn::DeviceLane<LlRecord, LlDevice>;
 // `areas`: LlDevice::areas, or a copy of them.
 __device__ inline LlLane ll_lane_of(const LlDevice& g, int kind, const HeapRange* areas) {
   return LlLane(g, g.map.lane[kind], g.counts[kind], areas);
+}
+
+// Finds whom the operation `epoch`, which this launch has not sent, was sent to. Those that had no
+// free place for it are lost. One thread, in front of a barrier of the block.
+inline __device__ __noinline__ void ll_take_company(const LlDevice& g, LlShared& s, int kind,
+                                                    std::uint64_t epoch) {
+  const LlCompany* const kept = &g.control->company[kind][turn::lane_slot(epoch, g.slots)];
+  const ulonglong2 start = ptx::ld_relaxed_sys_pair(&kept->at_start);
+  const ulonglong2 sent = ptx::ld_relaxed_sys_pair(&kept->sent_to);
+  s.company = {sent.x, sent.y};
+  s.hurried = s.company & (s.masked | RankBits{s.lost[0], s.lost[1]});
+  s.lost[0] |= start.x & ~sent.x;
+  s.lost[1] |= start.y & ~sent.y;
+}
+
+// The same about the operation of a launch that begins, behind its credits: nothing but those can
+// have been lost. What it sends is kept for its receive half.
+inline __device__ __noinline__ void ll_begin_company(const LlDevice& g, LlShared& s, int kind) {
+  const LlCourse& c = s.course;
+  s.hurried = {};
+  if (c.sends) {
+    s.company = ~s.masked;
+    if (blockIdx.x + 1 != gridDim.x) return;
+    g.control->company[kind][turn::lane_slot(c.send_epoch, g.slots)] = {
+        s.company | RankBits{s.lost[0], s.lost[1]}, s.company};
+  } else if (c.receives) {
+    ll_take_company(g, s, kind, c.take_epoch);
+  }
 }
 
 template <class Params>
@@ -135,6 +169,8 @@ class LlTurn {
 
   // Ranks that are left out now.
   __device__ bool leaves_out(int r) const { return g_.masks && s_.masked.has(r); }
+  // Ranks whose part of the operation that is being received may come.
+  __device__ bool is_source(int r) const { return !g_.masks || s_.company.has(r); }
 
   // See ll_goes_on().
   __device__ bool goes_on(int phase, std::uint64_t epoch, int peer, turn::LongWait& wait) const {
@@ -157,11 +193,11 @@ class LlTurn {
   // for all blocks.
   __device__ void report(std::uint64_t epoch, const LlFindings& findings, int status, int rank);
 
-  // One warp: no record has come yet. Ranks that are left out are gone from the beginning.
+  // One warp: no record has come yet. Ranks that it was not sent to are gone from the beginning.
   __device__ void clear_sources() const {
 #pragma unroll 1
     for (int r = lane_id(); r < ranks(); r += 32) {
-      s_.gone[r] = leaves_out(r) ? 1 : 0;
+      s_.gone[r] = is_source(r) ? 0 : 1;
       s_.record[r].call.operation = 0;
     }
     __syncwarp();
@@ -286,7 +322,9 @@ XD_LL_MEMBER(void)::begin() {
     }
   }
   __syncwarp();
-  if (lane_id() == 0 && s_.failed != 0) s_.course.fatal = true;
+  if (lane_id() != 0) return;
+  if (g_.masks) ll_begin_company(g_, s_, kind_);
+  if (s_.failed != 0) s_.course.fatal = true;
 }
 
 XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
@@ -425,8 +463,8 @@ XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int 
   LlControl* control = g_.control;
   // One block reports an operation. A setback of a call that takes no turn has no number.
   lock_report();
-  volatile std::uint64_t* reported = &control->reported[kind_];
-  if (epoch == 0 || *reported < epoch) {
+  volatile std::uint64_t* reported = &control->reported[kind_][slot(epoch)];
+  if (epoch == 0 || *reported != epoch) {
     if (epoch != 0) *reported = epoch;
     write_report(epoch, findings, status, rank);
     count_error(epoch, status, rank);
@@ -437,9 +475,11 @@ XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int 
 XD_LL_MEMBER(void)::tell(std::uint64_t epoch) {
   if (s_.failed != 0) return;
   const unsigned long long low = s_.lost[0], high = s_.lost[1];
+  // Operations that are taken besides have failed already, and no loss is told of them.
+  const bool has_lost = (low | high) != 0 && epoch == s_.course.take_epoch;
   if (s_.status != XD_SUCCESS) {
     report(epoch, s_.findings, s_.status, s_.status_rank);
-  } else if ((low | high) != 0) {
+  } else if (has_lost) {
     report(epoch, {}, XD_ERROR_PEER_LOST, low != 0 ? __ffsll(low) - 1 : 63 + __ffsll(high));
   } else if (s_.bad_ids != 0 && s_.bad_id_rank >= 0) {
     LlFindings findings{};
