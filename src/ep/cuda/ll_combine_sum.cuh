@@ -35,8 +35,8 @@ __device__ void add_vector(float* sum, const uint4& vector) {
 // control warp knows; `go` of all others is true.
 __device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0 : 1) == 0; }
 
-// All but a block's first token, or also that one where it has to be waited for. It is no part of
-// sum_all(), whose registers it would take.
+// A block's tokens from one on that sum_all() leaves: those that have to be waited for, or have many
+// sums, or need this rank's own part. It is no part of sum_all(), whose registers it would take.
 template <class T>
 __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
                                          std::uint64_t epoch, int unit, bool own, bool has_sum,
@@ -128,22 +128,22 @@ class LlSummer {
   __device__ inline type LlSummer<T>
 
 XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
-  const auto mine = static_cast<int>(blockIdx.x);
-  if (mine >= units()) {
-    await_verdict();
-    return;
-  }
-  const Token t = look_at(mine, own, true);
-  bool done = false;
+  auto unit = static_cast<int>(blockIdx.x);
+  bool first = true;
   // The part that push_all() has left belongs to the first token's first piece.
-  if (!g_.masks && t.count <= kAtOnce && (!own || pieces_ == 1)) {
-    done = add_few(t, epoch, sum, true);
-  } else {
-    await_verdict();
+  bool has_sum = own && pieces_ == 1;
+#pragma unroll 1
+  for (; unit < units(); unit += static_cast<int>(gridDim.x)) {
+    const Token t = look_at(unit, own, first);
+    if (g_.masks || t.count > kAtOnce || (own && !has_sum)) break;
+    const bool done = add_few(t, epoch, sum, first);
+    first = false;
+    if (!go_) return;
+    if (!done) break;
+    has_sum = false;
   }
-  const int next = done ? mine + static_cast<int>(gridDim.x) : mine;
-  if (next >= units() || !go_) return;
-  ll_sum_rest<T>(p_, s_, epoch, next, own, !done && own && pieces_ == 1, sum);
+  if (first) await_verdict();
+  if (unit < units() && go_) ll_sum_rest<T>(p_, s_, epoch, unit, own, has_sum, sum);
 }
 
 XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum) {
