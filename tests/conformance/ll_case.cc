@@ -157,7 +157,13 @@ std::vector<LlCase> large_cases(int num_ranks) {
   most.max_tokens = XD_EP_LL_MAX_TOKENS;
   most.row_units = 1;
   most.order = Order::pairs;
-  return {many, long_rows, most};
+  LlCase longest = plain_ll_case(num_ranks);  // many scales and weights travel behind a row
+  longest.topk = 32;
+  longest.max_tokens = 3;
+  longest.row_units = 12800;
+  longest.sent = Sent::float_scales;
+  longest.order = Order::pairs;
+  return {many, long_rows, most, longest};
 }
 
 }  // namespace

@@ -44,14 +44,8 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
   const xd_ep_config config = c.config(owners_);
   ok(xd_ep_plan_size(&config, &plan_bytes));
   plan_ = Buffer(rank, plan_bytes, Place::ordinary);
-  topk_idx_.write(choices_.ids);
+  load(number);
   weights_.write(std::vector<float>(choices_.ids.size(), 1.0f));
-  for (int t = 0; t < choices_.tokens; ++t) {
-    for (std::int64_t column = 0; column < tokens_.extent(1); ++column) {
-      tokens_.set(t, column, std::bit_cast<std::uint32_t>(value(t, column)));
-    }
-  }
-  tokens_.upload();
   dispatch_.plan = plan_.data();
   combine_.plan = plan_.data();
   dispatch_.plan_bytes = combine_.plan_bytes = plan_.bytes();
@@ -63,6 +57,18 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
   combine_.out = out_.dl();
   waits_.write(std::vector<std::int64_t>(static_cast<std::size_t>(c.num_ranks)));
   combine_.wait_ns = waits_.dl();
+}
+
+void Echo::load(int number) {
+  number_ = number;
+  choices_ = case_.choices(number)[static_cast<std::size_t>(rank_.rank)];
+  topk_idx_.write(choices_.ids);
+  for (int t = 0; t < choices_.tokens; ++t) {
+    for (std::int64_t column = 0; column < tokens_.extent(1); ++column) {
+      tokens_.set(t, column, std::bit_cast<std::uint32_t>(value(t, column)));
+    }
+  }
+  tokens_.upload();
 }
 
 // Small enough that a few copies of it add up exactly.

@@ -28,6 +28,8 @@ Group make_group(const Rank& rank, const LlCase& c, const EchoGroup& how);
 class Echo {
  public:
   Echo(const Rank& rank, const LlCase& c, int number);
+  // Makes it another batch, in place; of cases in which all batches have as many tokens.
+  void load(int number);
   xd_status dispatch(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
   xd_status combine(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
   xd_status call(xd_ep_group* group, xd_ep_operation operation,
@@ -61,8 +63,8 @@ class Echo {
 
   const Rank& rank_;
   const LlCase case_;
-  const int number_;
-  const Choices choices_;
+  int number_;
+  Choices choices_;
   const std::vector<std::int32_t> owners_;
   Buffer plan_;
   Tensor topk_idx_, weights_;
