@@ -35,8 +35,9 @@ __device__ void add_vector(float* sum, const uint4& vector) {
 // control warp knows; `go` of all others is true.
 __device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0 : 1) == 0; }
 
-// A block's tokens from one on that sum_all() leaves: those that have to be waited for, or have many
-// sums, or need this rank's own part. It is no part of sum_all(), whose registers it would take.
+// A block's tokens from one on that sum_all() leaves: those that have to be waited for, that have
+// many sums, or that need this rank's own part. It is no part of sum_all(): it would take registers
+// of that.
 template <class T>
 __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
                                          std::uint64_t epoch, int unit, bool own, bool has_sum,

@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kFillThreads)
   for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8; i < bytes;
        i += step) {
     if (*reinterpret_cast<const std::uint64_t*>(at + i) == kFree) continue;
-    // What a masked rank has stored, or one that the operation was not sent to, lies there for good,
-    // in places of its own.
+    // What a masked rank has stored, or one that the operation was not sent to, lies there for
+    // good, in places of its own.
     const auto row = static_cast<int>(i / stride);
     const int writer = lane == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
     clean &= g.masks &&

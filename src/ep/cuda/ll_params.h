@@ -43,7 +43,7 @@ struct LlReport : turn::DeviceReport<LlRecord, LlFindings> {
   RankBits masked, masked_by;  // as they are now
 };
 
-// Whom an operation has been sent to, in groups that mask. Its receive half waits for no other rank.
+// Whom an operation has been sent to, in groups that mask. Its receive half waits for nobody else.
 struct alignas(16) LlCompany {
   RankBits at_start;  // ranks that were not masked when the send half began, and this rank
   RankBits sent_to;   // those of them that had a free place for it: the others have been lost
