@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "compat/te_ep_batch.h"
+#include "compat/te_library.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -295,6 +296,7 @@ TEST(TeEp, TheGroupBehindItIsThereWhileItLives) {
       const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
       EXPECT_EQ(crossdock::te::ep_comm(), rank.comm);
       EXPECT_NE(crossdock::te::ep_group(), nullptr);
+      EXPECT_EQ(group_seen_by_library(), crossdock::te::ep_group());
     }
     EXPECT_EQ(crossdock::te::ep_comm(), nullptr);
     EXPECT_EQ(crossdock::te::ep_group(), nullptr);

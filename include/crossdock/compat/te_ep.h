@@ -88,9 +88,9 @@ struct EpState {
   xd_ep_config config;
 };
 
-/* One for all libraries of the process. It is not destroyed when the program ends: streams of the
- * program may still be running then. */
-inline EpState& ep_state() {
+/* One for a program and all libraries that it is linked with. It is not destroyed when the program
+ * ends: streams of the program may still be running then. */
+__attribute__((visibility("default"))) inline EpState& ep_state() {
   static EpState* const state = new EpState{};
   return *state;
 }
