@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Comm", "default_comm", "empty_symmetric", "init"]
+__all__ = ["Comm", "default_comm", "empty_symmetric", "init", "open_comms"]
 
 _GROWTHS_FOR_ONE = 32  # growths of symmetric memory that provide for one group
 
@@ -189,11 +189,16 @@ class Comm:
         return f"Comm(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device})"
 
 
+def open_comms() -> list[Comm]:
+    """The communicators of this process that have not been closed."""
+    return [comm for comm in _made if not comm.core.closed]
+
+
 @atexit.register
 def _finish_work() -> None:
     """Runs before the extension leaves, at exit, what is still open: no operation may run then."""
-    for comm in list(_made):
-        if comm.device.type == "cuda" and not comm.core.closed:
+    for comm in open_comms():
+        if comm.device.type == "cuda":
             with suppress(RuntimeError):  # a device that is lost has nothing running
                 torch.cuda.synchronize(comm.device)
 

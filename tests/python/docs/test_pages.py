@@ -55,6 +55,7 @@ def test_every_example_is_run_here():
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
+        "torch_async_tp.py",
         "torch_tensor_parallel.py",
         "torch_tensor_parallel_layers.py",
     }
@@ -106,6 +107,7 @@ def test_decode_moe():
     [
         ("torch_round_trip.py", [], "sums as expected"),
         ("torch_moe_layer.py", [], "at last"),
+        ("torch_async_tp.py", [], "as expected"),
         ("torch_tensor_parallel.py", [], "gradient as expected"),
         ("torch_tensor_parallel_layers.py", [], "agree with plain layers"),
         ("torch_compile.py", ["aot_eager"], "gradients agree"),

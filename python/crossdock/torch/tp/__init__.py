@@ -11,6 +11,7 @@
 Operations are collective, in one order on all ranks, and use the current CUDA stream.
 """
 
+from ._async_tp import disable_async_tp, enable_async_tp
 from ._context import TpContext
 from ._functions import (
     all_gather_matmul,
@@ -29,6 +30,12 @@ from ._modules import (
     SequenceParallelMLP,
     TensorParallelAttentionProjections,
 )
+from ._torch_names import (
+    fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
+    fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
+)
 
 __all__ = [
     "ColumnParallelLinear",
@@ -41,6 +48,12 @@ __all__ = [
     "bulk_all_gather",
     "bulk_reduce_scatter",
     "column_parallel_linear",
+    "disable_async_tp",
+    "enable_async_tp",
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "row_parallel_linear",

@@ -7,7 +7,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -187,13 +187,36 @@ class TpContext(Membership):
         )
 
 
+@overload
 def shared_context(
     comm: Comm | None, max_tokens: int, max_k: int, max_n: int, dtype: torch.dtype
-) -> TpContext:
+) -> TpContext: ...
+@overload
+def shared_context(
+    comm: Comm | None,
+    max_tokens: int,
+    max_k: int,
+    max_n: int,
+    dtype: torch.dtype,
+    *,
+    may_make: bool,
+) -> TpContext | None: ...
+def shared_context(
+    comm: Comm | None,
+    max_tokens: int,
+    max_k: int,
+    max_n: int,
+    dtype: torch.dtype,
+    *,
+    may_make: bool = True,
+) -> TpContext | None:
     """A context of the communicator with at least these bounds. Collective if none has them.
 
     Contexts that are made here live as long as their communicator is open, so that all ranks find
     the same ones.
+
+    Args:
+        may_make: whether to make one; else None where there is none.
     """
     comm = default_comm() if comm is None else comm
     wanted = _Bounds(max_tokens, max_k, max_n, dtype)
@@ -201,6 +224,8 @@ def shared_context(
     for bounds, context in known.items():
         if bounds.cover(wanted) and not context.core.closed:
             return context
+    if not may_make:
+        return None
     context = TpContext(max_tokens=max_tokens, max_k=max_k, max_n=max_n, dtype=dtype, comm=comm)
     known[wanted] = context
     return context

@@ -25,7 +25,7 @@ from .._derivatives import differentiated
 from ._context import context_of
 from ._operators import is_transposed
 
-__all__: list[str] = []
+__all__ = ["refuse_gradients"]
 
 _OPS = torch.ops.crossdock
 _EPILOGUES = {number: word for word, number in constants.GEMM_EPILOGUES.items()}
@@ -271,11 +271,11 @@ def _register(name: str, function: type[torch.autograd.Function]) -> None:
     LIBRARY.impl(name, torch._disable_dynamo(differentiable), "Autograd")
 
 
-def _refuse_gradients(name: str) -> None:
+def refuse_gradients(name: str) -> None:
     """Lets an operator without a derivative say so."""
     operator = getattr(_OPS, name).default
 
-    def plain(*args: Any) -> Any:
+    def plain(*args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled() and any(
             isinstance(arg, Tensor) and arg.requires_grad for arg in args
         ):
@@ -284,7 +284,7 @@ def _refuse_gradients(name: str) -> None:
                 "use torch.no_grad()"
             )
         with _below_autograd():
-            return operator(*args)
+            return operator(*args, **options)
 
     LIBRARY.impl(name, torch._disable_dynamo(plain), "Autograd")
 
@@ -293,5 +293,5 @@ _register("tp_all_gather_matmul", _AllGatherMatmul)
 _register("tp_matmul_reduce_scatter", _MatmulReduceScatter)
 _register("tp_matmul_all_reduce", _MatmulAllReduce)
 _register("tp_replicated_matmul", _ReplicatedMatmul)
-_refuse_gradients("tp_scaled_matmul")
-_refuse_gradients("tp_bulk")
+refuse_gradients("tp_scaled_matmul")
+refuse_gradients("tp_bulk")

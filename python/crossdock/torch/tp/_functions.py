@@ -27,6 +27,8 @@ __all__ = [
     "matmul_reduce_scatter",
     "replicated_matmul",
     "require",
+    "scaled",
+    "scaled_fold",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]
@@ -234,9 +236,9 @@ def all_gather_scaled_matmul(
     Raises:
         As `all_gather_matmul`.
     """
-    fold = _scaled_fold(context, ALL_GATHER, "gather_dim", a, b, gather_dim, tokens_per_rank)
+    fold = scaled_fold(context, ALL_GATHER, "gather_dim", a, b, gather_dim, tokens_per_rank)
     options = (scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, algo)
-    d, gathered = _scaled(fold, b, *options, return_gathered)
+    d, gathered, _ = scaled(fold, b, *options, return_gathered)
     return (fold.back(d), fold.back(gathered)) if return_gathered else fold.back(d)
 
 
@@ -259,9 +261,9 @@ def scaled_matmul_reduce_scatter(
 
     The arguments are those of `all_gather_scaled_matmul` and `matmul_reduce_scatter`.
     """
-    fold = _scaled_fold(context, REDUCE_SCATTER, "scatter_dim", a, b, scatter_dim, tokens_per_rank)
+    fold = scaled_fold(context, REDUCE_SCATTER, "scatter_dim", a, b, scatter_dim, tokens_per_rank)
     options = (scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, algo)
-    return fold.back(_scaled(fold, b, *options, False)[0])
+    return fold.back(scaled(fold, b, *options, False)[0])
 
 
 def scaled_matmul_all_reduce(
@@ -281,9 +283,9 @@ def scaled_matmul_all_reduce(
 
     The arguments are those of `all_gather_scaled_matmul` and `matmul_all_reduce`.
     """
-    fold = _scaled_fold(context, ALL_REDUCE, "dim", a, b, 0, None)
+    fold = scaled_fold(context, ALL_REDUCE, "dim", a, b, 0, None)
     options = (scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, algo)
-    return fold.back(_scaled(fold, b, *options, False)[0])
+    return fold.back(scaled(fold, b, *options, False)[0])
 
 
 def bulk_all_gather(
@@ -475,7 +477,7 @@ def _autocast(*tensors: torch.Tensor | None) -> Any:
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
-def _scaled_fold(
+def scaled_fold(
     context: TpContext,
     operation: int,
     argument: str,
@@ -484,11 +486,12 @@ def _scaled_fold(
     dim: int,
     tokens_per_rank: Sequence[int] | None,
 ) -> _Fold:
+    """Tokens in fp8 as rows."""
     require(context, operation, a, b)
     return _Fold(context, operation, argument, a, dim, tokens_per_rank)
 
 
-def _scaled(
+def scaled(
     fold: _Fold,
     b: torch.Tensor,
     scale_a: torch.Tensor | None,
@@ -499,7 +502,8 @@ def _scaled(
     use_fast_accum: bool,
     algo: Algo,
     keep_gathered: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The product, the gathered rows and their scales, all by rows."""
     context, operation = fold.context, fold.operation
     beside = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias, "scale_result": scale_result}
     context.require_tensors(operation, a=fold.rows, **beside)

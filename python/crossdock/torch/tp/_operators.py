@@ -237,7 +237,7 @@ def _replicated_matmul_shapes(a, b, bias, main_grad, order, context):
     "tp_scaled_matmul(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, "
     "Tensor? out_scale, Tensor(a!) order, int context, SymInt[]? tokens, int operation, "
     "int epilogue, int algo, bool keep_gathered, ScalarType out_dtype, bool fast_accumulate) "
-    "-> (Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor)",
     lambda *args: args[9],
 )
 def _scaled_matmul(
@@ -256,13 +256,14 @@ def _scaled_matmul(
     keep_gathered: bool,
     out_dtype: torch.dtype,
     fast_accumulate: bool,
-) -> tuple[Tensor, Tensor]:
-    """-> d, gathered."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> d, gathered, and the scales of gathered."""
     tp = context_of(context)
     operands = Operands(a, b)
     rows = rows_of_d(tp, operation, a.shape[0], tokens)
     d = a.new_empty((rows, b.shape[1]), dtype=out_dtype)
     gathered = a.new_empty((rows, a.shape[1]) if keep_gathered else 0)
+    gathered_scale = _gathered_scale(tp, a, a_scale, rows, keep_gathered)
     beside = {
         "a_scale": a_scale,
         "b_scale": b_scale,
@@ -273,6 +274,8 @@ def _scaled_matmul(
     args = operands.options() | {name: spec(tensor) for name, tensor in packed.items()}
     if keep_gathered:
         args["gathered"] = spec(gathered)
+        if a_scale is not None:
+            args["gathered_scale"] = spec(gathered_scale)
     words = {number: word for word, number in constants.GEMM_OPERATIONS.items()}
     getattr(tp.core, words[operation])(
         **args,
@@ -283,7 +286,18 @@ def _scaled_matmul(
         fast_accumulate=int(fast_accumulate),
         stream=current_stream(a.device),
     )
-    return d, gathered
+    return d, gathered, gathered_scale
+
+
+def _gathered_scale(
+    context: TpContext, a: Tensor, a_scale: Tensor | None, rows: Any, wanted: bool
+) -> Tensor:
+    """A number of each rank, or scales of all ranks' rows."""
+    if not wanted or a_scale is None:
+        return a.new_empty(0, dtype=torch.float32)
+    single = a_scale.dim() == 1 and a_scale.shape[0] == 1
+    shape = (context.num_ranks,) if single else (rows, *a_scale.shape[1:])
+    return a_scale.new_empty(shape)
 
 
 @_shapes("tp_scaled_matmul")
@@ -306,7 +320,8 @@ def _scaled_matmul_shapes(
 ):
     rows = rows_of_d(context_of(context), operation, a.shape[0], tokens)
     d = a.new_empty((rows, b.shape[1]), dtype=out_dtype)
-    return d, a.new_empty((rows, a.shape[1]) if keep_gathered else 0)
+    gathered = a.new_empty((rows, a.shape[1]) if keep_gathered else 0)
+    return d, gathered, _gathered_scale(context_of(context), a, a_scale, rows, keep_gathered)
 
 
 # ---- Transfers beside a product ------------------------------------------------------------------

@@ -31,7 +31,9 @@ import test_torch_ops as ops  # noqa: E402
 import test_torch_plans as plans  # noqa: E402
 import test_torch_pool as pool  # noqa: E402
 import test_torch_tools as tools  # noqa: E402
+import test_tp_async as tp_async  # noqa: E402
 import test_tp_compile as tp_compile  # noqa: E402
+import test_tp_dtensor as tp_dtensor  # noqa: E402
 import test_tp_errors as tp_errors  # noqa: E402
 import test_tp_layers as tp_layers  # noqa: E402
 import test_tp_ops as tp_ops  # noqa: E402
@@ -57,7 +59,9 @@ MODULES = {
     "tp_ops": tp_ops,
     "tp_errors": tp_errors,
     "tp_layers": tp_layers,
+    "tp_dtensor": tp_dtensor,
     "tp_compile": tp_compile,
+    "tp_async": tp_async,
     "compile": compiled,
 }
 

@@ -1,0 +1,255 @@
+"""Products under torch's names, and collectives of compiled programs that become them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+
+import crossdock.torch as xd
+from crossdock.torch import tp
+from support import Rank, run_ranks
+from torch_support import where
+from tp_support import equal, whole
+
+
+@contextmanager
+def in_distributed(me: Rank) -> Iterator[tuple[xd.Comm, str]]:
+    """torch.distributed, a communicator over its ranks, and their group's name."""
+    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
+    try:
+        with xd.init(device=where()) as comm:
+            yield comm, dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
+def names(me: Rank) -> None:
+    ranks, rank = me.num_ranks, me.rank
+    with in_distributed(me) as (comm, name):
+        for dim in (0, 1, 2):
+            parts = [whole(10 + r, 2, 4, 8) for r in range(ranks)]
+            full = torch.cat(parts, dim)
+            Bs = [whole(20 + n, full.shape[-1], n) for n in (4, 16, 8)]
+            Bs[1] = Bs[1].t().contiguous().t()
+            for return_A in (True, False):
+                for call in (
+                    tp.fused_all_gather_matmul,
+                    torch.ops.crossdock.fused_all_gather_matmul,
+                ):
+                    A, outputs = call(parts[rank], Bs, dim, name, return_A=return_A)
+                    assert (A is not None) == return_A
+                    if return_A:
+                        equal(f"A along {dim}", A, full)
+                    for B, out in zip(Bs, outputs):
+                        equal(f"product along {dim}", out, full @ B)
+        halves = [whole(30 + r, 2 * ranks, 4 * ranks, 8) for r in range(ranks)]
+        matrices = [whole(40 + r, 8, 8 * ranks) for r in range(ranks)]
+        total = sum(half @ B for half, B in zip(halves, matrices))
+        for dim in (0, 1, 2, -1):
+            for reduce_op in ("sum", "avg"):
+                out = tp.fused_matmul_reduce_scatter(
+                    halves[rank], matrices[rank], reduce_op, dim, name
+                )
+                want = total.chunk(ranks, dim)[rank] / (1 if reduce_op == "sum" else ranks)
+                equal(f"{reduce_op} along {dim}", out, want)
+        x = halves[rank].clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="expected tensors that require no gradient"):
+            tp.fused_matmul_reduce_scatter(x, matrices[rank], "sum", 0, name)
+        for reduce_op, dim, text in (
+            ("max", 0, "reduce_op: expected 'sum' or 'avg', got 'max'"),
+            ("sum", 3, "scatter_dim: expected a dimension of"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                tp.fused_matmul_reduce_scatter(halves[rank], matrices[rank], reduce_op, dim, name)
+        with pytest.raises(ValueError, match=r"Bs: expected shapes \[8, N\], got \(4, 4\)"):
+            tp.fused_all_gather_matmul(whole(1, 4, 8), [whole(2, 4, 4)], 0, name)
+        with pytest.raises(ValueError, match="Bs: expected one matrix or more"):
+            tp.fused_all_gather_matmul(whole(1, 4, 8), [], 0, name)
+        for context in comm.contexts.values():
+            assert context.comm is comm
+
+
+def opchecked(me: Rank) -> None:
+    ops, only = torch.ops.crossdock, ("test_schema", "test_faketensor")
+    with in_distributed(me) as (_, name):
+        A, B = whole(1, 2, 4, 8), whole(2, 8, 16)
+        for dim in (0, 1):
+            for return_A in (True, False):
+                torch.library.opcheck(
+                    ops.fused_all_gather_matmul.default,
+                    (A, [B, B[:, :8]], dim, name),
+                    {"return_A": return_A},
+                    test_utils=only,
+                )
+        for dim in (0, 1, 2):
+            torch.library.opcheck(
+                ops.fused_matmul_reduce_scatter.default, (A, B, "sum", dim, name), test_utils=only
+            )
+        fp8, one = torch.float8_e4m3fn, whole(3, 1)
+        A, B = whole(1, 2, 16, 16).to(fp8), whole(2, 16, 16).to(fp8).t()
+        beside = [None, None], [None, None], [torch.bfloat16, torch.float32], [False, False]
+        for dim in (0, 1):
+            torch.library.opcheck(
+                ops.fused_all_gather_scaled_matmul.default,
+                (A, [B, B], one, [one, one], dim, name, *beside),
+                test_utils=only[1:],
+            )
+            torch.library.opcheck(
+                ops.fused_scaled_matmul_reduce_scatter.default,
+                (A, B, one, one, "sum", dim, 0, name, None, None, None, torch.bfloat16),
+                test_utils=only[1:],
+            )
+
+
+def test_operators_under_the_names_of_torch_tell_their_shapes():
+    run_ranks(1, opchecked)
+
+
+def test_names_and_signatures_of_torch():
+    run_ranks(2, names)
+
+
+def signatures(me: Rank) -> None:
+    """The operators take what torch's take."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (defines torch's)
+
+    for name in (
+        "fused_all_gather_matmul",
+        "fused_matmul_reduce_scatter",
+        "fused_all_gather_scaled_matmul",
+        "fused_scaled_matmul_reduce_scatter",
+    ):
+        mine = getattr(torch.ops.crossdock, name).default._schema
+        theirs = getattr(torch.ops.symm_mem, name).default._schema
+        for one, other in zip(mine.arguments, theirs.arguments, strict=True):
+            assert (one.name, str(one.type), one.default_value, one.kwarg_only) == (
+                other.name,
+                str(other.type),
+                other.default_value,
+                other.kwarg_only,
+            )
+        assert [str(one.type) for one in mine.returns] == [str(one.type) for one in theirs.returns]
+
+
+def test_signatures_are_those_of_torch():
+    signatures(Rank(0, 1, b""))
+
+
+def scaled(me: Rank) -> None:
+    fp8, ranks, rank = torch.float8_e4m3fn, me.num_ranks, me.rank
+    with in_distributed(me) as (_, name):
+        rows, k = 16, 32
+        parts = [whole(50 + r, 2, rows, k) for r in range(ranks)]
+        for dim in (0, 1):
+            full = torch.cat(parts, dim)
+            Bs = [whole(60 + n, n, k).t() for n in (16, 48)]
+            per_row = [torch.exp2(whole(70 + r, 2, rows, 1)) for r in range(ranks)]
+            kinds = {
+                "tensor": (torch.full((), 2.0), torch.full((), 2.0), 2.0),
+                "rows": (per_row[rank], torch.cat(per_row, dim), None),
+                "replicated": (torch.cat(per_row, dim), torch.cat(per_row, dim), None),
+            }
+            for kind, (scale, whole_scale, _) in kinds.items():
+                scale, whole_scale = scale.to(full.device), whole_scale.to(full.device)
+                of_b = [torch.full((), 0.5, device=full.device)] * 2
+                if kind != "tensor":
+                    of_b = [torch.exp2(whole(80 + n, 1, n)) for n in (16, 48)]
+                A, outputs = tp.fused_all_gather_scaled_matmul(
+                    parts[rank].to(fp8),
+                    [B.to(fp8) for B in Bs],
+                    scale,
+                    of_b,
+                    dim,
+                    name,
+                    [None, None],
+                    [None, None],
+                    [torch.bfloat16] * 2,
+                    [False, False],
+                )
+                equal(f"A, {kind}", A.float(), full)
+                for B, s, out in zip(Bs, of_b, outputs):
+                    want = (full * whole_scale) @ (B * s)
+                    equal(f"{kind} along {dim}", out, want.bfloat16())
+            halves = [whole(90 + r, 2 * ranks, rows * ranks, k) for r in range(ranks)]
+            B = whole(61, 16, k).t()
+            two, half = torch.full((), 2.0), torch.full((), 0.5)
+            two, half = two.to(full.device), half.to(full.device)
+            total = sum(half_ @ B for half_ in halves)
+            shape = [*halves[0].shape[:-1], 16]
+            for A in (halves[rank], halves[rank].flatten(0, 1)):
+                out = tp.fused_scaled_matmul_reduce_scatter(
+                    A.to(fp8),
+                    B.to(fp8),
+                    two,
+                    half,
+                    "sum",
+                    dim,
+                    0,
+                    name,
+                    shape,
+                    out_dtype=torch.bfloat16,
+                )
+                equal(f"scattered along {dim}", out, total.chunk(ranks, dim)[rank].bfloat16())
+
+
+def test_fp8_under_the_names_of_torch():
+    run_ranks(2, scaled)
+
+
+def compiled(me: Rank) -> None:
+    """Programs with functional collectives, forward and backward, beside eager ones."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    with in_distributed(me):
+        ranks = me.num_ranks
+        shapes = {2: (4 * ranks, 8), 3: (2 * ranks, 4 * ranks, 8)}
+        tp.enable_async_tp()
+        try:
+            for dims, dim in ((2, 0), (3, 1)):
+
+                def block(x, w_in, w_out, bias, dim=dim):
+                    rows = funcol.all_gather_tensor_autograd(x, dim, dist.group.WORLD)
+                    inner = torch.nn.functional.linear(rows, w_in, bias).relu()
+                    product = torch.nn.functional.linear(inner, w_out)
+                    return funcol.reduce_scatter_tensor_autograd(
+                        product, "sum", dim, dist.group.WORLD
+                    )
+
+                full = whole(1, *shapes[dims])
+                part = full.chunk(ranks, dim)[me.rank]
+                weights = whole(2 + me.rank, 16, 8), whole(4 + me.rank, 8, 16), whole(9, 16)
+                results = []
+                for function in (block, torch.compile(block, fullgraph=True)):
+                    leaves = [one.clone().requires_grad_() for one in (part, *weights)]
+                    if function is block:
+                        out = function(*leaves)
+                        out.sum().backward()
+                    else:
+
+                        def step(leaves=leaves, function=function):
+                            out = function(*leaves)
+                            out.sum().backward()
+                            return out
+
+                        out, code = run_and_get_code(step)
+                        text = "\n".join(code)
+                        assert text.count("crossdock.fused_all_gather_matmul") >= 2, dim
+                        assert text.count("crossdock.fused_matmul_reduce_scatter") >= 2, dim
+                        assert "all_gather_into_tensor" not in text
+                        assert "reduce_scatter_tensor" not in text
+                    results.append([out, *(leaf.grad for leaf in leaves)])
+                for got, want in zip(*reversed(results)):
+                    equal(f"{dims} dimensions, along {dim}", got, want)
+        finally:
+            tp.disable_async_tp()
+        assert torch._inductor.config.post_grad_custom_post_pass is None
+
+
+def test_collectives_of_compiled_programs_become_products():
+    run_ranks(2, compiled, timeout=400)
