@@ -84,7 +84,11 @@ const Variant kVariants[] = {
     {"Float32", [](GemmCase& c) { c.operands = Operands::f32; }},
     {"Float16", [](GemmCase& c) { c.operands = Operands::f16; }},
     {"ToFloat32", [](GemmCase& c) { c.result = Output::f32; }},
-    {"Accumulated", [](GemmCase& c) { c.addend = Addend::in_place; }},
+    {"Accumulated",
+     [](GemmCase& c) {
+       c.addend = Addend::in_place;
+       c.operands = Operands::f32;
+     }},
     {"Bias", [](GemmCase& c) { c.bias = Bias::like_d; }},
     {"Gelu", [](GemmCase& c) { with_pre_activation(c, XD_GEMM_EPILOGUE_GELU); }},
     {"GeluBias",
@@ -117,6 +121,11 @@ GemmCase te_case(xd_gemm_operation operation, Stored stored, const Variant& vari
   c.tokens = TokenCounts::equal;
   c.stored = stored;
   variant.set(c);
+  if (c.fp8()) {  // sizes for which Hopper has products of fp8
+    c.tokens = TokenCounts::most;
+    c.token_units = 16;
+    c.n_units = c.k_units = 4;
+  }
   return c;
 }
 

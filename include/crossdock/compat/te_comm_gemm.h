@@ -105,7 +105,7 @@ inline std::string shape_text(int64_t rows, int64_t columns) {
   return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
 }
 
-/* `transposed`: as cuBLAS sees it; then the tensor's rows are what is not summed over. */
+/* Requires a matrix to be stored as [outer, inner], or as [inner, outer] unless `rows_first`. */
 inline void require_shape(const char* name, const Operand& tensor, bool rows_first, int64_t outer,
                           int64_t inner) {
   const int64_t rows = rows_first ? outer : inner, columns = rows_first ? inner : outer;
@@ -229,7 +229,7 @@ class GemmOperands {
       args_.c = args_.d;
       args_.beta = 1;
     }
-    /* AllReduce has no shares. */
+    /* all_reduce does not read it. */
     args_.tokens_per_rank = sizes.tokens_per_rank.data();
     args_.algo = algo_of(call);
     set_scales();
