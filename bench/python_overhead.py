@@ -22,6 +22,7 @@ from torch import Tensor
 
 import crossdock.torch as xd
 from crossdock.cli import _console
+from crossdock.torch import tp
 
 BATCHES, CALLS = 100, 100
 TOKENS, HIDDEN, EXPERTS, TOPK = 4, 64, 4, 2
@@ -55,12 +56,30 @@ def _empty_combine(
     return expert_out.new_empty(0), expert_out.new_empty(0)
 
 
+@torch.library.custom_op("crossdock_bench::matmul", mutates_args=())
+def _empty_matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    order: Tensor,
+    context: int,
+    tokens: list[int] | None,
+    epilogue: int,
+    algo: int,
+    keep_gathered: bool,
+    keep_activation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return a.new_empty(0), a.new_empty(0), a.new_empty(0)
+
+
 def _save_plan(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[0])
 
 
 _empty_dispatch.register_autograd(lambda ctx, *grads: (None,) * 9, setup_context=_save_plan)
 _empty_combine.register_autograd(lambda ctx, *grads: (None,) * 6, setup_context=_save_plan)
+_empty_matmul.register_autograd(lambda ctx, *grads: (None,) * 11, setup_context=_save_plan)
 
 
 def microseconds(call: Callable[[], object], device: torch.device) -> float:
@@ -112,16 +131,42 @@ def measure(device: torch.device) -> list[dict[str, object]]:
                     ),
                 ),
             }
-            for name, (call, empty) in pairs.items():
-                ours, least = microseconds(call, device), microseconds(empty, device)
+            found += [_row(name, grad, *pair, device) for name, pair in pairs.items()]
+    return found
+
+
+def _row(
+    name: str,
+    grad: bool,
+    call: Callable[[], object],
+    empty: Callable[[], object],
+    device: torch.device,
+) -> dict[str, object]:
+    ours, least = microseconds(call, device), microseconds(empty, device)
+    times = {"call_us": ours, "empty_us": least, "beyond_us": ours - least}
+    return {"op": name, "grad": grad, **times}
+
+
+def measure_products(device: torch.device) -> list[dict[str, object]]:
+    """The same of products of spread matrices; the algorithm is named, lest one rank call torch."""
+    with xd.init(device=device):
+        context = tp.TpContext(max_tokens=TOKENS, max_k=HIDDEN, max_n=HIDDEN, dtype=torch.float32)
+        x = torch.randn(TOKENS, HIDDEN, device=device)
+        weight = torch.randn(HIDDEN, HIDDEN, device=device)
+        number = context.order, context.handle
+        empty = torch.ops.crossdock_bench.matmul.default
+        found = []
+        for grad in (False, True):
+            x.requires_grad_(grad)
+            for call in (tp.all_gather_matmul, tp.matmul_reduce_scatter, tp.matmul_all_reduce):
                 found.append(
-                    {
-                        "op": name,
-                        "grad": grad,
-                        "call_us": ours,
-                        "empty_us": least,
-                        "beyond_us": ours - least,
-                    }
+                    _row(
+                        call.__name__,
+                        grad,
+                        lambda call=call: call(x, weight.t(), context, algo="sequential"),
+                        lambda: empty(x, weight.t(), None, None, *number, None, 0, 0, False, False),
+                        device,
+                    )
                 )
     return found
 
@@ -134,7 +179,7 @@ def main() -> None:
     device = None if options.device is None else torch.device(options.device)
     with xd.init(device=device) as comm:
         device = comm.device
-    rows = measure(device)
+    rows = measure(device) + measure_products(device)
     if options.json:
         for row in rows:
             print(json.dumps({"device": str(device), "torch": torch.__version__, **row}))

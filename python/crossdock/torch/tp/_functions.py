@@ -78,7 +78,8 @@ def all_gather_matmul(
             beside a product of the backward pass.
         main_grad: the gradient of b is added to this, and b gets none: laid out as b is stored, of
             b's dtype or float32.
-        algo: how transfer and product are interleaved; "auto" = the context's choice.
+        algo: how transfer and product are interleaved; "auto" = the context's choice, and on one
+            rank torch's own product.
 
     Returns:
         ``[..., N]``, larger along gather_dim; with return_gathered a pair.
@@ -92,7 +93,7 @@ def all_gather_matmul(
             is raised by `TpContext.check` or by a later call.
     """
     require(context, ALL_GATHER, a, b, bias)
-    if context.num_ranks == 1 and main_grad is None:
+    if context.num_ranks == 1 and main_grad is None and algo == "auto":
         out = activated(F.linear(a, b.t(), bias), activation)
         return (out, a.detach().clone()) if return_gathered else out
     a, b, bias = _autocast(a, b, bias)
@@ -137,7 +138,7 @@ def matmul_reduce_scatter(
         As `all_gather_matmul`.
     """
     require(context, REDUCE_SCATTER, a, b, bias)
-    if context.num_ranks == 1 and main_grad is None:
+    if context.num_ranks == 1 and main_grad is None and algo == "auto":
         return activated(F.linear(a, b.t(), bias), activation)
     a, b, bias = _autocast(a, b, bias)
     fold = _Fold(context, REDUCE_SCATTER, "scatter_dim", a, scatter_dim, tokens_per_rank)
@@ -171,7 +172,7 @@ def matmul_all_reduce(
         As `all_gather_matmul`.
     """
     require(context, ALL_REDUCE, a, b, bias)
-    if context.num_ranks == 1 and main_grad is None:
+    if context.num_ranks == 1 and main_grad is None and algo == "auto":
         return activated(F.linear(a, b.t(), bias), activation)
     a, b, bias = _autocast(a, b, bias)
     fold = _Fold(context, ALL_REDUCE, "dim", a, 0, None)
