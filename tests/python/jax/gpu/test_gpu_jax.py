@@ -37,6 +37,7 @@ if gpus() > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(os.environ["XD_JAX_GPUS"]))))
     os.environ["JAX_PLATFORMS"] = "cuda"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.1"
+    os.environ["XD_GEMM_TUNE"] = "0"  # contexts of tests are many, and do not live long
     os.environ["XLA_FLAGS"] = (
         "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     )
