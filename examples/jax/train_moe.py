@@ -4,6 +4,8 @@
     train_moe.py                  4 ranks, 2 x 2, as devices of one process on the CPU
     train_moe.py --device gpu     the same on 4 GPUs
     train_moe.py --processes      ranks as processes of this host with one device each
+    train_moe.py --tensor-parallel  ranks along the experts' axis also share their sequences, and
+                                  the heads of attention
     train_moe.py --check          first compares the model on the mesh with the model on one device
                                   without Crossdock: forward, and every gradient; then trains
                                   both, but for --processes
@@ -62,8 +64,8 @@ def _run(settings: Settings, check: bool) -> int:
     import jax  # after its set-up
 
     from moe_model.compare import compare
-    from moe_model.crossdock_moe import make_mesh, make_moe
-    from moe_model.plain_moe import make_plain_moe
+    from moe_model.crossdock_layers import make_layers, make_mesh
+    from moe_model.plain_layers import make_plain_layers
     from moe_model.trainer import Trainer
 
     s = settings
@@ -71,10 +73,12 @@ def _run(settings: Settings, check: bool) -> int:
     text = read_corpus(s.text).train
     mesh = make_mesh(s)
     launch.meet(mesh)
-    trainer = Trainer(s, f"{s.data} x {s.experts_axis} ranks, Crossdock", make_moe(s, mesh), mesh)
+    trainer = Trainer(
+        s, f"{s.data} x {s.experts_axis} ranks, Crossdock", make_layers(s, mesh), mesh
+    )
     runs, agree = {}, True
     if check:
-        plain = Trainer(s, "1 device, plain JAX", make_plain_moe(s))
+        plain = Trainer(s, "1 device, plain JAX", make_plain_layers(s))
         agree = compare(plain, trainer, text, show=first)
         if jax.process_count() == 1:
             plain.train(text, show=True)
@@ -102,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="(cpu)")
     parser.add_argument("--processes", action="store_true", help="one process per rank")
+    parser.add_argument(
+        "--tensor-parallel", action="store_true", help="share sequences and heads, too"
+    )
     parser.add_argument("--check", action="store_true", help="compare with one device")
     add_numbers(parser, Settings, _MESH | MODEL)
     return parser

@@ -1,7 +1,7 @@
 """The language model: a decoder of attention and mixture-of-experts blocks over bytes.
 
-Plain functions on global arrays. The caller gives the function by which a block uses its experts:
-Crossdock's layer, or the plain one of plain_moe.py.
+Plain functions on global arrays. The caller gives the functions by which a block uses what may be
+spread over a mesh: those of crossdock_layers.py, or the plain ones of plain_layers.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from .settings import Settings
 BYTES = 256
 
 Params = dict[str, Any]
-# (parameters of the layer, tokens [..., H]) -> output [..., H], auxiliary loss [], load [E]
-MoE = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+class Layers(NamedTuple):
+    """What a block computes with."""
+
+    # (x [..., K], weights [K, N]) -> [..., N]: before attention, whose heads may be spread, and
+    # behind it
+    to_heads: Callable[[jax.Array, jax.Array], jax.Array]
+    from_heads: Callable[[jax.Array, jax.Array], jax.Array]
+    # (parameters of the layer, tokens [..., H]) -> output [..., H], auxiliary loss [], load [E]
+    moe: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class Prediction(NamedTuple):
@@ -58,7 +67,7 @@ def init_params(settings: Settings) -> Params:
     }
 
 
-def predict(params: Params, inputs: jax.Array, heads: int, moe: MoE) -> Prediction:
+def predict(params: Params, inputs: jax.Array, heads: int, layers: Layers) -> Prediction:
     """``inputs``: bytes, ``[sequences, context]`` int32."""
 
     # Nothing of a block is kept for its backward pass but what went in, and Crossdock's order.
@@ -66,8 +75,8 @@ def predict(params: Params, inputs: jax.Array, heads: int, moe: MoE) -> Predicti
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("crossdock_order")
     )
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        x = x + _attention(p, _normalized(x, p["before_attention"]), heads)
-        out, aux_loss, load = moe(p["moe"], _normalized(x, p["before_experts"]))
+        x = x + _attention(p, _normalized(x, p["before_attention"]), heads, layers)
+        out, aux_loss, load = layers.moe(p["moe"], _normalized(x, p["before_experts"]))
         return x + out, (aux_loss, load)
 
     x, (aux_losses, loads) = jax.lax.scan(block, params["embedding"][inputs], params["blocks"])
@@ -86,7 +95,7 @@ def _normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
     return scale * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
 
-def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
+def _attention(p: Params, x: jax.Array, heads: int, layers: Layers) -> jax.Array:
     """Causal self-attention with rotary positions, which reads each token with the three before.
 
     That short convolution lets the first steps learn which bytes follow each other.
@@ -94,12 +103,14 @@ def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
     sequences, context, hidden = x.shape
     before = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
     x = x + sum(before[:, i : i + context] * p["near"][i] for i in range(4))
-    qkv = (x @ p["qkv"]).reshape(sequences, context, 3, heads, hidden // heads)
-    q, k, v = _rotated(qkv[:, :, 0]), _rotated(qkv[:, :, 1]), qkv[:, :, 2]
+    # Columns of a head lie together, so that heads can be dealt out.
+    qkv = layers.to_heads(x, p["qkv"]).reshape(sequences, context, heads, 3, hidden // heads)
+    q, k, v = _rotated(qkv[..., 0, :]), _rotated(qkv[..., 1, :]), qkv[..., 2, :]
     scores = jnp.einsum("sqhc,skhc->shqk", q, k) / math.sqrt(hidden // heads)
     seen = jnp.tril(jnp.ones((context, context), bool))
     odds = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("shqk,skhc->sqhc", odds, v).reshape(x.shape) @ p["out"]
+    seen_values = jnp.einsum("shqk,skhc->sqhc", odds, v).reshape(x.shape)
+    return layers.from_heads(seen_values, p["out"])
 
 
 def _rotated(x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ class Settings:
     folder: Path  # log and figure
     data: int = 2  # ranks along the mesh's axis "data"
     experts_axis: int = 2  # ranks along the mesh's axis "expert"
+    tensor_parallel: bool = False  # whether these also share the attention of their sequences
     steps: int = 100
     seed: int = 1
     sequences: int = 16  # per step, over all ranks
@@ -42,8 +43,24 @@ class Settings:
         check_model(self, self.ranks)
         if self.hidden % 4:
             raise ValueError(f"--hidden {self.hidden}: expected a multiple of 4, 16 bytes")
+        if self.tensor_parallel:
+            self._check_parts()
         if self.experts % self.experts_axis:
             raise ValueError(
                 f"--experts {self.experts}: expected a multiple of {self.experts_axis}, the ranks "
                 'along "expert"'
+            )
+
+    def _check_parts(self) -> None:
+        """What the ranks along "expert" share in attention."""
+        for name in ("context", "heads"):
+            if getattr(self, name) % self.experts_axis:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)}: expected a multiple of {self.experts_axis}, "
+                    'the ranks along "expert", for --tensor-parallel'
+                )
+        if self.hidden % (4 * self.experts_axis):
+            raise ValueError(
+                f"--hidden {self.hidden}: expected a multiple of {4 * self.experts_axis}, 16 bytes "
+                "on each rank, for --tensor-parallel"
             )

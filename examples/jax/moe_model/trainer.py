@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from moe_lm.progress import Progress
 
-from .model import MoE, Params, cross_entropy, init_params, predict
+from .model import Layers, Params, cross_entropy, init_params, predict
 from .settings import Settings
 
 _MOMENTS = (0.9, 0.95)  # decay rates of AdamW's moments
@@ -29,19 +29,22 @@ class Trainer:
     """Trains one model; all processes of a mesh make one and call the same methods in one order.
 
     On a mesh each rank has its part of the batch, along both axes; experts lie along "expert", and
-    all other parameters are everywhere. XLA adds up the gradients of what lies in several places.
+    with tensor parallelism the weights of attention, too. All other parameters are everywhere. XLA
+    adds up the gradients of what lies in several places.
     """
 
-    def __init__(self, settings: Settings, title: str, moe: MoE, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, settings: Settings, title: str, layers: Layers, mesh: Mesh | None = None
+    ) -> None:
         """``mesh``: with axes "data" and "expert"; None = one device."""
         self.settings = settings
         self.title = title
         self.records: list[dict[str, Any]] = []
-        self._batches, self._shardings = _shardings(mesh)
+        self._batches, self._shardings = _shardings(mesh, settings.tensor_parallel)
         params = jax.tree.map(np.asarray, jax.jit(init_params, static_argnums=0)(settings))
         self.params = self._place(params)
         self._moments = tuple(self._place(jax.tree.map(np.zeros_like, params)) for _ in range(2))
-        self.loss_and_gradients = jax.jit(functools.partial(_loss_and_gradients, settings, moe))
+        self.loss_and_gradients = jax.jit(functools.partial(_loss_and_gradients, settings, layers))
         self._update = jax.jit(functools.partial(_updated, settings), donate_argnums=(0, 1))
 
     def train(self, text: bytes, show: bool) -> None:
@@ -96,19 +99,20 @@ class Trainer:
         )
 
 
-def is_expert_parameter(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter of this path lies along "expert": ``[layers, E, ...]``."""
-    return str(path[-1].key).startswith("experts_")
-
-
-def _shardings(mesh: Mesh | None) -> tuple[Any, Callable[[tuple[Any, ...]], Any]]:
+def _shardings(
+    mesh: Mesh | None, tensor_parallel: bool
+) -> tuple[Any, Callable[[tuple[Any, ...]], Any]]:
     """The shardings of batches, and of a parameter by its path."""
     if mesh is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return one, lambda path: one
-    experts, everywhere = NamedSharding(mesh, P(None, "expert")), NamedSharding(mesh, P())
-    batches = NamedSharding(mesh, P(("data", "expert")))
-    return batches, lambda path: experts if is_expert_parameter(path) else everywhere
+    places = {"experts_in": P(None, "expert"), "experts_out": P(None, "expert")}
+    if tensor_parallel:  # columns and rows of weights [layers, K, N]
+        places |= {"qkv": P(None, None, "expert"), "out": P(None, "expert")}
+    batches = P("data", "expert") if tensor_parallel else P(("data", "expert"))
+    return NamedSharding(mesh, batches), lambda path: NamedSharding(
+        mesh, places.get(str(path[-1].key), P())
+    )
 
 
 def _placed(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -117,12 +121,12 @@ def _placed(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def _loss_and_gradients(
-    s: Settings, moe: MoE, params: Params, inputs: jax.Array, targets: jax.Array
+    s: Settings, layers: Layers, params: Params, inputs: jax.Array, targets: jax.Array
 ) -> tuple[tuple[jax.Array, tuple[jax.Array, jax.Array]], Params]:
     """((loss, (losses [2] without and of the auxiliary one, load [layers, E])), gradients)."""
 
     def loss(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        prediction = predict(params, inputs, s.heads, moe)
+        prediction = predict(params, inputs, s.heads, layers)
         entropy = cross_entropy(prediction.logits, targets)
         losses = jnp.stack((entropy, prediction.aux_loss))
         return losses.sum(), (losses, prediction.load)

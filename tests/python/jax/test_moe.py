@@ -17,7 +17,7 @@ from jax_support import ON_GPUS, RANKS
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 sys.path[:0] = [str(EXAMPLES / "jax"), str(EXAMPLES / "torch")]  # whose settings are shared
 
-from moe_model.plain_moe import plain_moe  # noqa: E402
+from moe_model.plain_layers import plain_moe  # noqa: E402
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20

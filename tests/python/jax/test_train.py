@@ -32,7 +32,9 @@ def run(*command: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    "where", [[], ["--processes", "--layers", "1"]], ids=["devices", "processes"]
+    "where",
+    [[], ["--processes", "--layers", "1"], ["--tensor-parallel"]],
+    ids=["devices", "processes", "tensor-parallel"],
 )
 def test_training_agrees_with_one_device(where, tmp_path):
     text = run(str(EXAMPLES / "train_moe.py"), *SMALL, *where, "--check", "--folder", str(tmp_path))
@@ -62,6 +64,10 @@ MISTAKES = {
     "heads": (["--heads", "0"], "--heads 0: expected at least 1"),
     "sequences": (["--sequences", "6"], "--sequences 6: expected a multiple of 4, the ranks"),
     "GPUs": (["--device", "gpu"], "--device gpu: expected 4 devices for the mesh, found none: "),
+    "heads of a rank": (
+        ["--tensor-parallel", "--heads", "1"],
+        '--heads 1: expected a multiple of 2, the ranks along "expert", for --tensor-parallel',
+    ),
     "no folder": (["--folder", "/proc/nope"], "--folder: /proc/nope: expected a folder to write"),
     "file": (["--folder", __file__], f"--folder: {__file__}: expected a folder to write to: File"),
 }

@@ -293,7 +293,11 @@ def test_layouts():
     run("devices", elsewhere, layouts)
 
 
-@pytest.mark.parametrize("where", [[], ["--processes"]], ids=["devices", "processes"])
+@pytest.mark.parametrize(
+    "where",
+    [[], ["--processes"], ["--tensor-parallel"], ["--tensor-parallel", "--processes"]],
+    ids=["devices", "processes", "devices-product", "processes-product"],
+)
 def test_training_agrees_with_one_device(where, tmp_path):
     command = [
         str(train.EXAMPLES / "train_moe.py"),

@@ -1,4 +1,4 @@
-"""The layer without Crossdock: one device holds every expert. The training is compared with it.
+"""The layers without Crossdock: one device holds all. The training is compared with them.
 
 Shares no code with ``crossdock.jax.moe_layer``: parameters and outputs are the same.
 """
@@ -10,15 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .model import MoE, Params
+from .model import Layers, Params
 from .settings import Settings
 
 
-def make_plain_moe(settings: Settings) -> MoE:
-    """The layer of a model."""
-    return functools.partial(
-        plain_moe, topk=settings.topk, aux_loss_weight=settings.aux_loss_weight
-    )
+def make_plain_layers(settings: Settings) -> Layers:
+    """The layers of a model."""
+    moe = functools.partial(plain_moe, topk=settings.topk, aux_loss_weight=settings.aux_loss_weight)
+    return Layers(jnp.matmul, jnp.matmul, moe)
 
 
 def plain_moe(
