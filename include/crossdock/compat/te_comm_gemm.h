@@ -26,7 +26,10 @@
  *     call once before capturing a CUDA graph. It is freed with the context.
  *   - Errors are crossdock::te::Error. The context stays usable. What a device finds is thrown by
  *     a later call, which has then been made all the same.
- *   - A bias is added once, after the sum over ranks.
+ *   - algo names the nearest way that Crossdock has, or the best where that cannot run here.
+ *     comm_sm_count has no effect: no multiprocessors move rows beside a product.
+ *   - A bias is added once, after the sum over ranks. Its gradient, with pre_act_out, is float32;
+ *     without pre_act_out it is refused.
  *   - nvte_gemm_all_reduce takes every pair of transa and transb but (true, true), and epilogues.
  */
 #ifndef CROSSDOCK_COMPAT_TE_COMM_GEMM_H_
