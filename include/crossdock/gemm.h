@@ -13,12 +13,13 @@
  * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's: a
  * caller with a layer of N_total columns over W ranks passes N = N_total / W to all_gather, and one
  * of K_total inputs K = K_total / W to reduce_scatter and all_reduce (xd_gemm_local_size). K, N,
- * types, transposes and the epilogue are equal on all ranks, which is checked. Rows of gathered and
- * scattered tensors are in rank order.
+ * types, transposes, the epilogue and allow_tf32 are equal on all ranks, which is checked. Rows of
+ * gathered and scattered tensors are in rank order.
  *
  * all_reduce gives all ranks the same D. So beta, c, bias, pre_activation where it is read, and
  * d_scale must be equal on all ranks there, also in whether they are given. This is not checked: if
- * they differ, each row of D is made with those of some rank.
+ * they differ, each row of D is made with those of some rank. What it writes beside D (d_amax,
+ * bias_grad, pre_activation) is wanted on all ranks or on none there, which is checked.
  *
  * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin
  * at multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a
@@ -262,7 +263,7 @@ typedef struct xd_gemm_args {
   const DLTensor* d_amax;
   /* fp8: 1 = sums may stay in the tensor cores' narrower accumulators. */
   int32_t fast_accumulate;
-  /* fp32: 1 = CUDA may compute in TF32. */
+  /* fp32: 1 = CUDA may compute in TF32. Equal on all ranks. */
   int32_t allow_tf32;
   /* all_gather only. Out, optional: a of all ranks, stored as a is. [M,K], the rows of rank 0
    * first; with transpose_a [K,M], the columns of rank 0 first. */

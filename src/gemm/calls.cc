@@ -408,6 +408,21 @@ TransferCall read_gather(const xd_gemm_gather_args* args, const CallContext& con
   return call;
 }
 
+namespace {
+
+std::uint8_t flags_of(const ProductCall& call) {
+  int flags = (call.transpose_a ? kTransposeA : 0) | (call.transpose_b ? kTransposeB : 0) |
+              (call.reduce_bias_grad ? kReduceBiasGrad : 0) |
+              (call.allow_tf32 && call.a.type == DType::f32 ? kAllowTf32 : 0);
+  if (call.operation == XD_GEMM_ALL_REDUCE) {
+    flags |= (call.d_amax ? kWantsAmax : 0) | (call.bias_grad ? kWantsBiasGrad : 0) |
+             (call.writes_pre_activation() ? kWantsPreActivation : 0);
+  }
+  return static_cast<std::uint8_t>(flags);
+}
+
+}  // namespace
+
 Record record_of(const ProductCall& call, xd_gemm_algo algo) {
   Record record;
   record.call.operation = static_cast<std::uint8_t>(call.operation);
@@ -416,14 +431,12 @@ Record record_of(const ProductCall& call, xd_gemm_algo algo) {
   record.b_type = static_cast<std::uint8_t>(call.b.type);
   record.d_type = static_cast<std::uint8_t>(call.d.type);
   record.epilogue = static_cast<std::uint8_t>(call.epilogue);
-  record.flags = static_cast<std::uint8_t>((call.transpose_a ? kTransposeA : 0) |
-                                           (call.transpose_b ? kTransposeB : 0) |
-                                           (call.reduce_bias_grad ? kReduceBiasGrad : 0));
+  record.flags = flags_of(call);
   record.k = static_cast<std::uint32_t>(call.k);
   record.n = static_cast<std::uint32_t>(call.n);
   record.fingerprint =
       call.operation == XD_GEMM_ALL_REDUCE ? at(call.a_rows) : call.shares.fingerprint();
-  record.scaling = static_cast<std::uint64_t>(call.scaling) << 1 | (call.a_scale ? 1 : 0);
+  record.scaling = static_cast<std::uint32_t>(call.scaling) << 1 | (call.a_scale ? 1 : 0);
   return record;
 }
 

@@ -58,6 +58,7 @@ struct ProductCall {
   bool has_activation_input() const {
     return epilogue == XD_GEMM_EPILOGUE_DGELU || epilogue == XD_GEMM_EPILOGUE_DRELU;
   }
+  bool writes_pre_activation() const { return pre_activation && !has_activation_input(); }
   // The type of c, and of the products that are summed over ranks.
   DType wide_type() const { return dtype_bytes(d.type) == 1 ? DType::bf16 : d.type; }
 };

@@ -2,6 +2,7 @@
 
 #include "base/dtype.h"
 #include "base/error.h"
+#include "gemm/cost_model.h"
 
 namespace xd::gemm {
 
@@ -29,7 +30,15 @@ std::string of_flags(std::uint8_t theirs, std::uint8_t mine) {
   if ((differ & kBulkReduces) != 0) return "another collective";
   if ((differ & kTransposeA) != 0) return flag(kTransposeA, "transpose_a");
   if ((differ & kTransposeB) != 0) return flag(kTransposeB, "transpose_b");
-  return flag(kReduceBiasGrad, "reduce_bias_grad");
+  if ((differ & kReduceBiasGrad) != 0) return flag(kReduceBiasGrad, "reduce_bias_grad");
+  if ((differ & kAllowTf32) != 0) return flag(kAllowTf32, "allow_tf32");
+  const auto wanted = [&](int bit, const char* what) {
+    const bool they_want_it = (theirs & bit) != 0;
+    return of(what, they_want_it ? "given" : "NULL", they_want_it ? "NULL" : "given");
+  };
+  if ((differ & kWantsAmax) != 0) return wanted(kWantsAmax, "d_amax");
+  if ((differ & kWantsBiasGrad) != 0) return wanted(kWantsBiasGrad, "bias_grad");
+  return wanted(kWantsPreActivation, "pre_activation");
 }
 
 }  // namespace
@@ -59,8 +68,12 @@ std::string Family::difference(const Record& mine, const Record& theirs) {
     return mine.call.operation == XD_GEMM_ALL_REDUCE ? of("M", theirs.fingerprint, mine.fingerprint)
                                                      : "other tokens per rank";
   }
-  return of("algo", algo_name(static_cast<xd_gemm_algo>(theirs.algo)),
-            algo_name(static_cast<xd_gemm_algo>(mine.algo)));
+  if (theirs.algo != mine.algo) {
+    return of("algo", algo_name(static_cast<xd_gemm_algo>(theirs.algo)),
+              algo_name(static_cast<xd_gemm_algo>(mine.algo)));
+  }
+  return of("rows moved by", name_of(static_cast<Mover>(theirs.mover)),
+            name_of(static_cast<Mover>(mine.mover)));
 }
 
 }  // namespace xd::gemm

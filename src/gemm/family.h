@@ -28,6 +28,11 @@ enum RecordFlags : std::uint8_t {
   kTransposeB = 1 << 1,
   kReduceBiasGrad = 1 << 2,
   kBulkReduces = 1 << 3,  // bulk: the collective is reduce_scatter
+  kAllowTf32 = 1 << 4,    // and a is float32
+  // all_reduce: what else a rank wants of the sums. It decides how they may travel.
+  kWantsAmax = 1 << 5,
+  kWantsBiasGrad = 1 << 6,
+  kWantsPreActivation = 1 << 7,
 };
 
 // The record of a rank that enters an operation. Everything but the places must be equal on all
@@ -44,7 +49,8 @@ struct Record {
   std::uint32_t k = 0;
   std::uint32_t n = 0;
   std::uint64_t fingerprint = 0;  // of the tokens of all ranks; all_reduce: M
-  std::uint64_t scaling = 0;      // a Scaling
+  std::uint32_t scaling = 0;      // a Scaling, and whether a has scales
+  std::uint32_t mover = 0;        // a Mover, where the executor has several for an algorithm
   turn::RemoteAddress rows_in{};  // rows that peers read, or into which they write
   turn::RemoteAddress scales_in{};
   turn::RemoteAddress more_in{};
@@ -55,7 +61,7 @@ struct Record {
 constexpr bool same_operation(const Record& a, const Record& b) {
   return a.algo == b.algo && a.a_type == b.a_type && a.b_type == b.b_type && a.d_type == b.d_type &&
          a.epilogue == b.epilogue && a.flags == b.flags && a.k == b.k && a.n == b.n &&
-         a.fingerprint == b.fingerprint && a.scaling == b.scaling;
+         a.fingerprint == b.fingerprint && a.scaling == b.scaling && a.mover == b.mover;
 }
 
 struct Family {

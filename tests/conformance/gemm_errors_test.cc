@@ -128,8 +128,81 @@ TEST_P(Disagree, OnNumbersOfTokensIsAMismatchThatNamesThem) {
   });
 }
 
+TEST_P(Disagree, OnTf32IsAMismatchWhereItMeansAnything) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  on_every_rank([](Rank& rank) {
+    for (const Operands operands : {Operands::f32, Operands::bf16}) {
+      GemmCase c = plain_gemm_case(rank.num_ranks, GetParam());
+      c.operands = operands;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(rank, c, 0);
+      batch.args.allow_tf32 = rank.rank == 0 ? 1 : 0;
+      const GemmOutcome outcome = batch.call(context.get());
+      if (operands == Operands::bf16) {
+        ok(outcome);
+        batch.check(context.get());
+        continue;
+      }
+      expect_disagreement(rank, outcome);
+      EXPECT_TRUE(
+          outcome.mentions(rank.rank == 0 ? "allow_tf32 0, here 1" : "allow_tf32 1, here 0"))
+          << outcome.text;
+      expect_works(rank, c, context.get());
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Operations, Disagree, testing::ValuesIn(kGemmProducts),
                          [](const auto& instance) { return name_of(instance.param); });
+
+// What all_reduce shall give beside D decides how its rows travel.
+TEST(Disagreement, OnWhatAllReduceGivesIsAMismatchThatNamesIt) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  GemmCase c = plain_gemm_case(world().num_ranks(), XD_GEMM_ALL_REDUCE);
+  c.epilogue = XD_GEMM_EPILOGUE_RELU;
+  struct Kind {
+    const char* name;
+    void (*want)(GemmCase&);
+  };
+  const Kind kinds[] = {
+      {"d_amax", [](GemmCase& o) { o.amax = true; }},
+      {"bias_grad", [](GemmCase& o) { o.bias_grad = BiasGrad::own; }},
+      {"pre_activation", [](GemmCase& o) { o.pre_activation = true; }},
+  };
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, c.config());
+    for (const Kind& kind : kinds) {
+      SCOPED_TRACE(kind.name);
+      GemmCase own = c;
+      if (rank.rank == 0) kind.want(own);
+      GemmBatch batch(rank, own, 0);
+      const GemmOutcome outcome = batch.call(context.get());
+      expect_disagreement(rank, outcome);
+      EXPECT_TRUE(outcome.mentions(std::string(kind.name) +
+                                   (rank.rank == 0 ? " NULL, here given" : " given, here NULL")))
+          << outcome.text;
+      GemmCase all = c;
+      kind.want(all);
+      expect_works(rank, all, context.get());
+    }
+    expect_works(rank, c, context.get());
+  });
+}
+
+// A rank's rows are its own there.
+TEST(Ranks, MayWantMoreThanTheirPeersOfGathersAndScatteredSums) {
+  for (const xd_gemm_operation operation : {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER}) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.epilogue = XD_GEMM_EPILOGUE_RELU;
+      c.pre_activation = c.amax = rank.rank == 0;
+      c.bias_grad = rank.rank == 0 ? BiasGrad::own : BiasGrad::none;
+      const GemmContext context = make_context(rank.comm, c.config());
+      expect_works(rank, c, context.get());
+    });
+  }
+}
 
 // A context of all operations.
 xd_gemm_config roomy(const GemmCase& c) {

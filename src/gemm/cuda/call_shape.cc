@@ -103,8 +103,7 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
   room.slot_unit = 0;
   // All ranks finish all rows only where all get all products. Otherwise sums travel as they are
   // stored.
-  const bool writes_pre = call.pre_activation && !call.has_activation_input();
-  const bool all_finish_all = writes_pre || call.d_amax || call.bias_grad;
+  const bool all_finish_all = call.writes_pre_activation() || call.d_amax || call.bias_grad;
   if (all_finish_all || !map.copies_all) room.chunk_bytes = 0;
   room.two_steps = !all_finish_all && !is_fp8(call.d.type);
   return room;
