@@ -72,6 +72,18 @@ bool is_captured(cudaStream_t stream) {
   return false;
 }
 
+std::uint64_t capture_of(cudaStream_t stream) {
+  constexpr std::uint64_t kInvalidated = ~std::uint64_t{0};
+  cudaStreamCaptureStatus status{};
+  unsigned long long id = 0;
+  if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {
+    cudaGetLastError();
+    return takes_work(stream) ? 0 : kInvalidated;
+  }
+  if (status == cudaStreamCaptureStatusNone) return 0;
+  return status == cudaStreamCaptureStatusActive ? id : kInvalidated;
+}
+
 int multiprocessors_of(cudaStream_t stream, int all) {
   const Driver& functions = driver();
   if (is_default_stream(stream) || functions.cuStreamGetGreenCtx == nullptr ||

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "cuda/device.h"
@@ -45,11 +46,36 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
+// An event, destroyed with the object.
+class Event {
+ public:
+  // Called with the device current.
+  explicit Event(int device, unsigned flags = cudaEventDisableTiming) : device_(device) {
+    XD_CUDA_CHECK(cudaEventCreateWithFlags(&event_, flags));
+  }
+  ~Event() {
+    if (event_ != nullptr) try_on_device(device_, [this] { cudaEventDestroy(event_); });
+  }
+  Event(Event&& other) noexcept
+      : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(Event&&) = delete;
+
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  int device_;
+  cudaEvent_t event_ = nullptr;
+};
+
 // The device's context must be current for these functions. They may be asked about a stream that
 // is captured.
 
 // True while a stream is captured.
 bool is_captured(cudaStream_t stream);
+
+// Tells captures apart. 0 = the stream is not captured; another number for all captures that have
+// been invalidated and not yet ended.
+std::uint64_t capture_of(cudaStream_t stream);
 
 // False for a stream whose capture has been invalidated, and for the legacy default stream while a
 // blocking stream is captured: nothing can be enqueued there.

@@ -224,4 +224,21 @@ std::vector<ProductShape> usual_shapes(const Config& config) {
   return shapes;
 }
 
+std::vector<ProductShape> warmed_shapes(const Config& config) {
+  std::vector<ProductShape> shapes = usual_shapes(config);
+  for (std::size_t i = 0, usual = shapes.size(); i < usual; ++i) {
+    ProductShape other = shapes[i];
+    if (config.type == DType::f32) {
+      other.compute = lt::kComputeTf32;
+      shapes.push_back(other);
+    }
+    if (!is_fp8(config.type)) continue;
+    for (const int mode : {lt::kScaleScalar, lt::kScaleOuterVector}) {
+      other.a_scale_mode = other.b_scale_mode = mode;
+      shapes.push_back(other);
+    }
+  }
+  return shapes;
+}
+
 }  // namespace xd::gemm::cuda

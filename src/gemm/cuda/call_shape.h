@@ -38,5 +38,7 @@ cudaDataType_t lt_type(DType type);
 
 // The products of most calls of a context, with the bounds' columns; their numbers of rows are any.
 std::vector<xd::cuda::ProductShape> usual_shapes(const Config& config);
+// These, and those with scales or in TF32: other kernels.
+std::vector<xd::cuda::ProductShape> warmed_shapes(const Config& config);
 
 }  // namespace xd::gemm::cuda

@@ -256,7 +256,7 @@ void CudaContext::describe_slots() {
 // cuBLASLt or to be finished.
 void CudaContext::warm_up() {
   const std::int64_t rows = config().all_tokens();
-  for (const xd::cuda::ProductShape& shape : usual_shapes(config())) {
+  for (const xd::cuda::ProductShape& shape : warmed_shapes(config())) {
     memory_->products->warm_up(shape, rows);
   }
 }

@@ -1,5 +1,6 @@
 #include "gemm/cuda/kernel_loader.h"
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <tuple>
@@ -35,6 +36,20 @@ ProductShape resized(ProductShape shape, std::int64_t size) {
   return shape;
 }
 
+// Whether its operands are no larger than what there is. Rows may lie apart in other memory.
+bool is_small(const ProductShape& shape) {
+  const std::int64_t largest = std::max({shape.m, shape.n, shape.k});
+  return largest * largest * static_cast<std::int64_t>(sizeof(float)) <=
+         static_cast<std::int64_t>(KernelLoader::kOperandBytes);
+}
+
+ProductShape packed(ProductShape shape) {
+  shape.a_pitch = shape.transpose_a ? shape.m : shape.k;
+  shape.b_pitch = shape.transpose_b ? shape.k : shape.n;
+  shape.d_pitch = shape.n;
+  return shape;
+}
+
 }  // namespace
 
 KernelLoader::KernelLoader(int device)
@@ -46,16 +61,24 @@ KernelLoader::KernelLoader(int device)
   stream_.synchronize();
 }
 
+// What it has launched has ended before its operands are given to another stream.
+KernelLoader::~KernelLoader() {
+  xd::cuda::try_on_device(device_, [this] { stream_.synchronize(); });
+}
+
 bool KernelLoader::has(const ProductShape& shape, const Algorithm& algorithm) const {
   const std::lock_guard lock(launched().mutex);
   return launched().all.contains({device_, resized(shape, 0), algorithm});
 }
 
-void KernelLoader::load(const ProductLibrary& library, const ProductShape& shape,
+// There are algorithms for small products alone, and others that these cannot take.
+bool KernelLoader::load(const ProductLibrary& library, const ProductShape& shape,
                         const Algorithm& algorithm) {
-  if (has(shape, algorithm)) return;
-  launch(library, resized(shape, kSize), algorithm);
-  note(device_, shape, algorithm);
+  if (has(shape, algorithm)) return true;
+  const bool ran = launch(library, resized(shape, kSize), algorithm) ||
+                   (is_small(shape) && launch(library, packed(shape), algorithm));
+  if (ran) note(device_, shape, algorithm);
+  return ran;
 }
 
 void KernelLoader::note(int device, const ProductShape& shape, const Algorithm& algorithm) {
@@ -64,19 +87,21 @@ void KernelLoader::note(int device, const ProductShape& shape, const Algorithm& 
 }
 
 // Inputs and output are the same zeros, and stay so.
-void KernelLoader::launch(const ProductLibrary& library, const ProductShape& shape,
+bool KernelLoader::launch(const ProductLibrary& library, const ProductShape& shape,
                           const Algorithm& algorithm) {
   try {
     Product product(library, shape, kWorkspaceBytes);
-    if (!product.choose(algorithm)) return;
+    if (!product.choose(algorithm)) return false;
     std::byte* const at = operands_.data();
     const auto* const scale = operands_.as<const float>();
     for (const float beta : {0.0f, 1.0f}) {
       product.run({.a = at, .b = at, .d = at, .bias = at, .a_scale = scale, .b_scale = scale}, 1.0f,
                   beta, workspace_.data(), stream_.get());
     }
+    return true;
   } catch (const Error& error) {
     if (error.status() != XD_ERROR_UNSUPPORTED) throw;
+    return false;
   }
 }
 

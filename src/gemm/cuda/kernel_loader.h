@@ -5,7 +5,9 @@
 // peer is a thread of the same process, it may itself wait for the lock under which kernels are
 // launched. So no operation launches a kernel for the first time. Each algorithm is launched once
 // per process and device with small operands that mean nothing: when a context is made, for all
-// that the context expects, and else before the operation that needs it enqueues anything.
+// that the context expects, and else before the operation that needs it enqueues anything. The
+// latter may still wait for an earlier operation of this rank whose peers are threads of the
+// process, so products take an algorithm that has been launched where they can.
 #pragma once
 
 #include "cuda/cublaslt.h"
@@ -22,21 +24,24 @@ class KernelLoader {
 
   // Called with the device current, as the other functions.
   explicit KernelLoader(int device);
+  ~KernelLoader();
+  KernelLoader(const KernelLoader&) = delete;
+  KernelLoader& operator=(const KernelLoader&) = delete;
 
   // True if products like `shape`, of any size, have been launched by this algorithm.
   bool has(const xd::cuda::ProductShape& shape, const xd::cuda::lt::Algorithm& algorithm) const;
   // Says that it has been launched.
   static void note(int device, const xd::cuda::ProductShape& shape,
                    const xd::cuda::lt::Algorithm& algorithm);
-  // Launches it, with and without C, where it has not been. An algorithm that small products cannot
-  // take is left as it is.
-  void load(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
+  // Launches it, with and without C, where it has not been. False: it has not, as no product that
+  // is small enough can take it.
+  bool load(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
             const xd::cuda::lt::Algorithm& algorithm);
   // Waits until all that has been launched has ended.
   void synchronize() const { stream_.synchronize(); }
 
  private:
-  void launch(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
+  bool launch(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
               const xd::cuda::lt::Algorithm& algorithm);
 
   const int device_;

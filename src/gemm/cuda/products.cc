@@ -88,30 +88,38 @@ Product& Products::find(const ProductShape& shape) {
   if (const auto found = products_.find(shape); found != products_.end()) return found->second;
   Product made(library_, shape, kWorkspaceBytes);
   choose(made);
-  loader_.load(library_, shape, made.chosen());
   return products_.emplace(shape, std::move(made)).first->second;
 }
 
 // The algorithm of the class; else what was measured; else, where no kernel shall be loaded, the
-// best that has been launched; else the best.
+// best that has been launched; else the best that can be launched beforehand; else the best.
 void Products::choose(Product& product) {
   const ProductShape its_class = class_of(product.shape());
   const auto chosen = of_class_.find(its_class);
-  if (chosen != of_class_.end() && product.choose(chosen->second)) return;
-  if (!choose_tuned(product) && !warming_) {
-    for (const Algorithm& candidate : product.candidates()) {
-      if (loader_.has(product.shape(), candidate) && product.choose(candidate)) break;
-    }
-  }
-  of_class_.emplace(its_class, product.chosen());
+  if (chosen != of_class_.end() && choose_loaded(product, chosen->second)) return;
+  const auto any_of = [&](auto&& choose_one) {
+    return std::ranges::any_of(product.candidates(), choose_one);
+  };
+  const bool found =
+      choose_tuned(product) || (!warming_ && any_of([&](const Algorithm& candidate) {
+        return loader_.has(product.shape(), candidate) && product.choose(candidate);
+      })) ||
+      any_of([&](const Algorithm& candidate) { return choose_loaded(product, candidate); }) ||
+      product.choose(product.candidates().front());
+  if (found) of_class_.emplace(its_class, product.chosen());
 }
 
-bool Products::choose_tuned(Product& product) const {
+// Chooses an algorithm, and launches it where it has not been; false if either cannot be.
+bool Products::choose_loaded(Product& product, const Algorithm& algorithm) {
+  return product.choose(algorithm) && loader_.load(library_, product.shape(), algorithm);
+}
+
+bool Products::choose_tuned(Product& product) {
   const std::int64_t rows = row_class(product.shape().m);
   const auto found = std::ranges::find_if(tuned_, [&](const TunedProduct& tuned) {
     return tuned.shape.m == rows && is_like(tuned.shape, product.shape());
   });
-  return found != tuned_.end() && product.choose(found->algorithm);
+  return found != tuned_.end() && choose_loaded(product, found->algorithm);
 }
 
 }  // namespace xd::gemm::cuda

@@ -55,7 +55,8 @@ class Products {
  private:
   xd::cuda::Product& find(const xd::cuda::ProductShape& shape);
   void choose(xd::cuda::Product& product);
-  bool choose_tuned(xd::cuda::Product& product) const;
+  bool choose_loaded(xd::cuda::Product& product, const xd::cuda::lt::Algorithm& algorithm);
+  bool choose_tuned(xd::cuda::Product& product);
 
   std::mutex mutex_;  // explain() may be called beside an operation
   xd::cuda::ProductLibrary library_;

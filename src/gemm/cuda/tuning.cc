@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <limits>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -25,34 +27,25 @@ constexpr int kRounds = 5;
 // is not fastest then.
 constexpr double kLeastUs = 12, kMostUs = 1500;
 
-// Events around launches, destroyed with the object.
+// Events around launches.
 class Stamps {
  public:
-  explicit Stamps(std::size_t count) {
+  Stamps(int device, std::size_t count) {
     events_.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      cudaEvent_t event = nullptr;
-      XD_CUDA_CHECK(cudaEventCreate(&event));
-      events_.push_back(event);
-    }
+    while (events_.size() < count) events_.emplace_back(device, cudaEventDefault);
   }
-  ~Stamps() {
-    for (const cudaEvent_t event : events_) cudaEventDestroy(event);
-  }
-  Stamps(const Stamps&) = delete;
-  Stamps& operator=(const Stamps&) = delete;
 
   void record(std::size_t i, cudaStream_t stream) const {
-    XD_CUDA_CHECK(cudaEventRecord(events_[i], stream));
+    XD_CUDA_CHECK(cudaEventRecord(events_[i].get(), stream));
   }
   double us_between(std::size_t begin, std::size_t end) const {
     float ms = 0;
-    XD_CUDA_CHECK(cudaEventElapsedTime(&ms, events_[begin], events_[end]));
+    XD_CUDA_CHECK(cudaEventElapsedTime(&ms, events_[begin].get(), events_[end].get()));
     return static_cast<double>(ms) * 1e3;
   }
 
  private:
-  std::vector<cudaEvent_t> events_;
+  std::vector<xd::cuda::Event> events_;
 };
 
 // Numbers of magnitude 1/2 to 1 with random signs and fractions, which draw the power of ordinary
@@ -87,6 +80,11 @@ std::uint64_t elements(std::int64_t rows, std::int64_t columns) { return at(rows
 
 Tuner::Tuner(int device, const Config& config, const TuningRoom& room)
     : device_(device), config_(config), room_(room), stream_(device) {}
+
+// Its operands are given to another stream when all products have ended.
+Tuner::~Tuner() {
+  xd::cuda::try_on_device(device_, [this] { stream_.synchronize(); });
+}
 
 std::vector<TunedProduct> Tuner::measure() {
   std::vector<TunedProduct> found;
@@ -170,25 +168,27 @@ void Tuner::measure_one(const ProductShape& shape, std::byte* d, std::vector<Tun
       const double bound = best == 0 ? us[0] * kBetter : us[best];
       if (us[i] < bound) best = i;
     }
-    found.push_back({class_of(shape), candidates[best], us[best]});
+    if (std::isfinite(us[best])) found.push_back({class_of(shape), candidates[best], us[best]});
   } catch (const Error& error) {
     if (error.status() != XD_ERROR_UNSUPPORTED) throw;
   }
 }
 
-// The median of some rounds, in which the candidates take turns. Before, each has run once: that
-// has loaded its kernels.
+// The median of some rounds, in which the candidates take turns; infinite where one cannot be
+// chosen. Before, each has run once: that has loaded its kernels.
 std::vector<double> Tuner::time(Product& product, std::size_t candidates, std::byte* d) {
   const auto run = [&](std::size_t i) {
-    if (!product.choose(product.candidates()[i])) return;
+    if (!product.choose(product.candidates()[i])) return false;
     product.run({.a = operands_.data(), .b = b_, .d = d}, 1.0f, 0.0f, room_.workspace,
                 stream_.get());
+    return true;
   };
+  std::vector<bool> runs;
   for (std::size_t i = 0; i < candidates; ++i) {
-    run(i);
-    KernelLoader::note(device_, product.shape(), product.candidates()[i]);
+    runs.push_back(run(i));
+    if (runs[i]) KernelLoader::note(device_, product.shape(), product.candidates()[i]);
   }
-  const Stamps stamps(candidates * kRounds * 2);
+  const Stamps stamps(device_, candidates * kRounds * 2);
   for (std::size_t round = 0; round < kRounds; ++round) {
     for (std::size_t i = 0; i < candidates; ++i) {
       const std::size_t stamp = 2 * (round * candidates + i);
@@ -200,6 +200,10 @@ std::vector<double> Tuner::time(Product& product, std::size_t candidates, std::b
   stream_.synchronize();
   std::vector<double> medians;
   for (std::size_t i = 0; i < candidates; ++i) {
+    if (!runs[i]) {
+      medians.push_back(std::numeric_limits<double>::infinity());
+      continue;
+    }
     std::array<double, kRounds> us{};
     for (std::size_t round = 0; round < kRounds; ++round) {
       const std::size_t stamp = 2 * (round * candidates + i);

@@ -36,6 +36,9 @@ class Tuner {
  public:
   // Called with the device current.
   Tuner(int device, const Config& config, const TuningRoom& room);
+  ~Tuner();
+  Tuner(const Tuner&) = delete;
+  Tuner& operator=(const Tuner&) = delete;
 
   // Empty where the device has no memory for operands. Products whose time does not matter, or
   // takes too long to measure, are left out.
