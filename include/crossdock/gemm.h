@@ -184,7 +184,8 @@ XD_API xd_status xd_gemm_local_size(int64_t global, int32_t rank, int32_t num_ra
 XD_API xd_status xd_gemm_context_create(xd_comm* comm, const xd_gemm_config* config,
                                         xd_gemm_context** context);
 
-/* Frees. As xd_ep_group_destroy. NULL is allowed. */
+/* Frees. As xd_ep_group_destroy; on CUDA the operations that it waits for end with all that they
+ * have enqueued, their products included. (Of graphs it sees the turns alone.) NULL is allowed. */
 XD_API xd_status xd_gemm_context_destroy(xd_gemm_context* context);
 
 typedef struct xd_gemm_status {
@@ -328,12 +329,17 @@ typedef struct xd_gemm_gather_args {
  * when the work in `stream` has come to it, and runs on a stream of the context's; on the CPU it
  * sends, and does not wait for what the peers send. `in` and `out` are the library's until
  * xd_gemm_wait, or an operation of the context, which joins it first. At most slots - 1 of them, or
- * 1, are under way: one more is BUSY, which takes no turn. */
+ * 1, are under way: one more is BUSY, which takes no turn.
+ * A gather that is begun in a capture is ended in it, and one that is begun outside is ended before
+ * an operation of the context is captured; else that call is BUSY, takes no turn and touches
+ * nothing. A graph with operations of the context is launched behind the gathers that were begun
+ * before: on a stream of an xd_gemm_wait, or ordered behind one. */
 XD_API xd_status xd_gemm_start_all_gather(xd_gemm_context* context, const xd_gemm_gather_args* args,
                                           xd_stream stream);
 
 /* Ends what xd_gemm_start_all_gather began: on CUDA, work enqueued in `stream` from here on finds
- * `out` complete; on the CPU the call returns when it is. Success if nothing was begun. */
+ * `out` complete; on the CPU the call returns when it is. Any stream: the context's next operation
+ * comes behind the gather in any case. Success if nothing was begun. */
 XD_API xd_status xd_gemm_wait(xd_gemm_context* context, xd_stream stream);
 
 typedef struct xd_gemm_view {

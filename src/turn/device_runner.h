@@ -10,6 +10,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 #include "base/deadline.h"
@@ -61,6 +62,8 @@ class DeviceRunner {
     sequence_.comm().errors().explain_by(
         sequence_.number(), [this](const FatalError& error) { return cause_of(error); });
   }
+  // For how long the end of a sequence waits for operations that run all the same.
+  static constexpr int kPatienceMs = 2000;
   // Called when the sequence goes. Its caller has promised that no operation runs any more. A
   // kernel that does run would write into memory that has another owner by then, so end() waits for
   // it, within bounds. False if a kernel still runs: then the memory that it uses must be kept. (A
@@ -79,6 +82,10 @@ class DeviceRunner {
 
   // start() enqueues the operation, or throws if the call is wrong. A call that fails here still
   // takes this rank's turn, so that its peers learn of it at once and the epochs stay together.
+  //
+  // The start() of an operation of several launches takes a `bool& entered` and sets it when it has
+  // enqueued the first that carries the turn. What it throws behind that finishes the communicator:
+  // peers are in the operation, and a second turn would put this rank one operation behind them.
   template <class Start>
   void run(std::int32_t operation, xd_stream stream, Start&& start);
 
@@ -90,6 +97,7 @@ class DeviceRunner {
   int device_id() const { return sequence_.comm().device().device_id; }
   bool at_rest() const;
   Cause cause_of(const FatalError& error) const;
+  std::uint32_t break_off(std::int32_t operation, xd_stream stream);
   std::uint32_t take_failed_turn(std::int32_t operation, const Setback<Family>& setback,
                                  xd_stream stream);
   // Acquire: a report is complete before it is counted.
@@ -120,7 +128,6 @@ bool DeviceRunner<Family, Control, Report>::end() {
 
 template <class Family, class Control, class Report>
 bool DeviceRunner<Family, Control, Report>::at_rest() const {
-  constexpr int kPatienceMs = 2000;
   // A fatal error ends every wait of a kernel within a millisecond, but it may leave the sequence
   // owned. Where it is still owned later, the kernel has ended nevertheless.
   constexpr int kFailedMs = 100;
@@ -148,21 +155,38 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
   sequence_.comm().errors().check_usable();
   const cuda::DeviceGuard guard(device_id());
   Setback<Family> setback;
+  bool entered = false;
   try {
     // It is checked here and not by the launch, which would take that capture down.
     XD_REQUIRE(stream != nullptr || cuda::takes_work(stream),
                "stream = NULL, expected another stream while a blocking one is captured");
-    return start();
+    if constexpr (std::is_invocable_v<Start, bool&>) {
+      return start(entered);
+    } else {
+      return start();
+    }
   } catch (...) {
     setback = current_setback<Family>(sequence_.rank());
   }
-  const std::uint32_t launch = take_failed_turn(operation, setback, stream);
+  const std::uint32_t launch =
+      entered ? break_off(operation, stream) : take_failed_turn(operation, setback, stream);
   if (launch == 0) {
     setback.text +=
         ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
         "hear of this call";
   }
   sequence_.give_back(setback, operation, launch);
+}
+
+// An operation of which a part has been enqueued cannot be ended. Returns the number of its launch;
+// or 0 if that part was captured, and the capture has been invalidated, so that it never runs.
+template <class Family, class Control, class Report>
+std::uint32_t DeviceRunner<Family, Control, Report>::break_off(std::int32_t operation,
+                                                               xd_stream stream) {
+  if (!cuda::takes_work(stream)) return 0;
+  sequence_.comm().errors().raise(sequence_.own_fatal_error(XD_ERROR_INTERNAL, operation),
+                                  Spread::everywhere);
+  return launches_;
 }
 
 // Returns the number of the launch, or 0 if the stream takes no kernel, because its capture has

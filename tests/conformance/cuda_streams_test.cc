@@ -6,12 +6,14 @@
 #include <chrono>
 #include <memory>
 #include <ostream>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "conformance/cuda_graph.h"
 #include "conformance/cuda_stream.h"
 #include "conformance/fixed_step.h"
+#include "conformance/gemm_batch.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -152,6 +154,48 @@ TEST_P(GreenContext, HasAsManyBlocksAsItsPartOfTheDevice) {
     part.step.load(4);
     graph.launch();
     part.expect_end();
+  });
+}
+
+// Kernels of products that wait with all their blocks have no more than find room there: rows of
+// several hundred tokens have more than that.
+TEST(GreenContextOfProducts, HasAsManyBlocksAsItsPartOfTheDevice) {
+  if (!has_green_contexts()) GTEST_SKIP() << "this driver has no green contexts";
+  on_every_rank([](Rank& rank) {
+    cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
+    unsigned multiprocessors = 0;
+    const cudaStream_t stream =
+        stream_of_part(rank.memory->device().device_id,
+                       static_cast<unsigned>(rank.rank / device_count("cuda")), multiprocessors);
+    OnStream memory(*rank.memory, stream);
+    const Rank there = rank.on(memory);
+    for (const xd_gemm_operation operation : kGemmProducts) {
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.tokens = TokenCounts::most;
+      c.token_units = 512;
+      c.n_units = operation == XD_GEMM_ALL_GATHER ? 1 : 32;
+      c.k_units = operation == XD_GEMM_ALL_GATHER ? 32 : 1;
+      const GemmContext context = make_context(rank.comm, c.config());
+      GemmBatch batch(there, c, 0), whole(rank, c, 0);
+      for (const xd_gemm_algo algo : kGemmAlgos) {
+        SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
+        batch.args.algo = whole.args.algo = algo;
+        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+        if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
+        for (int i = 0; i < 2; ++i) {
+          for (GemmBatch* each : {&batch, &whole}) {
+            each->reset();
+            ok(each->call(context.get()));
+            each->check(context.get());
+          }
+        }
+        const Graph graph(there, [&] { ok(batch.enqueue(context.get())); });
+        batch.reset();
+        graph.launch();
+        ok(finish(there, context.get(), XD_SUCCESS));
+        batch.check(context.get());
+      }
+    }
   });
 }
 

@@ -320,6 +320,44 @@ TEST(StartedGather, IsJoinedByTheNextOperation) {
   });
 }
 
+// The wait may be on a stream of its consumer's: the next operation comes behind the gather all the
+// same. A rank that is late keeps the gather of the others under way meanwhile.
+TEST(StartedGather, MayBeWaitedForOnAnotherStreamThanThatOfTheNextOperation) {
+  on_every_rank([](Rank& rank) {
+    xd_gemm_config config = bulk_config();
+    config.operations |= XD_GEMM_BIT(XD_GEMM_ALL_REDUCE);
+    config.keep_gathered = 1;
+    const GemmContext context = make_context(rank.comm, config);
+    const std::unique_ptr<Memory> consumer = rank.memory->another_stream();
+    Moved moved;
+    moved.tokens = TokenCounts::most;
+    int step = 0;
+    for (const xd_gemm_operation operation : kGemmProducts) {
+      for (const xd_gemm_algo algo : kGemmAlgos) {
+        SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
+        GemmBatch batch(rank, plain_gemm_case(rank.num_ranks, operation), ++step);
+        batch.args.algo = algo;
+        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+        if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
+        MovedTensors tensors(rank, moved, step), again(rank, moved, step + 1);
+        if (rank.rank == step % rank.num_ranks) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        for (MovedTensors* each : {&tensors, &again}) {
+          const xd_gemm_gather_args args = gather_args(*each);
+          ok(xd_gemm_start_all_gather(context.get(), &args, rank.stream()));
+          ok(xd_gemm_wait(context.get(), consumer->stream()));
+        }
+        ok(batch.call(context.get()));
+        consumer->synchronize();
+        batch.check(context.get());
+        tensors.check();
+        again.check();
+      }
+    }
+  });
+}
+
 TEST(StartedGather, IsBusyForASecondOneWhichTakesNoTurn) {
   on_every_rank([](Rank& rank) {
     for (const int slots : {1, 2}) {

@@ -2,13 +2,17 @@
 // calls.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <cstddef>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "conformance/cuda_graph.h"
 #include "conformance/gemm_batch.h"
 #include "support/gtest_main.h"
+#include "support/tensor.h"
 
 namespace xd::test {
 namespace {
@@ -58,6 +62,184 @@ TEST(GemmGraph, OfEveryAlgorithmReplaysAndTakesTurnsWithEagerCalls) {
       }
     });
   }
+}
+
+// ---- Gathers that are begun --------------------------------------------------------------------
+
+constexpr std::int64_t kRows = 6, kColumns = 64;
+
+xd_gemm_config gathering_config() {
+  xd_gemm_config config = XD_GEMM_CONFIG_INIT;
+  config.operations = XD_GEMM_BIT(XD_GEMM_START_ALL_GATHER) | XD_GEMM_BIT(XD_GEMM_ALL_GATHER) |
+                      XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER) | XD_GEMM_BIT(XD_GEMM_ALL_REDUCE);
+  config.max_tokens = kRows;
+  config.max_k = config.max_n = 640;
+  return config;
+}
+
+// A gather whose rows have their rank's number in all bytes.
+class Gather {
+ public:
+  explicit Gather(const Rank& rank)
+      : rank_(rank), in_(rank, kU8, {kRows, kColumns}), out_(rank, kU8, {all(), kColumns}) {
+    in_.buffer().fill(number_of(rank.rank));
+  }
+  xd_status start(xd_gemm_context* context) {
+    xd_gemm_gather_args args = XD_GEMM_GATHER_ARGS_INIT;
+    args.in = in_.dl();
+    args.out = out_.dl();
+    return xd_gemm_start_all_gather(context, &args, rank_.stream());
+  }
+  void check() {
+    const std::vector<std::byte> got = out_.read();
+    constexpr auto kOfRank = static_cast<std::size_t>(kRows * kColumns);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      ASSERT_EQ(got[i], number_of(static_cast<int>(i / kOfRank))) << "byte " << i;
+    }
+    out_.buffer().fill(kPoison);
+  }
+
+ private:
+  static std::byte number_of(int rank) { return static_cast<std::byte>(rank + 1); }
+  std::int64_t all() const { return kRows * rank_.num_ranks; }
+
+  const Rank& rank_;
+  Tensor in_, out_;
+};
+
+void expect_refused(const Rank& rank, xd_status status) {
+  EXPECT_EQ(status, XD_ERROR_BUSY);
+  EXPECT_NE(std::string(xd_last_error()).find("capture"), std::string::npos) << xd_last_error();
+  EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+}
+
+TEST(StartedGatherInAGraph, EndsThere) {
+  on_every_rank([](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, gathering_config());
+    Gather gather(rank);
+    for (const bool joined : {false, true}) {  // by an operation
+      GemmBatch batch(rank, plain_gemm_case(rank.num_ranks), 0);
+      const Graph graph(rank, [&] {
+        ok(gather.start(context.get()));
+        if (!joined) ok(xd_gemm_wait(context.get(), rank.stream()));
+        ok(batch.enqueue(context.get()));
+      });
+      for (int i = 0; i < 4; ++i) {
+        batch.reset();
+        graph.launch();
+        ok(finish(rank, context.get(), XD_SUCCESS));
+        gather.check();
+        batch.check(context.get());
+        ok(gather.start(context.get()));
+        ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
+        gather.check();
+      }
+    }
+  });
+}
+
+// No order can be made between a capture and what runs: the call is refused, and nothing else is.
+TEST(StartedGatherInAGraph, IsNotTakenOverItsBorder) {
+  on_every_rank([](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, gathering_config());
+    const std::unique_ptr<Memory> beside = rank.memory->another_stream();
+    const Rank there = rank.on(*beside);
+    Gather gather(rank);
+    GemmBatch batch(rank, plain_gemm_case(rank.num_ranks), 0),
+        other(there, plain_gemm_case(rank.num_ranks), 0);
+    // Begun outside.
+    ok(gather.start(context.get()));
+    {
+      const Graph nothing(rank, [&] {
+        expect_refused(rank, batch.enqueue(context.get()));
+        expect_refused(rank, xd_gemm_wait(context.get(), rank.stream()));
+        expect_refused(rank, gather.start(context.get()));
+        expect_refused(
+            rank, xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "why", rank.stream()));
+      });
+      nothing.launch();
+    }
+    ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
+    gather.check();
+    // Begun inside.
+    const Graph graph(rank, [&] {
+      ok(gather.start(context.get()));
+      expect_refused(rank, xd_gemm_wait(context.get(), beside->stream()));
+      expect_refused(rank, other.enqueue(context.get()));
+      ok(batch.enqueue(context.get()));
+      expect_refused(rank, other.enqueue(context.get()));
+    });
+    graph.launch();
+    ok(finish(rank, context.get(), XD_SUCCESS));
+    gather.check();
+    batch.check(context.get());
+    ok(finish(there, context.get(), other.enqueue(context.get())));
+    other.check(context.get());
+  });
+}
+
+// A gather that has been waited for outside is over for a capture, and not for the next operation
+// outside, whose stream nobody has ordered behind it.
+TEST(StartedGatherInAGraph, ThatWasWaitedForBeforeLeavesTheCaptureAlone) {
+  on_every_rank([](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, gathering_config());
+    const std::unique_ptr<Memory> consumer = rank.memory->another_stream();
+    Gather gather(rank);
+    for (const xd_gemm_operation operation : kGemmProducts) {
+      SCOPED_TRACE(name_of(operation));
+      GemmBatch batch(rank, plain_gemm_case(rank.num_ranks, operation), 0);
+      ok(xd_comm_barrier(rank.comm));
+      if (rank.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      ok(gather.start(context.get()));
+      ok(xd_gemm_wait(context.get(), consumer->stream()));
+      const Graph graph(rank, [&] { ok(batch.enqueue(context.get())); });
+      ok(finish(rank, context.get(), batch.enqueue(context.get())));
+      batch.check(context.get());
+      gather.check();
+      for (int i = 0; i < 3; ++i) {
+        batch.reset();
+        graph.launch();
+        ok(finish(rank, context.get(), XD_SUCCESS));
+        batch.check(context.get());
+      }
+    }
+  });
+}
+
+// ---- The end of a context ----------------------------------------------------------------------
+
+// Forbidden, and yet no reason to fault: what has been enqueued outlives its turn.
+TEST(DestroyedContext, WaitsForWhatWasEnqueued) {
+  on_every_rank([](Rank& rank) {
+    load_occupier(rank);
+    for (const xd_gemm_operation operation : kGemmProducts) {
+      for (const xd_gemm_algo algo : kGemmAlgos) {
+        SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
+        GemmContext context = make_context(rank.comm, gathering_config());
+        GemmBatch batch(rank, plain_gemm_case(rank.num_ranks, operation), 0);
+        batch.args.algo = algo;
+        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+        if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
+        occupy(rank, 10);
+        ok(batch.enqueue(context.get()));
+        context.reset();
+        EXPECT_EQ(cudaStreamQuery(rank.stream()), cudaSuccess);
+        batch.check(nullptr);
+      }
+    }
+    GemmContext context = make_context(rank.comm, gathering_config());
+    Gather gather(rank);
+    occupy(rank, 10);
+    ok(gather.start(context.get()));
+    context.reset();
+    gather.check();
+    context = make_context(rank.comm, gathering_config());
+    occupy(rank, 10);
+    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "why", rank.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+    context.reset();
+    EXPECT_EQ(cudaStreamQuery(rank.stream()), cudaSuccess);
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -127,6 +128,35 @@ TEST(EightBits, MayHaveScalesPerRowOfBAlone) {
       batch.reset();
       ok(batch.call(context.get()));
       EXPECT_EQ(batch.output_bytes(), scaled);
+    });
+  }
+}
+
+// Scales are single numbers, and begin where numbers may.
+TEST(EightBits, MayHaveScalesPerRowThatBeginAtAnyElement) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.operands = Operands::e4m3;
+      c.scaling = Scaling::row;
+      c.n_units = 17;
+      c.token_units = 70;
+      const GemmContext context = make_context(rank.comm, c.config());
+      for (const std::int64_t shift : {1, 2, 3}) {
+        GemmBatch batch(rank, c, static_cast<int>(shift));
+        std::vector<std::unique_ptr<Tensor>> shifted;
+        for (const char* const name : {"a_scale", "b_scale"}) {
+          GemmBatch::Field& field = batch.field(name);
+          shifted.push_back(std::make_unique<Tensor>(rank, kF32, field.tensor->shape(),
+                                                     Place::ordinary,
+                                                     Spread{.shift = shift, .strides = {}}));
+          shifted.back()->write(field.tensor->read_as<float>());
+          *field.slot = shifted.back()->dl();
+        }
+        ok(batch.call(context.get()));
+        batch.check(context.get());
+      }
     });
   }
 }

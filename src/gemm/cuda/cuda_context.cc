@@ -24,8 +24,6 @@ namespace xd::gemm::cuda {
 namespace {
 
 constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
-// A rank's way of moving rows is part of what ranks compare: above the flags of the family.
-constexpr int kMoverShift = 5;
 constexpr std::uint64_t kBulkBytes = std::uint64_t{16} << 20;
 
 Setback setback_of(const Report& report, const Context& context) {
@@ -111,10 +109,7 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
       runner_(
           *this, false, [this](const Report& report) { return setback_of(report, *this); },
           [this](const turn::Call& call, std::uint32_t launch, xd_stream stream) {
-            join(stream);
-            Record record;
-            record.call = call;
-            launch_failed(turn_params(record, launch), stream);
+            fail_turn(call, launch, stream);
           }) {
   memory_->comm = std::move(owner);
   memory_->segments = comm().share(kCreateContext, static_cast<std::size_t>(map_of(config()).end));
@@ -261,8 +256,14 @@ void CudaContext::warm_up() {
   }
 }
 
+// A turn may be over while products and copies behind it still run, or may not have begun yet: the
+// marks on the streams tell. Graphs leave no marks, and there the turn has to do.
 CudaContext::~CudaContext() {
-  if (!runner_.end()) keep_for_good();
+  bool rests = true;
+  xd::cuda::try_on_device(comm().device().device_id, [&] {
+    rests = memory_->side->comes_to_rest(Deadline::after_ms(Runner::kPatienceMs));
+  });
+  if (!rests || !runner_.end()) keep_for_good();
 }
 
 // Everything that a kernel of this context may touch is never freed.
@@ -277,14 +278,26 @@ void CudaContext::keep_for_good() noexcept {
   }
 }
 
+// What has been enqueued of an operation ends at the mark, also where the rest could not be.
+template <class Work>
+void CudaContext::enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work) {
+  begin(turn.params(), stream);
+  try {
+    work();
+  } catch (...) {
+    xd::cuda::try_on_device(comm().device().device_id, [&] { end(stream); });
+    throw;
+  }
+  end(stream);
+}
+
 // ---- Calls -------------------------------------------------------------------------------------
 
 void CudaContext::product(xd_gemm_operation operation, const xd_gemm_args* args, xd_stream stream) {
-  kept_ = XD_GEMM_VIEW_INIT;
-  runner_.run(operation, stream, [&] {
-    join(stream);
+  run(operation, stream, [&](bool& entered) {
+    gather_.join(stream, *memory_->side);
     const ProductCall call = read_product(operation, args, call_context(starts_));
-    start(call, stream);
+    start(call, stream, entered);
     if (operation == XD_GEMM_ALL_GATHER && config().keep_gathered) keep(call, args->a->dtype);
   });
 }
@@ -299,24 +312,21 @@ void CudaContext::keep(const ProductCall& call, DLDataType type) {
 }
 
 void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
-  kept_ = XD_GEMM_VIEW_INIT;
-  runner_.run(XD_GEMM_BULK, stream, [&] {
-    join(stream);
+  run(XD_GEMM_BULK, stream, [&](bool& entered) {
+    gather_.join(stream, *memory_->side);
     const TransferCall call = read_bulk(args, call_context(starts_));
     require_memory(call, comm().device().device_id);
     if (call.product) require_supported(*call.product);
-    const TurnParams turn = turn_params(record_of(call), runner_.next_launch());
+    const EnqueuedTurn turn = next_turn(record_of(call), entered);
     const Transfer work(shop_, call, turn, stream);
     work.describe_product();
-    begin(turn, stream);
-    work.enqueue();
-    end(stream);
+    enqueue(turn, stream, [&] { work.enqueue(); });
   });
 }
 
 void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream stream) {
-  comm().errors().check_usable();
-  if (begun_) {
+  require_order(XD_GEMM_START_ALL_GATHER, stream);
+  if (gather_.under_way()) {
     give_back({.status = XD_ERROR_BUSY,
                .text = concat("config.slots = ", config().slots,
                               ": a gather is under way, expected xd_gemm_wait before the next one; "
@@ -324,29 +334,43 @@ void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream st
                .rank = rank()},
               XD_GEMM_START_ALL_GATHER, 0);
   }
-  kept_ = XD_GEMM_VIEW_INIT;
-  runner_.run(XD_GEMM_START_ALL_GATHER, stream, [&] {
+  run(XD_GEMM_START_ALL_GATHER, stream, [&](bool& entered) {
+    gather_.join(stream, *memory_->side);
     const TransferCall call = read_gather(args, call_context(starts_));
     require_memory(call, comm().device().device_id);
-    const TurnParams turn = turn_params(record_of(call), runner_.next_launch());
-    begin(turn, stream);
-    Transfer(shop_, call, turn, stream).begin();
-    end(stream);
-    begun_ = true;
+    const EnqueuedTurn turn = next_turn(record_of(call), entered);
+    enqueue(turn, stream, [&] { Transfer(shop_, call, turn, stream).begin(); });
+    gather_.begin(stream);
   });
 }
 
 void CudaContext::wait(xd_stream stream) {
-  comm().errors().check_usable();
+  require_order(XD_GEMM_START_ALL_GATHER, stream);
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
-  join(stream);
+  gather_.wait(stream, *memory_->side);
 }
 
-// The stream waits for the gather that has been begun.
-void CudaContext::join(xd_stream stream) {
-  if (!begun_) return;
-  memory_->side->order(memory_->side->get(), stream);
-  begun_ = false;
+// Refuses a call that could not be ordered behind the context's own stream, before it touches
+// anything.
+void CudaContext::require_order(std::int32_t operation, xd_stream stream) {
+  comm().errors().check_usable();
+  const xd::cuda::DeviceGuard guard(comm().device().device_id);
+  const char* const obstacle = gather_.obstacle(stream, *memory_->side);
+  if (obstacle == nullptr) return;
+  give_back({.status = XD_ERROR_BUSY,
+             .text = concat("stream: ", obstacle, "; peers do not hear of this call"),
+             .rank = rank()},
+            operation, 0);
+}
+
+void CudaContext::fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream) {
+  gather_.join(stream, *memory_->side);
+  Record record;
+  record.call = call;
+  const TurnParams turn = turn_params(record, launch);
+  begin(turn, stream);
+  launch_failed(turn, stream);
+  end(stream);
 }
 
 // Before an operation enqueues anything. One of another stream than the last one's must find that
@@ -358,7 +382,8 @@ void CudaContext::begin(const TurnParams& turn, xd_stream stream) {
     last_.reset();
     return;
   }
-  if (last_ != stream) {
+  // cudaStreamPerThread is another stream on every thread.
+  if (last_ != stream || stream == cudaStreamPerThread) {
     launch_expect_idle(turn, stream);
     memory_->side->follow_end(stream);
   }
@@ -411,24 +436,22 @@ Option CudaContext::choose(const ProductCall& call) const {
        text_of(asked->obstacle, problem, room));
 }
 
-void CudaContext::start(const ProductCall& call, xd_stream stream) {
+void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered) {
   require_memory(call, comm().device().device_id);
   const Option option = choose(call);
   Record record = record_of(call, option.algo);
-  record.flags =
-      static_cast<std::uint8_t>(record.flags | static_cast<unsigned>(option.mover) << kMoverShift);
-  const TurnParams turn = turn_params(record, runner_.next_launch());
+  record.mover = static_cast<std::uint32_t>(option.mover);
+  const EnqueuedTurn turn = next_turn(record, entered);
   const Operation work(shop_, call, option, turn, stream);
   work.describe_products();  // what cuBLASLt cannot do is found before anything is launched
-  begin(turn, stream);
-  work.enqueue();
-  end(stream);
+  enqueue(turn, stream, [&] { work.enqueue(); });
 }
 
 xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   const Option option = choose(call);
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
-  const TurnParams nothing{};
+  bool entered = false;
+  const EnqueuedTurn nothing({}, entered);
   Operation(shop_, call, option, nothing, nullptr).describe_products();
   const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);

@@ -8,6 +8,7 @@
 #include "cuda/memory.h"
 #include "gemm/context.h"
 #include "gemm/cuda/operations.h"
+#include "gemm/cuda/started_gather.h"
 #include "gemm/cuda/stitched_slots.h"
 #include "turn/device_runner.h"
 
@@ -32,8 +33,7 @@ class CudaContext final : public Context {
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {
-    kept_ = XD_GEMM_VIEW_INIT;  // peers may store rows of theirs over those that are kept
-    runner_.run(operation, stream, [&] { throw std::move(error); });
+    run(operation, stream, [&] { throw std::move(error); });
   }
   xd_gemm_plan_info plan_of(const ProductCall& call) const override;
 
@@ -61,23 +61,34 @@ class CudaContext final : public Context {
   void tune();
   void warm_up();
 
-  void join(xd_stream stream);
+  void require_order(std::int32_t operation, xd_stream stream);
+  template <class Start>
+  void run(std::int32_t operation, xd_stream stream, Start&& start) {
+    require_order(operation, stream);
+    kept_ = XD_GEMM_VIEW_INIT;  // peers may store rows of theirs over those that are kept
+    runner_.run(operation, stream, std::forward<Start>(start));
+  }
   void begin(const TurnParams& turn, xd_stream stream);
   void end(xd_stream stream);
-
-  void start(const ProductCall& call, xd_stream stream);
+  template <class Work>
+  void enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work);
+  void fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream);
+  void start(const ProductCall& call, xd_stream stream, bool& entered);
   void keep(const ProductCall& call, DLDataType type);
   Problem problem(const ProductCall& call) const;
   Option choose(const ProductCall& call) const;
   TurnParams turn_params(const Record& record, std::uint32_t launch) const {
     return {.group = shop_.group, .launch = launch, .record = record};
   }
+  EnqueuedTurn next_turn(const Record& record, bool& entered) {
+    return {turn_params(record, runner_.next_launch()), entered};
+  }
 
   const Machine machine_{};
   std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
   Workshop shop_;
   std::vector<std::int64_t> starts_;
-  bool begun_ = false;                     // a gather that nothing has waited for
+  StartedGather gather_;
   std::optional<cudaStream_t> last_;       // stream of the last operation, if it was not captured
   xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;  // data = nullptr: nothing
   Runner runner_;

@@ -96,11 +96,12 @@ void Operation::all_gather() const {
 
 void Operation::gather_by_push() const {
   const std::uint64_t row = row_bytes_of_a();
-  launch_push({.turn = turn_,
+  launch_push({.turn = turn_.params(),
                .rows = call_.a.data,
                .bytes = bytes_of(call_.a_rows, row),
                .offset = bytes_of(call_.shares.start(rank()), row)},
-              w_.multiprocessors, s_);
+              multiprocessors(), s_);
+  turn_.note_entered();
   gathered_products({0, ranks()});
 }
 
@@ -109,11 +110,11 @@ void Operation::gather_by_push() const {
 // opening, which says which epoch they will have.
 void Operation::gather_by_copies() const {
   w_.side->order(s_, c());
-  launch_open(turn_, c());
+  turn_.open(c());
   const cudaEvent_t opened = w_.side->record(c());
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) own_product();
   send_rows();
-  launch_close(turn_, c());
+  launch_close(turn_.params(), c());
   const cudaEvent_t closed = w_.side->record(c());
   keep_own_rows();
   SideStream::wait(opened, s_);
@@ -232,7 +233,7 @@ void Operation::finish_products(float* product, std::int64_t first, std::int64_t
   // Each thread stores over what it has read.
   if (call_.bias_grad) epilogue.exact = product;
   launch_finish({.product = product, .rows = rows, .columns = call_.n, .epilogue = epilogue},
-                w_.multiprocessors, s_);
+                multiprocessors(), s_);
   sum_columns(product, rows, first > 0);
 }
 
@@ -251,7 +252,7 @@ void Operation::sum_columns(const float* exact, std::int64_t rows, bool adds) co
                          .own = w_.columns,
                          .columns = call_.n,
                          .sums = sums},
-                        w_.multiprocessors, s_);
+                        multiprocessors(), s_);
 }
 
 // ---- A product alone ---------------------------------------------------------------------------
@@ -308,7 +309,7 @@ void Operation::reduce() const {
 // The owners' slots are free when the opening has seen their records. The product's stores have
 // ended when the sums' kernel begins, which raises the done flags behind them.
 void Operation::reduce_by_stores() const {
-  launch_open(turn_, s_);
+  turn_.open(s_);
   w_.products->run(stitched_shape(), pointers(0, w_.stitched), call_.alpha, 0.0f, s_);
   sum_slots(option_.pitch);
 }
@@ -323,7 +324,7 @@ void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte
 
 void Operation::reduce_by_words() const {
   partial_product(0, call_.a_rows, w_.scratch);
-  WordsParams params{.turn = turn_,
+  WordsParams params{.turn = turn_.params(),
                      .product = w_.scratch,
                      .starts = {},
                      .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
@@ -339,7 +340,8 @@ void Operation::reduce_by_words() const {
   }
   auto* const exact = reinterpret_cast<float*>(w_.exact);
   if (call_.bias_grad) params.epilogue.exact = exact;
-  launch_words(params, call_.wide_type(), w_.multiprocessors, s_);
+  launch_words(params, call_.wide_type(), multiprocessors(), s_);
+  turn_.note_entered();
   sum_columns(exact, call_.d.rows);
 }
 
@@ -347,7 +349,7 @@ void Operation::reduce_by_copies() const {
   const std::uint64_t row = partial_row_bytes();
   const bool all = call_.operation == XD_GEMM_ALL_REDUCE;
   w_.side->order(s_, c());
-  launch_open(turn_, c());
+  turn_.open(c());
   const bool whole = option_.algo == XD_GEMM_ALGO_SEQUENTIAL;
   if (whole) {
     partial_product(0, call_.a_rows, w_.scratch);
@@ -389,14 +391,14 @@ void Operation::gather_sums() const {
   w_.side->order(s_, c());
   wait_landed(w_.map.summed, peers, c());
   const std::int64_t start = owned_from(rank());
-  launch_part_sum({.turn = turn_,
+  launch_part_sum({.turn = turn_.params(),
                    .partials = w_.own_slots,
                    .stride = w_.slot_bytes,
                    .rows = owned_rows(rank()),
                    .columns = call_.n,
                    .pitch = call_.n,
                    .epilogue = epilogue_from(call_, start)},
-                  call_.wide_type(), w_.multiprocessors, c());
+                  call_.wide_type(), multiprocessors(), c());
   const std::uint64_t row = call_.d.row_bytes();
   for (int d = 1; d < ranks(); ++d) {
     const int peer = (rank() + d) % ranks();
@@ -410,7 +412,7 @@ void Operation::gather_sums() const {
   copy(call_.d.data, sums, bytes_of(start, row), c());
   copy(call_.d.data + bytes_of(next, row), sums + bytes_of(next, row),
        bytes_of(call_.a_rows - next, row), c());
-  launch_close(turn_, c());
+  launch_close(turn_.params(), c());
   w_.side->order(c(), s_);
 }
 
@@ -431,14 +433,14 @@ void Operation::sum_slots(std::int64_t pitch) const {
   Epilogue epilogue = epilogue_from(call_, 0);
   auto* const exact = reinterpret_cast<float*>(w_.scratch);
   if (call_.bias_grad) epilogue.exact = exact;
-  launch_sum({.turn = turn_,
+  launch_sum({.turn = turn_.params(),
               .partials = w_.own_slots,
               .stride = w_.slot_bytes,
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
               .pitch = pitch,
               .epilogue = epilogue},
-             call_.wide_type(), w_.multiprocessors, s_);
+             call_.wide_type(), multiprocessors(), s_);
   sum_columns(exact, call_.shares.rows(rank()));
 }
 

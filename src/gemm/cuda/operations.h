@@ -24,8 +24,10 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/stream.h"
 #include "gemm/calls.h"
 #include "gemm/cost_model.h"
+#include "gemm/cuda/kernels.h"
 #include "gemm/cuda/params.h"
 #include "gemm/cuda/products.h"
 #include "gemm/cuda/schedule.h"
@@ -52,14 +54,38 @@ struct Workshop {
   std::uint64_t slot_bytes = 0;
   Products* products = nullptr;
   SideStream* side = nullptr;
-  int multiprocessors = 0;
+  int multiprocessors = 0;      // of the device, for this rank
   bool keeps_gathered = false;  // all gathered rows stay, the own ones included
 };
+
+// An operation's turn while the host enqueues it.
+class EnqueuedTurn {
+ public:
+  // `entered` becomes true with the first launch that carries the turn: from then on the operation
+  // must come to its end, since peers are in it.
+  EnqueuedTurn(const TurnParams& params, bool& entered) : params_(params), entered_(entered) {}
+
+  const TurnParams& params() const { return params_; }
+  void note_entered() const { entered_ = true; }
+  void open(cudaStream_t stream) const {
+    launch_open(params_, stream);
+    note_entered();
+  }
+
+ private:
+  const TurnParams params_;
+  bool& entered_;
+};
+
+// The multiprocessors that kernels of a context may wait on with all their blocks, on this stream.
+inline int multiprocessors_of(const Workshop& workshop, cudaStream_t stream) {
+  return xd::cuda::multiprocessors_of(stream, workshop.multiprocessors);
+}
 
 class Operation {
  public:
   Operation(const Workshop& workshop, const ProductCall& call, const Option& option,
-            const TurnParams& turn, cudaStream_t stream)
+            const EnqueuedTurn& turn, cudaStream_t stream)
       : w_(workshop), call_(call), option_(option), turn_(turn), s_(stream) {}
 
   // Describes all products to cuBLASLt. Throws UNSUPPORTED if it has none for one of them.
@@ -126,6 +152,7 @@ class Operation {
   void clear_amax() const;
   void copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const;
 
+  int multiprocessors() const { return multiprocessors_of(w_, s_); }
   int rank() const { return w_.group.rank(); }
   int ranks() const { return w_.group.ranks(); }
   cudaStream_t c() const { return w_.side->get(); }
@@ -138,7 +165,7 @@ class Operation {
   const Workshop& w_;
   const ProductCall& call_;
   const Option& option_;
-  const TurnParams& turn_;
+  const EnqueuedTurn& turn_;
   const cudaStream_t s_;
 };
 

@@ -3,32 +3,31 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstddef>
-#include <utility>
+#include <thread>
 #include <vector>
 
+#include "base/deadline.h"
 #include "cuda/device.h"
 #include "cuda/error.h"
+#include "cuda/stream.h"
 
 namespace xd::gemm::cuda {
 
 // It has the device's highest priority: the small kernels on it go before blocks of a product that
 // have not begun. Made with the device current, and for one thread at a time. May be captured: what
-// it is given waits for the caller's stream first, and the caller's stream for it last.
+// it is given waits for the caller's stream first, and the caller's stream for it last, or that of
+// xd_gemm_wait.
 class SideStream {
  public:
-  explicit SideStream(int device) : device_(device) {
+  explicit SideStream(int device) : device_(device), ended_(device) {
     int least = 0, greatest = 0;
     XD_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     XD_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
-    XD_CUDA_CHECK(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming));
   }
   ~SideStream() {
-    xd::cuda::try_on_device(device_, [this] {
-      for (const cudaEvent_t event : events_) cudaEventDestroy(event);
-      cudaEventDestroy(ended_);
-      cudaStreamDestroy(stream_);
-    });
+    xd::cuda::try_on_device(device_, [this] { cudaStreamDestroy(stream_); });
   }
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
@@ -40,7 +39,8 @@ class SideStream {
   // Work that is enqueued in `later` from here on waits for all that is in `earlier` now.
   void order(cudaStream_t earlier, cudaStream_t later) { wait(record(earlier), later); }
   cudaEvent_t record(cudaStream_t stream) {
-    const cudaEvent_t event = next();
+    reserve(used_ + 1);
+    const cudaEvent_t event = events_[used_++].get();
     XD_CUDA_CHECK(cudaEventRecord(event, stream));
     return event;
   }
@@ -49,34 +49,44 @@ class SideStream {
   }
   // The end of an operation on its caller's stream, and work that comes behind it in another one.
   void mark_end(cudaStream_t stream) {
-    XD_CUDA_CHECK(cudaEventRecord(ended_, stream));
+    XD_CUDA_CHECK(cudaEventRecord(ended_.get(), stream));
     marked_ = true;
   }
   void follow_end(cudaStream_t stream) const {
-    if (marked_) wait(ended_, stream);
+    if (marked_) wait(ended_.get(), stream);
+  }
+  // Waits until the marked end has come and this stream has nothing to do; false if that is not so
+  // by the deadline. Graphs that run are not seen.
+  bool comes_to_rest(const Deadline& deadline) {
+    // While the stream is captured, nothing else is enqueued there.
+    if (!xd::cuda::is_captured(stream_)) {
+      begin();
+      if (!has_come(record(stream_), deadline)) return false;
+    }
+    return !marked_ || has_come(ended_.get(), deadline);
   }
   // Makes the events of an operation beforehand.
   void reserve(std::size_t events) {
-    while (events_.size() < events) make();
+    events_.reserve(events);
+    while (events_.size() < events) events_.emplace_back(device_);
   }
 
  private:
-  void make() {
-    events_.reserve(events_.size() + 1);
-    cudaEvent_t event = nullptr;
-    XD_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    events_.push_back(event);
-  }
-  cudaEvent_t next() {
-    reserve(used_ + 1);
-    return events_[used_++];
+  // An error of the device ends everything.
+  static bool has_come(cudaEvent_t event, const Deadline& deadline) {
+    while (cudaEventQuery(event) == cudaErrorNotReady) {
+      cudaGetLastError();
+      if (deadline.passed()) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return true;
   }
 
   const int device_;
+  const xd::cuda::Event ended_;
   cudaStream_t stream_ = nullptr;
-  cudaEvent_t ended_ = nullptr;
   bool marked_ = false;
-  std::vector<cudaEvent_t> events_;
+  std::vector<xd::cuda::Event> events_;
   std::size_t used_ = 0;
 };
 

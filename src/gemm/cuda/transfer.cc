@@ -22,7 +22,7 @@ void Transfer::copy_rows(std::byte* to, const std::byte* from, std::int64_t rows
 void Transfer::enqueue() const {
   w_.side->begin();
   w_.side->order(s_, c());
-  launch_open(turn_, c());
+  turn_.open(c());
   if (call_.reduces) return sum();
   gather();
   product();
@@ -32,7 +32,7 @@ void Transfer::enqueue() const {
 void Transfer::begin() const {
   w_.side->begin();
   w_.side->order(s_, c());
-  launch_open(turn_, c());
+  turn_.open(c());
   gather();
 }
 
@@ -59,7 +59,7 @@ void Transfer::gather() const {
   const std::uint64_t behind = static_cast<std::uint64_t>(next) * row_bytes();
   copy_rows(call_.out.data, gathered, shares.start(rank()));
   copy_rows(call_.out.data + behind, gathered + behind, shares.all() - next);
-  launch_close(turn_, c());
+  launch_close(turn_.params(), c());
 }
 
 void Transfer::sum() const {
@@ -77,14 +77,14 @@ void Transfer::sum() const {
   epilogue.activation = XD_GEMM_EPILOGUE_NONE;
   epilogue.d = call_.out.data;
   epilogue.d_type = call_.out.type;
-  launch_sum({.turn = turn_,
+  launch_sum({.turn = turn_.params(),
               .partials = w_.own_slots,
               .stride = w_.slot_bytes,
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,
               .pitch = call_.in.cols,
               .epilogue = epilogue},
-             call_.in.type, w_.multiprocessors, s_);
+             call_.in.type, multiprocessors_of(w_, s_), s_);
 }
 
 }  // namespace xd::gemm::cuda

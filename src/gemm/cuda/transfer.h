@@ -16,7 +16,7 @@ namespace xd::gemm::cuda {
 
 class Transfer {
  public:
-  Transfer(const Workshop& workshop, const TransferCall& call, const TurnParams& turn,
+  Transfer(const Workshop& workshop, const TransferCall& call, const EnqueuedTurn& turn,
            cudaStream_t stream)
       : w_(workshop), call_(call), turn_(turn), s_(stream) {}
 
@@ -39,7 +39,7 @@ class Transfer {
 
   const Workshop& w_;
   const TransferCall& call_;
-  const TurnParams& turn_;
+  const EnqueuedTurn& turn_;
   const cudaStream_t s_;
 };
 
