@@ -19,7 +19,7 @@ using xd::cuda::lt::Algorithm;
 constexpr std::int64_t kSize = 512;
 static_assert(kSize * kSize * sizeof(float) == KernelLoader::kOperandBytes);
 
-// What has been launched in this process: device, a shape without sizes, algorithm.
+// What has been launched in this process: device, a kind of products, algorithm.
 struct Launched {
   std::mutex mutex;
   std::set<std::tuple<int, ProductShape, Algorithm>> all;
@@ -29,25 +29,27 @@ Launched& launched() {
   return it;
 }
 
-ProductShape resized(ProductShape shape, std::int64_t size) {
-  shape.m = shape.n = shape.k = size;
-  shape.a_pitch = shape.b_pitch = shape.d_pitch = size;
+ProductShape resized(ProductShape shape, std::int64_t m, std::int64_t n, std::int64_t k) {
+  shape.m = m;
+  shape.n = n;
+  shape.k = k;
+  shape.a_pitch = shape.transpose_a ? m : k;
+  shape.b_pitch = shape.transpose_b ? k : n;
+  shape.d_pitch = n;
   shape.far = false;
   return shape;
 }
 
-// Whether its operands are no larger than what there is. Rows may lie apart in other memory.
-bool is_small(const ProductShape& shape) {
-  const std::int64_t largest = std::max({shape.m, shape.n, shape.k});
-  return largest * largest * static_cast<std::int64_t>(sizeof(float)) <=
-         static_cast<std::int64_t>(KernelLoader::kOperandBytes);
+// Products that an algorithm computes by one kernel: of any size, but that an algorithm may have
+// other kernels for each small number of rows.
+ProductShape kind_of(const ProductShape& shape) {
+  return resized(shape, shape.m <= KernelLoader::kFewRows ? shape.m : 0, 0, 0);
 }
 
-ProductShape packed(ProductShape shape) {
-  shape.a_pitch = shape.transpose_a ? shape.m : shape.k;
-  shape.b_pitch = shape.transpose_b ? shape.k : shape.n;
-  shape.d_pitch = shape.n;
-  return shape;
+// A small product of the same kind.
+ProductShape small_product(const ProductShape& shape) {
+  return resized(shape, std::min(shape.m, kSize), std::min(shape.n, kSize),
+                 std::min(shape.k, kSize));
 }
 
 }  // namespace
@@ -68,22 +70,20 @@ KernelLoader::~KernelLoader() {
 
 bool KernelLoader::has(const ProductShape& shape, const Algorithm& algorithm) const {
   const std::lock_guard lock(launched().mutex);
-  return launched().all.contains({device_, resized(shape, 0), algorithm});
+  return launched().all.contains({device_, kind_of(shape), algorithm});
 }
 
-// There are algorithms for small products alone, and others that these cannot take.
 bool KernelLoader::load(const ProductLibrary& library, const ProductShape& shape,
                         const Algorithm& algorithm) {
   if (has(shape, algorithm)) return true;
-  const bool ran = launch(library, resized(shape, kSize), algorithm) ||
-                   (is_small(shape) && launch(library, packed(shape), algorithm));
-  if (ran) note(device_, shape, algorithm);
-  return ran;
+  if (!launch(library, small_product(shape), algorithm)) return false;
+  note(device_, shape, algorithm);
+  return true;
 }
 
 void KernelLoader::note(int device, const ProductShape& shape, const Algorithm& algorithm) {
   const std::lock_guard lock(launched().mutex);  // not held while a launch may wait
-  launched().all.insert({device, resized(shape, 0), algorithm});
+  launched().all.insert({device, kind_of(shape), algorithm});
 }
 
 // Inputs and output are the same zeros, and stay so.

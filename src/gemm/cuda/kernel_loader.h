@@ -7,8 +7,11 @@
 // per process and device with small operands that mean nothing: when a context is made, for all
 // that the context expects, and else before the operation that needs it enqueues anything. The
 // latter may still wait for an earlier operation of this rank whose peers are threads of the
-// process, so products take an algorithm that has been launched where they can.
+// process, so products take an algorithm that has been launched where there is one.
 #pragma once
+
+#include <cstddef>
+#include <cstdint>
 
 #include "cuda/cublaslt.h"
 #include "cuda/memory.h"
@@ -21,6 +24,8 @@ class KernelLoader {
   static constexpr std::size_t kOperandBytes = std::size_t{1} << 20;
   static constexpr std::size_t kWorkspaceBytes = std::size_t{8} << 20;
   static constexpr std::size_t kBytes = kOperandBytes + kWorkspaceBytes;  // of the device
+  // Up to so many rows, a kernel that has been launched says nothing about other numbers of rows.
+  static constexpr std::int64_t kFewRows = 16;
 
   // Called with the device current, as the other functions.
   explicit KernelLoader(int device);
@@ -28,13 +33,13 @@ class KernelLoader {
   KernelLoader(const KernelLoader&) = delete;
   KernelLoader& operator=(const KernelLoader&) = delete;
 
-  // True if products like `shape`, of any size, have been launched by this algorithm.
+  // True if products of this kind have been launched by the algorithm.
   bool has(const xd::cuda::ProductShape& shape, const xd::cuda::lt::Algorithm& algorithm) const;
   // Says that it has been launched.
   static void note(int device, const xd::cuda::ProductShape& shape,
                    const xd::cuda::lt::Algorithm& algorithm);
-  // Launches it, with and without C, where it has not been. False: it has not, as no product that
-  // is small enough can take it.
+  // Launches it, with and without C, where it has not been. False: it has not, as no small product
+  // can take it.
   bool load(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
             const xd::cuda::lt::Algorithm& algorithm);
   // Waits until all that has been launched has ended.

@@ -22,14 +22,25 @@ bool is_like(const ProductShape& tuned, const ProductShape& other) {
          tuned.far == other.far && tuned.compute == other.compute;
 }
 
-}  // namespace
-
-ProductShape class_of(ProductShape shape) {
-  shape.m = row_class(shape.m);
+ProductShape packed(ProductShape shape) {
   shape.a_pitch = shape.transpose_a ? shape.m : shape.k;
   shape.b_pitch = shape.transpose_b ? shape.k : shape.n;
   shape.d_pitch = shape.n;
   return shape;
+}
+
+// What a shape says beside sizes.
+ProductShape types_of(ProductShape shape) {
+  shape.m = shape.n = shape.k = 0;
+  shape.far = false;
+  return packed(shape);
+}
+
+}  // namespace
+
+ProductShape class_of(ProductShape shape) {
+  shape.m = row_class(shape.m);
+  return packed(shape);
 }
 
 std::int64_t row_class(std::int64_t rows) {
@@ -47,13 +58,21 @@ Products::Products(int device)
 void Products::warm_up(ProductShape shape, std::int64_t most_rows) {
   const std::lock_guard lock(mutex_);
   warming_ = true;
-  try {
-    for (std::int64_t rows = 16; rows < 2 * most_rows; rows = row_class(rows + 1)) {
-      shape.m = std::min(rows, most_rows);
-      find(class_of(shape));
+  const auto describe_rows = [&](std::int64_t rows) {
+    shape.m = rows;
+    try {
+      find(packed(shape));
+    } catch (const Error& error) {
+      if (error.status() != XD_ERROR_UNSUPPORTED) throw;
     }
-  } catch (const Error& error) {
-    if (error.status() != XD_ERROR_UNSUPPORTED) throw;
+  };
+  std::int64_t last = 0;
+  for (std::int64_t rows = 16; last < most_rows; rows = row_class(rows + 1)) {
+    describe_rows(rows);
+    last = rows;
+  }
+  for (std::int64_t rows = 1; rows <= std::min(most_rows, KernelLoader::kFewRows); ++rows) {
+    describe_rows(rows);
   }
   loader_.synchronize();
   warming_ = false;
@@ -85,14 +104,25 @@ void Products::run(const ProductShape& shape, const ProductPointers& pointers, f
 }
 
 Product& Products::find(const ProductShape& shape) {
-  if (const auto found = products_.find(shape); found != products_.end()) return found->second;
+  ++uses_;
+  if (const auto found = products_.find(shape); found != products_.end()) {
+    found->second.used = uses_;
+    return found->second.product;
+  }
   Product made(library_, shape, kWorkspaceBytes);
   choose(made);
-  return products_.emplace(shape, std::move(made)).first->second;
+  if (products_.size() >= kMostDescribed) forget_oldest();
+  return products_.emplace(shape, Described{std::move(made), uses_}).first->second.product;
+}
+
+void Products::forget_oldest() {
+  products_.erase(std::ranges::min_element(
+      products_, {}, [](const auto& described) { return described.second.used; }));
 }
 
 // The algorithm of the class; else what was measured; else, where no kernel shall be loaded, the
-// best that has been launched; else the best that can be launched beforehand; else the best.
+// best that has been launched, or that of another number of rows; else the best that can be
+// launched beforehand; else the best.
 void Products::choose(Product& product) {
   const ProductShape its_class = class_of(product.shape());
   const auto chosen = of_class_.find(its_class);
@@ -104,6 +134,7 @@ void Products::choose(Product& product) {
       choose_tuned(product) || (!warming_ && any_of([&](const Algorithm& candidate) {
         return loader_.has(product.shape(), candidate) && product.choose(candidate);
       })) ||
+      (!warming_ && choose_neighbours(product)) ||
       any_of([&](const Algorithm& candidate) { return choose_loaded(product, candidate); }) ||
       product.choose(product.candidates().front());
   if (found) of_class_.emplace(its_class, product.chosen());
@@ -112,6 +143,20 @@ void Products::choose(Product& product) {
 // Chooses an algorithm, and launches it where it has not been; false if either cannot be.
 bool Products::choose_loaded(Product& product, const Algorithm& algorithm) {
   return product.choose(algorithm) && loader_.load(library_, product.shape(), algorithm);
+}
+
+// The algorithm of the products of the same types that have the most similar number of rows, among
+// those that have been launched.
+bool Products::choose_neighbours(Product& product) const {
+  const ProductShape& shape = product.shape();
+  std::map<double, const Algorithm*> by_distance;
+  for (const auto& [other, algorithm] : of_class_) {
+    if (types_of(other) != types_of(shape) || !loader_.has(shape, algorithm)) continue;
+    const double ratio = static_cast<double>(other.m) / static_cast<double>(shape.m);
+    by_distance.emplace(std::max(ratio, 1 / ratio), &algorithm);
+  }
+  return std::ranges::any_of(by_distance,
+                             [&](const auto& each) { return product.choose(*each.second); });
 }
 
 bool Products::choose_tuned(Product& product) {

@@ -1,4 +1,5 @@
-// The products that a context has described so far, by shape, and the algorithm for each.
+// The products that a context has described, by shape, and the algorithm for each. The latest ones
+// are kept, many more than an operation has.
 //
 // Numbers of rows change from call to call, so algorithms are kept by class of rows: a shape takes
 // the algorithm of its class where it can. Whatever a product launches has been launched before
@@ -53,16 +54,25 @@ class Products {
            float alpha, float beta, cudaStream_t stream);
 
  private:
+  struct Described {
+    xd::cuda::Product product;
+    std::uint64_t used;  // number of the use, of all products' uses
+  };
+  static constexpr std::size_t kMostDescribed = 1024;
+
   xd::cuda::Product& find(const xd::cuda::ProductShape& shape);
+  void forget_oldest();
   void choose(xd::cuda::Product& product);
   bool choose_loaded(xd::cuda::Product& product, const xd::cuda::lt::Algorithm& algorithm);
+  bool choose_neighbours(xd::cuda::Product& product) const;
   bool choose_tuned(xd::cuda::Product& product);
 
   std::mutex mutex_;  // explain() may be called beside an operation
   xd::cuda::ProductLibrary library_;
   xd::cuda::DeviceBuffer workspace_;
   KernelLoader loader_;
-  std::map<xd::cuda::ProductShape, xd::cuda::Product> products_;
+  std::map<xd::cuda::ProductShape, Described> products_;
+  std::uint64_t uses_ = 0;
   bool warming_ = false;  // kernels may be loaded now
   std::vector<TunedProduct> tuned_;
   // The algorithm of a class: its shape has the class' number of rows.
