@@ -84,7 +84,7 @@ typedef enum xd_gemm_algo {
   XD_GEMM_ALGO_AUTO = 0,
   /* One kernel that computes and sends tile by tile. Reserved: UNSUPPORTED on every executor. */
   XD_GEMM_ALGO_FUSED = 1,
-  /* reduce_scatter, all_reduce: the product stores its rows straight into their owners' memory. */
+  /* reduce_scatter: the product stores its rows straight into their owners' memory. */
   XD_GEMM_ALGO_DIRECT = 2,
   /* all_gather: own rows, then one peer's, then the others' in doubling steps (1, 1, 2, 4 ..);
    * reduce_scatter: as SPLIT_P2P. */

@@ -163,7 +163,6 @@ void Product::describe() {
   if (s.a_scale_mode > 0) set(lt::kSecondScaleMode, s.a_scale_mode);
   if (s.a_scale_mode >= 0) set(lt::kSecondScalePointer, somewhere);
   if (s.fast_accumulate) set(lt::kFastAccumulate, std::int8_t{1});
-  if (s.multiprocessors > 0) set(lt::kSmCountTarget, s.multiprocessors);
   const auto layout = [](lt::Layout* made, cudaDataType_t type, std::int64_t rows,
                          std::int64_t columns, std::int64_t pitch) {
     XD_LT_CHECK(MatrixLayoutCreate(made, static_cast<int>(type), static_cast<std::uint64_t>(rows),

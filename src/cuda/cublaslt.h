@@ -33,7 +33,6 @@ enum OperationAttribute : int {                            // cublasLtMatmulDesc
   kTransposeSecond = 4,
   kEpilogue = 7,
   kBiasPointer = 8,
-  kSmCountTarget = 15,
   kFirstScalePointer = 17,
   kSecondScalePointer = 18,
   kFastAccumulate = 25,
@@ -53,10 +52,9 @@ enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
 // memory, never as rounded elements of D.
 inline constexpr std::uint32_t kReduceInComputeType = 2;
 // cublasLtEpilogue_t
-inline constexpr int kEpilogueNone = 1, kEpilogueRelu = 2, kEpilogueBias = 4, kEpilogueGelu = 32;
+inline constexpr int kEpilogueNone = 1, kEpilogueRelu = 2, kEpilogueBias = 4;
 // cublasLtMatmulMatrixScale_t
-inline constexpr int kScaleScalar = 0, kScaleOuterVector = 3, kScaleVector128 = 4,
-                     kScaleBlock128 = 5;
+inline constexpr int kScaleScalar = 0, kScaleOuterVector = 3;
 
 struct Algorithm {  // a cublasLtMatmulAlgo_t: plain words, the same on equal devices
   std::uint64_t data[8];
@@ -135,7 +133,6 @@ struct ProductShape {
   int epilogue = lt::kEpilogueNone;
   int a_scale_mode = -1, b_scale_mode = -1;  // -1 = not scaled
   bool fast_accumulate = false;
-  int multiprocessors = 0;  // 0 = all
   // D lies in other devices' memory. cuBLASLt does not know, but other algorithms are fastest.
   bool far = false;
 

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "gemm/family.h"
 
 namespace xd::gemm {
 namespace {
@@ -129,35 +130,18 @@ Obstacle Estimate::direct_obstacle(std::int64_t& pitch) const {
   if (!p_.equal_shares) return Obstacle::uneven_shares;
   if (share_bytes_ > static_cast<double>(room_.slot_bytes)) return Obstacle::slot_too_small;
   // Rows that lie apart fill more of a slot than their elements do.
-  const std::uint64_t most =
-      reduces_all() || room_.wide_rows
-          ? room_.slot_bytes
-          : static_cast<std::uint64_t>(p_.most_tokens * p_.n * p_.partial_bytes);
-  pitch = slot_pitch(p_.most_tokens, p_.n, p_.partial_bytes, room_.slot_unit, most);
+  pitch = slot_pitch(p_.most_tokens, p_.n, p_.partial_bytes, room_.slot_unit, room_.slot_bytes);
   return pitch == 0 ? Obstacle::no_pitch : Obstacle::none;
 }
 
 // One product whose rows go to their owners, and then a sum.
 Option Estimate::direct() const {
   Option o{.algo = XD_GEMM_ALGO_DIRECT, .mover = Mover::product, .products = 1};
-  if (p_.operation == XD_GEMM_ALL_GATHER) {
-    o.obstacle = Obstacle::not_for_this;
-    return o;
-  }
-  o.obstacle = direct_obstacle(o.pitch);
-  if (o.obstacle == Obstacle::none && reduces_all() &&
-      !(room_.two_steps && fits_words(share_bytes_))) {
-    o.obstacle = Obstacle::no_room;
-  }
+  o.obstacle =
+      p_.operation == XD_GEMM_REDUCE_SCATTER ? direct_obstacle(o.pitch) : Obstacle::not_for_this;
   if (o.obstacle != Obstacle::none) return o;
   const double link = peers_ * share_bytes_ / m_.link_bytes_us;
   o.gemm_us = whole_;
-  if (reduces_all()) {
-    const double moved = 2 * peers_ * share_bytes_;
-    o.transfer_us = m_.stitched_gather_us + moved / m_.stitched_gather_bytes_us;
-    o.us = whole_ + o.transfer_us;
-    return o;
-  }
   if (p_.far_times.count > 0) {
     o.gemm_us = p_.far_times.us(p_.tokens);
     o.transfer_us = link;
@@ -212,23 +196,6 @@ Option Estimate::sequential() const {
   if (words.obstacle != Obstacle::none) return copies;
   if (copies.obstacle != Obstacle::none) return words;
   return words.us <= copies.us ? words : copies;
-}
-
-const char* name_of(xd_gemm_algo algo) {
-  switch (algo) {
-    case XD_GEMM_ALGO_FUSED:
-      return "FUSED";
-    case XD_GEMM_ALGO_DIRECT:
-      return "DIRECT";
-    case XD_GEMM_ALGO_SPLIT:
-      return "SPLIT";
-    case XD_GEMM_ALGO_SPLIT_P2P:
-      return "SPLIT_P2P";
-    case XD_GEMM_ALGO_SEQUENTIAL:
-      return "SEQUENTIAL";
-    default:
-      return "AUTO";
-  }
 }
 
 std::string microseconds(double us) {
@@ -330,7 +297,7 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
     case Obstacle::reserved:
       return "reserved: no executor has it";
     case Obstacle::not_for_this:
-      return "only reduce_scatter and all_reduce have it";
+      return "only reduce_scatter has it";
     case Obstacle::uneven_shares:
       return "needs the same number of tokens on all ranks, since the owners' slots are equal";
     case Obstacle::no_slots:
@@ -361,7 +328,7 @@ std::string text_of(const Options& options, const Problem& problem, const Room& 
   std::string text;
   for (int i = 0; i < options.count; ++i) {
     const Option& o = options.option[at(i)];
-    text += concat(name_of(o.algo), ": ");
+    text += concat(algo_name(o.algo), ": ");
     if (o.obstacle != Obstacle::none) {
       text += concat(text_of(o.obstacle, problem, room), "\n");
       continue;

@@ -40,8 +40,6 @@ struct Machine {
   double one_shot_bytes_us = 302e3;
   double two_shot_us = 13;  // all_reduce by words in two steps
   double two_shot_bytes_us = 345e3;
-  double stitched_gather_us = 7;  // all_reduce of a product in the owners' memory, by words
-  double stitched_gather_bytes_us = 370e3;
   // A product whose rows go straight to their owners loses this part of the link's time, in rows of
   // `stitched_columns`. Narrower ones lose more.
   double stitched_loss = 0.35;
@@ -93,7 +91,6 @@ struct Problem {
 struct Room {
   std::uint64_t slot_bytes = 0;   // stitched: of the slot of one source at one owner
   std::uint64_t slot_unit = 0;    // slots begin at multiples of it, 0 = there are none
-  bool wide_rows = false;         // stitched rows of reduce_scatter may lie apart, too
   std::uint64_t word_bytes = 0;   // words from one source
   std::uint64_t chunk_bytes = 0;  // partial sums from one source; 0 = there is no such memory
   bool two_steps = true;          // all_reduce: sums may travel as they are stored

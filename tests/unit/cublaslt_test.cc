@@ -21,7 +21,6 @@ static_assert(int{kTransposeFirst} == CUBLASLT_MATMUL_DESC_TRANSA &&
               int{kTransposeSecond} == CUBLASLT_MATMUL_DESC_TRANSB &&
               int{kEpilogue} == CUBLASLT_MATMUL_DESC_EPILOGUE &&
               int{kBiasPointer} == CUBLASLT_MATMUL_DESC_BIAS_POINTER &&
-              int{kSmCountTarget} == CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET &&
               int{kFirstScalePointer} == CUBLASLT_MATMUL_DESC_A_SCALE_POINTER &&
               int{kSecondScalePointer} == CUBLASLT_MATMUL_DESC_B_SCALE_POINTER &&
               int{kFastAccumulate} == CUBLASLT_MATMUL_DESC_FAST_ACCUM &&
@@ -35,16 +34,12 @@ static_assert(int{kMaxWorkspaceBytes} == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTE
               int{kMinAlignmentD} == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES);
 static_assert(kEpilogueNone == CUBLASLT_EPILOGUE_DEFAULT &&
               kEpilogueRelu == CUBLASLT_EPILOGUE_RELU && kEpilogueBias == CUBLASLT_EPILOGUE_BIAS &&
-              kEpilogueGelu == CUBLASLT_EPILOGUE_GELU &&
-              (kEpilogueRelu | kEpilogueBias) == CUBLASLT_EPILOGUE_RELU_BIAS &&
-              (kEpilogueGelu | kEpilogueBias) == CUBLASLT_EPILOGUE_GELU_BIAS);
+              (kEpilogueRelu | kEpilogueBias) == CUBLASLT_EPILOGUE_RELU_BIAS);
 static_assert(kReductionSchemes == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK &&
               kReduceInComputeType == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
 static_assert(kInvalidValue == CUBLAS_STATUS_INVALID_VALUE);
 static_assert(kScaleScalar == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F &&
-              kScaleOuterVector == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F &&
-              kScaleVector128 == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F &&
-              kScaleBlock128 == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+              kScaleOuterVector == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
 static_assert(sizeof(Algorithm) == sizeof(cublasLtMatmulAlgo_t));
 static_assert(sizeof(Suggestion) == sizeof(cublasLtMatmulHeuristicResult_t) &&
               offsetof(Suggestion, state) == offsetof(cublasLtMatmulHeuristicResult_t, state));

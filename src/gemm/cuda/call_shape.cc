@@ -14,7 +14,7 @@ namespace lt = xd::cuda::lt;
 
 bool is_fp8(DType type) { return dtype_bytes(type) == 1; }
 
-// cuBLASLt reads vectors of elements at once.
+// cuBLASLt reads vectors of elements at once, also of scales per row.
 bool is_aligned(const Tensor& tensor) {
   return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
 }
@@ -24,6 +24,12 @@ void require_scaling(const ProductCall& call) {
     fail(XD_ERROR_UNSUPPORTED,
          "a_scale or b_scale: has one scale per 128 columns of K, expected "
          "one per tensor or per row on CUDA devices");
+  }
+  for (const Tensor* scales : {&call.a_scale, &call.b_scale}) {
+    if (call.scaling != Scaling::rows || is_aligned(*scales)) continue;
+    fail(XD_ERROR_UNSUPPORTED, scales->name, ": scales per row begin at ",
+         static_cast<const void*>(scales->data),
+         ", expected a multiple of 16 bytes on CUDA devices");
   }
 }
 
@@ -96,11 +102,9 @@ Problem problem_of(const ProductCall& call, const Config& config) {
 Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes) {
   Room room{.slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
             .slot_unit = stitched_bytes,  // a rank's rows fill a slot, with a pitch that does that
-            .wide_rows = true,
             .word_bytes = map.word_bytes,
             .chunk_bytes = map.slot_bytes};
   if (call.operation != XD_GEMM_ALL_REDUCE) return room;
-  room.slot_unit = 0;
   // All ranks finish all rows only where all get all products. Otherwise sums travel as they are
   // stored.
   const bool all_finish_all = call.writes_pre_activation() || call.d_amax || call.bias_grad;
@@ -174,8 +178,7 @@ Epilogue epilogue_from(const ProductCall& call, std::int64_t first) {
   const auto from = [&](const Tensor& tensor) {
     return tensor ? tensor.data + static_cast<std::uint64_t>(first) * tensor.row_bytes() : nullptr;
   };
-  return {.alpha = 1,
-          .beta = call.beta,
+  return {.beta = call.beta,
           .c = call.beta != 0 ? from(call.c) : nullptr,
           .bias = call.bias.data,
           .activation = call.epilogue,

@@ -16,6 +16,7 @@
 #include "cuda/stream.h"
 #include "gemm/cuda/call_shape.h"
 #include "gemm/cuda/executor.h"
+#include "gemm/cuda/fill.h"
 #include "gemm/cuda/kernels.h"
 #include "gemm/cuda/transfer.h"
 #include "gemm/cuda/tuning.h"
@@ -23,7 +24,6 @@
 namespace xd::gemm::cuda {
 namespace {
 
-constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
 constexpr std::uint64_t kBulkBytes = std::uint64_t{16} << 20;
 
 Setback setback_of(const Report& report, const Context& context) {
@@ -188,9 +188,10 @@ void CudaContext::tune() {
 }
 
 void CudaContext::fill_ones(int device) {
-  const std::vector<float> ones(at(ones_count(config())), 1.0f);
-  memory_->ones = xd::cuda::DeviceBuffer(device, ones.size() * sizeof(float), "scales of 1");
-  memory_->ones.write(0, ones.data(), memory_->ones.bytes());
+  memory_->ones =
+      xd::cuda::DeviceBuffer(device, at(ones_count(config())) * sizeof(float), "scales of 1");
+  const std::vector<float> some(4096, 1.0f);
+  fill(memory_->ones, std::as_bytes(std::span(some)), xd::cuda::Stream(device));
 }
 
 // No word has arrived yet. Peers push words only after this step.
@@ -476,7 +477,7 @@ std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_
 
 xd_gemm_memory context_memory(const Config& config) {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
-  memory.symmetric_bytes = round_up(map_of(config).end, kGranularity) +
+  memory.symmetric_bytes = round_up(map_of(config).end, StitchedSlots::kUnit) +
                            at(config.ranks) * StitchedSlots::slot_bytes(config);
   memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
                          at(ones_count(config)) * sizeof(float) + Products::kWorkspaceBytes +

@@ -26,8 +26,6 @@ template <int kCount>
 __device__ inline void activate(const Epilogue& e, std::int64_t at, std::int64_t column,
                                 float (&x)[kCount]) {
   float other[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] *= e.alpha;
   if (e.c != nullptr) {
     load(e.c, e.c_type, at, other);
 #pragma unroll

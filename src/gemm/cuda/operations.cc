@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "cuda/error.h"
 #include "gemm/cuda/call_shape.h"
+#include "gemm/cuda/copies.h"
 #include "gemm/cuda/kernels.h"
 
 namespace xd::gemm::cuda {
@@ -80,11 +81,6 @@ void Operation::clear_amax() const {
   if (call_.d_amax) XD_CUDA_CHECK(cudaMemsetAsync(call_.d_amax.data, 0, sizeof(float), s_));
 }
 
-void Operation::copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const {
-  if (bytes == 0) return;
-  XD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
-}
-
 // ---- all_gather --------------------------------------------------------------------------------
 
 void Operation::all_gather() const {
@@ -129,23 +125,8 @@ void Operation::send_rows() const {
     std::byte* const to = area(schedule.to[at(i)]);
     copy_own_rows(to + w_.map.gathered, c());
     copy_own_scales(to, c());
-    send_flag(w_.map.landed, schedule.to[at(i)]);
+    send_flag(w_.group, w_.map.landed, to, c());
   }
-}
-
-// Behind what has been copied to the peer.
-void Operation::send_flag(std::uint64_t flags, int peer) const {
-  copy(area(peer) + ContextMap::flag_of(flags, rank()), &w_.group.control->opened,
-       sizeof(std::uint64_t), c());
-}
-
-void Operation::wait_landed(std::uint64_t flags, Sources sources, cudaStream_t stream) const {
-  launch_landed({.group = w_.group,
-                 .operation = call_.operation,
-                 .flags = flags,
-                 .first = sources.first,
-                 .count = sources.count},
-                stream);
 }
 
 // Into the rows of all ranks. Where a is transposed, tokens are columns there.
@@ -184,7 +165,7 @@ void Operation::take_steps() const {
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
   const bool whole = option_.algo == XD_GEMM_ALGO_SEQUENTIAL;
   for (int i = 0; i < schedule.steps; ++i) {
-    wait_landed(w_.map.landed, schedule.step[at(i)], s_);
+    wait_landed(w_.group, call_.operation, w_.map.landed, schedule.step[at(i)], s_);
     if (!whole) gathered_products(schedule.step[at(i)]);
   }
   if (whole) gathered_products({0, ranks()});
@@ -363,7 +344,7 @@ void Operation::reduce_by_copies() const {
       w_.side->order(s_, c());
     }
     send_partials(peer);
-    if (all) send_flag(w_.map.summed, peer);
+    if (all) send_flag(w_.group, w_.map.summed, area(peer), c());
   }
   const std::int64_t start = owned_from(rank());
   std::byte* const own = w_.own_slots + static_cast<std::uint64_t>(rank()) * w_.slot_bytes;
@@ -389,7 +370,7 @@ void Operation::send_partials(int peer) const {
 void Operation::gather_sums() const {
   const Sources peers{rank() + 1, ranks() - 1};
   w_.side->order(s_, c());
-  wait_landed(w_.map.summed, peers, c());
+  wait_landed(w_.group, call_.operation, w_.map.summed, peers, c());
   const std::int64_t start = owned_from(rank());
   launch_part_sum({.turn = turn_.params(),
                    .partials = w_.own_slots,
@@ -404,9 +385,9 @@ void Operation::gather_sums() const {
     const int peer = (rank() + d) % ranks();
     copy(area(peer) + w_.map.sums + bytes_of(start, row), call_.d.data + bytes_of(start, row),
          bytes_of(owned_rows(rank()), row), c());
-    send_flag(w_.map.landed, peer);
+    send_flag(w_.group, w_.map.landed, area(peer), c());
   }
-  wait_landed(w_.map.landed, peers, c());
+  wait_landed(w_.group, call_.operation, w_.map.landed, peers, c());
   const std::byte* const sums = area(rank()) + w_.map.sums;
   const std::int64_t next = start + owned_rows(rank());
   copy(call_.d.data, sums, bytes_of(start, row), c());

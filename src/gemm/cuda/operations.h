@@ -113,8 +113,6 @@ class Operation {
   void gather_by_push() const;
   void gather_by_copies() const;
   void send_rows() const;
-  void send_flag(std::uint64_t flags, int peer) const;
-  void wait_landed(std::uint64_t flags, Sources sources, cudaStream_t stream) const;
   void take_steps() const;
   void keep_own_rows() const;
   void return_gathered() const;
@@ -150,7 +148,6 @@ class Operation {
   // Column sums of exact results, if they are wanted: behind the launch that has stored these.
   void sum_columns(const float* exact, std::int64_t rows, bool adds = false) const;
   void clear_amax() const;
-  void copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) const;
 
   int multiprocessors() const { return multiprocessors_of(w_, s_); }
   int rank() const { return w_.group.rank(); }

@@ -6,6 +6,7 @@
 
 #include "base/dtype.h"
 #include "base/layout.h"
+#include "base/math.h"
 #include "gemm/config.h"
 #include "gemm/family.h"
 #include "turn/device_group.h"
@@ -34,9 +35,10 @@ struct ContextMap {
   std::uint64_t scales;    // of the gathered rows: one per row, or the first W of them one per rank
   std::uint64_t sums;      // all_reduce: finished rows of all ranks
   std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
-  std::uint64_t words;     // [2 parities][2 steps][W] partial sums and sums that arrive as words
+  std::uint64_t words;     // [2 parities][steps][W] partial sums and sums that arrive as words
   std::uint64_t columns;   // [2 parities][W] column sums that arrive as words
   std::uint64_t slot_bytes, word_bytes, column_bytes;  // of one source
+  std::uint64_t word_steps;                            // 2 where sums go to all ranks
   std::uint64_t end;
   bool copies_all;  // all_reduce by copies has a place
 
@@ -60,26 +62,27 @@ struct ContextMap {
     }
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
-      map.slot_bytes = (tokens * row + kRowStart - 1) / kRowStart * kRowStart;
+      map.slot_bytes = round_up(tokens * row, kRowStart);
       if (!separate_slots) map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
       // In one step of all_reduce a rank sends all its rows to everybody.
       const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
       map.word_bytes = most < kMostWordBytes ? most : kMostWordBytes;
-      map.words = cursor.add<std::byte>(4 * ranks * map.word_bytes, kRowStart);
+      map.word_steps = config.has(XD_GEMM_ALL_REDUCE) ? 2 : 1;
+      map.words = cursor.add<std::byte>(2 * map.word_steps * ranks * map.word_bytes, kRowStart);
       // Where words have room for all there is, copies are not needed.
       map.copies_all = config.has(XD_GEMM_ALL_REDUCE) && most > kMostWordBytes;
       if (map.copies_all) map.sums = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
     }
     const auto columns = static_cast<std::uint64_t>(config.max_n) * sizeof(float);
-    map.column_bytes = (columns + kRowStart - 1) / kRowStart * kRowStart;
+    map.column_bytes = round_up(columns, kRowStart);
     map.columns = cursor.add<std::byte>(2 * ranks * map.column_bytes, kRowStart);
     map.end = cursor.at;
     return map;
   }
 
-  // The words that `source` has pushed in a step (0 or 1) of an operation.
+  // The words that `source` has pushed in a step (below word_steps) of an operation.
   constexpr std::uint64_t words_of(std::uint64_t epoch, int step, int source, int ranks) const {
-    const std::uint64_t area = epoch % 2 * 2 + static_cast<std::uint64_t>(step);
+    const std::uint64_t area = epoch % 2 * word_steps + static_cast<std::uint64_t>(step);
     return words + (area * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source)) *
                        word_bytes;
   }
@@ -103,9 +106,8 @@ struct ContextMap {
 using Group = turn::DeviceGroup<Control, Report, ContextMap>;
 using TurnParams = turn::DeviceTurnParams<Group, Record>;
 
-// What becomes of a float32 sum before it is stored.
+// What becomes of a float32 sum before it is stored. Products have applied alpha.
 struct Epilogue {
-  float alpha;  // of the product, where the product has not applied it
   float beta;
   const std::byte* c;     // nullptr = none
   const std::byte* bias;  // nullptr = none

@@ -22,7 +22,7 @@ namespace xd::gemm::cuda {
 
 class StitchedSlots {
  public:
-  // Slots begin at multiples of this many bytes.
+  // Devices share memory in units of so many bytes, so slots begin at multiples of it.
   static constexpr std::uint64_t kUnit = std::uint64_t{2} << 20;
   // Bytes of a slot; 0 where the context's sums are so small that they take other ways.
   static std::uint64_t slot_bytes(const Config& config);

@@ -1,6 +1,6 @@
 #include "gemm/cuda/transfer.h"
 
-#include "cuda/error.h"
+#include "gemm/cuda/copies.h"
 #include "gemm/cuda/kernels.h"
 
 namespace xd::gemm::cuda {
@@ -14,9 +14,7 @@ void Transfer::product() const {
 }
 
 void Transfer::copy_rows(std::byte* to, const std::byte* from, std::int64_t rows) const {
-  const std::uint64_t bytes = static_cast<std::uint64_t>(rows) * row_bytes();
-  if (bytes == 0) return;
-  XD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, c()));
+  copy(to, from, static_cast<std::uint64_t>(rows) * row_bytes(), c());
 }
 
 void Transfer::enqueue() const {
@@ -42,17 +40,10 @@ void Transfer::gather() const {
   for (int d = 1; d < ranks(); ++d) {
     std::byte* const peer = w_.areas[at((rank() + d) % ranks())];
     copy_rows(peer + w_.map.gathered + first, call_.in.data, shares.rows(rank()));
-    XD_CUDA_CHECK(cudaMemcpyAsync(peer + ContextMap::flag_of(w_.map.landed, rank()),
-                                  &w_.group.control->opened, sizeof(std::uint64_t),
-                                  cudaMemcpyDeviceToDevice, c()));
+    send_flag(w_.group, w_.map.landed, peer, c());
   }
   copy_rows(call_.out.data + first, call_.in.data, shares.rows(rank()));
-  launch_landed({.group = w_.group,
-                 .operation = call_.operation,
-                 .flags = w_.map.landed,
-                 .first = rank() + 1,
-                 .count = ranks() - 1},
-                c());
+  wait_landed(w_.group, call_.operation, w_.map.landed, {rank() + 1, ranks() - 1}, c());
   // The rows of the ranks before this one, and behind it.
   const std::byte* const gathered = w_.areas[at(rank())] + w_.map.gathered;
   const std::int64_t next = shares.start(rank()) + shares.rows(rank());
@@ -73,7 +64,6 @@ void Transfer::sum() const {
   product();
   w_.side->order(c(), s_);
   Epilogue epilogue{};
-  epilogue.alpha = 1;
   epilogue.activation = XD_GEMM_EPILOGUE_NONE;
   epilogue.d = call_.out.data;
   epilogue.d_type = call_.out.type;

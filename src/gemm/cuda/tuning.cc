@@ -4,11 +4,13 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <span>
 
 #include "base/error.h"
 #include "base/math.h"
 #include "cuda/error.h"
 #include "gemm/cuda/call_shape.h"
+#include "gemm/cuda/fill.h"
 #include "gemm/cuda/kernel_loader.h"
 #include "gemm/cuda/products.h"
 
@@ -106,7 +108,7 @@ std::vector<TunedProduct> Tuner::measure() {
 void Tuner::measure_order(ProductShape shape, std::vector<TunedProduct>& found) {
   const std::int64_t all = config_.all_tokens();
   const std::uint64_t d_bytes = config_.summed_bytes();
-  for (std::int64_t rows = 16; rows < 2 * all; rows = row_class(rows + 1)) {
+  for (std::int64_t rows = 16, last = 0; last < all; last = rows, rows = row_class(rows + 1)) {
     shape.m = std::min(rows, all);
     shape.a_pitch = shape.k;
     shape.b_pitch = shape.transpose_b ? shape.k : shape.n;
@@ -146,15 +148,7 @@ void Tuner::fill_operands(std::uint64_t a_bytes, std::uint64_t b_bytes) {
   b_ = operands_.data() + a_end;
   constexpr std::uint64_t kPiece = std::uint64_t{1} << 20;
   const auto numbers = some_numbers(config_.type, kPiece / sizeof(std::uint64_t));
-  std::uint64_t filled = std::min(kPiece, all);
-  operands_.write(0, numbers.data(), filled);
-  while (filled < all) {
-    const std::uint64_t more = std::min(filled, all - filled);
-    XD_CUDA_CHECK(cudaMemcpyAsync(operands_.data() + filled, operands_.data(), more,
-                                  cudaMemcpyDeviceToDevice, stream_.get()));
-    filled += more;
-  }
-  stream_.synchronize();
+  fill(operands_, std::as_bytes(std::span(numbers)), stream_);
 }
 
 void Tuner::measure_one(const ProductShape& shape, std::byte* d, std::vector<TunedProduct>& found) {

@@ -110,7 +110,8 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
 
   __device__ void clear_words() const {
     const ContextMap& map = p_.group.map;
-    const std::uint64_t bytes = 2 * static_cast<std::uint64_t>(ranks()) * map.word_bytes;
+    const std::uint64_t bytes =
+        map.word_steps * static_cast<std::uint64_t>(ranks()) * map.word_bytes;
     if (bytes == 0) return;
     std::byte* const at = words_at(rank(), 0, 0);
     for (std::int64_t i = first(); i < static_cast<std::int64_t>(bytes / 16); i += stride()) {
