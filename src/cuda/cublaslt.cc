@@ -4,9 +4,12 @@
 
 #include <array>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "base/error.h"
+#include "cuda/error.h"
 
 namespace xd::cuda {
 namespace lt {
@@ -103,10 +106,41 @@ const char* why_no_products() noexcept {
   return reason.c_str();
 }
 
-ProductLibrary::ProductLibrary() { XD_LT_CHECK(Create(&handle_)); }
+namespace {
+
+// Handles that are not in use at the moment, by device; never destroyed.
+struct HandlePool {
+  std::mutex mutex;
+  std::multimap<int, lt::Handle> idle;
+
+  static HandlePool& instance() {
+    static HandlePool& pool = *new HandlePool;
+    return pool;
+  }
+};
+
+}  // namespace
+
+ProductLibrary::ProductLibrary() {
+  XD_CUDA_CHECK(cudaGetDevice(&device_));
+  {
+    HandlePool& pool = HandlePool::instance();
+    const std::lock_guard lock(pool.mutex);
+    if (auto node = pool.idle.extract(device_)) {
+      handle_ = node.mapped();
+      return;
+    }
+  }
+  XD_LT_CHECK(Create(&handle_));
+}
 
 ProductLibrary::~ProductLibrary() {
-  if (handle_ != nullptr) lt::library().Destroy(handle_);
+  HandlePool& pool = HandlePool::instance();
+  const std::lock_guard lock(pool.mutex);
+  try {
+    pool.idle.emplace(device_, handle_);
+  } catch (...) {  // no host memory for the pool: the handle is lost
+  }
 }
 
 Product::Product(const ProductLibrary& library, const ProductShape& shape,

@@ -73,7 +73,6 @@ struct Suggestion {  // a cublasLtMatmulHeuristicResult_t
 // XD_LT_FUNCTION(name in the library without its prefix, result, arguments)
 #define XD_LT_FUNCTIONS                                                                           \
   XD_LT_FUNCTION(Create, Status, (Handle*))                                                       \
-  XD_LT_FUNCTION(Destroy, Status, (Handle))                                                       \
   XD_LT_FUNCTION(GetVersion, std::size_t, ())                                                     \
   XD_LT_FUNCTION(GetStatusString, const char*, (Status))                                          \
   XD_LT_FUNCTION(MatmulDescCreate, Status, (Operation*, int compute, int scale_type))             \
@@ -152,7 +151,8 @@ struct ProductPointers {
   const float* b_scale = nullptr;
 };
 
-// A handle of cuBLASLt for the current device.
+// A handle of cuBLASLt for the current device. It comes from a pool and goes back to it: to destroy
+// one waits for everything that runs on the device.
 class ProductLibrary {
  public:
   ProductLibrary();
@@ -163,6 +163,7 @@ class ProductLibrary {
   lt::Handle handle() const { return handle_; }
 
  private:
+  int device_ = -1;
   lt::Handle handle_ = nullptr;
 };
 

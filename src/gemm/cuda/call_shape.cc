@@ -244,4 +244,56 @@ std::vector<ProductShape> warmed_shapes(const Config& config) {
   return shapes;
 }
 
+namespace {
+
+// What cuBLASLt stores of these operands: see is_plain().
+void add_results(ProductShape shape, DType operands, std::vector<ProductShape>& to) {
+  for (const DType d : {DType::f32, DType::bf16, DType::f16}) {
+    if (!multiplies_into(operands, d)) continue;
+    shape.d_type = shape.bias_type = lt_type(d);
+    for (const int epilogue : {lt::kEpilogueNone, lt::kEpilogueBias, lt::kEpilogueRelu,
+                               lt::kEpilogueBias | lt::kEpilogueRelu}) {
+      if (d == DType::f32 && (epilogue & lt::kEpilogueRelu) != 0) continue;
+      shape.epilogue = epilogue;
+      to.push_back(shape);
+    }
+  }
+}
+
+void add_fp8(DType a, DType b, std::vector<ProductShape>& to) {
+  ProductShape shape{.a_type = lt_type(a), .b_type = lt_type(b)};
+  constexpr std::pair<int, int> kModes[] = {{-1, -1},
+                                            {lt::kScaleScalar, lt::kScaleScalar},
+                                            {lt::kScaleScalar, -1},
+                                            {-1, lt::kScaleScalar},
+                                            {lt::kScaleOuterVector, lt::kScaleOuterVector}};
+  for (const auto& [of_a, of_b] : kModes) {
+    for (const bool fast : {false, true}) {
+      shape.a_scale_mode = of_a;
+      shape.b_scale_mode = of_b;
+      shape.fast_accumulate = fast;
+      add_results(shape, a, to);
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<ProductShape> all_products() {
+  std::vector<ProductShape> shapes;
+  for (const auto& [a, b] : {std::pair{false, true}, {false, false}, {true, false}}) {
+    for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
+      ProductShape shape{
+          .a_type = lt_type(type), .b_type = lt_type(type), .transpose_a = a, .transpose_b = b};
+      add_results(shape, type, shapes);
+      shape.compute = lt::kComputeTf32;
+      if (type == DType::f32) add_results(shape, type, shapes);
+    }
+  }
+  add_fp8(DType::e4m3, DType::e4m3, shapes);
+  add_fp8(DType::e4m3, DType::e5m2, shapes);
+  add_fp8(DType::e5m2, DType::e4m3, shapes);
+  return shapes;
+}
+
 }  // namespace xd::gemm::cuda

@@ -23,6 +23,7 @@ static_assert(kSize * kSize * sizeof(float) == KernelLoader::kOperandBytes);
 struct Launched {
   std::mutex mutex;
   std::set<std::tuple<int, ProductShape, Algorithm>> all;
+  std::set<int> complete;  // devices on which products of all kinds have been
 };
 Launched& launched() {
   static Launched it;
@@ -71,6 +72,45 @@ KernelLoader::~KernelLoader() {
 bool KernelLoader::has(const ProductShape& shape, const Algorithm& algorithm) const {
   const std::lock_guard lock(launched().mutex);
   return launched().all.contains({device_, kind_of(shape), algorithm});
+}
+
+std::vector<Algorithm> KernelLoader::all_of(const ProductShape& shape) const {
+  const ProductShape kind = kind_of(shape);
+  std::vector<Algorithm> found;
+  const std::lock_guard lock(launched().mutex);
+  for (auto at = launched().all.lower_bound({device_, kind, Algorithm{}});
+       at != launched().all.end() && std::get<0>(*at) == device_ && std::get<1>(*at) == kind;
+       ++at) {
+    found.push_back(std::get<2>(*at));
+  }
+  return found;
+}
+
+void KernelLoader::load_all(const ProductLibrary& library,
+                            const std::vector<ProductShape>& shapes) {
+  {
+    const std::lock_guard lock(launched().mutex);
+    if (launched().complete.contains(device_)) return;
+  }
+  for (const ProductShape& shape : shapes) load_any(library, shape);
+  synchronize();
+  const std::lock_guard lock(launched().mutex);
+  launched().complete.insert(device_);
+}
+
+void KernelLoader::load_any(const ProductLibrary& library, const ProductShape& shape) {
+  for (std::int64_t rows = 1; rows <= kFewRows + 1; ++rows) {
+    const ProductShape one = resized(shape, rows <= kFewRows ? rows : kSize, kSize, kSize);
+    if (!all_of(one).empty()) continue;
+    try {
+      const Product product(library, one, kWorkspaceBytes);
+      static_cast<void>(std::ranges::any_of(product.candidates(), [&](const Algorithm& candidate) {
+        return load(library, one, candidate);
+      }));
+    } catch (const Error& error) {
+      if (error.status() != XD_ERROR_UNSUPPORTED) throw;
+    }
+  }
 }
 
 bool KernelLoader::load(const ProductLibrary& library, const ProductShape& shape,

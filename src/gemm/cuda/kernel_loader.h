@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "cuda/cublaslt.h"
 #include "cuda/memory.h"
@@ -35,6 +36,13 @@ class KernelLoader {
 
   // True if products of this kind have been launched by the algorithm.
   bool has(const xd::cuda::ProductShape& shape, const xd::cuda::lt::Algorithm& algorithm) const;
+  // The algorithms by which they have been.
+  std::vector<xd::cuda::lt::Algorithm> all_of(const xd::cuda::ProductShape& shape) const;
+  // Launches a product of each number of rows that counts, where none has been, once per process and
+  // device. `shapes` have types and the order of elements. Nothing where cuBLASLt has no such
+  // product.
+  void load_all(const xd::cuda::ProductLibrary& library,
+                const std::vector<xd::cuda::ProductShape>& shapes);
   // Says that it has been launched.
   static void note(int device, const xd::cuda::ProductShape& shape,
                    const xd::cuda::lt::Algorithm& algorithm);
@@ -46,6 +54,7 @@ class KernelLoader {
   void synchronize() const { stream_.synchronize(); }
 
  private:
+  void load_any(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape);
   bool launch(const xd::cuda::ProductLibrary& library, const xd::cuda::ProductShape& shape,
               const xd::cuda::lt::Algorithm& algorithm);
 

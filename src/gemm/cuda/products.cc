@@ -78,6 +78,11 @@ void Products::warm_up(ProductShape shape, std::int64_t most_rows) {
   warming_ = false;
 }
 
+void Products::load_all(const std::vector<ProductShape>& shapes) {
+  const std::lock_guard lock(mutex_);
+  loader_.load_all(library_, shapes);
+}
+
 void Products::take(std::vector<TunedProduct> tuned) {
   const std::lock_guard lock(mutex_);
   tuned_ = std::move(tuned);
@@ -121,8 +126,8 @@ void Products::forget_oldest() {
 }
 
 // The algorithm of the class; else what was measured; else, where no kernel shall be loaded, the
-// best that has been launched, or that of another number of rows; else the best that can be
-// launched beforehand; else the best.
+// best that has been launched, or that of another number of rows, or any that has; else the best
+// that can be launched beforehand; else the best.
 void Products::choose(Product& product) {
   const ProductShape its_class = class_of(product.shape());
   const auto chosen = of_class_.find(its_class);
@@ -134,7 +139,7 @@ void Products::choose(Product& product) {
       choose_tuned(product) || (!warming_ && any_of([&](const Algorithm& candidate) {
         return loader_.has(product.shape(), candidate) && product.choose(candidate);
       })) ||
-      (!warming_ && choose_neighbours(product)) ||
+      (!warming_ && (choose_neighbours(product) || choose_any(product))) ||
       any_of([&](const Algorithm& candidate) { return choose_loaded(product, candidate); }) ||
       product.choose(product.candidates().front());
   if (found) of_class_.emplace(its_class, product.chosen());
@@ -157,6 +162,11 @@ bool Products::choose_neighbours(Product& product) const {
   }
   return std::ranges::any_of(by_distance,
                              [&](const auto& each) { return product.choose(*each.second); });
+}
+
+bool Products::choose_any(Product& product) const {
+  return std::ranges::any_of(loader_.all_of(product.shape()),
+                             [&](const Algorithm& algorithm) { return product.choose(algorithm); });
 }
 
 bool Products::choose_tuned(Product& product) {

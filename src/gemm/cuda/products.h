@@ -44,6 +44,10 @@ class Products {
   // has no such product.
   void warm_up(xd::cuda::ProductShape shape, std::int64_t most_rows);
 
+  // Sees to it that products of these types, of any size, find an algorithm whose kernels have been
+  // loaded.
+  void load_all(const std::vector<xd::cuda::ProductShape>& shapes);
+
   // Throws UNSUPPORTED if cuBLASLt has no such product.
   void describe(const xd::cuda::ProductShape& shape) {
     const std::lock_guard lock(mutex_);
@@ -65,6 +69,7 @@ class Products {
   void choose(xd::cuda::Product& product);
   bool choose_loaded(xd::cuda::Product& product, const xd::cuda::lt::Algorithm& algorithm);
   bool choose_neighbours(xd::cuda::Product& product) const;
+  bool choose_any(xd::cuda::Product& product) const;
   bool choose_tuned(xd::cuda::Product& product);
 
   std::mutex mutex_;  // explain() may be called beside an operation
