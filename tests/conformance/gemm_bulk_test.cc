@@ -586,34 +586,5 @@ TEST(StartedGather, ThatFailedAndWasJoinedIsToldByTheContextsStatus) {
   });
 }
 
-TEST(KeptGathered, IsThereAfterAnAllGatherAloneAndInContextsThatKeep) {
-  on_every_rank([](Rank& rank) {
-    GemmCase c = plain_gemm_case(rank.num_ranks);
-    const GemmContext plain = make_context(rank.comm, c.config());
-    xd_gemm_view view = XD_GEMM_VIEW_INIT;
-    EXPECT_EQ(xd_gemm_gathered(plain.get(), &view), XD_ERROR_INVALID_ARGUMENT);
-    GemmBatch batch(rank, c, 0);
-    ok(batch.call(plain.get()));
-    EXPECT_EQ(xd_gemm_gathered(plain.get(), &view), XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(xd_last_error()).find("keep_gathered"), std::string::npos)
-        << xd_last_error();
-    c.gathered = Gathered::kept;
-    xd_gemm_config config = c.config();
-    config.operations |= XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER);
-    const GemmContext keeping = make_context(rank.comm, config);
-    EXPECT_EQ(xd_gemm_gathered(keeping.get(), &view), XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_EQ(xd_gemm_gathered(keeping.get(), nullptr), XD_ERROR_INVALID_ARGUMENT);
-    for (int step = 0; step < 3; ++step) {
-      GemmBatch gather(rank, c, step);
-      ok(gather.call(keeping.get()));
-      gather.check(keeping.get());  // with what is kept
-      ok(xd_gemm_gathered(keeping.get(), &view));
-      GemmBatch reduce(rank, plain_gemm_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER), step);
-      ok(reduce.call(keeping.get()));
-      EXPECT_EQ(xd_gemm_gathered(keeping.get(), &view), XD_ERROR_INVALID_ARGUMENT);
-    }
-  });
-}
-
 }  // namespace
 }  // namespace xd::test

@@ -40,7 +40,8 @@ cudaDataType_t lt_type(DType type);
 std::vector<xd::cuda::ProductShape> usual_shapes(const Config& config);
 // These, and those with scales or in TF32: other kernels.
 std::vector<xd::cuda::ProductShape> warmed_shapes(const Config& config);
-// The types, orders of elements and epilogues of every product that a call may have, without sizes.
+// The types, orders of elements and epilogues of every product that a call may have, without sizes;
+// but not with sums in narrower accumulators.
 std::vector<xd::cuda::ProductShape> all_products();
 
 }  // namespace xd::gemm::cuda

@@ -38,8 +38,8 @@ class KernelLoader {
   bool has(const xd::cuda::ProductShape& shape, const xd::cuda::lt::Algorithm& algorithm) const;
   // The algorithms by which they have been.
   std::vector<xd::cuda::lt::Algorithm> all_of(const xd::cuda::ProductShape& shape) const;
-  // Launches a product of each number of rows that counts, where none has been, once per process and
-  // device. `shapes` have types and the order of elements. Nothing where cuBLASLt has no such
+  // Launches a product of each number of rows that counts, where none has been, once per process
+  // and device. `shapes` have types and the order of elements. Nothing where cuBLASLt has no such
   // product.
   void load_all(const xd::cuda::ProductLibrary& library,
                 const std::vector<xd::cuda::ProductShape>& shapes);
