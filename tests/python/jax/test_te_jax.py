@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossdock.compat import te_jax as te
-from jax_support import RANKS, World, everywhere, run
+from jax_support import RANKS, World, run
 from test_hlo import COLLECTIVES
 from test_tp import place, same
 
@@ -66,8 +66,14 @@ def layers(world: World, size: int, aggregate: bool) -> None:
         joined.close()
 
 
-@everywhere
-@pytest.mark.parametrize("size, aggregate", [(RANKS, True), (RANKS // 2, False)])
+@pytest.mark.parametrize(
+    "where, size, aggregate",
+    [
+        ("devices", RANKS, True),
+        ("devices", RANKS // 2, False),
+        ("processes", RANKS // 2, False),
+    ],
+)
 def test_layers_and_all_gradients_are_those_of_one_process(where, size, aggregate):
     run(where, layers, size, aggregate)
 

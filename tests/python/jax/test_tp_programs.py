@@ -148,6 +148,7 @@ ONES = np.ones
         ),
         (GATHER, {"b": ONES((K, 8), "f4")}, ValueError, "multiple of 16 bytes .* N = 2 of 4 bytes"),
         (GATHER, {"a": ONES((18, K), "f4")}, ValueError, "a: .* dimension 0 .* multiple of 4, the"),
+        (REDUCE, {"a": ONES((0, K), "f4")}, ValueError, r"a: .* one token .* \(0, 8\) on a rank"),
         (GATHER, {"bias": ONES(N, "f2")}, TypeError, "bias: expected float32 or float32, got"),
         (GATHER, {"bias": ONES((N, 1), "f4")}, ValueError, r"bias: expected \[N\], got shape"),
         (GATHER, {"bias": ONES(4, "f4")}, ValueError, r"bias: .* N = 16 as of b, got \(1,\) on a"),

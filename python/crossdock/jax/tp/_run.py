@@ -310,6 +310,9 @@ def _sizes(
             "on a rank"
         )
     tokens = math.prod(a[:-1])
+    if tokens == 0:
+        # Every rank has as many, so there is nothing to compute, and XLA of JAX 0.11 crashes.
+        raise ValueError(f"a: expected at least one token on a rank, got shape {a} on a rank")
     return _Sizes(tokens if kind.tokens_in else -(-tokens // ranks), k, n)
 
 
@@ -354,7 +357,7 @@ def _bounds(kind: Kind, sizes: _Sizes, dtype: Any, options: Options) -> GemmConf
         operations += ("bulk",)
     outer = sizes.n if kind is REDUCE_SCATTER else sizes.k  # of tokens between the ranks
     return GemmConfig(
-        max_tokens=max(sizes.tokens, 1),
+        max_tokens=sizes.tokens,
         max_k=outer,
         max_n=sizes.n if kind is ALL_REDUCE else max(sizes.k, sizes.n),
         dtype=dtype,
