@@ -91,6 +91,7 @@ std::vector<Json> rows_of(const LlCase& one) {
              {"clock", times.step.clock}};
     set_number(row, "p50_us", p50 * 1e6, 3);
     set_number(row, "p99_us", percentile(times.seconds, 0.99) * 1e6, 3);
+    if (times.sms != 0) row["sms"] = times.sms;
     const bool ours = times.step.by == one.results.times.front().step.by;
     for (const auto& [key, way] : {std::pair{"zero_copy_ratio", "expert-major, zero-copy"},
                                    std::pair{"staged_ratio", "expert-major, staged"}}) {
@@ -128,26 +129,26 @@ struct LlReport {
 
 void print(const LlReport& report) {
   print_head(title(report.options, report.threads), report.machine);
+  std::vector<Column> columns{
+      {"operation", "operation", -29}, {"by", "by", -23},           {"rows", "rows", -5},
+      {"clock", "clock", -16},         {"p50_us", "p50 us", 10, 1}, {"p99_us", "p99 us", 10, 1}};
+  if (report.options.device == Device::cuda) {
+    columns.push_back({"sms", "SMs", 5});
+  } else {
+    columns.push_back({"zero_copy_ratio", "x zero-copy", 12, 2});
+    columns.push_back({"staged_ratio", "x staged", 9, 2});
+  }
   for (const LlCase& one : report.cases) {
     const xd_ep_memory& memory = one.results.memory;
     std::printf("\n%d tokens per rank; a group takes %.1f MB per rank\n", one.workload.tokens,
                 static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6);
-    print_table("  ",
-                {{"operation", "operation", -29},
-                 {"by", "by", -23},
-                 {"rows", "rows", -5},
-                 {"clock", "clock", -16},
-                 {"p50_us", "p50 us", 10, 1},
-                 {"p99_us", "p99 us", 10, 1},
-                 {"zero_copy_ratio", "x zero-copy", 12, 2},
-                 {"staged_ratio", "x staged", 9, 2}},
-                rows_of(one));
+    print_table("  ", columns, rows_of(one));
   }
   if (report.options.device == Device::cuda) {
     std::printf(
         "\nTimes run from a common start to the end of the slowest rank. kernel: by the device's\n"
-        "clock, less an empty kernel in its place; graph: each of 20 operations in a CUDA "
-        "graph.\n");
+        "clock, less an empty kernel in its place; graph: each of 20 operations in a CUDA graph.\n"
+        "SMs: multiprocessors that the operation's kernel holds while it runs.\n");
     return;
   }
   std::printf(
@@ -211,8 +212,9 @@ it: prepare, dispatch and combine of the expert-major layout, on the same tokens
   --topk N          experts of a token (8)    --routing R   as crossdock-bench ep (uniform)
   --iters N         timed iterations (200)    --warmup N    before them (20)
   --json FILE       write the tables' rows    --seed N      of routing and data (1)
-  --device cuda     on GPUs: time in kernel, by events, and in CUDA graphs; beside a
-                    plain put of the same bytes, and NCCL where it is found
+  --device cuda     on GPUs: time in kernel, by events, and in CUDA graphs, and the
+                    multiprocessors held; beside a plain put of the same bytes, and
+                    NCCL where it is found
 )";
 }
 

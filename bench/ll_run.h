@@ -22,6 +22,7 @@ struct LlStep {
 struct LlTimes {
   LlStep step;
   std::vector<double> seconds;  // of every iteration, the maximum over the ranks
+  int sms = 0;                  // multiprocessors that it holds; 0 = none, or not known
 };
 
 struct LlResults {

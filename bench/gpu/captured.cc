@@ -15,11 +15,11 @@ struct DestroyGraph {
 };
 using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
 
-Graph capture(EpRank& rank, Operation operation, int iteration, const Stream& stream) {
+Graph capture(const std::function<void()>& enqueue, const Stream& stream) {
   cudaGraph_t graph = nullptr;
   ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   try {
-    rank.enqueue(operation, iteration);
+    enqueue();
   } catch (...) {
     cudaStreamEndCapture(stream, &graph);
     if (graph != nullptr) cudaGraphDestroy(graph);
@@ -45,7 +45,7 @@ GetKernelParams find_get_kernel_params() {
 
 Captured::Captured(EpRank& rank, Operation operation, const Stream& stream) : stream_(stream) {
   for (int i = 0; i < rank.period(); ++i) {
-    const Graph graph = capture(rank, operation, i, stream);
+    const Graph graph = capture([&] { rank.enqueue(operation, i); }, stream);
     cudaGraphExec_t executable = nullptr;
     ok(cudaGraphInstantiate(&executable, graph.get(), 0), "instantiating a graph");
     graphs_.push_back(executable);
@@ -65,10 +65,10 @@ void Captured::launch(int iteration) const {
 
 namespace {
 
-int find_blocks(EpRank& rank, Operation operation, const Stream& stream) {
+int find_blocks(const std::function<void()>& enqueue, const Stream& stream) {
   const GetKernelParams get_params = find_get_kernel_params();
   if (get_params == nullptr) return 0;
-  const Graph graph = capture(rank, operation, 0, stream);
+  const Graph graph = capture(enqueue, stream);
   std::size_t count = 0;
   ok(cudaGraphGetNodes(graph.get(), nullptr, &count), "cudaGraphGetNodes");
   std::vector<cudaGraphNode_t> nodes(count);
@@ -86,11 +86,11 @@ int find_blocks(EpRank& rank, Operation operation, const Stream& stream) {
 
 }  // namespace
 
-int blocks_of(EpRank& rank, Operation operation, const Stream& stream) {
+int blocks_of(const std::string& name, const std::function<void()>& enqueue, const Stream& stream) {
   try {
-    return find_blocks(rank, operation, stream);
+    return find_blocks(enqueue, stream);
   } catch (const std::exception& error) {  // the times are useful without it
-    std::fprintf(stderr, "crossdock-bench: blocks of %s: %s\n", name_of(operation), error.what());
+    std::fprintf(stderr, "crossdock-bench: blocks of %s: %s\n", name.c_str(), error.what());
     return 0;
   }
 }

@@ -2,6 +2,8 @@
 // take.
 #pragma once
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "ep_rank.h"
@@ -23,7 +25,8 @@ class Captured {
   std::vector<cudaGraphExec_t> graphs_;
 };
 
-// Blocks of the operation's largest kernel, of which a multiprocessor has one; 0 = not known.
-int blocks_of(EpRank& rank, Operation operation, const Stream& stream);
+// Blocks of the largest kernel that `enqueue` puts on the stream, of which a multiprocessor has
+// one; 0 = not known. It is captured, not run. `name` is for the text of a failure.
+int blocks_of(const std::string& name, const std::function<void()>& enqueue, const Stream& stream);
 
 }  // namespace bench::gpu

@@ -37,7 +37,8 @@ void measure_steps(const RankContext& at, const Case& one, CaseResult& result) {
     open_with = step.sms;
     if (at.rank == 0) result.group_memory = ep.group_memory();
     ep.check(step.operation);
-    const int blocks = blocks_of(ep, step.operation, at.stream);
+    const int blocks = blocks_of(
+        name_of(step.operation), [&] { ep.enqueue(step.operation, 0); }, at.stream);
     std::vector<double> seconds = measure_step(at, ep, one, step.operation);
     if (at.rank == 0) result.steps.push_back({step, blocks, std::move(seconds)});
   }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../report.h"
+#include "captured.h"
 #include "driver.h"
 #include "ll_rank.h"
 #include "nccl.h"
@@ -71,9 +72,12 @@ class LlMeasurement {
   using Step = std::function<void()>;
 
   // Collective.
-  void add(const LlStep& step, const std::vector<double>& mine) {
+  void add(const LlStep& step, const std::vector<double>& mine, int sms = 0) {
     std::vector<double> slowest = at_.board.slowest(mine);
-    if (at_.rank == 0) results_.times.push_back({step, std::move(slowest)});
+    if (at_.rank == 0) results_.times.push_back({step, std::move(slowest), sms});
+  }
+  int sms_of(const LlStep& step, const Step& enqueue) const {
+    return std::min(blocks_of(step.operation, enqueue, at_.stream), sms_);
   }
   static LlStep by(LlStep step, const char* clock) {
     step.clock = clock;
@@ -83,8 +87,9 @@ class LlMeasurement {
   void whole(const LlStep& step, double idle, const Step& enqueue) {
     std::vector<double> seconds = stamped([&](int) { enqueue(); });
     for (double& one : seconds) one = std::max(one - idle, 0.0);
-    add(by(step, kKernel), seconds);
-    add(by(step, kEvents), at_.watch.measure(at_.iterations(), [&](int) { enqueue(); }));
+    const int sms = sms_of(step, enqueue);
+    add(by(step, kKernel), seconds, sms);
+    add(by(step, kEvents), at_.watch.measure(at_.iterations(), [&](int) { enqueue(); }), sms);
     ll_.check_status();
     chain(step, enqueue);
   }
@@ -128,7 +133,7 @@ class LlMeasurement {
     ll_.check_status();
     cudaGraphExecDestroy(executable);
     cudaGraphDestroy(graph);
-    add(by(step, graph_clock()), seconds);
+    add(by(step, graph_clock()), seconds, sms_of(step, enqueue));
   }
 
   void halves(const char* rows, const std::string& name,
@@ -137,12 +142,18 @@ class LlMeasurement {
     const auto receive = [&] { enqueue(XD_EP_PHASE_RECEIVE); };
     const auto nothing = [] {};
     const bool combines = name == "combine";
-    add({combines ? "combine, send half" : "dispatch, send half", kLowLatency, rows, kEvents},
+    const LlStep first{combines ? "combine, send half" : "dispatch, send half", kLowLatency, rows,
+                       kEvents};
+    const LlStep second{combines ? "combine, receive half" : "dispatch, receive half", kLowLatency,
+                        rows, kEvents};
+    add(first,
         at_.watch.measure_between(
-            at_.iterations(), nothing, [&](int) { send(); }, receive));
-    add({combines ? "combine, receive half" : "dispatch, receive half", kLowLatency, rows, kEvents},
+            at_.iterations(), nothing, [&](int) { send(); }, receive),
+        sms_of(first, send));
+    add(second,
         at_.watch.measure_between(
-            at_.iterations(), send, [&](int) { receive(); }, nothing));
+            at_.iterations(), send, [&](int) { receive(); }, nothing),
+        sms_of(second, receive));
     add({combines ? "combine, both halves" : "dispatch, both halves", kLowLatency, rows, kEvents},
         at_.watch.measure(at_.iterations(), [&](int) {
           send();
