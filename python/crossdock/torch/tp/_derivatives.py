@@ -25,14 +25,14 @@ from .._derivatives import differentiated
 from ._context import context_of
 from ._operators import is_transposed
 
-__all__ = ["refuse_gradients"]
+__all__ = ["Saved", "gathered_grads", "refuse_gradients", "register", "scattered_grads"]
 
 _OPS = torch.ops.crossdock
 _EPILOGUES = {number: word for word, number in constants.GEMM_EPILOGUES.items()}
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-class _Saved:
+class Saved:
     """What the backward pass of a product needs beside tensors."""
 
     def __init__(
@@ -134,7 +134,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             d, gathered, x = _OPS.tp_all_gather_matmul.default(
                 a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
             )
-        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+        ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
         ctx.epilogue, ctx.keep = epilogue, keep
         rows = gathered if keep else a
         ctx.save_for_backward(rows if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
@@ -144,33 +144,47 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_gathered, grad_x):
         rows, b, bias, x = ctx.saved_tensors
-        saved = ctx.saved
         grad = _before_activation(grad, x, ctx.epilogue)
-        grad_a = grad_b = None
-        if not saved.b_needs:
+        return (*gathered_grads(ctx.saved, ctx.keep, rows, b, bias, grad), *(None,) * 8)
+
+
+def gathered_grads(
+    saved: Saved,
+    kept: bool,
+    rows: Tensor | None,
+    b: Tensor,
+    bias: Tensor | None,
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a, b and bias of a product of gathered rows.
+
+    Args:
+        kept: whether `rows` are those of all ranks, else they are this rank's.
+        rows: None where b needs no gradient.
+    """
+    grad_a = grad_b = None
+    if not saved.b_needs or rows is None:
+        if saved.a_needs:
+            grad_a = saved.product(_OPS.tp_matmul_reduce_scatter.default, grad, b.t())[0]
+    else:
+        summand = None
+        if kept:
+            gathered = rows
             if saved.a_needs:
-                operator = _OPS.tp_matmul_reduce_scatter.default
-                grad_a = saved.product(operator, grad, b.t())[0]
+                summand = torch.mm(grad, b.t())
+        elif saved.a_needs:
+            gathered, summand = saved.bulk(rows, grad, b.t(), reduces=False)
         else:
-            summand = None
-            if ctx.keep:
-                gathered = rows
-                if saved.a_needs:
-                    summand = torch.mm(grad, b.t())
-            elif saved.a_needs:
-                gathered, summand = saved.bulk(rows, grad, b.t(), reduces=False)
-            else:
-                gathered, _ = saved.bulk(rows, reduces=False)
-            if summand is None:
-                grad_b = saved.local_weight_grad(gathered, grad, b)
-            else:
-                factors = saved.weight_operands(gathered, grad, b)
-                grad_a, product = saved.bulk(
-                    summand, *factors, reduces=True, accumulate=saved.main_grad
-                )
-                grad_b = saved.weight_grad(product, b)
-        grads = grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
-        return (*grads, *(None,) * 8)
+            gathered, _ = saved.bulk(rows, reduces=False)
+        if summand is None:
+            grad_b = saved.local_weight_grad(gathered, grad, b)
+        else:
+            factors = saved.weight_operands(gathered, grad, b)
+            grad_a, product = saved.bulk(
+                summand, *factors, reduces=True, accumulate=saved.main_grad
+            )
+            grad_b = saved.weight_grad(product, b)
+    return grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
@@ -182,7 +196,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
             outputs = _OPS.tp_matmul_reduce_scatter.default(
                 a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
             )
-        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+        ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
         ctx.epilogue = epilogue
         _, gathered, x = outputs
         ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
@@ -192,19 +206,24 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_gathered, grad_x):
         a, b, bias, x = ctx.saved_tensors
-        saved = ctx.saved
         grad = _before_activation(grad, x, ctx.epilogue)
-        grad_a = grad_b = None
-        if saved.a_needs:
-            keep = saved.b_needs or saved.bias_needs
-            operator = _OPS.tp_all_gather_matmul.default
-            grad_a, gathered, _ = saved.product(operator, grad, b.t(), keep)
-        else:
-            gathered, _ = saved.bulk(grad, reduces=False)
-        if saved.b_needs:
-            grad_b = saved.local_weight_grad(a, gathered, b)
-        grads = grad_a, grad_b, _bias_grad(gathered, bias, saved.bias_needs)
-        return (*grads, *(None,) * 8)
+        return (*scattered_grads(ctx.saved, a, b, bias, grad), *(None,) * 8)
+
+
+def scattered_grads(
+    saved: Saved, a: Tensor | None, b: Tensor, bias: Tensor | None, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a, b and bias of a product whose rows have been scattered."""
+    grad_a = grad_b = None
+    if saved.a_needs:
+        keep = saved.b_needs or saved.bias_needs
+        operator = _OPS.tp_all_gather_matmul.default
+        grad_a, gathered, _ = saved.product(operator, grad, b.t(), keep)
+    else:
+        gathered, _ = saved.bulk(grad, reduces=False)
+    if saved.b_needs and a is not None:
+        grad_b = saved.local_weight_grad(a, gathered, b)
+    return grad_a, grad_b, _bias_grad(gathered, bias, saved.bias_needs)
 
 
 class _MatmulAllReduce(torch.autograd.Function):
@@ -216,7 +235,7 @@ class _MatmulAllReduce(torch.autograd.Function):
             outputs = _OPS.tp_matmul_all_reduce.default(
                 a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
             )
-        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+        ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
         ctx.epilogue = epilogue
         _, gathered, x = outputs
         ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
@@ -241,7 +260,7 @@ class _ReplicatedMatmul(torch.autograd.Function):
     def forward(ctx, a, b, bias, main_grad, order, context):
         with _below_autograd():
             d = _OPS.tp_replicated_matmul.default(a, b, bias, main_grad, order, context)
-        ctx.saved = _Saved(ctx.needs_input_grad[:3], order, main_grad, context, None)
+        ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, None)
         ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias)
         return d
 
@@ -257,7 +276,8 @@ class _ReplicatedMatmul(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def _register(name: str, function: type[torch.autograd.Function]) -> None:
+def register(name: str, function: type[torch.autograd.Function]) -> None:
+    """Gives an operator a derivative."""
     operator = getattr(_OPS, name).default
 
     def differentiable(*args: Any) -> Any:
@@ -289,9 +309,9 @@ def refuse_gradients(name: str) -> None:
     LIBRARY.impl(name, torch._disable_dynamo(plain), "Autograd")
 
 
-_register("tp_all_gather_matmul", _AllGatherMatmul)
-_register("tp_matmul_reduce_scatter", _MatmulReduceScatter)
-_register("tp_matmul_all_reduce", _MatmulAllReduce)
-_register("tp_replicated_matmul", _ReplicatedMatmul)
+register("tp_all_gather_matmul", _AllGatherMatmul)
+register("tp_matmul_reduce_scatter", _MatmulReduceScatter)
+register("tp_matmul_all_reduce", _MatmulAllReduce)
+register("tp_replicated_matmul", _ReplicatedMatmul)
 refuse_gradients("tp_scaled_matmul")
 refuse_gradients("tp_bulk")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
-from . import _derivatives  # noqa: F401  (registers them)
+from . import _derivatives, _fp8  # noqa: F401  (register operators and derivatives)
 from ._context import TpContext
 from ._operators import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER, rows_of_d
 
@@ -23,6 +23,7 @@ __all__ = [
     "all_gather_scaled_matmul",
     "bulk_all_gather",
     "bulk_reduce_scatter",
+    "fp8_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "replicated_matmul",
@@ -201,6 +202,34 @@ def replicated_matmul(
             fold.rows, b, bias, main_grad, context.order, context.handle
         )
     )
+
+
+def fp8_matmul(
+    operation: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    context: TpContext,
+    *,
+    bias: torch.Tensor | None,
+    dim: int,
+    tokens_per_rank: Sequence[int] | None,
+    save_gathered: bool = True,
+    main_grad: torch.Tensor | None = None,
+    algo: Algo = "auto",
+) -> torch.Tensor:
+    """`all_gather_matmul` or `matmul_reduce_scatter` with operands made fp8 on the way."""
+    require(context, operation, a, b, bias)
+    a, b, bias = _autocast(a, b, bias)
+    gathers = operation == ALL_GATHER
+    fold = _Fold(
+        context, operation, "gather_dim" if gathers else "scatter_dim", a, dim, tokens_per_rank
+    )
+    number = _word(context, operation, "algo", algo, constants.GEMM_ALGOS)
+    given = (fold.rows, b, bias, main_grad, context.order, context.handle, fold.tokens, number)
+    if not gathers:
+        return fold.back(_OPS.tp_fp8_matmul_reduce_scatter.default(*given)[0])
+    keep = save_gathered and torch.is_grad_enabled() and b.requires_grad
+    return fold.back(_OPS.tp_fp8_all_gather_matmul.default(*given, keep)[0])
 
 
 def all_gather_scaled_matmul(

@@ -15,6 +15,7 @@ from ._functions import (
     Activation,
     activated,
     all_gather_matmul,
+    fp8_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
     replicated_matmul,
@@ -37,6 +38,7 @@ def column_parallel_linear(
     tokens_per_rank: Sequence[int] | None = None,
     save_gathered: bool = True,
     fused_wgrad: bool = False,
+    fp8: bool = False,
     algo: Algo = "auto",
 ) -> torch.Tensor:
     """A linear layer of which each rank has some of the outputs. Collective, differentiable.
@@ -54,6 +56,9 @@ def column_parallel_linear(
         save_gathered: keep the gathered x for the backward pass, else gather it once more there.
         fused_wgrad: add the gradient of the weight to ``weight.main_grad``, a tensor of this rank's
             rows in the weight's dtype or float32; ``weight.grad`` stays as it is.
+        fp8: make x and the weight float8_e4m3fn on the way, with a scale per tensor that is a power
+            of two. Tokens travel, and are kept, as fp8; the products of the backward pass are in
+            the dtype of x. With `sequence_parallel` only.
         algo: how transfer and product are interleaved; "auto" = the context's choice.
 
     Returns:
@@ -63,6 +68,21 @@ def column_parallel_linear(
         As `all_gather_matmul`.
     """
     b, bias, main_grad = _parameters(context, ALL_GATHER, x, weight, bias, fused_wgrad)
+    _require_spread_tokens(context, ALL_GATHER, fp8, sequence_parallel)
+    if fp8:
+        out = fp8_matmul(
+            ALL_GATHER,
+            x,
+            b,
+            context,
+            bias=bias,
+            dim=sequence_dim,
+            tokens_per_rank=tokens_per_rank,
+            save_gathered=save_gathered,
+            main_grad=main_grad,
+            algo=algo,
+        )
+        return activated(out, activation)
     if not sequence_parallel:
         return activated(replicated_matmul(x, b, context, bias, main_grad), activation)
     return all_gather_matmul(
@@ -90,6 +110,7 @@ def row_parallel_linear(
     activation: Activation | None = None,
     tokens_per_rank: Sequence[int] | None = None,
     fused_wgrad: bool = False,
+    fp8: bool = False,
     algo: Algo = "auto",
 ) -> torch.Tensor:
     """A linear layer of which each rank has some of the inputs. Collective, differentiable.
@@ -101,7 +122,7 @@ def row_parallel_linear(
         sequence_parallel: whether the result's tokens are spread over the ranks; else each rank
             gets all of them.
         tokens_per_rank: size of that dimension of each rank's result; None = equal shares.
-        context, sequence_dim, activation, fused_wgrad, algo: as of `column_parallel_linear`.
+        context, sequence_dim, activation, fused_wgrad, fp8, algo: as of `column_parallel_linear`.
 
     Returns:
         ``[..., out]``.
@@ -111,6 +132,20 @@ def row_parallel_linear(
     """
     operation = REDUCE_SCATTER if sequence_parallel else ALL_REDUCE
     b, bias, main_grad = _parameters(context, operation, x, weight, bias, fused_wgrad)
+    _require_spread_tokens(context, operation, fp8, sequence_parallel)
+    if fp8:
+        out = fp8_matmul(
+            REDUCE_SCATTER,
+            x,
+            b,
+            context,
+            bias=bias,
+            dim=sequence_dim,
+            tokens_per_rank=tokens_per_rank,
+            main_grad=main_grad,
+            algo=algo,
+        )
+        return activated(out, activation)
     options: dict[str, Any] = {
         "bias": bias,
         "activation": activation,
@@ -121,6 +156,14 @@ def row_parallel_linear(
         return matmul_all_reduce(x, b, context, **options)
     options |= {"scatter_dim": sequence_dim, "tokens_per_rank": tokens_per_rank}
     return matmul_reduce_scatter(x, b, context, **options)
+
+
+def _require_spread_tokens(
+    context: TpContext, operation: int, fp8: bool, sequence_parallel: bool
+) -> None:
+    if fp8 and not sequence_parallel:
+        problem = "fp8: expected False without sequence_parallel, got True"
+        context.refuse(operation, ValueError, problem)
 
 
 def _parameters(

@@ -59,6 +59,7 @@ class _Spread(nn.Module):
         sequence_dim: int = 0,
         activation: Activation | None = None,
         fused_wgrad: bool = False,
+        fp8: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class _Spread(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.activation: Activation | None = activation
-        self.fused_wgrad = fused_wgrad
+        self.fused_wgrad, self.fp8 = fused_wgrad, fp8
         self.share = sizes[self._DIM] // ranks
         self.first = self.context.rank * self.share
         local = list(sizes)
@@ -167,6 +168,7 @@ class ColumnParallelLinear(_Spread):
         activation: Activation | None = None,
         save_gathered: bool = True,
         fused_wgrad: bool = False,
+        fp8: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Makes the layer on the communicator's device. Collective if it makes its context.
@@ -178,7 +180,7 @@ class ColumnParallelLinear(_Spread):
             comm: None = the default communicator.
             max_tokens: largest number of tokens of a rank, counted over all dimensions but the
                 last. Without sequence parallelism: of all tokens, divided by W.
-            sequence_parallel, sequence_dim, activation, save_gathered, fused_wgrad: as of
+            sequence_parallel, sequence_dim, activation, save_gathered, fused_wgrad, fp8: as of
                 `column_parallel_linear`.
             dtype: None = the context's, or torch's default.
 
@@ -196,6 +198,7 @@ class ColumnParallelLinear(_Spread):
             sequence_dim=sequence_dim,
             activation=activation,
             fused_wgrad=fused_wgrad,
+            fp8=fp8,
             dtype=dtype,
         )
         self.save_gathered = save_gathered
@@ -224,6 +227,7 @@ class ColumnParallelLinear(_Spread):
             tokens_per_rank=tokens_per_rank,
             save_gathered=self.save_gathered,
             fused_wgrad=self.fused_wgrad,
+            fp8=self.fp8,
         )
 
 
@@ -263,6 +267,7 @@ class RowParallelLinear(_Spread):
             activation=self.activation,
             tokens_per_rank=tokens_per_rank,
             fused_wgrad=self.fused_wgrad,
+            fp8=self.fp8,
         )
 
 
@@ -296,6 +301,7 @@ class SequenceParallelMLP(nn.Module):
         sequence_dim: int = 0,
         save_gathered: bool = True,
         fused_wgrad: bool = False,
+        fp8: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Makes both layers. Collective if it makes its context.
@@ -306,7 +312,7 @@ class SequenceParallelMLP(nn.Module):
             activation: "gelu" is the tanh form.
             bias: whether both layers have one.
             context, comm, max_tokens, sequence_parallel, sequence_dim, save_gathered, fused_wgrad,
-                dtype: as of `ColumnParallelLinear`.
+                fp8, dtype: as of `ColumnParallelLinear`.
 
         Raises:
             ValueError: sizes do not fit each other, or there is no such activation.
@@ -328,6 +334,7 @@ class SequenceParallelMLP(nn.Module):
             "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim,
             "fused_wgrad": fused_wgrad,
+            "fp8": fp8,
             "dtype": dtype,
         }
         fused: Activation | None = None if activation == "swiglu" else activation
@@ -371,6 +378,7 @@ class TensorParallelAttentionProjections(nn.Module):
         sequence_dim: int = 0,
         save_gathered: bool = True,
         fused_wgrad: bool = False,
+        fp8: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Makes both layers. Collective if it makes its context.
@@ -383,7 +391,7 @@ class TensorParallelAttentionProjections(nn.Module):
             head_dim: columns of a head; None = hidden / num_heads.
             bias: whether both layers have one.
             context, comm, max_tokens, sequence_parallel, sequence_dim, save_gathered, fused_wgrad,
-                dtype: as of `ColumnParallelLinear`.
+                fp8, dtype: as of `ColumnParallelLinear`.
 
         Raises:
             ValueError: sizes do not fit each other.
@@ -409,6 +417,7 @@ class TensorParallelAttentionProjections(nn.Module):
             "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim,
             "fused_wgrad": fused_wgrad,
+            "fp8": fp8,
             "dtype": dtype,
         }
         self.linear_qkv = ColumnParallelLinear(

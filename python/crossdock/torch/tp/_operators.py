@@ -32,8 +32,11 @@ __all__ = [
     "BULK",
     "REDUCE_SCATTER",
     "Operands",
+    "define",
     "is_transposed",
     "rows_of_d",
+    "scaled_matmul",
+    "shapes_of",
 ]
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BULK = (
@@ -44,7 +47,7 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BULK = (
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
-def _operator(
+def define(
     schema: str, operation_of: Callable[..., int]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Defines an operator by its schema and what it runs on the CPU and on CUDA devices.
@@ -55,7 +58,7 @@ def _operator(
     name, arguments = schema.partition(") ->")[0].split("(", 1)
     position = arguments.split(", ").index("int context")
 
-    def define(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             try:
                 return kernel(*args)
@@ -72,10 +75,10 @@ def _operator(
             LIBRARY.impl(name, torch._disable_dynamo(run), key)
         return kernel
 
-    return define
+    return decorate
 
 
-def _shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def shapes_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers what an operator returns when only shapes and dtypes are known."""
     return torch.library.register_fake(f"crossdock::{name}", lib=LIBRARY)
 
@@ -145,7 +148,7 @@ def _define_product(name: str, word: str) -> None:
     """
     operation = constants.GEMM_OPERATIONS[word]
 
-    @_operator(name + _PRODUCT, lambda *_: operation)
+    @define(name + _PRODUCT, lambda *_: operation)
     def kernel(
         a: Tensor,
         b: Tensor,
@@ -183,7 +186,7 @@ def _define_product(name: str, word: str) -> None:
         getattr(tp.core, word)(**args, stream=current_stream(a.device))
         return d, gathered, a.new_empty(0) if x is gathered else x
 
-    @_shapes(name)
+    @shapes_of(name)
     def shapes(
         a,
         b,
@@ -208,7 +211,7 @@ _define_product("tp_matmul_reduce_scatter", "reduce_scatter")
 _define_product("tp_matmul_all_reduce", "all_reduce")
 
 
-@_operator(
+@define(
     "tp_replicated_matmul(Tensor a, Tensor b, Tensor? bias, Tensor? main_grad, Tensor order, "
     "int context) -> Tensor",
     lambda *_: ALL_REDUCE,
@@ -225,7 +228,7 @@ def _replicated_matmul(
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
-@_shapes("tp_replicated_matmul")
+@shapes_of("tp_replicated_matmul")
 def _replicated_matmul_shapes(a, b, bias, main_grad, order, context):
     return a.new_empty((a.shape[0], b.shape[1]))
 
@@ -233,14 +236,14 @@ def _replicated_matmul_shapes(a, b, bias, main_grad, order, context):
 # ---- Products of fp8 -----------------------------------------------------------------------------
 
 
-@_operator(
+@define(
     "tp_scaled_matmul(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, "
     "Tensor? out_scale, Tensor(a!) order, int context, SymInt[]? tokens, int operation, "
     "int epilogue, int algo, bool keep_gathered, ScalarType out_dtype, bool fast_accumulate) "
     "-> (Tensor, Tensor, Tensor)",
     lambda *args: args[9],
 )
-def _scaled_matmul(
+def scaled_matmul(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None,
@@ -300,7 +303,7 @@ def _gathered_scale(
     return a_scale.new_empty(shape)
 
 
-@_shapes("tp_scaled_matmul")
+@shapes_of("tp_scaled_matmul")
 def _scaled_matmul_shapes(
     a,
     b,
@@ -327,7 +330,7 @@ def _scaled_matmul_shapes(
 # ---- Transfers beside a product ------------------------------------------------------------------
 
 
-@_operator(
+@define(
     "tp_bulk(Tensor array, Tensor? a, Tensor? b, Tensor(b!)? accumulate, Tensor(a!) order, "
     "int context, SymInt[]? tokens, bool reduces) -> (Tensor, Tensor)",
     lambda *_: BULK,
@@ -368,7 +371,7 @@ def _bulk(
     return out, d if accumulate is None else array.new_empty(0)
 
 
-@_shapes("tp_bulk")
+@shapes_of("tp_bulk")
 def _bulk_shapes(array, a, b, accumulate, order, context, tokens, reduces):
     collective = REDUCE_SCATTER if reduces else ALL_GATHER
     rows = rows_of_d(context_of(context), collective, array.shape[0], tokens)

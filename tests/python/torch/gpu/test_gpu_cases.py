@@ -35,6 +35,7 @@ import test_tp_async as tp_async  # noqa: E402
 import test_tp_compile as tp_compile  # noqa: E402
 import test_tp_dtensor as tp_dtensor  # noqa: E402
 import test_tp_errors as tp_errors  # noqa: E402
+import test_tp_fp8 as tp_fp8  # noqa: E402
 import test_tp_layers as tp_layers  # noqa: E402
 import test_tp_ops as tp_ops  # noqa: E402
 from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
@@ -59,6 +60,7 @@ MODULES = {
     "tp_ops": tp_ops,
     "tp_errors": tp_errors,
     "tp_layers": tp_layers,
+    "tp_fp8": tp_fp8,
     "tp_dtensor": tp_dtensor,
     "tp_compile": tp_compile,
     "tp_async": tp_async,
