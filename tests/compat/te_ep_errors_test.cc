@@ -248,6 +248,7 @@ TEST_P(TeEpMistake, IsThrownHereAndToldThePeersAtOnceAndAnotherGroupWorks) {
       expect_error(thrown_by([&] { batch.prepare(); }, [&] { batch.prepare(); }), XD_ERROR_MISMATCH,
                    "rank 0");
     }
+    rank.memory->synchronize();  // on a device the rank's own turn may still be under way
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
     // From now on all calls fail, and the reason stays known.
     EXPECT_NE(thrown_by([&] { batch.prepare(); }).status, XD_SUCCESS);
@@ -276,6 +277,7 @@ void expect_refused_rows(const std::string& text,
     batch.use_group();
     batch.prepare();
     expect_error(thrown_by([&] { dispatch(rank, batch); }), XD_ERROR_INVALID_ARGUMENT, text);
+    rank.memory->synchronize();
     nvte_ep_shutdown();
   });
 }
@@ -312,6 +314,7 @@ TEST(TeEpRows, OutsideSymmetricMemoryAreRefusedWithZeroCopy) {
     batch.prepare();
     expect_error(thrown_by([&] { batch.dispatch(); }), XD_ERROR_INVALID_ARGUMENT,
                  "lies outside symmetric memory");
+    rank.memory->synchronize();
     nvte_ep_shutdown();
   });
 }

@@ -121,7 +121,7 @@ GemmCase te_case(xd_gemm_operation operation, Stored stored, const Variant& vari
   c.tokens = TokenCounts::equal;
   c.stored = stored;
   variant.set(c);
-  if (c.fp8()) {  // sizes for which Hopper has products of fp8
+  if (c.fp8()) {  // multiples of 16 everywhere, as tensor cores like them
     c.tokens = TokenCounts::most;
     c.token_units = 16;
     c.n_units = c.k_units = 4;
@@ -129,15 +129,41 @@ GemmCase te_case(xd_gemm_operation operation, Stored stored, const Variant& vari
   return c;
 }
 
+struct Thrown {
+  xd_status status = XD_SUCCESS;
+  std::string text;
+};
+
+Thrown thrown_by(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const crossdock::te::Error& error) {
+    return {error.status(), error.what()};
+  }
+  return {};
+}
+
+void expect_error(const Thrown& thrown, xd_status status, const std::string& part) {
+  EXPECT_EQ(thrown.status, status) << thrown.text;
+  EXPECT_NE(thrown.text.find(part), std::string::npos) << thrown.text;
+}
+
 // Runs a case by both interfaces.
 void compare(Rank& rank, const GemmCase& c, NVTECommGemmCtx* ctx, NVTECommGemmAlgoType algo) {
   SCOPED_TRACE(c.description());
   GemmBatch direct(rank, c, 0), batch(rank, c, 0);
   const GemmContext context = make_context(rank.comm, c.config());
-  ok(direct.call(context.get()));
+  const GemmOutcome outcome = direct.call(context.get());
   TeCall call(rank, c, batch);
   call.algo = algo;
-  call.make(ctx, c.operation, rank);
+  const Thrown thrown = thrown_by([&] { call.make(ctx, c.operation, rank); });
+  if (outcome == XD_ERROR_UNSUPPORTED && rank.asynchronous() && c.fp8()) {
+    // cuBLASLt has not every product of fp8; contexts of other bounds may get it another way.
+    if (thrown.status != XD_SUCCESS) return expect_error(thrown, XD_ERROR_UNSUPPORTED, "cublasLt");
+    return batch.check(context.get());
+  }
+  ok(outcome);
+  EXPECT_EQ(thrown.status, XD_SUCCESS) << thrown.text;
   batch.check(context.get());
   EXPECT_EQ(batch.output_bytes(), direct.output_bytes());
 }
@@ -231,25 +257,6 @@ TEST(TeGemmShares, OfNThatRanksDoNotDivide) {
 }
 
 // ---- Errors ------------------------------------------------------------------------------------
-
-struct Thrown {
-  xd_status status = XD_SUCCESS;
-  std::string text;
-};
-
-Thrown thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const crossdock::te::Error& error) {
-    return {error.status(), error.what()};
-  }
-  return {};
-}
-
-void expect_error(const Thrown& thrown, xd_status status, const std::string& part) {
-  EXPECT_EQ(thrown.status, status) << thrown.text;
-  EXPECT_NE(thrown.text.find(part), std::string::npos) << thrown.text;
-}
 
 TEST(TeGemmContext, OfAnotherRankThanTheCommunicatorsIsRefused) {
   on_every_rank([&](Rank& rank) {
