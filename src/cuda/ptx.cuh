@@ -125,11 +125,26 @@ __device__ inline std::uint64_t or_relaxed_gpu(std::uint64_t* p, std::uint64_t b
   return old;
 }
 
+// Adds to a word of shared memory where `adds` holds, without a branch.
+__device__ inline void add_shared_if(bool adds, std::uint32_t* p, std::uint32_t v) {
+  asm volatile(
+      "{ .reg .pred q; setp.ne.u32 q, %0, 0; @q red.relaxed.cta.shared::cta.add.u32 [%1], %2; }" ::
+          "r"(static_cast<std::uint32_t>(adds)),
+      "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(p))), "r"(v)
+      : "memory");
+}
+
 // ---- Blocks and launches -----------------------------------------------------------------------
 
 // A barrier of some warps of the block, `threads` in all; barrier 0 is __syncthreads().
 __device__ inline void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier_sync() for a thread that goes on at once: what it has done comes before what the threads
+// do that wait at the barrier.
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Stands in loops that wait for another warp of the block by its shared memory.

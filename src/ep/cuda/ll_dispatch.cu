@@ -79,12 +79,22 @@ __device__ __forceinline__ void write_head(const LlDispatchParams& p, DispatchSh
   const LlRoomParts parts{p.room, ptx::dynamic_shared()};
   const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany> head(p, turn, list, shared.list, shared.head);
-  if (delivers) return head.write(epoch);
+  if (delivers) return head.write();
   const bool own = !p.step.failed && !p.step.silent && epoch == shared.turn.course.take_epoch;
   if (own && threadIdx.x == 0) head.write_nothing();
 }
 
-// The same before the block's first barrier, where the block is the first receiver.
+// The warp that watches, where the operation is delivered.
+template <bool kMany>
+__device__ __forceinline__ void complete_head(const LlDispatchParams& p, DispatchShared& shared,
+                                              std::uint64_t epoch) {
+  LlDispatchTurn turn(p, shared.turn, kLlDispatch);
+  const LlRoomParts parts{p.room, ptx::dynamic_shared()};
+  const LlList<kMany> list(p, turn, shared.list, parts);
+  LlHead<kMany>(p, turn, list, shared.list, shared.head).complete(epoch);
+}
+
+// prepare(), before the block's first barrier, where the block is the first receiver.
 template <bool kMany>
 __device__ __forceinline__ void prepare_head(const LlDispatchParams& p, DispatchShared& shared) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
@@ -130,26 +140,38 @@ class LlRecordSender {
     }
     if (at == kSealed) word_ = 0 - hash;
   }
+  // Likewise: sends them, if the warp finds that it may.
+  __device__ void send_early() {
+    if (p_.group.ranks() > 32) return;
+    sent_ = LlDispatchTurn(p_, s_, kLlDispatch).early_epoch();
+    if (sent_ != 0) send_words(sent_, p_.group.areas);
+  }
   // Behind it.
   __device__ void send(std::uint64_t epoch) const {
+    if (sent_ != 0) return;
     LlDispatchTurn turn(p_, s_, kLlDispatch);
     if (p_.group.masks) return turn.send_record(p_.record, [](int, LlRecord&) {});
-    const std::uint64_t word = word_ + (word_at() == LlLane::kWords - 1 ? epoch : 0);
-#pragma unroll 1
-    for (int r = lane_id() / LlLane::kWords; r < p_.group.ranks(); r += 32 / LlLane::kWords) {
-      turn.lane().send_word(r, epoch, word_at(), word);
-    }
-    __syncwarp();
+    send_words(epoch, s_.area);
   }
 
  private:
   __device__ static std::uint32_t word_at() {
     return static_cast<std::uint32_t>(lane_id()) % LlLane::kWords;
   }
+  __device__ void send_words(std::uint64_t epoch, const HeapRange* areas) const {
+    const LlLane lane = ll_lane_of(p_.group, kLlDispatch, areas);
+    const std::uint64_t word = word_ + (word_at() == LlLane::kWords - 1 ? epoch : 0);
+#pragma unroll 1
+    for (int r = lane_id() / LlLane::kWords; r < p_.group.ranks(); r += 32 / LlLane::kWords) {
+      lane.send_word(r, epoch, word_at(), word);
+    }
+    __syncwarp();
+  }
 
   const LlDispatchParams& p_;
   LlShared& s_;
   std::uint64_t word_ = 0;
+  std::uint64_t sent_ = 0;  // the operation whose record has been sent
 };
 
 __device__ __forceinline__ void give_credit(const LlDispatchParams& p, LlShared& turn) {
@@ -167,19 +189,13 @@ __device__ __forceinline__ void tell_if_met(const LlDispatchParams& p, LlShared&
   if (met || turn.findings.kind != LlFault::none) tell_operation(p, turn, epoch);
 }
 
-// One thread of the block, where a call has a mistake or is refused.
+// One thread of the launch, when all of its block is over, where a call has a mistake or is
+// refused.
 __device__ __noinline__ void tell_mistake(const LlDispatchParams& p, LlShared& turn) {
   LlDispatchTurn launch(p, turn, kLlDispatch);
   const bool mistake = p.step.failed || p.step.silent;  // which the host has told
   if (mistake) return launch.count_mistake();
   launch.tell_refusal();
-}
-
-// One thread of the block, when all of it is over, where it has something to tell.
-__device__ __forceinline__ void finish_block(const LlDispatchParams& p, LlShared& turn) {
-  const bool good = turn.course.status == XD_SUCCESS;
-  if (turn.course.fatal) return;
-  if ((p.step.failed || p.step.silent || !good) && blockIdx.x == 0) tell_mistake(p, turn);
 }
 
 // The verdict about an operation. All threads of a receiver block, once for each; `good`: no wait
@@ -263,8 +279,9 @@ class DispatchBlock {
     } else {
       take_tails();
     }
+    if (!has_mistake()) return;
     __syncthreads();
-    if (threadIdx.x == 0) finish_block(p_, s_.turn);
+    if (threadIdx.x == 0) tell_mistake(p_, s_.turn);
   }
 
  private:
@@ -280,6 +297,12 @@ class DispatchBlock {
   // this launch sends, and no source is left out.
   __device__ bool is_early(bool drains) const {
     return s_.turn.course.rows && !p_.group.masks && !drains;
+  }
+  // Behind the first barrier: this block tells a mistake of the call itself.
+  __device__ bool has_mistake() const {
+    const LlCourse& course = s_.turn.course;
+    const bool mistake = p_.step.failed || p_.step.silent || course.status != XD_SUCCESS;
+    return blockIdx.x == 0 && mistake && !course.fatal;
   }
   __device__ LlVerdict await(bool good) const { return await_verdict(s_.turn, good); }
   template <class Receive>
@@ -357,8 +380,13 @@ __device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive rece
   const LlCourse& course = s_.turn.course;
   if (!course.receives) return;
   receive(course.take_epoch, course.drains);
-  __syncthreads();
-  if (threadIdx.x == 0) tell_if_met(p_, s_.turn, course.take_epoch);
+  // The helper waits for the other warps, and tells what they have met.
+  if (warp_in_block() == kLlHelper) {
+    ptx::barrier_sync(kLlEndBarrier, kLlThreads);
+    if (lane_id() == 0) tell_if_met(p_, s_.turn, course.take_epoch);
+  } else {
+    ptx::barrier_arrive(kLlEndBarrier, kLlThreads);
+  }
   if (LlDispatchTurn(p_, s_.turn, kLlDispatch).taken_besides() != 0) {
     ll_receive_besides<Quantiser, kMany>(p_, s_);
   }
@@ -367,11 +395,10 @@ __device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive rece
 XD_LL_BLOCK(void)::move() const {
   LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
   Teller teller(p_, s_.turn);
-  if (tells()) teller.load_first();
+  if (tells()) teller.begin(turn);
   copy_tables(threadIdx.x, kLlMovers);
   List(p_, turn, s_.list, parts_).clear();
   if (threadIdx.x < kLlGroups * 2) s_.receive.lost[threadIdx.x / 2][threadIdx.x % 2] = 0;
-  if (tells()) teller.prepare_first();
   __syncthreads();
   if (!takes_turn()) return;
   if (tells() && s_.turn.course.sends) {
@@ -420,7 +447,10 @@ XD_LL_BLOCK(void)::help() const {
     if (is_first_receiver()) prepare_head<kMany>(p_, s_);
   }
   LlRecordSender record(p_, s_.turn);
-  if (tells()) record.prepare();
+  if (tells()) {
+    record.prepare();
+    record.send_early();
+  }
   __syncthreads();
   if (!takes_turn()) return;
   if (tells() && s_.turn.course.sends) record.send(s_.turn.course.send_epoch);
@@ -437,7 +467,7 @@ XD_LL_BLOCK(void)::watch() const {
     const LlVerdict verdict = await(s_.turn.failed == 0);
     if (verdict == LlVerdict::fatal || !is_first_receiver()) return;
     count_bad_ids<kMany>(p_, s_, epoch);
-    if (verdict == LlVerdict::go) LlHead<kMany>::meet();
+    if (verdict == LlVerdict::go) complete_head<kMany>(p_, s_, epoch);
   });
 }
 

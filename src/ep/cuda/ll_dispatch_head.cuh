@@ -14,9 +14,12 @@ namespace xd::ep::cuda {
 // Movers of the block, and the warp that watches for records.
 inline constexpr int kLlHeadThreads = kLlMovers + 32;
 
+inline constexpr int kLlHeadWarps = kLlMovers / 32;
+
 struct LlHeadShared {
-  unsigned long long sum;  // of the plan's checksum
-  int rows;
+  // Of each warp of movers: its part of the plan's checksum, and the rows of its experts.
+  std::uint64_t sums[kLlHeadWarps];
+  int rows[kLlHeadWarps];
   PlanHeader header;
 };
 
@@ -36,17 +39,18 @@ class LlHead {
   // One thread, before the operation: what is known then.
   __device__ void prepare();
   // Movers, when all rows are listed and the verdict is there.
-  __device__ void write(std::uint64_t epoch);
-  // The warp that watches meets them when bad ids have been counted.
-  __device__ static void meet() { ptx::barrier_sync(kLlHeadBarrier, kLlHeadThreads); }
+  __device__ void write();
+  // The warp that watches meets them when bad ids have been counted, and knows the rest of the
+  // header but for what follows from the list.
+  __device__ void complete(std::uint64_t epoch);
   // One thread where nothing is delivered: there is no plan then.
   __device__ void write_nothing();
 
  private:
-  __device__ std::uint64_t zone_word(int i) const;
-  __device__ std::int32_t zone_number(int i) const;
+  __device__ static void meet() { ptx::barrier_sync(kLlHeadBarrier, kLlHeadThreads); }
+  __device__ std::uint64_t write_facts();
+  __device__ std::int32_t number(int i, int& rows) const;
   __device__ int write_counts(int expert) const;
-  __device__ void complete_header(std::uint64_t epoch);
   __device__ void write_header();
 
   const LlDispatchParams& p_;
@@ -79,56 +83,63 @@ XD_LL_HEAD(void)::prepare() {
   h.expert_ranks = g_.terms.expert_ranks;
   h.capacity = g_.slots_per_expert();
   h.bytes = g_.plan.end;
-  h_.sum = 0;
-  h_.rows = 0;
 }
 
-// Each word of the plan between its header and home[] belongs to one thread, with the part that it
-// has in the checksum. What follows from the counts of an expert is written by the same thread.
-XD_LL_HEAD(void)::write(std::uint64_t epoch) {
-  auto* words = reinterpret_cast<std::uint64_t*>(p_.plan);
-  const auto first = static_cast<int>(g_.plan.facts / 8), end = static_cast<int>(g_.plan.home / 8);
-  std::uint64_t sum = 0;
-  bool has_some = false;
+// A thread has some of the numbers behind the plan's facts, and what follows from the counts of its
+// experts; an even thread makes a word of its number and the next one, with the part that the word
+// has in the checksum.
+XD_LL_HEAD(void)::write() {
+  auto* const words = reinterpret_cast<std::uint64_t*>(p_.plan);
+  const auto first = static_cast<int>(g_.plan.count / 8);
+  const int numbers = 2 * (static_cast<int>(g_.plan.home / 8) - first);
+  std::uint64_t sum = thread_in_block() == 0 ? write_facts() : 0;
+  int rows = 0;
 #pragma unroll 1
-  for (int i = first + thread_in_block(); i < end; i += kLlMovers) {
-    const std::uint64_t word = zone_word(i);
-    words[i] = word;
-    sum += hash_entry(i, word);
-    has_some = true;
+  for (int i = thread_in_block(); i - lane_id() < numbers; i += kLlMovers) {
+    const auto low = static_cast<std::uint32_t>(i < numbers ? number(i, rows) : 0);
+    const std::uint32_t high = __shfl_down_sync(kAllLanes, low, 1);
+    if (i % 2 != 0 || i >= numbers) continue;
+    const std::uint64_t word = static_cast<std::uint64_t>(high) << 32 | low;
+    words[first + i / 2] = word;
+    sum += hash_entry(first + i / 2, word);
   }
-  // Mostly a few warps have all of the words.
-  if (__any_sync(kAllLanes, has_some) != 0) {
-    sum = warp_sum(sum);
-    if (lane_id() == 0) atomicAdd(&h_.sum, static_cast<unsigned long long>(sum));
+  sum = warp_sum(sum);
+  rows = __reduce_add_sync(kAllLanes, rows);
+  if (lane_id() == 0) {
+    h_.sums[warp_in_block()] = sum;
+    h_.rows[warp_in_block()] = rows;
   }
   meet();
-  if (warp_in_block() != 0) return;
-  if (lane_id() == 0) complete_header(epoch);
-  __syncwarp();
-  write_header();
+  if (warp_in_block() == 0) write_header();
 }
 
 XD_LL_HEAD(void)::write_nothing() {
   if (p_.plan != nullptr) reinterpret_cast<PlanHeader*>(p_.plan)->magic = 0;
 }
 
-XD_LL_HEAD(std::uint64_t)::zone_word(int i) const {
-  const int counts = static_cast<int>(g_.plan.count / 8);
-  if (i >= counts) {
-    const auto low = static_cast<std::uint32_t>(zone_number(2 * (i - counts)));
-    const auto high = static_cast<std::uint32_t>(zone_number(2 * (i - counts) + 1));
-    return static_cast<std::uint64_t>(high) << 32 | low;
+// The words in front of count[]. Returns their part in the checksum.
+XD_LL_HEAD(std::uint64_t)::write_facts() {
+  const auto first = static_cast<int>(g_.plan.facts / 8), end = static_cast<int>(g_.plan.count / 8);
+  std::uint64_t sum = 0;
+#pragma unroll 1
+  for (int i = first; i < end; ++i) {
+    const bool weights = (s_.record[g_.rank()].flags & kHasWeights) != 0;
+    const std::uint64_t word =
+        i == first ? (weights ? 1 : 0) : of_list_.total_units - of_list_.own_units;
+    reinterpret_cast<std::uint64_t*>(p_.plan)[i] = word;
+    sum += hash_entry(i, word);
   }
-  if (i * 8 != static_cast<int>(g_.plan.facts)) {
-    return static_cast<std::uint64_t>(of_list_.total_units - of_list_.own_units);
-  }
-  return (s_.record[g_.rank()].flags & kHasWeights) != 0 ? 1 : 0;
+  return sum;
 }
 
-// The int32 numbers behind the plan's facts: count[], tokens[], items_of[], zeros.
-XD_LL_HEAD(std::int32_t)::zone_number(int i) const {
-  if (i < g_.local_experts) return write_counts(i);
+// The int32 numbers behind the plan's facts: count[], tokens[], items_of[], zeros. Adds those of
+// count[] to `rows`.
+XD_LL_HEAD(std::int32_t)::number(int i, int& rows) const {
+  if (i < g_.local_experts) {
+    const int count = write_counts(i);
+    rows += count;
+    return count;
+  }
   i -= g_.local_experts;
   if (i < g_.ranks()) return s_.gone[i] != 0 ? -1 : static_cast<std::int32_t>(s_.record[i].tokens);
   i -= g_.ranks();
@@ -154,33 +165,40 @@ XD_LL_HEAD(int)::write_counts(int expert) const {
   } else if (p_.expert_load != nullptr) {
     atomicAdd(static_cast<int*>(p_.expert_load) + expert, rows);
   }
-  atomicAdd(&h_.rows, rows);
   return rows;
 }
 
-XD_LL_HEAD(void)::complete_header(std::uint64_t epoch) {
-  const LlRecord& own = s_.record[g_.rank()];
-  PlanHeader& h = h_.header;
-  h.tokens = static_cast<std::int32_t>(own.tokens);
-  h.topk = static_cast<std::int32_t>(own.topk);
-  h.bad_id_rank = s_.bad_ids != 0 ? s_.bad_id_rank : -1;
-  h.list_rows = of_list_.total_units;
-  h.recv_rows = h.total_rows = h_.rows;
-  h.bad_ids = s_.bad_ids;
-  h.fingerprint = ll_fingerprint(g_.nonce, epoch);
-  h.epoch = epoch;
+XD_LL_HEAD(void)::complete(std::uint64_t epoch) {
+  if (lane_id() == 0) {
+    const LlRecord& own = s_.record[g_.rank()];
+    PlanHeader& h = h_.header;
+    h.tokens = static_cast<std::int32_t>(own.tokens);
+    h.topk = static_cast<std::int32_t>(own.topk);
+    h.bad_id_rank = s_.bad_ids != 0 ? s_.bad_id_rank : -1;
+    h.bad_ids = s_.bad_ids;
+    h.fingerprint = ll_fingerprint(g_.nonce, epoch);
+    h.epoch = epoch;
+  }
+  __syncwarp();
+  meet();
 }
 
 // The first warp.
 XD_LL_HEAD(void)::write_header() {
-  constexpr std::uint32_t kWords = sizeof(PlanHeader) / 8;
-  constexpr std::uint32_t kChecksum = offsetof(PlanHeader, checksum) / 8;
-  const auto lane = static_cast<std::uint32_t>(lane_id());
-  const auto* from = reinterpret_cast<const std::uint64_t*>(&h_.header);
-  const std::uint64_t word = lane < kWords ? from[lane] : 0;
-  const bool counts = lane < kWords && lane != kChecksum;
-  const std::uint64_t sum = warp_sum(counts ? hash_entry(lane, word) : 0) + h_.sum;
-  if (lane < kWords) {
+  constexpr int kWords = sizeof(PlanHeader) / 8;
+  constexpr int kChecksum = offsetof(PlanHeader, checksum) / 8;
+  static_assert(kWords <= 32 && kLlHeadWarps <= 32);
+  const int lane = lane_id();
+  const bool has_word = lane < kWords, has_part = lane < kLlHeadWarps;
+  const int rows = __reduce_add_sync(kAllLanes, has_part ? h_.rows[lane] : 0);
+  std::uint64_t word = has_word ? reinterpret_cast<const std::uint64_t*>(&h_.header)[lane] : 0;
+  if (lane == offsetof(PlanHeader, list_rows) / 8) word = of_list_.total_units;
+  if (lane == offsetof(PlanHeader, recv_rows) / 8) word = rows;
+  if (lane == offsetof(PlanHeader, total_rows) / 8) word = rows;
+  std::uint64_t sum = has_part ? h_.sums[lane] : 0;
+  if (has_word && lane != kChecksum) sum += hash_entry(lane, word);
+  sum = warp_sum(sum);
+  if (has_word) {
     reinterpret_cast<std::uint64_t*>(p_.plan)[lane] = lane == kChecksum ? sum : word;
   }
 }

@@ -42,24 +42,6 @@ struct LlListShared {
   int pending;  // warps of movers that still wait for ids (groups that mask)
 };
 
-// The parts of dynamic shared memory.
-struct LlRoomParts {
-  const LlDispatchRoom& room;
-  std::byte* base;
-
-  __device__ std::uint32_t* places() const { return at<std::uint32_t>(room.places); }
-  __device__ std::uint32_t* counts() const { return at<std::uint32_t>(room.counts); }
-  __device__ std::uint16_t* ids() const { return at<std::uint16_t>(room.ids); }
-  __device__ std::uint32_t* hits() const { return at<std::uint32_t>(room.hits); }
-  __device__ std::uint8_t* orders() const { return at<std::uint8_t>(room.orders); }
-  __device__ std::uint32_t* names() const { return at<std::uint32_t>(room.names); }
-  __device__ std::byte* tails() const { return base + room.tails; }
-  template <class T>
-  __device__ T* at(std::uint32_t offset) const {
-    return reinterpret_cast<T*>(base + offset);
-  }
-};
-
 // Where a source stands whose words do not come: ids travel beside the record, so it stands in
 // front of its rows only if the record is there.
 inline __device__ __noinline__ int ll_late_phase(const LlDispatchParams& p, LlShared& shared,
@@ -121,6 +103,7 @@ class LlList {
     for (int i = thread_in_block(); i < words; i += kLlMovers) parts_.counts()[i] = 0;
     if (thread_in_block() < g_.ranks()) s_.items_of[thread_in_block()] = 0;
     if (thread_in_block() != 0) return;
+    if (is_short()) parts_.hits()[0] = 0;
     s_.own_units = s_.total_units = 0;
     s_.pending = kLlMovers / 32;
   }
@@ -142,6 +125,7 @@ class LlList {
   // Behind the barrier: the unit at a place of the list, which is behind all places that the cursor
   // has been at. False: the list is shorter. All lanes of a warp.
   __device__ bool find(int at, LlListCursor& cursor, LlUnit& unit) const;
+  __device__ int units() const { return s_.total_units; }
 
   __device__ int count(int source, int expert) const {
     const std::uint32_t at = source * g_.local_experts + expert;
@@ -176,7 +160,11 @@ class LlList {
     return g_.own_area + g_.map.ids + std::uint64_t{row} * (g_.ids.words * 8);
   }
   __device__ bool collect_few(std::uint64_t epoch);
+  __device__ bool collect_fewest(std::uint64_t epoch);
+  __device__ bool is_short() const { return candidates() <= 32; }
   __device__ void mark(int round, const LlUnit& unit, bool here);
+  __device__ void mark_some(const LlUnit& unit, bool here);
+  __device__ LlUnit unit_of(int warp, unsigned hits, int at) const;
   // One wait that has failed is enough, unless ranks are masked.
   __device__ bool waits(bool good) const { return good || g_.masks; }
   // In groups that mask, a wait that has ended is no failure: the sources have been decided.
@@ -188,9 +176,9 @@ class LlList {
                            bool& here);
   __device__ bool take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<kMany>& home);
   __device__ bool take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRanks<kMany>& home);
-  __device__ void count_row(const LlUnit& unit, std::uint32_t expert) const {
-    const std::uint32_t at = unit.source() * g_.local_experts + expert;
-    atomicAdd(parts_.counts() + at / 2, at % 2 != 0 ? 0x10000u : 1u);
+  __device__ void count_row(bool counts, const LlUnit& unit, std::uint32_t expert) const {
+    const std::uint32_t at = counts ? unit.source() * g_.local_experts + expert : 0;
+    ptx::add_shared_if(counts, parts_.counts() + at / 2, at % 2 != 0 ? 0x10000u : 1u);
   }
   __device__ void note_home(std::uint64_t epoch, const LlUnit& unit,
                             const LlRanks<kMany>& home) const;
@@ -228,7 +216,9 @@ XD_LL_LIST(bool)::collect(std::uint64_t epoch) {
   if constexpr (kMany) {
     return collect_any(epoch);
   } else {
-    if (g_.ids.few() && p_.room.has_ids && p_.room.has_places) return collect_few(epoch);
+    if (g_.ids.few() && p_.room.has_ids && p_.room.has_places) {
+      return is_short() && !g_.masks ? collect_fewest(epoch) : collect_few(epoch);
+    }
     return ll_collect_any<kMany>(p_, turn_.shared(), s_, epoch);
   }
 }
@@ -257,6 +247,38 @@ XD_LL_LIST(bool)::collect_few(std::uint64_t epoch) {
     mark(k, unit, here);
   }
   return leave(good);
+}
+
+// The same where one word has the hits of all candidates: eight lanes have a candidate, and each of
+// them one of its ids.
+XD_LL_LIST(bool)::collect_fewest(std::uint64_t epoch) {
+  constexpr int kEach = kLlFewTopk, kOfWarp = 32 / kEach;
+  constexpr std::uint32_t kNone = (1u << LlIdWords::kFewBits) - 1;
+  if (warp_in_block() * kOfWarp >= candidates()) return true;
+  const int q = thread_in_block() / kEach, k = lane_id() % kEach;
+  const bool is_one = q < candidates();
+  const LlUnit unit{is_one ? name(q) : 0};
+  ulonglong2 words{};
+  const bool good = !is_one || take_pair(epoch, unit.source(), words_of_token(epoch, unit), words);
+  const std::uint64_t word = k < LlIdWords::kFewPerWord ? words.x : words.y;
+  const int bit = k % LlIdWords::kFewPerWord * LlIdWords::kFewBits;
+  const std::uint32_t id = is_one && good ? static_cast<std::uint32_t>(word >> bit) & kNone : kNone;
+  const std::uint32_t place = id != kNone ? parts_.places()[id] : ~0u;
+  const bool mine = place >> 16 == static_cast<std::uint32_t>(g_.rank());
+  const std::uint32_t expert = mine ? place & 0xFFFFu : kNoExpert;
+  count_row(mine, unit, expert);
+  if (is_one) ids_of(unit)[k] = static_cast<std::uint16_t>(expert);
+  LlRanks<kMany> home{};
+  if (place != ~0u) home.add(static_cast<int>(place >> 16));
+#pragma unroll
+  for (int step = kEach / 2; step > 0; step /= 2) {
+    home.word[0] |= __shfl_xor_sync(kAllLanes, home.word[0], step);
+  }
+  const bool here = is_one && k == 0 && home.has(g_.rank());
+  if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
+  if (heads() && is_one && k == 0 && good) note_home(epoch, unit, home);
+  mark_some(unit, here);
+  return good;
 }
 
 XD_LL_LIST(bool)::collect_any(std::uint64_t epoch) {
@@ -295,6 +317,18 @@ XD_LL_LIST(void)::mark(int round, const LlUnit& unit, bool here) {
   if (lane_id() != 0) return;
   parts_.hits()[round * (kLlMovers / 32) + warp_in_block()] = found;
   if (found != 0) atomicAdd(&s_.total_units, __popc(found));
+  if (own != 0) atomicAdd(&s_.own_units, __popc(own));
+}
+
+// The same for candidates that have eight lanes each, of which the first knows.
+XD_LL_LIST(void)::mark_some(const LlUnit& unit, bool here) {
+  const unsigned found = __ballot_sync(kAllLanes, here);
+  const unsigned own = __ballot_sync(kAllLanes, here && unit.source() == g_.rank());
+  if (here && heads()) atomicAdd(&s_.items_of[unit.source()], 1);
+  if (lane_id() != 0 || found == 0) return;
+  const unsigned hits = (found | found >> 7 | found >> 14 | found >> 21) & 0xFu;
+  atomicOr(parts_.hits(), hits << (4 * warp_in_block()));
+  atomicAdd(&s_.total_units, __popc(found));
   if (own != 0) atomicAdd(&s_.own_units, __popc(own));
 }
 
@@ -367,7 +401,7 @@ XD_LL_LIST(bool)::take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<
   for (int k = 0; k < kLlFewTopk; ++k) {
     const bool mine = place[k] >> 16 == static_cast<std::uint32_t>(g_.rank());
     if (place[k] != ~0u) home.add(static_cast<int>(place[k] >> 16));
-    if (mine) count_row(unit, place[k] & 0xFFFFu);
+    count_row(mine, unit, place[k] & 0xFFFFu);
     here |= mine;
     ids[k] = mine ? place[k] & 0xFFFFu : kNoExpert;
   }
@@ -384,7 +418,7 @@ XD_LL_LIST(bool)::take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRan
     home.add(rank);
     if (rank == g_.rank()) {
       expert = place & 0xFFFFu;
-      count_row(unit, expert);
+      count_row(true, unit, expert);
     }
   }
   if (p_.room.has_ids) ids_of(unit)[k] = static_cast<std::uint16_t>(expert);
@@ -395,6 +429,11 @@ XD_LL_LIST(bool)::take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRan
 
 XD_LL_LIST(bool)::find(int at, LlListCursor& cursor, LlUnit& unit) const {
   constexpr int kWarps = kLlMovers / 32;
+  if (at >= units()) return false;
+  if (is_short()) {
+    unit = unit_of(0, parts_.hits()[0], at);
+    return true;
+  }
 #pragma unroll 1
   for (; cursor.rounds_done < rounds(); ++cursor.rounds_done) {
     const unsigned hits =
@@ -415,13 +454,17 @@ XD_LL_LIST(bool)::find(int at, LlListCursor& cursor, LlUnit& unit) const {
     const int warp = __ffs(static_cast<int>(beyond)) - 1;
     const unsigned those = __shfl_sync(kAllLanes, hits, warp);
     const int of_warp = wanted - (__shfl_sync(kAllLanes, upto, warp) - __popc(those));
-    const bool it = (those >> lane_id() & 1) != 0 && __popc(those & lower_lanes()) == of_warp;
-    const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, it))) - 1;
-    const int q = (cursor.rounds_done * kWarps + warp) * 32 + lane;
-    unit.word = name(q) | static_cast<std::uint32_t>(parts_.orders()[q]) << 24;
+    unit = unit_of(cursor.rounds_done * kWarps + warp, those, of_warp);
     return true;
   }
   return false;
+}
+
+// The unit at a place among those of a warp of candidates.
+XD_LL_LIST(LlUnit)::unit_of(int warp, unsigned hits, int at) const {
+  const bool it = (hits >> lane_id() & 1) != 0 && __popc(hits & lower_lanes()) == at;
+  const int q = warp * 32 + __ffs(static_cast<int>(__ballot_sync(kAllLanes, it))) - 1;
+  return {name(q) | static_cast<std::uint32_t>(parts_.orders()[q]) << 24};
 }
 
 XD_LL_LIST(void)::drop_gone() {

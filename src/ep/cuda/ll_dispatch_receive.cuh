@@ -221,8 +221,12 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kMoves, kSlow>::take_al
     Held held;
     load_first(unit, held);
     find_places(unit);
-    meet();
-    if (!known) verdict = await();
+    // The places are there behind either barrier.
+    if (known) {
+      meet();
+    } else {
+      verdict = await();
+    }
     known = true;
     step.piece = 0;
     if (verdict != LlVerdict::go) break;

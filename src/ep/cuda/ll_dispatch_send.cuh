@@ -28,7 +28,25 @@ static_assert(kLlGroups * kLlGroupMembers == kLlHelper * 32);
 inline constexpr int kLlVectors = 4;
 inline constexpr std::uint32_t kLlPiece = kLlVectors * kLlGroupThreads;
 // Numbers of named barriers.
-enum LlBarrier { kLlGroupBarrier = 1, kLlListBarrier = 3, kLlHeadBarrier = 4 };
+enum LlBarrier { kLlGroupBarrier = 1, kLlListBarrier = 3, kLlHeadBarrier = 4, kLlEndBarrier = 5 };
+
+// The parts of dynamic shared memory.
+struct LlRoomParts {
+  const LlDispatchRoom& room;
+  std::byte* base;
+
+  __device__ std::uint32_t* places() const { return at<std::uint32_t>(room.places); }
+  __device__ std::uint32_t* counts() const { return at<std::uint32_t>(room.counts); }
+  __device__ std::uint16_t* ids() const { return at<std::uint16_t>(room.ids); }
+  __device__ std::uint32_t* hits() const { return at<std::uint32_t>(room.hits); }
+  __device__ std::uint8_t* orders() const { return at<std::uint8_t>(room.orders); }
+  __device__ std::uint32_t* names() const { return at<std::uint32_t>(room.names); }
+  __device__ std::byte* tails() const { return base + room.tails; }
+  template <class T>
+  __device__ T* at(std::uint32_t offset) const {
+    return reinterpret_cast<T*>(base + offset);
+  }
+};
 
 // The ranks of a token's experts: one word for up to 32 ranks, else three.
 template <bool kMany>

@@ -34,65 +34,89 @@ class LlTellerBase {
         (turn::lane_slot(epoch, g_.slots) * g_.ranks() + g_.rank()) * g_.max_tokens + token;
     return g_.map.ids + std::uint64_t{row} * (g_.ids.words * 8);
   }
-  __device__ void tell_bad_ids(std::uint64_t epoch, std::uint32_t bad_of_warp) const;
+  __device__ void add_bad_ids(std::uint64_t epoch, std::uint32_t bad_of_warp, int warps) const;
+  __device__ void tell_bad_ids(std::uint64_t epoch, std::uint32_t bad, int rank,
+                               std::byte* area) const;
 
   const LlDispatchParams& p_;
   const LlDevice& g_;
   LlShared& s_;
 };
 
-// The warps add up their bad ids, and count themselves above them; the last one tells. The count
-// and its tag are one word, as the counts of prepare are.
-__device__ inline void LlTellerBase::tell_bad_ids(std::uint64_t epoch,
-                                                  std::uint32_t bad_of_warp) const {
+// The warps that have tokens add up their bad ids, and count themselves above them; the last one
+// tells. The count and its tag are one word, as the counts of prepare are.
+__device__ inline void LlTellerBase::add_bad_ids(std::uint64_t epoch, std::uint32_t bad_of_warp,
+                                                 int warps) const {
   constexpr int kShift = 26;
   std::uint32_t before = 0;
   if (lane_id() == 0) before = atomicAdd(&s_.told_bad_ids, bad_of_warp + (1u << kShift));
   before = __shfl_sync(kAllLanes, before, 0);
-  if (before >> kShift != kLlTellers - 1) return;
+  if (static_cast<int>(before >> kShift) != warps - 1) return;
   const std::uint32_t bad = (before & ((1u << kShift) - 1)) + bad_of_warp;
-  const std::uint64_t cell = turn::lane_slot(epoch, g_.slots) * g_.ranks() + g_.rank();
 #pragma unroll 1
-  for (int d = lane_id(); d < g_.ranks(); d += 32) {
-    auto* to = reinterpret_cast<std::uint64_t*>(s_.area[d].base + g_.map.bad_ids) + cell;
-    ptx::st_relaxed_sys(to, count_word(bad, epoch));
-  }
+  for (int d = lane_id(); d < g_.ranks(); d += 32) tell_bad_ids(epoch, bad, d, s_.area[d].base);
 }
 
-// Up to eight choices: a thread has a token.
+__device__ inline void LlTellerBase::tell_bad_ids(std::uint64_t epoch, std::uint32_t bad, int rank,
+                                                  std::byte* area) const {
+  const std::uint64_t cell = turn::lane_slot(epoch, g_.slots) * g_.ranks() + g_.rank();
+  auto* to = reinterpret_cast<std::uint64_t*>(area + g_.map.bad_ids) + cell;
+  ptx::st_relaxed_sys(to, count_word(bad, epoch));
+}
+
+// Up to eight choices: a thread has a token. A warp tells its first tokens in front of the block's
+// first barrier, where it finds that it may: all ranks wait for them.
 class LlFewTeller : LlTellerBase {
  public:
   using LlTellerBase::LlTellerBase;
 
-  // Before the block's first barrier: the first token's ids are on their way.
-  __device__ void load_first() { load(thread_in_block()); }
-  // Likewise: they are good, or none.
-  __device__ void prepare_first() {
+  // Before the block's first barrier. All tellers.
+  __device__ void begin(const LlDispatchTurn& turn) {
+    if (!has_words()) return;
+    if (lane_id() < g_.ranks()) area_ = g_.areas[lane_id()].base;
+    load(thread_in_block());
+    told_ = turn.early_epoch();
     if (has(warp_in_block() * 32)) drop_bad_ids();
+    if (told_ != 0) tell_first(told_);
   }
-
-  // Behind it. All tellers call it.
+  // Behind it.
   __device__ void tell(std::uint64_t epoch) {
-    if (warp_in_block() * 32 < g_.max_tokens) send(epoch, thread_in_block());
+    if (!has_words()) return;
+    if (told_ == 0) tell_first(epoch);
 #pragma unroll 1
-    for (int t = thread_in_block() + kLlMovers; t < g_.max_tokens; t += kLlMovers) {
+    for (int t = thread_in_block() + kLlMovers; t - lane_id() < g_.max_tokens; t += kLlMovers) {
       load(t);
       drop_bad_ids();
       send(epoch, t);
     }
-    tell_bad_ids(epoch, __reduce_add_sync(kAllLanes, bad_));
+    if (tellers() > 1) add_bad_ids(epoch, __reduce_add_sync(kAllLanes, bad_), tellers());
   }
 
  private:
   static constexpr std::int32_t kOut = -2;  // neither an expert nor none
 
+  // The warps that have words of ids.
+  __device__ int tellers() const { return min((g_.max_tokens + 31) / 32, kLlTellers); }
+  __device__ bool has_words() const { return warp_in_block() < tellers(); }
+  __device__ void tell_first(std::uint64_t epoch) {
+    send(epoch, thread_in_block());
+    if (tellers() > 1) return;
+    const std::uint32_t bad = __reduce_add_sync(kAllLanes, bad_);
+    if (lane_id() < g_.ranks()) tell_bad_ids(epoch, bad, lane_id(), area_);
+  }
+  __device__ std::byte* area_of(int rank) const {
+    const auto address = reinterpret_cast<unsigned long long>(area_);
+    return reinterpret_cast<std::byte*>(__shfl_sync(kAllLanes, address, rank));
+  }
   __device__ void load(int token);
   __device__ void drop_bad_ids();
   __device__ std::uint64_t pack(int word) const;
   __device__ void send(std::uint64_t epoch, int token) const;
 
   std::int32_t id_[kLlFewTopk];
-  std::uint32_t bad_ = 0;  // bad ids of this thread's tokens
+  std::uint32_t bad_ = 0;      // bad ids of this thread's tokens
+  std::uint64_t told_ = 0;     // the operation whose first tokens have been told
+  std::byte* area_ = nullptr;  // of the rank with this lane's number
 };
 
 __device__ inline void LlFewTeller::load(int token) {
@@ -147,8 +171,8 @@ __device__ inline std::uint64_t LlFewTeller::pack(int word) const {
   return packed;
 }
 
+// All lanes.
 __device__ inline void LlFewTeller::send(std::uint64_t epoch, int token) const {
-  if (token >= g_.max_tokens) return;
   const std::uint64_t tag = static_cast<std::uint64_t>(ll_tag(epoch)) << 48;
   const std::uint64_t offset = offset_of(epoch, token);
 #pragma unroll 1
@@ -164,8 +188,9 @@ __device__ inline void LlFewTeller::send(std::uint64_t epoch, int token) const {
 #pragma unroll 1
     for (int n = 1; n <= g_.ranks(); ++n) {
       const int d = g_.rank() + n < g_.ranks() ? g_.rank() + n : g_.rank() + n - g_.ranks();
-      if (g_.masks && s_.masked.has(d)) continue;
-      ptx::st_relaxed_sys_pair(s_.area[d].base + offset + pair * 8, words);
+      std::byte* const area = area_of(d);
+      if (token >= g_.max_tokens || (g_.masks && s_.masked.has(d))) continue;
+      ptx::st_relaxed_sys_pair(area + offset + pair * 8, words);
     }
   }
 }
@@ -175,8 +200,11 @@ class LlManyTeller : LlTellerBase {
  public:
   using LlTellerBase::LlTellerBase;
 
-  __device__ void load_first() { load(warp_in_block()); }
-  __device__ void prepare_first() { drop_bad_id(); }
+  // Before the block's first barrier.
+  __device__ void begin(const LlDispatchTurn&) {
+    load(warp_in_block());
+    drop_bad_id();
+  }
   __device__ void tell(std::uint64_t epoch) {
 #pragma unroll 1
     for (int t = warp_in_block(); t < g_.max_tokens; t += kLlTellers) {
@@ -186,7 +214,7 @@ class LlManyTeller : LlTellerBase {
       }
       send(epoch, t);
     }
-    tell_bad_ids(epoch, bad_);
+    add_bad_ids(epoch, bad_, kLlTellers);
   }
 
  private:

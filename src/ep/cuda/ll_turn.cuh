@@ -127,6 +127,12 @@ class LlTurn {
   // All lanes of one warp, which loads nothing else meanwhile. What it finds is behind the block's
   // next barrier.
   __device__ void begin();
+  // The number of the operation that this launch sends, for a warp that stores words in front of
+  // the block's first barrier. 0: it may not, since the launch does one half alone, or may leave
+  // ranks out, or some credit is not there at the first look. begin() finds the same number. The
+  // credits are acquired here, before what the warp stores then. All lanes, in groups of up to 32
+  // ranks.
+  __device__ std::uint64_t early_epoch() const;
   // One thread of every block, behind its first barrier: counts the launch's operations. The lane's
   // next launch begins when all of this one has ended, and does nothing if it has failed.
   __device__ void end();
@@ -325,6 +331,19 @@ XD_LL_MEMBER(void)::begin() {
   if (lane_id() != 0) return;
   if (g_.masks) ll_begin_company(g_, s_, kind_);
   if (s_.failed != 0) s_.course.fatal = true;
+}
+
+XD_LL_MEMBER(std::uint64_t)::early_epoch() const {
+  if (!p_.step.send || !p_.step.receive || p_.step.failed || g_.masks) return 0;
+  const turn::LaneEpochs before = lane().epochs();
+  const bool failed = device::failed(g_.comm);
+  const bool has_credit = lane_id() < ranks() && lane_id() != rank();
+  const std::uint64_t credit = has_credit ? lane().credit_of(lane_id()) : 0;
+  const bool enough = !has_credit || credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
+  const bool takes_turn = before.sent == before.taken && !failed;
+  const bool may = __all_sync(kAllLanes, enough && takes_turn) != 0;
+  __syncwarp();  // the acquires of all lanes come before what any of them stores
+  return may ? before.sent + 1 : 0;
 }
 
 XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
