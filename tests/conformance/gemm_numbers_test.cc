@@ -79,6 +79,27 @@ TEST(NotANumber, InCIsNotReadWhereBetaIsZero) {
   }
 }
 
+// A sum of 16 bits that is rounded before c is added would be rounded twice.
+TEST(SumsWithC, AreRoundedOnceHoweverFewRowsThereAre) {
+  for (const Addend addend : {Addend::added, Addend::in_place}) {
+    on_every_rank([&](Rank& rank) {
+      for (const std::int64_t tokens : {1, 2, 5}) {
+        GemmCase c = plain_gemm_case(rank.num_ranks);
+        c.addend = addend;
+        c.operands = tokens == 2 ? Operands::f16 : Operands::bf16;
+        c.tokens = TokenCounts::most;
+        c.token_units = tokens;
+        const GemmContext context = make_context(rank.comm, c.config());
+        for (int step = 0; step < 4; ++step) {
+          GemmBatch batch(rank, c, step);
+          ok(batch.call(context.get()));
+          batch.check(context.get());
+        }
+      }
+    });
+  }
+}
+
 TEST(LargeNumbers, SaturateInEightBitsAndAreInfiniteInSixteen) {
   on_every_rank([](Rank& rank) {
     for (const Output result : {Output::e4m3, Output::e5m2, Output::other_half}) {

@@ -113,12 +113,14 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
   return room;
 }
 
-// cuBLASLt's GELU is not taken: it has errors of 5e-6, and D is to be rounded from float32's.
+// cuBLASLt's GELU is not taken: it has errors of 5e-6, and D is to be rounded from float32's. Nor
+// is its sum with C in 16 bits: some of its kernels round the product before they add C.
 bool is_plain(const ProductCall& call) {
   const bool activated = call.epilogue == XD_GEMM_EPILOGUE_RELU;
   return multiplies_into(call.a.type, call.d.type) && !call.pre_activation && !call.d_amax &&
          !call.bias_grad && !is_fp8(call.d.type) && !call.has_activation_input() &&
          call.epilogue != XD_GEMM_EPILOGUE_GELU && !(activated && call.d.type == DType::f32) &&
+         (!call.c || call.d.type == DType::f32) &&
          (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias)));
 }
 

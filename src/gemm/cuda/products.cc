@@ -105,7 +105,25 @@ void Products::run(const ProductShape& shape, const ProductPointers& pointers, f
                    float beta, cudaStream_t stream) {
   if (shape.m == 0 || shape.n == 0) return;
   const std::lock_guard lock(mutex_);
-  find(shape).run(pointers, alpha, beta, workspace_.data(), stream);
+  Product& product = find(shape);
+  const auto run_chosen = [&] { product.run(pointers, alpha, beta, workspace_.data(), stream); };
+  try {
+    return run_chosen();
+  } catch (const Error& error) {
+    if (error.status() != XD_ERROR_UNSUPPORTED) throw;
+  }
+  // Some algorithms mind the alignment of pointers, and say so only now.
+  const Algorithm refused = product.chosen();
+  for (const Algorithm& candidate : product.candidates()) {
+    if (candidate == refused || !product.choose(candidate)) continue;
+    try {
+      return run_chosen();
+    } catch (const Error& error) {
+      if (error.status() != XD_ERROR_UNSUPPORTED) throw;
+    }
+  }
+  product.choose(refused);
+  run_chosen();
 }
 
 Product& Products::find(const ProductShape& shape) {

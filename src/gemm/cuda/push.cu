@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(const __grid_constant
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) turn.tell_opened();
   if (turn.verdict() == Verdict::go) push_rows(p, turn);
-  turn.leave();
-  turn.settle();
+  turn.leave_and_settle();
 }
 
 }  // namespace

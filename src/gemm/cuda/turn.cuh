@@ -92,6 +92,13 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     end();
   }
 
+  // leave() and settle(), where nothing comes between: blocks are counted once.
+  __device__ void leave_and_settle() {
+    if (verdict() != Verdict::nothing) return leave_and_end();
+    leave();
+    settle();
+  }
+
   __device__ std::byte* words_at(int owner, int step, int source) const {
     return area(owner).base + p_.group.map.words_of(epoch(), step, source, ranks());
   }

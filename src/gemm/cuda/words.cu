@@ -143,8 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1) words_kernel(const __grid_constan
     if (!failed && p.gathers && !p.one_step) failed = !words.take_sums();
     if (!turn.any_failed(failed)) words.keep();
   }
-  turn.leave();
-  turn.settle();
+  turn.leave_and_settle();
 }
 
 template <class Do>
