@@ -43,12 +43,12 @@
  * A context is one sequence of operations, as an xd_ep_group is: all ranks call the same operations
  * in the same order, also where m = 0 or a rank has nothing to do; on CUDA the caller orders
  * streams by events. Operations allocate nothing, never wait for the host, and can be captured in a
- * CUDA graph from the first call. Every operation of a rank first tells every peer what it is about
- * to do. If anything disagrees, or a peer's arguments are bad, all ranks get an error, and the
- * context stays usable. The content of outputs (d, pre_activation, gathered, bias_grad, amaxes)
- * after an error is undefined; on CUDA a product may already have been enqueued behind the
- * transfer, and then computes on whatever has come. Waits are bounded by the communicator's
- * timeout.
+ * CUDA graph from the first call (but for those by cuBLASMp). Every operation of a rank first tells
+ * every peer what it is about to do. If anything disagrees, or a peer's arguments are bad, all
+ * ranks get an error, and the context stays usable. The content of outputs (d, pre_activation,
+ * gathered, bias_grad, amaxes) after an error is undefined; on CUDA a product may already have been
+ * enqueued behind the transfer, and then computes on whatever has come. Waits are bounded by the
+ * communicator's timeout.
  *
  * Contexts need oneDNN on the CPU, and cuBLASLt on CUDA devices, which must be there when a context
  * is made.
@@ -92,7 +92,19 @@ typedef enum xd_gemm_algo {
   /* One product per peer's rows, in ring order, while the rows of the next are under way. */
   XD_GEMM_ALGO_SPLIT_P2P = 4,
   /* The transfer, then the product, or the other way round. */
-  XD_GEMM_ALGO_SEQUENTIAL = 5
+  XD_GEMM_ALGO_SEQUENTIAL = 5,
+  /* CUDA: NVIDIA's cuBLASMp multiplies and transfers, by the algorithm that it takes by itself or
+   * by the one that is named; it takes these names as hints. Only in contexts that were made for it
+   * (config.algo or config.nccl_comm); AUTO never takes it. Its calls return when all ranks have
+   * made theirs, and cannot be captured. */
+  XD_GEMM_ALGO_CUBLASMP = 16,
+  XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P = 17,
+  /* The two named MULTICAST, and FUSED, need NVLink multicast. */
+  XD_GEMM_ALGO_CUBLASMP_SPLIT_MULTICAST = 18,
+  XD_GEMM_ALGO_CUBLASMP_ATOMIC_P2P = 19,
+  XD_GEMM_ALGO_CUBLASMP_ATOMIC_MULTICAST = 20,
+  XD_GEMM_ALGO_CUBLASMP_NO_OVERLAP = 21,
+  XD_GEMM_ALGO_CUBLASMP_FUSED = 22
 } xd_gemm_algo;
 
 /* What happens to the sum before it is rounded to D. x = alpha * sum + beta * C + bias. */
@@ -114,7 +126,8 @@ typedef enum xd_gemm_epilogue {
 /* The bit of an operation in xd_gemm_config.operations. */
 #define XD_GEMM_BIT(operation) (1 << ((operation)-XD_GEMM_ALL_GATHER))
 
-/* Bounds of what a context is used for. Equal on all ranks, but for num_comm_sms. */
+/* Bounds of what a context is used for. Equal on all ranks, but for num_comm_sms, and nccl_comm,
+ * which all ranks give or none. */
 typedef struct xd_gemm_config {
   size_t struct_size;
   /* W, for xd_gemm_context_memory. xd_gemm_context_create also takes 0 = the communicator's. */
@@ -133,10 +146,12 @@ typedef struct xd_gemm_config {
   int64_t max_n;
   /* Widest element that is transferred: {kDLBfloat, 16, 1}, {kDLFloat, 16 or 32, 1}, or fp8. */
   DLDataType dtype;
-  /* For calls that say AUTO; equal on all ranks. */
+  /* For calls that say AUTO; equal on all ranks. One of CUBLASMP makes the context for cuBLASMp:
+   * where it cannot run, creation is UNSUPPORTED with what is missing, unless allow_fallback. */
   xd_gemm_algo algo;
   /* CUDA: 0 = rows are moved by copy engines, or by kernels that run before or after the product.
-   * > 0: by kernels of so many multiprocessors beside the product, which gets the rest. */
+   * > 0: by kernels of so many multiprocessors beside the product, which gets the rest; cuBLASMp
+   * alone has such kernels. */
   int32_t num_comm_sms;
   /* Operations whose transfer may be under way at once, 1 or 2; 0 = 1. A gather begun by
    * start_all_gather counts. */
@@ -149,10 +164,15 @@ typedef struct xd_gemm_config {
   /* For xd_gemm_context_memory: kDLCPU (or 0) or kDLCUDA. xd_gemm_context_create also takes 0 = the
    * communicator's. */
   int32_t device_type;
+  /* CUDA: an ncclComm_t of the same ranks in the same order, with which cuBLASMp transfers. It
+   * makes the context for cuBLASMp; the caller lends it until the context has been destroyed, and
+   * uses it for nothing else meanwhile. NULL = cuBLASMp gets a communicator of its own. */
+  void* nccl_comm;
 } xd_gemm_config;
 /* clang-format off */
 #define XD_GEMM_CONFIG_INIT \
-  {sizeof(xd_gemm_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_GEMM_ALGO_AUTO, 0, 0, 0, 0, 0}
+  {sizeof(xd_gemm_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_GEMM_ALGO_AUTO, 0, 0, 0, 0, 0, \
+   NULL}
 /* clang-format on */
 
 typedef struct xd_gemm_memory {
@@ -167,7 +187,8 @@ typedef struct xd_gemm_memory {
   { sizeof(xd_gemm_memory), 0, 0 }
 
 /* What a context with this config takes on one rank, to within a page and a few kilobytes of
- * handles. A pure function. INVALID_ARGUMENT for a bad config. */
+ * handles, and without what cuBLASMp and NCCL take. A pure function. INVALID_ARGUMENT for a bad
+ * config. */
 XD_API xd_status xd_gemm_context_memory(const xd_gemm_config* config, xd_gemm_memory* memory);
 
 /* This rank's share where `global` rows or columns are dealt out: ceil(global / W) for each rank,

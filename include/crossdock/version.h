@@ -27,7 +27,9 @@ typedef enum xd_feature {
   /* Ranks on several hosts. */
   XD_FEATURE_NETWORK = 2,
   /* Communication overlapped with GEMM. */
-  XD_FEATURE_GEMM = 3
+  XD_FEATURE_GEMM = 3,
+  /* cuBLASMp, for products over ranks by the algorithms named XD_GEMM_ALGO_CUBLASMP. */
+  XD_FEATURE_CUBLASMP = 4
 } xd_feature;
 
 /* 1 if the feature can be used in this process now, else 0. With `reason` not NULL, *reason gets a

@@ -26,7 +26,21 @@ __all__ = [
 ]
 
 GemmOperation = Literal["all_gather", "reduce_scatter", "all_reduce", "bulk", "start_all_gather"]
-Algo = Literal["auto", "fused", "direct", "split", "split_p2p", "sequential"]
+Algo = Literal[
+    "auto",
+    "fused",
+    "direct",
+    "split",
+    "split_p2p",
+    "sequential",
+    "cublasmp",
+    "cublasmp_split_p2p",
+    "cublasmp_split_multicast",
+    "cublasmp_atomic_p2p",
+    "cublasmp_atomic_multicast",
+    "cublasmp_no_overlap",
+    "cublasmp_fused",
+]
 Epilogue = Literal["none", "gelu", "dgelu", "relu", "drelu"]
 
 

@@ -91,12 +91,20 @@ void bind_gemm_words(nb::module_& constants) {
              {"all_reduce", XD_GEMM_BIT(XD_GEMM_ALL_REDUCE)},
              {"bulk", XD_GEMM_BIT(XD_GEMM_BULK)},
              {"start_all_gather", XD_GEMM_BIT(XD_GEMM_START_ALL_GATHER)}});
-  constants.attr("GEMM_ALGOS") = words({{"auto", XD_GEMM_ALGO_AUTO},
-                                        {"fused", XD_GEMM_ALGO_FUSED},
-                                        {"direct", XD_GEMM_ALGO_DIRECT},
-                                        {"split", XD_GEMM_ALGO_SPLIT},
-                                        {"split_p2p", XD_GEMM_ALGO_SPLIT_P2P},
-                                        {"sequential", XD_GEMM_ALGO_SEQUENTIAL}});
+  constants.attr("GEMM_ALGOS") =
+      words({{"auto", XD_GEMM_ALGO_AUTO},
+             {"fused", XD_GEMM_ALGO_FUSED},
+             {"direct", XD_GEMM_ALGO_DIRECT},
+             {"split", XD_GEMM_ALGO_SPLIT},
+             {"split_p2p", XD_GEMM_ALGO_SPLIT_P2P},
+             {"sequential", XD_GEMM_ALGO_SEQUENTIAL},
+             {"cublasmp", XD_GEMM_ALGO_CUBLASMP},
+             {"cublasmp_split_p2p", XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P},
+             {"cublasmp_split_multicast", XD_GEMM_ALGO_CUBLASMP_SPLIT_MULTICAST},
+             {"cublasmp_atomic_p2p", XD_GEMM_ALGO_CUBLASMP_ATOMIC_P2P},
+             {"cublasmp_atomic_multicast", XD_GEMM_ALGO_CUBLASMP_ATOMIC_MULTICAST},
+             {"cublasmp_no_overlap", XD_GEMM_ALGO_CUBLASMP_NO_OVERLAP},
+             {"cublasmp_fused", XD_GEMM_ALGO_CUBLASMP_FUSED}});
   constants.attr("GEMM_EPILOGUES") = words({{"none", XD_GEMM_EPILOGUE_NONE},
                                             {"gelu", XD_GEMM_EPILOGUE_GELU},
                                             {"dgelu", XD_GEMM_EPILOGUE_DGELU},

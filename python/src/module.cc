@@ -113,11 +113,12 @@ std::uint64_t first_value(std::uintptr_t word, std::uint32_t call, std::uint64_t
 }
 
 std::pair<bool, std::string> feature(const std::string& name) {
-  static constexpr std::array<std::pair<const char*, xd_feature>, 4> features = {{
+  static constexpr std::array<std::pair<const char*, xd_feature>, 5> features = {{
       {"cpu", XD_FEATURE_CPU},
       {"cuda", XD_FEATURE_CUDA},
       {"network", XD_FEATURE_NETWORK},
       {"gemm", XD_FEATURE_GEMM},
+      {"cublasmp", XD_FEATURE_CUBLASMP},
   }};
   for (const auto& [known, which] : features) {
     if (name != known) continue;
@@ -126,7 +127,8 @@ std::pair<bool, std::string> feature(const std::string& name) {
     return {available, reason};
   }
   throw nb::value_error(
-      ("feature: expected 'cpu', 'cuda', 'network' or 'gemm', got '" + name + "'").c_str());
+      ("feature: expected 'cpu', 'cuda', 'network', 'gemm' or 'cublasmp', got '" + name + "'")
+          .c_str());
 }
 
 std::string version() {

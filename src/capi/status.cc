@@ -14,7 +14,9 @@ int32_t xd_version(void) { return XD_VERSION; }
 
 int32_t xd_feature_available(xd_feature feature, const char** reason) {
   const std::int32_t which = xd::raw_enum(feature);
-  const xd::Feature answer = which == XD_FEATURE_GEMM ? xd::gemm::feature() : xd::feature(which);
+  const xd::Feature answer = which == XD_FEATURE_GEMM       ? xd::gemm::feature()
+                             : which == XD_FEATURE_CUBLASMP ? xd::gemm::cublasmp_feature()
+                                                            : xd::feature(which);
   if (reason != nullptr) *reason = answer.reason;
   return answer.available ? 1 : 0;
 }

@@ -127,12 +127,11 @@ void read_options(const xd_gemm_args& a, const Config& config, ProductCall& call
   require_flag("allow_tf32", a.allow_tf32);
   XD_REQUIRE(a.transpose_a == 0 || a.transpose_b == 0,
              "transpose_a = 1 and transpose_b = 1, expected at most one of them");
-  const int epilogue = raw_enum(a.epilogue), algo = raw_enum(a.algo);
+  const int epilogue = raw_enum(a.epilogue);
   XD_REQUIRE(epilogue >= XD_GEMM_EPILOGUE_NONE && epilogue <= XD_GEMM_EPILOGUE_DRELU,
              "epilogue = ", epilogue, ", expected an xd_gemm_epilogue, 0 to ",
              int{XD_GEMM_EPILOGUE_DRELU});
-  XD_REQUIRE(algo >= XD_GEMM_ALGO_AUTO && algo <= XD_GEMM_ALGO_SEQUENTIAL, "algo = ", algo,
-             ", expected an xd_gemm_algo, 0 to ", int{XD_GEMM_ALGO_SEQUENTIAL});
+  const xd_gemm_algo algo = read_algo("algo", raw_enum(a.algo));
   call.transpose_a = a.transpose_a != 0;
   call.transpose_b = a.transpose_b != 0;
   call.reduce_bias_grad = a.reduce_bias_grad != 0;
@@ -141,7 +140,7 @@ void read_options(const xd_gemm_args& a, const Config& config, ProductCall& call
   call.alpha = a.alpha;
   call.beta = a.beta;
   call.epilogue = static_cast<xd_gemm_epilogue>(epilogue);
-  call.algo = algo != XD_GEMM_ALGO_AUTO ? static_cast<xd_gemm_algo>(algo) : config.algo;
+  call.algo = algo != XD_GEMM_ALGO_AUTO ? algo : config.algo;
 }
 
 void read_operands(const xd_gemm_args& a, const Reader& reader, ProductCall& call) {

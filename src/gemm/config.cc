@@ -69,18 +69,26 @@ Config read_config(const xd_gemm_config* user, int comm_ranks) {
   read_ranks(read, comm_ranks, config);
   read_type(read, config);
   read_sizes(read, config);
-  const int algo = raw_enum(read.algo);
-  require_range("algo", algo, XD_GEMM_ALGO_AUTO, XD_GEMM_ALGO_SEQUENTIAL);
+  config.algo = read_algo("config.algo", raw_enum(read.algo));
   require_range("num_comm_sms", read.num_comm_sms, 0, 4096);
   require_range("slots", read.slots, 0, 2);
   require_range("keep_gathered", read.keep_gathered, 0, 1);
   require_range("allow_fallback", read.allow_fallback, 0, 1);
-  config.algo = static_cast<xd_gemm_algo>(algo);
   config.num_comm_sms = read.num_comm_sms;
   config.slots = std::max(1, read.slots);
   config.keep_gathered = read.keep_gathered != 0;
   config.allow_fallback = read.allow_fallback != 0;
+  config.nccl_comm = read.nccl_comm;
   return config;
+}
+
+xd_gemm_algo read_algo(const char* field, int algo) {
+  const bool known = (algo >= XD_GEMM_ALGO_AUTO && algo <= XD_GEMM_ALGO_SEQUENTIAL) ||
+                     is_cublasmp(static_cast<xd_gemm_algo>(algo));
+  XD_REQUIRE(known, field, " = ", algo, ", expected an xd_gemm_algo, 0 to ",
+             int{XD_GEMM_ALGO_SEQUENTIAL}, " or ", int{XD_GEMM_ALGO_CUBLASMP}, " to ",
+             int{XD_GEMM_ALGO_CUBLASMP_FUSED});
+  return static_cast<xd_gemm_algo>(algo);
 }
 
 std::int64_t local_size(std::int64_t global, int rank, int ranks) {

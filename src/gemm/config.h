@@ -17,6 +17,14 @@ constexpr std::int64_t scale_blocks(std::int64_t elements) {
   return (elements + kScaleBlock - 1) / kScaleBlock;
 }
 
+// The algorithms that cuBLASMp carries out.
+constexpr bool is_cublasmp(xd_gemm_algo algo) {
+  return algo >= XD_GEMM_ALGO_CUBLASMP && algo <= XD_GEMM_ALGO_CUBLASMP_FUSED;
+}
+
+// Reads a number of xd_gemm_algo. Throws INVALID_ARGUMENT that names `field`.
+xd_gemm_algo read_algo(const char* field, int algo);
+
 struct Config {
   int ranks = 0;
   int operations = 0;  // as a sum of XD_GEMM_BIT
@@ -29,9 +37,12 @@ struct Config {
   int slots = 1;
   bool keep_gathered = false;
   bool allow_fallback = false;
-  int device_type = 0;  // as given
+  int device_type = 0;        // as given
+  void* nccl_comm = nullptr;  // lent for cuBLASMp
 
   bool has(xd_gemm_operation operation) const { return (operations & XD_GEMM_BIT(operation)) != 0; }
+  // Whether calls may ask for cuBLASMp.
+  bool is_for_cublasmp() const { return nccl_comm != nullptr || is_cublasmp(algo); }
   // Whether rows of ranks are gathered, and whether rows are summed over ranks.
   bool gathers() const {
     return has(XD_GEMM_ALL_GATHER) || has(XD_GEMM_BULK) || has(XD_GEMM_START_ALL_GATHER);

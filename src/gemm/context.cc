@@ -11,7 +11,7 @@ namespace {
 // The part of a config that ranks tell one another: equal on all ranks.
 struct Announcement {
   std::int64_t operations, max_tokens, max_k, max_n, type, algo, slots, keep_gathered,
-      allow_fallback;
+      allow_fallback, lends_nccl;
 };
 
 using Field = turn::EqualField<Announcement>;
@@ -25,6 +25,7 @@ constexpr std::array kEqualFields = {
     Field{"slots", &Announcement::slots},
     Field{"keep_gathered", &Announcement::keep_gathered},
     Field{"allow_fallback", &Announcement::allow_fallback},
+    Field{"nccl_comm (1 = given)", &Announcement::lends_nccl},
 };
 
 Announcement announce(const Config& c) {
@@ -36,7 +37,8 @@ Announcement announce(const Config& c) {
           .algo = c.algo,
           .slots = c.slots,
           .keep_gathered = c.keep_gathered,
-          .allow_fallback = c.allow_fallback};
+          .allow_fallback = c.allow_fallback,
+          .lends_nccl = c.nccl_comm != nullptr};
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ struct Executor {
   xd_gemm_memory (*context_memory)(const Config& config);
   // Whether what it stands on is there, on this machine. Never blocks on a device.
   Feature (*availability)();
+  // Likewise cuBLASMp; nullptr = it is not for such devices.
+  Feature (*cublasmp)() = nullptr;
 };
 
 std::span<const Executor* const> executors();
@@ -35,5 +37,7 @@ const Executor& executor_for(std::int32_t device_type);
 
 // Available where any executor is; else the reason of the first.
 Feature feature();
+// Likewise, whether cuBLASMp can compute some.
+Feature cublasmp_feature();
 
 }  // namespace xd::gemm

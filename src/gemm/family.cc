@@ -45,7 +45,16 @@ std::string of_flags(std::uint8_t theirs, std::uint8_t mine) {
 
 const char* algo_name(xd_gemm_algo algo) {
   constexpr const char* kNames[] = {"AUTO", "FUSED", "DIRECT", "SPLIT", "SPLIT_P2P", "SEQUENTIAL"};
+  constexpr const char* kOfCublasMp[] = {"CUBLASMP",
+                                         "CUBLASMP_SPLIT_P2P",
+                                         "CUBLASMP_SPLIT_MULTICAST",
+                                         "CUBLASMP_ATOMIC_P2P",
+                                         "CUBLASMP_ATOMIC_MULTICAST",
+                                         "CUBLASMP_NO_OVERLAP",
+                                         "CUBLASMP_FUSED"};
   const auto number = static_cast<unsigned>(algo);
+  const unsigned of_cublasmp = number - XD_GEMM_ALGO_CUBLASMP;
+  if (of_cublasmp < std::size(kOfCublasMp)) return kOfCublasMp[of_cublasmp];
   return number < std::size(kNames) ? kNames[number] : "?";
 }
 

@@ -51,6 +51,7 @@ const BadConfig kBadConfigs[] = {
        c.dtype = {kDLInt, 32, 1};
      }},
     {"algo", "6", [](xd_gemm_config& c) { force(c.algo, 6); }},
+    {"algo", "23", [](xd_gemm_config& c) { force(c.algo, 23); }},
     {"algo", "-1", [](xd_gemm_config& c) { force(c.algo, -1); }},
     {"num_comm_sms", "-1", [](xd_gemm_config& c) { c.num_comm_sms = -1; }},
     {"slots", "3", [](xd_gemm_config& c) { c.slots = 3; }},
@@ -234,7 +235,7 @@ TEST(Explain, HasALineForEachAlgorithmAndNeverChoosesASlowerOneThanSequential) {
       const GemmContext context = make_context(rank.comm, c.config());
       GemmBatch batch(rank, c, 0);
       const xd_gemm_plan_info chosen = explained(context.get(), c, batch.args);
-      for (const char* algo : {"FUSED", "DIRECT", "SPLIT", "SPLIT_P2P", "SEQUENTIAL"}) {
+      for (const char* algo : {"FUSED", "DIRECT", "SPLIT", "SPLIT_P2P", "SEQUENTIAL", "CUBLASMP"}) {
         EXPECT_NE(std::string(chosen.text).find(algo), std::string::npos) << chosen.text;
       }
       EXPECT_GT(chosen.num_products, 0);

@@ -16,8 +16,9 @@ namespace {
 
 constexpr xd_gemm_operation kOperations[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER,
                                              XD_GEMM_ALL_REDUCE};
-constexpr xd_gemm_algo kAlgos[] = {XD_GEMM_ALGO_FUSED, XD_GEMM_ALGO_DIRECT, XD_GEMM_ALGO_SPLIT,
-                                   XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SEQUENTIAL};
+constexpr xd_gemm_algo kAlgos[] = {XD_GEMM_ALGO_FUSED,      XD_GEMM_ALGO_DIRECT,
+                                   XD_GEMM_ALGO_SPLIT,      XD_GEMM_ALGO_SPLIT_P2P,
+                                   XD_GEMM_ALGO_SEQUENTIAL, XD_GEMM_ALGO_CUBLASMP};
 constexpr double kFlops = 1000;
 
 // The first row of each of four ranks, and the number of all.

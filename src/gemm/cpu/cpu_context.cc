@@ -60,6 +60,10 @@ class CpuContext final : public Context {
         lockstep_(*this) {
     this->comm().collective().agree(kCreateContext, [this] {
       if (!onednn_feature().available) fail(XD_ERROR_UNSUPPORTED, onednn_feature().reason);
+      if (this->config().is_for_cublasmp() && !this->config().allow_fallback) {
+        fail(XD_ERROR_UNSUPPORTED,
+             "config.algo or config.nccl_comm asks for cuBLASMp, which needs CUDA devices");
+      }
       scratch_.emplace(this->config());
       multiplier_.emplace(*scratch_);
       const StandardFloatModes modes;

@@ -12,8 +12,8 @@ namespace xd::gemm::cpu {
 namespace {
 
 // Among equals the first one is taken.
-constexpr std::array kAlgos = {XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_DIRECT,
-                               XD_GEMM_ALGO_SEQUENTIAL, XD_GEMM_ALGO_FUSED};
+constexpr std::array kAlgos = {XD_GEMM_ALGO_SPLIT_P2P,  XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_DIRECT,
+                               XD_GEMM_ALGO_SEQUENTIAL, XD_GEMM_ALGO_FUSED, XD_GEMM_ALGO_CUBLASMP};
 
 // A tile takes so long as if it had so many rows more: oneDNN rearranges b for each.
 constexpr double kRowsOfATile = 32;
@@ -111,7 +111,7 @@ const char* obstacle(xd_gemm_operation operation, xd_gemm_algo algo) {
       if (operation == XD_GEMM_ALL_REDUCE) return "exists for all_gather and reduce_scatter only";
       return nullptr;
     default:
-      return nullptr;
+      return is_cublasmp(algo) ? "needs CUDA devices" : nullptr;
   }
 }
 

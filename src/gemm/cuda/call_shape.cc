@@ -3,11 +3,13 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "cuda/data_type.h"
 #include "gemm/cuda/stitched_slots.h"
 
 namespace xd::gemm::cuda {
 namespace {
 
+using xd::cuda::data_type;
 using xd::cuda::ProductPointers;
 using xd::cuda::ProductShape;
 namespace lt = xd::cuda::lt;
@@ -40,21 +42,6 @@ bool multiplies_into(DType operands, DType d) {
 }
 
 }  // namespace
-
-cudaDataType_t lt_type(DType type) {
-  switch (type) {
-    case DType::f32:
-      return CUDA_R_32F;
-    case DType::f16:
-      return CUDA_R_16F;
-    case DType::e4m3:
-      return CUDA_R_8F_E4M3;
-    case DType::e5m2:
-      return CUDA_R_8F_E5M2;
-    default:
-      return CUDA_R_16BF;
-  }
-}
 
 void require_supported(const ProductCall& call) {
   if (is_fp8(call.a.type) && (call.transpose_a || !call.transpose_b)) {
@@ -124,15 +111,20 @@ bool is_plain(const ProductCall& call) {
          (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias)));
 }
 
+bool is_plain_for_cublasmp(const ProductCall& call) {
+  const bool adds = call.c || call.bias || call.epilogue != XD_GEMM_EPILOGUE_NONE;
+  return is_plain(call) && (call.operation == XD_GEMM_ALL_GATHER || !adds);
+}
+
 ProductShape product_shape(const ProductCall& call, std::int64_t rows, std::int64_t all_rows,
                            DType d_type, bool finished) {
   ProductShape shape{.m = rows,
                      .n = call.n,
                      .k = call.k,
-                     .a_type = lt_type(call.a.type),
-                     .b_type = lt_type(call.b.type),
-                     .d_type = lt_type(d_type),
-                     .bias_type = lt_type(d_type),
+                     .a_type = data_type(call.a.type),
+                     .b_type = data_type(call.b.type),
+                     .d_type = data_type(d_type),
+                     .bias_type = data_type(d_type),
                      .transpose_a = call.transpose_a,
                      .transpose_b = call.transpose_b,
                      .a_pitch = call.transpose_a ? all_rows : call.k,
@@ -204,12 +196,12 @@ std::vector<ProductShape> usual_shapes(const Config& config) {
   const bool fp8 = bytes == 1;
   ProductShape shape{.n = whole(config.max_n),
                      .k = config.max_k > 0 ? whole(config.max_k) : whole(config.max_n),
-                     .a_type = lt_type(config.type),
-                     .b_type = lt_type(config.type)};
+                     .a_type = data_type(config.type),
+                     .b_type = data_type(config.type)};
   const DType stored = fp8 ? DType::bf16 : config.type;
   std::vector<ProductShape> shapes;
   const auto add = [&](DType d_type, int epilogue) {
-    shape.d_type = shape.bias_type = lt_type(d_type);
+    shape.d_type = shape.bias_type = data_type(d_type);
     shape.epilogue = epilogue;
     shapes.push_back(shape);
   };
@@ -252,7 +244,7 @@ namespace {
 void add_results(ProductShape shape, DType operands, std::vector<ProductShape>& to) {
   for (const DType d : {DType::f32, DType::bf16, DType::f16}) {
     if (!multiplies_into(operands, d)) continue;
-    shape.d_type = shape.bias_type = lt_type(d);
+    shape.d_type = shape.bias_type = data_type(d);
     for (const int epilogue : {lt::kEpilogueNone, lt::kEpilogueBias, lt::kEpilogueRelu,
                                lt::kEpilogueBias | lt::kEpilogueRelu}) {
       if (d == DType::f32 && (epilogue & lt::kEpilogueRelu) != 0) continue;
@@ -263,7 +255,7 @@ void add_results(ProductShape shape, DType operands, std::vector<ProductShape>& 
 }
 
 void add_fp8(DType a, DType b, std::vector<ProductShape>& to) {
-  ProductShape shape{.a_type = lt_type(a), .b_type = lt_type(b)};
+  ProductShape shape{.a_type = data_type(a), .b_type = data_type(b)};
   constexpr std::pair<int, int> kModes[] = {{-1, -1},
                                             {lt::kScaleScalar, lt::kScaleScalar},
                                             {lt::kScaleScalar, -1},
@@ -283,7 +275,7 @@ std::vector<ProductShape> all_products() {
   for (const auto& [a, b] : {std::pair{false, true}, {false, false}, {true, false}}) {
     for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
       ProductShape shape{
-          .a_type = lt_type(type), .b_type = lt_type(type), .transpose_a = a, .transpose_b = b};
+          .a_type = data_type(type), .b_type = data_type(type), .transpose_a = a, .transpose_b = b};
       add_results(shape, type, shapes);
       shape.compute = lt::kComputeTf32;
       if (type == DType::f32) add_results(shape, type, shapes);

@@ -21,6 +21,9 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
 
 // True if cuBLASLt stores D as it shall be. Otherwise it stores float32, and finish_kernel D.
 bool is_plain(const ProductCall& call);
+// True if cuBLASMp stores D as it shall be. To sums over ranks it adds nothing: what is added or
+// applied comes behind the sum, and once.
+bool is_plain_for_cublasmp(const ProductCall& call);
 // The product of `rows` rows of tokens, of the `all_rows` of the tensor that they are in. `d_type`:
 // as it is stored, in packed rows. `finished`: by cuBLASLt, which also adds C.
 xd::cuda::ProductShape product_shape(const ProductCall& call, std::int64_t rows,
@@ -33,8 +36,6 @@ xd::cuda::ProductPointers product_pointers(const ProductCall& call, std::int64_t
 
 // Of the rows of d from `first` on. The product has applied alpha.
 Epilogue epilogue_from(const ProductCall& call, std::int64_t first);
-
-cudaDataType_t lt_type(DType type);
 
 // The products of most calls of a context, with the bounds' columns; their numbers of rows are any.
 std::vector<xd::cuda::ProductShape> usual_shapes(const Config& config);

@@ -71,9 +71,10 @@ std::uint64_t scratch_bytes(const Config& config) {
   const auto elements =
       checked_mul(static_cast<std::uint64_t>(config.all_tokens()),
                   static_cast<std::uint64_t>(config.max_n), "tokens of all ranks * max_n");
-  // all_gather: float32 products that cuBLASLt does not finish; else products to be summed, and
-  // then exact results of this rank's rows.
-  const bool narrow = !config.has(XD_GEMM_ALL_GATHER) && config.ranks > 1;
+  // all_gather, cuBLASMp: float32 products that a library does not finish; else products to be
+  // summed, and then exact results of this rank's rows.
+  const bool narrow =
+      !config.has(XD_GEMM_ALL_GATHER) && config.ranks > 1 && !config.is_for_cublasmp();
   const std::uint64_t bytes =
       checked_mul(elements, narrow ? config.summed_bytes() : 4, "bytes of all products");
   // Products of bulk have any size, and are finished in pieces.
@@ -122,6 +123,9 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
     return Collective::Contribution{};
   });
   tune();
+  if (config().is_for_cublasmp()) {
+    cublasmp_ = std::make_unique<cublasmp::AttendedEngine>(comm(), config());
+  }
   runner_.begin();
 }
 
@@ -136,7 +140,7 @@ void CudaContext::allocate() {
     fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks, expected at most ",
          kMaxDeviceRanks, " on CUDA devices");
   }
-  if (config().num_comm_sms > 0) {
+  if (config().num_comm_sms > 0 && !config().is_for_cublasmp()) {
     fail(XD_ERROR_UNSUPPORTED, "config.num_comm_sms = ", config().num_comm_sms,
          ", expected 0: this version moves rows by copy engines, or before or after the product");
   }
@@ -149,6 +153,7 @@ void CudaContext::allocate() {
   memory_->products = std::make_unique<Products>(device);
   memory_->side = std::make_unique<SideStream>(device);
   memory_->side->reserve(at(config().ranks) + 4);
+  memory_->meeting = std::make_unique<Meeting>(device);
   load_kernels();
   empty_words();
   describe();
@@ -381,7 +386,9 @@ void CudaContext::fail_turn(const turn::Call& call, std::uint32_t launch, xd_str
 // last one may have enqueued since. Graphs are looked at by their own openings, which do not stand
 // behind those of other operations in the context's stream.
 void CudaContext::begin(const TurnParams& turn, xd_stream stream) {
+  met_ = false;
   if (xd::cuda::is_captured(stream)) {
+    captured_ = true;
     last_.reset();
     return;
   }
@@ -418,6 +425,8 @@ Problem CudaContext::problem(const ProductCall& call) const {
 // The way of a call. Throws UNSUPPORTED where the algorithm that was asked for cannot run.
 Option CudaContext::choose(const ProductCall& call) const {
   require_supported(call);
+  const std::string hindered = is_cublasmp(call.algo) ? cublasmp_obstacle(call) : "";
+  if (is_cublasmp(call.algo) && hindered.empty()) return {.algo = call.algo, .products = 1};
   const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
@@ -432,6 +441,9 @@ Option CudaContext::choose(const ProductCall& call) const {
   if (runs) return taken(*asked);
   const Option* best = options.best();
   if (best != nullptr && config().allow_fallback) return taken(*best);
+  if (!hindered.empty()) {
+    fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo), ": ", hindered);
+  }
   if (asked == nullptr) {
     fail(XD_ERROR_UNSUPPORTED, "no algorithm can run:\n", text_of(options, problem, room));
   }
@@ -442,6 +454,7 @@ Option CudaContext::choose(const ProductCall& call) const {
 void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered) {
   require_memory(call, comm().device().device_id);
   const Option option = choose(call);
+  if (is_cublasmp(option.algo)) return start_by_cublasmp(call, option, stream, entered);
   Record record = record_of(call, option.algo);
   record.mover = static_cast<std::uint32_t>(option.mover);
   const EnqueuedTurn turn = next_turn(record, entered);
@@ -450,12 +463,73 @@ void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered
   enqueue(turn, stream, [&] { work.enqueue(); });
 }
 
+// NCCL waits for ranks without a bound. So the host waits here, within bounds, until it knows that
+// all ranks have come with the same call, before it enqueues what waits for them. The meeting need
+// not wait for products of meetings before it, so calls in a row are enqueued ahead of the device.
+void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
+                                    bool& entered) {
+  if (xd::cuda::is_captured(stream)) {
+    fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo),
+         ": cannot be captured, since the ranks agree before it is enqueued");
+  }
+  const EnqueuedTurn turn = next_turn(record_of(call, option.algo), entered);
+  SideStream& side = *memory_->side;
+  side.begin();
+  const bool follows_a_meeting =
+      met_ && !captured_ && last_ == stream && stream != cudaStreamPerThread;
+  if (!follows_a_meeting) {
+    begin(turn.params(), stream);
+    side.order(stream, side.get());
+  }
+  met_ = false;
+  if (memory_->meeting->hold(turn, side, comm())) {
+    enqueue_by_cublasmp(Operation(shop_, call, option, turn, stream), call, stream);
+    met_ = !call.reduce_bias_grad;
+  }
+  side.order(side.get(), stream);
+  end(stream);
+}
+
+void CudaContext::enqueue_by_cublasmp(const Operation& work, const ProductCall& call,
+                                      xd_stream stream) {
+  const bool plain = is_plain_for_cublasmp(call);
+  std::byte* const d = work.begin_by_cublasmp();
+  const std::int64_t rows = call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all();
+  if (rows > 0) {
+    cublasmp_->get()->enqueue(
+        cublasmp::describe(call, config(), plain ? call.d.type : DType::f32, plain),
+        cublasmp::operands_of(call, d, plain), stream);
+  }
+  work.end_by_cublasmp();
+}
+
+std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
+  if (!cublasmp_) return "needs a context that was made for it, by config.algo or config.nccl_comm";
+  cublasmp::Engine* const engine = cublasmp_->get();
+  if (engine == nullptr) return cublasmp_->why_not();
+  const std::string found = cublasmp::obstacle(call, config(), engine->abilities());
+  const bool plain = is_plain_for_cublasmp(call);
+  const std::int64_t rows = call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all();
+  if (!found.empty() || rows == 0) return found;
+  try {
+    const xd::cuda::DeviceGuard guard(comm().device().device_id);
+    engine->require(cublasmp::describe(call, config(), plain ? call.d.type : DType::f32, plain),
+                    cublasmp::operands_of(call, nullptr, plain));
+  } catch (const Error& error) {
+    if (error.status() != XD_ERROR_UNSUPPORTED) throw;
+    return error.what();
+  }
+  return "";
+}
+
 xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   const Option option = choose(call);
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
   bool entered = false;
   const EnqueuedTurn nothing({}, entered);
-  Operation(shop_, call, option, nothing, nullptr).describe_products();
+  if (!is_cublasmp(option.algo)) {
+    Operation(shop_, call, option, nothing, nullptr).describe_products();
+  }
   const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
@@ -464,7 +538,12 @@ xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   info.estimate_us = option.us;
   info.gemm_us = option.gemm_us;
   info.transfer_us = option.transfer_us;
-  const std::string text = text_of(options_of(machine_, problem, room), problem, room);
+  ProductCall by_cublasmp = call;
+  if (!is_cublasmp(call.algo)) by_cublasmp.algo = XD_GEMM_ALGO_CUBLASMP;
+  const std::string hindered = cublasmp_obstacle(by_cublasmp);
+  const std::string text = concat(
+      text_of(options_of(machine_, problem, room), problem, room), algo_name(by_cublasmp.algo),
+      ": ", hindered.empty() ? "not estimated, and never taken by AUTO" : hindered, "\n");
   std::strncpy(info.text, text.c_str(), sizeof(info.text) - 1);
   return info;
 }
@@ -490,14 +569,23 @@ xd_gemm_memory context_memory(const Config& config) {
 
 }  // namespace
 
-const Executor kExecutor{.device_type = kDLCUDA,
-                         .make_context = make_context,
-                         .context_memory = context_memory,
-                         .availability = [] {
-                           const Feature device = xd::feature(XD_FEATURE_CUDA);
-                           if (!device.available) return device;
-                           const char* reason = xd::cuda::why_no_products();
-                           return Feature{*reason == '\0', *reason == '\0' ? "available" : reason};
-                         }};
+const Executor kExecutor{
+    .device_type = kDLCUDA,
+    .make_context = make_context,
+    .context_memory = context_memory,
+    .availability =
+        [] {
+          const Feature device = xd::feature(XD_FEATURE_CUDA);
+          if (!device.available) return device;
+          const char* reason = xd::cuda::why_no_products();
+          return Feature{*reason == '\0', *reason == '\0' ? "available" : reason};
+        },
+    .cublasmp =
+        [] {
+          const Feature device = xd::feature(XD_FEATURE_CUDA);
+          if (!device.available) return device;
+          const char* reason = cublasmp::why_no_library();
+          return Feature{*reason == '\0', *reason == '\0' ? "available" : reason};
+        }};
 
 }  // namespace xd::gemm::cuda

@@ -7,6 +7,8 @@
 
 #include "cuda/memory.h"
 #include "gemm/context.h"
+#include "gemm/cublasmp/attended_engine.h"
+#include "gemm/cuda/meeting.h"
 #include "gemm/cuda/operations.h"
 #include "gemm/cuda/started_gather.h"
 #include "gemm/cuda/stitched_slots.h"
@@ -48,6 +50,7 @@ class CudaContext final : public Context {
     xd::cuda::DeviceBuffer tables, scratch, exact, ones;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
+    std::unique_ptr<Meeting> meeting;
     Runner::Memory of_turns;
     Memory* next = nullptr;
   };
@@ -74,6 +77,11 @@ class CudaContext final : public Context {
   void enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work);
   void fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream);
   void start(const ProductCall& call, xd_stream stream, bool& entered);
+  void start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
+                         bool& entered);
+  void enqueue_by_cublasmp(const Operation& work, const ProductCall& call, xd_stream stream);
+  // What hinders it; empty if nothing does.
+  std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);
   Problem problem(const ProductCall& call) const;
   Option choose(const ProductCall& call) const;
@@ -89,8 +97,12 @@ class CudaContext final : public Context {
   Workshop shop_;
   std::vector<std::int64_t> starts_;
   StartedGather gather_;
-  std::optional<cudaStream_t> last_;       // stream of the last operation, if it was not captured
-  xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;  // data = nullptr: nothing
+  std::optional<cudaStream_t> last_;  // stream of the last operation, if it was not captured
+  bool captured_ = false;             // some operation was
+  // True if the last operation's turn was a meeting, and nothing behind it reads its epoch.
+  bool met_ = false;
+  xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;               // data = nullptr: nothing
+  std::unique_ptr<cublasmp::AttendedEngine> cublasmp_;  // nullptr = the context is not made for it
   Runner runner_;
 };
 

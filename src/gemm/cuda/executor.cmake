@@ -10,6 +10,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/cuda_context.cc
     gemm/cuda/finish.cu
     gemm/cuda/kernel_loader.cc
+    gemm/cuda/meeting.cc
     gemm/cuda/opening.cu
     gemm/cuda/operations.cc
     gemm/cuda/products.cc
@@ -21,8 +22,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/tuning.cc
     gemm/cuda/words.cu
   DEPENDS
-    xd_gemm
-    xd_cuda
+    xd_gemm_cublasmp
 )
 # Sums have one defined order and rounding: a product and the sum after it are not fused.
 target_compile_options(xd_gemm_cuda PRIVATE

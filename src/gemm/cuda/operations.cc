@@ -280,6 +280,18 @@ void Operation::enqueue_alone() const {
   } while (first < rows);
 }
 
+// ---- A product by cuBLASMp ---------------------------------------------------------------------
+
+std::byte* Operation::begin_by_cublasmp() const {
+  clear_amax();
+  return is_plain_for_cublasmp(call_) ? call_.d.data : w_.scratch;
+}
+
+void Operation::end_by_cublasmp() const {
+  if (is_plain_for_cublasmp(call_)) return;
+  finish_products(reinterpret_cast<float*>(w_.scratch), 0, call_.d.rows);
+}
+
 // ---- reduce_scatter and all_reduce -------------------------------------------------------------
 
 void Operation::reduce() const {

@@ -94,6 +94,9 @@ class Operation {
   // The same of a product that is no part of an operation over ranks: its rows are those of a.
   void describe_alone() const;
   void enqueue_alone() const;
+  // A product that cuBLASMp computes and transfers: where it is stored, and what comes behind it.
+  std::byte* begin_by_cublasmp() const;
+  void end_by_cublasmp() const;
 
  private:
   bool in_one_product() const {

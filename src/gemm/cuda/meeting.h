@@ -1,0 +1,28 @@
+// A turn in which ranks do nothing but agree, and for whose outcome the host waits: for what cannot
+// be undone once it has been enqueued. The turn stands on the context's own stream, so it need not
+// wait for the work in the caller's.
+#pragma once
+
+#include "comm/comm.h"
+#include "cuda/memory.h"
+#include "gemm/cuda/operations.h"
+#include "gemm/cuda/side_stream.h"
+
+namespace xd::gemm::cuda {
+
+class Meeting {
+ public:
+  explicit Meeting(int device) : agreed_(device, sizeof(std::uint32_t)) {}
+
+  // True if all ranks have come with the same record. If they differ, the kernels have told it.
+  // Throws the error that finishes the communicator; a TIMEOUT includes the work for which the
+  // stream of `side` waits.
+  bool hold(const EnqueuedTurn& turn, SideStream& side, Comm& comm) const;
+
+ private:
+  void wait(cudaEvent_t known, const TurnParams& turn, Comm& comm) const;
+
+  xd::cuda::PinnedBlock agreed_;  // a copy of Control::agreed
+};
+
+}  // namespace xd::gemm::cuda
