@@ -22,9 +22,11 @@ xd_gemm_config config_for_cublasmp() {
   return config;
 }
 
+// What a text says between the name of the function and the rank.
 std::string reason_in(const std::string& text) {
   const std::size_t colon = text.find(": ");
-  return colon == std::string::npos ? text : text.substr(colon + 2);
+  const std::size_t begin = colon == std::string::npos ? 0 : colon + 2;
+  return text.substr(begin, text.rfind(" [rank ") - begin);
 }
 
 // Collective. True where a context for cuBLASMp can be made; else every rank is told why not.
