@@ -188,6 +188,25 @@ TEST(EightBits, HaveScalesPerRowThatBeginAtAnyElementOrAreRefused) {
   }
 }
 
+TEST(EightBits, MayHaveAScaleForEachRanksRows) {
+  on_every_rank([](Rank& rank) {
+    for (const Operands operands : {Operands::e4m3, Operands::e4m3_e5m2}) {
+      for (const std::int64_t tokens : {1, 16}) {
+        GemmCase c = plain_gemm_case(rank.num_ranks);
+        c.operands = operands;
+        c.scaling = Scaling::tensor;
+        c.gathered = Gathered::given;
+        c.tokens = TokenCounts::most;
+        c.token_units = tokens;
+        const GemmContext context = make_context(rank.comm, c.config());
+        GemmBatch batch(rank, c, 0);
+        ok(batch.call(context.get()));
+        batch.check(context.get());
+      }
+    }
+  });
+}
+
 // Without d_scale results of 8 bits are the sums themselves, rounded.
 TEST(EightBits, NeedNoScale) {
   for (const xd_gemm_operation operation : kGemmProducts) {

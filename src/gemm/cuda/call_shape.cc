@@ -16,7 +16,7 @@ namespace lt = xd::cuda::lt;
 
 bool is_fp8(DType type) { return dtype_bytes(type) == 1; }
 
-// cuBLASLt reads vectors of elements at once, also of scales per row.
+// cuBLASLt reads vectors of elements at once, also of scales.
 bool is_aligned(const Tensor& tensor) {
   return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
 }
@@ -28,9 +28,8 @@ void require_scaling(const ProductCall& call) {
          "one per tensor or per row on CUDA devices");
   }
   for (const Tensor* scales : {&call.a_scale, &call.b_scale}) {
-    if (call.scaling != Scaling::rows || is_aligned(*scales)) continue;
-    fail(XD_ERROR_UNSUPPORTED, scales->name, ": scales per row begin at ",
-         static_cast<const void*>(scales->data),
+    if (is_aligned(*scales)) continue;
+    fail(XD_ERROR_UNSUPPORTED, scales->name, ": begins at ", static_cast<const void*>(scales->data),
          ", expected a multiple of 16 bytes on CUDA devices");
   }
 }

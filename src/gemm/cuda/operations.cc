@@ -157,8 +157,8 @@ void Operation::copy_own_scales(std::byte* owner, cudaStream_t stream) const {
 }
 
 std::uint64_t Operation::scale_offset(int source) const {
-  const std::int64_t first = call_.scaling == Scaling::tensor ? source : call_.shares.start(source);
-  return static_cast<std::uint64_t>(first) * sizeof(float);
+  if (call_.scaling == Scaling::tensor) return at(source) * ContextMap::kScaleStride;
+  return static_cast<std::uint64_t>(call_.shares.start(source)) * sizeof(float);
 }
 
 void Operation::take_steps() const {
@@ -204,9 +204,14 @@ void Operation::return_gathered() const {
   if (call_.gathered) {
     copy(call_.gathered.data, area(rank()) + w_.map.gathered, call_.gathered.bytes(), s_);
   }
-  if (call_.gathered_scale) {
-    copy(call_.gathered_scale.data, area(rank()) + w_.map.scales, call_.gathered_scale.bytes(), s_);
+  if (!call_.gathered_scale) return;
+  const std::byte* const scales = area(rank()) + w_.map.scales;
+  if (call_.scaling != Scaling::tensor) {
+    return copy(call_.gathered_scale.data, scales, call_.gathered_scale.bytes(), s_);
   }
+  XD_CUDA_CHECK(cudaMemcpy2DAsync(call_.gathered_scale.data, sizeof(float), scales,
+                                  ContextMap::kScaleStride, sizeof(float), at(ranks()),
+                                  cudaMemcpyDeviceToDevice, s_));
 }
 
 void Operation::finish_products(float* product, std::int64_t first, std::int64_t rows) const {

@@ -1,6 +1,7 @@
 // The parameters of a context's kernels: plain data, passed by value.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -32,7 +33,7 @@ struct ContextMap {
   std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
   std::uint64_t summed;  // [W] likewise: the epoch whose partial sums of a source have landed
   std::uint64_t gathered;  // rows of all ranks, in rank order
-  std::uint64_t scales;    // of the gathered rows: one per row, or the first W of them one per rank
+  std::uint64_t scales;    // of the gathered rows: one per row, or one per rank, kScaleStride apart
   std::uint64_t sums;      // all_reduce: finished rows of all ranks
   std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
   std::uint64_t words;     // [2 parities][steps][W] partial sums and sums that arrive as words
@@ -45,6 +46,7 @@ struct ContextMap {
   // Words are for small tensors: for longer ones other ways are faster.
   static constexpr std::uint64_t kMostWordBytes = std::uint64_t{8} << 20;
   static constexpr std::uint64_t kFlagStride = 64;
+  static constexpr std::uint64_t kScaleStride = 16;  // cuBLASLt's alignment of scales
 
   // `separate_slots`: they are memory of their own (stitched_slots.h).
   static ContextMap make(const Config& config, bool separate_slots) {
@@ -58,7 +60,8 @@ struct ContextMap {
     if (config.gathers()) {
       const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
       map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
-      map.scales = cursor.add<std::byte>(ranks * tokens * sizeof(float), kRowStart);
+      map.scales = cursor.add<std::byte>(
+          ranks * std::max<std::uint64_t>(tokens * sizeof(float), kScaleStride), kRowStart);
     }
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
