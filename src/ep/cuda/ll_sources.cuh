@@ -228,29 +228,38 @@ XD_LL_SOURCES(void)::close() {
   __syncwarp();
 #pragma unroll 1
   for (int r = 0; r < g_.ranks(); ++r) {
-    if (s_.gone[r] == 0) decide(r);
+    if (turn_.is_source(r)) decide(r);
   }
   __syncwarp();
 }
 
-// All lanes: about one source.
+// All lanes: about one source. Also about one that is gone already, for blocks that follow.
 XD_LL_SOURCES(void)::decide(int source) {
-  const bool here = has_all(source);
+  const bool here = s_.gone[source] == 0 && has_all(source);
   if (lane_id() != 0) return;
   if (!here) turn_.leave_out(source);
   // Release: blocks that follow read the record that this one has seen.
   ptx::st_release_sys(&g_.control->decided[source], 2 * epoch_ + (here ? 0 : 1));
 }
 
-// The other blocks learn of it.
+// The other blocks learn of it. The last block decides soon: this wait meets its bound only where
+// the blocks of a launch have seen different masks, and then the communicator ends.
 XD_LL_SOURCES(void)::follow(const RankBits& sources) {
 #pragma unroll 1
   for (int r = lane_id(); r < g_.ranks(); r += 32) {
     if (!sources.has(r)) continue;
     std::uint64_t said = 0;
-    do {
-      said = ptx::ld_acquire_sys(&g_.control->decided[r]);
-    } while (said >> 1 != epoch_ && !device::failed(g_.comm));
+    turn::LongWait wait;
+    const bool decided = turn::poll_until(
+        [&] {
+          said = ptx::ld_acquire_sys(&g_.control->decided[r]);
+          return said >> 1 == epoch_;
+        },
+        [&] {
+          turn_.goes_on_or_fails(XD_PHASE_ENTRY, epoch_, g_.rank(), wait);
+          return *static_cast<volatile int*>(&s_.failed) == 0;
+        });
+    if (!decided) continue;
     if ((said & 1) != 0) {
       turn_.leave_out(r);
     } else if (s_.record[r].call.operation == 0) {

@@ -107,7 +107,6 @@ inline __device__ __noinline__ void ll_take_company(const LlDevice& g, LlShared&
 // have been lost. What it sends is kept for its receive half.
 inline __device__ __noinline__ void ll_begin_company(const LlDevice& g, LlShared& s, int kind) {
   const LlCourse& c = s.course;
-  s.hurried = {};
   if (c.sends) {
     s.company = ~s.masked;
     if (blockIdx.x + 1 != gridDim.x) return;
@@ -303,6 +302,7 @@ XD_LL_MEMBER(void)::begin() {
     s_.status = XD_SUCCESS;
     s_.bad_ids = s_.told_bad_ids = 0;
     s_.lost[0] = s_.lost[1] = s_.accusers[0] = s_.accusers[1] = 0;
+    s_.hurried = {};
   }
   RankBits masked{};
   if (g_.masks) {
