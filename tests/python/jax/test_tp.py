@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -248,8 +248,19 @@ def test_gelu_and_its_gradient_are_near_those_of_jax():
     run("devices", gelu)
 
 
-def blocks(world: World, policy: str) -> None:
-    """Two blocks of a pair of layers in a scan, rematerialised, as they are on one device."""
+def later_on_later_ranks(x: jax.Array) -> jax.Array:
+    """x, behind work that takes longer the higher the rank."""
+    start = jnp.full((256, 256), 1e-3) + 0 * x[0, 0]
+    turns = 4 * jax.lax.axis_index("tp")
+    end = jax.lax.fori_loop(0, turns, lambda _, square: jnp.tanh(square @ square), start)
+    return x + (end.sum() > 1e9).astype(x.dtype)
+
+
+def blocks(world: World, policy: str, activation: Literal["relu"] | None, steps: int = 1) -> None:
+    """Two blocks of a pair of layers in a scan, rematerialised, as they are on one device.
+
+    Where there are several steps the ranks are out of step by what they compute before a gather.
+    """
     world.ep.close()
     rng = np.random.default_rng(SEED)
     shapes = (4 * RANKS, 8), (2, 8, 4 * RANKS), (2, 4 * RANKS, 8)
@@ -258,11 +269,13 @@ def blocks(world: World, policy: str) -> None:
     specs = P("tp"), P(None, None, "tp"), P(None, "tp")
 
     def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        hidden, order = tp.all_gather_matmul(x, weights[0], activation="relu")
+        given = later_on_later_ranks(x) if steps > 1 else x
+        hidden, order = tp.all_gather_matmul(given, weights[0], activation=activation)
         return x + tp.matmul_reduce_scatter(hidden, weights[1], after=order).out, None
 
     def plain(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return x + jax.nn.relu(x @ weights[0]) @ weights[1], None
+        hidden = x @ weights[0]
+        return x + (jax.nn.relu(hidden) if activation else hidden) @ weights[1], None
 
     def trunk(block: Any) -> Callable[..., jax.Array]:
         return lambda x, w_in, w_out: jax.lax.scan(block, x, (w_in, w_out))[0]
@@ -280,7 +293,9 @@ def blocks(world: World, policy: str) -> None:
         )
         step = jax.jit(lambda grad, *args: jax.vjp(mapped, *args)[1](grad))
         args = zip((grad, x, w_in, w_out), (specs[0], *specs))
-        grads = step(*(place(mesh.mesh, array, spec) for array, spec in args))
+        placed = [place(mesh.mesh, array, spec) for array, spec in args]
+        for _ in range(steps):
+            grads = jax.block_until_ready(step(*placed))
         with jax.default_matmul_precision("float32"):
             wanted = jax.vjp(trunk(plain), x, w_in, w_out)[1](grad)
         for name, found, right in zip(("x", "w_in", "w_out"), grads, wanted):
@@ -291,7 +306,11 @@ def blocks(world: World, policy: str) -> None:
     "where, policy", [("devices", "nothing"), ("devices", "order"), ("processes", "order")]
 )
 def test_blocks_in_a_scan_with_remat_have_the_gradients_of_one_device(where, policy):
-    run(where, blocks, policy)
+    run(where, blocks, policy, "relu")
+
+
+def test_a_repeated_operation_comes_before_backward_ones_also_of_ranks_that_are_late():
+    run("devices", blocks, "order", None, 10)
 
 
 def test_maps_that_do_not_know_what_varies():

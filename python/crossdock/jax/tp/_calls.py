@@ -69,12 +69,20 @@ class _Result(NamedTuple):
 
 
 def all_gather(
-    way: Way, a: Array, b: Array, bias: Array | None, order: Array, gathered: bool, activation: bool
+    way: Way,
+    a: Array,
+    b: Array,
+    bias: Array | None,
+    order: Array,
+    gathered: bool,
+    activation: bool,
+    behind: Array | None = None,
 ) -> tuple[Any, ...]:
     """-> d ``[M, N]``, gathered a ``[M, K]`` or None, d before its activation or None, order.
 
     Args:
         gathered, activation: whether these are wanted.
+        behind: what has to be there before, which is not read.
     """
     _check_bounds(way, tokens=a.shape[0], k=a.shape[1], n=way.columns(b))
     rows = a.shape[0] * way.context.place.num_ranks
@@ -84,20 +92,28 @@ def all_gather(
     if gathered:
         outputs["gathered"] = _Result((rows, a.shape[1]), a.dtype, everywhere=True)
     names = ("d", "gathered", "pre_activation")
-    return _call("all_gather", way, {"a": a, "b": b, "bias": bias}, outputs, order, names)
+    inputs = {"a": a, "b": b, "bias": bias, "behind": behind}
+    return _call("all_gather", way, inputs, outputs, order, names)
 
 
 def reduce_scatter(
-    way: Way, a: Array, b: Array, bias: Array | None, order: Array, activation: bool
+    way: Way,
+    a: Array,
+    b: Array,
+    bias: Array | None,
+    order: Array,
+    activation: bool,
+    behind: Array | None = None,
 ) -> tuple[Any, ...]:
-    """-> d ``[m, N]``, d before its activation or None, order."""
+    """-> d ``[m, N]``, d before its activation or None, order. `behind`: as of `all_gather`."""
     rows = a.shape[0] // way.context.place.num_ranks
     _check_bounds(way, tokens=rows, n=way.columns(b))
     outputs = {"d": _Result((rows, way.columns(b)), a.dtype)}
     if activation:
         outputs["pre_activation"] = outputs["d"]
     names = ("d", "pre_activation")
-    return _call("reduce_scatter", way, {"a": a, "b": b, "bias": bias}, outputs, order, names)
+    inputs = {"a": a, "b": b, "bias": bias, "behind": behind}
+    return _call("reduce_scatter", way, inputs, outputs, order, names)
 
 
 def all_reduce(

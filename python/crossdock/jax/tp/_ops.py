@@ -56,7 +56,7 @@ def _all_gather_bwd(way, saved, grads):
     order = grads[1] + order
     grad_bias = None if bias is None else _column_sums(grad, bias)
     if way.save_gathered:
-        grad_a, _, order = _calls.reduce_scatter(way.backward, grad, b, None, order, False)
+        grad_a, _, order = _calls.reduce_scatter(way.backward, grad, b, None, order, False, rows)
         return grad_a, _of_weights(way, rows, grad), grad_bias, order
     # The rows come again beside the product that needs none of them, and what that product gives
     # is summed over the ranks beside the one that needs them.
@@ -92,7 +92,7 @@ def _reduce_scatter_bwd(way, saved, grads):
     own = _before_activation(way, grads[0], before)
     order = grads[1] + order
     grad_a, grad, _, order = _calls.all_gather(
-        way.backward, own, b, None, order, gathered=True, activation=False
+        way.backward, own, b, None, order, gathered=True, activation=False, behind=a
     )
     grad_bias = None
     if bias is not None:
@@ -143,6 +143,8 @@ matmul_all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)
 # ---- Of one rank ---------------------------------------------------------------------------------
 
 
+# Where a policy of jax.checkpoint keeps this, the order says nothing of the operations that are
+# repeated for a backward one. So backward operations also come behind what they need of those.
 def _named(order: Array) -> Array:
     """An order that is kept for a backward pass, by the name that EP's orders have, too."""
     return checkpoint_name(order, "crossdock_order")
