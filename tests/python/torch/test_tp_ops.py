@@ -96,10 +96,20 @@ def stored_as_columns(me: Rank) -> None:
                     "reduce_scatter": tp.matmul_reduce_scatter,
                     "all_reduce": tp.matmul_all_reduce,
                 }[operation]
-                out = call(x, b, where, bias=bias, **options)
-                equal(operation, out, want)
-                out.backward(spread.grad)
-                equal(f"gradient, {operation}, strides {b.stride()}", b.grad, grad_weight.t())
+                name = f"{operation}, strides {b.stride()}"
+                for grad in (spread.grad, spread.grad.t().contiguous().t()):
+                    out = call(x, b, where, bias=bias, **options)
+                    equal(operation, out, want)
+                    b.grad = None
+                    out.backward(grad)
+                    equal(f"gradient, {name} and {grad.stride()}", b.grad, grad_weight.t())
+                ones = []
+                for expanded in (False, True):
+                    out = call(x, b, where, bias=bias, **options)
+                    b.grad = None
+                    out.sum().backward() if expanded else out.backward(torch.ones_like(out))
+                    ones.append(b.grad)
+                equal(f"gradient of the sum, {name}", *ones)
 
 
 def test_b_may_have_any_strides():

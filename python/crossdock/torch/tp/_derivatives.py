@@ -163,6 +163,9 @@ def gathered_grads(
         rows: None where b needs no gradient.
     """
     grad_a = grad_b = None
+    # A gradient that lies neither way round (as that of a sum) would be copied with rows of M
+    # elements where it is taken transposed, and M need not fill whole 16 bytes.
+    grad = grad.contiguous()
     if not saved.b_needs or rows is None:
         if saved.a_needs:
             grad_a = saved.product(_OPS.tp_matmul_reduce_scatter.default, grad, b.t())[0]

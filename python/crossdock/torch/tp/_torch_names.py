@@ -359,8 +359,8 @@ def _all_gather_scaled_matmul(
     product, rows, scales = scaled(
         fold, Bs[widest], A_scale, B_scales[widest], *options(widest), "auto", True
     )
-    if scales.numel() == comm.num_ranks and A_scale.numel() == 1:
-        scales = A_scale.reshape(1)  # equal on all ranks
+    if B_scales[widest].numel() == 1:
+        scales = A_scale.reshape(1)  # one of the tensor, equal on all ranks
     outputs = [
         product
         if index == widest
