@@ -507,7 +507,7 @@ std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
   if (!cublasmp_) return "needs a context that was made for it, by config.algo or config.nccl_comm";
   cublasmp::Engine* const engine = cublasmp_->get();
   if (engine == nullptr) return cublasmp_->why_not();
-  const std::string found = cublasmp::obstacle(call, config(), engine->abilities());
+  std::string found = cublasmp::obstacle(call, config(), engine->abilities());
   const bool plain = is_plain_for_cublasmp(call);
   const std::int64_t rows = call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all();
   if (!found.empty() || rows == 0) return found;

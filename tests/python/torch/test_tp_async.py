@@ -140,15 +140,15 @@ def test_signatures_are_those_of_torch():
     signatures(Rank(0, 1, b""))
 
 
-def scaled(me: Rank) -> None:
+def scaled(me: Rank, first: int, rows: int) -> None:
     fp8, ranks, rank = torch.float8_e4m3fn, me.num_ranks, me.rank
     with in_distributed(me) as (_, name):
-        rows, k = 16, 32
-        parts = [whole(50 + r, 2, rows, k) for r in range(ranks)]
+        k = 32
+        parts = [whole(50 + r, first, rows, k) for r in range(ranks)]
         for dim in (0, 1):
             full = torch.cat(parts, dim)
             Bs = [whole(60 + n, n, k).t() for n in (16, 48)]
-            per_row = [torch.exp2(whole(70 + r, 2, rows, 1)) for r in range(ranks)]
+            per_row = [torch.exp2(whole(70 + r, first, rows, 1)) for r in range(ranks)]
             kinds = {
                 "tensor": (torch.full((), 2.0), torch.full((), 2.0), 2.0),
                 "rows": (per_row[rank], torch.cat(per_row, dim), None),
@@ -198,7 +198,11 @@ def scaled(me: Rank) -> None:
 
 
 def test_fp8_under_the_names_of_torch():
-    run_ranks(2, scaled)
+    run_ranks(2, scaled, 2, 16)
+
+
+def test_scales_of_one_row_per_rank_under_the_names_of_torch():
+    run_ranks(2, scaled, 1, 1)
 
 
 def compiled(me: Rank) -> None:
