@@ -100,11 +100,11 @@ class CublasMpLayout : public testing::TestWithParam<Case> {
   }
   // Element (token, l) of a, of all tokens, and (l, column) of b, on a rank.
   static float a(int rank, std::int64_t token, std::int64_t l) {
-    const int of = gathers() ? 0 : rank + 1;  // gathered tokens differ by their number alone
+    const std::int64_t of = gathers() ? 0 : rank + 1;  // gathered tokens differ by number alone
     return static_cast<float>((token * 7 + l * 3 + of * 5) % 11 - 5);
   }
   static float b(int rank, std::int64_t l, std::int64_t column) {
-    return static_cast<float>((column * 5 + l * 2 + rank * 3) % 13 - 6);
+    return static_cast<float>((column * 5 + l * 2 + std::int64_t{rank} * 3) % 13 - 6);
   }
   Numbers stored_a(int rank) const {
     const Case& c = GetParam();
