@@ -167,6 +167,7 @@ ONES = np.ones
         ),
         (GATHER, {"activation": "dgelu"}, ValueError, "activation: expected one of .*'relu', got"),
         (REDUCE, {"algo": "ring"}, ValueError, "algo: expected .*'sequential', .*got 'ring'"),
+        (GATHER, {"algo": "cublasmp"}, ValueError, "algo: .*'sequential', got 'cublasmp'"),
         (GATHER, {"config": 3}, TypeError, "config: expected a GemmConfig, got int"),
         (
             GATHER,

@@ -324,6 +324,12 @@ def _local(place: Place, array: Array, spec: PartitionSpec) -> tuple[int, ...]:
     return tuple(length // count for length, count in zip(array.shape, parts))
 
 
+# Products by cuBLASMp wait on the host and give no gathered rows, so no program can contain them.
+_ALGOS = {
+    word: number for word, number in constants.GEMM_ALGOS.items() if not word.startswith("cublasmp")
+}
+
+
 def _way(
     kind: Kind,
     mesh: TpMesh,
@@ -334,7 +340,7 @@ def _way(
 ) -> Way:
     if options.activation is not None:
         gemm_word("activation", options.activation, _ACTIVATIONS)
-    gemm_word("algo", options.algo, constants.GEMM_ALGOS)
+    gemm_word("algo", options.algo, _ALGOS)
     return Way(
         mesh.context(_bounds(kind, sizes, dtype, options) if config is None else config),
         bool(options.transpose_b),
