@@ -9,8 +9,10 @@ RELEASE := build/release
 RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python \
   $(if $(WERROR),-DCROSSDOCK_WERROR=$(WERROR))
 
-# The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache.
+# The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache, and so
+# does another clone.
 export CCACHE_NOHASHDIR := 1
+export CCACHE_BASEDIR := $(CURDIR)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench gpu-test gpu-bench gpu-package format check sanitize \

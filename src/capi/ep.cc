@@ -111,8 +111,9 @@ xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* ar
 
 xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                             xd_stream stream) {
-  return operate("xd_ep_join_failed", group,
-                 [&](xd::ep::Group& g) { g.join_failed(xd::raw_enum(operation), text, stream); });
+  return operate("xd_ep_join_failed", group, [&](xd::ep::Group& g) {
+    g.join_failed_operation(xd::raw_enum(operation), text, stream);
+  });
 }
 
 xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,

@@ -150,7 +150,7 @@ void Group::require_masks() const {
              "XD_EP_PEER_LOSS_MASK");
 }
 
-void Group::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
+void Group::join_failed_operation(std::int32_t operation, const char* text, xd_stream stream) {
   const bool of_slots = operation == XD_EP_LL_DISPATCH || operation == XD_EP_LL_COMBINE ||
                         operation == XD_EP_LL_RESET;
   // In EXPERT_SLOTS dispatch and combine take turns apart, so no other operation would do.

@@ -57,7 +57,7 @@ class Group : public turn::Sequence<Family> {
   virtual void ll_reset(xd_stream) { refuse(); }
 
   // Takes this rank's turn with a failure, as Sequence does, where the group has the operation.
-  void join_failed(std::int32_t operation, const char* text, xd_stream stream);
+  void join_failed_operation(std::int32_t operation, const char* text, xd_stream stream);
 
   const Config& config() const { return config_; }
   // The config of a rank: like this rank's, except for the fields that may differ.
