@@ -298,11 +298,15 @@ typedef struct xd_gemm_args {
   const int64_t* tokens_per_rank;
   /* AUTO = the context's. Equal on all ranks. */
   xd_gemm_algo algo;
+  /* Any number that names the product, for example its layer. Equal on all ranks: where they come
+   * to products of equal shapes in another order, tags make that a MISMATCH, which would give wrong
+   * results without. Of the product of xd_gemm_bulk it is not read. */
+  uint32_t tag;
 } xd_gemm_args;
 /* clang-format off */
 #define XD_GEMM_ARGS_INIT \
   {sizeof(xd_gemm_args), NULL, NULL, NULL, NULL, 0, 1, 1.0f, 0.0f, NULL, XD_GEMM_EPILOGUE_NONE, \
-   NULL, NULL, 0, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, XD_GEMM_ALGO_AUTO}
+   NULL, NULL, 0, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, XD_GEMM_ALGO_AUTO, 0}
 /* clang-format on */
 
 XD_API xd_status xd_gemm_all_gather(xd_gemm_context* context, const xd_gemm_args* args,
@@ -328,9 +332,11 @@ typedef struct xd_gemm_bulk_args {
   const DLTensor* out;
   /* m of every rank, as in xd_gemm_args. */
   const int64_t* tokens_per_rank;
+  /* Of the transfer, as in xd_gemm_args. */
+  uint32_t tag;
 } xd_gemm_bulk_args;
 #define XD_GEMM_BULK_ARGS_INIT \
-  { sizeof(xd_gemm_bulk_args), NULL, XD_GEMM_ALL_GATHER, NULL, NULL, NULL }
+  { sizeof(xd_gemm_bulk_args), NULL, XD_GEMM_ALL_GATHER, NULL, NULL, NULL, 0 }
 
 /* Computes a product while another tensor is gathered or reduced. */
 XD_API xd_status xd_gemm_bulk(xd_gemm_context* context, const xd_gemm_bulk_args* args,
@@ -342,9 +348,10 @@ typedef struct xd_gemm_gather_args {
   const DLTensor* in;
   const DLTensor* out;
   const int64_t* tokens_per_rank;
+  uint32_t tag;
 } xd_gemm_gather_args;
 #define XD_GEMM_GATHER_ARGS_INIT \
-  { sizeof(xd_gemm_gather_args), NULL, NULL, NULL }
+  { sizeof(xd_gemm_gather_args), NULL, NULL, NULL, 0 }
 
 /* Begins an all-gather that goes on beside whatever the caller enqueues next: on CUDA it starts
  * when the work in `stream` has come to it, and runs on a stream of the context's; on the CPU it

@@ -340,6 +340,7 @@ class GemmContext:
         tokens_per_rank: Sequence[int] | None = None,
         product: dict[str, Any] | None = None,
         stream: int = 0,
+        tag: int = 0,
     ) -> None: ...
     def start_all_gather(
         self,
@@ -347,6 +348,7 @@ class GemmContext:
         out: _Spec,
         tokens_per_rank: Sequence[int] | None = None,
         stream: int = 0,
+        tag: int = 0,
     ) -> None: ...
     def wait(self, stream: int = 0) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...

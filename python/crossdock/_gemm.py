@@ -101,6 +101,9 @@ class GemmArgs:
         gathered_scale: all_gather: its scales, to write.
         tokens_per_rank: m of each rank, equal on all ranks; None = equal shares.
         algo: "auto" = the context's.
+        tag: any number below 2^32 that names the product, for example its layer; equal on all
+            ranks, so that products in another order are a Mismatch. Not read of the product of
+            `bulk`.
     """
 
     a: np.ndarray
@@ -125,6 +128,7 @@ class GemmArgs:
     gathered_scale: np.ndarray | None = None
     tokens_per_rank: Sequence[int] | None = None
     algo: Algo = "auto"
+    tag: int = 0
 
     def options(self, num_ranks: int) -> dict[str, Any]:
         """The keyword arguments of crossdock._core's products, but for `d`.
@@ -156,6 +160,7 @@ class GemmArgs:
             "gathered_scale": optional("gathered_scale", self.gathered_scale, _NUMBERS, write=True),
             "tokens_per_rank": _tokens(self.tokens_per_rank, num_ranks),
             "algo": gemm_word("algo", self.algo, constants.GEMM_ALGOS),
+            "tag": _tag(self.tag),
         }
 
     def shape_of_d(self, operation: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -193,6 +198,21 @@ def _tokens(given: Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | No
             f"tokens_per_rank: expected the tokens of {num_ranks} ranks, got {len(tokens)}"
         )
     return tokens
+
+
+def _tag(given: int) -> int:
+    """A tag as the library takes it.
+
+    Raises:
+        TypeError, ValueError: it is no whole number, or too large.
+    """
+    try:
+        tag = operator.index(given)
+    except TypeError:
+        raise TypeError(f"tag: expected a whole number, got {given!r}") from None
+    if not 0 <= tag < 1 << 32:
+        raise ValueError(f"tag: expected 0 to 2^32 - 1, got {tag}")
+    return tag
 
 
 class GemmContext(Member):
@@ -302,6 +322,7 @@ class GemmContext(Member):
         product: GemmArgs | None = None,
         tokens_per_rank: Sequence[int] | None = None,
         out: np.ndarray | None = None,
+        tag: int = 0,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Gathers or reduces one array, and computes a product of this rank alone beside it.
 
@@ -312,6 +333,7 @@ class GemmContext(Member):
             product: of any sizes, which may differ per rank. It reads none of `out`.
             tokens_per_rank: m of each rank; None = equal shares.
             out: array to write; None = a new one.
+            tag: of the transfer, as of `GemmArgs`.
 
         Returns:
             The gathered or reduced array, and D of the product, if any.
@@ -328,7 +350,8 @@ class GemmContext(Member):
             of_product = d = None
             if product is not None:
                 of_product, d = self._arguments(_BULK, of_kind("product", product, GemmArgs))
-        self._core.bulk(kind, rows, written, tokens, of_product)
+            name = _tag(tag)
+        self._core.bulk(kind, rows, written, tokens, of_product, tag=name)
         self._under_way.clear()
         return out, d
 
@@ -338,6 +361,7 @@ class GemmContext(Member):
         *,
         tokens_per_rank: Sequence[int] | None = None,
         out: np.ndarray | None = None,
+        tag: int = 0,
     ) -> np.ndarray:
         """Begins to gather an array beside other work; `wait`, or the next operation, ends it.
 
@@ -345,6 +369,7 @@ class GemmContext(Member):
             array: [m,H]; not to be written to until then.
             tokens_per_rank: m of each rank; None = equal shares.
             out: [M,H] array to write; None = a new one.
+            tag: as of `GemmArgs`.
 
         Returns:
             `out`, which is complete after `wait`.
@@ -358,7 +383,8 @@ class GemmContext(Member):
             rows = describe("array", array, _ROWS)
             out = self._transferred(_ALL_GATHER, array, tokens) if out is None else out
             written = describe("out", out, _ROWS, write=True)
-        self._core.start_all_gather(rows, written, tokens)
+            name = _tag(tag)
+        self._core.start_all_gather(rows, written, tokens, tag=name)
         self._under_way += (array, out)
         return out
 

@@ -69,7 +69,7 @@ void product(GemmContext& self, const nb::kwargs& given) {
 
 void bulk(GemmContext& self, int collective, nb::handle input, nb::handle out,
           nb::handle tokens_per_rank, const std::optional<nb::dict>& of_product,
-          std::uintptr_t stream) {
+          std::uintptr_t stream, nb::handle tag) {
   const DLDevice device = self.device();
   const Tensor input_tensor(input, "in", device);
   const Tensor out_tensor(out, "out", device);
@@ -83,13 +83,14 @@ void bulk(GemmContext& self, int collective, nb::handle input, nb::handle out,
   args.in = input_tensor.get();
   args.out = out_tensor.get();
   args.tokens_per_rank = tokens.get();
+  args.tag = integer<std::uint32_t>(tag, "tag");
   self.call(XD_GEMM_BULK, [&](xd_gemm_context* context) {
     return xd_gemm_bulk(context, &args, stream_of(stream));
   });
 }
 
 void start_all_gather(GemmContext& self, nb::handle input, nb::handle out,
-                      nb::handle tokens_per_rank, std::uintptr_t stream) {
+                      nb::handle tokens_per_rank, std::uintptr_t stream, nb::handle tag) {
   const DLDevice device = self.device();
   const Tensor input_tensor(input, "in", device);
   const Tensor out_tensor(out, "out", device);
@@ -99,6 +100,7 @@ void start_all_gather(GemmContext& self, nb::handle input, nb::handle out,
   args.in = input_tensor.get();
   args.out = out_tensor.get();
   args.tokens_per_rank = tokens.get();
+  args.tag = integer<std::uint32_t>(tag, "tag");
   self.call(XD_GEMM_START_ALL_GATHER, [&](xd_gemm_context* context) {
     return xd_gemm_start_all_gather(context, &args, stream_of(stream));
   });
@@ -170,9 +172,9 @@ void bind_gemm(nb::module_& module) {
       .def("reduce_scatter", &product<XD_GEMM_REDUCE_SCATTER, xd_gemm_reduce_scatter>)
       .def("all_reduce", &product<XD_GEMM_ALL_REDUCE, xd_gemm_all_reduce>)
       .def("bulk", &bulk, "collective"_a, "input"_a, "out"_a, "tokens_per_rank"_a = nb::none(),
-           "product"_a = nb::none(), "stream"_a = 0)
+           "product"_a = nb::none(), "stream"_a = 0, "tag"_a = 0)
       .def("start_all_gather", &start_all_gather, "input"_a, "out"_a,
-           "tokens_per_rank"_a = nb::none(), "stream"_a = 0)
+           "tokens_per_rank"_a = nb::none(), "stream"_a = 0, "tag"_a = 0)
       .def("wait", &wait, "stream"_a = 0)
       .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0)
       .def("explain", &explain, "operation"_a, "options"_a);

@@ -105,6 +105,8 @@ bool GemmArgs::read_number(const char* name, nb::handle value) {
     args_.epilogue = static_cast<xd_gemm_epilogue>(integer<std::int32_t>(value, name));
   } else if (known == "algo") {
     args_.algo = static_cast<xd_gemm_algo>(integer<std::int32_t>(value, name));
+  } else if (known == "tag") {
+    args_.tag = integer<std::uint32_t>(value, name);
   } else {
     return false;
   }

@@ -141,6 +141,7 @@ void read_options(const xd_gemm_args& a, const Config& config, ProductCall& call
   call.beta = a.beta;
   call.epilogue = static_cast<xd_gemm_epilogue>(epilogue);
   call.algo = algo != XD_GEMM_ALGO_AUTO ? algo : config.algo;
+  call.tag = a.tag;
 }
 
 void read_operands(const xd_gemm_args& a, const Reader& reader, ProductCall& call) {
@@ -384,7 +385,8 @@ TransferCall read_bulk(const xd_gemm_bulk_args* args, const CallContext& context
   XD_REQUIRE(collective == XD_GEMM_ALL_GATHER || collective == XD_GEMM_REDUCE_SCATTER,
              "collective = ", collective,
              ", expected XD_GEMM_ALL_GATHER or XD_GEMM_REDUCE_SCATTER");
-  TransferCall call{.operation = XD_GEMM_BULK, .reduces = collective == XD_GEMM_REDUCE_SCATTER};
+  TransferCall call{
+      .operation = XD_GEMM_BULK, .reduces = collective == XD_GEMM_REDUCE_SCATTER, .tag = a.tag};
   read_transfer(a.in, a.out, a.tokens_per_rank, context, call);
   if (a.product != nullptr) {
     const auto product = read_struct("product", a.product, xd_gemm_args XD_GEMM_ARGS_INIT);
@@ -401,7 +403,7 @@ TransferCall read_bulk(const xd_gemm_bulk_args* args, const CallContext& context
 TransferCall read_gather(const xd_gemm_gather_args* args, const CallContext& context) {
   require_configured(*context.config, XD_GEMM_START_ALL_GATHER);
   const auto a = read_struct("args", args, xd_gemm_gather_args XD_GEMM_GATHER_ARGS_INIT);
-  TransferCall call{.operation = XD_GEMM_START_ALL_GATHER};
+  TransferCall call{.operation = XD_GEMM_START_ALL_GATHER, .tag = a.tag};
   read_transfer(a.in, a.out, a.tokens_per_rank, context, call);
   require_apart(call.out, call.in);
   return call;
@@ -435,7 +437,9 @@ Record record_of(const ProductCall& call, xd_gemm_algo algo) {
   record.n = static_cast<std::uint32_t>(call.n);
   record.fingerprint =
       call.operation == XD_GEMM_ALL_REDUCE ? at(call.a_rows) : call.shares.fingerprint();
-  record.scaling = static_cast<std::uint32_t>(call.scaling) << 1 | (call.a_scale ? 1 : 0);
+  record.scaling =
+      static_cast<std::uint16_t>(static_cast<int>(call.scaling) << 1 | (call.a_scale ? 1 : 0));
+  record.tag = call.tag;
   return record;
 }
 
@@ -446,6 +450,7 @@ Record record_of(const TransferCall& call) {
   record.flags = static_cast<std::uint8_t>(call.reduces ? kBulkReduces : 0);
   record.k = static_cast<std::uint32_t>(call.in.row_bytes());
   record.fingerprint = call.shares.fingerprint();
+  record.tag = call.tag;
   return record;
 }
 

@@ -51,6 +51,7 @@ struct ProductCall {
   xd_gemm_epilogue epilogue = XD_GEMM_EPILOGUE_NONE;
   Scaling scaling = Scaling::none;
   xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;  // as the call or else the context says
+  std::uint32_t tag = 0;
   // Rows of tokens of a, inner dimension, columns of d.
   std::int64_t a_rows = 0, k = 0, n = 0;
   Shares shares{};  // not of all_reduce and bulk
@@ -68,6 +69,7 @@ ProductCall read_product(xd_gemm_operation operation, const xd_gemm_args* args,
 struct TransferCall {
   xd_gemm_operation operation;
   bool reduces = false;
+  std::uint32_t tag = 0;
   Tensor in{}, out{};
   Shares shares{};
   std::optional<ProductCall> product{};  // of bulk, where there is one

@@ -61,6 +61,7 @@ const char* algo_name(xd_gemm_algo algo) {
 std::string Family::difference(const Record& mine, const Record& theirs) {
   const bool bulk =
       mine.call.operation == XD_GEMM_BULK || mine.call.operation == XD_GEMM_START_ALL_GATHER;
+  if (theirs.tag != mine.tag) return of("tag", theirs.tag, mine.tag);
   if (theirs.flags != mine.flags) return of_flags(theirs.flags, mine.flags);
   if (theirs.a_type != mine.a_type) {
     return of_type(bulk ? "type of in" : "type of a", theirs.a_type, mine.a_type);

@@ -49,8 +49,9 @@ struct Record {
   std::uint32_t k = 0;
   std::uint32_t n = 0;
   std::uint64_t fingerprint = 0;  // of the tokens of all ranks; all_reduce: M
-  std::uint32_t scaling = 0;      // a Scaling, and whether a has scales
-  std::uint32_t mover = 0;        // a Mover, where the executor has several for an algorithm
+  std::uint16_t scaling = 0;      // a Scaling, and whether a has scales
+  std::uint16_t mover = 0;        // a Mover, where the executor has several for an algorithm
+  std::uint32_t tag = 0;          // the caller's name for the product
   turn::RemoteAddress rows_in{};  // rows that peers read, or into which they write
   turn::RemoteAddress scales_in{};
   turn::RemoteAddress more_in{};
@@ -61,7 +62,8 @@ struct Record {
 constexpr bool same_operation(const Record& a, const Record& b) {
   return a.algo == b.algo && a.a_type == b.a_type && a.b_type == b.b_type && a.d_type == b.d_type &&
          a.epilogue == b.epilogue && a.flags == b.flags && a.k == b.k && a.n == b.n &&
-         a.fingerprint == b.fingerprint && a.scaling == b.scaling && a.mover == b.mover;
+         a.fingerprint == b.fingerprint && a.scaling == b.scaling && a.mover == b.mover &&
+         a.tag == b.tag;
 }
 
 struct Family {

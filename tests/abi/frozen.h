@@ -402,20 +402,23 @@ FROZEN_FIELD(xd_gemm_args, gathered, 136);
 FROZEN_FIELD(xd_gemm_args, gathered_scale, 144);
 FROZEN_FIELD(xd_gemm_args, tokens_per_rank, 152);
 FROZEN_FIELD(xd_gemm_args, algo, 160);
+FROZEN_FIELD(xd_gemm_args, tag, 164);
 
-FROZEN_SIZE(xd_gemm_bulk_args, 48);
+FROZEN_SIZE(xd_gemm_bulk_args, 56);
 FROZEN_FIELD(xd_gemm_bulk_args, struct_size, 0);
 FROZEN_FIELD(xd_gemm_bulk_args, product, 8);
 FROZEN_FIELD(xd_gemm_bulk_args, collective, 16);
 FROZEN_FIELD(xd_gemm_bulk_args, in, 24);
 FROZEN_FIELD(xd_gemm_bulk_args, out, 32);
 FROZEN_FIELD(xd_gemm_bulk_args, tokens_per_rank, 40);
+FROZEN_FIELD(xd_gemm_bulk_args, tag, 48);
 
-FROZEN_SIZE(xd_gemm_gather_args, 32);
+FROZEN_SIZE(xd_gemm_gather_args, 40);
 FROZEN_FIELD(xd_gemm_gather_args, struct_size, 0);
 FROZEN_FIELD(xd_gemm_gather_args, in, 8);
 FROZEN_FIELD(xd_gemm_gather_args, out, 16);
 FROZEN_FIELD(xd_gemm_gather_args, tokens_per_rank, 24);
+FROZEN_FIELD(xd_gemm_gather_args, tag, 32);
 
 FROZEN_SIZE(xd_gemm_view, 48);
 FROZEN_FIELD(xd_gemm_view, struct_size, 0);

@@ -152,6 +152,32 @@ TEST_P(Disagree, OnTf32IsAMismatchWhereItMeansAnything) {
   });
 }
 
+TEST_P(Disagree, OnTheOrderOfEqualShapesIsAMismatchWhereTagsNameProducts) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const GemmCase c = plain_gemm_case(world().num_ranks(), GetParam());
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, c.config());
+    constexpr std::uint32_t kLayers[] = {7, 0xFFFFFFF9u};
+    GemmBatch batch(rank, c, 0);
+    for (int layer = 0; layer < 2; ++layer) {  // rank 0 goes the other way
+      batch.args.tag = kLayers[rank.rank == 0 ? 1 - layer : layer];
+      const std::string here = std::to_string(batch.args.tag),
+                        there = std::to_string(kLayers[rank.rank == 0 ? layer : 1 - layer]);
+      const GemmOutcome outcome = batch.call(context.get());
+      expect_disagreement(rank, outcome);
+      EXPECT_TRUE(outcome.mentions("tag " + there + ", here " + here)) << outcome.text;
+      EXPECT_TRUE(batch.guards_intact());
+    }
+    for (const std::uint32_t layer : kLayers) {
+      batch.reset();
+      batch.args.tag = layer;
+      ok(batch.call(context.get()));
+      batch.check(context.get());
+    }
+    expect_works(rank, c, context.get());
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Operations, Disagree, testing::ValuesIn(kGemmProducts),
                          [](const auto& instance) { return name_of(instance.param); });
 

@@ -456,7 +456,7 @@ void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered
   const Option option = choose(call);
   if (is_cublasmp(option.algo)) return start_by_cublasmp(call, option, stream, entered);
   Record record = record_of(call, option.algo);
-  record.mover = static_cast<std::uint32_t>(option.mover);
+  record.mover = static_cast<std::uint16_t>(option.mover);
   const EnqueuedTurn turn = next_turn(record, entered);
   const Operation work(shop_, call, option, turn, stream);
   work.describe_products();  // what cuBLASLt cannot do is found before anything is launched

@@ -204,11 +204,13 @@ def beside_products(me: Rank) -> None:
         assert same is grad_into
         equal("reduced", out, sum(terms)[first : first + case.tokens[me.rank]])
         equal("accumulated", grad_into, grad.T @ x + 1)
+        with pytest.raises(crossdock.Mismatch, match="tag "):
+            context.bulk("all_gather", arrays[me.rank], tokens_per_rank=case.tokens, tag=me.rank)
         raw = (np.arange(case.tokens[me.rank] * 16) + me.rank).astype(np.uint8).reshape(-1, 16)
         out, nothing = context.bulk("all_gather", raw, tokens_per_rank=case.tokens)
         assert nothing is None and out.shape == (7, 16) and out.dtype == np.uint8
 
-        out = context.start_all_gather(arrays[me.rank], tokens_per_rank=case.tokens)
+        out = context.start_all_gather(arrays[me.rank], tokens_per_rank=case.tokens, tag=4)
         with pytest.raises(crossdock.Busy):
             context.start_all_gather(arrays[me.rank], tokens_per_rank=case.tokens)
         context.wait()
@@ -261,6 +263,8 @@ def mistakes(me: Rank) -> None:
             "tokens_per_rank: expected a sequence of whole numbers, got 3",
             {"tokens_per_rank": 3},
         ),
+        (TypeError, "tag: expected a whole number, got 'fc1'", {"tag": "fc1"}),
+        (ValueError, r"tag: expected 0 to 2\^32 - 1, got -1", {"tag": -1}),
         (TypeError, "unexpected keyword argument 'biass'", {"biass": nothing}),
         (
             crossdock.InvalidArgument,
@@ -289,6 +293,8 @@ def mistakes(me: Rank) -> None:
         with pytest.raises(crossdock.Mismatch, match="K 20, here 24|K 24, here 20"):
             width = (24, 20)[me.rank]
             context.all_gather(a[:, :width].copy(), b[:, :width].copy())
+        with pytest.raises(crossdock.Mismatch, match="tag 9, here 8|tag 8, here 9"):
+            context.all_gather(a, b, tag=8 + me.rank)
         with pytest.raises(crossdock.Unsupported, match="FUSED"):
             context.all_gather(a, b, algo="fused")
         with pytest.raises(crossdock.Unsupported, match="config.operations"):
