@@ -519,36 +519,6 @@ TEST(BulkBadArguments, AreRefusedWithWhatWasExpectedAndGot) {
   });
 }
 
-TEST(Transfers, WithOtherTagsAreAMismatchThatNamesThem) {
-  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
-  on_every_rank([](Rank& rank) {
-    const GemmContext context = make_context(rank.comm, bulk_config());
-    const std::string text = rank.rank == 0 ? "tag 2, here 1" : "tag 1, here 2";
-    MovedTensors tensors(rank, Moved{}, 0);
-    xd_gemm_bulk_args bulk = bulk_args(Moved{}, tensors);
-    xd_gemm_gather_args gather = gather_args(tensors);
-    bulk.tag = gather.tag = rank.rank == 0 ? 1 : 2;
-    const auto expect_mismatch = [&](const GemmOutcome& outcome) {
-      EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-      EXPECT_TRUE(outcome.mentions(text)) << outcome.text;
-      EXPECT_TRUE(tensors.out_tensor().buffer().guards_intact());
-    };
-    expect_mismatch(finish(rank, context.get(), xd_gemm_bulk(context.get(), &bulk, rank.stream())));
-    const xd_status begun = xd_gemm_start_all_gather(context.get(), &gather, rank.stream());
-    expect_mismatch(
-        finish(rank, context.get(),
-               begun == XD_SUCCESS ? xd_gemm_wait(context.get(), rank.stream()) : begun));
-    bulk.tag = gather.tag = 3;
-    tensors.reset();
-    ok(finish(rank, context.get(), xd_gemm_bulk(context.get(), &bulk, rank.stream())));
-    tensors.check();
-    tensors.reset();
-    ok(xd_gemm_start_all_gather(context.get(), &gather, rank.stream()));
-    ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
-    tensors.check();
-  });
-}
-
 TEST(StartedGather, WithABadArgumentIsRefusedHereAndAMismatchThere) {
   on_every_rank([](Rank& rank) {
     const int guilty = rank.num_ranks - 1;

@@ -261,6 +261,41 @@ TEST(Disagreement, OfProductsOnTheOperationIsAMismatchOnEveryRank) {
   });
 }
 
+TEST(Disagreement, OnTheTagOfATransferIsAMismatchThatNamesIt) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  const GemmCase c = plain_gemm_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, roomy(c));
+    constexpr std::byte kSent{7};
+    Tensor in(rank, kU8, {4, 64}), out(rank, kU8, {4 * rank.num_ranks, 64});
+    in.buffer().fill(kSent);
+    xd_gemm_bulk_args bulk = XD_GEMM_BULK_ARGS_INIT;
+    xd_gemm_gather_args gather = XD_GEMM_GATHER_ARGS_INIT;
+    bulk.in = gather.in = in.dl();
+    bulk.out = gather.out = out.dl();
+    const auto both = [&](auto&& expect) {
+      expect(finish(rank, context.get(), xd_gemm_bulk(context.get(), &bulk, rank.stream())));
+      const xd_status begun = xd_gemm_start_all_gather(context.get(), &gather, rank.stream());
+      expect(finish(rank, context.get(),
+                    begun == XD_SUCCESS ? xd_gemm_wait(context.get(), rank.stream()) : begun));
+    };
+    bulk.tag = gather.tag = rank.rank == 0 ? 1 : 2;
+    both([&](const GemmOutcome& outcome) {
+      expect_disagreement(rank, outcome);
+      EXPECT_TRUE(outcome.mentions(rank.rank == 0 ? "tag 2, here 1" : "tag 1, here 2"))
+          << outcome.text;
+      EXPECT_TRUE(out.buffer().guards_intact());
+    });
+    bulk.tag = gather.tag = 3;
+    both([&](const GemmOutcome& outcome) {
+      ok(outcome);
+      const std::vector<std::byte> got = out.read();
+      EXPECT_EQ(got, std::vector<std::byte>(got.size(), kSent));
+      out.buffer().fill(kPoison);
+    });
+  });
+}
+
 // ---- Calls that a rank gives up ----------------------------------------------------------------
 
 TEST(JoinFailed, TellsThePeersAtOnceAndCostsNothingElse) {
