@@ -7,6 +7,10 @@
                                                        on another number of ranks
     train_moe_lm.py --verify                           1, 2 and 4 ranks against one process without
                                                        Crossdock
+    train_moe_lm.py --check                            --ranks ranks against one process without
+                                                       Crossdock
+    train_moe_lm.py --check --tensor-parallel 2        two by two ranks: expert parallelism on all,
+                                                       attention spread over each two
     train_moe_lm.py --demo                             one process without Crossdock and 4 ranks;
                                                        text, comparison, FOLDER/loss.png
 
@@ -28,6 +32,7 @@ from moe_lm.settings import Settings
 from moe_lm.trainer import train
 
 _MORE = {  # option: help
+    "tensor-parallel": "ranks that share attention, each some of the heads; 1 = none do",
     "save-every": "steps between checkpoints; 0 = none",
     "sample-bytes": "of text to write at the end; 0 = none",
 }
@@ -51,11 +56,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, settings: Settings) -> int:
     launched = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if options.verify or options.demo:
+    if options.verify or options.check or options.demo:
         if launched:
-            raise ValueError("--verify and --demo start ranks of their own: not under torchrun")
+            raise ValueError(
+                "--verify, --check and --demo start ranks of their own: not under torchrun"
+            )
         if options.demo:
             return comparison.demo(settings, options.ranks)
+        if options.check:
+            return comparison.verify(settings, (options.ranks,))
         return comparison.verify(settings, (1, 2, 4))
     ranks = int(os.environ["WORLD_SIZE"]) if launched else options.ranks
     settings.check(ranks)
@@ -85,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="without Crossdock, in one process")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--verify", action="store_true", help="compare 1, 2 and 4 ranks")
+    what.add_argument("--check", action="store_true", help="compare --ranks ranks")
     what.add_argument("--demo", action="store_true", help="compare, show and draw")
     add_numbers(parser, Settings, MODEL | _MORE)
     return parser

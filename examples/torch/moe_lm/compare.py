@@ -1,4 +1,4 @@
-"""Whether training over ranks is what one process does: gradients and losses, side by side."""
+"""Whether training over ranks is what one process does: logits, gradients, losses, side by side."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ SAME_CHOICES_STEPS = 3  # the first ones, or there is nothing that the tolerance
 FIRST_STEPS = 10
 OTHER_CHOICES_TOLERANCE = 1e-2
 FINAL_TOLERANCE = 0.05  # of the mean loss over the last tenth of the steps
+
+FIRST_STEP = "first-step"  # begins the names of files with logits and gradients of the first step
+LOGITS = "logits"  # among the gradients there, which have the names of their parameters
+
+
+class Parts(NamedTuple):
+    """How a tensor's parts lie on ranks: one on each of the first ``ranks``, along ``dim``."""
+
+    dim: int
+    ranks: int
 
 
 class Check(NamedTuple):
@@ -44,11 +54,14 @@ def compare(reference: Path, other: Path) -> list[Check]:
     differences = [_relative(expected["loss"], got["loss"]) for expected, got in pairs]
     alike = [expected["load"] == got["load"] for expected, got in pairs]
     same = (alike + [False]).index(False)  # steps until the first choice that differs
-    parameter, gradient = _gradient_difference(read_gradients(reference), read_gradients(other))
+    expected, got = read_first_step(reference), read_first_step(other)
+    logits = _difference(expected.pop(LOGITS), got.pop(LOGITS))
+    parameter, gradient = _gradient_difference(expected, got)
     enough = same >= min(SAME_CHOICES_STEPS, len(pairs))
     tenth = max(len(pairs) // 10, 1)
     final = [sum(pair[run]["loss"] for pair in pairs[-tenth:]) for run in (0, 1)]
     return [
+        Check("logits of step 1", logits, SAME_CHOICES_TOLERANCE),
         Check(
             f"gradients of step 1, most in {parameter}",
             gradient,
@@ -74,13 +87,13 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def read_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of the first step by parameter, with all ranks' experts put together."""
-    ranks = len(list(folder.glob("gradients-*.pt")))
-    parts = [torch.load(folder / f"gradients-{rank}.pt") for rank in range(ranks)]
+def read_first_step(folder: Path) -> dict[str, torch.Tensor]:
+    """Logits and gradients of the first step by parameter, with all ranks' parts put together."""
+    ranks = len(list(folder.glob(f"{FIRST_STEP}-*.pt")))
+    files = [torch.load(folder / f"{FIRST_STEP}-{rank}.pt") for rank in range(ranks)]
     return {
-        name: torch.cat([part[name][1] for part in parts]) if is_expert else gradient
-        for name, (is_expert, gradient) in parts[0].items()
+        name: torch.cat([file[name][2] for file in files[:count]], dim)
+        for name, (dim, count, _) in files[0].items()
     }
 
 
@@ -90,12 +103,14 @@ def _gradient_difference(
     """The parameter whose gradient differs most, and by how much of its norm."""
     if expected.keys() != got.keys():
         raise ValueError(f"parameters: expected {sorted(expected)}, got {sorted(got)}")
-    differences = {
-        name: ((got[name] - gradient).norm() / gradient.norm()).item()
-        for name, gradient in expected.items()
-    }
+    differences = {name: _difference(gradient, got[name]) for name, gradient in expected.items()}
     worst = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
     return worst, differences[worst]
+
+
+def _difference(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """By how much of its norm."""
+    return ((got - expected).norm() / expected.norm()).item()
 
 
 def _relative(expected: float, got: float) -> float:

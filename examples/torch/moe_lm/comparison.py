@@ -13,7 +13,7 @@ def verify(settings: Settings, all_ranks: tuple[int, ...]) -> int:
     """Holds each number of ranks against one process without Crossdock; returns the exit code."""
     device = _pick_device(settings, max(all_ranks))
     settings = settings.replace(device=device, sample_bytes=0)
-    plain = _of_run(settings.replace(plain=True), 1, "plain")
+    plain = _of_run(settings.replace(plain=True, tensor_parallel=1), 1, "plain")
     runs = {ranks: _of_run(settings, ranks, f"{ranks}-ranks") for ranks in all_ranks}
     make_room(plain.folder, *(run.folder for run in runs.values()))
     _train(plain, 1)
@@ -32,7 +32,7 @@ def demo(settings: Settings, ranks: int) -> int:
         figure = None
     ranks, device = _demo_ranks(settings, ranks)
     settings = settings.replace(device=device)
-    plain = _of_run(settings.replace(plain=True, sample_bytes=0), 1, "plain")
+    plain = _of_run(settings.replace(plain=True, tensor_parallel=1, sample_bytes=0), 1, "plain")
     run = _of_run(settings, ranks, f"{ranks}-ranks")
     make_room(plain.folder, run.folder)
     _train(plain, 1)
@@ -71,7 +71,7 @@ def _pick_device(settings: Settings, ranks: int) -> str:
 def _of_run(settings: Settings, ranks: int, name: str) -> Settings:
     """Those of one run, in the folder of that name; ValueError if it cannot be."""
     folder = settings.folder / name
-    run = settings.replace(folder=folder, save_gradients=True, resume=False)
+    run = settings.replace(folder=folder, save_first_step=True, resume=False)
     run.check(ranks)
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-_OF_A_COMPARISON = ("log.jsonl", "gradients-*.pt")  # all that a run of a comparison writes
+_OF_A_COMPARISON = ("log.jsonl", "first-step-*.pt")  # all that a run of a comparison writes
 
 
 def make_folder(path: Path) -> None:

@@ -12,6 +12,15 @@ from torch.nn import functional as F
 BYTES = 256
 
 
+class Layers(NamedTuple):
+    """What makes the layers that may be spread over ranks: see layers.py."""
+
+    # (columns in, columns out): before attention, whose heads may be spread, and behind it
+    to_heads: Callable[[int, int], nn.Module]
+    from_heads: Callable[[int, int], nn.Module]
+    experts: Callable[[], nn.Module]
+
+
 class Prediction(NamedTuple):
     """The model's predictions for a batch."""
 
@@ -26,21 +35,23 @@ class Attention(nn.Module):
     That short convolution lets the first steps learn which bytes follow each other.
     """
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, layers: Layers) -> None:
         super().__init__()
-        self.heads = heads
+        self.columns = hidden // heads
         self.near = nn.Parameter(torch.zeros(hidden, 1, 4))
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.qkv = layers.to_heads(hidden, 3 * hidden)
+        self.out = layers.from_heads(hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[sequences, context, hidden]`` to the same."""
         before = F.pad(x.transpose(1, 2), (3, 0))
         x = x + F.conv1d(before, self.near, groups=x.shape[2]).transpose(1, 2)
-        shape = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        out = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
-        return self.out(out.transpose(1, 2).reshape(x.shape))
+        # Columns of a head lie together, so that heads can be dealt out: from here to `out` these
+        # are some of the heads, and the sequences of all ranks that share them.
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.columns)).unbind(-2)
+        q, k, v = _rotate(q.transpose(1, 2)), _rotate(k.transpose(1, 2)), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(-2))
 
 
 def _rotate(x: torch.Tensor) -> torch.Tensor:
@@ -56,12 +67,12 @@ def _rotate(x: torch.Tensor) -> torch.Tensor:
 class Block(nn.Module):
     """Attention, then experts, each added to what it read."""
 
-    def __init__(self, hidden: int, heads: int, experts: nn.Module) -> None:
+    def __init__(self, hidden: int, heads: int, layers: Layers) -> None:
         super().__init__()
         self.before_attention = nn.LayerNorm(hidden, bias=False)
-        self.attention = Attention(hidden, heads)
+        self.attention = Attention(hidden, heads, layers)
         self.before_experts = nn.LayerNorm(hidden, bias=False)
-        self.experts = experts
+        self.experts = layers.experts()
         with torch.no_grad():  # so that a block changes little at first
             self.attention.out.weight.mul_(0.1)
             self.experts.experts_out.mul_(0.1)
@@ -76,14 +87,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts each next byte."""
 
-    def __init__(
-        self, hidden: int, heads: int, layers: int, make_experts: Callable[[], nn.Module]
-    ) -> None:
-        """``make_experts`` gives the mixture-of-experts layer of each block."""
+    def __init__(self, hidden: int, heads: int, blocks: int, layers: Layers) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(hidden, heads, make_experts()) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(hidden, heads, layers) for _ in range(blocks))
         self.before_output = nn.LayerNorm(hidden, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> Prediction:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 import crossdock.torch as xd
 
+from .compare import FIRST_STEP, LOGITS, Parts
+from .layers import make_layers
 from .model import LanguageModel, Prediction
-from .plain_moe import PlainMoE
 from .progress import Progress
 from .settings import Settings
 from .text import Text, batch_of_step, read_text
@@ -46,8 +46,8 @@ class Trainer:
 
     All ranks make one and call the same methods in the same order.
 
-    Data-parallel in everything but the experts: each rank has its part of the batch, and rank d
-    the experts ``d * L .. d * L + L - 1``.
+    Data-parallel in everything but the experts, and perhaps attention: each rank has its part of
+    the batch, and rank d the experts ``d * L .. d * L + L - 1``.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -58,8 +58,10 @@ class Trainer:
         settings.check(self.ranks)
         torch.manual_seed(settings.seed)
         self.text: Text = read_text(settings.text)
-        self.comm: xd.Comm | None = None
-        self.model = self._make_model()
+        self._comms = contextlib.ExitStack()
+        layers = make_layers(settings, device, self._comms)
+        s = settings
+        self.model = LanguageModel(s.hidden, s.heads, s.layers, layers).to(device)
         self.optimizer = torch.optim.AdamW(
             xd.parameter_groups(self.model),
             settings.learning_rate,
@@ -72,41 +74,7 @@ class Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.comm is not None:
-            self.comm.close()
-
-    def _make_model(self) -> LanguageModel:
-        s = self.settings
-        if s.plain:
-
-            def make_experts() -> nn.Module:
-                return PlainMoE(s.hidden, s.ffn, s.experts, s.topk, s.aux_loss_weight)
-
-        else:
-            self.comm = xd.init(device=self.device)
-            # One group for all layers: their operations come one after the other.
-            group = xd.EpGroup(
-                num_experts=s.experts,
-                hidden=s.hidden,
-                max_topk=s.topk,
-                max_tokens_per_rank=max(s.sequences // self.ranks, 1) * s.context,
-                dtype=torch.float32,
-                # Each layer keeps what went into and out of its experts until its backward pass.
-                symmetric_tensors=2 * s.layers + 4,
-                comm=self.comm,
-            )
-
-            def make_experts() -> nn.Module:
-                return xd.MoELayer(
-                    s.hidden,
-                    s.ffn,
-                    s.experts,
-                    s.topk,
-                    group=group,
-                    aux_loss_weight=s.aux_loss_weight,
-                )
-
-        return LanguageModel(s.hidden, s.heads, s.layers, make_experts).to(self.device)
+        self._comms.close()
 
     # ---- Training --------------------------------------------------------------------------------
 
@@ -142,8 +110,8 @@ class Trainer:
         (loss + prediction.aux_loss).backward()
         if not s.plain:
             xd.average_gradients(self.model)
-        if s.save_gradients and self.step == 0:
-            self._save_gradients()
+        if s.save_first_step and self.step == 0:
+            self._save_first_step(prediction.logits)
         self.optimizer.step()
         losses = self._mean(torch.stack((loss.detach(), prediction.aux_loss.detach())))
         record = {
@@ -196,10 +164,11 @@ class Trainer:
     def sample(self) -> bytes:
         """Text that the model goes on with after the prompt, on rank 0; empty on the others.
 
-        The other ranks have no tokens of their own then, and only serve their experts.
+        The other ranks have no tokens of their own then, and only serve their experts; but ranks
+        that share attention have equally many sequences.
         """
         generator = torch.Generator().manual_seed(self.settings.seed)
-        sequences = 1 if self.rank == 0 else 0
+        sequences = 1 if self.rank < self.settings.tensor_parallel else 0
         text = torch.tensor(list(PROMPT)).expand(sequences, -1)
         for _ in range(self.settings.sample_bytes):
             recent = text[:, -self.settings.context :]
@@ -210,7 +179,7 @@ class Trainer:
             else:
                 following = text[:, :1]
             text = torch.cat((text, following), dim=1)
-        return bytes(text.flatten().tolist())
+        return bytes(text.flatten().tolist()) if self.rank == 0 else b""
 
     # ---- Files -----------------------------------------------------------------------------------
 
@@ -234,14 +203,22 @@ class Trainer:
         self.step = extra["step"]
         torch.set_rng_state(extra["random"])
 
-    def _save_gradients(self) -> None:
-        experts = xd.expert_parameters(self.model)
-        gradients = {
-            name: (parameter in experts, xd.local_tensor(parameter.grad).cpu())
+    def _save_first_step(self, logits: torch.Tensor) -> None:
+        s, ranks = self.settings, self.ranks
+        experts = dict.fromkeys(xd.expert_parameters(self.model), Parts(0, ranks))
+        heads = {}
+        if s.tensor_parallel > 1:
+            for block in self.model.blocks:
+                heads[block.attention.qkv.weight] = Parts(0, s.tensor_parallel)
+                heads[block.attention.out.weight] = Parts(1, s.tensor_parallel)
+        parts = experts | heads
+        tensors = {
+            name: (*parts.get(parameter, Parts(0, 1)), xd.local_tensor(parameter.grad).cpu())
             for name, parameter in self.model.named_parameters()
         }
-        self.settings.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(gradients, self.settings.folder / f"gradients-{self.rank}.pt")
+        tensors[LOGITS] = (*Parts(0, ranks), logits.detach().cpu())
+        s.folder.mkdir(parents=True, exist_ok=True)
+        torch.save(tensors, s.folder / f"{FIRST_STEP}-{self.rank}.pt")
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -47,8 +47,9 @@ class Comm:
         process_group: the torch.distributed group of the same ranks; None without one.
         mesh: the DeviceMesh of these ranks over which a layer's experts are sharded; None without a
             process group, and of one rank.
-        replicas: the process group of the ranks that hold the same experts, where `data_parallel`
-            has been told of them; else None.
+        replicas: the process group of the ranks that hold the same experts, or the same parts of
+            layers of tensor parallelism: what `data_parallel` has been told, or the caller sets;
+            else None.
         pool: where tensors in symmetric memory come from.
         contexts: of products, by their bounds, which layers share; see ``crossdock.torch.tp``.
         core: the communicator of the extension.

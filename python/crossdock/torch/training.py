@@ -1,14 +1,15 @@
-"""Steps of a training loop on gradients and parameters of models that have `MoELayer`s.
+"""Steps of a training loop on gradients and parameters of models that are spread over ranks.
 
-The ranks of a communicator hold different experts and the same of everything else. They may be one
-axis of a larger mesh: then ranks that hold the same experts are replicas, and wrappers for data
-parallelism (`data_parallel`, or FSDP) average over those.
+The ranks of a communicator hold different experts, or parts of the weights of layers of tensor
+parallelism, and the same of everything else. They may be one axis of a larger mesh: then ranks that
+hold the same parts are replicas, and wrappers for data parallelism (`data_parallel`, or FSDP)
+average over those.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._comm import Comm
+from ._held import Held, gradient_of, held_parameters, of_torchs_layers
 from ._sharding import is_share, local_tensor, ranks_of, sharded_dims
 from .moe import expert_parameters
 
@@ -34,7 +36,7 @@ __all__ = [
 
 
 @torch.no_grad()
-def average_gradients(model: nn.Module) -> None:
+def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | None = None) -> None:
     """Turns gradients into gradients of the loss averaged over ranks. Collective; after backward.
 
     Gradients of parameters that every rank holds are averaged over the communicator. An expert's
@@ -44,42 +46,114 @@ def average_gradients(model: nn.Module) -> None:
     sharded over a mesh of which the communicator's ranks are part are left alone: FSDP has averaged
     them.
 
+    Gradients in layers of `crossdock.torch.tp`, and in DTensors of torch's own layers beside them,
+    are scaled as an expert's are, and averaged over ``replicas`` of their communicator; those that
+    `fused_wgrad` has added to ``main_grad``, there. Without sequence parallelism all ranks of such
+    a layer have the same tokens and the same loss, and its gradients are that loss's already.
+
     Args:
-        model: one `MoELayer` or more, on one communicator, whose ranks these are; a parameter that
-            has no gradient here counts as zero.
+        model: one `MoELayer` or more, on one communicator, whose ranks these are; or layers of
+            tensor parallelism on one. With both, each communicator with its ``replicas`` has
+            equally many ranks. A parameter that has no gradient here counts as zero.
+        between: needed where layers are without sequence parallelism: the parameters that every
+            rank holds and uses for its own columns alone, such as a norm of heads. Their gradients
+            are summed over the layer's ranks. () = there are none.
 
     Raises:
-        ValueError: the model has no `MoELayer`, or a parameter is sharded over some of the
-            communicator's ranks and not over others.
+        ValueError: the model has no such layer, or layers of tensor parallelism both with sequence
+            parallelism and without, or `between` is missing; or a parameter is sharded over some of
+            the communicator's ranks and not over others, or ``replicas`` do not fit.
         RuntimeError: the communicator was made without torch.distributed, which does the averaging.
     """
-    experts = expert_parameters(model)
+    experts, spread = expert_parameters(model), _spread_parameters(model)
     comm = _communicator_of(model, "average_gradients")
-    shared: list[torch.Tensor] = []
-    replicated: list[torch.Tensor] = []
+    _check_replicas(comm, spread)
+    summed = _summed(spread, between)
+    means: dict[ProcessGroup | None, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = local_tensor(parameter.grad)
-        if parameter in experts:
-            gradient.div_(comm.num_ranks)
-            replicated.append(gradient)
+        how = spread.get(parameter)
+        gradient = local_tensor(_gradient_or_zeros(parameter, how))
+        if how is not None or parameter in experts:
+            home = comm if how is None else how.comm
+            if how is None or how.sequence_parallel:
+                gradient.div_(home.num_ranks)
+            if home.replicas is not None:
+                means.setdefault(home.replicas, []).append(gradient)
         elif not _covers(parameter, comm, name):
-            shared.append(gradient)
-    if comm.num_ranks > 1:
-        _average(shared, comm.process_group)
-    if comm.replicas is not None:
-        _average(replicated, comm.replicas)
+            gradient.mul_(summed.get(parameter, 1))
+            if comm.num_ranks > 1:
+                means.setdefault(comm.process_group, []).append(gradient)
+    for group, gradients in means.items():
+        _average(gradients, group)
+
+
+def _spread_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
+    """Those of layers of tensor parallelism, ours and torch's own beside them."""
+    held = held_parameters(model)
+    return held | of_torchs_layers(model, held, expert_parameters(model))
+
+
+def _gradient_or_zeros(parameter: torch.Tensor, how: Held | None) -> Any:
+    """The gradient, which ranks hold alike or in parts."""
+    gradient = gradient_of(parameter, how)
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter)
+    if is_share(gradient) and any(placement.is_partial() for placement in gradient.placements):
+        # As torch's sequence-parallel norms leave it: each rank has a summand.
+        share: Any = parameter
+        gradient = parameter.grad = gradient.redistribute(placements=share.placements)
+    return gradient
+
+
+def _summed(
+    spread: dict[torch.Tensor, Held], between: Iterable[torch.Tensor] | None
+) -> dict[torch.Tensor, int]:
+    """Whose gradients are summed over ranks, and over how many."""
+    kinds = {(how.comm, how.sequence_parallel) for how in spread.values() if how.comm.num_ranks > 1}
+    comms = {comm for comm, _ in kinds}
+    if len(kinds) > len(comms):
+        raise ValueError(
+            "model: expected layers of tensor parallelism either with sequence_parallel or without "
+            "it, as the ranks' losses are of their own tokens or of all; got both"
+        )
+    alike = [comm.num_ranks for comm, sequence_parallel in kinds if not sequence_parallel]
+    if not alike:
+        return {}
+    if between is None:
+        raise ValueError(
+            "between: expected the parameters between layers without sequence_parallel that every "
+            "rank holds and uses for its own columns alone, or () if there are none; got None"
+        )
+    return {parameter: alike[0] for parameter in between}
+
+
+def _check_replicas(comm: Comm, spread: dict[torch.Tensor, Held]) -> None:
+    """Refuses communicators with whose replicas there are fewer or more ranks than of others."""
+
+    def ranks(one: Comm) -> int:
+        return one.num_ranks * (1 if one.replicas is None else dist.get_world_size(one.replicas))
+
+    for other in {how.comm for how in spread.values()}:
+        if ranks(other) != ranks(comm):
+            raise ValueError(
+                f"replicas: expected the communicator of tensor parallelism and its replicas to be "
+                f"the {ranks(comm)} ranks that the model is spread over, got {ranks(other)}: set "
+                "Comm.replicas to the process group of the ranks that hold the same parts"
+            )
 
 
 def _communicator_of(model: nn.Module, what: str) -> Comm:
     """The communicator of the model's layers, fit for collectives of torch.distributed."""
     layers = list(expert_parameters(model).values())
-    if not layers:
-        raise ValueError("model: expected a MoELayer in it, got none")
-    comm = layers[0].group.comm
+    comms = [layers[0].group.comm] if layers else []
+    comms = comms or list({how.comm: None for how in held_parameters(model).values()})
+    if len(comms) != 1:
+        got = f"layers on {len(comms)} communicators" if comms else "none"
+        problem = "expected a MoELayer in it, or layers of tensor parallelism on one communicator"
+        raise ValueError(f"model: {problem}; got {got}")
+    comm = comms[0]
     if comm.num_ranks > 1 and comm.process_group is None:
         raise RuntimeError(
             f"{what}: expected torch.distributed to be initialised before "
@@ -129,12 +203,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their norm over all ranks is at most `max_norm`. Collective.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which knows nothing of experts on other ranks. Call it
+    As ``torch.nn.utils.clip_grad_norm_``, which knows nothing of experts on other ranks, nor of
+    ``main_grad``. Call it
     after `average_gradients`; every rank scales by the same factor.
 
     Args:
-        model: one `MoELayer` or more, on one communicator; FSDP may have sharded it.
-        max_norm: of all gradients together, each expert and each parameter counted once.
+        model: as of `average_gradients`; FSDP may have sharded it.
+        max_norm: of all gradients together, each expert, part and parameter counted once.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: whether a norm that is no finite number is an error; else gradients are
             scaled by it.
@@ -143,14 +218,16 @@ def clip_grad_norm_(
         The norm before scaling, ``[]`` float32, equal on all ranks.
 
     Raises:
-        ValueError: the model has no `MoELayer`, or `norm_type` is not above 0.
+        ValueError: the model has no such layer, or `norm_type` is not above 0.
         RuntimeError: the communicator was made without torch.distributed; a norm that is not
             finite, where that is an error.
     """
     comm = _communicator_of(model, "clip_grad_norm_")
     if not norm_type > 0:
         raise ValueError(f"norm_type: expected a number above 0, got {norm_type}")
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    spread = held_parameters(model)
+    found = (gradient_of(p, spread.get(p)) for p in model.parameters())
+    gradients = [gradient for gradient in found if gradient is not None]
     total = _total_norm(gradients, float(norm_type), comm.device)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
@@ -205,16 +282,18 @@ def _norm_over_ranks(norm: torch.Tensor, order: float, groups: list[Any]) -> tor
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Two groups for an optimiser: what every rank holds, and experts.
+    """Groups for an optimiser: what every rank holds, experts, parts of tensor parallelism.
 
-    With both in one group, torch's optimisers take their slowest path, one operator after another,
-    and ``foreach=True`` and ``fused=True`` raise, as those operators take either plain tensors or
-    DTensors. In groups of their own all ways work.
+    With several of them in one group, torch's optimisers take their slowest path, one operator
+    after another, and ``foreach=True`` and ``fused=True`` raise, as those operators take either
+    plain tensors or DTensors of one mesh. In groups of their own all ways work.
     """
-    experts = expert_parameters(model)
+    experts, spread = expert_parameters(model), _spread_parameters(model)
+    parts = {p for p, how in spread.items() if how.dim is not None or is_share(p)}
     groups = [
-        {"params": [p for p in model.parameters() if p not in experts]},
+        {"params": [p for p in model.parameters() if p not in experts and p not in parts]},
         {"params": list(experts)},
+        {"params": [p for p in model.parameters() if p in parts]},
     ]
     return [group for group in groups if group["params"]]
 
@@ -222,21 +301,22 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 def data_parallel(
     model: nn.Module, replicas: ProcessGroup | DeviceMesh, **options: Any
 ) -> DistributedDataParallel:
-    """DistributedDataParallel over ranks that hold the same experts. Collective.
+    """DistributedDataParallel over ranks that hold the same parts of the model. Collective.
 
-    DDP takes plain parameters only, so experts are left out of it: as in DDP they begin as those of
-    the group's first rank, and `average_gradients`, which is needed anyway, averages their
-    gradients over replicas.
+    DDP takes plain parameters only, so experts and parts of layers of tensor parallelism are left
+    out of it: as in DDP they begin as those of the group's first rank, and `average_gradients`,
+    which is needed anyway, averages their gradients over replicas.
 
     Args:
-        model: one `MoELayer` or more, on one communicator.
+        model: as of `average_gradients`.
         replicas: the ranks that hold the same experts as this one: the data axis of a mesh whose
-            other axis is the communicator's.
+            other axis is the communicator's. They become the ``replicas`` of communicators of
+            tensor parallelism that have none.
         options: further arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: the model has no `MoELayer`; `replicas` has other ranks of the communicator,
-            which hold other experts.
+        ValueError: the model has no such layer; `replicas` has other ranks of the communicator,
+            which hold other parts.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -250,13 +330,18 @@ def data_parallel(
                 "replicas: expected ranks that hold the same experts as this one, got ranks "
                 f"{sorted(common)} of its communicator, which hold different ones"
             )
-    experts = expert_parameters(model)
+    spread = _spread_parameters(model)
+    parts = {parameter for parameter, how in spread.items() if how.dim is not None}
+    parts |= set(expert_parameters(model))
     first = dist.get_global_rank(group, 0)
-    for parameter in experts:
+    parameters = [pair for pair in model.named_parameters() if pair[1] in parts]
+    for _, parameter in parameters:
         dist.broadcast(local_tensor(parameter.detach()), first, group=group)
-    ignored = [name for name, parameter in model.named_parameters() if parameter in experts]
+    ignored = [name for name, _ in parameters]
     ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    for one in {comm} | {how.comm for how in spread.values()}:
+        one.replicas = one.replicas or group
     comm.replicas = group
     return DistributedDataParallel(model, process_group=group, **options)
 
@@ -265,32 +350,33 @@ def data_parallel(
 def assert_replicated(model: nn.Module) -> None:
     """Checks that ranks hold the same of what they should. Collective; for tests and debugging.
 
-    Compares, bit for bit by a hash, all parameters and buffers but experts over the communicator's
-    ranks, and with `data_parallel` everything over replicas. It finds ranks that began with
-    different seeds, and norms that were clipped on each rank for itself.
+    Compares, bit for bit by a hash, all parameters and buffers but experts and parts of tensor
+    parallelism over the communicator's ranks, and with `data_parallel` everything over replicas. It
+    finds ranks that began with different seeds, and norms that were clipped on each rank for
+    itself.
 
     Raises:
-        ValueError: the model has no `MoELayer`.
+        ValueError: the model has no layer that is spread over ranks.
         RuntimeError: on all ranks: names the first parameter that differs, and where, on those that
             compared it; or the communicator was made without torch.distributed.
     """
     comm = _communicator_of(model, "assert_replicated")
-    experts = expert_parameters(model)
-    shared: dict[str, torch.Tensor] = {}
-    everything: dict[str, torch.Tensor] = {}
+    experts, spread = expert_parameters(model), _spread_parameters(model)
+    axes: dict[ProcessGroup | None, dict[str, torch.Tensor]] = {}
     for name, tensor in _held(model):
-        everything[name] = local_tensor(tensor)
-        if tensor not in experts and not _covers(tensor, comm, name):
-            shared[name] = everything[name]
-    axes = []
-    if comm.num_ranks > 1:
-        axes.append((shared, comm.process_group))
-    if comm.replicas is not None:
-        axes.append((everything, comm.replicas))
-    found = [text for tensors, group in axes if (text := _difference(tensors, group, comm.device))]
+        how = spread.get(tensor)
+        part = how is not None and (how.dim is not None or is_share(tensor))
+        shared = not part and tensor not in experts and not _covers(tensor, comm, name)
+        replicas = comm.replicas if how is None or not part else how.comm.replicas
+        if shared and comm.num_ranks > 1:
+            axes.setdefault(comm.process_group, {})[name] = local_tensor(tensor)
+        if replicas is not None:
+            axes.setdefault(replicas, {})[name] = local_tensor(tensor)
+    compared = (_difference(tensors, group, comm.device) for group, tensors in axes.items())
+    found = [text for text in compared if text]
     # One axis after the other, so that in the end all ranks of the mesh have heard.
     verdict = torch.tensor(float(bool(found)), device=comm.device)
-    for _, group in axes:
+    for group in axes:
         dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
     if verdict:
         raise RuntimeError(found[0] if found else "other ranks found values that differ")

@@ -26,25 +26,30 @@ PROGRAM = REPOSITORY / "examples" / "torch" / "train_moe_lm.py"
 def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The folder of a run in one process without Crossdock."""
     folder = tmp_path_factory.mktemp("plain")
-    run_ranks(1, run, small(folder, plain=True, save_gradients=True))
+    run_ranks(1, run, small(folder, plain=True, save_first_step=True))
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks, tensor_parallel", [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_losses_and_gradients_agree_with_one_process(
-    ranks: int, plain: pathlib.Path, tmp_path: pathlib.Path
+    ranks: int, tensor_parallel: int, plain: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    settings = small(tmp_path, save_gradients=True, sample_bytes=20)
+    settings = small(
+        tmp_path, save_first_step=True, sample_bytes=20, tensor_parallel=tensor_parallel
+    )
     outcomes = run_ranks(ranks, run, settings)
     checks = compare(plain, tmp_path)
     assert all(check.holds for check in checks), checks
     # The seed is one in which no token goes to another expert: every step is held to the rounding.
     assert f"losses of the {settings.steps} steps of equal choices" in [c.what for c in checks]
-    # Every rank has the same parameters except for its experts, and rank 0 alone writes text.
-    for outcome in outcomes:
+    # Every rank has the same parameters except for its experts and heads, and rank 0 alone writes
+    # text.
+    for rank, outcome in enumerate(outcomes):
         assert outcome.held_out == outcomes[0].held_out
         for name, value in outcome.parameters.items():
-            assert "experts_" in name or (value == outcomes[0].parameters[name]).all(), name
+            of_heads = name.endswith(("qkv.weight", "out.weight"))
+            same = outcomes[rank % tensor_parallel if of_heads else 0].parameters[name]
+            assert "experts_" in name or (value == same).all(), name
     assert [len(outcome.sample) for outcome in outcomes] == [len(PROMPT) + 20] + [0] * (ranks - 1)
 
 
@@ -66,22 +71,32 @@ def change_choices(folder: pathlib.Path) -> None:
     write_log(folder, records)
 
 
+def change_first_step(folder: pathlib.Path, name: str) -> None:
+    """The second row of a tensor becomes larger by more than is allowed."""
+    path = folder / "first-step-0.pt"
+    tensors = torch.load(path)
+    *_, tensor = tensors[name]
+    tensor[1].mul_(1 + 100 * SAME_CHOICES_TOLERANCE)
+    torch.save(tensors, path)
+
+
 def change_gradient(folder: pathlib.Path) -> None:
-    """The gradient of one expert's matrix becomes larger by more than is allowed."""
-    path = folder / "gradients-0.pt"
-    gradients = torch.load(path)
-    _, gradient = gradients["blocks.1.experts.experts_in"]
-    gradient[1].mul_(1 + 100 * SAME_CHOICES_TOLERANCE)
-    torch.save(gradients, path)
+    """The gradient of one expert's matrix."""
+    change_first_step(folder, "blocks.1.experts.experts_in")
+
+
+def change_logits(folder: pathlib.Path) -> None:
+    change_first_step(folder, "logits")
 
 
 @pytest.mark.parametrize(
     "change, check",
     [
         (None, None),
-        (change_gradient, 0),
-        (change_loss, 1),
-        (change_choices, 1),
+        (change_logits, 0),
+        (change_gradient, 1),
+        (change_loss, 2),
+        (change_choices, 2),
     ],
 )
 def test_a_disagreement_is_found(
@@ -94,7 +109,7 @@ def test_a_disagreement_is_found(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     if change is not None:
         change(tmp_path)
-    assert [c.holds for c in compare(plain, tmp_path)] == [i != check for i in range(4)]
+    assert [c.holds for c in compare(plain, tmp_path)] == [i != check for i in range(5)]
 
 
 def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -127,13 +142,13 @@ TINY = (
 def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
     for run_folder in ("plain", "2-ranks"):  # as an earlier demo leaves them
         (tmp_path / run_folder).mkdir()
-        (tmp_path / run_folder / "gradients-3.pt").write_bytes(b"of four ranks")
+        (tmp_path / run_folder / "first-step-3.pt").write_bytes(b"of four ranks")
         (tmp_path / run_folder / "log.jsonl").write_text("old\n")
     done = program("--demo", "--ranks", 2, "--folder", tmp_path, "--steps", 4, *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks against one process without Crossdock" in done.stdout
     assert "    | class Reader:\n    |     def read(self, " in done.stdout
-    assert done.stdout.count("agrees") == 4
+    assert done.stdout.count("agrees") == 5
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -167,6 +182,8 @@ def test_demo_says_when_it_leaves_a_gpu_alone(
         (("--ranks", 3), "--sequences 16: expected a multiple of 3, the ranks"),
         (("--ranks", 4, "--experts", 6), "--experts 6: expected a multiple of 4, the ranks"),
         (("--plain",), "--plain: expected --ranks 1"),
+        (("--tensor-parallel", 3), "--ranks 4: expected a multiple of 3, for --tensor-parallel"),
+        (("--tensor-parallel", 4, "--heads", 2), "--heads 2: expected a multiple of 4, for"),
         (("--topk", 9), "--topk 9: expected 1 to 8, the experts"),
         (("--heads", 0), "--heads 0: expected at least 1"),
         (("--hidden", 100), "--hidden 100: expected a multiple of 8"),
@@ -188,6 +205,14 @@ def test_a_users_mistake_is_named(
         main([str(word) for word in arguments])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_check_compares_two_by_two_ranks(tmp_path: pathlib.Path) -> None:
+    mesh = ("--ranks", 4, "--tensor-parallel", 2)
+    done = program("--check", *mesh, "--folder", tmp_path, "--steps", 2, *TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks against one process without Crossdock" in done.stdout
+    assert done.stdout.count("agrees") == 5
 
 
 def test_resume_with_another_model_says_what_differs(tmp_path: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .._comm import Comm, default_comm
+from .._held import Held
 from .._sharding import as_share, convert_loaded, is_share
 from ._context import TpContext, shared_context
 from ._functions import Activation
@@ -38,6 +39,16 @@ def context_for(
     if max_tokens is None:
         raise ValueError("max_tokens: expected a number, as no context is given; got None")
     return shared_context(comm, max_tokens, max_k, max_n, dtype)
+
+
+def held_by_linear(
+    context: TpContext, dim: int, bias: Any, sequence_parallel: bool, fused_wgrad: bool
+) -> dict[str, Held]:
+    """How ranks hold the parameters of a linear layer whose weight is spread along `dim`."""
+    held = {"weight": Held(context.comm, dim, sequence_parallel, fused_wgrad)}
+    if bias is not None:
+        held["bias"] = Held(context.comm, 0 if dim == 0 else None, sequence_parallel, False)
+    return held
 
 
 class _Spread(nn.Module):
@@ -119,6 +130,12 @@ class _Spread(nn.Module):
         """The dimension along which ranks have their parts, by the name of the parameter."""
         spread = {"weight": self._DIM}
         return spread | {"bias": 0} if self._SPREADS_BIAS and self.bias is not None else spread
+
+    def held_parameters(self) -> dict[str, Held]:
+        """How ranks hold its parameters, for `average_gradients`, by their names."""
+        return held_by_linear(
+            self.context, self._DIM, self.bias, self.sequence_parallel, self.fused_wgrad
+        )
 
     def own_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter of all ranks; of another shape it is left as it is."""

@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .._held import Held
 from ._context import TpContext, shared_context
 from ._groups import comm_of_group
 from ._linear import column_parallel_linear, row_parallel_linear
+from ._modules import held_by_linear
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,20 +37,35 @@ class _Linear(nn.Linear):
 
     tp_context: TpContext
     tp_options: dict[str, Any]
+    tp_dim: int  # of the weight, along which it is sharded
+
+    def held_parameters(self) -> dict[str, Held]:
+        """How ranks hold its parameters, for `average_gradients`, by their names."""
+        options = self.tp_options
+        return held_by_linear(
+            self.tp_context,
+            self.tp_dim,
+            self.bias,
+            options["sequence_parallel"],
+            options["fused_wgrad"],
+        )
 
 
 class _Colwise(_Linear):
+    tp_dim = 0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return column_parallel_linear(x, self.weight, self.bias, self.tp_context, **self.tp_options)
 
 
 class _Rowwise(_Linear):
+    tp_dim = 1
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return row_parallel_linear(x, self.weight, self.bias, self.tp_context, **self.tp_options)
 
 
 class _Style(ParallelStyle):
-    _DIM: int  # of the weight, along which it is sharded
     _KIND: type[_Linear]
 
     def __init__(
@@ -76,9 +93,9 @@ class _Style(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.Linear:
             raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")
-        ranks, size = device_mesh.size(), module.weight.shape[self._DIM]
+        ranks, size = device_mesh.size(), module.weight.shape[self._KIND.tp_dim]
         if size % ranks:
-            name = ("out_features", "in_features")[self._DIM]
+            name = ("out_features", "in_features")[self._KIND.tp_dim]
             raise ValueError(f"{name}: expected a multiple of {ranks} ranks, got {size}")
         context = self.context
         if context is None:
@@ -88,9 +105,11 @@ class _Style(ParallelStyle):
                 *self._bounds(module.in_features, module.out_features, ranks),
                 module.weight.dtype,
             )
-        self._spread(module, "weight", device_mesh, Shard(self._DIM))
+        self._spread(module, "weight", device_mesh, Shard(self._KIND.tp_dim))
         if module.bias is not None:
-            self._spread(module, "bias", device_mesh, Shard(0) if self._DIM == 0 else Replicate())
+            self._spread(
+                module, "bias", device_mesh, Shard(0) if self._KIND.tp_dim == 0 else Replicate()
+            )
         module.__class__ = self._KIND
         spread: Any = module
         spread.tp_context, spread.tp_options = context, self.options
@@ -125,7 +144,6 @@ class ColwiseParallel(_Style):
             no ``nn.Linear`` (TypeError), or whose size does not fit the ranks.
     """
 
-    _DIM = 0
     _KIND = _Colwise
 
     def __init__(
@@ -163,7 +181,6 @@ class RowwiseParallel(_Style):
         As `ColwiseParallel`.
     """
 
-    _DIM = 1
     _KIND = _Rowwise
 
     def __init__(

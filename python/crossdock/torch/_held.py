@@ -1,0 +1,96 @@
+"""What ranks hold of the parameters of layers of tensor parallelism, as these layers say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ._comm import Comm
+from ._sharding import is_share, like, ranks_of
+
+__all__ = ["Held", "gradient_of", "held_parameters", "of_torchs_layers"]
+
+
+class Held(NamedTuple):
+    """How the ranks of a layer of tensor parallelism hold one of its parameters."""
+
+    comm: Comm
+    dim: int | None  # along which ranks have different parts; None = all ranks hold the same
+    sequence_parallel: bool  # its gradient is the sum over all ranks' losses
+    fused_wgrad: bool  # its gradient is added to ``main_grad``
+
+
+def held_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
+    """The parameters of ``model`` that its layers of tensor parallelism have.
+
+    Raises:
+        ValueError: layers that share a parameter hold it in different ways.
+    """
+    found: dict[torch.Tensor, Held] = {}
+    for name, layer in model.named_modules():
+        own: dict[str, Held] = getattr(layer, "held_parameters", dict)()
+        for key, held in own.items():
+            parameter = getattr(layer, key)
+            if found.setdefault(parameter, held) != held:
+                raise ValueError(
+                    f"{name}.{key}: expected layers that share a parameter to agree on "
+                    f"sequence_parallel and fused_wgrad, got {found[parameter]} and {held}"
+                )
+    return found
+
+
+def of_torchs_layers(
+    model: nn.Module, held: dict[torch.Tensor, Held], experts: Iterable[torch.Tensor]
+) -> dict[torch.Tensor, Held]:
+    """The DTensors that torch's own styles have made, on a mesh of a communicator of `held`.
+
+    What FSDP has sharded over one dimension is no such tensor: FSDP averages its gradients.
+    """
+    comms = {how.comm: how.sequence_parallel for how in held.values()}
+    sharded = _sharded_by_fsdp(model)
+    known = {*held, *experts}
+    found: dict[torch.Tensor, Held] = {}
+    for parameter in model.parameters():
+        share: Any = parameter
+        if parameter in known or not is_share(share):
+            continue
+        mesh = share.device_mesh
+        if mesh.ndim == 1 and parameter in sharded:
+            continue
+        for comm, sequence_parallel in comms.items():
+            dims = [dim for dim in range(mesh.ndim) if _ranks_along(mesh, dim) == _ranks(comm)]
+            if dims:
+                placement = share.placements[dims[0]]
+                dim = placement.dim if placement.is_shard() else None
+                found[parameter] = Held(comm, dim, sequence_parallel, False)
+    return found
+
+
+def _ranks(comm: Comm) -> set[int]:
+    return set() if comm.mesh is None else ranks_of(comm.mesh)
+
+
+def _ranks_along(mesh: Any, dim: int) -> set[int]:
+    return set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
+
+
+def _sharded_by_fsdp(model: nn.Module) -> set[torch.Tensor]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has used it
+        return set()
+    wrapped = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return {parameter for module in wrapped for parameter in module.parameters()}
+
+
+def gradient_of(parameter: Any, how: Held | None) -> Any:
+    """The gradient, as a DTensor where the parameter is one; None where there is none."""
+    if how is None or not how.fused_wgrad:
+        return parameter.grad
+    main = getattr(parameter, "main_grad", None)
+    if main is None or is_share(main) or not is_share(parameter):
+        return main
+    return like(main, parameter)
