@@ -168,6 +168,8 @@ Product::Product(Product&& other) noexcept
 
 Product::~Product() { release(); }
 
+// Does not throw: where there is a product, the library has been found.
+// NOLINTNEXTLINE(bugprone-exception-escape)
 void Product::release() noexcept {
   if (operation_ != nullptr) lt::library().MatmulDescDestroy(operation_);
   for (const lt::Layout layout : {first_, second_, d_}) {
