@@ -267,7 +267,7 @@ TEST(Disagreement, OnTheTagOfATransferIsAMismatchThatNamesIt) {
   on_every_rank([&](Rank& rank) {
     const GemmContext context = make_context(rank.comm, roomy(c));
     constexpr std::byte kSent{7};
-    Tensor in(rank, kU8, {4, 64}), out(rank, kU8, {4 * rank.num_ranks, 64});
+    Tensor in(rank, kU8, {4, 64}), out(rank, kU8, {std::int64_t{4} * rank.num_ranks, 64});
     in.buffer().fill(kSent);
     xd_gemm_bulk_args bulk = XD_GEMM_BULK_ARGS_INIT;
     xd_gemm_gather_args gather = XD_GEMM_GATHER_ARGS_INIT;
