@@ -1,0 +1,34 @@
+// An engine that does, to the ranks of one process, whatever the contract of Engine does not
+// forbid. It stands on any engine, and its numbers come from a seed, so that what happened once
+// happens again.
+//
+// Puts travel in up to seven pieces, which are written late and in any order, each by a put of the
+// engine below. Tags and `sent` are reported late and in any order, but no tag before the last
+// piece of its own put, and no put is taken at times. It also looks after the caller: a source that
+// changes before `sent` is an INTERNAL error.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "net/engine.h"
+#include "net/mutant.h"
+
+namespace xd::net {
+
+// What the engines of one process know of one another: to which put a piece belongs.
+class ChaosWorld;
+std::shared_ptr<ChaosWorld> make_chaos_world();
+
+struct ChaosConfig {
+  std::uint64_t seed = 0;
+  unsigned longest_delay = 50;              // in calls of poll()
+  std::optional<std::uint64_t> failed_put;  // that of this rank, counted from 0
+  Mutant mutant = Mutant::none;
+};
+
+std::unique_ptr<Engine> make_chaos(std::unique_ptr<Engine> below, std::shared_ptr<ChaosWorld> world,
+                                   const ChaosConfig& config);
+
+}  // namespace xd::net

@@ -1,0 +1,104 @@
+// How bytes reach a rank that has no address here: a put into memory that it has exposed, with a
+// tag that is reported there when the bytes are. docs/internals/net.md has the contract, and what
+// stands on it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/wire.h"
+
+namespace xd::net {
+
+// A room: memory of a rank as its peers name it. It travels to them as it is.
+struct RemoteRoom {
+  std::uint64_t base = 0;  // what the engine adds to an offset in the room
+  std::uint64_t key = 0;
+  std::uint64_t bytes = 0;
+};
+
+// Memory of this rank that is registered with an engine: puts read from it, and peers put into it.
+// The memory is the caller's. Destroying the object ends the registration; no put from or into the
+// room may be under way then unless the engine has been closed, and the engine must still be there.
+class Room {
+ public:
+  virtual ~Room() = default;
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+  std::span<std::byte> memory() const { return memory_; }
+  virtual RemoteRoom remote() const = 0;
+
+ protected:
+  explicit Room(std::span<std::byte> memory) : memory_(memory) {}
+
+ private:
+  const std::span<std::byte> memory_;
+};
+
+struct Put {
+  int peer = 0;
+  const Room* from = nullptr;  // of the same engine
+  std::size_t from_offset = 0;
+  RemoteRoom to;  // of the peer
+  std::size_t to_offset = 0;
+  std::size_t bytes = 0;  // may be 0: only the tag travels
+  std::uint32_t tag = 0;
+  std::uint64_t id = 0;
+};
+
+struct PeerFailure {
+  int peer;  // -1 = the engine is of no use any more
+  std::string text;
+};
+
+// What poll() has found. It adds to the lists; the caller empties them.
+struct Events {
+  std::vector<std::uint32_t> arrived;  // tags of peers' puts
+  std::vector<std::uint64_t> sent;     // ids of this rank's puts
+  std::vector<PeerFailure> failed;
+};
+
+// Promises, and nothing beyond them:
+//  - A put's tag is reported once at the peer, when its last byte can be read there. Until then its
+//    bytes in the peer's room may be anything; from then on the engine leaves them alone.
+//  - Nothing is said of the order of two puts, towards one peer or several, nor of a put's arrival
+//    and its `sent`.
+//  - A put's source stays as it is until its id is in `sent`, which the caller grants. `sent` says
+//    that the source is free, and nothing about the peer.
+//  - A put may fail; then its peer is in `failed`, once for all puts towards it, and neither their
+//    arrival nor their `sent` is promised any more. An engine may also never notice that a peer is
+//    gone, so nobody may wait without an end.
+// Nothing blocks, but connect() may take milliseconds. Work is done in put() and poll() alone, on
+// the caller's thread; one thread at a time.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  virtual std::size_t max_put() const = 0;  // bytes
+
+  // Where peers reach this engine, in its own words: they give it to connect().
+  virtual Bytes address() const = 0;
+  // Once per peer, before the first put to it. Throws if the address is none of this engine's.
+  virtual void connect(int peer, std::span<const std::byte> address) = 0;
+
+  virtual std::unique_ptr<Room> expose(std::span<std::byte> memory) = 0;
+
+  // False = not now: poll() first. Towards a peer that has failed it stays false.
+  virtual bool put(const Put& put) = 0;
+  virtual void poll(Events& events) = 0;
+
+  // To be asked before every sleep: a descriptor that becomes readable when poll() has something to
+  // do; -1 = there may be something already, or the engine must be polled to get on.
+  virtual int sleep_on() = 0;
+
+  // Gives up whatever is under way: from now on no memory of this rank is read or written, and puts
+  // of peers towards it fail. After that, rooms and the engine may only be destroyed.
+  virtual void close() noexcept = 0;
+};
+
+}  // namespace xd::net

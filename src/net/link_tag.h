@@ -1,0 +1,30 @@
+// What the 32 bits of a put's tag mean to links.
+#pragma once
+
+#include <cstdint>
+
+namespace xd::net {
+
+enum class TagKind : std::uint8_t {
+  chunk = 1,   // a slot of the receiver has been filled
+  credit = 2,  // a slot of the receiver of this tag may be filled again
+};
+
+inline constexpr int kMaxLinkSlots = 32, kMaxLinkPartners = 1 << 16;
+
+struct LinkTag {
+  TagKind kind;
+  unsigned slot;        // below kMaxLinkSlots
+  unsigned generation;  // how often the slot has been filled; its low 8 bits travel
+  unsigned channel;     // the sender, as the receiver numbers its partners
+
+  constexpr std::uint32_t word() const {
+    return static_cast<std::uint32_t>(kind) << 29 | slot << 24 | (generation & 0xff) << 16 |
+           channel;
+  }
+  static constexpr LinkTag of(std::uint32_t word) {
+    return {static_cast<TagKind>(word >> 29), word >> 24 & 0x1f, word >> 16 & 0xff, word & 0xffff};
+  }
+};
+
+}  // namespace xd::net

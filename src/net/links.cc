@@ -1,0 +1,312 @@
+#include "net/links.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/hash.h"
+#include "base/math.h"
+#include "base/poll_list.h"
+
+namespace xd::net {
+namespace {
+
+constexpr std::uint64_t kCreditId = UINT64_MAX;
+std::uint64_t chunk_id(int partner, unsigned slot) { return at(partner) << 8 | slot; }
+
+// Of the offer, in front of the engine's address.
+struct Terms {
+  std::uint64_t slots, slot_bytes, digests;
+  RemoteRoom room;
+  std::uint64_t first_slot, channel;
+};
+
+}  // namespace
+
+// In front of a chunk, in the same put.
+struct Links::Header {
+  std::uint32_t generation, bytes;
+  std::uint64_t digest;  // of the bytes, starting from the generation; 0 without digests
+};
+
+Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> partners)
+    : engine_(engine), config_(config), pitch_(round_up(sizeof(Header) + config.slot_bytes, 64)) {
+  XD_REQUIRE(config.slots >= 1 && config.slots <= kMaxLinkSlots, "slots = ", config.slots,
+             ", expected 1 to ", kMaxLinkSlots);
+  XD_REQUIRE(config.slot_bytes >= 1 && config.slot_bytes < UINT32_MAX,
+             "slot_bytes = ", config.slot_bytes, ", expected 1 to ", UINT32_MAX - 1);
+  XD_REQUIRE(pitch_ <= engine.max_put(), "slot_bytes = ", config.slot_bytes,
+             ", expected less than the engine's longest put of ", engine.max_put(), " bytes");
+  XD_REQUIRE(partners.size() <= kMaxLinkPartners, partners.size(), " partners, expected at most ",
+             kMaxLinkPartners);
+  const std::size_t slots = at(config.slots) * partners.size();
+  for (LinkPartner& name : partners) {
+    Partner& partner = partners_.emplace_back();
+    partner.name = std::move(name);
+    partner.sending.resize(at(config.slots));
+    partner.receiving.resize(at(config.slots));
+  }
+  memory_.resize(2 * slots * pitch_);
+  room_ = engine.expose(memory_);
+  outbox_.reserve(2 * slots);  // a chunk or its credit, of each slot of either direction
+}
+
+Links::~Links() {
+  if (failure_ || !at_rest()) engine_.close();
+}
+
+Bytes Links::offer(int partner) const {
+  WireWriter writer;
+  writer.put(Terms{.slots = at(config_.slots),
+                   .slot_bytes = config_.slot_bytes,
+                   .digests = config_.digests,
+                   .room = room_->remote(),
+                   .first_slot = place(true, partner, 0),
+                   .channel = at(partner)});
+  writer.put_bytes(engine_.address());
+  return writer.take();
+}
+
+void Links::accept(int partner, std::span<const std::byte> offer) {
+  check();
+  Partner& whom = partners_.at(at(partner));
+  WireReader reader(offer);
+  const auto terms = reader.take<Terms>();
+  if (!reader.ok() || terms.slots != at(config_.slots) || terms.slot_bytes != config_.slot_bytes ||
+      terms.digests != (config_.digests ? 1 : 0) || terms.channel >= kMaxLinkPartners) {
+    fail(XD_ERROR_MISMATCH, name_of(partner), " offers ", terms.slots, " slots of ",
+         terms.slot_bytes, " bytes, digests ", terms.digests, "; expected ", config_.slots, " of ",
+         config_.slot_bytes, ", digests ", config_.digests);
+  }
+  XD_CHECK(!whom.accepted);
+  engine_.connect(whom.name.rank, reader.rest());
+  whom.room = terms.room;
+  whom.first_slot = terms.first_slot;
+  whom.channel = static_cast<unsigned>(terms.channel);
+  whom.accepted = true;
+}
+
+std::optional<Links::Slot> Links::take(int partner) {
+  check();
+  auto& sending = partners_.at(at(partner)).sending;
+  const auto free = std::ranges::find(sending, false, &Sending::taken);
+  if (free == sending.end()) return std::nullopt;
+  *free = {.generation = free->generation + 1, .taken = true};
+  ++slots_in_use_;
+  const auto slot = static_cast<unsigned>(free - sending.begin());
+  std::byte* const begin = memory_.data() + place(false, partner, slot) + sizeof(Header);
+  return Slot{partner, slot, {begin, config_.slot_bytes}};
+}
+
+void Links::send(const Slot& slot, std::size_t bytes) {
+  check();
+  const Partner& to = partners_.at(at(slot.partner));
+  const Sending& sending = slot_of(slot.partner, slot.slot);
+  XD_CHECK(to.accepted && sending.taken && bytes <= config_.slot_bytes);
+  const Header header{
+      .generation = sending.generation,
+      .bytes = static_cast<std::uint32_t>(bytes),
+      .digest = config_.digests ? hash_bytes(sending.generation, slot.bytes.data(), bytes) : 0};
+  const std::size_t from = place(false, slot.partner, slot.slot);
+  std::memcpy(memory_.data() + from, &header, sizeof(header));
+  const bool stale = config_.mutant == Mutant::stale_generation && sending.generation == 2;
+  post({.peer = to.name.rank,
+        .from = room_.get(),
+        .from_offset = from,
+        .to = to.room,
+        .to_offset = to.first_slot + slot.slot * pitch_,
+        .bytes = sizeof(Header) + bytes,
+        .tag = LinkTag{TagKind::chunk, slot.slot, sending.generation - stale, to.channel}.word(),
+        .id = chunk_id(slot.partner, slot.slot)});
+}
+
+std::optional<Links::Chunk> Links::next(int partner) {
+  check();
+  auto& receiving = partners_.at(at(partner)).receiving;
+  const auto arrived = std::ranges::find(receiving, Receiving::State::arrived, &Receiving::state);
+  if (arrived == receiving.end()) return std::nullopt;
+  const auto slot = static_cast<unsigned>(arrived - receiving.begin());
+  const Chunk chunk{partner, slot, open(partner, slot)};
+  arrived->state = Receiving::State::held;
+  if (config_.mutant == Mutant::credit_before_read) send_credit(chunk);
+  return chunk;
+}
+
+void Links::give_back(const Chunk& chunk) {
+  check();
+  if (config_.mutant != Mutant::credit_before_read) send_credit(chunk);
+}
+
+bool Links::poll() {
+  check();
+  flush();
+  engine_.poll(events_);
+  const bool news = !events_.arrived.empty() || !events_.sent.empty();
+  for (const std::uint32_t tag : events_.arrived) on_arrival(LinkTag::of(tag));
+  for (const std::uint64_t id : events_.sent) on_sent(id);
+  events_.arrived.clear();
+  events_.sent.clear();
+  for (const PeerFailure& failed : events_.failed) {
+    const auto partner =
+        std::ranges::find(partners_, failed.peer, [](const Partner& p) { return p.name.rank; });
+    break_off(XD_ERROR_SYSTEM,
+              partner == partners_.end() ? -1 : static_cast<int>(partner - partners_.begin()),
+              concat("network: ", failed.text));
+  }
+  flush();
+  return news;
+}
+
+// While the engine refuses puts, only asking it again tells when it has room.
+int Links::sleep_on() { return outbox_.empty() ? engine_.sleep_on() : -1; }
+
+void Links::lose(int partner, const std::string& why) {
+  if (failure_) return;
+  failure_.emplace(XD_ERROR_PEER_LOST, concat(name_of(partner), ": ", why),
+                   partners_.at(at(partner)).name.rank);
+}
+
+std::string Links::name_of(int partner) const {
+  const LinkPartner& name = partners_.at(at(partner)).name;
+  return concat("rank ", name.rank, " on host ", name.host);
+}
+
+// In the room: the slots that are sent from, by partner, then those that partners fill.
+std::size_t Links::place(bool incoming, int partner, unsigned slot) const {
+  const std::size_t row = at(partner) + (incoming ? partners_.size() : 0);
+  return (row * at(config_.slots) + slot) * pitch_;
+}
+
+Links::Sending& Links::slot_of(int partner, unsigned slot) {
+  return partners_.at(at(partner)).sending.at(slot);
+}
+
+void Links::check() const {
+  if (failure_) throw Error(*failure_);
+}
+
+void Links::break_off(xd_status status, int partner, const std::string& text) {
+  failure_.emplace(status, partner < 0 ? text : concat(name_of(partner), ": ", text),
+                   partner < 0 ? -1 : partners_.at(at(partner)).name.rank);
+  throw Error(*failure_);
+}
+
+void Links::fail_for_time(int partner, const char* what) const {
+  const Partner& whom = partners_.at(at(partner));
+  const auto unread = std::ranges::count(whom.sending, true, &Sending::taken);
+  throw Error(XD_ERROR_TIMEOUT,
+              concat("timed out waiting for ", what, " of ", name_of(partner), "; it has not read ",
+                     unread, " of the ", config_.slots, " slots to it"),
+              whom.name.rank);
+}
+
+void Links::sleep_until(const Deadline& deadline) {
+  PollList list;
+  if (list.add(sleep_on(), POLLIN) == 0) list.wait(deadline.remaining_ms());
+}
+
+void Links::post(const Put& put) {
+  outbox_.push_back(put);
+  ++puts_unsent_;
+  flush();
+}
+
+// Puts that the engine refuses do not keep back others: they may be to other partners.
+void Links::flush() {
+  std::erase_if(outbox_, [&](const Put& put) { return engine_.put(put); });
+}
+
+void Links::send_credit(const Chunk& chunk) {
+  const Partner& to = partners_.at(at(chunk.partner));
+  Receiving& receiving = partners_.at(at(chunk.partner)).receiving.at(chunk.slot);
+  XD_CHECK(to.accepted && receiving.state == Receiving::State::held);
+  receiving.state = Receiving::State::empty;
+  post({.peer = to.name.rank,
+        .from = room_.get(),
+        .to = to.room,
+        .tag = LinkTag{TagKind::credit, chunk.slot, receiving.generation, to.channel}.word(),
+        .id = kCreditId});
+}
+
+void Links::on_arrival(const LinkTag& tag) {
+  const bool known = tag.kind == TagKind::chunk || tag.kind == TagKind::credit;
+  if (!known || tag.channel >= partners_.size() || tag.slot >= at(config_.slots))
+    break_off(XD_ERROR_INTERNAL, -1, concat("a put arrived with the tag ", tag.word()));
+  const auto partner = static_cast<int>(tag.channel);
+  if (tag.kind == TagKind::credit) return on_credit(partner, tag.slot, tag.generation);
+  Partner& from = partners_[tag.channel];
+  if (config_.mutant == Mutant::count_for_slot) {
+    const auto counted = static_cast<unsigned>(from.chunks_counted++ % at(config_.slots));
+    return on_chunk(partner, counted, from.receiving[counted].generation + 1);
+  }
+  on_chunk(partner, tag.slot, tag.generation);
+}
+
+void Links::on_chunk(int partner, unsigned slot, unsigned generation) {
+  Receiving& receiving = partners_[at(partner)].receiving[slot];
+  const unsigned expected = receiving.generation + 1;
+  if (receiving.state != Receiving::State::empty || (generation & 0xff) != (expected & 0xff)) {
+    break_off(XD_ERROR_INTERNAL, partner,
+              concat("use ", generation & 0xff, " (mod 256) of its slot ", slot,
+                     " arrived; expected use ", expected & 0xff,
+                     receiving.state == Receiving::State::empty ? "" : ", and not yet"));
+  }
+  receiving = {.generation = expected, .state = Receiving::State::arrived};
+}
+
+void Links::on_credit(int partner, unsigned slot, unsigned generation) {
+  Sending& sending = slot_of(partner, slot);
+  const bool mutated = config_.mutant == Mutant::refill_without_credit;
+  if (mutated) return;
+  if (!sending.taken || sending.credited || (sending.generation & 0xff) != generation) {
+    break_off(XD_ERROR_INTERNAL, partner,
+              concat("it gave back use ", generation, " (mod 256) of slot ", slot,
+                     ", which is in use ", sending.generation & 0xff,
+                     sending.taken && !sending.credited ? "" : " and not to be given back"));
+  }
+  sending.credited = true;
+  free_if_done(sending);
+}
+
+void Links::on_sent(std::uint64_t id) {
+  --puts_unsent_;
+  if (id == kCreditId) return;
+  Sending& sending = slot_of(static_cast<int>(id >> 8), id & 0xff);
+  sending.sent = true;
+  free_if_done(sending);
+}
+
+// Both must have come: the credit may overtake the engine's word that the source is free.
+void Links::free_if_done(Sending& slot) {
+  const bool sent = slot.sent || config_.mutant == Mutant::refill_before_sent;
+  const bool credited = slot.credited || config_.mutant == Mutant::refill_without_credit;
+  if (!slot.taken || !sent || !credited) return;
+  slot.taken = false;
+  --slots_in_use_;
+}
+
+// The bytes of a chunk that has arrived.
+std::span<const std::byte> Links::open(int partner, unsigned slot) {
+  const unsigned generation = partners_[at(partner)].receiving[slot].generation;
+  const std::byte* const begin = memory_.data() + place(true, partner, slot);
+  Header header;
+  std::memcpy(&header, begin, sizeof(header));
+  if (header.generation != generation || header.bytes > config_.slot_bytes) {
+    break_off(XD_ERROR_INTERNAL, partner,
+              concat("slot ", slot, " has ", header.bytes, " bytes of use ", header.generation,
+                     ", expected use ", generation, " and at most ", config_.slot_bytes));
+  }
+  const std::span bytes(begin + sizeof(header), header.bytes);
+  const std::uint64_t digest =
+      config_.digests ? hash_bytes(generation, bytes.data(), bytes.size()) : 0;
+  if (header.digest != digest) {
+    break_off(XD_ERROR_INTERNAL, partner,
+              concat("use ", generation, " of slot ", slot, " has the digest ", digest,
+                     ", expected ", header.digest));
+  }
+  return bytes;
+}
+
+}  // namespace xd::net

@@ -1,0 +1,158 @@
+// Chunks of bytes between this rank and each of its partners, through slots of memory that both
+// sides own in turn: a slot is filled again only after its credit has come back. Stands on any
+// engine, and on nothing but the contract of Engine. docs/internals/net.md proves that no slot is
+// written while it is read.
+#pragma once
+
+#include <crossdock/status.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/interrupt.h"
+#include "base/wire.h"
+#include "net/engine.h"
+#include "net/link_tag.h"
+#include "net/mutant.h"
+
+namespace xd::net {
+
+struct LinkConfig {
+  int slots = 4;               // per partner and direction, from 1 to kMaxLinkSlots
+  std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
+  bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
+  Mutant mutant = Mutant::none;
+};
+
+// A partner is named by its place in the list that the links are made with.
+struct LinkPartner {
+  int rank;  // also the engine's name for it
+  std::string host;
+};
+
+// One thread at a time. Every function throws the failure of the links once they have failed: that
+// of a partner (PEER_LOST from lose(), SYSTEM from the engine), or INTERNAL where a partner or the
+// engine broke its promises. The text names rank and host, and the links are of no use any more.
+// Steps allocate nothing but what the engine does.
+class Links final {
+ public:
+  // The engine outlives the links and reports to nobody else.
+  Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> partners);
+  // Closes the engine, unless all went well and is at rest.
+  ~Links();
+  Links(const Links&) = delete;
+  Links& operator=(const Links&) = delete;
+
+  // What a partner needs to reach this rank. The caller carries it over while ranks meet.
+  Bytes offer(int partner) const;
+  // Connects to a partner by its offer; once for each, before anything is sent to it. Nobody sends
+  // before all of its partners have connected to it. Throws MISMATCH if the offer does not fit.
+  void accept(int partner, std::span<const std::byte> offer);
+
+  // ---- Sender ----
+  struct Slot {
+    int partner;
+    unsigned slot;
+    std::span<std::byte> bytes;  // slot_bytes of them, to be filled; multiples of 16 in address
+  };
+  // A slot that may be filled; none = all are under way.
+  std::optional<Slot> take(int partner);
+  // Sends the first `bytes` of a slot that take() has returned.
+  void send(const Slot& slot, std::size_t bytes);
+
+  // ---- Receiver ----
+  struct Chunk {
+    int partner;
+    unsigned slot;
+    std::span<const std::byte> bytes;  // stay as they are until give_back()
+  };
+  // A chunk that has arrived; the order is not that of send().
+  std::optional<Chunk> next(int partner);
+  // The chunk has been read. In any order.
+  void give_back(const Chunk& chunk);
+
+  // ---- Both ----
+  // Takes in what has happened. True = something has.
+  bool poll();
+  // As Engine::sleep_on(), for whoever sleeps on more than this.
+  int sleep_on();
+  // All slots of this rank are free again and the engine holds nothing of it: everything that it
+  // has sent was read, and its memory may go once its partners are at rest, too.
+  bool at_rest() const { return slots_in_use_ == 0 && puts_unsent_ == 0 && outbox_.empty(); }
+  // Polls, and sleeps where there is nothing to do, until done() returns true. Throws TIMEOUT with
+  // `what` and whom it was expected of, and ABORTED if the caller's thread is interrupted; neither
+  // is a failure of the links.
+  template <class Done>
+  void wait_for(const Deadline& deadline, int partner, const char* what, Done&& done) {
+    Interruption interruption;
+    while (!done()) {
+      if (poll()) continue;
+      interruption.check();
+      if (deadline.passed()) fail_for_time(partner, what);
+      sleep_until(interruption.next(deadline));
+    }
+  }
+  // The watch has found that a partner is gone: all waits end.
+  void lose(int partner, const std::string& why);
+
+ private:
+  struct Header;
+  struct Sending {
+    unsigned generation = 0;
+    bool taken = false;     // by take(), until it is free again
+    bool sent = false;      // its source is free
+    bool credited = false;  // the receiver has read it
+  };
+  struct Receiving {
+    enum class State : std::uint8_t { empty, arrived, held };
+    unsigned generation = 0;
+    State state = State::empty;
+  };
+  struct Partner {
+    LinkPartner name;
+    RemoteRoom room;
+    unsigned channel = 0;          // this rank, as the partner numbers its own
+    std::uint64_t first_slot = 0;  // where its slots for this rank begin in its room
+    bool accepted = false;
+    std::size_t chunks_counted = 0;
+    std::vector<Sending> sending;
+    std::vector<Receiving> receiving;
+  };
+
+  std::string name_of(int partner) const;
+  std::size_t place(bool incoming, int partner, unsigned slot) const;
+  Sending& slot_of(int partner, unsigned slot);
+  void check() const;
+  [[noreturn]] void break_off(xd_status status, int partner, const std::string& text);
+  [[noreturn]] void fail_for_time(int partner, const char* what) const;
+  void sleep_until(const Deadline& deadline);
+  void post(const Put& put);
+  void flush();
+  void send_credit(const Chunk& chunk);
+  void on_arrival(const LinkTag& tag);
+  void on_chunk(int partner, unsigned slot, unsigned generation);
+  void on_credit(int partner, unsigned slot, unsigned generation);
+  void on_sent(std::uint64_t id);
+  void free_if_done(Sending& slot);
+  std::span<const std::byte> open(int partner, unsigned slot);
+
+  Engine& engine_;
+  const LinkConfig config_;
+  std::vector<Partner> partners_;
+  const std::size_t pitch_;  // bytes from slot to slot
+  std::vector<std::byte> memory_;
+  std::unique_ptr<Room> room_;  // of memory_: what is to be sent, then what arrives
+  std::vector<Put> outbox_;     // that the engine has not taken yet
+  std::size_t slots_in_use_ = 0, puts_unsent_ = 0;
+  std::optional<Error> failure_;
+  Events events_;
+};
+
+}  // namespace xd::net

@@ -1,0 +1,26 @@
+// Wrong engines and wrong protocols, on purpose: the tests of links must catch every one of them,
+// or they could not be trusted to catch anything. Outside tests it is always none.
+#pragma once
+
+#include <cstdint>
+
+namespace xd::net {
+
+enum class Mutant : std::uint8_t {
+  none,
+  // Of the engine.
+  arrival_before_data,  // a tag is reported when the first piece of its put is there
+  swapped_arrivals,     // two puts that are under way towards one rank get each other's tag
+  repeated_arrival,     // a tag is reported again some time later
+  lost_arrival,         // a tag is never reported
+  lost_wakeup,          // sleep_on() gives a descriptor although something is held back
+  dropped_error,        // a put fails, and nobody is told
+  // Of the links.
+  refill_without_credit,  // a slot is filled again as soon as its put was sent
+  refill_before_sent,     // … as soon as its credit is there
+  credit_before_read,     // a chunk's credit goes out before its reader has read it
+  count_for_slot,         // arrivals are counted, and the slots taken to be filled in turn
+  stale_generation,       // the second use of a slot says that it is the first
+};
+
+}  // namespace xd::net

@@ -1,0 +1,59 @@
+// Links through an engine that does whatever it may, and proof that these tests would notice: each
+// wrong engine and each wrong protocol of net/mutant.h is caught.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "unit/link_support.h"
+
+namespace xd::test {
+namespace {
+
+using net::Mutant;
+
+TEST(LinkChaos, EverythingArrivesOnceWithAnySeed) {
+  for (std::uint64_t seed = 1; seed <= 200; ++seed)
+    ASSERT_EQ(run_chaos(seed).complaint, "") << "seed " << seed;
+}
+
+TEST(LinkChaos, ASeedRepeatsItsRun) {
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    const int steps = run_chaos(seed).steps;
+    EXPECT_EQ(run_chaos(seed).steps, steps) << "seed " << seed;
+    EXPECT_GT(steps, 0);
+  }
+}
+
+struct Named {
+  Mutant mutant;
+  const char* name;
+};
+
+class LinkMutants : public testing::TestWithParam<Named> {};
+INSTANTIATE_TEST_SUITE_P(All, LinkMutants,
+                         testing::Values(Named{Mutant::arrival_before_data, "arrival_before_data"},
+                                         Named{Mutant::swapped_arrivals, "swapped_arrivals"},
+                                         Named{Mutant::repeated_arrival, "repeated_arrival"},
+                                         Named{Mutant::lost_arrival, "lost_arrival"},
+                                         Named{Mutant::lost_wakeup, "lost_wakeup"},
+                                         Named{Mutant::dropped_error, "dropped_error"},
+                                         Named{Mutant::refill_without_credit,
+                                               "refill_without_credit"},
+                                         Named{Mutant::refill_before_sent, "refill_before_sent"},
+                                         Named{Mutant::credit_before_read, "credit_before_read"},
+                                         Named{Mutant::count_for_slot, "count_for_slot"},
+                                         Named{Mutant::stale_generation, "stale_generation"}),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+TEST_P(LinkMutants, AreCaughtWithin50Seeds) {
+  for (std::uint64_t seed = 1; seed <= 50; ++seed) {
+    const std::string complaint = run_chaos(seed, GetParam().mutant).complaint;
+    if (complaint.empty()) continue;
+    std::printf("%s: seed %d: %s\n", GetParam().name, static_cast<int>(seed), complaint.c_str());
+    return;
+  }
+  FAIL() << GetParam().name << " passes with seeds 1 to 50";
+}
+
+}  // namespace
+}  // namespace xd::test

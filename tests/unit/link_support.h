@@ -1,0 +1,75 @@
+// Links between ranks, and an exchange over them that one thread drives: whose turn it is comes
+// from a seed, and so does everything else, so that a run can be repeated.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "net/chaos.h"
+#include "net/links.h"
+#include "support/random.h"
+
+namespace xd::test {
+
+using Engines = std::vector<std::unique_ptr<net::Engine>>;
+
+// Engines over those of in_process.h, all with one seed.
+Engines chaos_engines(int ranks, const net::ChaosConfig& config);
+
+// Links between all ranks; those of rank r have every other rank as partner, in ascending order.
+// The host of rank r is "host<r / 2>".
+struct Fleet {
+  Engines engines;
+  std::vector<std::unique_ptr<net::Links>> links;
+
+  Fleet(Engines of_ranks, const net::LinkConfig& config);
+};
+// The rank of a partner of `rank`, and the place of `other` among the partners of `rank`.
+int rank_of_partner(int rank, int partner);
+int partner_of_rank(int rank, int other);
+
+// What one rank sends to each partner and expects from it: chunk i of a pair of ranks has a length
+// and bytes that follow from seed, pair and i.
+class Traffic {
+ public:
+  Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks);
+
+  // Does some of what can be done now, at random: sends, takes chunks, holds them, reads them and
+  // gives them back. Throws std::runtime_error if a chunk is not what was sent.
+  void step();
+  // Nothing can be done before poll() brings something.
+  bool must_wait() const { return idle_ && held_.empty(); }
+  bool done() const;
+  // Likewise with real waits, in order, as a thread of its own.
+  void run(const Deadline& deadline);
+
+ private:
+  struct Held {
+    net::Links::Chunk chunk;
+    std::uint64_t steps;
+  };
+
+  bool send(int partner);
+  bool take_in(int partner);
+  void read(const net::Links::Chunk& chunk);
+
+  net::Links& links_;
+  const std::uint64_t seed_;
+  const int rank_, partners_, chunks_;
+  Random random_;
+  std::vector<int> sent_;
+  std::vector<std::vector<bool>> received_;
+  std::vector<Held> held_;
+  bool idle_ = false;
+};
+
+struct Run {
+  std::string complaint;  // empty = all was right
+  int steps = 0;
+};
+// One exchange through chaos. Ranks, slots, lengths and timing are the seed's, and in every third
+// run a put that fails, which must end it on every rank.
+Run run_chaos(std::uint64_t seed, net::Mutant mutant = net::Mutant::none);
+
+}  // namespace xd::test
