@@ -38,8 +38,9 @@ std::vector<GemmShape> layers_of(const Model& model, int ranks) {
 
 // Reads all of `text`; false if it is no number from 1 on.
 bool read_number(const std::string& text, std::int64_t& number) {
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  const char* const begin = text.data();
+  const char* const end = begin + text.size();
+  const auto [stop, error] = std::from_chars(begin, end, number);
   return error == std::errc() && stop == end && number >= 1 && number <= 1 << 24;
 }
 

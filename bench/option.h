@@ -23,8 +23,9 @@ void number(CLI::App& app, const std::string& option, T& field, T least, T most)
       ->check(CLI::Validator(
           [least, most](const std::string& text) -> std::string {
             T value{};
-            const char* const end = text.data() + text.size();
-            const auto [stop, error] = std::from_chars(text.data(), end, value);
+            const char* const begin = text.data();
+            const char* const end = begin + text.size();
+            const auto [stop, error] = std::from_chars(begin, end, value);
             if (error == std::errc() && stop == end && value >= least && value <= most) return {};
             return "expected a whole number from " + std::to_string(least) + " to " +
                    std::to_string(most) + ", got '" + text + "'";

@@ -13,8 +13,9 @@ constexpr double kMaxSeconds = 1e6;
 
 template <class T>
 bool parse_whole(std::string_view text, T& result) {
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, result);
+  const char* const begin = text.data();
+  const char* const end = begin + text.size();
+  const auto [stop, error] = std::from_chars(begin, end, result);
   return error == std::errc() && stop == end;
 }
 
