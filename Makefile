@@ -9,8 +9,8 @@ RELEASE := build/release
 RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python \
   $(if $(WERROR),-DCROSSDOCK_WERROR=$(WERROR))
 
-# The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache, and so
-# does another clone.
+# The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache, and
+# so does another clone.
 export CCACHE_NOHASHDIR := 1
 export CCACHE_BASEDIR := $(CURDIR)
 
