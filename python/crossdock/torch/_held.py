@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,9 @@ from torch import nn
 
 from ._comm import Comm
 from ._sharding import is_share, like, ranks_of
+from .moe import expert_parameters
 
-__all__ = ["Held", "gradient_of", "held_parameters", "of_torchs_layers"]
+__all__ = ["Held", "gradient_of", "held_parameters", "spread_parameters"]
 
 
 class Held(NamedTuple):
@@ -43,16 +43,20 @@ def held_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
     return found
 
 
-def of_torchs_layers(
-    model: nn.Module, held: dict[torch.Tensor, Held], experts: Iterable[torch.Tensor]
-) -> dict[torch.Tensor, Held]:
+def spread_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
+    """Those of layers of tensor parallelism, ours and torch's own beside them."""
+    held = held_parameters(model)
+    return held | _of_torchs_layers(model, held)
+
+
+def _of_torchs_layers(model: nn.Module, held: dict[torch.Tensor, Held]) -> dict[torch.Tensor, Held]:
     """The DTensors that torch's own styles have made, on a mesh of a communicator of `held`.
 
     What FSDP has sharded over one dimension is no such tensor: FSDP averages its gradients.
     """
     comms = {how.comm: how.sequence_parallel for how in held.values()}
     sharded = _sharded_by_fsdp(model)
-    known = {*held, *experts}
+    known = {*held, *expert_parameters(model)}
     found: dict[torch.Tensor, Held] = {}
     for parameter in model.parameters():
         share: Any = parameter

@@ -1,9 +1,9 @@
 """Checkpoints of models with experts spread over ranks, readable by any number of ranks.
 
-A checkpoint is a folder: ``common.pt`` (parameters that every rank holds, their optimiser state,
-buffers and what the caller adds), and ``experts-<first>-<end>.pt`` from each rank (its experts'
-parameters and optimiser state, by global expert index). The folder appears under its name only
-when it is complete.
+A checkpoint is a folder: ``common.pt`` (parameters that every rank holds, and those of tensor
+parallelism, whole; their optimiser state, buffers and what the caller adds), and
+``experts-<first>-<end>.pt`` from each rank (its experts' parameters and optimiser state, by global
+expert index). The folder appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ._agreement import TOKEN_BYTES, from_rank_0, ranks_where
+from ._checkpoint_files import give_name, make_folder, write
+from ._checkpoint_parts import Parts, aliases_of, gather_parts, part_of_rank, spread_shares
 from ._group import EpGroup
 from ._sharding import is_share, like, local_tensor
 from .moe import MoELayer, expert_parameters
@@ -54,7 +56,8 @@ def save_checkpoint(
 
     Args:
         path: must not exist; the same on every rank, in a folder that all ranks share.
-        model: one `MoELayer` or more, with equally many experts, on one communicator; every other
+        model: one `MoELayer` or more, with equally many experts, on one communicator; parts of
+            layers of `crossdock.torch.tp` are put together by torch.distributed; every other
             parameter and buffer is taken from rank 0.
         optimizer: of parameters of ``model``.
         extra: from rank 0: step, random states and the like; numbers, strings, tensors, and lists
@@ -67,7 +70,7 @@ def save_checkpoint(
         OSError: this rank could not write its part; nothing appears under ``path``.
         RuntimeError: another rank could not; likewise.
         ValueError: the model has no `MoELayer`, or layers with unequally many experts, or FSDP has
-            sharded it.
+            sharded it, or layers of tensor parallelism are not over torch.distributed.
         CrossdockError: a rank is lost, or has not come in time.
     """
     path = Path(path)
@@ -75,12 +78,13 @@ def save_checkpoint(
     _refuse_fsdp(model)
     group: Any = replicas if replicas is not None else layer.group.comm.replicas
     group = group.get_group() if hasattr(group, "get_group") else group
+    parts = gather_parts(model, optimizer, keep=layer.group.comm.rank == 0)
     if group is None:
-        _write_checkpoint(path, model, optimizer, extra, layer)
+        _write_checkpoint(path, model, optimizer, extra, layer, parts)
         return
     failure = None
     if dist.get_rank(group) == 0:
-        failure = _attempt(_write_checkpoint, path, model, optimizer, extra, layer)
+        failure = _attempt(_write_checkpoint, path, model, optimizer, extra, layer, parts)
     verdict = [None if failure is None else str(failure)]
     dist.broadcast_object_list(verdict, dist.get_global_rank(group, 0), group=group)
     if failure is not None:
@@ -95,15 +99,16 @@ def _write_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any] | None,
     layer: MoELayer,
+    parts: Parts,
 ) -> None:
     """`save_checkpoint` of one communicator."""
     group, rank = layer.group, layer.group.comm.rank
     token = from_rank_0(group, os.urandom(TOKEN_BYTES)).hex()[:8]
     partial = path.with_name(f"{path.name}.partial-{token}")
     try:
-        _together(group, _make_folder, path, partial if rank == 0 else None)
-        _together(group, _write_parts, partial, model, optimizer, extra, layer)
-        _together(group, _give_name, partial if rank == 0 else None, path)
+        _together(group, make_folder, path, partial if rank == 0 else None)
+        _together(group, _write_parts, partial, model, optimizer, extra, layer, parts)
+        _together(group, give_name, partial if rank == 0 else None, path)
     except Exception:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -140,10 +145,10 @@ def _attempt(work: Callable[..., None], *arguments: Any) -> Exception | None:
 
 def _refuse_fsdp(model: nn.Module) -> None:
     """Shares of shares have no place in these files."""
-    experts = expert_parameters(model)
+    known = expert_parameters(model).keys() | spread_shares(model)
     for name, parameter in model.named_parameters():
         share: Any = parameter
-        if is_share(share) and (parameter not in experts or share.device_mesh.ndim != 1):
+        if is_share(share) and (parameter not in known or share.device_mesh.ndim != 1):
             raise ValueError(
                 f"{name}: expected a parameter that FSDP has not sharded, got placements "
                 f"{share.placements}: use torch.distributed.checkpoint for this model"
@@ -184,11 +189,17 @@ def load_checkpoint(
     experts = expert_parameters(model)
     names = dict(model.named_parameters())
     sharded = {name: experts[p] for name, p in names.items() if p in experts}
+    aliases = aliases_of(model, names)
+    spread = {name: p for name, p in names.items() if p in spread_shares(model)}
     layer = _one_layer(model)
     shards = _Shards(path, layer.num_experts)
 
     state = dict(common["model"])
-    values = {name: local_tensor(value) for name, value in model.state_dict().items()}
+    values = {
+        name: value if name in spread else local_tensor(value)
+        for name, value in model.state_dict().items()
+        if name not in aliases
+    }
     expert_file, in_experts = shards.names(layer)
     _check_names(f"{file} with {expert_file}", set(values), set(state) | in_experts)
     _check_names(str(file), set(values) - set(sharded), set(state))
@@ -196,9 +207,11 @@ def load_checkpoint(
         _check_shape(file, name, saved, tuple(values[name].shape))
     for name, layer in sharded.items():
         state[name] = shards.gather(name, layer, tuple(values[name].shape))
+    for name, parameter in spread.items():
+        state[name] = part_of_rank(state[name], parameter)
     if optimizer is not None:
-        _load_optimizer(path, optimizer, names, common["optimizer"], sharded, shards)
-    model.load_state_dict(state)
+        _load_optimizer(path, optimizer, names, common["optimizer"], sharded, shards, spread)
+    model.load_state_dict(state | {alias: state[name] for alias, name in aliases.items()})
     return common["extra"]
 
 
@@ -211,23 +224,27 @@ def _write_parts(
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any] | None,
     layer: MoELayer,
+    parts: Parts,
 ) -> None:
     """This rank's files."""
     part = _expert_part(model, optimizer, layer)
-    _write(folder / f"experts-{part['first']}-{part['end']}.pt", part)
+    write(folder / f"experts-{part['first']}-{part['end']}.pt", part)
     if layer.group.comm.rank == 0:
-        _write(folder / _COMMON_FILE, _common_part(model, optimizer, extra or {}))
+        write(folder / _COMMON_FILE, _common_part(model, optimizer, extra or {}, parts))
 
 
 def _common_part(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], parts: Parts
 ) -> dict[str, Any]:
     experts = expert_parameters(model)
-    sharded = {name for name, p in model.named_parameters() if p in experts}
+    names = dict(model.named_parameters())
+    left_out = {name for name, p in names.items() if p in experts} | aliases_of(model, names).keys()
+    whole = {name: parts[p][""] for name, p in names.items() if p in parts}
+    state = {k: whole.get(k, v) for k, v in model.state_dict().items() if k not in left_out}
     return {
         "format": _FORMAT,
-        "model": {k: v for k, v in model.state_dict().items() if k not in sharded},
-        "optimizer": _optimizer_state(model, optimizer, lambda p: p not in experts),
+        "model": state,
+        "optimizer": _optimizer_state(model, optimizer, lambda p: p not in experts, parts),
         "extra": extra,
     }
 
@@ -251,7 +268,7 @@ def _expert_part(
         "model": {
             name: local_tensor(p.detach()) for name, p in model.named_parameters() if p in experts
         },
-        "optimizer": _optimizer_state(model, optimizer, lambda p: p in experts),
+        "optimizer": _optimizer_state(model, optimizer, lambda p: p in experts, {}),
     }
 
 
@@ -259,13 +276,17 @@ def _optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     wanted: Callable[[torch.Tensor], bool],
+    parts: Parts,
 ) -> dict[str, Any] | None:
     """State and hyperparameters by parameter name: the order of parameters means nothing."""
     if optimizer is None:
         return None
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     states = {
-        names[p]: {key: _own_part(value, p) for key, value in state.items()}
+        names[p]: {
+            key: parts[p][key] if p in parts else _own_part(value, p)
+            for key, value in state.items()
+        }
         for p, state in optimizer.state.items()
         if wanted(p)
     }
@@ -320,6 +341,7 @@ def _load_optimizer(
     common: dict[str, Any] | None,
     sharded: dict[str, MoELayer],
     shards: _Shards,
+    spread: dict[str, nn.Parameter],
 ) -> None:
     if common is None:
         raise ValueError(f"optimizer: expected None, as {path} was saved without one")
@@ -333,6 +355,8 @@ def _load_optimizer(
         gathered = shards.optimizer(name, layer, names[name])
         if gathered is not None:
             state[name] = gathered
+    for name in spread.keys() & state.keys():
+        state[name] = {k: part_of_rank(v, spread[name]) for k, v in state[name].items()}
     order = [name for group in here for name in group]
     positions = iter(range(len(order)))
     groups = [
@@ -518,16 +542,6 @@ class _Shards:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def _write(path: Path, part: dict[str, Any]) -> None:
-    """All or nothing under this name, and on the disk."""
-    unfinished = path.with_suffix(".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(part, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
-
-
 def _read(path: Path, keys: tuple[str, ...], *, mapped: bool = False) -> dict[str, Any]:
     """A part of a checkpoint, which has at least these keys."""
     try:
@@ -554,36 +568,3 @@ def _expert_files(path: Path) -> list[tuple[int, int]]:
 def _covers(files: list[tuple[int, int]], num_experts: int) -> bool:
     ends = [0] + [end for _, end in files]
     return ends[-1] == num_experts and all(first == end for (first, _), end in zip(files, ends))
-
-
-def _make_folder(path: Path, partial: Path | None) -> None:
-    """Looks on every rank, makes it on one."""
-    if path.exists():
-        raise FileExistsError(f"path: expected a new folder, got {path}, which exists")
-    if partial is not None:
-        partial.mkdir(parents=True)
-
-
-def _give_name(partial: Path | None, path: Path) -> None:
-    """Renames, and puts that on the disk; on one rank."""
-    if partial is None:
-        return
-    appeared = FileExistsError(
-        f"path: {path} has appeared while this checkpoint was written: do ranks of several "
-        "communicators save to it? See `replicas` of save_checkpoint"
-    )
-    # Ranks of another communicator may have saved to it, also between these two lines: rename()
-    # refuses a folder with files, and would replace an empty one.
-    if path.exists():
-        raise appeared
-    try:
-        partial.rename(path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise appeared from error
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

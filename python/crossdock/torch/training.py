@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._comm import Comm
-from ._held import Held, gradient_of, held_parameters, of_torchs_layers
+from ._held import Held, gradient_of, held_parameters, spread_parameters
 from ._sharding import is_share, local_tensor, ranks_of, sharded_dims
 from .moe import expert_parameters
 
@@ -65,7 +65,7 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
             the communicator's ranks and not over others, or ``replicas`` do not fit.
         RuntimeError: the communicator was made without torch.distributed, which does the averaging.
     """
-    experts, spread = expert_parameters(model), _spread_parameters(model)
+    experts, spread = expert_parameters(model), spread_parameters(model)
     comm = _communicator_of(model, "average_gradients")
     _check_replicas(comm, spread)
     summed = _summed(spread, between)
@@ -87,12 +87,6 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
                 means.setdefault(comm.process_group, []).append(gradient)
     for group, gradients in means.items():
         _average(gradients, group)
-
-
-def _spread_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
-    """Those of layers of tensor parallelism, ours and torch's own beside them."""
-    held = held_parameters(model)
-    return held | of_torchs_layers(model, held, expert_parameters(model))
 
 
 def _gradient_or_zeros(parameter: torch.Tensor, how: Held | None) -> Any:
@@ -288,7 +282,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     after another, and ``foreach=True`` and ``fused=True`` raise, as those operators take either
     plain tensors or DTensors of one mesh. In groups of their own all ways work.
     """
-    experts, spread = expert_parameters(model), _spread_parameters(model)
+    experts, spread = expert_parameters(model), spread_parameters(model)
     parts = {p for p, how in spread.items() if how.dim is not None or is_share(p)}
     groups = [
         {"params": [p for p in model.parameters() if p not in experts and p not in parts]},
@@ -330,7 +324,7 @@ def data_parallel(
                 "replicas: expected ranks that hold the same experts as this one, got ranks "
                 f"{sorted(common)} of its communicator, which hold different ones"
             )
-    spread = _spread_parameters(model)
+    spread = spread_parameters(model)
     parts = {parameter for parameter, how in spread.items() if how.dim is not None}
     parts |= set(expert_parameters(model))
     first = dist.get_global_rank(group, 0)
@@ -361,7 +355,7 @@ def assert_replicated(model: nn.Module) -> None:
             compared it; or the communicator was made without torch.distributed.
     """
     comm = _communicator_of(model, "assert_replicated")
-    experts, spread = expert_parameters(model), _spread_parameters(model)
+    experts, spread = expert_parameters(model), spread_parameters(model)
     axes: dict[ProcessGroup | None, dict[str, torch.Tensor]] = {}
     for name, tensor in _held(model):
         how = spread.get(tensor)

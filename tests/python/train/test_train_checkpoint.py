@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
-from crossdock.torch import checkpoint
+from crossdock.torch import _checkpoint_files
 from crossdock.torch._agreement import from_rank_0, ranks_where
 from moe_lm.compare import read_log
 from runs import Outcome, run, small
@@ -453,7 +453,7 @@ def test_a_folder_that_appears_in_the_last_moment_is_kept(
         (folder / "common.pt").write_text(folder.name)
     monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
     with pytest.raises(FileExistsError, match="has appeared while this checkpoint was written"):
-        checkpoint._give_name(mine, theirs)
+        _checkpoint_files.give_name(mine, theirs)
     assert (theirs / "common.pt").read_text() == "theirs"
 
 

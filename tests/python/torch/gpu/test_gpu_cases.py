@@ -38,6 +38,7 @@ import test_tp_errors as tp_errors  # noqa: E402
 import test_tp_fp8 as tp_fp8  # noqa: E402
 import test_tp_layers as tp_layers  # noqa: E402
 import test_tp_ops as tp_ops  # noqa: E402
+import test_tp_training as tp_training  # noqa: E402
 from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
 from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
 from test_tp_compile import alone  # noqa: E402, F401  (a fixture)
@@ -62,6 +63,7 @@ MODULES = {
     "tp_layers": tp_layers,
     "tp_fp8": tp_fp8,
     "tp_dtensor": tp_dtensor,
+    "tp_training": tp_training,
     "tp_compile": tp_compile,
     "tp_async": tp_async,
     "compile": compiled,

@@ -1,0 +1,280 @@
+"""Steps of training on models with layers of tensor parallelism are those of one process.
+
+Each model is compared with plain layers of the same weights that have the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn import functional as F
+
+import crossdock.torch as xd
+from crossdock.torch import tp
+from support import Rank, run_ranks
+from torch_support import where
+
+HIDDEN, HEADS, EXPERTS, TOKENS = 16, 4, 4, 6  # tokens: of each rank
+SEED = 90
+
+
+@contextmanager
+def in_distributed(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
+    """A mesh of all ranks and its communicator."""
+    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
+    try:
+        mesh = init_device_mesh(where().type, (me.num_ranks,))
+        with xd.init(mesh, device=where()) as comm:
+            yield mesh, comm
+    finally:
+        dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    """A norm, attention's projections with a norm of heads between, and perhaps experts."""
+
+    def __init__(self, comm: xd.Comm, experts: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        sizes = {"max_tokens": TOKENS * comm.num_ranks, "sequence_dim": 1, "bias": True}
+        options = {"comm": comm, "dtype": torch.float32} | sizes | options
+        self.norm = nn.LayerNorm(HIDDEN, device=comm.device)
+        self.attention = tp.TensorParallelAttentionProjections(HIDDEN, HEADS, **options)
+        self.of_heads = nn.RMSNorm(HIDDEN // HEADS, device=comm.device)
+        self.experts = None
+        if experts:
+            self.experts = xd.MoELayer(
+                HIDDEN, 8, EXPERTS, 2, comm=comm, max_tokens_per_rank=TOKENS, aux_loss_weight=0.0
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.attention.qkv(self.norm(x))
+        x = x + self.attention.out(self.of_heads(q * k) + v)
+        return x if self.experts is None else x + self.experts(x).hidden
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def plain_loss(model: Model, values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The loss of one process with these values of all ranks' parameters."""
+    norm = F.layer_norm(x, (HIDDEN,), values["norm.weight"], values["norm.bias"])
+    of = {kind: values[f"attention.linear_{kind}.weight"] for kind in ("qkv", "out")}
+    biases = {kind: values[f"attention.linear_{kind}.bias"] for kind in ("qkv", "out")}
+    both = F.linear(norm, of["qkv"], biases["qkv"])
+    q, k, v = both.unflatten(-1, (HEADS, 3, HIDDEN // HEADS)).unbind(-2)
+    inner = F.rms_norm(q * k, (HIDDEN // HEADS,), values["of_heads.weight"]) + v
+    return (x + F.linear(inner.flatten(-2), of["out"], biases["out"])).square().mean()
+
+
+def tokens(ranks: int, step: int = 0) -> torch.Tensor:
+    """``[1, tokens of all ranks, hidden]``."""
+    generator = torch.Generator("cpu").manual_seed(SEED + 1 + step)
+    shape = (1, TOKENS * ranks, HIDDEN)
+    return torch.randn(shape, generator=generator, device="cpu").to(where())
+
+
+def own(me: Rank, x: torch.Tensor) -> torch.Tensor:
+    return x.narrow(1, me.rank * TOKENS, TOKENS)
+
+
+def expected_gradients(me: Rank, model: Model) -> dict[str, torch.Tensor]:
+    values = {name: whole(p).clone().requires_grad_() for name, p in model.named_parameters()}
+    plain_loss(model, values, tokens(me.num_ranks)).backward()
+    return {name: value.grad for name, value in values.items()}
+
+
+def check_gradients(model: Model, expected: dict[str, torch.Tensor], factor: float = 1) -> None:
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if hasattr(parameter, "main_grad"):
+            gradient = parameter.main_grad
+            held = parameter.placements[0].dim
+            gradient = torch.cat(gathered(gradient), held)
+        torch.testing.assert_close(
+            whole(gradient),
+            factor * expected[name],
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def gathered(part: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return parts
+
+
+def check_norms(model: Model, expected: dict[str, torch.Tensor]) -> None:
+    """Then gradients are as clipped."""
+    for order in (1.0, torch.inf, 2.0):
+        flat = torch.cat([gradient.flatten() for gradient in expected.values()])
+        norm = torch.linalg.vector_norm(flat, order)
+        got = xd.clip_grad_norm_(model, 1e6 if order != 2 else 0.5 * norm.item(), order)
+        torch.testing.assert_close(got, norm, rtol=1e-4, atol=1e-6)
+    check_gradients(model, expected, 0.5)
+
+
+def step_is_that_of_one_process(me: Rank) -> None:
+    with in_distributed(me) as (mesh, comm):
+        x = tokens(me.num_ranks)
+        for fused_wgrad in (False, True):
+            model = Model(comm, fused_wgrad=fused_wgrad)
+            if fused_wgrad:
+                for linear in (model.attention.linear_qkv, model.attention.linear_out):
+                    linear.weight.main_grad = torch.zeros_like(
+                        xd.local_tensor(linear.weight.detach())
+                    )
+            model(own(me, x)).square().mean().backward()
+            xd.average_gradients(model)
+            expected = expected_gradients(me, model)
+            check_gradients(model, expected)
+            check_norms(model, expected)
+            assert [len(group["params"]) for group in xd.parameter_groups(model)] == [4, 3]
+            xd.assert_replicated(model)
+
+
+def test_gradients_and_norms_are_those_of_one_process() -> None:
+    run_ranks(2, step_is_that_of_one_process)
+
+
+def all_tokens_everywhere(me: Rank) -> None:
+    """Without sequence parallelism."""
+    with in_distributed(me) as (mesh, comm):
+        x = tokens(me.num_ranks)
+        model = Model(comm, sequence_parallel=False)
+        model(x).square().mean().backward()
+        if me.num_ranks > 1:
+            with pytest.raises(ValueError, match="between: expected the parameters between layers"):
+                xd.average_gradients(model)
+        xd.average_gradients(model, between=model.of_heads.parameters())
+        expected = expected_gradients(me, model)
+        check_gradients(model, expected)
+        check_norms(model, expected)
+
+
+def test_parameters_between_layers_without_sequence_parallelism_are_told() -> None:
+    run_ranks(2, all_tokens_everywhere)
+
+
+def beside_torchs_own(me: Rank) -> None:
+    """DTensors of torch's own styles, whose gradients are sums over ranks as well."""
+    with in_distributed(me) as (mesh, comm):
+        model = Model(comm)
+        expected = expected_gradients(me, model)
+        parallelize_module(model.norm, mesh, SequenceParallel(use_local_output=True))
+        model(own(me, tokens(me.num_ranks))).square().mean().backward()
+        xd.average_gradients(model)
+        check_gradients(model, expected)
+        check_norms(model, expected)
+        groups = xd.parameter_groups(model)
+        torch.optim.AdamW(groups, lr=0.01, fused=where().type == "cuda", foreach=None).step()
+
+
+def test_sequence_parallel_norms_of_torchs_own() -> None:
+    run_ranks(2, beside_torchs_own)
+
+
+def refused(me: Rank) -> None:
+    with in_distributed(me) as (mesh, comm):
+        both = nn.ModuleList([Model(comm), Model(comm, sequence_parallel=False)])
+        with pytest.raises(ValueError, match="either with sequence_parallel or without"):
+            xd.average_gradients(both, between=())
+        with pytest.raises(ValueError, match="model: expected a MoELayer in it, or layers of"):
+            xd.average_gradients(nn.Linear(2, 2))
+        with xd.init(mesh, device=where()) as other:
+            two = nn.ModuleList([Model(comm), Model(other)])
+            with pytest.raises(ValueError, match="got layers on 2 communicators"):
+                xd.clip_grad_norm_(two, 1.0)
+            other.replicas = dist.group.WORLD
+            two = nn.ModuleList([Model(other), Model(comm, experts=True).experts])
+            ranks = f"the {me.num_ranks} ranks .* got {me.num_ranks**2}"
+            with pytest.raises(ValueError, match=f"replicas: expected .* to be {ranks}"):
+                xd.average_gradients(two)
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    run_ranks(2, refused)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A model under two names."""
+
+    def __init__(self, comm: xd.Comm) -> None:
+        super().__init__()
+        self.first = Model(comm, experts=True)
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x)
+
+
+def train_step(me: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(own(me, tokens(me.num_ranks, step))).square().mean().backward()
+    xd.average_gradients(model)
+    optimizer.step()
+
+
+def saved(me: Rank, folder: pathlib.Path) -> None:
+    """Two fused steps, with a checkpoint after the first: from it the second is the same."""
+    with in_distributed(me) as (mesh, comm):
+        model = Twice(comm)
+        optimizer = torch.optim.AdamW(xd.parameter_groups(model), lr=0.01, fused=True)
+        train_step(me, model, optimizer, 0)
+        xd.save_checkpoint(folder / "saved", model, optimizer)
+        train_step(me, model, optimizer, 1)
+        again = Twice(comm)
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.fill_(torch.nan)
+        other = torch.optim.AdamW(xd.parameter_groups(again), lr=1.0, fused=True)
+        xd.load_checkpoint(folder / "saved", again, other)
+        train_step(me, again, other, 1)
+        for (name, got), expected in zip(again.named_parameters(), model.parameters()):
+            assert torch.equal(whole(got), whole(expected)), name
+            assert type(got) is type(expected), name
+            for key, value in optimizer.state[expected].items():
+                assert torch.equal(whole(other.state[got][key]), whole(value)), (name, key)
+        values = {name: whole(p).cpu() for name, p in model.named_parameters()}
+        if me.rank == 0:
+            torch.save((me.num_ranks, values), folder / "end.pt")
+
+
+def loaded(me: Rank, folder: pathlib.Path) -> None:
+    """On another number of ranks: the second step over both ranks' tokens."""
+    with in_distributed(me) as (mesh, comm):
+        model = Twice(comm)
+        optimizer = torch.optim.AdamW(xd.parameter_groups(model), lr=1.0, fused=True)
+        xd.load_checkpoint(folder / "saved", model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        for parameter in model.parameters():
+            state = optimizer.state[parameter]
+            assert state["exp_avg"].shape == parameter.shape and float(state["step"]) == 1
+        ranks, expected = torch.load(folder / "end.pt")
+        optimizer.zero_grad()
+        for part in tokens(ranks, 1).split(TOKENS, 1):
+            (model(part).square().mean() / ranks).backward()
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            # Adam turns the rounding of a gradient near zero into a step of any sign.
+            torch.testing.assert_close(whole(parameter).cpu(), expected[name], rtol=1e-4, atol=2e-3)
+
+
+def test_checkpoints_carry_parts_to_another_number_of_ranks(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, saved, tmp_path)
+    run_ranks(1, loaded, tmp_path)
