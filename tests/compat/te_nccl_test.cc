@@ -31,7 +31,8 @@ Function look_up(void* library, const char* name) {
 // file that only this user can read.
 class NcclRanks {
  public:
-  NcclRanks(void* library, const Rank& rank) : library_(library) {
+  NcclRanks(void* library, const Rank& rank)
+      : destroy_(look_up<int (*)(ncclComm_t)>(library, "ncclCommDestroy")) {
     const char* const port = std::getenv("MASTER_PORT");
     const std::filesystem::path folder =
         std::filesystem::temp_directory_path() /
@@ -50,7 +51,7 @@ class NcclRanks {
     require(look_up<int (*)(ncclComm_t*, int, UniqueId, int)>(library, "ncclCommInitRank")(
         &comm, rank.num_ranks, id, rank.rank));
   }
-  ~NcclRanks() { look_up<int (*)(ncclComm_t)>(library_, "ncclCommDestroy")(comm); }
+  ~NcclRanks() { destroy_(comm); }
   NcclRanks(const NcclRanks&) = delete;
   NcclRanks& operator=(const NcclRanks&) = delete;
 
@@ -61,7 +62,7 @@ class NcclRanks {
     if (result != 0) throw std::runtime_error("NCCL result " + std::to_string(result));
   }
 
-  void* const library_;
+  int (*const destroy_)(ncclComm_t);
 };
 
 class TeNccl : public testing::Test {

@@ -83,7 +83,7 @@ Input next_input(const std::vector<Input>& seeds, Random& random) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const double seconds = argc > 1 ? std::atof(argv[1]) : 5;
+  const double seconds = argc > 1 ? std::strtod(argv[1], nullptr) : 5;
   const std::uint64_t seed =
       argc > 2 ? std::strtoull(argv[2], nullptr, 0) : std::uint64_t{std::random_device()()};
   std::printf("%s: %g s, seed %llu\n", argv[0], seconds, static_cast<unsigned long long>(seed));
