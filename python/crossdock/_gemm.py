@@ -70,6 +70,13 @@ class GemmPlan:
     transfer_us: float  # and of the transfer alone
     text: str  # a line per algorithm of the operation: its estimate, or why it cannot run
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> GemmPlan:
+        """From ``xd_gemm_plan_info`` by its fields."""
+        words = {number: word for word, number in constants.GEMM_ALGOS.items()}
+        named = {"algo": words[found["algo"]], "same_bits": bool(found["same_bits"])}
+        return cls(**found | named)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmArgs:
@@ -428,11 +435,7 @@ class GemmContext(Member):
         with self._naming("explain"):
             number = gemm_word("operation", operation, _OPERATIONS)
             options, _ = self._arguments(number, of_kind("args", args, GemmArgs), shape_only=True)
-        found = self._core.explain(number, **options)
-        words = {number: word for word, number in constants.GEMM_ALGOS.items()}
-        return GemmPlan(
-            **found | {"algo": words[found["algo"]], "same_bits": bool(found["same_bits"])}
-        )
+        return GemmPlan.of(self._core.explain(number, **options))
 
     def close(self) -> None:
         """Frees the context's memory. Local; before or after the communicator's close().

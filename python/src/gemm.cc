@@ -124,16 +124,7 @@ nb::dict explain(GemmContext& self, int operation, const nb::kwargs& given) {
   self.call_local([&](xd_gemm_context* context) {
     return xd_gemm_explain(context, static_cast<xd_gemm_operation>(operation), args.get(), &info);
   });
-  nb::dict fields;
-  fields["algo"] = static_cast<int>(info.algo);
-  fields["num_products"] = info.num_products;
-  fields["comm_sms"] = info.comm_sms;
-  fields["same_bits"] = info.same_bits;
-  fields["estimate_us"] = info.estimate_us;
-  fields["gemm_us"] = info.gemm_us;
-  fields["transfer_us"] = info.transfer_us;
-  fields["text"] = info.text;
-  return fields;
+  return fields_of(info);
 }
 
 nb::dict gemm_memory(const nb::kwargs& options) {

@@ -160,4 +160,17 @@ nb::dict fields_of(const xd_gemm_status& status) {
   return found;
 }
 
+nb::dict fields_of(const xd_gemm_plan_info& info) {
+  nb::dict fields;
+  fields["algo"] = static_cast<int>(info.algo);
+  fields["num_products"] = info.num_products;
+  fields["comm_sms"] = info.comm_sms;
+  fields["same_bits"] = info.same_bits;
+  fields["estimate_us"] = info.estimate_us;
+  fields["gemm_us"] = info.gemm_us;
+  fields["transfer_us"] = info.transfer_us;
+  fields["text"] = info.text;
+  return fields;
+}
+
 }  // namespace xdpy

@@ -53,4 +53,7 @@ xd_gemm_config gemm_config(const nb::kwargs& options);
 // A dict with the names of xd_gemm_status; the status is its name.
 nb::dict fields_of(const xd_gemm_status& status);
 
+// A dict with the names of xd_gemm_plan_info.
+nb::dict fields_of(const xd_gemm_plan_info& info);
+
 }  // namespace xdpy

@@ -140,6 +140,21 @@ nb::object errors(const Handle<Family>& self, std::size_t index) {
   return nb::int_(__atomic_load_n(word, __ATOMIC_ACQUIRE));
 }
 
+// What a product of the rank with that index would do; None before create(). All ranks have equally
+// many tokens here.
+nb::object explain(const Handle<Products>& self, std::size_t index, int operation,
+                   const nb::kwargs& given) {
+  const auto sequence = self.open();
+  const auto* member = sequence->member(index);
+  if (member == nullptr) return nb::none();
+  const xdpy::GemmArgs args(given, member->device, 0);
+  xd_gemm_plan_info info XD_GEMM_PLAN_INFO_INIT;
+  const xd_status status =
+      xd_gemm_explain(member->handle, static_cast<xd_gemm_operation>(operation), args.get(), &info);
+  if (const auto problem = problem_of(status)) raise(*problem);
+  return xdpy::fields_of(info);
+}
+
 xdpy::GroupConfig config_of(const nb::kwargs& options, Experts /*family*/) {
   return xdpy::group_config(options);
 }
@@ -149,10 +164,10 @@ xd_gemm_config config_of(const nb::kwargs& options, Products /*family*/) {
 }
 
 template <class Family>
-void bind(nb::module_& module, const char* name) {
+nb::class_<Handle<Family>> bind(nb::module_& module, const char* name) {
   using namespace nb::literals;
   using Self = Handle<Family>;
-  nb::class_<Self>(module, name)
+  return nb::class_<Self>(module, name)
       .def("__init__",
            [](Self* self, const RanksHandle& ranks, const std::string& text,
               const nb::kwargs& options) {
@@ -220,5 +235,5 @@ NB_MODULE(_jax, module) {
       .def("register_memory", &register_memory, "pointers"_a, "bytes"_a)
       .def("abort", &give_up);
   bind<Experts>(module, "Group");
-  bind<Products>(module, "Context");
+  bind<Products>(module, "Context").def("explain", &explain, "index"_a, "operation"_a, "options"_a);
 }

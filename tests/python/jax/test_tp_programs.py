@@ -288,6 +288,38 @@ def test_configs_that_differ_between_processes():
 # ---- What is left behind -------------------------------------------------------------------------
 
 
+def test_lengths_up_to_the_same_power_of_two_share_a_context():
+    """So a program that is compiled for many lengths does not take memory for each."""
+    gc.collect()
+    before = workers()
+    with joined() as mesh:
+        for tokens in (5, 6, 7, 8):
+            check(mesh, Layer("all_gather_matmul", (tokens * RANKS,)), "automatic")
+        assert workers() == before + RANKS
+        check(mesh, Layer("all_gather_matmul", (9 * RANKS,)), "automatic")
+        assert workers() == before + 2 * RANKS
+
+
+def test_explain_says_what_a_product_does():
+    a, b = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3, 2, K), (K, N)))
+    with joined() as mesh:
+        with pytest.raises(RuntimeError, match=r"max_tokens=8, .* has not been made: run the prod"):
+            mesh.explain("all_gather", a, b)
+        config = GemmConfig(max_tokens=8, max_k=K, max_n=N, dtype="float32")
+        mesh.create(config)
+        for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+            tall = jax.ShapeDtypeStruct((3, 2 * RANKS, K), np.float32)
+            rows = a if operation == "all_gather" else tall
+            plan = mesh.explain(operation, rows, b, config=config)
+            named = mesh.explain(operation, rows, b, config=config, algo="sequential")
+            assert plan.estimate_us > 0 and "SEQUENTIAL" in plan.text
+            assert named.algo == "sequential"
+        with pytest.raises(ValueError, match=r"b: expected \[N, K\] with K = 32 as of a"):
+            mesh.explain("all_gather", a, b, transpose_b=True)
+        with pytest.raises(ValueError, match="operation: expected one of 'all_gather', .*'bulk'"):
+            mesh.explain("bulk", a, b)
+
+
 def test_layers_of_a_pair_share_a_context_which_ends_with_the_mesh():
     gc.collect()
     before = workers()

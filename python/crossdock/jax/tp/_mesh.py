@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
-from crossdock import GemmConfig, _jax
+from crossdock import GemmConfig, GemmPlan, _jax
+from crossdock._gemm_config import Algo, GemmOperation
 
 from .._group import Place
 from .._joined import JoinedMesh, join
@@ -62,6 +63,43 @@ class TpMesh(JoinedMesh[GemmConfig, TpContext]):
     def context(self, config: GemmConfig) -> TpContext:
         """The context of a config, the same for equal configs. Local."""
         return self._of(config)[0]
+
+    def explain(
+        self,
+        operation: GemmOperation,
+        a: Any,
+        b: Any,
+        *,
+        activation: Literal["gelu", "relu"] | None = None,
+        transpose_b: bool = False,
+        save_gathered: bool = True,
+        allow_tf32: bool = False,
+        algo: Algo = "auto",
+        config: GemmConfig | None = None,
+    ) -> GemmPlan:
+        """What a product would do: its algorithm, estimates, and why others cannot run. Local.
+
+        Args:
+            operation: "all_gather", "reduce_scatter" or "all_reduce".
+            a: one rank's ``[..., K]``; an array, or a ``jax.ShapeDtypeStruct``.
+            b: one rank's ``[K, N]``, likewise.
+            activation, transpose_b, save_gathered, allow_tf32, algo, config: as of the product.
+
+        Raises:
+            TypeError, ValueError, InvalidArgument, Unsupported: as the product would here.
+            RuntimeError: the context has not been made yet, by a product or by `create`.
+        """
+        from ._explain import explain
+        from ._run import Options
+
+        options = Options(transpose_b, activation, allow_tf32, algo, save_gathered)
+        return explain(self, operation, a, b, options, config)
+
+    def core(self, context: TpContext) -> _jax.Context:
+        """The context of the extension."""
+        core = self._of(context.config)[1]
+        assert isinstance(core, _jax.Context)
+        return core
 
     def _make(self, config: GemmConfig) -> tuple[TpContext, _jax.Context]:
         if not isinstance(config, GemmConfig):

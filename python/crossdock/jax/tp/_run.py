@@ -25,7 +25,16 @@ from . import _ops
 from ._calls import Activation, Array, Way
 from ._mesh import TpMesh, current_mesh
 
-__all__ = ["ALL_GATHER", "ALL_REDUCE", "REDUCE_SCATTER", "Options", "product"]
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "REDUCE_SCATTER",
+    "Options",
+    "check_kinds",
+    "product",
+    "sizes_of",
+    "way_of",
+]
 
 _ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in get_args(Activation)}
 
@@ -59,7 +68,7 @@ class Kind(NamedTuple):
     dim: str
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Of one rank's product: m tokens of the rank, K and N."""
 
     tokens: int
@@ -84,7 +93,7 @@ def product(
     arrays = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
     if bias is not None:
         arrays["bias"] = jnp.asarray(bias)
-    _check_kinds(**arrays)
+    check_kinds(**arrays)
     ndim = arrays["a"].ndim
     dim = _dimension(kind, dim, arrays["a"].shape)
     specs = {
@@ -99,8 +108,10 @@ def product(
         _check_varying(kind, place, arrays)
     else:
         check_split(place, given if after is not None else _without_order(given))
-    sizes = _sizes(kind, place, dim, options, {name: given[name] for name in arrays})
-    way = _way(kind, mesh, sizes, arrays["a"].dtype, options, config)
+    dtype = arrays["a"].dtype
+    shapes = {name: _local(place, *given[name]) for name in arrays}
+    sizes = sizes_of(kind, place, dim, options, shapes, dtype)
+    way = way_of(kind, mesh, sizes, dtype, options, config)
     run: Callable[..., tuple[Array, Array]]
     if inside(place):
         run = functools.partial(kind.on_rank, way, dim)
@@ -235,7 +246,7 @@ def _order_of(place: Place, after: Any) -> Array:
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-def _check_kinds(a: Array, b: Array, bias: Array | None = None) -> None:
+def check_kinds(a: Array, b: Array, bias: Array | None = None) -> None:
     """Dtypes and numbers of dimensions."""
     if a.dtype.name not in SUMMABLE:
         raise TypeError(f"a: expected bfloat16, float16 or float32, got {a.dtype}")
@@ -279,15 +290,15 @@ def _check_varying(kind: Kind, place: Place, arrays: dict[str, Array]) -> None:
         )
 
 
-def _sizes(
+def sizes_of(
     kind: Kind,
     place: Place,
     dim: int,
     options: Options,
-    arrays: dict[str, tuple[Array, PartitionSpec]],
-) -> _Sizes:
-    """The sizes of one rank's product, if those of its matrices fit one another."""
-    shapes = {name: _local(place, *given) for name, given in arrays.items()}
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype[Any],
+) -> Sizes:
+    """The sizes of one rank's product, if the shapes of its matrices fit one another."""
     a, b, ranks = shapes["a"], shapes["b"], place.num_ranks
     k, n = reversed(b) if options.transpose_b else b
     if a[-1] != k:
@@ -297,7 +308,7 @@ def _sizes(
         )
     if shapes.get("bias", (n,)) != (n,):
         raise ValueError(f"bias: expected [N] with N = {n} as of b, got {shapes['bias']} on a rank")
-    itemsize = arrays["a"][0].dtype.itemsize
+    itemsize = dtype.itemsize
     for name, columns in (("K", k), ("N", n)):
         if columns < 1 or columns * itemsize % 16:
             raise ValueError(
@@ -313,7 +324,7 @@ def _sizes(
     if tokens == 0:
         # Every rank has as many, so there is nothing to compute, and XLA of JAX 0.11 crashes.
         raise ValueError(f"a: expected at least one token on a rank, got shape {a} on a rank")
-    return _Sizes(tokens if kind.tokens_in else -(-tokens // ranks), k, n)
+    return Sizes(tokens if kind.tokens_in else -(-tokens // ranks), k, n)
 
 
 def _local(place: Place, array: Array, spec: PartitionSpec) -> tuple[int, ...]:
@@ -330,10 +341,10 @@ _ALGOS = {
 }
 
 
-def _way(
+def way_of(
     kind: Kind,
     mesh: TpMesh,
-    sizes: _Sizes,
+    sizes: Sizes,
     dtype: Any,
     options: Options,
     config: GemmConfig | None,
@@ -351,10 +362,11 @@ def _way(
     )
 
 
-def _bounds(kind: Kind, sizes: _Sizes, dtype: Any, options: Options) -> GemmConfig:
+def _bounds(kind: Kind, sizes: Sizes, dtype: Any, options: Options) -> GemmConfig:
     """The bounds of an operation and of its gradient.
 
-    The two layers of a pair, one column-parallel and one row-parallel, have the same ones.
+    The two layers of a pair, one column-parallel and one row-parallel, have the same ones. Tokens
+    are rounded up to a power of two, so that programs for many lengths have few contexts.
     """
     operations: tuple[GemmOperation, ...] = ("all_gather", "reduce_scatter")
     if kind is ALL_REDUCE:
@@ -363,7 +375,7 @@ def _bounds(kind: Kind, sizes: _Sizes, dtype: Any, options: Options) -> GemmConf
         operations += ("bulk",)
     outer = sizes.n if kind is REDUCE_SCATTER else sizes.k  # of tokens between the ranks
     return GemmConfig(
-        max_tokens=sizes.tokens,
+        max_tokens=1 << (sizes.tokens - 1).bit_length(),
         max_k=outer,
         max_n=sizes.n if kind is ALL_REDUCE else max(sizes.k, sizes.n),
         dtype=dtype,

@@ -175,10 +175,7 @@ class TpContext(Membership):
             tokens_per_rank=tokens_per_rank,
             algo=gemm_word("algo", algo, constants.GEMM_ALGOS),
         )
-        words = {code: word for word, code in constants.GEMM_ALGOS.items()}
-        return GemmPlan(
-            **found | {"algo": words[found["algo"]], "same_bits": bool(found["same_bits"])}
-        )
+        return GemmPlan.of(found)
 
     def __repr__(self) -> str:
         return (
