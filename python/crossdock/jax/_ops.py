@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from crossdock._quantise import QuantiseWay, quantise_way
@@ -19,6 +18,7 @@ from . import _calls
 from ._config import EpConfig
 from ._group import EpGroup
 from ._mesh import EpMesh, current_mesh
+from ._order import kept
 from ._plan import Dispatched, EpPlan
 from ._quantised import ELEMENT, QuantisedRows
 from ._where import check_layout, local_shape, on_ranks
@@ -228,9 +228,7 @@ def ep_combine(
 
 
 # ---- Derivatives --------------------------------------------------------------------------------
-# Backward operations take the gradient of the order that their operation gave and give that of the
-# order it took, so that they form the same chain in the other direction. They also take the order
-# itself, so that no backward operation runs before its own operation has, whatever the data say.
+# Their order: _order.py.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -267,7 +265,7 @@ def _dispatch(
 
 def _dispatch_fwd(site, way, *arrays):
     results = _dispatch(site, way, *arrays)
-    return results, (arrays[0], _named(results[-1]))
+    return results, (arrays[0], kept(results[-1], arrays[-1]))
 
 
 def _dispatch_bwd(site, way, saved, grads):
@@ -295,8 +293,9 @@ def _combine(
 
 
 def _combine_fwd(site, plan, expert_out, weights, order):
-    out, order = _combine(site, plan, expert_out, weights, order)
-    return (out, order), (plan, None if weights is None else expert_out, weights, _named(order))
+    out, done = _combine(site, plan, expert_out, weights, order)
+    rows = None if weights is None else expert_out
+    return (out, done), (plan, rows, weights, kept(done, order))
 
 
 def _combine_bwd(site, saved, grads):
@@ -310,14 +309,6 @@ def _combine_bwd(site, saved, grads):
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)
-
-
-def _named(order: Array) -> Array:
-    """An order that is kept for a backward pass, by a name for policies of ``jax.checkpoint``.
-
-    A policy that saves this name need not run an operation again only to come after it.
-    """
-    return checkpoint_name(order, "crossdock_order")
 
 
 # ---- Arguments ----------------------------------------------------------------------------------

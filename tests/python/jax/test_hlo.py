@@ -230,8 +230,10 @@ def test_remat_repeats_combine_only_for_its_order(policy, again):
     ]
 
 
-def test_saved_order_keeps_what_is_repeated_behind_the_forward_pass():
-    world = World(*MESHES[0])
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_saved_order_keeps_what_is_repeated_between_forward_and_backward(layout):
+    """By rank, combine has no weights: its gradient needs nothing that is repeated."""
+    world = World(*MESHES[0], layout=layout)
     args = world.args()
     # The pass that drops the barrier between them.
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}

@@ -83,6 +83,57 @@ def test_order_of_branches_is_in_the_program():
         same("gradient of a", found[0], wanted.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "policy, again",
+    [
+        ("nothing_saveable", ["all_gather", "reduce_scatter"]),
+        ("crossdock_order", ["all_gather"]),
+        ("everything_saveable", []),
+    ],
+)
+def test_backward_products_come_behind_all_that_is_repeated(policy, again):
+    """The data of the second product's gradient do not say that the first one comes before."""
+    layers = Layer("all_gather_matmul"), Layer("matmul_reduce_scatter")
+    policies = jax.checkpoint_policies
+
+    def both(x: jax.Array, w_in: jax.Array, h: jax.Array, w_out: jax.Array) -> Any:
+        first = tp.all_gather_matmul(x, w_in)
+        return first.out, tp.matmul_reduce_scatter(h, w_out, after=first).out
+
+    def step(grads: Any, *args: jax.Array) -> Any:
+        outs, backward = jax.vjp(remat, *args)
+        # As of a loss, none of whose gradients is there before the result.
+        return outs, backward(jax.tree.map(lambda grad, out: grad + 0 * out, grads, outs))
+
+    with joined() as mesh:
+        saved = getattr(policies, policy, policies.save_only_these_names(policy))
+        specs = [(*layer.specs()[0].values(),) for layer in layers]
+        outs = tuple(layer.specs()[1] for layer in layers)
+        remat = jax.shard_map(
+            jax.checkpoint(both, policy=saved),
+            mesh=mesh.mesh,
+            in_specs=(*specs[0], *specs[1]),
+            out_specs=outs,
+        )
+        grads = tuple(place(mesh.mesh, layer.arrays()[1], out) for layer, out in zip(layers, outs))
+        args = [
+            place(mesh.mesh, array, spec)
+            for layer in layers
+            for array, spec in zip(layer.arrays()[0].values(), layer.specs()[0].values())
+        ]
+        # The pass that drops the barrier before what is repeated.
+        options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        compiled = jax.jit(step).lower(grads, *args).compile(options)
+        chain = ["all_gather", "reduce_scatter", *again, "all_gather", "reduce_scatter"]
+        assert chain_of_calls(compiled.as_text()) == chain
+        forward, backward = compiled(grads, *args)
+        wanted = [layer.expected() for layer in layers]
+        for found, (out, _) in zip(forward, wanted):
+            same("out", found, out)
+        for found, right in zip(backward, [g for _, grads in wanted for g in grads.values()]):
+            same("gradient", found, right)
+
+
 def experts_too(world: World) -> None:
     """Operations of both kinds on one mesh, in one chain."""
     config = xd.EpConfig(num_experts=8, hidden=K, max_topk=1, max_tokens_per_rank=4, dtype="f4")

@@ -1,9 +1,8 @@
 """The three products with their derivatives, on one rank's matrices ``[rows, columns]``.
 
 Each takes an order and returns it, forward and backward, as the operations of expert parallelism
-do: backward operations take the gradient of the order that their operation gave and give that of
-the order it took, so that they form the same chain in the other direction. They also take the order
-itself, so that no backward operation runs before its own operation has, whatever the data say.
+do: see ``crossdock/jax/_order.py``. What a backward product needs of its own operation, and takes
+no part in it, it comes behind.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from .._calls import varying
+from .._order import kept
 from .._where import checks_varying
 from . import _calls
 from ._calls import Array, Way
@@ -43,11 +42,11 @@ def all_gather_matmul(
 
 def _all_gather_fwd(way, a, b, bias, order):
     active = way.activation is not None
-    d, gathered, before, order = _calls.all_gather(
+    d, gathered, before, done = _calls.all_gather(
         way, a, b, bias, order, gathered=way.save_gathered, activation=active
     )
     rows = gathered if way.save_gathered else a
-    return (d, order), (rows, b, bias, before, _named(order))
+    return (d, done), (rows, b, bias, before, kept(done, order))
 
 
 def _all_gather_bwd(way, saved, grads):
@@ -83,8 +82,8 @@ def matmul_reduce_scatter(
 
 def _reduce_scatter_fwd(way, a, b, bias, order):
     active = way.activation is not None
-    d, before, order = _calls.reduce_scatter(way, a, b, bias, order, activation=active)
-    return (d, order), (a, b, bias, before, _named(order))
+    d, before, done = _calls.reduce_scatter(way, a, b, bias, order, activation=active)
+    return (d, done), (a, b, bias, before, kept(done, order))
 
 
 def _reduce_scatter_bwd(way, saved, grads):
@@ -124,8 +123,8 @@ def _all_reduce_fwd(way, a, b, bias, order):
             "ranks have are whole or parts"
         )
     active = way.activation is not None
-    d, before, order = _calls.all_reduce(way, a, b, bias, order, activation=active)
-    return (d, order), (a, b, bias, before, _named(order))
+    d, before, done = _calls.all_reduce(way, a, b, bias, order, activation=active)
+    return (d, done), (a, b, bias, before, kept(done, order))
 
 
 def _all_reduce_bwd(way, saved, grads):
@@ -141,13 +140,6 @@ matmul_all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)
 
 
 # ---- Of one rank ---------------------------------------------------------------------------------
-
-
-# Where a policy of jax.checkpoint keeps this, the order says nothing of the operations that are
-# repeated for a backward one. So backward operations also come behind what they need of those.
-def _named(order: Array) -> Array:
-    """An order that is kept for a backward pass, by the name that EP's orders have, too."""
-    return checkpoint_name(order, "crossdock_order")
 
 
 def _before_activation(way: Way, grad: Array, before: Array | None) -> Array:
