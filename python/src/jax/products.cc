@@ -16,6 +16,7 @@ xd_gemm_args args_of(const Products::Numbers& numbers, const Operands& operands)
   args.gathered = operands.find("gathered");
   args.allow_tf32 = numbers.allow_tf32 ? 1 : 0;
   args.algo = numbers.algo;
+  args.tag = numbers.tag;
   return args;
 }
 
@@ -24,6 +25,7 @@ xd_status bulk(const xd_gemm_args& product, xd_gemm_operation collective, xd_gem
   xd_gemm_bulk_args args XD_GEMM_BULK_ARGS_INIT;
   args.product = &product;
   args.collective = collective;
+  args.tag = product.tag;
   args.in = operands.find("in");
   args.out = operands.find("out");
   return xd_gemm_bulk(context, &args, stream);

@@ -26,6 +26,7 @@ struct Products {
     xd_gemm_epilogue epilogue = XD_GEMM_EPILOGUE_NONE;
     xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;
     xd_gemm_operation collective = XD_GEMM_ALL_GATHER;  // what bulk moves beside its product
+    std::uint32_t tag = 0;
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** context) {

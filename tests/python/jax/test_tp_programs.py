@@ -134,6 +134,71 @@ def test_backward_products_come_behind_all_that_is_repeated(policy, again):
             same("gradient", found, right)
 
 
+def test_tags_are_of_the_line_and_its_turn_in_every_trace():
+    """So they are the same in another process, and of a product that is repeated."""
+
+    def twice(a: jax.Array, b: jax.Array) -> jax.Array:
+        order, total = None, 0.0
+        for _ in range(2):
+            out, order = tp.all_gather_matmul(a, b, after=order)
+            total += out
+        return total * tp.all_gather_matmul(a, b, after=order).out
+
+    layer = Layer("all_gather_matmul")
+    (specs, out), (arrays, grad) = layer.specs(), layer.arrays()
+    with joined() as mesh:
+
+        def tags() -> list[int]:
+            forward = mapped(mesh, twice, tuple(specs.values()), out)
+            step = jax.jit(lambda grad, *args: jax.vjp(forward, *args)[1](grad))
+            text = step.lower(grad, *arrays.values()).as_text()
+            return [int(tag) for tag in re.findall(r"\btag = (\d+)", text)]
+
+        found = tags()
+        assert len(found) == len(set(found)) == 6
+        assert all(tag % 2 == 0 for tag in found[:3])
+        assert found[3:] == [tag + 1 for tag in reversed(found[:3])]  # the backward products
+        jax.clear_caches()
+        assert tags() == found
+
+
+def swapped(world: World) -> None:
+    """Two products of equal sizes, which one process may call in the other order."""
+    world.ep.close()
+    layer = Layer("all_gather_matmul")
+    (specs, out), (arrays, _) = layer.specs(), layer.arrays()
+    with joined() as mesh:
+
+        def both(a: jax.Array, b: jax.Array, first: int) -> tuple[jax.Array, jax.Array]:
+            calls = [
+                lambda order: tp.all_gather_matmul(a, b, after=order),
+                lambda order: tp.all_gather_matmul(2 * a, b, after=order),
+            ]
+            products: dict[int, tp.Product] = {}
+            products[first] = calls[first](None)
+            products[1 - first] = calls[1 - first](products[first])
+            return products[0].out, products[1].out
+
+        args = [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
+        for differs in (False, True, False):
+            first = int(differs and jax.process_index() == 1)
+            program = mapped(
+                mesh, lambda a, b, first=first: both(a, b, first), tuple(specs.values()), (out, out)
+            )
+            if differs:
+                with pytest.raises(
+                    (jax.errors.JaxRuntimeError, ValueError), match="XD_ERROR_MISMATCH: .*tag"
+                ):
+                    jax.block_until_ready(program(*args))
+            else:
+                for factor, found in enumerate(program(*args), 1):
+                    same("out", found, factor * layer.expected()[0])
+
+
+def test_ranks_that_call_products_in_different_orders():
+    run("processes", swapped)
+
+
 def experts_too(world: World) -> None:
     """Operations of both kinds on one mesh, in one chain."""
     config = xd.EpConfig(num_experts=8, hidden=K, max_topk=1, max_tokens_per_rank=4, dtype="f4")

@@ -43,6 +43,7 @@ class Way(NamedTuple):
         allow_tf32: whether GPUs may compute products of float32 in TF32, here and backward.
         algo: how transfer and product are interleaved; backward as the context says.
         save_gathered: whether gathered rows are kept for the backward pass.
+        tag: of the product, as of ``xd_gemm_args``, even; that of its backward ones is the next.
     """
 
     context: TpContext
@@ -51,11 +52,14 @@ class Way(NamedTuple):
     allow_tf32: bool
     algo: Algo
     save_gathered: bool
+    tag: int
 
     @property
     def backward(self) -> Way:
         """The way of the product of a gradient and b, which gives that of a."""
-        return self._replace(transpose_b=not self.transpose_b, activation=None, algo="auto")
+        return self._replace(
+            transpose_b=not self.transpose_b, activation=None, algo="auto", tag=self.tag | 1
+        )
 
     def columns(self, b: Array) -> int:
         """N, the columns of a product with b."""
@@ -225,6 +229,7 @@ def _call(
         epilogue=np.int64(constants.GEMM_EPILOGUES[way.activation or "none"]),
         algo=np.int64(constants.GEMM_ALGOS[way.algo]),
         collective=np.int64(constants.GEMM_OPERATIONS[collective]),
+        tag=np.int64(way.tag),
     )
     by_name = dict(zip(outputs, found))
     return (*(by_name.get(name) for name in names or outputs), order)

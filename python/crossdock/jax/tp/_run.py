@@ -24,6 +24,7 @@ from .._where import check_split, check_varies, inside, parts_along
 from . import _ops
 from ._calls import Activation, Array, Way
 from ._mesh import TpMesh, current_mesh
+from ._tags import tag_of_call
 
 __all__ = [
     "ALL_GATHER",
@@ -111,7 +112,7 @@ def product(
     dtype = arrays["a"].dtype
     shapes = {name: _local(place, *given[name]) for name in arrays}
     sizes = sizes_of(kind, place, dim, options, shapes, dtype)
-    way = way_of(kind, mesh, sizes, dtype, options, config)
+    way = way_of(kind, mesh, sizes, dtype, options, config, tag_of_call(*arrays.values(), order))
     run: Callable[..., tuple[Array, Array]]
     if inside(place):
         run = functools.partial(kind.on_rank, way, dim)
@@ -348,6 +349,7 @@ def way_of(
     dtype: Any,
     options: Options,
     config: GemmConfig | None,
+    tag: int = 0,
 ) -> Way:
     if options.activation is not None:
         gemm_word("activation", options.activation, _ACTIVATIONS)
@@ -359,6 +361,7 @@ def way_of(
         bool(options.allow_tf32),
         options.algo,
         bool(options.save_gathered),
+        tag,
     )
 
 
