@@ -194,6 +194,51 @@ def test_values_and_all_gradients_are_those_of_one_process(where, spelling, data
     run(where, layers, spelling, data)
 
 
+def returned(world: World, spelling: str, save_gathered: bool) -> None:
+    """The gathered rows, and the gradients of what is made of them beside the product."""
+    world.ep.close()
+    layer = Layer("all_gather_matmul", (2, 2 * RANKS), 1, bias="float32", activation="relu")
+    specs, spec = layer.specs()
+    (arrays, grad), (out, grads) = layer.arrays(), layer.expected()
+    # Inside of a map each rank has a copy of the rows, and a gradient of its own.
+    copies = RANKS if spelling == "shard_map" else 1
+    rng = np.random.default_rng(SEED)
+    of_rows = rng.integers(-2, 3, (copies, *arrays["a"].shape)).astype(np.float32)
+    grads["a"] = grads["a"] + of_rows.sum(0)
+
+    def function(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = tp.all_gather_matmul(
+            **dict(zip(specs, given)),
+            gather_dim=1,
+            activation="relu",
+            save_gathered=save_gathered,
+            return_gathered=True,
+        )
+        return found.out, found.gathered[None]
+
+    with joined() as mesh:
+        whole = P("tp") if copies > 1 else P()
+        gather: Callable[..., Any] = function
+        if spelling == "shard_map":
+            gather = jax.shard_map(
+                function, mesh=mesh.mesh, in_specs=tuple(specs.values()), out_specs=(spec, whole)
+            )
+        step = jax.jit(lambda grads, *args: jax.vjp(gather, *args)[1](grads))
+        args = [place(mesh.mesh, arrays[name], specs[name]) for name in specs]
+        found, rows = jax.jit(gather)(*args)
+        same("out", found, out)
+        same("gathered", rows, np.broadcast_to(arrays["a"], of_rows.shape))
+        given = place(mesh.mesh, grad, spec), place(mesh.mesh, of_rows, whole)
+        for name, array in zip(specs, step(given, *args)):
+            same(f"gradient of {name}", array, grads[name])
+
+
+@pytest.mark.parametrize("save_gathered", [True, False])
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+def test_gathered_rows_are_returned_and_have_gradients(spelling, save_gathered):
+    run("devices", returned, spelling, save_gathered)
+
+
 def test_one_rank_is_a_plain_product():
     with joined(ranks=1) as mesh:
         for layer in LAYERS:

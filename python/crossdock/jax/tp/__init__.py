@@ -9,9 +9,16 @@ y, _ = matmul_reduce_scatter(h, w_out)                   # features split -> tok
 from crossdock import GemmConfig
 
 from ._mesh import TpContext, TpMesh, init
-from ._products import Product, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ._products import (
+    GatheredProduct,
+    Product,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 __all__ = [
+    "GatheredProduct",
     "GemmConfig",
     "Product",
     "TpContext",

@@ -14,13 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._calls import varying
+from .._calls import uniform, varying
 from .._order import kept
 from .._where import checks_varying
 from . import _calls
 from ._calls import Array, Way
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "all_gather_matmul",
+    "all_gather_matmul_and_rows",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]
 
 _ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -57,15 +62,65 @@ def _all_gather_bwd(way, saved, grads):
     if way.save_gathered:
         grad_a, _, order = _calls.reduce_scatter(way.backward, grad, b, None, order, False, rows)
         return grad_a, _of_weights(way, rows, grad), grad_bias, order
-    # The rows come again beside the product that needs none of them, and what that product gives
-    # is summed over the ranks beside the one that needs them.
+    # The rows come again beside the product that needs none of them.
     parts, gathered, order = _calls.bulk_gather(way.backward, grad, b, rows, order)
-    left, right = (grad, gathered) if way.transpose_b else (gathered, grad)
-    grad_b, grad_a, order = _calls.bulk_reduce(way.backward, left, right, parts, order)
+    grad_a, grad_b, order = _of_both(way, parts, gathered, grad, order)
     return grad_a, grad_b, grad_bias, order
 
 
+def _of_both(
+    way: Way, parts: Array, gathered: Array, grad: Array, order: Array
+) -> tuple[Array, Array, Array]:
+    """The gradient of a, whose parts are summed over the ranks beside that of b, b's, the order."""
+    left, right = (grad, gathered) if way.transpose_b else (gathered, grad)
+    grad_b, grad_a, order = _calls.bulk_reduce(way.backward, left, right, parts, order)
+    return grad_a, grad_b, order
+
+
 all_gather_matmul.defvjp(_all_gather_fwd, _all_gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def all_gather_matmul_and_rows(
+    way: Way, alike: bool, a: Array, b: Array, bias: Array | None, order: Array
+) -> tuple[Array, Array, Array]:
+    """As `all_gather_matmul`; and, before the order, the gathered a ``[M, K]``.
+
+    Args:
+        alike: whether that is one array which all ranks have, and so is its gradient. Otherwise
+            each rank has a copy of its own, and gradients of the copies are summed.
+    """
+    d, rows, _, done = _calls.all_gather(way, a, b, bias, order, gathered=True, activation=False)
+    return d, rows if alike else uniform(rows, d)[0], done
+
+
+def _and_rows_fwd(way, alike, a, b, bias, order):
+    active = way.activation is not None
+    d, rows, before, done = _calls.all_gather(
+        way, a, b, bias, order, gathered=True, activation=active
+    )
+    saved = rows if way.save_gathered else a, b, bias, before, kept(done, order)
+    return (d, rows if alike else uniform(rows, d)[0], done), saved
+
+
+def _and_rows_bwd(way, alike, saved, grads):
+    of_d, of_rows, of_order = grads
+    if alike:
+        grad_a, *others = _all_gather_bwd(way, saved, (of_d, of_order))
+        own = jax.lax.axis_index(way.context.place.axes) * len(grad_a)
+        of_rows, own = uniform(of_rows, own, grad_a)[:2]
+        return grad_a + jax.lax.dynamic_slice_in_dim(of_rows, own, len(grad_a)), *others
+    rows, b, bias, before, order = saved
+    grad, order = _before_activation(way, of_d, before), of_order + order
+    if way.save_gathered:
+        parts = _product(way, grad, b, (1,), (0 if way.transpose_b else 1,), grad.dtype)
+    else:
+        parts, rows, order = _calls.bulk_gather(way.backward, grad, b, rows, order)
+    grad_a, grad_b, order = _of_both(way, parts + of_rows, rows, grad, order)
+    return grad_a, grad_b, None if bias is None else _column_sums(grad, bias), order
+
+
+all_gather_matmul_and_rows.defvjp(_and_rows_fwd, _and_rows_bwd)
 
 
 # ---- Row-parallel --------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 
@@ -13,7 +13,13 @@ from . import _run
 from ._calls import Activation
 from ._mesh import TpMesh
 
-__all__ = ["Product", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "GatheredProduct",
+    "Product",
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]
 
 
 class Product(NamedTuple):
@@ -28,6 +34,21 @@ class Product(NamedTuple):
     order: jax.Array
 
 
+class GatheredProduct(NamedTuple):
+    """What `all_gather_matmul` returns where the gathered rows are wanted.
+
+    Attributes:
+        out: the product.
+        gathered: the rows of all ranks.
+        order: as of `Product`.
+    """
+
+    out: jax.Array
+    gathered: jax.Array
+    order: jax.Array
+
+
+@overload
 def all_gather_matmul(
     a: jax.Array,
     b: jax.Array,
@@ -37,12 +58,46 @@ def all_gather_matmul(
     transpose_b: bool = False,
     gather_dim: int = 0,
     save_gathered: bool = True,
+    return_gathered: Literal[False] = False,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
     after: Any = None,
     mesh: TpMesh | None = None,
-) -> Product:
+) -> Product: ...
+@overload
+def all_gather_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    transpose_b: bool = False,
+    gather_dim: int = 0,
+    save_gathered: bool = True,
+    return_gathered: Literal[True],
+    allow_tf32: bool = False,
+    algo: Algo = "auto",
+    config: GemmConfig | None = None,
+    after: Any = None,
+    mesh: TpMesh | None = None,
+) -> GatheredProduct: ...
+def all_gather_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    transpose_b: bool = False,
+    gather_dim: int = 0,
+    save_gathered: bool = True,
+    return_gathered: bool = False,
+    allow_tf32: bool = False,
+    algo: Algo = "auto",
+    config: GemmConfig | None = None,
+    after: Any = None,
+    mesh: TpMesh | None = None,
+) -> Product | GatheredProduct:
     """``act(all-gather(a) @ b + bias)``, as in a column-parallel layer. Collective, differentiable.
 
     Inside ``shard_map`` over the mesh of `init`, arrays are one rank's, of shapes as below. Outside
@@ -61,6 +116,9 @@ def all_gather_matmul(
             transposed once.
         save_gathered: whether the gathered `a` is kept for the backward pass, W times what this
             rank has; otherwise it is gathered again there, beside a product.
+        return_gathered: whether the gathered `a` is returned, too, for other products with it.
+            Inside ``shard_map`` each rank has a copy of its own, and the gradients of the copies
+            are summed over the ranks beside that of `b`. Outside it is one array on all ranks.
         allow_tf32: whether GPUs may compute products of float32 in TF32.
         algo: how transfer and product are interleaved; "auto" = as `config` says. The gradient is
             always made as that says.
@@ -73,7 +131,8 @@ def all_gather_matmul(
         mesh: from `init`; None = the last one.
 
     Returns:
-        out ``[..., N]`` with the tokens of all ranks, and the order.
+        out ``[..., N]`` with the tokens of all ranks, if it is wanted `a` ``[..., K]`` of all
+        ranks, and the order.
 
     Raises:
         TypeError, ValueError: a bad argument, while tracing.
@@ -81,10 +140,11 @@ def all_gather_matmul(
             where ranks disagree, UNIMPLEMENTED for what cannot be done, with the reason. On GPUs
             `TpMesh.check` raises these.
     """
-    options = _run.Options(transpose_b, activation, allow_tf32, algo, save_gathered)
-    return Product(
-        *_run.product(_run.ALL_GATHER, a, b, bias, gather_dim, options, config, after, mesh)
+    options = _run.Options(
+        transpose_b, activation, allow_tf32, algo, save_gathered, bool(return_gathered)
     )
+    found = _run.product(_run.ALL_GATHER, a, b, bias, gather_dim, options, config, after, mesh)
+    return GatheredProduct(*found) if return_gathered else Product(*found)
 
 
 def matmul_reduce_scatter(

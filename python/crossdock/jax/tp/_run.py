@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -48,6 +48,7 @@ class Options(NamedTuple):
     allow_tf32: bool
     algo: Algo
     save_gathered: bool = True
+    return_gathered: bool = False
 
 
 class Kind(NamedTuple):
@@ -87,8 +88,8 @@ def product(
     config: GemmConfig | None,
     after: Any,
     mesh: TpMesh | None,
-) -> tuple[Array, Array]:
-    """-> out, order, inside or outside shard_map."""
+) -> tuple[Array, ...]:
+    """-> out, gathered a if it is wanted, order; inside or outside shard_map."""
     mesh = current_mesh() if mesh is None else mesh
     place = mesh.place
     arrays = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
@@ -113,27 +114,31 @@ def product(
     shapes = {name: _local(place, *given[name]) for name in arrays}
     sizes = sizes_of(kind, place, dim, options, shapes, dtype)
     way = way_of(kind, mesh, sizes, dtype, options, config, tag_of_call(*arrays.values(), order))
-    run: Callable[..., tuple[Array, Array]]
-    if inside(place):
-        run = functools.partial(kind.on_rank, way, dim)
-    else:
+    run: Callable[..., tuple[Array, ...]] = functools.partial(kind.on_rank, way, dim)
+    if options.return_gathered:
+        run = functools.partial(_all_gather_and_rows, way, dim, not inside(place))
+    names = tuple(name for name in ("a", "b", "after", "bias") if name in given)
+    if not inside(place):
         out = _tokens(place, ndim, dim if kind.tokens_out else None, kind.splits_columns)
-        in_specs = tuple(given[name][1] for name in ("a", "b", "after", "bias") if name in given)
-        run = _program(kind, way, dim, in_specs, (out, specs["after"]))
-    return run(*(given[name][0] for name in ("a", "b", "after", "bias") if name in given))
+        rows = (_tokens(place, ndim, None, False),) * options.return_gathered
+        in_specs = tuple(given[name][1] for name in names)
+        key = kind, way, dim, in_specs, options.return_gathered
+        run = _program(key, run, way, in_specs, (out, *rows, specs["after"]))
+    return run(*(given[name][0] for name in names))
 
 
 def _program(
-    kind: Kind, way: Way, dim: int, in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]
+    key: Hashable,
+    on_rank: Callable[..., Any],
+    way: Way,
+    in_specs: tuple[Any, ...],
+    out_specs: tuple[Any, ...],
 ) -> Callable[..., Any]:
-    """The product as a function of global arrays, which is compiled once."""
-    programs, key = programs_of(way.context), (kind, way, dim, in_specs)
+    """The product as a function of global arrays, which is compiled once for a key."""
+    programs = programs_of(way.context)
     if key not in programs:
         mapped = jax.shard_map(
-            functools.partial(kind.on_rank, way, dim),
-            mesh=way.context.place.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
+            on_rank, mesh=way.context.place.mesh, in_specs=in_specs, out_specs=out_specs
         )
         programs[key] = jax.jit(mapped, inline=True)
     return programs[key]
@@ -145,14 +150,34 @@ def _program(
 def _all_gather(
     way: Way, dim: int, a: Array, b: Array, order: Array, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    *leading, columns = a.shape
-    ranks = way.context.place.num_ranks
-    rows, b, order = uniform(a.reshape(-1, columns), b, order)
-    bias = None if bias is None else uniform(bias, order)[0]
-    out, order = _ops.all_gather_matmul(way, rows, b, bias, order)
-    out = jnp.moveaxis(out.reshape(ranks, *leading, out.shape[-1]), 0, dim)
+    given = _uniform_rows(a, b, order, bias)
+    out, order = _ops.all_gather_matmul(way, *given)
+    return _laid_out(way, dim, a.shape[:-1], out), order
+
+
+def _all_gather_and_rows(
+    way: Way, dim: int, alike: bool, a: Array, b: Array, order: Array, bias: Array | None = None
+) -> tuple[Array, Array, Array]:
+    given = _uniform_rows(a, b, order, bias)
+    out, rows, order = _ops.all_gather_matmul_and_rows(way, alike, *given)
+    own = a.shape[:-1]
+    return _laid_out(way, dim, own, out), _laid_out(way, dim, own, rows), order
+
+
+def _uniform_rows(
+    a: Array, b: Array, order: Array, bias: Array | None
+) -> tuple[Array, Array, Array | None, Array]:
+    """a, b, the bias and the order of a gather, all varying alike."""
+    rows, b, order = uniform(a.reshape(-1, a.shape[-1]), b, order)
+    return rows, b, None if bias is None else uniform(bias, order)[0], order
+
+
+def _laid_out(way: Way, dim: int, own: tuple[int, ...], rows: Array) -> Array:
+    """Gathered rows in the dimensions of tokens, of which each rank has `own`."""
+    ranks, leading = way.context.place.num_ranks, list(own)
+    rows = jnp.moveaxis(rows.reshape(ranks, *leading, rows.shape[-1]), 0, dim)
     leading[dim] *= ranks
-    return out.reshape(*leading, out.shape[-1]), order
+    return rows.reshape(*leading, rows.shape[-1])
 
 
 def _reduce_scatter(
@@ -374,7 +399,7 @@ def _bounds(kind: Kind, sizes: Sizes, dtype: Any, options: Options) -> GemmConfi
     operations: tuple[GemmOperation, ...] = ("all_gather", "reduce_scatter")
     if kind is ALL_REDUCE:
         operations = ("all_reduce",)
-    elif not options.save_gathered:
+    elif not options.save_gathered or options.return_gathered:
         operations += ("bulk",)
     outer = sizes.n if kind is REDUCE_SCATTER else sizes.k  # of tokens between the ranks
     return GemmConfig(
