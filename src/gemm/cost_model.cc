@@ -70,10 +70,6 @@ class Estimate {
 // those of one more, two more, four more .. in one product each.
 Option Estimate::gather(bool doubling) const {
   Option o{.algo = doubling ? XD_GEMM_ALGO_SPLIT : XD_GEMM_ALGO_SPLIT_P2P, .products = 1};
-  if (!p_.scales_by_part) {
-    o.obstacle = Obstacle::scales;
-    return o;
-  }
   const double each = copy(gather_bytes_) + m_.flag_us;
   const auto arrival = [&](int peers) { return m_.open_us + m_.first_copy_us + peers * each; };
   const double own = product(p_.most_tokens);
@@ -104,8 +100,8 @@ Option Estimate::sequential_gather() const {
 // Products of the peers' rows, each copied while the next is computed; the own rows last.
 Option Estimate::chunks(bool as_split) const {
   Option o{.algo = as_split ? XD_GEMM_ALGO_SPLIT : XD_GEMM_ALGO_SPLIT_P2P, .products = p_.ranks};
-  if (!p_.rows_of_tokens || !p_.scales_by_part) {
-    o.obstacle = p_.rows_of_tokens ? Obstacle::scales : Obstacle::transposed;
+  if (!p_.rows_of_tokens) {
+    o.obstacle = Obstacle::transposed;
     return o;
   }
   if (!fits_chunks()) {
@@ -311,8 +307,6 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
                     " bytes do not");
     case Obstacle::transposed:
       return "needs a with rows of tokens (transpose_a = 0)";
-    case Obstacle::scales:
-      return "needs scales of each rank's rows that begin at multiples of 16 bytes";
     case Obstacle::no_room:
       if (room.chunk_bytes == 0 && at(share) <= room.word_bytes) {
         return "partial sums of this call travel as words";

@@ -82,7 +82,6 @@ struct Problem {
   int partial_bytes = 2;       // of an element of a product that is summed over ranks
   double speed = 1;            // of the product's arithmetic, 1 = bf16
   bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
-  bool scales_by_part = true;  // a part of a's rows finds its scales at an aligned address
   ProductTimes times{};        // of its product; where there are none they are estimated
   ProductTimes far_times{};    // likewise of one that stores its rows into their owners' memory
 };
@@ -106,7 +105,6 @@ enum class Obstacle : std::uint8_t {
   slot_too_small,  // a rank's rows do not fit into a slot
   no_pitch,        // no pitch makes a rank's rows fill a slot
   transposed,      // parts of a are not rows
-  scales,          // parts of a have no scales of their own
   no_room,         // neither words nor rows of partial sums have a place
 };
 

@@ -327,13 +327,6 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   transposed.rows_of_tokens = false;
   EXPECT_EQ(obstacle(transposed, ample(), kRing), Obstacle::transposed);
   EXPECT_EQ(obstacle(transposed, ample(), kDirect), Obstacle::none);
-  for (const auto operation : {kAg, kRs}) {
-    Problem scaled = problem_of(operation, 4, 1024, 8192, 2048);
-    scaled.scales_by_part = false;
-    EXPECT_EQ(obstacle(scaled, ample(), kRing), Obstacle::scales);
-    EXPECT_EQ(obstacle(scaled, ample(), XD_GEMM_ALGO_SPLIT), Obstacle::scales);
-    EXPECT_EQ(obstacle(scaled, ample(), kSeq), Obstacle::none);
-  }
 
   const std::string text = text_of(options_of({}, uneven, ample()), uneven, ample());
   EXPECT_NE(text.find("DIRECT: needs the same number of tokens on all ranks"), std::string::npos)

@@ -62,6 +62,11 @@ std::string obstacle(const ProductCall& call, const Config& config, const Abilit
     return "does not give the gathered rows (gathered, gathered_scale, keep_gathered)";
   }
   if (call.scaling == Scaling::rows) return "needs scales of one number each";
+  for (const Tensor* scale : {&call.a_scale, &call.b_scale}) {
+    if (reinterpret_cast<std::uintptr_t>(scale->data) % 16 == 0) continue;
+    return concat("needs scales that begin at multiples of 16 bytes, as ", scale->name,
+                  " does not");
+  }
   if (gathers && call.a_scale && config.ranks > 1) {
     return "multiplies the rows of all ranks by one a_scale, and each rank has its own";
   }

@@ -16,24 +16,6 @@ namespace lt = xd::cuda::lt;
 
 bool is_fp8(DType type) { return dtype_bytes(type) == 1; }
 
-// cuBLASLt reads vectors of elements at once, also of scales.
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
-}
-
-void require_scaling(const ProductCall& call) {
-  if (call.scaling == Scaling::blocks) {
-    fail(XD_ERROR_UNSUPPORTED,
-         "a_scale or b_scale: has one scale per 128 columns of K, expected "
-         "one per tensor or per row on CUDA devices");
-  }
-  for (const Tensor* scales : {&call.a_scale, &call.b_scale}) {
-    if (is_aligned(*scales)) continue;
-    fail(XD_ERROR_UNSUPPORTED, scales->name, ": begins at ", static_cast<const void*>(scales->data),
-         ", expected a multiple of 16 bytes on CUDA devices");
-  }
-}
-
 // cuBLASLt multiplies 16-bit numbers into numbers of the same type or into float32, float32 into
 // float32, and fp8 into any.
 bool multiplies_into(DType operands, DType d) {
@@ -48,7 +30,11 @@ void require_supported(const ProductCall& call) {
          " and transpose_b = ", int{call.transpose_b},
          ", expected 0 and 1 for fp8 on CUDA devices: give the transposed tensor");
   }
-  require_scaling(call);
+  if (call.scaling == Scaling::blocks) {
+    fail(XD_ERROR_UNSUPPORTED,
+         "a_scale or b_scale: has one scale per 128 columns of K, expected "
+         "one per tensor or per row on CUDA devices");
+  }
   if (call.operation != XD_GEMM_ALL_GATHER && !multiplies_into(call.a.type, call.wide_type())) {
     fail(XD_ERROR_UNSUPPORTED, "d: is ", dtype_name(call.d.type), " and a is ",
          dtype_name(call.a.type), ", expected the same type or float32 on CUDA devices");
@@ -71,12 +57,6 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   p.input_bytes = static_cast<int>(dtype_bytes(call.a.type));
   p.partial_bytes = static_cast<int>(dtype_bytes(call.wide_type()));
   p.rows_of_tokens = !call.transpose_a;
-  if (call.scaling == Scaling::rows && call.a_scale) {
-    const bool all = call.operation == XD_GEMM_ALL_REDUCE;
-    for (int r = 0; r < p.ranks; ++r) {
-      p.scales_by_part &= (all ? r * p.most_tokens : call.shares.start(r)) % 4 == 0;
-    }
-  }
   // By data sheet: not measured.
   p.speed = is_fp8(call.a.type)         ? 1.7
             : call.a.type != DType::f32 ? 1
@@ -107,7 +87,7 @@ bool is_plain(const ProductCall& call) {
          !call.bias_grad && !is_fp8(call.d.type) && !call.has_activation_input() &&
          call.epilogue != XD_GEMM_EPILOGUE_GELU && !(activated && call.d.type == DType::f32) &&
          (!call.c || call.d.type == DType::f32) &&
-         (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias)));
+         (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias.data)));
 }
 
 bool is_plain_for_cublasmp(const ProductCall& call) {

@@ -14,6 +14,11 @@ namespace xd::gemm::cuda {
 // any algorithm.
 void require_supported(const ProductCall& call);
 
+// cuBLASLt reads vectors of elements at once, also of scales and of a bias.
+inline bool is_aligned(const void* data) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
+}
+
 Problem problem_of(const ProductCall& call, const Config& config);
 // The room for a call: of what the context has, the part that the call can use.
 // `stitched_bytes`: of a slot that a product can store into, 0 = there are none.

@@ -18,13 +18,12 @@
 #include "gemm/cuda/executor.h"
 #include "gemm/cuda/fill.h"
 #include "gemm/cuda/kernels.h"
+#include "gemm/cuda/sizes.h"
 #include "gemm/cuda/transfer.h"
 #include "gemm/cuda/tuning.h"
 
 namespace xd::gemm::cuda {
 namespace {
-
-constexpr std::uint64_t kBulkBytes = std::uint64_t{16} << 20;
 
 Setback setback_of(const Report& report, const Context& context) {
   const std::span<const Record> records(report.record, at(context.config().ranks));
@@ -63,43 +62,6 @@ TunedPiece piece_of(const std::vector<TunedProduct>& all, std::size_t first) {
   const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first);
   std::copy_n(begin, count_of(all, first), piece.begin());
   return piece;
-}
-
-}  // namespace
-
-std::uint64_t scratch_bytes(const Config& config) {
-  const auto elements =
-      checked_mul(static_cast<std::uint64_t>(config.all_tokens()),
-                  static_cast<std::uint64_t>(config.max_n), "tokens of all ranks * max_n");
-  // all_gather, cuBLASMp: float32 products that a library does not finish; else products to be
-  // summed, and then exact results of this rank's rows.
-  const bool narrow =
-      !config.has(XD_GEMM_ALL_GATHER) && config.ranks > 1 && !config.is_for_cublasmp();
-  const std::uint64_t bytes =
-      checked_mul(elements, narrow ? config.summed_bytes() : 4, "bytes of all products");
-  // Products of bulk have any size, and are finished in pieces.
-  return config.has(XD_GEMM_BULK) ? std::max(bytes, kBulkBytes) : bytes;
-}
-
-namespace {
-
-ContextMap map_of(const Config& config) {
-  return ContextMap::make(config, StitchedSlots::slot_bytes(config) != 0);
-}
-
-// Exact results beside the products: words are for small ones, with elements of 2 bytes at least.
-std::uint64_t exact_bytes(const Config& config) {
-  if (!config.sums()) return 0;
-  return std::min(scratch_bytes(config) * 2, 2 * ContextMap::kMostWordBytes);
-}
-
-std::uint64_t column_bytes(const Config& config) {
-  return round_up(at(config.max_n) * sizeof(float), 16);
-}
-
-// Scales of operands that have none.
-std::int64_t ones_count(const Config& config) {
-  return std::max({config.all_tokens(), config.max_n, config.max_k});
 }
 
 }  // namespace
@@ -150,6 +112,7 @@ void CudaContext::allocate() {
   memory_->exact = xd::cuda::DeviceBuffer(device, exact_bytes(config()) + column_bytes(config()),
                                           "results before they are rounded");
   fill_ones(device);
+  memory_->scales = xd::cuda::DeviceBuffer(device, 2 * scales_bytes(config()), "copies of scales");
   memory_->products = std::make_unique<Products>(device);
   memory_->side = std::make_unique<SideStream>(device);
   memory_->side->reserve(at(config().ranks) + 4);
@@ -193,8 +156,7 @@ void CudaContext::tune() {
 }
 
 void CudaContext::fill_ones(int device) {
-  memory_->ones =
-      xd::cuda::DeviceBuffer(device, at(ones_count(config())) * sizeof(float), "scales of 1");
+  memory_->ones = xd::cuda::DeviceBuffer(device, scales_bytes(config()), "scales of 1");
   const std::vector<float> some(4096, 1.0f);
   fill(memory_->ones, std::as_bytes(std::span(some)), xd::cuda::Stream(device));
 }
@@ -232,7 +194,9 @@ void CudaContext::describe() {
   shop_.columns = memory_->exact.as<float>();
   shop_.exact = memory_->exact.data() + column_bytes(config());
   shop_.ones = memory_->ones.as<const float>();
-  shop_.ones_count = ones_count(config());
+  shop_.a_scales = memory_->scales.as<float>();
+  shop_.b_scales = shop_.a_scales + scales_count(config());
+  shop_.scales_count = scales_count(config());
   shop_.products = memory_->products.get();
   shop_.side = memory_->side.get();
   // Ranks that share a device run at once, and so do their blocks.
@@ -554,17 +518,6 @@ namespace {
 
 std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_config* config) {
   return std::make_unique<CudaContext>(std::move(comm), config);
-}
-
-xd_gemm_memory context_memory(const Config& config) {
-  xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
-  memory.symmetric_bytes = round_up(map_of(config).end, StitchedSlots::kUnit) +
-                           at(config.ranks) * StitchedSlots::slot_bytes(config);
-  memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
-                         at(ones_count(config)) * sizeof(float) + Products::kWorkspaceBytes +
-                         KernelLoader::kBytes + sizeof(Control) + sizeof(Report) +
-                         at(config.ranks) * sizeof(HeapRange);
-  return memory;
 }
 
 }  // namespace

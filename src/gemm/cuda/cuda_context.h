@@ -47,7 +47,7 @@ class CudaContext final : public Context {
     std::shared_ptr<Comm> comm;
     Segments segments;
     std::unique_ptr<StitchedSlots> slots;
-    xd::cuda::DeviceBuffer tables, scratch, exact, ones;
+    xd::cuda::DeviceBuffer tables, scratch, exact, ones, scales;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
     std::unique_ptr<Meeting> meeting;
@@ -105,8 +105,5 @@ class CudaContext final : public Context {
   std::unique_ptr<cublasmp::AttendedEngine> cublasmp_;  // nullptr = the context is not made for it
   Runner runner_;
 };
-
-// Memory of the device that peers do not see.
-std::uint64_t scratch_bytes(const Config& config);
 
 }  // namespace xd::gemm::cuda

@@ -16,6 +16,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/products.cc
     gemm/cuda/push.cu
     gemm/cuda/schedule.cc
+    gemm/cuda/sizes.cc
     gemm/cuda/stitched_slots.cc
     gemm/cuda/sum.cu
     gemm/cuda/transfer.cc

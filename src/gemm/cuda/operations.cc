@@ -197,7 +197,22 @@ void Operation::multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductP
   pointers.d = (plain ? call_.d.data : w_.scratch) + bytes_of(first, row);
   const bool adds = plain && call_.c;
   if (adds) pointers.c = call_.c.data + bytes_of(first, row);
-  w_.products->run(shape, pointers, call_.alpha, adds ? call_.beta : 0.0f, s_);
+  run(shape, pointers, adds ? call_.beta : 0.0f);
+}
+
+// Scales of a part of the rows, or inside another tensor, need not begin where cuBLASLt takes them.
+// Their copies are free again behind the product: all products of a context follow one another.
+void Operation::run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
+                    float beta) const {
+  const auto align = [&](const float*& scales, int mode, std::int64_t rows, float* room) {
+    if (is_aligned(scales)) return;
+    const std::int64_t count = mode == xd::cuda::lt::kScaleScalar ? 1 : rows;
+    copy(room, scales, at(count) * sizeof(float), s_);
+    scales = room;
+  };
+  align(pointers.a_scale, shape.a_scale_mode, shape.m, w_.a_scales);
+  align(pointers.b_scale, shape.b_scale_mode, shape.n, w_.b_scales);
+  w_.products->run(shape, pointers, call_.alpha, beta, s_);
 }
 
 void Operation::return_gathered() const {
@@ -251,11 +266,13 @@ std::int64_t Operation::rows_in_scratch() const {
 
 void Operation::describe_alone() const {
   const std::int64_t rows = call_.a_rows;
-  const bool one_sided = call_.scaling == Scaling::rows && !(call_.a_scale && call_.b_scale);
-  if (one_sided && std::max(rows, call_.n) > w_.ones_count) {
+  const bool as_given = call_.a_scale && is_aligned(call_.a_scale.data) && call_.b_scale &&
+                        is_aligned(call_.b_scale.data);
+  if (call_.scaling == Scaling::rows && !as_given && std::max(rows, call_.n) > w_.scales_count) {
     fail(XD_ERROR_UNSUPPORTED, "product: has ", rows, " rows and N = ", call_.n,
-         ", expected at most ", w_.ones_count,
-         " of both where one operand alone has scales per row");
+         ", expected at most ", w_.scales_count,
+         " of both where scales per row are those of one operand alone, or do not begin at a "
+         "multiple of 16 bytes");
   }
   const auto describe = [&](std::int64_t some) {
     w_.products->describe(gathered_shape(some, rows));
@@ -278,8 +295,7 @@ void Operation::enqueue_alone() const {
   std::int64_t first = 0;
   do {
     const std::int64_t count = std::min(piece, rows - first);
-    w_.products->run(gathered_shape(count, rows), pointers(first, w_.scratch), call_.alpha, 0.0f,
-                     s_);
+    run(gathered_shape(count, rows), pointers(first, w_.scratch));
     finish_products(reinterpret_cast<float*>(w_.scratch), first, count);
     first += count;
   } while (first < rows);
@@ -308,7 +324,7 @@ void Operation::reduce() const {
 // ended when the sums' kernel begins, which raises the done flags behind them.
 void Operation::reduce_by_stores() const {
   turn_.open(s_);
-  w_.products->run(stitched_shape(), pointers(0, w_.stitched), call_.alpha, 0.0f, s_);
+  run(stitched_shape(), pointers(0, w_.stitched));
   sum_slots(option_.pitch);
 }
 
@@ -317,7 +333,7 @@ xd::cuda::ProductPointers Operation::pointers(std::int64_t first, void* d) const
 }
 
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
-  w_.products->run(partial_shape(rows), pointers(first, to), call_.alpha, 0.0f, s_);
+  run(partial_shape(rows), pointers(first, to));
 }
 
 void Operation::reduce_by_words() const {

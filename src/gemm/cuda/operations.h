@@ -45,7 +45,9 @@ struct Workshop {
   std::byte* exact = nullptr;  // exact results, where the products are still needed
   float* columns = nullptr;    // column sums of this rank
   const float* ones = nullptr;
-  std::int64_t ones_count = 0;
+  float* a_scales = nullptr;
+  float* b_scales = nullptr;
+  std::int64_t scales_count = 0;
   // Partial sums: this rank's slot at each owner, and the first of the slots that this rank owns.
   // Where a product can store into the owners' slots, they are one matrix to it, else nullptr.
   std::vector<std::byte*> slot_at;
@@ -137,6 +139,9 @@ class Operation {
 
   void reduce() const;
   void reduce_by_words() const;
+  // A product of this rank, with alpha and the scales of the call.
+  void run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
+           float beta = 0.0f) const;
   void reduce_by_copies() const;
   void reduce_by_stores() const;
   void send_partials(int peer) const;
