@@ -202,6 +202,7 @@ void CudaContext::describe() {
   // Ranks that share a device run at once, and so do their blocks.
   shop_.multiprocessors = std::max(1, comm().multiprocessors() / comm().ranks_on_device());
   shop_.keeps_gathered = config().keep_gathered;
+  shop_.shares_device = comm().ranks_on_device() > 1;
 }
 
 void CudaContext::describe_slots() {

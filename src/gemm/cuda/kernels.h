@@ -9,6 +9,9 @@ namespace xd::gemm::cuda {
 
 // Nothing waits on the host. `type`: of the products.
 
+// So many blocks of a sum fit on a multiprocessor.
+inline constexpr int kSumsPerMultiprocessor = 2;
+
 // The first launch of an operation of several: peers may touch this rank's memory once they know
 // of it, and when it has ended this rank may touch theirs.
 void launch_open(const TurnParams& params, cudaStream_t stream);
@@ -22,9 +25,10 @@ void launch_failed(const TurnParams& params, cudaStream_t stream);
 // When it has ended, what these sources have copied has landed.
 void launch_landed(const LandedParams& params, cudaStream_t stream);
 // The last launch of an operation whose partial sums lie in the slots when all peers have left.
-void launch_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream);
+// It waits with all its blocks, of which there are `most_blocks` at most.
+void launch_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream);
 // The same sums, of partial sums that have landed: a launch that waits for nobody.
-void launch_part_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream);
+void launch_part_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream);
 // Whole operations.
 void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream);
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);

@@ -412,7 +412,7 @@ void Operation::gather_sums() const {
                    .columns = call_.n,
                    .pitch = call_.n,
                    .epilogue = epilogue_from(call_, start)},
-                  call_.wide_type(), multiprocessors(), c());
+                  call_.wide_type(), most_sum_blocks(w_, s_), c());
   const std::uint64_t row = call_.d.row_bytes();
   for (int d = 1; d < ranks(); ++d) {
     const int peer = (rank() + d) % ranks();
@@ -454,7 +454,7 @@ void Operation::sum_slots(std::int64_t pitch) const {
               .columns = call_.n,
               .pitch = pitch,
               .epilogue = epilogue},
-             call_.wide_type(), multiprocessors(), s_);
+             call_.wide_type(), most_sum_blocks(w_, s_), s_);
   sum_columns(exact, call_.shares.rows(rank()));
 }
 

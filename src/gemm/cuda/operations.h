@@ -44,6 +44,7 @@ struct Workshop {
   std::uint64_t scratch_bytes = 0;
   std::byte* exact = nullptr;  // exact results, where the products are still needed
   float* columns = nullptr;    // column sums of this rank
+  // Scales of 1, and room for those of a and of b; of each so many.
   const float* ones = nullptr;
   float* a_scales = nullptr;
   float* b_scales = nullptr;
@@ -57,6 +58,7 @@ struct Workshop {
   Products* products = nullptr;
   SideStream* side = nullptr;
   int multiprocessors = 0;      // of the device, for this rank
+  bool shares_device = false;   // with other ranks
   bool keeps_gathered = false;  // all gathered rows stay, the own ones included
 };
 
@@ -82,6 +84,15 @@ class EnqueuedTurn {
 // The multiprocessors that kernels of a context may wait on with all their blocks, on this stream.
 inline int multiprocessors_of(const Workshop& workshop, cudaStream_t stream) {
   return xd::cuda::multiprocessors_of(stream, workshop.multiprocessors);
+}
+
+// The blocks of a sum. One that waits for a late rank holds registers and shared memory where its
+// blocks are. Those of a launch spread over the multiprocessors before two come to one, so where
+// ranks share the device each sum has one for each multiprocessor of its rank alone: products of
+// the late rank find the others free.
+inline int most_sum_blocks(const Workshop& workshop, cudaStream_t stream) {
+  return multiprocessors_of(workshop, stream) *
+         (workshop.shares_device ? 1 : kSumsPerMultiprocessor);
 }
 
 class Operation {
@@ -128,6 +139,9 @@ class Operation {
   // Calls act(first source, first token, tokens) for each product of the sources' gathered rows.
   template <class Do>
   void for_each_product(Sources sources, Do&& act) const;
+  // A product of this rank, with alpha and the scales of the call.
+  void run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
+           float beta = 0.0f) const;
   void own_product() const;
   void gathered_products(Sources sources) const;
   void multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
@@ -139,9 +153,6 @@ class Operation {
 
   void reduce() const;
   void reduce_by_words() const;
-  // A product of this rank, with alpha and the scales of the call.
-  void run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
-           float beta = 0.0f) const;
   void reduce_by_copies() const;
   void reduce_by_stores() const;
   void send_partials(int peer) const;

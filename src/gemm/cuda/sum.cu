@@ -20,7 +20,7 @@
 namespace xd::gemm::cuda {
 namespace {
 
-constexpr int kThreads = 512, kBlocksPerSm = 2;
+constexpr int kThreads = 512;
 constexpr int kAnyRanks = 0;  // a number of ranks that has no kernel of its own
 
 // The sum of the vectors at byte `at` of all sources' slots. What peers have stored is never loaded
@@ -65,7 +65,7 @@ __device__ inline void sum_rows(const SumParams& p) {
 }
 
 template <DType kType, int kRanks>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kSumsPerMultiprocessor)
     sum_kernel(const __grid_constant__ SumParams p) {
   __shared__ TurnShared shared;
   Turn turn(p.turn, shared);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 template <DType kType, int kRanks>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kSumsPerMultiprocessor)
     part_sum_kernel(const __grid_constant__ SumParams p) {
   if (p.turn.group.control->agreed != 0) sum_rows<kType, kRanks>(p);
 }
@@ -116,24 +116,23 @@ void with_kernel(DType type, int ranks, Do&& act) {
 
 namespace {
 
-int blocks_of(const SumParams& params, DType type, int multiprocessors) {
+int blocks_of(const SumParams& params, DType type, int most) {
   const std::int64_t vectors =
       params.rows * params.columns * static_cast<std::int64_t>(dtype_bytes(type)) / 16;
-  return blocks_for(vectors, kThreads, multiprocessors * kBlocksPerSm);
+  return blocks_for(vectors, kThreads, most);
 }
 
 }  // namespace
 
-void launch_sum(const SumParams& params, DType type, int multiprocessors, cudaStream_t stream) {
+void launch_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream) {
   with_kernel(type, params.turn.group.ranks(), [&](auto* kernel, auto*) {
-    launch_cooperative(kernel, params, blocks_of(params, type, multiprocessors), kThreads, stream);
+    launch_cooperative(kernel, params, blocks_of(params, type, most_blocks), kThreads, stream);
   });
 }
 
-void launch_part_sum(const SumParams& params, DType type, int multiprocessors,
-                     cudaStream_t stream) {
+void launch_part_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream) {
   with_kernel(type, params.turn.group.ranks(), [&](auto*, auto* kernel) {
-    launch_plain(kernel, params, blocks_of(params, type, multiprocessors), kThreads, stream);
+    launch_plain(kernel, params, blocks_of(params, type, most_blocks), kThreads, stream);
   });
 }
 

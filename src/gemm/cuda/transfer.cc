@@ -74,7 +74,7 @@ void Transfer::sum() const {
               .columns = call_.in.cols,
               .pitch = call_.in.cols,
               .epilogue = epilogue},
-             call_.in.type, multiprocessors_of(w_, s_), s_);
+             call_.in.type, most_sum_blocks(w_, s_), s_);
 }
 
 }  // namespace xd::gemm::cuda
