@@ -243,7 +243,10 @@ void add_fp8(DType a, DType b, std::vector<ProductShape>& to) {
   for (const auto& [of_a, of_b] : kModes) {
     shape.a_scale_mode = of_a;
     shape.b_scale_mode = of_b;
-    add_results(shape, a, to);
+    for (const bool fast : {false, true}) {
+      shape.fast_accumulate = fast;
+      add_results(shape, a, to);
+    }
   }
 }
 

@@ -46,8 +46,7 @@ Epilogue epilogue_from(const ProductCall& call, std::int64_t first);
 std::vector<xd::cuda::ProductShape> usual_shapes(const Config& config);
 // These, and those with scales or in TF32: other kernels.
 std::vector<xd::cuda::ProductShape> warmed_shapes(const Config& config);
-// The types, orders of elements and epilogues of every product that a call may have, without sizes;
-// but not with sums in narrower accumulators.
+// The types, orders of elements and epilogues of every product that a call may have, without sizes.
 std::vector<xd::cuda::ProductShape> all_products();
 
 }  // namespace xd::gemm::cuda

@@ -225,8 +225,9 @@ void CudaContext::warm_up() {
   for (const xd::cuda::ProductShape& shape : warmed_shapes(config())) {
     memory_->products->warm_up(shape, rows);
   }
-  // Kernels of a rank that shares this device may already wait when a call here would load one.
-  if (comm().ranks_on_device() > 1) memory_->products->load_all(all_products());
+  memory_->products->load_tuned(all_products());
+  // Kernels that wait for a thread of this process may run when a call would load one.
+  if (comm().local_ranks() > 1) memory_->products->load_all(all_products());
 }
 
 // A turn may be over while products and copies behind it still run, or may not have begun yet: the

@@ -29,6 +29,15 @@ ProductShape packed(ProductShape shape) {
   return shape;
 }
 
+// A shape of the sizes of another.
+ProductShape sized_as(ProductShape shape, const ProductShape& other) {
+  shape.m = other.m;
+  shape.n = other.n;
+  shape.k = other.k;
+  shape.far = other.far;
+  return packed(shape);
+}
+
 // What a shape says beside sizes.
 ProductShape types_of(ProductShape shape) {
   shape.m = shape.n = shape.k = 0;
@@ -83,6 +92,22 @@ void Products::load_all(const std::vector<ProductShape>& shapes) {
   loader_.load_all(library_, shapes);
 }
 
+// A product of few rows may be of any number of them.
+void Products::load_tuned(const std::vector<ProductShape>& shapes) {
+  const std::lock_guard lock(mutex_);
+  for (const TunedProduct& tuned : tuned_) {
+    const bool few = tuned.shape.m <= KernelLoader::kFewRows;
+    for (const ProductShape& each : shapes) {
+      ProductShape shape = sized_as(each, tuned.shape);
+      if (!is_like(tuned.shape, shape)) continue;
+      for (shape.m = few ? 1 : shape.m; shape.m <= tuned.shape.m; ++shape.m) {
+        static_cast<void>(loader_.load(library_, packed(shape), tuned.algorithm));
+      }
+    }
+  }
+  loader_.synchronize();
+}
+
 void Products::take(std::vector<TunedProduct> tuned) {
   const std::lock_guard lock(mutex_);
   tuned_ = std::move(tuned);
@@ -112,10 +137,13 @@ void Products::run(const ProductShape& shape, const ProductPointers& pointers, f
   } catch (const Error& error) {
     if (error.status() != XD_ERROR_UNSUPPORTED) throw;
   }
-  // Some algorithms mind the alignment of pointers, and say so only now.
+  // Some algorithms mind the alignment of pointers, and say so only now, when peers may wait: those
+  // that have been launched come first.
   const Algorithm refused = product.chosen();
-  for (const Algorithm& candidate : product.candidates()) {
-    if (candidate == refused || !product.choose(candidate)) continue;
+  std::vector<Algorithm> others = loader_.all_of(shape);
+  others.insert(others.end(), product.candidates().begin(), product.candidates().end());
+  for (const Algorithm& other : others) {
+    if (other == refused || !product.choose(other)) continue;
     try {
       return run_chosen();
     } catch (const Error& error) {
@@ -143,9 +171,9 @@ void Products::forget_oldest() {
       products_, {}, [](const auto& described) { return described.second.used; }));
 }
 
-// The algorithm of the class; else what was measured; else, where no kernel shall be loaded, the
-// best that has been launched, or that of another number of rows, or any that has; else the best
-// that can be launched beforehand; else the best.
+// While kernels may be loaded: the algorithm of the class; else what was measured; else the best
+// that can be launched; else the best. In a call only one that has been launched, if there is one:
+// that of the class, what was measured, the best, that of another number of rows, or any.
 void Products::choose(Product& product) {
   const ProductShape its_class = class_of(product.shape());
   const auto chosen = of_class_.find(its_class);
@@ -154,17 +182,20 @@ void Products::choose(Product& product) {
     return std::ranges::any_of(product.candidates(), choose_one);
   };
   const bool found =
-      choose_tuned(product) || (!warming_ && any_of([&](const Algorithm& candidate) {
-        return loader_.has(product.shape(), candidate) && product.choose(candidate);
-      })) ||
-      (!warming_ && (choose_neighbours(product) || choose_any(product))) ||
+      choose_tuned(product) ||
       any_of([&](const Algorithm& candidate) { return choose_loaded(product, candidate); }) ||
+      (!warming_ && (choose_neighbours(product) || choose_any(product))) ||
+      any_of([&](const Algorithm& candidate) {
+        return product.choose(candidate) && loader_.load(library_, product.shape(), candidate);
+      }) ||
       product.choose(product.candidates().front());
   if (found) of_class_.emplace(its_class, product.chosen());
 }
 
-// Chooses an algorithm, and launches it where it has not been; false if either cannot be.
+// Chooses an algorithm that has been launched, or is while kernels may be loaded; false if either
+// cannot be.
 bool Products::choose_loaded(Product& product, const Algorithm& algorithm) {
+  if (!warming_ && !loader_.has(product.shape(), algorithm)) return false;
   return product.choose(algorithm) && loader_.load(library_, product.shape(), algorithm);
 }
 

@@ -48,6 +48,9 @@ class Products {
   // loaded.
   void load_all(const std::vector<xd::cuda::ProductShape>& shapes);
 
+  // Loads the kernels of what was measured also for those of these types that it stands for.
+  void load_tuned(const std::vector<xd::cuda::ProductShape>& shapes);
+
   // Throws UNSUPPORTED if cuBLASLt has no such product.
   void describe(const xd::cuda::ProductShape& shape) {
     const std::lock_guard lock(mutex_);
