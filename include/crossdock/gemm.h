@@ -360,14 +360,16 @@ typedef struct xd_gemm_gather_args {
  * 1, are under way: one more is BUSY, which takes no turn.
  * A gather that is begun in a capture is ended in it, and one that is begun outside is ended before
  * an operation of the context is captured; else that call is BUSY, takes no turn and touches
- * nothing. A graph with operations of the context is launched behind the gathers that were begun
- * before: on a stream of an xd_gemm_wait, or ordered behind one. */
+ * nothing. A capture that comes to nothing holds neither the context nor the gather. A graph with
+ * operations of the context is launched behind the gathers that were begun before: on a stream of
+ * an xd_gemm_wait, or ordered behind one. */
 XD_API xd_status xd_gemm_start_all_gather(xd_gemm_context* context, const xd_gemm_gather_args* args,
                                           xd_stream stream);
 
 /* Ends what xd_gemm_start_all_gather began: on CUDA, work enqueued in `stream` from here on finds
- * `out` complete; on the CPU the call returns when it is. Any stream: the context's next operation
- * comes behind the gather in any case. Success if nothing was begun. */
+ * `out` complete; on the CPU the call returns when it is. Any stream, of which NULL is the legacy
+ * default one: the context's next operation comes behind the gather in any case. INVALID_ARGUMENT
+ * for a stream that takes no work because of a capture. Success if nothing was begun. */
 XD_API xd_status xd_gemm_wait(xd_gemm_context* context, xd_stream stream);
 
 typedef struct xd_gemm_view {

@@ -22,7 +22,7 @@ struct StreamPool {
 };
 
 bool is_default_stream(cudaStream_t stream) {
-  return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+  return is_legacy_stream(stream) || stream == cudaStreamPerThread;
 }
 
 // True for cudaErrorStreamCaptureUnsupported and the neighbouring codes.

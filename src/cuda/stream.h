@@ -77,6 +77,11 @@ bool is_captured(cudaStream_t stream);
 // been invalidated and not yet ended.
 std::uint64_t capture_of(cudaStream_t stream);
 
+// True for NULL and its other name.
+inline bool is_legacy_stream(cudaStream_t stream) {
+  return stream == nullptr || stream == cudaStreamLegacy;
+}
+
 // False for a stream whose capture has been invalidated, and for the legacy default stream while a
 // blocking stream is captured: nothing can be enqueued there.
 bool takes_work(cudaStream_t stream);

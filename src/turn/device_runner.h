@@ -158,8 +158,9 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
   bool entered = false;
   try {
     // It is checked here and not by the launch, which would take that capture down.
-    XD_REQUIRE(stream != nullptr || cuda::takes_work(stream),
-               "stream = NULL, expected another stream while a blocking one is captured");
+    XD_REQUIRE(!cuda::is_legacy_stream(stream) || cuda::takes_work(stream),
+               "stream: is the legacy default stream, as NULL is, expected another one while a "
+               "blocking stream is captured");
     if constexpr (std::is_invocable_v<Start, bool&>) {
       return start(entered);
     } else {

@@ -16,32 +16,6 @@
 namespace xd::test {
 namespace {
 
-// A stream while it is captured. The captured work is not kept.
-class Capture {
- public:
-  Capture(const Rank& rank, cudaStream_t stream, cudaStreamCaptureMode mode) : stream_(stream) {
-    cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
-    cuda_ok(cudaStreamBeginCapture(stream_, mode), "begin of capture");
-  }
-  ~Capture() { end(); }
-  Capture(const Capture&) = delete;
-  Capture& operator=(const Capture&) = delete;
-
-  // Ends the capture, once, and returns the result of cudaStreamEndCapture().
-  cudaError_t end() {
-    if (stream_ == nullptr) return cudaSuccess;
-    cudaGraph_t graph = nullptr;
-    const cudaError_t error = cudaStreamEndCapture(stream_, &graph);
-    stream_ = nullptr;
-    if (graph != nullptr) cudaGraphDestroy(graph);
-    cudaGetLastError();
-    return error;
-  }
-
- private:
-  cudaStream_t stream_;
-};
-
 void expect_good_step(const Rank& rank, xd_ep_group* group, FixedStep& step, int number) {
   step.load(number);
   step.enqueue_all(group);

@@ -32,4 +32,20 @@ Graph::~Graph() {
 
 void Graph::launch() const { cuda_ok(cudaGraphLaunch(executable_, stream_), "cudaGraphLaunch"); }
 
+Capture::Capture(const Rank& rank, cudaStream_t stream, cudaStreamCaptureMode mode)
+    : stream_(stream) {
+  cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
+  cuda_ok(cudaStreamBeginCapture(stream_, mode), "begin of capture");
+}
+
+cudaError_t Capture::end() {
+  if (stream_ == nullptr) return cudaSuccess;
+  cudaGraph_t graph = nullptr;
+  const cudaError_t error = cudaStreamEndCapture(stream_, &graph);
+  stream_ = nullptr;
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaGetLastError();
+  return error;
+}
+
 }  // namespace xd::test

@@ -1,4 +1,4 @@
-// A captured CUDA graph, and a device that is busy.
+// A captured CUDA graph, captures without one, and a device that is busy.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,6 +24,21 @@ class Graph {
   cudaStream_t stream_;
   cudaGraph_t graph_ = nullptr;
   cudaGraphExec_t executable_ = nullptr;
+};
+
+// A stream while it is captured. The captured work is not kept.
+class Capture {
+ public:
+  Capture(const Rank& rank, cudaStream_t stream, cudaStreamCaptureMode mode);
+  ~Capture() { end(); }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  // Ends the capture, once, and returns the result of cudaStreamEndCapture().
+  cudaError_t end();
+
+ private:
+  cudaStream_t stream_;
 };
 
 // Throws with the call and the reason.

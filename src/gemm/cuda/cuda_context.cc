@@ -117,6 +117,7 @@ void CudaContext::allocate() {
   memory_->side = std::make_unique<SideStream>(device);
   memory_->side->reserve(at(config().ranks) + 4);
   memory_->meeting = std::make_unique<Meeting>(device);
+  gather_ = std::make_unique<StartedGather>(device);
   load_kernels();
   empty_words();
   describe();
@@ -201,8 +202,8 @@ void CudaContext::describe() {
   shop_.side = memory_->side.get();
   // Ranks that share a device run at once, and so do their blocks.
   shop_.multiprocessors = std::max(1, comm().multiprocessors() / comm().ranks_on_device());
-  shop_.keeps_gathered = config().keep_gathered;
   shop_.shares_device = comm().ranks_on_device() > 1;
+  shop_.keeps_gathered = config().keep_gathered;
 }
 
 void CudaContext::describe_slots() {
@@ -235,7 +236,8 @@ void CudaContext::warm_up() {
 CudaContext::~CudaContext() {
   bool rests = true;
   xd::cuda::try_on_device(comm().device().device_id, [&] {
-    rests = memory_->side->comes_to_rest(Deadline::after_ms(Runner::kPatienceMs));
+    const auto deadline = Deadline::after_ms(Runner::kPatienceMs);
+    rests = memory_->side->comes_to_rest(deadline) && gather_->comes_to_rest(deadline);
   });
   if (!rests || !runner_.end()) keep_for_good();
 }
@@ -269,7 +271,7 @@ void CudaContext::enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& wor
 
 void CudaContext::product(xd_gemm_operation operation, const xd_gemm_args* args, xd_stream stream) {
   run(operation, stream, [&](bool& entered) {
-    gather_.join(stream, *memory_->side);
+    gather_->join(stream);
     const ProductCall call = read_product(operation, args, call_context(starts_));
     start(call, stream, entered);
     if (operation == XD_GEMM_ALL_GATHER && config().keep_gathered) keep(call, args->a->dtype);
@@ -287,7 +289,7 @@ void CudaContext::keep(const ProductCall& call, DLDataType type) {
 
 void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
   run(XD_GEMM_BULK, stream, [&](bool& entered) {
-    gather_.join(stream, *memory_->side);
+    gather_->join(stream);
     const TransferCall call = read_bulk(args, call_context(starts_));
     require_memory(call, comm().device().device_id);
     if (call.product) require_supported(*call.product);
@@ -300,7 +302,7 @@ void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
 
 void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream stream) {
   require_order(XD_GEMM_START_ALL_GATHER, stream);
-  if (gather_.under_way()) {
+  if (gather_->under_way()) {
     give_back({.status = XD_ERROR_BUSY,
                .text = concat("config.slots = ", config().slots,
                               ": a gather is under way, expected xd_gemm_wait before the next one; "
@@ -309,19 +311,21 @@ void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream st
               XD_GEMM_START_ALL_GATHER, 0);
   }
   run(XD_GEMM_START_ALL_GATHER, stream, [&](bool& entered) {
-    gather_.join(stream, *memory_->side);
+    gather_->join(stream);
     const TransferCall call = read_gather(args, call_context(starts_));
     require_memory(call, comm().device().device_id);
     const EnqueuedTurn turn = next_turn(record_of(call), entered);
     enqueue(turn, stream, [&] { Transfer(shop_, call, turn, stream).begin(); });
-    gather_.begin(stream);
+    gather_->begin(stream, *memory_->side);
   });
 }
 
 void CudaContext::wait(xd_stream stream) {
   require_order(XD_GEMM_START_ALL_GATHER, stream);
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
-  gather_.wait(stream, *memory_->side);
+  XD_REQUIRE(!gather_->can_be_waited_for() || xd::cuda::takes_work(stream),
+             "stream: takes no work because of a capture, expected another stream");
+  gather_->wait(stream);
 }
 
 // Refuses a call that could not be ordered behind the context's own stream, before it touches
@@ -329,7 +333,7 @@ void CudaContext::wait(xd_stream stream) {
 void CudaContext::require_order(std::int32_t operation, xd_stream stream) {
   comm().errors().check_usable();
   const xd::cuda::DeviceGuard guard(comm().device().device_id);
-  const char* const obstacle = gather_.obstacle(stream, *memory_->side);
+  const char* const obstacle = gather_->obstacle(stream, *memory_->side);
   if (obstacle == nullptr) return;
   give_back({.status = XD_ERROR_BUSY,
              .text = concat("stream: ", obstacle, "; peers do not hear of this call"),
@@ -338,7 +342,7 @@ void CudaContext::require_order(std::int32_t operation, xd_stream stream) {
 }
 
 void CudaContext::fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream) {
-  gather_.join(stream, *memory_->side);
+  gather_->join(stream);
   Record record;
   record.call = call;
   const TurnParams turn = turn_params(record, launch);

@@ -96,7 +96,7 @@ class CudaContext final : public Context {
   std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
   Workshop shop_;
   std::vector<std::int64_t> starts_;
-  StartedGather gather_;
+  std::unique_ptr<StartedGather> gather_;
   std::optional<cudaStream_t> last_;  // stream of the last operation, if it was not captured
   bool captured_ = false;             // some operation was
   // True if the last operation's turn was a meeting, and nothing behind it reads its epoch.

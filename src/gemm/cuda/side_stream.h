@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <thread>
@@ -21,18 +22,24 @@ namespace xd::gemm::cuda {
 // xd_gemm_wait.
 class SideStream {
  public:
-  explicit SideStream(int device) : device_(device), ended_(device) {
-    int least = 0, greatest = 0;
-    XD_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    XD_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
-  }
+  explicit SideStream(int device) : device_(device), ended_(device) { stream_ = another(); }
   ~SideStream() {
-    xd::cuda::try_on_device(device_, [this] { cudaStreamDestroy(stream_); });
+    xd::cuda::try_on_device(device_, [this] {
+      for (const cudaStream_t stream : all_) cudaStreamDestroy(stream);
+    });
   }
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
 
   cudaStream_t get() const { return stream_; }
+  // A capture that was invalidated keeps its streams until it is ended, and that may be never. So
+  // another stream takes the place of one that is part of such a capture. Nothing that runs is left
+  // behind there but what its user finds by events.
+  void leave_invalidated_capture() {
+    if (xd::cuda::takes_work(stream_)) return;
+    const auto free = std::ranges::find_if(all_, xd::cuda::takes_work);
+    stream_ = free != all_.end() ? *free : another();
+  }
   // Begins an operation: its events may be used again. (A stream that waits for an event has taken
   // note of it when the wait is enqueued.)
   void begin() { used_ = 0; }
@@ -65,14 +72,7 @@ class SideStream {
     }
     return !marked_ || has_come(ended_.get(), deadline);
   }
-  // Makes the events of an operation beforehand.
-  void reserve(std::size_t events) {
-    events_.reserve(events);
-    while (events_.size() < events) events_.emplace_back(device_);
-  }
-
- private:
-  // An error of the device ends everything.
+  // False if an event has not come by the deadline. An error of the device ends everything.
   static bool has_come(cudaEvent_t event, const Deadline& deadline) {
     while (cudaEventQuery(event) == cudaErrorNotReady) {
       cudaGetLastError();
@@ -81,10 +81,28 @@ class SideStream {
     }
     return true;
   }
+  // Makes the events of an operation beforehand.
+  void reserve(std::size_t events) {
+    events_.reserve(events);
+    while (events_.size() < events) events_.emplace_back(device_);
+  }
+
+ private:
+  cudaStream_t another() {
+    const xd::cuda::RelaxedCapture relaxed;
+    all_.reserve(all_.size() + 1);
+    int least = 0, greatest = 0;
+    XD_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    cudaStream_t made = nullptr;
+    XD_CUDA_CHECK(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest));
+    all_.push_back(made);
+    return made;
+  }
 
   const int device_;
   const xd::cuda::Event ended_;
   cudaStream_t stream_ = nullptr;
+  std::vector<cudaStream_t> all_;
   bool marked_ = false;
   std::vector<xd::cuda::Event> events_;
   std::size_t used_ = 0;
