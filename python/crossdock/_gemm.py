@@ -23,6 +23,7 @@ from crossdock._gemm_config import (
     GemmOperation,
     fail_context,
     gemm_word,
+    whole_number,
 )
 from crossdock._membership import Member, of_kind, optional
 from crossdock.errors import CrossdockError, in_words
@@ -167,7 +168,7 @@ class GemmArgs:
             "gathered_scale": optional("gathered_scale", self.gathered_scale, _NUMBERS, write=True),
             "tokens_per_rank": _tokens(self.tokens_per_rank, num_ranks),
             "algo": gemm_word("algo", self.algo, constants.GEMM_ALGOS),
-            "tag": _tag(self.tag),
+            "tag": whole_number("tag", self.tag, 32),
         }
 
     def shape_of_d(self, operation: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -205,21 +206,6 @@ def _tokens(given: Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | No
             f"tokens_per_rank: expected the tokens of {num_ranks} ranks, got {len(tokens)}"
         )
     return tokens
-
-
-def _tag(given: int) -> int:
-    """A tag as the library takes it.
-
-    Raises:
-        TypeError, ValueError: it is no whole number, or too large.
-    """
-    try:
-        tag = operator.index(given)
-    except TypeError:
-        raise TypeError(f"tag: expected a whole number, got {given!r}") from None
-    if not 0 <= tag < 1 << 32:
-        raise ValueError(f"tag: expected 0 to 2^32 - 1, got {tag}")
-    return tag
 
 
 class GemmContext(Member):
@@ -357,7 +343,7 @@ class GemmContext(Member):
             of_product = d = None
             if product is not None:
                 of_product, d = self._arguments(_BULK, of_kind("product", product, GemmArgs))
-            name = _tag(tag)
+            name = whole_number("tag", tag, 32)
         self._core.bulk(kind, rows, written, tokens, of_product, tag=name)
         self._under_way.clear()
         return out, d
@@ -390,7 +376,7 @@ class GemmContext(Member):
             rows = describe("array", array, _ROWS)
             out = self._transferred(_ALL_GATHER, array, tokens) if out is None else out
             written = describe("out", out, _ROWS, write=True)
-            name = _tag(tag)
+            name = whole_number("tag", tag, 32)
         self._core.start_all_gather(rows, written, tokens, tag=name)
         self._under_way += (array, out)
         return out

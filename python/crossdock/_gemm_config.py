@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ __all__ = [
     "GemmOperation",
     "fail_context",
     "gemm_word",
+    "whole_number",
 ]
 
 GemmOperation = Literal["all_gather", "reduce_scatter", "all_reduce", "bulk", "start_all_gather"]
@@ -53,6 +55,21 @@ def gemm_word(name: str, word: Any, known: dict[str, int]) -> int:
     if not isinstance(word, str) or word not in known:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {word!r}")
     return known[word]
+
+
+def whole_number(name: str, given: Any, bits: int) -> int:
+    """A number of so many bits, of the argument `name`.
+
+    Raises:
+        TypeError, ValueError: it is no whole number, below 0, or too large.
+    """
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {given!r}") from None
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"{name}: expected a whole number from 0 below 2^{bits}, got {given!r}")
+    return number
 
 
 def fail_context(core: _core.Comm) -> None:

@@ -264,7 +264,7 @@ def mistakes(me: Rank) -> None:
             {"tokens_per_rank": 3},
         ),
         (TypeError, "tag: expected a whole number, got 'fc1'", {"tag": "fc1"}),
-        (ValueError, r"tag: expected 0 to 2\^32 - 1, got -1", {"tag": -1}),
+        (ValueError, r"tag: expected a whole number from 0 below 2\^32, got -1", {"tag": -1}),
         (TypeError, "unexpected keyword argument 'biass'", {"biass": nothing}),
         (
             crossdock.InvalidArgument,
