@@ -314,6 +314,7 @@ class GemmContext:
         slots: int = 0,
         keep_gathered: int = 0,
         allow_fallback: int = 0,
+        nccl_comm: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

@@ -142,6 +142,8 @@ xd_gemm_config gemm_config(const nb::kwargs& options) {
       config.keep_gathered = number();
     else if (name == "allow_fallback")
       config.allow_fallback = number();
+    else if (name == "nccl_comm")
+      config.nccl_comm = pointer(integer<std::uintptr_t>(value, given));
     else if (name == "device_type")
       config.device_type = number();
     else

@@ -52,6 +52,7 @@ class Comm:
             else None.
         pool: where tensors in symmetric memory come from.
         contexts: of products, by their bounds, which layers share; see ``crossdock.torch.tp``.
+        agreement: the context by which these layers agree on bounds; None before the first.
         core: the communicator of the extension.
     """
 
@@ -71,6 +72,7 @@ class Comm:
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
         self.contexts: dict[Any, Any] = {}
+        self.agreement: Any = None
         self._growths = 0
         self._groups_provided = 0
         self._missing_bytes = 0
@@ -168,6 +170,7 @@ class Comm:
         if self.device.type == "cuda" and not self.core.closed:
             torch.cuda.synchronize(self.device)
         self.contexts.clear()
+        self.agreement = None
         self.pool.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Comm:

@@ -20,6 +20,7 @@ from crossdock.errors import InvalidArgument
 
 from ._comm import Comm, default_comm
 from ._config import read_config
+from ._handles import new_handle
 from ._membership import Membership
 from ._pool import SymmetricPool, block_bytes
 
@@ -27,7 +28,6 @@ __all__ = ["EpGroup", "Plan", "PlanParts", "RoutingLayout", "group_of", "keep_pr
 
 _ALIGNED = 4  # int32 elements in 16 bytes, where every part begins
 
-_handles = itertools.count(1)
 _groups: weakref.WeakValueDictionary[int, EpGroup] = weakref.WeakValueDictionary()
 
 
@@ -94,7 +94,7 @@ class EpGroup(Membership):
 
     Attributes:
         comm: its Comm.
-        handle: its number in this process, by which operators find it.
+        handle: a number by which operators find it.
         rows: R, the rows of every receive tensor of this rank.
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
         num_local_experts: L, the experts of this rank.
@@ -199,7 +199,8 @@ class EpGroup(Membership):
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device)
         self.order_leaf = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
-        self.handle: int = next(_handles)
+        ranks = (self.comm.rank, self.comm.num_ranks)
+        self.handle = new_handle(ranks, self.rows, sorted(config.items()))
         _groups[self.handle] = self
 
     def _create(self, config: dict[str, Any]) -> None:

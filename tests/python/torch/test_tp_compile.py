@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -110,6 +113,35 @@ def test_inductor_leaves_out_nothing_on_a_rank_without_tokens():
     run_ranks(2, with_inductor, timeout=400)
 
 
+def from_a_shared_cache(me: Rank, folder: pathlib.Path) -> int:
+    """Returns how many compiled programs were found in the cache."""
+    from torch._dynamo.utils import counters
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    tokens = (3, 1)[: me.num_ranks]
+    with xd.init(), torch.no_grad():
+        where = context(tokens, INNER, torch.float32)
+        a, weight = whole(1, sum(tokens), HIDDEN), whole(2, HIDDEN, HIDDEN)
+        call = torch.compile(
+            lambda a, w: 2 * tp.matmul_reduce_scatter(a, w.t(), where, tokens_per_rank=tokens),
+            fullgraph=True,
+        )
+        got = call(a, weight)
+        settle(where)
+        want = 2 * me.num_ranks * (a @ weight.t())
+        equal("result", got, want[rows_of(tokens, me.rank)])
+    return (
+        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    )
+
+
+def test_ranks_share_a_cache_of_compiled_programs(tmp_path: pathlib.Path):
+    """Of a later run too each rank finds the program for its own rows, and no other."""
+    for found in (0, 1):
+        hits = run_ranks(2, from_a_shared_cache, tmp_path, timeout=400, fresh=True)
+        assert all(hit >= found for hit in hits), hits
+
+
 def mistake_inside(me: Rank) -> None:
     """Checks run where operations run, so that peers hear of mistakes inside compiled code too."""
     torch._dynamo.reset()
@@ -146,7 +178,7 @@ def test_opcheck_of_products(alone, name):
     for b in (whole(2, 8, 16).requires_grad_().t(), whole(2, 16, 8).requires_grad_()):
         keep = name == "tp_all_gather_matmul"
         a = whole(1, 4, 16).requires_grad_()
-        for options in ((tokens, 3, 0, keep, True), (None, 0, 0, False, True)):
+        for options in ((tokens, 3, 0, keep, 7), (None, 0, 0, False, 3)):
             torch.library.opcheck(
                 getattr(OPS, name).default,
                 (a, b, bias, None, alone.order, alone.handle, *options),
@@ -157,7 +189,7 @@ def test_opcheck_of_others(alone):
     a, b = whole(1, 4, 16), whole(2, 8, 16).t()
     leaf = a.clone().requires_grad_()
     torch.library.opcheck(
-        OPS.tp_replicated_matmul.default, (leaf, b, None, None, alone.order, alone.handle)
+        OPS.tp_replicated_matmul.default, (leaf, b, None, None, alone.order, alone.handle, 1)
     )
     total = torch.zeros(4, 8, device=a.device)
     for options in ((a, b, None), (None, None, None), (a, b, total)):
@@ -198,7 +230,7 @@ def test_opcheck_of_fp8(alone):
 def test_second_derivatives_are_refused(alone):
     x, w = whole(1, 4, 16).requires_grad_(), whole(2, 8, 16).requires_grad_()
     out = OPS.tp_all_gather_matmul(
-        x, w.t(), None, None, alone.order, alone.handle, None, 0, 0, True, True
+        x, w.t(), None, None, alone.order, alone.handle, None, 0, 0, True, 3
     )[0]
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="expected first derivatives only"):

@@ -131,6 +131,7 @@ def bad_contexts(me: Rank) -> None:
             (ValueError, "operations: expected one of", {"operations": ("gather",)}),
             (TypeError, "operations: expected a sequence", {"operations": "bulk"}),
             (InvalidArgument, "config.max_tokens = 0, expected 1", {"max_tokens": 0}),
+            (TypeError, "nccl_comm: expected", {"nccl_comm": "mine"}),
         ):
             with pytest.raises(kind if me.rank == bad else Mismatch) as raised:
                 tp.TpContext(**good | (changed if me.rank == bad else {}))
@@ -139,9 +140,145 @@ def bad_contexts(me: Rank) -> None:
         if me.num_ranks > 1:
             with pytest.raises(Mismatch, match="max_n"):
                 tp.TpContext(**good | {"max_n": 8 + me.rank})
+        if comm.device.type == "cpu":
+            with pytest.raises(Unsupported, match="nccl_comm asks for cuBLASMp, which needs CUDA"):
+                tp.TpContext(**good, nccl_comm=64)
+            with pytest.raises(Mismatch if me.num_ranks > 1 else Unsupported, match="nccl_comm"):
+                tp.TpContext(**good, nccl_comm=64 if me.rank == bad else None)
         where = tp.TpContext(**good)
         assert where.comm is comm and (where.rank, where.num_ranks) == (me.rank, me.num_ranks)
 
 
 def test_a_bad_context_is_refused_on_all_ranks():
     run_ranks(2, bad_contexts)
+
+
+def told_to_all(me: Rank, where: tp.TpContext, call) -> None:
+    """Every rank's call raises Mismatch, before the timeout."""
+    start = time.monotonic()
+    with pytest.raises(Mismatch):
+        call()
+        settle(where)
+    assert time.monotonic() - start < 60, "told late"
+    if where.comm.device.type == "cuda":
+        torch.cuda.synchronize()
+        where.status()
+
+
+def other_gradients(me: Rank) -> None:
+    """Ranks that want other gradients would run other operations in the backward pass."""
+    with xd.init() as comm:
+        where = context((4,), K, torch.float32)
+        odd = me.rank == me.num_ranks - 1
+        x, weight = whole(1, 4, K), whole(2, K, K)
+        rows = x.repeat(comm.num_ranks, 1)
+        calls = {
+            "column": lambda x, w: tp.column_parallel_linear(x, w, None, where),
+            "row": lambda x, w: tp.row_parallel_linear(x.repeat(comm.num_ranks, 1), w, None, where),
+            "column fp8": lambda x, w: tp.column_parallel_linear(x, w, None, where, fp8=True),
+            "row fp8": lambda x, w: tp.row_parallel_linear(
+                x.repeat(comm.num_ranks, 1), w, None, where, fp8=True
+            ),
+            "all-reduce": lambda x, w: tp.matmul_all_reduce(x, w.t(), where),
+            # Of the first nothing travels: the second finds it.
+            "replicated": lambda x, w: tp.matmul_all_reduce(
+                tp.column_parallel_linear(x, w, None, where, sequence_parallel=False).detach(),
+                weight.t(),
+                where,
+            ),
+        }
+        for call in calls.values():
+            for wanted in ((True, odd), (odd, True), (not odd, False)):
+                leaves = [t.clone().requires_grad_(w) for t, w in zip((x, weight), wanted)]
+                told_to_all(me, where, lambda call=call, leaves=leaves: call(*leaves))
+        # Whether gathered rows are kept decides it as well, where there are gradients.
+        leaf = x.clone().requires_grad_()
+        held = weight.clone().requires_grad_()
+        gather = lambda w: tp.all_gather_matmul(leaf, w.t(), where, save_gathered=odd)  # noqa: E731
+        told_to_all(me, where, lambda: gather(held))
+        with torch.no_grad():
+            equal("result", gather(held), rows @ weight.t())
+        settle(where)
+
+
+def test_ranks_that_want_other_gradients_are_told():
+    run_ranks(2, other_gradients)
+
+
+def bad_main_grads(me: Rank) -> None:
+    """A tensor that gradients cannot be added to is found before the forward pass."""
+    with xd.init() as comm:
+        where = context((4,), K, torch.float32)
+        x, weight = whole(1, 4, K).requires_grad_(), whole(2, N, K).requires_grad_()
+        bad = me.rank == me.num_ranks - 1
+        good = torch.zeros(N, K, device=comm.device)
+        cases = [
+            (
+                ValueError,
+                r"main_grad: expected shape \(8, 16\), .*got \(16, 8\)",
+                good.t().contiguous(),
+            ),
+            (ValueError, "main_grad: expected shape .*contiguous", good.t().contiguous().t()),
+            (TypeError, "main_grad: expected torch.float32 or torch.float32, got", good.half()),
+            (TypeError, "main_grad: expected a tensor, got int", 3),
+            (ValueError, "main_grad: expected a tensor on .*, got one on meta", good.to("meta")),
+        ]
+        for fp8 in (False, True):
+            for kind, text, main in cases:
+                weight.main_grad = main if bad else good
+
+                def call(fp8=fp8):
+                    return tp.column_parallel_linear(
+                        x, weight, None, where, fused_wgrad=True, fp8=fp8
+                    )
+
+                if bad:
+                    with pytest.raises(kind, match=text):
+                        call()
+                    if comm.device.type == "cuda":
+                        torch.cuda.synchronize()
+                        where.status()
+                else:
+                    told_to_all(me, where, call)
+        assert not good.any()
+
+
+def test_main_grad_is_checked_first():
+    run_ranks(2, bad_main_grads)
+
+
+def bad_layers(me: Rank) -> None:
+    """Layers that make their context: mistakes and bounds of one rank are told to all."""
+    with xd.init() as comm:
+        bad = me.rank == me.num_ranks - 1
+        good = {"in_features": 16, "out_features": 16, "max_tokens": 4, "dtype": torch.float32}
+        mlp = {"hidden": 16, "ffn": 16, "max_tokens": 4, "dtype": torch.float32}
+        heads = {"hidden": 16, "num_heads": 4, "max_tokens": 4, "dtype": torch.float32}
+        kinds = ((tp.ColumnParallelLinear, good), (tp.SequenceParallelMLP, mlp))
+        kinds += ((tp.TensorParallelAttentionProjections, heads),)
+        cases = [
+            (kinds[0], ValueError, "out_features: expected a multiple of", {"out_features": 17}),
+            (kinds[0], ValueError, "max_tokens: expected a number", {"max_tokens": None}),
+            (kinds[0], TypeError, "max_tokens: expected a whole number", {"max_tokens": "4"}),
+            (kinds[0], ValueError, "dtype: expected one of", {"dtype": torch.int8}),
+            (kinds[1], ValueError, "activation: expected", {"activation": "silu"}),
+            (kinds[2], ValueError, "num_kv_heads: expected", {"num_kv_heads": 3}),
+        ]
+        for (layer, sizes), kind, text, changed in cases:
+            with pytest.raises(kind if bad else Mismatch, match=text if bad else "ranks disagree"):
+                layer(**sizes | (changed if bad else {}))
+        if me.num_ranks > 1:
+            for changed in ({"max_tokens": 5}, {"in_features": 32}, {"dtype": torch.float16}):
+                with pytest.raises(Mismatch, match=f"{'dtype' if 'dtype' in changed else 'max_'}"):
+                    tp.ColumnParallelLinear(**good | (changed if bad else {}))
+        first = tp.ColumnParallelLinear(**good)
+        assert tp.ColumnParallelLinear(**good).context is first.context
+        # With a context of the caller's no peer is waiting.
+        if bad:
+            with pytest.raises(ValueError, match="activation: expected"):
+                tp.SequenceParallelMLP(16, 16, activation="silu", context=first.context)
+        comm.barrier()
+
+
+def test_a_bad_layer_is_refused_on_all_ranks():
+    run_ranks(2, bad_layers)

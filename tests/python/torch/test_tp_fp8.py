@@ -97,6 +97,31 @@ def test_operands_are_rounded_once():
     run_ranks(2, rounded)
 
 
+def not_finite(me: Rank) -> None:
+    """What is not finite stays so: no scale makes it a number that a sum could hide."""
+    with xd.init():
+        where = context((4,), 16, torch.bfloat16)
+        weight = whole(2, 16, 16, dtype=torch.bfloat16)
+        for value in (torch.inf, -torch.inf, torch.nan):
+            x = whole(1, 4, 16, dtype=torch.bfloat16)
+            x[1, 2] = value
+            options = {"fp8": True}
+            out = tp.column_parallel_linear(x, weight, None, where, **options)
+            settle(where)
+            assert out.isnan().all(), value
+            bad = weight.clone()
+            bad[0, 0] = value
+            out = tp.row_parallel_linear(
+                x.nan_to_num(0, 0, 0).repeat(me.num_ranks, 1), bad, None, where, **options
+            )
+            settle(where)
+            assert out.isnan().all(), value
+
+
+def test_what_is_not_finite_becomes_nan():
+    run_ranks(2, not_finite)
+
+
 def test_opcheck_of_fp8_layers():
     with xd.init():
         where = context((16,), K, torch.float32)
@@ -104,8 +129,8 @@ def test_opcheck_of_fp8_layers():
         b = whole(2, N, K).requires_grad_().t()
         only = ("test_autograd_registration", "test_faketensor")
         for keep in (True, False):
-            arguments = (a, b, None, None, where.order, where.handle, None, 0, keep)
+            arguments = (a, b, None, None, where.order, where.handle, None, 0, keep, 3)
             torch.library.opcheck(OPS.tp_fp8_all_gather_matmul.default, arguments, test_utils=only)
         torch.library.opcheck(
-            OPS.tp_fp8_matmul_reduce_scatter.default, arguments[:-1], test_utils=only
+            OPS.tp_fp8_matmul_reduce_scatter.default, (*arguments[:-2], 3), test_utils=only
         )

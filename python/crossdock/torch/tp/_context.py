@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any, overload
@@ -14,13 +12,14 @@ import torch
 from crossdock import _core
 from crossdock._core import constants
 from crossdock._gemm import GemmPlan
-from crossdock._gemm_config import Algo, GemmOperation, fail_context, gemm_word
+from crossdock._gemm_config import Algo, GemmOperation, fail_context, gemm_word, whole_number
 
 from .._calls import DTYPE_CODES
 from .._comm import Comm, default_comm
+from .._handles import new_handle
 from .._membership import Membership
 
-__all__ = ["OPERANDS", "TpContext", "context_of", "shared_context"]
+__all__ = ["OPERANDS", "TpContext", "context_of", "find_shared", "shared_context"]
 
 # Element types of operands.
 OPERANDS = (
@@ -31,7 +30,6 @@ OPERANDS = (
     torch.float8_e5m2,
 )
 
-_handles = itertools.count(1)
 _contexts: weakref.WeakValueDictionary[int, TpContext] = weakref.WeakValueDictionary()
 
 
@@ -76,7 +74,7 @@ class TpContext(Membership):
 
     Attributes:
         comm: its Comm.
-        handle: its number in this process, by which operators find it.
+        handle: a number by which operators find it.
         num_ranks, rank: of the communicator.
         max_tokens, max_k, max_n, dtype: as given.
         order: stands for the operations so far, so that compilers keep them, in their order.
@@ -99,6 +97,7 @@ class TpContext(Membership):
         algo: Algo = "auto",
         num_comm_sms: int = 0,
         allow_fallback: bool = False,
+        nccl_comm: int | None = None,
         comm: Comm | None = None,
     ) -> None:
         """Makes the context. Collective, blocking. Equal on all ranks but for `num_comm_sms`.
@@ -115,6 +114,10 @@ class TpContext(Membership):
             algo: for calls that name none; "auto" = by the cost model of `explain`.
             num_comm_sms: CUDA: multiprocessors that move rows beside products; 0 = copy engines do.
             allow_fallback: whether a call whose algorithm cannot run takes "auto" instead.
+            nccl_comm: CUDA: address of an ``ncclComm_t`` of the same ranks in the same order, with
+                which cuBLASMp transfers. It makes the context for cuBLASMp; keep it until the
+                context has been closed, and use it for nothing else. None = cuBLASMp, where `algo`
+                names it, gets one of its own.
             comm: None = the default communicator.
 
         Raises:
@@ -127,9 +130,11 @@ class TpContext(Membership):
         self.comm = default_comm() if comm is None else comm
         given = {"max_tokens": max_tokens, "max_k": max_k, "max_n": max_n}
         try:
-            config = {name: _size(name, value) for name, value in given.items()}
+            config = {name: whole_number(name, value, 31) for name, value in given.items()}
             config |= _words(dtype, operations, algo)
-            config["num_comm_sms"] = _size("num_comm_sms", num_comm_sms)
+            if nccl_comm is not None:
+                config["nccl_comm"] = whole_number("nccl_comm", nccl_comm, 64)
+            config["num_comm_sms"] = whole_number("num_comm_sms", num_comm_sms, 31)
         except (TypeError, ValueError):
             fail_context(self.comm.core)
             raise
@@ -139,8 +144,18 @@ class TpContext(Membership):
             self.comm.core, allow_fallback=int(bool(allow_fallback)), **config
         )
         self.order = torch.zeros(1, dtype=torch.float32, device=self.comm.device)
-        self.handle: int = next(_handles)
+        self._tag = 0  # of what ranks have agreed to do since the last operation
+        self.handle = new_handle(self.rank, self.num_ranks)
         _contexts[self.handle] = self
+
+    def add_tag(self, tag: int) -> None:
+        """Lets the next operation compare a number of 3 bits between the ranks, beside others."""
+        self._tag = (self._tag << 3 | tag) & 0xFFF
+
+    def take_tag(self, tag: int) -> int:
+        """The tag of an operation that itself has a number of 4 bits."""
+        taken, self._tag = self._tag << 4 | tag, 0
+        return taken
 
     def explain(
         self,
@@ -216,26 +231,23 @@ def shared_context(
         may_make: whether to make one; else None where there is none.
     """
     comm = default_comm() if comm is None else comm
-    wanted = _Bounds(max_tokens, max_k, max_n, dtype)
-    known: dict[_Bounds, TpContext] = comm.contexts
-    for bounds, context in known.items():
-        if bounds.cover(wanted) and not context.core.closed:
-            return context
+    place = find_shared(comm, max_tokens, max_k, max_n, dtype)
+    if place >= 0:
+        return list(comm.contexts.values())[place]
     if not may_make:
         return None
     context = TpContext(max_tokens=max_tokens, max_k=max_k, max_n=max_n, dtype=dtype, comm=comm)
-    known[wanted] = context
+    comm.contexts[_Bounds(max_tokens, max_k, max_n, dtype)] = context
     return context
 
 
-def _size(name: str, given: Any) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {given!r}") from None
-    if not 0 <= number < 1 << 31:
-        raise ValueError(f"{name}: expected a whole number from 0 below 2^31, got {given!r}")
-    return number
+def find_shared(comm: Comm, max_tokens: int, max_k: int, max_n: int, dtype: torch.dtype) -> int:
+    """The place of such a context among those of the communicator; -1 = there is none. Local."""
+    wanted = _Bounds(max_tokens, max_k, max_n, dtype)
+    for place, (bounds, context) in enumerate(comm.contexts.items()):
+        if bounds.cover(wanted) and not context.core.closed:
+            return place
+    return -1
 
 
 def _words(dtype: Any, operations: Any, algo: Any) -> dict[str, int]:

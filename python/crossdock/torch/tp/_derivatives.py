@@ -77,7 +77,7 @@ class Saved:
         """One of the three products."""
         tokens = None if operator is _OPS.tp_matmul_all_reduce.default else self.tokens
         return differentiated(
-            operator, a, b, None, None, self.order, self.handle, tokens, 0, 0, keep_gathered, False
+            operator, a, b, None, None, self.order, self.handle, tokens, 0, 0, keep_gathered, 0
         )
 
     def weight_operands(self, a: Tensor, grad: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,10 +129,10 @@ class _AllGatherMatmul(torch.autograd.Function):
     """The gathered rows are kept from the forward pass, or gathered once more."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train):
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs):
         with _below_autograd():
             d, gathered, x = _OPS.tp_all_gather_matmul.default(
-                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
+                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs
             )
         ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
         ctx.epilogue, ctx.keep = epilogue, keep
@@ -194,10 +194,10 @@ class _MatmulReduceScatter(torch.autograd.Function):
     """The gradient is gathered once, beside its first product. The bias is equal on all ranks."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train):
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs):
         with _below_autograd():
             outputs = _OPS.tp_matmul_reduce_scatter.default(
-                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
+                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs
             )
         ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
         ctx.epilogue = epilogue
@@ -233,10 +233,10 @@ class _MatmulAllReduce(torch.autograd.Function):
     """The gradient is equal on all ranks: nothing is transferred."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train):
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs):
         with _below_autograd():
             outputs = _OPS.tp_matmul_all_reduce.default(
-                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, train
+                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs
             )
         ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
         ctx.epilogue = epilogue
@@ -260,9 +260,9 @@ class _ReplicatedMatmul(torch.autograd.Function):
     """a is equal on all ranks, whose products are of different columns: its gradient is a sum."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context):
+    def forward(ctx, a, b, bias, main_grad, order, context, needs):
         with _below_autograd():
-            d = _OPS.tp_replicated_matmul.default(a, b, bias, main_grad, order, context)
+            d = _OPS.tp_replicated_matmul.default(a, b, bias, main_grad, order, context, needs)
         ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, None)
         ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias)
         return d
@@ -276,7 +276,7 @@ class _ReplicatedMatmul(torch.autograd.Function):
             grad_a = saved.product(_OPS.tp_matmul_all_reduce.default, grad, b.t())[0]
         grad_b = saved.local_weight_grad(a, grad, b) if saved.b_needs else None
         grads = grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def register(name: str, function: type[torch.autograd.Function]) -> None:

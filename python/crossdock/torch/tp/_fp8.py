@@ -30,8 +30,9 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return x.to(_FP8), x.new_ones(1, dtype=torch.float32)
     most = x.abs().amax().to(torch.float32).reshape(1)
-    # Without elements but zeros any scale will do.
-    exponent = torch.floor(torch.log2(_LARGEST / most)).clamp_(-64, 64)
+    # Without elements but zeros any scale will do. Beside an infinite element, or NaN, none will:
+    # the scale and all elements become NaN.
+    exponent = torch.floor(torch.log2(_LARGEST / most)).clamp_(-64, 64) + (most - most)
     scaled = x.to(torch.float32) * torch.exp2(exponent)
     return scaled.clamp_(-_LARGEST, _LARGEST).to(_FP8), torch.exp2(-exponent)
 
@@ -51,6 +52,7 @@ def _multiplied(
     operation: int,
     algo: int,
     keep_gathered: bool,
+    needs: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> d, gathered and its scales, and a in fp8 and its scale."""
     order = context_of(context).order
@@ -72,23 +74,24 @@ def _multiplied(
         keep_gathered,
         a.dtype,
         False,
+        needs,
     )
     return (*made, rows, scale_a)
 
 
 @define(
     "tp_fp8_all_gather_matmul(Tensor a, Tensor b, Tensor? bias, Tensor? main_grad, "
-    "Tensor(a!) order, int context, SymInt[]? tokens, int algo, bool keep) "
+    "Tensor(a!) order, int context, SymInt[]? tokens, int algo, bool keep, int needs) "
     "-> (Tensor, Tensor, Tensor)",
     lambda *_: ALL_GATHER,
 )
-def _all_gather_matmul(a, b, bias, main_grad, order, context, tokens, algo, keep):
+def _all_gather_matmul(a, b, bias, main_grad, order, context, tokens, algo, keep, needs):
     """-> d, gathered, and the scale of each rank's rows."""
-    return _multiplied(a, b, bias, context, tokens, ALL_GATHER, algo, keep)[:3]
+    return _multiplied(a, b, bias, context, tokens, ALL_GATHER, algo, keep, needs)[:3]
 
 
 @shapes_of("tp_fp8_all_gather_matmul")
-def _all_gather_matmul_shapes(a, b, bias, main_grad, order, context, tokens, algo, keep):
+def _all_gather_matmul_shapes(a, b, bias, main_grad, order, context, tokens, algo, keep, needs):
     tp = context_of(context)
     rows = rows_of_d(tp, ALL_GATHER, a.shape[0], tokens)
     gathered = a.new_empty((rows, a.shape[1]) if keep else 0, dtype=_FP8)
@@ -98,17 +101,18 @@ def _all_gather_matmul_shapes(a, b, bias, main_grad, order, context, tokens, alg
 
 @define(
     "tp_fp8_matmul_reduce_scatter(Tensor a, Tensor b, Tensor? bias, Tensor? main_grad, "
-    "Tensor(a!) order, int context, SymInt[]? tokens, int algo) -> (Tensor, Tensor, Tensor)",
+    "Tensor(a!) order, int context, SymInt[]? tokens, int algo, int needs) "
+    "-> (Tensor, Tensor, Tensor)",
     lambda *_: REDUCE_SCATTER,
 )
-def _matmul_reduce_scatter(a, b, bias, main_grad, order, context, tokens, algo):
+def _matmul_reduce_scatter(a, b, bias, main_grad, order, context, tokens, algo, needs):
     """-> d, a in fp8, and its scale."""
-    made = _multiplied(a, b, bias, context, tokens, REDUCE_SCATTER, algo, False)
+    made = _multiplied(a, b, bias, context, tokens, REDUCE_SCATTER, algo, False, needs)
     return made[0], made[3], made[4]
 
 
 @shapes_of("tp_fp8_matmul_reduce_scatter")
-def _matmul_reduce_scatter_shapes(a, b, bias, main_grad, order, context, tokens, algo):
+def _matmul_reduce_scatter_shapes(a, b, bias, main_grad, order, context, tokens, algo, needs):
     rows = rows_of_d(context_of(context), REDUCE_SCATTER, a.shape[0], tokens)
     scale = a.new_empty(1, dtype=torch.float32)
     return a.new_empty((rows, b.shape[1])), torch.empty_like(a, dtype=_FP8), scale
@@ -116,10 +120,10 @@ def _matmul_reduce_scatter_shapes(a, b, bias, main_grad, order, context, tokens,
 
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, algo, keep):
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, algo, keep, needs):
         with _below_autograd():
             outputs = _OPS.tp_fp8_all_gather_matmul.default(
-                a, b, bias, main_grad, order, context, tokens, algo, keep
+                a, b, bias, main_grad, order, context, tokens, algo, keep, needs
             )
         _, gathered, scales = outputs
         ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
@@ -134,15 +138,15 @@ class _AllGatherMatmul(torch.autograd.Function):
         rows, scales, b, bias = ctx.saved_tensors
         if scales is not None:
             rows = _widened(rows, scales, ctx.saved.tokens, ctx.dtype)
-        return (*gathered_grads(ctx.saved, ctx.keep, rows, b, bias, grad), *(None,) * 6)
+        return (*gathered_grads(ctx.saved, ctx.keep, rows, b, bias, grad), *(None,) * 7)
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, algo):
+    def forward(ctx, a, b, bias, main_grad, order, context, tokens, algo, needs):
         with _below_autograd():
             outputs = _OPS.tp_fp8_matmul_reduce_scatter.default(
-                a, b, bias, main_grad, order, context, tokens, algo
+                a, b, bias, main_grad, order, context, tokens, algo, needs
             )
         _, rows, scale = outputs
         ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
@@ -155,7 +159,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx, grad, grad_rows, grad_scale):
         rows, scale, b, bias = ctx.saved_tensors
         a = None if rows is None else rows.to(ctx.dtype) * scale.to(ctx.dtype)
-        return (*scattered_grads(ctx.saved, a, b, bias, grad), *(None,) * 5)
+        return (*scattered_grads(ctx.saved, a, b, bias, grad), *(None,) * 6)
 
 
 register("tp_fp8_all_gather_matmul", _AllGatherMatmul)

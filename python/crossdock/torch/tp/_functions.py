@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,8 +12,17 @@ from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
 from . import _derivatives, _fp8  # noqa: F401  (register operators and derivatives)
+from ._arguments import (
+    Fold,
+    autocast,
+    needs_of,
+    read_tokens,
+    require,
+    require_main_grad,
+    word_number,
+)
 from ._context import TpContext
-from ._operators import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER, rows_of_d
+from ._operators import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER
 
 __all__ = [
     "Activation",
@@ -27,7 +35,6 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "replicated_matmul",
-    "require",
     "scaled",
     "scaled_fold",
     "scaled_matmul_all_reduce",
@@ -97,8 +104,8 @@ def all_gather_matmul(
     if context.num_ranks == 1 and main_grad is None and algo == "auto":
         out = activated(F.linear(a, b.t(), bias), activation)
         return (out, a.detach().clone()) if return_gathered else out
-    a, b, bias = _autocast(a, b, bias)
-    fold = _Fold(context, ALL_GATHER, "gather_dim", a, gather_dim, tokens_per_rank)
+    a, b, bias = autocast(a, b, bias)
+    fold = Fold(context, ALL_GATHER, "gather_dim", a, gather_dim, tokens_per_rank)
     keep = save_gathered and torch.is_grad_enabled() and b.requires_grad
     d, gathered, _ = _product(
         context, ALL_GATHER, fold, b, bias, main_grad, activation, algo, keep or return_gathered
@@ -141,8 +148,8 @@ def matmul_reduce_scatter(
     require(context, REDUCE_SCATTER, a, b, bias)
     if context.num_ranks == 1 and main_grad is None and algo == "auto":
         return activated(F.linear(a, b.t(), bias), activation)
-    a, b, bias = _autocast(a, b, bias)
-    fold = _Fold(context, REDUCE_SCATTER, "scatter_dim", a, scatter_dim, tokens_per_rank)
+    a, b, bias = autocast(a, b, bias)
+    fold = Fold(context, REDUCE_SCATTER, "scatter_dim", a, scatter_dim, tokens_per_rank)
     d, _, _ = _product(context, REDUCE_SCATTER, fold, b, bias, main_grad, activation, algo, False)
     return fold.back(d)
 
@@ -175,8 +182,8 @@ def matmul_all_reduce(
     require(context, ALL_REDUCE, a, b, bias)
     if context.num_ranks == 1 and main_grad is None and algo == "auto":
         return activated(F.linear(a, b.t(), bias), activation)
-    a, b, bias = _autocast(a, b, bias)
-    fold = _Fold(context, ALL_REDUCE, "dim", a, 0, None)
+    a, b, bias = autocast(a, b, bias)
+    fold = Fold(context, ALL_REDUCE, "dim", a, 0, None)
     d, _, _ = _product(context, ALL_REDUCE, fold, b, bias, main_grad, activation, algo, False)
     return fold.back(d)
 
@@ -195,11 +202,13 @@ def replicated_matmul(
     require(context, ALL_REDUCE, a, b, bias)
     if context.num_ranks == 1 and main_grad is None:
         return F.linear(a, b.t(), bias)
-    a, b, bias = _autocast(a, b, bias)
-    fold = _Fold(context, ALL_REDUCE, "dim", a, 0, None)
+    a, b, bias = autocast(a, b, bias)
+    fold = Fold(context, ALL_REDUCE, "dim", a, 0, None)
+    require_main_grad(context, ALL_REDUCE, main_grad, b)
+    needs = needs_of(fold.rows, b, bias)
     return fold.back(
         _OPS.tp_replicated_matmul.default(
-            fold.rows, b, bias, main_grad, context.order, context.handle
+            *(fold.rows, b, bias, main_grad, context.order, context.handle), needs
         )
     )
 
@@ -219,17 +228,19 @@ def fp8_matmul(
 ) -> torch.Tensor:
     """`all_gather_matmul` or `matmul_reduce_scatter` with operands made fp8 on the way."""
     require(context, operation, a, b, bias)
-    a, b, bias = _autocast(a, b, bias)
+    a, b, bias = autocast(a, b, bias)
     gathers = operation == ALL_GATHER
-    fold = _Fold(
+    fold = Fold(
         context, operation, "gather_dim" if gathers else "scatter_dim", a, dim, tokens_per_rank
     )
-    number = _word(context, operation, "algo", algo, constants.GEMM_ALGOS)
+    number = word_number(context, operation, "algo", algo, constants.GEMM_ALGOS)
+    require_main_grad(context, operation, main_grad, b)
+    needs = needs_of(fold.rows, b, bias)
     given = (fold.rows, b, bias, main_grad, context.order, context.handle, fold.tokens, number)
     if not gathers:
-        return fold.back(_OPS.tp_fp8_matmul_reduce_scatter.default(*given)[0])
+        return fold.back(_OPS.tp_fp8_matmul_reduce_scatter.default(*given, needs)[0])
     keep = save_gathered and torch.is_grad_enabled() and b.requires_grad
-    return fold.back(_OPS.tp_fp8_all_gather_matmul.default(*given, keep)[0])
+    return fold.back(_OPS.tp_fp8_all_gather_matmul.default(*given, keep, needs)[0])
 
 
 def all_gather_scaled_matmul(
@@ -375,91 +386,13 @@ def bulk_reduce_scatter(
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-class _Fold:
-    """Tokens of any number of dimensions as rows, the ranks' dimension outermost."""
-
-    def __init__(
-        self,
-        context: TpContext,
-        operation: int,
-        argument: str,
-        a: torch.Tensor,
-        dim: int,
-        tokens_per_rank: Sequence[int] | None,
-    ) -> None:
-        """`argument`: the name of `dim`."""
-        most = a.dim() - 2
-        if most < 0:
-            problem = f"a: expected 2 or more dimensions, got shape {tuple(a.shape)}"
-            context.refuse(operation, ValueError, problem)
-        if not isinstance(dim, int) or not -a.dim() <= dim <= most or dim == -1:
-            problem = f"expected a dimension of a before its last, 0 to {most}, got {dim!r}"
-            context.refuse(operation, ValueError, f"{argument}: {problem}")
-        self.context, self.operation = context, operation
-        self.dim = dim % a.dim()
-        moved = a if self.dim == 0 else a.movedim(self.dim, 0)
-        self.between = moved.shape[1:-1]
-        self.rows = moved.reshape(-1, a.shape[-1])
-        tokens = _read_tokens(context, operation, tokens_per_rank)
-        self.size = rows_of_d(context, operation, moved.shape[0], tokens)
-        self.tokens = None
-        if tokens is not None:
-            self.tokens = [count * math.prod(self.between) for count in tokens]
-
-    def back(self, d: torch.Tensor) -> torch.Tensor:
-        """A result, its rows as the dimensions that they come from."""
-        if len(self.between) == 0:
-            return d
-        out = d.view(self.size, *self.between, d.shape[1])
-        return out if self.dim == 0 else out.movedim(0, self.dim)
-
-
-def _read_tokens(
-    context: TpContext, operation: int, given: Sequence[int] | None
-) -> list[int] | None:
-    if given is None:
-        return None
-    if isinstance(given, (int, str, torch.Tensor)):
-        problem = f"tokens_per_rank: expected a sequence of whole numbers, got {given!r}"
-        context.refuse(operation, TypeError, problem)
-    if len(given) != context.num_ranks:
-        problem = f"expected the tokens of {context.num_ranks} ranks, got {len(given)}"
-        context.refuse(operation, ValueError, f"tokens_per_rank: {problem}")
-    return list(given)
-
-
-def require(
-    context: Any,
-    operation: int,
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    names: tuple[str, str] = ("a", "b"),
-) -> None:
-    """Refuses what is no context, no tensor of its device, or no matrix."""
-    if not isinstance(context, TpContext):
-        raise TypeError(f"context: expected a TpContext, got {type(context).__name__}")
-    context.require_tensors(operation, **{names[0]: a})
-    context.require_tensors(operation, **{names[1]: b, "bias": bias})
-    if b.dim() != 2:
-        problem = f"{names[1]}: expected 2 dimensions, got shape {tuple(b.shape)}"
-        context.refuse(operation, ValueError, problem)
-
-
-def _word(context: TpContext, operation: int, name: str, given: Any, known: dict[str, int]) -> int:
-    if not isinstance(given, str) or given not in known:
-        problem = f"expected one of {', '.join(map(repr, known))}, got {given!r}"
-        context.refuse(operation, ValueError, f"{name}: {problem}")
-    return known[given]
-
-
 _ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in ("gelu", "relu")}
 
 
 def _product(
     context: TpContext,
     operation: int,
-    fold: _Fold,
+    fold: Fold,
     b: torch.Tensor,
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
@@ -469,10 +402,10 @@ def _product(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     epilogue = 0
     if activation is not None:
-        epilogue = _word(context, operation, "activation", activation, _ACTIVATIONS)
-    number = _word(context, operation, "algo", algo, constants.GEMM_ALGOS)
+        epilogue = word_number(context, operation, "activation", activation, _ACTIVATIONS)
+    number = word_number(context, operation, "algo", algo, constants.GEMM_ALGOS)
+    require_main_grad(context, operation, main_grad, b)
     tensors = (fold.rows, b, bias)
-    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return _PRODUCTS[operation](
         *tensors,
         main_grad,
@@ -482,7 +415,7 @@ def _product(
         epilogue,
         number,
         keep_gathered,
-        train,
+        needs_of(*tensors),
     )
 
 
@@ -497,16 +430,6 @@ def activated(x: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     raise ValueError(f"activation: expected one of 'gelu', 'relu', got {activation!r}")
 
 
-def _autocast(*tensors: torch.Tensor | None) -> Any:
-    """The tensors in autocast's dtype, where that is on, as ``F.linear`` takes them."""
-    first = tensors[0]
-    kind = first.device.type if first is not None else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-
-
 def scaled_fold(
     context: TpContext,
     operation: int,
@@ -515,14 +438,14 @@ def scaled_fold(
     b: torch.Tensor,
     dim: int,
     tokens_per_rank: Sequence[int] | None,
-) -> _Fold:
+) -> Fold:
     """Tokens in fp8 as rows."""
     require(context, operation, a, b)
-    return _Fold(context, operation, argument, a, dim, tokens_per_rank)
+    return Fold(context, operation, argument, a, dim, tokens_per_rank)
 
 
 def scaled(
-    fold: _Fold,
+    fold: Fold,
     b: torch.Tensor,
     scale_a: torch.Tensor | None,
     scale_b: torch.Tensor | None,
@@ -549,14 +472,14 @@ def scaled(
         fold.tokens,
         operation,
         0,
-        _word(context, operation, "algo", algo, constants.GEMM_ALGOS),
+        word_number(context, operation, "algo", algo, constants.GEMM_ALGOS),
         keep_gathered,
         out_dtype,
         use_fast_accum,
     )
 
 
-def _scale_of_a(fold: _Fold, scale: torch.Tensor | None) -> torch.Tensor | None:
+def _scale_of_a(fold: Fold, scale: torch.Tensor | None) -> torch.Tensor | None:
     """[1], [rows], or [rows, blocks of columns]."""
     if scale is None or scale.dim() < 2:
         return None if scale is None else scale.reshape(-1)
@@ -586,7 +509,7 @@ def _bulk(
     if (a is None) != (b is None) or (a is None and accumulate is not None):
         problem = "a and b: expected both or none, and accumulate with both alone"
         context.refuse(BULK, ValueError, problem)
-    tokens = _read_tokens(context, BULK, tokens_per_rank)
+    tokens = read_tokens(context, BULK, tokens_per_rank)
     out, product = _OPS.tp_bulk.default(
         array, a, b, accumulate, context.order, context.handle, tokens, reduces
     )

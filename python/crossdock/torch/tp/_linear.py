@@ -10,6 +10,7 @@ import torch
 from crossdock._gemm_config import Algo
 
 from .._sharding import local_tensor
+from ._arguments import require
 from ._context import TpContext
 from ._functions import (
     Activation,
@@ -19,7 +20,6 @@ from ._functions import (
     matmul_all_reduce,
     matmul_reduce_scatter,
     replicated_matmul,
-    require,
 )
 from ._operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 

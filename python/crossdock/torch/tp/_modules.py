@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from .._comm import Comm, default_comm
 from .._held import Held
 from .._sharding import as_share, convert_loaded, is_share
-from ._context import TpContext, shared_context
+from ._agreed import agreed_context, told_to_peers
+from ._context import TpContext
 from ._functions import Activation
 from ._linear import column_parallel_linear, row_parallel_linear
 
@@ -23,22 +24,6 @@ __all__ = [
     "SequenceParallelMLP",
     "TensorParallelAttentionProjections",
 ]
-
-
-def context_for(
-    context: TpContext | None,
-    comm: Comm | None,
-    max_tokens: int | None,
-    max_k: int,
-    max_n: int,
-    dtype: torch.dtype,
-) -> TpContext:
-    """The context that is given, or one of the communicator's with these bounds."""
-    if context is not None:
-        return context
-    if max_tokens is None:
-        raise ValueError("max_tokens: expected a number, as no context is given; got None")
-    return shared_context(comm, max_tokens, max_k, max_n, dtype)
 
 
 def held_by_linear(
@@ -77,13 +62,13 @@ class _Spread(nn.Module):
         dtype = dtype or (torch.get_default_dtype() if context is None else context.dtype)
         sizes = [out_features, in_features]
         ranks = (context or comm or default_comm()).num_ranks
-        if sizes[self._DIM] % ranks:
-            name = ("out_features", "in_features")[self._DIM]
-            problem = f"expected a multiple of {ranks} ranks, got {sizes[self._DIM]}"
-            raise ValueError(f"{name}: {problem}")
-        self.context = context_for(
-            context, comm, max_tokens, *self._bounds(in_features, out_features, ranks), dtype
-        )
+        with told_to_peers(context, comm):
+            if sizes[self._DIM] % ranks:
+                name = ("out_features", "in_features")[self._DIM]
+                problem = f"expected a multiple of {ranks} ranks, got {sizes[self._DIM]}"
+                raise ValueError(f"{name}: {problem}")
+            bounds = self._bounds(in_features, out_features, ranks)
+            self.context = context or agreed_context(comm, max_tokens, *bounds, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.activation: Activation | None = activation
@@ -335,17 +320,17 @@ class SequenceParallelMLP(nn.Module):
             ValueError: sizes do not fit each other, or there is no such activation.
         """
         super().__init__()
-        if activation not in ("gelu", "relu", "swiglu"):
-            expected = "expected 'gelu', 'relu' or 'swiglu'"
-            raise ValueError(f"activation: {expected}, got {activation!r}")
         dtype = dtype or (torch.get_default_dtype() if context is None else context.dtype)
         gated = activation == "swiglu"
         width = 2 * ffn if gated else ffn
         ranks = (context or comm or default_comm()).num_ranks
         self.activation = activation
-        self.context = context_for(
-            context, comm, max_tokens, hidden, max(hidden, -(-width // ranks)), dtype
-        )
+        with told_to_peers(context, comm):
+            if activation not in ("gelu", "relu", "swiglu"):
+                expected = "expected 'gelu', 'relu' or 'swiglu'"
+                raise ValueError(f"activation: {expected}, got {activation!r}")
+            bounds = hidden, max(hidden, -(-width // ranks))
+            self.context = context or agreed_context(comm, max_tokens, *bounds, dtype)
         options: dict[str, Any] = {
             "context": self.context,
             "sequence_parallel": sequence_parallel,
@@ -416,19 +401,20 @@ class TensorParallelAttentionProjections(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         ranks = (context or comm or default_comm()).num_ranks
-        if num_kv_heads < 1 or num_heads % num_kv_heads or num_kv_heads % ranks:
-            raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads = {num_heads} and a multiple of "
-                f"{ranks} ranks, got {num_kv_heads}"
-            )
+        with told_to_peers(context, comm):
+            if num_kv_heads < 1 or num_heads % num_kv_heads or num_kv_heads % ranks:
+                raise ValueError(
+                    f"num_kv_heads: expected a divisor of num_heads = {num_heads} and a multiple "
+                    f"of {ranks} ranks, got {num_kv_heads}"
+                )
         dtype = dtype or (torch.get_default_dtype() if context is None else context.dtype)
         self.head_dim = hidden // num_heads if head_dim is None else head_dim
         self.group = num_heads // num_kv_heads  # heads of queries that share keys and values
         self.local_kv_heads = num_kv_heads // ranks
         width = num_kv_heads * (self.group + 2) * self.head_dim
-        self.context = context_for(
-            context, comm, max_tokens, hidden, max(hidden, width // ranks), dtype
-        )
+        with told_to_peers(context, comm):
+            bounds = hidden, max(hidden, width // ranks)
+            self.context = context or agreed_context(comm, max_tokens, *bounds, dtype)
         options: dict[str, Any] = {
             "context": self.context,
             "sequence_parallel": sequence_parallel,

@@ -136,7 +136,7 @@ def rows_of_d(context: TpContext, operation: int, rows: Any, tokens: Sequence[An
 
 _PRODUCT = (
     "(Tensor a, Tensor b, Tensor? bias, Tensor? main_grad, Tensor(a!) order, int context, "
-    "SymInt[]? tokens, int epilogue, int algo, bool keep_gathered, bool keep_activation) "
+    "SymInt[]? tokens, int epilogue, int algo, bool keep_gathered, int needs) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
@@ -144,7 +144,8 @@ _PRODUCT = (
 def _define_product(name: str, word: str) -> None:
     """Defines one of the three products. Results: d, gathered, and x before the activation.
 
-    `main_grad` is for the derivative alone.
+    `main_grad` is for the derivative alone. `needs` says which gradients there will be, by bits of
+    `Needs`, and with them what runs in the backward pass: ranks that differ learn it here.
     """
     operation = constants.GEMM_OPERATIONS[word]
 
@@ -160,7 +161,7 @@ def _define_product(name: str, word: str) -> None:
         epilogue: int,
         algo: int,
         keep_gathered: bool,
-        keep_activation: bool,
+        needs: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tp = context_of(context)
         operands = Operands(a, b)
@@ -177,12 +178,13 @@ def _define_product(name: str, word: str) -> None:
         gathered = x = a.new_empty(0)
         if epilogue:
             args["epilogue"] = epilogue
-            if keep_activation:
+            if needs:
                 x = torch.empty_like(d)
                 args["pre_activation"] = spec(x)
         if keep_gathered:
             gathered = a.new_empty((d.shape[0], a.shape[1]))
             args["gathered"] = spec(gathered)
+        args["tag"] = tp.take_tag(needs and needs << 1 | int(keep_gathered))
         getattr(tp.core, word)(**args, stream=current_stream(a.device))
         return d, gathered, a.new_empty(0) if x is gathered else x
 
@@ -198,12 +200,12 @@ def _define_product(name: str, word: str) -> None:
         epilogue,
         algo,
         keep_gathered,
-        keep_activation,
+        needs,
     ):
         rows = rows_of_d(context_of(context), operation, a.shape[0], tokens)
         d = a.new_empty((rows, b.shape[1]))
         gathered = a.new_empty((rows, a.shape[1]) if keep_gathered else 0)
-        return d, gathered, torch.empty_like(d) if epilogue and keep_activation else a.new_empty(0)
+        return d, gathered, torch.empty_like(d) if epilogue and needs else a.new_empty(0)
 
 
 _define_product("tp_all_gather_matmul", "all_gather")
@@ -212,8 +214,8 @@ _define_product("tp_matmul_all_reduce", "all_reduce")
 
 
 @define(
-    "tp_replicated_matmul(Tensor a, Tensor b, Tensor? bias, Tensor? main_grad, Tensor order, "
-    "int context) -> Tensor",
+    "tp_replicated_matmul(Tensor a, Tensor b, Tensor? bias, Tensor? main_grad, Tensor(a!) order, "
+    "int context, int needs) -> Tensor",
     lambda *_: ALL_REDUCE,
 )
 def _replicated_matmul(
@@ -223,13 +225,18 @@ def _replicated_matmul(
     main_grad: Tensor | None,
     order: Tensor,
     context: int,
+    needs: int,
 ) -> Tensor:
-    """A product of this rank alone. In the backward pass the gradient of a is summed over ranks."""
+    """A product of this rank alone. In the backward pass the gradient of a is summed over ranks.
+
+    Whether there will be one, the ranks compare with the context's next operation.
+    """
+    context_of(context).add_tag(needs)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 @shapes_of("tp_replicated_matmul")
-def _replicated_matmul_shapes(a, b, bias, main_grad, order, context):
+def _replicated_matmul_shapes(a, b, bias, main_grad, order, context, needs):
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
@@ -259,8 +266,9 @@ def scaled_matmul(
     keep_gathered: bool,
     out_dtype: torch.dtype,
     fast_accumulate: bool,
+    needs: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> d, gathered, and the scales of gathered."""
+    """-> d, gathered, and the scales of gathered. `needs`: as of the products above."""
     tp = context_of(context)
     operands = Operands(a, b)
     rows = rows_of_d(tp, operation, a.shape[0], tokens)
@@ -287,6 +295,7 @@ def scaled_matmul(
         algo=algo,
         tokens_per_rank=tokens,
         fast_accumulate=int(fast_accumulate),
+        tag=tp.take_tag(needs and needs << 1 | int(keep_gathered)),
         stream=current_stream(a.device),
     )
     return d, gathered, gathered_scale
@@ -365,8 +374,9 @@ def _bulk(
             product = operands.options() | {"d": spec(d)}
             if accumulate is not None:
                 product |= {"c": product["d"], "beta": 1.0}
+    stream = current_stream(array.device)
     tp.core.bulk(
-        collective, spec(rows), spec(out), tokens, product, stream=current_stream(array.device)
+        collective, spec(rows), spec(out), tokens, product, stream=stream, tag=tp.take_tag(0)
     )
     return out, d if accumulate is None else array.new_empty(0)
 

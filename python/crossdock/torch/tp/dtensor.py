@@ -21,7 +21,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .._held import Held
-from ._context import TpContext, shared_context
+from ._agreed import agreed_context, told_to_peers
+from ._context import TpContext
 from ._groups import comm_of_group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._modules import held_by_linear
@@ -91,19 +92,17 @@ class _Style(ParallelStyle):
             self.options["sequence_dim"] = layout.dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear:
-            raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")
-        ranks, size = device_mesh.size(), module.weight.shape[self._KIND.tp_dim]
-        if size % ranks:
-            name = ("out_features", "in_features")[self._KIND.tp_dim]
-            raise ValueError(f"{name}: expected a multiple of {ranks} ranks, got {size}")
-        context = self.context
-        if context is None:
-            context = shared_context(
-                comm_of_group(device_mesh),
-                int(self.max_tokens or 0),
-                *self._bounds(module.in_features, module.out_features, ranks),
-                module.weight.dtype,
+        comm = comm_of_group(device_mesh) if self.context is None else self.context.comm
+        with told_to_peers(self.context, comm):
+            if type(module) is not nn.Linear:
+                raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")
+            ranks, size = device_mesh.size(), module.weight.shape[self._KIND.tp_dim]
+            if size % ranks:
+                name = ("out_features", "in_features")[self._KIND.tp_dim]
+                raise ValueError(f"{name}: expected a multiple of {ranks} ranks, got {size}")
+            bounds = self._bounds(module.in_features, module.out_features, ranks)
+            context = self.context or agreed_context(
+                comm, self.max_tokens, *bounds, module.weight.dtype
             )
         self._spread(module, "weight", device_mesh, Shard(self._KIND.tp_dim))
         if module.bias is not None:
