@@ -295,7 +295,7 @@ def check_without_distributed(me: Rank) -> None:
         assert layer(x).hidden.shape == x.shape
         with pytest.raises(RuntimeError, match="expected torch.distributed to be initialised"):
             xd.average_gradients(layer)
-        with pytest.raises(ValueError, match="model: expected a MoELayer in it, got none"):
+        with pytest.raises(ValueError, match="model: expected a MoELayer in it, or .*; got none"):
             xd.average_gradients(torch.nn.Linear(1, 1))
 
 
