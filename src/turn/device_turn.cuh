@@ -9,6 +9,7 @@
 //   end()    every block, when it is done altogether: the last one waits for the peers' done flags,
 //            reports, and moves the epoch on
 //   leave_and_end()  both, where nothing comes between: the blocks are counted once
+//   end_without_flags()  in the place of both, where nobody waits for done flags of this operation
 //
 // One rank n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
 //
@@ -98,6 +99,9 @@ class DeviceTurn {
   __device__ void leave();
   __device__ void end();
   __device__ void leave_and_end();
+  // Every block, when it is done altogether and has taken all that peers store into this rank's
+  // memory: see turn/entry.h. All ranks end such an operation so, or none does.
+  __device__ void end_without_flags();
 
   // A grid barrier; false after a fatal error. `n`: number of this barrier in the launch, from 1.
   __device__ bool barrier(std::uint32_t n);
@@ -192,7 +196,7 @@ class DeviceTurn {
   __device__ bool take_record(int peer, Take&& take);
   __device__ bool is_last_block(std::uint32_t* counter);
   __device__ void raise_done();
-  __device__ void end_launch();
+  __device__ void end_launch(bool awaits_flags);
   __device__ void write_report();
   __device__ void finish_comm() const;
   __device__ int lowest_concerned() const;
@@ -428,13 +432,17 @@ XD_TURN_MEMBER(void)::leave() {
 
 // All threads of every block call it, after leave() and the work behind that.
 XD_TURN_MEMBER(void)::end() {
-  if (is_last_block(&p_.group.control->ended)) end_launch();
+  if (is_last_block(&p_.group.control->ended)) end_launch(true);
 }
 
 XD_TURN_MEMBER(void)::leave_and_end() {
   if (!is_last_block(&p_.group.control->left)) return;
   raise_done();
-  end_launch();
+  end_launch(true);
+}
+
+XD_TURN_MEMBER(void)::end_without_flags() {
+  if (is_last_block(&p_.group.control->ended)) end_launch(false);
 }
 
 // The lowest rank that this rank's setback is about, as far as it knows that without the records.
@@ -471,9 +479,10 @@ XD_TURN_MEMBER(void)::write_report() {
 }
 
 // Called by the launch's last block, which reports and moves the epoch on.
-XD_TURN_MEMBER(void)::end_launch() {
+XD_TURN_MEMBER(void)::end_launch(bool awaits_flags) {
   bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
-  for (int peer = thread(); peer < ranks() && !failed; peer += static_cast<int>(blockDim.x)) {
+  for (int peer = awaits_flags ? thread() : ranks(); peer < ranks() && !failed;
+       peer += static_cast<int>(blockDim.x)) {
     std::uint64_t flag = 0;
     failed = !wait_done(peer, flag);
     if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);

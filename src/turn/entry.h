@@ -19,8 +19,12 @@
 //   done[slot][src]   src, once per op  src touches r's memory no more in operation `epoch`
 //
 // Nothing is ever cleared: each word holds the epoch that it belongs to. A slot is free again when
-// it comes round: a rank enters operation n + 2 only after all peers' done flags of n + 1, and a
-// peer raises that one only after it has read everything of operation n.
+// it comes round: a rank enters operation n + 2 only when it has ended n + 1, where it has seen the
+// entries of all peers, and a peer entered n + 1 only after it had read everything of operation n.
+//
+// So operations need their done flags for nothing but their own end. One in which a rank waits for
+// everything that peers store into its memory, as it comes, ends without them on all ranks: then
+// nothing is stored there any more.
 //
 // Operations whose halves are calls of their own take these words in lanes (turn/host_lane.h): a
 // lane has more slots, and its done flags are looked at when a slot comes round, not at the end.

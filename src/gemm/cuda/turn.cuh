@@ -99,6 +99,13 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     settle();
   }
 
+  // Likewise in an operation whose rows are words alone, all of which this rank has taken.
+  __device__ void settle_words() {
+    if (verdict() != Verdict::nothing) return end_without_flags();
+    leave();
+    settle();
+  }
+
   __device__ std::byte* words_at(int owner, int step, int source) const {
     return area(owner).base + p_.group.map.words_of(epoch(), step, source, ranks());
   }

@@ -1,5 +1,5 @@
 // Partial sums that travel as words, for small tensors: a whole operation in one launch behind the
-// product, without a flag between the ranks.
+// product, without a flag behind the records.
 //
 //   block of this rank                                   the same block of a peer
 //   pushes vectors of the peers' parts ────────────────► takes them, one by one, as they come
@@ -8,9 +8,13 @@
 //   all_reduce: pushes the finished vectors ───────────► takes them
 //
 // Words are pushed before the records have come: they go where nothing else is. The place of an
-// operation's parity is empty: its reader has taken the words of two operations ago before it left
-// that operation, and this rank has seen it leave. Words are taken only where all ranks agree; else
-// Turn::settle() takes them away.
+// operation's parity is empty: its reader took the words of two operations ago before it entered
+// the operation in between, and this rank has seen it enter. Words are taken only where all ranks
+// agree; else Turn::settle() takes them away.
+//
+// There are no done flags where all ranks agree. Every rank takes each word that is pushed to it,
+// and each record: when it has, its peers store nothing more into its memory in this operation, and
+// it may end and go. What it has pushed itself stays for the peers, who need nothing else of it.
 //
 // A block waits for words that any block of a peer may push, and pushes its own first, so all
 // blocks are resident.
@@ -143,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) words_kernel(const __grid_constan
     if (!failed && p.gathers && !p.one_step) failed = !words.take_sums();
     if (!turn.any_failed(failed)) words.keep();
   }
-  turn.leave_and_settle();
+  turn.settle_words();
 }
 
 template <class Do>
