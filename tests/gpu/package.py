@@ -6,7 +6,7 @@
 BUILD is configured so that programs look for libraries relative to their own place (make
 gpu-package does). The folder repeats its tree, as far as it is needed, with debug information
 stripped; lib/ has the libraries that a bare machine lacks, manifest the tests, one a line: name,
-seconds, command.
+seconds, command. What a test's REQUIRED_FILES name comes along.
 """
 
 import json
@@ -45,7 +45,8 @@ def tests_of(build):
             command = ["env", *properties["ENVIRONMENT"], *command]
         if any(re.search(r"\s", word) for word in command):
             sys.exit(f"{test['name']}: a word of its command has a blank")
-        yield test["name"], int(properties["TIMEOUT"]), command
+        files = [pathlib.Path(file) for file in properties.get("REQUIRED_FILES", [])]
+        yield test["name"], int(properties["TIMEOUT"]), command, files
 
 
 def copy(source, target):
@@ -86,11 +87,13 @@ def main(build, folder):
     tests = list(tests_of(build))
     if not tests:
         sys.exit(f"{build} has no tests that need a GPU: was it built with CUDA?")
-    programs = {word for _, _, command in tests for word in command if (build / word).is_file()}
+    programs = {word for _, _, command, _ in tests for word in command if (build / word).is_file()}
     for program in sorted(programs.union(p for p in PROGRAMS if (build / p).is_file())):
         copy_with_libraries(build, folder, program)
+    for file in {file for _, _, _, files in tests for file in files}:
+        copy(file, folder / file.relative_to(build))
     stage_python(build, folder)
-    lines = [f"{name} {seconds} {' '.join(command)}\n" for name, seconds, command in tests]
+    lines = [f"{name} {seconds} {' '.join(command)}\n" for name, seconds, command, _ in tests]
     (folder / "manifest").write_text("".join(lines))
     shutil.copy(ROOT / "tests/gpu/run-tests.sh", folder / "run-tests")
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())

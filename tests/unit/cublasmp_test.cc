@@ -93,12 +93,12 @@ TEST(CublasMpLibrary, IsNamedWhereItIsMissing) {
 }
 
 TEST(CublasMpLibrary, SaysWhichNcclItNeedsAndWhichItFound) {
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NCCL_PATH); },
+  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NCCL_NAME); },
                      {"libnccl.so.2", "NCCL 2.29.2 or later", "found NCCL 2.28.9"});
 }
 
 TEST(CublasMpLibrary, NamesTheFunctionThatItLacks) {
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_PARTIAL_PATH); },
+  expect_unsupported([] { find_library(CUBLASMP_FAKE_PARTIAL_NAME); },
                      {"has no cublasMpMatmul", "0.8.0 or later"});
 }
 
@@ -120,8 +120,8 @@ TEST(CublasMpLibrary, WritesVersionsAsPeopleDo) {
 // An engine on the library of the tests, which needs no device.
 class CublasMpEngine : public testing::Test {
  protected:
-  CublasMpEngine() : library_(find_library(CUBLASMP_FAKE_PATH)) {
-    void* const opened = ::dlopen(CUBLASMP_FAKE_PATH, RTLD_NOW | RTLD_NOLOAD);
+  CublasMpEngine() : library_(find_library(CUBLASMP_FAKE_NAME)) {
+    void* const opened = ::dlopen(CUBLASMP_FAKE_NAME, RTLD_NOW | RTLD_NOLOAD);
     begin_ =
         reinterpret_cast<void (*)(const char*, int, std::size_t)>(::dlsym(opened, "fake_begin"));
     text_ = reinterpret_cast<const char* (*)()>(::dlsym(opened, "fake_text"));
