@@ -1,13 +1,12 @@
 // The plan of EXPERT_SLOTS: routing of one batch as plain bytes, as in ep/plan.h.
 //
-//   PlanHeader   layout = EXPERT_SLOTS, alignment = 1; recv_rows = total_rows = the sum of all
-//                counts; list_rows = number of items; capacity = S; epoch = number of the dispatch
+//   PlanHeader layout = EXPERT_SLOTS, alignment = 1; recv_rows = total_rows = the sum of all
+//              counts; list_rows = number of items; capacity = S; epoch = number of the dispatch
 //   LlPlanFacts
-//   count[L]     int32: rows per local expert
-//   tokens[W]    int32: T of every source rank; -1 = the rank was left out
-//   items_of[W]  int32: items of every source rank
-//   home[T]      RankBits: the ranks that hold rows of this rank's token t
-//   item[]       LlItem, K rows, K weights: each (source rank, token) with rows here, in any order
+//   count[L]  int32: rows per local expert
+//   tokens[W] int32: T of every source rank; -1 = the rank was left out
+//   home[T]   RankBits: the ranks that hold rows of this rank's token t
+//   item[]    LlItem, K rows, K weights: each (source rank, token) with rows here, in any order
 //
 // The checksum covers what lies in front of home[]; what lies behind is checked when it is used.
 #pragma once

@@ -22,8 +22,7 @@ struct LlRecord {
   std::uint32_t tokens = 0;       // T of the sender
   std::uint32_t bad_ids = 0;      // dispatch: of the sender
   RankBits mask{};                // the ranks that the sender leaves out
-  // combine on CUDA: rows of partial sums that the sender sends to the record's receiver.
-  std::uint64_t partials = 0;
+  std::uint64_t unused = 0;       // records of all families have one size
 };
 static_assert(turn::is_record<LlRecord>);
 

@@ -139,7 +139,7 @@ constexpr std::uint64_t ll_item_bytes(int topk) {
   return (8 + 8 * static_cast<std::uint64_t>(topk) + 15) / 16 * 16;
 }
 struct LlPlanMap {
-  std::uint64_t facts, count, tokens, items_of, home, items, end;
+  std::uint64_t facts, count, tokens, home, items, end;
 
   struct Sizes {
     int local_experts = 1, ranks = 1, tokens = 0, topk = 1;
@@ -152,7 +152,6 @@ struct LlPlanMap {
     map.facts = cursor.add<LlPlanFacts>(1);
     map.count = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.local_experts));
     map.tokens = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks));
-    map.items_of = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks));
     map.home = cursor.add<RankBits>(static_cast<std::uint64_t>(sizes.tokens), 16);
     map.items = cursor.add<std::byte>(
         static_cast<std::uint64_t>(sizes.items) * ll_item_bytes(sizes.topk), 16);

@@ -5,13 +5,13 @@
 //                peers where the launch sends
 //   send_record  one warp of the launch: what this rank's send half is, to every rank
 //   wait_record  what a rank's send half is; receive halves judge
-//   give_credit  one warp of the launch: tells the peers what this rank has taken before it
+//   give_credit  one warp of the launch: tells the peers which slots are free here, and how far
+//                this rank has sent
 //   end          every block: its counts, as they are after this launch
 //
 // Operation n uses slot n mod `slots` of every rank's memory. A rank stores there only when all
-// that have it as a reader have taken operation n - slots, which their credits say. Operation n of
-// a rank has been taken when the kernel of its receive half has ended; the rank's next kernel says
-// so:
+// that have it as a reader have freed the slot of operation n - slots, which their credits say.
+// Mostly it is free when the kernel of the receive half has ended; the rank's next kernel says so:
 //
 //   kernel with receive half n:  reads the slot, leaves it free          plain loads and stores
 //   the kernel after it:         (stream order) fence.acq_rel.sys, then credit = n at every peer
@@ -129,21 +129,27 @@ class DeviceLane {
     }
   }
 
-  // The number of operations that a rank has taken of this rank's.
-  __device__ std::uint64_t credit_of(int rank) const {
-    return ptx::ld_acquire_sys(credit_at(g_.own_area, rank));
+  // What a rank has told this one.
+  __device__ std::uint64_t freed_by(int rank) const {
+    return ptx::ld_acquire_sys(&credit_at(g_.own_area, rank)->freed);
   }
-  // All lanes of a warp. Release, with the fence: of all that earlier kernels have read and freed.
-  __device__ void give_credit(std::uint64_t taken) const {
+  __device__ std::uint64_t sent_by(int rank) const {
+    return ptx::ld_acquire_sys(&credit_at(g_.own_area, rank)->sent);
+  }
+  // All lanes of a warp. Release, with the fence: of all that earlier kernels have read, freed and
+  // sent.
+  __device__ void give_credit(const LaneCredit& credit) const {
     ptx::fence_acq_rel_sys();
     for (int r = lane(); r < g_.comm.num_ranks; r += 32) {
-      if (r != g_.comm.rank) ptx::st_relaxed_sys(credit_at(areas_[r].base, g_.comm.rank), taken);
+      if (r == g_.comm.rank) continue;
+      ptx::st_relaxed_sys_pair(
+          reinterpret_cast<std::byte*>(credit_at(areas_[r].base, g_.comm.rank)),
+          make_ulonglong2(credit.freed, credit.sent));
     }
   }
 
-  // All lanes of a warp. for_rank(r, record) may change what rank r is told.
-  template <class ForRank>
-  __device__ void send_record(const Record& record, std::uint64_t epoch, ForRank for_rank) const;
+  // All lanes of a warp.
+  __device__ void send_record(const Record& record, std::uint64_t epoch) const;
 
   // The record of `source` in operation `epoch`, if it is there: true. Any thread.
   __device__ bool read_record(int source, std::uint64_t epoch, Record& record) const {
@@ -160,6 +166,16 @@ class DeviceLane {
     return reinterpret_cast<const std::uint64_t*>(entry_at(g_.own_area, source, epoch)) + word;
   }
 
+  // The ranks whose records a warp looks at together: eight lanes have a word of one each.
+  static constexpr int kTogether = 32 / kWords;
+  __device__ static int word_of_lane() { return lane() % kWords; }
+  // All lanes, which look for a while at the records of the ranks from `first` on: true if all of
+  // them have come that waits(rank) names. `word` is this lane's word of the record of this lane's
+  // rank, `factor` the word's seal_factor().
+  template <class Waits>
+  __device__ bool look_together(int first, std::uint64_t epoch, std::uint64_t factor,
+                                std::uint64_t& word, Waits waits) const;
+
   // Stores such a word of this rank's record at rank `to`. The seal is the operation's number plus
   // the hash of the other words.
   __device__ void send_word(int to, std::uint64_t epoch, int word, std::uint64_t value) const {
@@ -172,8 +188,8 @@ class DeviceLane {
  private:
   static_assert(sizeof(Record) == kRecordWords * sizeof(std::uint64_t));
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ std::uint64_t* credit_at(std::byte* area, int source) const {
-    return reinterpret_cast<std::uint64_t*>(area + map_.credit) + source;
+  __device__ LaneCredit* credit_at(std::byte* area, int source) const {
+    return reinterpret_cast<LaneCredit*>(area + map_.credit) + source;
   }
   __device__ std::byte* entry_at(std::byte* area, int source, std::uint64_t epoch) const {
     const std::uint64_t cell = slot(epoch) * static_cast<std::uint64_t>(g_.comm.num_ranks) +
@@ -188,23 +204,41 @@ class DeviceLane {
 };
 
 template <class Record, class Group>
-template <class ForRank>
 __device__ inline void DeviceLane<Record, Group>::send_record(const Record& record,
-                                                              std::uint64_t epoch,
-                                                              ForRank for_rank) const {
+                                                              std::uint64_t epoch) const {
+  std::uint64_t words[kWords];
+  memcpy(words, &record, sizeof(record));
+  words[kRecordWords] = epoch + hash_of(words);
   for (int i = lane(); i < g_.comm.num_ranks; i += 32) {
     const int to = (g_.comm.rank + 1 + i) % g_.comm.num_ranks;
-    Record told = record;
-    for_rank(to, told);
-    std::uint64_t words[kWords];
-    memcpy(words, &told, sizeof(told));
-    words[kRecordWords] = epoch + hash_of(words);
     std::byte* at = entry_at(areas_[to].base, g_.comm.rank, epoch);
 #pragma unroll
     for (int w = 0; w < kWords; w += 2) {
       ptx::st_relaxed_sys_pair(at + w * 8, make_ulonglong2(words[w], words[w + 1]));
     }
   }
+}
+
+template <class Record, class Group>
+template <class Waits>
+__device__ inline bool DeviceLane<Record, Group>::look_together(int first, std::uint64_t epoch,
+                                                                std::uint64_t factor,
+                                                                std::uint64_t& word,
+                                                                Waits waits) const {
+  const int source = first + lane() / kWords;
+  const bool mine = source < g_.comm.num_ranks && waits(source);
+  const std::uint64_t* at = word_of(mine ? source : 0, epoch, word_of_lane());
+#pragma unroll 1
+  for (int i = 0; i < kPollsBetweenLooks; ++i) {
+    word = ptx::ld_relaxed_sys(at);
+    std::uint64_t number = word * factor;
+#pragma unroll
+    for (int step = kWords / 2; step > 0; step /= 2) {
+      number += __shfl_xor_sync(~0u, number, step);
+    }
+    if (__all_sync(~0u, !mine || number == epoch) != 0) return true;
+  }
+  return false;
 }
 
 template <class Record, class Group>

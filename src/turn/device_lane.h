@@ -9,12 +9,18 @@
 
 namespace xd::turn {
 
+// What a rank says about itself, as of the launches before the one that says it. Each word is there
+// for itself.
+struct alignas(16) LaneCredit {
+  std::uint64_t freed;  // the slots of this many operations are free again here
+  std::uint64_t sent;   // of this many operations nothing more is stored at anybody's
+};
+
 // A lane's part of the memory that a rank shares, as byte offsets.
 //
 //   area of rank r    written by             means
 //   entry[slot][src]  src, once per op       the record of src's send half, sealed with its number
-//   credit[src]       src, now and then      src has taken this many operations, and needs what r
-//                                            has sent in them no more
+//   credit[src]       src, now and then      LaneCredit
 struct LaneMap {
   std::uint64_t entry, credit;
 
@@ -23,7 +29,7 @@ struct LaneMap {
     const auto all = static_cast<std::uint64_t>(ranks);
     LaneMap map{};
     map.entry = cursor.add<Entry<Record>>(static_cast<std::uint64_t>(slots) * all, 64);
-    map.credit = cursor.add<std::uint64_t>(all, 64);
+    map.credit = cursor.add<LaneCredit>(all, 64);
     return map;
   }
 };

@@ -194,6 +194,57 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
   });
 }
 
+// A rank whose send half has failed waits for nobody: between the halves of its peers there may be
+// whole operations of the other kind, for which they need it. Places that have been sent to in vain
+// are used again, also at once.
+TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
+  const bool dispatches = GetParam() == XD_EP_LL_DISPATCH;
+  for (const int in_flight : {2, 4}) {
+    SCOPED_TRACE(in_flight);
+    c.in_flight = in_flight;
+    on_every_rank([&](Rank& rank) {
+      const Group group = make_group(rank, c);
+      std::deque<LlBatch> batches;
+      make_ready(batches, rank, c, 3, group.get(), GetParam());
+      LlBatch &vain = batches[0], &good = batches[1], &between = batches[2];
+      if (dispatches) between.dispatch(group.get());
+      LlBatch::Field& field = vain.field(GetParam(), dispatches ? "tokens" : "expert_out");
+      const DLTensor* const tensor = *field.slot;
+      for (int turn = 0; turn < 3 * in_flight; ++turn) {
+        const int guilty = turn % rank.num_ranks;
+        vain.reset_tensors(GetParam());
+        between.reset_tensors(dispatches ? XD_EP_LL_COMBINE : XD_EP_LL_DISPATCH);
+        if (rank.rank == guilty) {
+          *field.slot = nullptr;
+          EXPECT_EQ(vain.call(group.get(), GetParam(), kSend), XD_ERROR_INVALID_ARGUMENT);
+          *field.slot = tensor;
+        } else {
+          run(vain, group.get(), GetParam(), kSend);
+        }
+        if (dispatches) {
+          between.combine(group.get());
+        } else {
+          between.dispatch(group.get());
+        }
+        if (rank.rank != guilty) {
+          const Outcome outcome = vain.call(group.get(), GetParam(), kReceive);
+          EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+          EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
+        }
+        for (int i = 0; i < turn % 3; ++i) {
+          run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+          good.reset_tensors(GetParam());
+        }
+      }
+      for (int i = 0; i < 2 * in_flight; ++i) {
+        run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+        good.reset_tensors(GetParam());
+      }
+    });
+  }
+}
+
 TEST_P(LlHalves, OneRankInHalvesMeetsOthersWithWholeCalls) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank, c);

@@ -74,13 +74,12 @@ std::vector<Part> parts_of(const LlSizes& s) {
   std::vector<Part> parts;
   for (const turn::LaneMap& lane : map.lane) {
     parts.push_back({"entry", lane.entry, cells * 64, 64});
-    parts.push_back({"credit", lane.credit, ranks * 8, 64});
+    parts.push_back({"credit", lane.credit, ranks * 16, 64});
   }
   parts.push_back({"bad_ids", map.bad_ids, cells * 8, 64});
   parts.push_back({"ids", map.ids, cells * tokens * ids * 8, 16});
   parts.push_back(
       {"weights", map.weights, cells * tokens * static_cast<std::uint64_t>(s.max_topk) * 8, 8});
-  parts.push_back({"pushed", map.pushed, cells * 8, 8});
   parts.push_back({"meet", map.meet, 2 * ranks * sizeof(LlMeeting), 16});
   parts.push_back({"rows", map.rows, cells * tokens * map.row_stride, 256});
   parts.push_back(

@@ -19,9 +19,6 @@
 namespace xd::ep::cuda {
 namespace {
 
-// A named barrier, beside kLlSumBarrier.
-constexpr int kLlNextBarrier = 2;
-
 // The control warp that takes the block's turn.
 class CombineControl {
  public:
@@ -31,17 +28,13 @@ class CombineControl {
 
   // False: not as LlQuickMover wants it.
   __device__ bool begin() {
-    if (lane_id() == 0) {
-      s_.drained = 0;
-      s_.unusual = 0;
-      s_.turn.verdict = static_cast<int>(LlVerdict::drain);
-    }
+    if (lane_id() == 0) s_.unusual = 0;
     const bool quick = p_.route.quick && begin_quickly();
     if (!quick) turn_.begin();
     if (lane_id() == 0) {
       s_.slot_offset = ll_partial_offset(g_, turn_.slot(s_.turn.course.send_epoch), 0);
     }
-    if (p_.route.quick) factor_ = turn::seal_factor(word_at());
+    if (p_.route.quick) factor_ = turn::seal_factor(LlLane::word_of_lane());
     __syncwarp();
     return quick;
   }
@@ -53,11 +46,11 @@ class CombineControl {
 
  private:
   __device__ bool begin_quickly();
-  __device__ static int word_at() { return lane_id() % LlLane::kWords; }
   __device__ void take_mistake();
   __device__ void send_record();
   __device__ bool all_agree(std::uint64_t epoch) const;
-  __device__ void wait(std::uint64_t epoch, bool drains);
+  __device__ void wait(std::uint64_t epoch);
+  __device__ void take_records(std::uint64_t epoch);
   __device__ bool fits_what_was_sent();
 
   const LlCombineParams& p_;
@@ -68,20 +61,6 @@ class CombineControl {
   bool usual_ = false;
 };
 
-// What an operation has met, which is mostly nothing. One thread of the block.
-__device__ __noinline__ void tell(const LlCombineParams& p, LlCombineShared& shared,
-                                  std::uint64_t epoch) {
-  LlCombineTurn(p, shared.turn, kLlCombine).tell(epoch);
-}
-
-// The next operation follows. One thread of the block.
-__device__ __noinline__ void end_operation(const LlCombineParams& p, LlCombineShared& shared,
-                                           std::uint64_t epoch) {
-  tell(p, shared, epoch);
-  if (p.group.masks) ll_take_company(p.group, shared.turn, kLlCombine, epoch + 1);
-  shared.drained = 0;
-}
-
 // ---- The turn ----------------------------------------------------------------------------------
 
 // What LlTurn::begin() does, where nothing is unusual. False: it has to be called. All lanes.
@@ -90,22 +69,20 @@ __device__ inline bool CombineControl::begin_quickly() {
   // The credits come last, since nothing passes an acquire.
   const turn::LaneEpochs before = turn_.lane().epochs();
   const bool failed = device::failed(g_.comm);
+  const std::uint64_t left = turn_.left_in_slot(before);
   if (lane_id() == 0) {
-    turn.failed = 0;
-    turn.status = XD_SUCCESS;
-    turn.bad_ids = turn.told_bad_ids = 0;
-    turn.lost[0] = turn.lost[1] = turn.accusers[0] = turn.accusers[1] = 0;
-    turn.masked = {};
+    turn.clear();
     turn.course = {};
     turn.course.sends = turn.course.rows = turn.course.receives = true;
   }
   const bool has_credit = lane_id() < g_.ranks() && lane_id() != g_.rank();
-  const std::uint64_t credit = has_credit ? turn_.lane().credit_of(lane_id()) : before.sent;
-  const bool good = !failed && before.sent == before.taken &&
+  const std::uint64_t credit = has_credit ? turn_.lane().freed_by(lane_id()) : before.sent;
+  const bool good = !failed && left == 0 && before.sent == before.taken &&
                     credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
   if (__all_sync(kAllLanes, good) == 0) return false;
   if (lane_id() == 0) {
     turn.before = before;
+    turn.freed = before.taken;
     turn.course.send_epoch = turn.course.take_epoch = before.sent + 1;
   }
   return true;
@@ -123,7 +100,7 @@ __device__ inline void CombineControl::take_mistake() {
   }
   c.status = XD_ERROR_INVALID_ARGUMENT;
   c.rows = false;
-  c.drains = true;
+  c.leaves = true;
   if (c.sends) c.receives = s_.turn.before.sent == s_.turn.before.taken;
 }
 
@@ -139,16 +116,7 @@ __device__ inline void CombineControl::run(bool usual) {
     send_record();
     if (lane_id() == 0 && !c.rows && !c.receives) turn_.note_failed_send();
   }
-  if (!c.receives) return;
-    // Operations whose send halves have failed come behind it.
-#pragma unroll 1
-  for (std::uint64_t i = 0;; ++i) {
-    wait(c.take_epoch + i, c.drains || i != 0);
-    if (i == static_cast<std::uint64_t>(turn_.taken_besides())) return;
-    ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
-    if (lane_id() == 0) end_operation(p_, s_, c.take_epoch + i);
-    __syncwarp();
-  }
+  if (c.receives && !c.leaves) wait(c.take_epoch);
 }
 
 __device__ inline void CombineControl::send_record() {
@@ -159,60 +127,40 @@ __device__ inline void CombineControl::send_record() {
     record.topk = static_cast<std::uint32_t>(s_.plan.topk);
     record.tokens = static_cast<std::uint32_t>(s_.plan.tokens);
   }
-  turn_.send_record(record, [&](int r, LlRecord& told) {
-    const bool crosses = c.rows && !turn_.leaves_out(r) && (r != g_.rank() || !c.receives);
-    told.partials = crosses ? static_cast<std::uint64_t>(s_.items_of[r]) : 0;
-  });
+  turn_.send_record(record);
 }
 
-// Looks for a while at the records of all other ranks, four at a time. True: they have come, and
-// are like this rank's own. False: they are taken again, for a verdict.
+// Looks for a while at the records of all other ranks. True: they have come, and are like this
+// rank's own. False: they are taken again, for a verdict.
 __device__ inline bool CombineControl::all_agree(std::uint64_t epoch) const {
-  const int at = word_at();
-  const std::uint64_t own = usual_record_word(p_, s_, g_.ranks());
-  const bool must_be_equal = at < static_cast<int>(offsetof(LlRecord, tokens) / 8);
+  const std::uint64_t own = usual_record_word(p_, s_);
+  const bool must_be_equal =
+      LlLane::word_of_lane() < static_cast<int>(offsetof(LlRecord, tokens) / 8);
+  const auto waits = [&](int r) { return r != g_.rank(); };
   bool same = true;
 #pragma unroll 1
-  for (int first = 0; first < g_.ranks(); first += 32 / LlLane::kWords) {
-    const int source = first + lane_id() / LlLane::kWords;
-    const bool waits = source < g_.ranks() && source != g_.rank();
-    const std::uint64_t* from = turn_.lane().word_of(waits ? source : 0, epoch, at);
+  for (int first = 0; first < g_.ranks(); first += LlLane::kTogether) {
     std::uint64_t word = 0;
-    bool come = false;
-#pragma unroll 1
-    for (int i = 0; i < turn::kPollsBetweenLooks && !come; ++i) {
-      word = ptx::ld_relaxed_sys(from);
-      std::uint64_t number = word * factor_;
-#pragma unroll
-      for (int step = LlLane::kWords / 2; step > 0; step /= 2) {
-        number += __shfl_xor_sync(kAllLanes, number, step);
-      }
-      come = __all_sync(kAllLanes, !waits || number == epoch) != 0;
-    }
-    if (!come) return false;
-    same &= !waits || !must_be_equal || word == own;
+    if (!turn_.lane().look_together(first, epoch, factor_, word, waits)) return false;
+    const int source = first + lane_id() / LlLane::kWords;
+    same &= !must_be_equal || source >= g_.ranks() || !waits(source) || word == own;
   }
   return __all_sync(kAllLanes, same) != 0;
 }
 
-__device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
+__device__ inline void CombineControl::wait(std::uint64_t epoch) {
   if (usual_ && p_.wait_ns == nullptr && all_agree(epoch)) {
     ll_meet_verdict(true);
     return;
   }
-  const bool times = p_.wait_ns != nullptr && blockIdx.x == 0;
-  const std::uint64_t began = times ? ptx::global_timer_ns() : 0;
   turn_.clear_sources();
-  for (int r = lane_id(); r < g_.ranks(); r += 32) {
-    if (s_.turn.gone[r] != 0) continue;
-    turn::LongWait wait;
-    const bool here =
-        turn_.take_record(r, epoch, [&] { return turn_.goes_on(XD_PHASE_ENTRY, epoch, r, wait); });
-    if (here && times) turn_.add_wait(r, began);
-    if (!here && s_.turn.failed == 0) s_.turn.gone[r] = 1;
+  if (g_.masks && !turn_.is_last_block()) {
+    turn_.follow_sources(epoch);
+  } else {
+    take_records(epoch);
+    turn_.judge(lane_id() != 0 || fits_what_was_sent());
+    if (g_.masks) turn_.tell_sources(epoch);
   }
-  __syncwarp();
-  turn_.judge(lane_id() == 0 && (drains || !fits_what_was_sent()));
   if (lane_id() == 0) {
     // Ranks that have become known as lost are absent for the sums.
     s_.turn.company = s_.turn.company & ~RankBits{s_.turn.lost[0], s_.turn.lost[1]};
@@ -223,10 +171,26 @@ __device__ inline void CombineControl::wait(std::uint64_t epoch, bool drains) {
   ll_meet_verdict(go);
 }
 
+// All lanes: the records of all sources that are not gone then.
+__device__ inline void CombineControl::take_records(std::uint64_t epoch) {
+  const bool times = p_.wait_ns != nullptr && turn_.is_last_block();
+  const std::uint64_t began = times ? ptx::global_timer_ns() : 0;
+#pragma unroll 1
+  for (int r = lane_id(); r < g_.ranks(); r += 32) {
+    if (s_.turn.gone[r] != 0) continue;
+    turn::LongWait wait;
+    const bool here =
+        turn_.take_record(r, epoch, [&] { return turn_.goes_on(XD_PHASE_ENTRY, epoch, r, wait); });
+    if (here && times) turn_.add_wait(r, began);
+    if (!here && s_.turn.failed == 0) s_.turn.gone[r] = 1;
+  }
+  __syncwarp();
+}
+
 __device__ inline bool CombineControl::fits_what_was_sent() {
   const LlRecord& own = s_.turn.record[g_.rank()];
   const LlCourse& c = s_.turn.course;
-  if (c.rows || c.drains || s_.turn.failed != 0 || own.call.status != XD_SUCCESS) return true;
+  if (c.rows || s_.turn.failed != 0) return true;
   if (own.row_bytes == p_.row_bytes && own.dtype == p_.type &&
       own.fingerprint == s_.plan.fingerprint) {
     return true;
@@ -245,6 +209,7 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
   if (c.fatal) return;
   const bool mistake = p.step.failed || p.step.silent;  // which the host has told
   if (mistake && blockIdx.x == 0) launch.count_mistake();
+  if (launch.is_last_block()) launch.note_left();
   if (!c.sends && !c.receives) {
     if (!mistake && blockIdx.x == 0) launch.tell_refusal();
     return;
@@ -255,42 +220,10 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
   } else if (!c.receives) {
     return;  // what a send half has met its receive half tells
   }
-  tell(p, shared,
-       c.receives ? c.take_epoch + static_cast<std::uint64_t>(launch.taken_besides())
-                  : c.send_epoch);
+  launch.tell(c.receives ? c.take_epoch : c.send_epoch);
 }
 
 // ---- The kernel --------------------------------------------------------------------------------
-
-template <class T>
-__device__ inline void drain(LlSummer<T>& summer, LlCombineShared& s, std::uint64_t epoch) {
-  // One mover asks for all, since they meet at barriers in drain().
-  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-  if (threadIdx.x == 0) s.drains = *static_cast<volatile int*>(&s.turn.failed) == 0 ? 1 : 0;
-  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-  if (s.drains != 0) summer.drain(epoch);
-}
-
-// Movers, behind the verdict about this launch's operation, where it does not deliver, or where
-// operations whose send halves have failed come behind it. It is no part of the steps that deliver,
-// whose registers it would take.
-template <class T>
-__device__ __noinline__ void ll_drain_combine(const LlCombineParams& p, LlCombineShared& s,
-                                              bool go) {
-  LlCombineTurn turn(p, s.turn, kLlCombine);
-  const LlPlanParts parts(p);
-  LlPusher<T> pusher(p, turn, s, parts);
-  LlSummer<T> summer(p, turn, s, parts, pusher, go);
-  const int besides = turn.taken_besides();
-#pragma unroll 1
-  for (int i = 0; i <= besides; ++i) {
-    const std::uint64_t epoch = s.turn.course.take_epoch + static_cast<std::uint64_t>(i);
-    if (i > 0) summer.await_verdict();
-    if (!summer.delivers()) drain(summer, s, epoch);
-    // The control warp goes on to the next operation.
-    if (i < besides) ptx::barrier_sync(kLlNextBarrier, kLlCombineMovers + 32);
-  }
-}
 
 // What movers do behind the block's first barrier, in all launches.
 template <class T>
@@ -299,15 +232,8 @@ __device__ inline void move_all(LlPusher<T>& pusher, const LlCombineParams& p, L
   const LlCourse& c = s.turn.course;
   uint4 sum{};
   if (c.rows) pusher.push_all(c.send_epoch, sum);
-  if (!c.receives) return;
-  LlSummer<T> summer(p, turn, s, parts, pusher, false);
-  if (c.drains) {
-    summer.await_verdict();
-  } else {
-    summer.sum_all(c.take_epoch, c.rows, sum);
-  }
-  const bool go = summer.delivers();
-  if (!go || turn.taken_besides() != 0) ll_drain_combine<T>(p, s, go);
+  if (!c.receives || c.leaves) return;
+  LlSummer<T>(p, turn, s, parts, pusher, false).sum_all(c.take_epoch, c.rows, sum);
 }
 
 // Where a launch of LlQuickMover meets something unusual: a warp of movers.
@@ -316,10 +242,9 @@ __device__ __noinline__ void go_on(const LlCombineParams& p, LlCombineShared& s,
   const LlCourse& c = s.turn.course;
   if (lane_id() == 0) atomicExch(&s.unusual, 1u);
   __syncwarp();
-  if (rest.judged && rest.go) {
+  if (rest.judged) {
     return ll_sum_rest<T>(p, s, c.take_epoch, rest.token, true, false, uint4{});
   }
-  if (rest.judged) return ll_drain_combine<T>(p, s, false);
   LlCombineTurn turn(p, s.turn, kLlCombine);
   const LlPlanParts parts(p);
   LlPusher<T> pusher(p, turn, s, parts);
@@ -384,7 +309,7 @@ __device__ inline bool CombineBlock<T, kQuick>::move() {
     LlQuickMover<T> mover(p_, s_);
     mover.load_first();
     const bool usual = meet(true);
-    LlRest rest{LlPusher<T>::first_unit(), static_cast<int>(blockIdx.x), false, false, true};
+    LlRest rest{LlPusher<T>::first_unit(), static_cast<int>(blockIdx.x), false, true};
     if (usual) {
       rest = mover.move();
     } else {

@@ -3,7 +3,7 @@
 //
 //   memory                                    written by        read by
 //   the plan                                  dispatch, before  this warp, up to home[]
-//   shared: plan, items_of, first_*, area     this warp         the block, behind its barrier
+//   shared: plan, first_*, area               this warp         the block, behind its barrier
 //   entry[slot][rank] and credit[rank] there  the last block    each rank's control warps
 #pragma once
 
@@ -16,14 +16,13 @@ namespace xd::ep::cuda {
 __device__ inline bool ll_meet_first(bool good) { return __syncthreads_or(good ? 0 : 1) == 0; }
 
 // A word of the record of a usual launch; the seal lacks the operation's number. All lanes: eight
-// have a rank's words.
+// have a record's words.
 __device__ inline std::uint64_t usual_record_word(const LlCombineParams& p,
-                                                  const LlCombineShared& s, int rank) {
+                                                  const LlCombineShared& s) {
   static_assert(offsetof(LlRecord, topk) == 12 && offsetof(LlRecord, fingerprint) == 16 &&
-                offsetof(LlRecord, tokens) == 24 && offsetof(LlRecord, mask) == 32 &&
-                offsetof(LlRecord, partials) == 48);
+                offsetof(LlRecord, tokens) == 24);
   const auto* given = reinterpret_cast<const std::uint64_t*>(&p.record);
-  const int at = lane_id() % LlLane::kWords;
+  const int at = LlLane::word_of_lane();
   std::uint64_t word = 0;
   if (at == 0) word = given[0];
   if (at == 1) {
@@ -31,9 +30,6 @@ __device__ inline std::uint64_t usual_record_word(const LlCombineParams& p,
   }
   if (at == 2) word = s.plan.fingerprint;
   if (at == 3) word = static_cast<std::uint32_t>(s.plan.tokens);
-  if (at == 6 && rank < p.route.ranks && rank != p.route.rank) {
-    word = static_cast<std::uint64_t>(s.items_of[rank]);
-  }
   return word;
 }
 
@@ -76,7 +72,7 @@ class LlCombineCheck {
     s_.turn.findings = {kind, fault, got, expected, 0};
   }
   __device__ void send_weights();
-  __device__ std::uint64_t sealed_word(int rank) const;
+  __device__ std::uint64_t sealed_word(std::uint64_t factor) const;
   __device__ void send_record() const;
 
   const LlCombineParams& p_;
@@ -84,7 +80,7 @@ class LlCombineCheck {
   LlCombineTurn& turn_;
   LlCombineShared& s_;
   const LlPlanParts& parts_;
-  std::uint64_t factor_ = 0, word_ = 0;  // of this lane's word of the first ranks' records
+  std::uint64_t word_ = 0;  // this lane's word of the record
 };
 
 __device__ inline bool LlCombineCheck::look() {
@@ -97,8 +93,7 @@ __device__ inline bool LlCombineCheck::look() {
   for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
   __syncwarp();
   if (turn_.is_last_block() && p_.route.quick) {
-    factor_ = turn::seal_factor(lane_id() % LlLane::kWords);
-    word_ = sealed_word(lane_id() / LlLane::kWords);
+    word_ = sealed_word(turn::seal_factor(LlLane::word_of_lane()));
   }
   return s_.turn.findings.kind == LlFault::none;
 }
@@ -109,8 +104,6 @@ __device__ inline void LlCombineCheck::look_at_plan() {
   const int token = min(static_cast<int>(blockIdx.x), g_.max_tokens - 1);
   std::uint64_t words[kWords];
   load_words(0, words);
-  int items = 0;
-  if (lane_id() < g_.ranks()) items = parts_.items_of(lane_id());
   const RankBits home = parts_.home(token);
   const LlChoice own = parts_.own_choice(token);
   const std::uint64_t expected = expected_word();
@@ -126,9 +119,6 @@ __device__ inline void LlCombineCheck::look_at_plan() {
   }
   sum = warp_sum(sum);
   s_.first_own[lane_id()] = own;
-  if (lane_id() < g_.ranks()) s_.items_of[lane_id()] = items;
-#pragma unroll 1
-  for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.items_of[r] = parts_.items_of(r);
   if (lane_id() == 0) s_.first_home = home;
   __syncwarp();
   if (!is_as_usual(head, expected, sum) && lane_id() == 0) check(sum);
@@ -202,30 +192,24 @@ __device__ inline bool LlCombineCheck::is_as_usual(std::uint64_t word, std::uint
   return __all_sync(kAllLanes, good) != 0;
 }
 
-__device__ inline std::uint64_t LlCombineCheck::sealed_word(int rank) const {
-  const std::uint64_t word = usual_record_word(p_, s_, rank);
-  std::uint64_t hash = word * factor_;
+__device__ inline std::uint64_t LlCombineCheck::sealed_word(std::uint64_t factor) const {
+  const std::uint64_t word = usual_record_word(p_, s_);
+  std::uint64_t hash = word * factor;
 #pragma unroll
   for (int step = LlLane::kWords / 2; step > 0; step /= 2) {
     hash += __shfl_xor_sync(kAllLanes, hash, step);
   }
-  return lane_id() % LlLane::kWords == turn::kRecordWords ? 0 - hash : word;
+  return LlLane::word_of_lane() == turn::kRecordWords ? 0 - hash : word;
 }
 
 // To every rank: four at a time.
 __device__ inline void LlCombineCheck::send_record() const {
-  const int at = lane_id() % LlLane::kWords;
+  const int at = LlLane::word_of_lane();
   const std::uint64_t epoch = s_.turn.course.send_epoch;
-  std::uint64_t word = word_;
+  const std::uint64_t word = at == turn::kRecordWords ? word_ + epoch : word_;
 #pragma unroll 1
-  for (int first = 0;;) {
-    const int r = first + lane_id() / LlLane::kWords;
-    if (r < g_.ranks()) {
-      turn_.lane().send_word(r, epoch, at, at == turn::kRecordWords ? word + epoch : word);
-    }
-    first += 32 / LlLane::kWords;
-    if (first >= g_.ranks()) return;
-    word = sealed_word(first + lane_id() / LlLane::kWords);
+  for (int r = lane_id() / LlLane::kWords; r < g_.ranks(); r += LlLane::kTogether) {
+    turn_.lane().send_word(r, epoch, at, word);
   }
 }
 
@@ -235,11 +219,8 @@ __device__ inline void LlCombineCheck::run(bool usual) {
   if (c.rows && has_weights(p_)) send_weights();
   if (turn_.is_last_block()) turn_.give_credit();
   if (lane_id() == 0) turn_.end();
-  if (!c.receives) return;
-  // The whole block meets at the verdict about each operation.
-  const int besides = turn_.taken_besides();
-#pragma unroll 1
-  for (int i = 0; i <= besides; ++i) ll_meet_verdict(true);
+  // The whole block meets at the verdict.
+  if (c.receives && !c.leaves) ll_meet_verdict(true);
 }
 
 // Each token's weights go to all other ranks with rows of it.

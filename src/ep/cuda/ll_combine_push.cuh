@@ -38,12 +38,9 @@ struct LlCombineShared {
   alignas(16) PlanHeader plan;
   RankBits first_home;     // home() of the block's first token
   LlChoice first_own[32];  // lane k's part of that token's own item, with this call's weights
-  int items_of[kMaxDeviceRanks];
 
   std::uint64_t slot_offset;  // of the partial sums of the operation that is sent, in all areas
   unsigned unusual;           // 1 = a thread of the block tells what the operation has met
-  int drains;                 // 1 = all movers drain the operation
-  unsigned long long drained;
 };
 
 // True if the call has weights. Those of no tokens have no address.
@@ -58,9 +55,6 @@ struct LlPlanParts {
   __device__ explicit LlPlanParts(const LlCombineParams& params) : p(params) {}
   __device__ LlPlanFacts facts() const {
     return *reinterpret_cast<const LlPlanFacts*>(p.plan + p.group.plan.facts);
-  }
-  __device__ int items_of(int source) const {
-    return reinterpret_cast<const std::int32_t*>(p.plan + p.group.plan.items_of)[source];
   }
   __device__ RankBits home(int token) const {
     const auto words = reinterpret_cast<const ulonglong2*>(p.plan + p.group.plan.home)[token];

@@ -15,7 +15,6 @@ struct LlRest {
   std::uint32_t unit;  // the first unit that it has not sent
   int token;           // the first token that it has not summed
   bool judged;         // it has met the verdict
-  bool go;             // which is to deliver
   bool is_over;        // there is nothing left
 };
 
@@ -221,13 +220,13 @@ XD_LL_QUICK(bool)::push_all(uint4& own) {
 XD_LL_QUICK(LlRest)::move() {
   const int first = static_cast<int>(blockIdx.x);
   uint4 own{};
-  if (!push_all(own)) return {unit_, first, false, false, false};
+  if (!push_all(own)) return {unit_, first, false, false};
   if (first >= p_.out_rows) go_ = ll_meet_verdict(true);
   std::uint32_t home = home_;
 #pragma unroll 1
   for (int token = first; token < p_.out_rows;) {
     if (!sum_token(token, home, own, token == first)) {
-      return {units_, token, true, go_, false};
+      return {units_, token, true, !go_};
     }
     token += static_cast<int>(gridDim.x);
     if (token >= p_.out_rows) break;
@@ -235,7 +234,7 @@ XD_LL_QUICK(LlRest)::move() {
     take_own(own_word(token), home);
     add_up(own);
   }
-  return {units_, 0, true, go_, go_};
+  return {units_, 0, true, true};
 }
 
 // With the block's first token the verdict comes, while its words do. False: they have not come for

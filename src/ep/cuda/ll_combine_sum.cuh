@@ -5,8 +5,7 @@
 //                             of the token           bytes, which leave ones behind
 //   out                       the same movers        the caller
 //
-// A mover takes no word before the verdict is there: where ranks disagree, words are counted and
-// forgotten, not added.
+// A mover takes no word before the verdict is there: where nothing is delivered, they stay.
 #pragma once
 
 #include "ep/cuda/ll_combine_push.cuh"
@@ -31,7 +30,7 @@ __device__ void add_vector(float* sum, const uint4& vector) {
   for (int n = 0; n < T::kPerVector; ++n) sum[n] = __fadd_rn(sum[n], x[n]);
 }
 
-// All threads of a block, once for each operation that is received: true if it is delivered. The
+// All threads of a block, once, where it waits for an operation: true if that is delivered. The
 // control warp knows; `go` of all others is true.
 __device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0 : 1) == 0; }
 
@@ -65,25 +64,13 @@ class LlSummer {
   __device__ void sum_all(std::uint64_t epoch, bool own, const uint4& sum);
   // The units from one on, behind the verdict; `has_sum`: `sum` is this rank's part of the first.
   __device__ void sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum);
-  // All movers of a block, once for each operation that is received: the control warp's verdict,
-  // true if it is to deliver. It comes to one about each of them, also where waits have failed.
-  // Warps that wait here take no instructions from those that work, as they would where they
-  // polled.
-  __device__ bool await_verdict() { return go_ = ll_meet_verdict(true); }
-  __device__ bool delivers() const { return go_; }
-  // Movers of all blocks: delivers nothing.
-  __device__ void drain(std::uint64_t epoch) {
-    const bool disagree = s_.turn.disagree != 0;
-    if (disagree) tell_pushed(epoch);
-    if (blockIdx.x != 0) return;
-    if (disagree) {
-      drain_all(epoch);
-    } else {
-      drain_counted(epoch);
-    }
-  }
 
  private:
+  // All movers of a block, once: the control warp's verdict, true if it is to deliver. It comes to
+  // one also where waits have failed. Warps that wait here take no instructions from those that
+  // work, as they would where they polled.
+  __device__ bool await_verdict() { return go_ = ll_meet_verdict(true); }
+
   // Tokens times pieces of their rows.
   __device__ int units() const { return p_.out_rows * static_cast<int>(pieces_); }
   struct Token {
@@ -105,14 +92,6 @@ class LlSummer {
                           const uint4& own) const;
   __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own);
   __device__ int rank_of(const Token& t, int order) const;
-  __device__ void drain_counted(std::uint64_t epoch);
-  __device__ void drain_all(std::uint64_t epoch);
-  __device__ void tell_pushed(std::uint64_t epoch);
-  __device__ unsigned sweep(std::uint64_t epoch);
-  __device__ std::uint64_t* pushed_at(int owner, int source, std::uint64_t epoch) const {
-    return reinterpret_cast<std::uint64_t*>(s_.turn.area[owner].base + g_.map.pushed) +
-           turn_.slot(epoch) * g_.ranks() + source;
-  }
 
   const LlCombineParams& p_;
   const LlDevice& g_;
@@ -134,9 +113,9 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
   // The part that push_all() has left belongs to the first token's first piece.
   bool has_sum = own && pieces_ == 1;
 #pragma unroll 1
-  for (; unit < units(); unit += static_cast<int>(gridDim.x)) {
+  for (; unit < units() && !g_.masks; unit += static_cast<int>(gridDim.x)) {
     const Token t = look_at(unit, own, first);
-    if (g_.masks || t.count > kAtOnce || (own && !has_sum)) break;
+    if (t.count > kAtOnce || (own && !has_sum)) break;
     const bool done = add_few(t, epoch, sum, first);
     first = false;
     if (!go_) return;
@@ -357,80 +336,6 @@ XD_LL_SUMMER(unsigned)::lost_places(const Token& t, int first) const {
     if (first + j < t.count && ranks.has(first + j)) places |= 1u << j;
   }
   return places;
-}
-
-// Where ranks agree about the batch, no two words have one place, and the records say how many
-// come. This rank may have no plan, so all places are looked at until they are there.
-XD_LL_SUMMER(void)::drain_counted(std::uint64_t epoch) {
-  std::uint64_t announced = 0;
-#pragma unroll 1
-  for (int r = 0; r < g_.ranks(); ++r) {
-    const LlRecord& record = s_.turn.record[r];
-    if (s_.turn.gone[r] == 0) announced += record.partials * (record.row_bytes / 8);
-  }
-  turn::LongWait wait;
-#pragma unroll 1
-  for (bool on = true; on;) {
-    const unsigned found = sweep(epoch);
-    if (found != 0) atomicAdd(&s_.drained, static_cast<unsigned long long>(found));
-    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-    on = *static_cast<volatile unsigned long long*>(&s_.drained) < announced;
-    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-    if (on && threadIdx.x == 0) turn_.goes_on_or_fails(XD_PHASE_ROWS, epoch, g_.rank(), wait);
-    ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-    on &= *static_cast<volatile int*>(&s_.turn.failed) == 0;
-  }
-}
-
-// Frees all places of the operation; returns the number of words that this thread has found.
-XD_LL_SUMMER(unsigned)::sweep(std::uint64_t epoch) {
-  const std::uint64_t bytes =
-      static_cast<std::uint64_t>(g_.max_tokens) * g_.partials_per_token() * g_.map.partial_stride;
-  std::byte* at = g_.own_area + place_of(0, 0, epoch);
-  unsigned found = 0;
-#pragma unroll 1
-  for (std::uint64_t i = threadIdx.x * 8; i < bytes; i += kLlCombineMovers * 8) {
-    if (ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at + i)) == kFree) continue;
-    put_back_word(at + i);
-    ++found;
-  }
-  return found;
-}
-
-// Where ranks disagree, plans of different batches may name one place twice, so words cannot be
-// counted. Every rank knows that they disagree, and tells all others when it stores nothing more.
-XD_LL_SUMMER(void)::tell_pushed(std::uint64_t epoch) {
-  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-  if (threadIdx.x != 0) return;
-  std::uint32_t* blocks = &g_.control->pushed_blocks;
-  // Release: of all that this block has stored, behind its barrier.
-  ptx::fence_acq_rel_sys();
-  ptx::add_acq_rel_gpu(blocks, 1);
-  if (blockIdx.x != 0) return;
-  turn::LongWait wait;
-  turn::poll_until([&] { return ptx::ld_acquire_gpu(blocks) == gridDim.x; },
-                   [&] {
-                     turn_.goes_on_or_fails(XD_PHASE_ROWS, epoch, g_.rank(), wait);
-                     return *static_cast<volatile int*>(&s_.turn.failed) == 0;
-                   });
-  *blocks = 0;
-  ptx::fence_acq_rel_sys();
-  for (int r = 0; r < g_.ranks(); ++r) {
-    if (!turn_.leaves_out(r)) ptx::st_release_sys(pushed_at(r, g_.rank(), epoch), epoch);
-  }
-}
-
-// Movers of one block.
-XD_LL_SUMMER(void)::drain_all(std::uint64_t epoch) {
-#pragma unroll 1
-  for (int r = static_cast<int>(threadIdx.x); r < g_.ranks(); r += kLlCombineMovers) {
-    if (s_.turn.gone[r] != 0) continue;
-    turn::LongWait wait;
-    turn::poll_until([&] { return ptx::ld_acquire_sys(pushed_at(g_.rank(), r, epoch)) == epoch; },
-                     [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch, r, wait); });
-  }
-  ptx::barrier_sync(kLlSumBarrier, kLlCombineMovers);
-  sweep(epoch);
 }
 
 #undef XD_LL_SUMMER

@@ -112,11 +112,13 @@ __device__ void go_on(const LlDevice& g) {
     for (int b = static_cast<int>(threadIdx.x); b < g.most_blocks; b += kControlThreads) {
       g.counts[lane][b].sent = g.counts[lane][b].taken = number;
     }
+    // Both words of each credit.
     auto* credits = reinterpret_cast<unsigned long long*>(g.own_area + g.map.lane[lane].credit);
-    for (int r = static_cast<int>(threadIdx.x); r < g.ranks(); r += kControlThreads) {
+    for (int r = static_cast<int>(threadIdx.x); r < 2 * g.ranks(); r += kControlThreads) {
       atomicMax_system(&credits[r], static_cast<unsigned long long>(number));
     }
-    if (threadIdx.x < XD_EP_LL_MAX_IN_FLIGHT) g.control->failed_send[lane][threadIdx.x] = 0;
+    if (threadIdx.x >= XD_EP_LL_MAX_IN_FLIGHT) continue;
+    g.control->failed_send[lane][threadIdx.x] = g.control->left[lane][threadIdx.x] = 0;
   }
 }
 
@@ -142,8 +144,10 @@ __global__ void __launch_bounds__(kControlThreads)
   ptx::fence_acq_rel_sys();
   __syncthreads();
   if (p.round == 0 && threadIdx.x < 32) {
+    // This rank takes nothing more before it fills its memory, so all of its slots are free.
     for (int lane = 0; lane < 2; ++lane) {
-      ll_lane_of(g, lane, g.areas).give_credit(g.counts[lane][0].taken);
+      const turn::LaneCount& count = g.counts[lane][0];
+      ll_lane_of(g, lane, g.areas).give_credit({count.taken, count.sent});
     }
   }
   __syncwarp();
@@ -184,28 +188,24 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
 // ---- The check ---------------------------------------------------------------------------------
 
 // The slot of the last operation that has been taken is free until this rank gives its credit,
-// which the lane's next launch does: so it is looked at once, in front of that one.
+// which the lane's next launch does: so it is looked at once, in front of that one. What has not
+// been delivered lies in its slot, and is looked at by nobody.
 __global__ void __launch_bounds__(kFillThreads)
     verify_kernel(const __grid_constant__ LlDevice g, int lane) {
   const std::uint64_t taken = g.counts[lane][0].taken;
   if (taken == g.control->verified[lane]) return;
   const std::uint64_t slot = turn::lane_slot(taken, g.slots);
-  const std::uint64_t rows = static_cast<std::uint64_t>(g.max_tokens) *
-                             (lane == kLlDispatch ? g.ranks() : g.partials_per_token());
-  const std::uint64_t bytes =
-      rows * (lane == kLlDispatch ? g.map.row_stride : g.map.partial_stride);
-  const std::byte* at =
-      g.own_area + (lane == kLlDispatch ? g.map.rows : g.map.partials) + slot * bytes;
+  if (taken == g.control->left[lane][slot]) return;
+  const LlStaging staging = g.staging(lane, slot);
   const std::uint64_t step = std::uint64_t{gridDim.x} * kFillThreads * 8;
-  const std::uint64_t stride = lane == kLlDispatch ? g.map.row_stride : g.map.partial_stride;
   const RankBits sent_to = g.control->company[lane][slot].sent_to;
   bool clean = true;
-  for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8; i < bytes;
-       i += step) {
-    if (*reinterpret_cast<const std::uint64_t*>(at + i) == kFree) continue;
+  for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8;
+       i < staging.bytes; i += step) {
+    if (*reinterpret_cast<const std::uint64_t*>(staging.data + i) == kFree) continue;
     // What a masked rank has stored, or one that the operation was not sent to, lies there for
     // good, in places of its own.
-    const auto row = static_cast<int>(i / stride);
+    const auto row = static_cast<int>(i / staging.stride);
     const int writer = lane == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
     clean &= g.masks &&
              ((g.control->masked[writer / 64] >> (writer % 64) & 1) != 0 || !sent_to.has(writer));

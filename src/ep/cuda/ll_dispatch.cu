@@ -29,8 +29,7 @@ struct DispatchShared {
 // A receive half must have tensors for the rows that its send half has sent. One thread.
 __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& turn) {
   const LlRecord& own = turn.record[p.group.rank()];
-  if (turn.course.rows || p.step.failed || p.step.silent || turn.failed != 0) return true;
-  if (own.call.status != XD_SUCCESS) return true;
+  if (turn.course.rows || turn.failed != 0) return true;
   const auto quantise = static_cast<xd_ep_quantise>(own.quantise);
   const QuantiseFormat sent = quantise_format(quantise);
   const std::uint32_t bytes = sent ? own.row_bytes / 2 : own.row_bytes;
@@ -49,17 +48,17 @@ __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& t
 // The steps of a receiver block that move no rows: see ll_begin(). Warps of which each calls one.
 template <bool kMany>
 __device__ __forceinline__ void watch_sources(const LlDispatchParams& p, DispatchShared& shared,
-                                              std::uint64_t epoch, bool drains) {
+                                              std::uint64_t epoch) {
   LlShared& s = shared.turn;
-  if (lane_id() == 0) {
-    s.bad_ids = 0;
-    s.bad_id_rank = p.group.ranks();
-    s.findings.kind = LlFault::none;
-  }
-  __syncwarp();
+  if (lane_id() == 0) s.bad_id_rank = p.group.ranks();
   LlDispatchTurn turn(p, s, kLlDispatch);
-  LlSources<kMany>(p, turn, shared.list, epoch).wait();
-  turn.judge(lane_id() == 0 && (drains || !fits_what_was_sent(p, s)));
+  if (p.group.masks && !turn.is_last_block()) {
+    turn.follow_sources(epoch);
+  } else {
+    LlSources<kMany>(p, turn, shared.list, epoch).wait();
+    turn.judge(lane_id() != 0 || fits_what_was_sent(p, s));
+    if (p.group.masks) turn.tell_sources(epoch);
+  }
   // Rows of a launch that does both halves have the form that it sends.
   if (lane_id() == 0 && !s.course.rows) {
     shared.receive.taken = LlTaken::of(s.record[p.group.rank()]);
@@ -74,14 +73,13 @@ __device__ __forceinline__ void count_bad_ids(const LlDispatchParams& p, Dispatc
 
 template <bool kMany>
 __device__ __forceinline__ void write_head(const LlDispatchParams& p, DispatchShared& shared,
-                                           std::uint64_t epoch, bool delivers) {
+                                           bool delivers) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlRoomParts parts{p.room, ptx::dynamic_shared()};
   const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany> head(p, turn, list, shared.list, shared.head);
   if (delivers) return head.write();
-  const bool own = !p.step.failed && !p.step.silent && epoch == shared.turn.course.take_epoch;
-  if (own && threadIdx.x == 0) head.write_nothing();
+  if (threadIdx.x == 0) head.write_nothing();
 }
 
 // The warp that watches, where the operation is delivered.
@@ -150,7 +148,7 @@ class LlRecordSender {
   __device__ void send(std::uint64_t epoch) const {
     if (sent_ != 0) return;
     LlDispatchTurn turn(p_, s_, kLlDispatch);
-    if (p_.group.masks) return turn.send_record(p_.record, [](int, LlRecord&) {});
+    if (p_.group.masks) return turn.send_record(p_.record);
     send_words(epoch, s_.area);
   }
 
@@ -189,6 +187,11 @@ __device__ __forceinline__ void tell_if_met(const LlDispatchParams& p, LlShared&
   if (met || turn.findings.kind != LlFault::none) tell_operation(p, turn, epoch);
 }
 
+// One thread of the last block, behind its barrier.
+__device__ __forceinline__ void note_left(const LlDispatchParams& p, LlShared& turn) {
+  LlDispatchTurn(p, turn, kLlDispatch).note_left();
+}
+
 // One thread of the launch, when all of its block is over, where a call has a mistake or is
 // refused.
 __device__ __noinline__ void tell_mistake(const LlDispatchParams& p, LlShared& turn) {
@@ -203,50 +206,6 @@ __device__ __noinline__ void tell_mistake(const LlDispatchParams& p, LlShared& t
 __device__ __forceinline__ LlVerdict await_verdict(const LlShared& turn, bool good) {
   if (__syncthreads_or(good ? 0 : 1) != 0) return LlVerdict::fatal;
   return static_cast<LlVerdict>(turn.verdict);
-}
-
-// All threads of a receiver block: takes the operations behind this launch's own whose send halves
-// have failed. Nothing is delivered.
-template <class Quantiser, bool kMany>
-__device__ __noinline__ void ll_receive_besides(const LlDispatchParams& p, DispatchShared& shared) {
-  LlDispatchTurn turn(p, shared.turn, kLlDispatch);
-  LlList<kMany> list(p, turn, shared.list, {p.room, ptx::dynamic_shared()});
-  const int besides = turn.taken_besides();
-  const int warp = warp_in_block();
-#pragma unroll 1
-  for (int i = 1; i <= besides; ++i) {
-    const std::uint64_t epoch = shared.turn.course.take_epoch + static_cast<std::uint64_t>(i);
-    __syncthreads();
-    if (p.group.masks && threadIdx.x == kLlMovers) {
-      ll_take_company(p.group, shared.turn, kLlDispatch, epoch);
-    }
-    if (threadIdx.x < kLlMovers) list.clear();
-    __syncthreads();
-    bool good = true;
-    if (threadIdx.x < kLlMovers) {
-      good = ll_collect_any<kMany>(p, shared.turn, shared.list, epoch);
-    } else if (warp == kLlWatch) {
-      watch_sources<kMany>(p, shared, epoch, true);
-      good = shared.turn.failed == 0;
-    }
-    const LlVerdict verdict = await_verdict(shared.turn, good);
-    if (verdict == LlVerdict::fatal) return;
-    if (p.group.masks && threadIdx.x < kLlMovers) list.drop_gone();
-    if (warp < kLlHelper) ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
-    const auto take = [&]<bool kMoves>() {
-      LlReceiver<Quantiser, kMany, kMoves, true>(p, turn, list, shared.list, shared.receive, epoch)
-          .drain_all();
-    };
-    if (threadIdx.x < kLlMovers) {
-      take.template operator()<true>();
-    } else if (warp < kLlHelper) {
-      take.template operator()<false>();
-    } else if (warp == kLlWatch && list.heads()) {
-      count_bad_ids<kMany>(p, shared, epoch);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) tell_if_met(p, shared.turn, epoch);
-  }
 }
 
 // A block's part of a dispatch. Each of its warps has one role from the beginning to the end; roles
@@ -295,9 +254,7 @@ class DispatchBlock {
   }
   // True if places of rows are looked for in front of the verdict: where rows have the form that
   // this launch sends, and no source is left out.
-  __device__ bool is_early(bool drains) const {
-    return s_.turn.course.rows && !p_.group.masks && !drains;
-  }
+  __device__ bool is_early() const { return s_.turn.course.rows && !p_.group.masks; }
   // Behind the first barrier: this block tells a mistake of the call itself.
   __device__ bool has_mistake() const {
     const LlCourse& course = s_.turn.course;
@@ -308,7 +265,7 @@ class DispatchBlock {
   template <class Receive>
   __device__ void receive_all(Receive receive) const;
   template <bool kMoves>
-  __device__ void take_rows(std::uint64_t epoch, bool drains) const;
+  __device__ void take_rows(std::uint64_t epoch) const;
 
   __device__ void send() const;
   __device__ void control_sender() const;
@@ -373,22 +330,21 @@ XD_LL_BLOCK(void)::control_sender() const {
 
 // ---- Receiver blocks ---------------------------------------------------------------------------
 
-// All threads of a receiver block: the operation of this launch, and mostly no other.
+// All threads of a receiver block. An operation that nobody waits for is only counted.
 template <class Quantiser, bool kMany>
 template <class Receive>
 __device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive receive) const {
   const LlCourse& course = s_.turn.course;
   if (!course.receives) return;
-  receive(course.take_epoch, course.drains);
+  if (!course.leaves) receive(course.take_epoch);
   // The helper waits for the other warps, and tells what they have met.
   if (warp_in_block() == kLlHelper) {
     ptx::barrier_sync(kLlEndBarrier, kLlThreads);
-    if (lane_id() == 0) tell_if_met(p_, s_.turn, course.take_epoch);
+    if (lane_id() != 0) return;
+    tell_if_met(p_, s_.turn, course.take_epoch);
+    if (tells()) note_left(p_, s_.turn);
   } else {
     ptx::barrier_arrive(kLlEndBarrier, kLlThreads);
-  }
-  if (LlDispatchTurn(p_, s_.turn, kLlDispatch).taken_besides() != 0) {
-    ll_receive_besides<Quantiser, kMany>(p_, s_);
   }
 }
 
@@ -407,26 +363,25 @@ XD_LL_BLOCK(void)::move() const {
       turn.note_failed_send();
     }
   }
-  receive_all([&](std::uint64_t epoch, bool drains) { take_rows<true>(epoch, drains); });
+  receive_all([&](std::uint64_t epoch) { take_rows<true>(epoch); });
 }
 
 XD_LL_BLOCK(void)::take_tails() const {
   __syncthreads();
   if (!takes_turn()) return;
   if (tells() && warp_in_block() == kLlHelper - 1) give_credit(p_, s_.turn);
-  receive_all([&](std::uint64_t epoch, bool drains) { take_rows<false>(epoch, drains); });
+  receive_all([&](std::uint64_t epoch) { take_rows<false>(epoch); });
 }
 
 // Movers and tail warps.
 template <class Quantiser, bool kMany>
 template <bool kMoves>
-__device__ inline void DispatchBlock<Quantiser, kMany>::take_rows(std::uint64_t epoch,
-                                                                  bool drains) const {
+__device__ inline void DispatchBlock<Quantiser, kMany>::take_rows(std::uint64_t epoch) const {
   LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
   List list(p_, turn, s_.list, parts_);
   bool good = true;
   if constexpr (kMoves) good = list.collect(epoch);
-  const bool early = is_early(drains);
+  const bool early = is_early();
   LlVerdict verdict = LlVerdict::go;
   if (!early) {
     verdict = await(good);
@@ -437,7 +392,7 @@ __device__ inline void DispatchBlock<Quantiser, kMany>::take_rows(std::uint64_t 
   LlReceiver<Quantiser, kMany, kMoves, false> receiver(p_, turn, list, s_.list, s_.receive, epoch);
   verdict = receiver.take_all(!early, verdict, [this, good] { return await(good); });
   if (kMoves && list.heads() && verdict != LlVerdict::fatal) {
-    write_head<kMany>(p_, s_, epoch, verdict == LlVerdict::go);
+    write_head<kMany>(p_, s_, verdict == LlVerdict::go);
   }
 }
 
@@ -455,19 +410,22 @@ XD_LL_BLOCK(void)::help() const {
   if (!takes_turn()) return;
   if (tells() && s_.turn.course.sends) record.send(s_.turn.course.send_epoch);
   if (lane_id() == 0) end_turn(p_, s_.turn);
-  receive_all([&](std::uint64_t, bool) { await(true); });
+  receive_all([&](std::uint64_t) { await(true); });
 }
 
 XD_LL_BLOCK(void)::watch() const {
+  if (lane_id() == 0) s_.turn.findings.kind = LlFault::none;
   ll_begin(p_, s_.turn, kLlDispatch);
+  __syncwarp();
+  LlDispatchTurn(p_, s_.turn, kLlDispatch).clear_sources();  // movers look at them as well
   __syncthreads();
   if (!takes_turn()) return;
-  receive_all([&](std::uint64_t epoch, bool drains) {
-    watch_sources<kMany>(p_, s_, epoch, drains);
+  receive_all([&](std::uint64_t epoch) {
+    watch_sources<kMany>(p_, s_, epoch);
     const LlVerdict verdict = await(s_.turn.failed == 0);
-    if (verdict == LlVerdict::fatal || !is_first_receiver()) return;
+    if (verdict != LlVerdict::go || !is_first_receiver()) return;
     count_bad_ids<kMany>(p_, s_, epoch);
-    if (verdict == LlVerdict::go) complete_head<kMany>(p_, s_, epoch);
+    complete_head<kMany>(p_, s_, epoch);
   });
 }
 

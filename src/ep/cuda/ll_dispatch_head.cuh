@@ -113,9 +113,7 @@ XD_LL_HEAD(void)::write() {
   if (warp_in_block() == 0) write_header();
 }
 
-XD_LL_HEAD(void)::write_nothing() {
-  if (p_.plan != nullptr) reinterpret_cast<PlanHeader*>(p_.plan)->magic = 0;
-}
+XD_LL_HEAD(void)::write_nothing() { reinterpret_cast<PlanHeader*>(p_.plan)->magic = 0; }
 
 // The words in front of count[]. Returns their part in the checksum.
 XD_LL_HEAD(std::uint64_t)::write_facts() {
@@ -132,8 +130,8 @@ XD_LL_HEAD(std::uint64_t)::write_facts() {
   return sum;
 }
 
-// The int32 numbers behind the plan's facts: count[], tokens[], items_of[], zeros. Adds those of
-// count[] to `rows`.
+// The int32 numbers behind the plan's facts: count[], tokens[], zeros. Adds those of count[] to
+// `rows`.
 XD_LL_HEAD(std::int32_t)::number(int i, int& rows) const {
   if (i < g_.local_experts) {
     const int count = write_counts(i);
@@ -141,9 +139,8 @@ XD_LL_HEAD(std::int32_t)::number(int i, int& rows) const {
     return count;
   }
   i -= g_.local_experts;
-  if (i < g_.ranks()) return s_.gone[i] != 0 ? -1 : static_cast<std::int32_t>(s_.record[i].tokens);
-  i -= g_.ranks();
-  return i < g_.ranks() && s_.gone[i] == 0 ? list_.items_of(i) : 0;
+  if (i >= g_.ranks()) return 0;
+  return s_.gone[i] != 0 ? -1 : static_cast<std::int32_t>(s_.record[i].tokens);
 }
 
 XD_LL_HEAD(int)::write_counts(int expert) const {

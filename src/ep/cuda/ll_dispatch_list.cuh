@@ -38,7 +38,6 @@ struct LlUnit {
 
 struct LlListShared {
   int own_units, total_units;
-  int items_of[kMaxDeviceRanks];
   int pending;  // warps of movers that still wait for ids (groups that mask)
 };
 
@@ -101,7 +100,6 @@ class LlList {
     const int words = (g_.ranks() * g_.local_experts + 1) / 2;
 #pragma unroll 1
     for (int i = thread_in_block(); i < words; i += kLlMovers) parts_.counts()[i] = 0;
-    if (thread_in_block() < g_.ranks()) s_.items_of[thread_in_block()] = 0;
     if (thread_in_block() != 0) return;
     if (is_short()) parts_.hits()[0] = 0;
     s_.own_units = s_.total_units = 0;
@@ -131,8 +129,6 @@ class LlList {
     const std::uint32_t at = source * g_.local_experts + expert;
     return static_cast<int>(parts_.counts()[at / 2] >> (at % 2 * 16) & 0xFFFFu);
   }
-  // The items of a source: its tokens with rows here. One thread.
-  __device__ int items_of(int source) const { return s_.items_of[source]; }
   // The place of a unit's choice. All lanes of a warp.
   __device__ LlPlace place_in(std::uint64_t epoch, const LlUnit& unit, int k) const;
   // Where the ids are in shared memory: no step of it makes a call.
@@ -159,6 +155,8 @@ class LlList {
         (turn_.slot(epoch) * g_.ranks() + unit.source()) * g_.max_tokens + unit.token();
     return g_.own_area + g_.map.ids + std::uint64_t{row} * (g_.ids.words * 8);
   }
+  template <class Take>
+  __device__ bool collect_by(Take take);
   __device__ bool collect_few(std::uint64_t epoch);
   __device__ bool collect_fewest(std::uint64_t epoch);
   __device__ bool is_short() const { return candidates() <= 32; }
@@ -180,8 +178,7 @@ class LlList {
     const std::uint32_t at = counts ? unit.source() * g_.local_experts + expert : 0;
     ptx::add_shared_if(counts, parts_.counts() + at / 2, at % 2 != 0 ? 0x10000u : 1u);
   }
-  __device__ void note_home(std::uint64_t epoch, const LlUnit& unit,
-                            const LlRanks<kMany>& home) const;
+  __device__ void note_home(const LlUnit& unit, const LlRanks<kMany>& home) const;
   // Waits for a pair of words of ids. False: they have been given up.
   __device__ bool take_pair(std::uint64_t epoch, int source, const std::byte* at,
                             ulonglong2& words) const {
@@ -223,8 +220,10 @@ XD_LL_LIST(bool)::collect(std::uint64_t epoch) {
   }
 }
 
-// Up to eight ids in two words: all ranks wait for this step.
-XD_LL_LIST(bool)::collect_few(std::uint64_t epoch) {
+// Every mover takes the ids of its candidates: take(unit, home, here) waits for them.
+template <bool kMany>
+template <class Take>
+__device__ inline bool LlList<kMany>::collect_by(Take take) {
   bool good = true;
 #pragma unroll 1
   for (int k = 0; k < rounds(); ++k) {
@@ -233,20 +232,24 @@ XD_LL_LIST(bool)::collect_few(std::uint64_t epoch) {
     LlUnit unit{0};
     if (q < candidates()) {
       unit.word = name(q);
-      ulonglong2 words{};
-      if (waits(good) && turn_.is_source(unit.source()) &&
-          take_pair(epoch, unit.source(), words_of_token(epoch, unit), words)) {
-        LlRanks<kMany> home{};
-        here = take_few(unit, words, home);
-        if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
-        if (heads()) note_home(epoch, unit, home);
-      } else {
-        good = false;
-      }
+      LlRanks<kMany> home{};
+      if (waits(good) && turn_.is_source(unit.source())) good &= take(unit, home, here);
+      if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
+      if (heads()) note_home(unit, home);
     }
     mark(k, unit, here);
   }
   return leave(good);
+}
+
+// Up to eight ids in two words: all ranks wait for this step.
+XD_LL_LIST(bool)::collect_few(std::uint64_t epoch) {
+  return collect_by([&](const LlUnit& unit, LlRanks<kMany>& home, bool& here) {
+    ulonglong2 words{};
+    if (!take_pair(epoch, unit.source(), words_of_token(epoch, unit), words)) return false;
+    here = take_few(unit, words, home);
+    return true;
+  });
 }
 
 // The same where one word has the hits of all candidates: eight lanes have a candidate, and each of
@@ -276,30 +279,15 @@ XD_LL_LIST(bool)::collect_fewest(std::uint64_t epoch) {
   }
   const bool here = is_one && k == 0 && home.has(g_.rank());
   if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
-  if (heads() && is_one && k == 0 && good) note_home(epoch, unit, home);
+  if (heads() && is_one && k == 0 && good) note_home(unit, home);
   mark_some(unit, here);
   return good;
 }
 
 XD_LL_LIST(bool)::collect_any(std::uint64_t epoch) {
-  bool good = true;
-#pragma unroll 1
-  for (int k = 0; k < rounds(); ++k) {
-    const int q = k * kLlMovers + thread_in_block();
-    bool here = false;
-    LlUnit unit{0};
-    if (q < candidates()) {
-      unit.word = name(q);
-      LlRanks<kMany> home{};
-      if (waits(good) && turn_.is_source(unit.source())) {
-        good &= take_ids(epoch, unit, home, here);
-      }
-      parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
-      if (heads()) note_home(epoch, unit, home);
-    }
-    mark(k, unit, here);
-  }
-  return leave(good);
+  return collect_by([&](const LlUnit& unit, LlRanks<kMany>& home, bool& here) {
+    return take_ids(epoch, unit, home, here);
+  });
 }
 
 template <bool kMany>
@@ -313,7 +301,6 @@ __device__ __noinline__ bool ll_collect_any(const LlDispatchParams& p, LlShared&
 XD_LL_LIST(void)::mark(int round, const LlUnit& unit, bool here) {
   const unsigned found = __ballot_sync(kAllLanes, here);
   const unsigned own = __ballot_sync(kAllLanes, here && unit.source() == g_.rank());
-  if (here && heads()) atomicAdd(&s_.items_of[unit.source()], 1);
   if (lane_id() != 0) return;
   parts_.hits()[round * (kLlMovers / 32) + warp_in_block()] = found;
   if (found != 0) atomicAdd(&s_.total_units, __popc(found));
@@ -324,7 +311,6 @@ XD_LL_LIST(void)::mark(int round, const LlUnit& unit, bool here) {
 XD_LL_LIST(void)::mark_some(const LlUnit& unit, bool here) {
   const unsigned found = __ballot_sync(kAllLanes, here);
   const unsigned own = __ballot_sync(kAllLanes, here && unit.source() == g_.rank());
-  if (here && heads()) atomicAdd(&s_.items_of[unit.source()], 1);
   if (lane_id() != 0 || found == 0) return;
   const unsigned hits = (found | found >> 7 | found >> 14 | found >> 21) & 0xFu;
   atomicOr(parts_.hits(), hits << (4 * warp_in_block()));
@@ -332,12 +318,9 @@ XD_LL_LIST(void)::mark_some(const LlUnit& unit, bool here) {
   if (own != 0) atomicAdd(&s_.own_units, __popc(own));
 }
 
-// Writes the ranks of an own token to the plan. One receiver block. Operations behind this launch's
-// own deliver nothing, and the plan is that of its own.
-XD_LL_LIST(void)::note_home(std::uint64_t epoch, const LlUnit& unit,
-                            const LlRanks<kMany>& home) const {
-  if (unit.source() != g_.rank() || p_.plan == nullptr || p_.step.silent) return;
-  if (epoch != turn_.course().take_epoch) return;
+// Writes the ranks of an own token to the plan. One receiver block.
+XD_LL_LIST(void)::note_home(const LlUnit& unit, const LlRanks<kMany>& home) const {
+  if (unit.source() != g_.rank()) return;
   RankBits bits{};
   bits.word[0] = home.word[0];
   if constexpr (kMany) {
@@ -471,16 +454,17 @@ XD_LL_LIST(void)::drop_gone() {
 #pragma unroll 1
   for (int k = 0; k < rounds(); ++k) {
     const int q = k * kLlMovers + thread_in_block();
-    std::uint32_t& hits = parts_.hits()[k * (kLlMovers / 32) + warp_in_block()];
+    std::uint32_t* const place = parts_.hits() + k * (kLlMovers / 32) + warp_in_block();
+    const std::uint32_t hits = *place;
     LlUnit unit{0};
     if (q < candidates()) unit.word = name(q);
     const bool kept = (hits >> lane_id() & 1) != 0 && turn_.shared().gone[unit.source()] == 0;
     const unsigned found = __ballot_sync(kAllLanes, kept);
-    if (lane_id() == 0) {
+    __syncwarp();  // all lanes have read the word
+    if (lane_id() == 0 && found != hits) {
       atomicSub(&s_.total_units, __popc(hits & ~found));
-      hits = found;
+      *place = found;
     }
-    __syncwarp();
   }
 }
 

@@ -47,36 +47,6 @@ __device__ inline bool ll_has_failed(const LlDevice& g, const LlShared& shared) 
   return !g.masks && *static_cast<const volatile int*>(&shared.failed) != 0;
 }
 
-// Takes the words of a row that is not delivered. All threads of a group; its movers have numbers
-// below kLlGroupThreads.
-inline __device__ __noinline__ void ll_drain_row(const LlDispatchParams& p, LlShared& shared,
-                                                 std::uint64_t epoch, LlUnit unit,
-                                                 std::uint32_t thread) {
-  const LlDevice& g = p.group;
-  LlDispatchTurn turn(p, shared, kLlDispatch);
-  const LlRowForm form = LlTaken::of(shared.record[unit.source()]).form;
-  std::byte* row = g.own_area + ll_row_offset(g, turn.slot(epoch), unit.source(), unit.token());
-  const bool moves = thread < kLlGroupThreads;
-  const std::uint32_t words = moves ? form.vectors * 2 : form.tail_words();
-  const std::uint32_t step = moves ? 2 * kLlGroupThreads : 32;
-  if (!moves) row += form.payload();
-#pragma unroll 1
-  for (std::uint32_t w = moves ? 2 * thread : thread - kLlGroupThreads; w < words; w += step) {
-    const int pair = moves ? 2 : 1;
-#pragma unroll 1
-    for (int i = 0; i < pair; ++i) {
-      auto* at = reinterpret_cast<std::uint64_t*>(row) + w + i;
-      if (ll_has_failed(g, shared)) return;
-      turn::LongWait wait;
-      const bool here =
-          turn::poll_until([&] { return ptx::ld_relaxed_sys(at) != kFree; },
-                           [&] { return turn.goes_on(XD_PHASE_ROWS, epoch, unit.source(), wait); });
-      if (!here) return;
-      *at = kFree;
-    }
-  }
-}
-
 // Where a group's warp has come to: the place of its unit in the list, the number of its row, and
 // the piece that it takes next; kFromStart = the row's places have not been looked for.
 struct LlRowStep {
@@ -90,11 +60,11 @@ struct LlRowStep {
 template <class Quantiser, bool kMany, bool kMoves, bool kSlow>
 class LlReceiver;
 
-// Takes a warp's units from a step on, with a verdict that is there.
+// Takes a warp's units from a step on, behind the verdict.
 template <class Quantiser, bool kMany, bool kMoves>
 __device__ __noinline__ void ll_take_slowly(const LlDispatchParams& p, LlShared& shared,
                                             LlListShared& of_list, LlReceiveShared& receive,
-                                            std::uint64_t epoch, LlRowStep from, LlVerdict verdict);
+                                            std::uint64_t epoch, LlRowStep from);
 
 template <class Quantiser, bool kMany, bool kMoves, bool kSlow>
 class LlReceiver {
@@ -121,9 +91,8 @@ class LlReceiver {
   // there already if `known`; all threads of the block call it once. Returns the verdict.
   template <class Await>
   __device__ LlVerdict take_all(bool known, LlVerdict verdict, Await await);
-  // The same from a step on.
-  __device__ void take_from(LlRowStep from, LlVerdict verdict);
-  __device__ void drain_all() const { hand_over(start(), LlVerdict::drain); }
+  // The same from a step on, behind a verdict that is to deliver.
+  __device__ void take_from(LlRowStep from);
 
  private:
   // What a mover holds of a row: loaded vectors, of which two become one where they are quantised.
@@ -144,8 +113,8 @@ class LlReceiver {
   __device__ LlRowStep start() const {
     return {list_.taker() + group_ * list_.takers(), 0, LlRowStep::kFromStart};
   }
-  __device__ void hand_over(LlRowStep from, LlVerdict verdict) const {
-    ll_take_slowly<Quantiser, kMany, kMoves>(p_, turn_.shared(), l_, r_, epoch_, from, verdict);
+  __device__ void hand_over(LlRowStep from) const {
+    ll_take_slowly<Quantiser, kMany, kMoves>(p_, turn_.shared(), l_, r_, epoch_, from);
   }
   __device__ int parity() const { return row_ & 1; }
   __device__ void meet() const { ptx::barrier_sync(kLlGroupBarrier + group_, kLlGroupMembers); }
@@ -231,40 +200,34 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kMoves, kSlow>::take_al
     step.piece = 0;
     if (verdict != LlVerdict::go) break;
     if (!take(unit, step, held)) {
-      hand_over(step, verdict);
+      hand_over(step);
       return verdict;
     }
     step.at += kLlGroups * list_.takers();
     step.piece = LlRowStep::kFromStart;
   }
   if (!known) verdict = await();
-  const bool goes_on = !is_usual || verdict == LlVerdict::drain;
-  if (goes_on && verdict != LlVerdict::fatal) hand_over(step, verdict);
+  if (!is_usual && verdict == LlVerdict::go) hand_over(step);
   return verdict;
 }
 
 template <class Quantiser, bool kMany, bool kMoves>
 __device__ __noinline__ void ll_take_slowly(const LlDispatchParams& p, LlShared& shared,
                                             LlListShared& of_list, LlReceiveShared& receive,
-                                            std::uint64_t epoch, LlRowStep from,
-                                            LlVerdict verdict) {
+                                            std::uint64_t epoch, LlRowStep from) {
   LlDispatchTurn turn(p, shared, kLlDispatch);
   const LlList<kMany> list(p, turn, of_list, {p.room, ptx::dynamic_shared()});
   LlReceiver<Quantiser, kMany, kMoves, true> receiver(p, turn, list, of_list, receive, epoch);
-  receiver.take_from(from, verdict);
+  receiver.take_from(from);
 }
 
-XD_LL_RECEIVER(void)::take_from(LlRowStep step, LlVerdict verdict) {
+XD_LL_RECEIVER(void)::take_from(LlRowStep step) {
   static_assert(kSlow);
   LlListCursor cursor;
   LlUnit unit;
   row_ = step.row;
 #pragma unroll 1
   for (; list_.find(step.at, cursor, unit); step.at += kLlGroups * list_.takers()) {
-    if (verdict == LlVerdict::drain) {
-      if (!reads_here(unit)) ll_drain_row(p_, turn_.shared(), epoch_, unit, thread_);
-      continue;
-    }
     Held held;
     if (step.piece == LlRowStep::kFromStart) {
       step.row = ++row_;
@@ -279,7 +242,7 @@ XD_LL_RECEIVER(void)::take_from(LlRowStep step, LlVerdict verdict) {
     take(unit, step, held);
     step.piece = LlRowStep::kFromStart;
   }
-  if (!g_.masks || verdict != LlVerdict::go) return;
+  if (!g_.masks) return;
   meet();
   zero_lost(row_);
 }

@@ -288,8 +288,8 @@ void CudaSlotsGroup::load_kernels() const {
 // ---- Calls -------------------------------------------------------------------------------------
 
 LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams& params) const {
-  // A call that has failed may have to take what comes, in the one launch.
-  const bool sends_only = step.send && !step.receive && !step.failed;
+  // A call that has failed waits for no rows.
+  const bool sends_only = step.send && (!step.receive || step.failed);
   const bool receives_only = step.receive && !step.send;
   const int blocks = sends_only      ? ll_send_blocks(blocks_)
                      : receives_only ? std::min(kLlReceiveBlocks, blocks_)
@@ -314,8 +314,8 @@ LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step) const {
           .shared_bytes = 0};
 }
 
-// A mistake in a receive half by itself comes back: its kernel starts all the same, and drains what
-// the peers have sent.
+// A mistake in a receive half by itself comes back: its kernel starts all the same, and takes
+// the operation without its rows.
 template <class Read, class Params>
 Setback CudaSlotsGroup::add_receive_half(const Read& read, Params& params) {
   try {

@@ -6,8 +6,6 @@
 //   bad_ids[slot][src]         src, in dispatch  the tag beside the count
 //   ids[slot][src][t]          src, in dispatch  the tag in each word
 //   weights[slot][src][t][k]   src, in combine   the tag beside the weight
-//   pushed[slot][src]          src, in combine   the number of the operation; only where ranks
-//                                                disagree: src stores nothing more of it
 //   meet[src]                  src, in reset     LlMeeting, for each round
 //   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see ll_words.cuh)
 //   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
@@ -101,7 +99,7 @@ struct LlMeeting {
 // Byte offsets. All ranks have the same.
 struct LlWordsMap {
   turn::LaneMap lane[2];
-  std::uint64_t bad_ids, ids, weights, pushed, meet;
+  std::uint64_t bad_ids, ids, weights, meet;
   std::uint64_t rows, partials, end;  // from `rows` on memory is all ones when it is free
   std::uint64_t row_stride, partial_stride;
 
@@ -121,7 +119,6 @@ struct LlWordsMap {
     map.ids = cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(ids.words), 64);
     map.weights =
         cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(s.max_topk), 64);
-    map.pushed = cursor.add<std::uint64_t>(cells, 64);
     map.meet = cursor.add<LlMeeting>(2 * ranks, 64);
     map.row_stride = s.row_stride();
     map.partial_stride = s.max_row_bytes;

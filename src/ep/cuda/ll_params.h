@@ -54,18 +54,26 @@ struct LlControl : turn::DeviceControl {
   std::uint32_t reporting;  // a thread writes the report
   // By lane and slot: the last operation that has been reported.
   std::uint64_t reported[2][XD_EP_LL_MAX_IN_FLIGHT];
-  std::uint64_t bad_ids;        // total
-  std::uint32_t pushed_blocks;  // blocks that store nothing more of a combine that is drained
-  std::uint64_t failed_send[2][XD_EP_LL_MAX_IN_FLIGHT];  // by lane and slot: such an operation
-  LlCompany company[2][XD_EP_LL_MAX_IN_FLIGHT];          // by lane and slot
-  std::uint64_t masked[2], masked_by[2];                 // RankBits
-  std::uint64_t greeting;                                // of the last reset
-  std::uint64_t highest[2];   // numbers of the operations, by lane, in a reset
+  std::uint64_t bad_ids;  // total
+  // By lane and slot:
+  std::uint64_t failed_send[2][XD_EP_LL_MAX_IN_FLIGHT];  // an operation whose send half has failed
+  std::uint64_t left[2][XD_EP_LL_MAX_IN_FLIGHT];         // the last one taken whose words lie there
+  std::uint64_t refilled[2];                     // by lane: the operation that has freed such words
+  LlCompany company[2][XD_EP_LL_MAX_IN_FLIGHT];  // by lane and slot
+  std::uint64_t masked[2], masked_by[2];         // RankBits
+  std::uint64_t greeting;                        // of the last reset
+  std::uint64_t highest[2];                      // numbers of the operations, by lane, in a reset
   std::uint64_t lost[2];      // RankBits: ranks that have been lost in this reset
   std::uint64_t verified[2];  // by lane: the last operation whose staging has been looked at
-  // Which sources a dispatch goes without (ep/cuda/ll_sources.cuh).
-  std::uint64_t closing;                   // the operation
-  std::uint64_t decided[kMaxDeviceRanks];  // 2 * the operation; + 1 = without this source
+  // What the last block of a launch has decided for all (ep/cuda/ll_agree.cuh), by lane.
+  std::uint64_t starts[2][sizeof(RankBits) / 4];
+  std::uint64_t sources[2][kMaxDeviceRanks], verdict[2];
+};
+
+// Rows whose words are all ones while they are free.
+struct LlStaging {
+  std::byte* data;
+  std::uint64_t bytes, stride;
 };
 
 // The data that stays the same over a group's life.
@@ -97,14 +105,23 @@ struct LlDevice {
   constexpr int partials_per_token() const {
     return max_topk < ranks() && !masks ? max_topk : ranks();
   }
+  // What a slot of a lane holds in this rank's memory.
+  constexpr LlStaging staging(int kind, std::uint64_t slot) const {
+    const bool rows = kind == kLlDispatch;
+    const std::uint64_t stride = rows ? map.row_stride : map.partial_stride;
+    const int each = rows ? ranks() : partials_per_token();
+    const std::uint64_t bytes =
+        static_cast<std::uint64_t>(max_tokens) * static_cast<std::uint64_t>(each) * stride;
+    return {own_area + (rows ? map.rows : map.partials) + slot * bytes, bytes, stride};
+  }
 };
 static_assert(sizeof(LlDevice) <= 768);
 
 // What a launch does.
 struct LlStep {
   bool send, receive;
-  bool failed;  // `record` has only a status: nothing is sent, and what comes is drained
-  bool silent;  // drains a receive half whose arguments are bad; the host has told so
+  bool failed;  // `record` has only a status: no row is sent, and none is waited for
+  bool silent;  // takes a receive half whose arguments are bad without its rows; the host told so
   std::uint32_t launch;
 };
 

@@ -3,119 +3,17 @@
 // The numbers of its operations and the credits come first (begin). What a rank's send half is
 // comes in its record, beside its words, and receive halves judge: nothing waits for a record
 // before words leave. All blocks of a launch see the same counts and the same records, so all come
-// to the same verdict.
+// to the same verdict; where ranks may be left out, one block decides for all (ll_agree.cuh).
+//
+// An operation that a rank takes without delivering it, since its own call has failed or records
+// differ, waits for no rows: their words stay where they lie. The launch that uses the slot again
+// fills it with ones, when all peers have said that they store nothing more there (free_slot).
 #pragma once
 
-#include "ep/cuda/ll_params.h"
-#include "ep/cuda/warp.cuh"
-#include "turn/device_lane.cuh"
+#include "ep/cuda/ll_agree.cuh"
+#include "ep/cuda/ll_words.cuh"
 
 namespace xd::ep::cuda {
-
-// What a launch does, as its block knows from its counts.
-struct LlCourse {
-  std::uint64_t send_epoch, take_epoch;
-  bool fatal;     // the communicator has failed: leave
-  bool sends;     // a send half: at least the record
-  bool rows;      // it also sends rows
-  bool receives;  // a receive half
-  bool drains;    // which delivers nothing
-  int status;     // of a setback of this rank's own call
-  LlFault fault;
-  std::int64_t got, expected;
-};
-
-enum class LlVerdict : int { go, drain, fatal };
-
-struct LlShared {
-  turn::LaneEpochs before;
-  LlCourse course;
-  RankBits masked;  // ranks that this launch leaves out from its beginning
-  HeapRange area[kMaxDeviceRanks];
-  // Of the operation that is being received:
-  RankBits company;  // the ranks that it was sent to (groups that mask)
-  RankBits hurried;  // those of them that are masked now: what has come counts, the rest is lost
-  LlRecord record[kMaxDeviceRanks];
-  int gone[kMaxDeviceRanks];  // 1 = the operation goes without this source
-  int verdict;                // LlVerdict
-  int disagree;               // 1 = records differ, or some rank's call has failed
-  int status, status_rank;    // of a setback
-  LlFindings findings;
-  std::uint32_t bad_ids;
-  std::uint32_t told_bad_ids;  // of this rank, as the tellers count them
-  int bad_id_rank;
-  // What waits have met in this block, besides.
-  int failed;
-  unsigned long long lost[2], accusers[2];  // RankBits
-};
-
-// ---- Waits -------------------------------------------------------------------------------------
-
-// Leaves a rank out from the next operation on.
-inline __device__ void ll_accuse(const LlDevice& g, LlShared& s, int peer) {
-  const auto bit = 1ull << (peer % 64);
-  atomicOr(&s.lost[peer / 64], bit);
-  ptx::or_relaxed_gpu(&g.control->masked[peer / 64], bit);
-}
-
-// One look of a long wait for words of `peer`; false ends it, after an error has been raised or the
-// peer has been accused. A single thread.
-inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
-                                               const device::KernelWait& site, int peer,
-                                               turn::LongWait& wait) {
-  // One wait for a lost peer has been long enough for the launch.
-  const volatile unsigned long long* lost = &s.lost[peer / 64];
-  if (g.masks && (*lost >> (peer % 64) & 1) != 0) return false;
-  if (g.masks && s.hurried.has(peer)) {
-    ll_accuse(g, s, peer);
-    return false;
-  }
-  const turn::Waited waited = turn::look_around(g.comm, site, peer, wait);
-  if (waited == turn::Waited::goes_on) return true;
-  if (waited == turn::Waited::too_long) {
-    if (g.masks) {
-      ll_accuse(g, s, peer);
-      return false;
-    }
-    turn::raise_loss(g.comm, site, peer, wait);
-  }
-  *static_cast<volatile int*>(&s.failed) = 1;
-  return false;
-}
-
-using LlLane = turn::DeviceLane<LlRecord, LlDevice>;
-
-// `areas`: LlDevice::areas, or a copy of them.
-__device__ inline LlLane ll_lane_of(const LlDevice& g, int kind, const HeapRange* areas) {
-  return LlLane(g, g.map.lane[kind], g.counts[kind], areas);
-}
-
-// Finds whom the operation `epoch`, which this launch has not sent, was sent to. Those that had no
-// free place for it are lost. One thread, in front of a barrier of the block.
-inline __device__ __noinline__ void ll_take_company(const LlDevice& g, LlShared& s, int kind,
-                                                    std::uint64_t epoch) {
-  const LlCompany* const kept = &g.control->company[kind][turn::lane_slot(epoch, g.slots)];
-  const ulonglong2 start = ptx::ld_relaxed_sys_pair(&kept->at_start);
-  const ulonglong2 sent = ptx::ld_relaxed_sys_pair(&kept->sent_to);
-  s.company = {sent.x, sent.y};
-  s.hurried = s.company & (s.masked | RankBits{s.lost[0], s.lost[1]});
-  s.lost[0] |= start.x & ~sent.x;
-  s.lost[1] |= start.y & ~sent.y;
-}
-
-// The same about the operation of a launch that begins, behind its credits: nothing but those can
-// have been lost. What it sends is kept for its receive half.
-inline __device__ __noinline__ void ll_begin_company(const LlDevice& g, LlShared& s, int kind) {
-  const LlCourse& c = s.course;
-  if (c.sends) {
-    s.company = ~s.masked;
-    if (blockIdx.x + 1 != gridDim.x) return;
-    g.control->company[kind][turn::lane_slot(c.send_epoch, g.slots)] = {
-        s.company | RankBits{s.lost[0], s.lost[1]}, s.company};
-  } else if (c.receives) {
-    ll_take_company(g, s, kind, c.take_epoch);
-  }
-}
 
 template <class Params>
 class LlTurn {
@@ -135,13 +33,19 @@ class LlTurn {
   // One thread of every block, behind its first barrier: counts the launch's operations. The lane's
   // next launch begins when all of this one has ended, and does nothing if it has failed.
   __device__ void end();
-  // The operations that a launch takes besides its own: those whose send halves have failed, and
-  // which come next. Any thread of every block.
-  __device__ int taken_besides() const;
   // Called by one thread where this launch's send half has failed and is not received yet.
   __device__ void note_failed_send() const {
     g_.control->failed_send[kind_][slot(s_.course.send_epoch)] = s_.course.send_epoch;
   }
+  // The operation that has left words in this lane's slot, if they lie there still, or 0.
+  __device__ std::uint64_t left_in_slot(const turn::LaneEpochs& before) const {
+    const std::uint64_t left =
+        lane_id() < g_.slots ? ptx::ld_relaxed_sys(&g_.control->left[kind_][lane_id()]) : 0;
+    return left + static_cast<std::uint64_t>(g_.slots) > before.sent ? left : 0;
+  }
+  // One thread of the last block, when the verdict is there: notes which of the operations that
+  // this launch takes are not delivered.
+  __device__ void note_left() const;
 
   __device__ LlLane lane() const { return ll_lane_of(g_, kind_, s_.area); }
   __device__ const LlDevice& group() const { return g_; }
@@ -157,20 +61,20 @@ class LlTurn {
     return {phase, g_.number, p_.record.call.operation, epoch};
   }
 
-  // All lanes of a warp: this launch's record, for every rank. for_rank(r, record) may change it.
-  template <class ForRank>
-  __device__ void send_record(LlRecord record, ForRank for_rank) const {
+  // All lanes of a warp: this launch's record, for every rank.
+  __device__ void send_record(LlRecord record) const {
     record.mask = s_.masked;
     if (s_.course.status != XD_SUCCESS) {
       record.call.status = static_cast<std::uint8_t>(s_.course.status);
     }
-    lane().send_record(record, s_.course.send_epoch, for_rank);
+    lane().send_record(record, s_.course.send_epoch);
   }
   // All lanes of a warp of the last block, behind its barrier.
-  __device__ void give_credit() const { lane().give_credit(s_.before.taken); }
+  __device__ void give_credit() const { lane().give_credit({s_.freed, s_.before.sent}); }
 
-  // All lanes, where some credit was not there at the first look: see begin().
-  __device__ void wait_credits(const turn::LaneEpochs& before) const;
+  // Parts of begin(), where something is unusual. All lanes.
+  __device__ void free_slot() const;
+  __device__ void wait_credits() const;
 
   // Ranks that are left out now.
   __device__ bool leaves_out(int r) const { return g_.masks && s_.masked.has(r); }
@@ -182,18 +86,6 @@ class LlTurn {
     return ll_goes_on(g_, s_, site(phase, epoch), peer, wait);
   }
   __device__ void accuse(int peer) const { ll_accuse(g_, s_, peer); }
-  // The same where nobody can be accused: the end of the wait is fatal. It takes two timeouts, as
-  // what is waited for may itself wait for a peer.
-  __device__ void goes_on_or_fails(int phase, std::uint64_t epoch, int peer,
-                                   turn::LongWait& wait) const {
-    device::KernelWait here = site(phase, epoch);
-    here.timeouts = 2;
-    const turn::Waited waited = turn::look_around(g_.comm, here, peer, wait);
-    if (waited == turn::Waited::goes_on) return;
-    if (waited == turn::Waited::too_long) turn::raise_loss(g_.comm, here, peer, wait);
-    *static_cast<volatile int*>(&s_.failed) = 1;
-  }
-
   // Called by one thread of a block when all of it is over: tells what the operation has met, once
   // for all blocks.
   __device__ void report(std::uint64_t epoch, const LlFindings& findings, int status, int rank);
@@ -207,12 +99,15 @@ class LlTurn {
     }
     __syncwarp();
   }
+  // Takes the records of all sources, if they come soon and the group does not mask. False: it has
+  // taken some of them. All lanes.
+  __device__ bool take_together(std::uint64_t epoch) const;
   // Waits for the record of a source; true if it has come. One thread.
   template <class GoesOn>
   __device__ bool take_record(int source, std::uint64_t epoch, GoesOn goes_on) const;
   // The operation goes without a source, and so do those behind it.
   __device__ void leave_out(int source) const {
-    *static_cast<volatile int*>(&s_.gone[source]) = 1;
+    atomicExch(&s_.gone[source], 1);
     accuse(source);
   }
   // Adds the time for which a record has been waited for.
@@ -222,8 +117,14 @@ class LlTurn {
   }
 
   // The verdict about an operation, from the records of all sources that it has. All lanes of a
-  // warp; the first one's `drains` counts.
-  __device__ void judge(bool drains);
+  // warp; the first one's `fits` counts: this rank's own receive half is good.
+  __device__ void judge(bool fits) const;
+  // In groups that mask: the last block tells the others what they follow (ll_agree.cuh). All lanes
+  // of a warp.
+  __device__ void tell_sources(std::uint64_t epoch) const { ll_tell_sources(g_, s_, kind_, epoch); }
+  __device__ void follow_sources(std::uint64_t epoch) const {
+    ll_follow_sources(g_, s_, kind_, site(XD_PHASE_ENTRY, epoch));
+  }
   // True if the block has met something in an operation that tell() would tell.
   __device__ bool has_met() const {
     return s_.status != XD_SUCCESS || (s_.lost[0] | s_.lost[1]) != 0 || s_.bad_ids != 0;
@@ -238,6 +139,16 @@ class LlTurn {
 
  private:
   __device__ LlCourse course_of(const turn::LaneEpochs& before) const;
+  // The operations that a launch takes besides its own: those whose send halves have failed, and
+  // which come next. Any thread of every block.
+  __device__ int taken_besides() const;
+  __device__ void refill(std::uint64_t left) const;
+  // Those that have been accused get no rows from now on: their place may not be free. All lanes.
+  __device__ void mask_lost() const {
+    __syncwarp();
+    if (lane_id() == 0) s_.masked = s_.masked | RankBits{s_.lost[0], s_.lost[1]};
+    __syncwarp();
+  }
   __device__ void write_report(std::uint64_t epoch, const LlFindings& findings, int status,
                                int rank);
   __device__ void count_error(std::uint64_t epoch, int status, int rank);
@@ -257,17 +168,19 @@ class LlTurn {
   const int kind_;
 };
 
-// It is no part of begin(), whose registers it would take. A turn whose address is taken lies in
-// memory, so it makes one of its own.
+// They are no part of begin(), whose registers they would take. A turn whose address is taken lies
+// in memory, so each makes one of its own.
 template <class Params>
-__device__ __noinline__ void ll_wait_credits(const Params& params, LlShared& shared, int kind,
-                                             std::uint64_t sent, std::uint64_t taken) {
-  LlTurn<Params>(params, shared, kind).wait_credits({sent, taken});
+__device__ __noinline__ void ll_free_slot(const Params& params, LlShared& shared, int kind) {
+  LlTurn<Params>(params, shared, kind).free_slot();
+}
+template <class Params>
+__device__ __noinline__ void ll_wait_credits(const Params& params, LlShared& shared, int kind) {
+  LlTurn<Params>(params, shared, kind).wait_credits();
 }
 
 // Which rank's record differs from this rank's own. One thread.
-inline __device__ __noinline__ void ll_compare_records(LlShared& s, int rank, int ranks,
-                                                       bool silent) {
+inline __device__ __noinline__ void ll_compare_records(LlShared& s, int rank, int ranks) {
   const LlRecord& own = s.record[rank];
 #pragma unroll 1
   for (int r = ranks - 1; r >= 0; --r) {
@@ -280,10 +193,6 @@ inline __device__ __noinline__ void ll_compare_records(LlShared& s, int rank, in
     s.status = XD_ERROR_MISMATCH;
     s.status_rank = r;
   }
-  const bool failed = own.call.status != XD_SUCCESS;
-  s.disagree = failed || s.status != XD_SUCCESS ? 1 : 0;
-  // This rank's own mistake has been told, where it was found.
-  if (failed || silent) s.status = XD_SUCCESS;
 }
 
 #define XD_LL_MEMBER(type) \
@@ -297,35 +206,37 @@ XD_LL_MEMBER(void)::begin() {
   // nothing passes an acquire.
   const turn::LaneEpochs before = lane().epochs();
   const bool failed = device::failed(g_.comm);
-  if (lane_id() == 0) {
-    s_.failed = 0;
-    s_.status = XD_SUCCESS;
-    s_.bad_ids = s_.told_bad_ids = 0;
-    s_.lost[0] = s_.lost[1] = s_.accusers[0] = s_.accusers[1] = 0;
-    s_.hurried = {};
-  }
+  const std::uint64_t left = left_in_slot(before);
   RankBits masked{};
-  if (g_.masks) {
+  if (g_.masks && is_last_block()) {
     masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
               ptx::ld_relaxed_sys(&g_.control->masked[1])};
   }
   const bool has_credit = p_.step.send && lane_id() < ranks() && lane_id() != rank();
-  const std::uint64_t credit = has_credit ? lane().credit_of(lane_id()) : 0;
+  const std::uint64_t credit = has_credit ? lane().freed_by(lane_id()) : 0;
   if (lane_id() == 0) {
+    s_.clear();
     s_.before = before;
+    s_.freed = before.taken;
     s_.masked = masked;
     s_.course = course_of(before);
     s_.course.fatal = failed;
   }
+  const bool lacks = has_credit && credit + static_cast<std::uint64_t>(g_.slots) <= before.sent;
   __syncwarp();
+  const bool takes_turn = s_.course.sends || s_.course.receives;
   if (failed) {
     if (lane_id() == 0) device::tell_host(g_.comm);
-  } else if (s_.course.sends) {
-    const bool enough = !has_credit || leaves_out(lane_id()) ||
-                        credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
-    if (ranks() > 32 || __all_sync(kAllLanes, enough) == 0) {
-      ll_wait_credits(p_, s_, kind_, before.sent, before.taken);
+  } else if (takes_turn) {
+    if (__any_sync(kAllLanes, left != 0) != 0) ll_free_slot(p_, s_, kind_);
+    if (g_.masks && !is_last_block()) {
+      ll_follow_start(g_, s_, kind_, site(XD_PHASE_CREDIT, s_.course.send_epoch));
     }
+    const bool waits = ranks() > 32 || (lacks && !leaves_out(lane_id()));
+    if (s_.course.sends && __any_sync(kAllLanes, waits) != 0) {
+      ll_wait_credits(p_, s_, kind_);
+    }
+    if (g_.masks && is_last_block()) ll_tell_start(g_, s_, kind_);
   }
   __syncwarp();
   if (lane_id() != 0) return;
@@ -333,12 +244,67 @@ XD_LL_MEMBER(void)::begin() {
   if (s_.failed != 0) s_.course.fatal = true;
 }
 
+// All lanes, where some operation has left its words in a slot: see turn::LaneCredit. The launch
+// that uses such a slot fills it. All of its blocks know that, and wait for the last one, which
+// does.
+XD_LL_MEMBER(void)::free_slot() const {
+  const std::uint64_t left = left_in_slot(s_.before);
+  const bool used =
+      s_.course.sends && left + static_cast<std::uint64_t>(g_.slots) == s_.course.send_epoch;
+  // The first operation whose slot is not free when this launch has begun, or none.
+  unsigned long long first = left != 0 && !used ? left : ~0ull;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    first = min(first, __shfl_xor_sync(kAllLanes, first, step));
+  }
+  const unsigned refills = __ballot_sync(kAllLanes, used && left != 0);
+  if (refills != 0) refill(__shfl_sync(kAllLanes, left, __ffs(static_cast<int>(refills)) - 1));
+  if (lane_id() == 0) s_.freed = min(static_cast<unsigned long long>(s_.before.taken), first - 1);
+  __syncwarp();
+}
+
+// All lanes: fills the slot of an operation with ones.
+XD_LL_MEMBER(void)::refill(std::uint64_t left) const {
+  const std::uint64_t epoch = s_.course.send_epoch;
+  std::uint64_t* const refilled = &g_.control->refilled[kind_];
+  if (!is_last_block()) {
+    turn::LongWait wait;
+    if (lane_id() == 0) {
+      // Acquire, and then a barrier of the block: its warps find the ones, or what came after them.
+      turn::poll_until(
+          [&] { return ptx::ld_acquire_sys(refilled) == epoch; },
+          [&] { return ll_goes_on_for_block(g_, s_, site(XD_PHASE_CREDIT, left), wait); });
+    }
+    __syncwarp();
+    return;
+  }
+  // The peers may wait for the same of this rank.
+  ll_lane_of(g_, kind_, g_.areas).give_credit({left - 1, s_.before.sent});
+#pragma unroll 1
+  for (int r = lane_id(); r < ranks(); r += 32) {
+    if (r == rank() || leaves_out(r)) continue;
+    turn::LongWait wait;
+    const bool good = turn::poll_until([&] { return lane().sent_by(r) >= left; },
+                                       [&] { return goes_on(XD_PHASE_CREDIT, left, r, wait); });
+    if (!good && !g_.masks) s_.failed = 1;
+  }
+  mask_lost();
+  if (s_.failed != 0) return;
+  const LlStaging staging = g_.staging(kind_, slot(left));
+#pragma unroll 1
+  for (std::uint64_t i = static_cast<std::uint64_t>(lane_id()) * 16; i < staging.bytes; i += 512) {
+    put_back_pair(staging.data + i);
+  }
+  __syncwarp();
+  if (lane_id() == 0) ptx::st_release_sys(refilled, epoch);
+}
+
 XD_LL_MEMBER(std::uint64_t)::early_epoch() const {
   if (!p_.step.send || !p_.step.receive || p_.step.failed || g_.masks) return 0;
   const turn::LaneEpochs before = lane().epochs();
   const bool failed = device::failed(g_.comm);
   const bool has_credit = lane_id() < ranks() && lane_id() != rank();
-  const std::uint64_t credit = has_credit ? lane().credit_of(lane_id()) : 0;
+  const std::uint64_t credit = has_credit ? lane().freed_by(lane_id()) : 0;
   const bool enough = !has_credit || credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
   const bool takes_turn = before.sent == before.taken && !failed;
   const bool may = __all_sync(kAllLanes, enough && takes_turn) != 0;
@@ -373,37 +339,51 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   c.rows = step.send && !step.failed;
   // A call that has failed is the whole operation. Its receive half comes when it is its turn.
   c.receives = step.failed ? open == 0 : step.receive;
-  c.drains = step.failed || step.silent;
+  c.leaves = step.failed || step.silent;
   return c;
 }
 
 // All lanes, where some credit was not there at the first look. The last block gives this rank's
 // own behind the block's barrier; but here at once, since the peers may wait for it likewise.
-XD_LL_MEMBER(void)::wait_credits(const turn::LaneEpochs& before) const {
-  const std::uint64_t epoch = before.sent + 1;
+XD_LL_MEMBER(void)::wait_credits() const {
+  const std::uint64_t epoch = s_.before.sent + 1;
   const auto slots = static_cast<std::uint64_t>(g_.slots);
   const auto has_taken = [&](int r) {
-    return r == rank() || leaves_out(r) || lane().credit_of(r) + slots >= epoch;
+    return r == rank() || leaves_out(r) || lane().freed_by(r) + slots >= epoch;
   };
   bool all = true;
 #pragma unroll 1
   for (int r = lane_id(); r < ranks(); r += 32) all &= has_taken(r);
   if (__all_sync(kAllLanes, all) != 0) return;
-  if (is_last_block()) ll_lane_of(g_, kind_, g_.areas).give_credit(before.taken);
+  if (is_last_block()) {
+    ll_lane_of(g_, kind_, g_.areas).give_credit({s_.freed, s_.before.sent});
+  }
 #pragma unroll 1
   for (int r = lane_id(); r < ranks(); r += 32) {
     turn::LongWait wait;
     const bool good =
         turn::poll_until([&] { return has_taken(r); },
                          [&] { return goes_on(XD_PHASE_CREDIT, epoch - slots, r, wait); });
-    // A rank that has been accused gets no rows from now on: its place may not be free.
     if (!good && !g_.masks) s_.failed = 1;
   }
-  __syncwarp();
-  if (lane_id() == 0) {
-    s_.masked.word[0] |= s_.lost[0];
-    s_.masked.word[1] |= s_.lost[1];
+  mask_lost();
+}
+
+// The time for which each source is waited for is asked for one by one.
+XD_LL_MEMBER(bool)::take_together(std::uint64_t epoch) const {
+  if (g_.masks || p_.wait_ns != nullptr) return false;
+  const int word_at = LlLane::word_of_lane();
+  const std::uint64_t factor = turn::seal_factor(word_at);
+#pragma unroll 1
+  for (int first = 0; first < ranks(); first += LlLane::kTogether) {
+    std::uint64_t word = 0;
+    if (!lane().look_together(first, epoch, factor, word, [](int) { return true; })) return false;
+    const int source = first + lane_id() / LlLane::kWords;
+    if (source < ranks() && word_at < turn::kRecordWords) {
+      reinterpret_cast<std::uint64_t*>(&s_.record[source])[word_at] = word;
+    }
   }
+  return true;
 }
 
 // A rank that has masked this one sends its record all the same, perhaps that of a later operation.
@@ -446,6 +426,17 @@ XD_LL_MEMBER(int)::taken_besides() const {
   return count;
 }
 
+XD_LL_MEMBER(void)::note_left() const {
+  const LlCourse& c = s_.course;
+  if (!c.receives || c.fatal || s_.failed != 0) return;
+  const int last = taken_besides();
+#pragma unroll 1
+  for (int i = s_.verdict == static_cast<int>(LlVerdict::go) ? 1 : 0; i <= last; ++i) {
+    const std::uint64_t epoch = c.take_epoch + static_cast<std::uint64_t>(i);
+    g_.control->left[kind_][slot(epoch)] = epoch;
+  }
+}
+
 XD_LL_MEMBER(void)::end() {
   const LlCourse& c = s_.course;
   if (c.fatal || s_.failed != 0) return;
@@ -458,10 +449,10 @@ XD_LL_MEMBER(void)::end() {
 }
 
 // Mostly the records are equal in all that must be, and each lane looks at one rank's.
-XD_LL_MEMBER(void)::judge(bool drains) {
+XD_LL_MEMBER(void)::judge(bool fits) const {
   static_assert(offsetof(LlRecord, tokens) == 3 * sizeof(std::uint64_t));
   const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.record[rank()]);
-  bool same = s_.record[rank()].call.status == XD_SUCCESS && !p_.step.silent;
+  bool same = true;
 #pragma unroll 1
   for (int r = lane_id(); r < ranks(); r += 32) {
     const auto* theirs = reinterpret_cast<const std::uint64_t*>(&s_.record[r]);
@@ -471,10 +462,9 @@ XD_LL_MEMBER(void)::judge(bool drains) {
   if (lane_id() != 0) return;
   s_.status = XD_SUCCESS;
   s_.status_rank = -1;
-  s_.disagree = 0;
-  if (!same) ll_compare_records(s_, rank(), ranks(), p_.step.silent);
-  drains |= s_.disagree != 0;
-  s_.verdict = static_cast<int>(drains ? LlVerdict::drain : LlVerdict::go);
+  if (!same) ll_compare_records(s_, rank(), ranks());
+  const bool goes = fits && s_.status == XD_SUCCESS;
+  s_.verdict = static_cast<int>(goes ? LlVerdict::go : LlVerdict::leave);
 }
 
 // Called by one thread of every block that has met something.
@@ -493,9 +483,11 @@ XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int 
 
 XD_LL_MEMBER(void)::tell(std::uint64_t epoch) {
   if (s_.failed != 0) return;
+  // Where nothing is delivered only the block that has decided knows why.
+  const bool go = s_.verdict == static_cast<int>(LlVerdict::go);
+  if (g_.masks && !go && !s_.course.leaves && !is_last_block()) return;
   const unsigned long long low = s_.lost[0], high = s_.lost[1];
-  // Operations that are taken besides have failed already, and no loss is told of them.
-  const bool has_lost = (low | high) != 0 && epoch == s_.course.take_epoch;
+  const bool has_lost = (low | high) != 0;
   if (s_.status != XD_SUCCESS) {
     report(epoch, s_.findings, s_.status, s_.status_rank);
   } else if (has_lost) {
