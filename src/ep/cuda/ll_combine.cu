@@ -309,7 +309,7 @@ __device__ inline bool CombineBlock<T, kQuick>::move() {
     LlQuickMover<T> mover(p_, s_);
     mover.load_first();
     const bool usual = meet(true);
-    LlRest rest{LlPusher<T>::first_unit(), static_cast<int>(blockIdx.x), false, true};
+    LlRest rest{LlPushBlocks::of(p_).first(), static_cast<int>(blockIdx.x), false, true};
     if (usual) {
       rest = mover.move();
     } else {
@@ -319,7 +319,7 @@ __device__ inline bool CombineBlock<T, kQuick>::move() {
     return usual;
   } else {
     LlPusher<T> pusher(p_, turn_, s_, parts_);
-    if (p_.step.send && !p_.step.failed) pusher.load_first(LlPusher<T>::first_unit());
+    if (p_.step.send && !p_.step.failed) pusher.load_first(LlPushBlocks::of(p_).first());
     meet(true);
     if (is_on()) move_all(pusher, p_, turn_, s_, parts_);
     return false;

@@ -10,7 +10,8 @@
 // A unit is a part of a row of 224 vectors, by 7 warps, so that all multiprocessors have nearly the
 // same to send. The next unit's rows are loaded before this unit's words are stored: loads behind
 // stores wait for the links. The sum of this rank's own rows of the block's first token comes last
-// and stays in registers.
+// and stays in registers. In a launch of the send half alone own tokens' units cross as well, into
+// this rank's memory; blocks of their own have those, so that they do not stand behind the links.
 #pragma once
 
 #include "ep/cuda/ll_dispatch_list.cuh"
@@ -82,9 +83,11 @@ struct LlPlanParts {
     }
     return choice;
   }
-  // The weights of own tokens are those of the call, if it has some.
   __device__ LlChoice own_choice(int token) const {
-    LlChoice choice = choice_at(own_first() + static_cast<std::uint32_t>(token));
+    return own(choice_at(own_first() + static_cast<std::uint32_t>(token)), token);
+  }
+  // An own token's item as it lies there. Its weights are those of the call, if it has some.
+  __device__ LlChoice own(LlChoice choice, int token) const {
     choice.item.source_token = LlItem::name(p.group.rank(), token);
     if (has_weights(p) && token < p.weight_rows && lane_id() < p.weight_cols) {
       choice.weight = p.topk_weights[token * p.weight_cols + lane_id()];
@@ -141,6 +144,25 @@ inline __device__ __noinline__ float ll_late_weight(const LlCombineParams& p, Ll
   return __uint_as_float(count_of(word));
 }
 
+// The blocks of a launch that send units of one kind, and this block's place among them.
+struct LlPushBlocks {
+  std::uint32_t block, blocks;
+  bool own;  // units of own tokens, else of other ranks'
+
+  __device__ static LlPushBlocks of(const LlCombineParams& p) {
+    if (p.step.receive) return {blockIdx.x, gridDim.x, false};
+    const auto ranks = static_cast<std::uint32_t>(p.group.ranks());
+    const std::uint32_t own = max(gridDim.x / ranks, 1u), others = gridDim.x - own;
+    if (blockIdx.x < others) return {blockIdx.x, others, false};
+    return {blockIdx.x - others, own, true};
+  }
+  // A warp's first unit, and the way to its next.
+  __device__ std::uint32_t first() const {
+    return warp_in_block() / (kLlPartThreads / 32) * blocks + block;
+  }
+  __device__ std::uint32_t step() const { return kLlCombineMovers / kLlPartThreads * blocks; }
+};
+
 // One row of partial sums, or a part of one, as the lanes of a warp hold it: lane k has choice k.
 template <class T>
 struct LlSum {
@@ -165,12 +187,9 @@ class LlPusher {
         shared_(shared),
         parts_(parts),
         vectors_(params.row_bytes / 16),
-        has_first_(params.step.receive && static_cast<int>(blockIdx.x) < params.out_rows) {}
+        has_first_(params.step.receive && static_cast<int>(blockIdx.x) < params.out_rows),
+        blocks_(LlPushBlocks::of(params)) {}
 
-  // A warp's first unit.
-  __device__ static std::uint32_t first_unit() {
-    return warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
-  }
   // Before the block's first barrier: the rows of a unit, from which on all are sent, are on their
   // way.
   __device__ void load_first(std::uint32_t unit);
@@ -192,12 +211,15 @@ class LlPusher {
   __device__ std::uint32_t vector_of_part(std::uint32_t part) const {
     return part * kLlPartThreads + threadIdx.x % kLlPartThreads;
   }
-  // The words of a unit's item, one a lane, if a lane is enough for each; of some item, where there
-  // is no such unit.
-  __device__ std::uint32_t load_words(std::uint32_t unit) const;
+  // The words of a unit's item, one a lane, if a lane is enough for each, and of an own token
+  // home_word(); of some item, where there is no such unit.
+  struct Ahead {
+    std::uint32_t words, home;
+  };
+  __device__ Ahead load_ahead(std::uint32_t unit) const;
   __device__ bool has_few_words() const { return 2 + 2 * g_.max_topk <= 32; }
   __device__ LlChoice choice_in(std::uint32_t words) const;
-  __device__ void load_unit(const LlChoice& next);
+  __device__ void load_unit(const LlChoice& next, std::uint32_t home);
   __device__ void take(const LlChoice& choice, std::uint32_t vector, bool there);
   __device__ void load_rows();
   __device__ void take_weight(std::uint64_t epoch);
@@ -213,12 +235,11 @@ class LlPusher {
   const LlPlanParts& parts_;
   const std::uint32_t vectors_;
   const bool has_first_;  // this rank takes the block's first token
-  // Units of other ranks' tokens come first; those of own tokens cross only where a later launch
-  // takes them.
-  std::uint32_t unit_ = 0, remote_units_ = 0, units_ = 0;
-  bool weighted_ = false;  // the plan's items have weights
+  const LlPushBlocks blocks_;
+  std::uint32_t unit_ = 0, units_ = 0;  // among those of this block's kind
+  bool weighted_ = false;               // the plan's items have weights
   LlSum<T> now_{};
-  std::uint32_t next_ = 0;  // load_words() of the unit behind this one
+  Ahead next_{};  // of the unit behind this one
 };
 
 #define XD_LL_PUSHER(type) \
@@ -230,23 +251,27 @@ class LlPusher {
 XD_LL_PUSHER(void)::load_first(std::uint32_t unit) {
   unit_ = unit;
   const LlPlanFacts facts = parts_.facts();
-  const std::uint32_t first = load_words(unit_);
-  next_ = load_words(unit_ + 4 * gridDim.x);
+  const Ahead first = load_ahead(unit_);
+  next_ = load_ahead(unit_ + blocks_.step());
   // Before all that follows from the number: the compiler would load the item behind it otherwise.
-  const LlChoice choice = choice_in(first);
+  const LlChoice choice = choice_in(first.words);
   const auto most = static_cast<long long>(parts_.own_first());
   const auto items = static_cast<long long>(facts.remote_items);
   const auto remote = static_cast<std::uint32_t>(min(max(items, 0ll), most));
   weighted_ = facts.weighted != 0;
-  remote_units_ = remote * p_.route.row_parts.by;
-  units_ = remote_units_ + (p_.step.receive ? 0 : g_.max_tokens * p_.route.row_parts.by);
-  if (!is_over()) load_unit(choice);
+  const auto items_here = blocks_.own ? static_cast<std::uint32_t>(g_.max_tokens) : remote;
+  units_ = items_here * p_.route.row_parts.by;
+  if (!is_over()) load_unit(choice, first.home);
 }
 
-XD_LL_PUSHER(std::uint32_t)::load_words(std::uint32_t unit) const {
-  const std::uint32_t item = min(p_.route.row_parts.divides(unit), parts_.own_first());
+XD_LL_PUSHER(auto)::load_ahead(std::uint32_t unit) const -> Ahead {
+  const std::uint32_t at = p_.route.row_parts.divides(unit);
+  const std::uint32_t token = min(at, static_cast<std::uint32_t>(g_.max_tokens - 1));
+  const std::uint32_t item = blocks_.own ? parts_.own_first() + token : min(at, parts_.own_first());
   const int word = min(lane_id(), 1 + 2 * g_.max_topk);
-  return reinterpret_cast<const std::uint32_t*>(parts_.item(g_, item))[word];
+  Ahead ahead{reinterpret_cast<const std::uint32_t*>(parts_.item(g_, item))[word], 0};
+  if (blocks_.own) ahead.home = parts_.home_word(static_cast<int>(token), g_.rank());
+  return ahead;
 }
 
 XD_LL_PUSHER(LlChoice)::choice_in(std::uint32_t words) const {
@@ -262,7 +287,7 @@ XD_LL_PUSHER(LlChoice)::choice_in(std::uint32_t words) const {
 
 // The rows of this unit, whose item's words are `next` where they are few. Where all units are
 // over, this rank's own part of the block's first token follows: behind the block's first barrier.
-XD_LL_PUSHER(void)::load_unit(const LlChoice& next) {
+XD_LL_PUSHER(void)::load_unit(const LlChoice& next, std::uint32_t home) {
   std::uint32_t vector = threadIdx.x;
   bool there = true;
   LlChoice choice;
@@ -273,12 +298,11 @@ XD_LL_PUSHER(void)::load_unit(const LlChoice& next) {
   } else {
     const std::uint32_t unit_item = p_.route.row_parts.divides(unit_);
     vector = vector_of_part(unit_ - unit_item * p_.route.row_parts.by);
-    if (unit_ >= remote_units_) {
-      const auto token = static_cast<int>(unit_item - p_.route.row_parts.divides(remote_units_));
-      choice = parts_.own_choice(token);
-      there = (parts_.home_word(token, g_.rank()) >> (g_.rank() % 32) & 1) != 0;
-    } else {
-      choice = has_few_words() ? next : parts_.choice_at(unit_item);
+    const std::uint32_t item = unit_item + (blocks_.own ? parts_.own_first() : 0);
+    choice = has_few_words() ? next : parts_.choice_at(item);
+    if (blocks_.own) {
+      choice = parts_.own(choice, static_cast<int>(unit_item));
+      there = (home >> (g_.rank() % 32) & 1) != 0;
     }
   }
   take(choice, vector, there);
@@ -373,9 +397,9 @@ XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
 }
 
 XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
-  const std::uint32_t step = 4 * gridDim.x;
+  const std::uint32_t step = blocks_.step();
   // A unit's rows are there since load_first(); this rank's own part has not been known before.
-  if (is_over()) load_unit({});
+  if (is_over()) load_unit({}, 0);
 #pragma unroll 1
   for (;;) {
     sum = add_up(epoch);
@@ -384,8 +408,8 @@ XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
     const std::uint32_t vector = now_.vector;
     const bool sends = now_.here != 0 && vector < vectors_ && !turn_.leaves_out(item.source());
     unit_ += step;
-    load_unit(choice_in(next_));
-    next_ = load_words(unit_ + step);
+    load_unit(choice_in(next_.words), next_.home);
+    next_ = load_ahead(unit_ + step);
     if (!sends) continue;
     std::byte* to = turn_.shared().area[item.source()].base +
                     ll_partial_offset(g_, turn_.slot(epoch), item.place);

@@ -108,7 +108,8 @@ class CudaSlotsGroup final : public Group {
 
   // The shape of a launch that does these halves.
   LaunchShape dispatch_shape(const LlStep& step, LlDispatchParams& params) const;
-  LaunchShape combine_shape(const LlStep& step) const;
+  // `units`: pieces of rows that a receive half sums.
+  LaunchShape combine_shape(const LlStep& step, std::int64_t units = 0) const;
   LlStep step_of(const LlHalves& halves) {
     return {.send = halves.send,
             .receive = halves.receive,
@@ -292,7 +293,7 @@ LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams&
   const bool sends_only = step.send && (!step.receive || step.failed);
   const bool receives_only = step.receive && !step.send;
   const int blocks = sends_only      ? ll_send_blocks(blocks_)
-                     : receives_only ? std::min(kLlReceiveBlocks, blocks_)
+                     : receives_only ? ll_receive_blocks(blocks_)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
   params.room = ll_dispatch_room(sizes_of(config()), room());
@@ -306,9 +307,9 @@ LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams&
           .shared_bytes = params.room.end};
 }
 
-LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step) const {
+LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step, std::int64_t units) const {
   const bool receives_only = step.receive && !step.send;
-  return {.blocks = receives_only ? std::min(kLlReceiveBlocks, blocks_) : blocks_,
+  return {.blocks = receives_only ? ll_receive_blocks(blocks_, units) : blocks_,
           .first_blocks = 0,
           .threads = kLlCombineBlockThreads,
           .shared_bytes = 0};
@@ -353,7 +354,8 @@ Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, xd_stre
     add_send(read_ll_send(read.args, call_context()), plan_bytes_, known_memory_, params);
   }
   const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
-  enqueue(params, combine_shape(params.step), kLlCombine, stream);
+  const std::int64_t pieces = (params.row_bytes / 16 + kLlMoverThreads - 1) / kLlMoverThreads;
+  enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
   return bad;
 }
 

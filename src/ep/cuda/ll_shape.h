@@ -50,7 +50,12 @@ constexpr int ll_senders(int blocks) {
 constexpr int ll_send_blocks(int blocks) {
   return ll_senders(blocks) < blocks ? ll_senders(blocks) + 1 : blocks;
 }
-inline constexpr int kLlReceiveBlocks = 48;
+// `units`: what each block of a combine sums one after another.
+constexpr int ll_receive_blocks(int blocks, std::int64_t units = 0) {
+  constexpr std::int64_t kFewest = 48;
+  const std::int64_t wanted = units < kFewest ? kFewest : units;
+  return wanted < blocks ? static_cast<int>(wanted) : blocks;
+}
 
 inline constexpr int kLlFewestBlocks = 2;
 
