@@ -11,6 +11,8 @@ xd_gemm_args args_of(const Products::Numbers& numbers, const Operands& operands)
   args.transpose_a = numbers.transpose_a ? 1 : 0;
   args.transpose_b = numbers.transpose_b ? 1 : 0;
   args.bias = operands.find("bias");
+  args.a_scale = operands.find("a_scale");
+  args.b_scale = operands.find("b_scale");
   args.epilogue = numbers.epilogue;
   args.pre_activation = operands.find("pre_activation");
   args.gathered = operands.find("gathered");

@@ -16,6 +16,11 @@ from ._products import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from ._scaled_products import (
+    all_gather_scaled_matmul,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+)
 
 __all__ = [
     "GatheredProduct",
@@ -24,7 +29,10 @@ __all__ = [
     "TpContext",
     "TpMesh",
     "all_gather_matmul",
+    "all_gather_scaled_matmul",
     "init",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
 ]

@@ -20,6 +20,7 @@ from ._mesh import TpContext
 
 __all__ = [
     "Activation",
+    "Scales",
     "Way",
     "all_gather",
     "all_reduce",
@@ -43,6 +44,7 @@ class Way(NamedTuple):
         allow_tf32: whether GPUs may compute products of float32 in TF32, here and backward.
         algo: how transfer and product are interleaved; backward as the context says.
         save_gathered: whether gathered rows are kept for the backward pass.
+        out_dtype: of the result, where it is not that of a: of products of fp8.
         tag: of the product, as of ``xd_gemm_args``, even; that of its backward ones is the next.
     """
 
@@ -53,6 +55,7 @@ class Way(NamedTuple):
     algo: Algo
     save_gathered: bool
     tag: int
+    out_dtype: np.dtype[Any] | None = None
 
     @property
     def backward(self) -> Way:
@@ -64,6 +67,13 @@ class Way(NamedTuple):
     def columns(self, b: Array) -> int:
         """N, the columns of a product with b."""
         return b.shape[0 if self.transpose_b else 1]
+
+
+class Scales(NamedTuple):
+    """Of fp8: what the elements of a, and of b, are multiplied by; ``[1]`` float32."""
+
+    a_scale: Array
+    b_scale: Array
 
 
 class _Result(NamedTuple):
@@ -81,22 +91,24 @@ def all_gather(
     gathered: bool,
     activation: bool,
     behind: Array | None = None,
+    scales: Scales | None = None,
 ) -> tuple[Any, ...]:
     """-> d ``[M, N]``, gathered a ``[M, K]`` or None, d before its activation or None, order.
 
     Args:
         gathered, activation: whether these are wanted.
         behind: what has to be there before, which is not read.
+        scales: of fp8.
     """
     _check_bounds(way, tokens=a.shape[0], k=a.shape[1], n=way.columns(b))
     rows = a.shape[0] * way.context.place.num_ranks
-    outputs = {"d": _Result((rows, way.columns(b)), a.dtype)}
+    outputs = {"d": _Result((rows, way.columns(b)), way.out_dtype or a.dtype)}
     if activation:
         outputs["pre_activation"] = outputs["d"]
     if gathered:
         outputs["gathered"] = _Result((rows, a.shape[1]), a.dtype, everywhere=True)
     names = ("d", "gathered", "pre_activation")
-    inputs = {"a": a, "b": b, "bias": bias, "behind": behind}
+    inputs = {"a": a, "b": b, "bias": bias, "behind": behind} | _by_name(scales)
     return _call("all_gather", way, inputs, outputs, order, names)
 
 
@@ -108,29 +120,38 @@ def reduce_scatter(
     order: Array,
     activation: bool,
     behind: Array | None = None,
+    scales: Scales | None = None,
 ) -> tuple[Any, ...]:
-    """-> d ``[m, N]``, d before its activation or None, order. `behind`: as of `all_gather`."""
+    """-> d ``[m, N]``, d before its activation or None, order. Others: as of `all_gather`."""
     rows = a.shape[0] // way.context.place.num_ranks
     _check_bounds(way, tokens=rows, n=way.columns(b))
-    outputs = {"d": _Result((rows, way.columns(b)), a.dtype)}
+    outputs = {"d": _Result((rows, way.columns(b)), way.out_dtype or a.dtype)}
     if activation:
         outputs["pre_activation"] = outputs["d"]
     names = ("d", "pre_activation")
-    inputs = {"a": a, "b": b, "bias": bias, "behind": behind}
+    inputs = {"a": a, "b": b, "bias": bias, "behind": behind} | _by_name(scales)
     return _call("reduce_scatter", way, inputs, outputs, order, names)
 
 
 def all_reduce(
-    way: Way, a: Array, b: Array, bias: Array | None, order: Array, activation: bool
+    way: Way,
+    a: Array,
+    b: Array,
+    bias: Array | None,
+    order: Array,
+    activation: bool,
+    scales: Scales | None = None,
 ) -> tuple[Any, ...]:
     """-> d ``[M, N]``, d before its activation or None, order."""
     tokens = -(-a.shape[0] // way.context.place.num_ranks)
     _check_bounds(way, tokens=tokens, n=way.columns(b))
-    outputs = {"d": _Result((a.shape[0], way.columns(b)), a.dtype, everywhere=True)}
+    dtype = way.out_dtype or a.dtype
+    outputs = {"d": _Result((a.shape[0], way.columns(b)), dtype, everywhere=True)}
     if activation:
         outputs["pre_activation"] = outputs["d"]
     names = ("d", "pre_activation")
-    return _call("all_reduce", way, {"a": a, "b": b, "bias": bias}, outputs, order, names)
+    inputs = {"a": a, "b": b, "bias": bias} | _by_name(scales)
+    return _call("all_reduce", way, inputs, outputs, order, names)
 
 
 def bulk_gather(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tuple[Any, ...]:
@@ -162,6 +183,10 @@ def bulk_reduce(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tupl
         transpose_a=True,
         collective="reduce_scatter",
     )
+
+
+def _by_name(scales: Scales | None) -> dict[str, Array]:
+    return {} if scales is None else scales._asdict()
 
 
 def _check_bounds(way: Way, tokens: int, k: int = 0, n: int = 0) -> None:

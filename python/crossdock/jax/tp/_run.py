@@ -15,14 +15,14 @@ from jax.sharding import PartitionSpec
 
 from crossdock import GemmConfig
 from crossdock._core import constants
-from crossdock._dtypes import SUMMABLE
+from crossdock._dtypes import OPERANDS, SUMMABLE
 from crossdock._gemm_config import Algo, GemmOperation, gemm_word
 
 from .._calls import uniform, varying
 from .._group import Place, programs_of
 from .._where import check_split, check_varies, inside, parts_along
-from . import _ops
-from ._calls import Activation, Array, Way
+from . import _calls, _ops
+from ._calls import Activation, Array, Scales, Way
 from ._mesh import TpMesh, current_mesh
 from ._tags import tag_of_call
 
@@ -37,6 +37,7 @@ __all__ = [
     "way_of",
 ]
 
+_FP8 = tuple(name for name in OPERANDS if name not in SUMMABLE)
 _ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in get_args(Activation)}
 
 
@@ -49,6 +50,7 @@ class Options(NamedTuple):
     algo: Algo
     save_gathered: bool = True
     return_gathered: bool = False
+    out_dtype: np.dtype[Any] | None = None  # of products of fp8
 
 
 class Kind(NamedTuple):
@@ -78,6 +80,10 @@ class Sizes(NamedTuple):
     n: int
 
 
+# In the order in which they come to the ranks.
+_ARGUMENTS = ("a", "b", "after", "bias", "a_scale", "b_scale")
+
+
 def product(
     kind: Kind,
     a: Any,
@@ -88,6 +94,7 @@ def product(
     config: GemmConfig | None,
     after: Any,
     mesh: TpMesh | None,
+    scales: tuple[Any, Any] | None = None,
 ) -> tuple[Array, ...]:
     """-> out, gathered a if it is wanted, order; inside or outside shard_map."""
     mesh = current_mesh() if mesh is None else mesh
@@ -95,7 +102,9 @@ def product(
     arrays = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
     if bias is not None:
         arrays["bias"] = jnp.asarray(bias)
-    check_kinds(**arrays)
+    check_kinds(**arrays, out_dtype=options.out_dtype)
+    if scales is not None:
+        arrays |= {name: _scale(name, one) for name, one in zip(("a_scale", "b_scale"), scales)}
     ndim = arrays["a"].ndim
     dim = _dimension(kind, dim, arrays["a"].shape)
     specs = {
@@ -103,6 +112,8 @@ def product(
         "b": _weights(place, columns=kind.splits_columns != bool(options.transpose_b)),
         "bias": PartitionSpec(place.axes) if kind.splits_columns else PartitionSpec(),
         "after": PartitionSpec(place.batch_axes),
+        "a_scale": PartitionSpec(),
+        "b_scale": PartitionSpec(),
     }
     order = _first_order(place) if after is None else _order_of(place, after)
     given = {name: (array, specs[name]) for name, array in (arrays | {"after": order}).items()}
@@ -117,7 +128,9 @@ def product(
     run: Callable[..., tuple[Array, ...]] = functools.partial(kind.on_rank, way, dim)
     if options.return_gathered:
         run = functools.partial(_all_gather_and_rows, way, dim, not inside(place))
-    names = tuple(name for name in ("a", "b", "after", "bias") if name in given)
+    names = tuple(name for name in _ARGUMENTS if name in given)
+    if scales is not None:
+        run = functools.partial(_scaled, kind, way, dim, names)
     if not inside(place):
         out = _tokens(place, ndim, dim if kind.tokens_out else None, kind.splits_columns)
         rows = (_tokens(place, ndim, None, False),) * options.return_gathered
@@ -183,14 +196,20 @@ def _laid_out(way: Way, dim: int, own: tuple[int, ...], rows: Array) -> Array:
 def _reduce_scatter(
     way: Way, dim: int, a: Array, b: Array, order: Array, bias: Array | None = None
 ) -> tuple[Array, Array]:
+    leading, rows = _dealt_out(way, dim, a)
+    rows, b, order = uniform(rows, b, order)
+    bias = _of_sums(way.context.place, bias, order)
+    out, order = _ops.matmul_reduce_scatter(way, rows, b, bias, order)
+    return out.reshape(*leading, out.shape[-1]), order
+
+
+def _dealt_out(way: Way, dim: int, a: Array) -> tuple[list[int], Array]:
+    """The dimensions of a rank's tokens, and rows of all ranks, those of rank 0 first."""
     *leading, columns = a.shape
     ranks = way.context.place.num_ranks
     leading[dim] //= ranks
     rows = a.reshape(*leading[:dim], ranks, *leading[dim:], columns)
-    rows, b, order = uniform(jnp.moveaxis(rows, dim, 0).reshape(-1, columns), b, order)
-    bias = _of_sums(way.context.place, bias, order)
-    out, order = _ops.matmul_reduce_scatter(way, rows, b, bias, order)
-    return out.reshape(*leading, out.shape[-1]), order
+    return leading, jnp.moveaxis(rows, dim, 0).reshape(-1, columns)
 
 
 def _all_reduce(
@@ -200,6 +219,30 @@ def _all_reduce(
     rows, b, order = uniform(a.reshape(-1, columns), b, order)
     bias = _of_sums(way.context.place, bias, order)
     out, order = _ops.matmul_all_reduce(way, rows, b, bias, order)
+    return out.reshape(*leading, out.shape[-1]), order
+
+
+def _scaled(
+    kind: Kind, way: Way, dim: int, names: tuple[str, ...], *arrays: Array
+) -> tuple[Array, Array]:
+    """A product of fp8, which has no derivative."""
+    given = dict(zip(names, arrays))
+    a, bias = given["a"], given.get("bias")
+    leading, rows = list(a.shape[:-1]), a.reshape(-1, a.shape[-1])
+    if kind is REDUCE_SCATTER:
+        leading, rows = _dealt_out(way, dim, a)
+    varied = uniform(rows, given["b"], given["after"], given["a_scale"], given["b_scale"])
+    rows, b, order = varied[:3]
+    scales = Scales(*varied[3:])
+    if kind is ALL_GATHER:
+        bias = None if bias is None else uniform(bias, order)[0]
+        out, _, _, order = _calls.all_gather(
+            way, rows, b, bias, order, gathered=False, activation=False, scales=scales
+        )
+        return _laid_out(way, dim, a.shape[:-1], out), order
+    call = _calls.reduce_scatter if kind is REDUCE_SCATTER else _calls.all_reduce
+    bias = _of_sums(way.context.place, bias, order)
+    out, _, order = call(way, rows, b, bias, order, activation=False, scales=scales)
     return out.reshape(*leading, out.shape[-1]), order
 
 
@@ -272,21 +315,40 @@ def _order_of(place: Place, after: Any) -> Array:
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-def check_kinds(a: Array, b: Array, bias: Array | None = None) -> None:
-    """Dtypes and numbers of dimensions."""
-    if a.dtype.name not in SUMMABLE:
-        raise TypeError(f"a: expected bfloat16, float16 or float32, got {a.dtype}")
-    if b.dtype != a.dtype:
-        raise TypeError(f"b: expected the dtype of a, {a.dtype}, got {b.dtype}")
+def check_kinds(
+    a: Array, b: Array, bias: Array | None = None, out_dtype: np.dtype[Any] | None = None
+) -> None:
+    """Dtypes and numbers of dimensions. Products with an `out_dtype` are those of fp8."""
+    if out_dtype is None:
+        if a.dtype.name not in SUMMABLE:
+            raise TypeError(f"a: expected bfloat16, float16 or float32, got {a.dtype}")
+        if b.dtype != a.dtype:
+            raise TypeError(f"b: expected the dtype of a, {a.dtype}, got {b.dtype}")
+    else:
+        for name, array in (("a", a), ("b", b)):
+            if array.dtype.name not in _FP8:
+                raise TypeError(f"{name}: expected {' or '.join(_FP8)}, got {array.dtype}")
+        if out_dtype.name not in SUMMABLE:
+            raise TypeError(f"out_dtype: expected {', '.join(SUMMABLE)}, got {out_dtype}")
     if a.ndim < 2:
         raise ValueError(f"a: expected [..., K] with tokens before K, got shape {a.shape}")
     if b.ndim != 2:
         raise ValueError(f"b: expected 2 dimensions, got shape {b.shape}")
     if bias is not None:
-        if bias.dtype not in (a.dtype, np.float32):
-            raise TypeError(f"bias: expected {a.dtype} or float32, got {bias.dtype}")
+        dtype = out_dtype or a.dtype
+        if bias.dtype not in (dtype, np.float32):
+            raise TypeError(f"bias: expected {dtype} or float32, got {bias.dtype}")
         if bias.ndim != 1:
             raise ValueError(f"bias: expected [N], got shape {bias.shape}")
+
+
+def _scale(name: str, given: Any) -> Array:
+    scale = jnp.asarray(given)
+    if scale.dtype != np.float32 or scale.size != 1:
+        raise ValueError(
+            f"{name}: expected one number of float32, got {scale.dtype} of shape {scale.shape}"
+        )
+    return scale.reshape(1)
 
 
 def _dimension(kind: Kind, given: Any, shape: tuple[int, ...]) -> int:
@@ -380,13 +442,16 @@ def way_of(
         gemm_word("activation", options.activation, _ACTIVATIONS)
     gemm_word("algo", options.algo, _ALGOS)
     return Way(
-        mesh.context(_bounds(kind, sizes, dtype, options) if config is None else config),
+        mesh.context(
+            _bounds(kind, sizes, options.out_dtype or dtype, options) if config is None else config
+        ),
         bool(options.transpose_b),
         options.activation,
         bool(options.allow_tf32),
         options.algo,
         bool(options.save_gathered),
         tag,
+        options.out_dtype,
     )
 
 
