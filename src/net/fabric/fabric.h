@@ -1,0 +1,37 @@
+// An engine on libfabric, which is found at run time: TCP between any hosts, and the networks for
+// which libfabric has a provider that can do what is needed. Only TCP has been run by us.
+//
+// Data are neither encrypted nor authenticated: keys of rooms are random, and whoever knows one and
+// reaches the port may write into the room.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "net/engine.h"
+
+namespace xd::net {
+
+// A libfabric that this process has loaded. It is never unloaded.
+class FabricLibrary;
+
+// `name` is a file, or a name that the loader looks for; empty = wherever libfabric.so.1 is usually
+// found. Throws UNSUPPORTED with what is missing and how to install it.
+std::shared_ptr<const FabricLibrary> load_fabric(const std::string& name = {});
+std::string fabric_version(const FabricLibrary& library);  // "1.17"
+
+// The providers that can do what the engine needs from the interface with this numeric IP address,
+// the best first.
+std::vector<std::string> fabric_providers(const FabricLibrary& library, const std::string& address);
+
+// The best provider that all ranks have; lists are by rank. Throws MISMATCH, on all ranks alike,
+// with what each has.
+std::string agree_on_provider(std::span<const std::vector<std::string>> of_ranks);
+
+// Throws SYSTEM with the call of libfabric that failed. May take a second.
+std::unique_ptr<Engine> open_fabric(std::shared_ptr<const FabricLibrary> library,
+                                    const std::string& provider, const std::string& address);
+
+}  // namespace xd::net
