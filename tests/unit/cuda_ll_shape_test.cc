@@ -224,6 +224,15 @@ TEST(LlShape, LeavesBlocksForEitherRole) {
   EXPECT_EQ(ll_senders(132), 24);
 }
 
+TEST(LlShape, GivesReceiversABlockForEachUnitUpToAll) {
+  EXPECT_EQ(ll_receive_blocks(132), 48);
+  EXPECT_EQ(ll_receive_blocks(132, 7), 48);
+  EXPECT_EQ(ll_receive_blocks(132, 128), 128);
+  EXPECT_EQ(ll_receive_blocks(132, 3000000000), 132);
+  EXPECT_EQ(ll_receive_blocks(20), 20);
+  EXPECT_EQ(ll_receive_blocks(20, 128), 20);
+}
+
 TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {
   LlSizes s = served();
   for (const int tokens : {1, 47, 128}) {
