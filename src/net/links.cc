@@ -53,9 +53,7 @@ Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> 
   outbox_.reserve(2 * slots);  // a chunk or its credit, of each slot of either direction
 }
 
-Links::~Links() {
-  if (failure_ || !at_rest()) engine_.close();
-}
+Links::~Links() { engine_.close(); }
 
 Bytes Links::offer(int partner) const {
   WireWriter writer;
@@ -103,8 +101,9 @@ std::optional<Links::Slot> Links::take(int partner) {
 void Links::send(const Slot& slot, std::size_t bytes) {
   check();
   const Partner& to = partners_.at(at(slot.partner));
-  const Sending& sending = slot_of(slot.partner, slot.slot);
-  XD_CHECK(to.accepted && sending.taken && bytes <= config_.slot_bytes);
+  Sending& sending = slot_of(slot.partner, slot.slot);
+  XD_CHECK(to.accepted && sending.taken && !sending.posted && bytes <= config_.slot_bytes);
+  sending.posted = true;
   const Header header{
       .generation = sending.generation,
       .bytes = static_cast<std::uint32_t>(bytes),
@@ -195,7 +194,8 @@ void Links::break_off(xd_status status, int partner, const std::string& text) {
 
 void Links::fail_for_time(int partner, const char* what) const {
   const Partner& whom = partners_.at(at(partner));
-  const auto unread = std::ranges::count(whom.sending, true, &Sending::taken);
+  const auto unread = std::ranges::count_if(
+      whom.sending, [](const Sending& slot) { return slot.posted && !slot.credited; });
   throw Error(XD_ERROR_TIMEOUT,
               concat("timed out waiting for ", what, " of ", name_of(partner), "; it has not read ",
                      unread, " of the ", config_.slots, " slots to it"),
@@ -260,11 +260,11 @@ void Links::on_credit(int partner, unsigned slot, unsigned generation) {
   Sending& sending = slot_of(partner, slot);
   const bool mutated = config_.mutant == Mutant::refill_without_credit;
   if (mutated) return;
-  if (!sending.taken || sending.credited || (sending.generation & 0xff) != generation) {
+  if (!sending.posted || sending.credited || (sending.generation & 0xff) != generation) {
     break_off(XD_ERROR_INTERNAL, partner,
               concat("it gave back use ", generation, " (mod 256) of slot ", slot,
                      ", which is in use ", sending.generation & 0xff,
-                     sending.taken && !sending.credited ? "" : " and not to be given back"));
+                     sending.posted && !sending.credited ? "" : " and not to be given back"));
   }
   sending.credited = true;
   free_if_done(sending);
@@ -283,7 +283,7 @@ void Links::free_if_done(Sending& slot) {
   const bool sent = slot.sent || config_.mutant == Mutant::refill_before_sent;
   const bool credited = slot.credited || config_.mutant == Mutant::refill_without_credit;
   if (!slot.taken || !sent || !credited) return;
-  slot.taken = false;
+  slot.taken = slot.posted = false;
   --slots_in_use_;
 }
 

@@ -45,7 +45,7 @@ class Links final {
  public:
   // The engine outlives the links and reports to nobody else.
   Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> partners);
-  // Closes the engine, unless all went well and is at rest.
+  // Closes the engine: nobody writes to this rank's memory behind it.
   ~Links();
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
@@ -93,13 +93,18 @@ class Links final {
   void wait_for(const Deadline& deadline, int partner, const char* what, Done&& done) {
     Interruption interruption;
     while (!done()) {
-      if (poll()) continue;
+      // News of others must not keep the deadline from being looked at.
+      const bool news = poll();
       interruption.check();
-      if (deadline.passed()) fail_for_time(partner, what);
-      sleep_until(interruption.next(deadline));
+      if (deadline.passed()) {
+        if (done()) return;
+        fail_for_time(partner, what);
+      }
+      if (!news) sleep_until(interruption.next(deadline));
     }
   }
-  // The watch has found that a partner is gone: all waits end.
+  // The watch has found that a partner is gone: from here on every call fails. Called by the thread
+  // that uses the links; a wait that sleeps does not hear of it before its next turn.
   void lose(int partner, const std::string& why);
 
  private:
@@ -107,6 +112,7 @@ class Links final {
   struct Sending {
     unsigned generation = 0;
     bool taken = false;     // by take(), until it is free again
+    bool posted = false;    // by send(), once in each use
     bool sent = false;      // its source is free
     bool credited = false;  // the receiver has read it
   };
