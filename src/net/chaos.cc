@@ -136,8 +136,8 @@ class Chaos final : public Engine {
   }
 
   int sleep_on() override {
-    const bool holds =
-        !pieces_.empty() || !arrivals_.empty() || !sent_.empty() || !failures_.empty();
+    const bool holds = !pieces_.empty() || !arrivals_.empty() || !sent_.empty() ||
+                       !failures_.empty() || !repeated_.empty();
     return holds && config_.mutant != Mutant::lost_wakeup ? -1 : below_->sleep_on();
   }
 
@@ -197,6 +197,11 @@ class Chaos final : public Engine {
       if (hash_of(put.put) != put.hash)
         fail(XD_ERROR_INTERNAL, "the source of a put changed before it was sent");
       events.sent.push_back(put.put.id);
+      if (config_.mutant == Mutant::repeated_sent && one_in(8)) repeated_.hold(put.put.id, delay());
+      return true;
+    });
+    repeated_.tick([&](std::uint64_t id) {
+      events.sent.push_back(id);
       return true;
     });
     failures_.tick([&](PeerFailure& failure) {
@@ -216,7 +221,7 @@ class Chaos final : public Engine {
   Events from_below_;
   Held<Put> pieces_;
   Held<std::uint32_t> arrivals_;
-  Held<std::uint64_t> sent_;
+  Held<std::uint64_t> sent_, repeated_;
   Held<PeerFailure> failures_;
 };
 

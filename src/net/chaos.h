@@ -1,11 +1,13 @@
-// An engine that does, to the ranks of one process, whatever the contract of Engine does not
+// An engine that does, to the ranks of one process, much that the contract of Engine does not
 // forbid. It stands on any engine, and its numbers come from a seed, so that what happened once
 // happens again.
 //
 // Puts travel in up to seven pieces, which are written late and in any order, each by a put of the
 // engine below. Tags and `sent` are reported late and in any order, but no tag before the last
 // piece of its own put, and no put is taken at times. It also looks after the caller: a source that
-// changes before `sent` is an INTERNAL error.
+// changes before `sent` is an INTERNAL error. What it does not do: report `sent` sooner than the
+// engine below does (over in_process, not before the bytes are at the peer), or fail a put of which
+// a part has landed.
 #pragma once
 
 #include <cstdint>

@@ -73,6 +73,8 @@ struct Events {
 //  - A put may fail; then its peer is in `failed`, once for all puts towards it, and neither their
 //    arrival nor their `sent` is promised any more. An engine may also never notice that a peer is
 //    gone, so nobody may wait without an end.
+//  - An id is in `sent` at most once.
+//  - What put() and poll() throw ends the use of the engine: whether a put was taken is not said.
 // Nothing blocks, but connect() may take milliseconds. Work is done in put() and poll() alone, on
 // the caller's thread; one thread at a time.
 class Engine {

@@ -3,21 +3,25 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
 #include "base/hash.h"
 #include "base/math.h"
-#include "base/poll_list.h"
 
 namespace xd::net {
 namespace {
 
 constexpr std::uint64_t kCreditId = UINT64_MAX;
-std::uint64_t chunk_id(int partner, unsigned slot) { return at(partner) << 8 | slot; }
+// Of the put of a chunk: which use of which slot. Below 2^56.
+std::uint64_t chunk_id(int partner, unsigned slot, std::uint32_t generation) {
+  return at(partner) << 40 | std::uint64_t{slot} << 32 | generation;
+}
 
 // Of the offer, in front of the engine's address.
 struct Terms {
+  std::uint64_t from, to;  // ranks
   std::uint64_t slots, slot_bytes, digests;
   RemoteRoom room;
   std::uint64_t first_slot, channel;
@@ -37,8 +41,9 @@ Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> 
              ", expected 1 to ", kMaxLinkSlots);
   XD_REQUIRE(config.slot_bytes >= 1 && config.slot_bytes < UINT32_MAX,
              "slot_bytes = ", config.slot_bytes, ", expected 1 to ", UINT32_MAX - 1);
-  XD_REQUIRE(pitch_ <= engine.max_put(), "slot_bytes = ", config.slot_bytes,
-             ", expected less than the engine's longest put of ", engine.max_put(), " bytes");
+  XD_REQUIRE(sizeof(Header) + config.slot_bytes <= engine.max_put(),
+             "slot_bytes = ", config.slot_bytes, ", expected ", sizeof(Header),
+             " less than the engine's longest put of ", engine.max_put(), " bytes");
   XD_REQUIRE(partners.size() <= kMaxLinkPartners, partners.size(), " partners, expected at most ",
              kMaxLinkPartners);
   const std::size_t slots = at(config.slots) * partners.size();
@@ -50,14 +55,19 @@ Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> 
   }
   memory_.resize(2 * slots * pitch_);
   room_ = engine.expose(memory_);
-  outbox_.reserve(2 * slots);  // a chunk or its credit, of each slot of either direction
+  // A chunk or its credit, of each slot of either direction.
+  outbox_.reserve(2 * slots);
+  events_.arrived.reserve(2 * slots);
+  events_.sent.reserve(2 * slots);
 }
 
 Links::~Links() { engine_.close(); }
 
 Bytes Links::offer(int partner) const {
   WireWriter writer;
-  writer.put(Terms{.slots = at(config_.slots),
+  writer.put(Terms{.from = at(config_.rank),
+                   .to = at(partners_.at(at(partner)).name.rank),
+                   .slots = at(config_.slots),
                    .slot_bytes = config_.slot_bytes,
                    .digests = config_.digests,
                    .room = room_->remote(),
@@ -70,15 +80,31 @@ Bytes Links::offer(int partner) const {
 void Links::accept(int partner, std::span<const std::byte> offer) {
   check();
   Partner& whom = partners_.at(at(partner));
+  XD_CHECK(!whom.accepted);
+  const auto refuse = [&](const auto&... why) {
+    fail(XD_ERROR_MISMATCH, name_of(partner), why...);
+  };
   WireReader reader(offer);
   const auto terms = reader.take<Terms>();
-  if (!reader.ok() || terms.slots != at(config_.slots) || terms.slot_bytes != config_.slot_bytes ||
-      terms.digests != (config_.digests ? 1 : 0) || terms.channel >= kMaxLinkPartners) {
-    fail(XD_ERROR_MISMATCH, name_of(partner), " offers ", terms.slots, " slots of ",
-         terms.slot_bytes, " bytes, digests ", terms.digests, "; expected ", config_.slots, " of ",
-         config_.slot_bytes, ", digests ", config_.digests);
+  if (!reader.ok()) {
+    refuse(": its offer has ", offer.size(), " bytes, expected at least ", sizeof(Terms));
   }
-  XD_CHECK(!whom.accepted);
+  if (terms.from != at(whom.name.rank) || terms.to != at(config_.rank)) {
+    refuse(": the offer is that of rank ", terms.from, " to rank ", terms.to, ", expected of rank ",
+           whom.name.rank, " to rank ", config_.rank);
+  }
+  if (terms.slots != at(config_.slots) || terms.slot_bytes != config_.slot_bytes ||
+      terms.digests != (config_.digests ? 1 : 0)) {
+    refuse(" offers ", terms.slots, " slots of ", terms.slot_bytes, " bytes, digests ",
+           terms.digests, "; expected ", config_.slots, " of ", config_.slot_bytes, ", digests ",
+           config_.digests);
+  }
+  if (terms.channel >= kMaxLinkPartners || terms.first_slot > terms.room.bytes ||
+      at(config_.slots) * pitch_ > terms.room.bytes - terms.first_slot) {
+    refuse(" offers channel ", terms.channel, " and slots from byte ", terms.first_slot,
+           " of a room of ", terms.room.bytes, " bytes, expected a channel below ",
+           kMaxLinkPartners, " and ", at(config_.slots) * pitch_, " bytes of slots in the room");
+  }
   engine_.connect(whom.name.rank, reader.rest());
   whom.room = terms.room;
   whom.first_slot = terms.first_slot;
@@ -95,14 +121,15 @@ std::optional<Links::Slot> Links::take(int partner) {
   ++slots_in_use_;
   const auto slot = static_cast<unsigned>(free - sending.begin());
   std::byte* const begin = memory_.data() + place(false, partner, slot) + sizeof(Header);
-  return Slot{partner, slot, {begin, config_.slot_bytes}};
+  return Slot{partner, slot, free->generation, {begin, config_.slot_bytes}};
 }
 
 void Links::send(const Slot& slot, std::size_t bytes) {
   check();
   const Partner& to = partners_.at(at(slot.partner));
   Sending& sending = slot_of(slot.partner, slot.slot);
-  XD_CHECK(to.accepted && sending.taken && !sending.posted && bytes <= config_.slot_bytes);
+  XD_CHECK(to.accepted && bytes <= config_.slot_bytes);
+  XD_CHECK(sending.taken && !sending.posted && sending.generation == slot.generation);
   sending.posted = true;
   const Header header{
       .generation = sending.generation,
@@ -118,7 +145,7 @@ void Links::send(const Slot& slot, std::size_t bytes) {
         .to_offset = to.first_slot + slot.slot * pitch_,
         .bytes = sizeof(Header) + bytes,
         .tag = LinkTag{TagKind::chunk, slot.slot, sending.generation - stale, to.channel}.word(),
-        .id = chunk_id(slot.partner, slot.slot)});
+        .id = chunk_id(slot.partner, slot.slot, sending.generation)});
 }
 
 std::optional<Links::Chunk> Links::next(int partner) {
@@ -127,7 +154,7 @@ std::optional<Links::Chunk> Links::next(int partner) {
   const auto arrived = std::ranges::find(receiving, Receiving::State::arrived, &Receiving::state);
   if (arrived == receiving.end()) return std::nullopt;
   const auto slot = static_cast<unsigned>(arrived - receiving.begin());
-  const Chunk chunk{partner, slot, open(partner, slot)};
+  const Chunk chunk{partner, slot, arrived->generation, open(partner, slot)};
   arrived->state = Receiving::State::held;
   if (config_.mutant == Mutant::credit_before_read) send_credit(chunk);
   return chunk;
@@ -141,13 +168,14 @@ void Links::give_back(const Chunk& chunk) {
 bool Links::poll() {
   check();
   flush();
-  engine_.poll(events_);
+  poll_engine();
   const bool news = !events_.arrived.empty() || !events_.sent.empty();
   for (const std::uint32_t tag : events_.arrived) on_arrival(LinkTag::of(tag));
   for (const std::uint64_t id : events_.sent) on_sent(id);
   events_.arrived.clear();
   events_.sent.clear();
-  for (const PeerFailure& failed : events_.failed) {
+  if (!events_.failed.empty()) {
+    const PeerFailure& failed = events_.failed.front();
     const auto partner =
         std::ranges::find(partners_, failed.peer, [](const Partner& p) { return p.name.rank; });
     break_off(XD_ERROR_SYSTEM,
@@ -193,9 +221,18 @@ void Links::break_off(xd_status status, int partner, const std::string& text) {
 }
 
 void Links::fail_for_time(int partner, const char* what) const {
+  const auto unread_of = [](const Partner& whom) {
+    return std::ranges::count_if(whom.sending,
+                                 [](const Sending& slot) { return slot.posted && !slot.credited; });
+  };
+  if (partner < 0) {
+    const auto first =
+        std::ranges::find_if(partners_, [&](const Partner& p) { return unread_of(p) > 0; });
+    if (first == partners_.end()) fail(XD_ERROR_TIMEOUT, "timed out waiting for ", what);
+    partner = static_cast<int>(first - partners_.begin());
+  }
   const Partner& whom = partners_.at(at(partner));
-  const auto unread = std::ranges::count_if(
-      whom.sending, [](const Sending& slot) { return slot.posted && !slot.credited; });
+  const auto unread = unread_of(whom);
   throw Error(XD_ERROR_TIMEOUT,
               concat("timed out waiting for ", what, " of ", name_of(partner), "; it has not read ",
                      unread, " of the ", config_.slots, " slots to it"),
@@ -203,26 +240,48 @@ void Links::fail_for_time(int partner, const char* what) const {
 }
 
 void Links::sleep_until(const Deadline& deadline) {
-  PollList list;
-  if (list.add(sleep_on(), POLLIN) == 0) list.wait(deadline.remaining_ms());
+  pollfd one{.fd = sleep_on(), .events = POLLIN, .revents = 0};
+  if (one.fd >= 0) ::poll(&one, 1, deadline.remaining_ms());
 }
 
 void Links::post(const Put& put) {
   outbox_.push_back(put);
-  ++puts_unsent_;
   flush();
 }
 
 // Puts that the engine refuses do not keep back others: they may be to other partners.
 void Links::flush() {
-  std::erase_if(outbox_, [&](const Put& put) { return engine_.put(put); });
+  try {
+    std::erase_if(outbox_, [&](const Put& put) { return engine_.put(put); });
+  } catch (...) {
+    keep_failure();  // nobody knows which puts are left in the outbox
+    throw;
+  }
+}
+
+void Links::poll_engine() {
+  try {
+    engine_.poll(events_);
+  } catch (...) {
+    keep_failure();
+    throw;
+  }
+}
+
+// Of the engine, inside a catch block.
+void Links::keep_failure() {
+  std::array<char, 512> text;
+  const Caught error = caught(text);
+  failure_.emplace(error.status, error_text(text.data()), -1, error.error_number);
 }
 
 void Links::send_credit(const Chunk& chunk) {
   const Partner& to = partners_.at(at(chunk.partner));
   Receiving& receiving = partners_.at(at(chunk.partner)).receiving.at(chunk.slot);
-  XD_CHECK(to.accepted && receiving.state == Receiving::State::held);
+  XD_CHECK(to.accepted && receiving.state == Receiving::State::held &&
+           receiving.generation == chunk.generation);
   receiving.state = Receiving::State::empty;
+  ++credits_unsent_;
   post({.peer = to.name.rank,
         .from = room_.get(),
         .to = to.room,
@@ -232,9 +291,9 @@ void Links::send_credit(const Chunk& chunk) {
 
 void Links::on_arrival(const LinkTag& tag) {
   const bool known = tag.kind == TagKind::chunk || tag.kind == TagKind::credit;
-  if (!known || tag.channel >= partners_.size() || tag.slot >= at(config_.slots))
-    break_off(XD_ERROR_INTERNAL, -1, concat("a put arrived with the tag ", tag.word()));
-  const auto partner = static_cast<int>(tag.channel);
+  const int partner = tag.channel < partners_.size() ? static_cast<int>(tag.channel) : -1;
+  if (!known || partner < 0 || tag.slot >= at(config_.slots))
+    break_off(XD_ERROR_INTERNAL, partner, concat("a put arrived with the tag ", tag.word()));
   if (tag.kind == TagKind::credit) return on_credit(partner, tag.slot, tag.generation);
   Partner& from = partners_[tag.channel];
   if (config_.mutant == Mutant::count_for_slot) {
@@ -271,11 +330,21 @@ void Links::on_credit(int partner, unsigned slot, unsigned generation) {
 }
 
 void Links::on_sent(std::uint64_t id) {
-  --puts_unsent_;
-  if (id == kCreditId) return;
-  Sending& sending = slot_of(static_cast<int>(id >> 8), id & 0xff);
-  sending.sent = true;
-  free_if_done(sending);
+  if (id == kCreditId && credits_unsent_ > 0) {
+    --credits_unsent_;
+    return;
+  }
+  const std::uint64_t partner = id >> 40, slot = id >> 32 & 0xff;
+  Sending* const sending = partner < partners_.size() && slot < at(config_.slots)
+                               ? &partners_[partner].sending[slot]
+                               : nullptr;
+  if (sending == nullptr || !sending->posted || sending->sent ||
+      sending->generation != static_cast<std::uint32_t>(id)) {
+    break_off(XD_ERROR_INTERNAL, -1,
+              concat("network: the engine says that put ", id, " is sent, which is not under way"));
+  }
+  sending->sent = true;
+  free_if_done(*sending);
 }
 
 // Both must have come: the credit may overtake the engine's word that the source is free.

@@ -25,6 +25,7 @@
 namespace xd::net {
 
 struct LinkConfig {
+  int rank = 0;                // this one, as its partners name it
   int slots = 4;               // per partner and direction, from 1 to kMaxLinkSlots
   std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
   bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
@@ -37,10 +38,11 @@ struct LinkPartner {
   std::string host;
 };
 
-// One thread at a time. Every function throws the failure of the links once they have failed: that
-// of a partner (PEER_LOST from lose(), SYSTEM from the engine), or INTERNAL where a partner or the
-// engine broke its promises. The text names rank and host, and the links are of no use any more.
-// Steps allocate nothing but what the engine does.
+// One thread at a time. Links that have failed are of no use any more: accept(), take(), send(),
+// next(), give_back(), poll() and wait_for() throw the failure from then on. It is that of a
+// partner (PEER_LOST from lose(), SYSTEM from the engine), INTERNAL where a partner or the engine
+// broke its promises, or what the engine threw; the text names rank and host where they are known.
+// Steps allocate nothing but what the engine does, unless its `sent` lag behind by many uses.
 class Links final {
  public:
   // The engine outlives the links and reports to nobody else.
@@ -53,29 +55,30 @@ class Links final {
   // What a partner needs to reach this rank. The caller carries it over while ranks meet.
   Bytes offer(int partner) const;
   // Connects to a partner by its offer; once for each, before anything is sent to it. Nobody sends
-  // before all of its partners have connected to it. Throws MISMATCH if the offer does not fit.
+  // before all of its partners have connected to it. Throws MISMATCH if the offer is not that of
+  // the partner to this rank, or of other slots; the links are as before then.
   void accept(int partner, std::span<const std::byte> offer);
 
   // ---- Sender ----
   struct Slot {
     int partner;
-    unsigned slot;
+    unsigned slot, generation;
     std::span<std::byte> bytes;  // slot_bytes of them, to be filled; multiples of 16 in address
   };
   // A slot that may be filled; none = all are under way.
   std::optional<Slot> take(int partner);
-  // Sends the first `bytes` of a slot that take() has returned.
+  // Sends the first `bytes` of a slot that take() has returned; once.
   void send(const Slot& slot, std::size_t bytes);
 
   // ---- Receiver ----
   struct Chunk {
     int partner;
-    unsigned slot;
+    unsigned slot, generation;
     std::span<const std::byte> bytes;  // stay as they are until give_back()
   };
   // A chunk that has arrived; the order is not that of send().
   std::optional<Chunk> next(int partner);
-  // The chunk has been read. In any order.
+  // The chunk has been read; once. In any order.
   void give_back(const Chunk& chunk);
 
   // ---- Both ----
@@ -85,10 +88,11 @@ class Links final {
   int sleep_on();
   // All slots of this rank are free again and the engine holds nothing of it: everything that it
   // has sent was read, and its memory may go once its partners are at rest, too.
-  bool at_rest() const { return slots_in_use_ == 0 && puts_unsent_ == 0 && outbox_.empty(); }
+  bool at_rest() const { return slots_in_use_ == 0 && credits_unsent_ == 0 && outbox_.empty(); }
   // Polls, and sleeps where there is nothing to do, until done() returns true. Throws TIMEOUT with
   // `what` and whom it was expected of, and ABORTED if the caller's thread is interrupted; neither
-  // is a failure of the links.
+  // is a failure of the links. Partner -1 = of nobody in particular: the text names the first that
+  // has not read everything, if there is one.
   template <class Done>
   void wait_for(const Deadline& deadline, int partner, const char* what, Done&& done) {
     Interruption interruption;
@@ -141,6 +145,8 @@ class Links final {
   void sleep_until(const Deadline& deadline);
   void post(const Put& put);
   void flush();
+  void poll_engine();
+  void keep_failure();
   void send_credit(const Chunk& chunk);
   void on_arrival(const LinkTag& tag);
   void on_chunk(int partner, unsigned slot, unsigned generation);
@@ -156,7 +162,7 @@ class Links final {
   std::vector<std::byte> memory_;
   std::unique_ptr<Room> room_;  // of memory_: what is to be sent, then what arrives
   std::vector<Put> outbox_;     // that the engine has not taken yet
-  std::size_t slots_in_use_ = 0, puts_unsent_ = 0;
+  std::size_t slots_in_use_ = 0, credits_unsent_ = 0;
   std::optional<Error> failure_;
   Events events_;
 };

@@ -12,6 +12,7 @@ enum class Mutant : std::uint8_t {
   arrival_before_data,  // a tag is reported when the first piece of its put is there
   swapped_arrivals,     // two puts that are under way towards one rank get each other's tag
   repeated_arrival,     // a tag is reported again some time later
+  repeated_sent,        // an id is reported as sent again some time later
   lost_arrival,         // a tag is never reported
   lost_wakeup,          // sleep_on() gives a descriptor although something is held back
   dropped_error,        // a put fails, and nobody is told

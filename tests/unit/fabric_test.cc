@@ -198,10 +198,11 @@ struct Seat {
   std::optional<net::Links> links;
 
   Seat(std::unique_ptr<net::Engine> own, int rank, int ranks, const Wires& wires,
-       const net::LinkConfig& config)
+       net::LinkConfig config)
       : engine(std::move(own)) {
     std::vector<net::LinkPartner> partners;
     for (int p = 0; p + 1 < ranks; ++p) partners.push_back({rank_of_partner(rank, p), "here"});
+    config.rank = rank;
     links.emplace(*engine, config, partners);
     for (int p = 0; p + 1 < ranks; ++p) wires.send(rank, partners[at(p)].rank, links->offer(p));
     for (int p = 0; p + 1 < ranks; ++p) links->accept(p, wires.receive(rank, partners[at(p)].rank));

@@ -38,7 +38,7 @@ class Crew {
         ranks_(2 + static_cast<int>(random_.below(3))),
         chunks_(8 + static_cast<int>(random_.below(16))),
         failing_(seed % 3 == 0),
-        fleet_(chaos_engines(ranks_, chaos(seed, mutant)), links(mutant)) {
+        fleet_{chaos_engines(ranks_, chaos(seed, mutant)), links(mutant)} {
     for (int r = 0; r < ranks_; ++r)
       traffic_.emplace_back(*fleet_.links[at(r)], seed, r, ranks_, chunks_);
   }
@@ -63,11 +63,12 @@ class Crew {
     net::ChaosConfig config;
     config.seed = seed;
     config.mutant = mutant;
-    if (failing_) config.failed_put = random_.below(at(chunks_));
+    if (failing_) config.failed_put = random_.below(2 * at(chunks_));  // chunks and credits
     return config;
   }
   net::LinkConfig links(net::Mutant mutant) {
-    return {.slots = 1 + static_cast<int>(random_.below(4)),
+    return {.rank = 0,
+            .slots = 1 + static_cast<int>(random_.below(4)),
             .slot_bytes = kLongest,
             .digests = random_.one_in(2),
             .mutant = mutant};
@@ -132,7 +133,7 @@ Engines chaos_engines(int ranks, const net::ChaosConfig& config) {
   for (int r = 0; r < ranks; ++r) {
     net::ChaosConfig own = config;
     own.seed = mix(config.seed, at(r));
-    if (r > 0) own.failed_put.reset();
+    if (at(r) != mix(config.seed) % at(ranks)) own.failed_put.reset();
     engines[at(r)] = net::make_chaos(std::move(engines[at(r)]), world, own);
   }
   return engines;
@@ -141,7 +142,7 @@ Engines chaos_engines(int ranks, const net::ChaosConfig& config) {
 int rank_of_partner(int rank, int partner) { return partner < rank ? partner : partner + 1; }
 int partner_of_rank(int rank, int other) { return other < rank ? other : other - 1; }
 
-Fleet::Fleet(Engines of_ranks, const net::LinkConfig& config) : engines(std::move(of_ranks)) {
+Fleet::Fleet(Engines of_ranks, net::LinkConfig config) : engines(std::move(of_ranks)) {
   const auto ranks = static_cast<int>(engines.size());
   for (int r = 0; r < ranks; ++r) {
     std::vector<net::LinkPartner> partners;
@@ -149,6 +150,7 @@ Fleet::Fleet(Engines of_ranks, const net::LinkConfig& config) : engines(std::mov
       const int other = rank_of_partner(r, p);
       partners.push_back({other, concat("host", other / 2)});
     }
+    config.rank = r;
     links.push_back(std::make_unique<net::Links>(*engines[at(r)], config, std::move(partners)));
   }
   for (int r = 0; r < ranks; ++r) {
@@ -197,7 +199,6 @@ bool Traffic::done() const {
 void Traffic::run(const Deadline& deadline) {
   for (int p = 0; p < partners_; ++p) {
     links_.wait_for(deadline, p, "all chunks", [&] {
-      bool all = true;
       for (int q = 0; q < partners_; ++q) {
         while (send(q) || take_in(q)) {
           for (const Held& held : held_) {
@@ -207,11 +208,11 @@ void Traffic::run(const Deadline& deadline) {
           held_.clear();
         }
       }
-      all &= sent_[at(p)] == chunks_;
-      return all && std::ranges::all_of(received_[at(p)], [](bool came) { return came; });
+      return sent_[at(p)] == chunks_ &&
+             std::ranges::all_of(received_[at(p)], [](bool came) { return came; });
     });
   }
-  links_.wait_for(deadline, 0, "credits", [&] { return links_.at_rest(); });
+  links_.wait_for(deadline, -1, "credits", [&] { return links_.at_rest(); });
 }
 
 bool Traffic::send(int partner) {
@@ -239,10 +240,10 @@ void Traffic::read(const net::Links::Chunk& chunk) {
   auto& received = received_[at(chunk.partner)];
   const int from = rank_of_partner(rank_, chunk.partner);
   const std::string name = concat("chunk ", number, " from rank ", from, " to rank ", rank_);
-  if (number >= received.size()) throw std::runtime_error(name + " was never sent");
-  if (received[number]) throw std::runtime_error(name + " came twice");
+  if (number >= received.size()) fail(XD_ERROR_INTERNAL, name, " was never sent");
+  if (received[number]) fail(XD_ERROR_INTERNAL, name, " came twice");
   if (!std::ranges::equal(chunk.bytes, chunk_of(seed_, from, rank_, number)))
-    throw std::runtime_error(name + " has other bytes than were sent");
+    fail(XD_ERROR_INTERNAL, name, " has other bytes than were sent");
   received[number] = true;
 }
 

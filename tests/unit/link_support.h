@@ -14,7 +14,7 @@ namespace xd::test {
 
 using Engines = std::vector<std::unique_ptr<net::Engine>>;
 
-// Engines over those of in_process.h, all with one seed.
+// Engines over those of in_process.h, all with one seed, which also picks the rank whose put fails.
 Engines chaos_engines(int ranks, const net::ChaosConfig& config);
 
 // Links between all ranks; those of rank r have every other rank as partner, in ascending order.
@@ -23,7 +23,7 @@ struct Fleet {
   Engines engines;
   std::vector<std::unique_ptr<net::Links>> links;
 
-  Fleet(Engines of_ranks, const net::LinkConfig& config);
+  Fleet(Engines of_ranks, net::LinkConfig config);  // config.rank is set here
 };
 // The rank of a partner of `rank`, and the place of `other` among the partners of `rank`.
 int rank_of_partner(int rank, int partner);
@@ -36,7 +36,7 @@ class Traffic {
   Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks);
 
   // Does some of what can be done now, at random: sends, takes chunks, holds them, reads them and
-  // gives them back. Throws std::runtime_error if a chunk is not what was sent.
+  // gives them back. Throws INTERNAL if a chunk is not what was sent.
   void step();
   // Nothing can be done before poll() brings something.
   bool must_wait() const { return idle_ && held_.empty(); }

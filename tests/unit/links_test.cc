@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <new>
+#include <utility>
 
+#include "base/interrupt.h"
 #include "base/math.h"
 #include "net/in_process.h"
 #include "unit/link_support.h"
@@ -15,6 +18,7 @@ namespace {
 using net::Links;
 
 constexpr int kGenerousMs = 60000;
+constexpr int kMany = 1000;  // calls, of which chaos holds nothing back for so long
 
 net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
   net::LinkConfig config;
@@ -86,7 +90,7 @@ TEST(Links, ASlotIsFreeOnlyAfterItsChunkWasGivenBack) {
   EXPECT_TRUE(fleet.links[1]->at_rest());
 }
 
-TEST(Links, UsesOfASlotAreToldApartAfterMoreThan256OfThem) {
+TEST(Links, ASlotIsUsedMoreThan256Times) {
   Fleet fleet(net::make_in_process_engines(2), config_of(1, 64));
   for (int use = 0; use < 600; ++use) {
     send_text(fleet, std::to_string(use));
@@ -112,6 +116,63 @@ TEST(Links, AWaitThatEndsInTimeNamesRankAndHostAndTheLinksGoOn) {
                "slots to it");
   EXPECT_EQ(error->peer(), 2);
   EXPECT_TRUE(links.take(1));
+}
+
+TEST(Links, AWaitOfNobodyInParticularNamesTheFirstThatHasNotRead) {
+  Fleet fleet(net::make_in_process_engines(3), config_of(2, 64));
+  Links& links = *fleet.links[0];
+  const auto wait = [&] {
+    return error_of(
+        [&] { links.wait_for(Deadline::after_ms(20), -1, "credits", [] { return false; }); });
+  };
+  auto error = wait();
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->text(), "timed out waiting for credits");
+  EXPECT_EQ(error->peer(), -1);
+  ASSERT_TRUE(links.take(0));  // not sent, so rank 1 has nothing to read
+  links.send(*links.take(1), 1);
+  error = wait();
+  expect_error(error, XD_ERROR_TIMEOUT, "of rank 2 on host host1; it has not read 1 of the 2");
+  EXPECT_EQ(error->peer(), 2);
+
+  Engines alone = net::make_in_process_engines(1);
+  Links nobody(*alone[0], config_of(2, 64), {});
+  expect_error(
+      error_of([&] { nobody.wait_for(Deadline::after_ms(20), -1, "news", [] { return false; }); }),
+      XD_ERROR_TIMEOUT, "timed out waiting for news");
+}
+
+// Carries one chunk from rank 1 to rank 0 and its credit back, but for the last poll() of rank 0.
+void carry_one(Fleet& fleet) {
+  const auto slot = fleet.links[1]->take(0);
+  XD_CHECK(slot);
+  fleet.links[1]->send(*slot, 1);
+  fleet.links[0]->poll();
+  const auto chunk = fleet.links[0]->next(0);
+  XD_CHECK(chunk);
+  fleet.links[0]->give_back(*chunk);
+  fleet.links[1]->poll();
+}
+
+// The engine of rank 0 has news in every turn: the `sent` of a credit.
+TEST(Links, NewsOfAnotherPartnerDoNotProlongAWait) {
+  Fleet fleet(net::make_in_process_engines(3), config_of(2, 64));
+  const Deadline end = Deadline::after_ms(kGenerousMs);
+  const auto wait = [&](int ms) {
+    return error_of([&] {
+      fleet.links[0]->wait_for(Deadline::after_ms(ms), 1, "chunks", [&] {
+        carry_one(fleet);
+        XD_CHECK(!end.passed());
+        return false;
+      });
+    });
+  };
+  expect_error(wait(20), XD_ERROR_TIMEOUT, "of rank 2 on host host1");
+  set_interrupt([](void*) { return 1; }, nullptr);
+  const auto error = wait(2 * kGenerousMs);
+  set_interrupt(nullptr, nullptr);
+  expect_error(error, XD_ERROR_ABORTED, "");
+  EXPECT_NO_THROW(fleet.links[0]->poll());
 }
 
 TEST(Links, APeerThatTheWatchHasLostEndsEveryWait) {
@@ -144,10 +205,41 @@ TEST(Links, APutThatFailsEndsEveryWaitAndNamesRankAndHost) {
 TEST(Links, OffersThatDifferAreRefused) {
   Engines engines = net::make_in_process_engines(2);
   Links here(*engines[0], config_of(2, 64), {{1, "far"}});
-  Links there(*engines[1], config_of(2, 128), {{0, "near"}});
-  expect_error(error_of([&] { here.accept(0, there.offer(0)); }), XD_ERROR_MISMATCH,
-               "rank 1 on host far offers 2 slots of 128 bytes, digests 1; expected 2 of 64");
-  expect_error(error_of([&] { here.accept(0, bytes_of("short")); }), XD_ERROR_MISMATCH, "rank 1");
+  const auto refusal = [&](std::span<const std::byte> offer) {
+    return error_of([&] { here.accept(0, offer); });
+  };
+  const auto offer_of = [&](const net::LinkConfig& config, int partner) {
+    return Links(*engines[1], config, {{partner, "near"}}).offer(0);
+  };
+  net::LinkConfig config = config_of(2, 64);
+  config.rank = 1;
+  const auto refused = [&](int slots, std::size_t bytes, bool digests, const std::string& text) {
+    net::LinkConfig other = config;
+    other.slots = slots;
+    other.slot_bytes = bytes;
+    other.digests = digests;
+    expect_error(refusal(offer_of(other, 0)), XD_ERROR_MISMATCH,
+                 "rank 1 on host far offers " + text + "; expected 2 of 64, digests 1");
+  };
+  refused(2, 128, true, "2 slots of 128 bytes, digests 1");
+  refused(3, 64, true, "3 slots of 64 bytes, digests 1");
+  refused(2, 64, false, "2 slots of 64 bytes, digests 0");
+  expect_error(refusal(bytes_of("short")), XD_ERROR_MISMATCH,
+               "rank 1 on host far: its offer has 5");
+  expect_error(refusal(offer_of(config, 2)), XD_ERROR_MISMATCH,
+               "the offer is that of rank 1 to rank 2, expected of rank 1 to rank 0");
+  net::LinkConfig of_another = config;
+  of_another.rank = 2;
+  expect_error(refusal(offer_of(of_another, 0)), XD_ERROR_MISMATCH,
+               "the offer is that of rank 2 to rank 0, expected of rank 1 to rank 0");
+  const Bytes good = offer_of(config, 0);
+  for (const std::size_t word : {8, 9}) {  // the first slot, the channel
+    Bytes bad = good;
+    bad[8 * word + 5] = std::byte{1};
+    expect_error(refusal(bad), XD_ERROR_MISMATCH, "rank 1 on host far offers channel ");
+  }
+  EXPECT_FALSE(refusal(good));
+  expect_error(refusal(good), XD_ERROR_INTERNAL, "!whom.accepted");
 }
 
 TEST(Links, RefuseConfigsThatCannotBe) {
@@ -158,14 +250,59 @@ TEST(Links, RefuseConfigsThatCannotBe) {
   expect_error(refusal(0, 64), XD_ERROR_INVALID_ARGUMENT, "slots = 0, expected 1 to 32");
   expect_error(refusal(33, 64), XD_ERROR_INVALID_ARGUMENT, "slots = 33, expected 1 to 32");
   expect_error(refusal(1, 0), XD_ERROR_INVALID_ARGUMENT, "slot_bytes = 0, expected 1 to");
+  const std::vector<net::LinkPartner> crowd(net::kMaxLinkPartners + 1);
+  expect_error(error_of([&] { Links(*engines[0], config_of(1, 1), crowd); }),
+               XD_ERROR_INVALID_ARGUMENT, "65537 partners, expected at most 65536");
 }
 
-// Links over an engine whose rooms and put() the test can look into.
+TEST(Links, RefuseToUseASlotOrAChunkTwice) {
+  Fleet fleet(net::make_in_process_engines(2), config_of(1, 64));
+  Links &sender = *fleet.links[0], &receiver = *fleet.links[1];
+  const auto check_failed = [](auto&& body) {
+    expect_error(error_of(body), XD_ERROR_INTERNAL, "internal check failed");
+  };
+  const auto carry = [&] {
+    receiver.poll();
+    return receiver.next(0);
+  };
+  const auto slot = sender.take(0);
+  ASSERT_TRUE(slot);
+  sender.send(*slot, 1);
+  check_failed([&] { sender.send(*slot, 1); });
+  const auto chunk = carry();
+  ASSERT_TRUE(chunk);
+  receiver.give_back(*chunk);
+  check_failed([&] { receiver.give_back(*chunk); });
+  sender.poll();
+
+  const auto again = sender.take(0);
+  ASSERT_TRUE(again);
+  check_failed([&] { sender.send(*slot, 1); });
+  check_failed([&] { sender.send(*again, 65); });
+  sender.send(*again, 64);
+  const auto second = carry();
+  ASSERT_TRUE(second);
+  check_failed([&] { receiver.give_back(*chunk); });
+  receiver.give_back(*second);
+  receiver.poll();
+  sender.poll();
+  EXPECT_TRUE(sender.at_rest() && receiver.at_rest());
+}
+
+TEST(Links, RefuseToSendBeforeTheyHaveAccepted) {
+  Engines engines = net::make_in_process_engines(1);
+  Links links(*engines[0], config_of(1, 64), {{1, "far"}});
+  const auto slot = links.take(0);
+  ASSERT_TRUE(slot);
+  expect_error(error_of([&] { links.send(*slot, 1); }), XD_ERROR_INTERNAL, "accepted");
+}
+
+// Links over an engine that the test can look into, and that does wrong at its word.
 class OpenEngine final : public net::Engine {
  public:
   explicit OpenEngine(std::unique_ptr<net::Engine> below) : below_(std::move(below)) {}
 
-  std::size_t max_put() const override { return below_->max_put(); }
+  std::size_t max_put() const override { return longest; }
   Bytes address() const override { return below_->address(); }
   void connect(int peer, std::span<const std::byte> address) override {
     below_->connect(peer, address);
@@ -175,16 +312,31 @@ class OpenEngine final : public net::Engine {
     return below_->expose(memory);
   }
   bool put(const net::Put& put) override {
+    if (refuses) return false;
+    if (puts == broken_put) throw std::bad_alloc();
+    ++puts;
     net::Put changed = put;
     changed.tag ^= flipped;
     return below_->put(changed);
   }
-  void poll(net::Events& events) override { below_->poll(events); }
+  void poll(net::Events& events) override {
+    below_->poll(events);
+    events.sent.insert(events.sent.end(), more.sent.begin(), more.sent.end());
+    events.failed.insert(events.failed.end(), more.failed.begin(), more.failed.end());
+    more = {};
+  }
   int sleep_on() override { return below_->sleep_on(); }
-  void close() noexcept override { below_->close(); }
+  void close() noexcept override {
+    closed = true;
+    below_->close();
+  }
 
   std::span<std::byte> room;
+  std::size_t longest = SIZE_MAX;
   std::uint32_t flipped = 0;  // bits of the next tags
+  bool refuses = false, closed = false;
+  int puts = 0, broken_put = -1;  // those taken; the one that throws
+  net::Events more;               // for the next poll()
 
  private:
   std::unique_ptr<net::Engine> below_;
@@ -199,6 +351,80 @@ struct OpenFleet : Fleet {
   OpenFleet() : Fleet(opened(), config_of(2, 64)) {}
   OpenEngine& engine(int rank) { return static_cast<OpenEngine&>(*engines[at(rank)]); }
 };
+
+TEST(Links, CloseTheEngineAlsoWithChunksUnderWay) {
+  for (const bool at_rest : {true, false}) {
+    OpenFleet fleet;
+    if (!at_rest) send_text(fleet, "abc");
+    EXPECT_TRUE(fleet.links[1]->at_rest());  // it has sent nothing itself
+    fleet.links[1].reset();
+    EXPECT_TRUE(fleet.engine(1).closed);
+    EXPECT_FALSE(fleet.engine(0).closed);
+  }
+}
+
+TEST(Links, RefuseSlotsThatAreLongerThanAPut) {
+  OpenEngine engine(std::move(net::make_in_process_engines(1)[0]));
+  engine.longest = 79;
+  expect_error(error_of([&] { Links(engine, config_of(1, 64), {}); }), XD_ERROR_INVALID_ARGUMENT,
+               "slot_bytes = 64, expected 16 less than the engine's longest put of 79 bytes");
+  EXPECT_FALSE(error_of([&] { Links(engine, config_of(1, 63), {}); }));
+}
+
+TEST(Links, AnEngineThatTakesNoPutsDoesNotProlongAWait) {
+  OpenFleet fleet;
+  fleet.engine(0).refuses = true;
+  send_text(fleet, "abc");
+  EXPECT_LT(fleet.links[0]->sleep_on(), 0);
+  expect_error(error_of([&] {
+                 fleet.links[0]->wait_for(Deadline::after_ms(20), 0, "credits",
+                                          [&] { return fleet.links[0]->at_rest(); });
+               }),
+               XD_ERROR_TIMEOUT, "it has not read 1 of the 2 slots to it");
+  fleet.engine(0).refuses = false;
+  fleet.links[0]->poll();
+  EXPECT_TRUE(fleet.links[1]->poll());
+}
+
+TEST(Links, APutThatThrowsEndsThemAndNoneIsMadeTwice) {
+  OpenFleet fleet;
+  OpenEngine& engine = fleet.engine(0);
+  engine.refuses = true;
+  send_text(fleet, "one");
+  send_text(fleet, "two");
+  engine.refuses = false;
+  engine.broken_put = 1;
+  EXPECT_THROW(fleet.links[0]->poll(), std::bad_alloc);
+  EXPECT_EQ(engine.puts, 1);
+  engine.broken_put = -1;
+  expect_error(error_of([&] { fleet.links[0]->poll(); }), XD_ERROR_OUT_OF_MEMORY, "memory");
+  expect_error(error_of([&] { fleet.links[0]->take(0); }), XD_ERROR_OUT_OF_MEMORY, "memory");
+  EXPECT_EQ(engine.puts, 1);
+}
+
+TEST(Links, AnEngineThatIsOfNoUseAnyMoreEndsThem) {
+  OpenFleet fleet;
+  fleet.engine(0).more.failed = {{-1, "the queue is broken"}};
+  for (int i = 0; i < 2; ++i) {
+    const auto error = error_of([&] { fleet.links[0]->poll(); });
+    expect_error(error, XD_ERROR_SYSTEM, "network: the queue is broken");
+    EXPECT_EQ(error->peer(), -1);
+  }
+}
+
+TEST(Links, PutsThatCannotHaveBeenSentAreNoticed) {
+  // In the low half the use, then the slot, then the partner; and the id of all credits.
+  constexpr std::array<std::uint64_t, 7> kIds{
+      1, 0, 2, 1ull << 32 | 1, 2ull << 32 | 1, 1ull << 40 | 1, UINT64_MAX};
+  for (const std::uint64_t id : kIds) {
+    OpenFleet fleet;
+    send_text(fleet, "abc");
+    fleet.engine(0).more.sent = {id};  // behind the first use of slot 0, which is right
+    const std::string text = concat("network: the engine says that put ", id, " is sent");
+    expect_error(error_of([&] { fleet.links[0]->poll(); }), XD_ERROR_INTERNAL, text);
+    expect_error(error_of([&] { fleet.links[0]->take(0); }), XD_ERROR_INTERNAL, text);
+  }
+}
 
 TEST(Links, AByteThatHasChangedOnTheWayIsNoticed) {
   for (const std::size_t change : {0, 4, 16, 18}) {  // use, length, first and last byte
@@ -232,6 +458,38 @@ TEST(Links, TagsThatCannotBeAreNoticed) {
   }
 }
 
+TEST(Links, ACreditOfAnotherUseIsNoticed) {
+  OpenFleet fleet;
+  send_text(fleet, "abc");
+  fleet.links[1]->poll();
+  const auto chunk = fleet.links[1]->next(0);
+  ASSERT_TRUE(chunk);
+  fleet.engine(1).flipped = 1u << 17;
+  fleet.links[1]->give_back(*chunk);
+  const auto error = error_of([&] { fleet.links[0]->poll(); });
+  expect_error(error, XD_ERROR_INTERNAL,
+               "rank 1 on host host0: it gave back use 3 (mod 256) of slot 0, which is in use 1");
+  EXPECT_EQ(error->peer(), 1);
+}
+
+TEST(Links, ACreditForASlotThatWasTakenButNotSentIsNoticed) {
+  OpenFleet fleet;
+  ASSERT_TRUE(fleet.links[1]->take(0));
+  fleet.engine(0).flipped = 3u << 29;  // a credit instead of a chunk
+  send_text(fleet, "abc");
+  expect_error(error_of([&] { fleet.links[1]->poll(); }), XD_ERROR_INTERNAL,
+               "which is in use 1 and not to be given back");
+}
+
+TEST(Links, AUseThatComesBeforeTheLastOneWasReadIsNoticed) {
+  OpenFleet fleet;
+  send_text(fleet, "abc");
+  fleet.engine(0).flipped = 1u << 24 | 3u << 16;  // use 2 of slot 0 for use 1 of slot 1
+  send_text(fleet, "def");
+  expect_error(error_of([&] { fleet.links[1]->poll(); }), XD_ERROR_INTERNAL,
+               "use 2 (mod 256) of its slot 0 arrived; expected use 2, and not yet");
+}
+
 TEST(Chaos, ASourceThatChangesBeforeItWasSentIsNoticed) {
   net::ChaosConfig config;
   config.seed = 5;
@@ -240,12 +498,13 @@ TEST(Chaos, ASourceThatChangesBeforeItWasSentIsNoticed) {
   const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
   engines[0]->connect(1, engines[1]->address());
   const net::Put put{.peer = 1, .from = from.get(), .to = to->remote(), .bytes = here.size()};
-  while (!engines[0]->put(put)) {
-  }
+  bool taken = false;
+  for (int i = 0; i < kMany && !taken; ++i) taken = engines[0]->put(put);
+  ASSERT_TRUE(taken);
   here[9] = std::byte{1};
   net::Events events;
   expect_error(error_of([&] {
-                 while (events.sent.empty()) engines[0]->poll(events);
+                 for (int i = 0; i < kMany; ++i) engines[0]->poll(events);
                }),
                XD_ERROR_INTERNAL, "the source of a put changed before it was sent");
 }

@@ -1,4 +1,4 @@
-// Helpers that the tests of bootstrap and mesh share.
+// Helpers that the tests of bootstrap, mesh and net share.
 #pragma once
 
 #include <gtest/gtest.h>
