@@ -18,7 +18,7 @@ namespace {
 using net::Links;
 
 constexpr int kGenerousMs = 60000;
-constexpr int kMany = 1000;  // calls, of which chaos holds nothing back for so long
+constexpr int kMany = 1000;  // calls of poll(): chaos holds nothing back for as long
 
 net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
   net::LinkConfig config;
@@ -320,10 +320,10 @@ class OpenEngine final : public net::Engine {
     return below_->put(changed);
   }
   void poll(net::Events& events) override {
-    below_->poll(events);
     events.sent.insert(events.sent.end(), more.sent.begin(), more.sent.end());
     events.failed.insert(events.failed.end(), more.failed.begin(), more.failed.end());
     more = {};
+    below_->poll(events);
   }
   int sleep_on() override { return below_->sleep_on(); }
   void close() noexcept override {
@@ -336,7 +336,7 @@ class OpenEngine final : public net::Engine {
   std::uint32_t flipped = 0;  // bits of the next tags
   bool refuses = false, closed = false;
   int puts = 0, broken_put = -1;  // those taken; the one that throws
-  net::Events more;               // for the next poll()
+  net::Events more;               // that the next poll() reports first
 
  private:
   std::unique_ptr<net::Engine> below_;
@@ -419,7 +419,7 @@ TEST(Links, PutsThatCannotHaveBeenSentAreNoticed) {
   for (const std::uint64_t id : kIds) {
     OpenFleet fleet;
     send_text(fleet, "abc");
-    fleet.engine(0).more.sent = {id};  // behind the first use of slot 0, which is right
+    fleet.engine(0).more.sent = {id};  // in front of the first use of slot 0, which is right
     const std::string text = concat("network: the engine says that put ", id, " is sent");
     expect_error(error_of([&] { fleet.links[0]->poll(); }), XD_ERROR_INTERNAL, text);
     expect_error(error_of([&] { fleet.links[0]->take(0); }), XD_ERROR_INTERNAL, text);
