@@ -150,6 +150,8 @@ __device__ inline bool CombineControl::all_agree(std::uint64_t epoch) const {
 
 __device__ inline void CombineControl::wait(std::uint64_t epoch) {
   if (usual_ && p_.wait_ns == nullptr && all_agree(epoch)) {
+    // Where movers meet something unusual behind this, note_left() asks what was decided.
+    if (lane_id() == 0) s_.turn.verdict = static_cast<int>(LlVerdict::go);
     ll_meet_verdict(true);
     return;
   }

@@ -97,7 +97,12 @@ inline __device__ __noinline__ bool ll_goes_on_for_block(const LlDevice& g, LlSh
   site.timeouts = 4;
   const turn::Waited waited = turn::look_around(g.comm, site, g.rank(), wait);
   if (waited == turn::Waited::goes_on) return true;
-  if (waited == turn::Waited::too_long) turn::raise_loss(g.comm, site, g.rank(), wait);
+  // A rank that stood still this long is late, which in groups that mask is no error of its peers.
+  if (waited == turn::Waited::too_long) {
+    device::raise(g.comm, device::error_at(g.comm, site, XD_ERROR_TIMEOUT, g.rank()),
+                  device::Spread::here);
+    device::tell_host(g.comm);
+  }
   *static_cast<volatile int*>(&s.failed) = 1;
   return false;
 }
