@@ -205,6 +205,51 @@ def test_ranks_that_want_other_gradients_are_told():
     run_ranks(2, other_gradients)
 
 
+def several_before(me: Rank) -> None:
+    """Products of which nothing travels, before the operation that compares them."""
+    with xd.init() as comm:
+        where = context((4,), K, torch.float32)
+        weight = whole(2, K, K)
+
+        def start(first: bool = True) -> list[torch.Tensor]:
+            x = whole(1, 4, K)
+            return [
+                tp.column_parallel_linear(
+                    x.clone().requires_grad_(first or turn > 0),
+                    weight.clone().requires_grad_(),
+                    None,
+                    where,
+                    sequence_parallel=False,
+                )
+                for turn in range(9)
+            ]
+
+        def end(activation: str | None = None) -> torch.Tensor:
+            x = whole(3, 4, K)
+            return tp.matmul_all_reduce(x, weight.t(), where, activation=activation)
+
+        odd = me.rank == me.num_ranks - 1
+        start(first=not odd)
+        told_to_all(me, where, end)
+        # A call that this rank refuses has used up what came before, as the others' call has.
+        start()
+        if odd:
+            with pytest.raises(ValueError, match="activation: expected"):
+                end("silu")
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+                where.status()
+        else:
+            told_to_all(me, where, end)
+        start()
+        equal("result", end(), comm.num_ranks * (whole(3, 4, K) @ weight.t()))
+        settle(where)
+
+
+def test_products_of_one_rank_are_compared_by_the_next_operation():
+    run_ranks(2, several_before)
+
+
 def bad_main_grads(me: Rank) -> None:
     """A tensor that gradients cannot be added to is found before the forward pass."""
     with xd.init() as comm:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+import zlib
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 
@@ -149,13 +150,19 @@ class TpContext(Membership):
         _contexts[self.handle] = self
 
     def add_tag(self, tag: int) -> None:
-        """Lets the next operation compare a number of 3 bits between the ranks, beside others."""
-        self._tag = (self._tag << 3 | tag) & 0xFFF
+        """Lets the next operation compare a number below 256 between the ranks, beside others."""
+        self._tag = zlib.crc32(bytes((tag,)), self._tag)
 
     def take_tag(self, tag: int) -> int:
         """The tag of an operation that itself has a number of 4 bits."""
-        taken, self._tag = self._tag << 4 | tag, 0
+        taken, self._tag = (self._tag & 0xFFFFFFF) << 4 | tag, 0
         return taken
+
+    def refuse(self, operation: int | None, kind: type[Exception], problem: str) -> NoReturn:
+        """As of Membership. Peers that hear of it have compared their tags: so has this rank."""
+        if operation is not None:
+            self._tag = 0
+        super().refuse(operation, kind, problem)
 
     def explain(
         self,
