@@ -52,10 +52,10 @@ def spread_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
 def _of_torchs_layers(model: nn.Module, held: dict[torch.Tensor, Held]) -> dict[torch.Tensor, Held]:
     """The DTensors that torch's own styles have made, on a mesh of a communicator of `held`.
 
-    What FSDP has sharded over one dimension is no such tensor: FSDP averages its gradients.
+    Dimensions of FSDP's own mesh count for none: over those FSDP averages gradients.
     """
     comms = {how.comm: how.sequence_parallel for how in held.values()}
-    sharded = _sharded_by_fsdp(model)
+    of_fsdp = _meshes_of_fsdp(model)
     known = {*held, *expert_parameters(model)}
     found: dict[torch.Tensor, Held] = {}
     for parameter in model.parameters():
@@ -63,10 +63,11 @@ def _of_torchs_layers(model: nn.Module, held: dict[torch.Tensor, Held]) -> dict[
         if parameter in known or not is_share(share):
             continue
         mesh = share.device_mesh
-        if mesh.ndim == 1 and parameter in sharded:
-            continue
+        along = _along_all(mesh)
+        averaged = _along_all(of_fsdp[parameter]) if parameter in of_fsdp else []
         for comm, sequence_parallel in comms.items():
-            dims = [dim for dim in range(mesh.ndim) if _ranks_along(mesh, dim) == _ranks(comm)]
+            dims = [dim for dim, ranks in enumerate(along) if ranks == _ranks(comm)]
+            dims = [dim for dim in dims if along[dim] not in averaged]
             if dims:
                 placement = share.placements[dims[0]]
                 dim = placement.dim if placement.is_shard() else None
@@ -82,12 +83,30 @@ def _ranks_along(mesh: Any, dim: int) -> set[int]:
     return set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
 
 
-def _sharded_by_fsdp(model: nn.Module) -> set[torch.Tensor]:
+def _along_all(mesh: Any) -> list[set[int]]:
+    return [_ranks_along(mesh, dim) for dim in range(mesh.ndim)]
+
+
+def _meshes_of_fsdp(model: nn.Module) -> dict[torch.Tensor, Any]:
+    """The parameters that FSDP has sharded, and the meshes that it was given for them.
+
+    Torch tells neither in public: of a DTensor over several dimensions it does not say whose they
+    are.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nobody has used it
-        return set()
-    wrapped = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    return {parameter for module in wrapped for parameter in module.parameters()}
+        return {}
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        several = hasattr(state, "_fsdp_param_groups")  # newer releases of torch
+        groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for one in group.fsdp_params:
+                found[one.sharded_param] = one.mesh_info.mesh
+    return found
 
 
 def gradient_of(parameter: Any, how: Held | None) -> Any:

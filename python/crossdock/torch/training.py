@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ._comm import Comm
 from ._held import Held, gradient_of, held_parameters, spread_parameters
@@ -24,7 +25,6 @@ from .moe import expert_parameters
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "assert_replicated",
@@ -37,14 +37,16 @@ __all__ = [
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | None = None) -> None:
-    """Turns gradients into gradients of the loss averaged over ranks. Collective; after backward.
+    """Turns gradients into gradients of the loss averaged over ranks. Collective.
 
-    Gradients of parameters that every rank holds are averaged over the communicator. An expert's
-    gradient already is the sum over all its ranks' tokens, and is only scaled; with `data_parallel`
-    it is also averaged over replicas. With equally many tokens per rank and a loss that is a mean
-    over them, this is the gradient of one process with the whole batch. Parameters that FSDP has
-    sharded over a mesh of which the communicator's ranks are part are left alone: FSDP has averaged
-    them.
+    Call it once per step, after the last backward pass: a second call would scale once more.
+
+    Gradients of parameters that every rank holds are averaged over the communicator, and over its
+    ``replicas`` where DistributedDataParallel in the model has not done so. An expert's gradient
+    already is the sum over all its ranks' tokens, and is only scaled, and averaged over replicas.
+    With equally many tokens per rank and a loss that is a mean over them, this is the gradient of
+    one process with the whole batch. Parameters that FSDP has sharded over a mesh of which the
+    communicator's ranks, or its replicas, are part are left alone there: FSDP has averaged them.
 
     Gradients in layers of `crossdock.torch.tp`, and in DTensors of torch's own layers beside them,
     are scaled as an expert's are, and averaged over ``replicas`` of their communicator; those that
@@ -57,36 +59,97 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
             equally many ranks. A parameter that has no gradient here counts as zero.
         between: needed where layers are without sequence parallelism: the parameters that every
             rank holds and uses for its own columns alone, such as a norm of heads. Their gradients
-            are summed over the layer's ranks. () = there are none.
+            are summed over the layer's ranks. () = there are none. Of the model, requiring
+            gradients, and not sharded by FSDP over these ranks.
 
     Raises:
         ValueError: the model has no such layer, or layers of tensor parallelism both with sequence
             parallelism and without, or `between` is missing; or a parameter is sharded over some of
-            the communicator's ranks and not over others, or ``replicas`` do not fit.
+            the communicator's ranks and not over others, or ``replicas`` do not fit; or `between`
+            has something else; or ``replicas`` are set and FSDP shards experts or parts over them.
+        TypeError: `between` is a tensor or a str.
         RuntimeError: the communicator was made without torch.distributed, which does the averaging.
     """
-    experts, spread = expert_parameters(model), spread_parameters(model)
+    spread = spread_parameters(model)
     comm = _communicator_of(model, "average_gradients")
     _check_replicas(comm, spread)
-    summed = _summed(spread, between)
-    means: dict[ProcessGroup | None, list[torch.Tensor]] = {}
+    summed = _summed(model, comm, spread, between)
+    ways = _ways(model, comm, spread)
+    means: dict[ProcessGroup, list[torch.Tensor]] = {}
+    for parameter, (axes, divisor) in ways.items():
+        gradient = local_tensor(_gradient_or_zeros(parameter, spread.get(parameter)))
+        if divisor > 1:
+            gradient.div_(divisor)
+        if parameter in summed:
+            gradient.mul_(summed[parameter])
+        for group in axes:
+            means.setdefault(group, []).append(gradient)
+    for group, gradients in means.items():
+        _average(gradients, group)
+
+
+class _Way(NamedTuple):
+    """What becomes of a parameter's gradient."""
+
+    axes: list[ProcessGroup]  # it is averaged over them
+    divisor: int
+
+
+def _ways(
+    model: nn.Module, comm: Comm, spread: dict[torch.Tensor, Held]
+) -> dict[torch.Tensor, _Way]:
+    """Of all parameters that require gradients, before any is changed."""
+    experts, by_ddp = expert_parameters(model), _averaged_by_ddp(model, comm.replicas)
+    ways: dict[torch.Tensor, _Way] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         how = spread.get(parameter)
-        gradient = local_tensor(_gradient_or_zeros(parameter, how))
         if how is not None or parameter in experts:
             home = comm if how is None else how.comm
-            if how is None or how.sequence_parallel:
-                gradient.div_(home.num_ranks)
-            if home.replicas is not None:
-                means.setdefault(home.replicas, []).append(gradient)
-        elif not _covers(parameter, comm, name):
-            gradient.mul_(summed.get(parameter, 1))
-            if comm.num_ranks > 1:
-                means.setdefault(comm.process_group, []).append(gradient)
-    for group, gradients in means.items():
-        _average(gradients, group)
+            divides = how is None or how.sequence_parallel
+            ways[parameter] = _Way(
+                _replicas_of_part(parameter, home, name), home.num_ranks if divides else 1
+            )
+            continue
+        axes = [comm.process_group if comm.num_ranks > 1 else None]
+        axes += [] if parameter in by_ddp else [comm.replicas]
+        found = [group for group in axes if group is not None]
+        ways[parameter] = _Way([g for g in found if not _covers(parameter, g, name)], 1)
+    return ways
+
+
+def _replicas_of_part(parameter: Any, home: Comm, name: str) -> list[ProcessGroup]:
+    """Over which ranks the gradient of an expert or of a part of a layer is averaged.
+
+    Raises:
+        ValueError: FSDP has sharded it over them, and each holds the gradient of another shard.
+    """
+    if home.replicas is None:
+        return []
+    others = set(dist.get_process_group_ranks(home.replicas)) - {dist.get_rank()}
+    if is_share(parameter) and others & ranks_of(parameter.device_mesh):
+        raise ValueError(
+            f"{name}: expected Comm.replicas to be None where FSDP shards parameters over these "
+            f"ranks, whose gradients it averages itself, got ranks {sorted(others)} beside "
+            f"{dist.get_rank()} and {parameter.device_mesh}"
+        )
+    return [home.replicas]
+
+
+def _averaged_by_ddp(model: nn.Module, replicas: ProcessGroup | None) -> set[torch.Tensor]:
+    """The parameters whose gradients DistributedDataParallel in the model averages over these."""
+    if replicas is None:
+        return set()
+    ranks = set(dist.get_process_group_ranks(replicas))
+    found: set[torch.Tensor] = set()
+    for ddp in model.modules():
+        if not isinstance(ddp, DistributedDataParallel):
+            continue
+        if ranks <= set(dist.get_process_group_ranks(ddp.process_group)):
+            ignored = ddp.parameters_to_ignore
+            found |= {p for name, p in ddp.module.named_parameters() if name not in ignored}
+    return found
 
 
 def _gradient_or_zeros(parameter: torch.Tensor, how: Held | None) -> Any:
@@ -102,7 +165,10 @@ def _gradient_or_zeros(parameter: torch.Tensor, how: Held | None) -> Any:
 
 
 def _summed(
-    spread: dict[torch.Tensor, Held], between: Iterable[torch.Tensor] | None
+    model: nn.Module,
+    comm: Comm,
+    spread: dict[torch.Tensor, Held],
+    between: Iterable[torch.Tensor] | None,
 ) -> dict[torch.Tensor, int]:
     """Whose gradients are summed over ranks, and over how many."""
     kinds = {(how.comm, how.sequence_parallel) for how in spread.values() if how.comm.num_ranks > 1}
@@ -112,6 +178,7 @@ def _summed(
             "model: expected layers of tensor parallelism either with sequence_parallel or without "
             "it, as the ranks' losses are of their own tokens or of all; got both"
         )
+    given = [] if between is None else _checked_between(model, comm, spread, between)
     alike = [comm.num_ranks for comm, sequence_parallel in kinds if not sequence_parallel]
     if not alike:
         return {}
@@ -120,7 +187,34 @@ def _summed(
             "between: expected the parameters between layers without sequence_parallel that every "
             "rank holds and uses for its own columns alone, or () if there are none; got None"
         )
-    return {parameter: alike[0] for parameter in between}
+    return {parameter: alike[0] for parameter in given}
+
+
+def _checked_between(
+    model: nn.Module,
+    comm: Comm,
+    spread: dict[torch.Tensor, Held],
+    between: Iterable[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Refuses whatever has no gradient that every rank holds: it would be left out unseen."""
+    wanted = "between: expected parameters of the model that require gradients, and that every rank"
+    if isinstance(between, (torch.Tensor, str)):
+        raise TypeError(f"{wanted} holds, as a list, got {type(between).__name__}")
+    experts = expert_parameters(model)
+    plain = {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in experts and parameter not in spread
+        if comm.process_group is None or not _covers(parameter, comm.process_group, name)
+    }
+    given = list(between)
+    for place, one in enumerate(given):
+        if id(one) not in plain:
+            names = [name for name, parameter in model.named_parameters() if parameter is one]
+            shape = f" {tuple(one.shape)}" if isinstance(one, torch.Tensor) else f" {one!r}"
+            got = names[0] if names else f"{type(one).__name__}{shape}, which is none of it"
+            raise ValueError(f"{wanted} holds, got {got} in place {place}")
+    return given
 
 
 def _check_replicas(comm: Comm, spread: dict[torch.Tensor, Held]) -> None:
@@ -156,20 +250,20 @@ def _communicator_of(model: nn.Module, what: str) -> Comm:
     return comm
 
 
-def _covers(parameter: Any, comm: Comm, name: str) -> bool:
-    """Whether a parameter is a DTensor over all ranks of the communicator.
+def _covers(parameter: Any, group: ProcessGroup, name: str) -> bool:
+    """Whether a parameter is a DTensor over all ranks of a communicator, or of its replicas.
 
     Raises:
         ValueError: over some of them, beside this one.
     """
-    if not is_share(parameter) or comm.process_group is None:
+    if not is_share(parameter):
         return False
-    ranks = set(dist.get_process_group_ranks(comm.process_group))
+    ranks = set(dist.get_process_group_ranks(group))
     common = ranks & ranks_of(parameter.device_mesh)
     if common not in (ranks, {dist.get_rank()}):
         raise ValueError(
-            f"{name}: expected a parameter sharded over all of the communicator's ranks "
-            f"{sorted(ranks)} or over one of them, got {parameter.device_mesh}"
+            f"{name}: expected a parameter sharded over all of the communicator's ranks, or of its "
+            f"replicas, {sorted(ranks)} or over one of them, got {parameter.device_mesh}"
         )
     return common == ranks
 
@@ -312,8 +406,6 @@ def data_parallel(
         ValueError: the model has no such layer; `replicas` has other ranks of the communicator,
             which hold other parts.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
     comm = _communicator_of(model, "data_parallel")
     group: Any = replicas.get_group() if hasattr(replicas, "get_group") else replicas
     if comm.process_group is not None:
@@ -360,12 +452,11 @@ def assert_replicated(model: nn.Module) -> None:
     for name, tensor in _held(model):
         how = spread.get(tensor)
         part = how is not None and (how.dim is not None or is_share(tensor))
-        shared = not part and tensor not in experts and not _covers(tensor, comm, name)
-        replicas = comm.replicas if how is None or not part else how.comm.replicas
-        if shared and comm.num_ranks > 1:
-            axes.setdefault(comm.process_group, {})[name] = local_tensor(tensor)
-        if replicas is not None:
-            axes.setdefault(replicas, {})[name] = local_tensor(tensor)
+        replicas = how.comm.replicas if how is not None and part else comm.replicas
+        shared = not part and tensor not in experts and comm.num_ranks > 1
+        for group in (comm.process_group if shared else None, replicas):
+            if group is not None and not _covers(tensor, group, name):
+                axes.setdefault(group, {})[name] = local_tensor(tensor)
     compared = (_difference(tensors, group, comm.device) for group, tensors in axes.items())
     found = [text for text in compared if text]
     # One axis after the other, so that in the end all ranks of the mesh have heard.

@@ -5,6 +5,7 @@ Each model is compared with plain layers of the same weights that have the token
 
 from __future__ import annotations
 
+import gc
 import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -149,6 +151,28 @@ def test_gradients_and_norms_are_those_of_one_process() -> None:
     run_ranks(2, step_is_that_of_one_process)
 
 
+def check_between(model: Model) -> None:
+    """What would be left out unseen is refused, and nothing is scaled."""
+    before = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    heads = model.of_heads.weight
+    for one in (heads, "of_heads.weight"):
+        with pytest.raises(TypeError, match="between: expected .* as a list, got (Param|str)"):
+            xd.average_gradients(model, between=one)
+    for one, got in (
+        ("of_heads.weight", "str 'of_heads.weight', which is none of it in place 1"),
+        (heads.detach().clone(), r"Tensor \(4,\), which is none of it"),
+        (model.attention.linear_out.weight, "attention.linear_out.weight in place 1"),
+    ):
+        with pytest.raises(ValueError, match=f"between: expected .* got {got}"):
+            xd.average_gradients(model, between=[heads, one])
+    heads.requires_grad_(False)
+    with pytest.raises(ValueError, match="that require gradients, .* got of_heads.weight"):
+        xd.average_gradients(model, between=[heads])
+    heads.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter.grad), before[name]), name
+
+
 def all_tokens_everywhere(me: Rank) -> None:
     """Without sequence parallelism."""
     with in_distributed(me) as (mesh, comm):
@@ -158,6 +182,7 @@ def all_tokens_everywhere(me: Rank) -> None:
         if me.num_ranks > 1:
             with pytest.raises(ValueError, match="between: expected the parameters between layers"):
                 xd.average_gradients(model)
+        check_between(model)
         xd.average_gradients(model, between=model.of_heads.parameters())
         expected = expected_gradients(me, model)
         check_gradients(model, expected)
@@ -184,6 +209,91 @@ def beside_torchs_own(me: Rank) -> None:
 
 def test_sequence_parallel_norms_of_torchs_own() -> None:
     run_ranks(2, beside_torchs_own)
+
+
+@contextmanager
+def data_times_tensor(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
+    """A mesh of replicas and of parts, and the latter's communicator."""
+    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
+    try:
+        sizes = (me.num_ranks // 2, 2)
+        mesh = init_device_mesh(where().type, sizes, mesh_dim_names=("data", "tensor"))
+        with xd.init(mesh["tensor"], device=where()) as comm:
+            yield mesh, comm
+    finally:
+        gc.collect()  # NCCL waits below until no graph holds one of its operations
+        dist.destroy_process_group()
+
+
+def run_backward(me: Rank, model: nn.Module) -> None:
+    model(own(me, tokens(me.num_ranks))).square().mean().backward()
+
+
+def on_a_mesh_without_wrapper(me: Rank) -> None:
+    with data_times_tensor(me) as (mesh, comm):
+        comm.replicas = mesh["data"].get_group()
+        model = Model(comm)
+        expected = expected_gradients(me, model)
+        run_backward(me, model)
+        xd.average_gradients(model)
+        check_gradients(model, expected)
+        check_norms(model, expected)
+        xd.assert_replicated(model)
+
+
+def on_a_mesh_with_ddp(me: Rank) -> None:
+    with data_times_tensor(me) as (mesh, comm):
+        model = Model(comm)
+        expected = expected_gradients(me, model)
+        parallel = xd.data_parallel(model, mesh["data"])
+        for given in (parallel, model):  # inside, DDP is not seen: averages are averaged again
+            model.zero_grad()
+            run_backward(me, parallel)
+            xd.average_gradients(given)
+            check_gradients(model, expected)
+        check_norms(model, expected)
+
+
+def on_a_mesh_with_fsdp(me: Rank) -> None:
+    with data_times_tensor(me) as (mesh, comm):
+        model = Model(comm)
+        expected = expected_gradients(me, model)
+        fully_shard(model, mesh=mesh["data"])
+        run_backward(me, model)
+        before = [xd.local_tensor(p.grad).clone() for p in model.parameters()]
+        if me.num_ranks > 2:
+            comm.replicas = mesh["data"].get_group()
+            with pytest.raises(ValueError, match="attention.*: expected Comm.replicas to be None"):
+                xd.average_gradients(model)
+            comm.replicas = None
+        for parameter, gradient in zip(model.parameters(), before):
+            assert torch.equal(xd.local_tensor(parameter.grad), gradient)
+        xd.average_gradients(model)
+        check_gradients(model, expected)
+        check_norms(model, expected)
+
+
+def on_a_mesh_with_hsdp(me: Rank) -> None:
+    """Of the norm alone, over both axes: its second dimension is no tensor parallelism."""
+    with data_times_tensor(me) as (mesh, comm):
+        comm.replicas = mesh["data"].get_group()
+        model = Model(comm)
+        expected = expected_gradients(me, model)
+        fully_shard(model.norm, mesh=mesh)
+        run_backward(me, model)
+        xd.average_gradients(model)
+        check_gradients(model, expected)
+        check_norms(model, expected)
+        assert [len(group["params"]) for group in xd.parameter_groups(model)] == [4, 3]
+        xd.assert_replicated(model)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [on_a_mesh_without_wrapper, on_a_mesh_with_ddp, on_a_mesh_with_fsdp, on_a_mesh_with_hsdp],
+)
+def test_on_a_mesh_gradients_are_averaged_over_all_ranks(check: Any) -> None:
+    run_ranks(4, check)
 
 
 def refused(me: Rank) -> None:
