@@ -437,8 +437,9 @@ def assert_replicated(model: nn.Module) -> None:
     """Checks that ranks hold the same of what they should. Collective; for tests and debugging.
 
     Compares, bit for bit by a hash, all parameters and buffers but experts and parts of tensor
-    parallelism over the communicator's ranks, and with `data_parallel` everything over replicas. It
-    finds ranks that began with different seeds, and norms that were clipped on each rank for
+    parallelism over the communicator's ranks, and with `data_parallel` everything over replicas,
+    and whether they require gradients: only where that is equal may `average_gradients` be called.
+    It finds ranks that began with different seeds, and norms that were clipped on each rank for
     itself.
 
     Raises:
@@ -456,9 +457,11 @@ def assert_replicated(model: nn.Module) -> None:
         shared = not part and tensor not in experts and comm.num_ranks > 1
         for group in (comm.process_group if shared else None, replicas):
             if group is not None and not _covers(tensor, group, name):
-                axes.setdefault(group, {})[name] = local_tensor(tensor)
-    compared = (_difference(tensors, group, comm.device) for group, tensors in axes.items())
-    found = [text for text in compared if text]
+                compared = axes.setdefault(group, {})
+                compared[name] = local_tensor(tensor)
+                compared[f"{name}.requires_grad"] = torch.tensor(tensor.requires_grad, device="cpu")
+    texts = (_difference(tensors, group, comm.device) for group, tensors in axes.items())
+    found = [text for text in texts if text]
     # One axis after the other, so that in the end all ranks of the mesh have heard.
     verdict = torch.tensor(float(bool(found)), device=comm.device)
     for group in axes:

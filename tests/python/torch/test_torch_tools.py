@@ -298,6 +298,11 @@ def check_replicated(me: Rank) -> None:
         differs("module.scale", model.module.scale, 3)
         if me.num_ranks == 4:  # it has a replica
             differs("module.experts.experts_out", layer.experts_out.to_local(), 2)
+        bias = model.module.head.bias.requires_grad_(me.rank != 1)
+        found = "head.bias.requires_grad: expected equal values on ranks"
+        with pytest.raises(RuntimeError, match=found if me.rank == 1 else "differ|equal"):
+            xd.assert_replicated(model)
+        bias.requires_grad_(True)
         xd.assert_replicated(model)
 
 
