@@ -216,7 +216,7 @@ def data_times_tensor(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
     """A mesh of replicas and of parts, and the latter's communicator."""
     dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
     try:
-        sizes = (me.num_ranks // 2, 2)
+        sizes = (max(1, me.num_ranks // 2), min(2, me.num_ranks))  # also on one GPU
         mesh = init_device_mesh(where().type, sizes, mesh_dim_names=("data", "tensor"))
         with xd.init(mesh["tensor"], device=where()) as comm:
             yield mesh, comm
