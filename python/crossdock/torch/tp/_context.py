@@ -155,7 +155,7 @@ class TpContext(Membership):
 
     def take_tag(self, tag: int) -> int:
         """The tag of an operation that itself has a number of 4 bits."""
-        taken, self._tag = (self._tag & 0xFFFFFFF) << 4 | tag, 0
+        taken, self._tag = ((self._tag & 0xFFFFFFF) << 4) + tag, 0
         return taken
 
     def refuse(self, operation: int | None, kind: type[Exception], problem: str) -> NoReturn:

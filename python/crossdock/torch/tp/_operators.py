@@ -184,7 +184,7 @@ def _define_product(name: str, word: str) -> None:
         if keep_gathered:
             gathered = a.new_empty((d.shape[0], a.shape[1]))
             args["gathered"] = spec(gathered)
-        args["tag"] = tp.take_tag(needs and needs << 1 | int(keep_gathered))
+        args["tag"] = tp.take_tag(needs and 2 * needs + int(keep_gathered))
         getattr(tp.core, word)(**args, stream=current_stream(a.device))
         return d, gathered, a.new_empty(0) if x is gathered else x
 
@@ -295,7 +295,7 @@ def scaled_matmul(
         algo=algo,
         tokens_per_rank=tokens,
         fast_accumulate=int(fast_accumulate),
-        tag=tp.take_tag(needs and needs << 1 | int(keep_gathered)),
+        tag=tp.take_tag(needs and 2 * needs + int(keep_gathered)),
         stream=current_stream(a.device),
     )
     return d, gathered, gathered_scale
