@@ -20,4 +20,4 @@ def new_handle(*facts: object) -> int:
         facts: that, with equal representations in all processes where it is equal.
     """
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=4).digest()
-    return (int.from_bytes(digest) >> 1 << 32) + next(_numbers)
+    return (int.from_bytes(digest, "big") >> 1 << 32) + next(_numbers)
