@@ -228,7 +228,7 @@ class ThreadsComm:
 
 def be_many(me: Any, slots: list[bytes], barrier: threading.Barrier) -> None:
     buffer = Buffer(None, explicitly_destroy=True, comm=ThreadsComm(me.rank, slots, barrier))
-    batch = make_batch(SEED, me.num_ranks, tokens=[3] * me.num_ranks, local_experts=1, topk=4)
+    batch = make_batch(SEED, me.num_ranks, tokens=[1] * me.num_ranks, local_experts=1, topk=4)
     caller = cases.Caller(buffer, batch)
     handle = caller.dispatch_checked()
     caller.cached_checked(handle)
@@ -241,7 +241,7 @@ def be_many(me: Any, slots: list[bytes], barrier: threading.Barrier) -> None:
 def test_more_ranks_than_a_token_has_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the ranks are threads of this process
     ranks = 33
-    run_threads(ranks, be_many, [b""] * ranks, threading.Barrier(ranks))
+    run_threads(ranks, be_many, [b""] * ranks, threading.Barrier(ranks), timeout=300)
 
 
 def gather_rows(me: Any) -> None:
