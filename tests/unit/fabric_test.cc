@@ -30,8 +30,6 @@ using Providers = std::vector<std::string>;
 using net::Links;
 using Library = std::shared_ptr<const net::FabricLibrary>;
 
-constexpr int kGenerousMs = 60000;
-
 TEST(FabricLibrary, ThatIsNowhereIsUnsupportedAndSaysHowToInstallIt) {
   expect_error(error_of([] { net::load_fabric("libfabric-nowhere.so.1"); }), XD_ERROR_UNSUPPORTED,
                "apt-get install libfabric");
@@ -86,21 +84,6 @@ class Fabric : public testing::TestWithParam<Source> {
 INSTANTIATE_TEST_SUITE_P(Versions, Fabric,
                          testing::Values(Source{"system", ""}, Source{"wheel", FABRIC_WHEEL}),
                          [](const auto& test) { return std::string(test.param.name); });
-
-net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
-  net::LinkConfig config;
-  config.slots = slots;
-  config.slot_bytes = slot_bytes;
-  config.digests = true;
-  return config;
-}
-
-void run_on_threads(Fleet& fleet, int chunks) {
-  const auto ranks = static_cast<int>(fleet.links.size());
-  expect_no_errors(on_threads(ranks, [&](int rank) {
-    Traffic(*fleet.links[at(rank)], 7, rank, ranks, chunks).run(Deadline::after_ms(kGenerousMs));
-  }));
-}
 
 TEST_P(Fabric, LinksCarryChunksBetweenThreads) {
   Fleet fleet(open(3), config_of(2, 200));

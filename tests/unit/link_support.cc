@@ -9,6 +9,7 @@
 
 #include "base/math.h"
 #include "net/in_process.h"
+#include "unit/net_support.h"
 
 namespace xd::test {
 namespace {
@@ -245,6 +246,21 @@ void Traffic::read(const net::Links::Chunk& chunk) {
   if (!std::ranges::equal(chunk.bytes, chunk_of(seed_, from, rank_, number)))
     fail(XD_ERROR_INTERNAL, name, " has other bytes than were sent");
   received[number] = true;
+}
+
+net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
+  net::LinkConfig config;
+  config.slots = slots;
+  config.slot_bytes = slot_bytes;
+  config.digests = true;
+  return config;
+}
+
+void run_on_threads(Fleet& fleet, int chunks) {
+  const auto ranks = static_cast<int>(fleet.links.size());
+  expect_no_errors(on_threads(ranks, [&](int rank) {
+    Traffic(*fleet.links[at(rank)], 7, rank, ranks, chunks).run(Deadline::after_ms(kGenerousMs));
+  }));
 }
 
 Run run_chaos(std::uint64_t seed, net::Mutant mutant) { return Crew(seed, mutant).run(); }

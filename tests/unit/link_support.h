@@ -2,6 +2,7 @@
 // from a seed, and so does everything else, so that a run can be repeated.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
@@ -63,6 +64,13 @@ class Traffic {
   std::vector<Held> held_;
   bool idle_ = false;
 };
+
+constexpr int kGenerousMs = 60000;  // for what is expected to come
+
+// Links with digests.
+net::LinkConfig config_of(int slots, std::size_t slot_bytes);
+// `chunks` from each rank to each other, by a thread for each rank, all of which must arrive.
+void run_on_threads(Fleet& fleet, int chunks);
 
 struct Run {
   std::string complaint;  // empty = all was right

@@ -17,23 +17,7 @@ namespace {
 
 using net::Links;
 
-constexpr int kGenerousMs = 60000;
 constexpr int kMany = 1000;  // calls of poll(): chaos holds nothing back for as long
-
-net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
-  net::LinkConfig config;
-  config.slots = slots;
-  config.slot_bytes = slot_bytes;
-  config.digests = true;
-  return config;
-}
-
-void run_on_threads(Fleet& fleet, int chunks) {
-  const auto ranks = static_cast<int>(fleet.links.size());
-  expect_no_errors(on_threads(ranks, [&](int rank) {
-    Traffic(*fleet.links[at(rank)], 7, rank, ranks, chunks).run(Deadline::after_ms(kGenerousMs));
-  }));
-}
 
 TEST(Links, CarryChunksBetweenThreadsThatSleep) {
   for (const int slots : {1, 4}) {
