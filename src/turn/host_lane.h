@@ -129,7 +129,7 @@ class HostLane : public HostCells<Record> {
 template <class Record>
 void HostLane<Record>::begin() {
   ++sent_;
-  deadline_ = masks_.deadline();
+  deadline_ = masks_.deadline_behind_waits();
   Held& op = held(sent_);
   op = {};
   const RankBits masked = masks_.masked();
@@ -144,6 +144,7 @@ void HostLane<Record>::begin() {
         [&] { return this->done_by(peer, sent_); });
     if (free) op.company.add(peer);
   }
+  deadline_ = masks_.deadline();
 }
 
 template <class Record>

@@ -74,6 +74,14 @@ class PeerMasks {
   Deadline deadline() const {
     return rules_.timeout_ms != 0 ? Deadline::after_ms(rules_.timeout_ms) : comm_.deadline();
   }
+  // That of waits for what a peer does behind waits of its own. Where ranks may be masked there is
+  // time for one of those: a peer that is not late itself is not masked because it waits for one
+  // that is.
+  Deadline deadline_behind_waits() const {
+    if (!rules_.masks_lost_peers) return deadline();
+    const int each = timeout_ms() != 0 ? timeout_ms() : comm_.timeout_ms();
+    return Deadline::after_ms(std::int64_t{2} * each);
+  }
   int timeout_ms() const { return rules_.timeout_ms; }
 
   // Returns true when ready() holds, as Comm::wait_for does. Returns false where the peer was lost

@@ -245,6 +245,48 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
   }
 }
 
+// A slot that was left full is free again with the next operation of the kind, not only where it is
+// used again: there a rank may wait for a peer that is still about to make a whole operation of the
+// other kind with it.
+TEST_P(LlHalves, BehindOneThatFailedRanksMayOrderKindsDifferently) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
+  const xd_ep_operation other =
+      GetParam() == XD_EP_LL_DISPATCH ? XD_EP_LL_COMBINE : XD_EP_LL_DISPATCH;
+  for (const int in_flight : {2, 3}) {
+    SCOPED_TRACE(in_flight);
+    c.in_flight = in_flight;
+    on_every_rank([&](Rank& rank) {
+      const Group group = make_group(rank, c);
+      std::deque<LlBatch> batches;
+      make_ready(batches, rank, c, 3, group.get(), GetParam());
+      LlBatch &vain = batches[0], &good = batches[1], &between = batches[2];
+      if (other == XD_EP_LL_COMBINE) between.dispatch(group.get());
+      const char* const name = GetParam() == XD_EP_LL_DISPATCH ? "tokens" : "expert_out";
+      LlBatch::Field& field = vain.field(GetParam(), name);
+      const DLTensor* const tensor = *field.slot;
+      for (int turn = 0; turn < 2 * in_flight; ++turn) {
+        const int guilty = turn % rank.num_ranks;
+        if (rank.rank == guilty) *field.slot = nullptr;
+        EXPECT_EQ(vain.call(group.get(), GetParam(), XD_EP_PHASE_BOTH),
+                  rank.rank == guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
+        *field.slot = tensor;
+        for (int i = 1; i < in_flight; ++i) {
+          run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+          good.reset_tensors(GetParam());
+        }
+        const bool first = (rank.rank + turn) % 2 == 0;
+        between.reset_tensors(other);
+        if (first) run(good, group.get(), GetParam(), kSend);
+        run(between, group.get(), other, XD_EP_PHASE_BOTH);
+        if (!first) run(good, group.get(), GetParam(), kSend);
+        run(good, group.get(), GetParam(), kReceive);
+        good.reset_tensors(GetParam());
+        vain.reset_tensors(GetParam());
+      }
+    });
+  }
+}
+
 TEST_P(LlHalves, OneRankInHalvesMeetsOthersWithWholeCalls) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank, c);

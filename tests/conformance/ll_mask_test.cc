@@ -72,8 +72,7 @@ LlCase masked_case() {
 }
 
 // The ranks fall apart into two parts that do not know of each other, and come together again.
-TEST(LlMask, SplitsAGroupThatWorksInPartsAndAgainAsAWhole) {
-  const LlCase c = masked_case();
+void splits_and_comes_together(const LlCase& c) {
   on_every_rank([&](Rank& rank) {
     Masking masking(rank, c);
     const std::vector<bool> none(static_cast<std::size_t>(rank.num_ranks));
@@ -97,6 +96,18 @@ TEST(LlMask, SplitsAGroupThatWorksInPartsAndAgainAsAWhole) {
     }
     step(rank, c, masking.group(), none, 5);
   });
+}
+
+TEST(LlMask, SplitsAGroupThatWorksInPartsAndAgainAsAWhole) {
+  splits_and_comes_together(masked_case());
+}
+
+// Rows that no block of a kernel adds up at once.
+TEST(LlMask, SplitsAGroupWithLongRows) {
+  LlCase c = masked_case();
+  c.row_units = 2100;
+  c.max_tokens = 5;
+  splits_and_comes_together(c);
 }
 
 // Steps in which ranks have different views of who is absent, so that an expert's slots are not

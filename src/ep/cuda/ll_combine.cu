@@ -69,7 +69,7 @@ __device__ inline bool CombineControl::begin_quickly() {
   // The credits come last, since nothing passes an acquire.
   const turn::LaneEpochs before = turn_.lane().epochs();
   const bool failed = device::failed(g_.comm);
-  const std::uint64_t left = turn_.left_in_slot(before);
+  const std::uint64_t left = ll_left_in_slot(g_, kLlCombine, before.sent);
   if (lane_id() == 0) {
     turn.clear();
     turn.course = {};
@@ -281,7 +281,7 @@ class CombineBlock {
       usual = move();
     }
     __syncthreads();
-    if (threadIdx.x == 0 && (!usual || s_.unusual != 0)) finish_block(p_, s_);
+    if (warp == 0 && (!usual || s_.unusual != 0)) finish();
   }
 
  private:
@@ -298,6 +298,12 @@ class CombineBlock {
   }
   // True if it was usual.
   __device__ bool move();
+  // A warp, where something was unusual, when all of the block is over.
+  __device__ void finish() const {
+    if (lane_id() == 0) finish_block(p_, s_);
+    __syncwarp();
+    if (turn_.is_last_block()) turn_.free_left();
+  }
 
   const LlCombineParams& p_;
   LlCombineShared& s_;

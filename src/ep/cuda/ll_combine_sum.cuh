@@ -64,6 +64,9 @@ class LlSummer {
   __device__ void sum_all(std::uint64_t epoch, bool own, const uint4& sum);
   // The units from one on, behind the verdict; `has_sum`: `sum` is this rank's part of the first.
   __device__ void sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum);
+  // In groups that mask, instead: the tokens from one on. A row goes without the same ranks as a
+  // whole, so one block has all of it, and takes no word before all have come or are given up.
+  __device__ void sum_whole_rows(std::uint64_t epoch, int token, bool own, bool has_sum, uint4 sum);
 
  private:
   // All movers of a block, once: the control warp's verdict, true if it is to deliver. It comes to
@@ -85,7 +88,11 @@ class LlSummer {
   __device__ Token look_at(int unit, bool own, bool first) const;
   __device__ bool wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
                              ulonglong2 (&words)[kAtOnce]);
+  __device__ void wait_all_words(std::uint64_t epoch, const Token& t);
   __device__ unsigned places_from(const Token& t, int first) const;
+  __device__ static unsigned own_place_from(const Token& t, int first) {
+    return t.own >= first && t.own < first + kAtOnce ? 1u << (t.own - first) : 0u;
+  }
   __device__ unsigned lost_places(const Token& t, int first) const;
   __device__ bool add_few(const Token& t, std::uint64_t epoch, const uint4& own, bool first);
   __device__ uint4 sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
@@ -135,9 +142,30 @@ XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_s
       sum = pusher_.add_up(epoch);
     }
     has_sum = false;
-    const bool few = !g_.masks && t.count <= kAtOnce;
-    if (!few || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
+    if (t.count > kAtOnce || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
     if (!go_) return;
+  }
+}
+
+XD_LL_SUMMER(void)::sum_whole_rows(std::uint64_t epoch, int token, bool own, bool has_sum,
+                                   uint4 sum) {
+  const int pieces = static_cast<int>(pieces_);
+#pragma unroll 1
+  for (; token < p_.out_rows; token += static_cast<int>(gridDim.x)) {
+#pragma unroll 1
+    for (int unit = token * pieces; pieces > 1 && unit < (token + 1) * pieces; ++unit) {
+      wait_all_words(epoch, look_at(unit, own, false));
+    }
+#pragma unroll 1
+    for (int unit = token * pieces; unit < (token + 1) * pieces; ++unit) {
+      const Token t = look_at(unit, own, false);
+      if (own && !has_sum) {
+        pusher_.load_own(t.token, t.vector);
+        sum = pusher_.add_up(epoch);
+      }
+      has_sum = false;
+      add(t, epoch, sum);
+    }
   }
 }
 
@@ -149,7 +177,9 @@ __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShar
   const LlPlanParts parts(p);
   LlPusher<T> pusher(p, turn, s, parts);
   pusher.look_at_facts();
-  LlSummer<T>(p, turn, s, parts, pusher, true).sum_from(epoch, unit, own, has_sum, sum);
+  LlSummer<T> summer(p, turn, s, parts, pusher, true);
+  if (p.group.masks) return summer.sum_whole_rows(epoch, unit, own, has_sum, sum);
+  summer.sum_from(epoch, unit, own, has_sum, sum);
 }
 
 XD_LL_SUMMER(auto)::look_at(int unit, bool own, bool first) const -> Token {
@@ -232,6 +262,17 @@ XD_LL_SUMMER(unsigned)::places_from(const Token& t, int first) const {
   return places;
 }
 
+// Waits until all of this thread's words of a piece of a token have come or are given up, and takes
+// none.
+XD_LL_SUMMER(void)::wait_all_words(std::uint64_t epoch, const Token& t) {
+#pragma unroll 1
+  for (int first = 0; t.vector < vectors_ && first < t.count; first += kAtOnce) {
+    unsigned wanted = places_from(t, first) & ~own_place_from(t, first);
+    ulonglong2 words[kAtOnce];
+    wait_words(epoch, t, first, wanted, words);
+  }
+}
+
 // A token with up to four sums, in groups that do not mask: nearly all tokens are such. With the
 // block's first token the verdict comes, while its words do. False: they have not come for long,
 // and none has been taken. Here is no call, over which the words would have to lie in memory.
@@ -298,8 +339,7 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
 #pragma unroll 1
   for (int first = 0; first < max(t.count, 1); first += kAtOnce) {
     unsigned places = places_from(t, first);
-    const unsigned own_place =
-        t.own >= first && t.own < first + kAtOnce ? 1u << (t.own - first) : 0u;
+    const unsigned own_place = own_place_from(t, first);
     unsigned wanted = active ? places & ~own_place : 0;
     ulonglong2 words[kAtOnce];
     const bool good = wait_words(epoch, t, first, wanted, words);

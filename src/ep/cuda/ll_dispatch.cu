@@ -340,9 +340,13 @@ __device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive rece
   // The helper waits for the other warps, and tells what they have met.
   if (warp_in_block() == kLlHelper) {
     ptx::barrier_sync(kLlEndBarrier, kLlThreads);
-    if (lane_id() != 0) return;
-    tell_if_met(p_, s_.turn, course.take_epoch);
-    if (tells()) note_left(p_, s_.turn);
+    if (lane_id() == 0) {
+      tell_if_met(p_, s_.turn, course.take_epoch);
+      if (tells()) note_left(p_, s_.turn);
+    }
+    if (!tells()) return;
+    __syncwarp();
+    LlDispatchTurn(p_, s_.turn, kLlDispatch).free_left();
   } else {
     ptx::barrier_arrive(kLlEndBarrier, kLlThreads);
   }

@@ -64,6 +64,14 @@ inline __device__ void ll_accuse(const LlDevice& g, LlShared& s, int peer) {
   ptx::or_relaxed_gpu(&g.control->masked[peer / 64], bit);
 }
 
+// Those that have been accused get no rows from now on: their place may not be free. All lanes of
+// the warp that begins the turn.
+inline __device__ void ll_mask_lost(LlShared& s) {
+  __syncwarp();
+  if (lane_id() == 0) s.masked = s.masked | RankBits{s.lost[0], s.lost[1]};
+  __syncwarp();
+}
+
 // One look of a long wait for words of `peer`; false ends it, after an error has been raised or the
 // peer has been accused. A single thread.
 inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
@@ -89,12 +97,16 @@ inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
   return false;
 }
 
-// The same of a wait for the launch's last block. That waits for peers itself, for each of three
-// things at most one timeout: so this wait never ends by time, unless a block does not run.
+// Where ranks may be masked, a wait for what a peer says behind its waits has time for one of those:
+// a peer that is not late itself is not masked because it waits for one that is.
+__device__ inline int ll_timeouts_of_credits(const LlDevice& g) { return g.masks ? 2 : 1; }
+
+// The same of a wait for the launch's last block. That waits for peers itself, for their credits
+// twice, and for records with ids: so this wait never ends by time, unless a block does not run.
 inline __device__ __noinline__ bool ll_goes_on_for_block(const LlDevice& g, LlShared& s,
                                                          device::KernelWait site,
                                                          turn::LongWait& wait) {
-  site.timeouts = 4;
+  site.timeouts = 2 * ll_timeouts_of_credits(g) + 2;
   const turn::Waited waited = turn::look_around(g.comm, site, g.rank(), wait);
   if (waited == turn::Waited::goes_on) return true;
   // A rank that stood still this long is late, which in groups that mask is no error of its peers.

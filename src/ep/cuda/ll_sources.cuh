@@ -105,12 +105,13 @@ XD_LL_SOURCES(void)::add_bad_ids(int source) {
   const auto* at = reinterpret_cast<const std::uint64_t*>(g_.own_area + g_.map.bad_ids) + cell;
   std::uint64_t word = 0;
   turn::LongWait wait;
+  // Where ranks may be left out, that has been decided: a count that does not come is no loss.
   const bool here = turn::poll_until(
       [&] {
         word = ptx::ld_relaxed_sys(at);
         return count_is_of(word, epoch_);
       },
-      [&] { return turn_.goes_on(XD_PHASE_ENTRY, epoch_, source, wait); });
+      [&] { return look(source, wait); });
   if (!here || count_of(word) == 0) return;
   atomicAdd(&s_.bad_ids, count_of(word));
   atomicMin(&s_.bad_id_rank, source);

@@ -6,12 +6,10 @@
 // to the same verdict; where ranks may be left out, one block decides for all (ll_agree.cuh).
 //
 // An operation that a rank takes without delivering it, since its own call has failed or records
-// differ, waits for no rows: their words stay where they lie. The launch that uses the slot again
-// fills it with ones, when all peers have said that they store nothing more there (free_slot).
+// differ, waits for no rows: their words stay where they lie (ll_left.cuh).
 #pragma once
 
-#include "ep/cuda/ll_agree.cuh"
-#include "ep/cuda/ll_words.cuh"
+#include "ep/cuda/ll_left.cuh"
 
 namespace xd::ep::cuda {
 
@@ -37,15 +35,14 @@ class LlTurn {
   __device__ void note_failed_send() const {
     g_.control->failed_send[kind_][slot(s_.course.send_epoch)] = s_.course.send_epoch;
   }
-  // The operation that has left words in this lane's slot, if they lie there still, or 0.
-  __device__ std::uint64_t left_in_slot(const turn::LaneEpochs& before) const {
-    const std::uint64_t left =
-        lane_id() < g_.slots ? ptx::ld_relaxed_sys(&g_.control->left[kind_][lane_id()]) : 0;
-    return left + static_cast<std::uint64_t>(g_.slots) > before.sent ? left : 0;
-  }
   // One thread of the last block, when the verdict is there: notes which of the operations that
   // this launch takes are not delivered.
   __device__ void note_left() const;
+  // One warp of the last block, when all of the block is over.
+  __device__ void free_left() const {
+    if (!ll_has_left(s_)) return;
+    ll_free_left(g_, s_, kind_, credit_site(s_.course.take_epoch));
+  }
 
   __device__ LlLane lane() const { return ll_lane_of(g_, kind_, s_.area); }
   __device__ const LlDevice& group() const { return g_; }
@@ -60,6 +57,11 @@ class LlTurn {
   __device__ device::KernelWait site(int phase, std::uint64_t epoch) const {
     return {phase, g_.number, p_.record.call.operation, epoch};
   }
+  __device__ device::KernelWait credit_site(std::uint64_t epoch) const {
+    device::KernelWait wait = site(XD_PHASE_CREDIT, epoch);
+    wait.timeouts = ll_timeouts_of_credits(g_);
+    return wait;
+  }
 
   // All lanes of a warp: this launch's record, for every rank.
   __device__ void send_record(LlRecord record) const {
@@ -72,8 +74,7 @@ class LlTurn {
   // All lanes of a warp of the last block, behind its barrier.
   __device__ void give_credit() const { lane().give_credit({s_.freed, s_.before.sent}); }
 
-  // Parts of begin(), where something is unusual. All lanes.
-  __device__ void free_slot() const;
+  // A part of begin(), where something is unusual. All lanes.
   __device__ void wait_credits() const;
 
   // Ranks that are left out now.
@@ -142,13 +143,6 @@ class LlTurn {
   // The operations that a launch takes besides its own: those whose send halves have failed, and
   // which come next. Any thread of every block.
   __device__ int taken_besides() const;
-  __device__ void refill(std::uint64_t left) const;
-  // Those that have been accused get no rows from now on: their place may not be free. All lanes.
-  __device__ void mask_lost() const {
-    __syncwarp();
-    if (lane_id() == 0) s_.masked = s_.masked | RankBits{s_.lost[0], s_.lost[1]};
-    __syncwarp();
-  }
   __device__ void write_report(std::uint64_t epoch, const LlFindings& findings, int status,
                                int rank);
   __device__ void count_error(std::uint64_t epoch, int status, int rank);
@@ -168,12 +162,8 @@ class LlTurn {
   const int kind_;
 };
 
-// They are no part of begin(), whose registers they would take. A turn whose address is taken lies
-// in memory, so each makes one of its own.
-template <class Params>
-__device__ __noinline__ void ll_free_slot(const Params& params, LlShared& shared, int kind) {
-  LlTurn<Params>(params, shared, kind).free_slot();
-}
+// It is no part of begin(), whose registers it would take. A turn whose address is taken lies in
+// memory, so it makes one of its own.
 template <class Params>
 __device__ __noinline__ void ll_wait_credits(const Params& params, LlShared& shared, int kind) {
   LlTurn<Params>(params, shared, kind).wait_credits();
@@ -206,7 +196,7 @@ XD_LL_MEMBER(void)::begin() {
   // nothing passes an acquire.
   const turn::LaneEpochs before = lane().epochs();
   const bool failed = device::failed(g_.comm);
-  const std::uint64_t left = left_in_slot(before);
+  const std::uint64_t left = ll_left_in_slot(g_, kind_, before.sent);
   RankBits masked{};
   if (g_.masks && is_last_block()) {
     masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
@@ -228,7 +218,9 @@ XD_LL_MEMBER(void)::begin() {
   if (failed) {
     if (lane_id() == 0) device::tell_host(g_.comm);
   } else if (takes_turn) {
-    if (__any_sync(kAllLanes, left != 0) != 0) ll_free_slot(p_, s_, kind_);
+    if (__any_sync(kAllLanes, left != 0) != 0) {
+      ll_free_slot(g_, s_, kind_, credit_site(s_.course.send_epoch));
+    }
     if (g_.masks && !is_last_block()) {
       ll_follow_start(g_, s_, kind_, site(XD_PHASE_CREDIT, s_.course.send_epoch));
     }
@@ -242,61 +234,6 @@ XD_LL_MEMBER(void)::begin() {
   if (lane_id() != 0) return;
   if (g_.masks) ll_begin_company(g_, s_, kind_);
   if (s_.failed != 0) s_.course.fatal = true;
-}
-
-// All lanes, where some operation has left its words in a slot: see turn::LaneCredit. The launch
-// that uses such a slot fills it. All of its blocks know that, and wait for the last one, which
-// does.
-XD_LL_MEMBER(void)::free_slot() const {
-  const std::uint64_t left = left_in_slot(s_.before);
-  const bool used =
-      s_.course.sends && left + static_cast<std::uint64_t>(g_.slots) == s_.course.send_epoch;
-  // The first operation whose slot is not free when this launch has begun, or none.
-  unsigned long long first = left != 0 && !used ? left : ~0ull;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    first = min(first, __shfl_xor_sync(kAllLanes, first, step));
-  }
-  const unsigned refills = __ballot_sync(kAllLanes, used && left != 0);
-  if (refills != 0) refill(__shfl_sync(kAllLanes, left, __ffs(static_cast<int>(refills)) - 1));
-  if (lane_id() == 0) s_.freed = min(static_cast<unsigned long long>(s_.before.taken), first - 1);
-  __syncwarp();
-}
-
-// All lanes: fills the slot of an operation with ones.
-XD_LL_MEMBER(void)::refill(std::uint64_t left) const {
-  const std::uint64_t epoch = s_.course.send_epoch;
-  std::uint64_t* const refilled = &g_.control->refilled[kind_];
-  if (!is_last_block()) {
-    turn::LongWait wait;
-    if (lane_id() == 0) {
-      // Acquire, and then a barrier of the block: its warps find the ones, or what came after them.
-      turn::poll_until(
-          [&] { return ptx::ld_acquire_sys(refilled) == epoch; },
-          [&] { return ll_goes_on_for_block(g_, s_, site(XD_PHASE_CREDIT, left), wait); });
-    }
-    __syncwarp();
-    return;
-  }
-  // The peers may wait for the same of this rank.
-  ll_lane_of(g_, kind_, g_.areas).give_credit({left - 1, s_.before.sent});
-#pragma unroll 1
-  for (int r = lane_id(); r < ranks(); r += 32) {
-    if (r == rank() || leaves_out(r)) continue;
-    turn::LongWait wait;
-    const bool good = turn::poll_until([&] { return lane().sent_by(r) >= left; },
-                                       [&] { return goes_on(XD_PHASE_CREDIT, left, r, wait); });
-    if (!good && !g_.masks) s_.failed = 1;
-  }
-  mask_lost();
-  if (s_.failed != 0) return;
-  const LlStaging staging = g_.staging(kind_, slot(left));
-#pragma unroll 1
-  for (std::uint64_t i = static_cast<std::uint64_t>(lane_id()) * 16; i < staging.bytes; i += 512) {
-    put_back_pair(staging.data + i);
-  }
-  __syncwarp();
-  if (lane_id() == 0) ptx::st_release_sys(refilled, epoch);
 }
 
 XD_LL_MEMBER(std::uint64_t)::early_epoch() const {
@@ -363,10 +300,10 @@ XD_LL_MEMBER(void)::wait_credits() const {
     turn::LongWait wait;
     const bool good =
         turn::poll_until([&] { return has_taken(r); },
-                         [&] { return goes_on(XD_PHASE_CREDIT, epoch - slots, r, wait); });
+                         [&] { return ll_goes_on(g_, s_, credit_site(epoch - slots), r, wait); });
     if (!good && !g_.masks) s_.failed = 1;
   }
-  mask_lost();
+  ll_mask_lost(s_);
 }
 
 // The time for which each source is waited for is asked for one by one.
