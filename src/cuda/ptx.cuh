@@ -195,11 +195,13 @@ __device__ inline void st_streaming_pair(void* p, const ulonglong2& v) {
                : "memory");
 }
 
-// ---- Rows through shared memory (bulk copies) --------------------------------------------------
+// ---- Rows through shared memory ----------------------------------------------------------------
 
 __device__ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
+
+// ---- Bulk copies -------------------------------------------------------------------------------
 
 __device__ inline void mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -255,11 +257,10 @@ __device__ inline void bulk_store(void* global, const void* shared, std::uint32_
 
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// When it returns, the calling thread's stores, except those of its last kPending groups, have read
-// their sources, which may be overwritten. It does not say that any of them has landed.
-template <int kPending>
-__device__ void bulk_wait_sources_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+// When it returns, the calling thread's stores have read their sources, which may be overwritten.
+// It does not say that any of them has landed.
+__device__ inline void bulk_wait_sources_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // When it returns, the calling thread's stores are complete and visible to it, so that it may
@@ -268,8 +269,15 @@ __device__ inline void bulk_wait_landed() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Stands between generic accesses and bulk copies of the same memory, in either order.
-__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Each stands between generic accesses and bulk copies of the same memory, in either order. The
+// form that names no state space also is a barrier of memory for the whole device, which waits for
+// the thread's earlier stores to peers.
+__device__ inline void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- Numbers -----------------------------------------------------------------------------------
 

@@ -61,9 +61,8 @@ TEST(RowPiecesTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
     for (std::uint64_t columns = format.block; columns <= 65536; columns += 7ull * format.block) {
       const RowPieces row = RowPieces::make(columns * 2, format);
       EXPECT_EQ(row.piece_bytes / 2 % format.block, 0u);
-      EXPECT_GE(row.out_bytes,
-                row.scales_at() + row.piece_bytes / 2 / format.block * format.scale_bytes);
-      EXPECT_EQ(row.scales_at() % 16, 0u);
+      EXPECT_GE(row.scales_bytes, row.piece_bytes / 2 / format.block * format.scale_bytes);
+      EXPECT_EQ(row.piece_bytes % 16, 0u) << "scales lie behind it";
       EXPECT_LT(std::uint64_t{row.pieces - 1} * row.piece_bytes, columns * 2);
     }
   }

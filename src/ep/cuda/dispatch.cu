@@ -206,7 +206,7 @@ class Receiver {
           if (!__shfl_sync(kAllLanes, here, 0)) return false;
           __syncwarp();  // passes the acquire on to all lanes
           // This thread sees the peers' stores; the fence makes bulk loads see them as well.
-          ptx::fence_proxy_async();
+          ptx::fence_proxy_async_global();
           for_each_item(turn_, plan_, items,
                         [&](const ItemRows& rows, std::uint32_t) { receive(rows); });
           return true;
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     __syncthreads();
     // Some thread of the block has seen that every peer has entered. The fence orders the bulk
     // stores behind that.
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
     std::byte* warp_stages =
         stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
     if (static_cast<int>(blockIdx.x) < p.send_blocks) {

@@ -107,7 +107,7 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
   int wanted = std::max(sms_for_links(moves, rows.remote, kStoreRate, 1.12),
                         traffic.receives ? 2 * latency : latency);
   // Two bytes are read for each that is sent.
-  if (send.out_bytes != 0) {
+  if (send.scales_bytes != 0) {
     wanted = std::max(wanted, sms_for_links(2.0, rows.remote, kQuantiseRate, 1.0));
   }
   LaunchShape shape{.blocks = blocks_for(wanted, num_sms, budget)};

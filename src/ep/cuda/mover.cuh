@@ -9,9 +9,8 @@
 // strides or another alignment, element by element by the lanes. Destinations that bulk copies
 // cannot store to get the scales from the lanes.
 //
-// When quantising, a stage also has room for the quantised piece, from which the stores read. So
-// the next piece may be loaded meanwhile, and the mover waits for that room when it is written
-// again.
+// When quantising, the quantised piece takes the place of the first half of the piece, and a stage
+// has room for its scales behind the piece.
 //
 // A destination belongs to a lane. landed() waits for the stores of all lanes.
 #pragma once
@@ -71,7 +70,7 @@ class Mover {
     if (lane() == 0) {
       for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers_ + i, 1);
       ptx::fence_mbarrier_init();
-      ptx::fence_proxy_async();
+      ptx::fence_proxy_async_shared();
     }
     __syncwarp();
   }
@@ -114,7 +113,7 @@ class Mover {
     bool any, with_beside;
   };
 
-  __device__ bool quantises() const { return Quantiser::kQuantises && cut_.out_bytes != 0; }
+  __device__ bool quantises() const { return Quantiser::kQuantises && cut_.scales_bytes != 0; }
   __device__ static unsigned lane() { return threadIdx.x % 32; }
   __device__ std::uint32_t piece_bytes(std::uint32_t i) const {
     const std::uint32_t rest = cut_.row_bytes - i * cut_.piece_bytes;
@@ -124,14 +123,12 @@ class Mover {
     return shared_ + n % kStages * ((cut_.warp_bytes - 128) / kStages);
   }
 
-  __device__ std::byte* beside(std::byte* stage) const {
-    return stage + cut_.piece_bytes + cut_.out_bytes;
-  }
+  __device__ std::byte* beside(std::byte* stage) const { return stage + cut_.piece_bytes; }
 
   __device__ void load(const MoverSource& from, std::uint32_t piece, bool with_beside) {
     // The last stores that were issued read from this stage: the other stage's piece is still
     // loading.
-    if (!quantises()) ptx::bulk_wait_sources_read<0>();
+    ptx::bulk_wait_sources_read();
     __syncwarp();
     if (lane() == 0) {
       std::uint64_t* barrier = barriers_ + loaded_ % kStages;
@@ -146,7 +143,7 @@ class Mover {
     if (with_beside && besides_.element != 0) {
       copy_elements(beside(stage(loaded_)), besides_.element, from.beside, besides_.stride,
                     besides_.element, cut_.beside_bytes / besides_.element);
-      ptx::fence_proxy_async();  // bulk stores read what the lanes have written
+      ptx::fence_proxy_async_shared();  // bulk stores read what the lanes have written
     }
   }
 
@@ -188,20 +185,15 @@ class Mover {
     }
   }
 
-  __device__ void store_quantised(std::byte* in) {
-    std::byte* out = in + cut_.piece_bytes;
+  __device__ void store_quantised(std::byte* piece) {
     const std::uint32_t columns = piece_bytes(previous_.piece) / 2;
-    std::byte* scales = out + cut_.scales_at();
-    // There is a bulk group for each piece. The last group's stores read the other stage.
-    static_assert(kStages == 2);
-    ptx::bulk_wait_sources_read<1>();
-    __syncwarp();
-    Quantiser::quantise(out, scales, in, columns, cut_.format);
-    ptx::fence_proxy_async();  // bulk stores read what the lanes have written
+    std::byte* scales = piece + cut_.piece_bytes;
+    Quantiser::quantise(piece, scales, columns, cut_.format);
+    ptx::fence_proxy_async_shared();  // bulk stores read what the lanes have written
     __syncwarp();
     const MoverTarget& to = previous_.to;
     if (to.row != nullptr) {
-      ptx::bulk_store(to.row + previous_.piece * (cut_.piece_bytes / 2), out, columns);
+      ptx::bulk_store(to.row + previous_.piece * (cut_.piece_bytes / 2), piece, columns);
     }
     store_scales(scales, columns);
   }

@@ -61,12 +61,11 @@ constexpr int kVectorsAtOnce = 4;  // of each lane
 constexpr std::uint32_t kColumnsPerVector = 8;
 
 // Loads a lane's vectors: `load` gives one by its number. `most` are the largest magnitudes in
-// their blocks, for even and for odd columns; a block lies in neighbouring lanes. Returns whether
-// all numbers of the warp's vectors are finite. All lanes of the warp call it.
+// each, for even and for odd columns. Returns whether all numbers of the warp's vectors are finite.
+// All lanes of the warp call it, and have loaded theirs when one of them returns.
 template <class Load>
 __device__ __forceinline__ bool load_vectors(uint4 (&x)[kVectorsAtOnce],
-                                             std::uint32_t (&most)[kVectorsAtOnce],
-                                             std::uint32_t lanes_per_block, Load&& load) {
+                                             std::uint32_t (&most)[kVectorsAtOnce], Load&& load) {
   std::uint32_t far = 0;
 #pragma unroll
   for (int i = 0; i < kVectorsAtOnce; ++i) {
@@ -79,12 +78,7 @@ __device__ __forceinline__ bool load_vectors(uint4 (&x)[kVectorsAtOnce],
 #pragma unroll
     for (int i = 0; i < kVectorsAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
   }
-  for (std::uint32_t step = lanes_per_block / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < kVectorsAtOnce; ++i) {
-      most[i] = __vmaxu2(most[i], __shfl_xor_sync(kWholeWarp, most[i], step));
-    }
-  }
+  __syncwarp();
   return finite;
 }
 
@@ -92,40 +86,44 @@ __device__ __forceinline__ uint2 quantised(const uint4& x, float inverse, bool f
   return finite ? e4m3_of(x, inverse, e4m3_of_finite) : e4m3_of(x, inverse, e4m3_of_any);
 }
 
-// Quantises by FP8_BLOCK128. All lanes of a warp call it, with `columns` a multiple of 128 and all
-// pointers in shared memory. Sixteen lanes share a block, so a warp has two blocks at a time, and
-// some pairs of blocks are on their way at once. These instructions keep a multiprocessor busy, so
-// the code for numbers that are not finite runs only where there are some.
-__device__ inline void quantise_by_quotients(std::byte* out, float* scales, const std::byte* in,
+// Quantises by FP8_BLOCK128, in place: byte c of the piece becomes column c. All lanes of a warp call
+// it, with `columns` a multiple of 128 and all pointers in shared memory, the piece at a multiple of
+// 128. Four lanes share a block, so a warp has eight blocks at a time. These instructions keep a
+// multiprocessor busy, so the code for numbers that are not finite runs only where there are some.
+__device__ inline void quantise_by_quotients(std::byte* piece, float* scales,
                                              std::uint32_t columns) {
-  constexpr std::uint32_t kLanesPerBlock = 16;
-  const std::uint32_t lane = threadIdx.x % 32, half = lane / kLanesPerBlock;
+  constexpr std::uint32_t kLanesPerBlock = 4, kBlocksAtOnce = 32 / kLanesPerBlock;
+  static_assert(kVectorsAtOnce * kLanesPerBlock * kColumnsPerVector == 128);
+  const std::uint32_t lane = threadIdx.x % 32, own = lane / kLanesPerBlock;
   const std::uint32_t blocks = columns / 128;
-  const auto column_of = [&](std::uint32_t block) {
-    return block * 128 + lane % kLanesPerBlock * kColumnsPerVector;
+  // Neighbouring blocks take their vectors in different orders, and so lanes use different banks.
+  const auto column_of = [&](std::uint32_t block, int i) {
+    const std::uint32_t vector =
+        (i ^ own % kVectorsAtOnce) * kLanesPerBlock + lane % kLanesPerBlock;
+    return block * 128 + vector * kColumnsPerVector;
   };
-  for (std::uint32_t first = 0; first < blocks; first += 2 * kVectorsAtOnce) {
+#pragma unroll 1
+  for (std::uint32_t first = 0; first < blocks; first += kBlocksAtOnce) {
+    const std::uint32_t block = first + own;
     uint4 x[kVectorsAtOnce];
     std::uint32_t most[kVectorsAtOnce];
-    const bool finite = load_vectors(x, most, kLanesPerBlock, [&](int i) {
-      const std::uint32_t block = first + 2 * i + half;
-      const std::byte* at = in + column_of(block) * 2;
-      return block < blocks ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+    const bool finite = load_vectors(x, most, [&](int i) {
+      return block < blocks ? *reinterpret_cast<const uint4*>(piece + column_of(block, i) * 2)
+                            : uint4{0, 0, 0, 0};
     });
-    // Each block takes one division, in one of its lanes.
-    std::uint32_t own = 0;
+    std::uint32_t largest = __vmaxu2(__vmaxu2(most[0], most[1]), __vmaxu2(most[2], most[3]));
 #pragma unroll
-    for (int i = 0; i < kVectorsAtOnce; ++i) own = lane % kLanesPerBlock == i ? most[i] : own;
-    const float own_scale = scale_of(bf16_low(max(own & 0xFFFFu, own >> 16)));
-    const float own_inverse = __frcp_rn(own_scale);
+    for (std::uint32_t step = kLanesPerBlock / 2; step > 0; step /= 2) {
+      largest = __vmaxu2(largest, __shfl_xor_sync(kWholeWarp, largest, step));
+    }
+    const float scale = scale_of(bf16_low(max(largest & 0xFFFFu, largest >> 16)));
+    const float inverse = __frcp_rn(scale);
+    if (block >= blocks) continue;
 #pragma unroll
     for (int i = 0; i < kVectorsAtOnce; ++i) {
-      const std::uint32_t block = first + 2 * i + half;
-      const float inverse = __shfl_sync(kWholeWarp, own_inverse, half * kLanesPerBlock + i);
-      if (block >= blocks) continue;
-      *reinterpret_cast<uint2*>(out + column_of(block)) = quantised(x[i], inverse, finite);
-      if (lane % kLanesPerBlock == i) scales[block] = own_scale;
+      *reinterpret_cast<uint2*>(piece + column_of(block, i)) = quantised(x[i], inverse, finite);
     }
+    if (lane % kLanesPerBlock == 0) scales[block] = scale;
   }
 }
 
@@ -142,9 +140,8 @@ __device__ inline int block_bits(const QuantiseFormat& format) {
 }
 
 // Quantises with scales that are powers of two, as float32 or e8m0. It is like
-// quantise_by_quotients(), but a block has eight columns for each of 2, 4, 8 or 16 lanes, and every
-// lane works out its block's scale.
-__device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, const std::byte* in,
+// quantise_by_quotients(), but a block has eight columns for each of 2, 4, 8 or 16 lanes.
+__device__ inline void quantise_by_powers(std::byte* piece, std::byte* scales,
                                           std::uint32_t columns, const QuantiseFormat& format) {
   constexpr std::uint32_t kColumnsPerWarp = 32 * kColumnsPerVector;
   const std::uint32_t own_column = threadIdx.x % 32 * kColumnsPerVector;
@@ -153,11 +150,17 @@ __device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, con
        first += kVectorsAtOnce * kColumnsPerWarp) {
     uint4 x[kVectorsAtOnce];
     std::uint32_t most[kVectorsAtOnce];
-    const bool finite = load_vectors(x, most, format.block / kColumnsPerVector, [&](int i) {
+    const bool finite = load_vectors(x, most, [&](int i) {
       const std::uint32_t column = first + i * kColumnsPerWarp;
-      const std::byte* at = in + column * 2;
+      const std::byte* at = piece + column * 2;
       return column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
     });
+    for (std::uint32_t step = format.block / kColumnsPerVector / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < kVectorsAtOnce; ++i) {
+        most[i] = __vmaxu2(most[i], __shfl_xor_sync(kWholeWarp, most[i], step));
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kVectorsAtOnce; ++i) {
       const std::uint32_t column = first + i * kColumnsPerWarp;
@@ -165,7 +168,7 @@ __device__ inline void quantise_by_powers(std::byte* out, std::byte* scales, con
       const std::uint32_t largest = max(most[i] & 0xFFFFu, most[i] >> 16);
       const int exponent = bytes ? power_of(largest, 0) : largest == 0 ? 127 : power_of(largest, 1);
       const float inverse = __uint_as_float(static_cast<std::uint32_t>(254 - exponent) << 23);
-      *reinterpret_cast<uint2*>(out + column) = quantised(x[i], inverse, finite);
+      *reinterpret_cast<uint2*>(piece + column) = quantised(x[i], inverse, finite);
       if ((column & (format.block - 1)) != 0) continue;
       const std::uint32_t block = column >> block_bits(format);
       if (bytes) {
@@ -187,9 +190,9 @@ struct ByQuotients {
   __device__ static std::uint32_t scale_bytes(std::uint32_t columns, const QuantiseFormat&) {
     return columns / 128 * 4;
   }
-  __device__ static void quantise(std::byte* out, std::byte* scales, const std::byte* in,
-                                  std::uint32_t columns, const QuantiseFormat&) {
-    quantise_by_quotients(out, reinterpret_cast<float*>(scales), in, columns);
+  __device__ static void quantise(std::byte* piece, std::byte* scales, std::uint32_t columns,
+                                  const QuantiseFormat&) {
+    quantise_by_quotients(piece, reinterpret_cast<float*>(scales), columns);
   }
 };
 struct ByPowers {
@@ -197,9 +200,9 @@ struct ByPowers {
   __device__ static std::uint32_t scale_bytes(std::uint32_t columns, const QuantiseFormat& format) {
     return (columns >> block_bits(format)) * format.scale_bytes;
   }
-  __device__ static void quantise(std::byte* out, std::byte* scales, const std::byte* in,
-                                  std::uint32_t columns, const QuantiseFormat& format) {
-    quantise_by_powers(out, scales, in, columns, format);
+  __device__ static void quantise(std::byte* piece, std::byte* scales, std::uint32_t columns,
+                                  const QuantiseFormat& format) {
+    quantise_by_powers(piece, scales, columns, format);
   }
 };
 

@@ -15,14 +15,14 @@ struct RowPieces {
   std::uint32_t row_bytes;    // bytes of a source row
   std::uint32_t piece_bytes;  // bytes of a stage; a row's last piece may be shorter
   std::uint32_t pieces;
-  std::uint32_t out_bytes;     // quantising: bytes of a quantised piece, scales included; else 0
+  std::uint32_t scales_bytes;  // quantising: room for a piece's scales; else 0
   QuantiseFormat format;       // format of quantised rows
   std::uint32_t beside_bytes;  // bytes of a second row that goes with the first piece; 0 = none
   std::uint32_t warp_bytes;    // shared memory per warp, barriers included
 
-  // Where rows are quantised, pieces hold whole blocks of columns, and they are small, so that many
-  // warps share the arithmetic.
-  static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 4096, kAlign = 256;
+  // Where rows are quantised, pieces hold whole blocks of columns, and they are smaller, so that
+  // more warps share the arithmetic.
+  static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 8192, kAlign = 256;
 
   // `beside_bytes`: bytes of a row of scales, if a stage can hold it (else its sender moves it).
   static constexpr RowPieces make(std::uint64_t row_bytes, const QuantiseFormat& format = {},
@@ -40,15 +40,13 @@ struct RowPieces {
     if (quantise) {
       row.format = format;
       const auto scales = static_cast<std::uint32_t>(format.scale_row_bytes(row.piece_bytes / 2));
-      row.out_bytes = row.piece_bytes / 2 + (scales + 15) / 16 * 16;
+      row.scales_bytes = (scales + 15) / 16 * 16;
     }
     const std::uint32_t stage =
-        row.piece_bytes + (row.out_bytes + row.beside_bytes + 127) / 128 * 128;
+        row.piece_bytes + (row.scales_bytes + row.beside_bytes + 127) / 128 * 128;
     row.warp_bytes = kStages * stage + 128;
     return row;
   }
-  // Offset of a quantised piece's scales.
-  constexpr std::uint32_t scales_at() const { return piece_bytes / 2; }
 };
 
 }  // namespace xd::ep::cuda
