@@ -307,7 +307,9 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   DispatchStart start = dispatch_params(call, view());
   DispatchParams& params = start.params;
   const int tokens = static_cast<int>(start.tokens.rows);
-  const Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
+  Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
+  traffic.staged = params.recv_tokens.staged != nullptr;
+  traffic.scaled = params.weights != nullptr;
   const int budget = budget_on(stream);
   const LaunchShape shape =
       dispatch_shape(traffic, params.send, params.fan_out, config().num_sms, budget, limits_);

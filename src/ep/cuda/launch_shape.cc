@@ -42,6 +42,34 @@ int sms_for_links(double moves, double remote, double rate, double slack) {
   return static_cast<int>(std::lround(std::min(sms, double{kMostChosen})));
 }
 
+// Rows that are moved per token by the blocks that begin with sending (dispatch) or with partial
+// sums (combine), and by the others. Each block moves about as many rows in the same time, so if
+// the blocks are divided as the rows are, none of them waits for the others at the end.
+struct Division {
+  double first, other;
+
+  int first_of(int blocks) const {
+    if (other == 0.0 || blocks == 1) return blocks;
+    const auto share = static_cast<int>(std::lround(blocks * first / (first + other)));
+    return std::clamp(share, 1, blocks - 1);
+  }
+};
+
+// The sender puts this rank's own rows into all their places at once. A peer's row arrives in the
+// first of its places, and is copied from there to the others, or out of staging memory to all.
+// Rows that are scaled arrive once for each rank, and are all written at the owner.
+Division division_of_dispatch(const RowsPerToken& rows, const Traffic& traffic) {
+  if (!traffic.receives) return {1.0, 0.0};
+  if (traffic.scaled) return {rows.ranks, rows.delivered};
+  const double own = rows.delivered / traffic.ranks;
+  return {rows.remote + own, rows.delivered - own - (traffic.staged ? 0.0 : rows.remote)};
+}
+
+// A rank's rows are read, and their sums written for the token's rank, which reads them again.
+Division division_of_combine(const RowsPerToken& rows) {
+  return {rows.delivered + rows.ranks, rows.ranks + 1.0};
+}
+
 // How many tokens get a warp of their own: all of them up to 512, where latency dominates; fewer
 // beyond, none from 1,024 on.
 int tokens_at_once(int tokens) {
@@ -111,7 +139,7 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
     wanted = std::max(wanted, sms_for_links(2.0, rows.remote, kQuantiseRate, 1.0));
   }
   LaunchShape shape{.blocks = blocks_for(wanted, num_sms, budget)};
-  shape.first_blocks = traffic.receives && shape.blocks > 1 ? (shape.blocks + 1) / 2 : shape.blocks;
+  shape.first_blocks = division_of_dispatch(rows, traffic).first_of(shape.blocks);
   shape.threads = warps * 32;
   shape.shared_bytes = at(warps) * warp_bytes;
   return shape;
@@ -127,8 +155,7 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
   const int wanted = std::max(sms_for_links(moves, rows.remote, kSumRate, 1.05),
                               traffic.receives ? 2 * latency : latency);
   LaunchShape shape{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
-  // Partial sums take a little more time than the sums that follow.
-  shape.first_blocks = (shape.blocks * 5 + 7) / 8;
+  shape.first_blocks = division_of_combine(rows).first_of(shape.blocks);
   shape.threads = kCombineWarps * 32;
   return shape;
 }

@@ -47,6 +47,8 @@ struct Traffic {
   std::uint64_t row_bytes = 0;
   bool row_per_expert = false;  // Layout
   bool receives = false;  // dispatch: copies at the owner follow. combine: partial sums are pushed
+  bool staged = false;    // dispatch: peers' rows arrive in the group's memory
+  bool scaled = false;    // dispatch: rows are multiplied by their weights at the owner
 };
 
 // Multiprocessors that operations of a group may use on this device: config.num_sms, or so few that
