@@ -273,7 +273,8 @@ typedef struct xd_gemm_args {
   /* In, fp8 only, float32: what an element is multiplied by. [1], or one per row (a: [rows of
    * tokens], b: [N]), or one per 128 columns of K (a: [rows of tokens, ceil(K/128)], b:
    * [ceil(N/128), ceil(K/128)]). Both in the same one of these three ways; without b_scale, not
-   * one per row. Scales are those of this rank's a: all_gather gathers them with the rows.
+   * one per row. Scales are those of this rank's a: all_gather gathers them with the rows. On CUDA
+   * those per 128 columns need cuBLASLt 12.9 or later, and a device of compute capability 9.0.
    * NULL = 1. */
   const DLTensor* a_scale;
   const DLTensor* b_scale;

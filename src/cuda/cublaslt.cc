@@ -74,11 +74,39 @@ namespace {
 // cuBLASLt may look at their alignment before.
 alignas(256) constexpr std::byte kSomewhere[256]{};
 
+// What a product needs that this cuBLASLt or this device has not, as far as that is known.
+std::string needs_of(const ProductShape& shape) {
+  if (!shape.has_block_scales()) return "";
+  const std::size_t version = lt::library().GetVersion();
+  if (version < lt::kFirstWithBlockScales) {
+    return concat(": scales per 128 columns need cuBLASLt 12.9 or later, found ", version / 10000,
+                  ".", version / 100 % 100);
+  }
+  int device = 0, major = 0, minor = 0;
+  XD_CUDA_CHECK(cudaGetDevice(&device));
+  XD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  XD_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  if (major == 9) return "";
+  return concat(": scales per 128 columns need a device of compute capability 9.0, found ", major,
+                ".", minor);
+}
+
 // Throws what check() throws, with the product that was not to be had.
 void check(lt::Status status, const char* call, const ProductShape& shape) {
   if (status == lt::kSuccess) return;
   fail(status == lt::kNotSupported ? XD_ERROR_UNSUPPORTED : XD_ERROR_INTERNAL, "cublasLt", call,
-       ": ", lt::library().GetStatusString(status), " for ", text_of(shape));
+       ": ", lt::library().GetStatusString(status), " for ", text_of(shape), needs_of(shape));
+}
+
+// An older library may take a mode that it does not know without a word.
+void require_block_scales(const ProductShape& shape) {
+  if (lt::library().GetVersion() < lt::kFirstWithBlockScales) {
+    fail(XD_ERROR_UNSUPPORTED, text_of(shape), needs_of(shape));
+  }
+  if (shape.m % ProductShape::kBlockScaledRows != 0) {
+    fail(XD_ERROR_UNSUPPORTED, text_of(shape), ": has ", shape.m, " rows, expected a multiple of ",
+         ProductShape::kBlockScaledRows, " with scales per 128 columns");
+  }
 }
 
 }  // namespace
@@ -181,10 +209,18 @@ void Product::set(int attribute, const void* value, std::size_t bytes) {
   XD_LT_CHECK(MatmulDescSetAttribute(operation_, attribute, value, bytes));
 }
 
+// A mode that the library does not know may be an invalid value to it.
+void Product::set_scale_mode(int attribute, int mode) {
+  const lt::Status status =
+      lt::library().MatmulDescSetAttribute(operation_, attribute, &mode, sizeof(mode));
+  check(status == lt::kInvalidValue ? lt::kNotSupported : status, "MatmulDescSetAttribute", shape_);
+}
+
 // A row-major matrix [r,c] is a column-major one of c rows. op(B) is [k,n], so the first operand is
 // [n,k] in columns, which is B as it is stored unless B is transposed.
 void Product::describe() {
   const ProductShape& s = shape_;
+  if (s.has_block_scales()) require_block_scales(s);
   XD_LT_CHECK(MatmulDescCreate(&operation_, s.compute, CUDA_R_32F));
   set(lt::kTransposeFirst, s.transpose_b ? lt::kTransposed : lt::kNotTransposed);
   set(lt::kTransposeSecond, s.transpose_a ? lt::kTransposed : lt::kNotTransposed);
@@ -194,9 +230,9 @@ void Product::describe() {
     set(lt::kBiasType, static_cast<int>(s.bias_type));
     set(lt::kBiasPointer, somewhere);
   }
-  if (s.b_scale_mode > 0) set(lt::kFirstScaleMode, s.b_scale_mode);
+  if (s.b_scale_mode > 0) set_scale_mode(lt::kFirstScaleMode, s.b_scale_mode);
   if (s.b_scale_mode >= 0) set(lt::kFirstScalePointer, somewhere);
-  if (s.a_scale_mode > 0) set(lt::kSecondScaleMode, s.a_scale_mode);
+  if (s.a_scale_mode > 0) set_scale_mode(lt::kSecondScaleMode, s.a_scale_mode);
   if (s.a_scale_mode >= 0) set(lt::kSecondScalePointer, somewhere);
   if (s.fast_accumulate) set(lt::kFastAccumulate, std::int8_t{1});
   const auto layout = [](lt::Layout* made, cudaDataType_t type, std::int64_t rows,
@@ -248,7 +284,7 @@ void Product::suggest() {
   }
   if (candidates_.empty()) {
     fail(XD_ERROR_UNSUPPORTED, "cuBLASLt has no algorithm within ", workspace_bytes_,
-         " bytes of working memory for ", text_of(shape_));
+         " bytes of working memory for ", text_of(shape_), needs_of(shape_));
   }
   chosen_ = candidates_.front();
 }

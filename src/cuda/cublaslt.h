@@ -54,7 +54,10 @@ inline constexpr std::uint32_t kReduceInComputeType = 2;
 // cublasLtEpilogue_t
 inline constexpr int kEpilogueNone = 1, kEpilogueRelu = 2, kEpilogueBias = 4;
 // cublasLtMatmulMatrixScale_t
-inline constexpr int kScaleScalar = 0, kScaleOuterVector = 3;
+inline constexpr int kScaleScalar = 0, kScaleOuterVector = 3, kScaleVector128 = 4,
+                     kScaleBlock128 = 5;
+// As GetVersion() tells them: the first with these last two.
+inline constexpr std::size_t kFirstWithBlockScales = 120900;
 
 struct Algorithm {  // a cublasLtMatmulAlgo_t: plain words, the same on equal devices
   std::uint64_t data[8];
@@ -135,6 +138,11 @@ struct ProductShape {
   // D lies in other devices' memory. cuBLASLt does not know, but other algorithms are fastest.
   bool far = false;
 
+  // Products with scales of blocks, one for 128 elements of a row of A, and one for 128 x 128 of B,
+  // have a multiple of so many rows: how scales of others lie is not documented.
+  static constexpr std::int64_t kBlockScaledRows = 16;
+  bool has_block_scales() const { return a_scale_mode == lt::kScaleVector128; }
+
   bool operator==(const ProductShape&) const = default;
   auto operator<=>(const ProductShape&) const = default;
 };
@@ -191,6 +199,7 @@ class Product {
  private:
   void describe();
   void set(int attribute, const void* value, std::size_t bytes);
+  void set_scale_mode(int attribute, int mode);
   template <class T>
   void set(int attribute, const T& value) {
     set(attribute, &value, sizeof(value));

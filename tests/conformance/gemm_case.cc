@@ -298,4 +298,14 @@ GemmCase plain_gemm_case(int num_ranks, xd_gemm_operation operation) {
   return c;
 }
 
+GemmCase block_gemm_case(int num_ranks, xd_gemm_operation operation) {
+  GemmCase c = plain_gemm_case(num_ranks, operation);
+  c.operands = Operands::e4m3;
+  c.scaling = Scaling::block;
+  c.n_units = 24;
+  c.k_units = 24;
+  c.token_units = 37;
+  return c;
+}
+
 }  // namespace xd::test

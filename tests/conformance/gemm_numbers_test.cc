@@ -171,11 +171,12 @@ std::vector<std::unique_ptr<Tensor>> shift_scales(const Rank& rank, GemmBatch& b
 TEST(EightBits, HaveScalesThatBeginAtAnyElement) {
   for (const xd_gemm_operation operation : kGemmProducts) {
     on_every_rank([&](Rank& rank) {
-      for (const Scaling scaling : {Scaling::tensor, Scaling::row}) {
+      for (const Scaling scaling : {Scaling::tensor, Scaling::row, Scaling::block}) {
         GemmCase c = plain_gemm_case(rank.num_ranks, operation);
         c.operands = Operands::e4m3;
         c.scaling = scaling;
         c.n_units = 17;
+        c.k_units = scaling == Scaling::block ? 32 : 3;  // four blocks
         c.token_units = 70;
         const GemmContext context = make_context(rank.comm, c.config());
         for (const xd_gemm_algo algo : kGemmAlgos) {

@@ -93,23 +93,34 @@ TEST(Contexts, RunAtTheSameTimeOnTheirOwnThreads) {
 
 // Whatever a call needs is there when its context is: peers that are already waiting for a rank do
 // not keep it from its first call.
+void call_first_with_a_late_rank(const Rank& rank, const GemmCase& c) {
+  for (const xd_gemm_algo algo : kGemmAlgos) {
+    SCOPED_TRACE("algorithm " + std::to_string(algo) + " of " + c.description());
+    const GemmContext context = make_context(rank.comm, c.config());
+    GemmBatch batch(rank, c, 0);
+    batch.args.algo = algo;
+    xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+    if (xd_gemm_explain(context.get(), c.operation, &batch.args, &info) != XD_SUCCESS) continue;
+    if (rank.rank == algo % rank.num_ranks) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    ok(batch.call(context.get()));
+    batch.check(context.get());
+  }
+}
+
 TEST(FirstCall, OfEveryAlgorithmWaitsForARankThatIsLate) {
   for (const xd_gemm_operation operation : kGemmProducts) {
     on_every_rank([&](Rank& rank) {
-      const GemmCase c = plain_gemm_case(rank.num_ranks, operation);
-      for (const xd_gemm_algo algo : kGemmAlgos) {
-        SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
-        const GemmContext context = make_context(rank.comm, c.config());
-        GemmBatch batch(rank, c, 0);
-        batch.args.algo = algo;
-        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
-        if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
-        if (rank.rank == algo % rank.num_ranks) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        }
-        ok(batch.call(context.get()));
-        batch.check(context.get());
-      }
+      call_first_with_a_late_rank(rank, plain_gemm_case(rank.num_ranks, operation));
+    });
+  }
+}
+
+TEST(FirstCall, WithScalesOfBlocksWaitsForARankThatIsLate) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      call_first_with_a_late_rank(rank, block_gemm_case(rank.num_ranks, operation));
     });
   }
 }

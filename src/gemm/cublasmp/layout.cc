@@ -61,7 +61,9 @@ std::string obstacle(const ProductCall& call, const Config& config, const Abilit
   if (call.gathered || call.gathered_scale || (gathers && config.keep_gathered)) {
     return "does not give the gathered rows (gathered, gathered_scale, keep_gathered)";
   }
-  if (call.scaling == Scaling::rows) return "needs scales of one number each";
+  if (call.scaling == Scaling::rows || call.scaling == Scaling::blocks) {
+    return "needs scales of one number each";
+  }
   for (const Tensor* scale : {&call.a_scale, &call.b_scale}) {
     if (reinterpret_cast<std::uintptr_t>(scale->data) % 16 == 0) continue;
     return concat("needs scales that begin at multiples of 16 bytes, as ", scale->name,

@@ -22,6 +22,12 @@ bool multiplies_into(DType operands, DType d) {
   return is_fp8(operands) || d == operands || d == DType::f32;
 }
 
+// With scales of blocks it is relied on for no more than float32 and bfloat16.
+bool multiplies_into(const ProductCall& call, DType d) {
+  if (call.scaling == Scaling::blocks && d == DType::f16) return false;
+  return multiplies_into(call.a.type, d);
+}
+
 }  // namespace
 
 void require_supported(const ProductCall& call) {
@@ -30,12 +36,7 @@ void require_supported(const ProductCall& call) {
          " and transpose_b = ", int{call.transpose_b},
          ", expected 0 and 1 for fp8 on CUDA devices: give the transposed tensor");
   }
-  if (call.scaling == Scaling::blocks) {
-    fail(XD_ERROR_UNSUPPORTED,
-         "a_scale or b_scale: has one scale per 128 columns of K, expected "
-         "one per tensor or per row on CUDA devices");
-  }
-  if (call.operation != XD_GEMM_ALL_GATHER && !multiplies_into(call.a.type, call.wide_type())) {
+  if (call.operation != XD_GEMM_ALL_GATHER && !multiplies_into(call, call.wide_type())) {
     fail(XD_ERROR_UNSUPPORTED, "d: is ", dtype_name(call.d.type), " and a is ",
          dtype_name(call.a.type), ", expected the same type or float32 on CUDA devices");
   }
@@ -83,7 +84,9 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
 // is its sum with C in 16 bits: some of its kernels round the product before they add C.
 bool is_plain(const ProductCall& call) {
   const bool activated = call.epilogue == XD_GEMM_EPILOGUE_RELU;
-  return multiplies_into(call.a.type, call.d.type) && !call.pre_activation && !call.d_amax &&
+  const bool adds = call.c || call.bias || activated;
+  if (call.scaling == Scaling::blocks && adds) return false;
+  return multiplies_into(call, call.d.type) && !call.pre_activation && !call.d_amax &&
          !call.bias_grad && !is_fp8(call.d.type) && !call.has_activation_input() &&
          call.epilogue != XD_GEMM_EPILOGUE_GELU && !(activated && call.d.type == DType::f32) &&
          (!call.c || call.d.type == DType::f32) &&
@@ -94,6 +97,16 @@ bool is_plain_for_cublasmp(const ProductCall& call) {
   const bool adds = call.c || call.bias || call.epilogue != XD_GEMM_EPILOGUE_NONE;
   return is_plain(call) && (call.operation == XD_GEMM_ALL_GATHER || !adds);
 }
+
+namespace {
+
+// Both operands have such scales or none: those that are missing are 1.
+void scale_by_blocks(ProductShape& shape) {
+  shape.a_scale_mode = lt::kScaleVector128;
+  shape.b_scale_mode = lt::kScaleBlock128;
+}
+
+}  // namespace
 
 ProductShape product_shape(const ProductCall& call, std::int64_t rows, std::int64_t all_rows,
                            DType d_type, bool finished) {
@@ -109,7 +122,8 @@ ProductShape product_shape(const ProductCall& call, std::int64_t rows, std::int6
                      .a_pitch = call.transpose_a ? all_rows : call.k,
                      .b_pitch = call.transpose_b ? call.k : call.n,
                      .d_pitch = call.n,
-                     .fast_accumulate = call.fast_accumulate && is_fp8(call.a.type)};
+                     .fast_accumulate = call.fast_accumulate && is_fp8(call.a.type) &&
+                                        call.scaling != Scaling::blocks};
   if (call.a.type == DType::f32 && call.allow_tf32) shape.compute = lt::kComputeTf32;
   // cuBLASLt has scales per row for both operands or for none: product_pointers() adds those of 1.
   if (call.scaling == Scaling::rows) {
@@ -117,6 +131,8 @@ ProductShape product_shape(const ProductCall& call, std::int64_t rows, std::int6
   } else if (call.scaling == Scaling::tensor) {
     if (call.a_scale) shape.a_scale_mode = lt::kScaleScalar;
     if (call.b_scale) shape.b_scale_mode = lt::kScaleScalar;
+  } else if (call.scaling == Scaling::blocks) {
+    scale_by_blocks(shape);
   }
   if (!finished) return shape;
   int epilogue = 0;
@@ -138,6 +154,8 @@ ProductPointers product_pointers(const ProductCall& call, std::int64_t first, vo
   if (call.scaling == Scaling::rows) {
     a_scale = call.a_scale ? a_scale + first : ones;
     if (!call.b_scale) b_scale = ones;
+  } else if (call.scaling == Scaling::blocks && call.a_scale) {
+    a_scale += first * scale_blocks(call.k);
   }
   return {.a = call.a.data + offset_of_tokens(call, first),
           .b = call.b.data,
@@ -213,6 +231,9 @@ std::vector<ProductShape> warmed_shapes(const Config& config) {
       other.a_scale_mode = other.b_scale_mode = mode;
       shapes.push_back(other);
     }
+    if (other.epilogue != lt::kEpilogueNone) continue;
+    scale_by_blocks(other);
+    shapes.push_back(other);
   }
   return shapes;
 }
@@ -247,6 +268,13 @@ void add_fp8(DType a, DType b, std::vector<ProductShape>& to) {
       shape.fast_accumulate = fast;
       add_results(shape, a, to);
     }
+  }
+  shape.fast_accumulate = false;
+  shape.epilogue = lt::kEpilogueNone;
+  scale_by_blocks(shape);
+  for (const DType d : {DType::f32, DType::bf16}) {
+    shape.d_type = shape.bias_type = data_type(d);
+    to.push_back(shape);
   }
 }
 

@@ -113,6 +113,8 @@ void CudaContext::allocate() {
                                           "results before they are rounded");
   fill_ones(device);
   memory_->scales = xd::cuda::DeviceBuffer(device, 2 * scales_bytes(config()), "copies of scales");
+  memory_->block_scales = xd::cuda::DeviceBuffer(device, block_scale_bytes(config()),
+                                                 "scales per 128 columns, laid out anew");
   memory_->products = std::make_unique<Products>(device);
   memory_->side = std::make_unique<SideStream>(device);
   memory_->side->reserve(at(config().ranks) + 4);
@@ -198,6 +200,8 @@ void CudaContext::describe() {
   shop_.a_scales = memory_->scales.as<float>();
   shop_.b_scales = shop_.a_scales + scales_count(config());
   shop_.scales_count = scales_count(config());
+  shop_.block_scales = memory_->block_scales.data();
+  shop_.block_scale_bytes = memory_->block_scales.bytes();
   shop_.products = memory_->products.get();
   shop_.side = memory_->side.get();
   // Ranks that share a device run at once, and so do their blocks.
@@ -386,6 +390,8 @@ Problem CudaContext::problem(const ProductCall& call) const {
   Problem problem = problem_of(call, config());
   xd::cuda::ProductShape shape =
       product_shape(call, call.a_rows, call.a_rows, call.wide_type(), false);
+  // Their times are taken to be those of products without such scales, which alone are measured.
+  if (shape.has_block_scales()) shape.a_scale_mode = shape.b_scale_mode = -1;
   problem.times = memory_->products->times_of(shape);
   shape.far = true;
   problem.far_times = memory_->products->times_of(shape);

@@ -47,7 +47,7 @@ class CudaContext final : public Context {
     std::shared_ptr<Comm> comm;
     Segments segments;
     std::unique_ptr<StitchedSlots> slots;
-    xd::cuda::DeviceBuffer tables, scratch, exact, ones, scales;
+    xd::cuda::DeviceBuffer tables, scratch, exact, ones, scales, block_scales;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
     std::unique_ptr<Meeting> meeting;

@@ -5,6 +5,8 @@ list(APPEND xd_executors cuda)
 
 xd_layer(xd_gemm_cuda
   SOURCES
+    gemm/cuda/block_scales.cc
+    gemm/cuda/block_scales.cu
     gemm/cuda/call_shape.cc
     gemm/cuda/columns.cu
     gemm/cuda/cuda_context.cc

@@ -135,6 +135,8 @@ bool KernelLoader::launch(const ProductLibrary& library, const ProductShape& sha
     std::byte* const at = operands_.data();
     const auto* const scale = operands_.as<const float>();
     for (const float beta : {0.0f, 1.0f}) {
+      // These never add C, and need not be able to.
+      if (beta != 0 && shape.has_block_scales()) continue;
       product.run({.a = at, .b = at, .d = at, .bias = at, .a_scale = scale, .b_scale = scale}, 1.0f,
                   beta, workspace_.data(), stream_.get());
     }

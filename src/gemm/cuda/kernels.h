@@ -34,6 +34,7 @@ void launch_words(const WordsParams& params, DType type, int multiprocessors, cu
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);
 // Work of this rank alone.
 void launch_finish(const FinishParams& params, int multiprocessors, cudaStream_t stream);
+void launch_block_scales(const BlockScalesParams& params, int multiprocessors, cudaStream_t stream);
 void launch_column_sums(const ColumnSumParams& params, cudaStream_t stream);
 // Behind an operation in which all ranks have agreed on it.
 void launch_column_meeting(const ColumnMeetingParams& params, int multiprocessors,

@@ -25,6 +25,7 @@ void load_words();
 void load_push();
 void load_finish();
 void load_columns();
+void load_block_scales();
 
 namespace {
 
@@ -126,6 +127,7 @@ void load_kernels() {
   load_push();
   load_finish();
   load_columns();
+  load_block_scales();
 }
 
 }  // namespace xd::gemm::cuda

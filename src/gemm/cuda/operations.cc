@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "cuda/error.h"
+#include "gemm/cuda/block_scales.h"
 #include "gemm/cuda/call_shape.h"
 #include "gemm/cuda/copies.h"
 #include "gemm/cuda/kernels.h"
@@ -27,10 +28,10 @@ void Operation::describe_products() const {
   const bool gathers = call_.operation == XD_GEMM_ALL_GATHER;
   const std::int64_t all = gathers ? call_.shares.all() : call_.a_rows;
   const auto describe = [&](std::int64_t rows) {
-    w_.products->describe(gathers ? gathered_shape(rows, all) : partial_shape(rows));
+    describe_one(gathers ? gathered_shape(rows, all) : partial_shape(rows));
   };
   if (option_.mover == Mover::product) {
-    return w_.products->describe(stitched_shape());
+    return describe_one(stitched_shape());
   }
   if (!gathers) {
     if (in_one_product()) return describe(all);
@@ -41,7 +42,7 @@ void Operation::describe_products() const {
     for_each_product(sources, [&](int, std::int64_t, std::int64_t rows) { describe(rows); });
   };
   if (in_one_product()) return describe_sources({0, ranks()});
-  w_.products->describe(gathered_shape(call_.a_rows, call_.a_rows));
+  describe_one(gathered_shape(call_.a_rows, call_.a_rows));
   const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
   for (int i = 0; i < schedule.steps; ++i) {
     describe_sources(schedule.step[at(i)]);
@@ -75,6 +76,18 @@ xd::cuda::ProductShape Operation::stitched_shape() const {
   shape.d_pitch = option_.pitch;
   shape.far = true;
   return shape;
+}
+
+void Operation::describe_one(const xd::cuda::ProductShape& shape) const {
+  if (!shape.has_block_scales()) return w_.products->describe(shape);
+  const std::uint64_t bytes = BlockScaleMap::make(shape.m, shape.n, shape.k).end;
+  if (bytes > w_.block_scale_bytes) {
+    fail(XD_ERROR_UNSUPPORTED, "a_scale or b_scale: one scale per 128 columns of K = ", shape.k,
+         " takes ", bytes, " bytes of working memory for ", shape.m, " rows and N = ", shape.n,
+         ", this context has ", w_.block_scale_bytes, ": make it with a larger max_k");
+  }
+  w_.products->describe(whole_of(shape));
+  w_.products->describe(rest_of(shape));
 }
 
 void Operation::clear_amax() const {
@@ -158,7 +171,7 @@ void Operation::copy_own_scales(std::byte* owner, cudaStream_t stream) const {
 
 std::uint64_t Operation::scale_offset(int source) const {
   if (call_.scaling == Scaling::tensor) return at(source) * ContextMap::kScaleStride;
-  return static_cast<std::uint64_t>(call_.shares.start(source)) * sizeof(float);
+  return bytes_of(call_.shares.start(source), call_.a_scale.row_bytes());
 }
 
 void Operation::take_steps() const {
@@ -204,6 +217,7 @@ void Operation::multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductP
 // Their copies are free again behind the product: all products of a context follow one another.
 void Operation::run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
                     float beta) const {
+  if (shape.has_block_scales()) return run_with_block_scales(shape, pointers);
   const auto align = [&](const float*& scales, int mode, std::int64_t rows, float* room) {
     if (is_aligned(scales)) return;
     const std::int64_t count = mode == xd::cuda::lt::kScaleScalar ? 1 : rows;
@@ -213,6 +227,52 @@ void Operation::run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointe
   align(pointers.a_scale, shape.a_scale_mode, shape.m, w_.a_scales);
   align(pointers.b_scale, shape.b_scale_mode, shape.n, w_.b_scales);
   w_.products->run(shape, pointers, call_.alpha, beta, s_);
+}
+
+// D is all the product's: what is added to it comes from our kernels. The scales laid out anew, and
+// the rest, are likewise free again behind the product.
+void Operation::run_with_block_scales(const xd::cuda::ProductShape& shape,
+                                      xd::cuda::ProductPointers pointers) const {
+  if (shape.m == 0) return;
+  const BlockScaleMap map = BlockScaleMap::make(shape.m, shape.n, shape.k);
+  const auto floats = [&](std::uint64_t offset) {
+    return reinterpret_cast<float*>(w_.block_scales + offset);
+  };
+  const bool b_fits =
+      pointers.b_scale != nullptr && is_aligned(pointers.b_scale) && map.b_pitch == map.blocks;
+  launch_block_scales({.a = pointers.a_scale,
+                       .whole = floats(map.whole_scales),
+                       .rest = floats(map.rest_scales),
+                       .b = pointers.b_scale,
+                       .b_to = b_fits ? nullptr : floats(map.b_scales),
+                       .rows = shape.m,
+                       .blocks = map.blocks,
+                       .whole_rows = map.whole_rows,
+                       .rest_pitch = xd::cuda::ProductShape::kBlockScaledRows,
+                       .b_rows = map.b_rows,
+                       .b_pitch = map.b_pitch},
+                      multiprocessors(), s_);
+  if (!b_fits) pointers.b_scale = floats(map.b_scales);
+  xd::cuda::ProductPointers rest = pointers;
+  pointers.a_scale = floats(map.whole_scales);
+  w_.products->run(whole_of(shape), pointers, call_.alpha, 0.0f, s_);
+  if (map.rest_rows == 0) return;
+  const auto k = static_cast<std::uint64_t>(shape.k);  // bytes of a row
+  const std::byte* const rest_a = static_cast<const std::byte*>(pointers.a);
+  copy(w_.block_scales + map.rest_a, rest_a + bytes_of(map.whole_rows, k),
+       bytes_of(map.rest_rows, k), s_);
+  rest.a = w_.block_scales + map.rest_a;
+  rest.d = w_.block_scales + map.rest_d;
+  rest.a_scale = floats(map.rest_scales);
+  w_.products->run(rest_of(shape), rest, call_.alpha, 0.0f, s_);
+  // One by one: a row lies within one rank's memory, and several need not.
+  const std::uint64_t element = shape.d_type == CUDA_R_32F ? 4 : 2;
+  const std::uint64_t row = static_cast<std::uint64_t>(shape.n) * element;
+  const std::uint64_t pitch = static_cast<std::uint64_t>(shape.d_pitch) * element;
+  for (std::int64_t r = 0; r < map.rest_rows; ++r) {
+    copy(static_cast<std::byte*>(pointers.d) + bytes_of(map.whole_rows + r, pitch),
+         w_.block_scales + map.rest_d + bytes_of(r, row), row, s_);
+  }
 }
 
 void Operation::return_gathered() const {
@@ -274,9 +334,7 @@ void Operation::describe_alone() const {
          " of both where scales per row are those of one operand alone, or do not begin at a "
          "multiple of 16 bytes");
   }
-  const auto describe = [&](std::int64_t some) {
-    w_.products->describe(gathered_shape(some, rows));
-  };
+  const auto describe = [&](std::int64_t some) { describe_one(gathered_shape(some, rows)); };
   if (is_plain(call_)) return describe(rows);
   const std::int64_t piece = rows_in_scratch();
   if (piece == 0) {

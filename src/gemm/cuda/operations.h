@@ -49,6 +49,8 @@ struct Workshop {
   float* a_scales = nullptr;
   float* b_scales = nullptr;
   std::int64_t scales_count = 0;
+  std::byte* block_scales = nullptr;  // working memory of products with scales per 128 columns
+  std::uint64_t block_scale_bytes = 0;
   // Partial sums: this rank's slot at each owner, and the first of the slots that this rank owns.
   // Where a product can store into the owners' slots, they are one matrix to it, else nullptr.
   std::vector<std::byte*> slot_at;
@@ -139,9 +141,13 @@ class Operation {
   // Calls act(first source, first token, tokens) for each product of the sources' gathered rows.
   template <class Do>
   void for_each_product(Sources sources, Do&& act) const;
+  // Describes the products that make one up.
+  void describe_one(const xd::cuda::ProductShape& shape) const;
   // A product of this rank, with alpha and the scales of the call.
   void run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
            float beta = 0.0f) const;
+  void run_with_block_scales(const xd::cuda::ProductShape& shape,
+                             xd::cuda::ProductPointers pointers) const;
   void own_product() const;
   void gathered_products(Sources sources) const;
   void multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,

@@ -33,11 +33,12 @@ struct ContextMap {
   std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
   std::uint64_t summed;  // [W] likewise: the epoch whose partial sums of a source have landed
   std::uint64_t gathered;  // rows of all ranks, in rank order
-  std::uint64_t scales;    // of the gathered rows: one per row, or one per rank, kScaleStride apart
-  std::uint64_t sums;      // all_reduce: finished rows of all ranks
-  std::uint64_t slots;     // [W] partial sums of each source for rows of this rank
-  std::uint64_t words;     // [2 parities][steps][W] partial sums and sums that arrive as words
-  std::uint64_t columns;   // [2 parities][W] column sums that arrive as words
+  // Of the gathered rows: those of one row after the other, or one per rank, kScaleStride apart.
+  std::uint64_t scales;
+  std::uint64_t sums;     // all_reduce: finished rows of all ranks
+  std::uint64_t slots;    // [W] partial sums of each source for rows of this rank
+  std::uint64_t words;    // [2 parities][steps][W] partial sums and sums that arrive as words
+  std::uint64_t columns;  // [2 parities][W] column sums that arrive as words
   std::uint64_t slot_bytes, word_bytes, column_bytes;  // of one source
   std::uint64_t word_steps;                            // 2 where sums go to all ranks
   std::uint64_t end;
@@ -60,8 +61,10 @@ struct ContextMap {
     if (config.gathers()) {
       const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
       map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
+      const auto row_scales = static_cast<std::uint64_t>(scale_blocks(config.max_k));
       map.scales = cursor.add<std::byte>(
-          ranks * std::max<std::uint64_t>(tokens * sizeof(float), kScaleStride), kRowStart);
+          ranks * std::max<std::uint64_t>(tokens * row_scales * sizeof(float), kScaleStride),
+          kRowStart);
     }
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
@@ -167,6 +170,22 @@ struct FinishParams {
   const float* product;
   std::int64_t rows, columns;
   Epilogue epilogue;
+};
+
+// Lays scales per 128 columns out as cuBLASLt takes them: see block_scales.h.
+struct BlockScalesParams {
+  const float* a;  // [rows, blocks]; nullptr = all are 1
+  float* whole;    // [blocks][whole_rows]: of the first rows
+  float* rest;     // [blocks][rest_pitch]: of the other rows, behind which there is room
+  const float* b;  // [b_rows, blocks]; nullptr = all are 1
+  float* b_to;     // [b_rows][b_pitch], with 1 behind each row; nullptr = not wanted
+  std::int64_t rows, blocks, whole_rows, rest_pitch, b_rows, b_pitch;
+
+  // Where a scale of `a` goes.
+  constexpr float* place_of(std::int64_t row, std::int64_t block) const {
+    return row < whole_rows ? whole + block * whole_rows + row
+                            : rest + block * rest_pitch + (row - whole_rows);
+  }
 };
 
 // Column sums of an epilogue's exact results.

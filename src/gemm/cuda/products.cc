@@ -19,7 +19,8 @@ bool is_like(const ProductShape& tuned, const ProductShape& other) {
   return tuned.n == other.n && tuned.k <= 2 * other.k && other.k <= 2 * tuned.k &&
          tuned.a_type == other.a_type && tuned.b_type == other.b_type &&
          tuned.transpose_a == other.transpose_a && tuned.transpose_b == other.transpose_b &&
-         tuned.far == other.far && tuned.compute == other.compute;
+         tuned.far == other.far && tuned.compute == other.compute &&
+         tuned.has_block_scales() == other.has_block_scales();
 }
 
 ProductShape packed(ProductShape shape) {

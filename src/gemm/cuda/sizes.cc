@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/math.h"
+#include "gemm/cuda/block_scales.h"
 #include "gemm/cuda/kernel_loader.h"
 #include "gemm/cuda/products.h"
 #include "gemm/cuda/stitched_slots.h"
@@ -51,14 +52,21 @@ std::uint64_t scales_bytes(const Config& config) {
   return at(scales_count(config)) * sizeof(float);
 }
 
+// No bound says how long a product is that is summed over ranks; max_n is that of many.
+std::uint64_t block_scale_bytes(const Config& config) {
+  return BlockScaleMap::make(config.all_tokens(), config.max_n,
+                             std::max(config.max_k, config.max_n))
+      .end;
+}
+
 xd_gemm_memory context_memory(const Config& config) {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
   memory.symmetric_bytes = round_up(map_of(config).end, StitchedSlots::kUnit) +
                            at(config.ranks) * StitchedSlots::slot_bytes(config);
   memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
-                         3 * scales_bytes(config) + Products::kWorkspaceBytes +
-                         KernelLoader::kBytes + sizeof(Control) + sizeof(Report) +
-                         at(config.ranks) * sizeof(HeapRange);
+                         3 * scales_bytes(config) + block_scale_bytes(config) +
+                         Products::kWorkspaceBytes + KernelLoader::kBytes + sizeof(Control) +
+                         sizeof(Report) + at(config.ranks) * sizeof(HeapRange);
   return memory;
 }
 

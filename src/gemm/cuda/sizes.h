@@ -20,6 +20,8 @@ std::uint64_t exact_bytes(const Config& config);
 std::uint64_t column_bytes(const Config& config);
 std::int64_t scales_count(const Config& config);
 std::uint64_t scales_bytes(const Config& config);
+// Of products with scales per 128 columns.
+std::uint64_t block_scale_bytes(const Config& config);
 
 xd_gemm_memory context_memory(const Config& config);
 
