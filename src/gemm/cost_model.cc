@@ -38,9 +38,12 @@ class Estimate {
   double copy(double bytes) const { return m_.copy_us + bytes / m_.link_bytes_us; }
   double sum(double bytes) const { return m_.sum_us + (p_.ranks + 1) * bytes / m_.sum_bytes_us; }
   bool reduces_all() const { return p_.operation == XD_GEMM_ALL_REDUCE; }
-  // After the sum all_reduce also stores rows at all peers, and meets them once more.
+  // After the sum all_reduce also stores rows at all peers, and meets them once more; twice where
+  // rows are float32, since half of them wait for the peers' sums.
   double spread() const {
-    return reduces_all() ? peers_ * share_bytes_ / m_.push_bytes_us + m_.meet_us : 0;
+    if (!reduces_all()) return 0;
+    const double bytes = share_bytes_ * (room_.exact_sums ? 4.0 / p_.partial_bytes : 1);
+    return peers_ * bytes / m_.push_bytes_us + (room_.exact_sums ? 2 : 1) * m_.meet_us;
   }
   bool fits_words(double bytes) const {
     return room_.word_bytes > 0 && bytes <= static_cast<double>(room_.word_bytes);
@@ -123,6 +126,7 @@ Option Estimate::chunks(bool as_split) const {
 
 Obstacle Estimate::direct_obstacle(std::int64_t& pitch) const {
   if (room_.slot_unit == 0) return Obstacle::no_slots;
+  if (!p_.stores_terms) return Obstacle::rounded;
   if (!p_.equal_shares) return Obstacle::uneven_shares;
   if (share_bytes_ > static_cast<double>(room_.slot_bytes)) return Obstacle::slot_too_small;
   // Rows that lie apart fill more of a slot than their elements do.
@@ -305,6 +309,8 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
       return concat("needs rows of a rank that fill whole units of ", room.slot_unit, " bytes, ",
                     problem.most_tokens, " rows of ", problem.n * problem.partial_bytes,
                     " bytes do not");
+    case Obstacle::rounded:
+      return "needs products that come in the type of d, or float32: others are rounded first";
     case Obstacle::transposed:
       return "needs a with rows of tokens (transpose_a = 0)";
     case Obstacle::no_room:

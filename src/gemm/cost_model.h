@@ -82,6 +82,7 @@ struct Problem {
   int partial_bytes = 2;       // of an element of a product that is summed over ranks
   double speed = 1;            // of the product's arithmetic, 1 = bf16
   bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
+  bool stores_terms = true;    // products come as they are summed, and are not rounded behind that
   ProductTimes times{};        // of its product; where there are none they are estimated
   ProductTimes far_times{};    // likewise of one that stores its rows into their owners' memory
 };
@@ -93,6 +94,7 @@ struct Room {
   std::uint64_t word_bytes = 0;   // words from one source
   std::uint64_t chunk_bytes = 0;  // partial sums from one source; 0 = there is no such memory
   bool two_steps = true;          // all_reduce: sums may travel as they are stored
+  bool exact_sums = false;        // all_reduce by copies: they travel as float32
 };
 
 // Why an algorithm cannot run.
@@ -104,6 +106,7 @@ enum class Obstacle : std::uint8_t {
   no_slots,        // the context has none
   slot_too_small,  // a rank's rows do not fit into a slot
   no_pitch,        // no pitch makes a rank's rows fill a slot
+  rounded,         // the product's stores are not the terms yet
   transposed,      // parts of a are not rows
   no_room,         // neither words nor rows of partial sums have a place
 };

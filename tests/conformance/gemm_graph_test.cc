@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 
@@ -32,34 +33,55 @@ GemmCase case_of(int num_ranks, xd_gemm_operation operation) {
   return c;
 }
 
+void replay(const Rank& rank, const GemmCase& c, std::span<const xd_gemm_algo> algos) {
+  for (const xd_gemm_algo algo : algos) {
+    SCOPED_TRACE("algorithm " + std::to_string(algo) + " of " + c.description());
+    const GemmContext context = make_context(rank.comm, c.config());
+    GemmBatch batch(rank, c, 0);
+    batch.args.algo = algo;
+    xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+    if (xd_gemm_explain(context.get(), c.operation, &batch.args, &info) != XD_SUCCESS) continue;
+    const Graph graph(rank, [&] { ok(batch.enqueue(context.get())); });
+    for (int i = 0; i < 4; ++i) {
+      batch.reset();
+      graph.launch();
+      ok(finish(rank, context.get(), XD_SUCCESS));
+      batch.check(context.get());
+      batch.reset();
+      ok(batch.call(context.get()));
+      batch.check(context.get());
+    }
+    batch.reset();
+    for (int i = 0; i < kReplays; ++i) graph.launch();  // no rank waits between them
+    ok(finish(rank, context.get(), XD_SUCCESS));
+    batch.check(context.get());
+  }
+}
+
 TEST(GemmGraph, OfEveryAlgorithmReplaysAndTakesTurnsWithEagerCalls) {
   for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      const GemmCase c = case_of(rank.num_ranks, operation);
-      for (const xd_gemm_algo algo : kGemmAlgos) {
-        SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
-        const GemmContext context = make_context(rank.comm, c.config());
-        GemmBatch batch(rank, c, 0);
-        batch.args.algo = algo;
-        xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
-        if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
-        const Graph graph(rank, [&] { ok(batch.enqueue(context.get())); });
-        for (int i = 0; i < 4; ++i) {
-          batch.reset();
-          graph.launch();
-          ok(finish(rank, context.get(), XD_SUCCESS));
-          batch.check(context.get());
-          batch.reset();
-          ok(batch.call(context.get()));
-          batch.check(context.get());
-        }
-        batch.reset();
-        for (int i = 0; i < kReplays; ++i) graph.launch();  // no rank waits between them
-        ok(finish(rank, context.get(), XD_SUCCESS));
-        batch.check(context.get());
-      }
-    });
+    on_every_rank(
+        [&](Rank& rank) { replay(rank, case_of(rank.num_ranks, operation), kGemmAlgos); });
   }
+}
+
+TEST(GemmGraph, WithScalesOfBlocksReplays) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank(
+        [&](Rank& rank) { replay(rank, block_gemm_case(rank.num_ranks, operation), kGemmAlgos); });
+  }
+}
+
+// More than travels as words, of which all ranks write more than D.
+TEST(GemmGraph, OfWholeSumsReplays) {
+  on_every_rank([](Rank& rank) {
+    GemmCase c = case_of(rank.num_ranks, XD_GEMM_ALL_REDUCE);
+    c.result = Output::f32;
+    c.n_units = 520;
+    c.token_units = 600 / rank.num_ranks + 1;
+    constexpr xd_gemm_algo kOne[] = {XD_GEMM_ALGO_SEQUENTIAL};
+    replay(rank, c, kOne);
+  });
 }
 
 // ---- Gathers that are begun --------------------------------------------------------------------

@@ -28,7 +28,7 @@ std::string reason_in(const std::string& text) {
 bool may_be_unsupported(const Rank& rank, const GemmCase& c, xd_gemm_algo algo) {
   const bool always = algo == XD_GEMM_ALGO_AUTO || algo == XD_GEMM_ALGO_SEQUENTIAL;
   if (rank.memory->device().device_type == kDLCPU) return !always;
-  return !always || c.fp8() || c.result != Output::like_operands || c.operands == Operands::f32;
+  return !always || c.fp8();
 }
 
 class Grid : public testing::TestWithParam<GemmCase> {
@@ -82,6 +82,17 @@ TEST_P(Grid, EveryElementOfEveryOutputIsRight) {
   });
 }
 
+GemmCase large_all_reduce() {
+  GemmCase all = plain_gemm_case(2, XD_GEMM_ALL_REDUCE);
+  all.n_units = 515;
+  all.k_units = 3;
+  all.token_units = 600;
+  all.bias = Bias::f32;
+  all.addend = Addend::in_place;
+  all.epilogue = XD_GEMM_EPILOGUE_RELU;
+  return all;
+}
+
 // More rows, columns and depth than are computed and sent in one piece. Two ranks show it.
 std::vector<GemmCase> large_cases() {
   if (world().num_ranks() != 2) return {};
@@ -128,15 +139,62 @@ std::vector<GemmCase> large_cases() {
     c.seed = 17838;  // 64 and 16 tokens
     cases.push_back(c);
     // More than all_reduce sends as words.
-    GemmCase all = plain_gemm_case(2, XD_GEMM_ALL_REDUCE);
-    all.n_units = 515;
-    all.k_units = 3;
-    all.token_units = 600;
+    GemmCase all = large_all_reduce();
     all.tokens = TokenCounts::uneven;
-    all.bias = Bias::f32;
-    all.addend = Addend::in_place;
-    all.epilogue = XD_GEMM_EPILOGUE_RELU;
     cases.push_back(all);
+  }
+  return cases;
+}
+
+// Sums of more than travel as words, of which each rank writes more than D. Ranks own an odd number
+// of rows. More than three ranks show no more.
+std::vector<GemmCase> whole_sum_cases() {
+  const int ranks = world().num_ranks();
+  if (ranks < 2 || ranks > 3 || world().memory().stream() == nullptr) return {};
+  std::vector<GemmCase> cases;
+  for (const Output result : {Output::like_operands, Output::f32, Output::e4m3}) {
+    GemmCase c = large_all_reduce();
+    c.num_ranks = ranks;
+    c.tokens = TokenCounts::most;
+    c.result = result;
+    c.token_units = (result == Output::f32 ? 603 : 1203) / ranks;
+    c.n_units = 4128 / c.unit();
+    c.epilogue = result == Output::f32 ? XD_GEMM_EPILOGUE_DRELU : XD_GEMM_EPILOGUE_RELU;
+    if (c.scaled_output()) c.addend = Addend::added;
+    c.pre_activation = true;
+    c.bias_grad = BiasGrad::own;
+    c.amax = true;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+// Terms of another type than a product of the operands comes in, also more than are rounded at
+// once.
+std::vector<GemmCase> rounded_term_cases() {
+  std::vector<GemmCase> cases;
+  for (const xd_gemm_operation operation : {XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALL_REDUCE}) {
+    for (const Operands operands : {Operands::bf16, Operands::f16, Operands::f32}) {
+      for (const Stored stored : {Stored::nt, Stored::tn}) {
+        GemmCase c = plain_gemm_case(world().num_ranks(), operation);
+        c.operands = operands;
+        c.result = Output::other_half;
+        c.stored = stored;
+        c.token_units = 40;
+        c.bias = Bias::f32;
+        c.bias_grad = BiasGrad::own;
+        cases.push_back(c);
+      }
+    }
+  }
+  if (world().num_ranks() == 2 && world().memory().stream() != nullptr) {
+    GemmCase c = plain_gemm_case(2, XD_GEMM_REDUCE_SCATTER);
+    c.operands = Operands::f16;
+    c.result = Output::other_half;
+    c.n_units = 515;
+    c.token_units = 540;
+    c.tokens = TokenCounts::most;
+    cases.push_back(c);
   }
   return cases;
 }
@@ -154,6 +212,8 @@ std::string name_of_case(const testing::TestParamInfo<GemmCase>& instance) {
 
 INSTANTIATE_TEST_SUITE_P(Cases, Grid, testing::ValuesIn(cases_of_this_launch()), name_of_case);
 INSTANTIATE_TEST_SUITE_P(Large, Grid, testing::ValuesIn(large_cases()), name_of_case);
+INSTANTIATE_TEST_SUITE_P(WholeSums, Grid, testing::ValuesIn(whole_sum_cases()), name_of_case);
+INSTANTIATE_TEST_SUITE_P(RoundedTerms, Grid, testing::ValuesIn(rounded_term_cases()), name_of_case);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Grid);
 
 }  // namespace

@@ -283,6 +283,23 @@ TEST(GemmCostModel, GrowsWithTokens) {
   }
 }
 
+// Sums that travel as float32 are twice as long as terms of 16 bits, and as long as those of 32.
+TEST(GemmCostModel, TakesLongerWhereSumsTravelAsTheyAre) {
+  Problem problem = problem_of(kAr, 4, 4096, 8192, 2048);
+  const auto extra = [&] {
+    Room room = ample();
+    room.word_bytes = 8 * kMiB;
+    const double rounded = options_of({}, problem, room).find(kSeq)->us;
+    room.exact_sums = true;
+    room.two_steps = false;
+    return options_of({}, problem, room).find(kSeq)->us - rounded;
+  };
+  const double of_16_bits = extra();
+  problem.partial_bytes = 4;
+  EXPECT_NEAR(extra(), Machine{}.meet_us, 1e-6);
+  EXPECT_GT(of_16_bits, extra());
+}
+
 TEST(GemmCostModel, IsFasterOnAFasterLink) {
   Machine slow;
   slow.link_bytes_us /= 2;
@@ -312,6 +329,10 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   // An odd number of rows fills whole units only where each of them does.
   EXPECT_EQ(obstacle(problem_of(kRs, 4, std::int64_t{4} * 1023, 8192, 2048), ample(), kDirect),
             Obstacle::no_pitch);
+  Problem rounded = sum;
+  rounded.stores_terms = false;
+  EXPECT_EQ(obstacle(rounded, ample(), kDirect), Obstacle::rounded);
+  EXPECT_EQ(obstacle(rounded, ample(), kRing), Obstacle::none);
   Room room = ample();
   room.slot_bytes = 2 * kMiB;
   EXPECT_EQ(obstacle(sum, room, kDirect), Obstacle::slot_too_small);

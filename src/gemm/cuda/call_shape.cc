@@ -36,10 +36,10 @@ void require_supported(const ProductCall& call) {
          " and transpose_b = ", int{call.transpose_b},
          ", expected 0 and 1 for fp8 on CUDA devices: give the transposed tensor");
   }
-  if (call.operation != XD_GEMM_ALL_GATHER && !multiplies_into(call, call.wide_type())) {
-    fail(XD_ERROR_UNSUPPORTED, "d: is ", dtype_name(call.d.type), " and a is ",
-         dtype_name(call.a.type), ", expected the same type or float32 on CUDA devices");
-  }
+}
+
+bool all_finish_all(const ProductCall& call) {
+  return call.writes_pre_activation() || call.d_amax || call.bias_grad;
 }
 
 Problem problem_of(const ProductCall& call, const Config& config) {
@@ -58,6 +58,7 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   p.input_bytes = static_cast<int>(dtype_bytes(call.a.type));
   p.partial_bytes = static_cast<int>(dtype_bytes(call.wide_type()));
   p.rows_of_tokens = !call.transpose_a;
+  p.stores_terms = stores_terms(call);
   // By data sheet: not measured.
   p.speed = is_fp8(call.a.type)         ? 1.7
             : call.a.type != DType::f32 ? 1
@@ -72,13 +73,13 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
             .word_bytes = map.word_bytes,
             .chunk_bytes = map.slot_bytes};
   if (call.operation != XD_GEMM_ALL_REDUCE) return room;
-  // All ranks finish all rows only where all get all products. Otherwise sums travel as they are
-  // stored.
-  const bool all_finish_all = call.writes_pre_activation() || call.d_amax || call.bias_grad;
-  if (all_finish_all || !map.copies_all) room.chunk_bytes = 0;
-  room.two_steps = !all_finish_all && !is_fp8(call.d.type);
+  if (!map.copies_all) room.chunk_bytes = 0;
+  room.exact_sums = all_finish_all(call);
+  room.two_steps = !room.exact_sums && !is_fp8(call.d.type);
   return room;
 }
+
+bool stores_terms(const ProductCall& call) { return multiplies_into(call, call.wide_type()); }
 
 // cuBLASLt's GELU is not taken: it has errors of 5e-6, and D is to be rounded from float32's. Nor
 // is its sum with C in 16 bits: some of its kernels round the product before they add C.

@@ -19,11 +19,18 @@ inline bool is_aligned(const void* data) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
 }
 
+// all_reduce: true if each rank finishes the sums of all rows, since it writes more than D.
+// Otherwise their owner does, and D travels.
+bool all_finish_all(const ProductCall& call);
+
 Problem problem_of(const ProductCall& call, const Config& config);
 // The room for a call: of what the context has, the part that the call can use.
 // `stitched_bytes`: of a slot that a product can store into, 0 = there are none.
 Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes);
 
+// True if cuBLASLt stores products as they are summed over ranks. Otherwise it stores float32,
+// which finish_kernel rounds.
+bool stores_terms(const ProductCall& call);
 // True if cuBLASLt stores D as it shall be. Otherwise it stores float32, and finish_kernel D.
 bool is_plain(const ProductCall& call);
 // True if cuBLASMp stores D as it shall be. To sums over ranks it adds nothing: what is added or

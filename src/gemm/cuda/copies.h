@@ -12,6 +12,10 @@
 
 namespace xd::gemm::cuda {
 
+inline std::uint64_t bytes_of(std::int64_t rows, std::uint64_t row_bytes) {
+  return static_cast<std::uint64_t>(rows) * row_bytes;
+}
+
 inline void copy(void* to, const void* from, std::uint64_t bytes, cudaStream_t stream) {
   if (bytes == 0) return;
   XD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));

@@ -192,6 +192,7 @@ void CudaContext::describe() {
                  .areas = memory_->tables.as<const HeapRange>(),
                  .map = shop_.map};
   describe_slots();
+  shop_.exact_bytes = exact_bytes(config());
   shop_.scratch = memory_->scratch.data();
   shop_.scratch_bytes = memory_->scratch.bytes();
   shop_.columns = memory_->exact.as<float>();

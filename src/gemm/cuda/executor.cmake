@@ -5,6 +5,7 @@ list(APPEND xd_executors cuda)
 
 xd_layer(xd_gemm_cuda
   SOURCES
+    gemm/cuda/all_reduce.cc
     gemm/cuda/block_scales.cc
     gemm/cuda/block_scales.cu
     gemm/cuda/call_shape.cc
@@ -17,6 +18,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/operations.cc
     gemm/cuda/products.cc
     gemm/cuda/push.cu
+    gemm/cuda/scaled_products.cc
     gemm/cuda/schedule.cc
     gemm/cuda/sizes.cc
     gemm/cuda/stitched_slots.cc

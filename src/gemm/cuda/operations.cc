@@ -4,7 +4,6 @@
 
 #include "base/error.h"
 #include "cuda/error.h"
-#include "gemm/cuda/block_scales.h"
 #include "gemm/cuda/call_shape.h"
 #include "gemm/cuda/copies.h"
 #include "gemm/cuda/kernels.h"
@@ -12,8 +11,15 @@
 namespace xd::gemm::cuda {
 namespace {
 
-std::uint64_t bytes_of(std::int64_t rows, std::uint64_t row_bytes) {
-  return static_cast<std::uint64_t>(rows) * row_bytes;
+// Calls act(first row, rows) for pieces of at most `most` rows; once also where there are none.
+template <class Do>
+void in_pieces(std::int64_t rows, std::int64_t most, Do&& act) {
+  std::int64_t first = 0;
+  do {
+    const std::int64_t count = std::min(most, rows - first);
+    act(first, count);
+    first += count;
+  } while (first < rows);
 }
 
 }  // namespace
@@ -28,7 +34,7 @@ void Operation::describe_products() const {
   const bool gathers = call_.operation == XD_GEMM_ALL_GATHER;
   const std::int64_t all = gathers ? call_.shares.all() : call_.a_rows;
   const auto describe = [&](std::int64_t rows) {
-    describe_one(gathers ? gathered_shape(rows, all) : partial_shape(rows));
+    gathers ? describe_one(gathered_shape(rows, all)) : describe_terms(rows);
   };
   if (option_.mover == Mover::product) {
     return describe_one(stitched_shape());
@@ -68,7 +74,8 @@ xd::cuda::ProductShape Operation::gathered_shape(std::int64_t rows, std::int64_t
 }
 
 xd::cuda::ProductShape Operation::partial_shape(std::int64_t rows) const {
-  return product_shape(call_, rows, call_.a_rows, call_.wide_type(), false);
+  return product_shape(call_, rows, call_.a_rows,
+                       stores_terms(call_) ? call_.wide_type() : DType::f32, false);
 }
 
 xd::cuda::ProductShape Operation::stitched_shape() const {
@@ -76,18 +83,6 @@ xd::cuda::ProductShape Operation::stitched_shape() const {
   shape.d_pitch = option_.pitch;
   shape.far = true;
   return shape;
-}
-
-void Operation::describe_one(const xd::cuda::ProductShape& shape) const {
-  if (!shape.has_block_scales()) return w_.products->describe(shape);
-  const std::uint64_t bytes = BlockScaleMap::make(shape.m, shape.n, shape.k).end;
-  if (bytes > w_.block_scale_bytes) {
-    fail(XD_ERROR_UNSUPPORTED, "a_scale or b_scale: one scale per 128 columns of K = ", shape.k,
-         " takes ", bytes, " bytes of working memory for ", shape.m, " rows and N = ", shape.n,
-         ", this context has ", w_.block_scale_bytes, ": make it with a larger max_k");
-  }
-  w_.products->describe(whole_of(shape));
-  w_.products->describe(rest_of(shape));
 }
 
 void Operation::clear_amax() const {
@@ -213,68 +208,6 @@ void Operation::multiply(const xd::cuda::ProductShape& shape, xd::cuda::ProductP
   run(shape, pointers, adds ? call_.beta : 0.0f);
 }
 
-// Scales of a part of the rows, or inside another tensor, need not begin where cuBLASLt takes them.
-// Their copies are free again behind the product: all products of a context follow one another.
-void Operation::run(const xd::cuda::ProductShape& shape, xd::cuda::ProductPointers pointers,
-                    float beta) const {
-  if (shape.has_block_scales()) return run_with_block_scales(shape, pointers);
-  const auto align = [&](const float*& scales, int mode, std::int64_t rows, float* room) {
-    if (is_aligned(scales)) return;
-    const std::int64_t count = mode == xd::cuda::lt::kScaleScalar ? 1 : rows;
-    copy(room, scales, at(count) * sizeof(float), s_);
-    scales = room;
-  };
-  align(pointers.a_scale, shape.a_scale_mode, shape.m, w_.a_scales);
-  align(pointers.b_scale, shape.b_scale_mode, shape.n, w_.b_scales);
-  w_.products->run(shape, pointers, call_.alpha, beta, s_);
-}
-
-// D is all the product's: what is added to it comes from our kernels. The scales laid out anew, and
-// the rest, are likewise free again behind the product.
-void Operation::run_with_block_scales(const xd::cuda::ProductShape& shape,
-                                      xd::cuda::ProductPointers pointers) const {
-  if (shape.m == 0) return;
-  const BlockScaleMap map = BlockScaleMap::make(shape.m, shape.n, shape.k);
-  const auto floats = [&](std::uint64_t offset) {
-    return reinterpret_cast<float*>(w_.block_scales + offset);
-  };
-  const bool b_fits =
-      pointers.b_scale != nullptr && is_aligned(pointers.b_scale) && map.b_pitch == map.blocks;
-  launch_block_scales({.a = pointers.a_scale,
-                       .whole = floats(map.whole_scales),
-                       .rest = floats(map.rest_scales),
-                       .b = pointers.b_scale,
-                       .b_to = b_fits ? nullptr : floats(map.b_scales),
-                       .rows = shape.m,
-                       .blocks = map.blocks,
-                       .whole_rows = map.whole_rows,
-                       .rest_pitch = xd::cuda::ProductShape::kBlockScaledRows,
-                       .b_rows = map.b_rows,
-                       .b_pitch = map.b_pitch},
-                      multiprocessors(), s_);
-  if (!b_fits) pointers.b_scale = floats(map.b_scales);
-  xd::cuda::ProductPointers rest = pointers;
-  pointers.a_scale = floats(map.whole_scales);
-  w_.products->run(whole_of(shape), pointers, call_.alpha, 0.0f, s_);
-  if (map.rest_rows == 0) return;
-  const auto k = static_cast<std::uint64_t>(shape.k);  // bytes of a row
-  const std::byte* const rest_a = static_cast<const std::byte*>(pointers.a);
-  copy(w_.block_scales + map.rest_a, rest_a + bytes_of(map.whole_rows, k),
-       bytes_of(map.rest_rows, k), s_);
-  rest.a = w_.block_scales + map.rest_a;
-  rest.d = w_.block_scales + map.rest_d;
-  rest.a_scale = floats(map.rest_scales);
-  w_.products->run(rest_of(shape), rest, call_.alpha, 0.0f, s_);
-  // One by one: a row lies within one rank's memory, and several need not.
-  const std::uint64_t element = shape.d_type == CUDA_R_32F ? 4 : 2;
-  const std::uint64_t row = static_cast<std::uint64_t>(shape.n) * element;
-  const std::uint64_t pitch = static_cast<std::uint64_t>(shape.d_pitch) * element;
-  for (std::int64_t r = 0; r < map.rest_rows; ++r) {
-    copy(static_cast<std::byte*>(pointers.d) + bytes_of(map.whole_rows + r, pitch),
-         w_.block_scales + map.rest_d + bytes_of(r, row), row, s_);
-  }
-}
-
 void Operation::return_gathered() const {
   if (call_.gathered) {
     copy(call_.gathered.data, area(rank()) + w_.map.gathered, call_.gathered.bytes(), s_);
@@ -318,10 +251,21 @@ void Operation::sum_columns(const float* exact, std::int64_t rows, bool adds) co
 
 // ---- A product alone ---------------------------------------------------------------------------
 
-// A multiple of the rows that columns of a transposed operand begin at.
-std::int64_t Operation::rows_in_scratch() const {
+// All rows, or a multiple of the rows that columns of a transposed operand begin at.
+std::int64_t Operation::rows_in(std::uint64_t bytes) const {
   const std::uint64_t row = static_cast<std::uint64_t>(call_.n) * sizeof(float);
-  return static_cast<std::int64_t>(w_.scratch_bytes / row) / 16 * 16;
+  const auto fit = static_cast<std::int64_t>(bytes / row);
+  return fit >= call_.a_rows ? std::max<std::int64_t>(call_.a_rows, 1) : fit / 16 * 16;
+}
+
+std::int64_t Operation::require_rows_in(std::uint64_t bytes) const {
+  const std::int64_t rows = rows_in(bytes);
+  if (rows == 0) {
+    fail(XD_ERROR_UNSUPPORTED, "b: has N = ", call_.n, ", expected at most ",
+         bytes / sizeof(float) / 16, " where a product is rounded behind cuBLASLt (a is ",
+         dtype_name(call_.a.type), ", d is ", dtype_name(call_.d.type), ")");
+  }
+  return rows;
 }
 
 void Operation::describe_alone() const {
@@ -336,27 +280,18 @@ void Operation::describe_alone() const {
   }
   const auto describe = [&](std::int64_t some) { describe_one(gathered_shape(some, rows)); };
   if (is_plain(call_)) return describe(rows);
-  const std::int64_t piece = rows_in_scratch();
-  if (piece == 0) {
-    fail(XD_ERROR_UNSUPPORTED, "product: has N = ", call_.n, ", expected at most ",
-         w_.scratch_bytes / sizeof(float) / 16);
-  }
-  describe(std::min(rows, piece));
-  if (rows > piece) describe(rows % piece);
+  in_pieces(rows, require_rows_in(w_.scratch_bytes),
+            [&](std::int64_t, std::int64_t count) { describe(count); });
 }
 
 void Operation::enqueue_alone() const {
   clear_amax();
   const std::int64_t rows = call_.a_rows;
   if (is_plain(call_)) return own_product();
-  const std::int64_t piece = rows_in_scratch();
-  std::int64_t first = 0;
-  do {
-    const std::int64_t count = std::min(piece, rows - first);
+  in_pieces(rows, rows_in(w_.scratch_bytes), [&](std::int64_t first, std::int64_t count) {
     run(gathered_shape(count, rows), pointers(first, w_.scratch));
     finish_products(reinterpret_cast<float*>(w_.scratch), first, count);
-    first += count;
-  } while (first < rows);
+  });
 }
 
 // ---- A product by cuBLASMp ---------------------------------------------------------------------
@@ -390,8 +325,25 @@ xd::cuda::ProductPointers Operation::pointers(std::int64_t first, void* d) const
   return product_pointers(call_, first, d, w_.ones);
 }
 
+void Operation::describe_terms(std::int64_t rows) const {
+  if (stores_terms(call_)) return describe_one(partial_shape(rows));
+  in_pieces(rows, require_rows_in(w_.exact_bytes),
+            [&](std::int64_t, std::int64_t count) { describe_one(partial_shape(count)); });
+}
+
+// What is rounded lies where exact results will, later on the same stream.
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
-  run(partial_shape(rows), pointers(first, to));
+  if (stores_terms(call_)) return run(partial_shape(rows), pointers(first, to));
+  if (rows == 0) return;
+  in_pieces(rows, rows_in(w_.exact_bytes), [&](std::int64_t begin, std::int64_t count) {
+    run(partial_shape(count), pointers(first + begin, w_.exact));
+    launch_finish(
+        {.product = reinterpret_cast<const float*>(w_.exact),
+         .rows = count,
+         .columns = call_.n,
+         .epilogue = rounding_to(call_.wide_type(), to + bytes_of(begin, partial_row_bytes()))},
+        multiprocessors(), s_);
+  });
 }
 
 void Operation::reduce_by_words() const {
@@ -454,38 +406,6 @@ void Operation::send_partials(int peer) const {
   const std::uint64_t row = partial_row_bytes();
   copy(w_.slot_at[at(peer)], w_.scratch + bytes_of(owned_from(peer), row),
        bytes_of(owned_rows(peer), row), c());
-}
-
-// all_reduce: the own rows are summed on the stream of the copies when all partial sums of them are
-// there, and go to all peers. What they send is copied into D when all of it has come.
-void Operation::gather_sums() const {
-  const Sources peers{rank() + 1, ranks() - 1};
-  w_.side->order(s_, c());
-  wait_landed(w_.group, call_.operation, w_.map.summed, peers, c());
-  const std::int64_t start = owned_from(rank());
-  launch_part_sum({.turn = turn_.params(),
-                   .partials = w_.own_slots,
-                   .stride = w_.slot_bytes,
-                   .rows = owned_rows(rank()),
-                   .columns = call_.n,
-                   .pitch = call_.n,
-                   .epilogue = epilogue_from(call_, start)},
-                  call_.wide_type(), most_sum_blocks(w_, s_), c());
-  const std::uint64_t row = call_.d.row_bytes();
-  for (int d = 1; d < ranks(); ++d) {
-    const int peer = (rank() + d) % ranks();
-    copy(area(peer) + w_.map.sums + bytes_of(start, row), call_.d.data + bytes_of(start, row),
-         bytes_of(owned_rows(rank()), row), c());
-    send_flag(w_.group, w_.map.landed, area(peer), c());
-  }
-  wait_landed(w_.group, call_.operation, w_.map.landed, peers, c());
-  const std::byte* const sums = area(rank()) + w_.map.sums;
-  const std::int64_t next = start + owned_rows(rank());
-  copy(call_.d.data, sums, bytes_of(start, row), c());
-  copy(call_.d.data + bytes_of(next, row), sums + bytes_of(next, row),
-       bytes_of(call_.a_rows - next, row), c());
-  launch_close(turn_.params(), c());
-  w_.side->order(c(), s_);
 }
 
 // Of all_reduce, ranks own equal parts of the rows.

@@ -13,7 +13,9 @@
 //   close ───────────────► landed, product ..
 //
 //   all_reduce by copies: partial sums as above, with flags, then on c: landed, sums of the own
-//   rows, copies of these with flags, landed, copies into D, close.
+//   rows, copies of these with flags, landed, copies into D, close. Where all ranks finish all
+//   rows: landed, float32 sums of the own rows, copies of their first half with flags, landed,
+//   copies of the rest into the slots, with flags, landed, close; then on s all rows are finished.
 //
 //   reduce_scatter by the product's stores, on s: open, product into the owners' slots, sum.
 //
@@ -21,6 +23,7 @@
 // s, in front of the product or behind it.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -42,8 +45,10 @@ struct Workshop {
   std::vector<std::byte*> areas;  // what each rank shares, by rank
   std::byte* scratch = nullptr;   // products before they are summed or finished
   std::uint64_t scratch_bytes = 0;
-  std::byte* exact = nullptr;  // exact results, where the products are still needed
-  float* columns = nullptr;    // column sums of this rank
+  std::byte* exact = nullptr;  // exact results, where the products are still needed; before those,
+                               // products that are rounded to the terms of a sum
+  std::uint64_t exact_bytes = 0;
+  float* columns = nullptr;  // column sums of this rank
   // Scales of 1, and room for those of a and of b; of each so many.
   const float* ones = nullptr;
   float* a_scales = nullptr;
@@ -83,7 +88,7 @@ class EnqueuedTurn {
   bool& entered_;
 };
 
-// The multiprocessors that kernels of a context may wait on with all their blocks, on this stream.
+// The multiprocessors for kernels of a context on this stream.
 inline int multiprocessors_of(const Workshop& workshop, cudaStream_t stream) {
   return xd::cuda::multiprocessors_of(stream, workshop.multiprocessors);
 }
@@ -136,8 +141,10 @@ class Operation {
   void return_gathered() const;
   // Of float32 products of `rows` tokens from `first` on.
   void finish_products(float* product, std::int64_t first, std::int64_t rows) const;
-  // So many rows of a product of float32 have room in scratch.
-  std::int64_t rows_in_scratch() const;
+  // So many of the call's rows have room as float32 products, at least one where it has none.
+  std::int64_t rows_in(std::uint64_t bytes) const;
+  // Likewise of what is described: throws UNSUPPORTED where not even some have.
+  std::int64_t require_rows_in(std::uint64_t bytes) const;
   // Calls act(first source, first token, tokens) for each product of the sources' gathered rows.
   template <class Do>
   void for_each_product(Sources sources, Do&& act) const;
@@ -172,10 +179,16 @@ class Operation {
 
   // Column sums of exact results, if they are wanted: behind the launch that has stored these.
   void sum_columns(const float* exact, std::int64_t rows, bool adds = false) const;
+  void gather_finished_rows(Sources peers) const;
+  void gather_exact_sums(Sources peers) const;
+  void finish_exact_sums() const;
+  void sum_own_rows(const Epilogue& epilogue) const;
   void clear_amax() const;
 
   int multiprocessors() const { return multiprocessors_of(w_, s_); }
   int rank() const { return w_.group.rank(); }
+  // The terms of a sum over ranks.
+  void describe_terms(std::int64_t rows) const;
   int ranks() const { return w_.group.ranks(); }
   cudaStream_t c() const { return w_.side->get(); }
   std::byte* area(int r) const { return w_.areas[at(r)]; }

@@ -32,6 +32,7 @@ struct ContextMap {
   turn::TurnMap turn;
   std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
   std::uint64_t summed;  // [W] likewise: the epoch whose partial sums of a source have landed
+  std::uint64_t spread;  // [W] likewise: the epoch whose float32 sums of a source have all landed
   std::uint64_t gathered;  // rows of all ranks, in rank order
   // Of the gathered rows: those of one row after the other, or one per rank, kScaleStride apart.
   std::uint64_t scales;
@@ -39,8 +40,8 @@ struct ContextMap {
   std::uint64_t slots;    // [W] partial sums of each source for rows of this rank
   std::uint64_t words;    // [2 parities][steps][W] partial sums and sums that arrive as words
   std::uint64_t columns;  // [2 parities][W] column sums that arrive as words
-  std::uint64_t slot_bytes, word_bytes, column_bytes;  // of one source
-  std::uint64_t word_steps;                            // 2 where sums go to all ranks
+  std::uint64_t slot_bytes, sum_bytes, word_bytes, column_bytes;  // of one source
+  std::uint64_t word_steps;                                       // 2 where sums go to all ranks
   std::uint64_t end;
   bool copies_all;  // all_reduce by copies has a place
 
@@ -58,6 +59,7 @@ struct ContextMap {
     map.turn = turn::TurnMap::add<Record>(cursor, config.ranks);
     map.landed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
     map.summed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
+    map.spread = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
     if (config.gathers()) {
       const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
       map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
@@ -77,7 +79,12 @@ struct ContextMap {
       map.words = cursor.add<std::byte>(2 * map.word_steps * ranks * map.word_bytes, kRowStart);
       // Where words have room for all there is, copies are not needed.
       map.copies_all = config.has(XD_GEMM_ALL_REDUCE) && most > kMostWordBytes;
-      if (map.copies_all) map.sums = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
+      // Finished rows of all ranks; or of each rank the first half of the float32 sums of its rows,
+      // whose second half has room in a slot.
+      const auto half = exact_rows_in_sums(config.max_tokens) * config.max_n * 4;
+      map.sum_bytes =
+          std::max(map.slot_bytes, round_up(static_cast<std::uint64_t>(half), kRowStart));
+      if (map.copies_all) map.sums = cursor.add<std::byte>(ranks * map.sum_bytes, kRowStart);
     }
     const auto columns = static_cast<std::uint64_t>(config.max_n) * sizeof(float);
     map.column_bytes = round_up(columns, kRowStart);
@@ -100,6 +107,12 @@ struct ContextMap {
   constexpr std::uint64_t slot_of(int source) const {
     return slots + static_cast<std::uint64_t>(source) * slot_bytes;
   }
+  // all_reduce: where the float32 sums of a rank's first rows are, and how many of its rows these
+  // are.
+  constexpr std::uint64_t exact_sums_of(int source) const {
+    return sums + static_cast<std::uint64_t>(source) * sum_bytes;
+  }
+  static constexpr std::int64_t exact_rows_in_sums(std::int64_t rows) { return (rows + 1) / 2; }
   // Of the flags that begin at an offset.
   static constexpr std::uint64_t flag_of(std::uint64_t flags, int source) {
     return flags + static_cast<std::uint64_t>(source) * kFlagStride;
@@ -125,6 +138,15 @@ struct Epilogue {
   float* exact;          // nullptr = not wanted; d before d_scale and rounding
   DType c_type, bias_type, pre_type, d_type;
 };
+
+// That of a sum that is rounded and stored, and nothing else.
+inline Epilogue rounding_to(DType type, std::byte* d) {
+  Epilogue epilogue{};
+  epilogue.activation = XD_GEMM_EPILOGUE_NONE;
+  epilogue.d = d;
+  epilogue.d_type = type;
+  return epilogue;
+}
 
 // Sums the partial products of all ranks for the rows of this one.
 struct SumParams {

@@ -63,17 +63,13 @@ void Transfer::sum() const {
   }
   product();
   w_.side->order(c(), s_);
-  Epilogue epilogue{};
-  epilogue.activation = XD_GEMM_EPILOGUE_NONE;
-  epilogue.d = call_.out.data;
-  epilogue.d_type = call_.out.type;
   launch_sum({.turn = turn_.params(),
               .partials = w_.own_slots,
               .stride = w_.slot_bytes,
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,
               .pitch = call_.in.cols,
-              .epilogue = epilogue},
+              .epilogue = rounding_to(call_.out.type, call_.out.data)},
              call_.in.type, most_sum_blocks(w_, s_), s_);
 }
 

@@ -12,6 +12,8 @@
 //   slots[s]                copies or products of s           done flag of s; all_reduce: `summed`
 //   summed[s]               a copy behind those sums          it is the epoch that was opened
 //   sums                    copies of all, all_reduce         `landed` of each
+//   slots[s], again         copies of s, all_reduce           `spread` of s
+//   spread[s]               a copy behind those sums          it is the epoch that was opened
 //   words[parity][step][s]  words_kernel of s                 each word, when it is not all ones
 //   columns[parity][s]      column_meeting_kernel of s        likewise
 #pragma once
