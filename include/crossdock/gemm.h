@@ -149,9 +149,10 @@ typedef struct xd_gemm_config {
   /* For calls that say AUTO; equal on all ranks. One of CUBLASMP makes the context for cuBLASMp:
    * where it cannot run, creation is UNSUPPORTED with what is missing, unless allow_fallback. */
   xd_gemm_algo algo;
-  /* CUDA: 0 = rows are moved by copy engines, or by kernels that run before or after the product.
-   * > 0: by kernels of so many multiprocessors beside the product, which gets the rest; cuBLASMp
-   * alone has such kernels. */
+  /* CUDA: multiprocessors that a kernel may take which moves or sums rows over the ranks, or waits
+   * for them; 0 = all. Products take them all, before such a kernel or after it, and copy engines
+   * take none. cuBLASMp: so many move rows beside the product, which gets the rest; 0 = as it
+   * likes. */
   int32_t num_comm_sms;
   /* Operations whose transfer may be under way at once, 1 or 2; 0 = 1. A gather begun by
    * start_all_gather counts. */

@@ -101,7 +101,7 @@ class GemmConfig:
             "all_reduce", "bulk", "start_all_gather". Bulk and start_all_gather need that of the
             transfer, too.
         algo: for calls that name none: "auto" = by the cost model of `GemmContext.explain`.
-        num_comm_sms: CUDA: multiprocessors that move rows beside the product; 0 = copy engines do.
+        num_comm_sms: CUDA: multiprocessors that a kernel over the ranks may take; 0 = all.
         slots: operations whose transfer may be under way at once, 1 or 2.
         keep_gathered: whether rows that all_gather gathered stay for `GemmContext.gathered`.
         allow_fallback: whether a call whose algorithm cannot run takes "auto" instead of failing.

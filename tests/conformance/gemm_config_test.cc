@@ -141,7 +141,7 @@ TEST(Disagreement, OnAContextsConfigNamesTheField) {
     }
     // The one field that may differ does no harm; zeros are defaults.
     xd_gemm_config config = good_config();
-    config.num_comm_sms = rank.memory->device().device_type == kDLCPU ? rank.rank : 0;
+    config.num_comm_sms = rank.rank;
     config.num_ranks = rank.rank % 2 == 0 ? 0 : rank.num_ranks;
     config.slots = rank.rank % 2;
     const GemmContext context = make_context(rank.comm, config);
@@ -150,6 +150,33 @@ TEST(Disagreement, OnAContextsConfigNamesTheField) {
     ok(batch.call(context.get()));
     batch.check(context.get());
   });
+}
+
+// Ranks may give their kernels as much of their devices as they like, other numbers each.
+TEST(CommMultiprocessors, ChangeNoResult) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+      c.n_units = 17;
+      c.token_units = 70;
+      c.bias_grad = operation == XD_GEMM_ALL_REDUCE ? BiasGrad::own : BiasGrad::reduced;
+      for (const int multiprocessors : {1, 5 - rank.rank % 2, 4096}) {
+        xd_gemm_config config = c.config();
+        config.num_comm_sms = multiprocessors;
+        const GemmContext context = make_context(rank.comm, config);
+        for (const xd_gemm_algo algo : kGemmAlgos) {
+          SCOPED_TRACE(std::string(name_of(operation)) + " by algorithm " + std::to_string(algo));
+          GemmBatch batch(rank, c, 0);
+          batch.args.algo = algo;
+          xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+          if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
+          EXPECT_EQ(info.comm_sms, 0);
+          ok(batch.call(context.get()));
+          batch.check(context.get());
+        }
+      }
+    });
+  }
 }
 
 TEST(ContextMemory, GrowsWithWhatTheContextIsFor) {

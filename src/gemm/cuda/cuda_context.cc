@@ -102,10 +102,6 @@ void CudaContext::allocate() {
     fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks, expected at most ",
          kMaxDeviceRanks, " on CUDA devices");
   }
-  if (config().num_comm_sms > 0 && !config().is_for_cublasmp()) {
-    fail(XD_ERROR_UNSUPPORTED, "config.num_comm_sms = ", config().num_comm_sms,
-         ", expected 0: this version moves rows by copy engines, or before or after the product");
-  }
   runner_.allocate();
   memory_->scratch =
       xd::cuda::DeviceBuffer(device, scratch_bytes(config()), "products before they are summed");
@@ -192,11 +188,11 @@ void CudaContext::describe() {
                  .areas = memory_->tables.as<const HeapRange>(),
                  .map = shop_.map};
   describe_slots();
-  shop_.exact_bytes = exact_bytes(config());
   shop_.scratch = memory_->scratch.data();
   shop_.scratch_bytes = memory_->scratch.bytes();
   shop_.columns = memory_->exact.as<float>();
   shop_.exact = memory_->exact.data() + column_bytes(config());
+  shop_.exact_bytes = exact_bytes(config());
   shop_.ones = memory_->ones.as<const float>();
   shop_.a_scales = memory_->scales.as<float>();
   shop_.b_scales = shop_.a_scales + scales_count(config());
@@ -207,6 +203,7 @@ void CudaContext::describe() {
   shop_.side = memory_->side.get();
   // Ranks that share a device run at once, and so do their blocks.
   shop_.multiprocessors = std::max(1, comm().multiprocessors() / comm().ranks_on_device());
+  shop_.comm_multiprocessors = config().num_comm_sms;
   shop_.shares_device = comm().ranks_on_device() > 1;
   shop_.keeps_gathered = config().keep_gathered;
 }

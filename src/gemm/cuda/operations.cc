@@ -104,7 +104,7 @@ void Operation::gather_by_push() const {
                .rows = call_.a.data,
                .bytes = bytes_of(call_.a_rows, row),
                .offset = bytes_of(call_.shares.start(rank()), row)},
-              multiprocessors(), s_);
+              comm_multiprocessors(), s_);
   turn_.note_entered();
   gathered_products({0, ranks()});
 }
@@ -246,7 +246,7 @@ void Operation::sum_columns(const float* exact, std::int64_t rows, bool adds) co
                          .own = w_.columns,
                          .columns = call_.n,
                          .sums = sums},
-                        multiprocessors(), s_);
+                        comm_multiprocessors(), s_);
 }
 
 // ---- A product alone ---------------------------------------------------------------------------
@@ -364,7 +364,7 @@ void Operation::reduce_by_words() const {
   }
   auto* const exact = reinterpret_cast<float*>(w_.exact);
   if (call_.bias_grad) params.epilogue.exact = exact;
-  launch_words(params, call_.wide_type(), multiprocessors(), s_);
+  launch_words(params, call_.wide_type(), comm_multiprocessors(), s_);
   turn_.note_entered();
   sum_columns(exact, call_.d.rows);
 }

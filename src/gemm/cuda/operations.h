@@ -64,9 +64,10 @@ struct Workshop {
   std::uint64_t slot_bytes = 0;
   Products* products = nullptr;
   SideStream* side = nullptr;
-  int multiprocessors = 0;      // of the device, for this rank
-  bool shares_device = false;   // with other ranks
-  bool keeps_gathered = false;  // all gathered rows stay, the own ones included
+  int multiprocessors = 0;       // of the device, for this rank
+  int comm_multiprocessors = 0;  // of these, for kernels that peers take part in; 0 = all
+  bool shares_device = false;    // with other ranks
+  bool keeps_gathered = false;   // all gathered rows stay, the own ones included
 };
 
 // An operation's turn while the host enqueues it.
@@ -93,13 +94,21 @@ inline int multiprocessors_of(const Workshop& workshop, cudaStream_t stream) {
   return xd::cuda::multiprocessors_of(stream, workshop.multiprocessors);
 }
 
+// Likewise for those that peers take part in, and which may wait with all their blocks.
+inline int comm_multiprocessors_of(const Workshop& workshop, cudaStream_t stream) {
+  const int all = multiprocessors_of(workshop, stream);
+  const int most = workshop.comm_multiprocessors;
+  return most > 0 ? std::min(all, most) : all;
+}
+
 // The blocks of a sum. One that waits for a late rank holds registers and shared memory where its
 // blocks are. Those of a launch spread over the multiprocessors before two come to one, so where
 // ranks share the device each sum has one for each multiprocessor of its rank alone: products of
-// the late rank find the others free.
+// the late rank find the others free. For the same reason a sum that may take so many
+// multiprocessors has one block for each.
 inline int most_sum_blocks(const Workshop& workshop, cudaStream_t stream) {
-  return multiprocessors_of(workshop, stream) *
-         (workshop.shares_device ? 1 : kSumsPerMultiprocessor);
+  const bool one_each = workshop.shares_device || workshop.comm_multiprocessors > 0;
+  return comm_multiprocessors_of(workshop, stream) * (one_each ? 1 : kSumsPerMultiprocessor);
 }
 
 class Operation {
@@ -170,25 +179,26 @@ class Operation {
   void reduce_by_stores() const;
   void send_partials(int peer) const;
   void gather_sums() const;
+  void gather_finished_rows(Sources peers) const;
+  void gather_exact_sums(Sources peers) const;
+  void finish_exact_sums() const;
+  void sum_own_rows(const Epilogue& epilogue) const;
   // The rows of a sum that a rank owns.
   std::int64_t owned_from(int owner) const;
   std::int64_t owned_rows(int owner) const;
   xd::cuda::ProductPointers pointers(std::int64_t first, void* d) const;
+  // The terms of a sum over ranks.
+  void describe_terms(std::int64_t rows) const;
   void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
   void sum_slots(std::int64_t pitch) const;
 
   // Column sums of exact results, if they are wanted: behind the launch that has stored these.
   void sum_columns(const float* exact, std::int64_t rows, bool adds = false) const;
-  void gather_finished_rows(Sources peers) const;
-  void gather_exact_sums(Sources peers) const;
-  void finish_exact_sums() const;
-  void sum_own_rows(const Epilogue& epilogue) const;
   void clear_amax() const;
 
   int multiprocessors() const { return multiprocessors_of(w_, s_); }
+  int comm_multiprocessors() const { return comm_multiprocessors_of(w_, s_); }
   int rank() const { return w_.group.rank(); }
-  // The terms of a sum over ranks.
-  void describe_terms(std::int64_t rows) const;
   int ranks() const { return w_.group.ranks(); }
   cudaStream_t c() const { return w_.side->get(); }
   std::byte* area(int r) const { return w_.areas[at(r)]; }

@@ -113,7 +113,7 @@ class TpContext(Membership):
             operations: those that the context has memory for. Gradients need that of the other
                 direction, and "bulk".
             algo: for calls that name none; "auto" = by the cost model of `explain`.
-            num_comm_sms: CUDA: multiprocessors that move rows beside products; 0 = copy engines do.
+            num_comm_sms: CUDA: multiprocessors that a kernel over the ranks may take; 0 = all.
             allow_fallback: whether a call whose algorithm cannot run takes "auto" instead.
             nccl_comm: CUDA: address of an ``ncclComm_t`` of the same ranks in the same order, with
                 which cuBLASMp transfers. It makes the context for cuBLASMp; keep it until the
