@@ -31,12 +31,7 @@ GemmCase block_case(int num_ranks, xd_gemm_operation operation, const Size& size
 GemmCase full_block_case(int num_ranks, xd_gemm_operation operation, const Size& size) {
   GemmCase c = block_case(num_ranks, operation, size);
   c.addend = Addend::in_place;
-  c.bias = Bias::like_d;
-  c.epilogue = XD_GEMM_EPILOGUE_RELU;
-  c.pre_activation = true;
-  c.bias_grad = operation == XD_GEMM_ALL_REDUCE ? BiasGrad::own : BiasGrad::reduced;
-  c.amax = true;
-  c.gathered = Gathered::both;
+  ask_for_everything(c);
   return c;
 }
 

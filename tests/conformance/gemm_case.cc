@@ -298,6 +298,15 @@ GemmCase plain_gemm_case(int num_ranks, xd_gemm_operation operation) {
   return c;
 }
 
+void ask_for_everything(GemmCase& c) {
+  c.bias = Bias::like_d;
+  c.epilogue = XD_GEMM_EPILOGUE_RELU;
+  c.pre_activation = true;
+  c.bias_grad = c.operation == XD_GEMM_ALL_REDUCE ? BiasGrad::own : BiasGrad::reduced;
+  c.amax = true;
+  c.gathered = Gathered::both;
+}
+
 GemmCase block_gemm_case(int num_ranks, xd_gemm_operation operation) {
   GemmCase c = plain_gemm_case(num_ranks, operation);
   c.operands = Operands::e4m3;

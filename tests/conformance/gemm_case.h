@@ -130,6 +130,9 @@ std::vector<GemmCase> all_gemm_cases(int num_ranks, bool threads);
 // A case without anything special: bf16, N and K of some tiles, uneven tokens.
 GemmCase plain_gemm_case(int num_ranks, xd_gemm_operation operation = XD_GEMM_ALL_GATHER);
 
+// Asks for all that may come with a product.
+void ask_for_everything(GemmCase& c);
+
 // Its operands have 8 bits, with scales of blocks, and sizes that every executor takes.
 GemmCase block_gemm_case(int num_ranks, xd_gemm_operation operation);
 

@@ -24,12 +24,7 @@ GemmCase case_of(int num_ranks, xd_gemm_operation operation) {
   c.tokens = TokenCounts::most;
   c.token_units = 64;
   c.n_units = 9;
-  c.bias = Bias::like_d;
-  c.epilogue = XD_GEMM_EPILOGUE_RELU;
-  c.pre_activation = true;
-  c.bias_grad = operation == XD_GEMM_ALL_REDUCE ? BiasGrad::own : BiasGrad::reduced;
-  c.amax = true;
-  c.gathered = Gathered::both;
+  ask_for_everything(c);
   return c;
 }
 
