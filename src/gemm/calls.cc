@@ -422,6 +422,13 @@ std::uint8_t flags_of(const ProductCall& call) {
   return static_cast<std::uint8_t>(flags);
 }
 
+std::uint8_t given_in(const ProductCall& call) {
+  return static_cast<std::uint8_t>(
+      (call.c ? kGivesC : 0) | (call.bias ? kGivesBias : 0) |
+      (call.pre_activation ? kGivesPreActivation : 0) | (call.bias_grad ? kGivesBiasGrad : 0) |
+      (call.d_amax ? kGivesAmax : 0) | (call.b_scale ? kGivesBScale : 0));
+}
+
 }  // namespace
 
 Record record_of(const ProductCall& call, xd_gemm_algo algo) {
@@ -439,6 +446,7 @@ Record record_of(const ProductCall& call, xd_gemm_algo algo) {
       call.operation == XD_GEMM_ALL_REDUCE ? at(call.a_rows) : call.shares.fingerprint();
   record.scaling =
       static_cast<std::uint16_t>(static_cast<int>(call.scaling) << 1 | (call.a_scale ? 1 : 0));
+  if (is_cublasmp(algo)) record.given = given_in(call);
   record.tag = call.tag;
   return record;
 }

@@ -1,5 +1,7 @@
 #include "gemm/family.h"
 
+#include <utility>
+
 #include "base/dtype.h"
 #include "base/error.h"
 #include "gemm/cost_model.h"
@@ -22,6 +24,10 @@ const char* epilogue_name(std::uint8_t epilogue) {
   return epilogue < std::size(kNames) ? kNames[epilogue] : "?";
 }
 
+std::string of_operand(const char* what, bool they_give_it) {
+  return of(what, they_give_it ? "given" : "NULL", they_give_it ? "NULL" : "given");
+}
+
 std::string of_flags(std::uint8_t theirs, std::uint8_t mine) {
   const int differ = theirs ^ mine;
   const auto flag = [&](int bit, const char* what) {
@@ -32,13 +38,25 @@ std::string of_flags(std::uint8_t theirs, std::uint8_t mine) {
   if ((differ & kTransposeB) != 0) return flag(kTransposeB, "transpose_b");
   if ((differ & kReduceBiasGrad) != 0) return flag(kReduceBiasGrad, "reduce_bias_grad");
   if ((differ & kAllowTf32) != 0) return flag(kAllowTf32, "allow_tf32");
-  const auto wanted = [&](int bit, const char* what) {
-    const bool they_want_it = (theirs & bit) != 0;
-    return of(what, they_want_it ? "given" : "NULL", they_want_it ? "NULL" : "given");
-  };
-  if ((differ & kWantsAmax) != 0) return wanted(kWantsAmax, "d_amax");
-  if ((differ & kWantsBiasGrad) != 0) return wanted(kWantsBiasGrad, "bias_grad");
-  return wanted(kWantsPreActivation, "pre_activation");
+  if ((differ & kWantsAmax) != 0) return of_operand("d_amax", (theirs & kWantsAmax) != 0);
+  if ((differ & kWantsBiasGrad) != 0)
+    return of_operand("bias_grad", (theirs & kWantsBiasGrad) != 0);
+  return of_operand("pre_activation", (theirs & kWantsPreActivation) != 0);
+}
+
+std::string of_given(std::uint8_t theirs, std::uint8_t mine) {
+  constexpr std::pair<int, const char*> kOperands[] = {{kGivesC, "c"},
+                                                       {kGivesBias, "bias"},
+                                                       {kGivesPreActivation, "pre_activation"},
+                                                       {kGivesBiasGrad, "bias_grad"},
+                                                       {kGivesAmax, "d_amax"},
+                                                       {kGivesBScale, "b_scale"}};
+  for (const auto& [bit, name] : kOperands) {
+    if (((theirs ^ mine) & bit) != 0) return of_operand(name, (theirs & bit) != 0);
+  }
+  const auto adds = [](std::uint8_t given) { return (given & kIsFinished) != 0 ? 1 : 0; };
+  return of("bias of the type of d that begins at a multiple of 16 bytes:", adds(theirs),
+            adds(mine));
 }
 
 }  // namespace
@@ -82,6 +100,7 @@ std::string Family::difference(const Record& mine, const Record& theirs) {
     return of("algo", algo_name(static_cast<xd_gemm_algo>(theirs.algo)),
               algo_name(static_cast<xd_gemm_algo>(mine.algo)));
   }
+  if (theirs.given != mine.given) return of_given(theirs.given, mine.given);
   return of("rows moved by", name_of(static_cast<Mover>(theirs.mover)),
             name_of(static_cast<Mover>(mine.mover)));
 }

@@ -35,6 +35,18 @@ enum RecordFlags : std::uint8_t {
   kWantsPreActivation = 1 << 7,
 };
 
+// What a call by cuBLASMp gives beside a, b and d. It decides the type in which the terms of a sum
+// travel, and what cuBLASMp is told to store: equal on all ranks.
+enum GivenFlags : std::uint8_t {
+  kGivesC = 1 << 0,
+  kGivesBias = 1 << 1,
+  kGivesPreActivation = 1 << 2,
+  kGivesBiasGrad = 1 << 3,
+  kGivesAmax = 1 << 4,
+  kGivesBScale = 1 << 5,
+  kIsFinished = 1 << 6,  // cuBLASMp stores D as it shall be
+};
+
 // The record of a rank that enters an operation. Everything but the places must be equal on all
 // ranks. Of bulk and start_all_gather it describes the transfer alone, as the product is the
 // rank's own: a_type, k = bytes of a row, fingerprint, rows_in.
@@ -50,7 +62,8 @@ struct Record {
   std::uint32_t n = 0;
   std::uint64_t fingerprint = 0;  // of the tokens of all ranks; all_reduce: M
   std::uint16_t scaling = 0;      // a Scaling, and whether a has scales
-  std::uint16_t mover = 0;        // a Mover, where the executor has several for an algorithm
+  std::uint8_t mover = 0;         // a Mover, where the executor has several for an algorithm
+  std::uint8_t given = 0;         // GivenFlags, of products by cuBLASMp
   std::uint32_t tag = 0;          // the caller's name for the product
   turn::RemoteAddress rows_in{};  // rows that peers read, or into which they write
   turn::RemoteAddress scales_in{};
@@ -63,7 +76,7 @@ constexpr bool same_operation(const Record& a, const Record& b) {
   return a.algo == b.algo && a.a_type == b.a_type && a.b_type == b.b_type && a.d_type == b.d_type &&
          a.epilogue == b.epilogue && a.flags == b.flags && a.k == b.k && a.n == b.n &&
          a.fingerprint == b.fingerprint && a.scaling == b.scaling && a.mover == b.mover &&
-         a.tag == b.tag;
+         a.given == b.given && a.tag == b.tag;
 }
 
 struct Family {

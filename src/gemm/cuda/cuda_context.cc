@@ -430,7 +430,7 @@ void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered
   const Option option = choose(call);
   if (is_cublasmp(option.algo)) return start_by_cublasmp(call, option, stream, entered);
   Record record = record_of(call, option.algo);
-  record.mover = static_cast<std::uint16_t>(option.mover);
+  record.mover = static_cast<std::uint8_t>(option.mover);
   const EnqueuedTurn turn = next_turn(record, entered);
   const Operation work(shop_, call, option, turn, stream);
   work.describe_products();  // what cuBLASLt cannot do is found before anything is launched
@@ -446,7 +446,9 @@ void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& optio
     fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo),
          ": cannot be captured, since the ranks agree before it is enqueued");
   }
-  const EnqueuedTurn turn = next_turn(record_of(call, option.algo), entered);
+  Record record = record_of(call, option.algo);
+  if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
+  const EnqueuedTurn turn = next_turn(record, entered);
   SideStream& side = *memory_->side;
   side.begin();
   const bool follows_a_meeting =
