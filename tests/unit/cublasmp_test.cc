@@ -92,14 +92,29 @@ TEST(CublasMpLibrary, IsNamedWhereItIsMissing) {
                      {"cuBLASMp is missing", "libxd_no_such_library.so.0"});
 }
 
-TEST(CublasMpLibrary, SaysWhichNcclItNeedsAndWhichItFound) {
+TEST(CublasMpLibrary, SaysWhyItCannotBeLoadedWhereItIsThere) {
+  expect_unsupported([] { find_library("/dev/null"); },
+                     {"/dev/null cannot be loaded", "file too short"});
+}
+
+TEST(CublasMpLibrary, SaysWhichVersionIsNeededAndWhichWasFound) {
   expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NCCL_NAME); },
                      {"libnccl.so.2", "NCCL 2.29.2 or later", "found NCCL 2.28.9"});
+  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_LT_NAME); },
+                     {"libcublasLt.so.13", "cuBLASLt 13.1.0 or later", "found cuBLASLt 13.0.2"});
+  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NAME); },
+                     {"is cuBLASMp 0.7.2", "expected 0.8.0 or later"});
 }
 
 TEST(CublasMpLibrary, NamesTheFunctionThatItLacks) {
   expect_unsupported([] { find_library(CUBLASMP_FAKE_PARTIAL_NAME); },
                      {"has no cublasMpMatmul", "0.8.0 or later"});
+}
+
+// Bound when it is first called, such a function would end the process.
+TEST(CublasMpLibrary, NamesTheFunctionThatALibraryBelowItLacks) {
+  expect_unsupported([] { find_library(CUBLASMP_FAKE_UNBOUND_NAME); },
+                     {"cannot be loaded", "fake_that_is_nowhere"});
 }
 
 // Every function of the tables exists in the installed library, whether or not there is a device.
@@ -114,7 +129,7 @@ TEST(CublasMpLibrary, EitherHasAllFunctionsOrAReason) {
 TEST(CublasMpLibrary, WritesVersionsAsPeopleDo) {
   EXPECT_EQ(version_text(901), "0.9.1");
   EXPECT_EQ(version_text(1000), "0.10.0");
-  EXPECT_EQ(nccl_version_text(22902), "2.29.2");
+  EXPECT_EQ(version_text(22902), "2.29.2");
 }
 
 // An engine on the library of the tests, which needs no device.

@@ -134,6 +134,8 @@ struct Properties {
   XD_NCCL_FUNCTION(CommCuDevice, Result, (Comm, int*))                           \
   XD_NCCL_FUNCTION(CommQueryProperties, Result, (Comm, Properties*))
 
+inline constexpr Result kSuccess = 0;
+
 struct Functions {
 // NOLINTBEGIN(bugprone-macro-parentheses): arguments that are types take none
 #define XD_NCCL_FUNCTION(name, result, arguments) result(*name) arguments = nullptr;
@@ -154,16 +156,15 @@ struct Library {
 };
 
 // Loads cuBLASMp, with the NCCL that the process has loaded or that the loader finds, and never
-// unloads it. Throws UNSUPPORTED with what is missing: cuBLASMp, a function of it, or the version
-// of NCCL that it needs.
+// unloads it. Throws UNSUPPORTED with what is missing: cuBLASMp, a library that it stands on, a
+// function of one of them, or the version of cuBLASMp, NCCL or cuBLASLt that is needed.
 Library find_library(const char* name);
 // The library of this process.
 const Library& library();
 // The reason why there is none; empty if there is one. Never throws.
 const char* why_no_library() noexcept;
 
-// "0.10.0", and "2.28.9" of a number of NCCL's.
-std::string version_text(int cublasmp);
-std::string nccl_version_text(int nccl);
+// "0.10.0" of 1000, as cuBLASMp, NCCL and cuBLASLt count versions.
+std::string version_text(int version);
 
 }  // namespace xd::gemm::cublasmp
