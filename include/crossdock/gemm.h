@@ -167,7 +167,9 @@ typedef struct xd_gemm_config {
   int32_t device_type;
   /* CUDA: an ncclComm_t of the same ranks in the same order, with which cuBLASMp transfers. It
    * makes the context for cuBLASMp; the caller lends it until the context has been destroyed, and
-   * uses it for nothing else meanwhile. NULL = cuBLASMp gets a communicator of its own. */
+   * uses it for nothing else meanwhile. It is never freed here, but revoked (ncclCommRevoke) where
+   * an error finishes the xd_comm while a product is under way. NULL = cuBLASMp gets a communicator
+   * of its own. */
   void* nccl_comm;
 } xd_gemm_config;
 /* clang-format off */

@@ -69,7 +69,8 @@ std::string describe(const FatalError& error, const Operations* operations) {
     case XD_ERROR_TIMEOUT:
       if (error.peer < 0) {
         return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
-                      site(error, operations), " for ranks that did not take part");
+                      site(error, operations), " for ranks that did not ",
+                      error.phase == XD_PHASE_ROWS ? "bring their rows" : "take part");
       }
       return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
                     site(error, operations), " for rank ", error.peer, " ", awaited(error.phase),

@@ -228,6 +228,33 @@ TEST_P(ByCublasMp, TakesTurnsWithTheLibrarysOwnAlgorithms) {
   });
 }
 
+// What is given decides the type in which the terms of a sum travel, so all ranks give the same.
+TEST_P(ByCublasMp, NamesAnOperandThatOneRankAloneGives) {
+  const char* reason = nullptr;
+  if (xd_feature_available(XD_FEATURE_CUBLASMP, &reason) == 0) GTEST_SKIP() << reason;
+  on_every_rank([](Rank& rank) {
+    std::string missing;
+    if (rank.num_ranks == 1 || !is_there(rank, missing)) return;
+    const GemmContext context = make_context(rank.comm, config_for_cublasmp());
+    GemmCase c = plain_gemm_case(rank.num_ranks, GetParam());
+    c.tokens = TokenCounts::equal;
+    c.bias = Bias::like_d;
+    GemmBatch batch(rank, c, 0);
+    batch.args.algo = XD_GEMM_ALGO_CUBLASMP;
+    const DLTensor* const bias = batch.args.bias;
+    if (rank.rank == 0) batch.args.bias = nullptr;
+    const GemmOutcome outcome = batch.call(context.get());
+    EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+    EXPECT_TRUE(
+        outcome.mentions(rank.rank == 0 ? "bias given, here NULL" : "bias NULL, here given"))
+        << outcome.text;
+    batch.args.bias = bias;
+    batch.reset();
+    ok(batch.call(context.get()));
+    batch.check(context.get());
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Operations, ByCublasMp, testing::ValuesIn(kGemmProducts));
 
 }  // namespace

@@ -1,6 +1,5 @@
 // How cuBLASMp is found, and what it is asked for. A library of the tests stands in its place; that
 // it computes what it is asked for is for tests on GPUs.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -9,9 +8,14 @@
 #include "base/error.h"
 #include "gemm/cublasmp/engine.h"
 #include "gemm/cublasmp/library.h"
+#include "unit/cublasmp_support.h"
+#include "unit/net_support.h"
 
 #if __has_include(<cublasmp.h>) && __has_include(<nccl.h>) && __has_include(<cublas_v2.h>)
 #include <cublasmp.h>
+#if __has_include(<nccl_device/host.h>)
+#include <nccl_device/host.h>
+#endif
 
 // The restated names are those of the header, where it is installed.
 namespace xd::gemm::cublasmp {
@@ -52,7 +56,8 @@ static_assert(mp::kEpilogueNone == CUBLASMP_MATMUL_EPILOGUE_DEFAULT &&
               mp::kEpilogueRelu == CUBLASMP_MATMUL_EPILOGUE_RELU &&
               mp::kEpilogueBias == CUBLASMP_MATMUL_EPILOGUE_BIAS &&
               mp::kScaleScalar == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32);
-static_assert(sizeof(nccl::UniqueId) == sizeof(ncclUniqueId) && NCCL_API_MAGIC == 0xcafebeef);
+static_assert(sizeof(nccl::UniqueId) == sizeof(ncclUniqueId) && NCCL_API_MAGIC == 0xcafebeef &&
+              nccl::kSuccess == ncclSuccess && nccl::kInProgress == ncclInProgress);
 
 // Handles are restated as void*, and enums as int, so the number of arguments and their sizes are
 // what can be compared.
@@ -66,6 +71,19 @@ constexpr std::size_t sizes_of(Result (*)(Arguments...)) {
   static_assert(sizes_of(decltype(&cublasMp##name){}) == sizes_of(decltype(mp::Functions::name){}));
 XD_MP_FUNCTIONS
 #undef XD_MP_FUNCTION
+#if __has_include(<nccl_device/host.h>)
+#define XD_NCCL_FUNCTION(name, result, arguments) \
+  static_assert(sizes_of(decltype(&nccl##name){}) == sizes_of(decltype(nccl::Functions::name){}));
+XD_NCCL_FUNCTIONS
+#undef XD_NCCL_FUNCTION
+static_assert(offsetof(nccl::Properties, multicast) ==
+                  offsetof(ncclCommProperties_t, multimemSupport) &&
+              sizeof(nccl::Properties) >= sizeof(ncclCommProperties_t));
+#endif
+#if defined(NCCL_REVOKE_DEFAULT)
+static_assert(NCCL_REVOKE_DEFAULT == 0 &&
+              sizes_of(&ncclCommRevoke) == sizes_of(decltype(nccl::Functions::CommRevoke){}));
+#endif
 
 }  // namespace
 }  // namespace xd::gemm::cublasmp
@@ -117,6 +135,13 @@ TEST(CublasMpLibrary, NamesTheFunctionThatALibraryBelowItLacks) {
                      {"cannot be loaded", "fake_that_is_nowhere"});
 }
 
+TEST(CublasMpLibrary, TakesALentCommunicatorOnlyIfItsWaitsCanBeEnded) {
+  EXPECT_EQ(why_not_lent(CublasMpFake().library()), "");
+  const std::string reason = why_not_lent(CublasMpFake(CUBLASMP_FAKE_NO_REVOKE_NAME).library());
+  EXPECT_NE(reason.find("config.nccl_comm needs an NCCL with ncclCommRevoke"), std::string::npos);
+  EXPECT_NE(reason.find("found NCCL 2.29.2"), std::string::npos) << reason;
+}
+
 // Every function of the tables exists in the installed library, whether or not there is a device.
 TEST(CublasMpLibrary, EitherHasAllFunctionsOrAReason) {
   if (*why_no_library() != '\0') {
@@ -132,61 +157,11 @@ TEST(CublasMpLibrary, WritesVersionsAsPeopleDo) {
   EXPECT_EQ(version_text(22902), "2.29.2");
 }
 
-// An engine on the library of the tests, which needs no device.
-class CublasMpEngine : public testing::Test {
- protected:
-  CublasMpEngine() : library_(find_library(CUBLASMP_FAKE_NAME)) {
-    void* const opened = ::dlopen(CUBLASMP_FAKE_NAME, RTLD_NOW | RTLD_NOLOAD);
-    begin_ =
-        reinterpret_cast<void (*)(const char*, int, std::size_t)>(::dlsym(opened, "fake_begin"));
-    text_ = reinterpret_cast<const char* (*)()>(::dlsym(opened, "fake_text"));
-    ::dlclose(opened);
-    config_.ranks = 2;
-    config_.operations = XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER);
-    config_.max_tokens = 64;
-    config_.max_k = config_.max_n = 128;
-    begin();
-  }
-
-  // From now on `failing` fails with that status.
-  void begin(const char* failing = "", int status = 6, std::size_t bytes = 100) {
-    begin_(failing, status, bytes);
-  }
-  std::string taken() {
-    std::string text = text_();
-    begin();
-    return text;
-  }
-  Engine engine(nccl::Comm lent = nullptr) {
-    Ranks ranks{.count = 2, .rank = 1, .lent = lent};
-    ranks.id.bytes[0] = 'u';
-    return Engine(library_, config_, ranks, xd::cuda::Stream());
-  }
-  // reduce_scatter of 6 tokens, N = 16 and K = 8 on each of two ranks.
-  ProductCall call() {
-    ProductCall call{.operation = XD_GEMM_REDUCE_SCATTER};
-    call.a.type = call.b.type = call.d.type = DType::bf16;
-    call.algo = XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P;
-    call.a_rows = 6;
-    call.n = 16;
-    call.k = 8;
-    call.alpha = 0.5f;
-    call.shares = Shares(starts_);
-    return call;
-  }
-
-  const Library library_;
-  Config config_;
-  const std::vector<std::int64_t> starts_{0, 3, 6};
-  void (*begin_)(const char*, int, std::size_t) = nullptr;
-  const char* (*text_)() = nullptr;
-};
-
 // The memory is registered with both grids, and everything ends before the communicator does.
 TEST_F(CublasMpEngine, MakesAndEndsEverythingInOrder) {
   {
     const Engine made = engine();
-    const std::string text = taken();
+    const std::string text = fake_.taken();
     EXPECT_EQ(text.find("CommInitRank 2 u 1;Create;GridCreate 2 1 0 77;GridCreate 1 2 1 77;"), 0u)
         << text;
     EXPECT_NE(text.find("Malloc 11 2097152;BufferRegister 12 99 2097152;"), std::string::npos)
@@ -194,71 +169,140 @@ TEST_F(CublasMpEngine, MakesAndEndsEverythingInOrder) {
     EXPECT_FALSE(made.abilities().multicast);
     EXPECT_EQ(made.abilities().version, 1000);
   }
-  EXPECT_EQ(taken(),
+  EXPECT_EQ(fake_.taken(),
             "OperationDestroy;MatrixDestroy 21;MatrixDestroy 22;MatrixDestroy 23;BufferDeregister "
             "12 99;Free 11 99;GridDestroy 12;GridDestroy 11;Destroy;CommDestroy 77;");
 }
 
-TEST_F(CublasMpEngine, LeavesALentCommunicatorToItsOwner) {
+// Its owner frees it. What cuBLASMp has made of it needs all ranks to end.
+TEST_F(CublasMpEngine, RevokesALentCommunicatorAndLeavesItToItsOwner) {
   int lent = 0;
   {
     Engine made = engine(&lent);
-    EXPECT_EQ(taken().find("CommInitRank"), std::string::npos);
-    made.abort();
+    EXPECT_EQ(fake_.taken().find("CommInitRank"), std::string::npos);
+    made.stop();
+    const std::string revoked = fake_.taken();
+    EXPECT_EQ(revoked.find("CommRevoke "), 0u) << revoked;
+    made.give_up();
   }
-  EXPECT_EQ(taken(), "");
+  EXPECT_EQ(fake_.taken(), "");
 }
 
-TEST_F(CublasMpEngine, AbortsItsOwnCommunicatorOnceAndLeavesTheRest) {
+TEST_F(CublasMpEngine, RevokesItsOwnCommunicatorOnceAndAbortsItLater) {
   {
     Engine made = engine();
-    taken();
-    made.abort();
-    made.abort();
+    fake_.taken();
+    made.stop();
+    made.stop();
+    EXPECT_EQ(fake_.taken(), "CommRevoke 77;");
+    made.give_up();
+    made.give_up();
+    EXPECT_EQ(fake_.taken(), "CommAbort 77;");
   }
-  EXPECT_EQ(taken(), "CommAbort 77;");
+  EXPECT_EQ(fake_.taken(), "");
 }
 
-TEST_F(CublasMpEngine, EndsWhatThereIsWhereItCannotBeMade) {
-  begin("Malloc");
-  try {
-    engine();
-    FAIL() << "it was made";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), XD_ERROR_INTERNAL);
-    EXPECT_STREQ(error.what(), "cublasMpMalloc: fake reason");
+TEST_F(CublasMpEngine, AbortsItsOwnCommunicatorWhereItCannotBeRevoked) {
+  {
+    Engine made = engine();
+    fake_.begin("CommRevoke", 5);
+    made.stop();
+    EXPECT_EQ(fake_.taken(), "CommRevoke 77;CommAbort 77;");
+    made.give_up();
   }
-  const std::string text = taken();
-  const std::size_t end = text.find("OperationDestroy;");
-  ASSERT_NE(end, std::string::npos) << text;
-  EXPECT_EQ(text.substr(end),
-            "OperationDestroy;MatrixDestroy 21;MatrixDestroy 22;MatrixDestroy 23;GridDestroy "
-            "12;GridDestroy 11;Destroy;CommDestroy 77;");
+  EXPECT_EQ(fake_.taken(), "");
+
+  CublasMpFake without(CUBLASMP_FAKE_NO_REVOKE_NAME);
+  {
+    Engine made(without.library(), config_, ranks(), xd::cuda::Stream());
+    without.begin();
+    made.stop();
+    made.give_up();
+  }
+  EXPECT_EQ(without.taken(), "CommAbort 77;");
+}
+
+// NCCL's communicator may be gone.
+TEST_F(CublasMpEngine, EnqueuesNothingOnceItHasBeenStopped) {
+  Engine made = engine();
+  made.stop();
+  fake_.taken();
+  const Operands operands = operands_of(call(), nullptr, false);
+  for (const auto& error :
+       {xd::test::error_of([&] { made.require(description(), operands); }),
+        xd::test::error_of([&] { made.enqueue(description(), operands, nullptr); })}) {
+    xd::test::expect_error(error, XD_ERROR_UNSUPPORTED, "was stopped");
+  }
+  EXPECT_EQ(fake_.taken(), "");
+}
+
+// The caller may destroy its stream when its call has failed.
+TEST_F(CublasMpEngine, GivesTheHandleItsStreamBackWhereAProductFails) {
+  Engine made = engine();
+  const Operands operands = operands_of(call(), nullptr, false);
+  made.require(description(), operands);
+  fake_.begin("Matmul");
+  const auto error = xd::test::error_of(
+      [&] { made.enqueue(description(), operands, reinterpret_cast<cudaStream_t>(4)); });
+  xd::test::expect_error(error, XD_ERROR_INTERNAL, "cublasMpMatmul: fake reason");
+  const std::string text = fake_.taken();
+  EXPECT_TRUE(text.ends_with(";SetStream 0;")) << text;
+}
+
+// A product may read its host memory while it runs, and explain() may ask for more meanwhile.
+TEST_F(CublasMpEngine, FreesNoHostMemoryThatAProductWasGiven) {
+  constexpr std::size_t kBytes = std::size_t{4} << 20;  // malloc gives so much back to the system
+  Engine made = engine();
+  const Operands operands = operands_of(call(), nullptr, false);
+  fake_.need_host_memory(kBytes);
+  made.require(description(), operands);
+  made.enqueue(description(), operands, nullptr);
+  fake_.need_host_memory(3 * kBytes);
+  made.require(description(), operands);
+  EXPECT_EQ(fake_.read_host_memory(), kBytes);
+  made.enqueue(description(), operands, nullptr);
+  EXPECT_EQ(fake_.read_host_memory(), 3 * kBytes);
+}
+
+TEST_F(CublasMpEngine, TakesHostMemoryForItsLargestCallsBeforehand) {
+  constexpr std::size_t kBytes = 1000;
+  fake_.need_host_memory(kBytes);
+  Engine made = engine();
+  made.enqueue(description(), operands_of(call(), nullptr, false), nullptr);
+  EXPECT_EQ(fake_.read_host_memory(), kBytes);
+}
+
+// The other ranks may have made theirs, so ends that need all ranks would not return.
+TEST_F(CublasMpEngine, EndsAloneWhereItCannotBeMade) {
+  fake_.begin("Malloc");
+  xd::test::expect_error(xd::test::error_of([&] { engine(); }), XD_ERROR_INTERNAL,
+                         "cublasMpMalloc: fake reason");
+  const std::string text = fake_.taken();
+  EXPECT_TRUE(text.ends_with(";Malloc 11 2097152;CommAbort 77;")) << text;
 }
 
 // b is the first matrix, [16,8] = 8 x 16 in columns, of 16 = 2 * 8 rows on all ranks; a the second.
 TEST_F(CublasMpEngine, PassesACallOn) {
   Engine made = engine();
-  taken();
+  fake_.taken();
   const ProductCall product = call();
-  const Description description = describe(product, config_, DType::bf16, false);
   Operands operands = operands_of(product, reinterpret_cast<void*>(3), false);
   operands.first = reinterpret_cast<void*>(1);
   operands.second = reinterpret_cast<void*>(2);
-  made.require(description, operands);
-  taken();
-  made.enqueue(description, operands, reinterpret_cast<cudaStream_t>(4));
-  EXPECT_EQ(taken(),
-            "SetStream 4;Operation 68;Set 0 1;Set 1 0;Set 3 1;Set 5 0;Set 27 14;"
+  made.require(description(), operands);
+  fake_.taken();
+  made.enqueue(description(), operands, reinterpret_cast<cudaStream_t>(4));
+  EXPECT_EQ(fake_.taken(),
+            "Operation 68;Set 0 1;Set 1 0;Set 3 1;Set 5 0;Set 27 14;"
             "Matrix 21 16 16 8 16 8 14 11;Matrix 22 16 6 8 3 8 14 11;Matrix 23 16 6 16 3 16 14 12;"
-            "Matmul 16 6 16 0.5 1 2 0 0 3 99 2097152;SetStream 0;");
+            "SetStream 4;Matmul 16 6 16 0.5 1 2 0 0 3 99 2097152;SetStream 0;");
 }
 
 TEST_F(CublasMpEngine, PassesBiasScalesAndMultiprocessorsOn) {
   config_.operations = XD_GEMM_BIT(XD_GEMM_ALL_GATHER);
   config_.num_comm_sms = 7;
   Engine made = engine();
-  taken();
+  fake_.taken();
   ProductCall product = call();
   product.operation = XD_GEMM_ALL_GATHER;
   product.a_rows = 3;
@@ -272,7 +316,7 @@ TEST_F(CublasMpEngine, PassesBiasScalesAndMultiprocessorsOn) {
   operands.bias = reinterpret_cast<void*>(8);
   operands.first_scale = reinterpret_cast<float*>(9);
   made.require(description, operands);
-  const std::string text = taken();
+  const std::string text = fake_.taken();
   EXPECT_NE(text.find("Set 4 7;Set 5 6;Set 8 0;Set 6 8;Set 17 0;Set 16 9;Matrix"),
             std::string::npos)
       << text;
@@ -281,17 +325,15 @@ TEST_F(CublasMpEngine, PassesBiasScalesAndMultiprocessorsOn) {
 
 TEST_F(CublasMpEngine, RefusesWhatNeedsMoreMemoryThanItTook) {
   Engine made = engine();
-  begin("", 0, 3000000);
-  const Description description = describe(call(), config_, DType::bf16, false);
-  expect_unsupported([&] { made.require(description, operands_of(call(), nullptr, false)); },
+  fake_.begin("", 0, 3000000);
+  expect_unsupported([&] { made.require(description(), operands_of(call(), nullptr, false)); },
                      {"needs 3000000 bytes", "has 2097152"});
 }
 
 TEST_F(CublasMpEngine, RefusesWhatCublasMpDoesNotSupport) {
   Engine made = engine();
-  begin("bufferSize", mp::kNotSupported);
-  const Description description = describe(call(), config_, DType::bf16, false);
-  expect_unsupported([&] { made.require(description, operands_of(call(), nullptr, false)); },
+  fake_.begin("bufferSize", mp::kNotSupported);
+  expect_unsupported([&] { made.require(description(), operands_of(call(), nullptr, false)); },
                      {"cublasMpMatmul_bufferSize: fake reason"});
 }
 

@@ -2,62 +2,19 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
-#include <optional>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
-#include "base/log.h"
-#include "base/thread.h"
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "cuda/memory.h"
+#include "cuda/stream.h"
+#include "gemm/cublasmp/errand.h"
 
 namespace xd::gemm::cublasmp {
 namespace {
-
-constexpr auto kLookAgain = std::chrono::milliseconds(100);
-constexpr int kPatienceMs = 5000;  // for the ranks that end their engines
-
-// Work on a thread of its own, which outlives a caller that gives up.
-class Errand {
- public:
-  explicit Errand(std::function<void()> work) : work_(std::move(work)) {}
-
-  // False: it has not ended by the deadline. Throws what the work has thrown.
-  static bool run(std::function<void()> work, const Deadline& deadline) {
-    const auto errand = std::make_shared<Errand>(std::move(work));
-    start_thread("xd-cublasmp", [errand] { errand->do_it(); }).detach();
-    std::unique_lock lock(errand->mutex_);
-    const bool ended =
-        errand->changed_.wait_until(lock, deadline.when(), [&] { return errand->ended_; });
-    if (errand->failure_) throw *errand->failure_;
-    return ended;
-  }
-
- private:
-  void do_it() noexcept {
-    std::optional<Error> failure;
-    try {
-      work_();
-    } catch (const Error& error) {
-      failure = error;
-    } catch (...) {
-      failure = Error(XD_ERROR_OUT_OF_MEMORY, std::string());
-    }
-    work_ = {};
-    const std::lock_guard lock(mutex_);
-    failure_ = std::move(failure);
-    ended_ = true;
-    changed_.notify_all();
-  }
-
-  std::function<void()> work_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool ended_ = false;
-  std::optional<Error> failure_;
-};
 
 // What a rank tells the others before the engines are made.
 struct Offer {
@@ -65,13 +22,13 @@ struct Offer {
   nccl::UniqueId id{};  // rank 0's
 };
 
-std::string why_not_here(const Comm& comm) {
+std::string why_not_here(const Comm& comm, const Config& config) {
   if (const char* reason = why_no_library(); *reason != '\0') return reason;
   if (comm.ranks_on_device() > 1) {
     return concat("NCCL needs a device for each rank, here ", comm.ranks_on_device(),
                   " ranks share one");
   }
-  return "";
+  return config.nccl_comm != nullptr ? why_not_lent(library()) : "";
 }
 
 void require_ranks(const nccl::Functions& nccl, nccl::Comm lent, const Comm& comm) {
@@ -85,11 +42,126 @@ void require_ranks(const nccl::Functions& nccl, nccl::Comm lent, const Comm& com
              comm.device().device_id);
 }
 
+// By events, which are found by whoever asks.
+class EventMarks final : public Marks {
+ public:
+  // Called with the device current.
+  explicit EventMarks(int device) : device_(device), begin_(device), end_(device) {}
+
+  void begin(cudaStream_t stream) override { XD_CUDA_CHECK(cudaEventRecord(begin_.get(), stream)); }
+  void end(cudaStream_t stream) override { XD_CUDA_CHECK(cudaEventRecord(end_.get(), stream)); }
+  bool begun() const noexcept override { return has_come(begin_); }
+  bool ended() const noexcept override { return has_come(end_); }
+
+ private:
+  // An error of the device ends everything.
+  bool has_come(const xd::cuda::Event& event) const noexcept {
+    bool come = true;
+    xd::cuda::try_on_device(device_, [&] {
+      come = cudaEventQuery(event.get()) != cudaErrorNotReady;
+      cudaGetLastError();  // not an error, but recorded as one
+    });
+    return come;
+  }
+
+  const int device_;
+  const xd::cuda::Event begin_, end_;
+};
+
+// The making of an engine, which outlives a rank that gives it up.
+class Start {
+ public:
+  Start(int device, const Config& config) : device_(device), config_(config) {}
+
+  // NCCL connects ranks when they first need it, so small products run before any call.
+  void run(const Ranks& ranks) {
+    const xd::cuda::DeviceGuard guard(device_);
+    matrices_ =
+        xd::cuda::DeviceBuffer(device_, Engine::small_bytes(config_), "operands of small products");
+    xd::cuda::Stream stream(device_);
+    stream_ = stream.get();
+    publish(std::make_shared<Engine>(library(), config_, ranks, std::move(stream)));
+    try {
+      if (given_up_) fail(XD_ERROR_TIMEOUT, "nobody waits for it any more");
+      engine_->enqueue_small(matrices_.data());
+      while (!is_idle()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      XD_CUDA_CHECK(cudaStreamSynchronize(stream_));  // for its error
+    } catch (...) {
+      engine_->stop();
+      throw;
+    }
+  }
+  // True if nothing of it runs any more. An error of the device ends everything.
+  bool is_idle() const {
+    const xd::cuda::DeviceGuard guard(device_);
+    if (stream_ == nullptr) return true;
+    const bool idle = cudaStreamQuery(stream_) != cudaErrorNotReady;
+    cudaGetLastError();  // not an error, but recorded as one
+    return idle;
+  }
+  // One that is made later ends at once. Any thread.
+  void give_up() { given_up_ = true; }
+  // nullptr = it has not been made yet. Any thread.
+  std::shared_ptr<Engine> engine() const {
+    const std::lock_guard lock(mutex_);
+    return engine_;
+  }
+
+ private:
+  void publish(std::shared_ptr<Engine> engine) {
+    const std::lock_guard lock(mutex_);
+    engine_ = std::move(engine);
+  }
+
+  const int device_;
+  const Config config_;
+  xd::cuda::DeviceBuffer matrices_;
+  cudaStream_t stream_ = nullptr;
+  std::atomic<bool> given_up_{false};
+  mutable std::mutex mutex_;
+  std::shared_ptr<Engine> engine_;
+};
+
+// Ends what has been made of an engine that is not to be. Small products may run, and wait for
+// ranks that do not come: nothing that they use is freed unless they have ended.
+void abandon(const std::shared_ptr<Start>& start) noexcept {
+  start->give_up();
+  try {
+    const bool ended = Errand::run(
+        [start] {
+          const std::shared_ptr<Engine> engine = start->engine();
+          if (engine == nullptr) return;
+          engine->stop();
+          while (!start->is_idle()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          engine->give_up();
+        },
+        Deadline::after_ms(Attendant::kPatienceMs));
+    if (ended) return;
+  } catch (...) {  // no memory for a thread
+  }
+  keep_for_good(start);
+}
+
+std::unique_ptr<Attendant> make(Comm& comm, const Config& config, const Ranks& ranks) {
+  const int device = comm.device().device_id;
+  const auto start = std::make_shared<Start>(device, config);
+  try {
+    const bool ended = Errand::run([start, ranks] { start->run(ranks); }, comm.deadline(),
+                                   [&comm] { comm.errors().throw_if_failed(); });
+    if (!ended) fail(XD_ERROR_TIMEOUT, "NCCL and cuBLASMp did not connect the ranks in time");
+    return std::make_unique<Attendant>(comm, start->engine(),
+                                       [device] { return std::make_unique<EventMarks>(device); });
+  } catch (...) {
+    abandon(start);
+    throw;
+  }
+}
+
 }  // namespace
 
-AttendedEngine::AttendedEngine(Comm& comm, const Config& config) : comm_(comm) {
+AttendedEngine::AttendedEngine(Comm& comm, const Config& config) {
   const auto offers = comm.collective().agree_on(kCreateContext, [&] {
-    why_not_ = why_not_here(comm);
+    why_not_ = why_not_here(comm, config);
     Offer offer{.ready = why_not_.empty() ? 1 : 0, .id = {}};
     if (offer.ready != 0 && config.nccl_comm != nullptr) {
       require_ranks(library().nccl, config.nccl_comm, comm);
@@ -108,89 +180,11 @@ AttendedEngine::AttendedEngine(Comm& comm, const Config& config) : comm_(comm) {
                     .lent = config.nccl_comm,
                     .id = offers.front().id};
   // Those that have an engine where another rank has none end theirs.
-  try {
-    comm.collective().agree(kCreateContext, [&] {
-      if (!why_not_.empty()) fail(XD_ERROR_UNSUPPORTED, why_not_);
-      make(config, ranks);
-      return Collective::Contribution{};
-    });
-  } catch (...) {
-    end();
-    throw;
-  }
-  watch_ = start_thread("xd-cublasmp", [this] { watch(); });
-}
-
-void AttendedEngine::make(const Config& config, const Ranks& ranks) {
-  const auto made = std::make_shared<std::unique_ptr<Engine>>();
-  const bool ended = Errand::run(
-      [made, config, ranks, device = comm_.device().device_id] {
-        const xd::cuda::DeviceGuard guard(device);
-        const xd::cuda::DeviceBuffer matrices(device, Engine::small_bytes(config),
-                                              "operands of small products");
-        xd::cuda::Stream stream(device);
-        const cudaStream_t used = stream.get();
-        auto engine = std::make_unique<Engine>(library(), config, ranks, std::move(stream));
-        engine->enqueue_small(matrices.data());
-        XD_CUDA_CHECK(cudaStreamSynchronize(used));
-        *made = std::move(engine);
-      },
-      comm_.deadline());
-  if (!ended) fail(XD_ERROR_TIMEOUT, "NCCL and cuBLASMp did not connect the ranks in time");
-  engine_ = std::move(*made);
-}
-
-// A rank that is lost, a timeout or an abort: products that wait for their peers end, and so does
-// the stream that the caller may be waiting for.
-void AttendedEngine::watch() {
-  std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLookAgain, [this] { return ends_; })) {
-    if (comm_.errors().fatal_error() == nullptr) continue;
-    engine_->abort();
-    return;
-  }
-}
-
-AttendedEngine::~AttendedEngine() {
-  if (watch_.joinable() && xd::cuda::usable_in_this_process()) {
-    {
-      const std::lock_guard lock(mutex_);
-      ends_ = true;
-    }
-    changed_.notify_all();
-    watch_.join();
-  } else if (watch_.joinable()) {
-    watch_.detach();  // a fork, which has no such thread
-  }
-  end();
-}
-
-void AttendedEngine::end() noexcept {
-  if (engine_ == nullptr) return;
-  bool ended = false;
-  try {
-    if (xd::cuda::usable_in_this_process()) {
-      if (comm_.errors().fatal_error() != nullptr) engine_->abort();
-      ended = Errand::run(
-          [engine = engine_.get(), device = comm_.device().device_id] {
-            xd::cuda::try_on_device(device, [&] { engine->release(); });
-          },
-          Deadline::after_ms(kPatienceMs));
-      if (!ended) {
-        log_warning("cuBLASMp waits for ranks that have not destroyed their contexts [rank ",
-                    comm_.rank(), " of ", comm_.num_ranks(),
-                    "]: it is kept until the process ends");
-      }
-    }
-  } catch (...) {  // no memory for a thread
-  }
-  if (ended) return engine_.reset();
-  // Found from here, so that it is not lost. Its end may be under way, or cannot be.
-  static std::atomic<Engine*> kept{nullptr};
-  Engine* const one = engine_.release();
-  one->next_kept = kept.load();
-  while (!kept.compare_exchange_weak(one->next_kept, one)) {
-  }
+  comm.collective().agree(kCreateContext, [&] {
+    if (!why_not_.empty()) fail(XD_ERROR_UNSUPPORTED, why_not_);
+    attendant_ = make(comm, config, ranks);
+    return Collective::Contribution{};
+  });
 }
 
 }  // namespace xd::gemm::cublasmp

@@ -50,7 +50,7 @@ Engine::Engine(const Library& library, const Config& config, const Ranks& ranks,
     make_descriptors();
     take_memory();
   } catch (...) {
-    release();
+    give_up();  // the other ranks are not at their ends
     throw;
   }
 }
@@ -84,12 +84,12 @@ void Engine::make_descriptors() {
 // As much as the largest calls of the context need, by any algorithm, and the small ones. All ranks
 // ask for the same.
 void Engine::take_memory() {
-  std::size_t most = 0;
+  Bytes most;
   const auto note = [&](const ProductCall& call, DType d_type) {
     try {
       const Operands operands = operands_of(call, nullptr, false);
-      most = std::max(most,
-                      bytes_for(cublasmp::describe(call, config_, d_type, false), operands).device);
+      const Bytes bytes = bytes_for(cublasmp::describe(call, config_, d_type, false), operands);
+      most = {std::max(most.device, bytes.device), std::max(most.host, bytes.host)};
     } catch (const Error& error) {
       if (error.status() != XD_ERROR_UNSUPPORTED) throw;
     }
@@ -103,7 +103,8 @@ void Engine::take_memory() {
     }
   }
   for (const ProductCall& call : plain_calls(small_sizes(config_))) note(call, call.d.type);
-  memory_bytes_ = round_up(std::max<std::size_t>(most, 1), kGranularity);
+  reserve_host_memory(most.host);
+  memory_bytes_ = round_up(std::max<std::size_t>(most.device, 1), kGranularity);
   const mp::Functions& mp = library_.mp;
   mp.check(mp.Malloc(column_, &memory_, memory_bytes_), "Malloc");
   mp.check(mp.BufferRegister(row_, memory_, memory_bytes_), "BufferRegister");
@@ -196,38 +197,78 @@ Engine::Bytes Engine::bytes_for(const Description& s, const Operands& o) {
   return bytes;
 }
 
+void Engine::reserve_host_memory(std::size_t bytes) {
+  const std::size_t has = host_memory_.empty() ? 0 : host_memory_.back().size();
+  // At least twice as much, so that those that stay are less than the last one.
+  if (bytes > has) host_memory_.emplace_back(std::max(bytes, 2 * has));
+}
+
+void Engine::require_running() const {
+  if (stopped()) fail(XD_ERROR_UNSUPPORTED, "cuBLASMp was stopped by an error of the communicator");
+}
+
 void Engine::require(const Description& description, const Operands& operands) {
   const std::lock_guard lock(mutex_);
+  require_running();
   const Bytes bytes = bytes_for(description, operands);
   if (bytes.device > memory_bytes_) {
     fail(XD_ERROR_UNSUPPORTED, "cuBLASMp needs ", bytes.device,
          " bytes of working memory for this call, the context has ", memory_bytes_);
   }
-  if (bytes.host > host_memory_.size()) host_memory_.resize(bytes.host);
+  reserve_host_memory(bytes.host);
 }
 
+// The handle has its own stream again also where the product has failed: the caller's may be gone
+// when the handle is next used.
 void Engine::enqueue(const Description& s, const Operands& o, cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
+  require_running();
   const mp::Functions& mp = library_.mp;
-  mp.check(mp.SetStream(handle_, stream), "SetStream");
   describe(s, o);
-  mp.check(mp.Matmul(handle_, operation_, s.m, s.n, s.k, &o.alpha, o.first, 1, 1, first_, o.second,
-                     1, 1, second_, &o.beta, o.c, 1, 1, d_, o.d, 1, 1, d_, memory_, memory_bytes_,
-                     host_memory_.data(), host_memory_.size()),
-           "Matmul");
-  mp.check(mp.SetStream(handle_, stream_.get()), "SetStream");
+  std::vector<std::byte> none;
+  std::vector<std::byte>& host = host_memory_.empty() ? none : host_memory_.back();
+  mp.check(mp.SetStream(handle_, stream), "SetStream");
+  const mp::Status status = mp.Matmul(handle_, operation_, s.m, s.n, s.k, &o.alpha, o.first, 1, 1,
+                                      first_, o.second, 1, 1, second_, &o.beta, o.c, 1, 1, d_, o.d,
+                                      1, 1, d_, memory_, memory_bytes_, host.data(), host.size());
+  const mp::Status reset = mp.SetStream(handle_, stream_.get());
+  mp.check(status, "Matmul");
+  mp.check(reset, "SetStream");
 }
 
-void Engine::abort() {
-  const std::lock_guard lock(abort_mutex_);
-  if (aborted_) return;
-  aborted_ = true;
-  if (own_comm_) library_.nccl.CommAbort(comm_);
+std::string why_not_lent(const Library& library) {
+  if (library.nccl.CommRevoke != nullptr) return "";
+  int version = 0;
+  library.nccl.check(library.nccl.GetVersion(&version), "GetVersion");
+  return concat(
+      "config.nccl_comm needs an NCCL with ncclCommRevoke, without which waits in a lent "
+      "communicator have no bound, found NCCL ",
+      version_text(version));
 }
 
-// A communicator that has been aborted is gone, and with it what the rest here refers to.
+// The mutex is not taken: its holder may be what waits.
+void Engine::stop() noexcept {
+  if (stopped_.exchange(true) || comm_ == nullptr) return;
+  if (library_.nccl.CommRevoke != nullptr) {
+    const nccl::Result result = library_.nccl.CommRevoke(comm_, 0);
+    if (result == nccl::kSuccess || result == nccl::kInProgress) return;
+  }
+  abort();  // frees what products use, but ends them first
+}
+
+void Engine::give_up() noexcept {
+  const std::lock_guard lock(mutex_);
+  stopped_.store(true);
+  abort();
+}
+
+void Engine::abort() noexcept {
+  if (own_comm_ && !aborted_.exchange(true)) library_.nccl.CommAbort(comm_);
+}
+
+// A communicator that has been stopped takes part in nothing any more.
 void Engine::release() noexcept {
-  if (aborted_ || std::exchange(released_, true)) return;
+  if (stopped() || std::exchange(released_, true)) return;
   const mp::Functions& mp = library_.mp;
   if (operation_ != nullptr) mp.MatmulDescriptorDestroy(operation_);
   for (const mp::Matrix matrix : {first_, second_, d_}) {

@@ -1,13 +1,21 @@
 // cuBLASMp on one rank: a handle of it, its communicator of NCCL, two grids, working memory.
 //
-// Everything here but enqueue() may wait for the other ranks without a bound, since NCCL does: see
-// attended_engine.h.
+// Everything here may wait for the other ranks without a bound, since NCCL does: see attendant.h.
+// An engine ends in one of two ways:
+//
+//   release()               all ranks at once, no product under way: everything is given back
+//   stop(), then give_up()  a rank alone: stop() ends what NCCL waits for, whatever runs; when no
+//                           product runs any more, give_up() gives NCCL's communicator back.
+//                           cuBLASMp's own ends need all ranks, so the rest stays where it is.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstddef>
+#include <deque>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "cuda/stream.h"
@@ -45,15 +53,15 @@ class Engine {
   // Throws UNSUPPORTED where cuBLASMp cannot do it, or needs more working memory than was taken.
   // Local; elements are not looked at.
   void require(const Description& description, const Operands& operands);
-  // Enqueues the product. The peers have to do so, too.
+  // Enqueues the product. The peers have to do so, too. Throws if the engine has been stopped.
   void enqueue(const Description& description, const Operands& operands, cudaStream_t stream);
-  // Gives everything back, all ranks at once, and with no product under way; after abort() it
-  // leaves everything where it is. Once.
-  void release() noexcept;
-  // Ends what NCCL does here and waits for, where the communicator is the engine's own. Any thread.
-  void abort();
 
-  Engine* next_kept = nullptr;  // of those that are never ended
+  // Leaves everything where it is after stop(). Once.
+  void release() noexcept;
+  // Any thread, also beside the others here. A communicator that was lent is its owner's to free.
+  void stop() noexcept;
+  void give_up() noexcept;
+  bool stopped() const { return stopped_.load(std::memory_order_acquire); }
 
  private:
   struct Bytes {
@@ -61,6 +69,9 @@ class Engine {
   };
 
   void connect(const Ranks& ranks);
+  void require_running() const;
+  void abort() noexcept;
+  void reserve_host_memory(std::size_t bytes);
   void make_grids(int ranks);
   void make_descriptors();
   void take_memory();
@@ -79,7 +90,7 @@ class Engine {
   Abilities abilities_{};
   nccl::Comm comm_ = nullptr;
   bool own_comm_ = false;
-  std::mutex mutex_;               // explain() may be called beside an operation
+  std::mutex mutex_;               // explain() may be called beside an operation; not for stop()
   const xd::cuda::Stream stream_;  // the handle's, but while it enqueues
   mp::Handle handle_ = nullptr;
   mp::Grid column_ = nullptr, row_ = nullptr;  // of ranks
@@ -88,10 +99,14 @@ class Engine {
   void* memory_ = nullptr;
   std::size_t memory_bytes_ = 0;
   bool registered_ = false;  // with row_, too
-  std::vector<std::byte> host_memory_;
+  // The last one is in use. The others stay, as a product that runs may still read them.
+  std::deque<std::vector<std::byte>> host_memory_;
   std::vector<std::int64_t> starts_;  // of the plain calls
-  std::mutex abort_mutex_;
-  bool aborted_ = false, released_ = false;
+  std::atomic<bool> stopped_{false}, aborted_{false};
+  bool released_ = false;
 };
+
+// What hinders an engine from using a communicator that the caller lends; empty if nothing does.
+std::string why_not_lent(const Library& library);
 
 }  // namespace xd::gemm::cublasmp

@@ -126,6 +126,7 @@ Library find_library(const char* name) {
   opened.look_up("cublasMp" #function, found.mp.function);
   XD_MP_FUNCTIONS
 #undef XD_MP_FUNCTION
+  opened.find("ncclCommRevoke", found.nccl.CommRevoke);
   opened.keep();
   return found;
 }

@@ -134,7 +134,7 @@ struct Properties {
   XD_NCCL_FUNCTION(CommCuDevice, Result, (Comm, int*))                           \
   XD_NCCL_FUNCTION(CommQueryProperties, Result, (Comm, Properties*))
 
-inline constexpr Result kSuccess = 0;
+inline constexpr Result kSuccess = 0, kInProgress = 7;
 
 struct Functions {
 // NOLINTBEGIN(bugprone-macro-parentheses): arguments that are types take none
@@ -142,6 +142,9 @@ struct Functions {
   XD_NCCL_FUNCTIONS
 #undef XD_NCCL_FUNCTION
   // NOLINTEND(bugprone-macro-parentheses)
+
+  // Ends what a communicator does and waits for, and frees nothing. nullptr = this NCCL has none.
+  Result (*CommRevoke)(Comm, int flags) = nullptr;
 
   // Throws SYSTEM with the call's name and NCCL's reason.
   void check(Result result, const char* call) const;

@@ -234,8 +234,10 @@ void CudaContext::warm_up() {
 }
 
 // A turn may be over while products and copies behind it still run, or may not have begun yet: the
-// marks on the streams tell. Graphs leave no marks, and there the turn has to do.
+// marks on the streams tell. Graphs leave no marks, and there the turn has to do. cuBLASMp comes
+// first, since what it waits for in these streams may have to be ended.
 CudaContext::~CudaContext() {
+  cublasmp_.reset();
   bool rests = true;
   xd::cuda::try_on_device(comm().device().device_id, [&] {
     const auto deadline = Deadline::after_ms(Runner::kPatienceMs);
@@ -437,9 +439,6 @@ void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered
   enqueue(turn, stream, [&] { work.enqueue(); });
 }
 
-// NCCL waits for ranks without a bound. So the host waits here, within bounds, until it knows that
-// all ranks have come with the same call, before it enqueues what waits for them. The meeting need
-// not wait for products of meetings before it, so calls in a row are enqueued ahead of the device.
 void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                                     bool& entered) {
   if (xd::cuda::is_captured(stream)) {
@@ -449,6 +448,22 @@ void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& optio
   Record record = record_of(call, option.algo);
   if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
   const EnqueuedTurn turn = next_turn(record, entered);
+  try {
+    meet_and_enqueue(call, option, turn, stream);
+  } catch (...) {
+    // What has been enqueued ends at the mark. Where the communicator is finished, that is why.
+    met_ = false;
+    xd::cuda::try_on_device(comm().device().device_id, [&] { end(stream); });
+    comm().errors().throw_if_failed();
+    throw;
+  }
+}
+
+// NCCL waits for ranks without a bound. So the host waits here, within bounds, until it knows that
+// all ranks have come with the same call, before it enqueues what waits for them. The meeting need
+// not wait for products of meetings before it, so calls in a row are enqueued ahead of the device.
+void CudaContext::meet_and_enqueue(const ProductCall& call, const Option& option,
+                                   const EnqueuedTurn& turn, xd_stream stream) {
   SideStream& side = *memory_->side;
   side.begin();
   const bool follows_a_meeting =
@@ -458,8 +473,8 @@ void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& optio
     side.order(stream, side.get());
   }
   met_ = false;
-  if (memory_->meeting->hold(turn, side, comm())) {
-    enqueue_by_cublasmp(Operation(shop_, call, option, turn, stream), call, stream);
+  if (const auto epoch = memory_->meeting->hold(turn, side, comm())) {
+    enqueue_by_cublasmp(Operation(shop_, call, option, turn, stream), call, *epoch, stream);
     met_ = !call.reduce_bias_grad;
   }
   side.order(side.get(), stream);
@@ -467,14 +482,14 @@ void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& optio
 }
 
 void CudaContext::enqueue_by_cublasmp(const Operation& work, const ProductCall& call,
-                                      xd_stream stream) {
+                                      std::uint64_t epoch, xd_stream stream) {
   const bool plain = is_plain_for_cublasmp(call);
   std::byte* const d = work.begin_by_cublasmp();
   const std::int64_t rows = call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all();
   if (rows > 0) {
-    cublasmp_->get()->enqueue(
-        cublasmp::describe(call, config(), plain ? call.d.type : DType::f32, plain),
-        cublasmp::operands_of(call, d, plain), stream);
+    cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
+                       cublasmp::describe(call, config(), plain ? call.d.type : DType::f32, plain),
+                       cublasmp::operands_of(call, d, plain), stream);
   }
   work.end_by_cublasmp();
 }

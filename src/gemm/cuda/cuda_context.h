@@ -79,7 +79,10 @@ class CudaContext final : public Context {
   void start(const ProductCall& call, xd_stream stream, bool& entered);
   void start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                          bool& entered);
-  void enqueue_by_cublasmp(const Operation& work, const ProductCall& call, xd_stream stream);
+  void meet_and_enqueue(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
+                        xd_stream stream);
+  void enqueue_by_cublasmp(const Operation& work, const ProductCall& call, std::uint64_t epoch,
+                           xd_stream stream);
   // What hinders it; empty if nothing does.
   std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);

@@ -8,15 +8,18 @@
 
 namespace xd::gemm::cuda {
 
-bool Meeting::hold(const EnqueuedTurn& turn, SideStream& side, Comm& comm) const {
+std::optional<std::uint64_t> Meeting::hold(const EnqueuedTurn& turn, SideStream& side,
+                                           Comm& comm) const {
   turn.open(side.get());
-  XD_CUDA_CHECK(cudaMemcpyAsync(agreed_.data(), &turn.params().group.control->agreed,
-                                sizeof(std::uint32_t), cudaMemcpyDeviceToHost, side.get()));
+  XD_CUDA_CHECK(cudaMemcpyAsync(control_.data(), turn.params().group.control, sizeof(Control),
+                                cudaMemcpyDeviceToHost, side.get()));
   const cudaEvent_t known = side.record(side.get());
   launch_close(turn.params(), side.get());
   wait(known, turn.params(), comm);
   comm.errors().throw_if_failed();
-  return *agreed_.as<const std::uint32_t>() != 0;
+  const Control& left = *control_.as<const Control>();
+  if (left.agreed == 0) return std::nullopt;
+  return left.opened;
 }
 
 // The opening's own wait is bounded. What stands in front of it in the stream is not.

@@ -3,6 +3,9 @@
 // wait for the work in the caller's.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+
 #include "comm/comm.h"
 #include "cuda/memory.h"
 #include "gemm/cuda/operations.h"
@@ -12,17 +15,17 @@ namespace xd::gemm::cuda {
 
 class Meeting {
  public:
-  explicit Meeting(int device) : agreed_(device, sizeof(std::uint32_t)) {}
+  explicit Meeting(int device) : control_(device, sizeof(Control)) {}
 
-  // True if all ranks have come with the same record. If they differ, the kernels have told it.
-  // Throws the error that finishes the communicator; a TIMEOUT includes the work for which the
+  // The epoch, if all ranks have come with the same record. If they differ, the kernels have told
+  // it. Throws the error that finishes the communicator; a TIMEOUT includes the work for which the
   // stream of `side` waits.
-  bool hold(const EnqueuedTurn& turn, SideStream& side, Comm& comm) const;
+  std::optional<std::uint64_t> hold(const EnqueuedTurn& turn, SideStream& side, Comm& comm) const;
 
  private:
   void wait(cudaEvent_t known, const TurnParams& turn, Comm& comm) const;
 
-  xd::cuda::PinnedBlock agreed_;  // a copy of Control::agreed
+  xd::cuda::PinnedBlock control_;  // a copy of Control, for what the opening leaves there
 };
 
 }  // namespace xd::gemm::cuda

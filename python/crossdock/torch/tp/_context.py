@@ -117,8 +117,9 @@ class TpContext(Membership):
             allow_fallback: whether a call whose algorithm cannot run takes "auto" instead.
             nccl_comm: CUDA: address of an ``ncclComm_t`` of the same ranks in the same order, with
                 which cuBLASMp transfers. It makes the context for cuBLASMp; keep it until the
-                context has been closed, and use it for nothing else. None = cuBLASMp, where `algo`
-                names it, gets one of its own.
+                context has been closed, and use it for nothing else. An error that finishes the
+                context's communicator may revoke it. None = cuBLASMp, where `algo` names it, gets
+                one of its own.
             comm: None = the default communicator.
 
         Raises:
