@@ -30,6 +30,14 @@ bool is_capture_error(cudaError_t error) {
   return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
 }
 
+// nullptr = none: that of the device itself. (A driver that knows no green contexts has none.)
+CUgreenCtx green_context_of(cudaStream_t stream) {
+  const Driver& functions = driver();
+  if (is_default_stream(stream) || functions.cuStreamGetGreenCtx == nullptr) return nullptr;
+  CUgreenCtx context = nullptr;
+  return functions.cuStreamGetGreenCtx(stream, &context) == CUDA_SUCCESS ? context : nullptr;
+}
+
 }  // namespace
 
 Stream::Stream(int device) : device_(device) {
@@ -84,16 +92,12 @@ std::uint64_t capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : kInvalidated;
 }
 
+bool is_of_green_context(cudaStream_t stream) { return green_context_of(stream) != nullptr; }
+
 int multiprocessors_of(cudaStream_t stream, int all) {
   const Driver& functions = driver();
-  if (is_default_stream(stream) || functions.cuStreamGetGreenCtx == nullptr ||
-      functions.cuGreenCtxGetDevResource == nullptr) {
-    return all;
-  }
-  CUgreenCtx context = nullptr;
-  if (functions.cuStreamGetGreenCtx(stream, &context) != CUDA_SUCCESS || context == nullptr) {
-    return all;
-  }
+  const CUgreenCtx context = green_context_of(stream);
+  if (context == nullptr || functions.cuGreenCtxGetDevResource == nullptr) return all;
   CUdevResource part{};
   const CUresult error =
       functions.cuGreenCtxGetDevResource(context, &part, CU_DEV_RESOURCE_TYPE_SM);

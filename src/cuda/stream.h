@@ -86,6 +86,9 @@ inline bool is_legacy_stream(cudaStream_t stream) {
 // blocking stream is captured: nothing can be enqueued there.
 bool takes_work(cudaStream_t stream);
 
+// True for a stream of a green context, which is not the device's own.
+bool is_of_green_context(cudaStream_t stream);
+
 // The number of multiprocessors that kernels of a stream run on: those of its green context, if
 // that has fewer than `all`, the device's. (A driver that knows no green contexts has none.)
 int multiprocessors_of(cudaStream_t stream, int all);

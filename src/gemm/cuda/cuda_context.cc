@@ -445,6 +445,10 @@ void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& optio
     fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo),
          ": cannot be captured, since the ranks agree before it is enqueued");
   }
+  if (xd::cuda::is_of_green_context(stream)) {
+    fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo),
+         ": stream: belongs to a green context, expected one of the device's own context");
+  }
   Record record = record_of(call, option.algo);
   if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
   const EnqueuedTurn turn = next_turn(record, entered);
