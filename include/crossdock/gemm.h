@@ -126,8 +126,8 @@ typedef enum xd_gemm_epilogue {
 /* The bit of an operation in xd_gemm_config.operations. */
 #define XD_GEMM_BIT(operation) (1 << ((operation)-XD_GEMM_ALL_GATHER))
 
-/* Bounds of what a context is used for. Equal on all ranks, but for num_comm_sms, and nccl_comm,
- * which all ranks give or none. */
+/* Bounds of what a context is used for. Equal on all ranks, but for num_comm_sms in contexts that
+ * are not made for cuBLASMp, and nccl_comm, which all ranks give or none. */
 typedef struct xd_gemm_config {
   size_t struct_size;
   /* W, for xd_gemm_context_memory. xd_gemm_context_create also takes 0 = the communicator's. */

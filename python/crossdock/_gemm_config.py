@@ -88,7 +88,8 @@ class GemmMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmConfig:
-    """Bounds of what a `GemmContext` is used for. Equal on all ranks, but for num_comm_sms.
+    """Bounds of what a `GemmContext` is used for. Equal on all ranks, but for num_comm_sms where
+    algo does not name cuBLASMp.
 
     Attributes:
         max_tokens: largest number of tokens of a rank.

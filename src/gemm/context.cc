@@ -12,6 +12,7 @@ namespace {
 struct Announcement {
   std::int64_t operations, max_tokens, max_k, max_n, type, algo, slots, keep_gathered,
       allow_fallback, lends_nccl;
+  std::int64_t comm_sms;  // of cuBLASMp, whose kernels on one rank wait for those on the others
 };
 
 using Field = turn::EqualField<Announcement>;
@@ -26,6 +27,7 @@ constexpr std::array kEqualFields = {
     Field{"keep_gathered", &Announcement::keep_gathered},
     Field{"allow_fallback", &Announcement::allow_fallback},
     Field{"nccl_comm (1 = given)", &Announcement::lends_nccl},
+    Field{"num_comm_sms", &Announcement::comm_sms},
 };
 
 Announcement announce(const Config& c) {
@@ -38,7 +40,8 @@ Announcement announce(const Config& c) {
           .slots = c.slots,
           .keep_gathered = c.keep_gathered,
           .allow_fallback = c.allow_fallback,
-          .lends_nccl = c.nccl_comm != nullptr};
+          .lends_nccl = c.nccl_comm != nullptr,
+          .comm_sms = c.is_for_cublasmp() ? c.num_comm_sms : 0};
 }
 
 }  // namespace

@@ -179,6 +179,21 @@ TEST(CommMultiprocessors, ChangeNoResult) {
   }
 }
 
+// Kernels of cuBLASMp on one rank wait for those on the others.
+TEST(Disagreement, OnTheMultiprocessorsOfCublasMpIsNamed) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
+  on_every_rank([](Rank& rank) {
+    xd_gemm_config config = good_config();
+    config.algo = XD_GEMM_ALGO_CUBLASMP;
+    config.allow_fallback = 1;
+    config.num_comm_sms = rank.rank == 0 ? 4 : 8;
+    xd_gemm_context* context = nullptr;
+    EXPECT_EQ(xd_gemm_context_create(rank.comm, &config, &context), XD_ERROR_MISMATCH);
+    EXPECT_TRUE(said("config.num_comm_sms = 4 on rank 0 and 8 on rank 1")) << xd_last_error();
+    EXPECT_EQ(context, nullptr);
+  });
+}
+
 TEST(ContextMemory, GrowsWithWhatTheContextIsFor) {
   const auto bytes = [](const std::function<void(xd_gemm_config&)>& change) {
     xd_gemm_config config = good_config();
