@@ -157,6 +157,37 @@ TEST_P(GreenContext, HasAsManyBlocksAsItsPartOfTheDevice) {
   });
 }
 
+// cuBLASMp takes streams of the context that its handle was made in alone.
+TEST(GreenContextOfProducts, IsRefusedForCublasMp) {
+  const char* reason = nullptr;
+  if (xd_feature_available(XD_FEATURE_CUBLASMP, &reason) == 0) GTEST_SKIP() << reason;
+  if (!has_green_contexts()) GTEST_SKIP() << "this driver has no green contexts";
+  on_every_rank([](Rank& rank) {
+    GemmCase c = plain_gemm_case(rank.num_ranks);
+    c.tokens = TokenCounts::equal;
+    xd_gemm_config config = c.config();
+    config.algo = XD_GEMM_ALGO_CUBLASMP;
+    xd_gemm_context* made = nullptr;
+    if (xd_gemm_context_create(rank.comm, &config, &made) == XD_ERROR_UNSUPPORTED) return;
+    ASSERT_NE(made, nullptr) << xd_last_error();
+    const GemmContext context(made);
+    GemmBatch whole(rank, c, 0);
+    cuda_ok(cudaSetDevice(rank.memory->device().device_id), "cudaSetDevice");
+    unsigned multiprocessors = 0;
+    const cudaStream_t stream =
+        stream_of_part(rank.memory->device().device_id,
+                       static_cast<unsigned>(rank.rank / device_count("cuda")), multiprocessors);
+    OnStream memory(*rank.memory, stream);
+    const Rank there = rank.on(memory);
+    const GemmBatch part(there, c, 0);
+    const GemmOutcome outcome = part.call(context.get());
+    EXPECT_EQ(outcome, XD_ERROR_UNSUPPORTED);
+    EXPECT_TRUE(outcome.mentions("green context")) << outcome.text;
+    ok(whole.call(context.get()));
+    whole.check(context.get());
+  });
+}
+
 // Kernels of products that wait with all their blocks have no more than find room there: rows of
 // several hundred tokens have more than that.
 TEST(GreenContextOfProducts, HasAsManyBlocksAsItsPartOfTheDevice) {

@@ -49,6 +49,17 @@ void require_memory(const TransferCall& c, int device) {
   if (c.product) require_memory(*c.product, device);
 }
 
+// What hinders cuBLASMp on a stream; empty if nothing does.
+const char* obstacle_on(xd_stream stream) {
+  if (xd::cuda::is_captured(stream)) {
+    return "cannot be captured, since the ranks agree before it is enqueued";
+  }
+  if (xd::cuda::is_of_green_context(stream)) {
+    return "stream: belongs to a green context, expected one of the device's own context";
+  }
+  return "";
+}
+
 // What ranks tell one another in one step is bounded.
 constexpr std::size_t kTunedAtOnce = 16;
 using TunedPiece = std::array<TunedProduct, kTunedAtOnce>;
@@ -399,9 +410,10 @@ Problem CudaContext::problem(const ProductCall& call) const {
 }
 
 // The way of a call. Throws UNSUPPORTED where the algorithm that was asked for cannot run.
-Option CudaContext::choose(const ProductCall& call) const {
+Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp) const {
   require_supported(call);
-  const std::string hindered = is_cublasmp(call.algo) ? cublasmp_obstacle(call) : "";
+  std::string hindered = is_cublasmp(call.algo) ? cublasmp_obstacle(call) : "";
+  if (is_cublasmp(call.algo) && hindered.empty()) hindered = hinders_cublasmp;
   if (is_cublasmp(call.algo) && hindered.empty()) return {.algo = call.algo, .products = 1};
   const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
@@ -429,7 +441,7 @@ Option CudaContext::choose(const ProductCall& call) const {
 
 void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered) {
   require_memory(call, comm().device().device_id);
-  const Option option = choose(call);
+  const Option option = choose(call, is_cublasmp(call.algo) ? obstacle_on(stream) : "");
   if (is_cublasmp(option.algo)) return start_by_cublasmp(call, option, stream, entered);
   Record record = record_of(call, option.algo);
   record.mover = static_cast<std::uint8_t>(option.mover);
@@ -441,14 +453,6 @@ void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered
 
 void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                                     bool& entered) {
-  if (xd::cuda::is_captured(stream)) {
-    fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo),
-         ": cannot be captured, since the ranks agree before it is enqueued");
-  }
-  if (xd::cuda::is_of_green_context(stream)) {
-    fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo),
-         ": stream: belongs to a green context, expected one of the device's own context");
-  }
   Record record = record_of(call, option.algo);
   if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
   const EnqueuedTurn turn = next_turn(record, entered);

@@ -87,7 +87,8 @@ class CudaContext final : public Context {
   std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);
   Problem problem(const ProductCall& call) const;
-  Option choose(const ProductCall& call) const;
+  // `hinders_cublasmp`: what of the call's stream does.
+  Option choose(const ProductCall& call, const char* hinders_cublasmp = "") const;
   TurnParams turn_params(const Record& record, std::uint32_t launch) const {
     return {.group = shop_.group, .launch = launch, .record = record};
   }

@@ -1,4 +1,4 @@
-// A product by cuBLASMp to which a rank does not come, though it has agreed: its stream is held.
+// Products by cuBLASMp on streams that are held, or captured.
 #include <crossdock/gemm.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -37,29 +37,32 @@ struct Hold {
   }
 };
 
-bool is_there(const Rank& rank, const xd_gemm_config& config) {
+// nullptr where a context for cuBLASMp cannot be made.
+GemmContext context_for_cublasmp(xd_comm* comm, xd_gemm_config config) {
+  config.algo = XD_GEMM_ALGO_CUBLASMP;
   xd_gemm_context* made = nullptr;
-  const xd_status status = xd_gemm_context_create(rank.comm, &config, &made);
-  xd_gemm_context_destroy(made);
-  return status == XD_SUCCESS;
+  const xd_status status = xd_gemm_context_create(comm, &config, &made);
+  if (status != XD_SUCCESS && status != XD_ERROR_UNSUPPORTED) {
+    throw CallFailed(status, xd_last_error());
+  }
+  return GemmContext(made);
 }
 
-// The ranks agree without waiting for their streams, since a call by cuBLASMp came before.
+// A rank does not come to a product though it has agreed: its stream is held. The ranks agree
+// without waiting for their streams, since a call by cuBLASMp came before.
 TEST(CublasMpWait, EndsByTheTimeoutThoughNoRankMakesAnotherCall) {
   const char* reason = nullptr;
   if (xd_feature_available(XD_FEATURE_CUBLASMP, &reason) == 0) GTEST_SKIP() << reason;
   on_every_rank([](Rank& base) {
     GemmCase c = plain_gemm_case(base.num_ranks, XD_GEMM_REDUCE_SCATTER);
     c.tokens = TokenCounts::equal;
-    xd_gemm_config config = c.config();
-    config.algo = XD_GEMM_ALGO_CUBLASMP;
-    if (base.num_ranks == 1 || !is_there(base, config)) return;
+    if (base.num_ranks == 1 || !context_for_cublasmp(base.comm, c.config())) return;
     const Comm comm = base.another_comm("held", World::kHeapBytes, kTimeoutMs);
     Rank rank = base;
     rank.comm = comm.get();
     Hold& hold = *new Hold;  // the stream may still read it when the test has failed
     {
-      const GemmContext context = make_context(comm.get(), config);
+      const GemmContext context = context_for_cublasmp(comm.get(), c.config());
       GemmBatch batch(rank, c, 0);
       ok(batch.call(context.get()));
       if (rank.rank == 0) hold.put(rank.stream());
@@ -79,6 +82,33 @@ TEST(CublasMpWait, EndsByTheTimeoutThoughNoRankMakesAnotherCall) {
       hold.ends = true;
       rank.memory->synchronize();  // the product has been ended
       EXPECT_EQ(batch.enqueue(context.get()), XD_ERROR_TIMEOUT);
+    }
+  });
+}
+
+TEST(CublasMpCapture, IsRefusedOrTakesAnotherAlgorithm) {
+  const char* reason = nullptr;
+  if (xd_feature_available(XD_FEATURE_CUBLASMP, &reason) == 0) GTEST_SKIP() << reason;
+  on_every_rank([](Rank& rank) {
+    GemmCase c = plain_gemm_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER);
+    c.tokens = TokenCounts::equal;
+    GemmBatch batch(rank, c, 0);
+    xd_gemm_config config = c.config();
+    if (const GemmContext strict = context_for_cublasmp(rank.comm, config)) {
+      const Graph graph(rank, [&] {
+        EXPECT_EQ(batch.enqueue(strict.get()), XD_ERROR_UNSUPPORTED);
+        EXPECT_NE(std::string(xd_last_error()).find("cannot be captured"), std::string::npos)
+            << xd_last_error();
+      });
+    }
+    config.allow_fallback = 1;
+    const GemmContext context = context_for_cublasmp(rank.comm, config);
+    const Graph graph(rank, [&] { ok(batch.enqueue(context.get())); });
+    for (int i = 0; i < 3; ++i) {
+      batch.reset();
+      graph.launch();
+      ok(finish(rank, context.get(), XD_SUCCESS));
+      batch.check(context.get());
     }
   });
 }
