@@ -360,10 +360,9 @@ void CudaContext::fail_turn(const turn::Call& call, std::uint32_t launch, xd_str
   gather_->join(stream);
   Record record;
   record.call = call;
-  const TurnParams turn = turn_params(record, launch);
-  begin(turn, stream);
-  launch_failed(turn, stream);
-  end(stream);
+  bool entered = false;
+  const EnqueuedTurn turn(turn_params(record, launch), entered);
+  enqueue(turn, stream, [&] { launch_failed(turn.params(), stream); });
 }
 
 // Before an operation enqueues anything. One of another stream than the last one's must find that

@@ -63,23 +63,16 @@ class SideStream {
     if (marked_) wait(ended_.get(), stream);
   }
   // Waits until the marked end has come and this stream has nothing to do; false if that is not so
-  // by the deadline. Graphs that run are not seen.
-  bool comes_to_rest(const Deadline& deadline) {
+  // by the deadline. Graphs that run are not seen. It needs nothing that it may not get.
+  bool comes_to_rest(const Deadline& deadline) const noexcept {
     // While the stream is captured, nothing else is enqueued there.
-    if (!xd::cuda::is_captured(stream_)) {
-      begin();
-      if (!has_come(record(stream_), deadline)) return false;
-    }
+    const bool captured = xd::cuda::is_captured(stream_);
+    if (!captured && !is_ready([this] { return cudaStreamQuery(stream_); }, deadline)) return false;
     return !marked_ || has_come(ended_.get(), deadline);
   }
-  // False if an event has not come by the deadline. An error of the device ends everything.
-  static bool has_come(cudaEvent_t event, const Deadline& deadline) {
-    while (cudaEventQuery(event) == cudaErrorNotReady) {
-      cudaGetLastError();
-      if (deadline.passed()) return false;
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    return true;
+  // False if an event has not come by the deadline.
+  static bool has_come(cudaEvent_t event, const Deadline& deadline) noexcept {
+    return is_ready([event] { return cudaEventQuery(event); }, deadline);
   }
   // Makes the events of an operation beforehand.
   void reserve(std::size_t events) {
@@ -88,6 +81,16 @@ class SideStream {
   }
 
  private:
+  // An error of the device ends everything.
+  template <class Query>
+  static bool is_ready(Query&& query, const Deadline& deadline) noexcept {
+    while (query() == cudaErrorNotReady) {
+      cudaGetLastError();  // not an error, but recorded as one
+      if (deadline.passed()) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return true;
+  }
   cudaStream_t another() {
     const xd::cuda::RelaxedCapture relaxed;
     all_.reserve(all_.size() + 1);
