@@ -152,9 +152,11 @@ struct FakeProperties {
   unsigned magic, version;
   int numbers[4];
   bool device_functions, multimem;
+  std::uint8_t gin;
 };
 int ncclCommQueryProperties(void*, FakeProperties* properties) {
-  if (properties->size != 56 || properties->magic != 0xcafebeef) return 4;
+  if (properties->size != sizeof(FakeProperties) || properties->version != 22902) return 4;
+  if (properties->magic != 0xcafebeef) return 4;
   properties->multimem = false;
   return 0;
 }

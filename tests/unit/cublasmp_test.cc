@@ -15,6 +15,8 @@
 #include <cublasmp.h>
 #if __has_include(<nccl_device/host.h>)
 #include <nccl_device/host.h>
+#else
+#include <nccl_device/core.h>
 #endif
 
 // The restated names are those of the header, where it is installed.
@@ -71,7 +73,6 @@ constexpr std::size_t sizes_of(Result (*)(Arguments...)) {
   static_assert(sizes_of(decltype(&cublasMp##name){}) == sizes_of(decltype(mp::Functions::name){}));
 XD_MP_FUNCTIONS
 #undef XD_MP_FUNCTION
-#if __has_include(<nccl_device/host.h>)
 #define XD_NCCL_FUNCTION(name, result, arguments) \
   static_assert(sizes_of(decltype(&nccl##name){}) == sizes_of(decltype(nccl::Functions::name){}));
 XD_NCCL_FUNCTIONS
@@ -79,11 +80,12 @@ XD_NCCL_FUNCTIONS
 static_assert(offsetof(nccl::Properties, multicast) ==
                   offsetof(ncclCommProperties_t, multimemSupport) &&
               sizeof(nccl::Properties) >= sizeof(ncclCommProperties_t));
+#if NCCL_VERSION_CODE == 22902
+static_assert(nccl::Properties{}.size == sizeof(ncclCommProperties_t) &&
+              nccl::Properties{}.version == NCCL_VERSION_CODE);
 #endif
-#if defined(NCCL_REVOKE_DEFAULT)
 static_assert(NCCL_REVOKE_DEFAULT == 0 &&
               sizes_of(&ncclCommRevoke) == sizes_of(decltype(nccl::Functions::CommRevoke){}));
-#endif
 
 }  // namespace
 }  // namespace xd::gemm::cublasmp

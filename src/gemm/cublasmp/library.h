@@ -112,9 +112,10 @@ struct UniqueId {  // an ncclUniqueId
   char bytes[128];
 };
 
-// An ncclCommProperties_t of NCCL 2.29.2, and room for one that is larger.
+// An ncclCommProperties_t of NCCL 2.29.2, as which later ones fill it in, and room for one that is
+// larger.
 struct Properties {
-  std::size_t size = 56;
+  std::size_t size = 40;
   unsigned magic = 0xcafebeef, version = 22902;
   int rank = 0, ranks = 0, cuda_device = 0, nvml_device = 0;
   bool device_functions = false, multicast = false;
