@@ -201,7 +201,8 @@ typedef struct xd_ep_config {
   /* The most operations of a kind between their halves: 2 to 4; 0 = 2. */
   int32_t in_flight;
   xd_ep_peer_loss on_peer_loss;
-  /* Longest wait of an operation, or of one half of it; 0 = the communicator's. */
+  /* Longest wait of an operation, or of one half of it; 0 = the communicator's. With
+   * on_peer_loss = MASK, twice that for a peer to free a place, as it may itself wait for a rank. */
   int32_t wait_timeout_ms;
 } xd_ep_config;
 /* clang-format off */

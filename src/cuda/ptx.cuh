@@ -201,6 +201,24 @@ __device__ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Begins to copy 16 bytes from global to shared memory, past L1. The copy belongs to the generic
+// proxy, is coherent, and comes behind what the thread has acquired.
+__device__ inline void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
+               : "memory");
+}
+
+// Ends the thread's present group of such copies, which may be empty.
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// When it returns, all groups of the calling thread but the last kPending have ended, and it sees
+// what they have copied.
+template <int kPending>
+__device__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // ---- Bulk copies -------------------------------------------------------------------------------
 
 __device__ inline void mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals) {

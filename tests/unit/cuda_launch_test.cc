@@ -115,6 +115,30 @@ TEST(LaunchShapeTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
   EXPECT_LT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, by_expert);
 }
 
+// Four ranks, top-8: a token has rows on 3.6 ranks, 2.7 of them others; of its 8 rows by expert 2
+// are this rank's own.
+TEST(LaunchShapeTest, BlocksAreDividedAsTheRowsThatTheyMove) {
+  const RowPieces row = RowPieces::make(14336);
+  Traffic traffic{.ranks = 4, .tokens = 4096, .topk = 8, .row_bytes = 14336, .receives = true};
+  const auto sending = [&] {
+    return dispatch_shape(traffic, row, row, 100, 128, kHopper).first_blocks;
+  };
+  const auto pushing = [&] { return combine_shape(traffic, 100, 128, kHopper).first_blocks; };
+  traffic.staged = true;
+  EXPECT_EQ(sending(), 57) << "by rank: 2.7 + 0.9 rows are sent, 2.7 are copied";
+  EXPECT_EQ(pushing(), 61) << "3.6 rows are read and written, then read, and their sum written";
+  traffic.row_per_expert = true;
+  EXPECT_EQ(sending(), 44) << "by expert: 2.7 + 2 rows are sent, 6 are copied";
+  EXPECT_EQ(pushing(), 72) << "8 rows are read";
+  traffic.staged = false;
+  EXPECT_EQ(sending(), 59) << "the first of a peer's rows is in its place";
+  traffic.scaled = true;
+  EXPECT_EQ(sending(), 31) << "3.6 rows are sent, all 8 are written at the owner";
+  traffic.ranks = 1;
+  traffic.scaled = false;
+  EXPECT_EQ(sending(), 100) << "no rows come from peers";
+}
+
 TEST(LaunchShapeTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
   const RowPieces row = RowPieces::make(14336);
   for (const bool by_expert : {false, true}) {

@@ -28,8 +28,8 @@ template <class T>
 class Pusher {
  public:
   __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan,
-                    WarpTerms& terms)
-      : p_(params), turn_(turn), plan_(plan), terms_(terms) {}
+                    WarpTerms& terms, std::byte* ring)
+      : p_(params), turn_(turn), plan_(plan), terms_(terms), ring_(ring) {}
 
   // With a blank verdict it raises flags without sums.
   __device__ void push_all() {
@@ -63,10 +63,10 @@ class Pusher {
     __syncwarp();  // the last sum has read its terms
     if (lane_id() < rows.count) {
       terms_.row[lane_id()] = p_.rows + rows.row * p_.row_bytes;
-      terms_.weight[lane_id()] = p_.weights != nullptr ? p_.weights[rows.row] : 1.0f;
+      if (p_.weights != nullptr) terms_.weight[lane_id()] = p_.weights[rows.row];
     }
     __syncwarp();
-    add_up<T>(turn_.peer(source).extra + slot * p_.row_bytes, terms_, rows.count,
+    add_up<T>(turn_.peer(source).extra + slot * p_.row_bytes, ring_, terms_, rows.count,
               p_.weights != nullptr, columns.first, columns.last);
   }
 
@@ -74,6 +74,7 @@ class Pusher {
   Turn& turn_;
   const PlanParts& plan_;
   WarpTerms& terms_;
+  std::byte* const ring_;
 };
 
 // ---- At the tokens' rank -----------------------------------------------------------------------
@@ -82,8 +83,8 @@ template <class T>
 class Summer {
  public:
   __device__ Summer(const CombineParams& params, Turn& turn, const TurnShared& shared,
-                    const PlanParts& plan, WarpTerms& terms)
-      : p_(params), turn_(turn), shared_(shared), plan_(plan), terms_(terms) {}
+                    const PlanParts& plan, WarpTerms& terms, std::byte* ring)
+      : p_(params), turn_(turn), shared_(shared), plan_(plan), terms_(terms), ring_(ring) {}
 
   // Returns false after a fatal error. Where tokens are few, several warps share one, by columns.
   __device__ bool sum_all() {
@@ -140,7 +141,6 @@ class Summer {
     __syncwarp();  // the last sum has read its terms
     bool here = true;
     if (c.leader) {
-      terms_.weight[order] = 1.0f;
       const PeerTensors& peer = turn_.peer(c.rank);
       const bool own = c.rank == turn_.rank() && !turn_.group().layout.row_per_expert;
       if (peer.rows != nullptr || own) {
@@ -156,8 +156,8 @@ class Summer {
     }
     if (!__all_sync(kAllLanes, here)) return false;
     __syncwarp();  // passes the acquires on to all lanes, and the terms
-    add_up<T>(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes, terms_, count, false,
-              columns.first, columns.last);
+    add_up<T>(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes, ring_, terms_, count,
+              false, columns.first, columns.last);
     return true;
   }
 
@@ -166,6 +166,7 @@ class Summer {
   const TurnShared& shared_;
   const PlanParts& plan_;
   WarpTerms& terms_;
+  std::byte* const ring_;
 };
 
 // Copies gradients of weights from outside symmetric memory to memory that peers can read. All
@@ -185,6 +186,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
   __shared__ WarpTerms terms_of_warp[kCombineWarps];
+  extern __shared__ __align__(128) std::byte rings[];
   fetch_params(p);
   Turn turn(p.turn, shared);
   bool started = turn.begin();
@@ -207,10 +209,11 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   if (moves || turn.verdict() == Verdict::blank) {
     const PlanParts plan = parts_of(p.turn.plan, turn.plan());
     WarpTerms& terms = terms_of_warp[warp_in_block()];
+    std::byte* const ring = rings + warp_in_block() * TermPieces::kBytes;
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
-    if (pushes) Pusher<T>(p, turn, plan, terms).push_all();
+    if (pushes) Pusher<T>(p, turn, plan, terms, ring).push_all();
     if (moves) {
-      Summer<T> summer(p, turn, shared, plan, terms);
+      Summer<T> summer(p, turn, shared, plan, terms, ring);
       bool good = true;
       if (p.sums) good = summer.sum_all();
       if (good && p.grad_topk_weights != nullptr) summer.gather_weights();

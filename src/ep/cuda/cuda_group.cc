@@ -210,7 +210,7 @@ void CudaGroup::check_limits() const {
   }
 }
 
-// Checks the need of prepare, which needs most: dispatch takes fewer warps where there is less.
+// Checks the need of prepare: the others take fewer warps where there is less.
 void CudaGroup::require_shared_memory() const {
   const std::size_t needed =
       prepare_shape(config().experts, config().ranks, 0, budget_, limits_).shared_bytes +

@@ -49,7 +49,7 @@ struct Division {
   double first, other;
 
   int first_of(int blocks) const {
-    if (other == 0.0 || blocks == 1) return blocks;
+    if (other < 1e-6 * first || blocks == 1) return blocks;
     const auto share = static_cast<int>(std::lround(blocks * first / (first + other)));
     return std::clamp(share, 1, blocks - 1);
   }
@@ -81,10 +81,10 @@ int blocks_for(int wanted, int num_sms, int budget) {
   return std::clamp(num_sms > 0 ? num_sms : wanted, 1, budget);
 }
 
-// The number of warps whose stages fit into shared memory, and whose threads fit into a block.
-int mover_warps(std::uint64_t warp_bytes, const LaunchLimits& device) {
+// The number of warps whose parts of shared memory fit, and whose threads fit into a block.
+int warps_in(std::uint64_t warp_bytes, const LaunchLimits& device) {
   const std::uint64_t room = device.shared_bytes - kStaticSharedBytes;
-  return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, kMostMoverWarps));
+  return static_cast<int>(std::clamp<std::uint64_t>(room / warp_bytes, 1, 32));
 }
 
 }  // namespace
@@ -125,7 +125,7 @@ LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
 LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,
                            int num_sms, int budget, const LaunchLimits& device) {
   const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
-  const int warps = mover_warps(warp_bytes, device);
+  const int warps = std::min(warps_in(warp_bytes, device), kMostMoverWarps);
   const RowsPerToken rows = rows_per_token(traffic);
   // Rows for this rank itself go to all their places at once. A peer's row arrives first, and is
   // copied from there to its other places or, out of staging memory, to all of them.
@@ -156,7 +156,9 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
                               traffic.receives ? 2 * latency : latency);
   LaunchShape shape{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
   shape.first_blocks = division_of_combine(rows).first_of(shape.blocks);
-  shape.threads = kCombineWarps * 32;
+  const int warps = std::min(warps_in(TermPieces::kBytes, device), kCombineWarps);
+  shape.threads = warps * 32;
+  shape.shared_bytes = at(warps) * TermPieces::kBytes;
   return shape;
 }
 

@@ -49,4 +49,13 @@ struct RowPieces {
   }
 };
 
+// The rows that are added up pass through shared memory as well (TermRing in ep/cuda/sums.cuh): a
+// warp has pieces of some of a sum's terms on their way, each of a few vectors of 16 bytes a lane.
+struct TermPieces {
+  static constexpr int kAhead = 5;
+  static constexpr int kVectors = 4;
+  static constexpr std::uint32_t kColumns = 32 * kVectors;         // vectors of a piece
+  static constexpr std::uint32_t kBytes = kAhead * kColumns * 16;  // of a warp
+};
+
 }  // namespace xd::ep::cuda

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "ep/cuda/quantise.cuh"
+#include "ep/cuda/row_pieces.h"
 
 namespace xd::ep::cuda {
 
@@ -104,79 +105,103 @@ struct WarpTerms {
   float weight[kMost];
 };
 
-// sum += weight * vector. Sums start at -0, which adds nothing to any number, not even to -0.
-template <class T>
+// The terms of a sum on their way to the lanes of a warp: each lane copies its own vectors of some
+// terms ahead into shared memory, and takes them out in the same order. So the copies of a
+// multiprocessor's warps keep its links busy while the warps add. No lane reads what another has
+// copied, so nothing is waited for but the lane's own copies.
+class TermRing : TermPieces {
+ public:
+  // Begins with the first terms of vectors [first, last). `shared`: this warp's kBytes.
+  __device__ TermRing(std::byte* shared, const WarpTerms& terms, int count, std::uint32_t first,
+                      std::uint32_t last)
+      : own_(shared + threadIdx.x % 32 * 16),
+        terms_(terms),
+        count_(count),
+        at_(first + threadIdx.x % 32),
+        last_(last) {
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) load_next();
+  }
+
+  // Takes the vectors of the next term: of term 0 .. count - 1 of the first columns, then of the
+  // next ones. Vectors behind the last one have any value.
+  __device__ void take(uint4 (&x)[kVectors]) {
+    ptx::copy_async_wait<kAhead - 1>();
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      x[j] = *reinterpret_cast<const uint4*>(own_ + place_ + j * 512);
+    }
+    load_next();
+  }
+
+ private:
+  // Fills the place that has just been read. There is a group for each place, also behind the end.
+  __device__ void load_next() {
+    if (at_ < last_) {
+      const std::byte* from = terms_.row[term_] + std::uint64_t{at_} * 16;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        if (at_ + j * 32 < last_) ptx::copy_async(own_ + place_ + j * 512, from + j * 512);
+      }
+    }
+    ptx::copy_async_commit();
+    place_ = place_ + kColumns * 16 < kBytes ? place_ + kColumns * 16 : 0;
+    if (++term_ < count_) return;
+    term_ = 0;
+    at_ += kColumns;
+  }
+
+  std::byte* const own_;
+  const WarpTerms& terms_;
+  const int count_;
+  int term_ = 0;             // that is loaded next,
+  std::uint32_t at_;         // its vector,
+  std::uint32_t place_ = 0;  // and where it goes, and where the oldest lies, as a byte offset
+  const std::uint32_t last_;
+};
+
+// sum += vector, times its weight where terms have some. Sums start at -0, which adds nothing to any
+// number, not even to -0.
+template <class T, bool kWeighted = true>
 __device__ void add_term(float* sum, const uint4& vector, float weight) {
   float x[T::kPerVector];
   T::unpack(vector, x);
 #pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) sum[n] = __fadd_rn(sum[n], __fmul_rn(weight, x[n]));
+  for (int n = 0; n < T::kPerVector; ++n) {
+    sum[n] = __fadd_rn(sum[n], kWeighted ? __fmul_rn(weight, x[n]) : x[n]);
+  }
 }
 
-// out[v] = sum of the terms' vectors v, for the warp's lanes over vectors [first, last): each term
-// times its weight (a product with 1 is exact), rounded once. Some vectors of two terms are loaded
-// before the first is used.
-template <class T>
-__device__ void sum_vectors(std::byte* out, const WarpTerms& terms, int count, std::uint32_t first,
-                            std::uint32_t last) {
-  constexpr int kVectors = 4;
+// out[v] = sum of the terms' vectors v, for the warp's lanes over vectors [first, last), rounded
+// once. A single term without weight is copied.
+template <class T, bool kWeighted>
+__device__ void sum_vectors(std::byte* out, std::byte* ring, const WarpTerms& terms, int count,
+                            std::uint32_t first, std::uint32_t last) {
+  constexpr int kVectors = TermPieces::kVectors;
+  TermRing coming(ring, terms, count, first, last);
 #pragma unroll 1
-  for (std::uint32_t v = first + threadIdx.x % 32; v < last; v += 32 * kVectors) {
+  for (; first < last; first += TermPieces::kColumns) {
+    const std::uint32_t v = first + threadIdx.x % 32;
     float sum[kVectors][T::kPerVector];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
 #pragma unroll
       for (int n = 0; n < T::kPerVector; ++n) sum[j][n] = -0.0f;
     }
+    uint4 x[kVectors];
 #pragma unroll 1
-    for (int r = 0; r < count; r += 2) {
-      const bool two = r + 1 < count;
-      const std::byte* a = terms.row[r] + std::uint64_t{v} * 16;
-      const std::byte* b = terms.row[two ? r + 1 : r] + std::uint64_t{v} * 16;
-      uint4 x[kVectors], y[kVectors];
+    for (int r = 0; r < count; ++r) {
+      coming.take(x);
+      const float weight = kWeighted ? terms.weight[r] : 1.0f;
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        if (v + j * 32 < last) x[j] = ptx::ld_streaming(a + j * 512);
-      }
-      if (two) {
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          if (v + j * 32 < last) y[j] = ptx::ld_streaming(b + j * 512);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], x[j], terms.weight[r]);
-      if (two) {
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) add_term<T>(sum[j], y[j], terms.weight[r + 1]);
-      }
+      for (int j = 0; j < kVectors; ++j) add_term<T, kWeighted>(sum[j], x[j], weight);
     }
+    const bool copies = !kWeighted && count == 1;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (v + j * 32 < last) {
-        ptx::st_streaming(out + std::uint64_t{v + j * 32} * 16, pack<T>(sum[j]));
-      }
-    }
-  }
-}
-
-// Copies row to out, with NaNs made quiet.
-template <class T>
-__device__ void copy_vectors(std::byte* out, const std::byte* row, std::uint32_t first,
-                             std::uint32_t last) {
-  constexpr int kInFlight = 4;
-  const std::uint32_t lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (std::uint32_t v = first + lane; v < last; v += 32 * kInFlight) {
-    uint4 x[kInFlight];
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      if (v + j * 32 < last) x[j] = ptx::ld_streaming(row + std::uint64_t{v + j * 32} * 16);
-    }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      if (v + j * 32 < last) {
-        ptx::st_streaming(out + std::uint64_t{v + j * 32} * 16, quiet<T>(x[j]));
+        ptx::st_streaming(out + std::uint64_t{v + j * 32} * 16,
+                          copies ? quiet<T>(x[j]) : pack<T>(sum[j]));
       }
     }
   }
@@ -189,17 +214,17 @@ __device__ inline void zero_vectors(std::byte* out, std::uint32_t first, std::ui
   }
 }
 
-// Writes the warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. A single
-// term without weight is copied.
+// Writes the warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. `ring`: the
+// warp's TermPieces::kBytes of shared memory.
 template <class T>
-__device__ void add_up(std::byte* out, const WarpTerms& terms, int count, bool weighted,
-                       std::uint32_t first, std::uint32_t last) {
+__device__ void add_up(std::byte* out, std::byte* ring, const WarpTerms& terms, int count,
+                       bool weighted, std::uint32_t first, std::uint32_t last) {
   if (count == 0) {
     zero_vectors(out, first, last);
-  } else if (count == 1 && !weighted) {
-    copy_vectors<T>(out, terms.row[0], first, last);
+  } else if (weighted) {
+    sum_vectors<T, true>(out, ring, terms, count, first, last);
   } else {
-    sum_vectors<T>(out, terms, count, first, last);
+    sum_vectors<T, false>(out, ring, terms, count, first, last);
   }
 }
 
