@@ -177,10 +177,11 @@ __device__ inline void CombineControl::wait(std::uint64_t epoch) {
 __device__ inline void CombineControl::take_records(std::uint64_t epoch) {
   const bool times = p_.wait_ns != nullptr && turn_.is_last_block();
   const std::uint64_t began = times ? ptx::global_timer_ns() : 0;
+  turn::LongWait wait;  // one for all of a lane's ranks
 #pragma unroll 1
   for (int r = lane_id(); r < g_.ranks(); r += 32) {
     if (s_.turn.gone[r] != 0) continue;
-    turn::LongWait wait;
+    wait.peer_is_lost = false;
     const bool here =
         turn_.take_record(r, epoch, [&] { return turn_.goes_on(XD_PHASE_ENTRY, epoch, r, wait); });
     if (here && times) turn_.add_wait(r, began);

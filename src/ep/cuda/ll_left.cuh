@@ -57,10 +57,11 @@ inline __device__ void ll_refill(const LlDevice& g, LlShared& s, int kind,
   const std::uint64_t left = site.epoch;
   // The peers may wait for the same of this rank.
   lane.give_credit({left - 1, s.before.sent});
+  turn::LongWait wait;  // one for all of a lane's ranks
 #pragma unroll 1
   for (int r = lane_id(); r < g.ranks(); r += 32) {
     if (r == g.rank() || (g.masks && s.masked.has(r))) continue;
-    turn::LongWait wait;
+    wait.peer_is_lost = false;
     const bool good = turn::poll_until([&] { return lane.sent_by(r) >= left; },
                                        [&] { return ll_goes_on(g, s, site, r, wait); });
     if (!good && !g.masks) s.failed = 1;
@@ -108,10 +109,11 @@ inline __device__ bool ll_all_have_sent(const LlDevice& g, const LlShared& s, in
   RankBits absent{};
   if (g.masks) absent = s.masked | ~s.company | RankBits{s.lost[0], s.lost[1]};
   bool all = true;
+  turn::LongWait wait;  // one for all of a lane's ranks
 #pragma unroll 1
   for (int r = lane_id(); r < g.ranks(); r += 32) {
     if (r == g.rank() || absent.has(r)) continue;
-    turn::LongWait wait;
+    wait.peer_is_lost = false;
     all &= turn::poll_until(
         [&] { return lane.sent_by(r) >= left; },
         [&] { return waits && turn::look_around(g.comm, site, r, wait) == turn::Waited::goes_on; });

@@ -295,9 +295,10 @@ XD_LL_MEMBER(void)::wait_credits() const {
   if (is_last_block()) {
     ll_lane_of(g_, kind_, g_.areas).give_credit({s_.freed, s_.before.sent});
   }
+  turn::LongWait wait;  // one for all of a lane's ranks
 #pragma unroll 1
   for (int r = lane_id(); r < ranks(); r += 32) {
-    turn::LongWait wait;
+    wait.peer_is_lost = false;
     const bool good =
         turn::poll_until([&] { return has_taken(r); },
                          [&] { return ll_goes_on(g_, s_, credit_site(epoch - slots), r, wait); });
