@@ -102,7 +102,7 @@ TEST(LaunchShapeTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
   const int dispatch = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
   const int combine = combine_shape(traffic, 0, 128, kHopper).blocks;
   EXPECT_EQ(dispatch, 12) << "as many as fill the links of four ranks";
-  EXPECT_EQ(combine, 16);
+  EXPECT_EQ(combine, 11);
   const RowPieces quantised = RowPieces::make(14336, kBlock128);
   EXPECT_GT(dispatch_shape(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch);
   traffic.receives = true;  // by rank, staged

@@ -16,9 +16,9 @@ constexpr int kMostChosen = 64;
 // Rates in GB/s (Hopper, NVLink 4): rows that one multiprocessor stores by bulk copies, rows that
 // it reads and writes where it sums, and bytes that a device's links carry. They decide on numbers
 // of blocks only.
-constexpr double kStoreRate = 45.0, kSumRate = 40.0, kLinkRate = 360.0;
+constexpr double kStoreRate = 45.0, kSumRate = 60.0, kLinkRate = 360.0;
 // Rows that one multiprocessor quantises, in bytes read.
-constexpr double kQuantiseRate = 14.0;
+constexpr double kQuantiseRate = 20.0;
 
 // Numbers per token, if choices fall on all ranks alike.
 struct RowsPerToken {

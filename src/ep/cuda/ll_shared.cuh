@@ -97,8 +97,8 @@ inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
   return false;
 }
 
-// Where ranks may be masked, a wait for what a peer says behind its waits has time for one of those:
-// a peer that is not late itself is not masked because it waits for one that is.
+// Where ranks may be masked, a wait for what a peer says behind its waits has time for one of
+// those: a peer that is not late itself is not masked because it waits for one that is.
 __device__ inline int ll_timeouts_of_credits(const LlDevice& g) { return g.masks ? 2 : 1; }
 
 // The same of a wait for the launch's last block. That waits for peers itself, for their credits

@@ -86,10 +86,11 @@ __device__ __forceinline__ uint2 quantised(const uint4& x, float inverse, bool f
   return finite ? e4m3_of(x, inverse, e4m3_of_finite) : e4m3_of(x, inverse, e4m3_of_any);
 }
 
-// Quantises by FP8_BLOCK128, in place: byte c of the piece becomes column c. All lanes of a warp call
-// it, with `columns` a multiple of 128 and all pointers in shared memory, the piece at a multiple of
-// 128. Four lanes share a block, so a warp has eight blocks at a time. These instructions keep a
-// multiprocessor busy, so the code for numbers that are not finite runs only where there are some.
+// Quantises by FP8_BLOCK128, in place: byte c of the piece becomes column c. All lanes of a warp
+// call it, with `columns` a multiple of 128 and all pointers in shared memory, the piece at a
+// multiple of 128. Four lanes share a block, so a warp has eight blocks at a time. These
+// instructions keep a multiprocessor busy, so the code for numbers that are not finite runs only
+// where there are some.
 __device__ inline void quantise_by_quotients(std::byte* piece, float* scales,
                                              std::uint32_t columns) {
   constexpr std::uint32_t kLanesPerBlock = 4, kBlocksAtOnce = 32 / kLanesPerBlock;

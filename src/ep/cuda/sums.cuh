@@ -160,8 +160,8 @@ class TermRing : TermPieces {
   const std::uint32_t last_;
 };
 
-// sum += vector, times its weight where terms have some. Sums start at -0, which adds nothing to any
-// number, not even to -0.
+// sum += vector, times its weight where terms have some. Sums start at -0, which adds nothing to
+// any number, not even to -0.
 template <class T, bool kWeighted = true>
 __device__ void add_term(float* sum, const uint4& vector, float weight) {
   float x[T::kPerVector];
@@ -214,8 +214,8 @@ __device__ inline void zero_vectors(std::byte* out, std::uint32_t first, std::ui
   }
 }
 
-// Writes the warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. `ring`: the
-// warp's TermPieces::kBytes of shared memory.
+// Writes the warp's sum of `count` terms (0 = zeros) into vectors [first, last) of `out`. `ring`:
+// the warp's TermPieces::kBytes of shared memory.
 template <class T>
 __device__ void add_up(std::byte* out, std::byte* ring, const WarpTerms& terms, int count,
                        bool weighted, std::uint32_t first, std::uint32_t last) {
