@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 from ._comm import Comm
-from ._sharding import is_share, like, ranks_of
+from ._sharding import is_share, like, local_tensor, ranks_of
 from .moe import expert_parameters
 
-__all__ = ["Held", "gradient_of", "held_parameters", "spread_parameters"]
+__all__ = [
+    "Held",
+    "gradient_of",
+    "held_parameters",
+    "refuse_two_gradients",
+    "spread_parameters",
+]
 
 
 class Held(NamedTuple):
@@ -117,3 +123,25 @@ def gradient_of(parameter: Any, how: Held | None) -> Any:
     if main is None or is_share(main) or not is_share(parameter):
         return main
     return like(main, parameter)
+
+
+def refuse_two_gradients(model: nn.Module, held: dict[torch.Tensor, Held]) -> None:
+    """Refuses weights with `fused_wgrad` whose gradient is not in ``main_grad`` alone.
+
+    Raises:
+        ValueError: names one: something else uses it, too, and left a gradient in ``grad``.
+    """
+    for name, parameter in model.named_parameters():
+        how = held.get(parameter)
+        if how is None or not how.fused_wgrad or parameter.grad is None:
+            continue
+        grad, main = local_tensor(parameter.grad), gradient_of(parameter, how)
+        if main is not None and local_tensor(main).data_ptr() == grad.data_ptr():
+            continue
+        if grad.any():
+            raise ValueError(
+                f"{name}.grad: expected None, zeros or main_grad itself, as the layer's "
+                "fused_wgrad adds gradients to main_grad; got others: if something else uses the "
+                "weight, too, set fused_wgrad=False, and if they are copies of an earlier step, "
+                "clear them"
+            )

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ._alike import axes_of, require_alike
 from ._comm import Comm
-from ._held import Held, gradient_of, held_parameters, spread_parameters
+from ._held import Held, gradient_of, held_parameters, refuse_two_gradients, spread_parameters
 from ._sharding import is_share, local_tensor, ranks_of, sharded_dims
 from .moe import expert_parameters
 
@@ -53,10 +54,14 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
     `fused_wgrad` has added to ``main_grad``, there. Without sequence parallelism all ranks of such
     a layer have the same tokens and the same loss, and its gradients are that loss's already.
 
+    Ranks first compare which parameters require gradients, and how these are averaged. On GPUs
+    whose process group has no backend for the host the host waits for that, and so for the backward
+    pass; ``dist.init_process_group()`` without a backend makes one.
+
     Args:
-        model: one `MoELayer` or more, on one communicator, whose ranks these are; or layers of
-            tensor parallelism on one. With both, each communicator with its ``replicas`` has
-            equally many ranks. A parameter that has no gradient here counts as zero.
+        model: one `MoELayer` or more; or layers of tensor parallelism on one communicator. On
+            several, each communicator with its ``replicas`` has equally many ranks. A parameter
+            that has no gradient here counts as zero.
         between: needed where layers are without sequence parallelism: the parameters that every
             rank holds and uses for its own columns alone, such as a norm of heads. Their gradients
             are summed over the layer's ranks. () = there are none. Of the model, requiring
@@ -66,22 +71,31 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
         ValueError: the model has no such layer, or layers of tensor parallelism both with sequence
             parallelism and without, or `between` is missing; or a parameter is sharded over some of
             the communicator's ranks and not over others, or ``replicas`` do not fit; or `between`
-            has something else; or ``replicas`` are set and FSDP shards experts or parts over them.
+            has something else; or ``replicas`` are set and FSDP shards experts or parts over them;
+            or a weight with `fused_wgrad` has a gradient beside ``main_grad``. Nothing has changed.
         TypeError: `between` is a tensor or a str.
-        RuntimeError: the communicator was made without torch.distributed, which does the averaging.
+        RuntimeError: the communicator was made without torch.distributed, which does the averaging;
+            or parameters require gradients on some ranks only, or another rank has one of the
+            errors above: on all ranks, and nothing has changed.
     """
+    comms = _communicators_of(model, "average_gradients")
+    ways: dict[torch.Tensor, _Way] = {}
+    lines: list[str] = []
+    failure: Exception | None = None
+    try:
+        ways = _ways(model, comms, between)
+        lines = [f"{name}: {_described(p, ways)}" for name, p in model.named_parameters()]
+    except (TypeError, ValueError) as error:
+        failure = error
+    require_alike("average_gradients", axes_of(comms), lines, failure, comms[0].device)
     spread = spread_parameters(model)
-    comm = _communicator_of(model, "average_gradients")
-    _check_replicas(comm, spread)
-    summed = _summed(model, comm, spread, between)
-    ways = _ways(model, comm, spread)
     means: dict[ProcessGroup, list[torch.Tensor]] = {}
-    for parameter, (axes, divisor) in ways.items():
+    for parameter, (axes, divisor, factor) in ways.items():
         gradient = local_tensor(_gradient_or_zeros(parameter, spread.get(parameter)))
         if divisor > 1:
             gradient.div_(divisor)
-        if parameter in summed:
-            gradient.mul_(summed[parameter])
+        if factor > 1:
+            gradient.mul_(factor)
         for group in axes:
             means.setdefault(group, []).append(gradient)
     for group, gradients in means.items():
@@ -93,29 +107,45 @@ class _Way(NamedTuple):
 
     axes: list[ProcessGroup]  # it is averaged over them
     divisor: int
+    factor: int
+
+
+def _described(parameter: Any, ways: dict[torch.Tensor, _Way]) -> str:
+    """What has to be the same of a parameter on all ranks."""
+    kind = f"{tuple(parameter.shape)} {parameter.dtype}"
+    way = ways.get(parameter)
+    if way is None:
+        return f"{kind} without a gradient"
+    return f"{kind} averaged {len(way.axes)} times, * {way.factor} / {way.divisor}"
 
 
 def _ways(
-    model: nn.Module, comm: Comm, spread: dict[torch.Tensor, Held]
+    model: nn.Module, comms: list[Comm], between: Iterable[torch.Tensor] | None
 ) -> dict[torch.Tensor, _Way]:
     """Of all parameters that require gradients, before any is changed."""
-    experts, by_ddp = expert_parameters(model), _averaged_by_ddp(model, comm.replicas)
+    spread, experts = spread_parameters(model), expert_parameters(model)
+    refuse_two_gradients(model, spread)
+    comm = comms[0]
+    _check_replicas(comms, spread)
+    summed = _summed(model, comm, spread, between)
+    by_ddp = _averaged_by_ddp(model, comm.replicas)
     ways: dict[torch.Tensor, _Way] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         how = spread.get(parameter)
         if how is not None or parameter in experts:
-            home = comm if how is None else how.comm
+            home = experts[parameter].group.comm if how is None else how.comm
             divides = how is None or how.sequence_parallel
             ways[parameter] = _Way(
-                _replicas_of_part(parameter, home, name), home.num_ranks if divides else 1
+                _replicas_of_part(parameter, home, name), home.num_ranks if divides else 1, 1
             )
             continue
         axes = [comm.process_group if comm.num_ranks > 1 else None]
         axes += [] if parameter in by_ddp else [comm.replicas]
         found = [group for group in axes if group is not None]
-        ways[parameter] = _Way([g for g in found if not _covers(parameter, g, name)], 1)
+        found = [group for group in found if not _covers(parameter, group, name)]
+        ways[parameter] = _Way(found, 1, summed.get(parameter, 1))
     return ways
 
 
@@ -156,7 +186,9 @@ def _gradient_or_zeros(parameter: torch.Tensor, how: Held | None) -> Any:
     """The gradient, which ranks hold alike or in parts."""
     gradient = gradient_of(parameter, how)
     if gradient is None:
-        gradient = parameter.grad = torch.zeros_like(parameter)
+        gradient = torch.zeros_like(parameter)
+        if how is None or not how.fused_wgrad:
+            parameter.grad = gradient
     if is_share(gradient) and any(placement.is_partial() for placement in gradient.placements):
         # As torch's sequence-parallel norms leave it: each rank has a summand.
         share: Any = parameter
@@ -217,37 +249,40 @@ def _checked_between(
     return given
 
 
-def _check_replicas(comm: Comm, spread: dict[torch.Tensor, Held]) -> None:
-    """Refuses communicators with whose replicas there are fewer or more ranks than of others."""
+def _check_replicas(comms: list[Comm], spread: dict[torch.Tensor, Held]) -> None:
+    """Refuses communicators with whose replicas there are fewer or more ranks than of the first."""
 
     def ranks(one: Comm) -> int:
         return one.num_ranks * (1 if one.replicas is None else dist.get_world_size(one.replicas))
 
-    for other in {how.comm for how in spread.values()}:
-        if ranks(other) != ranks(comm):
+    for other in {how.comm for how in spread.values()} | set(comms):
+        if ranks(other) != ranks(comms[0]):
             raise ValueError(
-                f"replicas: expected the communicator of tensor parallelism and its replicas to be "
-                f"the {ranks(comm)} ranks that the model is spread over, got {ranks(other)}: set "
+                f"replicas: expected each communicator and its replicas to be the "
+                f"{ranks(comms[0])} ranks that the model is spread over, got {ranks(other)}: set "
                 "Comm.replicas to the process group of the ranks that hold the same parts"
             )
 
 
-def _communicator_of(model: nn.Module, what: str) -> Comm:
-    """The communicator of the model's layers, fit for collectives of torch.distributed."""
-    layers = list(expert_parameters(model).values())
-    comms = [layers[0].group.comm] if layers else []
-    comms = comms or list({how.comm: None for how in held_parameters(model).values()})
-    if len(comms) != 1:
-        got = f"layers on {len(comms)} communicators" if comms else "none"
+def _communicators_of(model: nn.Module, what: str) -> list[Comm]:
+    """The communicators of the model's layers, fit for collectives of torch.distributed.
+
+    The first one's ranks, with its replicas, are those that parameters are averaged over.
+    """
+    of_experts = {layer.group.comm: None for layer in expert_parameters(model).values()}
+    of_parts = {how.comm: None for how in held_parameters(model).values()}
+    if not of_experts and len(of_parts) != 1:
+        got = f"layers on {len(of_parts)} communicators" if of_parts else "none"
         problem = "expected a MoELayer in it, or layers of tensor parallelism on one communicator"
         raise ValueError(f"model: {problem}; got {got}")
-    comm = comms[0]
-    if comm.num_ranks > 1 and comm.process_group is None:
-        raise RuntimeError(
-            f"{what}: expected torch.distributed to be initialised before "
-            "crossdock.torch.init, got a communicator without it"
-        )
-    return comm
+    comms = list(of_experts | of_parts)
+    for comm in comms:
+        if comm.num_ranks > 1 and comm.process_group is None:
+            raise RuntimeError(
+                f"{what}: expected torch.distributed to be initialised before "
+                "crossdock.torch.init, got a communicator without it"
+            )
+    return comms
 
 
 def _covers(parameter: Any, group: ProcessGroup, name: str) -> bool:
@@ -306,14 +341,16 @@ def clip_grad_norm_(
         The norm before scaling, ``[]`` float32, equal on all ranks.
 
     Raises:
-        ValueError: the model has no such layer, or `norm_type` is not above 0.
+        ValueError: the model has no such layer, or `norm_type` is not above 0, or a weight with
+            `fused_wgrad` has a gradient beside ``main_grad``.
         RuntimeError: the communicator was made without torch.distributed; a norm that is not
             finite, where that is an error.
     """
-    comm = _communicator_of(model, "clip_grad_norm_")
+    comm = _communicators_of(model, "clip_grad_norm_")[0]
     if not norm_type > 0:
         raise ValueError(f"norm_type: expected a number above 0, got {norm_type}")
     spread = held_parameters(model)
+    refuse_two_gradients(model, spread)
     found = (gradient_of(p, spread.get(p)) for p in model.parameters())
     gradients = [gradient for gradient in found if gradient is not None]
     total = _total_norm(gradients, float(norm_type), comm.device)
@@ -376,12 +413,11 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     after another, and ``foreach=True`` and ``fused=True`` raise, as those operators take either
     plain tensors or DTensors of one mesh. In groups of their own all ways work.
     """
-    experts, spread = expert_parameters(model), spread_parameters(model)
-    parts = {p for p, how in spread.items() if how.dim is not None or is_share(p)}
+    experts, homes = expert_parameters(model), _homes(model)
     groups = [
-        {"params": [p for p in model.parameters() if p not in experts and p not in parts]},
+        {"params": [p for p in model.parameters() if p not in homes]},
         {"params": list(experts)},
-        {"params": [p for p in model.parameters() if p in parts]},
+        {"params": [p for p in model.parameters() if p in homes and p not in experts]},
     ]
     return [group for group in groups if group["params"]]
 
@@ -403,33 +439,58 @@ def data_parallel(
         options: further arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: the model has no such layer; `replicas` has other ranks of the communicator,
-            which hold other parts.
+        ValueError: the model has no such layer; `replicas` has other ranks of a communicator, which
+            hold other parts, and is not part of it.
     """
-    comm = _communicator_of(model, "data_parallel")
+    comms = _communicators_of(model, "data_parallel")
     group: Any = replicas.get_group() if hasattr(replicas, "get_group") else replicas
-    if comm.process_group is not None:
-        others = set(dist.get_process_group_ranks(comm.process_group))
-        common = others & set(dist.get_process_group_ranks(group))
-        if common != {dist.get_rank()}:
+    for comm in _with_replicas(comms, group):
+        comm.replicas = group if comm is comms[0] else comm.replicas or group
+    homes = _homes(model)
+    for parameter, comm in homes.items():
+        if comm.replicas is not None:
+            first = dist.get_global_rank(comm.replicas, 0)
+            part = local_tensor(parameter.detach())
+            dist.broadcast(part, first, group=comm.replicas)
+    ignored = [name for name, parameter in model.named_parameters() if parameter in homes]
+    ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    return DistributedDataParallel(model, process_group=group, **options)
+
+
+def _with_replicas(comms: list[Comm], group: ProcessGroup) -> list[Comm]:
+    """The communicators whose parts the ranks of `group` hold alike, or those of `replicas` do.
+
+    The others have all ranks of `group`, which hold different parts.
+    """
+    ranks, alike = set(dist.get_process_group_ranks(group)), []
+    for comm in comms:
+        common = {dist.get_rank()}
+        if comm.process_group is not None:
+            common = ranks & set(dist.get_process_group_ranks(comm.process_group))
+        if common == {dist.get_rank()}:
+            alike.append(comm)
+        elif common != ranks or len(comms) == 1:
             raise ValueError(
                 "replicas: expected ranks that hold the same experts as this one, got ranks "
                 f"{sorted(common)} of its communicator, which hold different ones"
             )
-    spread = spread_parameters(model)
-    parts = {parameter for parameter, how in spread.items() if how.dim is not None}
-    parts |= set(expert_parameters(model))
-    first = dist.get_global_rank(group, 0)
-    parameters = [pair for pair in model.named_parameters() if pair[1] in parts]
-    for _, parameter in parameters:
-        dist.broadcast(local_tensor(parameter.detach()), first, group=group)
-    ignored = [name for name, _ in parameters]
-    ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    for one in {comm} | {how.comm for how in spread.values()}:
-        one.replicas = one.replicas or group
-    comm.replicas = group
-    return DistributedDataParallel(model, process_group=group, **options)
+    if not alike:
+        raise ValueError(
+            f"replicas: expected ranks {sorted(ranks)} to hold the same experts, or the same parts "
+            "of layers of tensor parallelism; got ranks of all their communicators"
+        )
+    return alike
+
+
+def _homes(model: nn.Module) -> dict[torch.Tensor, Comm]:
+    """The parameters of which ranks hold different parts, and the communicator of these ranks."""
+    homes = {
+        parameter: how.comm
+        for parameter, how in spread_parameters(model).items()
+        if how.dim is not None or is_share(parameter)
+    }
+    return homes | {p: layer.group.comm for p, layer in expert_parameters(model).items()}
 
 
 @torch.no_grad()
@@ -438,23 +499,19 @@ def assert_replicated(model: nn.Module) -> None:
 
     Compares, bit for bit by a hash, all parameters and buffers but experts and parts of tensor
     parallelism over the communicator's ranks, and with `data_parallel` everything over replicas,
-    and whether they require gradients: only where that is equal may `average_gradients` be called.
-    It finds ranks that began with different seeds, and norms that were clipped on each rank for
-    itself.
+    and whether they require gradients. It finds ranks that began with different seeds, and norms
+    that were clipped on each rank for itself.
 
     Raises:
         ValueError: the model has no layer that is spread over ranks.
         RuntimeError: on all ranks: names the first parameter that differs, and where, on those that
             compared it; or the communicator was made without torch.distributed.
     """
-    comm = _communicator_of(model, "assert_replicated")
-    experts, spread = expert_parameters(model), spread_parameters(model)
+    comm, homes = _communicators_of(model, "assert_replicated")[0], _homes(model)
     axes: dict[ProcessGroup | None, dict[str, torch.Tensor]] = {}
     for name, tensor in _held(model):
-        how = spread.get(tensor)
-        part = how is not None and (how.dim is not None or is_share(tensor))
-        replicas = how.comm.replicas if how is not None and part else comm.replicas
-        shared = not part and tensor not in experts and comm.num_ranks > 1
+        shared = tensor not in homes and comm.num_ranks > 1
+        replicas = homes.get(tensor, comm).replicas
         for group in (comm.process_group if shared else None, replicas):
             if group is not None and not _covers(tensor, group, name):
                 compared = axes.setdefault(group, {})
