@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["give_name", "make_folder", "write"]
+__all__ = ["give_name", "make_folder", "require_new", "write"]
 
 
 def write(path: Path, part: dict[str, Any]) -> None:
@@ -22,10 +22,15 @@ def write(path: Path, part: dict[str, Any]) -> None:
     unfinished.rename(path)
 
 
-def make_folder(path: Path, partial: Path | None) -> None:
-    """Looks on every rank, makes it on one."""
+def require_new(path: Path) -> None:
+    """Refuses a path that this rank sees something under."""
     if path.exists():
         raise FileExistsError(f"path: expected a new folder, got {path}, which exists")
+
+
+def make_folder(path: Path, partial: Path | None) -> None:
+    """Looks on every rank, makes it on one."""
+    require_new(path)
     if partial is not None:
         partial.mkdir(parents=True)
 
