@@ -156,7 +156,7 @@ def scaled(me: Rank, first: int, rows: int) -> None:
             }
             for kind, (scale, whole_scale, _) in kinds.items():
                 scale, whole_scale = scale.to(full.device), whole_scale.to(full.device)
-                of_b = [torch.full((), 0.5, device=full.device)] * 2
+                of_b = [torch.full((), scale, device=full.device) for scale in (0.25, 4.0)]
                 if kind != "tensor":
                     of_b = [torch.exp2(whole(80 + n, 1, n)) for n in (16, 48)]
                 A, outputs = tp.fused_all_gather_scaled_matmul(
@@ -177,16 +177,16 @@ def scaled(me: Rank, first: int, rows: int) -> None:
                     equal(f"{kind} along {dim}", out, want.bfloat16())
             halves = [whole(90 + r, 2 * ranks, rows * ranks, k) for r in range(ranks)]
             B = whole(61, 16, k).t()
-            two, half = torch.full((), 2.0), torch.full((), 0.5)
-            two, half = two.to(full.device), half.to(full.device)
-            total = sum(half_ @ B for half_ in halves)
+            of_a = [torch.full((), 2.0**r, device=full.device) for r in range(ranks)]
+            of_b = torch.full((), 0.5, device=full.device)
+            total = sum(half @ B * scale * of_b for half, scale in zip(halves, of_a))
             shape = [*halves[0].shape[:-1], 16]
             for A in (halves[rank], halves[rank].flatten(0, 1)):
                 out = tp.fused_scaled_matmul_reduce_scatter(
                     A.to(fp8),
                     B.to(fp8),
-                    two,
-                    half,
+                    of_a[rank],
+                    of_b,
                     "sum",
                     dim,
                     0,

@@ -24,7 +24,7 @@ def linear(spread: Spread, where: tp.TpContext, weight, **options) -> torch.Tens
 
 
 def exact(me: Rank) -> None:
-    """Whole numbers are exact in fp8, whatever their scale: so is everything else."""
+    """Whole numbers are exact in fp8, whatever their scale, which differs between ranks."""
     sizes = RAGGED[me.num_ranks]
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -35,7 +35,8 @@ def exact(me: Rank) -> None:
                 if operation == "all_gather":
                     ways.append({"save_gathered": False})
                 for options in ways[:1] if compiled else ways:
-                    spread = Spread(me, operation, k=K, n=N, dtype=torch.bfloat16)
+                    options_of_x = {"dtype": torch.bfloat16, "factors": (0.5, 2)}
+                    spread = Spread(me, operation, k=K, n=N, **options_of_x)
                     weight = spread.leaves[1]
                     if "fused_wgrad" in options:
                         weight.main_grad = torch.ones(N, K, device=weight.device)
@@ -120,6 +121,25 @@ def not_finite(me: Rank) -> None:
 
 def test_what_is_not_finite_becomes_nan():
     run_ranks(2, not_finite)
+
+
+def small_or_large(me: Rank) -> None:
+    """Numbers of float16 at both its ends, whose scales float16 does not have."""
+    sizes = RAGGED[me.num_ranks]
+    with xd.init():
+        where = context(sizes, K, torch.float16)
+        for operation in ("all_gather", "reduce_scatter"):
+            for factor in (2.0**-20, 2.0**-22, 2.0**8):  # of numbers up to 1
+                options = {"dtype": torch.float16, "bias": False, "factors": (factor, 2 * factor)}
+                spread = Spread(me, operation, k=K, n=N, **options)
+                out = linear(spread, where, spread.leaves[1])
+                out.backward(spread.grad)
+                settle(where)
+                spread.check(out, f"{operation} {factor}")
+
+
+def test_gradients_beside_small_and_large_numbers_of_float16():
+    run_ranks(2, small_or_large)
 
 
 def test_opcheck_of_fp8_layers():

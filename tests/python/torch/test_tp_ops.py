@@ -255,8 +255,9 @@ def scaled(me: Rank) -> None:
             def powers(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
                 return torch.exp2(whole(seed, *shape))
 
-            scales = [powers(110 + r, shape_a) for r in range(ranks)]
-            of_b = powers(120, shape_b)
+            # Of each rank others, and of b others than of a, so that exchanged ones would be seen.
+            scales = [powers(110 + r, shape_a) * 2.0**r for r in range(ranks)]
+            of_b = powers(120, shape_b) / 2
 
             def widened(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
                 blocks = scale.dim() == 2 and scale.shape[1] not in (1, n)

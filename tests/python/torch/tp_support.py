@@ -53,7 +53,9 @@ class Spread:
         seed: int = 7,
         activation: str | None = None,
         bias: bool = True,
+        factors: tuple[float, ...] = (1,),
     ) -> None:
+        """Factors are of x of one rank after another, from the first again after the last."""
         self.me, self.operation, self.activation = me, operation, activation
         self.tokens = RAGGED[me.num_ranks] if tokens is None else tokens
         self.own = rows_of(self.tokens, me.rank)
@@ -61,6 +63,9 @@ class Spread:
         gathers = operation == "all_gather"
         # Gathered rows are of all ranks; else each rank has columns of all rows.
         self.x = [whole(seed, rows, k)] if gathers else [whole(seed + r, rows, k) for r in ranks]
+        for r in ranks:
+            part = self.x[0][rows_of(self.tokens, r)] if gathers else self.x[r]
+            part.mul_(factors[r % len(factors)])
         self.weights = [whole(seed + 10 + r, n, k) for r in ranks]
         # Before a sum over ranks the bias is each rank's own, after it all ranks have the same.
         self.biases = [whole(seed + 20 + (r if gathers else 0), n) for r in ranks]

@@ -40,7 +40,14 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 def _widened(rows: Tensor, scales: Tensor, tokens: Sequence[int] | None, dtype: Any) -> Tensor:
     """Rows of all ranks, each rank's times its scale."""
     parts = rows.chunk(scales.shape[0]) if tokens is None else rows.split(list(tokens))
-    return torch.cat([part.to(dtype) * scale.to(dtype) for part, scale in zip(parts, scales)])
+    return torch.cat([_times(part, scale, dtype) for part, scale in zip(parts, scales)])
+
+
+def _times(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exact where `dtype` has the result."""
+    # Scales of small numbers are smaller than what float16 has.
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    return (rows.to(wide) * scale.to(wide)).to(dtype)
 
 
 def _multiplied(
@@ -158,7 +165,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_rows, grad_scale):
         rows, scale, b, bias = ctx.saved_tensors
-        a = None if rows is None else rows.to(ctx.dtype) * scale.to(ctx.dtype)
+        a = None if rows is None else _times(rows, scale, ctx.dtype)
         return (*scattered_grads(ctx.saved, a, b, bias, grad), *(None,) * 6)
 
 
