@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 import crossdock.jax as xd
 from crossdock import GemmConfig, errors
 from crossdock.jax import tp
+from crossdock.jax._group import programs_of
+from crossdock.jax.tp import _run
 from jax_support import RANKS, World, everywhere, run
 from test_hlo import COLLECTIVES, chain_of_calls
 from test_jax_life import workers
@@ -160,6 +164,75 @@ def test_tags_are_of_the_line_and_its_turn_in_every_trace():
         assert found[3:] == [tag + 1 for tag in reversed(found[:3])]  # the backward products
         jax.clear_caches()
         assert tags() == found
+
+
+SOURCE = """
+def product(tp, a, b):
+    assert a is not None, "left out under -O, which moves all instructions behind it"
+    return tp.all_gather_matmul(a, b).out if True else (
+        tp.all_gather_matmul(a, b).out)
+"""
+
+
+def test_tags_are_of_the_source_and_not_of_what_an_interpreter_makes_of_it():
+    layer = Layer("all_gather_matmul")
+    (specs, out), (arrays, _) = layer.specs(), layer.arrays()
+    found = []
+    with joined() as mesh:
+        for optimize in (0, 2):
+            names: dict[str, Any] = {}
+            exec(compile(SOURCE, "program.py", "exec", optimize=optimize), names)
+            function = functools.partial(names["product"], tp)
+            program = mapped(mesh, function, tuple(specs.values()), out)
+            found.append(tags_of(program, *arrays.values()))
+    assert len(found[0]) == 1 and found[0] == found[1]
+
+
+def tags_of(program: Callable[..., Any], *args: Any) -> list[int]:
+    text = jax.jit(program).lower(*args).as_text()
+    return [int(tag) for tag in re.findall(r"\btag = (\d+)", text)]
+
+
+def test_a_function_that_traces_many_others_is_not_forgotten():
+    layer = Layer("all_gather_matmul")
+    (specs, out), (arrays, _) = layer.specs(), layer.arrays()
+
+    def function(a: jax.Array, b: jax.Array) -> jax.Array:
+        order, total = None, 0.0
+        for _ in range(2):
+            product, order = tp.all_gather_matmul(a, b, after=order)
+            total += product
+            for _ in range(100):
+                jax.eval_shape(lambda a, b: tp.all_gather_matmul(a, b).out, a, b)
+        return total
+
+    with joined() as mesh:
+        found = tags_of(mapped(mesh, function, tuple(specs.values()), out), *arrays.values())
+    assert len(found) == len(set(found)) == 2
+
+
+def test_programs_of_unrolled_loops_do_not_stay_for_ever(monkeypatch):
+    monkeypatch.setattr(_run, "_MOST_PROGRAMS", 4)
+    layer = Layer("matmul_all_reduce", (7,))
+    arrays, _ = layer.arrays()
+
+    def function(a: jax.Array, b: jax.Array) -> jax.Array:
+        order, total = None, 0.0
+        for _ in range(6):
+            out, order = tp.matmul_all_reduce(a, b, after=order)
+            total += out
+        return total
+
+    with joined() as mesh:
+        config = GemmConfig(
+            max_tokens=2, max_k=K // RANKS, max_n=N, dtype=np.float32, operations=("all_reduce",)
+        )
+        specs, _ = layer.specs()
+        args = [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
+        for _ in range(2):
+            same("out", jax.jit(function)(*args), 6 * layer.expected()[0])
+            jax.clear_caches()
+        assert len(programs_of(mesh.context(config))) == 4
 
 
 def swapped(world: World) -> None:

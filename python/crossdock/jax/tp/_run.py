@@ -37,6 +37,7 @@ __all__ = [
     "way_of",
 ]
 
+_MOST_PROGRAMS = 1024  # of a context
 _FP8 = tuple(name for name in OPERANDS if name not in SUMMABLE)
 _ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in get_args(Activation)}
 
@@ -147,9 +148,14 @@ def _program(
     in_specs: tuple[Any, ...],
     out_specs: tuple[Any, ...],
 ) -> Callable[..., Any]:
-    """The product as a function of global arrays, which is compiled once for a key."""
+    """The product as a function of global arrays, which is compiled once for a key.
+
+    Keys have tags, so there is one for each call of a loop that is traced; the oldest ones go.
+    """
     programs = programs_of(way.context)
     if key not in programs:
+        if len(programs) >= _MOST_PROGRAMS:
+            del programs[next(iter(programs))]
         mapped = jax.shard_map(
             on_rank, mesh=way.context.place.mesh, in_specs=in_specs, out_specs=out_specs
         )

@@ -1,15 +1,19 @@
 """Tags of products, by which the library tells that ranks come to them in different orders.
 
-A tag says where a program calls a product, and how often it has before: so it is the same in every
-process that runs the same program, however often each of them traces it.
+A tag says where a program's source calls a product, and how often it has before: so it is the same
+in every process that runs the same source, whatever its interpreter makes of it, and however often
+each of them traces it.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
+import itertools
 import os
 import sys
 import threading
+import types
 import zlib
 from typing import Any
 
@@ -18,8 +22,8 @@ from jax.extend.core import get_opaque_trace_state
 
 __all__ = ["tag_of_call"]
 
-# What is traced inside one another at a time is less.
-_MOST_TRACES = 64
+# Remembered where JAX does not tell which traces have ended: more than are under way at a time.
+_MOST_TRACES = 4096
 _Counts = collections.Counter[str]
 
 
@@ -27,16 +31,23 @@ class _Traces(threading.local):
     """By trace, how many products each line has called. JAX only lets traces be compared."""
 
     def __init__(self) -> None:
-        self.known: collections.deque[tuple[Any, _Counts]] = collections.deque(maxlen=_MOST_TRACES)
+        self.known: list[tuple[Any, _Counts]] = []
 
     def counts(self) -> _Counts:
         """Of the function that is being traced."""
         state = get_opaque_trace_state()
-        for known, counts in self.known:
+        for known, counts in reversed(self.known):
             if known == state:
                 return counts
+        self.known = [pair for pair in self.known if not _has_ended(pair[0])][1 - _MOST_TRACES :]
         self.known.append((state, _Counts()))
         return self.known[-1][1]
+
+
+def _has_ended(state: Any) -> bool:
+    """Whether a trace is known to have ended."""
+    trace = getattr(state, "_trace_ref", None)
+    return trace is not None and trace() is None
 
 
 _traces = _Traces()
@@ -53,7 +64,7 @@ def tag_of_call(*arrays: Any) -> int:
 
 
 def _site() -> str:
-    """The line outside this package that calls, and the place in it.
+    """The call outside this package: its file, function, line and column.
 
     Folders are left out, which may differ between hosts. A function of this package that JAX calls
     has no line.
@@ -64,7 +75,19 @@ def _site() -> str:
     if _package(frame) == "jax":
         return ""
     code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{code.co_name}:{frame.f_lineno}:{frame.f_lasti}"
+    place = _place_in_source(code, frame.f_lasti)
+    return f"{os.path.basename(code.co_filename)}:{code.co_name}:{place}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_in_source(code: types.CodeType, instruction: int) -> str:
+    """Line and column of what an instruction stands for: places of instructions mean nothing.
+
+    They differ between interpreters, and with what these leave out, such as assertions.
+    """
+    places = itertools.islice(code.co_positions(), instruction // 2, None)
+    line, _, column, _ = next(places, (None, None, None, None))
+    return f"{line}:{column}"
 
 
 def _package(frame: Any) -> str:
