@@ -35,31 +35,67 @@ def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, rng.integers(-2, 3, N).astype(np.float32)
 
 
+class Scaled:
+    """Scales in one of the ways in which there are some, and what the matrices stand for."""
+
+    def __init__(self, way: str, name: str) -> None:
+        gathers = name.startswith("all_gather")
+        of_a, of_b, _, _, _ = PRODUCTS[name]
+        a, b, self.bias = arrays()
+        rng = np.random.default_rng(SEED + 1)
+        wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+        if way == "one":
+            self.scales = np.float32(0.5), np.array([4], np.float32)
+            self.specs = P(), P()
+            wide_a, wide_b = wide_a * 0.5, wide_b * 4
+        elif way == "rows":
+            powers = [2.0 ** rng.integers(-2, 2, shape) for shape in (a.shape[:-1], (N,))]
+            self.scales = tuple(one.astype(np.float32) for one in powers)
+            of_tokens = (*of_a, None, None)[: a.ndim - 1]
+            self.specs = P(*of_tokens), P("tp") if gathers else P()
+            wide_a, wide_b = wide_a * powers[0][..., None], wide_b * powers[1][:, None]
+        else:  # each rank's own
+            powers = 2.0 ** np.arange(RANKS), 0.5 ** np.arange(RANKS)
+            self.scales = tuple(one.astype(np.float32) for one in powers)
+            self.specs = P("tp"), P("tp")
+            wide_a = wide_a * _of_parts(powers[0], wide_a.shape, 1 if gathers else 2)
+            wide_b = wide_b * _of_parts(powers[1], wide_b.shape, 0 if gathers else 1)
+        self.arrays = a, b, self.bias
+        self.wanted = np.maximum(np.matmul(wide_a, wide_b.T) + self.bias, 0)
+
+
+def _of_parts(factors: np.ndarray, shape: tuple[int, ...], dim: int) -> np.ndarray:
+    """One factor for each of equal parts along a dimension."""
+    along = [1] * len(shape)
+    along[dim] = shape[dim]
+    return np.repeat(factors, shape[dim] // RANKS).reshape(along)
+
+
 def products(world: World, spelling: str) -> None:
     world.ep.close()
-    a, b, bias = arrays()
-    scales = np.float32(0.5), np.array([4], np.float32)
-    wanted = 2 * np.matmul(a.astype(np.float64), b.astype(np.float64).T) + bias
     with joined() as mesh:
         for name, (of_a, of_b, of_bias, of_out, dim) in PRODUCTS.items():
-            for dtype in (jnp.bfloat16, np.float32):
+            for way in ("one", "rows", "ranks")[: 3 if spelling == "shard_map" else 2]:
+                scaled = Scaled(way, name)
+                for dtype in (jnp.bfloat16, np.float32):
 
-                def product(
-                    *given: jax.Array, name: str = name, dim: str = dim, dtype: Any = dtype
-                ) -> jax.Array:
-                    a, b, bias = given
-                    along = {f"{dim}_dim": 1} if dim else {}
-                    options = {"bias": bias, "out_dtype": dtype, "activation": "relu"}
-                    function = getattr(tp, name)
-                    return function(a, b, *scales, transpose_b=True, **options, **along).out
+                    def product(
+                        *given: jax.Array, name: str = name, dim: str = dim, dtype: Any = dtype
+                    ) -> jax.Array:
+                        a, b, bias, *scales = given
+                        along = {f"{dim}_dim": 1} if dim else {}
+                        options = {"bias": bias, "out_dtype": dtype, "activation": "relu"}
+                        function = getattr(tp, name)
+                        return function(a, b, *scales, transpose_b=True, **options, **along).out
 
-                specs = of_a, of_b, of_bias
-                if spelling == "shard_map":
-                    product = jax.shard_map(
-                        product, mesh=mesh.mesh, in_specs=specs, out_specs=of_out
-                    )
-                args = [place(mesh.mesh, *pair) for pair in zip((a, b, bias), specs)]
-                same(name, jax.jit(product)(*args), np.maximum(wanted, 0).astype(dtype))
+                    specs = of_a, of_b, of_bias, *scaled.specs
+                    if spelling == "shard_map":
+                        product = jax.shard_map(
+                            product, mesh=mesh.mesh, in_specs=specs, out_specs=of_out
+                        )
+                    given = *scaled.arrays, *scaled.scales
+                    args = [place(mesh.mesh, *pair) for pair in zip(given, specs)]
+                    same(f"{name} {way}", jax.jit(product)(*args), scaled.wanted.astype(dtype))
 
 
 @everywhere
@@ -74,8 +110,9 @@ def test_products_are_exact(where, spelling):
         ({"a": np.ones((4, K), np.float32)}, TypeError, "a: expected float8_e4m3fn or float8_e5m2"),
         ({"b": np.ones((K, N), np.float16)}, TypeError, "b: expected float8.*, got float16"),
         ({"out_dtype": E4M3}, TypeError, "out_dtype: expected float32, .*got float8_e4m3fn"),
-        ({"a_scale": np.ones(2, np.float32)}, ValueError, r"a_scale: expected one .*shape \(2,\)"),
-        ({"b_scale": np.ones(1, np.int32)}, ValueError, "b_scale: .* of float32, got int32"),
+        ({"a_scale": np.ones(2, np.float32)}, ValueError, r"a_scale, b_.*one number.* got \(2,\)"),
+        ({"b_scale": np.ones(N, np.float32)}, ValueError, r"\(4,\) and \(64,\); got \(\) and \(64"),
+        ({"b_scale": np.ones(1, np.int32)}, ValueError, "b_scale: expected float32, got int32"),
         ({"bias": np.ones(N, np.float16)}, TypeError, "bias: expected bfloat16 or float32, got fl"),
         ({"b": np.ones((K, 8 * RANKS), E4M3)}, ValueError, "16 bytes .* N = 8 of 1 bytes"),
     ],

@@ -70,7 +70,7 @@ class Way(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of fp8: what the elements of a, and of b, are multiplied by; ``[1]`` float32."""
+    """Of fp8: what elements of a, and of b, are multiplied by; ``[1]``, or of rows and columns."""
 
     a_scale: Array
     b_scale: Array

@@ -105,7 +105,7 @@ def product(
         arrays["bias"] = jnp.asarray(bias)
     check_kinds(**arrays, out_dtype=options.out_dtype)
     if scales is not None:
-        arrays |= {name: _scale(name, one) for name, one in zip(("a_scale", "b_scale"), scales)}
+        arrays |= _scales(options, arrays["a"], arrays["b"], *map(jnp.asarray, scales))
     ndim = arrays["a"].ndim
     dim = _dimension(kind, dim, arrays["a"].shape)
     specs = {
@@ -113,9 +113,8 @@ def product(
         "b": _weights(place, columns=kind.splits_columns != bool(options.transpose_b)),
         "bias": PartitionSpec(place.axes) if kind.splits_columns else PartitionSpec(),
         "after": PartitionSpec(place.batch_axes),
-        "a_scale": PartitionSpec(),
-        "b_scale": PartitionSpec(),
     }
+    specs |= _of_scales(kind, place, arrays, specs["a"])
     order = _first_order(place) if after is None else _order_of(place, after)
     given = {name: (array, specs[name]) for name, array in (arrays | {"after": order}).items()}
     if inside(place):
@@ -233,11 +232,14 @@ def _scaled(
 ) -> tuple[Array, Array]:
     """A product of fp8, which has no derivative."""
     given = dict(zip(names, arrays))
-    a, bias = given["a"], given.get("bias")
+    a, a_scale, bias = given["a"], given["a_scale"], given.get("bias")
     leading, rows = list(a.shape[:-1]), a.reshape(-1, a.shape[-1])
     if kind is REDUCE_SCATTER:
         leading, rows = _dealt_out(way, dim, a)
-    varied = uniform(rows, given["b"], given["after"], given["a_scale"], given["b_scale"])
+        if a_scale.shape == a.shape[:-1]:
+            a_scale = _dealt_out(way, dim, a_scale[..., None])[1]
+    a_scale = a_scale.reshape(-1)
+    varied = uniform(rows, given["b"], given["after"], a_scale, given["b_scale"])
     rows, b, order = varied[:3]
     scales = Scales(*varied[3:])
     if kind is ALL_GATHER:
@@ -348,13 +350,32 @@ def check_kinds(
             raise ValueError(f"bias: expected [N], got shape {bias.shape}")
 
 
-def _scale(name: str, given: Any) -> Array:
-    scale = jnp.asarray(given)
-    if scale.dtype != np.float32 or scale.size != 1:
+def _scales(
+    options: Options, a: Array, b: Array, a_scale: Array, b_scale: Array
+) -> dict[str, Array]:
+    """Scales of fp8, checked: ``[1]`` each, or one for each row of tokens and each column of b."""
+    tokens, columns = a.shape[:-1], (b.shape[0 if options.transpose_b else 1],)
+    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if scale.dtype != np.float32:
+            raise ValueError(f"{name}: expected float32, got {scale.dtype}")
+    if a_scale.size == b_scale.size == 1:
+        return {"a_scale": a_scale.reshape(1), "b_scale": b_scale.reshape(1)}
+    if (a_scale.shape, b_scale.shape) != (tokens, columns):
         raise ValueError(
-            f"{name}: expected one number of float32, got {scale.dtype} of shape {scale.shape}"
+            "a_scale, b_scale: expected one number each, or one for each token and column, of "
+            f"shapes {tokens} and {columns}; got {a_scale.shape} and {b_scale.shape}"
         )
-    return scale.reshape(1)
+    return {"a_scale": a_scale, "b_scale": b_scale}
+
+
+def _of_scales(
+    kind: Kind, place: Place, arrays: dict[str, Array], of_a: PartitionSpec
+) -> dict[str, PartitionSpec]:
+    """How scales lie on the mesh: as rows of a, and columns of b, do; single ones are equal."""
+    if "b_scale" not in arrays or arrays["b_scale"].shape == (1,):
+        return dict.fromkeys(("a_scale", "b_scale"), PartitionSpec())
+    columns = PartitionSpec(place.axes) if kind.splits_columns else PartitionSpec()
+    return {"a_scale": PartitionSpec(*tuple(of_a)[:-1]), "b_scale": columns}
 
 
 def _dimension(kind: Kind, given: Any, shape: tuple[int, ...]) -> int:

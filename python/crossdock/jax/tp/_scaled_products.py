@@ -40,7 +40,7 @@ def all_gather_scaled_matmul(
     after: Any = None,
     mesh: TpMesh | None = None,
 ) -> Product:
-    """`all_gather_matmul` of fp8: ``act((all-gather(a) @ b) * a_scale * b_scale + bias)``.
+    """`all_gather_matmul` of fp8: ``act(all-gather(a * a_scale) @ (b * b_scale) + bias)``.
 
     It has no derivative.
 
@@ -48,7 +48,10 @@ def all_gather_scaled_matmul(
         a: ``[..., K]`` float8_e4m3fn or float8_e5m2, this rank's tokens.
         b: ``[K, N]`` of either, this rank's columns of the layer; with `transpose_b` stored as
             ``[N, K]``, as GPUs need it.
-        a_scale, b_scale: a number of float32 each. Outside ``shard_map`` equal on all ranks.
+        a_scale, b_scale: float32: a number each, or one for each token, of shape ``a.shape[:-1]``,
+            and one for each column, ``[N]``. Outside ``shard_map`` a single number is that of all
+            ranks, others lie on the mesh as tokens of `a` and columns of `b` do. Inside, each rank
+            may have its own.
         bias: ``[N]`` of the dtype of the result, or float32.
         out_dtype: of the result: bfloat16, float16 or float32.
         activation, gather_dim, algo, config, after, mesh: as of `all_gather_matmul`.
