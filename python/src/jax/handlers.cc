@@ -41,7 +41,8 @@ template <Platform platform>
 auto make_product_call(std::int64_t context, std::string_view config, std::string_view arguments,
                        std::string_view results, std::int64_t transpose_a, std::int64_t transpose_b,
                        std::int64_t allow_tf32, std::int64_t epilogue, std::int64_t algo,
-                       std::int64_t collective, std::int64_t tag) {
+                       std::int64_t collective, std::int64_t tag,
+                       ffi::Span<const std::int64_t> tokens) {
   return make_call<platform, Products>(context, config, arguments, results,
                                        {.transpose_a = transpose_a != 0,
                                         .transpose_b = transpose_b != 0,
@@ -49,7 +50,8 @@ auto make_product_call(std::int64_t context, std::string_view config, std::strin
                                         .epilogue = static_cast<xd_gemm_epilogue>(epilogue),
                                         .algo = static_cast<xd_gemm_algo>(algo),
                                         .collective = static_cast<xd_gemm_operation>(collective),
-                                        .tag = static_cast<std::uint32_t>(tag)});
+                                        .tag = static_cast<std::uint32_t>(tag),
+                                        .tokens = {tokens.begin(), tokens.end()}});
 }
 
 template <Platform platform>
@@ -66,6 +68,7 @@ XLA_FFI_Error* product_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::int64_t>("algo")
                                    .Attr<std::int64_t>("collective")
                                    .Attr<std::int64_t>("tag")
+                                   .Attr<ffi::Span<const std::int64_t>>("tokens")
                                    .To(&make_product_call<platform>)
                                    .release();
   return handler->Call(frame);

@@ -20,6 +20,8 @@ namespace xdjax {
 // buffers live until the operation has been reported as finished.
 class Operands {
  public:
+  static constexpr std::size_t max_dims = 4;
+
   // Of the call of a rank, on its device.
   Operands(DLDevice device, int rank) : device_(device), rank_(rank) {}
 
@@ -34,7 +36,6 @@ class Operands {
   [[nodiscard]] std::size_t bytes(std::string_view name) const;
 
  private:
-  static constexpr std::size_t max_dims = 4;
   struct Item {
     std::string_view name;
     DLTensor tensor{};

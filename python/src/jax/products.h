@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "operands.h"
 
@@ -27,6 +28,9 @@ struct Products {
     xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;
     xd_gemm_operation collective = XD_GEMM_ALL_GATHER;  // what bulk moves beside its product
     std::uint32_t tag = 0;
+    // By rank, where they differ: its rows of the buffers whose rows are a rank's tokens, all of
+    // which have as many rows as the rank with the most. Of the others nothing is read or written.
+    std::vector<std::int64_t> tokens;
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** context) {

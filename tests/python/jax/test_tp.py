@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from crossdock.jax import tp
 from jax_support import RANKS, World, run
+from test_hlo import COLLECTIVES
 
 SEED = 1515
 K, N = 32, 64  # of the whole layer
@@ -192,6 +193,89 @@ def layers(world: World, spelling: str, data: int) -> None:
 )
 def test_values_and_all_gradients_are_those_of_one_process(where, spelling, data):
     run(where, layers, spelling, data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unequal:
+    """A product of tokens of which ranks have different numbers, some of them none."""
+
+    operation: str
+    inner: tuple[int, ...] = ()  # dimensions of tokens behind those that are split
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def run(self, spelling: str, counts: tuple[int, ...]) -> None:
+        gathers = self.operation.startswith("all_gather")
+        layer = Layer(
+            "all_gather_matmul" if gathers else "matmul_reduce_scatter",
+            (sum(counts), *self.inner),
+            activation="relu",
+            bias="float32",
+            transpose_b=True,
+        )
+        (specs, out), (arrays, grad) = layer.specs(), layer.arrays()
+        wanted, wanted_grads = layer.expected()
+        if gathers:
+            arrays["a"] = padded(counts, arrays["a"], np.nan)
+            wanted_grads["a"] = padded(counts, wanted_grads["a"], 0)
+        else:
+            wanted, grad = padded(counts, wanted, 0), padded(counts, grad, np.nan)
+
+        def function(*given: jax.Array) -> jax.Array:
+            options = dict(self.options) | {"activation": "relu", "transpose_b": True}
+            named = dict(zip(specs, given)) | options | {"tokens_per_rank": counts}
+            return getattr(tp, self.operation)(**named).out
+
+        with joined() as mesh:
+            program = function
+            if spelling == "shard_map":
+                program = jax.shard_map(
+                    function, mesh=mesh.mesh, in_specs=tuple(specs.values()), out_specs=out
+                )
+
+            def step(grad: jax.Array, *given: jax.Array) -> Any:
+                out, backward = jax.vjp(program, *given)
+                return out, dict(zip(specs, backward(grad)))
+
+            args = [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
+            args = [place(mesh.mesh, grad, out), *args]
+            compiled = jax.jit(step).lower(*args).compile()
+            assert COLLECTIVES.findall(compiled.as_text()) == []
+            found, grads = compiled(*args)
+            same(f"{self} out", found, wanted)
+            for name, array in grads.items():
+                same(f"{self} gradient of {name}", array, wanted_grads[name])
+
+
+def padded(counts: tuple[int, ...], rows: np.ndarray, value: float) -> np.ndarray:
+    """The tokens of each rank, and behind them this value, as many as the most of them."""
+    parts = np.split(rows, np.cumsum(counts)[:-1])
+    found = np.full((len(parts), max(counts), *rows.shape[1:]), value, rows.dtype)
+    for of_rank, part in zip(found, parts):
+        of_rank[: len(part)] = part
+    return found.reshape(-1, *rows.shape[1:])
+
+
+UNEQUAL = [
+    Unequal("all_gather_matmul"),
+    Unequal("all_gather_matmul", (2,), AGAIN),
+    Unequal("matmul_reduce_scatter"),
+    Unequal("matmul_reduce_scatter", (3,)),
+]
+
+
+def unequal(world: World, spelling: str) -> None:
+    world.ep.close()
+    for product in UNEQUAL:
+        for counts in ((3, 0, 5, 1)[:RANKS], (0, 2, 1, 2)[:RANKS], (2,) * RANKS):
+            product.run(spelling, counts)
+
+
+@pytest.mark.parametrize(
+    "where, spelling",
+    [("devices", "shard_map"), ("devices", "automatic"), ("processes", "shard_map")],
+)
+def test_ranks_may_have_different_numbers_of_tokens(where, spelling):
+    run(where, unequal, spelling)
 
 
 def returned(world: World, spelling: str, save_gathered: bool) -> None:

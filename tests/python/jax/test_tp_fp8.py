@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossdock.jax import tp
 from jax_support import RANKS, World, everywhere, run
-from test_tp import joined, place, same
+from test_tp import joined, padded, place, same
 
 SEED = 88
 TOKENS, K, N = 4 * RANKS, 16 * RANKS, 16 * RANKS
@@ -102,6 +102,48 @@ def products(world: World, spelling: str) -> None:
 @pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
 def test_products_are_exact(where, spelling):
     run(where, products, spelling)
+
+
+def unequal(world: World) -> None:
+    """Numbers of tokens that differ between ranks, with scales of both kinds."""
+    world.ep.close()
+    counts = (3, 0, 5, 1)[:RANKS]
+    with joined() as mesh:
+        for name in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
+            gathers = name.startswith("all_gather")
+            for way in ("one", "rows"):
+                scaled = Scaled(way, name)
+                a, b, bias = scaled.arrays
+                a, wanted = a[0, : sum(counts)], scaled.wanted[0, : sum(counts)]
+                of_a, of_b = scaled.scales
+                of_a = of_a[0, : sum(counts)] if way == "rows" else of_a
+                if gathers:
+                    a = padded(counts, a, np.nan)
+                    of_a = padded(counts, of_a, np.nan) if way == "rows" else of_a
+                else:
+                    wanted = padded(counts, wanted, 0)
+
+                def product(*given: jax.Array, name: str = name) -> jax.Array:
+                    a, b, bias, *scales = given
+                    options = {"bias": bias, "out_dtype": np.float32, "activation": "relu"}
+                    options |= {"transpose_b": True, "tokens_per_rank": counts}
+                    return getattr(tp, name)(a, b, *scales, **options).out
+
+                tokens, columns = P("tp") if gathers else P(None, "tp"), P("tp")
+                specs = (tokens, columns, columns) if gathers else (tokens, P(None, "tp"), P())
+                if way == "rows":
+                    specs += (columns, columns) if gathers else (P(), P())
+                else:
+                    specs += (P(), P())
+                out = P(None, "tp") if gathers else P("tp")
+                mapped = jax.shard_map(product, mesh=mesh.mesh, in_specs=specs, out_specs=out)
+                args = [place(mesh.mesh, *pair) for pair in zip((a, b, bias, of_a, of_b), specs)]
+                same(f"{name} {way}", jax.jit(mapped)(*args), wanted.astype(np.float32))
+
+
+@everywhere
+def test_ranks_may_have_different_numbers_of_tokens(where):
+    run(where, unequal)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,23 @@ ONES = np.ones
         (GATHER, {"a": ONES(K, "f4")}, ValueError, r"a: expected \[..., K\] with tokens .*\(32,\)"),
         (GATHER, {"b": ONES((K, N), "f2")}, TypeError, "b: .* of a, float32, got float16"),
         (GATHER, {"b": ONES((K, N, 1), "f4")}, ValueError, "b: expected 2 dimensions, got shape"),
+        (GATHER, {"tokens_per_rank": (4,)}, ValueError, f"tokens_per_rank: expected {RANKS} num"),
+        (GATHER, {"tokens_per_rank": (-1, 4) + (4,) * (RANKS - 2)}, ValueError, "from 0, .*-1"),
+        (GATHER, {"tokens_per_rank": (0,) * RANKS}, ValueError, "one of them above it, got"),
+        (GATHER, {"tokens_per_rank": (5,) * RANKS}, ValueError, r"a: expected 5 .*the most of"),
+        (SCATTER, {"tokens_per_rank": (5,) * RANKS}, ValueError, r"a: expected .*the sum of"),
+        (
+            GATHER,
+            {"tokens_per_rank": (4,) * RANKS, "return_gathered": True},
+            ValueError,
+            "return_gathered: expected False with tokens_per_rank",
+        ),
+        (
+            Layer("all_gather_matmul", (2, 4 * RANKS), 1),
+            {"tokens_per_rank": (4,) * RANKS, "gather_dim": 1},
+            ValueError,
+            "gather_dim: expected a dimension with none of more than one element before it",
+        ),
         (GATHER, {"b": ONES((N, 2 * K), "f4")}, ValueError, r"b: .*\[K, N\] with K = 32 as of a"),
         (
             GATHER,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from crossdock._core import constants
@@ -27,6 +28,7 @@ __all__ = [
     "bulk_gather",
     "bulk_reduce",
     "invariant",
+    "own_rows",
     "reduce_scatter",
 ]
 
@@ -46,6 +48,8 @@ class Way(NamedTuple):
         save_gathered: whether gathered rows are kept for the backward pass.
         out_dtype: of the result, where it is not that of a: of products of fp8.
         tag: of the product, as of ``xd_gemm_args``, even; that of its backward ones is the next.
+        tokens: rows of each rank, where these differ. Arrays of a rank's rows have as many as the
+            most of these; behind its own is anything.
     """
 
     context: TpContext
@@ -56,6 +60,7 @@ class Way(NamedTuple):
     save_gathered: bool
     tag: int
     out_dtype: np.dtype[Any] | None = None
+    tokens: tuple[int, ...] | None = None
 
     @property
     def backward(self) -> Way:
@@ -67,6 +72,14 @@ class Way(NamedTuple):
     def columns(self, b: Array) -> int:
         """N, the columns of a product with b."""
         return b.shape[0 if self.transpose_b else 1]
+
+    def gathered(self, rows: int) -> int:
+        """The rows of all ranks, by those of an array of one rank's."""
+        return rows * self.context.place.num_ranks if self.tokens is None else sum(self.tokens)
+
+    def scattered(self, rows: int) -> int:
+        """The rows of an array of one rank's, by those of all ranks."""
+        return rows // self.context.place.num_ranks if self.tokens is None else max(self.tokens)
 
 
 class Scales(NamedTuple):
@@ -101,7 +114,7 @@ def all_gather(
         scales: of fp8.
     """
     _check_bounds(way, tokens=a.shape[0], k=a.shape[1], n=way.columns(b))
-    rows = a.shape[0] * way.context.place.num_ranks
+    rows = way.gathered(a.shape[0])
     outputs = {"d": _Result((rows, way.columns(b)), way.out_dtype or a.dtype)}
     if activation:
         outputs["pre_activation"] = outputs["d"]
@@ -123,7 +136,7 @@ def reduce_scatter(
     scales: Scales | None = None,
 ) -> tuple[Any, ...]:
     """-> d ``[m, N]``, d before its activation or None, order. Others: as of `all_gather`."""
-    rows = a.shape[0] // way.context.place.num_ranks
+    rows = way.scattered(a.shape[0])
     _check_bounds(way, tokens=rows, n=way.columns(b))
     outputs = {"d": _Result((rows, way.columns(b)), way.out_dtype or a.dtype)}
     if activation:
@@ -157,7 +170,7 @@ def all_reduce(
 def bulk_gather(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tuple[Any, ...]:
     """A backward product while rows ``[m, H]`` are gathered: -> d, ``[M, H]``, order."""
     _check_bounds(way, tokens=rows.shape[0], k=rows.shape[1])
-    total = rows.shape[0] * way.context.place.num_ranks
+    total = way.gathered(rows.shape[0])
     outputs = {
         "d": _Result((a.shape[0], way.columns(b)), a.dtype),
         "out": _Result((total, rows.shape[1]), rows.dtype, everywhere=True),
@@ -167,8 +180,8 @@ def bulk_gather(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tupl
 
 def bulk_reduce(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tuple[Any, ...]:
     """The product of a, transposed, and b while rows are summed: -> d, ``[m, H]``, order."""
-    _check_bounds(way, tokens=rows.shape[0] // way.context.place.num_ranks, n=rows.shape[1])
-    own = rows.shape[0] // way.context.place.num_ranks
+    own = way.scattered(rows.shape[0])
+    _check_bounds(way, tokens=own, n=rows.shape[1])
     outputs = {
         "d": _Result((a.shape[1], b.shape[1]), a.dtype),
         "out": _Result((own, rows.shape[1]), rows.dtype),
@@ -183,6 +196,14 @@ def bulk_reduce(way: Way, a: Array, b: Array, rows: Array, order: Array) -> tupl
         transpose_a=True,
         collective="reduce_scatter",
     )
+
+
+def own_rows(way: Way, rows: Array) -> Array:
+    """An array of one rank's rows: with zeros behind its own, which have no gradient."""
+    if way.tokens is None:
+        return rows
+    own = jnp.array(way.tokens, np.int32)[jax.lax.axis_index(way.context.place.axes)]
+    return jnp.where(jnp.arange(rows.shape[0])[:, None] < own, rows, jnp.zeros((), rows.dtype))
 
 
 def _by_name(scales: Scales | None) -> dict[str, Array]:
@@ -255,6 +276,7 @@ def _call(
         algo=np.int64(constants.GEMM_ALGOS[way.algo]),
         collective=np.int64(constants.GEMM_OPERATIONS[collective]),
         tag=np.int64(way.tag),
+        tokens=np.array(way.tokens or (), np.int64),
     )
     by_name = dict(zip(outputs, found))
     return (*(by_name.get(name) for name in names or outputs), order)

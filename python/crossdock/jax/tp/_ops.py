@@ -143,7 +143,7 @@ def _reduce_scatter_fwd(way, a, b, bias, order):
 
 def _reduce_scatter_bwd(way, saved, grads):
     a, b, bias, before, order = saved
-    own = _before_activation(way, grads[0], before)
+    own = _calls.own_rows(way, _before_activation(way, grads[0], before))
     order = grads[1] + order
     grad_a, grad, _, order = _calls.all_gather(
         way.backward, own, b, None, order, gathered=True, activation=False, behind=a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -59,6 +60,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     save_gathered: bool = True,
     return_gathered: Literal[False] = False,
+    tokens_per_rank: Sequence[int] | None = None,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -92,6 +94,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     save_gathered: bool = True,
     return_gathered: bool = False,
+    tokens_per_rank: Sequence[int] | None = None,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -118,7 +121,12 @@ def all_gather_matmul(
             rank has; otherwise it is gathered again there, beside a product.
         return_gathered: whether the gathered `a` is returned, too, for other products with it.
             Inside ``shard_map`` each rank has a copy of its own, and the gradients of the copies
-            are summed over the ranks beside that of `b`. Outside it is one array on all ranks.
+            are summed over the ranks beside that of `b`. Outside it is one array on all ranks. Not
+            with `tokens_per_rank`.
+        tokens_per_rank: sizes of `gather_dim` on the ranks, where they differ; equal on all ranks.
+            Arrays have as many on each rank as the rank with the most: what lies behind its own
+            counts for nothing, and has a gradient of zeros. The result has those of all ranks, one
+            behind the other. No dimension of more than one element comes before `gather_dim`.
         allow_tf32: whether GPUs may compute products of float32 in TF32.
         algo: how transfer and product are interleaved; "auto" = as `config` says. The gradient is
             always made as that says.
@@ -140,9 +148,11 @@ def all_gather_matmul(
             where ranks disagree, UNIMPLEMENTED for what cannot be done, with the reason. On GPUs
             `TpMesh.check` raises these.
     """
+    if return_gathered and tokens_per_rank is not None:
+        raise ValueError("return_gathered: expected False with tokens_per_rank, got True")
     options = _run.Options(
         transpose_b, activation, allow_tf32, algo, save_gathered, bool(return_gathered)
-    )
+    )._replace(tokens_per_rank=_run.tokens_of(tokens_per_rank))
     found = _run.product(_run.ALL_GATHER, a, b, bias, gather_dim, options, config, after, mesh)
     return GatheredProduct(*found) if return_gathered else Product(*found)
 
@@ -155,6 +165,7 @@ def matmul_reduce_scatter(
     activation: Activation | None = None,
     transpose_b: bool = False,
     scatter_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -175,6 +186,9 @@ def matmul_reduce_scatter(
         bias: ``[N]``, added once.
         scatter_dim: the dimension of `a` that is dealt out to the ranks, a multiple of W. Where
             dimensions of more than one element come before it, `a` is transposed once.
+        tokens_per_rank: how many of `scatter_dim`, which has their sum, each rank gets, where that
+            differs; equal on all ranks. The result has as many on each rank as the rank with the
+            most, with zeros behind its own. Otherwise as of `all_gather_matmul`.
         activation, transpose_b, allow_tf32, algo, config, after, mesh: as `all_gather_matmul`.
 
     Returns:
@@ -183,7 +197,10 @@ def matmul_reduce_scatter(
     Raises:
         TypeError, ValueError, jax.errors.JaxRuntimeError: as `all_gather_matmul`.
     """
-    options = _run.Options(transpose_b, activation, allow_tf32, algo)
+    tokens = _run.tokens_of(tokens_per_rank)
+    options = _run.Options(
+        transpose_b, activation, allow_tf32, algo, tokens_per_rank=tokens
+    )
     return Product(
         *_run.product(_run.REDUCE_SCATTER, a, b, bias, scatter_dim, options, config, after, mesh)
     )

@@ -22,7 +22,7 @@ from .._calls import uniform, varying
 from .._group import Place, programs_of
 from .._where import check_split, check_varies, inside, parts_along
 from . import _calls, _ops
-from ._calls import Activation, Array, Scales, Way
+from ._calls import Activation, Array, Scales, Way, own_rows
 from ._mesh import TpMesh, current_mesh
 from ._tags import tag_of_call
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_kinds",
     "product",
     "sizes_of",
+    "tokens_of",
     "way_of",
 ]
 
@@ -52,6 +53,7 @@ class Options(NamedTuple):
     save_gathered: bool = True
     return_gathered: bool = False
     out_dtype: np.dtype[Any] | None = None  # of products of fp8
+    tokens_per_rank: tuple[int, ...] | None = None
 
 
 class Kind(NamedTuple):
@@ -125,6 +127,10 @@ def product(
     shapes = {name: _local(place, *given[name]) for name in arrays}
     sizes = sizes_of(kind, place, dim, options, shapes, dtype)
     way = way_of(kind, mesh, sizes, dtype, options, config, tag_of_call(*arrays.values(), order))
+    tokens = options.tokens_per_rank
+    if tokens is not None and len(set(tokens)) > 1:
+        inner = sizes.tokens // max(tokens)
+        way = way._replace(tokens=tuple(inner * one for one in tokens))
     run: Callable[..., tuple[Array, ...]] = functools.partial(kind.on_rank, way, dim)
     if options.return_gathered:
         run = functools.partial(_all_gather_and_rows, way, dim, not inside(place))
@@ -168,7 +174,7 @@ def _program(
 def _all_gather(
     way: Way, dim: int, a: Array, b: Array, order: Array, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    given = _uniform_rows(a, b, order, bias)
+    given = _uniform_rows(way, a, b, order, bias)
     out, order = _ops.all_gather_matmul(way, *given)
     return _laid_out(way, dim, a.shape[:-1], out), order
 
@@ -176,23 +182,25 @@ def _all_gather(
 def _all_gather_and_rows(
     way: Way, dim: int, alike: bool, a: Array, b: Array, order: Array, bias: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    given = _uniform_rows(a, b, order, bias)
+    given = _uniform_rows(way, a, b, order, bias)
     out, rows, order = _ops.all_gather_matmul_and_rows(way, alike, *given)
     own = a.shape[:-1]
     return _laid_out(way, dim, own, out), _laid_out(way, dim, own, rows), order
 
 
 def _uniform_rows(
-    a: Array, b: Array, order: Array, bias: Array | None
+    way: Way, a: Array, b: Array, order: Array, bias: Array | None
 ) -> tuple[Array, Array, Array | None, Array]:
     """a, b, the bias and the order of a gather, all varying alike."""
-    rows, b, order = uniform(a.reshape(-1, a.shape[-1]), b, order)
+    rows, b, order = uniform(own_rows(way, a.reshape(-1, a.shape[-1])), b, order)
     return rows, b, None if bias is None else uniform(bias, order)[0], order
 
 
 def _laid_out(way: Way, dim: int, own: tuple[int, ...], rows: Array) -> Array:
     """Gathered rows in the dimensions of tokens, of which each rank has `own`."""
     ranks, leading = way.context.place.num_ranks, list(own)
+    if way.tokens is not None:  # no dimension comes before
+        return rows.reshape(*own[:dim], -1, *own[dim + 1 :], rows.shape[-1])
     rows = jnp.moveaxis(rows.reshape(ranks, *leading, rows.shape[-1]), 0, dim)
     leading[dim] *= ranks
     return rows.reshape(*leading, rows.shape[-1])
@@ -205,6 +213,7 @@ def _reduce_scatter(
     rows, b, order = uniform(rows, b, order)
     bias = _of_sums(way.context.place, bias, order)
     out, order = _ops.matmul_reduce_scatter(way, rows, b, bias, order)
+    out = own_rows(way, out)
     return out.reshape(*leading, out.shape[-1]), order
 
 
@@ -212,6 +221,9 @@ def _dealt_out(way: Way, dim: int, a: Array) -> tuple[list[int], Array]:
     """The dimensions of a rank's tokens, and rows of all ranks, those of rank 0 first."""
     *leading, columns = a.shape
     ranks = way.context.place.num_ranks
+    if way.tokens is not None:  # no dimension comes before
+        leading[dim] = max(way.tokens) // math.prod(leading[dim + 1 :])
+        return leading, a.reshape(-1, columns)
     leading[dim] //= ranks
     rows = a.reshape(*leading[:dim], ranks, *leading[dim:], columns)
     return leading, jnp.moveaxis(rows, dim, 0).reshape(-1, columns)
@@ -251,6 +263,7 @@ def _scaled(
     call = _calls.reduce_scatter if kind is REDUCE_SCATTER else _calls.all_reduce
     bias = _of_sums(way.context.place, bias, order)
     out, _, order = call(way, rows, b, bias, order, activation=False, scales=scales)
+    out = own_rows(way, out) if kind is REDUCE_SCATTER else out
     return out.reshape(*leading, out.shape[-1]), order
 
 
@@ -350,6 +363,13 @@ def check_kinds(
             raise ValueError(f"bias: expected [N], got shape {bias.shape}")
 
 
+def tokens_of(given: Any) -> tuple[int, ...] | None:
+    """The argument `tokens_per_rank`."""
+    if given is None:
+        return None
+    return tuple(operator.index(number) for number in given)
+
+
 def _scales(
     options: Options, a: Array, b: Array, a_scale: Array, b_scale: Array
 ) -> dict[str, Array]:
@@ -430,6 +450,8 @@ def sizes_of(
                 f"b: expected rows and columns of a positive multiple of 16 bytes on a rank, got "
                 f"{name} = {columns} of {itemsize} bytes"
             )
+    if options.tokens_per_rank is not None:
+        return _sizes_of_ranks(kind, ranks, dim, options.tokens_per_rank, a, k, n)
     if kind.tokens_out and a[dim] % ranks:
         raise ValueError(
             f"a: expected a multiple of the {ranks} ranks along {kind.dim} = {dim}, got shape {a} "
@@ -440,6 +462,32 @@ def sizes_of(
         # Every rank has as many, so there is nothing to compute, and XLA of JAX 0.11 crashes.
         raise ValueError(f"a: expected at least one token on a rank, got shape {a} on a rank")
     return Sizes(tokens if kind.tokens_in else -(-tokens // ranks), k, n)
+
+
+def _sizes_of_ranks(
+    kind: Kind, ranks: int, dim: int, tokens: tuple[int, ...], a: tuple[int, ...], k: int, n: int
+) -> Sizes:
+    """The sizes where the numbers of all ranks' tokens are given."""
+    if len(tokens) != ranks or min(tokens) < 0 or max(tokens) < 1:
+        raise ValueError(
+            f"tokens_per_rank: expected {ranks} numbers from 0, one of them above it, got {tokens}"
+        )
+    if math.prod(a[:dim]) != 1:
+        raise ValueError(
+            f"{kind.dim}: expected a dimension with none of more than one element before it, as "
+            f"tokens_per_rank is given; got {dim} for shape {a} on a rank"
+        )
+    wanted = max(tokens) if kind.tokens_in else sum(tokens)
+    if a[dim] != wanted:
+        what = "most of" if kind.tokens_in else "sum of"
+        raise ValueError(
+            f"a: expected {wanted} along {kind.dim} = {dim} on a rank, the {what} tokens_per_rank "
+            f"{tokens}, got shape {a} on a rank"
+        )
+    inner = math.prod(a[dim + 1 : -1])
+    if inner == 0:
+        raise ValueError(f"a: expected at least one token on a rank, got shape {a} on a rank")
+    return Sizes(max(tokens) * inner, k, n)
 
 
 def _local(place: Place, array: Array, spec: PartitionSpec) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ def all_gather_scaled_matmul(
     activation: Activation | None = None,
     transpose_b: bool = False,
     gather_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
     after: Any = None,
@@ -54,11 +56,13 @@ def all_gather_scaled_matmul(
             may have its own.
         bias: ``[N]`` of the dtype of the result, or float32.
         out_dtype: of the result: bfloat16, float16 or float32.
-        activation, gather_dim, algo, config, after, mesh: as of `all_gather_matmul`.
+        activation, gather_dim, tokens_per_rank, algo, config, after, mesh: as of
+            `all_gather_matmul`.
 
     Returns, Raises: as `all_gather_matmul`.
     """
-    options, scales = _options(out_dtype, activation, transpose_b, algo), (a_scale, b_scale)
+    options = _options(out_dtype, activation, transpose_b, algo, tokens_per_rank)
+    scales = a_scale, b_scale
     return Product(
         *_run.product(_run.ALL_GATHER, a, b, bias, gather_dim, options, config, after, mesh, scales)
     )
@@ -75,6 +79,7 @@ def scaled_matmul_reduce_scatter(
     activation: Activation | None = None,
     transpose_b: bool = False,
     scatter_dim: int = 0,
+    tokens_per_rank: Sequence[int] | None = None,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
     after: Any = None,
@@ -87,11 +92,13 @@ def scaled_matmul_reduce_scatter(
     Args:
         a, b, a_scale, b_scale, out_dtype, transpose_b: as of `all_gather_scaled_matmul`; a
             ``[..., K]`` with the tokens of all ranks.
-        bias, activation, scatter_dim, algo, config, after, mesh: as of `matmul_reduce_scatter`.
+        bias, activation, scatter_dim, tokens_per_rank, algo, config, after, mesh: as of
+            `matmul_reduce_scatter`.
 
     Returns, Raises: as `matmul_reduce_scatter`.
     """
-    options, scales = _options(out_dtype, activation, transpose_b, algo), (a_scale, b_scale)
+    options = _options(out_dtype, activation, transpose_b, algo, tokens_per_rank)
+    scales = a_scale, b_scale
     return Product(
         *_run.product(
             _run.REDUCE_SCATTER, a, b, bias, scatter_dim, options, config, after, mesh, scales
@@ -129,6 +136,18 @@ def scaled_matmul_all_reduce(
 
 
 def _options(
-    out_dtype: npt.DTypeLike, activation: Activation | None, transpose_b: bool, algo: Algo
+    out_dtype: npt.DTypeLike,
+    activation: Activation | None,
+    transpose_b: bool,
+    algo: Algo,
+    tokens_per_rank: Sequence[int] | None = None,
 ) -> _run.Options:
-    return _run.Options(transpose_b, activation, False, algo, out_dtype=np.dtype(out_dtype))
+    tokens = _run.tokens_of(tokens_per_rank)
+    return _run.Options(
+        transpose_b,
+        activation,
+        False,
+        algo,
+        out_dtype=np.dtype(out_dtype),
+        tokens_per_rank=tokens,
+    )
