@@ -111,11 +111,14 @@ def disagreeing_replicas(me: Rank, folder: pathlib.Path) -> None:
     with data_times_tensor(me) as (mesh, comm):
         comm.replicas = mesh["data"].get_group()
         model = Model(comm, experts=True)
-        optimizer = numbered(model) if me.rank < 2 else torch.optim.SGD(model.parameters(), lr=0.5)
-        with pytest.raises(RuntimeError, match="expected the same on all replicas"):
-            xd.save_checkpoint(folder / "saved", model, optimizer)
-        dist.barrier()
-        assert not list(folder.iterdir())
+        fresh = torch.optim.SGD(model.parameters(), lr=0.5)
+        if me.num_ranks == 4:
+            with pytest.raises(RuntimeError, match="expected the same on all replicas"):
+                xd.save_checkpoint(
+                    folder / "saved", model, numbered(model) if me.rank < 2 else fresh
+                )
+            dist.barrier()
+            assert not list(folder.iterdir())
         xd.save_checkpoint(folder / "saved", model, numbered(model))
         assert all(whole(p).isfinite().all() for p in model.parameters())
 

@@ -19,6 +19,7 @@ from support import Rank, run_ranks
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+import test_checkpoint_parts as checkpoint_parts  # noqa: E402
 import test_moe_grouped as moe_grouped  # noqa: E402
 import test_moe_layer as moe_layer  # noqa: E402
 import test_torch_compile as compiled  # noqa: E402
@@ -39,6 +40,7 @@ import test_tp_fp8 as tp_fp8  # noqa: E402
 import test_tp_layers as tp_layers  # noqa: E402
 import test_tp_ops as tp_ops  # noqa: E402
 import test_tp_training as tp_training  # noqa: E402
+import test_training_alike as training_alike  # noqa: E402
 from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
 from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
 from test_tp_compile import alone  # noqa: E402, F401  (a fixture)
@@ -64,6 +66,8 @@ MODULES = {
     "tp_fp8": tp_fp8,
     "tp_dtensor": tp_dtensor,
     "tp_training": tp_training,
+    "training_alike": training_alike,
+    "checkpoint_parts": checkpoint_parts,
     "tp_compile": tp_compile,
     "tp_async": tp_async,
     "compile": compiled,
@@ -85,6 +89,9 @@ LEFT_OUT = {
 ABOUT_PEERS = (
     errors._configs,
     moe_layer.check_average,
+    training_alike.on_two_communicators,
+    training_alike.frozen_on_one_rank,
+    training_alike.mistake_of_one_rank,
     *(case for name, case in vars(tools).items() if name.startswith("check_")),
 )
 
