@@ -47,6 +47,7 @@ xd_gemm_args args_of(const Products::Numbers& numbers, const Operands& operands)
   args.epilogue = numbers.epilogue;
   args.pre_activation = operands.find("pre_activation");
   args.gathered = operands.find("gathered");
+  args.gathered_scale = operands.find("gathered_scale");
   args.allow_tf32 = numbers.allow_tf32 ? 1 : 0;
   args.algo = numbers.algo;
   args.tag = numbers.tag;

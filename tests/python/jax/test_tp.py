@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -142,13 +142,27 @@ def trained(mesh: tp.TpMesh, layer: Layer, spelling: str) -> tuple[Callable[...,
             function, mesh=mesh.mesh, in_specs=tuple(specs.values()), out_specs=out
         )
 
+    return with_gradients(function, specs), _placed(mesh, (grad, out), arrays, specs)
+
+
+def with_gradients(function: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """The function behind the gradient of its result: that result, and the gradients by name."""
+
     def step(grad: jax.Array, *given: jax.Array) -> Any:
         out, backward = jax.vjp(function, *given)
-        return out, dict(zip(specs, backward(grad)))
+        return out, dict(zip(names, backward(grad)))
 
-    args = [place(mesh.mesh, grad, out)]
-    args += [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
-    return jax.jit(step), args
+    return jax.jit(step)
+
+
+def _placed(
+    mesh: tp.TpMesh,
+    grad: tuple[np.ndarray, P],
+    arrays: dict[str, np.ndarray],
+    specs: dict[str, P],
+) -> list[jax.Array]:
+    pairs = [grad, *((arrays[name], spec) for name, spec in specs.items())]
+    return [place(mesh.mesh, *pair) for pair in pairs]
 
 
 def check(mesh: tp.TpMesh, layer: Layer, spelling: str) -> None:
@@ -232,13 +246,8 @@ class Unequal:
                     function, mesh=mesh.mesh, in_specs=tuple(specs.values()), out_specs=out
                 )
 
-            def step(grad: jax.Array, *given: jax.Array) -> Any:
-                out, backward = jax.vjp(program, *given)
-                return out, dict(zip(specs, backward(grad)))
-
-            args = [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
-            args = [place(mesh.mesh, grad, out), *args]
-            compiled = jax.jit(step).lower(*args).compile()
+            args = _placed(mesh, (grad, out), arrays, specs)
+            compiled = with_gradients(program, specs).lower(*args).compile()
             assert COLLECTIVES.findall(compiled.as_text()) == []
             found, grads = compiled(*args)
             same(f"{self} out", found, wanted)

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from crossdock.jax import tp
 from jax_support import RANKS, World, everywhere, run
-from test_tp import joined, padded, place, same
+from test_hlo import COLLECTIVES
+from test_tp import joined, padded, place, same, with_gradients
 
 SEED = 88
 TOKENS, K, N = 4 * RANKS, 16 * RANKS, 16 * RANKS
@@ -177,3 +178,119 @@ def test_there_is_no_derivative():
             ValueError, match="crossdock_gemm_all_reduce.* cannot be differentiated"
         ):
             jax.grad(total)(np.float32(1))
+
+
+# ---- Operands that are made fp8 on the way -------------------------------------------------------
+
+
+class Linear:
+    """A layer of small whole numbers, which are exact in fp8, of other sizes on each rank."""
+
+    def __init__(
+        self, gathers: bool, dtype: Any, transpose_b: bool, counts: tuple[int, ...] | None
+    ) -> None:
+        rng = np.random.default_rng(SEED)
+        self.counts = (4,) * RANKS if counts is None else counts
+        tokens = sum(self.counts)
+
+        def whole(*shape: int) -> np.ndarray:
+            return rng.integers(-1, 2, shape).astype(np.float64)
+
+        factors = 2.0 ** (np.arange(RANKS) - 1)
+        a, b, bias, grad = whole(tokens, K), whole(K, N), whole(N), whole(tokens, N)
+        # Scales of all ranks differ.
+        inner = np.repeat(factors, K // RANKS)
+        a *= np.repeat(factors, self.counts)[:, None] if gathers else inner
+        b *= 2 * (np.repeat(factors, N // RANKS) if gathers else inner[:, None])
+        out = a @ b + bias
+        of_sum = np.where(out > 0, grad, 0)
+        of_b = a.T @ of_sum
+        given = [a, b.T if transpose_b else b, bias]
+        grads = [of_sum @ b.T, of_b.T if transpose_b else of_b, of_sum.sum(0)]
+        out = np.maximum(out, 0)
+        if counts is not None and gathers:
+            given[0], grads[0] = padded(counts, given[0], np.nan), padded(counts, grads[0], 0)
+        elif counts is not None:
+            out, grad = padded(counts, out, 0), padded(counts, grad, np.nan)
+        self.given, self.grads = ([one.astype(dtype) for one in ones] for ones in (given, grads))
+        self.out, self.grad = out.astype(dtype), grad.astype(dtype)
+        tokens_in, columns = P("tp"), P(None, "tp")
+        self.specs = [tokens_in, columns, P("tp")] if gathers else [columns, P("tp"), P()]
+        self.of_out = columns if gathers else P("tp")
+        if transpose_b:
+            self.specs[1] = P("tp") if gathers else columns
+
+
+def made_fp8(world: World, spelling: str) -> None:
+    world.ep.close()
+    unequal = (3, 0, 5, 1)[:RANKS]
+    ways = [
+        (True, jnp.bfloat16, {}, None),
+        (True, np.float32, {"save_gathered": False}, unequal),
+        (True, np.float16, {"transpose_b": True}, unequal),
+        (False, jnp.bfloat16, {"transpose_b": True}, None),
+        (False, np.float32, {}, unequal),
+    ]
+    with joined() as mesh:
+        for gathers, dtype, options, counts in ways:
+            layer = Linear(gathers, dtype, options.get("transpose_b", False), counts)
+            name = "all_gather_matmul" if gathers else "matmul_reduce_scatter"
+
+            def product(*given: jax.Array, name=name, options=options, counts=counts) -> jax.Array:
+                a, b, bias = given
+                named = options | {"bias": bias, "activation": "relu", "tokens_per_rank": counts}
+                return getattr(tp, name)(a, b, fp8=True, **named).out
+
+            program: Any = product
+            if spelling == "shard_map":
+                specs = tuple(layer.specs)
+                program = jax.shard_map(
+                    product, mesh=mesh.mesh, in_specs=specs, out_specs=layer.of_out
+                )
+
+            args = [place(mesh.mesh, layer.grad, layer.of_out)]
+            args += [place(mesh.mesh, *pair) for pair in zip(layer.given, layer.specs)]
+            compiled = with_gradients(program, ("a", "b", "bias")).lower(*args).compile()
+            text = compiled.as_text()
+            assert COLLECTIVES.findall(text) == [] and "f8e4m3fn" in text
+            out, grads = compiled(*args)
+            same(f"{name} {options} out", out, layer.out)
+            for (which, got), wanted in zip(grads.items(), layer.grads):
+                same(f"{name} {options} gradient of {which}", got, wanted)
+
+
+@everywhere
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+def test_operands_made_fp8_and_all_gradients_are_exact_for_whole_numbers(where, spelling):
+    run(where, made_fp8, spelling)
+
+
+def test_operands_are_rounded_once():
+    """By the scale of a power of two that the largest element of a rank's matrix allows."""
+
+    def in_fp8(x: np.ndarray) -> np.ndarray:
+        scale = 2.0 ** np.floor(np.log2(448 / np.abs(x).max()))
+        return (x * scale).astype(E4M3).astype(np.float64) / scale
+
+    rng = np.random.default_rng(SEED)
+    a = (1000 * rng.standard_normal((4 * RANKS, K))).astype(np.float32)
+    b = (rng.standard_normal((K, N)) / 100).astype(np.float32)
+    parts = (
+        [in_fp8(part) for part in np.split(a, RANKS)],
+        [in_fp8(part) for part in np.split(b, RANKS, 1)],
+    )
+    wanted = np.concatenate(parts[0]) @ np.concatenate(parts[1], 1)
+    with joined():
+        out = np.asarray(tp.all_gather_matmul(a, b, fp8=True).out)
+        np.testing.assert_allclose(out, wanted, rtol=1e-3, atol=1e-3)
+        zeros = np.asarray(tp.all_gather_matmul(0 * a, b, fp8=True).out)
+        np.testing.assert_array_equal(zeros, 0)
+        for value in (np.inf, -np.inf, np.nan):
+            bad = a.copy()
+            bad[1, 2] = value
+            out = np.asarray(tp.all_gather_matmul(bad, b, fp8=True).out)
+            assert np.isnan(out[:4]).all() and np.isfinite(out[4:]).all(), value
+        with pytest.raises(ValueError, match="return_gathered: expected False with fp8, got True"):
+            tp.all_gather_matmul(a, b, fp8=True, return_gathered=True)
+        with pytest.raises(ValueError, match="16 bytes on a rank, got K = 8 of 1 bytes"):
+            tp.all_gather_matmul(a[:, :8], b[:8], fp8=True)

@@ -47,6 +47,7 @@ class Way(NamedTuple):
         algo: how transfer and product are interleaved; backward as the context says.
         save_gathered: whether gathered rows are kept for the backward pass.
         out_dtype: of the result, where it is not that of a: of products of fp8.
+        fp8: whether operands are made fp8 on the way; backward they are not.
         tag: of the product, as of ``xd_gemm_args``, even; that of its backward ones is the next.
         tokens: rows of each rank, where these differ. Arrays of a rank's rows have as many as the
             most of these; behind its own is anything.
@@ -60,13 +61,18 @@ class Way(NamedTuple):
     save_gathered: bool
     tag: int
     out_dtype: np.dtype[Any] | None = None
+    fp8: bool = False
     tokens: tuple[int, ...] | None = None
 
     @property
     def backward(self) -> Way:
         """The way of the product of a gradient and b, which gives that of a."""
         return self._replace(
-            transpose_b=not self.transpose_b, activation=None, algo="auto", tag=self.tag | 1
+            transpose_b=not self.transpose_b,
+            activation=None,
+            algo="auto",
+            tag=self.tag | 1,
+            fp8=False,
         )
 
     def columns(self, b: Array) -> int:
@@ -108,6 +114,8 @@ def all_gather(
 ) -> tuple[Any, ...]:
     """-> d ``[M, N]``, gathered a ``[M, K]`` or None, d before its activation or None, order.
 
+    Of fp8 with one scale the gathered a is a pair, with the scales ``[W]`` of the ranks.
+
     Args:
         gathered, activation: whether these are wanted.
         behind: what has to be there before, which is not read.
@@ -120,9 +128,13 @@ def all_gather(
         outputs["pre_activation"] = outputs["d"]
     if gathered:
         outputs["gathered"] = _Result((rows, a.shape[1]), a.dtype, everywhere=True)
-    names = ("d", "gathered", "pre_activation")
+    if gathered and scales is not None:
+        ranks = way.context.place.num_ranks
+        outputs["gathered_scale"] = _Result((ranks,), np.float32, everywhere=True)
+    names = ("d", "gathered", "gathered_scale", "pre_activation")
     inputs = {"a": a, "b": b, "bias": bias, "behind": behind} | _by_name(scales)
-    return _call("all_gather", way, inputs, outputs, order, names)
+    d, kept, scale, before, order = _call("all_gather", way, inputs, outputs, order, names)
+    return d, kept if scale is None else (kept, scale), before, order
 
 
 def reduce_scatter(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .._calls import uniform, varying
 from .._order import kept
 from .._where import checks_varying
-from . import _calls
+from . import _calls, _fp8
 from ._calls import Array, Way
 
 __all__ = [
@@ -41,13 +41,28 @@ def all_gather_matmul(
     way: Way, a: Array, b: Array, bias: Array | None, order: Array
 ) -> tuple[Array, Array]:
     """``[M, N]`` of ``a [m, K]`` gathered over the ranks, and the order."""
-    d, _, _, order = _calls.all_gather(way, a, b, bias, order, gathered=False, activation=False)
+    d, _, _, order = _gather(way, a, b, bias, order, gathered=False, activation=False)
     return d, order
+
+
+def _gather(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array, **wanted: Any
+) -> tuple[Any, ...]:
+    """As `_calls.all_gather`, of operands that are made fp8 where the way says so."""
+    if not way.fp8:
+        return _calls.all_gather(way, a, b, bias, order, **wanted)
+    made, rows, columns, scales = _fp8.operands(way, a, b)
+    return _calls.all_gather(made, rows, columns, bias, order, **wanted, scales=scales)
+
+
+def _wide(way: Way, rows: Any, dtype: Any) -> Array:
+    """What has been kept of rows, perhaps in fp8."""
+    return _fp8.widened(way, _fp8.Narrow(*rows), dtype) if isinstance(rows, tuple) else rows
 
 
 def _all_gather_fwd(way, a, b, bias, order):
     active = way.activation is not None
-    d, gathered, before, done = _calls.all_gather(
+    d, gathered, before, done = _gather(
         way, a, b, bias, order, gathered=way.save_gathered, activation=active
     )
     rows = gathered if way.save_gathered else a
@@ -56,6 +71,7 @@ def _all_gather_fwd(way, a, b, bias, order):
 
 def _all_gather_bwd(way, saved, grads):
     rows, b, bias, before, order = saved
+    rows = _wide(way, rows, b.dtype)
     grad = _before_activation(way, grads[0], before)
     order = grads[1] + order
     grad_bias = None if bias is None else _column_sums(grad, bias)
@@ -131,18 +147,30 @@ def matmul_reduce_scatter(
     way: Way, a: Array, b: Array, bias: Array | None, order: Array
 ) -> tuple[Array, Array]:
     """This rank's rows ``[m, N]`` of the sum over ranks of products, and the order."""
-    d, _, order = _calls.reduce_scatter(way, a, b, bias, order, activation=False)
+    d, _, order, _ = _scatter(way, a, b, bias, order, activation=False)
     return d, order
+
+
+def _scatter(
+    way: Way, a: Array, b: Array, bias: Array | None, order: Array, activation: bool
+) -> tuple[Array, Array | None, Array, Any]:
+    """As `_calls.reduce_scatter`, and what is kept of a: made fp8 where the way says so."""
+    if not way.fp8:
+        return *_calls.reduce_scatter(way, a, b, bias, order, activation), a
+    made, rows, columns, scales = _fp8.operands(way, a, b)
+    found = _calls.reduce_scatter(made, rows, columns, bias, order, activation, scales=scales)
+    return *found, (rows, scales.a_scale)
 
 
 def _reduce_scatter_fwd(way, a, b, bias, order):
     active = way.activation is not None
-    d, before, done = _calls.reduce_scatter(way, a, b, bias, order, activation=active)
+    d, before, done, a = _scatter(way, a, b, bias, order, activation=active)
     return (d, done), (a, b, bias, before, kept(done, order))
 
 
 def _reduce_scatter_bwd(way, saved, grads):
     a, b, bias, before, order = saved
+    a = _wide(way, a, b.dtype)
     own = _calls.own_rows(way, _before_activation(way, grads[0], before))
     order = grads[1] + order
     grad_a, grad, _, order = _calls.all_gather(

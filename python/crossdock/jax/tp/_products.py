@@ -61,6 +61,7 @@ def all_gather_matmul(
     save_gathered: bool = True,
     return_gathered: Literal[False] = False,
     tokens_per_rank: Sequence[int] | None = None,
+    fp8: bool = False,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -95,6 +96,7 @@ def all_gather_matmul(
     save_gathered: bool = True,
     return_gathered: bool = False,
     tokens_per_rank: Sequence[int] | None = None,
+    fp8: bool = False,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -127,6 +129,9 @@ def all_gather_matmul(
             Arrays have as many on each rank as the rank with the most: what lies behind its own
             counts for nothing, and has a gradient of zeros. The result has those of all ranks, one
             behind the other. No dimension of more than one element comes before `gather_dim`.
+        fp8: make `a` and `b` float8_e4m3fn on the way, each rank with a scale for each, a power of
+            two. Tokens travel, and are kept, as fp8; the products of the backward pass are in the
+            dtype of `a`. Not with `return_gathered`.
         allow_tf32: whether GPUs may compute products of float32 in TF32.
         algo: how transfer and product are interleaved; "auto" = as `config` says. The gradient is
             always made as that says.
@@ -148,11 +153,19 @@ def all_gather_matmul(
             where ranks disagree, UNIMPLEMENTED for what cannot be done, with the reason. On GPUs
             `TpMesh.check` raises these.
     """
-    if return_gathered and tokens_per_rank is not None:
-        raise ValueError("return_gathered: expected False with tokens_per_rank, got True")
+    for name, given in (("tokens_per_rank", tokens_per_rank is not None), ("fp8", fp8)):
+        if return_gathered and given:
+            raise ValueError(f"return_gathered: expected False with {name}, got True")
     options = _run.Options(
-        transpose_b, activation, allow_tf32, algo, save_gathered, bool(return_gathered)
-    )._replace(tokens_per_rank=_run.tokens_of(tokens_per_rank))
+        transpose_b,
+        activation,
+        allow_tf32,
+        algo,
+        save_gathered,
+        bool(return_gathered),
+        tokens_per_rank=_run.tokens_of(tokens_per_rank),
+        fp8=bool(fp8),
+    )
     found = _run.product(_run.ALL_GATHER, a, b, bias, gather_dim, options, config, after, mesh)
     return GatheredProduct(*found) if return_gathered else Product(*found)
 
@@ -166,6 +179,7 @@ def matmul_reduce_scatter(
     transpose_b: bool = False,
     scatter_dim: int = 0,
     tokens_per_rank: Sequence[int] | None = None,
+    fp8: bool = False,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -189,6 +203,8 @@ def matmul_reduce_scatter(
         tokens_per_rank: how many of `scatter_dim`, which has their sum, each rank gets, where that
             differs; equal on all ranks. The result has as many on each rank as the rank with the
             most, with zeros behind its own. Otherwise as of `all_gather_matmul`.
+        fp8: make `a` and `b` float8_e4m3fn on the way, as of `all_gather_matmul`; terms are
+            rounded to the dtype of `a` before they are summed.
         activation, transpose_b, allow_tf32, algo, config, after, mesh: as `all_gather_matmul`.
 
     Returns:
@@ -199,7 +215,7 @@ def matmul_reduce_scatter(
     """
     tokens = _run.tokens_of(tokens_per_rank)
     options = _run.Options(
-        transpose_b, activation, allow_tf32, algo, tokens_per_rank=tokens
+        transpose_b, activation, allow_tf32, algo, tokens_per_rank=tokens, fp8=bool(fp8)
     )
     return Product(
         *_run.product(_run.REDUCE_SCATTER, a, b, bias, scatter_dim, options, config, after, mesh)

@@ -54,6 +54,7 @@ class Options(NamedTuple):
     return_gathered: bool = False
     out_dtype: np.dtype[Any] | None = None  # of products of fp8
     tokens_per_rank: tuple[int, ...] | None = None
+    fp8: bool = False
 
 
 class Kind(NamedTuple):
@@ -443,7 +444,7 @@ def sizes_of(
         )
     if shapes.get("bias", (n,)) != (n,):
         raise ValueError(f"bias: expected [N] with N = {n} as of b, got {shapes['bias']} on a rank")
-    itemsize = dtype.itemsize
+    itemsize = 1 if options.fp8 else dtype.itemsize
     for name, columns in (("K", k), ("N", n)):
         if columns < 1 or columns * itemsize % 16:
             raise ValueError(
@@ -527,6 +528,7 @@ def way_of(
         bool(options.save_gathered),
         tag,
         options.out_dtype,
+        bool(options.fp8),
     )
 
 

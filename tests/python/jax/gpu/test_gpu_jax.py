@@ -59,6 +59,7 @@ import test_jax_order as order  # noqa: E402
 import test_moe as moe  # noqa: E402
 import test_sharding as sharding  # noqa: E402
 import test_tp as tp  # noqa: E402
+import test_tp_fp8 as tp_fp8  # noqa: E402
 import test_tp_programs as tp_programs  # noqa: E402
 import test_train as train  # noqa: E402
 from crossdock import _jax, errors  # noqa: E402
@@ -229,6 +230,19 @@ def test_layers_side_by_side_are_chained():
 @pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
 def test_products_and_all_gradients_are_those_of_one_process(where, spelling):
     run(where, tp.layers, spelling, 1)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "body", [tp_fp8.products, tp_fp8.made_fp8, tp.unequal], ids=lambda body: body.__name__
+)
+def test_products_of_fp8_and_of_unequal_ranks(where, body):
+    run(where, body, "shard_map")
+
+
+@everywhere
+def test_products_of_fp8_of_unequal_ranks(where):
+    run(where, tp_fp8.unequal)
 
 
 @everywhere
