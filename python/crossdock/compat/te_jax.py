@@ -140,7 +140,7 @@ def collective_gemm_bootstrap(
     if not use_ce:
         raise ValueError("use_ce: expected True, as rows are moved by copy engines, got False")
     if use_cublasmp:
-        raise ValueError("use_cublasmp: expected False, as products are cuBLASLt's, got True")
+        raise ValueError("use_cublasmp: expected False, as its calls wait on the host; got True")
     if tensor_parallel_size < 1 or num_total_devices % tensor_parallel_size:
         raise ValueError(
             f"tensor_parallel_size: expected a divisor of {num_total_devices} devices, got "

@@ -271,7 +271,7 @@ FP8 = te.UserBufferQuantizationMode.FP8
     [
         ({"use_fp8": True}, "use_fp8 = True: buffers hold no fp8"),
         ({"quantization_modes": [FP8]}, "quantization_modes = .*FP8.*: buffers hold no fp8"),
-        ({"with_cublasmp": True}, "with_cublasmp = True: products here are cuBLASLt's"),
+        ({"with_cublasmp": True}, "with_cublasmp = True: cuBLASMp gives no gathered"),
         ({"ub_cfgs": {"fc3_fprop": {}}}, "ub_cfgs: expected layers of .*; got 'fc3_fprop'"),
         ({"ub_cfgs": {"fc1_fprop": {"sms": 1}}}, r"ub_cfgs\['fc1_fprop'\]: .*; got 'sms'"),
         ({"ub_cfgs": {"fc1_fprop": {"method": "p2p"}}}, r"\['method'\]: expected .*; got 'p2p'"),

@@ -11,7 +11,13 @@ import torch.distributed as dist
 import crossdock.torch as xd
 
 from ._options import CommOverlapType, UserBufferQuantizationMode, layer_configs, refuse
-from ._overlap import CommOverlap, CommOverlapCore, CommOverlapHelper, CommOverlapP2P
+from ._overlap import (
+    CommOverlap,
+    CommOverlapCore,
+    CommOverlapHelper,
+    CommOverlapP2P,
+    refuse_cublasmp,
+)
 
 __all__ = ["destroy_ub", "get_ub", "initialize_ub"]
 
@@ -56,8 +62,7 @@ def initialize_ub(
     if _helper is not None:
         raise RuntimeError("initialize_ub: there are buffers already: call destroy_ub() first")
     _refuse_fp8(use_fp8, quantization_modes)
-    if with_cublasmp:
-        refuse("with_cublasmp", with_cublasmp, "products here are cuBLASLt's; expected False")
+    refuse_cublasmp("with_cublasmp", with_cublasmp)
     configs = layer_configs(_single(ub_cfgs), tp_size)
     for name, config in configs.items():
         if config["fp8_buf"]:

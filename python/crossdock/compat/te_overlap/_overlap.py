@@ -16,7 +16,13 @@ from crossdock.torch.tp._context import shared_context
 
 from ._options import CommOverlapType, refuse
 
-__all__ = ["CommOverlap", "CommOverlapCore", "CommOverlapHelper", "CommOverlapP2P"]
+__all__ = [
+    "CommOverlap",
+    "CommOverlapCore",
+    "CommOverlapHelper",
+    "CommOverlapP2P",
+    "refuse_cublasmp",
+]
 
 
 class CommOverlapHelper:
@@ -152,9 +158,15 @@ class CommOverlapCore:
         return False
 
 
-def _refuse_cublasmp(use_cublasmp: Any) -> None:
-    if use_cublasmp:
-        refuse("use_cublasmp", use_cublasmp, "products here are cuBLASLt's; expected False")
+def refuse_cublasmp(option: str, given: Any) -> None:
+    """Refuses products by cuBLASMp, by the option that asks for them."""
+    if given:
+        refuse(
+            option,
+            given,
+            "cuBLASMp gives no gathered rows, which buffers hold; "
+            "crossdock.torch.tp.TpContext(algo='cublasmp') has its products. Expected False",
+        )
 
 
 class CommOverlap(CommOverlapCore):
@@ -179,7 +191,7 @@ class CommOverlap(CommOverlapCore):
         rs_overlap_first_gemm: bool = False,
     ) -> None:
         """Collective where no context of the ranks has room yet; see the page for each option."""
-        _refuse_cublasmp(use_cublasmp)
+        refuse_cublasmp("use_cublasmp", use_cublasmp)
         super().__init__(
             buffer_shape, buffer_dtype, helper, tp_size, comm_type, atomic_gemm, "split"
         )
@@ -209,7 +221,7 @@ class CommOverlapP2P(CommOverlapCore):
         use_cublasmp: bool = False,
     ) -> None:
         """Collective where no context of the ranks has room yet; see the page for each option."""
-        _refuse_cublasmp(use_cublasmp)
+        refuse_cublasmp("use_cublasmp", use_cublasmp)
         if not use_ce:
             refuse("use_ce", use_ce, "expected True: no multiprocessors move rows beside a product")
         super().__init__(
