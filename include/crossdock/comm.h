@@ -113,11 +113,16 @@ typedef struct xd_comm_config {
   void* nccl_comm;
   /* Equal on all ranks. */
   xd_comm_peer_loss on_peer_loss;
+  /* The host that this rank counts to, by a name of 1 to 63 bytes: ranks that give equal names are
+   * on one host. It decides the order of sums over ranks (crossdock/ep.h), and nothing else: the
+   * ranks must be on one machine all the same. All ranks name their hosts, or none does. NULL =
+   * XD_HOST_ID; where that is not set either, all ranks are on one host. */
+  const char* host;
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
-   NULL, NULL, XD_COMM_PEER_LOSS_FATAL}
+   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL}
 /* clang-format on */
 
 /* What a timeout_ms of 0 means in this process, in milliseconds. */
@@ -137,9 +142,9 @@ XD_API int32_t xd_default_timeout_ms(void);
  * every other call is INVALID_ARGUMENT.
  * Errors: INVALID_ARGUMENT; TIMEOUT naming the ranks that did not come; MISMATCH (another
  * num_ranks, at once on all ranks that have come; another protocol version, kind of device or
- * on_peer_loss, a rank taken twice, a peer that failed; but two ranks 0 by environment hold two
- * meetings, and end with TIMEOUT); PEER_LOST (a peer's process ended meanwhile, or the peer gave
- * up); ABORTED (see xd_set_interrupt);
+ * on_peer_loss, hosts named on some ranks only, a rank taken twice, a peer that failed; but two
+ * ranks 0 by environment hold two meetings, and end with TIMEOUT); PEER_LOST (a peer's process
+ * ended meanwhile, or the peer gave up); ABORTED (see xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
  * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error: at once if this rank
@@ -184,9 +189,13 @@ typedef struct xd_comm_info {
   int32_t timeout_ms;
   /* Ranks of this communicator that live in this process. */
   int32_t local_ranks;
+  /* Hosts of the ranks, as they have named them (xd_comm_config.host), and the number of this
+   * rank's. Hosts are numbered from 0, by their lowest ranks. */
+  int32_t num_hosts;
+  int32_t host;
 } xd_comm_info;
 #define XD_COMM_INFO_INIT \
-  { sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0 }
+  { sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0, 0, 0 }
 
 /* Never blocks. Any thread. */
 XD_API xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info);

@@ -87,6 +87,8 @@ xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
     value.device = c.device();
     value.timeout_ms = c.timeout_ms();
     value.local_ranks = c.local_ranks();
+    value.num_hosts = c.hosts().num_hosts();
+    value.host = c.hosts().host();
     xd::write_struct("info", info, value);
   });
 }

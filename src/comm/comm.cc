@@ -31,6 +31,17 @@ xd_comm_peer_loss read_peer_loss(const xd_comm_config& config) {
   return static_cast<xd_comm_peer_loss>(value);
 }
 
+// The name of this rank's host; empty = none.
+std::string read_host(const xd_comm_config& config) {
+  const char* const source = config.host != nullptr ? "config.host" : "XD_HOST_ID";
+  const std::string name = config.host != nullptr ? config.host : env().host_id;
+  const std::size_t least = config.host != nullptr ? 1 : 0;
+  XD_REQUIRE(name.size() >= least && name.size() <= kMaxHostBytes, source, " = '",
+             name.substr(0, 2 * kMaxHostBytes), "' of ", name.size(), " bytes, expected 1 to ",
+             kMaxHostBytes, " bytes");
+  return name;
+}
+
 // What ranks tell one another before they share memory.
 struct Introduction {
   DeviceIntroduction device;
@@ -112,6 +123,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   const DLDevice device = asked_device(config);
   const int timeout_ms = resolve_timeout(config.timeout_ms);
   const xd_comm_peer_loss on_peer_loss = read_peer_loss(config);
+  const std::string host = read_host(config);
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
   Parts parts{
       .rank = bootstrap->rank(),
@@ -124,7 +136,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
       .boards = {},
       .device_side = nullptr,
       .events = std::make_unique<EventRelay>(bootstrap->num_ranks(), kind_of(device).tick_ms),
-      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms))};
+      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms), host)};
   Mesh& mesh = *parts.mesh;  // good also when the communicator owns it
   std::shared_ptr<Comm> comm;
   mesh.start(*parts.events);
@@ -142,14 +154,14 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   }
   log_topic("comm", "rank ", comm->rank_, " of ", comm->num_ranks_, " joined '",
             config.name != nullptr ? config.name : "", "', ", comm->local_ranks_,
-            " in this process");
+            " in this process, host ", comm->hosts_.host(), " of ", comm->hosts_.num_hosts());
   return comm;
 }
 
 Comm::Comm(Parts&& parts)
     : rank_(parts.rank),
       num_ranks_(parts.num_ranks),
-      hosts_(rank_, num_ranks_),
+      hosts_(HostMap::of_names(rank_, num_ranks_, parts.mesh->host_names())),
       device_(parts.device),
       timeout_ms_(parts.timeout_ms),
       local_ranks_(parts.mesh->local_ranks()),

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
@@ -62,10 +63,14 @@ UniqueFd open_pidfd(const Introduction& own, const PeerProcess& process,
 
 }  // namespace
 
-Introduction make_introduction(int num_ranks) {
+Introduction make_introduction(int num_ranks, std::string_view host_name) {
+  XD_CHECK(host_name.size() <= kMaxHostBytes);
+  HostName name{};
+  std::ranges::copy(host_name, name.begin());
   return {.version = kProtocolVersion,
           .num_ranks = num_ranks,
           .host = this_host(),
+          .host_name = name,
           .process = this_process(),
           .socket_name = make_random<Tag>(),
           .nonce = make_random<Nonce>(),
@@ -115,6 +120,22 @@ void check_peer(int rank, const Introduction& own, int peer, const Introduction&
     fail(XD_ERROR_UNSUPPORTED, "ranks ", rank, " and ", peer,
          " are in different network namespaces (", own.host.network_namespace, " and ",
          theirs.host.network_namespace, "), perhaps of two containers; they must share one");
+}
+
+std::vector<std::string> host_names(std::span<const Introduction> introductions) {
+  std::vector<std::string> names;
+  std::vector<int> with, without;
+  for (const Introduction& introduction : introductions) {
+    const HostName& name = introduction.host_name;
+    names.emplace_back(name.data(), ::strnlen(name.data(), name.size()));
+    (names.back().empty() ? without : with).push_back(static_cast<int>(names.size()) - 1);
+  }
+  if (with.empty()) return {};
+  if (!without.empty())
+    fail(XD_ERROR_MISMATCH, "config.host = '", names[static_cast<std::size_t>(with[0])],
+         "' on rank ", with[0], " and not given on ", rank_list(without),
+         ", expected that all ranks name their hosts, or none");
+  return names;
 }
 
 Secret mesh_secret(std::span<const Introduction> introductions) {

@@ -3,9 +3,12 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/fd.h"
@@ -31,10 +34,16 @@ struct ProcessIdentity {
   bool operator==(const ProcessIdentity&) const = default;
 };
 
+// The host that a rank counts to, by the name that its caller gives it, with zeros behind it; all
+// zeros where the caller gives none.
+using HostName = std::array<char, 64>;
+inline constexpr std::size_t kMaxHostBytes = std::tuple_size_v<HostName> - 1;
+
 struct Introduction {
   std::uint32_t version;
   std::int32_t num_ranks;
   HostIdentity host;
+  HostName host_name;
   ProcessIdentity process;
   Tag socket_name;  // a random name
   Nonce nonce;      // this rank's share of the secret of the communicator
@@ -43,8 +52,9 @@ struct Introduction {
   std::array<char, 512> failure;
 };
 
-// The introduction of the calling process, with a new socket name and nonce.
-Introduction make_introduction(int num_ranks);
+// The introduction of the calling process, with a new socket name and nonce. `host_name` has at
+// most kMaxHostBytes.
+Introduction make_introduction(int num_ranks, std::string_view host_name = {});
 // The introduction of a rank that has failed. The exception in flight is the reason.
 Introduction introduce_failure(int num_ranks) noexcept;
 
@@ -56,6 +66,10 @@ std::optional<Introduction> decode_introduction(std::span<const std::byte> bytes
 // Throws MISMATCH (protocol version, num_ranks, a peer that has failed) or UNSUPPORTED (different
 // hosts) if rank `peer` cannot be a peer of rank `rank`.
 void check_peer(int rank, const Introduction& own, int peer, const Introduction& theirs);
+
+// The names that ranks have given their hosts, by rank; nothing where no rank has named its host.
+// Throws MISMATCH, the same on all ranks, if some have and others have not.
+std::vector<std::string> host_names(std::span<const Introduction> introductions);
 
 // The secret that all ranks of the communicator know, and nobody else does.
 Secret mesh_secret(std::span<const Introduction> introductions);

@@ -36,9 +36,9 @@ constexpr int kGoodbyeMs = 1000;
 // meets the others nevertheless, to say so.
 class Preparation {
  public:
-  explicit Preparation(int num_ranks) : num_ranks_(num_ranks) {
+  Preparation(int num_ranks, std::string_view host_name) : num_ranks_(num_ranks) {
     try {
-      own_ = make_introduction(num_ranks);
+      own_ = make_introduction(num_ranks, host_name);
       stop_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
       if (!stop_) fail_errno("eventfd", errno);
       if (num_ranks == 1) return;
@@ -76,6 +76,7 @@ class Preparation {
     Mesh::Parts parts{.rank = rank,
                       .stop = std::move(stop_),
                       .processes = find_processes(rank, introductions),
+                      .host_names = host_names(introductions),
                       .links = {}};
     MeshConnector connector(rank, introductions, parts.processes, std::move(listener_),
                             std::move(reserve_));
@@ -133,8 +134,9 @@ class Preparation {
 
 }  // namespace
 
-std::unique_ptr<Mesh> Mesh::connect(Bootstrap& bootstrap, const Deadline& deadline) {
-  Preparation mine(bootstrap.num_ranks());
+std::unique_ptr<Mesh> Mesh::connect(Bootstrap& bootstrap, const Deadline& deadline,
+                                    std::string_view host_name) {
+  Preparation mine(bootstrap.num_ranks(), host_name);
   const std::vector<Bytes> blobs = mine.meet(bootstrap, deadline);
   try {
     return mine.connect(bootstrap.rank(), blobs, deadline);

@@ -18,6 +18,8 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -37,15 +39,18 @@ class Mesh {
   static constexpr std::size_t kMaxBlob = kMaxMeshBlob;
 
   // Meets the other ranks and connects to each. Collective. Throws TIMEOUT naming missing ranks,
-  // MISMATCH (protocol version, num_ranks, a peer that failed), UNSUPPORTED (ranks on different
-  // hosts), SYSTEM. An error of this rank is told to its peers.
-  static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline);
+  // MISMATCH (protocol version, num_ranks, hosts named by some, a peer that failed), UNSUPPORTED
+  // (ranks on different hosts), SYSTEM. An error of this rank is told to its peers. `host_name`:
+  // see xd_comm_config.host; empty = none.
+  static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline,
+                                       std::string_view host_name = {});
 
   struct Parts {
     int rank;
     UniqueFd stop;  // ends the watch thread
     PeerProcesses processes;
-    std::vector<UniqueFd> links;  // by rank; never closed or replaced before the mesh ends
+    std::vector<std::string> host_names;  // see Mesh::host_names()
+    std::vector<UniqueFd> links;          // by rank; never closed or replaced before the mesh ends
   };
   // Takes the parts only once nothing can fail any more.
   explicit Mesh(Parts&& parts);
@@ -73,6 +78,9 @@ class Mesh {
 
   // Ends an all_gather that is waiting here (after a fatal error): it throws ABORTED.
   void cancel() noexcept { inbox_.cancel(); }
+
+  // The names that ranks have given their hosts, by rank; empty where none has.
+  const std::vector<std::string>& host_names() const { return parts_.host_names; }
 
   // Ranks of this communicator that live in this process, itself included.
   int local_ranks() const { return parts_.processes.local_ranks; }

@@ -47,7 +47,7 @@ FROZEN_FIELD(xd_unique_id_config, address, 8);
 FROZEN_FIELD(xd_unique_id_config, port, 16);
 FROZEN_FIELD(xd_unique_id_config, timeout_ms, 20);
 
-FROZEN_SIZE(xd_comm_config, 96);
+FROZEN_SIZE(xd_comm_config, 104);
 FROZEN_FIELD(xd_comm_config, struct_size, 0);
 FROZEN_FIELD(xd_comm_config, bootstrap, 8);
 FROZEN_FIELD(xd_comm_config, rank, 12);
@@ -61,14 +61,17 @@ FROZEN_FIELD(xd_comm_config, timeout_ms, 64);
 FROZEN_FIELD(xd_comm_config, name, 72);
 FROZEN_FIELD(xd_comm_config, nccl_comm, 80);
 FROZEN_FIELD(xd_comm_config, on_peer_loss, 88);
+FROZEN_FIELD(xd_comm_config, host, 96);
 
-FROZEN_SIZE(xd_comm_info, 32);
+FROZEN_SIZE(xd_comm_info, 40);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);
 FROZEN_FIELD(xd_comm_info, rank, 8);
 FROZEN_FIELD(xd_comm_info, num_ranks, 12);
 FROZEN_FIELD(xd_comm_info, device, 16);
 FROZEN_FIELD(xd_comm_info, timeout_ms, 24);
 FROZEN_FIELD(xd_comm_info, local_ranks, 28);
+FROZEN_FIELD(xd_comm_info, num_hosts, 32);
+FROZEN_FIELD(xd_comm_info, host, 36);
 
 FROZEN_SIZE(xd_error_info, 304);
 FROZEN_FIELD(xd_error_info, struct_size, 0);

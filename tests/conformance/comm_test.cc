@@ -1,6 +1,7 @@
 // Communicators from the caller's side: information, barrier, bad arguments.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 
 #include "support/gtest_main.h"
@@ -19,6 +20,38 @@ TEST(Communicator, KnowsItsRanks) {
     EXPECT_EQ(info.timeout_ms, Rank::kTimeoutMs);
     EXPECT_EQ(info.local_ranks, rank.threads ? rank.num_ranks : 1);
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+  });
+}
+
+// The communicator of a body's ranks where rank r names its host `name(r)`.
+template <class Name>
+Comm comm_on_hosts(const Rank& rank, const std::string& comm_name, Name name) {
+  const std::string host = name(rank.rank);
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+  config.rank = rank.rank;
+  config.num_ranks = rank.num_ranks;
+  config.device = rank.memory->device();
+  config.timeout_ms = Rank::kTimeoutMs;
+  config.name = comm_name.c_str();
+  config.host = host.c_str();
+  return make_comm(config);
+}
+
+TEST(Communicator, NumbersHostsByTheirLowestRanks) {
+  on_every_rank([](Rank& rank) {
+    const auto expect = [&](const Comm& comm, int num_hosts, int host) {
+      xd_comm_info info = XD_COMM_INFO_INIT;
+      ok(xd_comm_get_info(comm.get(), &info));
+      EXPECT_EQ(info.num_hosts, num_hosts);
+      EXPECT_EQ(info.host, host);
+    };
+    const std::string run = rank.run_name + ".";
+    const auto one = [](int) { return std::string("one"); };
+    expect(comm_on_hosts(rank, run + "one", one), 1, 0);
+    // Host z has ranks 0, 3, 6; host y has 1, 4, 7; host x has the others.
+    const auto turns = [](int r) { return std::string(1, static_cast<char>('z' - r % 3)); };
+    expect(comm_on_hosts(rank, run + "turns", turns), std::min(rank.num_ranks, 3), rank.rank % 3);
   });
 }
 
@@ -67,6 +100,7 @@ TEST(Communicator, ConfigsThatNameNoRankAreRefused) {
       refused([](xd_comm_config& config) { config.bootstrap = XD_BOOTSTRAP_ALL_GATHER; });
     }
     refused([](xd_comm_config& config) { config.timeout_ms = -1; });
+    refused([](xd_comm_config& config) { config.host = ""; });
     refused([](xd_comm_config& config) { config.struct_size = 0; });
     EXPECT_EQ(xd_comm_create(nullptr, nullptr), XD_ERROR_INVALID_ARGUMENT);
   });

@@ -202,6 +202,36 @@ TEST(Communicator, ItsRanksAllMaskLossesOrNone) {
   }
 }
 
+// What the creation of a communicator is for each rank; rank r names its host `hosts[r]`.
+std::vector<std::optional<Error>> create_on_hosts(const std::vector<const char*>& hosts) {
+  const xd_unique_id id = new_id();
+  const int num_ranks = static_cast<int>(hosts.size());
+  return on_threads(num_ranks, [&](int rank) {
+    xd_comm_config config = id_config(id, rank, num_ranks);
+    config.host = hosts[at(rank)];
+    config.timeout_ms = 20000;
+    xd::Comm::create(config);
+  });
+}
+
+TEST(Communicator, ItsRanksAllNameTheirHostsOrNone) {
+  expect_no_errors(create_on_hosts({"a", "b", "a"}));
+  for (const auto& error : create_on_hosts({"a", nullptr, "b", nullptr})) {
+    expect_error(error, XD_ERROR_MISMATCH,
+                 "config.host = 'a' on rank 0 and not given on ranks 1, 3, expected that all "
+                 "ranks name their hosts, or none");
+  }
+}
+
+TEST(Communicator, ARankNamesItsHostByAtMost63Bytes) {
+  const std::string longest(63, 'h'), longer(64, 'h');
+  expect_no_errors(create_on_hosts({longest.c_str()}));
+  expect_error(create_on_hosts({""})[0], XD_ERROR_INVALID_ARGUMENT,
+               "config.host = '' of 0 bytes, expected 1 to 63 bytes");
+  expect_error(create_on_hosts({longer.c_str()})[0], XD_ERROR_INVALID_ARGUMENT,
+               longer + "' of 64 bytes, expected 1 to 63 bytes");
+}
+
 // Every rank meets such an error by itself; the first to leave also writes it to the others'
 // boards, so that its goodbye is not taken for the cause.
 TEST(Communicator, ShowsStatusAndTextOfOneRankAndItsOwnOnceItHasMetAnError) {

@@ -393,6 +393,26 @@ TEST(Mesh, OnlyMeetingRanksCanBePeers) {
                "different network namespaces");
 }
 
+// The names of the hosts of ranks whose names are `names`, as every rank computes them.
+std::vector<std::string> host_names_of(const std::vector<std::string>& names) {
+  std::vector<Introduction> introductions;
+  for (const std::string& name : names) {
+    const Introduction sent = make_introduction(static_cast<int>(names.size()), name);
+    introductions.push_back(decode_introduction(encode(sent)).value());
+  }
+  return host_names(introductions);
+}
+
+TEST(Mesh, AllRanksNameTheirHostsOrNone) {
+  const std::string longest(kMaxHostBytes, 'h');
+  const std::vector<std::string> three{"a", longest, "a"};
+  EXPECT_EQ(host_names_of(three), three);
+  EXPECT_EQ(host_names_of({"", "", ""}), std::vector<std::string>{});
+  expect_error(error_of([] { host_names_of({"", "west", "", "east"}); }), XD_ERROR_MISMATCH,
+               "config.host = 'west' on rank 1 and not given on ranks 0, 2, expected that all "
+               "ranks name their hosts, or none");
+}
+
 // Counts the watch thread's ticks.
 class Clockwork final : public MeshEvents {
  public:

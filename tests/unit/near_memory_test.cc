@@ -1,10 +1,12 @@
-// Near ranks and their memory.
+// Hosts, near ranks and their memory.
 #include "comm/near_memory.h"
 
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -35,6 +37,30 @@ TEST(Hosts, ARankAloneIsNearToItselfAndHasNoPeers) {
   const HostMap hosts(0, 1);
   EXPECT_EQ(numbers(hosts.near()), (std::vector{0}));
   EXPECT_TRUE(hosts.peers().empty());
+}
+
+TEST(Hosts, WithoutNamesAllRanksAreOnOne) {
+  const HostMap hosts = HostMap::of_names(1, 3, {});
+  EXPECT_EQ(hosts.num_hosts(), 1);
+  EXPECT_EQ(hosts.host(), 0);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(hosts.host_of(rank), 0);
+}
+
+// Neither the order of the names nor that of a host's ranks matters.
+TEST(Hosts, AreNumberedByTheirLowestRanks) {
+  const std::vector<std::string> names{"z", "a", "z", "m", "a"};
+  const HostMap hosts = HostMap::of_names(4, 5, names);
+  EXPECT_EQ(hosts.num_hosts(), 3);
+  EXPECT_EQ(hosts.host(), 1);
+  const std::span<const int> host_of = hosts.host_of();
+  EXPECT_EQ(std::vector(host_of.begin(), host_of.end()), (std::vector{0, 1, 0, 2, 1}));
+}
+
+TEST(Hosts, RanksThatDeclareSeveralAreAllNear) {
+  const std::vector<std::string> names{"a", "b", "a", "b"};
+  const HostMap hosts = HostMap::of_names(1, 4, names);
+  EXPECT_EQ(numbers(hosts.near()), (std::vector{0, 1, 2, 3}));
+  EXPECT_EQ(numbers(hosts.peers()), (std::vector{2, 3, 0}));
 }
 
 TEST(NearMemory, ATableHasEachRanksOwnMemoryAndNoneForARankWithoutASegment) {
