@@ -1,9 +1,13 @@
 #include "base/tcp.h"
 
+#include <linux/sockios.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -14,6 +18,8 @@
 
 namespace xd {
 namespace {
+
+constexpr int kProbesInSilence = 5;
 
 sockaddr* as_sockaddr(sockaddr_storage& storage) { return reinterpret_cast<sockaddr*>(&storage); }
 const sockaddr* as_sockaddr(const sockaddr_storage& storage) {
@@ -96,6 +102,16 @@ const char* TcpAddress::flaw() const {
   return IN6_IS_ADDR_MULTICAST(&six) ? "a multicast" : nullptr;
 }
 
+bool TcpAddress::is_loopback() const {
+  if (const auto four = ipv4_in(storage)) return ntohl(four->s_addr) >> 24 == IN_LOOPBACKNET;
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr) != 0;
+}
+
+bool TcpAddress::is_link_local() const {
+  if (const auto four = ipv4_in(storage)) return ntohl(four->s_addr) >> 16 == 0xA9FE;
+  return IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr) != 0;
+}
+
 TcpAddress TcpAddress::with_port(std::uint16_t port) const {
   TcpAddress result = *this;
   reinterpret_cast<sockaddr_in*>(&result.storage)->sin_port = htons(port);
@@ -114,9 +130,7 @@ std::vector<TcpAddress> resolve(const std::string& host, const char* what) {
   std::vector<TcpAddress> addresses;
   for (const addrinfo* item = list; item != nullptr; item = item->ai_next) {
     if (item->ai_family != AF_INET && item->ai_family != AF_INET6) continue;
-    TcpAddress address;
-    std::memcpy(&address.storage, item->ai_addr, item->ai_addrlen);
-    address.size = item->ai_addrlen;
+    const TcpAddress address = from_sockaddr(*item->ai_addr);
     const char* const flaw = address.flaw();
     XD_REQUIRE(flaw == nullptr, what, " = ", host, " is ", flaw,
                " address, expected one address that the other ranks can connect to");
@@ -124,6 +138,24 @@ std::vector<TcpAddress> resolve(const std::string& host, const char* what) {
   }
   XD_REQUIRE(!addresses.empty(), what, " = ", host, " has no IPv4 or IPv6 address");
   return addresses;
+}
+
+std::optional<TcpAddress> numeric_address(const std::string& text) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* list = nullptr;
+  if (::getaddrinfo(text.c_str(), nullptr, &hints, &list) != 0) return std::nullopt;
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(list, &::freeaddrinfo);
+  return from_sockaddr(*list->ai_addr);
+}
+
+TcpAddress from_sockaddr(const sockaddr& address) {
+  TcpAddress result;
+  result.size = address.sa_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+  std::memcpy(&result.storage, &address, result.size);
+  return result;
 }
 
 UniqueFd tcp_listen(const TcpAddress& address) {
@@ -142,10 +174,13 @@ UniqueFd tcp_listen(const TcpAddress& address) {
   return fd;
 }
 
-UniqueFd tcp_begin_connect(const TcpAddress& address) {
+UniqueFd tcp_begin_connect(const TcpAddress& address, const TcpAddress* from) {
   UniqueFd fd = tcp_socket(address.storage.ss_family);
-  if (!fd || ::connect(fd.get(), as_sockaddr(address.storage), address.size) == 0) return fd;
-  if (errno != EINPROGRESS && errno != EINTR) {
+  if (!fd) return fd;
+  const TcpAddress here = from != nullptr ? from->with_port(0) : TcpAddress{};
+  const bool bound = from == nullptr || ::bind(fd.get(), as_sockaddr(here.storage), here.size) == 0;
+  if (bound && ::connect(fd.get(), as_sockaddr(address.storage), address.size) == 0) return fd;
+  if (!bound || (errno != EINPROGRESS && errno != EINTR)) {
     const int error = errno;
     fd.reset();
     errno = error;
@@ -176,6 +211,38 @@ TcpAddress local_address(int fd) {
   if (::getsockname(fd, as_sockaddr(address.storage), &address.size) != 0)
     fail_errno("getsockname", errno);
   return address;
+}
+
+TcpAddress peer_address(int fd) {
+  TcpAddress address;
+  address.size = sizeof(address.storage);
+  if (::getpeername(fd, as_sockaddr(address.storage), &address.size) != 0)
+    fail_errno("getpeername", errno);
+  return address;
+}
+
+void set_silence(int fd, int silence_ms) {
+  const auto set = [fd](int level, int name, int value) {
+    if (::setsockopt(fd, level, name, &value, sizeof(value)) != 0) fail_errno("setsockopt", errno);
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  if (silence_ms <= 0) return;
+  const int seconds = std::max(1, silence_ms / (1000 * kProbesInSilence));
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, seconds);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, seconds);
+  set(IPPROTO_TCP, TCP_KEEPCNT, kProbesInSilence);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);
+}
+
+bool is_silence(int error) {
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == ENETDOWN ||
+         error == EHOSTDOWN;
+}
+
+bool all_acknowledged(int fd) {
+  int bytes = 0;
+  return ::ioctl(fd, SIOCOUTQ, &bytes) != 0 || bytes == 0;
 }
 
 Io wait_readable(int fd, const Deadline& deadline) { return wait_for(fd, POLLIN, deadline); }

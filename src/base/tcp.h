@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,6 +25,10 @@ struct TcpAddress {
   // The reason why it is not the address of one host's interface, in any spelling: "the wildcard",
   // "a multicast", "a broadcast"; nullptr if it may be one.
   const char* flaw() const;
+  bool is_loopback() const;
+  // True if it means something on one link only, so that a rank elsewhere cannot use it.
+  bool is_link_local() const;
+  bool is_ipv6() const { return storage.ss_family == AF_INET6; }
   TcpAddress with_port(std::uint16_t port) const;
 };
 
@@ -32,19 +37,37 @@ struct TcpAddress {
 // where an address has a flaw(), so that no process listens on every interface or calls all hosts.
 std::vector<TcpAddress> resolve(const std::string& host, const char* what);
 
+// The address that `text` spells in numbers; nothing if it spells none.
+std::optional<TcpAddress> numeric_address(const std::string& text);
+
+// The address in the form in which the system hands it out. Its size follows from its family.
+TcpAddress from_sockaddr(const sockaddr& address);
+
 // Listens on exactly this address; port 0 = any free one. Returns no descriptor and sets errno if
 // that is impossible.
 UniqueFd tcp_listen(const TcpAddress& address);
 
 // Begins to connect. Once the socket is writable, connect_error() is 0 or the reason of the
-// failure. Returns no descriptor and sets errno if it has failed already.
-UniqueFd tcp_begin_connect(const TcpAddress& address);
+// failure. Returns no descriptor and sets errno if it has failed already. The connection comes from
+// the host of `from`, if given.
+UniqueFd tcp_begin_connect(const TcpAddress& address, const TcpAddress* from = nullptr);
 int connect_error(int fd);
 
 // Connects. Throws SYSTEM (refused, unreachable) or TIMEOUT.
 UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline);
 
 TcpAddress local_address(int fd);
+TcpAddress peer_address(int fd);
+
+// Makes the system watch a connection: it asks the other end's system for a sign of life several
+// times in `silence_ms`, which is at least 1000, and ends the connection when nothing has come for
+// that long; 0 = it never does. A process at the other end that is stopped or busy is no silence.
+// What is sent goes out at once. Throws SYSTEM.
+void set_silence(int fd, int silence_ms);
+// True for the errors with which the system ends a connection for silence.
+bool is_silence(int error);
+// True if the other end's system has all that was sent, or the connection is over.
+bool all_acknowledged(int fd);
 
 enum class Io { done, closed, timed_out };
 
