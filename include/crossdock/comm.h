@@ -1,9 +1,9 @@
 /* Crossdock: communicators and symmetric memory.
  *
  * A communicator is one rank's membership in a set of ranks. Ranks may be threads of one process,
- * processes of one host, or a mixture; one thread may even hold several ranks, as long as each
- * collective call of each rank runs on its own thread. A process may have any number of
- * communicators.
+ * processes of one host or of several, or a mixture; one thread may even hold several ranks, as
+ * long as each collective call of each rank runs on its own thread. A process may have any number
+ * of communicators.
  */
 #ifndef CROSSDOCK_COMM_H_
 #define CROSSDOCK_COMM_H_
@@ -114,15 +114,23 @@ typedef struct xd_comm_config {
   /* Equal on all ranks. */
   xd_comm_peer_loss on_peer_loss;
   /* The host that this rank counts to, by a name of 1 to 63 bytes: ranks that give equal names are
-   * on one host. It decides the order of sums over ranks (crossdock/ep.h), and nothing else: the
-   * ranks must be on one machine all the same. All ranks name their hosts, or none does. NULL =
-   * XD_HOST_ID; where that is not set either, all ranks are on one host. */
+   * on one host, and must be on one machine. It decides the order of sums over ranks
+   * (crossdock/ep.h). All ranks name their hosts, or none does. NULL = XD_HOST_ID; where that is
+   * not set either, ranks are on one host if they are on one machine (and in one network
+   * namespace). */
   const char* host;
+  /* Several machines only: the interface ("eth0") or the address at which other machines reach this
+   * rank. NULL = XD_NET_IFACE; where that is not set either, the address from which this rank
+   * reaches the meeting point, or with ALL_GATHER and NCCL the machine's only address. */
+  const char* net_interface;
+  /* Several machines only: ranks of a machine that has not answered for so long are lost. At least
+   * 1000; 0 = XD_SILENCE_MS, else 10000; -1 = never. */
+  int32_t silence_ms;
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
-   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL}
+   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0}
 /* clang-format on */
 
 /* What a timeout_ms of 0 means in this process, in milliseconds. */
@@ -132,9 +140,10 @@ XD_API int32_t xd_default_timeout_ms(void);
  * Collective.
  * Environment: the meeting point is the first free port of MASTER_PORT .. MASTER_PORT + 15 on
  * MASTER_ADDR, one address of rank 0's host (torchrun keeps MASTER_PORT itself busy). Set
- * XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users. A rank
- * with another secret, or another version of the library, is warned of at once on both sides; both
- * wait on, since whoever listens on a port may say so, and name it when they end with TIMEOUT.
+ * XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users; on several
+ * machines that is required, however the ranks meet. A rank with another secret, or another version
+ * of the library, is warned of at once on both sides; both wait on, since whoever listens on a port
+ * may say so, and name it when they end with TIMEOUT.
  * NCCL is looked for when it is needed: first among the libraries that the process has loaded, then
  * as libnccl.so.2. The device may also be the CPU. On TIMEOUT the all-gather is still enqueued:
  * abort NCCL's communicator.
@@ -146,18 +155,19 @@ XD_API int32_t xd_default_timeout_ms(void);
  * ranks 0 by environment hold two meetings, and end with TIMEOUT); PEER_LOST (a peer's process
  * ended meanwhile, or the peer gave up); ABORTED (see xd_set_interrupt);
  * UNSUPPORTED (no such executor or device here; CUDA devices that cannot use one another's memory,
- * or more than 72 ranks on them; ranks on different hosts); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
+ * or more than 72 ranks on them); OUT_OF_MEMORY (as xd_mem_grow); SYSTEM.
  * On error *comm is NULL, nothing is left behind, and the peers get an error: at once if this rank
  * had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
 /* Leaves and frees. Local and bounded: says goodbye and waits for no peer, except at most a second
- * until peers that have not read this rank's earlier messages have room for it. Peers that need
- * this rank later get PEER_LOST ('left'). Call it when no operation of this rank is running: on
- * CUDA, after synchronising the streams of its operations. Their end is bounded: after a fatal
- * error operations end by themselves at once, else with the timeout. Groups that are still alive
- * keep what they need until they are destroyed, but their operations are INVALID_ARGUMENT;
- * pointers from xd_mem_alloc die here. NULL is allowed. Works after fatal errors. */
+ * until peers that have not read this rank's earlier messages have room for it, and until other
+ * machines have received it. Peers that need this rank later get PEER_LOST ('left'). Call it when
+ * no operation of this rank is running: on CUDA, after synchronising the streams of its operations.
+ * Their end is bounded: after a fatal error operations end by themselves at once, else with the
+ * timeout. Groups that are still alive keep what they need until they are destroyed, but their
+ * operations are INVALID_ARGUMENT; pointers from xd_mem_alloc die here. NULL is allowed. Works
+ * after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 
 /* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the
@@ -235,10 +245,12 @@ typedef struct xd_error_info {
   uint64_t seen_epoch;
   /* All of the above as one sentence. */
   char text[256];
+  /* The number of the host that `peer` is on; -1 = none. */
+  int32_t host;
 } xd_error_info;
 /* clang-format off */
 #define XD_ERROR_INFO_INIT \
-  {sizeof(xd_error_info), XD_SUCCESS, XD_PHASE_NONE, -1, -1, -1, -1, 0, 0, {0}}
+  {sizeof(xd_error_info), XD_SUCCESS, XD_PHASE_NONE, -1, -1, -1, -1, 0, 0, {0}, -1}
 /* clang-format on */
 
 /* The fatal error of this communicator, if it has one. Never blocks. Any thread. */
@@ -333,8 +345,8 @@ typedef struct xd_mem_handle {
 XD_API xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle);
 
 /* The address at which this process sees that place; it stays good until xd_comm_destroy. The
- * caller orders its accesses with the owner's. INVALID_ARGUMENT if the place does not exist. Never
- * blocks. Any thread. */
+ * caller orders its accesses with the owner's. INVALID_ARGUMENT if the place does not exist,
+ * UNSUPPORTED if it is on another machine. Never blocks. Any thread. */
 XD_API xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr);
 
 #ifdef __cplusplus

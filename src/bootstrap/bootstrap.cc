@@ -13,8 +13,8 @@ namespace {
 class LoneBootstrap final : public Bootstrap {
  public:
   LoneBootstrap() : Bootstrap(0, 1) {}
-  std::vector<Bytes> all_gather(std::span<const std::byte> blob, const Deadline&) override {
-    return {Bytes(blob.begin(), blob.end())};
+  std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline&) override {
+    return {make(nullptr)};
   }
 };
 
@@ -26,7 +26,8 @@ class CallbackBootstrap final : public Bootstrap {
         call_(config.all_gather),
         context_(config.all_gather_context) {}
 
-  std::vector<Bytes> all_gather(std::span<const std::byte> blob, const Deadline&) override {
+  std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline&) override {
+    const Bytes blob = make(nullptr);
     const Bytes send = make_slot(blob);
     Bytes received(kSlotBytes * static_cast<std::size_t>(num_ranks()));
     const int error = call_(context_, send.data(), received.data(), send.size());
@@ -34,6 +35,7 @@ class CallbackBootstrap final : public Bootstrap {
       fail(XD_ERROR_SYSTEM, "config.all_gather returned ", error, " on rank ", rank());
     return read_slots(received, num_ranks(), blob.size(), "config.all_gather");
   }
+  bool can_repeat() const override { return true; }
 
  private:
   xd_all_gather_fn call_;

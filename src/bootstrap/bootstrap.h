@@ -8,11 +8,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/tcp.h"
 #include "base/wire.h"
 
 namespace xd {
@@ -23,10 +25,18 @@ class Bootstrap {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
 
+  // Makes this rank's blob, and must not throw. `here` is the address from which this rank reaches
+  // the meeting point; nullptr where the ranks meet in another way. It may be asked again, as a
+  // meeting point may go away and another take its place.
+  using MakeBlob = std::function<Bytes(const TcpAddress* here)>;
+
   // result[r] = the blob of rank r. The blobs have equal sizes on all ranks, at most kMaxBlob
-  // bytes. May be called once. Throws TIMEOUT naming the ranks that did not come, MISMATCH, SYSTEM.
-  virtual std::vector<Bytes> all_gather(std::span<const std::byte> blob,
-                                        const Deadline& deadline) = 0;
+  // bytes. May be called once, but see can_repeat(). Throws TIMEOUT naming the ranks that did not
+  // come, MISMATCH, SYSTEM.
+  virtual std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline& deadline) = 0;
+
+  // True if all ranks may call all_gather() any number of times; there is no meeting point then.
+  virtual bool can_repeat() const { return false; }
 
   // True if a call that has thrown may be made again, with another blob: the peers wait for that
   // call.

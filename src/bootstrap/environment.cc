@@ -76,10 +76,9 @@ class EnvironmentBootstrap final : public Bootstrap {
   explicit EnvironmentBootstrap(RankEnvironment environment)
       : Bootstrap(environment.rank, environment.num_ranks), env_(std::move(environment)) {}
 
-  std::vector<Bytes> all_gather(std::span<const std::byte> blob,
-                                const Deadline& deadline) override {
+  std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline& deadline) override {
     const std::vector<TcpAddress> addresses = resolve(env_.master_address, "MASTER_ADDR");
-    const JoinRequest request{.rank = rank(), .num_ranks = num_ranks(), .blob = blob};
+    const JoinRequest request{.rank = rank(), .num_ranks = num_ranks(), .make = make};
     if (rank() != 0) return find_meeting(addresses, request, deadline);
     UniqueFd listener = listen(addresses);
     const TcpAddress here = local_address(listener.get());
@@ -119,9 +118,11 @@ class EnvironmentBootstrap final : public Bootstrap {
         search.ended(gone.text());
       }
     }
+    const bool here_only = addresses.front().is_loopback();
     fail(XD_ERROR_TIMEOUT, "rank ", rank(), " of ", num_ranks(), " did not find rank 0 on ",
          env_.master_address, " (MASTER_ADDR), ports ", env_.first_port, " to ", env_.last_port,
-         ", in time: rank 0 did not come, or refuses this rank; ", search.obstacles());
+         ", in time: rank 0 did not come, ", here_only ? "is on another host, " : "",
+         "or refuses this rank; ", search.obstacles());
   }
 
   RankEnvironment env_;

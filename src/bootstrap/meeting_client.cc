@@ -175,11 +175,12 @@ UniqueFd enter_meeting(const TcpAddress& address, const Key& key, const Deadline
 
 std::vector<Bytes> join_meeting(UniqueFd connection, const JoinRequest& request,
                                 const Deadline& deadline) {
+  const TcpAddress here = local_address(connection.get());
   const JoinMessage join{request.rank, request.num_ranks, deadline.remaining_ms(),
-                         Bytes(request.blob.begin(), request.blob.end())};
+                         request.make(&here)};
   // Once this rank has joined, the others rely on it, so it takes the memory for the answer first.
   FrameReader reader(max_answer_bytes(request.num_ranks));
-  reader.reserve(answer_bytes(request.num_ranks, request.blob.size()));
+  reader.reserve(answer_bytes(request.num_ranks, join.blob.size()));
   AnswerMessage answer;
   answer.blobs.assign(static_cast<std::size_t>(request.num_ranks), join.blob);
   Io end = send_all(connection.get(), make_frame(encode(join)), deadline);

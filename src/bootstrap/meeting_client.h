@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/fd.h"
 #include "base/tcp.h"
+#include "bootstrap/bootstrap.h"
 #include "bootstrap/handshake.h"
 #include "bootstrap/messages.h"
 
@@ -77,7 +78,7 @@ UniqueFd enter_meeting(const TcpAddress& address, const Key& key, const Deadline
 struct JoinRequest {
   int rank;
   int num_ranks;
-  std::span<const std::byte> blob;
+  const Bootstrap::MakeBlob& make;
 };
 
 // Waits for the answer. Throws the error that the meeting point answers (TIMEOUT, MISMATCH),

@@ -111,12 +111,13 @@ class NcclBootstrap final : public Bootstrap {
   NcclBootstrap(const NcclLibrary& nccl, NcclComm comm, const NcclSeat& seat)
       : Bootstrap(seat.rank, seat.num_ranks), nccl_(nccl), comm_(comm), seat_(seat) {}
 
-  std::vector<Bytes> all_gather(std::span<const std::byte> blob,
-                                const Deadline& deadline) override {
+  std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline& deadline) override {
+    const Bytes blob = make(nullptr);
     const auto gathering = std::make_shared<Gathering>(nccl_, comm_, seat_, make_slot(blob));
     start_thread("xd-nccl", [gathering] { gathering->run(); }).detach();
     return read_slots(gathering->wait(deadline), num_ranks(), blob.size(), "ncclAllGather");
   }
+  bool can_repeat() const override { return true; }
 
  private:
   const NcclLibrary nccl_;

@@ -44,12 +44,11 @@ class UniqueIdBootstrap final : public Bootstrap {
   UniqueIdBootstrap(const MeetingPoint& point, int rank, int num_ranks)
       : Bootstrap(rank, num_ranks), point_(point) {}
 
-  std::vector<Bytes> all_gather(std::span<const std::byte> blob,
-                                const Deadline& deadline) override {
+  std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline& deadline) override {
     const TcpAddress address =
         resolve(point_.address, "config.unique_id: address").front().with_port(point_.port);
     return join_meeting(enter_meeting(address, point_.secret, deadline),
-                        {.rank = rank(), .num_ranks = num_ranks(), .blob = blob}, deadline);
+                        {.rank = rank(), .num_ranks = num_ranks(), .make = make}, deadline);
   }
   bool can_come_again() const override { return true; }
 

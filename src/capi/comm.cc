@@ -106,6 +106,8 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
       value.operation = error->operation;
       value.expected_epoch = error->expected_epoch;
       value.seen_epoch = error->seen_epoch;
+      const bool is_rank = error->peer >= 0 && error->peer < c.num_ranks();
+      value.host = is_rank ? c.hosts().host_of(error->peer) : -1;
       std::strncpy(value.text, c.errors().text_of(*error).c_str(), sizeof(value.text) - 1);
     }
     xd::write_struct("info", info, value);
@@ -188,6 +190,9 @@ xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr) 
   return alone("xd_mem_import", comm, [&](xd::Comm& c) {
     XD_REQUIRE(handle->rank >= 0 && handle->rank < c.num_ranks(), "handle.rank = ", handle->rank,
                ", expected 0 to ", c.num_ranks() - 1);
+    if (!c.hosts().is_near(handle->rank))
+      xd::fail(XD_ERROR_UNSUPPORTED, "handle.rank = ", handle->rank,
+               " is on another machine, whose memory has no address here");
     *ptr = c.heap().address(
         handle->rank, {.segment = static_cast<uint32_t>(handle->segment), .offset = handle->offset},
         1);

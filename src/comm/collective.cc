@@ -156,10 +156,15 @@ UniqueFd Collective::take_descriptor(int rank, Mesh::Item& item) {
 void Collective::compare_demands(const SegmentMaker& memory, CollectiveCall call,
                                  std::size_t bytes) {
   OwnDemand own;
-  const auto of_rank = agree_on(call, [&] {
+  auto of_rank = agree_on(call, [&] {
     own = memory.demand(bytes, "this rank's memory");
     return own.demand;
   });
+  // Limits are known by numbers that other hosts use as well.
+  MemoryDemand elsewhere;
+  elsewhere.huge_pages = UINT64_MAX;
+  for (std::size_t r = 0; r < of_rank.size(); ++r)
+    if (!is_near(static_cast<int>(r))) of_rank[r] = elsewhere;
   require_together(of_rank, rank_, own);
 }
 
@@ -178,7 +183,7 @@ Segments Collective::share(const SegmentMaker& memory, CollectiveCall call, std:
       const int rank = static_cast<int>(r);
       if (rank == rank_) {
         segments[r] = own.segment;
-      } else if (!items[r].blob.empty()) {
+      } else if (is_near(rank) && !items[r].blob.empty()) {
         segments[r] = memory.open(rank, items[r].blob, take_descriptor(rank, items[r]));
       }
     }

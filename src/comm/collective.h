@@ -69,8 +69,9 @@ class Collective {
     }
   }
 
-  // Allocates `bytes` of shared memory here (0 = none), and maps every rank's. `use` is called with
-  // all segments, in the last step that may fail on some rank.
+  // Allocates `bytes` of shared memory here (0 = none), and maps that of every rank of this host;
+  // others have none here. `use` is called with all segments, in the last step that may fail on
+  // some rank.
   Segments share(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes,
                  const std::function<void(const Segments&)>& use = {});
 
@@ -82,6 +83,7 @@ class Collective {
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
   static UniqueFd take_descriptor(int rank, Mesh::Item& item);
   void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
+  bool is_near(int rank) const { return mesh_.rails().is_near(rank); }
   bool is_masked_loss(const Error& error) const;
   void fail_round(const Caught& error, int peer);
   void bring_failure(CollectiveCall call) noexcept;

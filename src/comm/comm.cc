@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "base/env.h"
@@ -14,6 +15,8 @@
 
 namespace xd {
 namespace {
+
+constexpr int kLeastSilenceMs = 1000;
 
 // Spinning pays while every rank has a core of its own; with fewer cores it only keeps the awaited
 // peer from running.
@@ -40,6 +43,14 @@ std::string read_host(const xd_comm_config& config) {
              name.substr(0, 2 * kMaxHostBytes), "' of ", name.size(), " bytes, expected 1 to ",
              kMaxHostBytes, " bytes");
   return name;
+}
+
+int read_silence(const xd_comm_config& config) {
+  const int silence_ms = config.silence_ms != 0 ? config.silence_ms : env().silence_ms;
+  XD_REQUIRE(silence_ms == -1 || silence_ms >= kLeastSilenceMs,
+             config.silence_ms != 0 ? "config.silence_ms = " : "XD_SILENCE_MS = ", silence_ms,
+             ", expected -1 or at least ", kLeastSilenceMs);
+  return silence_ms;
 }
 
 // What ranks tell one another before they share memory.
@@ -73,19 +84,19 @@ std::vector<DeviceIntroduction> introduce(Collective& ranks, const Comm::Parts& 
   return devices;
 }
 
-Segments share_boards(Collective& ranks, int num_ranks) {
-  const std::size_t bytes = RankBoardMap::make(num_ranks).end;
-  auto boards = ranks.share(HostSegmentMaker(), Collective::kCreate, bytes);
-  for (int r = 0; r < num_ranks; ++r) require_size(boards[at(r)], bytes, r);
+Segments share_boards(Collective& ranks, const SegmentMaker& memory, std::size_t bytes,
+                      const HostMap& hosts) {
+  auto boards = ranks.share(memory, Collective::kCreate, bytes);
+  for (const NearRank r : hosts.near()) require_size(boards[at(r)], bytes, r);
   return boards;
 }
 
-std::unique_ptr<DeviceSide> share_device_boards(Collective& ranks, const Comm::Parts& parts) {
+std::unique_ptr<DeviceSide> share_device_boards(Collective& ranks, const Comm::Parts& parts,
+                                                const HostMap& hosts) {
   const DeviceKind& kind = kind_of(parts.device);
   const std::size_t bytes = kind.board_bytes;
   if (bytes == 0) return nullptr;
-  auto boards = ranks.share(*parts.memory, Collective::kCreate, bytes);
-  for (int r = 0; r < parts.num_ranks; ++r) require_size(boards[at(r)], bytes, r);
+  auto boards = share_boards(ranks, *parts.memory, bytes, hosts);
   std::unique_ptr<DeviceSide> made;
   ranks.agree(Collective::kCreate, [&] {
     made = kind.make_side(
@@ -102,8 +113,10 @@ std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
   Collective ranks(*parts.mesh, parts.rank, parts.num_ranks, parts.timeout_ms, nullptr);
   parts.memory = kind_of(parts.device).make_memory(parts.device.device_id);
   parts.introductions = introduce(ranks, parts);
-  parts.boards = share_boards(ranks, parts.num_ranks);
-  parts.device_side = share_device_boards(ranks, parts);
+  const HostMap hosts(parts.mesh->rails(), parts.mesh->host_names());
+  parts.boards =
+      share_boards(ranks, HostSegmentMaker(), RankBoardMap::make(parts.num_ranks).end, hosts);
+  parts.device_side = share_device_boards(ranks, parts, hosts);
   return std::make_shared<Comm>(std::move(parts));
 }
 
@@ -124,6 +137,11 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   const int timeout_ms = resolve_timeout(config.timeout_ms);
   const xd_comm_peer_loss on_peer_loss = read_peer_loss(config);
   const std::string host = read_host(config);
+  const MeshOptions options{.host_name = host,
+                            .net_interface = interface_wish(config.net_interface),
+                            .silence_ms = read_silence(config),
+                            .job_secret = env().job_secret,
+                            .part_of_host = 0};
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
   Parts parts{
       .rank = bootstrap->rank(),
@@ -136,7 +154,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
       .boards = {},
       .device_side = nullptr,
       .events = std::make_unique<EventRelay>(bootstrap->num_ranks(), kind_of(device).tick_ms),
-      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms), host)};
+      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms), options)};
   Mesh& mesh = *parts.mesh;  // good also when the communicator owns it
   std::shared_ptr<Comm> comm;
   mesh.start(*parts.events);
@@ -161,7 +179,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
 Comm::Comm(Parts&& parts)
     : rank_(parts.rank),
       num_ranks_(parts.num_ranks),
-      hosts_(HostMap::of_names(rank_, num_ranks_, parts.mesh->host_names())),
+      hosts_(parts.mesh->rails(), parts.mesh->host_names()),
       device_(parts.device),
       timeout_ms_(parts.timeout_ms),
       local_ranks_(parts.mesh->local_ranks()),
@@ -189,6 +207,14 @@ void Comm::close() {
   mesh_.reset();
   // The caller has promised that no kernel runs any more; one that does is told to go.
   if (device_side_) device_side_->set_finished();
+}
+
+void Comm::require_all_near(const char* what) const {
+  if (hosts_.all_are_near()) return;
+  std::vector<int> all(at(num_ranks_));
+  std::iota(all.begin(), all.end(), 0);
+  fail(XD_ERROR_UNSUPPORTED, what, " is not there yet between machines: this communicator has ",
+       errors_.names().of(all), ", expected all ranks on one machine");
 }
 
 int Comm::ranks_on_device() const {

@@ -106,6 +106,9 @@ class Comm final {
   void begin_group() { ++groups_; }
   int group_number() const { return groups_ - 1; }
 
+  // Throws UNSUPPORTED if the ranks are on several machines, where `what` cannot be had so far.
+  void require_all_near(const char* what) const;
+
   // The communicator as kernels of this rank know it. CUDA only.
   const DeviceComm& device_comm() const { return device_side_->device_comm(); }
 

@@ -3,11 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <utility>
 
 #include "base/error.h"
-#include "base/rank_list.h"
 
 namespace xd {
 namespace {
@@ -15,7 +15,8 @@ namespace {
 std::vector<RankBoard> boards_in(const std::vector<std::shared_ptr<Segment>>& segments) {
   std::vector<RankBoard> boards;
   for (const auto& segment : segments) {
-    boards.emplace_back(NearMemory(segment->base()), static_cast<int>(segments.size()));
+    const NearMemory memory = segment ? NearMemory(segment->base()) : NearMemory();
+    boards.emplace_back(memory, static_cast<int>(segments.size()));
   }
   return boards;
 }
@@ -33,11 +34,13 @@ Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Seg
       rank_(hosts.self()),
       process_(::getpid()),
       mesh_(mesh),
+      names_(mesh.names()),
       segments_(std::move(boards)),
       boards_(boards_in(segments_)),
       device_side_(device_side),
       on_peer_loss_(on_peer_loss),
-      presence_(segments_.size()) {}
+      presence_(segments_.size()),
+      has_reported_(segments_.size()) {}
 
 bool Errors::in_fork() const { return process_ != ::getpid(); }
 
@@ -139,8 +142,12 @@ Cause Errors::explained(const FatalError& error) const {
 std::string Errors::text_of(const FatalError& error) const {
   const std::lock_guard lock(mutex_);
   if (error.rank == rank_ && cause_.text[0] != '\0') return cause_.text.data();
-  std::string text = describe(error, operations_with(error.operation));
-  if (error.status == XD_ERROR_PEER_LOST && error.left == 0 && !masks_losses()) {
+  std::string text = describe(error, operations_with(error.operation), names_);
+  if (error.status != XD_ERROR_PEER_LOST || error.left != 0) return text;
+  // A host that gives this one up for its silence resets the connections, as a process that ends.
+  const bool may_be_deaf = error.timeout_ms == 0 && !hosts_.is_near(error.peer);
+  if (may_be_deaf) text += ", or its host hears nothing from this one";
+  if (!masks_losses()) {
     text += ", which finishes a communicator with on_peer_loss = FATAL";
   }
   return text;
@@ -214,6 +221,7 @@ void Errors::tell_peers(const FatalError& error) {
   if (told_peers_) return;
   told_peers_ = true;
   for (const NearRank peer : hosts_.peers()) boards_[at(peer)].post(rank_, error);
+  if (!hosts_.all_are_near()) mesh_.send_report(std::as_bytes(std::span(&error, 1)));
 }
 
 bool Errors::close() {
@@ -237,10 +245,12 @@ void Errors::require_all_ranks() const {
   }
   if (gone.empty()) return;
   const char* what = wanted == Presence::left ? " left the communicator"
-                                              : " been lost: the process has ended or broken the "
-                                                "protocol";
+                     : !hosts_.all_are_near()
+                         ? " been lost: the process has ended or broken the protocol, or its host "
+                           "has not answered"
+                         : " been lost: the process has ended or broken the protocol";
   throw Error(XD_ERROR_PEER_LOST,
-              error_text(rank_list(gone), gone.size() == 1 ? " has" : " have", what,
+              error_text(names_.of(gone), gone.size() == 1 ? " has" : " have", what,
                          "; all ranks are needed"),
               gone.front());
 }
@@ -251,14 +261,16 @@ void Errors::set_lost(std::span<const int> ranks, Presence presence) {
   bell(hosts_.self()).ring();
 }
 
-void Errors::on_lost(std::span<const int> ranks) {
+void Errors::on_lost(const Loss& loss) {
+  const std::span<const int> ranks = loss.ranks;
   if (masks_losses()) {
     set_lost(ranks, Presence::lost);
     if (device_side_ == nullptr) return;
     for (const int rank : ranks) device_side_->set_lost(rank, false);
     return;
   }
-  FatalError error{.status = XD_ERROR_PEER_LOST, .rank = rank_, .peer = ranks[0]};
+  FatalError error{
+      .status = XD_ERROR_PEER_LOST, .rank = rank_, .peer = ranks[0], .timeout_ms = loss.silence_ms};
   error.num_lost = static_cast<std::int32_t>(std::min(ranks.size(), error.lost.size()));
   std::ranges::copy_n(ranks.begin(), error.num_lost, error.lost.begin());
   raise(error, Spread::here);
@@ -272,6 +284,15 @@ void Errors::on_left(int rank) {
 
 void Errors::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
+}
+
+// What a rank of this host would have written to this rank's board; it does so once as well.
+void Errors::on_report(int rank, std::span<const std::byte> report) {
+  FatalError error;
+  if (report.size() != sizeof(error) || has_reported_[at(rank)]) return;
+  has_reported_[at(rank)] = true;
+  std::memcpy(&error, report.data(), sizeof(error));
+  own_board().post(rank, error);
 }
 
 void Errors::on_end(xd_status status, int error_number) noexcept {
@@ -299,9 +320,9 @@ void EventRelay::report_to(MeshEvents& events) {
   }
 }
 
-void EventRelay::on_lost(std::span<const int> ranks) {
+void EventRelay::on_lost(const Loss& loss) {
   const std::lock_guard lock(mutex_);
-  if (events_ != nullptr) events_->on_lost(ranks);
+  if (events_ != nullptr) events_->on_lost(loss);
 }
 
 void EventRelay::on_left(int rank) {
@@ -313,6 +334,11 @@ void EventRelay::on_left(int rank) {
 void EventRelay::on_abort(int rank) {
   const std::lock_guard lock(mutex_);
   if (events_ != nullptr) events_->on_abort(rank);
+}
+
+void EventRelay::on_report(int rank, std::span<const std::byte> report) {
+  const std::lock_guard lock(mutex_);
+  if (events_ != nullptr) events_->on_report(rank, report);
 }
 
 void EventRelay::on_end(xd_status status, int error_number) noexcept {

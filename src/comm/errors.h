@@ -76,6 +76,7 @@ class Errors final : public MeshEvents {
   // has reported an error that every rank meets by itself, the report gives way to this rank's own
   // error as soon as this rank meets it.
   const FatalError* fatal_error() const;
+  const RankNames& names() const { return names_; }
   // The error as one sentence.
   std::string text_of(const FatalError& error) const;
 
@@ -105,9 +106,10 @@ class Errors final : public MeshEvents {
 
   // ---- Events of the watch thread ----
 
-  void on_lost(std::span<const int> ranks) override;
+  void on_lost(const Loss& loss) override;
   void on_left(int rank) override;
   void on_abort(int rank) override;
+  void on_report(int rank, std::span<const std::byte> report) override;
   void on_end(xd_status status, int error_number) noexcept override;
   void on_tick() override;
 
@@ -133,11 +135,13 @@ class Errors final : public MeshEvents {
   const int rank_;
   const int process_;  // getpid() at creation
   Mesh& mesh_;         // until close()
+  const RankNames names_;
   const std::vector<std::shared_ptr<Segment>> segments_;
   const std::vector<RankBoard> boards_;  // of the near ranks, by rank
   DeviceSide* const device_side_;
   const xd_comm_peer_loss on_peer_loss_;
   std::vector<std::atomic<Presence>> presence_;  // by rank
+  std::vector<bool> has_reported_;               // by rank; the watch thread's
   std::atomic<int> dead_{-1};
   std::atomic<bool> closed_{false};
 
@@ -162,9 +166,10 @@ class EventRelay final : public MeshEvents {
   // Passes everything on from now on.
   void report_to(MeshEvents& events);
 
-  void on_lost(std::span<const int> ranks) override;
+  void on_lost(const Loss& loss) override;
   void on_left(int rank) override;
   void on_abort(int rank) override;
+  void on_report(int rank, std::span<const std::byte> report) override;
   void on_end(xd_status status, int error_number) noexcept override;
   int tick_ms() const override { return tick_ms_; }
   void on_tick() override;

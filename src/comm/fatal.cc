@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "base/rank_list.h"
+#include "mesh/rank_names.h"
 
 namespace xd {
 namespace {
@@ -42,14 +42,16 @@ std::string epochs(const FatalError& error) {
   return concat(": expected epoch ", error.expected_epoch, ", seen ", error.seen_epoch);
 }
 
-std::string lost_text(const FatalError& error) {
+std::string lost_text(const FatalError& error, const RankNames& names) {
   // A board that was damaged may hold any count.
   const auto count =
       std::clamp<std::int32_t>(error.num_lost, 0, static_cast<std::int32_t>(error.lost.size()));
   std::span<const int> ranks(error.lost.data(), at(count));
   if (ranks.empty()) ranks = {&error.peer, 1};
-  return concat(rank_list(ranks), ranks.size() == 1 ? " was" : " were",
-                " lost: the process has ended or broken the protocol");
+  return concat(names.of(ranks), ranks.size() == 1 ? " was" : " were", " lost: ",
+                error.timeout_ms > 0
+                    ? concat("the host has not answered for ", error.timeout_ms, " ms")
+                    : "the process has ended or broken the protocol");
 }
 
 std::string cause(const FatalError& error) {
@@ -64,30 +66,31 @@ xd_status status_of(const FatalError& error) {
   return known ? static_cast<xd_status>(error.status) : XD_ERROR_INTERNAL;
 }
 
-std::string describe(const FatalError& error, const Operations* operations) {
+std::string describe(const FatalError& error, const Operations* operations,
+                     const RankNames& names) {
   switch (error.status) {
     case XD_ERROR_TIMEOUT:
       if (error.peer < 0) {
-        return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
+        return concat(names.of(error.rank), " waited ", error.timeout_ms, " ms in ",
                       site(error, operations), " for ranks that did not ",
                       error.phase == XD_PHASE_ROWS ? "bring their rows" : "take part");
       }
-      return concat("rank ", error.rank, " waited ", error.timeout_ms, " ms in ",
-                    site(error, operations), " for rank ", error.peer, " ", awaited(error.phase),
-                    epochs(error));
+      return concat(names.of(error.rank), " waited ", error.timeout_ms, " ms in ",
+                    site(error, operations), " for ", names.of(error.peer), " ",
+                    awaited(error.phase), epochs(error));
     case XD_ERROR_PEER_LOST:
-      if (error.left == 0) return lost_text(error);
-      return concat("rank ", error.peer, " has left the communicator and is needed by ",
+      if (error.left == 0) return lost_text(error, names);
+      return concat(names.of(error.peer), " has left the communicator and is needed by ",
                     site(error, operations));
     case XD_ERROR_ABORTED:
-      return concat("rank ", error.peer, " called xd_comm_abort, or was interrupted");
+      return concat(names.of(error.peer), " called xd_comm_abort, or was interrupted");
     case XD_ERROR_BUSY:
       return concat(
-          "rank ", error.rank, " used group ", error.group,
+          names.of(error.rank), " used group ", error.group,
           " at once by two threads or streams; the operations of a group form one sequence");
     default:
       return concat(
-          "fatal error ", status_name(status_of(error)), " raised by rank ", error.rank,
+          "fatal error ", status_name(status_of(error)), " raised by ", names.of(error.rank),
           error.deaf != 0 ? ": its watch thread had to end" : " in " + site(error, operations),
           cause(error));
   }

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "base/layout.h"
 #include "comm/doorbell.h"
@@ -23,6 +24,8 @@
 
 namespace xd {
 
+class RankNames;
+
 struct FatalError {
   std::int32_t status = XD_SUCCESS;
   std::int32_t phase = XD_PHASE_NONE;
@@ -30,8 +33,9 @@ struct FatalError {
   std::int32_t peer = -1;  // the rank that it is about
   std::int32_t group = -1;
   std::int32_t operation = -1;
-  std::int32_t left = 0;        // PEER_LOST: 1 = said goodbye, 0 = its process ended
-  std::int32_t timeout_ms = 0;  // TIMEOUT
+  std::int32_t left = 0;  // PEER_LOST: 1 = said goodbye, 0 = its process ended
+  // TIMEOUT; PEER_LOST by the silence of a host: its length, 0 = another reason.
+  std::int32_t timeout_ms = 0;
   std::uint64_t expected_epoch = 0;
   std::uint64_t seen_epoch = 0;
   // PEER_LOST: the ranks of the process that ended, ascending, as many as there is room for.
@@ -46,8 +50,11 @@ struct FatalError {
 // The boards that get an error: only that of the rank that meets it, or all.
 enum class Spread { here, everywhere };
 
+// Errors travel to other hosts as they are.
+static_assert(std::has_unique_object_representations_v<FatalError>);
+
 // The error as one sentence. `operations`: those of the error's group.
-std::string describe(const FatalError& error, const Operations* operations);
+std::string describe(const FatalError& error, const Operations* operations, const RankNames& names);
 
 // The error's status; INTERNAL if the number is no status, as on a damaged board.
 xd_status status_of(const FatalError& error);

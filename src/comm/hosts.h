@@ -1,12 +1,12 @@
 // The hosts that ranks declare, and the ranks whose memory a rank can reach. They are not the same.
 //
-// *Hosts* are named by ranks (xd_comm_config.host); without names all ranks are on one. Sums over
-// ranks are made by host (docs/ep-semantics.md), so the names decide their bits.
+// *Hosts* are named by ranks (xd_comm_config.host); without names each machine, or network
+// namespace of one, is a host. Sums over ranks are made by host (docs/ep-semantics.md), so the
+// names decide their bits.
 //
 // A rank is *near* to this rank if the two share memory, which is mapped into this process; this
-// rank is near to itself. All ranks of a communicator are near, whatever hosts they name, as
-// connecting refuses any other (docs/internals/communicator.md). Ranks that are not near never get
-// an address here.
+// rank is near to itself. All ranks of one machine are near, whatever hosts they name
+// (docs/internals/communicator.md). Ranks that are not near never get an address here.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/math.h"
+#include "mesh/rails.h"
 
 namespace xd {
 
@@ -43,10 +44,22 @@ using NearRanks = std::vector<NearRank>;
 class HostMap {
  public:
   // One host with all ranks.
-  HostMap(int rank, int num_ranks) : HostMap(rank, std::vector<int>(at(num_ranks), 0)) {}
-  // `names` are those of the ranks' hosts, by rank; with no names all ranks are on one host.
+  HostMap(int rank, int num_ranks) : HostMap(Rails(rank, std::vector<int>(at(num_ranks), 0))) {}
+  // `names` are those of the ranks' hosts, by rank; with no names each machine is one.
+  explicit HostMap(const Rails& machines, std::span<const std::string> names = {})
+      : host_of_(names.empty() ? machines.host_of() : number_hosts(names)),
+        num_hosts_(std::ranges::max(host_of_) + 1),
+        self_(machines.rank()) {
+    const int num_ranks = machines.num_ranks();
+    for (int r = 0; r < num_ranks; ++r)
+      if (machines.is_near(r)) near_.push_back(NearRank(r));
+    for (int i = 1; i < num_ranks; ++i) {
+      const int peer = (machines.rank() + i) % num_ranks;
+      if (machines.is_near(peer)) peers_.push_back(NearRank(peer));
+    }
+  }
   static HostMap of_names(int rank, int num_ranks, std::span<const std::string> names) {
-    return names.empty() ? HostMap(rank, num_ranks) : HostMap(rank, number_hosts(names));
+    return HostMap(Rails(rank, std::vector<int>(at(num_ranks), 0)), names);
   }
 
   int num_hosts() const { return num_hosts_; }
@@ -57,6 +70,9 @@ class HostMap {
   // This rank's host.
   int host() const { return host_of(self_); }
 
+  bool is_near(int rank) const { return std::ranges::find(near_, rank) != near_.end(); }
+  bool all_are_near() const { return near_.size() == host_of_.size(); }
+
   // This rank.
   NearRank self() const { return self_; }
   // By ascending rank, this one among them.
@@ -66,16 +82,6 @@ class HostMap {
   const NearRanks& peers() const { return peers_; }
 
  private:
-  // `host_of` numbers hosts by their lowest ranks.
-  HostMap(int rank, std::vector<int> host_of)
-      : num_hosts_(*std::ranges::max_element(host_of) + 1),
-        host_of_(std::move(host_of)),
-        self_(rank) {
-    const int num_ranks = static_cast<int>(host_of_.size());
-    for (int r = 0; r < num_ranks; ++r) near_.push_back(NearRank(r));
-    for (int i = 1; i < num_ranks; ++i) peers_.push_back(NearRank((rank + i) % num_ranks));
-  }
-
   static std::vector<int> number_hosts(std::span<const std::string> names) {
     std::vector<int> host_of;
     std::unordered_map<std::string_view, int> numbers;
@@ -85,8 +91,8 @@ class HostMap {
     return host_of;
   }
 
+  std::vector<int> host_of_;  // by rank
   int num_hosts_;
-  std::vector<int> host_of_;
   NearRank self_;
   NearRanks near_, peers_;
 };

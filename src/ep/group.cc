@@ -122,6 +122,7 @@ xd_ep_memory shared_memory_of(const Config& config, KeepsOf keeps_of) {
 
 Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of)
     : Sequence(std::move(comm)), ranks_(RankSet::all(Sequence::comm().num_ranks())) {
+  Sequence::comm().require_all_near("expert parallelism");
   agree_on_config(config, keeps_of);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);

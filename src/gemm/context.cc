@@ -49,6 +49,7 @@ Announcement announce(const Config& c) {
 Context::Context(std::shared_ptr<Comm> comm, const xd_gemm_config* config)
     : Sequence(std::move(comm)) {
   Comm& c = Sequence::comm();
+  c.require_all_near("a product overlapped with communication");
   const auto of_rank = c.collective().agree_on(kCreateContext, [&] {
     config_ = read_config(config, c.num_ranks());
     XD_REQUIRE(config_.device_type == 0 || config_.device_type == c.device().device_type,

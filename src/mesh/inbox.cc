@@ -6,25 +6,35 @@
 #include "base/error.h"
 #include "base/interrupt.h"
 #include "base/math.h"
-#include "base/rank_list.h"
 
 namespace xd {
 
-MeshInbox::MeshInbox(int rank, int num_ranks) : rank_(rank), peers_(at(num_ranks)) {}
+std::string reason_of(int silence_ms) {
+  return silence_ms == 0 ? "the process ended without saying goodbye"
+                         : concat("the host has not answered for ", silence_ms, " ms");
+}
+
+MeshInbox::MeshInbox(const Rails& rails, const RankNames& names)
+    : rails_(rails), names_(names), rank_(rails.rank()), peers_(at(rails.num_ranks())) {}
 
 bool MeshInbox::deliver(int rank, std::uint64_t round, MeshItem item) {
   const std::lock_guard lock(mutex_);
+  if (!expects_locked(rank, round)) return false;
   Peer& peer = peers_[at(rank)];
-  if (round != peer.rounds_received || round > rounds_begun_) return false;
   ++peer.rounds_received;
   peer.letters.push_back({round, std::move(item)});
   changed_.notify_all();
   return true;
 }
 
-void MeshInbox::mark_lost(std::span<const int> ranks) {
+bool MeshInbox::expects(int rank, std::uint64_t round) {
   const std::lock_guard lock(mutex_);
-  for (const int rank : ranks) peers_[at(rank)].lost = true;
+  return expects_locked(rank, round);
+}
+
+void MeshInbox::mark_lost(const Loss& loss) {
+  const std::lock_guard lock(mutex_);
+  for (const int rank : loss.ranks) peers_[at(rank)].lost = loss.silence_ms;
   changed_.notify_all();
 }
 
@@ -86,7 +96,7 @@ void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline, std::spa
     if (deadline.passed()) {
       const std::vector<int> absent = missing(round);
       throw Error(XD_ERROR_TIMEOUT,
-                  error_text("rank ", rank_, " waited too long for ", rank_list(absent)),
+                  error_text(names_.of(rank_), " waited too long for ", names_.of(absent)),
                   absent.front());
     }
     changed_.wait_until(lock, interruption.next(deadline).when());
@@ -117,17 +127,22 @@ bool MeshInbox::complete(std::uint64_t round) const {
   return true;
 }
 
+// The letters of ranks behind a gateway may be held up there, so where its own is missing, too, it
+// alone is named.
 std::vector<int> MeshInbox::missing(std::uint64_t round) const {
+  const auto has = [&](int rank) { return has_letter(peers_[at(rank)], round); };
   std::vector<int> result;
-  for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (r != rank_ && !has_letter(peers_[at(r)], round)) result.push_back(r);
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+    const int source = rails_.source_of(r);
+    if (r != rank_ && !has(r) && (source == r || has(source))) result.push_back(r);
+  }
   return result;
 }
 
 // Throws if a peer has failed. Peers that left afterwards did so because of it.
 void MeshInbox::throw_failure() const {
   if (failure_.rank < 0) return;
-  throw Error(failure_.status, error_text("rank ", failure_.rank, " failed: ", failure_.view()),
+  throw Error(failure_.status, error_text(names_.of(failure_.rank), " failed: ", failure_.view()),
               failure_.rank);
 }
 
@@ -137,18 +152,21 @@ void MeshInbox::check_locked(std::uint64_t round) const {
   for (const Peer& peer : peers_)
     if (peer.failed && !has_letter(peer, round)) throw_failure();
   if (aborted_by_) throw_failure();  // the failure was the reason for the abort
-  if (aborted_by_) fail(XD_ERROR_ABORTED, "rank ", *aborted_by_, " has aborted");
+  if (aborted_by_) fail(XD_ERROR_ABORTED, names_.of(*aborted_by_), " has aborted");
   std::vector<int> lost;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
     if (peers_[at(r)].lost) lost.push_back(r);
   if (!lost.empty())
-    fail(XD_ERROR_PEER_LOST, rank_list(lost), ": the process ended without saying goodbye");
-  // A peer that left after it had sent its part is not missed.
-  for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (peers_[at(r)].left && !has_letter(peers_[at(r)], round)) {
-      throw_failure();
-      throw Error(XD_ERROR_PEER_LOST, error_text("rank ", r, " has left"), r);
-    }
+    fail(XD_ERROR_PEER_LOST, names_.of(lost), ": ", reason_of(*peers_[at(lost[0])].lost));
+  // A peer that left after it had sent its part is not missed. A gateway passes letters on before
+  // it leaves, so the others behind it do not come.
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+    const int source = rails_.source_of(r);
+    const int gone = peers_[at(r)].left ? r : peers_[at(source)].left ? source : -1;
+    if (gone < 0 || has_letter(peers_[at(r)], round)) continue;
+    throw_failure();
+    throw Error(XD_ERROR_PEER_LOST, error_text(names_.of(gone), " has left"), gone);
+  }
 }
 
 }  // namespace xd

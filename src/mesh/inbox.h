@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -18,6 +19,8 @@
 #include "base/fd.h"
 #include "base/wire.h"
 #include "mesh/packet.h"
+#include "mesh/rails.h"
+#include "mesh/rank_names.h"
 
 namespace xd {
 
@@ -28,16 +31,29 @@ struct MeshItem {
   bool fd_discarded = false;  // it sent a descriptor for which this process had no room
 };
 
+// Ranks that are lost together.
+struct Loss {
+  std::span<const int> ranks;  // ascending
+  // 0: their process has ended or broken the protocol; else their host has not answered for so many
+  // milliseconds.
+  int silence_ms = 0;
+};
+
+// The reason in words, to stand behind the ranks.
+std::string reason_of(int silence_ms);
+
 class MeshInbox {
  public:
-  MeshInbox(int rank, int num_ranks);
+  // Both outlive the object.
+  MeshInbox(const Rails& rails, const RankNames& names);
 
   // ---- The watch thread ----
 
   // False = the peer cannot be at `round`. A peer is at most one round ahead: to finish a round it
   // needs this rank's message, which is sent after begin_round().
   bool deliver(int rank, std::uint64_t round, MeshItem item);
-  void mark_lost(std::span<const int> ranks);
+  bool expects(int rank, std::uint64_t round);  // what deliver() would return
+  void mark_lost(const Loss& loss);
   void mark_left(int rank);
   // The peer has left, and said why.
   void mark_failed(int rank, std::string_view text);
@@ -64,7 +80,7 @@ class MeshInbox {
   struct Peer {
     std::deque<Letter> letters;
     std::uint64_t rounds_received = 0;
-    bool lost = false;
+    std::optional<int> lost;  // Loss::silence_ms
     bool left = false;
     bool failed = false;  // has left, and said why
   };
@@ -80,12 +96,18 @@ class MeshInbox {
   };
 
   void keep_failure(int rank, xd_status status, std::string_view text);
+  bool expects_locked(int rank, std::uint64_t round) const {
+    return round == peers_[static_cast<std::size_t>(rank)].rounds_received &&
+           round <= rounds_begun_;
+  }
   bool has_letter(const Peer& peer, std::uint64_t round) const;
   bool complete(std::uint64_t round) const;
   std::vector<int> missing(std::uint64_t round) const;
   void throw_failure() const;
   void check_locked(std::uint64_t round) const;
 
+  const Rails& rails_;
+  const RankNames& names_;
   const int rank_;
   std::mutex mutex_;
   std::condition_variable changed_;

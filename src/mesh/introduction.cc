@@ -3,9 +3,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
@@ -40,8 +42,24 @@ ProcessIdentity this_process() {
   return {status.st_ino, ::getpid(), random};
 }
 
-std::string_view boot_id(const HostIdentity& host) {
-  return {host.boot_id.data(), host.boot_id.size()};
+HostName this_node() {
+  utsname names{};
+  ::uname(&names);
+  HostName result{};
+  const std::string_view name(names.nodename);
+  std::ranges::copy(name.substr(0, result.size() - 1), result.begin());
+  return result;
+}
+
+Secret secret_of_job(std::string_view job_secret) {
+  const std::array<std::string_view, 2> parts{"crossdock job", job_secret};
+  return derive_secret(parts);
+}
+
+// Each proof is of a nonce of its own, so nobody can show another rank's as his.
+Proof prove_job(std::string_view job_secret, const Nonce& nonce) {
+  return job_secret.empty() ? Proof{}
+                            : prove(secret_of_job(job_secret), std::as_bytes(std::span(nonce)));
 }
 
 // Fails on an older kernel, in a sandbox, or for a process whose pid means something else here. The
@@ -63,17 +81,23 @@ UniqueFd open_pidfd(const Introduction& own, const PeerProcess& process,
 
 }  // namespace
 
-Introduction make_introduction(int num_ranks, std::string_view host_name) {
+Introduction make_introduction(int num_ranks, std::string_view host_name,
+                               std::string_view job_secret) {
   XD_CHECK(host_name.size() <= kMaxHostBytes);
   HostName name{};
   std::ranges::copy(host_name, name.begin());
+  const Nonce nonce = make_random<Nonce>();
   return {.version = kProtocolVersion,
           .num_ranks = num_ranks,
           .host = this_host(),
           .host_name = name,
+          .node_name = this_node(),
           .process = this_process(),
           .socket_name = make_random<Tag>(),
-          .nonce = make_random<Nonce>(),
+          .nonce = nonce,
+          .job_proof = prove_job(job_secret, nonce),
+          .address = {},
+          .failure_is_of_address = 0,
           .failure = {}};
 }
 
@@ -86,10 +110,26 @@ Introduction introduce_failure(int num_ranks) noexcept {
   return result;
 }
 
+void introduce_no_address(Introduction& introduction) noexcept {
+  introduction.address = {};
+  introduction.failure_is_of_address = 1;
+  caught(introduction.failure);
+}
+
 Bytes encode(const Introduction& introduction) {
   WireWriter out;
   out.put(introduction);
   return out.take();
+}
+
+std::string_view failure_of(const Introduction& introduction) {
+  return {introduction.failure.data(),
+          ::strnlen(introduction.failure.data(), introduction.failure.size())};
+}
+
+bool knows_job(const Introduction& theirs, std::string_view job_secret) {
+  return proof_holds(secret_of_job(job_secret), std::as_bytes(std::span(theirs.nonce)),
+                     theirs.job_proof);
 }
 
 std::optional<Introduction> decode_introduction(std::span<const std::byte> bytes) {
@@ -109,17 +149,9 @@ void check_peer(int rank, const Introduction& own, int peer, const Introduction&
   if (theirs.num_ranks != own.num_ranks)
     fail(XD_ERROR_MISMATCH, "rank ", peer, " has num_ranks = ", theirs.num_ranks, ", expected ",
          own.num_ranks, " as rank ", rank, " has");
-  const std::string_view failure(theirs.failure.data(),
-                                 ::strnlen(theirs.failure.data(), theirs.failure.size()));
-  if (!failure.empty()) fail(XD_ERROR_MISMATCH, "rank ", peer, " failed: ", failure);
-  if (theirs.host.boot_id != own.host.boot_id)
-    fail(XD_ERROR_UNSUPPORTED, "ranks ", rank, " and ", peer, " are on different hosts (boot ids ",
-         boot_id(own.host), " and ", boot_id(theirs.host),
-         "); all ranks of a communicator must be on one");
-  if (!(theirs.host == own.host))
-    fail(XD_ERROR_UNSUPPORTED, "ranks ", rank, " and ", peer,
-         " are in different network namespaces (", own.host.network_namespace, " and ",
-         theirs.host.network_namespace, "), perhaps of two containers; they must share one");
+  const std::string_view failure = failure_of(theirs);
+  if (!failure.empty() && theirs.failure_is_of_address == 0)
+    fail(XD_ERROR_MISMATCH, "rank ", peer, " failed: ", failure);
 }
 
 std::vector<std::string> host_names(std::span<const Introduction> introductions) {
@@ -138,8 +170,9 @@ std::vector<std::string> host_names(std::span<const Introduction> introductions)
   return names;
 }
 
-Secret mesh_secret(std::span<const Introduction> introductions) {
+Secret mesh_secret(std::span<const Introduction> introductions, std::string_view job_secret) {
   std::vector<std::string_view> parts{"crossdock mesh"};
+  if (!job_secret.empty()) parts.push_back(job_secret);
   for (const Introduction& introduction : introductions)
     parts.emplace_back(reinterpret_cast<const char*>(introduction.nonce.data()),
                        introduction.nonce.size());
@@ -166,7 +199,8 @@ PeerProcesses find_processes(int rank, std::span<const Introduction> introductio
   }
   for (PeerProcess& process : result.processes) {
     const auto& identity = introductions[static_cast<std::size_t>(process.ranks[0])].process;
-    if (!(identity == own.process))
+    const bool is_here = introductions[static_cast<std::size_t>(process.ranks[0])].host == own.host;
+    if (is_here && !(identity == own.process))
       process.pidfd = open_pidfd(own, process, identity, result.shortage);
   }
   return result;

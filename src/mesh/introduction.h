@@ -21,9 +21,15 @@ namespace xd {
 // they run on the same kernel, in the same network namespace. A host name would tell neither.
 struct HostIdentity {
   std::array<char, 36> boot_id;
-  std::array<char, 4> unused;
+  std::uint32_t part;  // tests make several hosts of one by different numbers; else 0
   std::uint64_t network_namespace;
   bool operator==(const HostIdentity&) const = default;
+};
+
+// The place at which ranks on other hosts reach this rank.
+struct ControlAddress {
+  std::array<char, 62> host;  // numeric, then zeros; none = it has none
+  std::uint16_t port;
 };
 
 // The pid alone would be the same in two containers, the random bytes alone in a forked child.
@@ -44,35 +50,47 @@ struct Introduction {
   std::int32_t num_ranks;
   HostIdentity host;
   HostName host_name;
+  HostName node_name;  // the system's name for the machine, for error texts only
   ProcessIdentity process;
   Tag socket_name;  // a random name
   Nonce nonce;      // this rank's share of the secret of the communicator
+  Proof job_proof;  // that this rank knows the job's secret; zeros = it has none
+  ControlAddress address;
+  std::uint32_t failure_is_of_address;  // 1: it matters only if there are several hosts
   // The reason why this rank cannot take part; empty if it can. With a reason all fields but the
   // first two may be missing.
-  std::array<char, 512> failure;
+  std::array<char, 508> failure;
 };
 
-// The introduction of the calling process, with a new socket name and nonce. `host_name` has at
-// most kMaxHostBytes.
-Introduction make_introduction(int num_ranks, std::string_view host_name = {});
+// The introduction of the calling process, with a new socket name and nonce, and no address.
+// `host_name` has at most kMaxHostBytes.
+Introduction make_introduction(int num_ranks, std::string_view host_name = {},
+                               std::string_view job_secret = {});
 // The introduction of a rank that has failed. The exception in flight is the reason.
 Introduction introduce_failure(int num_ranks) noexcept;
+// Writes down that this rank has no address. The exception in flight is the reason.
+void introduce_no_address(Introduction& introduction) noexcept;
+
+std::string_view failure_of(const Introduction& introduction);
+// True if the rank has proved that it has the same secret of the job, which is not empty.
+bool knows_job(const Introduction& theirs, std::string_view job_secret);
 
 Bytes encode(const Introduction& introduction);
 // Returns nothing if the bytes are too few. An introduction of another version has only `version`
 // set.
 std::optional<Introduction> decode_introduction(std::span<const std::byte> bytes);
 
-// Throws MISMATCH (protocol version, num_ranks, a peer that has failed) or UNSUPPORTED (different
-// hosts) if rank `peer` cannot be a peer of rank `rank`.
+// Throws MISMATCH (protocol version, num_ranks, a peer that has failed) if rank `peer` cannot be a
+// peer of rank `rank`.
 void check_peer(int rank, const Introduction& own, int peer, const Introduction& theirs);
 
 // The names that ranks have given their hosts, by rank; nothing where no rank has named its host.
 // Throws MISMATCH, the same on all ranks, if some have and others have not.
 std::vector<std::string> host_names(std::span<const Introduction> introductions);
 
-// The secret that all ranks of the communicator know, and nobody else does.
-Secret mesh_secret(std::span<const Introduction> introductions);
+// The secret that all ranks of the communicator know, and nobody else does. On several hosts that
+// of the job is part of it, since others may listen to the network while the ranks meet.
+Secret mesh_secret(std::span<const Introduction> introductions, std::string_view job_secret = {});
 
 struct PeerProcess {
   std::vector<int> ranks;  // ascending
@@ -87,7 +105,8 @@ struct PeerProcesses {
 };
 
 // Groups the ranks by process. Ranks of the calling process are one "process" each: they cannot
-// die, only leave. Throws PEER_LOST if a process is gone already.
+// die, only leave. Processes of other hosts have no pidfd. Throws PEER_LOST if a process is gone
+// already.
 PeerProcesses find_processes(int rank, std::span<const Introduction> introductions);
 
 }  // namespace xd

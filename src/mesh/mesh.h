@@ -1,12 +1,16 @@
-// Connections between all ranks of a communicator on one host, and the thread that watches them.
+// Connections between the ranks of a communicator, and the thread that watches them.
 //
-// Every pair of ranks keeps one SOCK_SEQPACKET connection over an abstract Unix socket (it leaves
-// no file). Both sides have proved the communicator's secret, and the kernel has vouched for the
-// peer's user. Over it travel: small messages with descriptors (all_gather), goodbye, abort.
+// Every pair of ranks on one host keeps one SOCK_SEQPACKET connection over an abstract Unix socket
+// (it leaves no file). Both sides have proved the communicator's secret, and the kernel has vouched
+// for the peer's user. Over it travel: small messages with descriptors (all_gather), goodbye,
+// abort. Ranks on different hosts keep TCP connections along rails (mesh/rails.h), and pass on to
+// their host what they hear there.
 //
 // The watch thread is the only reader. It notices a dead peer by the connection's end and, since a
 // forked child may hold that connection open, by a pidfd of the peer's process where the system has
-// them. The unit of death is the process: all its ranks are reported together.
+// them. The unit of death is the process: all its ranks are reported together. A TCP connection is
+// also ended by the system when the other host has been silent for too long; then all ranks of that
+// host are lost.
 #pragma once
 
 #include <sys/types.h>
@@ -26,12 +30,21 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "bootstrap/bootstrap.h"
+#include "mesh/control_address.h"
 #include "mesh/inbox.h"
-#include "mesh/introduction.h"
-#include "mesh/packet.h"
+#include "mesh/link.h"
+#include "mesh/met_ranks.h"
 #include "mesh/watch.h"
 
 namespace xd {
+
+struct MeshOptions {
+  std::string_view host_name;   // see xd_comm_config.host; empty = none
+  InterfaceWish net_interface;  // see xd_comm_config
+  int silence_ms = 0;           // likewise, resolved; <= 0 = none
+  std::string_view job_secret;
+  std::uint32_t part_of_host = 0;  // see HostIdentity
+};
 
 class Mesh {
  public:
@@ -39,18 +52,17 @@ class Mesh {
   static constexpr std::size_t kMaxBlob = kMaxMeshBlob;
 
   // Meets the other ranks and connects to each. Collective. Throws TIMEOUT naming missing ranks,
-  // MISMATCH (protocol version, num_ranks, hosts named by some, a peer that failed), UNSUPPORTED
-  // (ranks on different hosts), SYSTEM. An error of this rank is told to its peers. `host_name`:
-  // see xd_comm_config.host; empty = none.
+  // MISMATCH (protocol version, num_ranks, hosts named by some, a peer that failed), SYSTEM; with
+  // several machines also INVALID_ARGUMENT (no secret of the job, no address). An error of this
+  // rank is told to its peers.
   static std::unique_ptr<Mesh> connect(Bootstrap& bootstrap, const Deadline& deadline,
-                                       std::string_view host_name = {});
+                                       const MeshOptions& options = {});
 
   struct Parts {
-    int rank;
-    UniqueFd stop;  // ends the watch thread
-    PeerProcesses processes;
-    std::vector<std::string> host_names;  // see Mesh::host_names()
-    std::vector<UniqueFd> links;          // by rank; never closed or replaced before the mesh ends
+    UniqueFd wake;  // an eventfd that calls the watch thread
+    std::unique_ptr<const MetRanks> ranks;
+    std::vector<MeshLink> links;  // by rank; never closed or replaced before the mesh ends
+    int silence_ms;
   };
   // Takes the parts only once nothing can fail any more.
   explicit Mesh(Parts&& parts);
@@ -64,29 +76,40 @@ class Mesh {
   // Collective, in the same order on all ranks (calls of one rank exclude each other). items[r]
   // gets the message of rank r, and items[rank] stays as it is; without any items, messages are
   // dropped. Blobs have at most kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is
-  // duplicated, not taken. Throws TIMEOUT naming the missing ranks; PEER_LOST; MISMATCH (a peer has
-  // failed); ABORTED; SYSTEM. Any event reported to on_* ends the wait. Allocates only to throw.
+  // duplicated, not taken, and only ranks of this host get it. Throws TIMEOUT naming the missing
+  // ranks; PEER_LOST; MISMATCH (a peer has failed); ABORTED; SYSTEM. Any event reported to on_*
+  // ends the wait. Allocates only to throw.
   void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
                   std::span<Item> items);
 
   // Tells every peer that this rank aborts. Does not block; safe on any thread.
   void send_abort() noexcept;
 
+  // Gives ranks on other hosts at most kMaxReport bytes for their MeshEvents::on_report(). Does not
+  // block; safe on any thread.
+  void send_report(std::span<const std::byte> report) noexcept;
+
   // Tells every peer that this rank cannot go on, and why: the exception in flight. Their calls
   // that wait for this rank throw MISMATCH.
-  void send_failure() noexcept { tell_failure(parts_.links); }
+  void send_failure() noexcept;
 
   // Ends an all_gather that is waiting here (after a fatal error): it throws ABORTED.
   void cancel() noexcept { inbox_.cancel(); }
 
   // The names that ranks have given their hosts, by rank; empty where none has.
-  const std::vector<std::string>& host_names() const { return parts_.host_names; }
+  const std::vector<std::string>& host_names() const { return ranks().host_names; }
 
   // Ranks of this communicator that live in this process, itself included.
-  int local_ranks() const { return parts_.processes.local_ranks; }
+  int local_ranks() const { return ranks().processes.local_ranks; }
+  const Rails& rails() const { return ranks().rails; }
+  const RankNames& names() const { return ranks().names; }
 
  private:
-  int num_ranks() const { return static_cast<int>(parts_.links.size()); }
+  const MetRanks& ranks() const { return *parts_.ranks; }
+  int rank() const { return ranks().rank(); }
+  int num_ranks() const { return ranks().num_ranks(); }
+  void call_watch() noexcept;
+  void look_after_unsent() noexcept;
   void watch(MeshEvents& events) noexcept;
   void tell_deafness() noexcept;
   void wait_for_room(int peer, std::uint64_t round, const Deadline& deadline);
@@ -95,6 +118,7 @@ class Mesh {
   const pid_t creator_;
   Parts parts_;
   std::optional<MeshWatch> watch_;
+  std::atomic<bool> leaving_{false};
   // The reason why the watch thread has ended; deaf_ is set after it.
   std::array<char, kMaxFailureText> deaf_by_{};
   std::atomic<bool> deaf_{false};

@@ -1,6 +1,5 @@
 #include "mesh/packet.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -8,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <string>
 
@@ -131,25 +131,6 @@ Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::b
   return Sent::done;
 }
 
-void tell_all(std::span<const UniqueFd> links, MeshMessageType type, std::string_view text,
-              const Deadline& deadline) noexcept {
-  const MeshHeader header{type, 0, 0};
-  const auto head = std::as_bytes(std::span(&header, 1));
-  for (const UniqueFd& link : links) {
-    while (link && send_packet(link.get(), head, std::as_bytes(std::span(text))) == Sent::full &&
-           !deadline.passed()) {
-      pollfd room{link.get(), POLLOUT, 0};
-      ::poll(&room, 1, deadline.remaining_ms());
-    }
-  }
-}
-
-void tell_failure(std::span<const UniqueFd> links) noexcept {
-  std::array<char, kMaxFailureText> text;
-  caught(text);
-  tell_all(links, MeshMessageType::failure, text.data());
-}
-
 bool has_packet(int fd) {
   std::byte first;
   iovec part{&first, sizeof(first)};
@@ -200,14 +181,28 @@ std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
   const MeshHeader& header = message.header;
   if (!in.ok() || message.blob.size() > kMaxMeshBlob) return std::nullopt;
   if (header.has_descriptor != (has_descriptor ? 1U : 0U)) return std::nullopt;
+  if (header.source < 0 || header.unused != 0) return std::nullopt;
   if (header.type == MeshMessageType::exchange) return message;
-  const bool bare = !has_descriptor && header.round == 0;
-  if (header.type == MeshMessageType::failure) {
-    return bare && message.blob.size() <= kMaxFailureText ? std::optional(message) : std::nullopt;
+  if (has_descriptor || (header.round != 0 && header.type != MeshMessageType::lost))
+    return std::nullopt;
+  std::size_t most = 0;
+  switch (header.type) {
+    case MeshMessageType::failure:
+      most = kMaxFailureText;
+      break;
+    case MeshMessageType::report:
+      most = kMaxReport;
+      break;
+    case MeshMessageType::goodbye:
+    case MeshMessageType::abort:
+      break;
+    case MeshMessageType::lost:
+      if (header.round > INT32_MAX) return std::nullopt;
+      break;
+    default:
+      return std::nullopt;
   }
-  const bool known =
-      header.type == MeshMessageType::goodbye || header.type == MeshMessageType::abort;
-  return bare && known && message.blob.empty() ? std::optional(message) : std::nullopt;
+  return message.blob.size() <= most ? std::optional(message) : std::nullopt;
 }
 
 }  // namespace xd

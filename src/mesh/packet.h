@@ -1,4 +1,4 @@
-// The messages between ranks, one in each packet, and the Unix sockets that carry them:
+// The messages between ranks, one in each packet, and the Unix sockets that carry them on one host:
 // SOCK_SEQPACKET (whole messages, in order, and an end that is noticed), abstract names (nothing is
 // left in the file system), non-blocking, close-on-exec.
 #pragma once
@@ -7,9 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <string_view>
 
-#include "base/deadline.h"
 #include "base/fd.h"
 #include "base/wire.h"
 #include "bootstrap/handshake.h"
@@ -22,15 +20,23 @@ enum class MeshMessageType : std::uint32_t {
   exchange = 1,
   goodbye = 2,
   abort = 3,
-  failure = 4  // a goodbye with its reason, the blob: this rank cannot go on
+  failure = 4,  // a goodbye with its reason, the blob: this rank cannot go on
+  // Between hosts only:
+  report = 5,  // bytes for MeshEvents::on_report()
+  lost = 6     // `source` is lost, and its process or host with it
 };
 inline constexpr std::size_t kMaxFailureText = 512;
+inline constexpr std::size_t kMaxReport = 512;
 inline constexpr std::size_t kMaxMeshBlob = 32768;
 
 struct MeshHeader {
   MeshMessageType type;
   std::uint32_t has_descriptor;  // exchange only
-  std::uint64_t round;           // exchange only: which all_gather, counted from 0
+  // exchange: which all_gather, counted from 0; lost: the silence in milliseconds after which its
+  // host was given up, 0 = its process has ended.
+  std::uint64_t round;
+  std::int32_t source;  // the rank that says it; a gateway passes it on unchanged
+  std::uint32_t unused = 0;
 };
 
 inline constexpr std::size_t kMaxMeshPacket = sizeof(MeshHeader) + kMaxMeshBlob;
@@ -39,6 +45,10 @@ struct MeshMessage {
   MeshHeader header;
   std::span<const std::byte> blob;  // inside the packet
 };
+
+inline std::span<const std::byte> bytes_of(const MeshHeader& header) {
+  return std::as_bytes(std::span(&header, 1));
+}
 
 // Returns nothing if no rank of this version sends such a packet.
 std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
@@ -68,20 +78,13 @@ enum class Sent {
 Sent send_packet(int fd, std::span<const std::byte> head, std::span<const std::byte> body = {},
                  int passed = -1) noexcept;
 
-// Sends every peer a message of the mesh. A peer that has gone needs no message; one whose socket
-// is full gets it if there is room before the deadline, which is one for all. Allocates nothing.
-void tell_all(std::span<const UniqueFd> links, MeshMessageType type, std::string_view text = {},
-              const Deadline& deadline = Deadline::after_ms(0)) noexcept;
-// Tells the exception in flight as the reason why this rank cannot go on. Call it inside a catch
-// block only.
-void tell_failure(std::span<const UniqueFd> links) noexcept;
-
 struct Packet {
   enum class Kind { nothing_yet, end, malformed, data };
   Kind kind = Kind::nothing_yet;
   std::span<const std::byte> bytes;  // in the caller's buffer
   UniqueFd fd;                       // the descriptor that came with it
   bool fd_discarded = false;         // a descriptor came, and this process had no room for it
+  bool silent = false;               // the end: the other host has been silent for too long
 };
 
 // True if a packet is there to be received.

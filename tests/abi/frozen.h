@@ -47,7 +47,7 @@ FROZEN_FIELD(xd_unique_id_config, address, 8);
 FROZEN_FIELD(xd_unique_id_config, port, 16);
 FROZEN_FIELD(xd_unique_id_config, timeout_ms, 20);
 
-FROZEN_SIZE(xd_comm_config, 104);
+FROZEN_SIZE(xd_comm_config, 120);
 FROZEN_FIELD(xd_comm_config, struct_size, 0);
 FROZEN_FIELD(xd_comm_config, bootstrap, 8);
 FROZEN_FIELD(xd_comm_config, rank, 12);
@@ -62,6 +62,8 @@ FROZEN_FIELD(xd_comm_config, name, 72);
 FROZEN_FIELD(xd_comm_config, nccl_comm, 80);
 FROZEN_FIELD(xd_comm_config, on_peer_loss, 88);
 FROZEN_FIELD(xd_comm_config, host, 96);
+FROZEN_FIELD(xd_comm_config, net_interface, 104);
+FROZEN_FIELD(xd_comm_config, silence_ms, 112);
 
 FROZEN_SIZE(xd_comm_info, 40);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);
@@ -73,7 +75,7 @@ FROZEN_FIELD(xd_comm_info, local_ranks, 28);
 FROZEN_FIELD(xd_comm_info, num_hosts, 32);
 FROZEN_FIELD(xd_comm_info, host, 36);
 
-FROZEN_SIZE(xd_error_info, 304);
+FROZEN_SIZE(xd_error_info, 312);
 FROZEN_FIELD(xd_error_info, struct_size, 0);
 FROZEN_FIELD(xd_error_info, status, 8);
 FROZEN_FIELD(xd_error_info, phase, 12);
@@ -84,6 +86,7 @@ FROZEN_FIELD(xd_error_info, operation, 28);
 FROZEN_FIELD(xd_error_info, expected_epoch, 32);
 FROZEN_FIELD(xd_error_info, seen_epoch, 40);
 FROZEN_FIELD(xd_error_info, text, 48);
+FROZEN_FIELD(xd_error_info, host, 304);
 
 FROZEN_SIZE(xd_mem_info, 40);
 FROZEN_FIELD(xd_mem_info, struct_size, 0);

@@ -7,6 +7,7 @@
 
 #include "comm/doorbell.h"
 #include "comm/fatal.h"
+#include "mesh/rank_names.h"
 
 namespace xd {
 namespace {
@@ -104,21 +105,28 @@ TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
                            .timeout_ms = 250,
                            .expected_epoch = 7,
                            .seen_epoch = 6};
-  EXPECT_EQ(describe(timeout, &operations),
+  EXPECT_EQ(describe(timeout, &operations, {}),
             "rank 1 waited 250 ms in xd_go_run of group 2, epoch 7 for rank 3 to send its "
             "counts: expected epoch 7, seen 6");
   // Host calls have no epochs.
   const FatalError host{
       .status = XD_ERROR_TIMEOUT, .phase = XD_PHASE_HOST, .rank = 1, .peer = 0, .timeout_ms = 250};
-  EXPECT_EQ(describe(host, nullptr),
+  EXPECT_EQ(describe(host, nullptr, {}),
             "rank 1 waited 250 ms in a collective host call for rank 0 to take part");
   FatalError lost{.status = XD_ERROR_PEER_LOST, .rank = 0, .peer = 2};
-  EXPECT_EQ(describe(lost, nullptr),
+  EXPECT_EQ(describe(lost, nullptr, {}),
             "rank 2 was lost: the process has ended or broken the protocol");
   lost.num_lost = 2;
   lost.lost = {2, 3};
-  EXPECT_EQ(describe(lost, nullptr),
+  EXPECT_EQ(describe(lost, nullptr, {}),
             "ranks 2, 3 were lost: the process has ended or broken the protocol");
+  const RankNames on_hosts(std::vector{0, 0, 1, 1}, {"west", "east"});
+  EXPECT_EQ(describe(timeout, &operations, on_hosts),
+            "rank 1 of host 0 (west) waited 250 ms in xd_go_run of group 2, epoch 7 for rank 3 of "
+            "host 1 (east) to send its counts: expected epoch 7, seen 6");
+  lost.timeout_ms = 3000;
+  EXPECT_EQ(describe(lost, nullptr, on_hosts),
+            "ranks 2, 3 of host 1 (east) were lost: the host has not answered for 3000 ms");
   EXPECT_EQ(status_of({}), XD_ERROR_INTERNAL);
   EXPECT_EQ(status_of(timeout), XD_ERROR_TIMEOUT);
 }

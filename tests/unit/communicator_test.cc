@@ -119,7 +119,7 @@ TEST(Communicator, RemembersLossesThatItMasks) {
   ErrorsOfRank1 errors(XD_COMM_PEER_LOSS_MASK);
   expect_no_errors({error_of([&] { errors->require_all_ranks(); })});
   EXPECT_FALSE(errors->lost(0));
-  errors->on_lost(std::array{0});
+  errors->on_lost({.ranks = std::array{0}});
   EXPECT_TRUE(errors->lost(0));
   EXPECT_FALSE(errors->left(0));
   EXPECT_EQ(errors->dead(), 0);
@@ -131,12 +131,25 @@ TEST(Communicator, RemembersLossesThatItMasks) {
 
 TEST(Communicator, IsFinishedByLossesThatItDoesNotMask) {
   ErrorsOfRank1 errors;
-  errors->on_lost(std::array{0});
+  errors->on_lost({.ranks = std::array{0}});
   expect_fatal(*errors, XD_ERROR_PEER_LOST, 1,
                "rank 0 was lost: the process has ended or broken the protocol, which finishes a "
                "communicator with on_peer_loss = FATAL");
   EXPECT_TRUE(errors->lost(0));
   EXPECT_TRUE(errors.device.lost.empty()) << "kernels know that the communicator is finished";
+}
+
+// What a rank on another host has met comes as bytes, and counts once.
+TEST(Communicator, TakesOverWhatARankOnAnotherHostReports) {
+  ErrorsOfRank1 errors;
+  const FatalError timeout{.status = XD_ERROR_TIMEOUT, .rank = 0, .peer = 1, .timeout_ms = 250};
+  errors->on_report(0, std::as_bytes(std::span(&timeout, 1)).first(8));
+  EXPECT_EQ(errors->fatal_error(), nullptr) << "of another version perhaps";
+  errors->on_report(0, std::as_bytes(std::span(&timeout, 1)));
+  expect_fatal(*errors, XD_ERROR_TIMEOUT, 0, "rank 0 waited 250 ms in a collective host call");
+  const FatalError other{.status = XD_ERROR_SYSTEM, .rank = 0};
+  errors->on_report(0, std::as_bytes(std::span(&other, 1)));
+  expect_fatal(*errors, XD_ERROR_TIMEOUT, 0, "rank 0 waited 250 ms");
 }
 
 // In either case a rank that leaves is remembered, and finishes nothing by that.
@@ -181,11 +194,11 @@ std::optional<Error> wait_for_rank_1(xd::Comm& comm, bool needs_all_ranks, int t
 
 TEST(Communicator, ThatMasksLossesEndsAWaitByADeathIfTheOperationNeedsAllRanks) {
   const auto comms = thread_comms(3, XD_COMM_PEER_LOSS_MASK);
-  comms[0]->errors().on_lost(std::array{2});
+  comms[0]->errors().on_lost({.ranks = std::array{2}});
   expect_error(wait_for_rank_1(*comms[0], true, 20000), XD_ERROR_PEER_LOST, "rank 2 was lost");
   expect_fatal(comms[0]->errors(), XD_ERROR_PEER_LOST, 0, "rank 2 was lost");
   EXPECT_EQ(comms[1]->errors().fatal_error(), nullptr) << "it has needed nobody";
-  comms[2]->errors().on_lost(std::array{0});
+  comms[2]->errors().on_lost({.ranks = std::array{0}});
   expect_error(wait_for_rank_1(*comms[2], false, 50), XD_ERROR_TIMEOUT, "for rank 1");
 }
 

@@ -133,7 +133,7 @@ TEST_F(EnvironmentTest, AWrongSecretIsNamedOnBothSides) {
                                                 .first_port = static_cast<std::uint16_t>(port_),
                                                 .last_port = static_cast<std::uint16_t>(port_ + 15),
                                                 .key = {make_random<Secret>(), name}});
-    bootstrap->all_gather(bytes_of("blob"), Deadline::after_ms(1000));
+    all_gather(*bootstrap, bytes_of("blob"), Deadline::after_ms(1000));
   });
   std::string lines;
   for (const std::string& line : log.end()) lines += line + "\n";

@@ -137,7 +137,8 @@ TEST(Handshake, OtherVersionIsToldOurs) {
   converse(client, server);
   EXPECT_EQ(server.refusal(), Refusal::version);
   EXPECT_EQ(client.refusal(), Refusal::version);
-  EXPECT_EQ(client.refusal_text(), "speaks protocol version 1, expected 2");
+  EXPECT_EQ(client.refusal_text(), concat("speaks protocol version ", kProtocolVersion,
+                                          ", expected ", kProtocolVersion + 1));
 }
 
 TEST(Handshake, TwoClientsRefuseEachOther) {

@@ -11,16 +11,19 @@
 
 namespace xd::test {
 
-// Writes down the watch thread's reports, in order: "lost 1 2", "left 3", "abort 0".
+// Writes down the watch thread's reports, in order: "lost 1 2", "silent 1 2", "left 3", "abort 0".
 class Diary final : public MeshEvents {
  public:
-  void on_lost(std::span<const int> ranks) override {
-    std::string text = "lost";
-    for (const int rank : ranks) text += " " + std::to_string(rank);
+  void on_lost(const Loss& loss) override {
+    std::string text = loss.silence_ms == 0 ? "lost" : "silent";
+    for (const int rank : loss.ranks) text += " " + std::to_string(rank);
     add(text);
   }
   void on_left(int rank) override { add("left " + std::to_string(rank)); }
   void on_abort(int rank) override { add("abort " + std::to_string(rank)); }
+  void on_report(int rank, std::span<const std::byte> report) override {
+    add("report of " + std::to_string(rank) + ": " + text_of(report));
+  }
   void on_end(xd_status status, int) noexcept override {
     add(std::string("end ") + status_name(status));
   }
@@ -49,14 +52,15 @@ class Member {
   Diary diary;
   std::unique_ptr<Mesh> mesh;
 
-  void connect(const xd_unique_id& id, int rank, int num_ranks, int timeout_ms = 20000) {
+  void connect(const xd_unique_id& id, int rank, int num_ranks, int timeout_ms = 20000,
+               const MeshOptions& options = {}) {
     rank_ = rank;
     num_ranks_ = num_ranks;
     const auto bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
-    mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms));
+    mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms), options);
   }
-  void join(const xd_unique_id& id, int rank, int num_ranks) {
-    connect(id, rank, num_ranks);
+  void join(const xd_unique_id& id, int rank, int num_ranks, const MeshOptions& options = {}) {
+    connect(id, rank, num_ranks, 20000, options);
     mesh->start(diary);
   }
   std::vector<Mesh::Item> gather(const std::string& text, int fd = -1, int timeout_ms = 20000) {

@@ -243,12 +243,12 @@ struct OddRank {
     bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
   }
   void introduce() {
-    for (const Bytes& blob : bootstrap->all_gather(encode(own), Deadline::after_ms(20000)))
+    for (const Bytes& blob : all_gather(*bootstrap, encode(own), Deadline::after_ms(20000)))
       introductions.push_back(decode_introduction(blob).value());
   }
   void connect() {
-    processes = find_processes(rank, introductions);
-    MeshConnector connector(rank, introductions, processes, std::move(listener));
+    const MetRanks ranks = MetRanks::of(rank, introductions);
+    MeshConnector connector(ranks, {.near = std::move(listener), .far = {}});
     links = connector.run(Deadline::after_ms(20000));
   }
 
@@ -257,13 +257,12 @@ struct OddRank {
   UniqueFd listener;
   std::unique_ptr<Bootstrap> bootstrap;
   std::vector<Introduction> introductions;
-  PeerProcesses processes;
-  std::vector<UniqueFd> links;
+  std::vector<MeshLink> links;
 };
 
 TEST(Mesh, ARankThatSendsNonsenseIsGivenUpWithOneLine) {
   const auto head = [](MeshMessageType type, std::uint32_t has_descriptor, std::uint64_t round) {
-    const MeshHeader header{type, has_descriptor, round};
+    const MeshHeader header{type, has_descriptor, round, 1};
     const auto bytes = std::as_bytes(std::span(&header, 1));
     return Bytes(bytes.begin(), bytes.end());
   };
@@ -385,12 +384,8 @@ TEST(Mesh, OnlyMeetingRanksCanBePeers) {
     return error_of([&] { check_peer(0, own, 1, theirs); });
   };
   expect_error(error_with([](auto& i) { i.version = 9; }), XD_ERROR_MISMATCH,
-               "rank 1 speaks protocol version 9, expected 1");
+               "rank 1 speaks protocol version 9, expected 2");
   expect_error(error_with([](auto& i) { i.num_ranks = 5; }), XD_ERROR_MISMATCH, "num_ranks = 5");
-  expect_error(error_with([](auto& i) { i.host.boot_id[0] = '!'; }), XD_ERROR_UNSUPPORTED,
-               "ranks 0 and 1 are on different hosts");
-  expect_error(error_with([](auto& i) { ++i.host.network_namespace; }), XD_ERROR_UNSUPPORTED,
-               "different network namespaces");
 }
 
 // The names of the hosts of ranks whose names are `names`, as every rank computes them.
@@ -408,7 +403,10 @@ TEST(Mesh, AllRanksNameTheirHostsOrNone) {
   const std::vector<std::string> three{"a", longest, "a"};
   EXPECT_EQ(host_names_of(three), three);
   EXPECT_EQ(host_names_of({"", "", ""}), std::vector<std::string>{});
-  expect_error(error_of([] { host_names_of({"", "west", "", "east"}); }), XD_ERROR_MISMATCH,
+  expect_error(error_of([] {
+                 host_names_of({"", "west", "", "east"});
+               }),
+               XD_ERROR_MISMATCH,
                "config.host = 'west' on rank 1 and not given on ranks 0, 2, expected that all "
                "ranks name their hosts, or none");
 }
@@ -416,9 +414,10 @@ TEST(Mesh, AllRanksNameTheirHostsOrNone) {
 // Counts the watch thread's ticks.
 class Clockwork final : public MeshEvents {
  public:
-  void on_lost(std::span<const int>) override {}
+  void on_lost(const Loss&) override {}
   void on_left(int) override {}
   void on_abort(int) override {}
+  void on_report(int, std::span<const std::byte>) override {}
   void on_end(xd_status, int) noexcept override {}
   int tick_ms() const override { return 5; }
   void on_tick() override { ++ticks; }

@@ -131,12 +131,18 @@ inline xd_comm_config id_config(const xd_unique_id& id, int rank, int num_ranks)
   return config;
 }
 
+// bootstrap.all_gather() with a blob that does not depend on this rank's address.
+inline std::vector<Bytes> all_gather(Bootstrap& bootstrap, const Bytes& blob,
+                                     const Deadline& deadline) {
+  return bootstrap.all_gather([&](const TcpAddress*) { return blob; }, deadline);
+}
+
 // Meets the others with the blob "rank <r>" and returns the blobs of all.
 inline std::vector<std::string> meet(const xd_comm_config& config, int timeout_ms = 20000) {
   const auto bootstrap = make_bootstrap(config);
   const Bytes blob = bytes_of("rank " + std::to_string(bootstrap->rank()));
   std::vector<std::string> texts;
-  for (const Bytes& bytes : bootstrap->all_gather(blob, Deadline::after_ms(timeout_ms)))
+  for (const Bytes& bytes : all_gather(*bootstrap, blob, Deadline::after_ms(timeout_ms)))
     texts.push_back(text_of(bytes));
   return texts;
 }

@@ -28,7 +28,8 @@ class CudaSide final : public DeviceSide {
     device_comm_.heap = table_.as<HeapRange>();
     std::vector<DeviceBoard*> of_rank;
     for (const auto& board : boards_) {
-      of_rank.push_back(reinterpret_cast<DeviceBoard*>(board->base()));
+      // Other hosts' ranks have none here. No kernel runs as long as there are any.
+      of_rank.push_back(board ? reinterpret_cast<DeviceBoard*>(board->base()) : nullptr);
     }
     board_table_.write(0, of_rank.data(), board_table_.bytes());
     device_comm_.own_board = of_rank[at(seat.rank)];

@@ -1,0 +1,31 @@
+// All that a rank knows of the ranks of its communicator once they have met.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bootstrap/handshake.h"
+#include "mesh/introduction.h"
+#include "mesh/rails.h"
+#include "mesh/rank_names.h"
+
+namespace xd {
+
+struct MetRanks {
+  // Throws what host_names(), check_several_hosts() and find_processes() throw.
+  static MetRanks of(int rank, std::vector<Introduction> introductions,
+                     std::string_view job_secret = {});
+
+  int rank() const { return rails.rank(); }
+  int num_ranks() const { return rails.num_ranks(); }
+
+  std::vector<Introduction> introductions;  // by rank
+  std::vector<std::string> host_names;      // as the callers name them, by rank; empty: they do not
+  Rails rails;
+  RankNames names;
+  PeerProcesses processes;
+  Secret secret;  // of their connections
+};
+
+}  // namespace xd

@@ -1,0 +1,189 @@
+// The mesh between hosts: threads of one process that are declared to be parts of several hosts,
+// and talk over TCP on the loopback interface.
+#include <sys/socket.h>
+
+#include "base/math.h"
+#include "mesh/met_ranks.h"
+#include "mesh/several_hosts.h"
+#include "unit/mesh_support.h"
+
+namespace xd::test {
+namespace {
+
+// ---- What several hosts need ----
+
+std::vector<Introduction> introductions_of(const std::vector<const char*>& secrets) {
+  std::vector<Introduction> result;
+  for (std::size_t r = 0; r < secrets.size(); ++r) {
+    result.push_back(make_introduction(static_cast<int>(secrets.size()), {}, secrets[r]));
+    result.back().host.part = static_cast<std::uint32_t>(r);
+    introduce_address(result.back(), numeric_address("10.0.0.1").value().with_port(4711));
+  }
+  return result;
+}
+
+std::optional<Error> several_hosts_error(int rank, const std::vector<Introduction>& introductions,
+                                         const char* secret) {
+  return error_of([&] { MetRanks::of(rank, introductions, secret); });
+}
+
+TEST(SeveralHosts, NeedTheJobsSecretOnEveryRank) {
+  const auto introductions = introductions_of({"s", "", "s"});
+  expect_error(several_hosts_error(1, introductions, ""), XD_ERROR_INVALID_ARGUMENT,
+               "XD_JOB_SECRET is not set, expected the same unguessable text on all ranks, since "
+               "they are on several hosts");
+  expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH, "rank 1 of host 1 (");
+  expect_error(several_hosts_error(0, introductions_of({"s", "t"}), "s"), XD_ERROR_MISMATCH,
+               "has another XD_JOB_SECRET than rank 0");
+  EXPECT_FALSE(several_hosts_error(0, introductions_of({"s", "s"}), "s"));
+}
+
+TEST(SeveralHosts, NeedAddressesThatReachOneAnother) {
+  auto introductions = introductions_of({"s", "s"});
+  introductions[1].address = {};
+  expect_error(several_hosts_error(1, introductions, "s"), XD_ERROR_INVALID_ARGUMENT,
+               "the meeting point is at a loopback address");
+  introduce_address(introductions[1], numeric_address("fd00::1").value().with_port(1));
+  expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH,
+               "expected addresses of one family");
+  introduce_address(introductions[1], numeric_address("127.0.0.1").value().with_port(1));
+  EXPECT_FALSE(several_hosts_error(0, introductions, "s")) << "parts of one host";
+  introductions[0].host.boot_id[0] = '!';
+  expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH,
+               "has the address 127.0.0.1, which rank 0");
+}
+
+TEST(SeveralHosts, HaveNamesOfTheirOwn) {
+  auto introductions = introductions_of({"s", "s"});
+  for (Introduction& i : introductions) i.host_name = {'w', 'e', 's', 't'};
+  expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH,
+               "config.host = 'west' on rank 0");
+}
+
+// ---- Meshes ----
+
+MeshOptions part(int of_host, int silence_ms = 3000) {
+  return {.host_name = {},
+          .net_interface = {"127.0.0.1", "the test"},
+          .silence_ms = silence_ms,
+          .job_secret = "a secret",
+          .part_of_host = static_cast<std::uint32_t>(of_host)};
+}
+
+// All ranks as threads, started; rank r is on host host_of[r].
+std::vector<Member> hosts_mesh(const std::vector<int>& host_of) {
+  const int n = static_cast<int>(host_of.size());
+  std::vector<Member> members(host_of.size());
+  const xd_unique_id id = new_id();
+  expect_no_errors(on_threads(
+      n, [&](int rank) { members[at(rank)].join(id, rank, n, part(host_of[at(rank)])); }));
+  return members;
+}
+
+class HostMeshes : public testing::TestWithParam<std::vector<int>> {};
+INSTANTIATE_TEST_SUITE_P(Hosts, HostMeshes,
+                         testing::Values(std::vector{0, 1}, std::vector{0, 0, 1, 1},
+                                         std::vector{0, 1, 1, 0, 1}, std::vector{0, 0, 1, 2, 2},
+                                         std::vector{2, 2, 2, 0, 1, 0}));
+
+TEST_P(HostMeshes, AllGatherCarriesBlobsToAllAndDescriptorsToNearRanks) {
+  const std::vector<int>& host_of = GetParam();
+  const int n = static_cast<int>(host_of.size());
+  std::vector<Member> members = hosts_mesh(host_of);
+  expect_no_errors(on_threads(n, [&](int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const auto text = [&](int r) {
+        return std::to_string(r) + std::string(at((r * 5003 * round) % 32000), 'x');
+      };
+      const UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      const auto items = members[at(rank)].gather(text(rank), fd.get());
+      for (int r = 0; r < n; ++r) {
+        EXPECT_EQ(text_of(items[at(r)].blob), text(r)) << r << " in " << round;
+        EXPECT_EQ(static_cast<bool>(items[at(r)].fd),
+                  r != rank && host_of[at(r)] == host_of[at(rank)]);
+      }
+    }
+  }));
+}
+
+TEST_P(HostMeshes, GoodbyesAbortsAndReportsReachEveryRank) {
+  const std::vector<int>& host_of = GetParam();
+  const int n = static_cast<int>(host_of.size()), last = n - 1;
+  std::vector<Member> members = hosts_mesh(host_of);
+  members[0].mesh->send_report(bytes_of("what went wrong"));
+  members[0].mesh->send_abort();
+  members[at(last)].mesh.reset();
+  const auto hears = [&](int r, const std::string& entry) {
+    EXPECT_TRUE(eventually([&] { return members[at(r)].diary.has(entry); })) << r << ": " << entry;
+  };
+  for (int r = 0; r < last; ++r) hears(r, "left " + std::to_string(last));
+  for (int r = 1; r < last; ++r) {
+    hears(r, "abort 0");
+    const bool is_far = host_of[at(r)] != host_of[0];
+    EXPECT_EQ(members[at(r)].diary.has("report of 0: what went wrong"), is_far) << r;
+  }
+}
+
+// What a rank said before it left counts, also where a gateway brings it.
+TEST_P(HostMeshes, ALetterBeforeAGoodbyeCounts) {
+  const std::vector<int>& host_of = GetParam();
+  const int n = static_cast<int>(host_of.size());
+  for (int round = 0; round < 10; ++round) {
+    std::vector<Member> members = hosts_mesh(host_of);
+    expect_no_errors(on_threads(n, [&](int rank) {
+      const auto items = members[at(rank)].gather("last words of " + std::to_string(rank));
+      members[at(rank)].mesh.reset();
+      for (int r = 0; r < n; ++r)
+        EXPECT_EQ(text_of(items[at(r)].blob), "last words of " + std::to_string(r));
+    }));
+  }
+}
+
+TEST(HostMesh, TheLateRankIsNamedWithItsHostAndNotThoseBehindIt) {
+  std::vector<Member> members = hosts_mesh({0, 0, 1, 1});
+  const auto errors = on_threads(4, [&](int rank) {
+    if (rank != 3) members[at(rank)].gather("", -1, 300);
+  });
+  for (const std::size_t r : {0U, 1U, 2U})
+    expect_error(errors[r], XD_ERROR_TIMEOUT, "waited too long for rank 3 of host 1 (");
+}
+
+TEST(HostMesh, AFailureIsToldToEveryRank) {
+  std::vector<Member> members = hosts_mesh({0, 0, 1, 1});
+  const auto errors = on_threads(4, [&](int rank) {
+    if (rank != 3) return static_cast<void>(members[at(rank)].gather(""));
+    try {
+      fail(XD_ERROR_SYSTEM, "no luck");
+    } catch (const Error&) {
+      members[3].mesh->send_failure();
+    }
+  });
+  for (const std::size_t r : {0U, 1U, 2U}) {
+    expect_error(errors[r], XD_ERROR_MISMATCH, "rank 3 of host 1 (");
+    expect_error(errors[r], XD_ERROR_MISMATCH, "failed: no luck");
+  }
+}
+
+TEST(HostMesh, OneHostOpensNoPort) {
+  const std::size_t before = open_descriptors();
+  std::vector<Member> members = threads_mesh(2);
+  for (Member& member : members) EXPECT_EQ(member.mesh->rails().num_hosts(), 1);
+  // Each rank: a link and an eventfd. Its meeting point ends in the background.
+  EXPECT_TRUE(eventually([&] { return open_descriptors() == before + 4; })) << open_descriptors();
+}
+
+TEST(HostMesh, ManyRoundsLeaveNothingBehind) {
+  const auto round = [] {
+    std::vector<Member> members = hosts_mesh({0, 1, 1});
+    expect_no_errors(on_threads(3, [&](int rank) { members[at(rank)].gather("hello"); }));
+  };
+  round();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const std::size_t descriptors = open_descriptors(), threads = running_threads();
+  for (int i = 0; i < 50; ++i) round();
+  EXPECT_TRUE(eventually([&] { return open_descriptors() <= descriptors; })) << open_descriptors();
+  EXPECT_TRUE(eventually([&] { return running_threads() <= threads; })) << running_threads();
+}
+
+}  // namespace
+}  // namespace xd::test
