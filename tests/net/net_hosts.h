@@ -1,0 +1,43 @@
+// Hosts of a test: network namespaces of this machine, joined by a bridge. Making them needs root
+// and the programs ip and nft.
+#pragma once
+
+#include <string>
+
+namespace xd::test {
+
+enum class Family { ipv4, ipv6 };
+
+class NetHosts {
+ public:
+  // The reason why this process can make none; empty if it can.
+  static std::string why_not();
+
+  // Removes also what tests that were killed have left behind. Throws std::runtime_error.
+  explicit NetHosts(int count);
+  ~NetHosts();
+  NetHosts(const NetHosts&) = delete;
+  NetHosts& operator=(const NetHosts&) = delete;
+
+  int count() const { return count_; }
+  std::string name(int host) const;  // of its namespace
+  std::string address(int host, Family family) const;
+
+  // ---- What may happen to the network ----
+
+  void set_link(int host, bool up);
+  // From now on the host loses what comes in, what goes out, or both.
+  enum class Way { in, out, both };
+  void drop(int host, Way way);
+  void lose(int host, int percent);  // of what comes in and goes out
+  // A firewall that drops new connections to other ports than these.
+  void admit_ports(int host, int first, int last);
+  // A second interface, with an address that leads nowhere.
+  void add_dead_interface(int host);
+
+ private:
+  std::string prefix_;
+  int count_;
+};
+
+}  // namespace xd::test

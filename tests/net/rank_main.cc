@@ -1,0 +1,252 @@
+// The program of a rank process. Its settings come from the environment:
+//   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as for any communicator by environment
+//   XD_TEST_ID       a unique id in hexadecimal digits: the ranks meet there instead
+//   XD_TEST_FOLDER   the ranks meet by an all-gather over files in this folder instead
+//   XD_TEST_TIMEOUT_MS, XD_TEST_SILENCE_MS, XD_TEST_HOST, XD_TEST_MASK (1: losses are masked)
+#include <crossdock/ep.h>
+#include <crossdock/gemm.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "net/rank_process.h"
+
+namespace xd::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string setting(const char* name, const char* otherwise = "") {
+  const char* text = std::getenv(name);
+  return text != nullptr ? text : otherwise;
+}
+int number(const char* name, int otherwise) {
+  const std::string text = setting(name);
+  return text.empty() ? otherwise : std::atoi(text.c_str());
+}
+
+std::string hex(const xd_unique_id& id) {
+  std::string text;
+  char digits[3];
+  for (const unsigned char byte : id.bytes) {
+    std::snprintf(digits, sizeof(digits), "%02x", byte);
+    text += digits;
+  }
+  return text;
+}
+xd_unique_id from_hex(const std::string& text) {
+  xd_unique_id id;
+  for (std::size_t i = 0; i < sizeof(id.bytes); ++i)
+    id.bytes[i] = static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+  return id;
+}
+
+// Gathers over files, each of which appears when it is complete.
+class FileGather {
+ public:
+  static int gather(void* context, const void* send, void* recv, std::size_t bytes) {
+    return static_cast<FileGather*>(context)->gather(send, static_cast<char*>(recv), bytes);
+  }
+
+ private:
+  int gather(const void* send, char* recv, std::size_t bytes) {
+    const fs::path folder = setting("XD_TEST_FOLDER");
+    const auto name = [&](int rank) {
+      return std::to_string(::getppid()) + "-" + std::to_string(round_) + "-" +
+             std::to_string(rank);
+    };
+    const int own = number("RANK", 0);
+    const fs::path draft = folder / (name(own) + ".draft");
+    std::ofstream(draft).write(static_cast<const char*>(send), static_cast<std::streamsize>(bytes));
+    fs::rename(draft, folder / name(own));
+    for (int rank = 0; rank < number("WORLD_SIZE", 1); ++rank) {
+      const fs::path file = folder / name(rank);
+      for (int tries = 0; !fs::exists(file); ++tries) {
+        if (tries == 2000) return 1;
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+      std::ifstream(file).read(recv + static_cast<std::size_t>(rank) * bytes,
+                               static_cast<std::streamsize>(bytes));
+    }
+    ++round_;
+    return 0;
+  }
+
+  int round_ = 0;
+};
+
+class RankMain {
+ public:
+  ~RankMain() { xd_comm_destroy(comm_); }
+
+  std::string obey(const std::string& order) {
+    std::istringstream words(order);
+    std::string verb;
+    int count = 0;
+    words >> verb >> count;
+    if (verb == "id") return make_id();
+    if (verb == "create") return create();
+    if (verb == "barrier") return outcome(xd_comm_barrier(comm_));
+    if (verb == "abort") return outcome(xd_comm_abort(comm_));
+    if (verb == "destroy") return outcome(xd_comm_destroy(std::exchange(comm_, nullptr)));
+    if (verb == "lost") return lost();
+    if (verb == "error") return error();
+    if (verb == "info") return info();
+    if (verb == "memory") return memory();
+    if (verb == "import") return import_of(count);
+    if (verb == "group") return group();
+    if (verb == "context") return context();
+    if (verb == "cycle") return cycle(count);
+    if (verb == "open") return std::to_string(open_descriptors());
+    return "no such order: " + order;
+  }
+
+ private:
+  static std::string outcome(xd_status status) {
+    return status == XD_SUCCESS ? "fine" : concat(xd_status_name(status), xd_last_error());
+  }
+  static std::string concat(const char* name, const char* text) {
+    std::string line = std::string(name) + " " + text;
+    std::replace(line.begin(), line.end(), '\n', ' ');
+    return line;
+  }
+
+  static std::string make_id() {
+    xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
+    const std::string address = setting("MASTER_ADDR");
+    config.address = address.c_str();
+    xd_unique_id id;
+    const xd_status status = xd_unique_id_create(&config, &id);
+    return status == XD_SUCCESS ? hex(id) : outcome(status);
+  }
+
+  std::string create() {
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    const std::string id_text = setting("XD_TEST_ID"), host = setting("XD_TEST_HOST");
+    const xd_unique_id id = id_text.empty() ? xd_unique_id{} : from_hex(id_text);
+    config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
+    config.rank = number("RANK", 0);
+    config.num_ranks = number("WORLD_SIZE", 1);
+    if (!id_text.empty()) {
+      config.bootstrap = XD_BOOTSTRAP_UNIQUE_ID;
+      config.unique_id = &id;
+    } else if (!setting("XD_TEST_FOLDER").empty()) {
+      config.bootstrap = XD_BOOTSTRAP_ALL_GATHER;
+      config.all_gather = FileGather::gather;
+      config.all_gather_context = &files_;
+    }
+    config.heap_bytes = 1 << 16;
+    config.timeout_ms = number("XD_TEST_TIMEOUT_MS", 15000);
+    config.silence_ms = number("XD_TEST_SILENCE_MS", 2000);
+    if (!host.empty()) config.host = host.c_str();
+    if (number("XD_TEST_MASK", 0) != 0) config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
+    return outcome(xd_comm_create(&config, &comm_));
+  }
+
+  std::string lost() {
+    std::vector<int32_t> lost(static_cast<std::size_t>(number("WORLD_SIZE", 1)));
+    const xd_status status = xd_comm_lost(comm_, lost.data());
+    if (status != XD_SUCCESS) return outcome(status);
+    std::string ranks;
+    for (std::size_t r = 0; r < lost.size(); ++r)
+      if (lost[r] != 0) ranks += (ranks.empty() ? "" : ",") + std::to_string(r);
+    return ranks.empty() ? "none" : ranks;
+  }
+
+  std::string error() {
+    xd_error_info info XD_ERROR_INFO_INIT;
+    const xd_status status = xd_comm_error(comm_, &info);
+    if (status != XD_SUCCESS) return outcome(status);
+    return concat((std::string(xd_status_name(info.status)) + " peer " + std::to_string(info.peer) +
+                   " host " + std::to_string(info.host))
+                      .c_str(),
+                  info.text);
+  }
+
+  std::string info() {
+    xd_comm_info info XD_COMM_INFO_INIT;
+    const xd_status status = xd_comm_get_info(comm_, &info);
+    if (status != XD_SUCCESS) return outcome(status);
+    return "host " + std::to_string(info.host) + " of " + std::to_string(info.num_hosts);
+  }
+
+  // Grows, and uses memory that peers of this host have mapped.
+  std::string memory() {
+    void* own = nullptr;
+    if (const xd_status status = xd_mem_grow(comm_, 1 << 16); status != XD_SUCCESS)
+      return outcome(status);
+    return outcome(xd_mem_alloc(comm_, 100000 / 2, &own));
+  }
+
+  std::string import_of(int rank) {
+    const xd_mem_handle handle{.rank = rank, .segment = 0, .offset = 0};
+    void* there = nullptr;
+    return outcome(xd_mem_import(comm_, &handle, &there));
+  }
+
+  std::string group() {
+    xd_ep_config config = XD_EP_CONFIG_INIT;
+    config.num_ranks = number("WORLD_SIZE", 1);
+    config.num_experts = 8 * config.num_ranks;
+    config.max_topk = 2;
+    config.hidden = 64;
+    config.max_tokens_per_rank = 8;
+    config.recv_capacity = 256;
+    xd_ep_group* made = nullptr;
+    const xd_status status = xd_ep_group_create(comm_, &config, &made);
+    xd_ep_group_destroy(made);
+    return outcome(status);
+  }
+
+  std::string context() {
+    xd_gemm_config config = XD_GEMM_CONFIG_INIT;
+    xd_gemm_context* made = nullptr;
+    const xd_status status = xd_gemm_context_create(comm_, &config, &made);
+    xd_gemm_context_destroy(made);
+    return outcome(status);
+  }
+
+  std::string cycle(int count) {
+    for (int i = 0; i < count; ++i) {
+      std::string failed = create();
+      if (failed == "fine") failed = outcome(xd_comm_barrier(comm_));
+      if (failed == "fine") failed = outcome(xd_comm_destroy(std::exchange(comm_, nullptr)));
+      if (failed != "fine") return failed;
+    }
+    return "fine";
+  }
+
+  static long open_descriptors() {
+    long count = 0;
+    for ([[maybe_unused]] const auto& entry : fs::directory_iterator("/proc/self/fd")) ++count;
+    return count;
+  }
+
+  xd_comm* comm_ = nullptr;
+  FileGather files_;
+};
+
+}  // namespace
+
+bool run_if_rank_process() {
+  if (setting("XD_TEST_NET_RANK").empty()) return false;
+  RankMain rank;
+  for (std::string order; std::getline(std::cin, order);) {
+    std::cout << rank.obey(order) << std::endl;
+  }
+  return true;
+}
+
+}  // namespace xd::test
