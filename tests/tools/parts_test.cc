@@ -49,7 +49,26 @@ TEST(Options, AllOfThem) {
   EXPECT_EQ(options.timeout, 1500ms);
   EXPECT_EQ(options.grace, 0s);
   EXPECT_EQ(options.expendable, (std::set<int>{0, 2}));
+  EXPECT_TRUE(options.hosts.empty());
   EXPECT_EQ(options.command, (Texts{"-program", "-n", "9"}));
+}
+
+TEST(Options, HostsSayHowManyRanksThereAre) {
+  const auto parse = [](const char* hosts) { return parse_options({"--hosts", hosts, "program"}); };
+  EXPECT_EQ(parse("2x3").hosts, (std::vector{3, 3}));
+  EXPECT_EQ(parse("2x3").ranks, 6);
+  EXPECT_EQ(parse("2,1,2").hosts, (std::vector{2, 1, 2}));
+  EXPECT_EQ(parse("2,1,2").ranks, 5);
+  EXPECT_EQ(parse("4").ranks, 4);
+  EXPECT_EQ(parse_options({"-n", "4", "--hosts", "2x2", "program"}).ranks, 4);
+  EXPECT_EQ(usage_error({"-n", "3", "--hosts", "2x2", "program"}),
+            "--hosts has 4 ranks, expected 3 as -n says");
+  EXPECT_EQ(usage_error({"--hosts", "600x2", "program"}),
+            "--hosts has 1200 ranks, expected at most 1024");
+  EXPECT_EQ(usage_error({"--hosts", "2x", "program"}),
+            "--hosts : expected a whole number from 1 to 1024");
+  EXPECT_EQ(usage_error({"--hosts", "2,0", "program"}),
+            "--hosts 0: expected a whole number from 1 to 1024");
 }
 
 TEST(Options, OfTheProgramAreLeftAlone) {
@@ -134,7 +153,8 @@ TEST(Lines, OfEndlessLengthAreCut) {
 }
 
 TEST(Environment, ReplacesOnlyItsOwnVariables) {
-  const JobEnvironment job{.ranks = 4, .threads = false, .master_port = 1234, .secret = "abc"};
+  const JobEnvironment job{
+      .ranks = 4, .threads = false, .master_port = 1234, .secret = "abc", .hosts = {}};
   const auto environment = rank_environment(job, 2, {"RANK=9", "RANKS=9", "PATH=/bin", "odd"});
   const auto has = [&](const char* entry) {
     return std::count(environment.begin(), environment.end(), entry) == 1;
@@ -145,6 +165,27 @@ TEST(Environment, ReplacesOnlyItsOwnVariables) {
     EXPECT_TRUE(has(entry)) << entry;
   }
   EXPECT_EQ(environment.size(), 11u);
+}
+
+TEST(Environment, TellsAProcessItsHost) {
+  JobEnvironment job{
+      .ranks = 5, .threads = false, .master_port = 1234, .secret = "abc", .hosts = {2, 1, 2}};
+  const auto host_of = [&](int rank) {
+    std::string hosts;
+    for (const std::string& entry : rank_environment(job, rank, {"XD_HOST_ID=mine"})) {
+      if (entry.starts_with("XD_HOST_ID=") || entry.starts_with("XD_RUN_HOSTS=")) {
+        hosts += entry + " ";
+      }
+    }
+    return hosts;
+  };
+  const char* expected[] = {"0", "0", "1", "2", "2"};
+  for (int rank = 0; rank < 5; ++rank) {
+    EXPECT_EQ(host_of(rank),
+              std::string("XD_RUN_HOSTS=2,1,2 XD_HOST_ID=host-") + expected[rank] + " ");
+  }
+  job.threads = true;
+  EXPECT_EQ(host_of(0), "XD_HOST_ID=mine XD_RUN_HOSTS=2,1,2 ");
 }
 
 }  // namespace

@@ -23,11 +23,24 @@ constexpr int kMoreMeetingPorts = 15;
   throw std::system_error(errno, std::generic_category(), call);
 }
 
+std::string comma_list(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) text += (text.empty() ? "" : ",") + std::to_string(number);
+  return text;
+}
+
+// `hosts`: the number of ranks on each, which are all ranks.
+std::string host_of(const std::vector<int>& hosts, int rank) {
+  std::size_t host = 0;
+  for (int end = hosts[0]; end <= rank; end += hosts[host]) ++host;
+  return std::to_string(host);
+}
+
 }  // namespace
 
 std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
                                           const std::vector<std::string>& inherited) {
-  const std::array<std::pair<std::string, std::string>, 8> variables{{
+  std::vector<std::pair<std::string, std::string>> variables{
       {"RANK", std::to_string(rank)},
       {"LOCAL_RANK", std::to_string(rank)},
       {"WORLD_SIZE", std::to_string(job.ranks)},
@@ -36,7 +49,12 @@ std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
       {"MASTER_PORT", std::to_string(job.master_port)},
       {"XD_JOB_SECRET", job.secret},
       {"XD_RUN_KIND", job.threads ? "threads" : "processes"},
-  }};
+  };
+  if (!job.hosts.empty()) {
+    variables.emplace_back("XD_RUN_HOSTS", comma_list(job.hosts));
+    // One process with all ranks is on no host: it names each rank's itself.
+    if (!job.threads) variables.emplace_back("XD_HOST_ID", "host-" + host_of(job.hosts, rank));
+  }
   std::vector<std::string> result;
   for (const std::string& entry : inherited) {
     const bool replaced = std::any_of(variables.begin(), variables.end(), [&](const auto& own) {

@@ -11,6 +11,7 @@ struct JobEnvironment {
   bool threads = false;
   int master_port = 0;
   std::string secret;
+  std::vector<int> hosts;  // ranks per host; empty = ranks name no host
 };
 
 // `inherited` ("NAME=value" each) with the rank's own variables added or replaced.

@@ -83,7 +83,8 @@ void Job::start_ranks() {
   const JobEnvironment job{.ranks = options_.ranks,
                            .threads = options_.threads,
                            .master_port = find_free_port(),
-                           .secret = make_secret()};
+                           .secret = make_secret(),
+                           .hosts = options_.hosts};
   const auto inherited = inherited_environment();
   const bool capture = options_.processes() > 1;
   for (int rank = 0; rank < options_.processes(); ++rank) {

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
+#include <numeric>
 #include <string_view>
 
 namespace xd::run {
@@ -47,6 +48,22 @@ std::set<int> rank_list(const std::string& option, std::string_view list) {
   }
 }
 
+// "2x3", two hosts of three ranks each, or "2,1,2": the number of ranks on each host.
+std::vector<int> ranks_per_host(const std::string& option, std::string_view text) {
+  if (const auto by = text.find('x'); by != std::string_view::npos) {
+    const int hosts = number(option, text.substr(0, by), 1, kMaxRanks);
+    return std::vector<int>(static_cast<std::size_t>(hosts),
+                            number(option, text.substr(by + 1), 1, kMaxRanks));
+  }
+  std::vector<int> ranks;
+  for (;;) {
+    const auto comma = text.find(',');
+    ranks.push_back(number(option, text.substr(0, comma), 1, kMaxRanks));
+    if (comma == std::string_view::npos) return ranks;
+    text.remove_prefix(comma + 1);
+  }
+}
+
 // Adds `option`, whose value becomes a field by `read(option, text)`.
 template <class Field, class Read>
 void add(CLI::App& app, const std::string& option, Field& field, Read read) {
@@ -66,7 +83,17 @@ std::vector<std::string> command_of(const CLI::App& app) {
 }
 
 void check(Options& options) {
+  const int on_hosts = std::accumulate(options.hosts.begin(), options.hosts.end(), 0);
+  if (options.ranks == 0) options.ranks = on_hosts;
   if (options.ranks == 0) throw UsageError("-n is missing: how many ranks?");
+  if (on_hosts > kMaxRanks) {
+    throw UsageError("--hosts has " + std::to_string(on_hosts) + " ranks, expected at most " +
+                     std::to_string(kMaxRanks));
+  }
+  if (on_hosts != 0 && on_hosts != options.ranks) {
+    throw UsageError("--hosts has " + std::to_string(on_hosts) + " ranks, expected " +
+                     std::to_string(options.ranks) + " as -n says");
+  }
   if (options.command.empty()) throw UsageError("the program to run is missing");
   if (options.threads && !options.expendable.empty()) {
     throw UsageError("--expendable needs a process per rank, but --threads makes one of all");
@@ -96,6 +123,7 @@ Options parse_options(std::vector<std::string> arguments) {
   add(app, "--timeout", options.timeout, seconds);
   add(app, "--grace", options.grace, seconds);
   add(app, "--expendable", options.expendable, rank_list);
+  add(app, "--hosts", options.hosts, ranks_per_host);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
   try {
     app.parse(std::move(arguments));
@@ -115,6 +143,9 @@ Starts a program as N ranks on this machine, waits for them, and passes their
 output on line by line.
 
   -n N                    number of ranks
+  --hosts HxG, or G,G,... let ranks count to several hosts: H hosts of G ranks
+                          each, or as many ranks on each as the list says.
+                          All stay on this machine; -n may be left out
   --threads               one process that starts all N ranks as threads
   --timeout SECONDS       end everything after this time (default 600)
   --grace SECONDS         after a rank has failed, time that the others get to
@@ -126,9 +157,11 @@ output on line by line.
 
 Each rank finds in its environment RANK, LOCAL_RANK, WORLD_SIZE,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, XD_JOB_SECRET, and XD_RUN_KIND,
-which is "processes" or "threads". Its standard input is empty. A process is
-asked to end by SIGTERM, and 2 seconds later by SIGKILL, with all that it has
-started; the same happens when crossdock-run itself is killed.
+which is "processes" or "threads". With --hosts there is also XD_RUN_HOSTS, the
+number of ranks on each host, and for processes XD_HOST_ID. Its standard input
+is empty. A process is asked to end by SIGTERM, and 2 seconds later by SIGKILL,
+with all that it has started; the same happens when crossdock-run itself is
+killed.
 
 Exit code: 0 if all ranks succeeded; that of the first rank that failed, or 128
 plus the number of the signal that ended it; 2 after a usage error, 124 after
